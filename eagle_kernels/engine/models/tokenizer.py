@@ -1,0 +1,141 @@
+"""Text to ids and back, for the demo pair (bytes) and for Hugging Face checkpoints (`tokenizer.json`)."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from .protocol import ModelError
+
+
+class Detokenizer(Protocol):
+    """Turns ids that arrive in pieces into text; the pieces joined equal `Tokenizer.decode` of all ids."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text these ids complete; a character whose bytes are not all there yet waits for the next call."""
+        ...
+
+    def finish(self) -> str:
+        """What is left, an unfinished character as U+FFFD."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """What the engine and the command line use of a tokenizer."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def detokenizer(self) -> Detokenizer: ...
+
+
+class ByteTokenizer:
+    """Ids 0..255 are the bytes of UTF-8 text; 256 is `<|endoftext|>`, which ends a text and stands before the next."""
+
+    vocab_size = 257
+    bos_token_id = 256
+    eos_token_ids = (256,)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return _text_bytes(token_ids).decode("utf-8", errors="replace")
+
+    def detokenizer(self) -> ByteDetokenizer:
+        return ByteDetokenizer()
+
+
+class ByteDetokenizer:
+    """`Detokenizer` of `ByteTokenizer`."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        return self._decoder.decode(_text_bytes(token_ids))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def _text_bytes(token_ids: Iterable[int]) -> bytes:
+    return bytes(token_id for token_id in token_ids if token_id < 256)
+
+
+class FileTokenizer:
+    """A Hugging Face `tokenizer.json`, through the `tokenizers` package."""
+
+    def __init__(self, path: Path, eos_token_ids: tuple[int, ...]) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise ModelError(f"reading {path} needs tokenizers: pip install 'eagle_kernels[models]'") from None
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        self.eos_token_ids = eos_token_ids
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def detokenizer(self) -> FileDetokenizer:
+        return FileDetokenizer(self)
+
+
+class FileDetokenizer:
+    """`Detokenizer` of `FileTokenizer`.
+
+    The text of an id can depend on its neighbours (spaces, multi-byte characters), so a window of recent ids is decoded
+    with and without the new ones, and the difference is new text unless it ends inside a character.
+    """
+
+    def __init__(self, tokenizer: FileTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._settled: list[int] = []  # already returned; context for what follows
+        self._pending: list[int] = []  # not yet returned
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        self._pending.extend(token_ids)
+        text = self._new_text()
+        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._settled, self._pending = self._pending, []
+        return text
+
+    def finish(self) -> str:
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._settled)
+        return self._tokenizer.decode(self._settled + self._pending)[len(before) :]
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a model folder: `ByteTokenizer` where the config names it, else `tokenizer.json`."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder")
+    config = _read_json(folder / "config.json")
+    tokenizer_config = _read_json(folder / "tokenizer_config.json")
+    if "ByteTokenizer" in (config.get("tokenizer_class"), tokenizer_config.get("tokenizer_class")):
+        return ByteTokenizer()
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} holds no tokenizer.json, and its config names no ByteTokenizer")
+    # generation_config.json comes first: chat models list their end-of-turn ids only there.
+    eos = _read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+    return FileTokenizer(path, tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
+
+
+def _read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -1,0 +1,1 @@
+"""The paged KV cache: index lists for drafting, and moving the accepted path."""

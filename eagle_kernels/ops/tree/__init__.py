@@ -1,0 +1,1 @@
+"""Building the tree: from draft logits to masks, positions and links."""

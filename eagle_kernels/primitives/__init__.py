@@ -1,0 +1,1 @@
+"""L1, Triton device functions that kernels share; none is launched alone."""

@@ -1,0 +1,158 @@
+"""Argument contracts: what an op accepts and what it returns, and every error text about it.
+
+A contract is written once per op, `contract(values) -> Spec or NamedTuple of Spec`, and serves the launcher, the
+reference backend and the shape inference of torch.compile alike.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+INTEGER = (torch.int32, torch.int64)
+FLOAT = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Spec(NamedTuple):
+    """Shape, dtype and device of one output."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Arguments:
+    """Checks the arguments of one call; each error names the op, the argument, the rule and the value.
+
+    Axes are named: the first tensor that shows an axis (`"B"`) binds its size, later ones must agree.
+    All tensors must be on one device.
+    """
+
+    def __init__(self, op: str, values: dict):
+        self.op = op
+        self.values = values
+        self.device: torch.device | None = None
+        self._device_of = ""
+        self._sizes: dict[str, tuple[int, str]] = {}
+
+    def fail(self, name: str, rule: str, got, kind: type[Exception] = ValueError):
+        raise kind(f"eagle_kernels.{self.op}: {name} must {rule}, got {got}")
+
+    def size(self, axis: str) -> int:
+        """The size bound to a named axis."""
+        return self._sizes[axis][0]
+
+    def tensor(
+        self,
+        name: str,
+        shape: Sequence[str | int | None],
+        dtypes: Sequence[torch.dtype],
+        *,
+        optional: bool = False,
+        contiguous: int | None = None,
+    ) -> torch.Tensor | None:
+        """A tensor of this shape: an axis is a name, an exact size, or None for any size.
+
+        `contiguous` counts the trailing axes that must be laid out without gaps (1: unit stride of the last axis);
+        None means all of them.
+        """
+        value = self.values.get(name)
+        if value is None and optional:
+            return None
+        if not isinstance(value, torch.Tensor):
+            self.fail(name, "be a tensor", type(value).__name__, TypeError)
+        if value.dtype not in dtypes:
+            allowed = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+            self.fail(name, f"have dtype {allowed}", str(value.dtype).removeprefix("torch."))
+        if self.device is None:
+            self.device, self._device_of = value.device, name
+        elif value.device != self.device:
+            self.fail(name, f"be on {self.device} like {self._device_of}", value.device)
+        if value.dim() != len(shape):
+            self.fail(name, f"have shape {_shape_text(shape)}", list(value.shape))
+        for axis, (expected, actual) in enumerate(zip(shape, value.shape)):
+            if isinstance(expected, str):
+                bound, source = self._sizes.setdefault(expected, (actual, name))
+                if bound != actual:
+                    self.fail(
+                        name, f"have {expected} = {bound} in axis {axis} (as {source})", f"shape {list(value.shape)}"
+                    )
+            elif expected is not None and actual != expected:
+                self.fail(name, f"have shape {_shape_text(shape)}", list(value.shape))
+        self._check_layout(name, value, value.dim() if contiguous is None else contiguous)
+        return value
+
+    def _check_layout(self, name: str, value: torch.Tensor, trailing: int) -> None:
+        expected = 1
+        for axis in range(value.dim() - 1, value.dim() - 1 - trailing, -1):
+            if value.shape[axis] != 1 and value.stride(axis) != expected and value.numel() > 0:
+                rule = "be contiguous" if trailing == value.dim() else f"be contiguous in its last {trailing} axes"
+                self.fail(name, rule, f"shape {list(value.shape)} with strides {list(value.stride())}")
+            expected *= value.shape[axis]
+
+    def integer(self, name: str, low: int, high: int | None = None, *, optional: bool = False) -> int | None:
+        """An int in low..high (both included)."""
+        value = self.values.get(name)
+        if value is None and optional:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+            self.fail(name, "be an int", type(value).__name__, TypeError)
+        if value < low or (high is not None and value > high):
+            self.fail(name, f"be at least {low}" if high is None else f"lie in {low}..{high}", value)
+        return value
+
+    def choice(self, name: str, options: Sequence[str]) -> str:
+        """One of the listed strings."""
+        value = self.values.get(name)
+        if value not in options:
+            self.fail(name, "be one of " + ", ".join(repr(str(option)) for option in options), repr(value))
+        return value
+
+    def exactly_one(self, *names: str) -> str:
+        """Exactly one of these arguments is given; returns its name."""
+        given = [name for name in names if self.values.get(name) is not None]
+        if len(given) != 1:
+            self.fail(" / ".join(names), "be given exactly once", " and ".join(given) or "none of them")
+        return given[0]
+
+    def debug(self, name: str, rule: str, holds) -> None:
+        """With EAGLE_KERNELS_DEBUG=1: checks `holds()`, a tensor of truths (waits for the device, so off by default)."""
+        if is_debugging():
+            wrong = (~holds()).nonzero()
+            if len(wrong):
+                at = tuple(wrong[0].tolist())
+                self.fail(name, rule, f"{self.values[name][at].item()} at {list(at)}")
+
+    def spec(self, shape: tuple[int, ...], dtype: torch.dtype) -> Spec:
+        """An output on the device of the arguments."""
+        return Spec(shape, dtype, self.device)
+
+
+def allocate(op: str, contract, out=None):
+    """Empty outputs for a contract, or the caller's `out` buffers after checking them against it."""
+    single = isinstance(contract, Spec)
+    specs = (contract,) if single else contract
+    if out is None:
+        buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=spec.device) for spec in specs]
+        return buffers[0] if single else type(contract)(*buffers)
+    buffers = (out,) if single else tuple(out)
+    names = ("out",) if single else [f"out.{field}" for field in contract._fields]
+    if len(buffers) != len(specs):
+        raise ValueError(f"eagle_kernels.{op}: out must hold {len(specs)} tensors, got {len(buffers)}")
+    for name, spec, buffer in zip(names, specs, buffers):
+        args = Arguments(op, {name: buffer})
+        args.device, args._device_of = spec.device, "the inputs"
+        args.tensor(name, spec.shape, (spec.dtype,))
+    return out if single or isinstance(out, type(contract)) else type(contract)(*buffers)
+
+
+def is_debugging() -> bool:
+    """Whether checks that need a host synchronisation are wanted (EAGLE_KERNELS_DEBUG=1)."""
+    return os.environ.get("EAGLE_KERNELS_DEBUG", "0") == "1"
+
+
+def _shape_text(shape: Sequence[str | int | None]) -> str:
+    return "[" + ", ".join("*" if axis is None else str(axis) for axis in shape) + "]"

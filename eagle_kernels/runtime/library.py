@@ -1,0 +1,149 @@
+"""Registration with torch.library and the choice of backend.
+
+`operator("tree.build_tree")` turns the launcher of an op file and its reference into one public function:
+
+* `eagle_kernels::build_tree` is functional and allocates, `eagle_kernels::build_tree.out` writes into given buffers;
+  both work under torch.compile (the op's contract infers shapes) and inside CUDA graphs;
+* CPU tensors run the reference, GPU tensors the Triton launcher; EAGLE_KERNELS_BACKEND=reference|triton forces one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+
+import torch
+
+from . import check
+
+_LIBRARY = torch.library.Library("eagle_kernels", "DEF")
+
+_SCHEMA_TYPES = {
+    "torch.Tensor": "Tensor",
+    "torch.Tensor | None": "Tensor?",
+    "int": "SymInt",
+    "int | None": "SymInt?",
+    "float": "float",
+    "float | None": "float?",
+    "bool": "bool",
+    "str": "str",
+}
+
+
+def backend(device: torch.device) -> str:
+    """`"reference"` or `"triton"` for tensors on `device`."""
+    forced = os.environ.get("EAGLE_KERNELS_BACKEND", "")
+    if forced not in ("", "reference", "triton"):
+        raise ValueError(f"EAGLE_KERNELS_BACKEND must be 'reference' or 'triton', got {forced!r}")
+    return forced or ("triton" if device.type == "cuda" else "reference")
+
+
+def operator(path: str):
+    """The public function of the op in `eagle_kernels/ops/<path>.py`.
+
+    The op file offers the launcher (named as the file) and `contract(values)`. An op whose contract returns None
+    works in place, on the arguments that its `MUTATES` names.
+    """
+    module = importlib.import_module("eagle_kernels.ops." + path)
+    name = path.rpartition(".")[2]
+    launcher = getattr(module, name)
+    reference = getattr(importlib.import_module("eagle_kernels.reference.ops." + path), name)
+    mutates = getattr(module, "MUTATES", ())
+    result_type = getattr(module, "Output", None)
+    parameters = [p for p in inspect.signature(launcher).parameters.values() if p.name != "out"]
+    names = [p.name for p in parameters]
+    defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+
+    def bind(args, kwargs) -> dict:
+        return {**defaults, **dict(zip(names, args)), **kwargs}
+
+    def run(values: dict, out=None):
+        device = next(value.device for value in values.values() if isinstance(value, torch.Tensor))
+        if backend(device) == "triton":
+            return launcher(**values) if mutates else launcher(**values, out=out)
+        contract = module.contract({**values, "out": out})
+        result = reference(**values)
+        if out is None or mutates:
+            return result
+        out = check.allocate(name, contract, out)
+        for target, source in zip(_flat(out), _flat(result)):
+            # a buffer may be longer than its contents (FULL_MASK)
+            target.view(-1)[: source.numel()].copy_(source.reshape(-1))
+        return out
+
+    declared = ", ".join(_declare(parameters, mutates))
+    if mutates:
+        _LIBRARY.define(f"{name}({declared}) -> ()")
+        _LIBRARY.impl(name, lambda *args, **kwargs: run(bind(args, kwargs)), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"eagle_kernels::{name}", lambda *args, **kwargs: None, lib=_LIBRARY)
+        overload = getattr(torch.ops.eagle_kernels, name).default
+
+        @functools.wraps(launcher)
+        def public(*args, **kwargs):
+            overload(*args, **kwargs)
+
+        return public
+
+    fields = result_type._fields if result_type else ("output",)
+    returned = ", ".join(["Tensor"] * len(fields))
+    separator = ", " if "*" in declared else ", *, "
+    buffers = ", ".join(f"Tensor({chr(ord('a') + i)}!) out_{field}" for i, field in enumerate(fields))
+    _LIBRARY.define(f"{name}({declared}) -> ({returned})" if result_type else f"{name}({declared}) -> {returned}")
+    _LIBRARY.define(f"{name}.out({declared}{separator}{buffers}) -> ()")
+
+    def functional(*args, **kwargs):
+        result = run(bind(args, kwargs))
+        return tuple(result) if result_type else result
+
+    def into_buffers(*args, **kwargs):
+        out = tuple(kwargs.pop("out_" + field) for field in fields)
+        run(bind(args, kwargs), out=out if result_type else out[0])
+
+    def fake(*args, **kwargs):
+        result = check.allocate(name, module.contract(bind(args, kwargs)))
+        return tuple(result) if result_type else result
+
+    _LIBRARY.impl(name, functional, "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{name}.out", into_buffers, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"eagle_kernels::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"eagle_kernels::{name}.out", lambda *args, **kwargs: None, lib=_LIBRARY)
+    packet = getattr(torch.ops.eagle_kernels, name)
+    functional_overload, out_overload = packet.default, packet.out
+
+    @functools.wraps(launcher)
+    def public(*args, out=None, **kwargs):
+        if out is None:
+            result = functional_overload(*args, **kwargs)
+            return result_type(*result) if result_type else result
+        buffers = tuple(out) if result_type else (out,)
+        if len(buffers) != len(fields):
+            raise ValueError(f"eagle_kernels.{name}: out must hold {len(fields)} tensors, got {len(buffers)}")
+        out_overload(*args, **kwargs, **{"out_" + field: buffer for field, buffer in zip(fields, buffers)})
+        return result_type(*buffers) if result_type else out
+
+    return public
+
+
+def _flat(result) -> tuple:
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+def _declare(parameters, mutates):
+    """The schema text of each parameter, with `*` before the first keyword-only one."""
+    keyword_only = False
+    for index, parameter in enumerate(parameters):
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
+            keyword_only = True
+            yield "*"
+        kind = _SCHEMA_TYPES[str(parameter.annotation)]
+        if parameter.name in mutates:
+            kind = kind.replace("Tensor", f"Tensor({chr(ord('a') + index)}!)")
+        default = parameter.default
+        if default is parameter.empty:
+            yield f"{kind} {parameter.name}"
+        elif isinstance(default, str):
+            yield f'{kind} {parameter.name}="{str(default)}"'
+        else:
+            yield f"{kind} {parameter.name}={default}"

@@ -1,0 +1,41 @@
+"""What the machine is: the only place that asks about architectures. Nothing is probed at import."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+
+# Shared memory (LDS) that one program may use, in bytes; the compiler itself does not refuse more on every target.
+SHARED_MEMORY_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536, "gfx950": 163_840}
+
+_assumed: str | None = None
+
+
+def architecture(device: torch.device) -> str:
+    """`sm_90`, `gfx942`, ... of a GPU, `cpu` for everything else."""
+    if _assumed is not None:
+        return _assumed
+    if device.type != "cuda":
+        return "cpu"
+    return _gpu_architecture(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@functools.cache
+def _gpu_architecture(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+@contextlib.contextmanager
+def assume(name: str):
+    """Answers `name` for every device; ahead-of-time compilation chooses tuning rows of machines that are not here."""
+    global _assumed
+    before, _assumed = _assumed, name
+    try:
+        yield
+    finally:
+        _assumed = before

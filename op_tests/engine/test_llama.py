@@ -1,0 +1,200 @@
+"""`Llama` against Hugging Face's `LlamaForCausalLM` with the same weights, in fp32: prefill, decode, tree verification."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle_kernels.engine.models.causal_draft import CausalDraft
+from eagle_kernels.engine.models.llama import Llama, LlamaConfig, Rotary
+from eagle_kernels.engine.models.protocol import ModelError
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,  # deliberately not hidden_size / num_attention_heads
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+    "rope_theta": 5000.0,
+}
+TOLERANCE = {"atol": 2e-5, "rtol": 1e-5}
+
+
+class DenseAttend:
+    """A KV cache as plain tensors. `visible` [T, past + T] says what each new row sees; default: causal."""
+
+    def __init__(self) -> None:
+        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self.visible: Tensor | None = None
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if layer in self.cache:
+            key, value = (torch.cat(pair, dim=1) for pair in zip(self.cache[layer], (key, value), strict=True))
+        self.cache[layer] = (key, value)
+        rows, keys = query.shape[1], key.shape[1]
+        visible = self.visible
+        if visible is None:
+            visible = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+        group = query.shape[2] // key.shape[2]
+        key, value = (x.repeat_interleave(group, dim=2) for x in (key, value))
+        scores = torch.einsum("bthd,bshd->bhts", query, key) * query.shape[-1] ** -0.5
+        probs = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        return torch.einsum("bhts,bshd->bthd", probs, value)
+
+
+def positions(start: int, end: int, batch: int) -> Tensor:
+    return torch.arange(start, end).expand(batch, -1)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """(Hugging Face model, ours) with the same weights, at a scale that makes attention far from uniform."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**CONFIG, initializer_range=0.1, attn_implementation="eager")
+    ).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    # The config goes through transformers' own serialisation, which moves rope_theta into rope_parameters.
+    ours = Llama(LlamaConfig.from_dict(theirs.config.to_dict()))
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+@torch.no_grad()
+def test_prefill_logits_and_features(pair):
+    theirs, ours = pair
+    input_ids = torch.randint(CONFIG["vocab_size"], (3, 21))
+    expected = theirs(input_ids, output_hidden_states=True)
+    # hidden_states[-1] is taken after the final norm, so the last comparable entry is the one before it.
+    capture = (0, 1, 3)
+    logits, features = ours(input_ids, positions(0, 21, 3), DenseAttend(), capture=capture)
+    torch.testing.assert_close(logits, expected.logits, **TOLERANCE)
+    assert torch.equal(logits.argmax(-1), expected.logits.argmax(-1))
+    torch.testing.assert_close(features, torch.cat([expected.hidden_states[i] for i in capture], dim=-1), **TOLERANCE)
+
+
+@torch.no_grad()
+def test_last_stream_is_captured_before_the_final_norm(pair):
+    theirs, ours = pair
+    input_ids = torch.randint(CONFIG["vocab_size"], (2, 9))
+    features = ours(input_ids, positions(0, 9, 2), DenseAttend(), capture=(4,)).features
+    expected = theirs(input_ids, output_hidden_states=True).hidden_states[-1]
+    torch.testing.assert_close(ours.model.norm(features), expected, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_last_only_returns_the_last_row(pair):
+    _, ours = pair
+    input_ids = torch.randint(CONFIG["vocab_size"], (2, 9))
+    whole = ours(input_ids, positions(0, 9, 2), DenseAttend())
+    last = ours(input_ids, positions(0, 9, 2), DenseAttend(), last_only=True)
+    assert whole.features is None and last.logits.shape == (2, 1, CONFIG["vocab_size"])
+    torch.testing.assert_close(last.logits, whole.logits[:, -1:], **TOLERANCE)
+
+
+@torch.no_grad()
+def test_decode_step(pair):
+    theirs, ours = pair
+    input_ids = torch.randint(CONFIG["vocab_size"], (2, 14))
+    expected = theirs(input_ids).logits
+    attend = DenseAttend()
+    ours(input_ids[:, :13], positions(0, 13, 2), attend)
+    logits = ours(input_ids[:, 13:], positions(13, 14, 2), attend).logits
+    torch.testing.assert_close(logits, expected[:, 13:], **TOLERANCE)
+
+
+@torch.no_grad()
+def test_tree_verification(pair):
+    theirs, ours = pair
+    prefix_length = 11
+    parents = torch.tensor([-1, 0, 0, 1, 1, 2, 3])
+    nodes = len(parents)
+    ancestors = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        ancestors[node] |= ancestors[parents[node]]
+    depths = ancestors.sum(-1) - 1
+    prefix = torch.randint(CONFIG["vocab_size"], (1, prefix_length))
+    tree = torch.randint(CONFIG["vocab_size"], (1, nodes))
+    tree_positions = (prefix_length + depths)[None]
+
+    attend = DenseAttend()
+    ours(prefix, positions(0, prefix_length, 1), attend)
+    attend.visible = torch.cat((torch.ones(nodes, prefix_length, dtype=torch.bool), ancestors), dim=1)
+    logits = ours(tree, tree_positions, attend).logits
+
+    whole_visible = torch.ones(prefix_length + nodes, prefix_length + nodes, dtype=torch.bool).tril()
+    whole_visible[prefix_length:] = attend.visible
+    expected = theirs(
+        torch.cat((prefix, tree), dim=1),
+        attention_mask=torch.zeros(whole_visible.shape).masked_fill(~whole_visible, float("-inf"))[None, None],
+        position_ids=torch.cat((positions(0, prefix_length, 1), tree_positions), dim=1),
+    ).logits[:, prefix_length:]
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@torch.no_grad()
+def test_causal_draft_is_the_model_itself(pair):
+    _, ours = pair
+    draft = CausalDraft(ours)
+    assert (draft.token_shift, draft.aux_layers, draft.draft_to_target) == (0, (), None)
+    assert draft.draft_vocab_size == ours.vocab_size and draft.kv_shape == ours.kv_shape == (4, 2, 16)
+    input_ids = torch.randint(CONFIG["vocab_size"], (2, 5))
+    hidden = torch.empty(2, 5, 0)
+    output = draft.forward(input_ids, hidden, positions(0, 5, 2), DenseAttend(), from_target=True)
+    assert torch.equal(output.logits, ours(input_ids, positions(0, 5, 2), DenseAttend()).logits)
+    assert output.hidden is hidden
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen2"}, "model_type='qwen2'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"sliding_window": 4096}, "sliding_window=4096"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "rope_parameters of type 'llama3'"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"num_key_value_heads": 4}, "not a multiple"),
+        ({"head_dim": 15}, "head_dim=15 is odd"),
+    ],
+)
+def test_config_refuses_what_is_not_implemented(change, message):
+    with pytest.raises(ModelError, match=message):
+        LlamaConfig.from_dict(CONFIG | change)
+
+
+def test_config_defaults_and_both_places_of_rope_theta():
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    config = LlamaConfig.from_dict({name: CONFIG[name] for name in required})
+    assert (config.num_key_value_heads, config.head_dim, config.rope_theta) == (6, 8, 10000.0)
+    assert LlamaConfig.from_dict(CONFIG).rope_theta == 5000.0
+    moved = CONFIG | {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7000}}
+    assert LlamaConfig.from_dict(moved).rope_theta == 7000.0
+
+
+def test_tied_embeddings_are_one_parameter():
+    model = Llama(LlamaConfig.from_dict(CONFIG | {"tie_word_embeddings": True}))
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_rotary_keeps_fp32_frequencies_in_a_bf16_model():
+    rotary = Rotary(16, 5000.0)
+    expected = rotary.inverse_frequencies.clone()
+    assert torch.equal(rotary.bfloat16().inverse_frequencies, expected)
+    with torch.device("meta"):
+        unmaterialised = Rotary(16, 5000.0)
+    assert torch.equal(unmaterialised.inverse_frequencies, expected)

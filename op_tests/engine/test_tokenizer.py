@@ -1,0 +1,91 @@
+"""Round trips, streaming, and the choice of tokenizer by folder."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer
+
+TEXTS = ["", "def f(x):\n    return x\n", "naïve — 日本語 🦅", "a\x00b"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_bytes_round_trip(text):
+    tokenizer = ByteTokenizer()
+    token_ids = tokenizer.encode(text)
+    assert bytes(token_ids) == text.encode()
+    assert tokenizer.decode([*token_ids, *tokenizer.eos_token_ids]) == text
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_bytes_stream_equals_decode(size):
+    tokenizer = ByteTokenizer()
+    token_ids = [*tokenizer.encode("".join(TEXTS)), 0xE6, 0x97]  # ends inside a character
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.push(token_ids[start : start + size]) for start in range(0, len(token_ids), size)]
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+    assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(token_ids)
+
+
+def test_broken_bytes_decode_to_the_replacement_character():
+    assert ByteTokenizer().decode([0x61, 0xFF, 0x62]) == "a\N{REPLACEMENT CHARACTER}b"
+
+
+@pytest.mark.parametrize("file_name", ["config.json", "tokenizer_config.json"])
+def test_byte_tokenizer_is_named_by_either_config(tmp_path, file_name):
+    (tmp_path / file_name).write_text(json.dumps({"tokenizer_class": "ByteTokenizer"}))
+    assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
+
+
+@pytest.fixture
+def byte_level_folder(tmp_path):
+    """A folder with a byte-level BPE `tokenizer.json`, whose merges cut characters apart."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the eagle and the tree", *TEXTS], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_file_tokenizer_round_trip_and_stream(byte_level_folder, size):
+    tokenizer = load_tokenizer(byte_level_folder)
+    text = "the eagle 🦅 and 日本語 the tree "
+    token_ids = tokenizer.encode(text)
+    assert tokenizer.decode([*token_ids, 0]) == text
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.push(token_ids[start : start + size]) for start in range(0, len(token_ids), size)]
+    assert "".join(pieces) + detokenizer.finish() == text
+    assert any(pieces)
+
+
+@pytest.mark.parametrize(
+    ("configs", "expected"),
+    [
+        ({}, ()),
+        ({"config.json": 2}, (2,)),
+        ({"config.json": 2, "generation_config.json": [2, 7]}, (2, 7)),
+    ],
+)
+def test_end_of_text_ids_come_from_the_configs(byte_level_folder, configs, expected):
+    for file_name, eos_token_id in configs.items():
+        (byte_level_folder / file_name).write_text(json.dumps({"eos_token_id": eos_token_id}))
+    assert load_tokenizer(byte_level_folder).eos_token_ids == expected
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="no tokenizer.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ModelError, match="not a folder"):
+        load_tokenizer(tmp_path / "absent")

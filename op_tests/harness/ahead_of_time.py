@@ -1,0 +1,102 @@
+"""Ahead-of-time compilation of every kernel of an op for five GPUs, none of which need be here.
+
+`python -m op_tests.harness.ahead_of_time tree.build_tree` runs in a child process without TRITON_INTERPRET. The op's
+launcher is called with the arguments of `ahead_of_time_cases()` in its test module, once per target with that target's
+tuning rows; its launches are recorded instead of made, compiled, and held against the target's shared memory. Prints
+one JSON line per compiled kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import torch
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
+
+_POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.uint16: "*u16",
+    torch.uint32: "*u32",
+    torch.bool: "*i1",
+}
+
+
+def compile_for_all_targets(path: str) -> list[dict]:
+    """Compiles the op in a child process; one record per kernel, target and set of constants. Raises with its log."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    child = subprocess.run(
+        [sys.executable, "-m", "op_tests.harness.ahead_of_time", path], env=environment, capture_output=True, text=True
+    )
+    if child.returncode != 0:
+        raise AssertionError(f"{path} does not compile:\n{child.stdout[-1000:]}\n{child.stderr[-4000:]}")
+    return [json.loads(line) for line in child.stdout.splitlines()]
+
+
+def _compile(path: str) -> None:
+    from eagle_kernels.runtime import launch as launch_module
+    from eagle_kernels.runtime import target
+
+    category, _, name = path.rpartition(".")
+    module = importlib.import_module("eagle_kernels.ops." + path)
+    cases = importlib.import_module(f"op_tests.ops.{category}.test_{name}").ahead_of_time_cases()
+    done = set()
+    for case, values in cases:
+        for architecture in TARGETS:
+            recorded = []
+            with target.assume(architecture), launch_module.intercept(lambda *record: recorded.append(record)):
+                getattr(module, name)(**values)
+            for _, kernel, _, arguments in recorded:
+                source, options = _source(kernel, arguments)
+                key = (architecture, kernel.__name__, str(source.signature), str(source.constants), str(options))
+                if key in done:
+                    continue
+                done.add(key)
+                shared = _shared_memory(source, architecture, options)
+                record = {"kernel": kernel.__name__, "case": case, "target": architecture, "shared_bytes": shared}
+                print(json.dumps(record), flush=True)
+
+
+def _source(kernel, arguments):
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    names = [parameter.name for parameter in kernel.params]
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = _POINTERS[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+    options = {key: value for key, value in arguments.items() if key not in names}
+    return ASTSource(kernel, signature, constants, attributes), options
+
+
+def _shared_memory(source, architecture: str, options: dict) -> int:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    if architecture.startswith("gfx"):
+        target = GPUTarget("hip", architecture, 64)
+    else:
+        target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+    return triton.compile(source, target=target, options=options).metadata.shared
+
+
+if __name__ == "__main__":
+    _compile(sys.argv[1])

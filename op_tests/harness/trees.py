@@ -1,0 +1,38 @@
+"""Random and malformed trees in the form that drafting produces them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def random_drafts(batch_size: int, topk: int, spec_steps: int, num_nodes: int, *, vocab_size: int = 97, device="cpu"):
+    """parent_list, top_scores_index, draft_tokens of `batch_size` valid random trees (siblings carry distinct tokens).
+
+    Each level keeps topk random candidates of the level before; the N - 1 kept candidates are closed under parents.
+    """
+    width = topk * (spec_steps - 1) + 1
+    parent_list = torch.full((batch_size, width), -1, dtype=torch.int64)
+    top_scores_index = torch.empty(batch_size, num_nodes - 1, dtype=torch.int64)
+    draft_tokens = torch.empty(batch_size, num_nodes - 1, dtype=torch.int64)
+    for request in range(batch_size):
+        for step in range(1, spec_steps):
+            first = 0 if step == 1 else topk + topk * topk * (step - 2)
+            size = topk if step == 1 else topk * topk
+            kept = (first + torch.randperm(size)[:topk]).sort().values if step > 1 else first + torch.arange(topk)
+            parent_list[request, 1 + topk * (step - 1) : 1 + topk * step] = kept
+        slots = parent_list[request].tolist()
+        chosen: set[int] = set()
+        total = topk + (spec_steps - 1) * topk * topk
+        while len(chosen) < num_nodes - 1:
+            ready = [c for c in range(total) if c not in chosen and (c < topk or slots[c // topk] in chosen)]
+            chosen.add(ready[int(torch.randint(len(ready), ()))])
+        top_scores_index[request] = torch.tensor(sorted(chosen), dtype=torch.int64)
+        tokens: dict[int, list[int]] = {}
+        for index, candidate in enumerate(sorted(chosen)):
+            used = tokens.setdefault(candidate // topk, [])
+            token = int(torch.randint(vocab_size, ()))
+            while token in used:
+                token = (token + 1) % vocab_size
+            used.append(token)
+            draft_tokens[request, index] = token
+    return parent_list.to(device), top_scores_index.to(device), draft_tokens.to(device)

@@ -1,0 +1,187 @@
+"""build_tree against its reference: valid trees of every shape, all mask layouts, and malformed trees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import eagle_kernels
+from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph
+from op_tests.harness.trees import random_drafts
+
+MODES = ("packed", "full_mask", "qlen_only", "qlen_only_bitpacking")
+
+# (batch, topk, spec_steps, nodes): single nodes, chains, stars, word borders, the largest tree
+SHAPES = [(1, 1, 1, 1), (2, 1, 4, 5), (3, 8, 1, 9), (2, 4, 3, 8), (1, 3, 4, 31), (2, 4, 3, 32), (1, 8, 5, 33),
+          (1, 8, 5, 64), (1, 10, 3, 65), (1, 8, 5, 129), (1, 8, 5, 256)]  # fmt: skip
+
+
+def make(batch_size, topk, spec_steps, num_nodes, *, mode="packed", dtype=torch.int64, device="cpu"):
+    parent_list, top_scores_index, draft_tokens = random_drafts(batch_size, topk, spec_steps, num_nodes)
+    seq_lens = torch.randint(0, 40, (batch_size,))
+    values = {
+        "verified_id": torch.randint(97, (batch_size,)),
+        "parent_list": parent_list,
+        "top_scores_index": top_scores_index,
+        "draft_tokens": draft_tokens,
+        "seq_lens": seq_lens,
+    }
+    values = {key: value.to(device=device, dtype=dtype) for key, value in values.items()}
+    return values | {
+        "seq_lens_sum": int(seq_lens.sum()) if mode == "full_mask" else None,
+        "topk": topk,
+        "spec_steps": spec_steps,
+        "num_verify_tokens": num_nodes,
+        "tree_mask_mode": mode,
+    }
+
+
+def ahead_of_time_cases():
+    for mode in MODES:
+        yield f"N=32 {mode}", make(2, 8, 5, 32, mode=mode)
+    yield "N=8", make(2, 4, 3, 8)
+    yield "N=256", make(1, 8, 5, 256)
+    yield "int32", make(2, 8, 5, 64, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, device):
+    check_operation("tree.build_tree", make(*shape, device=device), case=str(shape))
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[3] in (1, 5, 9, 31, 64)], ids=str)
+def test_mask_layouts(shape, mode, device):
+    if mode == "qlen_only_bitpacking" and shape[3] > 32:
+        with pytest.raises(ValueError, match="at most 32 for 'qlen_only_bitpacking'"):
+            eagle_kernels.raw.build_tree(**make(*shape, mode=mode, device=device))
+        return
+    check_operation("tree.build_tree", make(*shape, mode=mode, device=device), case=f"{shape} {mode}")
+
+
+def test_int32_inputs(device):
+    check_operation("tree.build_tree", make(3, 4, 3, 16, dtype=torch.int32, device=device), case="int32")
+
+
+def test_empty_batch(device):
+    result = eagle_kernels.build_tree(**make(0, 4, 3, 8, device=device))
+    assert result.tree_mask.shape == (0, 8, 1) and result.positions.shape == (0,)
+
+
+def test_worked_example(device):
+    """The example of SGLang's survey: K = 2, three levels, five nodes."""
+    as_tensor = lambda data: torch.tensor(data, device=device)  # noqa: E731
+    result = eagle_kernels.build_tree(
+        as_tensor([9]), as_tensor([[-1, 0, 1, 2, 4]]), as_tensor([[0, 1, 2, 4]]), as_tensor([[11, 12, 21, 23]]),
+        as_tensor([4]), topk=2, spec_steps=3, num_verify_tokens=5,
+    )  # fmt: skip
+    assert result.tree_mask.flatten().tolist() == [0b00001, 0b00011, 0b00101, 0b01011, 0b10101]
+    assert result.positions.tolist() == [4, 5, 5, 6, 6]
+    assert result.retrieve_next_token.tolist() == [[1, 3, 4, -1, -1]]
+    assert result.retrieve_next_sibling.tolist() == [[-1, 2, -1, -1, -1]]
+    assert result.draft_tokens.tolist() == [9, 11, 12, 21, 23]
+
+
+MALFORMED = {
+    "cyclic": lambda v: v["parent_list"].copy_(torch.arange(v["parent_list"].shape[1]).flip(0).expand_as(v["parent_list"])),
+    "missing parents": lambda v: v["parent_list"].fill_(-1),
+    "parents far out of range": lambda v: v["parent_list"].fill_(2**40),
+    "candidate ids out of range": lambda v: v["top_scores_index"][:, -3:].fill_(2**40),
+    "negative candidate ids": lambda v: v["top_scores_index"][:, ::2].fill_(-1),
+    "one candidate everywhere": lambda v: v["top_scores_index"].fill_(5),
+    "descending candidates": lambda v: v["top_scores_index"].copy_(v["top_scores_index"].flip(1)),
+    "tokens out of range": lambda v: v["draft_tokens"].fill_(-1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_malformed_trees_end_and_stay_in_bounds(fault, device):
+    values = make(2, 4, 3, 16)
+    MALFORMED[fault](values)
+    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    check_operation("tree.build_tree", values, case=fault)
+
+
+def test_full_mask_in_a_longer_buffer(device):
+    """A server keeps one buffer for its longest batch; cells past the batch's own stay as they were."""
+    values = make(2, 4, 3, 8, mode="full_mask", device=device)
+    expected = eagle_kernels.build_tree(**values)
+    buffer = torch.zeros(expected.tree_mask.numel() + 100, dtype=torch.bool, device=device)
+    out = expected._replace(tree_mask=buffer)
+    eagle_kernels.raw.build_tree(**{**values, "seq_lens_sum": None}, out=out)
+    assert torch.equal(buffer[:-100], expected.tree_mask) and not buffer[-100:].any()
+    buffer.fill_(False)
+    eagle_kernels.raw.build_tree(**{**values, "seq_lens_sum": None}, prefix_is_set=True, out=out)
+    seq_len = int(values["seq_lens"][0])
+    assert not buffer[:seq_len].any() and buffer[seq_len]
+
+
+def test_a_mask_buffer_that_is_too_short_is_not_overrun(device):
+    values = make(2, 4, 3, 8, mode="full_mask", device=device)
+    expected = eagle_kernels.build_tree(**values)
+    whole = torch.zeros_like(expected.tree_mask)
+    short = whole[: whole.numel() // 2]
+    eagle_kernels.raw.build_tree(**values, out=expected._replace(tree_mask=short))
+    assert not whole[whole.numel() // 2 :].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_launches_and_nothing_else(mode, device):
+    values = make(2, 4, 3, 8, mode=mode, device=device)
+    assert_only_launches("tree.build_tree", values, launches=2 if mode == "full_mask" else 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_registration(mode, device):
+    check_registration("build_tree", make(2, 4, 3, 8, mode=mode, device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_verify_tokens": 257}, "num_verify_tokens must lie in 1..256, got 257"),
+        ({"num_verify_tokens": 9, "topk": 1}, r"at most 1 \+ topk \+ \(spec_steps - 1\) \* topk\^2 = 4, got 9"),
+        ({"tree_mask_mode": "dense"}, "tree_mask_mode must be one of 'packed'"),
+        ({"tree_mask_mode": "full_mask"}, "seq_lens_sum must be given for 'full_mask'"),
+        ({"seq_lens": torch.zeros(3, dtype=torch.int64)}, "seq_lens must have B = 2"),
+        ({"seq_lens": torch.zeros(2)}, "seq_lens must have dtype int32 or int64, got float32"),
+        ({"draft_tokens": [[1]]}, "draft_tokens must be a tensor, got list"),
+        ({"draft_tokens": torch.zeros(2, 14, dtype=torch.int64)[:, ::2]}, "draft_tokens must be contiguous"),
+    ],
+)
+def test_bad_input_is_named(change, message, device):
+    values = make(2, 4, 3, 8) | change
+    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.build_tree: .*" + message):
+        eagle_kernels.raw.build_tree(**values)
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values = make(8, 4, 3, 16, device=device)
+    out = eagle_kernels.raw.build_tree(**values)
+    replay = make(8, 4, 3, 16, device=device)
+    for key in ("parent_list", "top_scores_index", "draft_tokens"):
+        replay[key][3:].fill_(-1)
+    replay["seq_lens"][3:].zero_()
+
+    def change():
+        for key, value in replay.items():
+            if isinstance(value, torch.Tensor):
+                values[key].copy_(value)
+
+    replay_in_graph(lambda: eagle_kernels.raw.build_tree(**values, out=out), change=change)
+    for got, want in zip(out, eagle_kernels.reference.ops.tree.build_tree.build_tree(**replay)):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("topk", [1, 2, 4, 8, 10])
+@pytest.mark.parametrize("spec_steps", [1, 3, 5, 8])
+@pytest.mark.parametrize("num_nodes", [1, 2, 8, 31, 32, 33, 63, 64, 65, 128, 255, 256])
+def test_full_cross(topk, spec_steps, num_nodes, device):
+    if num_nodes - 1 > topk + (spec_steps - 1) * topk * topk:
+        return
+    for mode in MODES[: 4 if num_nodes <= 32 else 3]:
+        check_operation("tree.build_tree", make(3, topk, spec_steps, num_nodes, mode=mode, device=device), case=mode)

@@ -1,0 +1,23 @@
+"""Every op compiles for every target within that target's shared memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle_kernels.runtime.target import SHARED_MEMORY_BYTES
+
+from .harness.ahead_of_time import TARGETS, compile_for_all_targets
+
+OPS = Path(__file__).parent.parent / "eagle_kernels" / "ops"
+PATHS = sorted(f"{file.parent.name}.{file.stem}" for file in OPS.glob("*/*.py") if file.stem != "__init__")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_compiles_for_every_target(path):
+    records = compile_for_all_targets(path)
+    assert {record["target"] for record in records} == set(TARGETS)
+    for record in records:
+        limit = SHARED_MEMORY_BYTES[record["target"]]
+        assert record["shared_bytes"] <= limit, f"{record} exceeds the target's {limit} bytes of shared memory"

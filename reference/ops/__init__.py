@@ -1,0 +1,1 @@
+"""One module per op, mirroring eagle_kernels.ops."""

@@ -1,0 +1,100 @@
+"""Reference of build_tree: one node after another, as the papers tell it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Output(NamedTuple):
+    tree_mask: torch.Tensor
+    positions: torch.Tensor
+    retrieve_index: torch.Tensor
+    retrieve_next_token: torch.Tensor
+    retrieve_next_sibling: torch.Tensor
+    draft_tokens: torch.Tensor
+
+
+def build_tree(
+    verified_id: torch.Tensor,
+    parent_list: torch.Tensor,
+    top_scores_index: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_lens_sum: int | None = None,
+    *,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode: str = "packed",
+    prefix_is_set: bool = False,
+) -> Output:
+    """See eagle_kernels/ops/tree/build_tree.py. With `prefix_is_set` the prefix is True already."""
+    device, batch_size, num_nodes = seq_lens.device, len(seq_lens), num_verify_tokens
+    visible = torch.zeros(batch_size, num_nodes, num_nodes, dtype=torch.bool)
+    depth = torch.zeros(batch_size, num_nodes, dtype=torch.int64)
+    next_token = torch.full((batch_size, num_nodes), -1)
+    next_sibling = torch.full((batch_size, num_nodes), -1)
+    slots, kept = parent_list.tolist(), top_scores_index.tolist()
+    for request in range(batch_size):
+        last_child: dict[int, int] = {}
+        visible[request, :, 0] = True
+        for node in range(num_nodes):
+            parent = _parent(node, slots[request], kept[request], topk)
+            if parent >= 0:
+                visible[request, node] |= visible[request, parent]
+                depth[request, node] = depth[request, parent] + 1
+                if parent in last_child:
+                    next_sibling[request, last_child[parent]] = node
+                else:
+                    next_token[request, parent] = node
+                last_child[parent] = node
+            visible[request, node, node] = True
+    lengths = seq_lens.to(torch.int64)
+    nodes = torch.arange(batch_size * num_nodes, device=device).view(batch_size, num_nodes)
+    return Output(
+        tree_mask=_layout(visible, lengths.tolist(), tree_mask_mode).to(device),
+        positions=(lengths[:, None] + depth.to(device)).flatten(),
+        retrieve_index=nodes,
+        retrieve_next_token=next_token.to(device),
+        retrieve_next_sibling=next_sibling.to(device),
+        draft_tokens=torch.cat([verified_id[:, None], draft_tokens], dim=1).to(torch.int64).flatten(),
+    )
+
+
+def _parent(node: int, slots: list[int], kept: list[int], topk: int) -> int:
+    """The parent's node index, -1 for the root and for nodes whose parent is missing or does not precede them."""
+    if node == 0 or kept[node - 1] < 0:
+        return -1
+    slot = kept[node - 1] // topk
+    if slot == 0:
+        return 0
+    if slot >= len(slots) or slots[slot] < 0 or slots[slot] not in kept:
+        return -1
+    parent = kept.index(slots[slot]) + 1
+    return parent if parent < node else -1
+
+
+def _layout(visible: torch.Tensor, seq_lens: list[int], mode: str) -> torch.Tensor:
+    """The bool mask [B, N, N] in the layout that `mode` names."""
+    batch_size, num_nodes, _ = visible.shape
+    if mode == "qlen_only":
+        return visible
+    if mode == "full_mask":
+        rows = [
+            torch.cat([torch.ones(num_nodes, seq_len, dtype=torch.bool), visible[request]], dim=1).flatten()
+            for request, seq_len in enumerate(seq_lens)
+        ]
+        return torch.cat(rows) if rows else torch.empty(0, dtype=torch.bool)
+    bits = torch.arange(num_nodes)
+    num_words = -(-num_nodes // 64)
+    words = torch.zeros(batch_size, num_nodes, num_words, dtype=torch.int64)
+    for word in range(num_words):
+        inside = bits // 64 == word
+        # bits are distinct, so the sum is their union (bit 63 wraps to the sign as it should)
+        words[:, :, word] = (visible[:, :, inside].to(torch.int64) << (bits[inside] % 64)).sum(-1)
+    if mode == "packed":
+        return words
+    dtype = torch.uint8 if num_nodes <= 8 else torch.uint16 if num_nodes <= 16 else torch.uint32
+    return words[:, :, 0].to(dtype)

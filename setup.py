@@ -1,0 +1,32 @@
+"""Pure Python: there is no build step, kernels are compiled by Triton on first use.
+
+Triton is an extra, never a requirement: PyTorch's GPU builds bring the one that fits them, and an installer that
+replaces it (PyPI's build over AMD's, say) breaks that machine.
+"""
+
+from setuptools import find_namespace_packages, find_packages, setup
+
+PACKAGES = find_packages(include=["eagle_kernels", "eagle_kernels.*"])
+# eagle_kernels/reference is a link to ../reference; the wheel holds the real files under the package.
+REFERENCE = ["eagle_kernels." + name for name in find_namespace_packages(include=["reference", "reference.*"])]
+
+setup(
+    name="eagle_kernels",
+    version="0.1.0",
+    description="Triton kernels for speculative decoding with token trees, each paired with a PyTorch reference",
+    long_description=open("README.md", encoding="utf-8").read(),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.10",
+    packages=sorted({*PACKAGES, *REFERENCE}),
+    package_data={"eagle_kernels": ["assets/**/*"]},
+    install_requires=["torch>=2.6", "numpy"],
+    extras_require={
+        "models": ["safetensors>=0.4", "tokenizers>=0.15"],
+        "train": ["safetensors>=0.4", "tqdm"],
+        "transformers": ["transformers>=4.50"],
+        # triton 3.6's interpreter turns one-element arrays into ints, which numpy 2.4 refuses
+        "test": ["numpy<2.4", "triton>=3.2,<4; platform_system == 'Linux'", "pytest>=7", "pytest-benchmark>=4", "safetensors>=0.4"],
+    },
+    entry_points={"console_scripts": ["eagle-kernels = eagle_kernels.engine.cli:main"]},
+)
