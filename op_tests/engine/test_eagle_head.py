@@ -113,14 +113,24 @@ def test_options_change_only_what_they_name():
     assert torch.equal(post_norm.hidden, head.norm(plain.hidden))
     _, normed_residual = run(norm_before_residual=True)
     hidden = head.fc(features)
-    difference = normed_residual.hidden - plain.hidden
-    # Both streams carry the same attention output; only the residual, and the MLP that reads it, may differ.
-    assert not torch.equal(difference, torch.zeros_like(difference))
+    assert not torch.allclose(normed_residual.hidden, plain.hidden)
+    # With attention and MLP silenced, what is left is the residual.
     head.midlayer.norm_before_residual = True
     for projection in (head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj):
         projection.weight.zero_()
     bare = head(input_ids, features, positions, causal_attend, from_target=True)
     torch.testing.assert_close(bare.hidden, head.midlayer.hidden_norm(hidden))
+
+
+def test_an_unbound_head_says_so():
+    with pytest.raises(ModelError, match="call bind"):
+        make_head()(
+            torch.zeros(1, 1, dtype=torch.int64),
+            torch.zeros(1, 1, 96),
+            torch.zeros(1, 1),
+            causal_attend,
+            from_target=True,
+        )
 
 
 def test_published_parameter_names():

@@ -1,4 +1,4 @@
-"""`Llama` against Hugging Face's `LlamaForCausalLM` with the same weights, in fp32: prefill, decode, tree verification."""
+"""`Llama` against Hugging Face's with the same weights, in fp32: prefill, decode, tree verification, configuration."""
 
 from __future__ import annotations
 

@@ -13,18 +13,14 @@ _CHECKS = ("test_schema", "test_faketensor")
 def check_registration(name: str, values: dict) -> None:
     """opcheck on `eagle_kernels::<name>` and its `.out` form, and equal results of both."""
     packet = getattr(torch.ops.eagle_kernels, name)
-    schema = packet.default._schema
-    positional = [a.name for a in schema.arguments if not a.kwarg_only and a.name in values]
-    args = tuple(values[key] for key in positional)
-    kwargs = {key: value for key, value in values.items() if key not in positional}
-    torch.library.opcheck(packet.default, args, kwargs, test_utils=_CHECKS)
+    torch.library.opcheck(packet.default, (), values, test_utils=_CHECKS)
     if "out" not in packet.overloads():
         return
     result = getattr(eagle_kernels, name)(**values)
     flat = (result,) if isinstance(result, torch.Tensor) else tuple(result)
     buffers = [torch.empty_like(tensor) for tensor in flat]
     names = [a.name for a in packet.out._schema.arguments if a.name.startswith("out_")]
-    torch.library.opcheck(packet.out, args, {**kwargs, **dict(zip(names, buffers))}, test_utils=_CHECKS)
+    torch.library.opcheck(packet.out, (), {**values, **dict(zip(names, buffers))}, test_utils=_CHECKS)
     out = buffers[0] if isinstance(result, torch.Tensor) else type(result)(*buffers)
     getattr(eagle_kernels, name)(**values, out=out)
     for want, got in zip(flat, buffers):

@@ -153,6 +153,14 @@ class EagleHead(nn.Module):
     def draft_to_target(self) -> Tensor | None:
         return self.d2t
 
+    @property
+    def _embedding(self) -> nn.Embedding:
+        if self.embed_tokens is not None:
+            return self.embed_tokens
+        if not self._shared_embedding:
+            raise ModelError("the head holds no embed_tokens.weight: call bind(target) first")
+        return self._shared_embedding[0]
+
     def bind(self, target: TargetModel) -> EagleHead:
         """Check that the head fits the target, settle the default aux layers and share the embedding; returns self."""
         config = self.config
@@ -193,8 +201,7 @@ class EagleHead(nn.Module):
         """See `protocol.DraftModel.forward`; F is len(aux_layers)·target_hidden_size or, fed back, hidden_size."""
         if from_target:
             hidden = self.fc(hidden)
-        embed_tokens = self.embed_tokens if self.embed_tokens is not None else self._shared_embedding[0]
-        out = self.midlayer(embed_tokens(input_ids), hidden, self.rotary(positions), attend)
+        out = self.midlayer(self._embedding(input_ids), hidden, self.rotary(positions), attend)
         normed = self.norm(out)
         return DraftOutput(self.lm_head(normed), normed if self.config.norm_output else out)
 

@@ -116,7 +116,9 @@ def _read_tensors(folder: Path, device: str | torch.device, dtype: torch.dtype) 
     elif index.is_file():
         file_names = sorted(set(_read_json(index)["weight_map"].values()))
     else:
-        raise ModelError("neither model.safetensors nor model.safetensors.index.json is there")
+        raise ModelError(
+            "neither model.safetensors nor model.safetensors.index.json is there (.bin files are not read)"
+        )
     load_file = _safetensors().load_file
     tensors: dict[str, Tensor] = {}
     for file_name in file_names:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import platform
 import sys
 import sysconfig
@@ -52,8 +51,7 @@ PROMPT_BYTES = 64
 MAX_PARAMETERS = 5_900_000
 MAX_FILE_MIB = 11.5
 
-# What a run that stopped at its time budget exits with: "try again", and it goes on.
-EXIT_UNFINISHED = getattr(os, "EX_TEMPFAIL", 75)
+EXIT_UNFINISHED = 75  # stopped at the time budget; EX_TEMPFAIL of sysexits.h, "try again"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -209,6 +207,7 @@ class UnrolledAttend:
 
 
 def positions_of(tokens: Tensor) -> Tensor:
+    """0, 1, 2, ... for every row of tokens [B, T]."""
     return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
 
 
@@ -334,7 +333,7 @@ class Run:
         resumed.
         """
         starts = torch.randint(
-            len(stream) - window, (stage.steps, stage.batch_size), generator=torch.Generator().manual_seed(seed)
+            len(stream) - window + 1, (stage.steps, stage.batch_size), generator=torch.Generator().manual_seed(seed)
         )
         optimizer = make_optimizer(module, stage)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -522,7 +521,7 @@ def check_size(target: nn.Module, head: nn.Module, folder: Path) -> None:
     file_mib = sum((folder / part / "model.safetensors").stat().st_size for part in ("target", "draft")) / 2**20
     if parameters > MAX_PARAMETERS or file_mib > MAX_FILE_MIB:
         raise ValueError(
-            f"the pair has {parameters} parameters in {file_mib:.2f} MiB; {MAX_PARAMETERS} in {MAX_FILE_MIB} are allowed"
+            f"the pair has {parameters} parameters in {file_mib:.2f} MiB; {MAX_PARAMETERS} in {MAX_FILE_MIB} may ship"
         )
 
 

@@ -1,0 +1,199 @@
+"""Model folders: round trips in every layout, and one clear line for everything that can be wrong with one."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+from eagle_kernels.engine.models import loading  # noqa: E402
+from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead  # noqa: E402
+from eagle_kernels.engine.models.llama import Llama, LlamaConfig  # noqa: E402
+from eagle_kernels.engine.models.loading import load_draft, load_target, save_folder  # noqa: E402
+from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
+
+WIDTHS = {
+    "model_type": "llama",
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+TARGET = WIDTHS | {"num_hidden_layers": 3}
+DRAFT = WIDTHS | {
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 10,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+}
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(folder, edit):
+    path = folder / "model.safetensors"
+    tensors = safetensors_torch.load_file(path)
+    edit(tensors)
+    safetensors_torch.save_file(tensors, path)
+
+
+@pytest.fixture
+def target_folder(tmp_path):
+    torch.manual_seed(0)
+    save_folder(Llama(LlamaConfig.from_dict(TARGET)), TARGET, tmp_path / "target")
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def draft_folder(tmp_path):
+    torch.manual_seed(0)
+    head = EagleHead(EagleConfig.from_dict(DRAFT))
+    head.d2t.copy_(3 * torch.arange(10))
+    head.t2d[4 * torch.arange(10)] = True
+    save_folder(head, DRAFT, tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def test_target_round_trip(target_folder):
+    stored = safetensors_torch.load_file(target_folder / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    target = load_target(target_folder)
+    assert (target.dtype, target.device.type, target.training) == (torch.float32, "cpu", False)
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(tensor, stored[name].float())
+    assert not any(parameter.requires_grad for parameter in target.parameters())
+    assert load_target(target_folder, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_loaded_modules_run(target_folder, draft_folder):
+    from eagle_kernels.engine.training.demo_pair import causal_attend
+
+    target = load_target(target_folder)
+    draft = load_draft(draft_folder, target)
+    input_ids = torch.randint(40, (2, 6))
+    positions = torch.arange(6).expand(2, -1)
+    features = target(input_ids, positions, causal_attend, capture=draft.aux_layers).features
+    output = draft(input_ids[:, 1:], features[:, :-1], positions[:, 1:], causal_attend, from_target=True)
+    assert output.logits.shape == (2, 5, 10) and output.logits.isfinite().all()
+    assert not any(tensor.is_meta for tensor in (*target.buffers(), *draft.buffers()))
+
+
+def test_draft_round_trip(target_folder, draft_folder):
+    draft = load_draft(draft_folder, load_target(target_folder), dtype=torch.float16)
+    assert draft.aux_layers == (1, 2, 3)
+    assert draft.fc.weight.dtype == torch.float16
+    assert draft.d2t.dtype == torch.int64 and draft.t2d.dtype == torch.bool
+    assert draft.draft_to_target.tolist() == list(range(0, 30, 3))
+
+
+def test_sharded_target(target_folder):
+    whole = safetensors_torch.load_file(target_folder / "model.safetensors")
+    (target_folder / "model.safetensors").unlink()
+    names = sorted(whole)
+    weight_map = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(names)}
+    for file_name in set(weight_map.values()):
+        part = {name: whole[name] for name in names if weight_map[name] == file_name}
+        safetensors_torch.save_file(part, target_folder / file_name)
+    (target_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for name, tensor in load_target(target_folder).state_dict().items():
+        assert torch.equal(tensor, whole[name].float())
+    (target_folder / "model-1.safetensors").unlink()
+    with pytest.raises(ModelError, match="model-1.safetensors, named by model.safetensors.index.json, is missing"):
+        load_target(target_folder)
+
+
+def test_tied_target_is_stored_once(tmp_path):
+    config = TARGET | {"tie_word_embeddings": True}
+    save_folder(Llama(LlamaConfig.from_dict(config)), config, tmp_path)
+    assert "lm_head.weight" not in safetensors_torch.load_file(tmp_path / "model.safetensors")
+    target = load_target(tmp_path)
+    assert target.lm_head.weight is target.get_input_embeddings().weight
+
+
+def test_draft_with_its_own_embedding(target_folder, draft_folder):
+    edit_tensors(draft_folder, lambda tensors: tensors.update({"embed_tokens.weight": torch.randn(40, 16)}))
+    assert load_draft(draft_folder, load_target(target_folder)).embed_tokens.weight.shape == (40, 16)
+
+
+def test_identity_mapping_of_a_whole_vocabulary_is_dropped(target_folder, draft_folder):
+    edit_config(draft_folder, draft_vocab_size=40)
+    edit_tensors(draft_folder, lambda tensors: tensors.update({"lm_head.weight": torch.randn(40, 16)}))
+    assert load_draft(draft_folder, load_target(target_folder)).draft_to_target is None
+
+
+def test_stored_rope_frequencies_are_ignored(target_folder):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(target_folder, lambda tensors: tensors.update({name: torch.zeros(2)}))
+    load_target(target_folder)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "missing tensors: model.norm.weight"),
+        (lambda tensors: tensors.update(extra=torch.zeros(1)), "unexpected tensors: extra"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(8)}),
+            r"model.norm.weight has shape \[8\], config.json asks for \[16\]",
+        ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(16, dtype=torch.int64)}),
+            "model.norm.weight has dtype torch.int64",
+        ),
+        (
+            lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.0" in name],
+            "missing tensors: .* and 5 more",
+        ),
+    ],
+)
+def test_wrong_tensors_are_named(target_folder, edit, message):
+    edit_tensors(target_folder, edit)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_target(target_folder)
+    assert str(target_folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_files_are_named(target_folder, tmp_path):
+    with pytest.raises(ModelError, match="absent: there is no such folder"):
+        load_target(tmp_path / "absent")
+    (target_folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="neither model.safetensors nor model.safetensors.index.json"):
+        load_target(target_folder)
+    (target_folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="config.json is not JSON"):
+        load_target(target_folder)
+    (target_folder / "config.json").unlink()
+    with pytest.raises(ModelError, match="config.json is missing"):
+        load_target(target_folder)
+
+
+def test_faults_below_the_loader_carry_the_folder(target_folder, draft_folder):
+    target = load_target(target_folder)
+    edit_tensors(draft_folder, lambda tensors: tensors["d2t"].fill_(40))
+    with pytest.raises(ModelError, match="draft: d2t: draft id 0 maps to target id 40"):
+        load_draft(draft_folder, target)
+    edit_config(draft_folder, norm_before_fc=True)
+    with pytest.raises(ModelError, match="draft: config.json: norm_before_fc=True"):
+        load_draft(draft_folder, target)
+
+
+def test_missing_safetensors_names_the_extra(target_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ModelError, match="eagle_kernels\\[models\\]"):
+        load_target(target_folder)
+
+
+def test_demo_pair_names_the_command_that_makes_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "DEMO_PAIR_FOLDER", tmp_path)
+    with pytest.raises(ModelError, match="python -m eagle_kernels.engine.training.demo_pair"):
+        loading.demo_pair()
+    for part in ("target", "draft"):
+        (tmp_path / part).mkdir()
+    assert loading.demo_pair() == (tmp_path / "target", tmp_path / "draft")

@@ -1,0 +1,34 @@
+"""Reference of verify_tree_greedy."""
+
+from __future__ import annotations
+
+import torch
+
+from ...sampling import draw_tokens
+from ...tree import Output, walk
+
+
+def verify_tree_greedy(
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    target_predict: torch.Tensor | None = None,
+    target_logits: torch.Tensor | None = None,
+    *,
+    spec_steps: int,
+) -> Output:
+    """See eagle_kernels/ops/verify/verify_tree_greedy.py."""
+    num_nodes = candidates.shape[1]
+    if target_predict is None:
+        rows = torch.zeros(len(target_logits), dtype=torch.int64, device=target_logits.device)
+        target_predict = draw_tokens(target_logits, rows, rows, temperature=rows.float()).view(-1, num_nodes)
+    predicted = target_predict.tolist()
+    return walk(
+        candidates,
+        retrieve_index,
+        retrieve_next_token,
+        retrieve_next_sibling,
+        spec_steps,
+        token_at=lambda request, node: predicted[request][node],
+    )
