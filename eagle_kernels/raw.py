@@ -1,5 +1,25 @@
 """The bare launchers: no dispatcher between the caller and the kernel, GPU tensors only (or Triton's interpreter)."""
 
+from .ops.attention.gqa_decode import gqa_decode
+from .ops.attention.tree_attention import tree_attention
+from .ops.kv.draft_kv_indices import draft_kv_indices
+from .ops.kv.move_accepted_kv import move_accepted_kv
 from .ops.tree.build_tree import build_tree
+from .ops.tree.organize_draft_results import organize_draft_results
+from .ops.tree.select_top_k_tokens import select_top_k_tokens
+from .ops.verify.sample_from_logits import sample_from_logits
+from .ops.verify.verify_tree_greedy import verify_tree_greedy
+from .ops.verify.verify_tree_sampled import verify_tree_sampled
 
-__all__ = ["build_tree"]
+__all__ = [
+    "build_tree",
+    "draft_kv_indices",
+    "gqa_decode",
+    "move_accepted_kv",
+    "organize_draft_results",
+    "sample_from_logits",
+    "select_top_k_tokens",
+    "tree_attention",
+    "verify_tree_greedy",
+    "verify_tree_sampled",
+]

@@ -1,0 +1,58 @@
+"""The check before any number: every provider against the reference, on the timed inputs where possible."""
+
+from __future__ import annotations
+
+import torch
+
+from .declaration import Benchmark, Case, Prepare
+
+# Largest |error| / (1 + |expected|) per dtype of the output.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+class Mismatch(Exception):
+    """A provider's result differs from the reference's."""
+
+
+def expected_outputs(benchmark: Benchmark, case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+    """What the reference makes of the case's inputs."""
+    values = benchmark.inputs(case, device)
+    return _named(benchmark, benchmark.reference(**values), values)
+
+
+def check_provider(
+    benchmark: Benchmark, case: Case, prepare: Prepare, expected: dict[str, torch.Tensor], device: torch.device
+) -> None:
+    """Raises Mismatch unless all outputs that the provider returns agree: integers exactly, floats within tolerance.
+
+    A provider may leave outputs out that it does not compute, or computes with other random numbers.
+    """
+    values = benchmark.inputs(case, device)
+    actual = _named(benchmark, prepare(values)(), values)
+    for name, tensor in actual.items():
+        want = expected[name]
+        if tuple(tensor.shape) != tuple(want.shape):
+            raise Mismatch(f"{name}: shape {list(tensor.shape)}, expected {list(want.shape)}")
+        if want.is_floating_point():
+            # equal infinities have no difference, NaN agrees with nothing
+            error = (tensor.float() - want.float()).abs() / (1.0 + want.float().abs())
+            wrong = ~((error <= TOLERANCE[want.dtype]) | (tensor == want))
+        else:
+            wrong = tensor.to(torch.int64) != want.to(torch.int64)
+        if wrong.any():
+            where = tuple(wrong.nonzero()[0].tolist())
+            raise Mismatch(
+                f"{name}: {int(wrong.sum())} of {wrong.numel()} elements differ, "
+                f"first at {list(where)}: {tensor[where].item()}, expected {want[where].item()}"
+            )
+
+
+def _named(benchmark: Benchmark, result: object, values: dict) -> dict[str, torch.Tensor]:
+    """Outputs by name, whichever form a provider returns them in."""
+    if benchmark.mutates:
+        return {name: values[name] for name in benchmark.mutates}
+    if isinstance(result, dict):
+        return result
+    if isinstance(result, torch.Tensor):
+        return {"output": result}
+    return result._asdict()

@@ -1,0 +1,90 @@
+"""What a `bench_X.py` declares; the command line, the script itself and pytest-benchmark all read the same object."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+OPS = Path(__file__).parent.parent / "ops"
+
+# Does the work once and returns what it made: the op's outputs, or a dict with some of them.
+Run = Callable[[], object]
+# Gets the op's arguments, does once what a user would do once (allocate, lay out, plan), and returns the timed call.
+Prepare = Callable[[dict], Run]
+
+
+class Unavailable(Exception):
+    """Raised by a provider that cannot run here or not on this case; the message says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of sizes; `is_checked=False` where the reference is too slow or too large for them."""
+
+    name: str
+    sizes: dict
+    is_checked: bool = True
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One op's cases and the providers that compute them on the same inputs.
+
+    path: of the op, `"tree.build_tree"`.
+    cases: the sizes that are timed.
+    small_cases: sizes for which every provider is checked before anything is timed, and the only ones without a GPU.
+    make: make(device, **sizes), the arguments of the op.
+    count_bytes: count_bytes(**sizes), the bytes that have to move at least.
+    providers: others than the op's own launcher, which is always the first.
+    peers: providers that other projects' packages compute, run on request.
+    """
+
+    path: str
+    cases: Sequence[Case]
+    small_cases: Sequence[Case]
+    make: Callable[..., dict]
+    count_bytes: Callable[..., int]
+    providers: dict[str, Prepare] = field(default_factory=dict)
+    peers: dict[str, Prepare] = field(default_factory=dict)
+
+    @property
+    def op(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def mutates(self) -> tuple[str, ...]:
+        """The arguments that the op works on in place; empty for one that returns its outputs."""
+        return getattr(self._module, "MUTATES", ())
+
+    @property
+    def reference(self) -> Callable:
+        return getattr(importlib.import_module("eagle_kernels.reference.ops." + self.path), self.op)
+
+    @property
+    def _module(self):
+        return importlib.import_module("eagle_kernels.ops." + self.path)
+
+    def inputs(self, case: Case, device: torch.device) -> dict:
+        """The case's arguments, the same ones at every call."""
+        torch.manual_seed(0)
+        return self.make(device, **case.sizes)
+
+    def all_providers(self, with_peers: bool) -> dict[str, Prepare]:
+        return {"eagle_kernels": self._prepare_launcher, **self.providers, **(self.peers if with_peers else {})}
+
+    def _prepare_launcher(self, values: dict) -> Run:
+        launcher = getattr(self._module, self.op)
+        if self.mutates:
+            return lambda: launcher(**values)
+        out = launcher(**values)
+        return lambda: launcher(**values, out=out)
+
+
+def declared() -> list[Benchmark]:
+    """The benchmark of every file `bench/ops/A/bench_X.py`."""
+    modules = sorted(f"bench.ops.{file.parent.name}.{file.stem}" for file in OPS.glob("*/bench_*.py"))
+    return [importlib.import_module(module).BENCHMARK for module in modules]

@@ -1,0 +1,113 @@
+"""Inputs that several benchmarks share: trees as drafting makes them, logits with a known path, paged KV caches."""
+
+from __future__ import annotations
+
+import torch
+
+from eagle_kernels import reference
+
+VOCABULARY = 128256
+
+# (K, S, N) of trees that servers run: SGLang's default, a wide one, EAGLE's own default
+TREES = ((4, 3, 8), (8, 5, 64), (10, 8, 60))
+
+
+def drafts(device, batch_size: int, topk: int, spec_steps: int, num_nodes: int, vocab_size: int = VOCABULARY) -> dict:
+    """Arguments of build_tree: a random draft whose kept candidates are the best by score, siblings distinct."""
+    num_candidates = topk + (spec_steps - 1) * topk * topk
+    scores = torch.rand(batch_size, topk).log().sort(descending=True).values
+    all_scores, parent_list = [scores], [torch.full((batch_size, 1), -1)]
+    kept = torch.arange(topk).expand(batch_size, topk)
+    for level in range(1, spec_steps):
+        parent_list.append(kept)
+        proposed = torch.rand(batch_size, topk, topk).log().sort(descending=True).values
+        proposed = (scores[:, :, None] + proposed).flatten(1)
+        all_scores.append(proposed)
+        scores, kept = proposed.sort(descending=True, stable=True)
+        scores, kept = scores[:, :topk], kept[:, :topk] + topk + topk * topk * (level - 1)
+    candidate = torch.arange(num_candidates).expand(batch_size, num_candidates)
+    # candidates of one beam are neighbours: consecutive tokens keep them distinct
+    tokens = (torch.randint(vocab_size, (batch_size, num_candidates // topk)).repeat_interleave(topk, 1)
+              + candidate % topk) % vocab_size  # fmt: skip
+    top_scores_index, draft_tokens = reference.ops.tree.organize_draft_results.organize_draft_results(
+        torch.cat(all_scores, dim=1), tokens, num_verify_tokens=num_nodes
+    )
+    values = {
+        "verified_id": torch.randint(vocab_size, (batch_size,)),
+        "parent_list": torch.cat(parent_list, dim=1),
+        "top_scores_index": top_scores_index,
+        "draft_tokens": draft_tokens,
+        "seq_lens": torch.full((batch_size,), 1024),
+    }
+    values = {name: value.to(device) for name, value in values.items()}
+    return values | {"topk": topk, "spec_steps": spec_steps, "num_verify_tokens": num_nodes}
+
+
+def accepted_tree(device, batch_size: int, topk: int, spec_steps: int, num_nodes: int, vocab_size: int) -> dict:
+    """Tree arguments of the verify ops, positions, and target tokens `target_predict` that accept a deepest path."""
+    values = drafts("cpu", batch_size, topk, spec_steps, num_nodes, vocab_size)
+    tree = reference.ops.tree.build_tree.build_tree(**values, tree_mask_mode="qlen_only")
+    candidates = tree.draft_tokens.view(batch_size, num_nodes)
+    target_predict = torch.randint(vocab_size, (batch_size, num_nodes))
+    parent = parents(tree.retrieve_next_token, tree.retrieve_next_sibling)
+    deepest = tree.positions.view(batch_size, num_nodes).argmax(1)
+    for request, node in enumerate(deepest.tolist()):
+        while node > 0:
+            target_predict[request, parent[request, node]] = candidates[request, node]
+            node = int(parent[request, node])
+    tensors = {
+        "candidates": candidates,
+        "retrieve_index": tree.retrieve_index,
+        "retrieve_next_token": tree.retrieve_next_token,
+        "retrieve_next_sibling": tree.retrieve_next_sibling,
+        "positions": tree.positions,
+        "target_predict": target_predict,
+    }
+    return {name: value.to(device) for name, value in tensors.items()}
+
+
+def parents(retrieve_next_token: torch.Tensor, retrieve_next_sibling: torch.Tensor) -> torch.Tensor:
+    """The parent of every node from the links, -1 for the root."""
+    parent = torch.full_like(retrieve_next_token, -1)
+    links = retrieve_next_token.tolist(), retrieve_next_sibling.tolist()
+    for request, (children, siblings) in enumerate(zip(*links)):
+        for node, child in enumerate(children):
+            while child >= 0:
+                parent[request, child] = node
+                child = siblings[child]
+    return parent
+
+
+def decisive_logits(winners: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Random bf16 logits [rows, vocab_size] whose `winners` have all but no competition.
+
+    Ties are the rule among 128k bf16 values, and draws of different generators differ: only a decided outcome can be
+    compared across providers. No provider is faster for it.
+    """
+    logits = torch.empty(len(winners), vocab_size, dtype=torch.bfloat16, device=winners.device).normal_()
+    return logits.scatter_(1, winners[:, None], 64.0)
+
+
+def paged_cache(
+    device, batch_size: int, capacity: int, page_size: int, num_heads: int, head_dim: int, layers=()
+) -> dict:
+    """k_cache, v_cache and block_table for `capacity` tokens a request, pages in random order.
+
+    bf16; fp16 without a GPU, as Triton's interpreter cannot multiply bf16 matrices.
+    """
+    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float16
+    pages = -(-capacity // page_size)
+    shape = (*layers, batch_size * pages, page_size, num_heads, head_dim)
+    return {
+        "k_cache": torch.randn(shape, dtype=dtype, device=device),
+        "v_cache": torch.randn(shape, dtype=dtype, device=device),
+        "block_table": torch.randperm(batch_size * pages, device=device).view(batch_size, pages).to(torch.int32),
+    }
+
+
+def contiguous_cache(values: dict, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `length` keys and values of each request as [B, Hkv, length, D]: what a cache without pages holds."""
+    return tuple(
+        cache[values["block_table"].long()].flatten(1, 2)[:, :length].transpose(1, 2).contiguous()
+        for cache in (values["k_cache"], values["v_cache"])
+    )

@@ -1,0 +1,93 @@
+"""Times of one call on the GPU, in microseconds.
+
+graph   one replay of a CUDA graph of many calls, divided by their number: the GPU's time without launch gaps, warm L2
+eager   many calls in a row from Python, divided by their number: what a server pays outside of graphs
+cold    one replay of a graph of one call, after the L2 cache was overwritten; contains the start of the replay, ~1 us
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .declaration import Run
+
+_SAMPLES = 50
+_SAMPLE_US = 1000.0
+_MAX_CALLS = 100
+_COPY_BYTES = 1 << 30
+
+
+class Times(NamedTuple):
+    graph_p20_us: float
+    graph_p50_us: float
+    graph_p80_us: float
+    eager_p50_us: float
+    cold_p50_us: float
+
+
+def measure(run: Run) -> Times:
+    """Times `run`, which must already have run once (kernels compiled)."""
+    calls = max(1, min(_MAX_CALLS, round(_SAMPLE_US / _sample_us(_repeated(run, 5)) * 5)))
+    eager = _samples_us(_repeated(run, calls))
+    many, once = _captured(_repeated(run, calls)), _captured(run)
+    graph = _samples_us(many.replay)
+    # writing twice the cache's size evicts everything in it
+    cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    flush = torch.empty(2 * cache_bytes, dtype=torch.uint8, device="cuda")
+    cold = _samples_us(once.replay, before=flush.zero_)
+    return Times(*(_quantile(graph, q) / calls for q in (0.2, 0.5, 0.8)), _quantile(eager, 0.5) / calls,
+                 _quantile(cold, 0.5))  # fmt: skip
+
+
+@functools.cache
+def copy_gb_per_s() -> float:
+    """What a large copy on this device reaches, reads and writes counted."""
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    target.copy_(source)
+    time_us = _quantile(_samples_us(lambda: target.copy_(source)), 0.5)
+    return 2 * _COPY_BYTES / time_us / 1e3
+
+
+def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    return graph
+
+
+def _repeated(run: Run, calls: int) -> Callable[[], None]:
+    def repeat():
+        for _ in range(calls):
+            run()
+
+    return repeat
+
+
+def _samples_us(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> list[float]:
+    return [_sample_us(run, before) for _ in range(_SAMPLES)]
+
+
+def _sample_us(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    before()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def _quantile(samples: list[float], q: float) -> float:
+    return torch.tensor(samples, dtype=torch.float64).quantile(q).item()

@@ -1,0 +1,65 @@
+"""move_accepted_kv in all layers of an 8B model: four accepted drafts, none of them in place already."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from bench.harness import Benchmark, Case
+from bench.harness.inputs import paged_cache
+from bench.run import main
+
+NUM_NODES = 64
+# the accepted path, root first
+PATH = (0, 3, 9, 20, 40)
+PAGE_SIZE = 16
+
+
+def make(device, batch_size, layers, prefix, num_heads, head_dim):
+    values = paged_cache(device, batch_size, prefix + NUM_NODES, PAGE_SIZE, num_heads, head_dim, layers=(layers,))
+    path = torch.tensor(PATH, device=device)
+    return values | {
+        "seq_lens": torch.full((batch_size,), prefix, device=device),
+        "accept_index": path + NUM_NODES * torch.arange(batch_size, device=device)[:, None],
+        "accept_token_num": torch.full((batch_size,), len(PATH) - 1, dtype=torch.int32, device=device),
+        "num_verify_tokens": NUM_NODES,
+    }
+
+
+def count_bytes(batch_size, layers, prefix, num_heads, head_dim):
+    """Keys and values of the moved rows, read and written; the root stays."""
+    return 2 * 2 * 2 * layers * batch_size * (len(PATH) - 1) * num_heads * head_dim
+
+
+def prepare_torch(values):
+    """Gather and scatter with indices of all columns of accept_index, for paths that are accepted whole."""
+    caches = values["k_cache"], values["v_cache"]
+    table, depth = values["block_table"].long(), torch.arange(len(PATH), device=values["seq_lens"].device)
+
+    def run():
+        first = values["seq_lens"][:, None]
+        source, target = first + values["accept_index"] % NUM_NODES, first + depth
+        source_page, target_page = table.gather(1, source // PAGE_SIZE), table.gather(1, target // PAGE_SIZE)
+        for cache in caches:
+            cache[:, target_page, target % PAGE_SIZE] = cache[:, source_page, source % PAGE_SIZE]
+
+    return run
+
+
+def _case(batch_size, layers=32, prefix=1024, num_heads=8, head_dim=128):
+    sizes = {"layers": layers, "prefix": prefix, "num_heads": num_heads, "head_dim": head_dim}
+    return Case(f"B={batch_size} layers={layers}", {"batch_size": batch_size} | sizes)
+
+
+BENCHMARK = Benchmark(
+    path="kv.move_accepted_kv",
+    cases=[_case(batch_size) for batch_size in (1, 8, 32)],
+    small_cases=[_case(2, layers=2, prefix=20, num_heads=2, head_dim=16)],
+    make=make,
+    count_bytes=count_bytes,
+    providers={"torch": prepare_torch},
+)
+
+if __name__ == "__main__":
+    sys.exit(main(benchmarks=[BENCHMARK]))

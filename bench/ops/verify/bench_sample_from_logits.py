@@ -1,0 +1,52 @@
+"""sample_from_logits with and without filters; every row is all but decided, so that providers can be compared."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from bench.harness import Benchmark, Case
+from bench.harness.inputs import VOCABULARY, decisive_logits
+from bench.harness.torch_sampling import sample
+from bench.run import main
+
+
+def make(device, rows, vocab_size, is_filtered):
+    values = {
+        "logits": decisive_logits(torch.randint(vocab_size, (rows,), device=device), vocab_size),
+        "positions": torch.randint(4096, (rows,), device=device),
+        "seeds": torch.randint(2**60, (rows,), device=device),
+        "temperature": torch.ones(rows, device=device),
+    }
+    if is_filtered:
+        values["top_k"] = torch.full((rows,), 50, dtype=torch.int32, device=device)
+        values["top_p"] = torch.full((rows,), 0.9, device=device)
+    return values
+
+
+def count_bytes(rows, vocab_size, is_filtered):
+    return rows * vocab_size * 2
+
+
+def prepare_torch(values):
+    return lambda: sample(values["logits"], values["temperature"], values.get("top_k"), values.get("top_p"))
+
+
+def _case(rows, is_filtered, vocab_size=VOCABULARY):
+    filters = "top-k 50 top-p 0.9" if is_filtered else "no filters"
+    sizes = {"rows": rows, "vocab_size": vocab_size, "is_filtered": is_filtered}
+    return Case(f"rows={rows} {filters}", sizes, is_checked=rows <= 64)
+
+
+BENCHMARK = Benchmark(
+    path="verify.sample_from_logits",
+    cases=[_case(rows, is_filtered) for is_filtered in (False, True) for rows in (1, 32, 256)],
+    small_cases=[_case(3, is_filtered, vocab_size=300) for is_filtered in (False, True)],
+    make=make,
+    count_bytes=count_bytes,
+    providers={"torch": prepare_torch},
+)
+
+if __name__ == "__main__":
+    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,0 +1,1 @@
+"""Other projects' implementations as providers; one that is not installed says so in one line and is left out."""

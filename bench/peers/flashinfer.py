@@ -1,0 +1,33 @@
+"""FlashInfer's paged decode attention; compiles its kernels on first use."""
+
+from __future__ import annotations
+
+import torch
+
+from ..harness.declaration import Run, Unavailable
+
+
+def gqa_decode(values: dict) -> Run:
+    """Planned once outside of the timed call, as a server does once a step for all layers."""
+    try:
+        import flashinfer
+    except ImportError as error:
+        raise Unavailable(f"flashinfer is not installed ({error})") from None
+    query, k_cache, v_cache = values["query"], values["k_cache"], values["v_cache"]
+    if query.device.type != "cuda":
+        raise Unavailable("flashinfer needs a GPU")
+    page_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    # sizes as a server's host knows them
+    seq_lens = values["seq_lens"].cpu()
+    pages = (seq_lens + page_size - 1) // page_size
+    kv_indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).to(torch.int32)
+    table = values["block_table"].cpu()
+    kv_indices = torch.cat([row[:count] for row, count in zip(table, pages.tolist())])
+    last_page_len = (seq_lens - (pages - 1) * page_size).to(torch.int32)
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=query.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+    wrapper.plan(
+        *(tensor.to(query.device) for tensor in (kv_indptr, kv_indices, last_page_len)),
+        query.shape[1], num_kv_heads, head_dim, page_size, q_data_type=query.dtype, kv_data_type=query.dtype,
+    )  # fmt: skip
+    return lambda: {"output": wrapper.run(query, (k_cache, v_cache))}

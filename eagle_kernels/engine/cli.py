@@ -1,0 +1,200 @@
+"""`python -m eagle_kernels generate "def quicksort(items):"` and `python -m eagle_kernels env`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from ..runtime import language
+from ..runtime.library import backend
+from ..runtime.target import architecture
+from .config import EAGLEConfig
+from .inference import EAGLEInference
+from .models.loading import demo_pair
+from .models.tokenizer import load_tokenizer
+from .output import GenerationStats
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_GREEN, _PLAIN = "\033[32m", "\033[0m"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; 0 on success, 1 with one line on stderr where the input cannot be used."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except BrokenPipeError:
+        return 1
+    except (ValueError, OSError) as error:  # ModelError is a ValueError
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = EAGLEConfig()
+    parser = argparse.ArgumentParser(prog="python -m eagle_kernels", description="Speculative decoding with token trees.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="continue a text, speculatively")
+    generate.set_defaults(run=_generate)
+    generate.add_argument("prompt")
+    generate.add_argument("--max-new-tokens", type=int, default=128)
+    generate.add_argument("--compare", action="store_true", help="also decode plainly: its speed, and whether texts agree")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
+    generate.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: off")
+    generate.add_argument("--top-p", type=float, default=1.0, help="sample from the smallest set of this mass; 1: off")
+    generate.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the best; 0: off")
+    generate.add_argument("--seed", type=int, help="of the sampling noise; default: a fresh one, printed")
+    generate.add_argument("--topk", type=int, default=defaults.topk, help="branching of the draft tree")
+    generate.add_argument("--num-steps", type=int, default=defaults.num_steps, help="levels of the draft tree")
+    generate.add_argument("--num-draft-tokens", type=int, help="nodes verified a step, root included (default: up to 32)")
+    generate.add_argument("--device", default="auto", help="cuda, cpu, cuda:1, ... (auto: cuda where there is one)")
+    generate.add_argument("--dtype", choices=_DTYPES, default="float32")
+    generate.add_argument("--target", type=Path, help="model folder (default: the embedded pair)")
+    generate.add_argument("--draft", type=Path, help="EAGLE-3 head folder (default: the embedded pair)")
+    generate.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+    environment = commands.add_parser("env", help="versions, devices, backend, cache folder")
+    environment.set_defaults(run=_environment)
+    return parser
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    if (arguments.target is None) != (arguments.draft is None):
+        raise ValueError("--target and --draft belong together: a head fits the one target it was trained for")
+    target, draft = (arguments.target, arguments.draft) if arguments.target else demo_pair()
+    tokenizer = load_tokenizer(target)
+    config = EAGLEConfig(
+        topk=arguments.topk,
+        num_steps=arguments.num_steps,
+        num_draft_tokens=arguments.num_draft_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+    prompt = tokenizer.encode(arguments.prompt)
+    engine = EAGLEInference.from_pretrained(
+        draft, target, config, device=_device(arguments.device), dtype=_DTYPES[arguments.dtype]
+    )
+    if not prompt:
+        raise ValueError("the prompt is empty; it must hold at least one token")
+
+    _warm_up(engine, prompt, arguments)
+    token_ids, stats = _stream_text(engine, prompt, tokenizer, arguments)
+    plain = None
+    if arguments.compare:
+        plain = engine.generate(prompt, arguments.max_new_tokens, seeds=stats.seeds, speculative=False)
+        stats.plain_step_ms = plain.stats.step_ms
+    report = _report(token_ids, stats, plain, tokenizer)
+    if arguments.json:
+        text = tokenizer.decode(token_ids)
+        print(json.dumps({"prompt": arguments.prompt, "text": text, "token_ids": token_ids, **report}, indent=2))
+    else:
+        print("\n" + _table(report, stats))
+    return 0
+
+
+def _warm_up(engine: EAGLEInference, prompt: list[int], arguments: argparse.Namespace) -> None:
+    """Compiles the kernels first, so that the printed speed is that of decoding."""
+    if engine.device.type == "cuda":
+        few = min(8, arguments.max_new_tokens)
+        engine.generate(prompt, few, seeds=0)
+        if arguments.compare:
+            engine.generate(prompt, few, seeds=0, speculative=False)
+
+
+def _stream_text(engine, prompt, tokenizer, arguments) -> tuple[list[int], GenerationStats]:
+    """Prints the text as it is committed; on a terminal, tokens that a draft had guessed are green."""
+    stream = engine.stream(prompt, arguments.max_new_tokens, seeds=arguments.seed)
+    use_color = sys.stdout.isatty()
+    detokenizer = tokenizer.detokenizer()
+    if not arguments.json:
+        print(arguments.prompt, end="", flush=True)
+    for event in stream:
+        text = detokenizer.push([event.token_id])
+        if text and not arguments.json:
+            print(f"{_GREEN}{text}{_PLAIN}" if use_color and event.is_draft else text, end="", flush=True)
+    if not arguments.json:
+        print(detokenizer.finish(), flush=True)
+    return stream.output()
+
+
+def _report(token_ids: list[int], stats: GenerationStats, plain, tokenizer) -> dict:
+    report = stats.to_dict()
+    if plain is not None:
+        parts_at = next((i for i, (a, b) in enumerate(zip(token_ids, plain.output_ids)) if a != b), None)
+        if parts_at is None and len(token_ids) != len(plain.output_ids):
+            parts_at = min(len(token_ids), len(plain.output_ids))
+        report["plain_tokens_per_second"] = plain.stats.tokens_per_second
+        report["identical"] = parts_at is None
+        report["parts_at"] = parts_at
+        report["plain_text_from_there"] = None if parts_at is None else tokenizer.decode(plain.output_ids[parts_at:])
+    return report
+
+
+def _table(report: dict, stats: GenerationStats) -> str:
+    per_depth = ", ".join(f"{count / max(1, stats.steps):.0%}" for count in stats.accepted_per_depth)
+    rows = [
+        ("tokens", f"{stats.generated_tokens} ({stats.finish_reasons[0]})"),
+        ("steps", f"{stats.steps} of {stats.num_draft_tokens} nodes, {stats.num_steps} levels"),
+        ("mean acceptance length", f"{stats.mean_accept_length:.2f} (bonus included)"),
+        ("accepted at depth 1, 2, ...", per_depth),
+        ("tokens/s", f"{stats.tokens_per_second:.1f}"),
+        ("seed", f"{stats.seeds[0]}"),
+    ]
+    if "identical" in report:
+        rows.append(("plain tokens/s", f"{report['plain_tokens_per_second']:.1f}"))
+        if stats.speedup is not None:
+            rows.append(("speedup", f"{stats.speedup:.2f}x"))
+        if report["identical"]:
+            rows.append(("identical", "yes"))
+        else:
+            there = report["plain_text_from_there"][:40]
+            rows.append(("identical", f"no, from token {report['parts_at']}; plain goes on with {there!r}"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
+        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs that torch can use")
+    return device
+
+
+def _environment(arguments: argparse.Namespace) -> int:
+    import eagle_kernels
+
+    rows = [("eagle_kernels", str(Path(eagle_kernels.__file__).parent)), ("python", platform.python_version())]
+    rows.append(("torch", torch.__version__))
+    if language.AVAILABLE:
+        from triton import knobs
+
+        rows.append(("triton", language.triton.__version__))
+        rows.append(("triton cache", knobs.cache.dir))
+    else:
+        rows.append(("triton", "not installed (CPU tensors run the references; GPU tensors need it)"))
+    rows.append(("backend on cpu", backend(torch.device("cpu"))))
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        rows.append((f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, {architecture(device)}, {backend(device)}"))
+    if not torch.cuda.device_count():
+        rows.append(("gpu", "none that torch can use"))
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+

@@ -1,0 +1,191 @@
+"""Moves the KV rows of accepted nodes to the front of the verified block, in place, in all layers at once.
+
+Computes
+    Verification wrote the N nodes of a tree at the slots seq_len..seq_len + N - 1. For every depth d of the accepted
+    path, the root included, the row at slot seq_len + (accept_index[b, d] - b * N) moves to slot seq_len + d, in keys
+    and values of every layer; afterwards the path is contiguous and the length may grow by accept_token_num + 1.
+Shapes
+    k_cache           [L, num_pages, page_size, Hkv, D]  any   in place; the axes L and num_pages may be strided
+    v_cache           as k_cache                               in place
+    block_table       [B, M]                             int   page ids; rows may be strided
+    seq_lens          [B]                                int   committed length before this step
+    accept_index      [B, S + 1]                         int   b * N + node, -1 padded
+    accept_token_num  [B]                                int   accepted drafts, the bonus token and the root not counted
+    num_verify_tokens int                                      N
+Invariants
+    Rows move bit by bit. Path entries outside the request's N nodes, slots past the block table and page ids outside
+    the pool are passed over; nothing outside the slots seq_len..seq_len + S of a request is written. Requests must not
+    share the pages that they write.
+    Free of races: no two programs touch the same column of a request's rows, and a program walks the depths upwards in
+    one fixed 1-D layout, so each thread reads and writes only its own columns, in program order. Along an ascending
+    path source >= destination, so a row that depth d overwrites was read at an earlier depth or is not on the path. A
+    path that does not ascend moves the same way, depth by depth.
+Grid
+    (B, 2 * L, column blocks), one program moves one range of columns of the keys or values of one layer and request.
+Launches
+    1
+Traffic
+    2 * L * row bytes * 2 per moved row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...primitives.paging import find_pages
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch
+
+MUTATES = ("k_cache", "v_cache")
+
+CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2,
+                torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.uint8, torch.int8)  # fmt: skip
+
+TUNING = {"default": {"block_bytes": 2048, "num_warps": 4}}
+
+
+@triton.jit(
+    do_not_specialize=["num_pages", "table_width", "num_depths", "num_verify_tokens", "stride_k_layer",
+                       "stride_k_page", "stride_v_layer", "stride_v_page", "stride_table"]
+)  # fmt: skip
+def _move_accepted_kv_kernel(
+    k_cache_ptr,
+    v_cache_ptr,
+    block_table_ptr,
+    seq_lens_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    num_pages,
+    table_width,
+    num_depths,
+    num_verify_tokens,
+    stride_k_layer,
+    stride_k_page,
+    stride_v_layer,
+    stride_v_page,
+    stride_table,
+    PAGE_SIZE: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    BLOCK_COLUMN: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    layer = (tl.program_id(1) // 2).to(tl.int64)
+    column = tl.program_id(2) * BLOCK_COLUMN + tl.arange(0, BLOCK_COLUMN)
+    # two calls rather than a choice of pointers, which would lose what is known about their alignment
+    if tl.program_id(1) % 2 == 0:
+        _move_path(
+            k_cache_ptr, layer * stride_k_layer, stride_k_page, block_table_ptr + request * stride_table, seq_lens_ptr,
+            accept_index_ptr, accept_token_num_ptr, request, column, num_pages, table_width, num_depths,
+            num_verify_tokens, PAGE_SIZE, ROW_BYTES,
+        )  # fmt: skip
+    else:
+        _move_path(
+            v_cache_ptr, layer * stride_v_layer, stride_v_page, block_table_ptr + request * stride_table, seq_lens_ptr,
+            accept_index_ptr, accept_token_num_ptr, request, column, num_pages, table_width, num_depths,
+            num_verify_tokens, PAGE_SIZE, ROW_BYTES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _move_path(
+    cache_ptr,
+    first_row,
+    stride_page,
+    table_row_ptr,
+    seq_lens_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    request,
+    column,
+    num_pages,
+    table_width,
+    num_depths,
+    num_verify_tokens,
+    PAGE_SIZE: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+):
+    """These columns of one request's path, depth by depth; first_row and stride_page count rows of ROW_BYTES."""
+    seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
+    accepted = tl.load(accept_token_num_ptr + request).to(tl.int64)
+    for depth in range(0, tl.minimum(accepted + 1, num_depths)):
+        index = tl.load(accept_index_ptr + request * num_depths + depth).to(tl.int64)
+        node = index - request * num_verify_tokens
+        is_moved = (node >= 0) & (node < num_verify_tokens) & (node != depth)
+        source = seq_len + node
+        destination = seq_len + depth
+        source_page, source_exists = find_pages(table_row_ptr, 0, table_width, num_pages, source, is_moved, PAGE_SIZE)
+        destination_page, destination_exists = find_pages(
+            table_row_ptr, 0, table_width, num_pages, destination, is_moved, PAGE_SIZE
+        )
+        in_bounds = (column < ROW_BYTES) & source_exists & destination_exists
+        source_row = first_row + source_page * stride_page + source % PAGE_SIZE
+        destination_row = first_row + destination_page * stride_page + destination % PAGE_SIZE
+        value = tl.load(cache_ptr + source_row * ROW_BYTES + column, mask=in_bounds)
+        tl.store(cache_ptr + destination_row * ROW_BYTES + column, value, mask=in_bounds)
+
+
+def contract(values: dict) -> None:
+    """Checks the arguments of `move_accepted_kv`."""
+    args = check.Arguments("move_accepted_kv", values)
+    args.integer("num_verify_tokens", 1)
+    for name in MUTATES:
+        cache = args.tensor(name, ("L", "num_pages", "page_size", "Hkv", "D"), CACHE_DTYPES, contiguous=3)
+        row = cache.shape[3] * cache.shape[4]
+        for axis in (0, 1):
+            if cache.shape[axis] > 1 and cache.stride(axis) % row:
+                args.fail(name, f"have strides that are multiples of Hkv * D = {row}", list(cache.stride()))
+    if values["v_cache"].dtype != values["k_cache"].dtype:
+        args.fail("v_cache", f"have dtype {values['k_cache'].dtype} like k_cache", values["v_cache"].dtype)
+    if args.size("page_size") < 1:
+        args.fail("k_cache", "have a page size of at least 1", args.size("page_size"))
+    args.tensor("block_table", ("B", "M"), check.INTEGER, contiguous=1)
+    args.tensor("seq_lens", ("B",), check.INTEGER)
+    args.tensor("accept_index", ("B", "S + 1"), check.INTEGER)
+    args.tensor("accept_token_num", ("B",), check.INTEGER)
+
+
+def move_accepted_kv(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    *,
+    num_verify_tokens: int,
+) -> None:
+    """Compacts the KV rows of accepted paths in place; shapes and layouts are in the module's docstring.
+
+    num_verify_tokens: N, the nodes of each request's tree, which accept_index counts in.
+    """
+    contract(locals())
+    num_layers, num_pages, page_size, num_heads, head_dim = k_cache.shape
+    row = num_heads * head_dim
+    row_bytes = row * k_cache.element_size()
+    tuned = dict(tuning.row(TUNING, k_cache.device))
+    block_column = min(triton.next_power_of_2(row_bytes), tuned.pop("block_bytes"))
+    launch(
+        "move_accepted_kv",
+        _move_accepted_kv_kernel,
+        (block_table.shape[0], 2 * num_layers, -(-row_bytes // block_column)),
+        k_cache_ptr=k_cache.view(torch.uint8),
+        v_cache_ptr=v_cache.view(torch.uint8),
+        block_table_ptr=block_table,
+        seq_lens_ptr=seq_lens,
+        accept_index_ptr=accept_index,
+        accept_token_num_ptr=accept_token_num,
+        num_pages=num_pages,
+        table_width=block_table.shape[1],
+        num_depths=accept_index.shape[1],
+        num_verify_tokens=num_verify_tokens,
+        stride_k_layer=k_cache.stride(0) // row,
+        stride_k_page=k_cache.stride(1) // row,
+        stride_v_layer=v_cache.stride(0) // row,
+        stride_v_page=v_cache.stride(1) // row,
+        stride_table=block_table.stride(0),
+        PAGE_SIZE=page_size,
+        ROW_BYTES=row_bytes,
+        BLOCK_COLUMN=block_column,
+        **tuned,
+    )

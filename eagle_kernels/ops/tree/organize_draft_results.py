@@ -1,0 +1,144 @@
+"""Reranks the candidates of all draft levels and keeps the best ones as the nodes of the verification tree.
+
+Computes
+    EAGLE-2 (arXiv 2406.16858, section 4.2): the num_verify_tokens - 1 candidates of the highest score, over all levels,
+    in ascending order of flat id, which puts parents before children. Equal scores go to the lower id. A child never
+    scores above its parent and has a higher id, so the kept set is closed under parents.
+Shapes
+    candidate_scores  [B, C]      fp32  C = K + (S - 1) * K * K, the levels side by side; rows may be strided
+    candidate_tokens  [B, C]      int   their tokens; rows may be strided
+    -> top_scores_index  [B, N - 1]  int64  kept flat candidate ids, ascending
+    -> draft_tokens      [B, N - 1]  int64  their tokens
+    SGLang passes one tensor per level: concatenate them along axis 1, or let select_top_k_tokens write its levels into
+    slices of one buffer.
+Invariants
+    NaN counts as -inf, -0.0 equals 0.0. C is at most 4096 (one program holds a row) and N - 1 at most C.
+Grid
+    (B,), one program selects for one request.
+Launches
+    1; none for N = 1, whose outputs are empty.
+Traffic
+    C * 4 B + (N - 1) * token size read, 16 B * (N - 1) written, per request.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...primitives.ordering import comparable, ordered_bits
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch
+
+
+class Output(NamedTuple):
+    """What `organize_draft_results` returns."""
+
+    top_scores_index: torch.Tensor
+    draft_tokens: torch.Tensor
+
+
+MAX_CANDIDATES = 4096
+
+TUNING = {"default": {"num_warps": 4}}
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_candidates",
+        "num_kept",
+        "stride_candidate_scores_request",
+        "stride_candidate_tokens_request",
+    ]
+)
+def _organize_draft_results_kernel(
+    candidate_scores_ptr,
+    candidate_tokens_ptr,
+    top_scores_index_ptr,
+    draft_tokens_ptr,
+    num_candidates,
+    num_kept,
+    stride_candidate_scores_request,
+    stride_candidate_tokens_request,
+    BLOCK_CANDIDATE: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    candidate = tl.arange(0, BLOCK_CANDIDATE)
+    is_candidate = candidate < num_candidates
+    score = tl.load(
+        candidate_scores_ptr + request * stride_candidate_scores_request + candidate, mask=is_candidate, other=0.0
+    )
+    # unsigned, so that a threshold can be built from the highest bit down; 0 is below every score
+    order = ordered_bits(comparable(score)).to(tl.uint32, bitcast=True) ^ 0x80000000
+    order = tl.where(is_candidate, order, 0)
+
+    # the order of the last kept score: the largest value that num_kept candidates reach
+    last_kept = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 0x80000000, tl.uint32)
+    for _ in range(32):
+        raised = last_kept | bit
+        num_reaching = tl.sum((order >= raised).to(tl.int32))
+        last_kept = tl.where(num_reaching >= num_kept, raised, last_kept)
+        bit = bit >> 1
+
+    # of the candidates that tie with it, the first ones fill the places left
+    is_above = order > last_kept
+    is_tied = order == last_kept
+    places_left = num_kept - tl.sum(is_above.to(tl.int32))
+    is_kept = is_above | (is_tied & (tl.cumsum(is_tied.to(tl.int32), 0) <= places_left))
+    kept_offset = request * num_kept + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+    token = tl.load(candidate_tokens_ptr + request * stride_candidate_tokens_request + candidate, mask=is_kept, other=0)
+    tl.store(top_scores_index_ptr + kept_offset, candidate, mask=is_kept)
+    tl.store(draft_tokens_ptr + kept_offset, token, mask=is_kept)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `organize_draft_results` and describes its outputs."""
+    args = check.Arguments("organize_draft_results", values)
+    num_nodes = args.integer("num_verify_tokens", 1)
+    args.tensor("candidate_scores", ("B", "C"), (torch.float32,), contiguous=1)
+    args.tensor("candidate_tokens", ("B", "C"), check.INTEGER, contiguous=1)
+    num_candidates = args.size("C")
+    if num_candidates > MAX_CANDIDATES:
+        args.fail("candidate_scores", f"have at most {MAX_CANDIDATES} candidates", num_candidates)
+    if num_nodes - 1 > num_candidates:
+        args.fail("num_verify_tokens", f"be at most 1 + C = {1 + num_candidates}", num_nodes)
+    kept = args.spec((args.size("B"), num_nodes - 1), torch.int64)
+    return Output(kept, kept)
+
+
+def organize_draft_results(
+    candidate_scores: torch.Tensor,
+    candidate_tokens: torch.Tensor,
+    *,
+    num_verify_tokens: int,
+    out: Output | None = None,
+) -> Output:
+    """Keeps the best candidates of each request; shapes are in the module's docstring.
+
+    num_verify_tokens: N, nodes of the tree with its root, 1 .. C + 1.
+    out: two tensors to write into.
+    """
+    contracted = contract(locals())
+    out = check.allocate("organize_draft_results", contracted, out)
+    batch_size, num_candidates = candidate_scores.shape
+    if num_verify_tokens == 1:
+        return out
+    launch(
+        "organize_draft_results",
+        _organize_draft_results_kernel,
+        (batch_size,),
+        candidate_scores_ptr=candidate_scores,
+        candidate_tokens_ptr=candidate_tokens,
+        top_scores_index_ptr=out.top_scores_index,
+        draft_tokens_ptr=out.draft_tokens,
+        num_candidates=num_candidates,
+        num_kept=num_verify_tokens - 1,
+        stride_candidate_scores_request=candidate_scores.stride(0),
+        stride_candidate_tokens_request=candidate_tokens.stride(0),
+        BLOCK_CANDIDATE=triton.next_power_of_2(num_candidates),
+        **tuning.row(TUNING, candidate_scores.device),
+    )
+    return out

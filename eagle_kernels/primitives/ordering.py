@@ -1,0 +1,64 @@
+"""One total order for values with ids: larger values first, equal values by ascending id.
+
+A pair becomes one int64 key that compares as the pair does, so a maximum of keys breaks ties by the lowest id:
+
+    bit  63 ........ 32 31 ........ 0
+         ordered bits  | ~id
+"""
+
+from __future__ import annotations
+
+from ..runtime.language import tl, triton
+
+# Below and above the keys of all pairs: they mark lanes that hold none.
+LOWEST_KEY = tl.constexpr(-(2**63))
+HIGHEST_KEY = tl.constexpr(2**63 - 1)
+
+
+@triton.jit
+def comparable(values):
+    """fp32 values without the two that do not order: NaN counts as -inf, -0.0 as 0.0."""
+    values = tl.where(values == values, values, float("-inf"))
+    return tl.where(values == 0.0, 0.0, values)
+
+
+@triton.jit
+def ordered_bits(values):
+    """int32 that compare as the fp32 `comparable` values do."""
+    bits = values.to(tl.int32, bitcast=True)
+    # the bits of negative floats grow with their magnitude: flip all but the sign
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def ordered_key(values, ids):
+    """The keys of fp32 `comparable` values with ids in 0 .. 2^32 - 1."""
+    return (ordered_bits(values).to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))
+
+
+@triton.jit
+def key_value(keys):
+    """The fp32 values that keys were made of."""
+    bits = (keys >> 32).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def key_id(keys):
+    """The ids int64 that keys were made of."""
+    return 0xFFFFFFFF - (keys & 0xFFFFFFFF)
+
+
+@triton.jit
+def largest_keys(keys, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr):
+    """The COUNT largest of each row's distinct keys, descending: [row, key] -> [row, BLOCK_COUNT].
+
+    Rounds of a maximum; lanes from COUNT on hold LOWEST_KEY.
+    """
+    rank = tl.arange(0, BLOCK_COUNT)
+    largest = tl.full([keys.shape[0], BLOCK_COUNT], LOWEST_KEY, tl.int64)
+    for count in range(COUNT):
+        maximum = tl.max(keys, axis=1)[:, None]
+        largest = tl.where(rank[None, :] == count, maximum, largest)
+        keys = tl.where(keys == maximum, LOWEST_KEY, keys)
+    return largest

@@ -1,0 +1,200 @@
+"""The engine on toy and random models: text equals plain decoding, exact stops, statistics, streaming, bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference
+from op_tests.engine.toys import ToyModel, random_llama
+
+PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [4]]
+SAMPLING = {
+    "greedy": {},
+    "T=1": {"temperature": 1.0},
+    "T=0.8, all filters": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_llama(device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def stranger():
+    """A draft that has nothing to do with the target."""
+    return random_llama(hidden_size=16, num_layers=1, seed=1, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_a_random_draft_gives_the_same_text(target, stranger, sampling):
+    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=3, num_steps=2, **SAMPLING[sampling]))
+    text, stats = engine.generate(PROMPTS, 16, seeds=7)
+    plain, _ = engine.generate(PROMPTS, 16, seeds=7, speculative=False)
+    assert text == plain
+    assert stats.mean_accept_length < 2.0
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_a_batch_is_its_requests(target, stranger, sampling):
+    """Ragged prompts together or alone: the same text for the same seeds."""
+    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2, **SAMPLING[sampling]))
+    together, _ = engine.generate(PROMPTS, 10, seeds=[3, 4, 5])
+    alone = [engine.generate(prompt, 10, seeds=seed)[0] for prompt, seed in zip(PROMPTS, (3, 4, 5))]
+    assert together == alone
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_a_target_as_its_own_draft_accepts_everything(target, num_steps):
+    """A chain of the target's own argmax: every draft is accepted, so every step brings num_steps + 1 tokens."""
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=num_steps))
+    text, stats = engine.generate(PROMPTS, 1 + 3 * (num_steps + 1))
+    assert text == engine.generate(PROMPTS, 1 + 3 * (num_steps + 1), speculative=False)[0]
+    assert stats.accepted_per_depth == [9] * num_steps
+    assert stats.mean_accept_length == num_steps + 1 and stats.acceptance_rate == 1.0 and stats.steps == 9
+
+
+def test_a_wide_tree_of_the_target_itself_goes_deep_when_sampling(target):
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=8, num_steps=3, temperature=0.7))
+    _, stats = engine.generate(PROMPTS, 24, seeds=1)
+    assert stats.mean_accept_length > 2.0
+
+
+@pytest.mark.parametrize("topk, num_steps, nodes", [(1, 1, 2), (1, 5, 6), (2, 3, None), (4, 2, 7), (16, 2, 40)])
+def test_tree_shapes(target, topk, num_steps, nodes):
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=topk, num_steps=num_steps, num_draft_tokens=nodes))
+    assert engine.generate(PROMPTS, 8)[0] == engine.generate(PROMPTS, 8, speculative=False)[0]
+
+
+@pytest.mark.parametrize("mode", ["full_mask", "qlen_only", "qlen_only_bitpacking"])
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_mask_layouts_and_page_sizes_change_nothing(target, mode, page_size):
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=16))
+    want, stats = engine.generate(PROMPTS, 10)
+    got, other = engine.generate(PROMPTS, 10, tree_mask_mode=mode, page_size=page_size)
+    assert got == want and other.accepted == stats.accepted
+
+
+def test_a_toy_of_thirty_lines_works(device):
+    toy = ToyModel(device=device)
+    engine = EAGLEInference(toy, toy, EAGLEConfig(topk=4, num_steps=3, temperature=0.9))
+    text, stats = engine.generate([[1, 2, 3], [4]], 12, seeds=5)
+    assert text == engine.generate([[1, 2, 3], [4]], 12, seeds=5, speculative=False)[0]
+    assert stats.mean_accept_length > 1.5
+
+
+def test_generation_up_to_the_last_position(device):
+    """Drafts past the model's last position are clamped; a position table of exactly max_length rows must do."""
+    toy = ToyModel(max_length=24, device=device)
+    engine = EAGLEInference(toy, toy, EAGLEConfig(topk=2, num_steps=4))
+    text, stats = engine.generate([1, 2, 3, 4], 20)
+    assert len(text) == 20 and stats.finish_reasons == ["length"]
+    assert text == engine.generate([1, 2, 3, 4], 20, speculative=False)[0]
+
+
+def test_an_end_token_at_every_depth_ends_the_text_there(target):
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=4, temperature=1.0))
+    text, _ = engine.generate(PROMPTS[0], 12, seeds=2)
+    for index, token in enumerate(text):
+        if token in text[:index]:
+            continue
+        cut, stats = engine.generate(PROMPTS[0], 12, seeds=2, eos_token_ids=(token,))
+        assert cut == text[: index + 1]
+        assert stats.finish_reasons == ["eos"] and stats.generated_tokens == index + 1
+        assert cut == engine.generate(PROMPTS[0], 12, seeds=2, eos_token_ids=(token,), speculative=False)[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 7])
+def test_exactly_max_new_tokens(target, count):
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=4))
+    text, stats = engine.generate(PROMPTS, count)
+    assert [len(ids) for ids in text] == [count] * 3
+    assert stats.generated_tokens == 3 * count and stats.finish_reasons == ["length"] * 3
+
+
+def test_requests_that_end_early_do_not_disturb_the_others(target, stranger):
+    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=3, num_steps=3, temperature=1.0))
+    whole, _ = engine.generate(PROMPTS, 20, seeds=[1, 2, 3])
+    end = whole[1][2]
+    cut, stats = engine.generate(PROMPTS, 20, seeds=[1, 2, 3], eos_token_ids=(end,))
+    for ids, full in zip(cut, whole):
+        assert ids == (full[: full.index(end) + 1] if end in full else full)
+    assert stats.finish_reasons[1] == "eos"
+
+
+def test_streaming_yields_the_same_tokens(target, stranger):
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=3))
+    want, _ = engine.generate(PROMPTS, 9)
+    stream = engine.stream(PROMPTS, 9)
+    got = [[], [], []]
+    drafted = 0
+    for event in stream:
+        got[event.request].append(event.token_id)
+        drafted += event.is_draft
+    assert got == want == stream.output().output_ids
+    assert drafted == 6 * 3  # two full steps of three drafts for three requests; the ninth token is the bonus
+
+
+def test_statistics_add_up(target, stranger):
+    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=4, num_steps=3, num_draft_tokens=10))
+    _, before = engine.generate(PROMPTS, 12)
+    assert before.speedup is None, "nothing was measured yet"
+    _, plain = engine.generate(PROMPTS, 12, speculative=False)
+    _, stats = engine.generate(PROMPTS, 12)
+    assert stats["steps"] == stats.steps and stats["speedup"] == stats.speedup > 0
+    assert stats.drafted == 9 * stats.steps and stats.accepted == sum(stats.accepted_per_depth)
+    assert stats.mean_accept_length == 1 + stats.accepted / stats.steps
+    assert stats.acceptance_rate == stats.accepted / (3 * stats.steps)
+    assert stats.draft_efficiency == stats.accepted / stats.drafted
+    assert set(stats.phase_time_ms) == {"draft", "verify", "sample", "bookkeeping"}
+    assert plain.mean_accept_length == 1 and plain.accepted_per_depth == [] and plain.steps == 3 * 11
+    assert stats.to_dict()["tokens_per_second"] == stats.tokens_per_second
+    with pytest.raises(KeyError):
+        stats["no_such_number"]
+
+
+def test_fresh_seeds_are_returned_and_repeat_the_text(target, stranger):
+    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2, temperature=1.0))
+    text, stats = engine.generate(PROMPTS, 10)
+    other, again = engine.generate(PROMPTS, 10)
+    assert stats.seeds != again.seeds and text != other
+    assert engine.generate(PROMPTS, 10, seeds=stats.seeds)[0] == text
+
+
+def test_tensors_and_lists(target, stranger):
+    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2))
+    single, _ = engine.generate([1, 2, 3], 5)
+    assert engine.generate(torch.tensor([1, 2, 3]), 5)[0] == single
+    assert engine.generate(torch.tensor([[1, 2, 3]]), 5)[0] == [single]
+    assert engine.generate([torch.tensor([1, 2, 3])], 5)[0] == [single]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"input_ids": []}, "prompt 0 is empty"),
+        ({"input_ids": [[1], []]}, "prompt 1 is empty"),
+        ({"input_ids": [1, 61]}, r"token ids must lie in 0..60, prompt 0 holds 61"),
+        ({"input_ids": [-1]}, r"token ids must lie in 0..60, prompt 0 holds -1"),
+        ({"input_ids": [1] * 250}, "prompt 0 of 250 tokens \\+ max_new_tokens=10 exceed the 256 tokens"),
+        ({"input_ids": [1] * 60, "max_length": 64}, "exceed the 64 tokens"),
+        ({"input_ids": [1], "max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"input_ids": [1], "seeds": [1, 2]}, "seeds must be one for all or one per prompt, got 2 for 1 prompts"),
+        ({"input_ids": torch.zeros(3)}, "input_ids must be integer ids"),
+        ({"input_ids": [1], "top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
+    ],
+)
+def test_bad_input_is_named(target, stranger, call, message):
+    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2))
+    with pytest.raises(ValueError, match=message):
+        engine.generate(**{"max_new_tokens": 10, **call})
+
+
+def test_models_that_do_not_fit_are_named(target):
+    other = random_llama(vocab_size=50)
+    with pytest.raises(ValueError, match="the draft's vocabulary of 50 tokens is not the target's 61"):
+        EAGLEInference(other, target)
+    small = random_llama(vocab_size=8)
+    with pytest.raises(ValueError, match="topk must be smaller than the draft vocabulary of 8 tokens, got 8"):
+        EAGLEInference(small, small, EAGLEConfig(topk=8))

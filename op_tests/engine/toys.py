@@ -1,0 +1,59 @@
+"""Small models: a toy of thirty lines that shows all that the protocol asks, and random Llamas."""
+
+from __future__ import annotations
+
+import torch
+
+from eagle_kernels.engine.models.llama import Llama, LlamaConfig
+from eagle_kernels.engine.models.protocol import KVShape, TargetOutput
+
+
+class ToyModel:
+    """One layer of attention without positions or weights in files: a whole `TargetModel` in thirty lines."""
+
+    def __init__(self, vocab_size=40, hidden_size=32, num_heads=2, max_length=128, seed=0, device="cpu"):
+        generator = torch.Generator().manual_seed(seed)
+
+        def weight(*shape):
+            return (torch.randn(*shape, generator=generator) / shape[0] ** 0.5).to(device)
+
+        self.vocab_size, self.hidden_size, self.max_length = vocab_size, hidden_size, max_length
+        self.kv_shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=hidden_size // num_heads)
+        self.device, self.dtype, self.num_heads = torch.device(device), torch.float32, num_heads
+        self.embedding, self.position = 3 * weight(vocab_size, hidden_size), weight(max_length, hidden_size)
+        self.query, self.output = weight(hidden_size, hidden_size), weight(hidden_size, hidden_size)
+        self.key, self.value = weight(hidden_size, hidden_size // num_heads), weight(hidden_size, hidden_size // num_heads)
+        self.head = 3 * weight(hidden_size, vocab_size)
+
+    def forward(self, input_ids, positions, attend, *, capture=(), last_only=False):
+        hidden = self.embedding[input_ids] + self.position[positions]
+        streams = [hidden]
+        query = (hidden @ self.query).unflatten(-1, (self.num_heads, -1))
+        key, value = (hidden @ self.key)[..., None, :], (hidden @ self.value)[..., None, :]
+        hidden = hidden + attend(0, query, key, value).flatten(-2) @ self.output
+        streams.append(hidden)
+        features = torch.cat([streams[index] for index in capture], dim=-1) if capture else None
+        return TargetOutput(hidden[:, -1:] @ self.head if last_only else hidden @ self.head, features)
+
+
+def random_llama(*, hidden_size=32, num_layers=2, vocab_size=61, max_length=256, seed=0, device="cpu") -> Llama:
+    torch.manual_seed(seed)
+    config = LlamaConfig.from_dict(
+        {
+            "model_type": "llama",
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "intermediate_size": 48,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": hidden_size // 16,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": max_length,
+        }
+    )
+    model = Llama(config).to(device).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model

@@ -1,0 +1,67 @@
+"""Paged caches for the attention tests: scattered pages in a pool that is NaN wherever nobody may read."""
+
+from __future__ import annotations
+
+import torch
+
+
+def paged_cache(
+    lengths: list[int],
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    form: str = "block_table",
+    max_pages: int | None = None,
+    is_strided: bool = False,
+    index_dtype: torch.dtype = torch.int32,
+    device="cpu",
+) -> dict:
+    """k_cache, v_cache and a page table whose requests have `lengths` filled slots on randomly scattered pages.
+
+    Entries of the block table past a request's pages are -1, slots past its end NaN. is_strided: the two caches are
+    interleaved views of one pool, and the block table is a slice of a wider one.
+    """
+    counts = [-(-length // page_size) for length in lengths]
+    num_pages = sum(counts) + 3
+    pool = torch.full((num_pages, 2, page_size, num_kv_heads, head_dim), float("nan"), dtype=dtype)
+    order = torch.randperm(num_pages)
+    tables, first = [], 0
+    for length, count in zip(lengths, counts):
+        table = order[first : first + count]
+        first += count
+        for slot in range(0, length, page_size):
+            filled = min(page_size, length - slot)
+            pool[table[slot // page_size], :, :filled] = torch.randn(2, filled, num_kv_heads, head_dim).to(dtype)
+        tables.append(table)
+    pool = pool.to(device)
+    k_cache, v_cache = pool[:, 0], pool[:, 1]
+    if not is_strided:
+        k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
+    values = {"k_cache": k_cache, "v_cache": v_cache}
+    if form == "block_table":
+        width = max_pages if max_pages is not None else max([1, *counts])
+        block_table = torch.full((len(lengths), width + 3), -1, dtype=index_dtype)
+        for request, table in enumerate(tables):
+            block_table[request, : len(table)] = table
+        block_table = block_table.to(device)[:, :width]
+        return values | {
+            "block_table": block_table if is_strided else block_table.contiguous(),
+            "seq_lens": torch.tensor(lengths, dtype=index_dtype, device=device),
+        }
+    kv_indptr = torch.tensor([0, *counts], dtype=index_dtype).cumsum(0).to(index_dtype)
+    last_page_len = [length - (count - 1) * page_size if count else 0 for length, count in zip(lengths, counts)]
+    return values | {
+        "kv_indptr": kv_indptr.to(device),
+        "kv_indices": torch.cat([*tables, torch.full((5,), -1)]).to(device, index_dtype),
+        "last_page_len": torch.tensor(last_page_len, dtype=index_dtype, device=device),
+    }
+
+
+def in_float64(values: dict) -> dict:
+    """The same arguments with every float tensor in float64, for the reference as oracle."""
+    return {
+        key: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for key, value in values.items()
+    }

@@ -1,0 +1,209 @@
+"""gqa_decode against float64: every page size, group and head size, both page tables, poisoned pools."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.reference.ops.attention.gqa_decode import gqa_decode as reference
+from op_tests.harness import (
+    assert_close,
+    assert_equal,
+    assert_only_launches,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+)
+
+from .cases import in_float64, paged_cache
+
+# (head_dim, group, kv heads, page size, dtype, lengths): each value of an axis meets each of the next one at least once
+SHAPES = [
+    (16, 1, 2, 1, torch.float32, [0, 1, 63]),
+    (64, 2, 2, 16, torch.float16, [64, 65, 0]),
+    (80, 3, 1, 32, torch.float32, [127, 1]),
+    (96, 5, 1, 64, torch.float16, [128, 129]),
+    (112, 6, 2, 128, torch.float32, [31, 33]),
+    (128, 7, 1, 256, torch.float16, [255, 257]),
+    (128, 8, 1, 16, torch.float32, [15, 16, 17]),
+    (192, 16, 1, 2, torch.float16, [40]),
+    (256, 4, 2, 16, torch.float16, [70, 5]),
+    (256, 1, 1, 8, torch.float32, [66]),
+    (64, 20, 1, 16, torch.float32, [50]),  # more heads than a tile of rows
+]
+
+
+def make(head_dim, group_size, num_kv_heads, page_size, dtype, lengths, *, device="cpu", **cache):
+    query = torch.randn(len(lengths), group_size * num_kv_heads, head_dim).to(device, dtype)
+    return {"query": query} | paged_cache(lengths, page_size, num_kv_heads, head_dim, dtype, device=device, **cache)
+
+
+def check(values, case=""):
+    """Kernel within twice the reference's own error against float64."""
+    actual, baseline = check_operation("attention.gqa_decode", values, case=case, skip=("output", "lse"))
+    expected = reference(**in_float64(values))
+    assert_close("gqa_decode", case, "output", actual.output, expected.output, baseline.output)
+    assert_close("gqa_decode", case, "lse", actual.lse, expected.lse, baseline.lse)
+    return actual
+
+
+def ahead_of_time_cases():
+    yield "D=64 float16", make(64, 4, 2, 16, torch.float16, [100])
+    yield "D=128 bfloat16 csr", make(128, 8, 1, 1, torch.bfloat16, [100], form="csr")
+    yield "D=128 float32", make(128, 4, 2, 16, torch.float32, [100])
+    yield "D=256 float16", make(256, 8, 1, 16, torch.float16, [100])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, device):
+    form = "csr" if SHAPES.index(shape) % 2 else "block_table"
+    check(make(*shape, form=form, device=device), str(shape))
+
+
+def test_splits(device):
+    """Long enough for several splits, with requests that fill none, one, or all of them."""
+    check(make(64, 2, 1, 16, torch.float32, [700, 0, 1, 128], device=device), "splits")
+
+
+def test_both_page_tables_agree(device):
+    results = []
+    for form in ("block_table", "csr"):
+        torch.manual_seed(1)
+        values = make(32, 4, 1, 16, torch.float32, [40, 0, 33], form=form, device=device)
+        results.append(eagle_kernels.raw.gqa_decode(**values))
+    assert_equal("gqa_decode", "forms", "output", *(result.output for result in results))
+    assert_equal("gqa_decode", "forms", "lse", *(result.lse for result in results))
+
+
+def test_strided_views(device):
+    values = make(64, 4, 2, 16, torch.float16, [40, 33], is_strided=True, index_dtype=torch.int64, device=device)
+    fused = torch.randn(2, 8 + 4, 64, device=device).half()  # queries of a fused projection
+    check(values | {"query": fused[:, :8]}, "strided")
+
+
+def test_scale(device):
+    check(make(64, 1, 2, 16, torch.float32, [20], device=device) | {"sm_scale": 0.5}, "sm_scale")
+
+
+def test_bfloat16(device):
+    check(make(64, 4, 1, 16, torch.bfloat16, [70, 3], device=device), "bfloat16")
+
+
+def test_empty_batch(device):
+    for form in ("block_table", "csr"):
+        result = eagle_kernels.raw.gqa_decode(**make(64, 4, 1, 16, torch.float16, [], form=form, device=device))
+        assert result.output.shape == (0, 4, 64) and result.lse.shape == (0, 4)
+
+
+def test_dead_rows_and_bad_page_ids(device):
+    """Rows without keys are 0 and -inf, ids outside the pool are passed over, and the others keep their bits."""
+    values = make(64, 4, 1, 16, torch.float32, [40, 0, 33, 20], device=device)
+    alone = eagle_kernels.raw.gqa_decode(**values)
+    values["seq_lens"][1] = 32  # its pages are -1
+    values["block_table"][3] = 2**30
+    values["seq_lens"][2] = -5
+    result = check(values, "dead rows")
+    for row in (1, 2, 3):
+        assert (result.output[row] == 0).all() and (result.lse[row] == float("-inf")).all()
+    assert torch.equal(result.output[0], alone.output[0])
+    values["seq_lens"][0] = 2**30  # past the table: only what the table holds
+    values["block_table"][0, 1] = -1
+    values["k_cache"].nan_to_num_(1.0)
+    values["v_cache"].nan_to_num_(1.0)
+    check(values, "lengths past the table")
+
+
+def test_malformed_csr(device):
+    values = make(64, 2, 1, 4, torch.float32, [8, 8, 8], form="csr", device=device)
+    values["kv_indptr"].copy_(torch.tensor([2, -7, 4, 2**30]))
+    values["last_page_len"].copy_(torch.tensor([3, 100, -9]))
+    check(values, "malformed indptr")
+
+
+def test_nan_stays_in_its_request(device):
+    values = make(64, 2, 1, 16, torch.float32, [20, 20], device=device)
+    before = eagle_kernels.raw.gqa_decode(**values)
+    values["query"][0] = float("nan")
+    after = eagle_kernels.raw.gqa_decode(**values)
+    assert after.output[0].isnan().all() and after.lse[0].isnan().all()
+    assert torch.equal(before.output[1], after.output[1])
+
+
+def test_launches_and_nothing_else(device):
+    for form in ("block_table", "csr"):
+        values = make(64, 4, 1, 16, torch.float16, [40, 33], form=form, device=device)
+        assert_only_launches("attention.gqa_decode", values)
+
+
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_registration(form, device):
+    check_registration("gqa_decode", make(64, 4, 1, 16, torch.float32, [40, 33], form=form, device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(2, 4, 257)}, "query must have D in 16..256, got 257"),
+        ({"query": torch.zeros(2, 5, 64)}, "query must have Hq that is a multiple of Hkv = 2, got 5"),
+        ({"query": torch.zeros(2, 4, 64).double()}, "query must have dtype float16 or bfloat16 or float32"),
+        ({"query": torch.zeros(2, 4 * 64 + 1)[:, 1:].view(2, 4, 64)}, "query must have strides that are multiples"),
+        ({"k_cache": torch.zeros(9, 3, 2, 64), "v_cache": torch.zeros(9, 3, 2, 64)}, "power of two in 1..256, got 3"),
+        ({"v_cache": torch.zeros(9, 16, 2, 64).half()}, "v_cache must have dtype float32, got float16"),
+        ({"v_cache": torch.zeros(9, 2, 16, 64).transpose(1, 2)}, "v_cache must"),
+        ({"seq_lens": None}, "seq_lens must be a tensor, got NoneType"),
+        ({"block_table": None}, "block_table / kv_indptr must be given exactly once, got none of them"),
+        ({"kv_indices": torch.zeros(4, dtype=torch.int32)}, "kv_indices must not be given with block_table"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(change, message, device):
+    values = make(64, 2, 2, 16, torch.float32, [40, 33]) | change
+    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.gqa_decode: .*" + message):
+        eagle_kernels.raw.gqa_decode(**values)
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values = make(128, 4, 2, 16, torch.bfloat16, [300] * 8, max_pages=40, device=device)
+    out = eagle_kernels.raw.gqa_decode(**values)
+    live = [2000 // 16, 0, 37, 300, 1, 0, 0, 16]
+
+    def change():
+        values["query"].normal_()
+        values["seq_lens"].copy_(torch.tensor(live))
+        values["block_table"][5:7].fill_(-1)
+
+    replay_in_graph(lambda: eagle_kernels.raw.gqa_decode(**values, out=out), change=change)
+    eager = eagle_kernels.raw.gqa_decode(**values)
+    assert_equal("gqa_decode", "replay", "output", out.output, eager.output)
+    assert_equal("gqa_decode", "replay", "lse", out.lse, eager.lse)
+    check(values, "replay")
+
+
+@pytest.mark.gpu
+def test_pools_past_two_billion_elements(device):
+    """Page strides beyond 2^31 elements reach the pages they name."""
+    values = make(128, 4, 1, 16, torch.float16, [48], device=device)
+    far = torch.zeros(2**20, 2, 16, 1, 128, dtype=torch.float16, device=device)
+    near = values["block_table"][0].long()
+    last = torch.arange(far.shape[0] - len(near), far.shape[0], device=device)
+    far[last, 0], far[last, 1] = values["k_cache"][near], values["v_cache"][near]
+    moved = values | {"k_cache": far[:, 0], "v_cache": far[:, 1], "block_table": last[None].int()}
+    result, expected = eagle_kernels.raw.gqa_decode(**moved), eagle_kernels.raw.gqa_decode(**values)
+    assert_equal("gqa_decode", "far pages", "output", result.output, expected.output)
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 112, 128, 192, 256])
+def test_full_cross(head_dim, dtype, device):
+    pages = itertools.cycle([1, 16, 32, 64, 128, 256])
+    for group_size in (1, 2, 3, 5, 6, 7, 8, 16):
+        lengths = torch.randint(0, 1500, (5,)).tolist() + [0, 1, 64, 128]
+        form = "csr" if group_size % 2 else "block_table"
+        values = make(head_dim, group_size, 2, next(pages), dtype, lengths, form=form, device=device)
+        check(values, f"{head_dim} {group_size} {dtype}")

@@ -1,0 +1,263 @@
+"""tree_attention against float64: random masks, draft blocks in and beside the pool, poisoned pools, dead rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.reference.ops.attention.tree_attention import tree_attention as reference
+from op_tests.harness import (
+    assert_close,
+    assert_equal,
+    assert_only_launches,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+)
+
+from .cases import in_float64, paged_cache
+
+# (queries, draft keys, head_dim, group, kv heads, page size, dtype, prefixes)
+SHAPES = [
+    (1, 1, 16, 1, 1, 1, torch.float32, [0, 1, 63]),
+    (5, 5, 64, 3, 2, 16, torch.float16, [64, 0]),
+    (4, 12, 80, 2, 1, 32, torch.float32, [31, 20]),  # four beams against three levels
+    (8, 8, 96, 5, 1, 64, torch.float16, [65]),
+    (3, 33, 112, 7, 1, 128, torch.float32, [127]),
+    (8, 64, 128, 4, 1, 256, torch.float16, [250, 3]),
+    (2, 65, 128, 8, 1, 16, torch.float32, [10]),
+    (17, 129, 192, 1, 1, 16, torch.float16, [30]),
+    (2, 320, 256, 6, 1, 2, torch.float16, [9]),
+    (40, 40, 32, 2, 1, 16, torch.float32, [17]),  # several tiles of rows
+]
+
+
+def pack(visible: torch.Tensor, num_words: int) -> torch.Tensor:
+    """bool [..., keys] -> int64 words [..., num_words]."""
+    bits = torch.zeros(*visible.shape[:-1], num_words * 64, dtype=torch.int64)
+    bits[..., : visible.shape[-1]] = visible
+    # bits are distinct, so the sum is their union
+    return (bits.unflatten(-1, (num_words, 64)) << torch.arange(64)).sum(-1)
+
+
+def make(num_query, num_keys, head_dim, group_size, num_kv_heads, page_size, dtype, prefixes, *, kind="random",
+         is_separate=False, num_words=None, device="cpu", **cache):  # fmt: skip
+    batch_size = len(prefixes)
+    if kind == "chain":
+        visible = torch.ones(batch_size, num_query, num_keys, dtype=torch.bool).tril(num_keys - num_query)
+    else:
+        visible = torch.rand(batch_size, num_query, num_keys) < 0.4
+    num_words = num_words if num_words is not None else -(-num_keys // 64)
+    values = {
+        "query": torch.randn(batch_size, num_query, group_size * num_kv_heads, head_dim).to(device, dtype),
+        "tree_mask": pack(visible, num_words).to(device),
+        "num_draft_keys": num_keys,
+    }
+    if is_separate:
+        for name in ("draft_key", "draft_value"):
+            values[name] = torch.randn(batch_size, num_keys, num_kv_heads, head_dim).to(device, dtype)
+    filled = [prefix + (0 if is_separate else num_keys) for prefix in prefixes]
+    paged = paged_cache(filled, page_size, num_kv_heads, head_dim, dtype, device=device, **cache)
+    if "seq_lens" in paged:
+        paged["seq_lens"] = torch.tensor(prefixes, dtype=paged["seq_lens"].dtype, device=device)
+    return values | paged
+
+
+def check(values, case=""):
+    """Kernel within twice the reference's own error against float64."""
+    actual, baseline = check_operation("attention.tree_attention", values, case=case, skip=("output", "lse"))
+    expected = reference(**in_float64(values))
+    assert_close("tree_attention", case, "output", actual.output, expected.output, baseline.output)
+    assert_close("tree_attention", case, "lse", actual.lse, expected.lse, baseline.lse)
+    return actual
+
+
+def ahead_of_time_cases():
+    yield "D=64 float32 csr separate", make(8, 24, 64, 4, 2, 1, torch.float32, [100], form="csr", is_separate=True)
+    yield "D=128 bfloat16", make(64, 64, 128, 8, 1, 64, torch.bfloat16, [100])
+    yield "D=256 float16", make(32, 32, 256, 8, 1, 16, torch.float16, [100])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, device):
+    index = SHAPES.index(shape)
+    form = "csr" if index % 2 else "block_table"
+    check(make(*shape, form=form, is_separate=index % 4 >= 2, device=device), str(shape))
+
+
+def test_splits(device):
+    """Long enough for several splits, with prefixes that fill none, one, or all of them."""
+    check(make(2, 4, 32, 2, 1, 16, torch.float32, [600, 0, 128], device=device), "splits")
+
+
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_chain_equals_one_query_at_a_time(form, is_separate, device):
+    """Row i of a chain is plain decoding over the prefix and i + 1 draft keys."""
+    prefix, count = 21, 4
+    values = make(count, count, 32, 3, 1, 16, torch.float32, [prefix], kind="chain", form=form,
+                  is_separate=is_separate, device=device)  # fmt: skip
+    result = eagle_kernels.raw.tree_attention(**values)
+    pool = paged_cache([prefix + count], 1, 1, 32, torch.float32, device=device)
+    pages = pool["block_table"][0].long()
+    for name, draft in (("k_cache", "draft_key"), ("v_cache", "draft_value")):
+        table = values["block_table"][0] if form == "block_table" else values["kv_indices"][values["kv_indices"] >= 0]
+        rows = values[name][table[table >= 0].long()].flatten(0, 1)
+        rows = torch.cat([rows[:prefix], values[draft][0]]) if is_separate else rows[: prefix + count]
+        pool[name][pages, 0] = rows
+    for node in range(count):
+        pool["seq_lens"].fill_(prefix + node + 1)
+        plain = eagle_kernels.raw.gqa_decode(values["query"][:, node].contiguous(), **pool)
+        assert_close("tree_attention", f"node {node}", "output", result.output[:, node], plain.output)
+        assert_close("tree_attention", f"node {node}", "lse", result.lse[:, node], plain.lse)
+
+
+def test_both_page_tables_and_both_draft_blocks_agree(device):
+    torch.manual_seed(1)
+    in_pool = make(4, 8, 32, 4, 1, 16, torch.float32, [40, 3], device=device)
+    torch.manual_seed(1)
+    csr = make(4, 8, 32, 4, 1, 16, torch.float32, [40, 3], form="csr", device=device)
+    expected = eagle_kernels.raw.tree_attention(**in_pool)
+    result = eagle_kernels.raw.tree_attention(**csr)
+    assert_equal("tree_attention", "csr", "output", result.output, expected.output)
+    separate = dict(in_pool)
+    for name, cache in (("draft_key", "k_cache"), ("draft_value", "v_cache")):
+        separate[name] = torch.stack([
+            in_pool[cache][table[table >= 0].long()].flatten(0, 1)[prefix : prefix + 8]
+            for table, prefix in zip(in_pool["block_table"], in_pool["seq_lens"].tolist())
+        ])  # fmt: skip
+    result = eagle_kernels.raw.tree_attention(**separate)
+    assert_equal("tree_attention", "separate", "output", result.output, expected.output)
+
+
+def test_strided_views(device):
+    values = make(3, 4, 64, 4, 2, 16, torch.float16, [40, 33], is_strided=True, index_dtype=torch.int64,
+                  is_separate=True, device=device)  # fmt: skip
+    fused = torch.randn(2, 3, 8 + 4, 64, device=device).half()
+    drafts = torch.randn(2, 4, 2, 2, 64, device=device).half()
+    check(values | {"query": fused[:, :, :8], "draft_key": drafts[:, :, 0], "draft_value": drafts[:, :, 1]}, "strided")
+
+
+def test_wider_mask(device):
+    """Words past the draft block are ignored, and so are the bits past it in its last word."""
+    values = make(3, 4, 32, 2, 1, 16, torch.float32, [5], num_words=3, device=device)
+    values["tree_mask"] |= ~0xF
+    check(values, "wider mask")
+
+
+def test_bit_63(device):
+    values = make(2, 64, 32, 1, 1, 16, torch.float32, [0], device=device)
+    values["tree_mask"].fill_(-(2**63))
+    check(values, "bit 63")
+
+
+def test_scale_and_bfloat16(device):
+    check(make(3, 4, 64, 2, 1, 16, torch.bfloat16, [20], device=device) | {"sm_scale": 0.3}, "bfloat16")
+
+
+def test_empty_batch(device):
+    result = eagle_kernels.raw.tree_attention(**make(3, 4, 32, 2, 1, 16, torch.float16, [], device=device))
+    assert result.output.shape == (0, 3, 2, 32) and result.lse.shape == (0, 3, 2)
+
+
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_dead_rows(form, device):
+    """Requests without pages and rows that see nothing are 0 and -inf, and the others keep their bits."""
+    values = make(2, 4, 32, 2, 1, 4, torch.float32, [9, 9, 0], form=form, device=device)
+    before = eagle_kernels.raw.tree_attention(**values)
+    if form == "block_table":
+        values["block_table"][1] = -1
+        values["seq_lens"][1] = 0
+    else:
+        values["kv_indices"][values["kv_indptr"][1] : values["kv_indptr"][2]] = 2**30
+    values["tree_mask"][2, 1] = 0
+    result = check(values, "dead rows")
+    assert (result.output[1] == 0).all() and (result.lse[1] == float("-inf")).all()
+    assert (result.output[2, 1] == 0).all() and (result.lse[2, 1] == float("-inf")).all()
+    assert torch.equal(result.output[0], before.output[0])
+
+
+def test_draft_keys_that_nobody_sees_are_not_read(device):
+    values = make(2, 4, 32, 2, 1, 1, torch.float32, [3], device=device)
+    values["tree_mask"].fill_(0b0101)
+    for cache in (values["k_cache"], values["v_cache"]):
+        cache[values["block_table"][0, 4].long()] = float("nan")  # draft key 1
+    assert not check(values, "unseen").output.isnan().any()
+
+
+def test_fewer_slots_than_draft_keys(device):
+    """CSR: a table shorter than the draft block has no prefix; keys past its end do not exist."""
+    values = make(2, 4, 32, 1, 1, 4, torch.float32, [4], form="csr", device=device)
+    values["kv_indptr"][1] = 1
+    values["last_page_len"][0] = 2
+    check(values, "short table")
+
+
+def test_launches_and_nothing_else(device):
+    for is_separate in (False, True):
+        values = make(3, 4, 32, 2, 1, 16, torch.float16, [20], is_separate=is_separate, device=device)
+        assert_only_launches("attention.tree_attention", values)
+
+
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+def test_registration(is_separate, device):
+    form = "csr" if is_separate else "block_table"
+    values = make(2, 3, 32, 2, 1, 16, torch.float32, [20, 4], form=form, is_separate=is_separate, device=device)
+    check_registration("tree_attention", values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_draft_keys": 0}, "num_draft_keys must lie in 1..512, got 0"),
+        ({"num_draft_keys": 65}, "tree_mask must hold a bit for each of 65 draft keys, got 1 words"),
+        ({"query": torch.zeros(2, 257, 2, 32)}, "query must have Nq in 1..256, got 257"),
+        ({"query": torch.zeros(2, 3, 2, 8)}, "query must have D in 16..256, got 8"),
+        ({"query": torch.zeros(2, 3, 2, 64)}, "k_cache must have D = 64"),
+        ({"tree_mask": torch.zeros(2, 3, 1, dtype=torch.int32)}, "tree_mask must have dtype int64, got int32"),
+        ({"tree_mask": torch.zeros(2, 4, 1, dtype=torch.int64)}, "tree_mask must have Nq = 3"),
+        ({"draft_key": torch.zeros(2, 4, 1, 32)}, "draft_value must be given with draft_key"),
+        ({"draft_value": torch.zeros(2, 4, 1, 32)}, "draft_key must be given with draft_value"),
+        ({"draft_key": torch.zeros(2, 5, 1, 32), "draft_value": torch.zeros(2, 5, 1, 32)}, "draft_key must have shape"),
+        ({"block_table": None, "seq_lens": None}, "block_table / kv_indptr must be given exactly once"),
+    ],
+)
+def test_bad_input_is_named(change, message, device):
+    values = make(3, 4, 32, 2, 1, 16, torch.float32, [20, 4]) | change
+    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.tree_attention: .*" + message):
+        eagle_kernels.raw.tree_attention(**values)
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values = make(16, 16, 128, 4, 2, 16, torch.bfloat16, [300] * 8, max_pages=40, device=device)
+    out = eagle_kernels.raw.tree_attention(**values)
+
+    def change():
+        values["query"].normal_()
+        values["tree_mask"].random_(2**16)
+        values["seq_lens"].copy_(torch.tensor([284, 0, 37, 300, 1, 0, 0, 16]))
+        values["block_table"][5:7].fill_(-1)
+
+    replay_in_graph(lambda: eagle_kernels.raw.tree_attention(**values, out=out), change=change)
+    eager = eagle_kernels.raw.tree_attention(**values)
+    assert_equal("tree_attention", "replay", "output", out.output, eager.output)
+    assert_equal("tree_attention", "replay", "lse", out.lse, eager.lse)
+    check(values, "replay")
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("num_query", [1, 2, 31, 32, 33, 64, 65, 129, 256])
+def test_full_cross(num_query, head_dim, dtype, device):
+    for group_size, page_size in ((1, 1), (3, 16), (4, 64), (8, 256)):
+        for form, is_separate in (("csr", False), ("block_table", True), ("block_table", False), ("csr", True)):
+            prefixes = torch.randint(0, 1500, (3,)).tolist() + [0, 64]
+            num_keys = num_query + int(torch.randint(0, 257, ()))
+            values = make(num_query, num_keys, head_dim, group_size, 2, page_size, dtype, prefixes, form=form,
+                          is_separate=is_separate, device=device)  # fmt: skip
+            check(values, f"{num_query} {num_keys} {head_dim} {group_size} {page_size} {form} {is_separate}")

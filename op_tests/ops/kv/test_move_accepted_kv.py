@@ -1,0 +1,223 @@
+"""move_accepted_kv against its reference: ragged paths, overlapping moves, every dtype, and nothing else moved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.reference.ops.kv.move_accepted_kv import move_accepted_kv as reference
+from op_tests.harness import assert_equal, assert_only_launches, check_registration, replay_in_graph
+
+# (layers, page_size, kv heads, head_dim, dtype, nodes, spec_steps, seq_lens)
+SHAPES = [
+    (1, 1, 1, 16, torch.float32, 4, 3, [0, 5]),
+    (2, 16, 2, 80, torch.float16, 8, 3, [15, 16, 0]),
+    (2, 4, 3, 96, torch.bfloat16, 16, 7, [3, 9]),
+    (1, 64, 1, 33, torch.uint8, 33, 5, [60]),
+    (1, 256, 8, 128, torch.float16, 64, 8, [250, 1]),
+    (1, 32, 8, 256, torch.float32, 8, 4, [30]),  # rows wider than one block
+    (2, 16, 2, 64, torch.float8_e4m3fn, 8, 3, [7, 40]),
+]
+
+
+def random_bits(shape, dtype, device):
+    """Every bit pattern, NaN included: a move must not look at what it moves."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    return torch.randint(256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8).view(dtype).to(device)
+
+
+def make(num_layers, page_size, num_kv_heads, head_dim, dtype, num_nodes, spec_steps, seq_lens, *, is_strided=False,
+         index_dtype=torch.int32, device="cpu"):  # fmt: skip
+    batch_size = len(seq_lens)
+    counts = [-(-(seq_len + num_nodes) // page_size) for seq_len in seq_lens]
+    num_pages = sum(counts) + 3
+    pool = random_bits((num_layers, num_pages, 2, page_size, num_kv_heads, head_dim), dtype, device)
+    k_cache, v_cache = pool[:, :, 0], pool[:, :, 1]
+    block_table = torch.full((batch_size, max([1, *counts]) + 2), -1, dtype=index_dtype)
+    order = torch.randperm(num_pages)
+    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=index_dtype)
+    accept_token_num = torch.zeros(batch_size, dtype=index_dtype)
+    first = 0
+    for request, count in enumerate(counts):
+        block_table[request, :count] = order[first : first + count]
+        first += count
+        accepted = int(torch.randint(0, min(spec_steps, num_nodes - 1) + 1, ()))
+        path = (1 + torch.randperm(num_nodes - 1)[:accepted]).sort().values
+        accept_index[request, : accepted + 1] = request * num_nodes + torch.cat([torch.zeros(1), path])
+        accept_token_num[request] = accepted
+    return {
+        "k_cache": k_cache if is_strided else k_cache.contiguous(),
+        "v_cache": v_cache if is_strided else v_cache.contiguous(),
+        "block_table": block_table.to(device)[:, :-1] if is_strided else block_table.to(device),
+        "seq_lens": torch.tensor(seq_lens, dtype=index_dtype, device=device),
+        "accept_index": accept_index.to(device),
+        "accept_token_num": accept_token_num.to(device),
+        "num_verify_tokens": num_nodes,
+    }
+
+
+def set_path(values, request, path):
+    """Request accepts exactly these nodes after the root."""
+    row = torch.full_like(values["accept_index"][request], -1)
+    row[: len(path) + 1] = request * values["num_verify_tokens"] + torch.tensor([0, *path], device=row.device)
+    values["accept_index"][request] = row
+    values["accept_token_num"][request] = len(path)
+
+
+def as_bits(cache):
+    return cache.contiguous().view(torch.uint8)
+
+
+def check(values, case=""):
+    """The whole pool after the launcher equals the whole pool after the reference."""
+    expected = values | {key: values[key].clone() for key in ("k_cache", "v_cache")}
+    before = {key: value.clone() for key, value in values.items() if isinstance(value, torch.Tensor)}
+    reference(**expected)
+    assert eagle_kernels.raw.move_accepted_kv(**values) is None
+    for key in before:
+        if key in ("k_cache", "v_cache"):
+            assert_equal("move_accepted_kv", case, key, as_bits(values[key]), as_bits(expected[key]))
+        else:
+            assert_equal("move_accepted_kv", case, f"(input) {key}", values[key], before[key])
+
+
+def ahead_of_time_cases():
+    yield "bfloat16", make(2, 16, 8, 128, torch.bfloat16, 8, 3, [20])
+    yield "float32 int64", make(2, 1, 2, 80, torch.float32, 8, 3, [20], index_dtype=torch.int64)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, device):
+    check(make(*shape, device=device), str(shape))
+
+
+def test_strided_views(device):
+    """Keys and values interleaved in one pool, a table that is a slice of a wider one, int64 indices."""
+    check(make(2, 16, 2, 64, torch.float16, 8, 3, [15, 30], is_strided=True, index_dtype=torch.int64, device=device))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("path", [
+    list(range(2, 16)),  # a long chain shifted by one: every row is source, then destination
+    list(range(1, 16)),  # in place already
+    [15],
+    [1, 2, 3, 9, 10],
+    [3, 4, 5, 6, 7, 8, 9, 10, 11],
+    [],
+], ids=str)  # fmt: skip
+def test_overlapping_moves(path, page_size, device):
+    values = make(1, page_size, 1, 32, torch.float32, 16, 15, [6, 1], device=device)
+    nodes = values["k_cache"].clone()
+    for request in range(2):
+        set_path(values, request, path)
+    check(values, str(path))
+    for request, seq_len in enumerate((6, 1)):
+        for depth, node in enumerate([0, *path]):
+            rows = []
+            for cache, slot in ((values["k_cache"], seq_len + depth), (nodes, seq_len + node)):
+                page = int(values["block_table"][request, slot // page_size])
+                rows.append(as_bits(cache[0, page, slot % page_size]))
+            assert torch.equal(*rows), f"depth {depth} does not hold node {node}"
+
+
+MALFORMED = {
+    "indices of another request": lambda v: v["accept_index"].add_(8),
+    "indices far out of range": lambda v: v["accept_index"].fill_(2**30),
+    "negative indices": lambda v: v["accept_index"].fill_(-1),
+    "more accepted than the path holds": lambda v: v["accept_token_num"].fill_(2**30),
+    "negative counts": lambda v: v["accept_token_num"].fill_(-7),
+    "pages outside the pool": lambda v: v["block_table"][:, ::2].fill_(2**30),
+    "no pages": lambda v: v["block_table"].fill_(-1),
+    "lengths past the table": lambda v: v["seq_lens"].fill_(2**30),
+    "negative lengths": lambda v: v["seq_lens"].fill_(-4),
+    "a path that descends": lambda v: v["accept_index"].copy_(torch.tensor([[0, 7, 2, 1], [8, 15, 9, 13]])),
+}
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_malformed_paths_stay_in_bounds(fault, device):
+    values = make(1, 4, 1, 32, torch.float16, 8, 3, [5, 6], device=device)
+    MALFORMED[fault](values)
+    check(values, fault)
+
+
+def test_empty_batch(device):
+    check(make(1, 4, 1, 32, torch.float16, 8, 3, [], device=device), "empty")
+
+
+def test_launches_and_nothing_else(device):
+    assert_only_launches("kv.move_accepted_kv", make(2, 4, 1, 32, torch.float16, 8, 3, [5, 6], device=device))
+
+
+def test_registration(device):
+    check_registration("move_accepted_kv", make(1, 4, 1, 32, torch.float32, 8, 3, [5, 6], device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_verify_tokens": 0}, "num_verify_tokens must be at least 1, got 0"),
+        ({"v_cache": torch.zeros(1, 9, 4, 1, 32)}, "v_cache must have num_pages"),
+        ({"k_cache": torch.zeros(1, 9, 4, 32)}, "k_cache must have shape"),
+        ({"k_cache": torch.zeros(1, 9, 4, 1, 32, dtype=torch.int64)}, "k_cache must have dtype float16"),
+        ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, "seq_lens must have B = 2"),
+        ({"accept_token_num": torch.zeros(2)}, "accept_token_num must have dtype int32 or int64, got float32"),
+    ],
+)
+def test_bad_input_is_named(change, message, device):
+    values = make(1, 4, 1, 32, torch.float32, 8, 3, [5, 6]) | change
+    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.move_accepted_kv: .*" + message):
+        eagle_kernels.raw.move_accepted_kv(**values)
+
+
+def test_caches_of_two_dtypes_are_refused(device):
+    values = make(1, 4, 1, 32, torch.float16, 8, 3, [5, 6], device=device)
+    with pytest.raises(ValueError, match="v_cache must have dtype torch.float16 like k_cache, got torch.bfloat16"):
+        eagle_kernels.raw.move_accepted_kv(**values | {"v_cache": values["v_cache"].bfloat16()})
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values = make(4, 16, 8, 128, torch.bfloat16, 16, 7, [100, 33, 5, 64], device=device)
+
+    def change():
+        set_path(values, 0, [2, 5, 9])
+        values["accept_index"][2:].fill_(-1)
+        values["accept_token_num"][2:].zero_()
+        values["seq_lens"][2:].zero_()
+        values["block_table"][3].fill_(-1)
+        change.before = {key: values[key].clone() for key in ("k_cache", "v_cache")}
+
+    replay_in_graph(lambda: eagle_kernels.raw.move_accepted_kv(**values), change=change)
+    reference(**values | change.before)
+    for key, expected in change.before.items():
+        assert_equal("move_accepted_kv", "replay", key, as_bits(values[key]), as_bits(expected))
+
+
+@pytest.mark.gpu
+def test_hundred_runs_give_equal_bits(device):
+    values = make(8, 16, 8, 128, torch.bfloat16, 64, 63, [100] * 16, device=device)
+    for request in range(16):
+        set_path(values, request, range(2, 64))
+    before = {key: values[key].clone() for key in ("k_cache", "v_cache")}
+    expected = {key: value.clone() for key, value in before.items()}
+    reference(**values | expected)
+    for _ in range(100):
+        for key in before:
+            values[key].copy_(before[key])
+        eagle_kernels.raw.move_accepted_kv(**values)
+        for key in before:
+            assert torch.equal(as_bits(values[key]), as_bits(expected[key]))
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+@pytest.mark.parametrize("num_nodes", [2, 8, 64, 256])
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_full_cross(page_size, num_nodes, batch_size, device):
+    for dtype in (torch.float16, torch.float32, torch.float8_e5m2):
+        seq_lens = torch.randint(0, 300, (batch_size,)).tolist()
+        check(make(2, page_size, 2, 96, dtype, num_nodes, 7, seq_lens, device=device), f"{page_size} {num_nodes}")

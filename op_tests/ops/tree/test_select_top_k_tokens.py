@@ -1,0 +1,229 @@
+"""select_top_k_tokens against its reference: random logits, ties of every kind, special values, a whole draft."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import eagle_kernels
+from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph
+
+PATH = "tree.select_top_k_tokens"
+FLOATS = ("scores", "candidate_scores")
+
+# (batch, topk, level, vocabulary): first and later levels, one beam, word borders, more blocks than slices
+SHAPES = [(1, 1, 0, 1), (3, 8, 0, 3000), (1, 16, 0, 40000), (2, 1, 3, 130), (2, 4, 1, 2048), (3, 3, 2, 2049),
+          (1, 8, 7, 500), (1, 8, 8, 4100), (1, 10, 6, 97), (1, 16, 4, 16)]  # fmt: skip
+
+
+def make(batch_size, topk, level, vocab_size, *, dtype=torch.float32, mapped=False, device="cpu"):
+    rows = batch_size * (topk if level else 1)
+    values = {"logits": torch.randn(rows, vocab_size).mul(3).to(dtype), "scores": None, "ancestors": None}
+    if level:
+        values["scores"] = -torch.rand(batch_size, topk).sort(dim=1).values
+        values["ancestors"] = torch.randint(-(2**63), 2**63 - 1, (batch_size, topk, -(-level * topk // 64)))
+    # a draft vocabulary with holes: target ids ascend with draft ids
+    values["draft_to_target"] = torch.randint(0, 3, (vocab_size,)).cumsum(0) if mapped else None
+    values = {key: value if value is None else value.to(device) for key, value in values.items()}
+    return values | {"topk": topk, "level": level}
+
+
+def on_grid(batch_size, topk, level, vocab_size, device):
+    """Few distinct logits and equal rows for every beam: ties in a row, across blocks and slices, and across beams."""
+    values = make(batch_size, topk, level, vocab_size, device=device)
+    values["logits"] = torch.randint(0, 4, (1, vocab_size), device=device).expand_as(values["logits"]).float()
+    if level:
+        values["scores"].zero_()
+    return values
+
+
+def ahead_of_time_cases():
+    yield "K=8 first", make(2, 8, 0, 1000, dtype=torch.bfloat16)
+    yield "K=8", make(2, 8, 3, 1000, dtype=torch.bfloat16, mapped=True)
+    yield "K=1 fp32", make(2, 1, 3, 1000)
+    yield "K=16 fp16", make(1, 16, 1, 1000, dtype=torch.float16)
+
+
+def check(values, case):
+    return check_operation(PATH, values, case=case, close=FLOATS)[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, device):
+    check(make(*shape, device=device), str(shape))
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 0, 3000), (2, 4, 1, 2048), (1, 1, 0, 1)], ids=str)
+def test_tokens_are_target_ids(shape, device):
+    check(make(*shape, mapped=True, device=device), str(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", [0, 2])
+def test_half_precision_with_its_many_ties(dtype, level, device):
+    check(make(2, 4, level, 3000, dtype=dtype, device=device), f"{dtype} level {level}")
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 0, 5000), (2, 4, 1, 2100), (1, 8, 2, 300), (1, 16, 1, 20)], ids=str)
+def test_ties_go_to_the_lowest_id(shape, device):
+    check(on_grid(*shape, device), str(shape))
+
+
+def test_strided_rows(device):
+    values = make(2, 4, 1, 300, device=device)
+    wide = torch.randn(8, 700, device=device)
+    check(values | {"logits": wide[:, 50:350]}, "slice of a wider buffer")
+
+
+def test_wider_ancestors_buffer(device):
+    """Eight beams: level 8 opens a second word, which the input may have already."""
+    values = make(1, 8, 8, 100, device=device)
+    values["ancestors"] = torch.nn.functional.pad(values["ancestors"], (0, 1))
+    check(values, "two input words")
+
+
+SPECIAL = {
+    "all -inf": lambda logits: logits.fill_(-float("inf")),
+    "all NaN": lambda logits: logits.fill_(float("nan")),
+    "fewer finite than topk": lambda logits: logits[:, 3:].fill_(-float("inf")),
+    "NaN among them": lambda logits: logits[:, ::2].fill_(float("nan")),
+    "two +inf": lambda logits: logits[:, 5:7].fill_(float("inf")),
+    "one dead row": lambda logits: logits[1].fill_(float("nan")),
+    "zeros of both signs": lambda logits: logits.zero_()[:, 1::3].neg_(),
+}
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("level", [0, 1])
+def test_special_values(special, level, device):
+    values = make(2, 4, level, 2100, device=device)
+    SPECIAL[special](values["logits"])
+    check(values, special)
+
+
+def test_dead_beams(device):
+    values = make(2, 4, 1, 100, device=device)
+    values["scores"][0] = -float("inf")
+    values["scores"][1, 2] = float("nan")
+    check(values, "beams of score -inf and NaN")
+
+
+def test_a_row_does_not_depend_on_its_batch(device):
+    values = make(3, 4, 1, 2100, device=device)
+    whole = eagle_kernels.raw.select_top_k_tokens(**values)
+    alone = {key: value[2:] for key, value in values.items() if key in ("scores", "ancestors")}
+    part = eagle_kernels.raw.select_top_k_tokens(**values | alone | {"logits": values["logits"][8:]})
+    for got, want in zip(part, whole):
+        assert torch.equal(got[0], want[2])
+
+
+def test_empty_batch(device):
+    for level in (0, 1):
+        result = eagle_kernels.raw.select_top_k_tokens(**make(0, 4, level, 50, device=device))
+        assert result.scores.shape == (0, 4) and result.ancestors.shape == (0, 4, 1)
+
+
+def test_a_draft_written_into_one_buffer_builds_a_tree(device):
+    """Three levels, candidates in slices of one buffer, reranked and linked."""
+    batch_size, topk, spec_steps, vocab_size, num_nodes = 2, 3, 3, 60, 12
+    num_candidates = topk + (spec_steps - 1) * topk * topk
+    all_scores = torch.empty(batch_size, num_candidates, device=device)
+    all_tokens = torch.empty(batch_size, num_candidates, dtype=torch.int64, device=device)
+    parent_list = torch.full((batch_size, 1 + (spec_steps - 1) * topk), -1, device=device)
+    scores = ancestors = None
+    start = 0
+    for level in range(spec_steps):
+        width = topk * (topk if level else 1)
+        values = make(batch_size, topk, level, vocab_size, device=device) | {"scores": scores, "ancestors": ancestors}
+        out = eagle_kernels.reference.ops.tree.select_top_k_tokens.select_top_k_tokens(**values)
+        out = out._replace(
+            candidate_scores=all_scores[:, start : start + width], candidate_tokens=all_tokens[:, start : start + width]
+        )
+        eagle_kernels.raw.select_top_k_tokens(**values, out=out)
+        if level < spec_steps - 1:
+            parent_list[:, 1 + level * topk : 1 + (level + 1) * topk] = out.parent_slots
+        scores, ancestors, start = out.scores, out.ancestors, start + width
+    kept = eagle_kernels.raw.organize_draft_results(all_scores, all_tokens, num_verify_tokens=num_nodes)
+    tree = eagle_kernels.raw.build_tree(
+        torch.zeros(batch_size, dtype=torch.int64, device=device), parent_list, *kept,
+        torch.zeros(batch_size, dtype=torch.int64, device=device),
+        topk=topk, spec_steps=spec_steps, num_verify_tokens=num_nodes,
+    )  # fmt: skip
+    depth = tree.positions.view(batch_size, num_nodes)
+    assert (depth[:, 1:] > 0).all()
+    # a beam of the last level sees one slot of every level, and so does a node of that depth (and the root)
+    assert all(bin(word).count("1") == spec_steps for word in ancestors.flatten().tolist())
+    for word, node_depth in zip(tree.tree_mask.flatten().tolist(), depth.flatten().tolist()):
+        assert bin(word).count("1") == node_depth + 1
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_launches_and_nothing_else(level, device):
+    assert_only_launches(PATH, make(2, 4, level, 100, mapped=True, device=device))
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_registration(level, device):
+    check_registration("select_top_k_tokens", make(2, 4, level, 100, mapped=True, device=device))
+
+
+@pytest.mark.parametrize(
+    ("level", "change", "message"),
+    [
+        (0, {"topk": 17}, "topk must lie in 1..16, got 17"),
+        (0, {"logits": torch.zeros(2, 3)}, "topk must be at most the draft vocabulary, 3, got 4"),
+        (0, {"scores": torch.zeros(2, 4)}, "scores must not be given at level 0"),
+        (1, {"scores": None}, "scores must be a tensor, got NoneType"),
+        (1, {"logits": torch.zeros(7, 50)}, r"logits must have B \* topk = 8 rows at level 1, got shape \[7, 50\]"),
+        (1, {"ancestors": torch.zeros(2, 4, 2, dtype=torch.int64)}, r"ancestors must have 1..1 words at level 1"),
+        (1, {"logits": torch.zeros(8, 100)[:, ::2]}, "logits must be contiguous in its last 1 axes"),
+        (1, {"draft_to_target": torch.zeros(50)}, "draft_to_target must have dtype int64, got float32"),
+    ],
+)
+def test_bad_input_is_named(level, change, message, device):
+    values = make(2, 4, level, 50) | change
+    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.select_top_k_tokens: .*" + message):
+        eagle_kernels.raw.select_top_k_tokens(**values)
+
+
+def test_bad_out_is_named(device):
+    values = make(2, 4, 1, 50, device=device)
+    out = eagle_kernels.raw.select_top_k_tokens(**values)
+    with pytest.raises(ValueError, match=r"out.candidate_scores must be contiguous in its last 1 axes"):
+        strided = torch.empty(2, 32, device=device)[:, ::2]
+        eagle_kernels.raw.select_top_k_tokens(**values, out=out._replace(candidate_scores=strided))
+    with pytest.raises(ValueError, match=r"out.tokens must be contiguous, got shape \[2, 4\]"):
+        strided = torch.empty(2, 8, dtype=torch.int64, device=device)[:, :4]
+        eagle_kernels.raw.select_top_k_tokens(**values, out=out._replace(tokens=strided))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [0, 3])
+def test_graph_replay_with_dead_rows(level, device):
+    values = make(8, 8, level, 32000, dtype=torch.bfloat16, mapped=True, device=device)
+    out = eagle_kernels.raw.select_top_k_tokens(**values)
+    replay = make(8, 8, level, 32000, dtype=torch.bfloat16, mapped=True, device=device)
+    replay["logits"][3:].fill_(float("nan"))
+
+    def change():
+        for key, value in replay.items():
+            if isinstance(value, torch.Tensor):
+                values[key].copy_(value)
+
+    replay_in_graph(lambda: eagle_kernels.raw.select_top_k_tokens(**values, out=out), change=change)
+    for got, want in zip(out, eagle_kernels.raw.select_top_k_tokens(**replay)):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("topk", [1, 2, 3, 4, 8, 10, 16])
+@pytest.mark.parametrize("level", [0, 1, 4, 8])
+@pytest.mark.parametrize("vocab_size", [16, 2048, 2049, 32000, 128256])
+def test_full_cross(topk, level, vocab_size, device):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        # ties are exact on the grid, and 1/4 apart otherwise
+        values = on_grid(3, topk, level, vocab_size, device)
+        values["logits"] = values["logits"].to(dtype)
+        check(values, f"{topk} {level} {vocab_size} {dtype}")

@@ -1,0 +1,39 @@
+"""Reference of gqa_decode: dense softmax, one request after another."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...paged_attention import attention, gather, page_tables
+
+
+class Output(NamedTuple):
+    output: torch.Tensor
+    lse: torch.Tensor
+
+
+def gqa_decode(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    block_table: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    last_page_len: torch.Tensor | None = None,
+    sm_scale: float | None = None,
+) -> Output:
+    """See eagle_kernels/ops/attention/gqa_decode.py. Float64 tensors are computed in float64."""
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    lse = query.new_empty(query.shape[:2], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+    tables = page_tables(k_cache.shape[1], block_table, seq_lens, kv_indptr, kv_indices, last_page_len)
+    for request, (table, length) in enumerate(tables):
+        slots = torch.arange(length, device=query.device)
+        key, exists = gather(k_cache, table, slots)
+        value, _ = gather(v_cache, table, slots)
+        row_output, row_lse = attention(query[request][None], key, value, exists[None, :], sm_scale)
+        output[request], lse[request] = row_output[0], row_lse[0]
+    return Output(output, lse)

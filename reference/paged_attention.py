@@ -1,0 +1,62 @@
+"""Paged KV caches and dense attention, one request at a time; what the references of the attention ops share."""
+
+from __future__ import annotations
+
+import torch
+
+
+def page_tables(
+    page_size: int,
+    block_table: torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
+    kv_indptr: torch.Tensor | None,
+    kv_indices: torch.Tensor | None,
+    last_page_len: torch.Tensor | None,
+) -> list[tuple[torch.Tensor, int]]:
+    """Per request its page ids and its number of filled slots, from either form of a page table."""
+    if block_table is not None:
+        tables, lengths = list(block_table), seq_lens.tolist()
+    else:
+        bounds = [min(max(bound, 0), len(kv_indices)) for bound in kv_indptr.tolist()]
+        tables = [kv_indices[first : max(first, last)] for first, last in zip(bounds, bounds[1:])]
+        lengths = [(len(table) - 1) * page_size + last for table, last in zip(tables, last_page_len.tolist())]
+    return [(table, max(0, min(length, len(table) * page_size))) for table, length in zip(tables, lengths)]
+
+
+def find_slots(table: torch.Tensor, slots: torch.Tensor, num_pages: int, page_size: int):
+    """(page, place in the page, whether the slot exists) for logical slots; those that do not exist point to 0, 0."""
+    index = slots // page_size
+    exists = (slots >= 0) & (index < len(table))
+    page = torch.full_like(slots, -1)
+    page[exists] = table[index[exists]].to(torch.int64)
+    exists &= (page >= 0) & (page < num_pages)
+    return torch.where(exists, page, 0), torch.where(exists, slots % page_size, 0), exists
+
+
+def gather(cache: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [slots, Hkv, D] of the cache, 0 where a slot does not exist, and whether each exists."""
+    rows = cache.new_zeros((len(slots), *cache.shape[2:]))
+    page, place, exists = find_slots(table, slots, cache.shape[0], cache.shape[1])
+    rows[exists] = cache[page[exists], place[exists]]
+    return rows, exists
+
+
+def attention(query, key, value, visible, sm_scale):
+    """output [rows, Hq, D] and lse [rows, Hq] of query [rows, Hq, D] over key and value [keys, Hkv, D].
+
+    `visible` is bool [rows, keys]; a row that sees no key has output 0, lse -inf. Computed in float32, or in float64
+    for float64 queries.
+    """
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    group_size = query.shape[1] // key.shape[1]
+    key = key.to(dtype).repeat_interleave(group_size, dim=1)
+    # a key that nobody sees may hold anything, NaN included
+    value = value.to(dtype).repeat_interleave(group_size, dim=1)
+    value = torch.where(visible.any(0)[:, None, None], value, 0.0)
+    scale = query.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    logits = torch.einsum("qhd,khd->hqk", query.to(dtype), key) * scale
+    logits = logits.masked_fill(~visible, float("-inf"))
+    lse = torch.logsumexp(logits, dim=-1)
+    weights = torch.where(lse[..., None] == float("-inf"), 0.0, torch.exp(logits - lse[..., None]))
+    output = torch.einsum("hqk,khd->qhd", weights, value)
+    return output.to(query.dtype), lse.transpose(0, 1)
