@@ -26,7 +26,13 @@ setup(
         "train": ["safetensors>=0.4", "tqdm"],
         "transformers": ["transformers>=4.50"],
         # triton 3.6's interpreter turns one-element arrays into ints, which numpy 2.4 refuses
-        "test": ["numpy<2.4", "triton>=3.2,<4; platform_system == 'Linux'", "pytest>=7", "pytest-benchmark>=4", "safetensors>=0.4"],
+        "test": [
+            "numpy<2.4",
+            "triton>=3.2,<4; platform_system == 'Linux'",
+            "pytest>=7",
+            "pytest-benchmark>=4",
+            "safetensors>=0.4",
+        ],
     },
     entry_points={"console_scripts": ["eagle-kernels = eagle_kernels.engine.cli:main"]},
 )

@@ -1,12 +1,13 @@
 """Checks, then times: `python -m bench.run --op build_tree [--case B=32] [--peers] [--list] [--results DIR|none]`.
 
-Without `--op` all benchmarks run. No provider is timed that disagrees with the reference. `--check-only` checks the
+Without `--op` all benchmarks run. No provider is timed that disagree with the reference. `--check-only` checks the
 small cases of every declaration and times nothing; it needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     parser.add_argument("--peers", action="store_true", help="run installed packages of other projects as well")
     parser.add_argument("--list", action="store_true", help="print ops, cases and providers, and run nothing")
     parser.add_argument("--results", default=str(results.DIRECTORY), help="folder for JSON lines, or none")
+    parser.add_argument("--commit", default=results.checkout_commit(), help="recorded with results; git's by default")
     parser.add_argument("--check-only", action="store_true", help="check the small cases, time nothing")
     options = parser.parse_args(arguments)
 
@@ -50,10 +52,10 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
         runner = _Runner(benchmark, options.peers)
         runner.check(benchmark.small_cases)
         if options.check_only:
-            print(f"{benchmark.op}: {'RED' if runner.red else 'agrees'}: {', '.join(runner.providers)}", flush=True)
+            print(f"{benchmark.op}: {', '.join(runner.agreeing()) or 'nobody'} agree with the reference", flush=True)
         else:
             cases = [case for case in benchmark.cases if options.case in case.name]
-            lines = runner.time(cases, None if options.results == "none" else Path(options.results))
+            lines = runner.time(cases, None if options.results == "none" else Path(options.results), options.commit)
             print(f"{benchmark.op}\n{results.table(lines)}\n", flush=True)
         is_red |= bool(runner.red)
     return int(is_red)
@@ -66,8 +68,12 @@ class _Runner:
         self.benchmark = benchmark
         self.providers = benchmark.all_providers(with_peers)
         self.red: set[str] = set()
+        self._ran: set[str] = set()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._said: set[str] = set()
+
+    def agreeing(self) -> list[str]:
+        """The providers that ran and were right every time."""
+        return [provider for provider in self.providers if provider in self._ran - self.red]
 
     def check(self, cases: Sequence[Case]) -> None:
         for case in cases:
@@ -75,7 +81,7 @@ class _Runner:
             for provider in self.providers:
                 self._check(case, provider, expected)
 
-    def time(self, cases: Sequence[Case], directory: Path | None) -> list[dict]:
+    def time(self, cases: Sequence[Case], directory: Path | None, commit: str) -> list[dict]:
         """Result records of the cases; appended to the files in `directory` one by one."""
         lines = []
         for case in cases:
@@ -86,10 +92,10 @@ class _Runner:
                 try:
                     run = prepare(self.benchmark.inputs(case, self.device))
                 except Unavailable as reason:
-                    self._say(f"{provider}: {reason}")
+                    _say(f"{provider}: {reason}")
                     continue
                 run()
-                lines.append(results.record(self.benchmark, case, provider, measure(run)))
+                lines.append(results.record(self.benchmark, case, provider, measure(run), commit))
                 if directory is not None:
                     results.append(directory, lines[-1])
                 del run
@@ -101,18 +107,20 @@ class _Runner:
         try:
             check_provider(self.benchmark, case, self.providers[provider], expected, self.device)
         except Unavailable as reason:
-            self._say(f"{provider}: {reason}")
+            _say(f"{provider}: {reason}")
             return False
         except Mismatch as difference:
-            self._say(f"RED {self.benchmark.op} [{case.name}] {provider}: {difference}")
+            _say(f"RED {self.benchmark.op} [{case.name}] {provider}: {difference}")
             self.red.add(provider)
             return False
+        self._ran.add(provider)
         return True
 
-    def _say(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
-            print(line, flush=True)
+
+@functools.cache
+def _say(line: str) -> None:
+    """Prints a line, the first time only."""
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,8 @@ def test_ops_do_not_wait_for_the_device(path):
 
 def test_kernels_live_below_the_engine():
     for path in sources(PACKAGE / "engine"):
-        assert "jit" not in {n.attr for n in ast.walk(parse(path)) if isinstance(n, ast.Attribute)}, f"{path} holds a kernel"
+        attributes = {node.attr for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)}
+        assert "jit" not in attributes, f"{path} holds a kernel"
 
 
 @pytest.mark.parametrize("path", sources(PACKAGE), ids=lambda p: str(p.relative_to(ROOT)))
@@ -102,7 +103,7 @@ def test_no_side_effects_of_the_library(path):
 def test_dots_name_their_precision(path):
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "dot":
-            assert "input_precision" in {k.arg for k in node.keywords}, f"{path}:{node.lineno}: tl.dot without precision"
+            assert "input_precision" in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
 
 
 @pytest.mark.parametrize("path", sources(PACKAGE / "ops"), ids=lambda p: str(p.relative_to(ROOT)))

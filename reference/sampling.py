@@ -1,4 +1,4 @@
-"""Sampling one token a row: temperature, top-k, top-p, min-p, Gumbel noise (see eagle_kernels/primitives/sampling.py)."""
+"""Sampling one token a row: temperature, top-k, top-p, min-p and Gumbel noise, as the kernels of the package do it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ def draw_tokens(
 
 def scaled_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """fp32 logits / temperature (unscaled where the temperature is 0), NaN as -inf."""
-    logits = logits.to(torch.float32)
-    logits = torch.where(logits.isnan(), float("-inf"), logits)
-    inverse = torch.where(temperature > 0, 1.0 / temperature.to(torch.float32), 1.0)
-    return logits * inverse[:, None]
+    inverse = torch.where(temperature > 0, 1.0 / temperature, 1.0)
+    scaled = logits.to(torch.float32) * inverse[:, None]
+    return torch.where(scaled.isnan(), float("-inf"), scaled)
 
 
 def filtered_logits(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 from pathlib import Path
@@ -28,7 +27,7 @@ _COLUMNS = {
 }
 
 
-def record(benchmark: Benchmark, case: Case, provider: str, times: Times) -> dict:
+def record(benchmark: Benchmark, case: Case, provider: str, times: Times, commit: str) -> dict:
     """Everything that a table needs to quote a number, and to be able to make it again."""
     num_bytes = benchmark.count_bytes(**case.sizes)
     gb_per_s = num_bytes / times.graph_p50_us / 1e3
@@ -42,7 +41,7 @@ def record(benchmark: Benchmark, case: Case, provider: str, times: Times) -> dic
         "share_of_copy": round(gb_per_s / copy_gb_per_s(), 5),
         "gpu": torch.cuda.get_device_name(),
         "versions": _versions(),
-        "commit": _commit(),
+        "commit": commit,
     }
 
 
@@ -78,8 +77,7 @@ def _versions() -> dict:
     return {"torch": torch.__version__, "triton": triton.__version__, **toolkit}
 
 
-@functools.cache
-def _commit() -> str:
+def checkout_commit() -> str:
     """The checkout's commit, marked where files differ from it; empty outside of a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)

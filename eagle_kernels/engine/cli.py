@@ -37,14 +37,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     defaults = EAGLEConfig()
-    parser = argparse.ArgumentParser(prog="python -m eagle_kernels", description="Speculative decoding with token trees.")
+    description = "Speculative decoding with token trees."
+    parser = argparse.ArgumentParser(prog="python -m eagle_kernels", description=description)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="continue a text, speculatively")
     generate.set_defaults(run=_generate)
     generate.add_argument("prompt")
     generate.add_argument("--max-new-tokens", type=int, default=128)
-    generate.add_argument("--compare", action="store_true", help="also decode plainly: its speed, and whether texts agree")
+    generate.add_argument("--compare", action="store_true", help="also decode plainly: speed, and do texts agree")
     generate.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
     generate.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: off")
     generate.add_argument("--top-p", type=float, default=1.0, help="sample from the smallest set of this mass; 1: off")
@@ -52,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, help="of the sampling noise; default: a fresh one, printed")
     generate.add_argument("--topk", type=int, default=defaults.topk, help="branching of the draft tree")
     generate.add_argument("--num-steps", type=int, default=defaults.num_steps, help="levels of the draft tree")
-    generate.add_argument("--num-draft-tokens", type=int, help="nodes verified a step, root included (default: up to 32)")
+    generate.add_argument("--num-draft-tokens", type=int, help="nodes verified a step, with root (default: 32)")
     generate.add_argument("--device", default="auto", help="cuda, cpu, cuda:1, ... (auto: cuda where there is one)")
     generate.add_argument("--dtype", choices=_DTYPES, default="float32")
     generate.add_argument("--target", type=Path, help="model folder (default: the embedded pair)")
@@ -189,12 +190,11 @@ def _environment(arguments: argparse.Namespace) -> int:
     rows.append(("backend on cpu", backend(torch.device("cpu"))))
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        rows.append((f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, {architecture(device)}, {backend(device)}"))
+        facts = (torch.cuda.get_device_name(index), architecture(device), backend(device))
+        rows.append((f"cuda:{index}", ", ".join(facts)))
     if not torch.cuda.device_count():
         rows.append(("gpu", "none that torch can use"))
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
     return 0
-
-

@@ -71,7 +71,7 @@ class TreeAttend:
         self._pool = pool
         self._lengths = lengths
         self._num_draft_keys = first + num_rows
-        self._tree_mask = tree_mask
+        self.tree_mask = tree_mask
         slots = lengths[:, None] + torch.arange(first, first + num_rows, device=lengths.device)
         self._rows = pool.rows(slots)
 
@@ -81,7 +81,7 @@ class TreeAttend:
             query.contiguous(),
             self._pool.k_cache[layer],
             self._pool.v_cache[layer],
-            self._tree_mask,
+            self.tree_mask,
             num_draft_keys=self._num_draft_keys,
             block_table=self._pool.block_table,
             seq_lens=self._lengths,

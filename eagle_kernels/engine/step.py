@@ -246,14 +246,14 @@ class Stepper:
         batch_size, num_rows = tokens.shape
         draft_lengths = self._draft_lengths(state)
         row = torch.arange(num_rows, device=tokens.device)
-        causal = (torch.ones_like(row) << (row + 1)) - 1
+        causal = ((torch.ones_like(row) << (row + 1)) - 1).expand(batch_size, -1)[..., None].contiguous()
         output = self.draft.forward(
             tokens.clamp(min=0),
             features,
             (draft_lengths[:, None] + row).clamp(max=self.draft.max_length - 1),
-            TreeAttend(self.draft_pool, draft_lengths, 0, num_rows, causal.expand(batch_size, -1)[..., None].contiguous()),
+            TreeAttend(self.draft_pool, draft_lengths, 0, num_rows, causal),
             from_target=True,
-        )  # fmt: skip
+        )
         request = torch.arange(batch_size, device=tokens.device)
         state.draft_logits = output.logits[request, accepted.to(torch.int64)]
         state.draft_hidden = output.hidden[request, accepted.to(torch.int64)]

@@ -25,7 +25,7 @@ def verify_tree(
     spec_steps: int,
     out: Output | None = None,
 ) -> Output:
-    """Verifies the trees that `build_tree` built: `predicts [B * N]`, `accept_index [B, S + 1]`, `accept_token_num [B]`.
+    """Verifies trees of `build_tree`; returns `predicts [B * N]`, `accept_index [B, S + 1]`, `accept_token_num [B]`.
 
     Without a sampling parameter (temperature, top_k, top_p, min_p) the walk is greedy, from `target_logits [B * N, V]`
     or the argmax `target_predict [B, N]` (verify_tree_greedy). With one it samples and matches (verify_tree_sampled):

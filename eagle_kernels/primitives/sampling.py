@@ -7,6 +7,7 @@ argmax over the kept tokens of (logit / temperature + Gumbel noise) is a sample 
 from __future__ import annotations
 
 from ..runtime.language import tl, triton
+from .ordering import comparable, ordered_bits
 from .random import gumbel, token_words
 
 # Every sampler launches with this row: probabilities are summed block by block and warp by warp, and equal logits must
@@ -49,7 +50,7 @@ def draw_token(
     best_token = lane
     for start in range(0, vocab_size, BLOCK_VOCAB):
         scaled, is_token = _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB)
-        key = tl.where(is_token & (_ordered_bits(scaled) >= threshold), scaled, float("-inf"))
+        key = tl.where(is_token & (_rank(scaled) >= threshold), scaled, float("-inf"))
         if is_sampled:
             key += gumbel(token_words(seed, position, STREAM, start, BLOCK_VOCAB))
         is_better = key > best_key
@@ -66,15 +67,13 @@ def _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB: t
     token = start + tl.arange(0, BLOCK_VOCAB)
     is_token = token < vocab_size
     logit = tl.load(row_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
-    scaled = tl.where(logit == logit, logit, float("-inf")) * inverse_temperature
-    return tl.where(scaled == 0.0, 0.0, scaled), is_token
+    return comparable(logit * inverse_temperature), is_token
 
 
 @triton.jit
-def _ordered_bits(value):
-    """uint32 that orders as the fp32 value does."""
-    bits = value.to(tl.uint32, bitcast=True)
-    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+def _rank(scaled):
+    """uint32 that orders as the fp32 values do, so that an edge can be found bit by bit."""
+    return ordered_bits(scaled).to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
 @triton.jit
@@ -90,7 +89,7 @@ def _filter_threshold(
     HAS_MIN_P: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
 ):
-    """Ordered bits of the smallest scaled logit that top-k, then top-p, then min-p keep; ties at an edge all stay.
+    """Rank of the smallest scaled logit that top-k, then top-p, then min-p keep; ties at an edge all stay.
 
     Each edge is found exactly, one bit of the float at a time from the top: the count of tokens (top-k) or their
     probability (top-p) at or above a candidate only grows as the candidate falls.
@@ -105,7 +104,7 @@ def _filter_threshold(
                 count = tl.zeros([BLOCK_VOCAB], dtype=tl.int32)
                 for start in range(0, vocab_size, BLOCK_VOCAB):
                     scaled, is_token = _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB)
-                    count += (is_token & (_ordered_bits(scaled) >= candidate)).to(tl.int32)
+                    count += (is_token & (_rank(scaled) >= candidate)).to(tl.int32)
                 threshold = tl.where(tl.sum(count, axis=0) >= top_k, candidate, threshold)
 
     if HAS_TOP_P or HAS_MIN_P:
@@ -138,7 +137,7 @@ def _filter_threshold(
                 scaled, is_token = _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB)
                 stays = is_token & (_weight(scaled, maximum) >= tl.minimum(min_p, 1.0))
                 smallest = tl.minimum(smallest, tl.where(stays, scaled, float("inf")))
-            kept_by_min_p = _ordered_bits(tl.min(smallest, axis=0))
+            kept_by_min_p = _rank(tl.min(smallest, axis=0))
             threshold = tl.where(kept_by_min_p > threshold, kept_by_min_p, threshold)
     return threshold
 
@@ -151,10 +150,10 @@ def _weight(scaled, maximum):
 
 @triton.jit
 def _mass_above(row_ptr, vocab_size, inverse_temperature, maximum, floor, BLOCK_VOCAB: tl.constexpr):
-    """Sum of the weights of the tokens whose ordered bits are at least `floor`."""
+    """Sum of the weights of the tokens whose rank is at least `floor`."""
     mass = tl.zeros([BLOCK_VOCAB], dtype=tl.float32)
     for start in range(0, vocab_size, BLOCK_VOCAB):
         scaled, is_token = _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB)
-        stays = is_token & (_ordered_bits(scaled) >= floor)
+        stays = is_token & (_rank(scaled) >= floor)
         mass += tl.where(stays, _weight(scaled, maximum), 0.0)
     return tl.sum(mass, axis=0)

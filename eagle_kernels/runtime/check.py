@@ -17,11 +17,12 @@ FLOAT = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Spec(NamedTuple):
-    """Shape, dtype and device of one output."""
+    """Shape, dtype and device of one output; `contiguous` trailing axes of an `out` buffer have no gaps (None: all)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    contiguous: int | None = None
 
 
 class Arguments:
@@ -119,16 +120,16 @@ class Arguments:
         return given[0]
 
     def debug(self, name: str, rule: str, holds) -> None:
-        """With EAGLE_KERNELS_DEBUG=1: checks `holds()`, a tensor of truths (waits for the device, so off by default)."""
+        """With EAGLE_KERNELS_DEBUG=1 checks `holds()`, a tensor of truths; else not, as it waits for the device."""
         if is_debugging():
             wrong = (~holds()).nonzero()
             if len(wrong):
                 at = tuple(wrong[0].tolist())
                 self.fail(name, rule, f"{self.values[name][at].item()} at {list(at)}")
 
-    def spec(self, shape: tuple[int, ...], dtype: torch.dtype) -> Spec:
+    def spec(self, shape: tuple[int, ...], dtype: torch.dtype, *, contiguous: int | None = None) -> Spec:
         """An output on the device of the arguments."""
-        return Spec(shape, dtype, self.device)
+        return Spec(shape, dtype, self.device, contiguous)
 
 
 def allocate(op: str, contract, out=None):
@@ -145,7 +146,7 @@ def allocate(op: str, contract, out=None):
     for name, spec, buffer in zip(names, specs, buffers):
         args = Arguments(op, {name: buffer})
         args.device, args._device_of = spec.device, "the inputs"
-        args.tensor(name, spec.shape, (spec.dtype,))
+        args.tensor(name, spec.shape, (spec.dtype,), contiguous=spec.contiguous)
     return out if single or isinstance(out, type(contract)) else type(contract)(*buffers)
 
 

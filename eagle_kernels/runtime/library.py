@@ -69,8 +69,7 @@ def operator(path: str):
             return result
         out = check.allocate(name, contract, out)
         for target, source in zip(_flat(out), _flat(result)):
-            # a buffer may be longer than its contents (FULL_MASK)
-            target.view(-1)[: source.numel()].copy_(source.reshape(-1))
+            target[: len(source)].copy_(source)  # a flat buffer may be longer than its contents (FULL_MASK)
         return out
 
     declared = ", ".join(_declare(parameters, mutates))

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from op_tests.engine.toys import ToyModel, random_llama
+from eagle_kernels.engine.models.causal_draft import CausalDraft
+from op_tests.engine.toys import ToyModel, plain_logits, random_llama
+from op_tests.harness import assert_close
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [4]]
 SAMPLING = {
@@ -74,6 +76,37 @@ def test_mask_layouts_and_page_sizes_change_nothing(target, mode, page_size):
     want, stats = engine.generate(PROMPTS, 10)
     got, other = engine.generate(PROMPTS, 10, tree_mask_mode=mode, page_size=page_size)
     assert got == want and other.accepted == stats.accepted
+
+
+def test_draft_beams_see_their_true_ancestors(target, monkeypatch):
+    """At every level, a beam's logits are those of a plain pass over the prompt and the beam's own path.
+
+    Beams are re-parented from level to level, so "the slots of my own branch" would be other nodes; the text would
+    still be right, and acceptance only a little lower.
+    """
+    levels = []
+
+    class Recorder(CausalDraft):
+        def forward(self, input_ids, hidden, positions, attend, *, from_target):
+            output = super().forward(input_ids, hidden, positions, attend, from_target=from_target)
+            if not from_target:
+                levels.append((input_ids, attend.tree_mask, output.logits))
+            return output
+
+    prompt, topk, num_steps = [3, 1, 4, 1, 5], 4, 4
+    engine = EAGLEInference(Recorder(target), target, EAGLEConfig(topk=topk, num_steps=num_steps))
+    (root, *_), _ = engine.generate(prompt, 2)
+    tokens = [token for ids, _, _ in levels for token in ids[0].tolist()]
+    paths = set()
+    for level, (_, ancestors, logits) in enumerate(levels):
+        for beam in range(topk):
+            word = int(ancestors[0, beam, 0])
+            slots = [slot for slot in range(topk * num_steps) if word >> slot & 1]
+            assert [slot // topk for slot in slots] == list(range(level + 1)), "one ancestor on every level"
+            paths.add(tuple(slot % topk for slot in slots))
+            want = plain_logits(engine, prompt + [root] + [tokens[slot] for slot in slots])[-1]
+            assert_close("draft level", f"level {level}, beam {beam}", "logits", logits[0, beam], want)
+    assert any(len(set(path)) > 1 for path in paths), "no beam was re-parented, so the case proves little"
 
 
 def test_a_toy_of_thirty_lines_works(device):

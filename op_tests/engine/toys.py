@@ -22,7 +22,8 @@ class ToyModel:
         self.device, self.dtype, self.num_heads = torch.device(device), torch.float32, num_heads
         self.embedding, self.position = 3 * weight(vocab_size, hidden_size), weight(max_length, hidden_size)
         self.query, self.output = weight(hidden_size, hidden_size), weight(hidden_size, hidden_size)
-        self.key, self.value = weight(hidden_size, hidden_size // num_heads), weight(hidden_size, hidden_size // num_heads)
+        self.key = weight(hidden_size, hidden_size // num_heads)
+        self.value = weight(hidden_size, hidden_size // num_heads)
         self.head = 3 * weight(hidden_size, vocab_size)
 
     def forward(self, input_ids, positions, attend, *, capture=(), last_only=False):
@@ -57,3 +58,17 @@ def random_llama(*, hidden_size=32, num_layers=2, vocab_size=61, max_length=256,
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.3)
     return model
+
+
+def plain_logits(engine, tokens: list[int]) -> torch.Tensor:
+    """Logits [L, V] of one causal pass, without pool or tree."""
+
+    def attend(layer, query, key, value):
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return output.transpose(1, 2)
+
+    with torch.inference_mode():
+        ids = torch.tensor([tokens], device=engine.device)
+        positions = torch.arange(len(tokens), device=engine.device)[None]
+        return engine.target.forward(ids, positions, attend).logits[0].float()

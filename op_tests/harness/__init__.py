@@ -1,6 +1,7 @@
 """What every op test needs: comparison, poison, launch rules, CUDA graphs, random trees, ahead-of-time compilation."""
 
 from .compare import TOLERANCE, assert_close, assert_equal
+from .device import to_device
 from .dispatch import assert_only_launches
 from .graphs import replay_in_graph
 from .operation import check_operation
@@ -16,4 +17,5 @@ __all__ = [
     "check_operation",
     "check_registration",
     "replay_in_graph",
+    "to_device",
 ]

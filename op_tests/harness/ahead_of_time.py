@@ -52,8 +52,9 @@ def _compile(path: str) -> None:
     done = set()
     for case, values in cases:
         for architecture in TARGETS:
-            recorded = []
-            with target.assume(architecture), launch_module.intercept(lambda *record: recorded.append(record)):
+            recorded: list[tuple] = []
+            keep = recorded.append
+            with target.assume(architecture), launch_module.intercept(lambda *launch, keep=keep: keep(launch)):
                 getattr(module, name)(**values)
             for _, kernel, _, arguments in recorded:
                 source, options = _source(kernel, arguments)

@@ -1,4 +1,4 @@
-"""Comparison with a report that says what to look at: op, case, count, first coordinates with both values, rerun line."""
+"""Comparison with a report that says what to look at: op, case, count, first coordinates and values, rerun line."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ _INTEGER_POISON = 0x5A
 
 
 class Guarded:
-    """A poisoned contiguous tensor `.tensor` between two guard zones; `.check(op, name)` tells if a zone was touched."""
+    """A poisoned contiguous `.tensor` between two guard zones; `.check(op, name)` tells if a zone was touched."""
 
     def __init__(self, shape, dtype: torch.dtype, device):
         size = 1

@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 
 END_OF_TEXT = 256
+VOCAB_SIZE = 257  # the bytes and the end of text
 
 MAX_FILE_BYTES = 400 * 1024  # larger ones are tables (Unicode names, test vectors), not code
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 SKIPPED_PREFIXES = ("lib2to3/tests/data/",)  # deliberately broken or Python 2 source
 HELD_OUT_ONE_IN = 20
+
+PROMPT_COUNT = 40
+PROMPT_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,13 @@ def token_stream(files: list[SourceFile]) -> Tensor:
     return stream
 
 
-def held_out_prompts(files: list[SourceFile], count: int, num_bytes: int) -> list[str]:
+def windows(stream: Tensor, starts: Tensor, length: int) -> Tensor:
+    """stream[start : start + length] of each start [B], as [B, length] int64 on the stream's device."""
+    offsets = starts[:, None] + torch.arange(length)
+    return stream[offsets.to(stream.device)].long()
+
+
+def held_out_prompts(files: list[SourceFile], count: int = PROMPT_COUNT, num_bytes: int = PROMPT_BYTES) -> list[str]:
     """Up to `count` ASCII prompts of `num_bytes` bytes, each from another file.
 
     A prompt begins at the first line start in the second half of its file. Files are taken in the order of their path

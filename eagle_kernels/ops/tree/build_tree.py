@@ -1,12 +1,12 @@
 """Turns the drafts that were kept into a token tree: mask, positions and first-child / next-sibling links.
 
 Computes
-    For every node its parent (EAGLE-2, arXiv 2406.16858, section 4; the flat candidate ids of SGLang): node i >= 1 holds
-    candidate id = top_scores_index[i - 1]; slot id // topk of parent_list names the parent's candidate id, slot 0 is
-    the root. Ancestor sets follow by pointer doubling, ceil(log2 N) rounds.
+    For every node its parent (EAGLE-2, arXiv 2406.16858, section 4; the flat candidate ids of SGLang): node i >= 1
+    holds candidate id = top_scores_index[i - 1]; slot id // topk of parent_list names the parent's candidate id, slot
+    0 is the root. Ancestor sets follow by pointer doubling, ceil(log2 N) rounds.
 Shapes
     verified_id       [B]                 int    the root's token: the last committed one, not yet in the target's KV
-    parent_list       [B, P]              int    P = topk * (spec_steps - 1) + 1; slot -> candidate id; slot 0 is not read
+    parent_list       [B, P]              int    P = topk * (spec_steps - 1) + 1: slot -> candidate id
     top_scores_index  [B, N - 1]          int    candidate ids of nodes 1..N-1, ascending
     draft_tokens      [B, N - 1]          int    their tokens
     seq_lens          [B]                 int    committed length, the root not counted
@@ -142,9 +142,7 @@ def _build_tree_kernel(
     # links: the first child is the smallest node with this parent, the next sibling the next one up
     is_child = (parent[None, :] == node[:, None]) & is_draft[None, :]
     first_child = tl.min(tl.where(is_child, node[None, :], BLOCK_NODE), axis=1)
-    is_later_sibling = (
-        (parent[None, :] == parent[:, None]) & (parent >= 0)[:, None] & (node[None, :] > node[:, None])
-    )
+    is_later_sibling = (parent[None, :] == parent[:, None]) & (parent >= 0)[:, None] & (node[None, :] > node[:, None])
     next_sibling = tl.min(tl.where(is_later_sibling, node[None, :], BLOCK_NODE), axis=1)
 
     seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
@@ -152,9 +150,7 @@ def _build_tree_kernel(
     draft_token = tl.load(draft_tokens_ptr + draft_offset, mask=is_draft, other=0).to(tl.int64)
     tl.store(positions_ptr + node_offset, seq_len + depth, mask=is_node)
     tl.store(retrieve_index_ptr + node_offset, node_offset, mask=is_node)
-    tl.store(
-        retrieve_next_token_ptr + node_offset, tl.where(first_child < NUM_NODES, first_child, -1), mask=is_node
-    )
+    tl.store(retrieve_next_token_ptr + node_offset, tl.where(first_child < NUM_NODES, first_child, -1), mask=is_node)
     tl.store(
         retrieve_next_sibling_ptr + node_offset, tl.where(next_sibling < NUM_NODES, next_sibling, -1), mask=is_node
     )
@@ -243,7 +239,8 @@ def contract(values: dict) -> Output:
         mask = args.spec((batch_size, num_nodes, num_nodes), torch.bool)
     elif mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
         if num_nodes > 32:
-            args.fail("num_verify_tokens", "be at most 32 for 'qlen_only_bitpacking' ('packed' has no limit)", num_nodes)
+            rule = "be at most 32 for 'qlen_only_bitpacking' ('packed' has no such limit)"
+            args.fail("num_verify_tokens", rule, num_nodes)
         word = torch.uint8 if num_nodes <= 8 else torch.uint16 if num_nodes <= 16 else torch.uint32
         mask = args.spec((batch_size, num_nodes), word)
     else:

@@ -250,23 +250,10 @@ def contract(values: dict) -> Output:
         tokens=beam,
         parents=beam,
         parent_slots=beam,
-        candidate_scores=args.spec((batch_size, num_candidates), torch.float32),
-        candidate_tokens=args.spec((batch_size, num_candidates), torch.int64),
+        candidate_scores=args.spec((batch_size, num_candidates), torch.float32, contiguous=1),
+        candidate_tokens=args.spec((batch_size, num_candidates), torch.int64, contiguous=1),
         ancestors=args.spec((batch_size, topk, num_words), torch.int64),
     )
-
-
-def _allocate(contracted: Output, logits: torch.Tensor, out: Output | None) -> Output:
-    """Empty outputs, or the caller's `out` after checking it; of its candidates only the rows must have no gaps."""
-    if out is None:
-        return check.allocate("select_top_k_tokens", contracted)
-    out = Output(*out)
-    named = {f"out.{name}": buffer for name, buffer in zip(Output._fields, out)}
-    args = check.Arguments("select_top_k_tokens", {"logits": logits, **named})
-    args.tensor("logits", (None, None), check.FLOAT, contiguous=1)
-    for name, spec in zip(Output._fields, contracted):
-        args.tensor(f"out.{name}", spec.shape, (spec.dtype,), contiguous=1 if name.startswith("candidate_") else None)
-    return out
 
 
 def select_top_k_tokens(
@@ -286,7 +273,7 @@ def select_top_k_tokens(
     out: seven tensors to write into; the rows of the candidates' may be strided.
     """
     contracted = contract(locals())
-    out = _allocate(contracted, logits, out)
+    out = check.allocate("select_top_k_tokens", contracted, out)
     device, (num_rows, vocab_size) = logits.device, logits.shape
     scan = tuning.row(TUNING, device)
     num_blocks = triton.cdiv(vocab_size, scan["BLOCK_VOCAB"])

@@ -16,8 +16,8 @@ Shapes
     -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
 Invariants
     Every output is written whole. At most spec_steps = S drafts are accepted. Ties go to the lowest id, NaN counts as
-    -inf. Links that do not point forward within the tree end the walk; a token of -1 is never accepted. A row whose root
-    has a retrieve_index outside the request is dead: predicts and accept_index -1, accept_token_num 0.
+    -inf. Links that do not point forward within the tree end the walk; a token of -1 is never accepted. A row whose
+    root has a retrieve_index outside the request is dead: predicts and accept_index -1, accept_token_num 0.
 Grid
     (B,), one program walks one tree.
 Launches

@@ -16,6 +16,7 @@ from op_tests.harness import (
     check_operation,
     check_registration,
     replay_in_graph,
+    to_device,
 )
 
 from .cases import in_float64, paged_cache
@@ -160,7 +161,7 @@ def test_registration(form, device):
 )  # fmt: skip
 def test_bad_input_is_named(change, message, device):
     values = make(64, 2, 2, 16, torch.float32, [40, 33]) | change
-    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    values = to_device(values, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.gqa_decode: .*" + message):
         eagle_kernels.raw.gqa_decode(**values)
 

@@ -14,6 +14,7 @@ from op_tests.harness import (
     check_operation,
     check_registration,
     replay_in_graph,
+    to_device,
 )
 
 from .cases import in_float64, paged_cache
@@ -225,7 +226,7 @@ def test_registration(is_separate, device):
 )
 def test_bad_input_is_named(change, message, device):
     values = make(3, 4, 32, 2, 1, 16, torch.float32, [20, 4]) | change
-    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    values = to_device(values, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.tree_attention: .*" + message):
         eagle_kernels.raw.tree_attention(**values)
 

@@ -12,6 +12,7 @@ from op_tests.harness import (
     check_operation,
     check_registration,
     replay_in_graph,
+    to_device,
 )
 
 # (batch, topk, num_steps, page_size, longest prefix)
@@ -140,7 +141,7 @@ def test_registration(device):
 )
 def test_bad_input_is_named(change, message, device):
     values = make(3, 2, 3, 4, 20) | change
-    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    values = to_device(values, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.draft_kv_indices: .*" + message):
         eagle_kernels.raw.draft_kv_indices(**values)
 

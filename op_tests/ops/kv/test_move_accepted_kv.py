@@ -7,7 +7,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.reference.ops.kv.move_accepted_kv import move_accepted_kv as reference
-from op_tests.harness import assert_equal, assert_only_launches, check_registration, replay_in_graph
+from op_tests.harness import assert_equal, assert_only_launches, check_registration, replay_in_graph, to_device
 
 # (layers, page_size, kv heads, head_dim, dtype, nodes, spec_steps, seq_lens)
 SHAPES = [
@@ -167,7 +167,7 @@ def test_registration(device):
 )
 def test_bad_input_is_named(change, message, device):
     values = make(1, 4, 1, 32, torch.float32, 8, 3, [5, 6]) | change
-    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    values = to_device(values, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.move_accepted_kv: .*" + message):
         eagle_kernels.raw.move_accepted_kv(**values)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph
+from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
 from op_tests.harness.trees import random_drafts
 
 MODES = ("packed", "full_mask", "qlen_only", "qlen_only_bitpacking")
@@ -83,7 +83,9 @@ def test_worked_example(device):
 
 
 MALFORMED = {
-    "cyclic": lambda v: v["parent_list"].copy_(torch.arange(v["parent_list"].shape[1]).flip(0).expand_as(v["parent_list"])),
+    "cyclic": lambda v: v["parent_list"].copy_(
+        torch.arange(v["parent_list"].shape[1]).flip(0).expand_as(v["parent_list"])
+    ),
     "missing parents": lambda v: v["parent_list"].fill_(-1),
     "parents far out of range": lambda v: v["parent_list"].fill_(2**40),
     "candidate ids out of range": lambda v: v["top_scores_index"][:, -3:].fill_(2**40),
@@ -91,14 +93,14 @@ MALFORMED = {
     "one candidate everywhere": lambda v: v["top_scores_index"].fill_(5),
     "descending candidates": lambda v: v["top_scores_index"].copy_(v["top_scores_index"].flip(1)),
     "tokens out of range": lambda v: v["draft_tokens"].fill_(-1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", MALFORMED)
 def test_malformed_trees_end_and_stay_in_bounds(fault, device):
     values = make(2, 4, 3, 16)
     MALFORMED[fault](values)
-    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    values = to_device(values, device)
     check_operation("tree.build_tree", values, case=fault)
 
 
@@ -151,7 +153,7 @@ def test_registration(mode, device):
 )
 def test_bad_input_is_named(change, message, device):
     values = make(2, 4, 3, 8) | change
-    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    values = to_device(values, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.build_tree: .*" + message):
         eagle_kernels.raw.build_tree(**values)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph
+from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
 
 PATH = "tree.organize_draft_results"
 
@@ -99,7 +99,6 @@ def test_registration(device):
         ({"num_verify_tokens": 0}, "num_verify_tokens must be at least 1, got 0"),
         ({"candidate_tokens": torch.zeros(2, 39, dtype=torch.int64)}, "candidate_tokens must have C = 40"),
         ({"candidate_scores": torch.zeros(2, 40).half()}, "candidate_scores must have dtype float32, got float16"),
-        ({"candidate_scores": torch.zeros(2, 80)[:, ::2]}, "candidate_scores must be contiguous in its last 1 axes"),
         (
             {"candidate_scores": torch.zeros(2, 4097), "candidate_tokens": torch.zeros(2, 4097, dtype=torch.int64)},
             "candidate_scores must have at most 4096 candidates, got 4097",
@@ -108,8 +107,15 @@ def test_registration(device):
 )
 def test_bad_input_is_named(change, message, device):
     values = make(2, 40, 8) | change
-    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    values = to_device(values, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.organize_draft_results: .*" + message):
+        eagle_kernels.raw.organize_draft_results(**values)
+
+
+def test_strided_columns_are_refused(device):
+    values = make(2, 40, 8, device=device)
+    values["candidate_scores"] = torch.zeros(2, 80, device=device)[:, ::2]
+    with pytest.raises(ValueError, match="candidate_scores must be contiguous in its last 1 axes"):
         eagle_kernels.raw.organize_draft_results(**values)
 
 

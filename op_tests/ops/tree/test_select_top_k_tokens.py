@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph
+from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
 
 PATH = "tree.select_top_k_tokens"
 FLOATS = ("scores", "candidate_scores")
@@ -139,7 +139,7 @@ def test_a_draft_written_into_one_buffer_builds_a_tree(device):
         out = out._replace(
             candidate_scores=all_scores[:, start : start + width], candidate_tokens=all_tokens[:, start : start + width]
         )
-        eagle_kernels.raw.select_top_k_tokens(**values, out=out)
+        eagle_kernels.select_top_k_tokens(**values, out=out)
         if level < spec_steps - 1:
             parent_list[:, 1 + level * topk : 1 + (level + 1) * topk] = out.parent_slots
         scores, ancestors, start = out.scores, out.ancestors, start + width
@@ -176,15 +176,20 @@ def test_registration(level, device):
         (1, {"scores": None}, "scores must be a tensor, got NoneType"),
         (1, {"logits": torch.zeros(7, 50)}, r"logits must have B \* topk = 8 rows at level 1, got shape \[7, 50\]"),
         (1, {"ancestors": torch.zeros(2, 4, 2, dtype=torch.int64)}, r"ancestors must have 1..1 words at level 1"),
-        (1, {"logits": torch.zeros(8, 100)[:, ::2]}, "logits must be contiguous in its last 1 axes"),
         (1, {"draft_to_target": torch.zeros(50)}, "draft_to_target must have dtype int64, got float32"),
     ],
 )
 def test_bad_input_is_named(level, change, message, device):
     values = make(2, 4, level, 50) | change
-    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    values = to_device(values, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.select_top_k_tokens: .*" + message):
         eagle_kernels.raw.select_top_k_tokens(**values)
+
+
+def test_strided_columns_are_refused(device):
+    values = make(2, 4, 1, 50, device=device)
+    with pytest.raises(ValueError, match="logits must be contiguous in its last 1 axes"):
+        eagle_kernels.raw.select_top_k_tokens(**values | {"logits": torch.zeros(8, 100, device=device)[:, ::2]})
 
 
 def test_bad_out_is_named(device):

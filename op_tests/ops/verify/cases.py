@@ -30,7 +30,8 @@ def follow_tree(links: dict, vocab_size: int, *, peak: float = 4.0, dtype=torch.
     """Target logits [B * N, V] on a coarse dyadic grid that favour, at every node, one random child's token."""
     batch_size, num_nodes = links["candidates"].shape
     logits = torch.randint(-8, 8, (batch_size * num_nodes, vocab_size)) / 4.0
-    candidates, first, sibling = (links[k].cpu() for k in ("candidates", "retrieve_next_token", "retrieve_next_sibling"))
+    names = ("candidates", "retrieve_next_token", "retrieve_next_sibling")
+    candidates, first, sibling = (links[name].cpu() for name in names)
     for request in range(batch_size):
         for node in range(num_nodes):
             child = int(first[request, node])

@@ -1,4 +1,4 @@
-"""sample_from_logits: equal tokens to the reference, exact filters, the right law, and noise that its key alone sets."""
+"""sample_from_logits: the reference's tokens, exact filters, the right law, and noise that its key alone sets."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ FILTERS = {
 
 
 def make(num_rows, vocab_size, *, dtype=torch.float32, device="cpu", temperature=None, **filters):
-    choice = torch.tensor([0.0, 0.5, 0.8, 1.0, 1.7])
+    temperatures = torch.tensor([0.0, 0.5, 0.8, 1.0, 1.7])[torch.arange(num_rows) % 5]
+    if temperature is not None:
+        temperatures.fill_(temperature)
     values = {
         "logits": (3.0 * torch.randn(num_rows, vocab_size)).to(dtype),
         "positions": torch.randint(0, 2**31 - 1, (num_rows,)),
         "seeds": torch.randint(-(2**62), 2**62, (num_rows,)),
-        "temperature": choice[torch.arange(num_rows) % 5] if temperature is None else torch.full((num_rows,), temperature),
+        "temperature": temperatures,
     }
     for name, value in filters.items():
         values[name] = torch.full((num_rows,), value, dtype=torch.int64 if name == "top_k" else torch.float32)
@@ -53,7 +55,8 @@ def assert_same_tokens(values: dict, actual: torch.Tensor) -> None:
     gap = (keys.max(1).values - keys.gather(1, actual[different][:, None])[:, 0]).abs()
     ulp = torch.finfo(torch.float32).eps * keys.max(1).values.abs()
     print(f"{len(different)} of {len(actual)} rows are near-ties")
-    assert (gap < 8 * ulp).all(), f"rows {different}: got {actual[different]}, expected {expected[different]}, gap {gap}"
+    found = f"got {actual[different]}, expected {expected[different]}, gap {gap}"
+    assert (gap < 8 * ulp).all(), f"rows {different}: {found}"
     assert len(different) <= max(1, 1e-5 * len(actual))
 
 

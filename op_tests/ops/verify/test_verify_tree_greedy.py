@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph
+from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
 from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
 
 SHAPES = [(1, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (4, 4, 3, 8), (2, 8, 5, 64), (1, 8, 5, 256)]
@@ -14,9 +14,7 @@ PATH = "verify.verify_tree_greedy"
 
 
 def make(batch_size, topk, spec_steps, num_nodes, *, source="ids", vocab_size=97, device="cpu", dtype=torch.int64):
-    links, _ = make_tree(
-        batch_size, topk, spec_steps, num_nodes, vocab_size=vocab_size, device=device, dtype=dtype
-    )
+    links, _ = make_tree(batch_size, topk, spec_steps, num_nodes, vocab_size=vocab_size, device=device, dtype=dtype)
     logits = follow_tree(links, vocab_size)
     if source == "ids":
         target = {"target_predict": logits.argmax(-1).view(batch_size, num_nodes).to(dtype)}
@@ -75,7 +73,7 @@ def test_special_logits_stay_in_their_row(bad, device):
 def test_malformed_trees_end_and_accept_nothing_bad(fault, device):
     values = make(3, 4, 3, 8, device="cpu")
     MALFORMED[fault]({key: values[key] for key in list(values)[:4]})
-    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    values = to_device(values, device)
     output, _ = check_operation(PATH, values, case=fault)
     if fault in ("tokens of -1", "out-of-vocabulary tokens", "dead rows", "backward links", "links past the tree"):
         assert output.accept_token_num.sum() == 0

@@ -9,7 +9,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.reference import sampling as reference_sampling
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph
+from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
 
@@ -58,9 +58,8 @@ def test_draws_what_plain_sampling_draws(filters, device):
     """The op-level promise: every visited node's token is sample_from_logits' token for that row, seed and position."""
     values = make(4, 4, 3, 8, device=device, **FILTERS[filters])
     output = eagle_kernels.raw.verify_tree_sampled(**values)
-    per_node = {
-        name: values[name].repeat_interleave(8) for name in ("seeds", "temperature", "top_k", "top_p", "min_p") if name in values
-    }  # fmt: skip
+    names = [name for name in ("seeds", "temperature", "top_k", "top_p", "min_p") if name in values]
+    per_node = {name: values[name].repeat_interleave(8) for name in names}
     plain = eagle_kernels.raw.sample_from_logits(values["target_logits"], values["positions"] + 1, **per_node)
     visited = output.predicts >= 0
     assert visited.sum() == (output.accept_token_num + 1).sum()
@@ -153,7 +152,7 @@ def test_neighbours_and_batch_do_not_matter(device):
 def test_malformed_trees_end_and_accept_nothing_bad(fault, device):
     values = make(3, 4, 3, 8)
     MALFORMED[fault]({key: values[key] for key in list(values)[:4]})
-    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    values = to_device(values, device)
     output, _ = check_operation(PATH, values, case=fault)
     if fault in ("tokens of -1", "out-of-vocabulary tokens", "dead rows", "backward links", "links past the tree"):
         assert output.accept_token_num.sum() == 0

@@ -1,0 +1,193 @@
+"""The embedded pair: text equals plain decoding, acceptance stays where it was measured, and every silent fault shows.
+
+Faults of the draft path leave the text correct and only cost acceptance (a few per cent up to most of it), so each is
+planted here and must leave the band around the measured length.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.kv_pool import TreeAttend
+from eagle_kernels.engine.models.causal_draft import CausalDraft
+from eagle_kernels.engine.models.loading import demo_pair
+from eagle_kernels.engine.step import Stepper
+from op_tests.engine.toys import plain_logits
+
+ON_GPU = torch.cuda.is_available()
+PROMPT_COUNT, NEW_TOKENS = (32, 128) if ON_GPU else (8, 48)
+BATCH_SIZES = (1, 3, 8) if ON_GPU else (1, 3)
+
+# Mean acceptance length of the default tree, greedy, fp32, on the first 8 held-out prompts x 96 tokens.
+MEASURED_ACCEPT_LENGTH = 5.529
+BAND = 0.02
+
+SAMPLING = {
+    "greedy": {},
+    "T=0.8, top-k, top-p": {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
+    "T=1, min-p": {"temperature": 1.0, "min_p": 0.02},
+    "T=1": {"temperature": 1.0},
+}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    texts = json.loads((demo_pair()[0].parent / "prompts.json").read_text(encoding="utf-8"))
+    return [list(text.encode()) for text in texts[:PROMPT_COUNT]]
+
+
+def load(dtype=torch.float32) -> EAGLEInference:
+    target, draft = demo_pair()
+    return EAGLEInference.from_pretrained(draft, target, device="cuda" if ON_GPU else "cpu", dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def pair() -> EAGLEInference:
+    return load()
+
+
+@pytest.fixture(scope="module")
+def plain_text(pair, prompts):
+    """Plain decoding of every prompt, one by one, per sampling setting."""
+    cache = {}
+
+    def decode(sampling: str) -> list[list[int]]:
+        if sampling not in cache:
+            cache[sampling] = [
+                pair.generate(prompt, NEW_TOKENS, seeds=index, speculative=False, **SAMPLING[sampling])[0]
+                for index, prompt in enumerate(prompts)
+            ]
+        return cache[sampling]
+
+    return decode
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_speculative_text_is_plain_text(pair, prompts, plain_text, sampling, batch_size):
+    want = plain_text(sampling)
+    for start in range(0, len(prompts), batch_size):
+        rows = range(start, min(start + batch_size, len(prompts)))
+        text, stats = pair.generate([prompts[row] for row in rows], NEW_TOKENS, seeds=list(rows), **SAMPLING[sampling])
+        assert text == [want[row] for row in rows]
+        assert stats.mean_accept_length > 1.5
+
+
+def accept_length(engine: EAGLEInference, prompts: list[list[int]]) -> float:
+    return engine.generate(prompts[:8], 96)[1].mean_accept_length
+
+
+def is_in_band(length: float) -> bool:
+    return abs(length / MEASURED_ACCEPT_LENGTH - 1) <= BAND
+
+
+def test_acceptance_is_what_was_measured(pair, prompts):
+    length = accept_length(pair, prompts)
+    assert is_in_band(length), f"mean acceptance length {length:.3f}, measured {MEASURED_ACCEPT_LENGTH}"
+
+
+def swap_concatenation(engine, monkeypatch):
+    """Hidden state before embedding."""
+    projections = engine.draft.midlayer.self_attn
+    for projection in (projections.q_proj, projections.k_proj, projections.v_proj):
+        first, second = projection.weight.chunk(2, dim=1)
+        projection.weight.data = torch.cat([second, first], dim=1)
+
+
+def shift_features(engine, monkeypatch):
+    """f_{j-1} beside t_{j+1}."""
+    forward = engine.draft.forward
+
+    def shifted(input_ids, hidden, positions, attend, *, from_target):
+        if from_target:
+            hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+        return forward(input_ids, hidden, positions, attend, from_target=from_target)
+
+    monkeypatch.setattr(engine.draft, "forward", shifted)
+
+
+def shift_aux_layers(engine, monkeypatch):
+    """Layer ids of the other convention, off by one."""
+    engine.draft.config.aux_layers = tuple(layer - 1 for layer in engine.draft.config.aux_layers)
+
+
+def norm_the_residual(engine, monkeypatch):
+    engine.draft.midlayer.norm_before_residual = True
+
+
+def feed_back_normed(engine, monkeypatch):
+    engine.draft.config.norm_output = True
+
+
+def skip_draft_extend(engine, monkeypatch):
+    """Accepted rows keep the draft's own guess of the hidden state instead of the target's true feature."""
+
+    def extend_from_guesses(self, state, tokens, features, accepted):
+        lengths, batch_size = self._draft_lengths(state), len(tokens)
+        outputs, hidden = [], features[:, :1]
+        for row in range(tokens.shape[1]):
+            mask = torch.full((batch_size, 1, 1), (1 << (row + 1)) - 1, device=tokens.device)
+            output = self.draft.forward(
+                tokens[:, row : row + 1].clamp(min=0),
+                hidden,
+                (lengths + row)[:, None],
+                TreeAttend(self.draft_pool, lengths, row, 1, mask),
+                from_target=row == 0,
+            )
+            outputs.append(output)
+            hidden = output.hidden
+        request = torch.arange(batch_size, device=tokens.device)
+        last = accepted.to(torch.int64)
+        state.draft_logits = torch.cat([output.logits for output in outputs], dim=1)[request, last]
+        state.draft_hidden = torch.cat([output.hidden for output in outputs], dim=1)[request, last]
+
+    monkeypatch.setattr(Stepper, "_extend_draft", extend_from_guesses)
+
+
+FAULTS = [
+    swap_concatenation,
+    shift_features,
+    shift_aux_layers,
+    norm_the_residual,
+    feed_back_normed,
+    skip_draft_extend,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_silent_faults_leave_the_band(fault, pair, prompts, monkeypatch):
+    engine = load()
+    fault(engine, monkeypatch)
+    length = accept_length(engine, prompts)
+    print(f"{fault.__name__}: {length:.3f} instead of {MEASURED_ACCEPT_LENGTH}")
+    assert not is_in_band(length), f"{fault.__name__} costs nothing that the band could show: {length:.3f}"
+
+
+def test_the_target_as_its_own_draft(pair, prompts):
+    """Chains of the target's own argmax are accepted whole."""
+    engine = EAGLEInference(CausalDraft(pair.target), pair.target, EAGLEConfig(topk=1, num_steps=4))
+    text, stats = engine.generate(prompts[:3], 41, eos_token_ids=())
+    assert text == engine.generate(prompts[:3], 41, eos_token_ids=(), speculative=False)[0]
+    assert stats.mean_accept_length == 5.0 and stats.acceptance_rate == 1.0
+
+
+@pytest.mark.gpu
+def test_bf16_text_is_greedy_up_to_named_ties(prompts):
+    """Teacher-forced: every token is the argmax of a plain pass over the text, or within a bf16 rounding of it."""
+    engine = load(torch.bfloat16)
+    text, _ = engine.generate(prompts, NEW_TOKENS)
+    ties = checked = 0
+    for prompt, continuation in zip(prompts, text):
+        logits = plain_logits(engine, prompt + continuation)[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(continuation, device=logits.device)[:, None])[:, 0]
+        gap = logits.max(dim=1).values - chosen
+        named_gap = 4 * torch.finfo(torch.bfloat16).eps * logits.abs().max(dim=1).values
+        assert (gap <= named_gap).all(), f"a token lies {gap.max().item():.3f} below the argmax"
+        ties += int((gap > 0).sum())
+        checked += len(continuation)
+    print(f"bf16: {ties} of {checked} tokens are not the plain argmax, all within 4 roundings of it")
+    assert ties < 0.05 * checked
