@@ -8,7 +8,6 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from op_tests.engine.toys import ToyModel, plain_logits, random_llama
-from op_tests.harness import assert_close
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [4]]
 SAMPLING = {
@@ -105,7 +104,7 @@ def test_draft_beams_see_their_true_ancestors(target, monkeypatch):
             assert [slot // topk for slot in slots] == list(range(level + 1)), "one ancestor on every level"
             paths.add(tuple(slot % topk for slot in slots))
             want = plain_logits(engine, prompt + [root] + [tokens[slot] for slot in slots])[-1]
-            assert_close("draft level", f"level {level}, beam {beam}", "logits", logits[0, beam], want)
+            torch.testing.assert_close(logits[0, beam], want, rtol=1e-4, atol=1e-4)
     assert any(len(set(path)) > 1 for path in paths), "no beam was re-parented, so the case proves little"
 
 

@@ -72,7 +72,8 @@ def save_folder(module: nn.Module, config: dict[str, Any], folder: str | Path) -
         for name, tensor in module.state_dict().items()
         if not (name == "lm_head.weight" and config.get("tie_word_embeddings"))
     }
-    _safetensors().save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # Not `save_file`: it leaves the file readable by its owner alone.
+    (folder / "model.safetensors").write_bytes(_safetensors().save(tensors, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

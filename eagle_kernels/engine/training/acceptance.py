@@ -17,6 +17,7 @@ from ..inference import EAGLEInference
 from ..models.loading import load_draft, load_target
 from ..models.tokenizer import load_tokenizer
 from ..output import GenerationStats
+from .trainer import device_name
 
 NEW_TOKENS = 128
 BATCH_SIZE = 8

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from ..models.eagle_head import EagleConfig, EagleHead
 from ..models.llama import Llama, LlamaConfig
 from ..models.loading import save_folder
-from .acceptance import NEW_TOKENS, device_name, measure_acceptance
+from .acceptance import NEW_TOKENS, measure_acceptance
 from .corpus import END_OF_TEXT, VOCAB_SIZE, held_out_prompts, read_corpus, token_stream
 from .evaluation import accuracy_by_depth, held_out_loss
 from .model_card import write_model_card
 from .recipe import Recipe, make_recipe
-from .trainer import Run, TimeBudgetReached
+from .trainer import Run, TimeBudgetReached, device_name
 from .unrolled import draft_vocabulary_of, head_loss, target_loss
 
 # The pair lives in the repository and in every wheel.
@@ -111,6 +111,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, required=True, help="folder for target/, draft/, training.json, ...")
     parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_path("stdlib")), help="where the text is")
+    parser.add_argument(
+        "--stdlib-version", default=platform.python_version(), help="of Python in --stdlib (default: of this Python)"
+    )
     parser.add_argument("--device", default="auto", help="auto: cuda where there is one, else cpu")
     parser.add_argument("--steps-target", type=int, help="default 5000 (tiny: 10)")
     parser.add_argument("--steps-head", type=int, help="default 2000 (tiny: 10)")
@@ -124,32 +127,41 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help=f"stop with a checkpoint after this long and exit with {EXIT_UNFINISHED}; give the command again to go on",
     )
     parser.add_argument("--tiny", action="store_true", help="a pair of no use that trains in seconds on a CPU")
-    parser.add_argument("--card-only", action="store_true", help="rewrite README.md from training.json, train nothing")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--card-only", action="store_true", help="rewrite README.md from training.json, train nothing")
+    instead.add_argument(
+        "--measure-acceptance", action="store_true", help="decode the prompts of a trained pair, train nothing"
+    )
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="per prompt of --measure-acceptance")
     arguments = parser.parse_args(argv)
     if arguments.time_budget_s is not None and arguments.checkpoint_dir is None:
         parser.error("--time-budget-s needs --checkpoint-dir")
-    defaults = (10, 10, 4, 4) if arguments.tiny else (5000, 2000, 32, 16)
-    names = ("steps_target", "steps_head", "batch_target", "batch_head")
-    for name, default in zip(names, defaults, strict=True):
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, default)
     return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train, measure, write; returns the exit status."""
-    began = time.monotonic()
     arguments = parse_arguments(argv)
-    output: Path = arguments.output
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device_type if arguments.device == "auto" else arguments.device)
     if arguments.card_only:
-        write_model_card(output)
+        write_model_card(arguments.output)
         return 0
+    if arguments.measure_acceptance:
+        return add_acceptance(arguments.output, device, arguments.new_tokens)
+    return train_pair(arguments, device)
 
-    device_name = arguments.device
-    if device_name == "auto":
-        device_name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device_name)
-    recipe = make_recipe(arguments)
+
+def train_pair(arguments: argparse.Namespace, device: torch.device) -> int:
+    """Train both models and write the folder; returns the exit status."""
+    began = time.monotonic()
+    output: Path = arguments.output
+    recipe = make_recipe(tiny=arguments.tiny, seed=arguments.seed)
+    recipe = replace(
+        recipe,
+        target=recipe.target.resized(arguments.steps_target, arguments.batch_target),
+        head=recipe.head.resized(arguments.steps_head, arguments.batch_head),
+    )
     corpus = read_corpus(arguments.stdlib)
     train_stream = token_stream(corpus.train).to(device)
     held_out_stream = token_stream(corpus.held_out).to(device)
@@ -174,9 +186,9 @@ def main(argv: list[str] | None = None) -> int:
     prompts = held_out_prompts(corpus.held_out, PROMPT_COUNT, PROMPT_BYTES)
     _write_json(output / "prompts.json", prompts)
     record = {
-        "python_version": platform.python_version(),
+        "stdlib_version": arguments.stdlib_version,
         "torch_version": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
+        "device": device_name(device),
         "seed": recipe.seed,
         "corpus": {
             "train_files": len(corpus.train),
@@ -202,6 +214,18 @@ def main(argv: list[str] | None = None) -> int:
         f"{output}: held-out loss {record['held_out_loss']:.4f} nats/byte, "
         f"head accuracy by depth {', '.join(f'{share:.3f}' for share in record['head_accuracy_by_depth'])}"
     )
+    return 0
+
+
+def add_acceptance(output: Path, device: torch.device, new_tokens: int) -> int:
+    """Measure the pair in `output` and put the rows into its record and its model card; returns the exit status."""
+    path = output / "training.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    record["acceptance"] = measure_acceptance(output, device, new_tokens)
+    _write_json(path, record)
+    write_model_card(output)
+    for row in record["acceptance"]:
+        print(f"{row['tree']}, temperature {row['temperature']:g}: {row['mean_accept_length']:.2f} tokens a step")
     return 0
 
 

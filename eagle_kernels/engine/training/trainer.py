@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +27,11 @@ SAVE_EVERY = 250
 def mixed_precision(device: torch.device) -> torch.autocast:
     """bf16 matrix products on GPUs, plain fp32 on CPUs."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
+
+
+def device_name(device: torch.device) -> str:
+    """What a record of a run says about where it ran."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
 
 
 class TimeBudgetReached(Exception):
