@@ -4,6 +4,8 @@ Triton is an extra, never a requirement: PyTorch's GPU builds bring the one that
 replaces it (PyPI's build over AMD's, say) breaks that machine.
 """
 
+from pathlib import Path
+
 from setuptools import find_namespace_packages, find_packages, setup
 
 PACKAGES = find_packages(include=["eagle_kernels", "eagle_kernels.*"])
@@ -14,7 +16,7 @@ setup(
     name="eagle_kernels",
     version="0.1.0",
     description="Triton kernels for speculative decoding with token trees, each paired with a PyTorch reference",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.10",

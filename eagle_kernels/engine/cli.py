@@ -6,6 +6,7 @@ import argparse
 import json
 import platform
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -68,8 +69,9 @@ def _parser() -> argparse.ArgumentParser:
 def _generate(arguments: argparse.Namespace) -> int:
     if (arguments.target is None) != (arguments.draft is None):
         raise ValueError("--target and --draft belong together: a head fits the one target it was trained for")
+    if arguments.seed is not None and not -(2**63) <= arguments.seed < 2**63:
+        raise ValueError(f"--seed must fit in 64 bits, got {arguments.seed}")
     target, draft = (arguments.target, arguments.draft) if arguments.target else demo_pair()
-    tokenizer = load_tokenizer(target)
     config = EAGLEConfig(
         topk=arguments.topk,
         num_steps=arguments.num_steps,
@@ -78,12 +80,14 @@ def _generate(arguments: argparse.Namespace) -> int:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         min_p=arguments.min_p,
-        eos_token_ids=tokenizer.eos_token_ids,
     )
-    prompt = tokenizer.encode(arguments.prompt)
     engine = EAGLEInference.from_pretrained(
         draft, target, config, device=_device(arguments.device), dtype=_DTYPES[arguments.dtype]
     )
+    # After the models: their loaders say what is wrong with a folder.
+    tokenizer = load_tokenizer(target)
+    engine.config = replace(config, eos_token_ids=tokenizer.eos_token_ids)
+    prompt = tokenizer.encode(arguments.prompt)
     if not prompt:
         raise ValueError("the prompt is empty; it must hold at least one token")
 
@@ -169,7 +173,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
         raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs that torch can use")
     return device

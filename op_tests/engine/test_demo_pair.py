@@ -52,15 +52,15 @@ def pair() -> EAGLEInference:
 
 @pytest.fixture(scope="module")
 def plain_text(pair, prompts):
-    """Plain decoding of every prompt, one by one, per sampling setting."""
+    """Plain decoding of all prompts, per sampling setting."""
     cache = {}
 
     def decode(sampling: str) -> list[list[int]]:
         if sampling not in cache:
-            cache[sampling] = [
-                pair.generate(prompt, NEW_TOKENS, seeds=index, speculative=False, **SAMPLING[sampling])[0]
-                for index, prompt in enumerate(prompts)
-            ]
+            seeds = list(range(len(prompts)))
+            cache[sampling], _ = pair.generate(
+                prompts, NEW_TOKENS, seeds=seeds, speculative=False, **SAMPLING[sampling]
+            )
         return cache[sampling]
 
     return decode

@@ -10,7 +10,7 @@ from torch import Tensor
 from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
 from eagle_kernels.engine.models.llama import Llama, LlamaConfig
 from eagle_kernels.engine.models.protocol import ModelError
-from eagle_kernels.engine.training.demo_pair import causal_attend
+from eagle_kernels.engine.training.unrolled import causal_attend
 
 WIDTHS = {
     "vocab_size": 50,

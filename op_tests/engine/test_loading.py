@@ -73,7 +73,7 @@ def test_target_round_trip(target_folder):
 
 
 def test_loaded_modules_run(target_folder, draft_folder):
-    from eagle_kernels.engine.training.demo_pair import causal_attend
+    from eagle_kernels.engine.training.unrolled import causal_attend
 
     target = load_target(target_folder)
     draft = load_draft(draft_folder, target)

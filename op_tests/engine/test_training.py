@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
 
 pytest.importorskip("safetensors")
 
+from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
+from eagle_kernels.engine.models.llama import Llama, LlamaConfig
 from eagle_kernels.engine.models.loading import load_draft, load_target
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer
-from eagle_kernels.engine.training import demo_pair
+from eagle_kernels.engine.training import acceptance, demo_pair, unrolled
 from eagle_kernels.engine.training.corpus import (
     END_OF_TEXT,
     MAX_FILE_BYTES,
@@ -20,6 +23,7 @@ from eagle_kernels.engine.training.corpus import (
     read_corpus,
     token_stream,
 )
+from eagle_kernels.engine.training.recipe import Stage, make_recipe
 
 MODEL_FILES = ("target/model.safetensors", "draft/model.safetensors")
 
@@ -51,9 +55,8 @@ def library(tmp_path_factory):
 
 
 def run(library, output, *arguments: str) -> int:
-    return demo_pair.main(
-        ["--tiny", "--stdlib", str(library), "--device", "cpu", "--output", str(output), *map(str, arguments)]
-    )
+    always = ["--tiny", "--stdlib", library, "--stdlib-version", "3.0.0 of the test", "--device", "cpu"]
+    return demo_pair.main([str(argument) for argument in (*always, "--output", output, *arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +96,7 @@ def test_an_empty_library_is_refused(tmp_path):
 def test_unrolled_attend_equals_the_dense_mask(depths):
     torch.manual_seed(0)
     batch, rows, heads, kv_heads, head_dim = 2, 9, 4, 2, 8
-    attend = demo_pair.UnrolledAttend()
+    attend = unrolled.UnrolledAttend()
     keys, values, visible = [], [], []
     for depth in range(depths):
         query = torch.randn(batch, rows, heads, head_dim, dtype=torch.float64, requires_grad=True)
@@ -125,14 +128,14 @@ def test_unrolled_rows_line_up_with_the_target(trained):
     target = load_target(trained / "target")
     head = load_draft(trained / "draft", target)
     tokens = torch.randint(257, (2, 12))
-    target_logits, features = demo_pair.observe(target, head, tokens)
+    target_logits, features = unrolled.observe(target, head, tokens)
     with torch.no_grad():
-        logits = list(demo_pair.unroll(head, tokens, features, depths=3))
+        logits = list(unrolled.unroll(head, tokens, features, depths=3))
         plain = head(
             tokens[:, 1:],
             features[:, :-1],
-            demo_pair.positions_of(tokens[:, 1:]),
-            demo_pair.causal_attend,
+            unrolled.positions_of(tokens[:, 1:]),
+            unrolled.causal_attend,
             from_target=True,
         )
     assert torch.equal(logits[0], plain.logits)
@@ -140,13 +143,13 @@ def test_unrolled_rows_line_up_with_the_target(trained):
     # What the kept rows see ends inside the window: other padding, same logits.
     longer = torch.cat((tokens, torch.randint(257, (2, 4))), dim=1)
     with torch.no_grad():
-        longer_logits = list(demo_pair.unroll(head, longer, demo_pair.observe(target, head, longer)[1], depths=3))
+        longer_logits = list(unrolled.unroll(head, longer, unrolled.observe(target, head, longer)[1], depths=3))
     for short, long in zip(logits, longer_logits, strict=True):
         torch.testing.assert_close(short, long[:, : short.shape[1]])
 
 
 def test_learning_rate_rises_then_falls_to_zero():
-    stage = demo_pair.Stage("target", 1000, 1, learning_rate=2.0, weight_decay=0.0, clip_norm=1.0)
+    stage = Stage("target", 1000, 1, learning_rate=2.0, weight_decay=0.0, clip_norm=1.0)
     rates = [stage.learning_rate_at(step) for step in range(1000)]
     assert rates[0] == 2.0 / 100 and rates[99] == rates[100] == 2.0
     assert rates[100:] == sorted(rates[100:], reverse=True) and 0 < rates[-1] < 1e-4
@@ -161,6 +164,7 @@ def test_draft_vocabulary_is_frequent_and_ascending():
 def test_the_whole_program(trained):
     record = json.loads((trained / "training.json").read_text())
     assert record["steps"] == {"target": 10, "head": 10}
+    assert record["stdlib_version"] == "3.0.0 of the test"
     assert 0 < record["held_out_loss"] < 6 and len(record["head_accuracy_by_depth"]) == 3
     prompts = json.loads((trained / "prompts.json").read_text())
     assert len(prompts) == record["prompts"] and all(len(prompt) == 64 for prompt in prompts)
@@ -168,9 +172,9 @@ def test_the_whole_program(trained):
     target = load_target(trained / "target")
     draft = load_draft(trained / "draft", target)
     assert isinstance(load_tokenizer(trained / "target"), ByteTokenizer)
-    assert (target.max_length, target.kv_shape, draft.aux_layers) == (64, (3, 2, 8), (1, 2, 3))
+    assert (target.max_length, target.kv_shape, draft.aux_layers) == (64, (3, 1, 16), (1, 2, 3))
     assert record["parameters"]["target"] == demo_pair.count_parameters(target)
-    draft_ids = demo_pair.draft_vocabulary_of(draft)
+    draft_ids = unrolled.draft_vocabulary_of(draft)
     assert len(draft_ids) == 64 and END_OF_TEXT in draft_ids
 
 
@@ -180,30 +184,71 @@ def test_transformers_reads_the_target_alike(trained):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(trained / "target", dtype=torch.float32)
     tokens = torch.randint(257, (2, 20))
     target = load_target(trained / "target")
-    logits = target(tokens, demo_pair.positions_of(tokens), demo_pair.causal_attend).logits
+    logits = target(tokens, unrolled.positions_of(tokens), unrolled.causal_attend).logits
     torch.testing.assert_close(logits, theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_the_real_sizes_fit_the_repository():
-    recipe = demo_pair.make_recipe(demo_pair.parse_arguments(["--output", "unused"]))
+    recipe = make_recipe()
     with torch.device("meta"):
-        target = demo_pair.Llama(demo_pair.LlamaConfig.from_dict(recipe.target_config))
-        head = demo_pair.EagleHead(demo_pair.EagleConfig.from_dict(recipe.head_config))
+        target = Llama(LlamaConfig.from_dict(recipe.target_config))
+        head = EagleHead(EagleConfig.from_dict(recipe.head_config))
     parameters = demo_pair.count_parameters(target), demo_pair.count_parameters(head)
     assert parameters == (4_263_680, 1_049_600)
     assert sum(parameters) <= demo_pair.MAX_PARAMETERS
     assert head.config.aux_layers == (1, 3, 5)
 
 
-def test_model_card_shows_the_acceptance_it_is_given(trained, tmp_path):
-    assert "Not measured yet." in (trained / "README.md").read_text()
-    record = json.loads((trained / "training.json").read_text())
-    record["acceptance"] = [{"drafts": "chain of 4", "temperature": 0, "accept length": 3.25}]
-    (tmp_path / "training.json").write_text(json.dumps(record))
-    assert demo_pair.main(["--output", str(tmp_path), "--card-only"]) == 0
-    card = (tmp_path / "README.md").read_text()
-    assert "| drafts | temperature | accept length |" in card and "| chain of 4 | 0 | 3.25 |" in card
-    assert "Not measured yet." not in card
+def test_the_files_may_be_read_by_whoever_the_umask_admits(trained):
+    """A plain file beside them tells what that is."""
+    usual = (trained / "training.json").stat().st_mode
+    assert [(trained / name).stat().st_mode for name in MODEL_FILES] == [usual, usual]
+
+
+def test_acceptance_goes_into_the_record_and_the_card(trained, tmp_path, capsys):
+    """Short prompts and few tokens: the tiny pair has 64 positions."""
+    pair = tmp_path / "pair"
+    shutil.copytree(trained, pair)
+    assert "Not measured yet." in (pair / "README.md").read_text()
+    prompts = [prompt[:20] for prompt in json.loads((pair / "prompts.json").read_text())][:3]
+    (pair / "prompts.json").write_text(json.dumps(prompts))
+
+    measure = ["--output", str(pair), "--device", "cpu", "--measure-acceptance", "--new-tokens", "6"]
+    assert demo_pair.main(measure) == 0
+    record = json.loads((pair / "training.json").read_text())
+    assert [(row["tree"], row["temperature"]) for row in record["acceptance"]] == [
+        ("top 8, 5 levels, 32 nodes", 0.0),
+        ("chain of 5", 0.0),
+        ("top 8, 5 levels, 32 nodes", 1.0),
+        ("chain of 5", 1.0),
+    ]
+    for row in record["acceptance"]:
+        assert (row["prompts"], row["new_tokens"], row["identical_to_plain"]) == (3, 3 * 6, True)
+        assert row["device"].startswith("CPU")
+        # The prefill brings the first token of each prompt.
+        assert 3 <= row["steps"] <= 3 * 5
+        assert row["mean_accept_length"] == pytest.approx(1 + sum(row["accepted_per_depth"]), abs=1e-3)
+    assert capsys.readouterr().out.count("tokens a step") == 4
+
+    card = (pair / "README.md").read_text()
+    assert "Not measured yet." not in card and "| chain of 5 | 1 | 18 |" in card
+    (pair / "README.md").unlink()
+    assert demo_pair.main(["--output", str(pair), "--card-only"]) == 0
+    assert (pair / "README.md").read_text() == card
+    assert demo_pair.main(measure) == 0
+    assert json.loads((pair / "training.json").read_text()) == record, "measured again, the same"
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_acceptance_does_not_depend_on_the_batch(trained, tmp_path, monkeypatch, batch_size):
+    pair = tmp_path / "pair"
+    shutil.copytree(trained, pair)
+    (pair / "prompts.json").write_text(json.dumps(["def f(x):", "import os\n", "class A"]))
+    monkeypatch.setattr(acceptance, "BATCH_SIZE", batch_size)
+    monkeypatch.setattr(acceptance, "TREES", acceptance.TREES[1:])
+    rows = acceptance.measure_acceptance(pair, torch.device("cpu"), new_tokens=4)
+    monkeypatch.setattr(acceptance, "BATCH_SIZE", 2)
+    assert rows == acceptance.measure_acceptance(pair, torch.device("cpu"), new_tokens=4)
 
 
 def test_an_interrupted_run_ends_with_the_same_weights(trained, library, tmp_path):

@@ -96,9 +96,12 @@ def _safetensors():
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not even UTF-8
         raise ModelError(f"{path.name} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path.name} holds no JSON object")
+    return content
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -121,11 +124,17 @@ def _read_tensors(folder: Path, device: str | torch.device, dtype: torch.dtype) 
             "neither model.safetensors nor model.safetensors.index.json is there (.bin files are not read)"
         )
     load_file = _safetensors().load_file
+    from safetensors import SafetensorError
+
     tensors: dict[str, Tensor] = {}
     for file_name in file_names:
         if not (folder / file_name).is_file():
             raise ModelError(f"{file_name}, named by {index.name}, is missing")
-        for name, tensor in load_file(folder / file_name, device=str(device)).items():
+        try:
+            loaded = load_file(folder / file_name, device=str(device))
+        except SafetensorError as error:
+            raise ModelError(f"{file_name} cannot be read: {error}") from None
+        for name, tensor in loaded.items():
             tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     # Old checkpoints carry the RoPE frequencies, which are derived from the config.
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}

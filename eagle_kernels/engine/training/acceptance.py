@@ -42,7 +42,7 @@ def measure_acceptance(folder: Path, device: torch.device, new_tokens: int = NEW
             accepted = [sum(counts) for counts in zip(*(batch.accepted_per_depth for batch in stats), strict=True)]
             rows.append(
                 {
-                    "tree": describe(engine.config),
+                    "tree": _describe(engine.config),
                     "temperature": temperature,
                     "prompts": len(prompts),
                     "new_tokens": sum(map(len, texts)),
@@ -70,7 +70,7 @@ def _generate(
     return texts, stats
 
 
-def describe(tree: EAGLEConfig) -> str:
+def _describe(tree: EAGLEConfig) -> str:
     """The drafting tree in words."""
     if tree.topk == 1:
         return f"chain of {tree.num_steps}"

@@ -183,7 +183,7 @@ def train_pair(arguments: argparse.Namespace, device: torch.device) -> int:
         output / "target" / "tokenizer_config.json",
         {"tokenizer_class": "ByteTokenizer", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
     )
-    prompts = held_out_prompts(corpus.held_out, PROMPT_COUNT, PROMPT_BYTES)
+    prompts = held_out_prompts(corpus.held_out)
     _write_json(output / "prompts.json", prompts)
     record = {
         "stdlib_version": arguments.stdlib_version,

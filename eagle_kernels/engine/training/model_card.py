@@ -1,4 +1,4 @@
-"""The model card: `README.md`, written from `training.json` and from nothing else."""
+"""The model card of the demo pair."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The training-time test of the EAGLE-3 paper (arXiv 2503.01840, section 3.2), and the losses of both models.
 
-The head is unrolled over its own outputs, as in drafting. At depth i, row j sits at position j + i, reads the true token
-t_{j+1+i} and its own output of depth i - 1 (the target's features at depth 0), and predicts what the target predicts
-there, i.e. t_{j+2+i}. It attends to the depth-0 rows up to j, and to itself at depths 1..i.
+The head is unrolled over its own outputs, as in drafting. At depth i, row j sits at position j + i, reads the true
+token t_{j+1+i} and its own output of depth i - 1 (the target's features at depth 0), and predicts what the target
+predicts there, i.e. t_{j+2+i}. It attends to the depth-0 rows up to j, and to itself at depths 1..i.
 """
 
 from __future__ import annotations

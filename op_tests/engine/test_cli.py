@@ -1,0 +1,204 @@
+"""The command line on the embedded pair: what it prints, and one line on stderr for every bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+
+from eagle_kernels.engine.cli import main
+from eagle_kernels.engine.models.llama import Llama, LlamaConfig
+from eagle_kernels.engine.models.loading import demo_pair, save_folder
+from eagle_kernels.runtime.library import backend
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = "def quicksort(items):\n"
+TARGET, DRAFT = demo_pair()
+
+
+def generate(*arguments: str | Path, prompt: str = PROMPT) -> int:
+    return main(["generate", prompt, "--device", "cpu", *map(str, arguments)])
+
+
+def split_report(output: str) -> tuple[str, dict[str, str]]:
+    """The text, and the rows of the table below it."""
+    text, _, table = output.rpartition("\n\n")
+    return text, dict(re.split(r" {2,}", line, maxsplit=1) for line in table.splitlines())
+
+
+def test_generate_prints_prompt_text_and_table(capsys):
+    assert generate("--max-new-tokens", 24) == 0
+    captured = capsys.readouterr()
+    text, table = split_report(captured.out)
+    assert text.startswith(PROMPT) and len(text.rstrip("\n")) <= len(PROMPT) + 24
+    assert list(table) == [
+        "tokens",
+        "steps",
+        "mean acceptance length",
+        "accepted at depth 1, 2, ...",
+        "tokens/s",
+        "seed",
+    ]
+    assert table["tokens"] == "24 (length)"
+    assert table["steps"].endswith(" of 32 nodes, 5 levels")
+    assert 1 < float(table["mean acceptance length"].split()[0]) <= 6
+    assert captured.err == ""
+
+
+def test_compare_adds_plain_decoding(capsys):
+    assert generate("--max-new-tokens", 24, "--compare") == 0
+    _, table = split_report(capsys.readouterr().out)
+    assert list(table)[-3:] == ["plain tokens/s", "speedup", "identical"]
+    assert table["identical"] == "yes" and table["speedup"].endswith("x")
+
+
+def test_json_is_one_object_and_nothing_else(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert generate("--max-new-tokens", 24, "--compare", "--json") == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert captured.err == ""
+    assert report["prompt"] == PROMPT
+    assert bytes(report["token_ids"]).decode() == report["text"] and len(report["token_ids"]) == 24
+    assert report["generated_tokens"] == 24 and report["finish_reasons"] == ["length"]
+    assert report["mean_accept_length"] == 1 + report["accepted"] / report["steps"]
+    assert report["identical"] is True and report["parts_at"] is None
+    assert report["speedup"] > 0 and report["plain_tokens_per_second"] > 0
+
+
+def test_a_seed_repeats_the_text(capsys):
+    texts = []
+    for seed in (7, 7, 8):
+        assert generate("--max-new-tokens", 40, "--temperature", 0.8, "--seed", seed) == 0
+        text, table = split_report(capsys.readouterr().out)
+        assert table["seed"] == str(seed)
+        texts.append(text)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_seed_that_was_not_given_is_printed(capsys):
+    assert generate("--max-new-tokens", 20, "--temperature", 1) == 0
+    text, table = split_report(capsys.readouterr().out)
+    assert generate("--max-new-tokens", 20, "--temperature", 1, "--seed", table["seed"]) == 0
+    assert split_report(capsys.readouterr().out)[0] == text
+
+
+def test_drafts_are_green_on_a_terminal_only(capsys, monkeypatch):
+    assert generate("--max-new-tokens", 24) == 0
+    plain = capsys.readouterr().out
+    assert "\033" not in plain
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert generate("--max-new-tokens", 24) == 0
+    colored = capsys.readouterr().out
+    assert colored.count("\033[32m") == colored.count("\033[0m") > 0
+    assert split_report(re.sub(r"\033\[\d+m", "", colored))[0] == split_report(plain)[0]
+
+
+def test_folders_can_be_named(capsys):
+    assert generate("--max-new-tokens", 12) == 0
+    text = split_report(capsys.readouterr().out)[0]
+    assert generate("--max-new-tokens", 12, "--target", TARGET, "--draft", DRAFT) == 0
+    assert split_report(capsys.readouterr().out)[0] == text
+
+
+def test_env_prints_versions_and_backend(capsys):
+    assert main(["env"]) == 0
+    rows = dict(re.split(r" {2,}", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["eagle_kernels"] == str(ROOT / "eagle_kernels")
+    assert (rows["python"], rows["torch"]) == (platform.python_version(), torch.__version__)
+    assert "triton" in rows and rows["backend on cpu"] == backend(torch.device("cpu"))
+    assert "cuda:0" in rows or rows["gpu"] == "none that torch can use"
+
+
+def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
+    """The one line with which a command is refused."""
+    assert generate(*arguments, prompt=prompt) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and captured.err.endswith("\n")
+    return captured.err.removeprefix("error: ").rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", TARGET], "--target and --draft belong together"),
+        (["--draft", DRAFT], "--target and --draft belong together"),
+        (["--target", "/no/target", "--draft", DRAFT], "/no/target: there is no such folder"),
+        (["--target", TARGET, "--draft", "/no/draft"], "/no/draft: there is no such folder"),
+        (["--target", TARGET / "config.json", "--draft", DRAFT], "config.json: there is no such folder"),
+        (["--target", DRAFT, "--draft", TARGET], f"{DRAFT}: missing tensors: model.embed_tokens.weight"),
+        (["--device", "nonsense"], "--device must be auto, cpu, cuda or cuda:N, got 'nonsense'"),
+        (["--device", "meta"], "--device must be auto, cpu, cuda or cuda:N, got 'meta'"),
+        (["--device", "mps"], "--device must be auto, cpu, cuda or cuda:N, got 'mps'"),
+        (["--device", "cuda:99"], "--device cuda:99: this machine has"),
+        (["--topk", 0], "topk must lie in 1..16, got 0"),
+        (["--num-steps", 0], "num_steps must be at least 1, got 0"),
+        (["--num-draft-tokens", 1000], "num_draft_tokens must lie in 2..min(256,"),
+        (["--topk", 1, "--num-draft-tokens", 7], "= 6 for topk=1, num_steps=5 (the root counts), got 7"),
+        (["--max-new-tokens", 0], "max_new_tokens must be at least 1, got 0"),
+        (["--max-new-tokens", 1024], "exceed the 1024 tokens"),
+        (["--temperature", -1], "temperature must be at least 0, got -1.0"),
+        (["--temperature", "nan"], "temperature must be at least 0, got nan"),
+        (["--top-p", 0], "top_p must lie in (0, 1]"),
+        (["--seed", 2**63], f"--seed must fit in 64 bits, got {2**63}"),
+    ],
+    ids=lambda value: " ".join(Path(str(part)).name for part in value) if isinstance(value, list) else "",
+)
+def test_bad_arguments_are_named(capsys, arguments, message):
+    assert message in complaint(capsys, *arguments)
+
+
+def test_bad_prompts_are_named(capsys):
+    assert complaint(capsys, prompt="") == "the prompt is empty; it must hold at least one token"
+    assert "prompt 0 of 1020 tokens + max_new_tokens=128 exceed the 1024" in complaint(capsys, prompt="x" * 1020)
+
+
+@pytest.mark.parametrize("which", ["target", "draft"])
+@pytest.mark.parametrize(
+    ("file_name", "contents", "message"),
+    [
+        ("config.json", "{", "config.json is not JSON"),
+        ("config.json", "\xff", "config.json is not JSON"),
+        ("config.json", "[]", "config.json holds no JSON object"),
+        ("config.json", "{}", "config.json: vocab_size is missing"),
+        ("model.safetensors", "no tensors", "model.safetensors cannot be read"),
+    ],
+)
+def test_broken_folders_are_named(capsys, tmp_path, which, file_name, contents, message):
+    broken = tmp_path / "broken"
+    shutil.copytree(TARGET if which == "target" else DRAFT, broken)
+    (broken / file_name).write_text(contents, encoding="latin-1")
+    pair = {"target": TARGET, "draft": DRAFT} | {which: broken}
+    told = complaint(capsys, "--target", pair["target"], "--draft", pair["draft"])
+    assert told.startswith(f"{broken}: {message}")
+
+
+@pytest.mark.parametrize(("changes", "message"), [({"hidden_size": 128}, "128"), ({"vocab_size": 300}, "300")])
+def test_a_draft_of_another_target_is_refused(capsys, tmp_path, changes, message):
+    config = json.loads((TARGET / "config.json").read_text()) | changes
+    save_folder(Llama(LlamaConfig.from_dict(config)), config, tmp_path)
+    assert message in complaint(capsys, "--target", tmp_path, "--draft", DRAFT)
+
+
+def test_as_a_program_from_another_folder(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "eagle_kernels", "generate", "def f(", "--max-new-tokens", "8"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    text, table = split_report(result.stdout)
+    assert text.startswith("def f(") and table["tokens"].startswith("8 ")

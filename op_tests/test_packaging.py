@@ -1,0 +1,152 @@
+"""The package in every way people get it: out of a checkout, editable, from a wheel, from a plain `pip install .`.
+
+`eagle_kernels/reference` is a link to `../reference` in a checkout and a folder of real files in a wheel; each case
+imports through it, runs an op on the CPU, and finds the embedded model pair. Nothing is downloaded, and the checkout
+itself is not touched: builds leave folders behind, so they run in a copy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = ("eagle_kernels", "reference", "op_tests", "bench")
+
+needs_pip = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("pip", "setuptools")), reason="needs pip and setuptools"
+)
+
+USE = """
+import pathlib, sys
+import torch, eagle_kernels
+from eagle_kernels.engine.models.loading import demo_pair
+from eagle_kernels.reference.ops.tree.build_tree import build_tree
+
+one = torch.ones(1)
+tokens = eagle_kernels.sample_from_logits(torch.tensor([[0.0, 2.0, 1.0]]), one.long(), one.long(), 0 * one)
+assert tokens.tolist() == [1], tokens
+target, draft = demo_pair()
+assert (target / "config.json").is_file() and (draft / "model.safetensors").is_file()
+assert "reference" not in sys.modules, "the references came in under a second name"
+print(pathlib.Path(eagle_kernels.__file__).resolve().parent)
+print(pathlib.Path(sys.modules[build_tree.__module__].__file__).resolve())
+"""
+
+
+def run(*command: str | Path, folder: Path, **environment: str) -> str:
+    """The output of a command that is to succeed in a clean environment."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    result = subprocess.run(
+        [str(part) for part in command], cwd=folder, env=clean | environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def use(python: str | Path, folder: Path, **environment: str) -> list[Path]:
+    """Runs USE in `folder`: where the package is, and the file of a reference, links resolved."""
+    return [Path(line) for line in run(python, "-c", USE, folder=folder, **environment).splitlines()]
+
+
+def pip_install(environment: Path, *what: str | Path) -> Path:
+    """Installs into a fresh virtual environment that sees this Python's packages; returns its interpreter."""
+    run(sys.executable, "-m", "venv", "--without-pip", environment, folder=environment.parent)
+    python = environment / "bin" / "python"
+    site_packages = next(environment.glob("lib/python*/site-packages"))
+    # `--system-site-packages` would show those of the base interpreter, not of the environment that runs the tests.
+    (site_packages / "outer.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")) + "\n")
+    offline = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--quiet")
+    run(sys.executable, "-m", "pip", "--python", python, "install", *offline, *what, folder=environment.parent)
+    return python
+
+
+@pytest.fixture
+def elsewhere(tmp_path) -> Path:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A copy of this checkout, links kept as links."""
+    copy = tmp_path / "checkout"
+    ignored = shutil.ignore_patterns("__pycache__")
+    copy.mkdir()
+    for name in OURS:
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, copy / name)
+    return copy
+
+
+def test_the_link_is_relative():
+    assert os.readlink(ROOT / "eagle_kernels" / "reference") == "../reference"
+
+
+def test_uninstalled_inside_the_checkout():
+    package, reference = use(sys.executable, ROOT)
+    assert package == ROOT / "eagle_kernels"
+    assert reference == ROOT / "reference" / "ops" / "tree" / "build_tree.py"
+
+
+def test_uninstalled_from_elsewhere(elsewhere):
+    package, reference = use(sys.executable, elsewhere, PYTHONPATH=str(ROOT))
+    assert package == ROOT / "eagle_kernels"
+    assert reference == ROOT / "reference" / "ops" / "tree" / "build_tree.py"
+
+
+@needs_pip
+def test_editable(checkout, elsewhere, tmp_path):
+    python = pip_install(tmp_path / "environment", "--editable", checkout)
+    package, reference = use(python, elsewhere)
+    assert package == checkout / "eagle_kernels"
+    assert reference == checkout / "reference" / "ops" / "tree" / "build_tree.py"
+
+
+@needs_pip
+def test_plain_install(checkout, elsewhere, tmp_path):
+    python = pip_install(tmp_path / "environment", checkout)
+    shutil.rmtree(checkout)
+    package, reference = use(python, elsewhere)
+    assert tmp_path / "environment" in package.parents
+    assert reference == package / "reference" / "ops" / "tree" / "build_tree.py"
+
+
+@needs_pip
+def test_wheel(checkout, elsewhere, tmp_path):
+    build = ("-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--quiet", checkout)
+    run(sys.executable, *build, "--wheel-dir", tmp_path, folder=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        holds_links = any((entry.external_attr >> 28) == 0o12 for entry in archive.infolist())
+    assert not holds_links
+    roots = {name.split("/")[0] for name in names}
+    assert {root for root in roots if not root.endswith(".dist-info")} == {"eagle_kernels"}
+    # Followed through the link: every source and every asset, once, and nothing else.
+    package = checkout / "eagle_kernels"
+    expected = {
+        str(Path(folder, name).relative_to(checkout))
+        for folder, _, files in os.walk(package, followlinks=True)
+        for name in files
+        if name.endswith(".py") or "assets" in Path(folder).parts
+    }
+    assert {name for name in names if name.startswith("eagle_kernels/")} == expected
+    assert "eagle_kernels/reference/ops/tree/build_tree.py" in expected
+
+    shutil.rmtree(checkout)
+    python = pip_install(tmp_path / "environment", wheel)
+    package, reference = use(python, elsewhere)
+    assert tmp_path / "environment" in package.parents
+    assert reference == package / "reference" / "ops" / "tree" / "build_tree.py"
+    command = python.with_name("eagle-kernels")
+    assert str(package) in run(command, "env", folder=elsewhere)
