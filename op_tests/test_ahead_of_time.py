@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,16 @@ OPS = Path(__file__).parent.parent / "eagle_kernels" / "ops"
 PATHS = sorted(f"{file.parent.name}.{file.stem}" for file in OPS.glob("*/*.py") if file.stem != "__init__")
 
 
+@pytest.fixture(scope="module")
+def compiled():
+    """One child process per op, as many at a time as there are cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {path: pool.submit(compile_for_all_targets, path) for path in PATHS}
+
+
 @pytest.mark.parametrize("path", PATHS)
-def test_compiles_for_every_target(path):
-    records = compile_for_all_targets(path)
+def test_compiles_for_every_target(path, compiled):
+    records = compiled[path].result()
     assert {record["target"] for record in records} == set(TARGETS)
     for record in records:
         limit = SHARED_MEMORY_BYTES[record["target"]]

@@ -160,11 +160,11 @@ def test_works_without_triton():
 
 def test_a_forced_backend_is_obeyed_or_refused():
     code = (
-        "import torch, eagle_kernels as ek; one = torch.ones(1)\n"
-        "ek.sample_from_logits(torch.zeros(1, 3), one.long(), one.long(), one)"
+        "import torch, eagle_kernels as ek; node = torch.zeros(1, 1, dtype=torch.int64)\n"
+        "ek.verify_tree_greedy(node, node, node - 1, node - 1, node, spec_steps=0)"
     )
     refused = run_python(code, EAGLE_KERNELS_BACKEND="triton")
-    assert "sample_from_logits: the triton backend cannot run on cpu tensors" in refused.stderr
+    assert "verify_tree_greedy: the triton backend cannot run on cpu tensors" in refused.stderr
     assert "must be 'reference' or 'triton', got 'cuda'" in run_python(code, EAGLE_KERNELS_BACKEND="cuda").stderr
     assert run_python(code, EAGLE_KERNELS_BACKEND="reference").returncode == 0
     assert run_python(code, EAGLE_KERNELS_BACKEND="triton", TRITON_INTERPRET="1").returncode == 0

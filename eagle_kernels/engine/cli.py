@@ -6,7 +6,6 @@ import argparse
 import json
 import platform
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -69,8 +68,6 @@ def _parser() -> argparse.ArgumentParser:
 def _generate(arguments: argparse.Namespace) -> int:
     if (arguments.target is None) != (arguments.draft is None):
         raise ValueError("--target and --draft belong together: a head fits the one target it was trained for")
-    if arguments.seed is not None and not -(2**63) <= arguments.seed < 2**63:
-        raise ValueError(f"--seed must fit in 64 bits, got {arguments.seed}")
     target, draft = (arguments.target, arguments.draft) if arguments.target else demo_pair()
     config = EAGLEConfig(
         topk=arguments.topk,
@@ -84,9 +81,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     engine = EAGLEInference.from_pretrained(
         draft, target, config, device=_device(arguments.device), dtype=_DTYPES[arguments.dtype]
     )
-    # After the models: their loaders say what is wrong with a folder.
     tokenizer = load_tokenizer(target)
-    engine.config = replace(config, eos_token_ids=tokenizer.eos_token_ids)
     prompt = tokenizer.encode(arguments.prompt)
     if not prompt:
         raise ValueError("the prompt is empty; it must hold at least one token")

@@ -22,7 +22,8 @@ class EAGLEConfig:
     num_draft_tokens    nodes verified, root included; None: min(32, all candidates and the root)
     temperature         0: greedy
     top_k, top_p, min_p filters of sampling, in this order; 0, 1.0 and 0.0 turn them off
-    eos_token_ids       a request ends with the first of these that it emits; None: those of the tokenizer or model
+    eos_token_ids       a request ends with the first of these that it emits; None: those that the target's folder
+                        names (`EAGLEInference.from_pretrained`), else none
     max_length          most tokens of a request, prompt included; None: what the models were made for
     page_size           tokens per page of the KV pools, a power of two up to 256
     tree_mask_mode      layout in which the tree mask is built (`eagle_kernels.TreeMaskMode`)

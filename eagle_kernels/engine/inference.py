@@ -13,7 +13,7 @@ from torch import Tensor
 from .config import EAGLEConfig
 from .kv_pool import KVPool
 from .models.causal_draft import CausalDraft
-from .models.loading import load_draft, load_target
+from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.protocol import DraftModel, TargetModel
 from .output import GenerationOutput, GenerationStats, TokenEvent
 from .step import BatchState, Sampling, Stepper
@@ -70,8 +70,11 @@ class EAGLEInference:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> EAGLEInference:
-        """Loads both model folders (Hugging Face layout) onto `device`."""
+        """Loads both model folders (Hugging Face layout) onto `device`; end tokens come from the target's folder."""
         target_model = load_target(target, device, dtype)
+        config = config or EAGLEConfig()
+        if config.eos_token_ids is None:
+            config = replace(config, eos_token_ids=read_eos_token_ids(target))
         return cls(load_draft(draft, target_model, device, dtype), target_model, config, device)
 
     def generate(
@@ -264,6 +267,9 @@ def _read_seeds(seeds: int | Sequence[int] | None, count: int) -> list[int]:
     if seeds is None:
         return torch.randint(-(2**63), 2**63 - 1, (count,)).tolist()
     seeds = [seeds] * count if isinstance(seeds, int) else list(seeds)
+    for seed in seeds:
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"generate: seeds must fit in 64 bits, got {seed}")
     if len(seeds) != count:
         raise ValueError(f"generate: seeds must be one for all or one per prompt, got {len(seeds)} for {count} prompts")
     return seeds

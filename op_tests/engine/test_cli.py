@@ -151,7 +151,7 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         (["--temperature", -1], "temperature must be at least 0, got -1.0"),
         (["--temperature", "nan"], "temperature must be at least 0, got nan"),
         (["--top-p", 0], "top_p must lie in (0, 1]"),
-        (["--seed", 2**63], f"--seed must fit in 64 bits, got {2**63}"),
+        (["--seed", 2**63], f"seeds must fit in 64 bits, got {2**63}"),
     ],
     ids=lambda value: " ".join(Path(str(part)).name for part in value) if isinstance(value, list) else "",
 )

@@ -49,6 +49,11 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_size = field.type in ("int", "int | None") and value is not None
+            if is_size and (not isinstance(value, int) or value < 1):
+                raise ModelError(f"config.json: {field.name} must be a positive integer, got {value!r}")
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:

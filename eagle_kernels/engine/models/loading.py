@@ -63,6 +63,17 @@ def demo_pair() -> tuple[Path, Path]:
     return target, draft
 
 
+def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
+    """The end tokens that a model folder names; generation_config.json first, where chat models list their own."""
+    folder = Path(folder)
+    with _naming(folder):
+        config = read_json(folder / "config.json", is_optional=True)
+        eos = read_json(folder / "generation_config.json", is_optional=True).get(
+            "eos_token_id", config.get("eos_token_id")
+        )
+    return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+
+
 def save_folder(module: nn.Module, config: dict[str, Any], folder: str | Path) -> None:
     """Write `config` and the module's tensors, floating-point ones as bf16, so that the loaders above read them."""
     folder = Path(folder)
@@ -94,7 +105,10 @@ def _safetensors():
     return safetensors.torch
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
+    """The JSON object in a file; {} where an optional one does not exist."""
+    if is_optional and not path.is_file():
+        return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not JSON, or not even UTF-8
@@ -109,7 +123,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ModelError("there is no such folder")
     if not (folder / "config.json").is_file():
         raise ModelError("config.json is missing")
-    return _read_json(folder / "config.json")
+    return read_json(folder / "config.json")
 
 
 def _read_tensors(folder: Path, device: str | torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -118,7 +132,7 @@ def _read_tensors(folder: Path, device: str | torch.device, dtype: torch.dtype) 
     if (folder / "model.safetensors").is_file():
         file_names = ["model.safetensors"]
     elif index.is_file():
-        file_names = sorted(set(_read_json(index)["weight_map"].values()))
+        file_names = sorted(set(read_json(index)["weight_map"].values()))
     else:
         raise ModelError(
             "neither model.safetensors nor model.safetensors.index.json is there (.bin files are not read)"

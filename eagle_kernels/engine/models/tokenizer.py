@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from .loading import read_eos_token_ids, read_json
 from .protocol import ModelError
 
 
@@ -78,7 +78,10 @@ class FileTokenizer:
             import tokenizers
         except ImportError:
             raise ModelError(f"reading {path} needs tokenizers: pip install 'eagle_kernels[models]'") from None
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises nothing narrower
+            raise ModelError(f"{path} cannot be read: {error}") from None
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         self.eos_token_ids = eos_token_ids
 
@@ -125,17 +128,10 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder")
-    config = _read_json(folder / "config.json")
-    tokenizer_config = _read_json(folder / "tokenizer_config.json")
-    if "ByteTokenizer" in (config.get("tokenizer_class"), tokenizer_config.get("tokenizer_class")):
+    configs = [read_json(folder / name, is_optional=True) for name in ("config.json", "tokenizer_config.json")]
+    if any(config.get("tokenizer_class") == "ByteTokenizer" for config in configs):
         return ByteTokenizer()
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"{folder} holds no tokenizer.json, and its config names no ByteTokenizer")
-    # generation_config.json comes first: chat models list their end-of-turn ids only there.
-    eos = _read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
-    return FileTokenizer(path, tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
-
-
-def _read_json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return FileTokenizer(path, read_eos_token_ids(folder))

@@ -115,8 +115,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--stdlib-version", default=platform.python_version(), help="of Python in --stdlib (default: of this Python)"
     )
     parser.add_argument("--device", default="auto", help="auto: cuda where there is one, else cpu")
-    parser.add_argument("--steps-target", type=int, help="default 5000 (tiny: 10)")
-    parser.add_argument("--steps-head", type=int, help="default 2000 (tiny: 10)")
+    parser.add_argument("--steps-target", type=int, help="default 6500 (tiny: 10)")
+    parser.add_argument("--steps-head", type=int, help="default 3000 (tiny: 10)")
     parser.add_argument("--batch-target", type=int, help="windows per target step, default 32 (tiny: 4)")
     parser.add_argument("--batch-head", type=int, help="windows per head step, default 16 (tiny: 4)")
     parser.add_argument("--seed", type=int, default=0)

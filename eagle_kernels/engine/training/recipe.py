@@ -96,7 +96,7 @@ def make_recipe(*, tiny: bool = False, seed: int = 0) -> Recipe:
         head_config=head_config,
         target=Stage(
             "target",
-            steps=10 if tiny else 5000,
+            steps=10 if tiny else 6500,
             batch_size=4 if tiny else 32,
             learning_rate=2e-3,
             weight_decay=0.1,
@@ -104,7 +104,7 @@ def make_recipe(*, tiny: bool = False, seed: int = 0) -> Recipe:
         ),
         head=Stage(
             "head",
-            steps=10 if tiny else 2000,
+            steps=10 if tiny else 3000,
             batch_size=4 if tiny else 16,
             learning_rate=1e-3,
             weight_decay=0.0,

@@ -69,7 +69,8 @@ class Output(NamedTuple):
 
 MAX_NODES = 256
 
-TUNING = {"default": {"num_warps": 4}}
+# A warp for every 16 nodes keeps the N x N comparisons in registers.
+TUNING = {"default": {"nodes_per_warp": 16}}
 PREFIX_TUNING = {"default": {"BLOCK_COLUMN": 1024, "num_warps": 4}}
 
 
@@ -285,6 +286,7 @@ def build_tree(
     contracted = contract(locals())
     out = check.allocate("build_tree", contracted, out)
     device, batch_size = seq_lens.device, seq_lens.shape[0]
+    block_node = max(16, triton.next_power_of_2(num_verify_tokens))
     block_batch = 128
     launch(
         "build_tree",
@@ -308,10 +310,10 @@ def build_tree(
         NUM_NODES=num_verify_tokens,
         NUM_WORDS=-(-num_verify_tokens // 64),
         MASK_MODE=str(tree_mask_mode),
-        BLOCK_NODE=max(16, triton.next_power_of_2(num_verify_tokens)),
+        BLOCK_NODE=block_node,
         BLOCK_BATCH=block_batch,
         NUM_ROUNDS=(num_verify_tokens - 1).bit_length(),
-        **tuning.row(TUNING, device),
+        num_warps=block_node // tuning.row(TUNING, device)["nodes_per_warp"],
     )
     if tree_mask_mode == TreeMaskMode.FULL_MASK and not prefix_is_set:
         launch(
