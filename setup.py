@@ -27,14 +27,10 @@ setup(
         "models": ["safetensors>=0.4", "tokenizers>=0.15"],
         "train": ["safetensors>=0.4", "tqdm"],
         "transformers": ["transformers>=4.50"],
-        # triton 3.6's interpreter turns one-element arrays into ints, which numpy 2.4 refuses
-        "test": [
-            "numpy<2.4",
-            "triton>=3.2,<4; platform_system == 'Linux'",
-            "pytest>=7",
-            "pytest-benchmark>=4",
-            "safetensors>=0.4",
-        ],
+        "test": ["pytest>=7", "pytest-benchmark>=4", "safetensors>=0.4"],
+        # Kernels on a machine without a GPU; GPU builds of torch bring their own triton, which must not be replaced.
+        # triton 3.6's interpreter turns one-element arrays into ints, which numpy 2.4 refuses.
+        "interpreter": ["triton>=3.4,<4; platform_system == 'Linux'", "numpy<2.4"],
     },
     entry_points={"console_scripts": ["eagle-kernels = eagle_kernels.engine.cli:main"]},
 )

@@ -21,6 +21,21 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="full cross of shapes, run on a GPU"))
 
 
+_NOTES = pytest.StashKey[list]()
+
+
+@pytest.fixture
+def note(request):
+    """`note(text)` prints a measured number at the end of the run, also when the test passes."""
+    notes = request.config.stash.setdefault(_NOTES, [])
+    return lambda text: notes.append(f"{request.node.nodeid}: {text}")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for text in config.stash.get(_NOTES, []):
+        terminalreporter.write_line(text)
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

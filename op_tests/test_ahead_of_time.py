@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from eagle_kernels.runtime.target import SHARED_MEMORY_BYTES
 
-from .harness.ahead_of_time import TARGETS, compile_for_all_targets
-
-OPS = Path(__file__).parent.parent / "eagle_kernels" / "ops"
-PATHS = sorted(f"{file.parent.name}.{file.stem}" for file in OPS.glob("*/*.py") if file.stem != "__init__")
+from .harness.ahead_of_time import PATHS, TARGETS, compile_for_all_targets
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ import torch
 
 from . import random
 
+GREEDY_BELOW = 1e-5
+
 
 def draw_tokens(
     logits: torch.Tensor,
@@ -16,10 +18,10 @@ def draw_tokens(
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Tokens int64 [R] drawn from logits [R, V]; rows of temperature 0 take the argmax (ties: the lowest id)."""
+    """Tokens int64 [R] drawn from logits [R, V]; temperatures below 1e-5 take the argmax (ties: the lowest id)."""
     scaled = scaled_logits(logits, temperature)
     noise = random.gumbel(seeds, positions, logits.shape[1])
-    is_sampled = (temperature > 0)[:, None]
+    is_sampled = (temperature >= GREEDY_BELOW)[:, None]
     keys = torch.where(is_sampled, filtered_logits(scaled, top_k, top_p, min_p) + noise, scaled)
     best = keys.max(dim=1, keepdim=True).values
     # torch.max promises no tie rule, the first index of the largest value is ours
@@ -29,8 +31,8 @@ def draw_tokens(
 
 
 def scaled_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """fp32 logits / temperature (unscaled where the temperature is 0), NaN as -inf."""
-    inverse = torch.where(temperature > 0, 1.0 / temperature, 1.0)
+    """fp32 logits / temperature (unscaled where greedy), NaN as -inf."""
+    inverse = torch.where(temperature >= GREEDY_BELOW, 1.0 / temperature, 1.0)
     scaled = logits.to(torch.float32) * inverse[:, None]
     return torch.where(scaled.isnan(), float("-inf"), scaled)
 
@@ -62,5 +64,5 @@ def filtered_logits(
         edge = torch.where((top_p < 1)[:, None], ordered.gather(1, last), float("-inf"))
         keep &= scaled >= edge
     if min_p is not None:
-        keep &= (min_p <= 0)[:, None] | (weight >= min_p.clamp(max=1.0)[:, None])
+        keep &= ~(min_p > 0)[:, None] | (weight >= min_p.clamp(max=1.0)[:, None])
     return torch.where(keep, scaled, float("-inf"))

@@ -31,6 +31,12 @@ def ordered_bits(values):
 
 
 @triton.jit
+def unsigned_rank(values):
+    """uint32 that order as fp32 `comparable` values do, so that an edge can be found bit by bit from the top."""
+    return ordered_bits(values).to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
 def ordered_key(values, ids):
     """The keys of fp32 `comparable` values with ids in 0 .. 2^32 - 1."""
     return (ordered_bits(values).to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))

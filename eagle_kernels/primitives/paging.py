@@ -18,6 +18,7 @@ from ..runtime.language import tl, triton
 from .softmax import attend
 
 MAX_PAGE_SIZE = 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def request_pages(
     request,
     page_indptr_ptr,
     lengths_ptr,
-    stride_page_table,
+    stride_page_table_request,
     table_size,
     PAGE_SIZE: tl.constexpr,
     IS_CSR: tl.constexpr,
@@ -39,7 +40,7 @@ def request_pages(
         count = tl.maximum(tl.minimum(last, table_size) - first, 0)
         length += (count - 1) * PAGE_SIZE
     else:
-        first = request * stride_page_table
+        first = request * stride_page_table_request
         count = tl.zeros([], tl.int64) + table_size
     length = tl.maximum(tl.minimum(length, count * PAGE_SIZE), 0)
     return first, count.to(tl.int32), length.to(tl.int32)
@@ -100,7 +101,7 @@ def attend_split(
     PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    WIDEN: tl.constexpr,
+    IS_WIDENED: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
@@ -118,20 +119,25 @@ def attend_split(
             v_cache_ptr, page, slot, exists, kv_head, stride_v_page, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM
         )
         row_max, row_sum, accumulator = attend(
-            query, key, value, exists[None, :], scale, row_max, row_sum, accumulator, WIDEN
+            query, key, value, exists[None, :], scale, row_max, row_sum, accumulator, IS_WIDENED
         )
     return row_max, row_sum, accumulator
 
 
 def check_cache(args: check.Arguments, dtype: torch.dtype) -> None:
-    """Checks k_cache and v_cache against the bound axes B and D, and the page table in either form."""
+    """Checks k_cache and v_cache against the query's axes B, Hq and D, and the page table in either form."""
     values = args.values
+    if not MIN_HEAD_DIM <= args.size("D") <= MAX_HEAD_DIM:
+        args.fail("query", f"have D in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}", args.size("D"))
     for name in ("k_cache", "v_cache"):
         cache = args.tensor(name, ("num_pages", "page_size", "Hkv", "D"), (dtype,), contiguous=3)
         check_row_strides(args, name, cache, 1)
     page_size = args.size("page_size")
     if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
         args.fail("k_cache", f"have a page size that is a power of two in 1..{MAX_PAGE_SIZE}", page_size)
+    num_heads, num_kv_heads = args.size("Hq"), args.size("Hkv")
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        args.fail("query", f"have Hq that is a multiple of Hkv = {num_kv_heads}", num_heads)
     form = args.exactly_one("block_table", "kv_indptr")
     if form == "block_table":
         args.tensor("block_table", ("B", "max_pages"), check.INTEGER, contiguous=1)
@@ -175,7 +181,7 @@ def cache_arguments(
         "lengths_ptr": last_page_len if is_csr else seq_lens,
         "stride_k_page": k_cache.stride(0) // head_dim,
         "stride_v_page": v_cache.stride(0) // head_dim,
-        "stride_page_table": 0 if is_csr else block_table.stride(0),
+        "stride_page_table_request": 0 if is_csr else block_table.stride(0),
         "table_size": kv_indices.shape[0] if is_csr else block_table.shape[1],
         "num_pages": num_pages,
         "PAGE_SIZE": page_size,

@@ -19,7 +19,9 @@ def token_words(seed, position, STREAM: tl.constexpr, start, BLOCK: tl.constexpr
     """Random 32-bit words uint32 [BLOCK] of the token ids start .. start + BLOCK - 1; `start` is a multiple of 4."""
     quad = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = tl.zeros([BLOCK // 4], dtype=tl.uint32)
-    word0, word1, word2, word3 = tl.philox(seed.to(tl.uint64), quad, zero + position.to(tl.uint32), zero + STREAM, zero)
+    word0, word1, word2, word3 = tl.philox(
+        seed.to(tl.int64).to(tl.uint64), quad, zero + position.to(tl.uint32), zero + STREAM, zero
+    )
     # [BLOCK / 4] x 4 words -> [BLOCK] with the word index fastest
     return tl.reshape(tl.join(tl.join(word0, word2), tl.join(word1, word3)), [BLOCK])
 

@@ -7,12 +7,15 @@ argmax over the kept tokens of (logit / temperature + Gumbel noise) is a sample 
 from __future__ import annotations
 
 from ..runtime.language import tl, triton
-from .ordering import comparable, ordered_bits
+from .ordering import comparable, unsigned_rank
 from .random import gumbel, token_words
 
 # Every sampler launches with this row: probabilities are summed block by block and warp by warp, and equal logits must
 # give equal tokens whichever op draws them.
 TUNING = {"default": {"BLOCK_VOCAB": 1024, "num_warps": 4}}
+
+# Below this temperature sampling is greedy: logits over it would leave the range of fp32.
+GREEDY_BELOW = tl.constexpr(1e-5)
 
 
 @triton.jit
@@ -31,11 +34,11 @@ def draw_token(
     STREAM: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
 ):
-    """The token int32 drawn from the row at `row_ptr`; temperature 0 (or below, or NaN) takes the argmax.
+    """The token int32 drawn from the row at `row_ptr`; temperatures below 1e-5 (or NaN) take the argmax.
 
     NaN logits count as -inf, ties go to the lowest id, a row without a finite or +inf logit gives token 0.
     """
-    is_sampled = temperature > 0.0
+    is_sampled = temperature >= GREEDY_BELOW
     inverse_temperature = tl.where(is_sampled, tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), 1.0)
     threshold = tl.zeros([], dtype=tl.uint32)
     if (HAS_TOP_K or HAS_TOP_P) or HAS_MIN_P:
@@ -50,7 +53,7 @@ def draw_token(
     best_token = lane
     for start in range(0, vocab_size, BLOCK_VOCAB):
         scaled, is_token = _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB)
-        key = tl.where(is_token & (_rank(scaled) >= threshold), scaled, float("-inf"))
+        key = tl.where(is_token & (unsigned_rank(scaled) >= threshold), scaled, float("-inf"))
         if is_sampled:
             key += gumbel(token_words(seed, position, STREAM, start, BLOCK_VOCAB))
         is_better = key > best_key
@@ -68,12 +71,6 @@ def _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB: t
     is_token = token < vocab_size
     logit = tl.load(row_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
     return comparable(logit * inverse_temperature), is_token
-
-
-@triton.jit
-def _rank(scaled):
-    """uint32 that orders as the fp32 values do, so that an edge can be found bit by bit."""
-    return ordered_bits(scaled).to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
 @triton.jit
@@ -104,7 +101,7 @@ def _filter_threshold(
                 count = tl.zeros([BLOCK_VOCAB], dtype=tl.int32)
                 for start in range(0, vocab_size, BLOCK_VOCAB):
                     scaled, is_token = _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB)
-                    count += (is_token & (_rank(scaled) >= candidate)).to(tl.int32)
+                    count += (is_token & (unsigned_rank(scaled) >= candidate)).to(tl.int32)
                 threshold = tl.where(tl.sum(count, axis=0) >= top_k, candidate, threshold)
 
     if HAS_TOP_P or HAS_MIN_P:
@@ -137,7 +134,7 @@ def _filter_threshold(
                 scaled, is_token = _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB)
                 stays = is_token & (_weight(scaled, maximum) >= tl.minimum(min_p, 1.0))
                 smallest = tl.minimum(smallest, tl.where(stays, scaled, float("inf")))
-            kept_by_min_p = _rank(tl.min(smallest, axis=0))
+            kept_by_min_p = unsigned_rank(tl.min(smallest, axis=0))
             threshold = tl.where(kept_by_min_p > threshold, kept_by_min_p, threshold)
     return threshold
 
@@ -154,6 +151,6 @@ def _mass_above(row_ptr, vocab_size, inverse_temperature, maximum, floor, BLOCK_
     mass = tl.zeros([BLOCK_VOCAB], dtype=tl.float32)
     for start in range(0, vocab_size, BLOCK_VOCAB):
         scaled, is_token = _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB)
-        stays = is_token & (_rank(scaled) >= floor)
+        stays = is_token & (unsigned_rank(scaled) >= floor)
         mass += tl.where(stays, _weight(scaled, maximum), 0.0)
     return tl.sum(mass, axis=0)

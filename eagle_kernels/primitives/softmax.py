@@ -22,13 +22,13 @@ def start_rows(BLOCK_ROW: tl.constexpr, BLOCK_DIM: tl.constexpr):
 
 
 @triton.jit
-def attend(query, key, value, is_visible, scale, row_max, row_sum, accumulator, WIDEN: tl.constexpr):
+def attend(query, key, value, is_visible, scale, row_max, row_sum, accumulator, IS_WIDENED: tl.constexpr):
     """Rows query [ROW, DIM] attend to one more tile, key and value [KEY, DIM], where is_visible [ROW or 1, KEY].
 
     `scale` includes log2(e). Keys that nobody sees must be finite (loaded as 0): their weight is 0, but 0 * NaN is NaN.
-    WIDEN: multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
+    IS_WIDENED: multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
     """
-    if WIDEN:
+    if IS_WIDENED:
         query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
     logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     logits = tl.where(is_visible, logits, float("-inf"))

@@ -1,6 +1,6 @@
 """Registration with torch.library and the choice of backend.
 
-`operator("tree.build_tree")` turns the launcher of an op file and its reference into one public function:
+`operator(op_module, reference_module)` turns the launcher of an op file and its reference into one public function:
 
 * `eagle_kernels::build_tree` is functional and allocates, `eagle_kernels::build_tree.out` writes into given buffers;
   both work under torch.compile (the op's contract infers shapes) and inside CUDA graphs;
@@ -10,9 +10,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import os
+from types import ModuleType
 
 import torch
 
@@ -40,19 +40,18 @@ def backend(device: torch.device) -> str:
     return forced or ("triton" if device.type == "cuda" else "reference")
 
 
-def operator(path: str):
-    """The public function of the op in `eagle_kernels/ops/<path>.py`.
+def operator(module: ModuleType, reference_module: ModuleType):
+    """The public function of an op, from its op file and its reference.
 
     The op file offers the launcher (named as the file) and `contract(values)`. An op whose contract returns None
     works in place, on the arguments that its `MUTATES` names.
     """
-    module = importlib.import_module("eagle_kernels.ops." + path)
-    name = path.rpartition(".")[2]
-    launcher = getattr(module, name)
-    reference = getattr(importlib.import_module("eagle_kernels.reference.ops." + path), name)
+    name = module.__name__.rpartition(".")[2]
+    launcher, reference = getattr(module, name), getattr(reference_module, name)
     mutates = getattr(module, "MUTATES", ())
     result_type = getattr(module, "Output", None)
-    parameters = [p for p in inspect.signature(launcher).parameters.values() if p.name != "out"]
+    signature = inspect.signature(launcher)
+    parameters = [p for p in signature.parameters.values() if p.name != "out"]
     names = [p.name for p in parameters]
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
 
@@ -64,24 +63,41 @@ def operator(path: str):
         if backend(device) == "triton":
             return launcher(**values) if mutates else launcher(**values, out=out)
         contract = module.contract({**values, "out": out})
-        result = reference(**values)
-        if out is None or mutates:
-            return result
-        out = check.allocate(name, contract, out)
-        for target, source in zip(_flat(out), _flat(result)):
-            target[: len(source)].copy_(source)  # a flat buffer may be longer than its contents (FULL_MASK)
+        with torch.no_grad():
+            result = reference(**values)
+            if out is None or mutates:
+                return result
+            out = check.allocate(name, contract, out)
+            for target, source in zip(_flat(out), _flat(result)):
+                # a flat buffer may be longer or shorter than its contents (FULL_MASK)
+                target[: len(source)].copy_(source[: len(target)])
         return out
+
+    def call(overload, args, kwargs, out=None):
+        """Through the dispatcher; arguments that it refuses are named by the op's own contract."""
+        if torch.compiler.is_compiling():
+            return overload(*args, **kwargs)
+        try:
+            return overload(*args, **kwargs)
+        except (RuntimeError, TypeError):
+            given = {key: value for key, value in kwargs.items() if not key.startswith("out_")}
+            try:
+                bound = signature.bind(*args, **given)
+            except TypeError as error:
+                raise TypeError(f"eagle_kernels.{name}: {error}") from None
+            module.contract({**defaults, **bound.arguments, "out": out})
+            raise
 
     declared = ", ".join(_declare(parameters, mutates))
     if mutates:
         _LIBRARY.define(f"{name}({declared}) -> ()")
-        _LIBRARY.impl(name, lambda *args, **kwargs: run(bind(args, kwargs)), "CompositeExplicitAutograd")
+        _implement(name, lambda *args, **kwargs: run(bind(args, kwargs)))
         torch.library.register_fake(f"eagle_kernels::{name}", lambda *args, **kwargs: None, lib=_LIBRARY)
         overload = getattr(torch.ops.eagle_kernels, name).default
 
         @functools.wraps(launcher)
         def public(*args, **kwargs):
-            overload(*args, **kwargs)
+            call(overload, args, kwargs)
 
         return public
 
@@ -104,8 +120,8 @@ def operator(path: str):
         result = check.allocate(name, module.contract(bind(args, kwargs)))
         return tuple(result) if result_type else result
 
-    _LIBRARY.impl(name, functional, "CompositeExplicitAutograd")
-    _LIBRARY.impl(f"{name}.out", into_buffers, "CompositeExplicitAutograd")
+    _implement(name, functional)
+    _implement(f"{name}.out", into_buffers)
     torch.library.register_fake(f"eagle_kernels::{name}", fake, lib=_LIBRARY)
     torch.library.register_fake(f"eagle_kernels::{name}.out", lambda *args, **kwargs: None, lib=_LIBRARY)
     packet = getattr(torch.ops.eagle_kernels, name)
@@ -114,15 +130,22 @@ def operator(path: str):
     @functools.wraps(launcher)
     def public(*args, out=None, **kwargs):
         if out is None:
-            result = functional_overload(*args, **kwargs)
+            result = call(functional_overload, args, kwargs)
             return result_type(*result) if result_type else result
         buffers = tuple(out) if result_type else (out,)
         if len(buffers) != len(fields):
             raise ValueError(f"eagle_kernels.{name}: out must hold {len(fields)} tensors, got {len(buffers)}")
-        out_overload(*args, **kwargs, **{"out_" + field: buffer for field, buffer in zip(fields, buffers)})
+        buffer_arguments = {"out_" + field: buffer for field, buffer in zip(fields, buffers)}
+        call(out_overload, args, {**kwargs, **buffer_arguments}, out)
         return result_type(*buffers) if result_type else out
 
     return public
+
+
+def _implement(name: str, function) -> None:
+    """One implementation for every device; the ops have no derivatives, so autograd passes through unrecorded."""
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
 
 
 def _flat(result) -> tuple:

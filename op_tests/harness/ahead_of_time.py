@@ -1,8 +1,8 @@
 """Ahead-of-time compilation of every kernel of an op for five GPUs, none of which need be here.
 
-`python -m op_tests.harness.ahead_of_time tree.build_tree` runs in a child process without TRITON_INTERPRET. The op's
-launcher is called with the arguments of `ahead_of_time_cases()` in its test module, once per target with that target's
-tuning rows; its launches are recorded instead of made, compiled, and held against the target's shared memory. Prints
+`python -m op_tests.harness.ahead_of_time compile tree.build_tree` runs in a child process without TRITON_INTERPRET.
+The op's launcher is called with the arguments of `ahead_of_time_cases()` in its test module, once per target with that
+target's tuning rows; its launches are recorded instead of made, compiled, and held against the target's limits. Prints
 one JSON line per compiled kernel.
 """
 
@@ -13,8 +13,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
+
+OPS = Path(__file__).parent.parent.parent / "eagle_kernels" / "ops"
+PATHS = sorted(f"{file.parent.name}.{file.stem}" for file in OPS.glob("*/*.py") if file.stem != "__init__")
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
 
@@ -33,12 +37,20 @@ _POINTERS = {
 
 def compile_for_all_targets(path: str) -> list[dict]:
     """Compiles the op in a child process; one record per kernel, target and set of constants. Raises with its log."""
+    return _run_child("compile", path)
+
+
+def count_variants(path: str) -> dict[str, int]:
+    """How many variants of each kernel Triton would compile over `size_sweep()` of the op's test module."""
+    return _run_child("variants", path)[0]
+
+
+def _run_child(task: str, path: str) -> list:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    child = subprocess.run(
-        [sys.executable, "-m", "op_tests.harness.ahead_of_time", path], env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "op_tests.harness.ahead_of_time", task, path]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
     if child.returncode != 0:
-        raise AssertionError(f"{path} does not compile:\n{child.stdout[-1000:]}\n{child.stderr[-4000:]}")
+        raise AssertionError(f"{task} of {path} failed:\n{child.stdout[-1000:]}\n{child.stderr[-4000:]}")
     return [json.loads(line) for line in child.stdout.splitlines()]
 
 
@@ -65,6 +77,39 @@ def _compile(path: str) -> None:
                 shared = _shared_memory(source, architecture, options)
                 record = {"kernel": kernel.__name__, "case": case, "target": architecture, "shared_bytes": shared}
                 print(json.dumps(record), flush=True)
+
+
+def _count_variants(path: str) -> None:
+    from eagle_kernels.runtime import launch as launch_module
+    from eagle_kernels.runtime import target
+
+    category, _, name = path.rpartition(".")
+    launcher = getattr(importlib.import_module("eagle_kernels.ops." + path), name)
+    keys: dict[str, set] = {}
+
+    def record(op, kernel, grid, arguments):
+        keys.setdefault(kernel.__name__, set()).add(_specialisation(kernel, arguments))
+
+    with target.assume("sm_90"), launch_module.intercept(record):
+        for values in importlib.import_module(f"op_tests.ops.{category}.test_{name}").size_sweep():
+            launcher(**values)
+    print(json.dumps({kernel: len(variants) for kernel, variants in keys.items()}))
+
+
+def _specialisation(kernel, arguments) -> tuple:
+    """What Triton's cache key holds: types, constants, and of other integers whether they are 1 or multiples of 16."""
+    key = [(name, value) for name, value in arguments.items() if name not in {p.name for p in kernel.params}]
+    for parameter in kernel.params:
+        value = arguments[parameter.name]
+        if isinstance(value, torch.Tensor):
+            key.append((parameter.name, value.dtype))
+        elif parameter.is_constexpr or not isinstance(value, int):
+            key.append((parameter.name, value if parameter.is_constexpr else type(value)))
+        elif parameter.do_not_specialize:
+            key.append((parameter.name, abs(value) < 2**31))
+        else:
+            key.append((parameter.name, abs(value) < 2**31, value == 1, value % 16 == 0))
+    return tuple(key)
 
 
 def _source(kernel, arguments):
@@ -100,4 +145,4 @@ def _shared_memory(source, architecture: str, options: dict) -> int:
 
 
 if __name__ == "__main__":
-    _compile(sys.argv[1])
+    {"compile": _compile, "variants": _count_variants}[sys.argv[1]](sys.argv[2])

@@ -52,8 +52,6 @@ class Output(NamedTuple):
     lse: torch.Tensor
 
 
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-
 # limits of the tiles and of the number of splits, see primitives/softmax.py
 LIMITS = {"default": {"max_rows": 64, "tile_bytes": 16384, "programs": 264, "split_keys": 128, "max_splits": 16}}
 TUNING = {"default": {"num_warps": 4, "num_stages": 2}}
@@ -61,8 +59,8 @@ MERGE_TUNING = {"default": {"num_warps": 4}}
 
 
 @triton.jit(
-    do_not_specialize=["stride_query_batch", "stride_k_page", "stride_v_page", "stride_page_table", "table_size",
-                       "num_pages"]
+    do_not_specialize=["stride_query_batch", "stride_k_page", "stride_v_page", "stride_page_table_request",
+                       "table_size", "num_pages"]
 )  # fmt: skip
 def _gqa_decode_kernel(
     # inputs
@@ -80,7 +78,7 @@ def _gqa_decode_kernel(
     stride_query_batch,
     stride_k_page,
     stride_v_page,
-    stride_page_table,
+    stride_page_table_request,
     table_size,
     num_pages,
     GROUP_SIZE: tl.constexpr,
@@ -89,7 +87,7 @@ def _gqa_decode_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     IS_CSR: tl.constexpr,
-    WIDEN: tl.constexpr,
+    IS_WIDENED: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -109,13 +107,13 @@ def _gqa_decode_kernel(
     query = tl.load(query_ptr + query_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
 
     first_page, page_count, length = request_pages(
-        request, page_indptr_ptr, lengths_ptr, stride_page_table, table_size, PAGE_SIZE, IS_CSR
+        request, page_indptr_ptr, lengths_ptr, stride_page_table_request, table_size, PAGE_SIZE, IS_CSR
     )
     row_max, row_sum, accumulator = start_rows(BLOCK_ROW, BLOCK_DIM)
     row_max, row_sum, accumulator = attend_split(
         query, k_cache_ptr, v_cache_ptr, page_table_ptr, first_page, page_count, num_pages, stride_k_page,
         stride_v_page, kv_head, length, split, num_splits, scale, row_max, row_sum, accumulator, SPLIT_KEYS,
-        PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDEN, BLOCK_KEY, BLOCK_DIM,
+        PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, IS_WIDENED, BLOCK_KEY, BLOCK_DIM,
     )  # fmt: skip
 
     output, lse = finish_rows(row_max, row_sum, accumulator)
@@ -126,7 +124,7 @@ def _gqa_decode_kernel(
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def _merge_splits_kernel(
+def _gqa_decode_merge_kernel(
     partial_output_ptr,
     partial_lse_ptr,
     output_ptr,
@@ -143,17 +141,32 @@ def _merge_splits_kernel(
     tl.store(lse_ptr + row, lse)
 
 
+def merge_partials(op: str, partial_output: torch.Tensor, partial_lse: torch.Tensor, out: Output) -> None:
+    """Merges partial_output [..., splits, D] and partial_lse [..., splits] into `out`; also tree_attention's."""
+    num_splits, head_dim = partial_output.shape[-2:]
+    launch(
+        op,
+        _gqa_decode_merge_kernel,
+        (out.lse.numel(),),
+        partial_output_ptr=partial_output,
+        partial_lse_ptr=partial_lse,
+        output_ptr=out.output,
+        lse_ptr=out.lse,
+        num_splits=num_splits,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_SPLIT=triton.next_power_of_2(tuning.row(LIMITS, out.output.device)["max_splits"]),
+        **tuning.row(MERGE_TUNING, out.output.device),
+    )
+
+
 def contract(values: dict) -> Output:
     """Checks the arguments of `gqa_decode` and describes its outputs."""
     args = check.Arguments("gqa_decode", values)
     query = args.tensor("query", ("B", "Hq", "D"), check.FLOAT, contiguous=2)
     paging.check_row_strides(args, "query", query, 1)
     batch_size, num_heads, head_dim = args.size("B"), args.size("Hq"), args.size("D")
-    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
-        args.fail("query", f"have D in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}", head_dim)
     paging.check_cache(args, query.dtype)
-    if num_heads % args.size("Hkv"):
-        args.fail("query", f"have Hq that is a multiple of Hkv = {args.size('Hkv')}", num_heads)
     return Output(args.spec((batch_size, num_heads, head_dim), query.dtype),
                   args.spec((batch_size, num_heads), torch.float32))  # fmt: skip
 
@@ -201,23 +214,10 @@ def gqa_decode(
         stride_query_batch=query.stride(0) // head_dim,
         GROUP_SIZE=group_size,
         SPLIT_KEYS=limits["split_keys"],
-        WIDEN=is_interpreting() and query.dtype == torch.bfloat16,
+        IS_WIDENED=is_interpreting() and query.dtype == torch.bfloat16,
         **cache,
         **tiles,
         **tuning.row(TUNING, device),
     )
-    launch(
-        "gqa_decode",
-        _merge_splits_kernel,
-        (batch_size * num_heads,),
-        partial_output_ptr=partial_output,
-        partial_lse_ptr=partial_lse,
-        output_ptr=out.output,
-        lse_ptr=out.lse,
-        num_splits=num_splits,
-        HEAD_DIM=head_dim,
-        BLOCK_DIM=tiles["BLOCK_DIM"],
-        BLOCK_SPLIT=triton.next_power_of_2(limits["max_splits"]),
-        **tuning.row(MERGE_TUNING, device),
-    )
+    merge_partials("gqa_decode", partial_output, partial_lse, out)
     return out

@@ -43,39 +43,25 @@ Traffic
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from ...primitives import paging, softmax
 from ...primitives.paging import attend_split, find_pages, load_paged, request_pages
-from ...primitives.softmax import attend, finish_rows, merge_splits, start_rows
+from ...primitives.softmax import attend, finish_rows, start_rows
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import is_interpreting, launch
-
-
-class Output(NamedTuple):
-    """What `tree_attention` returns."""
-
-    output: torch.Tensor
-    lse: torch.Tensor
-
+from .gqa_decode import LIMITS, TUNING, Output, merge_partials
 
 MAX_QUERY = 256
 MAX_DRAFT_KEYS = 512
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-
-# limits of the tiles and of the number of splits, see primitives/softmax.py
-LIMITS = {"default": {"max_rows": 64, "tile_bytes": 16384, "programs": 264, "split_keys": 128, "max_splits": 16}}
-TUNING = {"default": {"num_warps": 4, "num_stages": 2}}
-MERGE_TUNING = {"default": {"num_warps": 4}}
 
 
 @triton.jit(
     do_not_specialize=["stride_query_batch", "stride_query_token", "stride_draft_key_batch", "stride_draft_key_token",
                        "stride_draft_value_batch", "stride_draft_value_token", "stride_k_page", "stride_v_page",
-                       "stride_page_table", "table_size", "num_pages", "num_query", "num_draft_keys", "num_words"]
+                       "stride_page_table_request", "table_size", "num_pages", "num_query", "num_draft_keys",
+                       "num_words"]
 )  # fmt: skip
 def _tree_attention_kernel(
     # inputs
@@ -101,7 +87,7 @@ def _tree_attention_kernel(
     stride_draft_value_token,
     stride_k_page,
     stride_v_page,
-    stride_page_table,
+    stride_page_table_request,
     table_size,
     num_pages,
     num_query,
@@ -114,7 +100,7 @@ def _tree_attention_kernel(
     HEAD_DIM: tl.constexpr,
     IS_CSR: tl.constexpr,
     IS_DRAFT_IN_POOL: tl.constexpr,
-    WIDEN: tl.constexpr,
+    IS_WIDENED: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -136,7 +122,7 @@ def _tree_attention_kernel(
     query = tl.load(query_ptr + query_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
 
     first_page, page_count, filled = request_pages(
-        request, page_indptr_ptr, lengths_ptr, stride_page_table, table_size, PAGE_SIZE, IS_CSR
+        request, page_indptr_ptr, lengths_ptr, stride_page_table_request, table_size, PAGE_SIZE, IS_CSR
     )
     if IS_CSR and IS_DRAFT_IN_POOL:
         prefix = tl.maximum(filled - num_draft_keys, 0)
@@ -149,7 +135,7 @@ def _tree_attention_kernel(
     row_max, row_sum, accumulator = attend_split(
         query, k_cache_ptr, v_cache_ptr, page_table_ptr, first_page, page_count, num_pages, stride_k_page,
         stride_v_page, kv_head, prefix, split, num_splits, scale, row_max, row_sum, accumulator, SPLIT_KEYS,
-        PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, WIDEN, BLOCK_KEY, BLOCK_DIM,
+        PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, IS_WIDENED, BLOCK_KEY, BLOCK_DIM,
     )  # fmt: skip
 
     # the draft block, in the last split only; BLOCK_KEY divides 64, so one mask word covers a tile of keys
@@ -180,7 +166,7 @@ def _tree_attention_kernel(
             key = tl.load(draft_key_ptr + key_row[:, None] * HEAD_DIM + column[None, :], mask=is_read, other=0.0)
             value = tl.load(draft_value_ptr + value_row[:, None] * HEAD_DIM + column[None, :], mask=is_read, other=0.0)
         row_max, row_sum, accumulator = attend(
-            query, key, value, is_visible, scale, row_max, row_sum, accumulator, WIDEN
+            query, key, value, is_visible, scale, row_max, row_sum, accumulator, IS_WIDENED
         )
 
     output, lse = finish_rows(row_max, row_sum, accumulator)
@@ -189,24 +175,6 @@ def _tree_attention_kernel(
     tl.store(partial_lse_ptr + place, lse, mask=is_row)
     is_written = in_bounds & (lse != float("-inf"))[:, None]
     tl.store(partial_output_ptr + place[:, None] * HEAD_DIM + column[None, :], output, mask=is_written)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def _merge_splits_kernel(
-    partial_output_ptr,
-    partial_lse_ptr,
-    output_ptr,
-    lse_ptr,
-    num_splits,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_SPLIT: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    output, lse = merge_splits(partial_output_ptr, partial_lse_ptr, row, num_splits, HEAD_DIM, BLOCK_DIM, BLOCK_SPLIT)
-    column = tl.arange(0, BLOCK_DIM)
-    tl.store(output_ptr + row * HEAD_DIM + column, output.to(output_ptr.dtype.element_ty), mask=column < HEAD_DIM)
-    tl.store(lse_ptr + row, lse)
 
 
 def contract(values: dict) -> Output:
@@ -218,11 +186,7 @@ def contract(values: dict) -> Output:
     shape = tuple(query.shape)
     if not 1 <= args.size("Nq") <= MAX_QUERY:
         args.fail("query", f"have Nq in 1..{MAX_QUERY}", args.size("Nq"))
-    if not MIN_HEAD_DIM <= args.size("D") <= MAX_HEAD_DIM:
-        args.fail("query", f"have D in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}", args.size("D"))
     paging.check_cache(args, query.dtype)
-    if args.size("Hq") % args.size("Hkv"):
-        args.fail("query", f"have Hq that is a multiple of Hkv = {args.size('Hkv')}", args.size("Hq"))
     tree_mask = args.tensor("tree_mask", ("B", "Nq", None), (torch.int64,))
     if tree_mask.shape[2] * 64 < num_draft_keys:
         args.fail("tree_mask", f"hold a bit for each of {num_draft_keys} draft keys", f"{tree_mask.shape[2]} words")
@@ -299,23 +263,10 @@ def tree_attention(
         GROUP_SIZE=group_size,
         SPLIT_KEYS=limits["split_keys"],
         IS_DRAFT_IN_POOL=is_draft_in_pool,
-        WIDEN=is_interpreting() and query.dtype == torch.bfloat16,
+        IS_WIDENED=is_interpreting() and query.dtype == torch.bfloat16,
         **cache,
         **tiles,
         **tuning.row(TUNING, device),
     )
-    launch(
-        "tree_attention",
-        _merge_splits_kernel,
-        (batch_size * num_query * num_heads,),
-        partial_output_ptr=partial_output,
-        partial_lse_ptr=partial_lse,
-        output_ptr=out.output,
-        lse_ptr=out.lse,
-        num_splits=num_splits,
-        HEAD_DIM=head_dim,
-        BLOCK_DIM=tiles["BLOCK_DIM"],
-        BLOCK_SPLIT=triton.next_power_of_2(limits["max_splits"]),
-        **tuning.row(MERGE_TUNING, device),
-    )
+    merge_partials("tree_attention", partial_output, partial_lse, out)
     return out

@@ -65,7 +65,7 @@ def _read_slots(table_row_ptr, column, is_wanted, row_exists, row_size):
     return tl.load(table_row_ptr + column, mask=is_wanted & row_exists & (column < row_size), other=-1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["batch_size", "num_rows", "row_size", "stride_row", "capacity"])
+@triton.jit(do_not_specialize=["batch_size", "num_rows", "row_size", "stride_req_to_token_row", "capacity"])
 def _draft_kv_indices_kernel(
     # inputs
     req_pool_indices_ptr,
@@ -79,7 +79,7 @@ def _draft_kv_indices_kernel(
     batch_size,
     num_rows,
     row_size,
-    stride_row,
+    stride_req_to_token_row,
     capacity,
     TOPK: tl.constexpr,
     NUM_STEPS: tl.constexpr,
@@ -97,7 +97,7 @@ def _draft_kv_indices_kernel(
     seq_len = _read_lengths(seq_lens_ptr, request, is_live)
     row = tl.load(req_pool_indices_ptr + request, mask=is_live, other=-1).to(tl.int64)
     row_exists = (row >= 0) & (row < num_rows)
-    table_row_ptr = req_to_token_ptr + row * stride_row
+    table_row_ptr = req_to_token_ptr + row * stride_req_to_token_row
 
     length_before = tl.zeros([BLOCK_BATCH], dtype=tl.int64)
     length_total = tl.zeros([BLOCK_BATCH], dtype=tl.int64)
@@ -213,7 +213,7 @@ def draft_kv_indices(
         batch_size=batch_size,
         num_rows=num_rows,
         row_size=row_size,
-        stride_row=req_to_token.stride(0),
+        stride_req_to_token_row=req_to_token.stride(0),
         capacity=capacity,
         TOPK=topk,
         NUM_STEPS=num_steps,

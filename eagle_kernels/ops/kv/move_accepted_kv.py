@@ -47,7 +47,7 @@ TUNING = {"default": {"block_bytes": 2048, "num_warps": 4}}
 
 @triton.jit(
     do_not_specialize=["num_pages", "table_width", "num_depths", "num_verify_tokens", "stride_k_layer",
-                       "stride_k_page", "stride_v_layer", "stride_v_page", "stride_table"]
+                       "stride_k_page", "stride_v_layer", "stride_v_page", "stride_block_table_request"]
 )  # fmt: skip
 def _move_accepted_kv_kernel(
     k_cache_ptr,
@@ -64,7 +64,7 @@ def _move_accepted_kv_kernel(
     stride_k_page,
     stride_v_layer,
     stride_v_page,
-    stride_table,
+    stride_block_table_request,
     PAGE_SIZE: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     BLOCK_COLUMN: tl.constexpr,
@@ -73,15 +73,16 @@ def _move_accepted_kv_kernel(
     layer = (tl.program_id(1) // 2).to(tl.int64)
     column = tl.program_id(2) * BLOCK_COLUMN + tl.arange(0, BLOCK_COLUMN)
     # two calls rather than a choice of pointers, which would lose what is known about their alignment
+    table_row_ptr = block_table_ptr + request * stride_block_table_request
     if tl.program_id(1) % 2 == 0:
         _move_path(
-            k_cache_ptr, layer * stride_k_layer, stride_k_page, block_table_ptr + request * stride_table, seq_lens_ptr,
+            k_cache_ptr, layer * stride_k_layer, stride_k_page, table_row_ptr, seq_lens_ptr,
             accept_index_ptr, accept_token_num_ptr, request, column, num_pages, table_width, num_depths,
             num_verify_tokens, PAGE_SIZE, ROW_BYTES,
         )  # fmt: skip
     else:
         _move_path(
-            v_cache_ptr, layer * stride_v_layer, stride_v_page, block_table_ptr + request * stride_table, seq_lens_ptr,
+            v_cache_ptr, layer * stride_v_layer, stride_v_page, table_row_ptr, seq_lens_ptr,
             accept_index_ptr, accept_token_num_ptr, request, column, num_pages, table_width, num_depths,
             num_verify_tokens, PAGE_SIZE, ROW_BYTES,
         )  # fmt: skip
@@ -183,7 +184,7 @@ def move_accepted_kv(
         stride_k_page=k_cache.stride(1) // row,
         stride_v_layer=v_cache.stride(0) // row,
         stride_v_page=v_cache.stride(1) // row,
-        stride_table=block_table.stride(0),
+        stride_block_table_request=block_table.stride(0),
         PAGE_SIZE=page_size,
         ROW_BYTES=row_bytes,
         BLOCK_COLUMN=block_column,

@@ -34,26 +34,15 @@ Traffic
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import NamedTuple
 
 import torch
 
+from ...primitives.tree import ancestor_word, depths
+from ...primitives.tree_mask import TreeMaskMode, full_mask_start
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch
-
-
-class TreeMaskMode(str, Enum):
-    """The layouts of a tree mask; the plain strings are accepted everywhere as well."""
-
-    PACKED = "packed"
-    FULL_MASK = "full_mask"
-    QLEN_ONLY = "qlen_only"
-    QLEN_ONLY_BITPACKING = "qlen_only_bitpacking"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 class Output(NamedTuple):
@@ -70,19 +59,8 @@ class Output(NamedTuple):
 MAX_NODES = 256
 
 # A warp for every 16 nodes keeps the N x N comparisons in registers.
-TUNING = {"default": {"nodes_per_warp": 16}}
+TUNING = {"default": {"nodes_per_warp": 16, "min_warps": 4}}
 PREFIX_TUNING = {"default": {"BLOCK_COLUMN": 1024, "num_warps": 4}}
-
-
-@triton.jit
-def _ancestor_word(ancestors, parents, NUM_ROUNDS: tl.constexpr):
-    """One word of every node's ancestor set, closed upwards by pointer doubling; parents -1 end a path."""
-    hop = parents
-    for _ in tl.static_range(NUM_ROUNDS):
-        safe_hop = tl.maximum(hop, 0)
-        ancestors = tl.where(hop >= 0, ancestors | tl.gather(ancestors, safe_hop, 0), ancestors)
-        hop = tl.where(hop >= 0, tl.gather(hop, safe_hop, 0), -1)
-    return ancestors
 
 
 @triton.jit(do_not_specialize=["batch_size", "parent_width", "mask_size"])
@@ -132,13 +110,7 @@ def _build_tree_kernel(
     parent = tl.where(has_slot & (slot == 0), 0, first_holder)
     parent = tl.where(is_draft & (parent < node), parent, -1)
 
-    # depth by pointer doubling
-    depth = (parent >= 0).to(tl.int32)
-    hop = parent
-    for _ in tl.static_range(NUM_ROUNDS):
-        safe_hop = tl.maximum(hop, 0)
-        depth = tl.where(hop >= 0, depth + tl.gather(depth, safe_hop, 0), depth)
-        hop = tl.where(hop >= 0, tl.gather(hop, safe_hop, 0), -1)
+    depth = depths(parent, NUM_ROUNDS)
 
     # links: the first child is the smallest node with this parent, the next sibling the next one up
     is_child = (parent[None, :] == node[:, None]) & is_draft[None, :]
@@ -158,7 +130,7 @@ def _build_tree_kernel(
     tl.store(tree_tokens_ptr + node_offset, tl.where(node == 0, root_token, draft_token), mask=is_node)
 
     if MASK_MODE == "full_mask":
-        mask_row = _full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH)
+        mask_row = full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH)
         mask_row += node * (seq_len + NUM_NODES) + seq_len
     elif MASK_MODE == "qlen_only":
         mask_row = node_offset * NUM_NODES
@@ -168,7 +140,7 @@ def _build_tree_kernel(
     for word in tl.static_range(NUM_WORDS):
         bit = node - word * 64
         own = tl.where((bit >= 0) & (bit < 64), tl.full([BLOCK_NODE], 1, tl.int64) << (bit & 63), 0)
-        ancestors = _ancestor_word(own, parent, NUM_ROUNDS)
+        ancestors = ancestor_word(own, parent, NUM_ROUNDS)
         if word == 0:
             ancestors |= 1  # everyone sees the root
         if (MASK_MODE == "packed") or (MASK_MODE == "qlen_only_bitpacking"):
@@ -182,18 +154,8 @@ def _build_tree_kernel(
             tl.store(tree_mask_ptr + cell, visible, mask=in_bounds & (cell >= 0) & (cell < mask_size))
 
 
-@triton.jit
-def _full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES: tl.constexpr, BLOCK_BATCH: tl.constexpr):
-    """Where the block of `request` starts in the flat FULL_MASK: the cells of all requests before it."""
-    length_before = tl.zeros([BLOCK_BATCH], dtype=tl.int64)
-    for start in range(0, batch_size, BLOCK_BATCH):
-        other = start + tl.arange(0, BLOCK_BATCH)
-        length_before += tl.load(seq_lens_ptr + other, mask=other < request, other=0).to(tl.int64)
-    return NUM_NODES * (tl.sum(length_before) + request * NUM_NODES)
-
-
 @triton.jit(do_not_specialize=["batch_size", "mask_size"])
-def _fill_prefix_kernel(
+def _build_tree_prefix_kernel(
     seq_lens_ptr,
     tree_mask_ptr,
     batch_size,
@@ -206,7 +168,7 @@ def _fill_prefix_kernel(
     request = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
-    row_start = _full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH)
+    row_start = full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH)
     row_start += row * (seq_len + NUM_NODES)
     for start in range(0, tl.minimum(seq_len, mask_size), BLOCK_COLUMN):
         column = start + tl.arange(0, BLOCK_COLUMN)
@@ -222,6 +184,8 @@ def contract(values: dict) -> Output:
     topk = args.integer("topk", 1)
     spec_steps = args.integer("spec_steps", 1)
     mode = args.choice("tree_mask_mode", list(TreeMaskMode))
+    if values["prefix_is_set"] and (mode != TreeMaskMode.FULL_MASK or values.get("out") is None):
+        args.fail("prefix_is_set", "come with 'full_mask' and an out buffer that holds the prefix", True)
     num_candidates = topk + (spec_steps - 1) * topk * topk
     if num_nodes - 1 > num_candidates:
         rule = f"be at most 1 + topk + (spec_steps - 1) * topk^2 = {1 + num_candidates}"
@@ -258,7 +222,10 @@ def _full_mask_size(args: check.Arguments, batch_size: int, num_nodes: int) -> i
         return tuple(out)[0].numel()
     if args.values["seq_lens_sum"] is None:
         args.fail("seq_lens_sum", "be given for 'full_mask' without out: the mask's size depends on it", None)
-    return num_nodes * (args.integer("seq_lens_sum", 0) + batch_size * num_nodes)
+    seq_lens_sum = args.integer("seq_lens_sum", 0)
+    if check.is_debugging() and seq_lens_sum != int(args.values["seq_lens"].sum()):
+        args.fail("seq_lens_sum", f"be {int(args.values['seq_lens'].sum())}, the sum of seq_lens", seq_lens_sum)
+    return num_nodes * (seq_lens_sum + batch_size * num_nodes)
 
 
 def build_tree(
@@ -286,6 +253,7 @@ def build_tree(
     contracted = contract(locals())
     out = check.allocate("build_tree", contracted, out)
     device, batch_size = seq_lens.device, seq_lens.shape[0]
+    row = tuning.row(TUNING, device)
     block_node = max(16, triton.next_power_of_2(num_verify_tokens))
     block_batch = 128
     launch(
@@ -313,12 +281,12 @@ def build_tree(
         BLOCK_NODE=block_node,
         BLOCK_BATCH=block_batch,
         NUM_ROUNDS=(num_verify_tokens - 1).bit_length(),
-        num_warps=block_node // tuning.row(TUNING, device)["nodes_per_warp"],
+        num_warps=max(block_node // row["nodes_per_warp"], row["min_warps"]),
     )
     if tree_mask_mode == TreeMaskMode.FULL_MASK and not prefix_is_set:
         launch(
             "build_tree",
-            _fill_prefix_kernel,
+            _build_tree_prefix_kernel,
             (batch_size, num_verify_tokens),
             seq_lens_ptr=seq_lens,
             tree_mask_ptr=out.tree_mask,

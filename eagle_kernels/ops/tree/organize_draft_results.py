@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...primitives.ordering import comparable, ordered_bits
+from ...primitives.ordering import comparable, unsigned_rank
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch
@@ -71,7 +71,7 @@ def _organize_draft_results_kernel(
         candidate_scores_ptr + request * stride_candidate_scores_request + candidate, mask=is_candidate, other=0.0
     )
     # unsigned, so that a threshold can be built from the highest bit down; 0 is below every score
-    order = ordered_bits(comparable(score)).to(tl.uint32, bitcast=True) ^ 0x80000000
+    order = unsigned_rank(comparable(score))
     order = tl.where(is_candidate, order, 0)
 
     # the order of the last kept score: the largest value that num_kept candidates reach

@@ -7,8 +7,8 @@ Computes
 Shapes
     logits       [R, V]  fp32 / fp16 / bf16, unit stride along V
     positions    [R]     int    position of the token that is *drawn* (for the next token of a row of n tokens: n)
-    seeds        [R]     int64  the request's seed
-    temperature  [R]     fp32   0: greedy
+    seeds        [R]     int    the request's seed
+    temperature  [R]     fp32   0 (anything below 1e-5): greedy
     top_k        [R]     int    <= 0 or >= V: off
     top_p        [R]     fp32   >= 1: off; the most likely token always stays
     min_p        [R]     fp32   <= 0: off
@@ -81,7 +81,7 @@ def contract(values: dict) -> check.Spec:
     args = check.Arguments("sample_from_logits", values)
     args.tensor("logits", ("R", "V"), check.FLOAT, contiguous=1)
     args.tensor("positions", ("R",), check.INTEGER)
-    args.tensor("seeds", ("R",), (torch.int64,))
+    args.tensor("seeds", ("R",), check.INTEGER)
     args.tensor("temperature", ("R",), (torch.float32,))
     args.tensor("top_k", ("R",), check.INTEGER, optional=True)
     args.tensor("top_p", ("R",), (torch.float32,), optional=True)

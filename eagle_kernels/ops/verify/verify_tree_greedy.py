@@ -16,8 +16,9 @@ Shapes
     -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
 Invariants
     Every output is written whole. At most spec_steps = S drafts are accepted. Ties go to the lowest id, NaN counts as
-    -inf. Links that do not point forward within the tree end the walk; a token of -1 is never accepted. A row whose
-    root has a retrieve_index outside the request is dead: predicts and accept_index -1, accept_token_num 0.
+    -inf; a target id outside int32 counts as -1. Links that do not point forward within the tree end the walk; a token
+    of -1 is never accepted. A row whose root has a retrieve_index outside the request is dead: predicts and
+    accept_index -1, accept_token_num 0.
 Grid
     (B,), one program walks one tree.
 Launches
@@ -69,7 +70,7 @@ def _verify_tree_greedy_kernel(
     stride_logits_row,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
-    FROM_LOGITS: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
     STREAM: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -85,14 +86,15 @@ def _verify_tree_greedy_kernel(
     current = tl.zeros([], dtype=tl.int32)
     accepted = tl.zeros([], dtype=tl.int32)
     while is_walking:
-        if FROM_LOGITS:
+        if HAS_LOGITS:
             row_ptr = target_logits_ptr + (offset + current) * stride_logits_row
             token = draw_token(
                 row_ptr, vocab_size, 0.0, 0, 1.0, 0.0, request, request,
                 HAS_TOP_K=False, HAS_TOP_P=False, HAS_MIN_P=False, STREAM=STREAM, BLOCK_VOCAB=BLOCK_VOCAB,
             )  # fmt: skip
         else:
-            token = tl.load(target_predict_ptr + offset + current).to(tl.int32)
+            wide_token = tl.load(target_predict_ptr + offset + current).to(tl.int64)
+            token = tl.where((wide_token >= 0) & (wide_token < 2147483648), wide_token, -1).to(tl.int32)
         predicts = tl.where(node == current, token, predicts)
         is_walking, current, accepted, accept_index = advance(
             candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
@@ -111,7 +113,9 @@ def contract(values: dict) -> Output:
     if args.exactly_one("target_predict", "target_logits") == "target_predict":
         args.tensor("target_predict", ("B", "N"), check.INTEGER)
     else:
-        args.tensor("target_logits", (args.size("B") * args.size("N"), "V"), check.FLOAT, contiguous=1)
+        logits = args.tensor("target_logits", (args.size("B") * args.size("N"), "V"), check.FLOAT, contiguous=1)
+        if args.size("V") == 0:
+            args.fail("target_logits", "have at least one token a row", list(logits.shape))
     return output
 
 
@@ -166,7 +170,7 @@ def verify_tree_greedy(
         stride_logits_row=target_logits.stride(0) if from_logits else 0,
         SPEC_STEPS=spec_steps,
         NUM_NODES=num_nodes,
-        FROM_LOGITS=from_logits,
+        HAS_LOGITS=from_logits,
         STREAM=STREAM_TARGET,
         BLOCK_NODE=triton.next_power_of_2(num_nodes),
         BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),

@@ -14,8 +14,8 @@ Shapes
     retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
     target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V
     positions               [B * N]     int    position of each node; the token drawn at a node has position + 1
-    seeds                   [B]         int64
-    temperature             [B]         fp32   0: greedy
+    seeds                   [B]         int
+    temperature             [B]         fp32   0 (anything below 1e-5): greedy
     top_k, top_p, min_p     [B]         int, fp32, fp32, or None; off at <= 0 (or >= V), >= 1, <= 0
     -> predicts             [B * N]     int32  the token drawn at visited nodes, -1 elsewhere
     -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
@@ -126,7 +126,7 @@ def contract(values: dict) -> Output:
     num_rows = args.size("B") * args.size("N")
     args.tensor("target_logits", (num_rows, "V"), check.FLOAT, contiguous=1)
     args.tensor("positions", (num_rows,), check.INTEGER)
-    args.tensor("seeds", ("B",), (torch.int64,))
+    args.tensor("seeds", ("B",), check.INTEGER)
     args.tensor("temperature", ("B",), (torch.float32,))
     args.tensor("top_k", ("B",), check.INTEGER, optional=True)
     args.tensor("top_p", ("B",), (torch.float32,), optional=True)

@@ -56,6 +56,12 @@ def ahead_of_time_cases():
     yield "D=128 bfloat16 csr", make(128, 8, 1, 1, torch.bfloat16, [100], form="csr")
     yield "D=128 float32", make(128, 4, 2, 16, torch.float32, [100])
     yield "D=256 float16", make(256, 8, 1, 16, torch.float16, [100])
+    yield "D=256 float32", make(256, 4, 1, 16, torch.float32, [100])
+
+
+def size_sweep():
+    for batch_size, length in itertools.product((1, 2, 3, 16, 17, 64), (1, 100, 1024, 4000)):
+        yield make(16, 4, 1, 16, torch.float16, [length] * batch_size)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

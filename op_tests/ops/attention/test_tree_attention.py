@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -78,6 +80,12 @@ def ahead_of_time_cases():
     yield "D=64 float32 csr separate", make(8, 24, 64, 4, 2, 1, torch.float32, [100], form="csr", is_separate=True)
     yield "D=128 bfloat16", make(64, 64, 128, 8, 1, 64, torch.bfloat16, [100])
     yield "D=256 float16", make(32, 32, 256, 8, 1, 16, torch.float16, [100])
+    yield "D=256 float32", make(8, 24, 256, 4, 1, 16, torch.float32, [100])
+
+
+def size_sweep():
+    for batch_size, prefix in itertools.product((1, 2, 3, 16, 17, 64), (1, 100, 1024, 4000)):
+        yield make(8, 8, 16, 4, 1, 16, torch.float16, [prefix] * batch_size)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

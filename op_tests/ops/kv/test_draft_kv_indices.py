@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -42,6 +44,11 @@ def ahead_of_time_cases():
     yield "int64", make(2, 4, 5, 1, 20)
     yield "int32 pages", make(2, 8, 6, 16, 20, dtype=torch.int32)
     yield "chain", make(2, 1, 3, 16, 20, dtype=torch.int32)
+
+
+def size_sweep():
+    for batch_size, longest in itertools.product((1, 2, 3, 16, 17, 64), (1, 100, 1024)):
+        yield make(batch_size, 4, 3, 16, longest)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

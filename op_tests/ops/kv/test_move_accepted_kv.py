@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -85,6 +87,11 @@ def check(values, case=""):
 def ahead_of_time_cases():
     yield "bfloat16", make(2, 16, 8, 128, torch.bfloat16, 8, 3, [20])
     yield "float32 int64", make(2, 1, 2, 80, torch.float32, 8, 3, [20], index_dtype=torch.int64)
+
+
+def size_sweep():
+    for batch_size, longest in itertools.product((1, 2, 3, 16, 17, 64), (1, 100, 1024)):
+        yield make(1, 16, 1, 16, torch.float16, 8, 3, [longest] * batch_size)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -44,6 +44,11 @@ def ahead_of_time_cases():
     yield "int32", make(2, 8, 5, 64, dtype=torch.int32)
 
 
+def size_sweep():
+    for batch_size in (1, 2, 3, 16, 17, 64, 257):
+        yield make(batch_size, 4, 3, 8)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_reference(shape, device):
     check_operation("tree.build_tree", make(*shape, device=device), case=str(shape))
@@ -118,13 +123,14 @@ def test_full_mask_in_a_longer_buffer(device):
     assert not buffer[:seq_len].any() and buffer[seq_len]
 
 
-def test_a_mask_buffer_that_is_too_short_is_not_overrun(device):
+@pytest.mark.parametrize("function", [eagle_kernels.raw.build_tree, eagle_kernels.build_tree])
+def test_a_mask_buffer_that_is_too_short_is_not_overrun(function, device):
     values = make(2, 4, 3, 8, mode="full_mask", device=device)
     expected = eagle_kernels.build_tree(**values)
     whole = torch.zeros_like(expected.tree_mask)
-    short = whole[: whole.numel() // 2]
-    eagle_kernels.raw.build_tree(**values, out=expected._replace(tree_mask=short))
-    assert not whole[whole.numel() // 2 :].any()
+    half = whole.numel() // 2
+    function(**values, out=expected._replace(tree_mask=whole[:half]))
+    assert not whole[half:].any() and torch.equal(whole[:half], expected.tree_mask[:half])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -30,6 +30,11 @@ def ahead_of_time_cases():
     yield "chain", make(1, 5, 6)
 
 
+def size_sweep():
+    for batch_size in (1, 2, 3, 16, 17, 64, 257):
+        yield make(batch_size, 264, 64)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("distinct", [1, 8, 2**20], ids=["one score", "eight scores", "many scores"])
 def test_matches_reference(shape, distinct, device):

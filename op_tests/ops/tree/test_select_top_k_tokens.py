@@ -44,6 +44,11 @@ def ahead_of_time_cases():
     yield "K=16 fp16", make(1, 16, 1, 1000, dtype=torch.float16)
 
 
+def size_sweep():
+    for batch_size in (1, 2, 3, 16, 17, 64, 257):
+        yield make(batch_size, 4, 2, 1000)
+
+
 def check(values, case):
     return check_operation(PATH, values, case=case, close=FLOATS)[0]
 

@@ -42,6 +42,11 @@ def ahead_of_time_cases():
     yield "filters", make(2, 64, dtype=torch.bfloat16, **FILTERS["all"])
 
 
+def size_sweep():
+    for num_rows in (1, 2, 3, 16, 17, 64, 257):
+        yield make(num_rows, 1000)
+
+
 def assert_same_tokens(values: dict, actual: torch.Tensor) -> None:
     """Equal to the reference, except rows whose two best keys differ by < 8 ulp; these are counted and must be rare."""
     expected = eagle_kernels.reference.ops.verify.sample_from_logits.sample_from_logits(**values)
@@ -191,7 +196,7 @@ def test_registration(device):
     [
         ({"logits": torch.zeros(3, 0)}, "logits must have at least one token a row"),
         ({"logits": torch.zeros(20, 3).T}, "logits must be contiguous in its last 1 axes"),
-        ({"seeds": torch.zeros(3, dtype=torch.int32)}, "seeds must have dtype int64, got int32"),
+        ({"seeds": torch.zeros(3)}, "seeds must have dtype int32 or int64, got float32"),
         ({"temperature": 1.0}, "temperature must be a tensor, got float"),
     ],
 )

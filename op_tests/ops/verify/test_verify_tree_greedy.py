@@ -29,6 +29,11 @@ def ahead_of_time_cases():
         yield f"logits {dtype}", make(2, 8, 5, 64, source=dtype)
 
 
+def size_sweep():
+    for batch_size in (1, 2, 3, 16, 17, 64, 257):
+        yield make(batch_size, 4, 3, 8, source=torch.float16)
+
+
 @pytest.mark.parametrize("source", ["ids", torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_reference(shape, source, device):
@@ -87,6 +92,14 @@ def test_a_target_of_minus_one_matches_nothing(device):
     assert output.accept_token_num.sum() == 0
 
 
+def test_target_ids_outside_int32_match_nothing(device):
+    """They are not cut to 32 bits, where they could equal a draft."""
+    values = make(2, 4, 3, 8, device=device)
+    values["target_predict"] += 2**32
+    output, _ = check_operation(PATH, values, case="ids past 2^32")
+    assert output.accept_token_num.sum() == 0 and (output.predicts == -1).all()
+
+
 def test_fewer_steps_than_levels_stop_the_walk(device):
     values = make(4, 2, 4, 8, device=device)
     deep = eagle_kernels.raw.verify_tree_greedy(**values)
@@ -115,6 +128,7 @@ def test_registration(device):
     ("change", "message"),
     [
         ({"target_predict": None}, "target_predict / target_logits must be given exactly once, got none of them"),
+        ({"target_predict": None, "target_logits": torch.zeros(16, 0)}, "target_logits must have at least one token"),
         ({"spec_steps": -1}, "spec_steps must be at least 0, got -1"),
         ({"retrieve_index": torch.zeros(2, 7, dtype=torch.int64)}, r"retrieve_index must have N = 8 in axis 1"),
     ],

@@ -40,6 +40,11 @@ def ahead_of_time_cases():
     yield "filters", make(2, 8, 5, 64, dtype=torch.bfloat16, **FILTERS["all"])
 
 
+def size_sweep():
+    for batch_size in (1, 2, 3, 16, 17, 64, 257):
+        yield make(batch_size, 4, 3, 8)
+
+
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_reference(shape, filters, device):

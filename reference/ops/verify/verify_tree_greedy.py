@@ -23,7 +23,9 @@ def verify_tree_greedy(
     if target_predict is None:
         rows = torch.zeros(len(target_logits), dtype=torch.int64, device=target_logits.device)
         target_predict = draw_tokens(target_logits, rows, rows, temperature=rows.float()).view(-1, num_nodes)
-    predicted = target_predict.tolist()
+    target_predict = target_predict.to(torch.int64)
+    is_token = (target_predict >= 0) & (target_predict < 2**31)
+    predicted = torch.where(is_token, target_predict, -1).tolist()
     return walk(
         candidates,
         retrieve_index,

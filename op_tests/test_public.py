@@ -1,0 +1,108 @@
+"""The public functions: one-line errors, no derivatives, torch.compile, and how many variants a server compiles."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+import torch
+
+import eagle_kernels
+from op_tests.ops.attention.test_gqa_decode import ahead_of_time_cases as attention_cases
+from op_tests.ops.tree.test_build_tree import make as make_tree
+from op_tests.ops.verify.test_sample_from_logits import make as make_logits
+
+from .harness.ahead_of_time import PATHS, count_variants
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"draft_tokens": [[1, 2]]}, TypeError, "draft_tokens must be a tensor, got list"),
+        ({"topk": 2.0}, TypeError, "topk must be an int, got float"),
+        ({"topk": None}, TypeError, "topk must be an int, got NoneType"),
+        ({"tree_mask_mode": None}, ValueError, "tree_mask_mode must be one of 'packed'"),
+        ({"num_verify_tokens": 300}, ValueError, "num_verify_tokens must lie in 1..256, got 300"),
+        ({"spec_step": 3}, TypeError, "got an unexpected keyword argument 'spec_step'"),
+        ({"prefix_is_set": True}, ValueError, "prefix_is_set must come with 'full_mask' and an out buffer"),
+    ],
+)
+def test_bad_arguments_are_named_in_one_line(change, kind, message):
+    with pytest.raises(kind, match="^eagle_kernels.build_tree: .*" + message) as caught:
+        eagle_kernels.build_tree(**{**make_tree(2, 4, 3, 8), **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_argument_is_named():
+    values = make_tree(2, 4, 3, 8)
+    del values["topk"]
+    with pytest.raises(TypeError, match="^eagle_kernels.build_tree: missing a required .*'topk'$"):
+        eagle_kernels.build_tree(**values)
+
+
+def test_debug_mode_checks_the_length_sum(monkeypatch):
+    values = make_tree(2, 4, 3, 8, mode="full_mask")
+    monkeypatch.setenv("EAGLE_KERNELS_DEBUG", "1")
+    eagle_kernels.build_tree(**values)
+    with pytest.raises(ValueError, match="seq_lens_sum must be .*, the sum of seq_lens, got 1000"):
+        eagle_kernels.build_tree(**{**values, "seq_lens_sum": 1000})
+
+
+def test_results_carry_no_derivatives(device):
+    """Inputs that require gradients are fine; nothing is recorded, also not in reused buffers."""
+    _, values = next(iter(attention_cases()))
+    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    values["query"] = values["query"].float().requires_grad_()
+    values["k_cache"], values["v_cache"] = values["k_cache"].float(), values["v_cache"].float()
+    result = eagle_kernels.gqa_decode(**values)
+    assert not result.output.requires_grad and not result.lse.requires_grad
+    out = type(result)(*(torch.empty_like(tensor) for tensor in result))
+    assert not eagle_kernels.gqa_decode(**values, out=out).output.requires_grad
+
+
+def test_compiles_into_one_graph_with_a_dynamic_batch(device):
+    def build_and_verify(values, logits):
+        tree = eagle_kernels.build_tree(**values)
+        links = (tree.draft_tokens.view_as(tree.retrieve_index), tree.retrieve_index)
+        links += (tree.retrieve_next_token, tree.retrieve_next_sibling)
+        return tree.positions, eagle_kernels.verify_tree(*links, logits, spec_steps=3).predicts
+
+    compiled = torch.compile(build_and_verify, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch_size in (2, 3, 5):
+        values = make_tree(batch_size, 4, 3, 8, device=device)
+        logits = torch.randn(batch_size * 8, 97, device=device)
+        for got, want in zip(compiled(values, logits), build_and_verify(values, logits)):
+            assert torch.equal(got, want)
+
+
+def test_seeds_may_be_int32(device):
+    values = make_logits(4, 30, device=device, temperature=1.0)
+    values["seeds"] = torch.tensor([-3, 5, 2**31 - 1, -(2**31)], dtype=torch.int32, device=device)
+    want = eagle_kernels.raw.sample_from_logits(**{**values, "seeds": values["seeds"].long()})
+    assert torch.equal(eagle_kernels.raw.sample_from_logits(**values), want)
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-38, 9e-6])
+def test_tiny_temperatures_are_greedy(temperature, device):
+    values = make_logits(4, 30, device=device, temperature=temperature)
+    want = values["logits"].argmax(-1)
+    for function in (eagle_kernels.raw.sample_from_logits, eagle_kernels.sample_from_logits):
+        assert torch.equal(function(**values), want)
+
+
+def test_a_nan_filter_is_off_in_kernel_and_reference(device):
+    nan = float("nan")
+    values = make_logits(4, 30, device=device, temperature=1.0, min_p=nan)
+    plain = eagle_kernels.raw.sample_from_logits(**{**values, "min_p": None})
+    for function in (eagle_kernels.raw.sample_from_logits, eagle_kernels.sample_from_logits):
+        assert torch.equal(function(**values), plain)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_batch_and_lengths_compile_at_most_two_variants(path):
+    """A server sees every batch size and length; each must not cost a compilation."""
+    module = importlib.import_module("op_tests.ops.{}.test_{}".format(*path.split(".")))
+    assert inspect.isgeneratorfunction(module.size_sweep), f"{module.__name__} declares no size_sweep()"
+    variants = count_variants(path)
+    assert variants and all(count <= 2 for count in variants.values()), variants
