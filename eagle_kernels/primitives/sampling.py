@@ -6,6 +6,9 @@ argmax over the kept tokens of (logit / temperature + Gumbel noise) is a sample 
 
 from __future__ import annotations
 
+import torch
+
+from ..runtime import check
 from ..runtime.language import tl, triton
 from .ordering import comparable, unsigned_rank
 from .random import gumbel, token_words
@@ -154,3 +157,19 @@ def _mass_above(row_ptr, vocab_size, inverse_temperature, maximum, floor, BLOCK_
         stays = is_token & (unsigned_rank(scaled) >= floor)
         mass += tl.where(stays, _weight(scaled, maximum), 0.0)
     return tl.sum(mass, axis=0)
+
+
+def check_parameters(args: check.Arguments, axis: str) -> None:
+    """Checks seeds, temperature and the filters, one of each per row of `axis`."""
+    args.tensor("seeds", (axis,), check.INTEGER)
+    args.tensor("temperature", (axis,), (torch.float32,))
+    args.tensor("top_k", (axis,), check.INTEGER, optional=True)
+    args.tensor("top_p", (axis,), (torch.float32,), optional=True)
+    args.tensor("min_p", (axis,), (torch.float32,), optional=True)
+    args.debug("temperature", "not be negative", lambda: args.values["temperature"] >= 0)
+
+
+def check_vocabulary(args: check.Arguments, name: str) -> None:
+    """A row of logits must offer a token."""
+    if args.size("V") == 0:
+        args.fail(name, "have at least one token a row", list(args.values[name].shape))

@@ -81,14 +81,8 @@ def contract(values: dict) -> check.Spec:
     args = check.Arguments("sample_from_logits", values)
     args.tensor("logits", ("R", "V"), check.FLOAT, contiguous=1)
     args.tensor("positions", ("R",), check.INTEGER)
-    args.tensor("seeds", ("R",), check.INTEGER)
-    args.tensor("temperature", ("R",), (torch.float32,))
-    args.tensor("top_k", ("R",), check.INTEGER, optional=True)
-    args.tensor("top_p", ("R",), (torch.float32,), optional=True)
-    args.tensor("min_p", ("R",), (torch.float32,), optional=True)
-    args.debug("temperature", "not be negative", lambda: values["temperature"] >= 0)
-    if args.size("V") == 0:
-        args.fail("logits", "have at least one token a row", list(values["logits"].shape))
+    sampling.check_parameters(args, "R")
+    sampling.check_vocabulary(args, "logits")
     return args.spec((args.size("R"),), torch.int64)
 
 

@@ -113,9 +113,8 @@ def contract(values: dict) -> Output:
     if args.exactly_one("target_predict", "target_logits") == "target_predict":
         args.tensor("target_predict", ("B", "N"), check.INTEGER)
     else:
-        logits = args.tensor("target_logits", (args.size("B") * args.size("N"), "V"), check.FLOAT, contiguous=1)
-        if args.size("V") == 0:
-            args.fail("target_logits", "have at least one token a row", list(logits.shape))
+        args.tensor("target_logits", (args.size("B") * args.size("N"), "V"), check.FLOAT, contiguous=1)
+        sampling.check_vocabulary(args, "target_logits")
     return output
 
 

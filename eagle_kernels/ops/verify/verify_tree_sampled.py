@@ -126,14 +126,8 @@ def contract(values: dict) -> Output:
     num_rows = args.size("B") * args.size("N")
     args.tensor("target_logits", (num_rows, "V"), check.FLOAT, contiguous=1)
     args.tensor("positions", (num_rows,), check.INTEGER)
-    args.tensor("seeds", ("B",), check.INTEGER)
-    args.tensor("temperature", ("B",), (torch.float32,))
-    args.tensor("top_k", ("B",), check.INTEGER, optional=True)
-    args.tensor("top_p", ("B",), (torch.float32,), optional=True)
-    args.tensor("min_p", ("B",), (torch.float32,), optional=True)
-    args.debug("temperature", "not be negative", lambda: values["temperature"] >= 0)
-    if args.size("V") == 0:
-        args.fail("target_logits", "have at least one token a row", list(values["target_logits"].shape))
+    sampling.check_parameters(args, "B")
+    sampling.check_vocabulary(args, "target_logits")
     return output
 
 
