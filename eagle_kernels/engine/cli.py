@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -16,22 +17,23 @@ from ..runtime.target import architecture
 from .config import EAGLEConfig
 from .inference import EAGLEInference
 from .models.loading import demo_pair
-from .models.tokenizer import load_tokenizer
-from .output import GenerationStats
+from .models.tokenizer import Tokenizer, load_tokenizer
+from .output import GenerationOutput, GenerationStats
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GREEN, _PLAIN = "\033[32m", "\033[0m"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; 0 on success, 1 with one line on stderr where the input cannot be used."""
+    """Runs one command; 0 on success, 1 with one line on stderr where the input or the machine is not up to it."""
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
     except BrokenPipeError:
         return 1
-    except (ValueError, OSError) as error:  # ModelError is a ValueError
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError, RuntimeError) as error:  # a ModelError is a ValueError, out of memory a RuntimeError
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        print(f"error: {first_line}", file=sys.stderr)
         return 1
 
 
@@ -92,12 +94,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         plain = engine.generate(prompt, arguments.max_new_tokens, seeds=stats.seeds, speculative=False)
         stats.plain_step_ms = plain.stats.step_ms
-    report = _report(token_ids, stats, plain, tokenizer)
+    report = stats.to_dict()
+    if plain is not None:
+        report |= _comparison(engine, prompt, token_ids, plain, tokenizer)
     if arguments.json:
         text = tokenizer.decode(token_ids)
         print(json.dumps({"prompt": arguments.prompt, "text": text, "token_ids": token_ids, **report}, indent=2))
     else:
-        print("\n" + _table(report, stats))
+        print("\n" + _table(report, stats, is_greedy=config.temperature == 0))
     return 0
 
 
@@ -115,9 +119,9 @@ def _stream_text(engine, prompt, tokenizer, arguments) -> tuple[list[int], Gener
     stream = engine.stream(prompt, arguments.max_new_tokens, seeds=arguments.seed)
     use_color = sys.stdout.isatty()
     detokenizer = tokenizer.detokenizer()
-    if not arguments.json:
-        print(arguments.prompt, end="", flush=True)
-    for event in stream:
+    for index, event in enumerate(stream):
+        if index == 0 and not arguments.json:  # not earlier: a machine that cannot run the model shows no text
+            print(arguments.prompt, end="", flush=True)
         text = detokenizer.push([event.token_id])
         if text and not arguments.json:
             print(f"{_GREEN}{text}{_PLAIN}" if use_color and event.is_draft else text, end="", flush=True)
@@ -126,20 +130,28 @@ def _stream_text(engine, prompt, tokenizer, arguments) -> tuple[list[int], Gener
     return stream.output()
 
 
-def _report(token_ids: list[int], stats: GenerationStats, plain, tokenizer) -> dict:
-    report = stats.to_dict()
-    if plain is not None:
-        parts_at = next((i for i, (a, b) in enumerate(zip(token_ids, plain.output_ids)) if a != b), None)
-        if parts_at is None and len(token_ids) != len(plain.output_ids):
-            parts_at = min(len(token_ids), len(plain.output_ids))
-        report["plain_tokens_per_second"] = plain.stats.tokens_per_second
-        report["identical"] = parts_at is None
-        report["parts_at"] = parts_at
-        report["plain_text_from_there"] = None if parts_at is None else tokenizer.decode(plain.output_ids[parts_at:])
+def _comparison(
+    engine: EAGLEInference, prompt: list[int], token_ids: list[int], plain: GenerationOutput, tokenizer: Tokenizer
+) -> dict:
+    """Speed of plain decoding, and where its text parts from the speculative one, if it does.
+
+    logit_gap is how far the two tokens lie apart in the target's logits there, from one plain pass over the text before
+    them: a near-tie, unless something is wrong. With sampling each token's noise comes on top of its logit.
+    """
+    report = {"plain_tokens_per_second": plain.stats.tokens_per_second, "identical": True}
+    report |= {"parts_at": None, "logit_gap": None, "plain_text_from_there": None}
+    # Neither text is the beginning of the other: both end after the same number of tokens or the same end token.
+    for index, (token, plain_token) in enumerate(zip(token_ids, plain.output_ids)):
+        if token != plain_token:
+            logits = engine.next_token_logits(prompt + token_ids[:index])
+            report |= {"identical": False, "parts_at": index}
+            report["logit_gap"] = abs(logits[plain_token] - logits[token]).item()
+            report["plain_text_from_there"] = tokenizer.decode(plain.output_ids[index:])
+            break
     return report
 
 
-def _table(report: dict, stats: GenerationStats) -> str:
+def _table(report: dict, stats: GenerationStats, *, is_greedy: bool) -> str:
     per_depth = ", ".join(f"{count / max(1, stats.steps):.0%}" for count in stats.accepted_per_depth)
     rows = [
         ("tokens", f"{stats.generated_tokens} ({stats.finish_reasons[0]})"),
@@ -156,10 +168,14 @@ def _table(report: dict, stats: GenerationStats) -> str:
         if report["identical"]:
             rows.append(("identical", "yes"))
         else:
+            gap = f"logit gap {report['logit_gap']:.4f}" + ("" if is_greedy else " before the noise")
             there = report["plain_text_from_there"][:40]
-            rows.append(("identical", f"no, from token {report['parts_at']}; plain goes on with {there!r}"))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+            rows.append(("identical", f"no, from token {report['parts_at']} ({gap}); plain goes on with {there!r}"))
+    return _lines(rows)
+
+
+def _lines(rows: list[tuple[str, str]]) -> str:
+    return "\n".join(f"{name}: {value}" for name, value in rows)
 
 
 def _device(name: str) -> torch.device:
@@ -182,10 +198,8 @@ def _environment(arguments: argparse.Namespace) -> int:
     rows = [("eagle_kernels", str(Path(eagle_kernels.__file__).parent)), ("python", platform.python_version())]
     rows.append(("torch", torch.__version__))
     if language.AVAILABLE:
-        from triton import knobs
-
         rows.append(("triton", language.triton.__version__))
-        rows.append(("triton cache", knobs.cache.dir))
+        rows.append(("triton cache", _triton_cache()))
     else:
         rows.append(("triton", "not installed (CPU tensors run the references; GPU tensors need it)"))
     rows.append(("backend on cpu", backend(torch.device("cpu"))))
@@ -195,7 +209,13 @@ def _environment(arguments: argparse.Namespace) -> int:
         rows.append((f"cuda:{index}", ", ".join(facts)))
     if not torch.cuda.device_count():
         rows.append(("gpu", "none that torch can use"))
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
+    print(_lines(rows))
     return 0
+
+
+def _triton_cache() -> str:
+    try:
+        from triton import knobs
+    except ImportError:  # before triton 3.4
+        return os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache")
+    return knobs.cache.dir

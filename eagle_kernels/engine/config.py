@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from ..ops.tree.build_tree import MAX_NODES, TreeMaskMode
+from ..ops.tree.organize_draft_results import MAX_CANDIDATES
+from ..ops.tree.select_top_k_tokens import MAX_TOPK
+from ..primitives.paging import MAX_PAGE_SIZE
+from .values import is_integer
 
 DEFAULT_MAX_DRAFT_TOKENS = 32
-MAX_TOPK = 16
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,8 @@ class EAGLEConfig:
 
     topk                branching, 1..16; 1 drafts a chain
     num_steps           levels, so at most num_steps drafts are accepted a step
-    num_draft_tokens    nodes verified, root included; None: min(32, all candidates and the root)
+    num_draft_tokens    nodes verified, root included; None: min(32, all candidates and the root), which
+                        `num_verify_tokens` tells for the tree at hand
     temperature         0: greedy
     top_k, top_p, min_p filters of sampling, in this order; 0, 1.0 and 0.0 turn them off
     eos_token_ids       a request ends with the first of these that it emits; None: those that the target's folder
@@ -42,30 +47,69 @@ class EAGLEConfig:
     tree_mask_mode: str = TreeMaskMode.PACKED
 
     def __post_init__(self) -> None:
-        self._require(1 <= self.topk <= MAX_TOPK, "topk", f"lie in 1..{MAX_TOPK}")
-        self._require(self.num_steps >= 1, "num_steps", "be at least 1")
-        candidates = self.topk + (self.num_steps - 1) * self.topk**2
-        if self.num_draft_tokens is None:
-            object.__setattr__(self, "num_draft_tokens", min(DEFAULT_MAX_DRAFT_TOKENS, 1 + candidates))
-        most = min(MAX_NODES, 1 + candidates)
+        self._require_integer("topk", 1, MAX_TOPK)
+        self._require_integer("num_steps", 1)
+        # What the ops hold: the beams of all levels but the last attend at once, all candidates are ranked at once, and
+        # the draft rereads an accepted path, which with the root has num_steps + 1 tokens, at once.
+        levels_below_first = min(MAX_DRAFT_KEYS // self.topk, (MAX_CANDIDATES - self.topk) // self.topk**2)
+        most_steps = min(1 + levels_below_first, MAX_QUERY - 1)
+        self._require(self.num_steps <= most_steps, "num_steps", f"lie in 1..{most_steps} for topk={self.topk}")
+        self._require_integer("num_draft_tokens", is_optional=True)
+        most_nodes = min(MAX_NODES, 1 + self._num_candidates)
         self._require(
-            2 <= self.num_draft_tokens <= most,
+            2 <= self.num_verify_tokens <= most_nodes,
             "num_draft_tokens",
-            f"lie in 2..min({MAX_NODES}, 1 + topk + (num_steps - 1) * topk^2) = {most} for topk={self.topk}, "
+            f"lie in 2..min({MAX_NODES}, 1 + topk + (num_steps - 1) * topk^2) = {most_nodes} for topk={self.topk}, "
             f"num_steps={self.num_steps} (the root counts)",
         )
+        self._require_number("temperature")
         self._require(self.temperature >= 0, "temperature", "be at least 0")
-        self._require(self.top_k >= 0, "top_k", "be at least 0 (0: off)")
+        self._require_integer("top_k", 0)
+        self._require_number("top_p")
         self._require(0 < self.top_p <= 1, "top_p", "lie in (0, 1] (1: off)")
+        self._require_number("min_p")
         self._require(0 <= self.min_p <= 1, "min_p", "lie in 0..1 (0: off)")
-        self._require(self.max_length is None or self.max_length >= 2, "max_length", "be at least 2")
+        is_token_list = isinstance(self.eos_token_ids, (tuple, list, set, frozenset))
+        is_token_list = is_token_list and all(is_integer(token) for token in self.eos_token_ids)
+        self._require(self.eos_token_ids is None or is_token_list, "eos_token_ids", "be None or a tuple of token ids")
+        self._require_integer("max_length", 2, is_optional=True)
+        self._require_integer("page_size")
         is_power_of_two = self.page_size > 0 and self.page_size & (self.page_size - 1) == 0
-        self._require(is_power_of_two and self.page_size <= 256, "page_size", "be a power of two up to 256")
+        self._require(
+            is_power_of_two and self.page_size <= MAX_PAGE_SIZE, "page_size", f"be a power of two up to {MAX_PAGE_SIZE}"
+        )
         modes = [str(mode) for mode in TreeMaskMode]
         self._require(str(self.tree_mask_mode) in modes, "tree_mask_mode", f"be one of {modes}")
         if self.tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
-            self._require(self.num_draft_tokens <= 32, "num_draft_tokens", "be at most 32 for qlen_only_bitpacking")
+            self._require(self.num_verify_tokens <= 32, "num_draft_tokens", "be at most 32 for qlen_only_bitpacking")
+
+    @property
+    def num_verify_tokens(self) -> int:
+        """Nodes verified a step, root included: `num_draft_tokens`, or its default for this tree."""
+        if self.num_draft_tokens is None:
+            return min(DEFAULT_MAX_DRAFT_TOKENS, 1 + self._num_candidates)
+        return self.num_draft_tokens
+
+    @property
+    def _num_candidates(self) -> int:
+        return self.topk + (self.num_steps - 1) * self.topk**2
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
             raise ValueError(f"EAGLEConfig: {name} must {rule}, got {getattr(self, name)!r}")
+
+    def _require_integer(
+        self, name: str, low: int | None = None, high: int | None = None, *, is_optional: bool = False
+    ) -> None:
+        value = getattr(self, name)
+        if value is None and is_optional:
+            return
+        self._require(is_integer(value), name, "be an int or None" if is_optional else "be an int")
+        if high is not None:
+            self._require(low <= value <= high, name, f"lie in {low}..{high}")
+        elif low is not None:
+            self._require(low <= value, name, f"be at least {low}")
+
+    def _require_number(self, name: str) -> None:
+        value = getattr(self, name)
+        self._require(is_integer(value) or isinstance(value, float), name, "be a number")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +13,14 @@ import torch
 from torch import Tensor
 
 from .config import EAGLEConfig
-from .kv_pool import KVPool
+from .kv_pool import KVPool, PromptAttend
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.protocol import DraftModel, TargetModel
 from .output import GenerationOutput, GenerationStats, TokenEvent
+from .requests import Prompts, Seeds, read_max_new_tokens, read_prompts, read_seeds
 from .step import BatchState, Sampling, Stepper
-from .timing import PhaseTimer
-
-Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
+from .timing import PhaseTimer, synchronize
 
 
 class EAGLEInference:
@@ -45,7 +46,13 @@ class EAGLEInference:
         self.target = target_model
         self.draft = draft_model if hasattr(draft_model, "token_shift") else CausalDraft(draft_model)
         self.config = config or EAGLEConfig()
-        self.device = torch.device(device) if device is not None else target_model.device
+        self.device = target_model.device
+        if device is not None and not _is_same_device(torch.device(device), self.device):
+            raise ValueError(f"EAGLEInference: device must be where the models are, on {self.device}, got {device}")
+        for name, is_same in (("device", _is_same_device), ("dtype", operator.eq)):
+            of_draft, of_target = getattr(self.draft, name, None), getattr(target_model, name)
+            if of_draft is not None and not is_same(of_draft, of_target):
+                raise ValueError(f"EAGLEInference: the draft's {name} {of_draft} is not the target's {of_target}")
         if hasattr(self.draft, "bind"):
             self.draft.bind(target_model)
         if self.draft.vocab_size != target_model.vocab_size:
@@ -53,10 +60,12 @@ class EAGLEInference:
                 f"EAGLEInference: the draft's vocabulary of {self.draft.vocab_size} tokens is not the target's "
                 f"{target_model.vocab_size}"
             )
-        if self.config.topk >= self.draft.draft_vocab_size:
-            raise ValueError(
-                f"EAGLEInference: topk must be smaller than the draft vocabulary of {self.draft.draft_vocab_size} "
-                f"tokens, got {self.config.topk}"
+        self._check_topk(self.config)
+        if target_model.dtype == torch.float32 and self.device.type == "cuda" and _rounds_fp32_matmuls():
+            warnings.warn(
+                "EAGLEInference: torch rounds the inputs of fp32 matmuls (TF32 or less), so speculative and plain text "
+                "may part; torch.set_float32_matmul_precision('highest') keeps them together",
+                stacklevel=2,
             )
         self._plain_step_ms: dict[int, float] = {}
 
@@ -82,13 +91,13 @@ class EAGLEInference:
         input_ids: Prompts,
         max_new_tokens: int = 128,
         *,
-        seeds: int | Sequence[int] | None = None,
+        seeds: Seeds = None,
         speculative: bool = True,
         **overrides,
     ) -> GenerationOutput:
         """Generates up to `max_new_tokens` tokens per prompt; unpacks as `output_ids, stats`.
 
-        input_ids    one prompt ([L] ids) or several (a list of lists, or a tensor [B, L]); lengths may differ
+        input_ids    one prompt ([L] ids) or several (a list of lists, or a tensor or array [B, L]); lengths may differ
         seeds        one for all or one per prompt; None: fresh ones from torch's generator, returned in stats.seeds
         speculative  False: plain decoding on the same code path and pool
         overrides    any `EAGLEConfig` field for this call, e.g. temperature=0.8
@@ -105,7 +114,7 @@ class EAGLEInference:
         input_ids: Prompts,
         max_new_tokens: int = 128,
         *,
-        seeds: int | Sequence[int] | None = None,
+        seeds: Seeds = None,
         speculative: bool = True,
         **overrides,
     ) -> TokenStream:
@@ -116,22 +125,38 @@ class EAGLEInference:
         config = replace(self.config, **overrides) if overrides else self.config
         return TokenStream(self, input_ids, max_new_tokens, seeds, speculative, config)
 
+    @torch.inference_mode()
+    def next_token_logits(self, token_ids: list[int]) -> Tensor:
+        """The target's logits [V] fp32 for the token after these, from one causal pass without drafts."""
+        tokens = torch.tensor([token_ids], device=self.device)
+        positions = torch.arange(len(token_ids), device=self.device)[None]
+        pool = KVPool(self.target.kv_shape, [len(token_ids)], self.config.page_size, self.target.dtype, self.device)
+        attend = PromptAttend(pool, 0, len(token_ids))
+        return self.target.forward(tokens, positions, attend, last_only=True).logits[0, -1].float()
+
+    def _check_topk(self, config: EAGLEConfig) -> None:
+        if config.topk >= self.draft.draft_vocab_size:
+            raise ValueError(
+                f"EAGLEInference: topk must be smaller than the draft vocabulary of {self.draft.draft_vocab_size} "
+                f"tokens, got {config.topk}"
+            )
+
 
 class TokenStream(Iterator[TokenEvent]):
     """The tokens of one generate call, in the order in which they are committed."""
 
     def __init__(self, engine: EAGLEInference, input_ids, max_new_tokens, seeds, speculative, config):
         self._engine, self._config = engine, config
-        self._speculative, self._max_new_tokens = speculative, max_new_tokens
-        self._prompts, self._is_single = _read_prompts(input_ids)
+        self._speculative, self._max_new_tokens = speculative, read_max_new_tokens(max_new_tokens)
+        self._prompts, self._is_single = read_prompts(input_ids)
         self._check(speculative)
-        self._seeds = _read_seeds(seeds, len(self._prompts))
+        self._seeds = read_seeds(seeds, len(self._prompts))
         self._eos = frozenset(config.eos_token_ids or ())
         self._tokens: list[list[int]] = [[] for _ in self._prompts]
         self._stats = GenerationStats(
             num_requests=len(self._prompts),
             num_steps=config.num_steps if speculative else 0,
-            num_draft_tokens=config.num_draft_tokens if speculative else 1,
+            num_draft_tokens=config.num_verify_tokens if speculative else 1,
             seeds=self._seeds,
             prompt_tokens=sum(len(prompt) for prompt in self._prompts),
             accepted_per_depth=[0] * (config.num_steps if speculative else 0),
@@ -148,10 +173,9 @@ class TokenStream(Iterator[TokenEvent]):
 
     def _check(self, speculative: bool) -> None:
         engine, config = self._engine, self._config
-        if self._max_new_tokens < 1:
-            raise ValueError(f"generate: max_new_tokens must be at least 1, got {self._max_new_tokens}")
         limit = engine.target.max_length
         if speculative:
+            engine._check_topk(config)
             limit = min(limit, engine.draft.max_length)
         limit = min(limit, config.max_length or limit)
         for index, prompt in enumerate(self._prompts):
@@ -174,6 +198,7 @@ class TokenStream(Iterator[TokenEvent]):
         with torch.inference_mode():
             state = self._prefill(stepper)
             first_tokens = state.roots.tolist()
+        synchronize(self._engine.device)  # the draft's own prefill may still be running
         stats.prefill_time_s = time.perf_counter() - start_s
         live = list(range(len(self._prompts)))
         for request, token in enumerate(first_tokens):
@@ -250,32 +275,19 @@ class TokenStream(Iterator[TokenEvent]):
             stats.accepted_per_depth[depth] += 1
 
 
-def _read_prompts(input_ids: Prompts) -> tuple[list[list[int]], bool]:
-    """Prompts as lists, and whether there was a single one without a batch axis."""
-    if isinstance(input_ids, Tensor):
-        if input_ids.dim() not in (1, 2) or input_ids.is_floating_point():
-            raise ValueError(
-                f"generate: input_ids must be integer ids [L] or [B, L], got {input_ids.dtype} {list(input_ids.shape)}"
-            )
-        input_ids = input_ids.tolist()
-    rows = [row.tolist() if isinstance(row, Tensor) else row for row in input_ids]
-    is_single = not rows or isinstance(rows[0], int)
-    return ([rows] if is_single else [list(row) for row in rows]), is_single
-
-
-def _read_seeds(seeds: int | Sequence[int] | None, count: int) -> list[int]:
-    if seeds is None:
-        return torch.randint(-(2**63), 2**63 - 1, (count,)).tolist()
-    seeds = [seeds] * count if isinstance(seeds, int) else list(seeds)
-    for seed in seeds:
-        if not -(2**63) <= seed < 2**63:
-            raise ValueError(f"generate: seeds must fit in 64 bits, got {seed}")
-    if len(seeds) != count:
-        raise ValueError(f"generate: seeds must be one for all or one per prompt, got {len(seeds)} for {count} prompts")
-    return seeds
-
-
 def _as_flags(live: list[int], batch_size: int, device: torch.device) -> Tensor:
     flags = torch.zeros(batch_size, dtype=torch.int64)
     flags[live] = 1
     return flags.to(device)
+
+
+def _is_same_device(one: torch.device, other: torch.device) -> bool:
+    """`cuda` is any `cuda:N`."""
+    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
+
+
+def _rounds_fp32_matmuls() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # its newer sibling, torch.backends.cuda.matmul.fp32_precision, was set to something lower
+        return True

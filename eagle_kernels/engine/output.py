@@ -83,9 +83,7 @@ class GenerationStats:
         return self.mean_accept_length * self.plain_step_ms / self.step_ms
 
     def __getitem__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(self, name):
-            raise KeyError(name)
-        return getattr(self, name)
+        return self.to_dict()[name]
 
     def to_dict(self) -> dict[str, Any]:
         """Fields and properties, ready for JSON."""

@@ -1,4 +1,6 @@
-"""One speculative step of a batch: draft a tree, verify it, keep the accepted path. No host synchronisation inside.
+"""One speculative step of a batch: draft a tree, verify it, keep the accepted path.
+
+A step never waits for the device, except with masks of layout `full_mask`, whose size the host must know.
 
 Positions, for a request with n committed tokens t_0 .. t_{n-1} and root t_n (sampled, not yet in the target's KV):
 the target reads node of depth d at position n + d. The draft reads token t_i at position and slot i - token_shift, for
@@ -20,7 +22,7 @@ from .config import EAGLEConfig
 from .kv_pool import DecodeAttend, KVPool, PromptAttend, TreeAttend
 from .models.protocol import DraftModel, TargetModel
 from .timing import PhaseTimer
-from .tree_mask import pack_tree_mask
+from .tree_mask import pack_bits, pack_tree_mask
 
 
 class Sampling(NamedTuple):
@@ -76,8 +78,12 @@ class Stepper:
         self.target, self.draft, self.config = target, draft, config
         self.target_pool, self.draft_pool, self.timer = target_pool, draft_pool, timer
         self.num_steps = config.num_steps if draft else 0
-        self.num_nodes = config.num_draft_tokens if draft else 1
+        self.num_nodes = config.num_verify_tokens if draft else 1
         self._capture = draft.aux_layers if draft else ()
+        # Of an accepted path, root included: each row sees itself and the rows before it.
+        rows, page_table = self.num_steps + 1, target_pool.block_table
+        causal = torch.ones(rows, rows, dtype=torch.bool, device=page_table.device).tril()
+        self._causal_words = pack_bits(causal).expand(len(page_table), -1, -1).contiguous()
 
     def prefill(self, prompts: list[Tensor], seeds: Tensor, sampling: Sampling | None) -> BatchState:
         """Runs the prompts (each [L] int64) and draws the token that follows; that token is the first root."""
@@ -246,12 +252,11 @@ class Stepper:
         batch_size, num_rows = tokens.shape
         draft_lengths = self._draft_lengths(state)
         row = torch.arange(num_rows, device=tokens.device)
-        causal = ((torch.ones_like(row) << (row + 1)) - 1).expand(batch_size, -1)[..., None].contiguous()
         output = self.draft.forward(
             tokens.clamp(min=0),
             features,
             (draft_lengths[:, None] + row).clamp(max=self.draft.max_length - 1),
-            TreeAttend(self.draft_pool, draft_lengths, 0, num_rows, causal),
+            TreeAttend(self.draft_pool, draft_lengths, 0, num_rows, self._causal_words),
             from_target=True,
         )
         request = torch.arange(batch_size, device=tokens.device)

@@ -8,21 +8,28 @@ import time
 import torch
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until everything queued on `device` is done; returns at once where nothing queues."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class PhaseTimer:
     """Adds up named phases: `with timer.phase("verify"): ...`."""
 
     def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
+        self._device = device
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._total_ms: dict[str, float] = {}
 
     @contextlib.contextmanager
     def phase(self, name: str):
-        if self._on_gpu:
+        if self._device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
+            # Not the current device's stream: the models may be on another device.
+            start.record(torch.cuda.current_stream(self._device))
             yield
-            end.record()
+            end.record(torch.cuda.current_stream(self._device))
             self._events.append((name, start, end))
         else:
             start_s = time.perf_counter()
@@ -32,7 +39,7 @@ class PhaseTimer:
     def total_ms(self) -> dict[str, float]:
         """Milliseconds of each phase so far; waits for the device."""
         if self._events:
-            torch.cuda.synchronize()
+            synchronize(self._device)
             for name, start, end in self._events:
                 self._add(name, start.elapsed_time(end))
             self._events.clear()

@@ -19,9 +19,11 @@ def pack_tree_mask(tree_mask: Tensor, mode: str, seq_lens: Tensor, num_nodes: in
         width = (seq_lens + num_nodes)[:, None, None]
         start = (num_nodes * (seq_lens + num_nodes)).cumsum(0)[:, None, None] - num_nodes * width
         tree_mask = tree_mask[start + node[:, None] * width + seq_lens[:, None, None] + node]
-    bit = torch.arange(num_nodes, device=tree_mask.device)
-    words = [
-        (tree_mask[..., inside].to(torch.int64) << (bit[inside] % 64)).sum(-1)
-        for inside in (bit // 64 == word for word in range(-(-num_nodes // 64)))
-    ]
+    return pack_bits(tree_mask)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Words int64 [..., ceil(N / 64)] of a bool mask [..., N]: bit j % 64 of word j // 64 is entry j."""
+    bit = torch.arange(64, device=mask.device)
+    words = [(part.to(torch.int64) << bit[: part.shape[-1]]).sum(-1) for part in mask.split(64, dim=-1)]
     return torch.stack(words, dim=-1)

@@ -16,24 +16,32 @@ import torch
 
 pytest.importorskip("safetensors")
 
+from eagle_kernels import EAGLEInference
 from eagle_kernels.engine.cli import main
 from eagle_kernels.engine.models.llama import Llama, LlamaConfig
 from eagle_kernels.engine.models.loading import demo_pair, save_folder
+from eagle_kernels.runtime import language
 from eagle_kernels.runtime.library import backend
+from op_tests.engine.toys import plain_logits
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "def quicksort(items):\n"
 TARGET, DRAFT = demo_pair()
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def generate(*arguments: str | Path, prompt: str = PROMPT) -> int:
-    return main(["generate", prompt, "--device", "cpu", *map(str, arguments)])
+    return main(["generate", prompt, *map(str, arguments)])
 
 
 def split_report(output: str) -> tuple[str, dict[str, str]]:
     """The text, and the rows of the table below it."""
     text, _, table = output.rpartition("\n\n")
-    return text, dict(re.split(r" {2,}", line, maxsplit=1) for line in table.splitlines())
+    return text, read_rows(table)
+
+
+def read_rows(table: str) -> dict[str, str]:
+    return dict(line.split(": ", maxsplit=1) for line in table.splitlines())
 
 
 def test_generate_prints_prompt_text_and_table(capsys):
@@ -62,6 +70,34 @@ def test_compare_adds_plain_decoding(capsys):
     assert table["identical"] == "yes" and table["speedup"].endswith("x")
 
 
+@pytest.mark.parametrize(("temperature", "remark"), [(0, ""), (0.5, " before the noise")])
+def test_compare_says_where_and_by_what_gap_texts_part(capsys, monkeypatch, temperature, remark):
+    generated = EAGLEInference.generate
+    seen = []
+
+    def generate_another_token(engine, prompt, *arguments, **keywords):
+        output = generated(engine, prompt, *arguments, **keywords)
+        if not keywords.get("speculative", True):
+            seen.append((engine, prompt, list(output.output_ids)))
+            output.output_ids[5] = 90
+        return output
+
+    monkeypatch.setattr(EAGLEInference, "generate", generate_another_token)
+    arguments = ("--max-new-tokens", 12, "--compare", "--temperature", temperature, "--seed", 1)
+    assert generate(*arguments) == 0
+    row = split_report(capsys.readouterr().out)[1]["identical"]
+    assert generate(*arguments, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    engine, prompt, tokens = seen[-1]
+    logits = plain_logits(engine, prompt + tokens[:5])[-1]
+    gap = float(logits[90] - logits[tokens[5]])
+    assert report["identical"] is False and report["parts_at"] == 5
+    assert report["logit_gap"] == pytest.approx(abs(gap), abs=1e-3) and abs(gap) > 0.01
+    rest = bytes([90, *tokens[6:]]).decode()
+    shown_gap = f"{report['logit_gap']:.4f}{remark}"
+    assert row == f"no, from token 5 (logit gap {shown_gap}); plain goes on with {rest!r}"
+
+
 def test_json_is_one_object_and_nothing_else(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert generate("--max-new-tokens", 24, "--compare", "--json") == 0
@@ -72,7 +108,7 @@ def test_json_is_one_object_and_nothing_else(capsys, monkeypatch):
     assert bytes(report["token_ids"]).decode() == report["text"] and len(report["token_ids"]) == 24
     assert report["generated_tokens"] == 24 and report["finish_reasons"] == ["length"]
     assert report["mean_accept_length"] == 1 + report["accepted"] / report["steps"]
-    assert report["identical"] is True and report["parts_at"] is None
+    assert report["identical"] is True and report["parts_at"] is None and report["logit_gap"] is None
     assert report["speedup"] > 0 and report["plain_tokens_per_second"] > 0
 
 
@@ -113,11 +149,23 @@ def test_folders_can_be_named(capsys):
 
 def test_env_prints_versions_and_backend(capsys):
     assert main(["env"]) == 0
-    rows = dict(re.split(r" {2,}", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    rows = read_rows(capsys.readouterr().out)
     assert rows["eagle_kernels"] == str(ROOT / "eagle_kernels")
     assert (rows["python"], rows["torch"]) == (platform.python_version(), torch.__version__)
     assert "triton" in rows and rows["backend on cpu"] == backend(torch.device("cpu"))
     assert "cuda:0" in rows or rows["gpu"] == "none that torch can use"
+
+
+def test_env_knows_where_older_tritons_cache(capsys, monkeypatch, tmp_path):
+    triton = pytest.importorskip("triton")
+    monkeypatch.delattr(triton, "knobs", raising=False)
+    monkeypatch.setitem(sys.modules, "triton.knobs", None)  # importing it fails, as before triton 3.4
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert main(["env"]) == 0
+    assert read_rows(capsys.readouterr().out)["triton cache"] == str(tmp_path)
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    assert main(["env"]) == 0
+    assert read_rows(capsys.readouterr().out)["triton cache"] == str(Path.home() / ".triton" / "cache")
 
 
 def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
@@ -144,6 +192,7 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         (["--device", "cuda:99"], "--device cuda:99: this machine has"),
         (["--topk", 0], "topk must lie in 1..16, got 0"),
         (["--num-steps", 0], "num_steps must be at least 1, got 0"),
+        (["--num-steps", 65], "num_steps must lie in 1..64 for topk=8, got 65"),
         (["--num-draft-tokens", 1000], "num_draft_tokens must lie in 2..min(256,"),
         (["--topk", 1, "--num-draft-tokens", 7], "= 6 for topk=1, num_steps=5 (the root counts), got 7"),
         (["--max-new-tokens", 0], "max_new_tokens must be at least 1, got 0"),
@@ -157,6 +206,25 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
 )
 def test_bad_arguments_are_named(capsys, arguments, message):
     assert message in complaint(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("has_triton", "message"),
+    [(True, "the triton backend cannot run on cpu tensors"), (False, "the triton backend needs the package triton")],
+)
+def test_a_backend_that_cannot_run_is_named(capsys, monkeypatch, has_triton, message):
+    monkeypatch.setenv("EAGLE_KERNELS_BACKEND", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(language, "AVAILABLE", has_triton)
+    assert message in complaint(capsys, "--device", "cpu")
+
+
+def test_running_out_of_memory_is_one_line(capsys, monkeypatch):
+    def run_out(*arguments, **keywords):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB.\nAnd a second line.")
+
+    monkeypatch.setattr(EAGLEInference, "stream", run_out)
+    assert complaint(capsys) == "CUDA out of memory. Tried to allocate 2 TiB."
 
 
 def test_bad_prompts_are_named(capsys):
@@ -182,6 +250,39 @@ def test_broken_folders_are_named(capsys, tmp_path, which, file_name, contents, 
     pair = {"target": TARGET, "draft": DRAFT} | {which: broken}
     told = complaint(capsys, "--target", pair["target"], "--draft", pair["draft"])
     assert told.startswith(f"{broken}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("which", "changes", "message"),
+    [
+        ("target", {"rms_norm_eps": "x"}, "config.json: rms_norm_eps must be a number, got 'x'"),
+        ("target", {"rope_theta": "abc"}, "config.json: rope_theta must be a number, got 'abc'"),
+        ("target", {"rope_scaling": "linear"}, "config.json: rope_scaling must be an object, got 'linear'"),
+        ("target", {"tie_word_embeddings": "no"}, "config.json: tie_word_embeddings must be true or false, got 'no'"),
+        ("target", {"num_hidden_layers": True}, "config.json: num_hidden_layers must be a positive integer, got True"),
+        ("target", {"eos_token_id": "end"}, "eos_token_id must be a token id or a list of them, got 'end'"),
+        ("draft", {"eagle_config": [1]}, "config.json: eagle_config must be an object, got [1]"),
+        ("draft", {"eagle_config": {LAYER_IDS: 5}}, f"config.json: {LAYER_IDS} must be a list of integers, got 5"),
+        ("draft", {"eagle_config": {LAYER_IDS: ["a"]}}, f"config.json: {LAYER_IDS} must be a list of integers, got"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_configs_are_named(capsys, tmp_path, which, changes, message):
+    broken = tmp_path / "broken"
+    shutil.copytree(TARGET if which == "target" else DRAFT, broken)
+    config = json.loads((broken / "config.json").read_text()) | changes
+    (broken / "config.json").write_text(json.dumps(config))
+    pair = {"target": TARGET, "draft": DRAFT} | {which: broken}
+    told = complaint(capsys, "--target", pair["target"], "--draft", pair["draft"])
+    assert told.startswith(f"{broken}: {message}")
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": 3}, {"weight_map": {"model.norm.weight": 1}}])
+def test_a_bad_index_is_named(capsys, tmp_path, index):
+    shutil.copytree(TARGET, tmp_path / "broken", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "broken" / "model.safetensors.index.json").write_text(json.dumps(index))
+    told = complaint(capsys, "--target", tmp_path / "broken", "--draft", DRAFT)
+    assert told.startswith(f"{tmp_path / 'broken'}: model.safetensors.index.json: weight_map must be an object")
 
 
 @pytest.mark.parametrize(("changes", "message"), [({"hidden_size": 128}, "128"), ({"vocab_size": 300}, "300")])

@@ -7,13 +7,31 @@ import dataclasses
 import pytest
 
 from eagle_kernels import EAGLEConfig
+from eagle_kernels.ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
+from eagle_kernels.ops.tree.organize_draft_results import MAX_CANDIDATES
 
 
 def test_defaults():
     config = EAGLEConfig()
-    assert (config.topk, config.num_steps, config.num_draft_tokens) == (8, 5, 32)
-    assert EAGLEConfig(topk=2, num_steps=3).num_draft_tokens == 1 + 2 + 2 * 4
-    assert EAGLEConfig(topk=1, num_steps=5).num_draft_tokens == 6
+    assert (config.topk, config.num_steps, config.num_draft_tokens) == (8, 5, None)
+    assert config.num_verify_tokens == 32
+    assert EAGLEConfig(topk=2, num_steps=3).num_verify_tokens == 1 + 2 + 2 * 4
+    assert EAGLEConfig(topk=1, num_steps=5).num_verify_tokens == 6
+    assert EAGLEConfig(num_draft_tokens=40).num_verify_tokens == 40
+
+
+def test_the_default_number_of_nodes_follows_the_tree():
+    assert dataclasses.replace(EAGLEConfig(), topk=2, num_steps=3).num_verify_tokens == 11
+    assert dataclasses.replace(EAGLEConfig(topk=1), topk=8).num_verify_tokens == 32
+
+
+@pytest.mark.parametrize(("topk", "num_steps"), [(1, 255), (2, 255), (4, 129), (8, 64), (16, 16)])
+def test_the_deepest_trees_that_the_ops_hold(topk, num_steps):
+    config = EAGLEConfig(topk=topk, num_steps=num_steps)
+    assert topk + (num_steps - 1) * topk**2 <= MAX_CANDIDATES
+    assert (num_steps - 1) * topk <= MAX_DRAFT_KEYS and num_steps + 1 <= MAX_QUERY
+    with pytest.raises(ValueError, match=rf"num_steps must lie in 1..{num_steps} for topk={topk}, got {num_steps + 1}"):
+        dataclasses.replace(config, num_steps=num_steps + 1)
 
 
 def test_a_config_cannot_change():
@@ -27,6 +45,20 @@ def test_a_config_cannot_change():
         ({"topk": 0}, r"topk must lie in 1..16, got 0"),
         ({"topk": 17}, r"topk must lie in 1..16, got 17"),
         ({"num_steps": 0}, "num_steps must be at least 1, got 0"),
+        ({"topk": 2.5}, "topk must be an int, got 2.5"),
+        ({"topk": "8"}, "topk must be an int, got '8'"),
+        ({"topk": True}, "topk must be an int, got True"),
+        ({"num_steps": 2.0}, "num_steps must be an int, got 2.0"),
+        ({"num_draft_tokens": 4.0}, "num_draft_tokens must be an int or None, got 4.0"),
+        ({"temperature": "1"}, "temperature must be a number, got '1'"),
+        ({"temperature": None}, "temperature must be a number, got None"),
+        ({"top_k": 1.0}, "top_k must be an int, got 1.0"),
+        ({"top_p": "0.9"}, "top_p must be a number, got '0.9'"),
+        ({"min_p": True}, "min_p must be a number, got True"),
+        ({"eos_token_ids": 5}, "eos_token_ids must be None or a tuple of token ids, got 5"),
+        ({"eos_token_ids": ["a"]}, r"eos_token_ids must be None or a tuple of token ids, got \['a'\]"),
+        ({"max_length": "64"}, "max_length must be an int or None, got '64'"),
+        ({"page_size": 16.0}, "page_size must be an int, got 16.0"),
         (
             {"topk": 2, "num_steps": 3, "num_draft_tokens": 12},
             r"num_draft_tokens must lie in 2..min\(256, 1 \+ topk \+ \(num_steps - 1\) \* topk\^2\) = 11 for topk=2, "

@@ -90,6 +90,13 @@ def test_acceptance_is_what_was_measured(pair, prompts):
     assert is_in_band(length), f"mean acceptance length {length:.3f}, measured {MEASURED_ACCEPT_LENGTH}"
 
 
+@pytest.mark.parametrize("temperature, least", [(0.0, 4.5), (1.0, 3.2)])
+def test_drafting_pays_greedy_and_sampled(pair, prompts, temperature, least):
+    _, stats = pair.generate(prompts[:8], 48, seeds=range(8), temperature=temperature)
+    print(f"temperature {temperature}: mean acceptance length {stats.mean_accept_length:.2f}")
+    assert stats.mean_accept_length >= least
+
+
 def swap_concatenation(engine, monkeypatch):
     """Hidden state before embedding."""
     projections = engine.draft.midlayer.self_attn
@@ -159,11 +166,11 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_silent_faults_leave_the_band(fault, pair, prompts, monkeypatch):
+def test_silent_faults_leave_the_band(fault, pair, prompts, monkeypatch, note):
     engine = load()
     fault(engine, monkeypatch)
     length = accept_length(engine, prompts)
-    print(f"{fault.__name__}: {length:.3f} instead of {MEASURED_ACCEPT_LENGTH}")
+    note(f"mean acceptance length {length:.3f} instead of {MEASURED_ACCEPT_LENGTH}")
     assert not is_in_band(length), f"{fault.__name__} costs nothing that the band could show: {length:.3f}"
 
 
@@ -176,7 +183,7 @@ def test_the_target_as_its_own_draft(pair, prompts):
 
 
 @pytest.mark.gpu
-def test_bf16_text_is_greedy_up_to_named_ties(prompts):
+def test_bf16_text_is_greedy_up_to_named_ties(prompts, note):
     """Teacher-forced: every token is the argmax of a plain pass over the text, or within a bf16 rounding of it."""
     engine = load(torch.bfloat16)
     text, _ = engine.generate(prompts, NEW_TOKENS)
@@ -189,5 +196,5 @@ def test_bf16_text_is_greedy_up_to_named_ties(prompts):
         assert (gap <= named_gap).all(), f"a token lies {gap.max().item():.3f} below the argmax"
         ties += int((gap > 0).sum())
         checked += len(continuation)
-    print(f"bf16: {ties} of {checked} tokens are not the plain argmax, all within 4 roundings of it")
+    note(f"{ties} of {checked} tokens are not the plain argmax, all within 4 roundings of it")
     assert ties < 0.05 * checked

@@ -68,6 +68,13 @@ def test_tree_shapes(target, topk, num_steps, nodes):
     assert engine.generate(PROMPTS, 8)[0] == engine.generate(PROMPTS, 8, speculative=False)[0]
 
 
+def test_a_tree_can_be_chosen_per_call(target):
+    engine = EAGLEInference(target, target)
+    text, stats = engine.generate(PROMPTS, 8, topk=2, num_steps=3)
+    assert (stats.num_steps, stats.num_draft_tokens) == (3, 11)
+    assert text == engine.generate(PROMPTS, 8, speculative=False)[0]
+
+
 @pytest.mark.parametrize("mode", ["full_mask", "qlen_only", "qlen_only_bitpacking"])
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_mask_layouts_and_page_sizes_change_nothing(target, mode, page_size):
@@ -182,8 +189,9 @@ def test_statistics_add_up(target, stranger):
     assert set(stats.phase_time_ms) == {"draft", "verify", "sample", "bookkeeping"}
     assert plain.mean_accept_length == 1 and plain.accepted_per_depth == [] and plain.steps == 3 * 11
     assert stats.to_dict()["tokens_per_second"] == stats.tokens_per_second
-    with pytest.raises(KeyError):
-        stats["no_such_number"]
+    for name in ("no_such_number", "to_dict", "__dict__", 0):
+        with pytest.raises(KeyError):
+            stats[name]
 
 
 def test_fresh_seeds_are_returned_and_repeat_the_text(target, stranger):
@@ -224,9 +232,47 @@ def test_bad_input_is_named(target, stranger, call, message):
 
 
 def test_models_that_do_not_fit_are_named(target):
-    other = random_llama(vocab_size=50)
+    other = random_llama(vocab_size=50, device=target.device)
     with pytest.raises(ValueError, match="the draft's vocabulary of 50 tokens is not the target's 61"):
         EAGLEInference(other, target)
     small = random_llama(vocab_size=8)
     with pytest.raises(ValueError, match="topk must be smaller than the draft vocabulary of 8 tokens, got 8"):
         EAGLEInference(small, small, EAGLEConfig(topk=8))
+    engine = EAGLEInference(small, small, EAGLEConfig(topk=4))
+    with pytest.raises(ValueError, match="topk must be smaller than the draft vocabulary of 8 tokens, got 9"):
+        engine.generate([1], 2, topk=9)
+
+
+def test_models_must_share_device_and_dtype():
+    toy, other = ToyModel(), ToyModel()
+    other.dtype = torch.float16
+    with pytest.raises(ValueError, match="the draft's dtype torch.float16 is not the target's torch.float32"):
+        EAGLEInference(other, toy)
+    other = ToyModel()
+    other.device = torch.device("meta")
+    with pytest.raises(ValueError, match="the draft's device meta is not the target's cpu"):
+        EAGLEInference(other, toy)
+    with pytest.raises(ValueError, match="device must be where the models are, on cpu, got cuda"):
+        EAGLEInference(toy, toy, device="cuda")
+    del other.device, other.dtype  # a draft need not tell
+    assert EAGLEInference(other, toy, device="cpu").device == toy.device
+
+
+@pytest.mark.parametrize("precision, warns", [("highest", False), ("high", True), (RuntimeError, True)])
+def test_rounded_matmuls_are_warned_of(monkeypatch, recwarn, precision, warns):
+    """On a GPU, in fp32; torch answers with an error where its two settings disagree."""
+
+    def get_precision():
+        if precision is RuntimeError:
+            raise RuntimeError("mixed settings")
+        return precision
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", get_precision)
+    toy = ToyModel()
+    EAGLEInference(toy, toy)
+    assert not recwarn, "not on the CPU"
+    toy.device = torch.device("cuda")
+    EAGLEInference(toy, toy)
+    assert [str(warning.message)[:50] for warning in recwarn] == warns * [
+        "EAGLEInference: torch rounds the inputs of fp32 ma"
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .protocol import Attend, DraftOutput, KVShape, TargetModel
@@ -20,6 +21,14 @@ class CausalDraft:
         self.draft_vocab_size: int = model.vocab_size
         self.max_length: int = model.max_length
         self.kv_shape: KVShape = model.kv_shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
 
     def forward(
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool

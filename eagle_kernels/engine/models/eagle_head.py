@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .llama import MLP, Attention, LlamaConfig, RMSNorm, Rotary
+from ..values import is_integer
+from .llama import MLP, Attention, LlamaConfig, RMSNorm, Rotary, read_section
 from .protocol import Attend, DraftOutput, KVShape, ModelError, TargetModel
 
 # Variants of the head that other trainers can write, with the one value that is implemented, as `llama.IMPLEMENTED`;
@@ -70,15 +71,20 @@ class EagleConfig(LlamaConfig):
 
     @classmethod
     def _read(cls, config: dict[str, Any]) -> dict[str, Any]:
-        eagle_config = config.get("eagle_config") or {}
+        eagle_config = read_section(config, "eagle_config")
         for section in (config, eagle_config):
             for name, implemented in IMPLEMENTED.items():
                 value = section.get(name)
                 if value is not None and value != implemented:
                     raise ModelError(f"config.json: {name}={value!r} is not implemented (only {implemented!r})")
         values = super()._read(config)
+        values.pop("aux_layers", None)  # this file's name for what checkpoints say in eagle_config
         layer_ids = eagle_config.get("eagle_aux_hidden_state_layer_ids")
         if layer_ids is not None:
+            if not (isinstance(layer_ids, list) and layer_ids and all(map(is_integer, layer_ids))):
+                raise ModelError(
+                    f"config.json: eagle_aux_hidden_state_layer_ids must be a list of integers, got {layer_ids!r}"
+                )
             # SGLang and SpecForge name the layer whose output is taken; that output is the next hidden_states entry.
             values["aux_layers"] = tuple(layer_id + 1 for layer_id in layer_ids)
         return values
@@ -152,6 +158,14 @@ class EagleHead(nn.Module):
     @property
     def draft_to_target(self) -> Tensor | None:
         return self.d2t
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
 
     @property
     def _embedding(self) -> nn.Embedding:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..values import is_integer
 from .protocol import Attend, KVShape, ModelError, TargetOutput
 
 # Keys of a Hugging Face config.json that change the computation, with the one value that is implemented.
@@ -52,8 +53,12 @@ class LlamaConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             is_size = field.type in ("int", "int | None") and value is not None
-            if is_size and (not isinstance(value, int) or value < 1):
+            if is_size and not (is_integer(value) and value > 0):
                 raise ModelError(f"config.json: {field.name} must be a positive integer, got {value!r}")
+            if field.type == "float" and not (is_integer(value) or isinstance(value, float)):
+                raise ModelError(f"config.json: {field.name} must be a number, got {value!r}")
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ModelError(f"config.json: {field.name} must be true or false, got {value!r}")
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
@@ -84,17 +89,25 @@ class LlamaConfig:
         return values
 
 
-def _rope_theta(config: dict[str, Any]) -> dict[str, float]:
+def read_section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """The JSON object under a key of config.json; {} where the key is absent or null."""
+    section = config.get(name)
+    if section is not None and not isinstance(section, dict):
+        raise ModelError(f"config.json: {name} must be an object, got {section!r}")
+    return section or {}
+
+
+def _rope_theta(config: dict[str, Any]) -> dict[str, Any]:
     """`rope_theta` from either place: the top level, or `rope_parameters`, where transformers 5 writes it."""
     parameters: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        rope = config.get(name) or {}
+        rope = read_section(config, name)
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type != "default":
             raise ModelError(f"config.json: {name} of type {rope_type!r} is not implemented (only 'default')")
         parameters.update(rope)
     theta = parameters.get("rope_theta", config.get("rope_theta"))
-    return {} if theta is None else {"rope_theta": float(theta)}
+    return {} if theta is None else {"rope_theta": theta}
 
 
 class RMSNorm(nn.Module):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..values import is_integer
 from .eagle_head import EagleConfig, EagleHead
 from .llama import Llama, LlamaConfig
 from .protocol import ModelError, TargetModel
@@ -71,7 +72,10 @@ def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
         eos = read_json(folder / "generation_config.json", is_optional=True).get(
             "eos_token_id", config.get("eos_token_id")
         )
-    return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        token_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        if not all(map(is_integer, token_ids)):
+            raise ModelError(f"eos_token_id must be a token id or a list of them, got {eos!r}")
+    return token_ids
 
 
 def save_folder(module: nn.Module, config: dict[str, Any], folder: str | Path) -> None:
@@ -132,7 +136,10 @@ def _read_tensors(folder: Path, device: str | torch.device, dtype: torch.dtype) 
     if (folder / "model.safetensors").is_file():
         file_names = ["model.safetensors"]
     elif index.is_file():
-        file_names = sorted(set(read_json(index)["weight_map"].values()))
+        weight_map = read_json(index).get("weight_map")
+        if not (isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())):
+            raise ModelError(f"{index.name}: weight_map must be an object that names the file of each tensor")
+        file_names = sorted(set(weight_map.values()))
     else:
         raise ModelError(
             "neither model.safetensors nor model.safetensors.index.json is there (.bin files are not read)"

@@ -119,6 +119,8 @@ class DraftModel(Protocol):
     draft_to_target     [Vd] int64 *offsets*, target id = draft id + draft_to_target[draft id]; None when Vd = V
     token_shift         1 for EAGLE: the row of token t_i carries the feature of t_{i-1} and sits at draft position
                         i - 1, so t_0 has no row. 0 for a plain language model: t_i sits at position i.
+
+    A draft that says its `device` and `dtype` as a target does is checked against the target.
     """
 
     @property

@@ -74,4 +74,4 @@ def _describe(tree: EAGLEConfig) -> str:
     """The drafting tree in words."""
     if tree.topk == 1:
         return f"chain of {tree.num_steps}"
-    return f"top {tree.topk}, {tree.num_steps} levels, {tree.num_draft_tokens} nodes"
+    return f"top {tree.topk}, {tree.num_steps} levels, {tree.num_verify_tokens} nodes"

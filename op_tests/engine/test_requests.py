@@ -1,0 +1,96 @@
+"""Prompts, seeds and limits in every type a caller may hold them, and one clear line for the rest."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+
+from eagle_kernels.engine.requests import read_max_new_tokens, read_prompts, read_seeds
+
+
+@pytest.mark.parametrize(
+    "input_ids",
+    [
+        [1, 2, 3],
+        (1, 2, 3),
+        range(1, 4),
+        torch.tensor([1, 2, 3]),
+        torch.tensor([1, 2, 3], dtype=torch.uint8),
+        numpy.array([1, 2, 3]),
+        [numpy.int64(1), numpy.int32(2), torch.tensor(3)],
+    ],
+)
+def test_one_prompt(input_ids):
+    assert read_prompts(input_ids) == ([[1, 2, 3]], True)
+
+
+@pytest.mark.parametrize(
+    "input_ids",
+    [
+        [[1, 2], [3, 4]],
+        torch.tensor([[1, 2], [3, 4]]),
+        numpy.array([[1, 2], [3, 4]]),
+        [torch.tensor([1, 2]), numpy.array([3, 4])],
+        ([numpy.int64(1), 2], (3, 4)),
+    ],
+)
+def test_several_prompts(input_ids):
+    assert read_prompts(input_ids) == ([[1, 2], [3, 4]], False)
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "message"),
+    [
+        ("text", "got 'text'; a tokenizer makes them of text"),
+        (7, "got 7"),
+        (["text"], "prompt 0 holds 'text'"),
+        ([[1], "text"], "prompt 1 holds 'text'"),
+        ([[1], 2], "prompt 1 holds 2"),
+        ([[1], [1.5]], "prompt 1 holds 1.5"),
+        ([1, True], "prompt 0 holds True"),
+        (torch.tensor([True, False]), "prompt 0 holds True"),
+        (numpy.array([True]), "prompt 0 holds True"),
+        (torch.zeros(2), "prompt 0 holds 0.0"),
+        (torch.zeros(1, 1, 100, dtype=torch.int64), r"prompt 0 holds \[0, 0, .*\.\.\.$"),
+    ],
+)
+def test_other_prompts_are_refused(input_ids, message):
+    with pytest.raises(ValueError, match=r"^generate: input_ids must be integer ids \[L\] or \[B, L\], " + message):
+        read_prompts(input_ids)
+
+
+@pytest.mark.parametrize(
+    "seeds", [4, numpy.int64(4), torch.tensor(4), [4, 4], (4, 4), torch.tensor([4, 4]), numpy.array([4, 4])]
+)
+def test_seeds(seeds):
+    assert read_seeds(seeds, 2) == [4, 4]
+
+
+def test_one_seed_as_a_tensor():
+    assert read_seeds(torch.tensor([4]), 1) == [4]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "message"),
+    [
+        (1.5, "seeds must be ints, got 1.5"),
+        ("4", "seeds must be ints, got '4'"),
+        ([1, None], "seeds must be ints, got None"),
+        (True, "seeds must be ints, got True"),
+        ([2**63, 0], "seeds must fit in 64 bits"),
+        ([1], "got 1 for 2 prompts"),
+    ],
+)
+def test_other_seeds_are_refused(seeds, message):
+    with pytest.raises(ValueError, match="^generate: " + message + "|" + message + "$"):
+        read_seeds(seeds, 2)
+
+
+def test_max_new_tokens():
+    assert read_max_new_tokens(3) == read_max_new_tokens(numpy.int64(3)) == 3
+    for value in (3.0, "3", None, True, [3]):
+        with pytest.raises(ValueError, match="^generate: max_new_tokens must be an int, got "):
+            read_max_new_tokens(value)
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+        read_max_new_tokens(0)

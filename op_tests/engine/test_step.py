@@ -1,0 +1,93 @@
+"""The speculative step: paths longer than a mask word, no waiting for the device, time taken on the right device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine import timing
+from eagle_kernels.engine.step import Stepper
+from eagle_kernels.engine.tree_mask import pack_bits
+from op_tests.engine.toys import ToyModel, random_llama
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 130])
+def test_pack_bits(size):
+    mask = torch.rand(2, 3, size) < 0.5
+    words = pack_bits(mask)
+    assert words.dtype == torch.int64 and words.shape == (2, 3, -(-size // 64))
+    bit = torch.arange(size)
+    assert torch.equal((words[..., bit // 64] >> (bit % 64)) & 1 == 1, mask)
+
+
+def test_a_chain_longer_than_a_mask_word(device):
+    """The target as its own draft: all 70 drafts of a step are accepted, so 71 rows are reread causally."""
+    toy = ToyModel(max_length=256, device=device)
+    engine = EAGLEInference(toy, toy, EAGLEConfig(topk=1, num_steps=70, num_draft_tokens=71))
+    text, stats = engine.generate([1, 2, 3], 1 + 2 * 71)
+    assert text == engine.generate([1, 2, 3], 1 + 2 * 71, speculative=False)[0]
+    assert stats.steps == 2 and stats.mean_accept_length == 71
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}])
+@pytest.mark.parametrize("speculative", [True, False])
+def test_a_step_never_waits_for_the_device(monkeypatch, sampling, speculative):
+    target = random_llama(device="cuda")
+    draft = random_llama(hidden_size=16, num_layers=1, seed=1, device="cuda")
+    engine = EAGLEInference(draft, target, EAGLEConfig(topk=4, num_steps=3, **sampling))
+    want = engine.generate([[1, 2, 3], [4]], 8, seeds=5, speculative=speculative).output_ids
+    unwatched, steps = Stepper.step, []
+
+    def watched(self, state):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            steps.append(unwatched(self, state))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return steps[-1]
+
+    monkeypatch.setattr(Stepper, "step", watched)
+    assert engine.generate([[1, 2, 3], [4]], 8, seeds=5, speculative=speculative).output_ids == want
+    assert steps
+
+
+class FakeEvent:
+    """A device event of a machine that has none: remembers its stream, lies 2 ms behind its start."""
+
+    streams: list[tuple[str, torch.device]] = []
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        self.streams.append(stream)
+
+    def elapsed_time(self, end):
+        return 2.0
+
+
+def test_phases_are_timed_on_the_given_device(monkeypatch):
+    device, waited = torch.device("cuda", 3), []
+    monkeypatch.setattr(FakeEvent, "streams", [])
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    timer = timing.PhaseTimer(device)
+    for _ in range(2):
+        with timer.phase("draft"):
+            assert not waited
+    assert timer.total_ms() == timer.total_ms() == {"draft": 4.0}
+    assert waited == [device] and FakeEvent.streams == 4 * [("stream of", device)]
+
+
+def test_the_prefill_time_contains_the_drafts_prefill(monkeypatch):
+    """The first tokens are on the host before the draft has read the prompt, so the clock must wait for the device."""
+    waited = []
+    monkeypatch.setattr("eagle_kernels.engine.inference.synchronize", waited.append)
+    toy = ToyModel()
+    stream = EAGLEInference(toy, toy, EAGLEConfig(topk=1, num_steps=1)).stream([1, 2], 2)
+    assert not waited
+    next(stream)
+    assert waited == [toy.device] and stream.output().stats.prefill_time_s > 0
