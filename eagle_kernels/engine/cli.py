@@ -15,7 +15,7 @@ from ..runtime import language
 from ..runtime.library import backend
 from ..runtime.target import architecture
 from .config import EAGLEConfig
-from .inference import EAGLEInference
+from .inference import EAGLEInference, TokenStream
 from .models.loading import demo_pair
 from .models.tokenizer import Tokenizer, load_tokenizer
 from .output import GenerationOutput, GenerationStats
@@ -88,8 +88,10 @@ def _generate(arguments: argparse.Namespace) -> int:
     if not prompt:
         raise ValueError("the prompt is empty; it must hold at least one token")
 
+    # Made before the warm-up, whose limits are smaller: it checks what was asked for.
+    stream = engine.stream(prompt, arguments.max_new_tokens, seeds=arguments.seed)
     _warm_up(engine, prompt, arguments)
-    token_ids, stats = _stream_text(engine, prompt, tokenizer, arguments)
+    token_ids, stats = _print_text(stream, tokenizer, arguments)
     plain = None
     if arguments.compare:
         plain = engine.generate(prompt, arguments.max_new_tokens, seeds=stats.seeds, speculative=False)
@@ -114,9 +116,8 @@ def _warm_up(engine: EAGLEInference, prompt: list[int], arguments: argparse.Name
             engine.generate(prompt, few, seeds=0, speculative=False)
 
 
-def _stream_text(engine, prompt, tokenizer, arguments) -> tuple[list[int], GenerationStats]:
+def _print_text(stream: TokenStream, tokenizer: Tokenizer, arguments) -> tuple[list[int], GenerationStats]:
     """Prints the text as it is committed; on a terminal, tokens that a draft had guessed are green."""
-    stream = engine.stream(prompt, arguments.max_new_tokens, seeds=arguments.seed)
     use_color = sys.stdout.isatty()
     detokenizer = tokenizer.detokenizer()
     for index, event in enumerate(stream):

@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("safetensors")
 
 from eagle_kernels import EAGLEInference
+from eagle_kernels.engine import cli
 from eagle_kernels.engine.cli import main
 from eagle_kernels.engine.models.llama import Llama, LlamaConfig
 from eagle_kernels.engine.models.loading import demo_pair, save_folder
@@ -230,6 +231,16 @@ def test_running_out_of_memory_is_one_line(capsys, monkeypatch):
 def test_bad_prompts_are_named(capsys):
     assert complaint(capsys, prompt="") == "the prompt is empty; it must hold at least one token"
     assert "prompt 0 of 1020 tokens + max_new_tokens=128 exceed the 1024" in complaint(capsys, prompt="x" * 1020)
+
+
+def test_limits_are_checked_before_the_warm_up(capsys, monkeypatch):
+    """On a GPU a short generation compiles the kernels first; it must not complain in the place of the real one."""
+
+    def short_generation(engine, prompt, arguments):
+        engine.generate(prompt, 1)
+
+    monkeypatch.setattr(cli, "_warm_up", short_generation)
+    assert "max_new_tokens=128 exceed" in complaint(capsys, prompt="x" * 1024)
 
 
 @pytest.mark.parametrize("which", ["target", "draft"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -183,13 +185,19 @@ def test_graph_replay_with_dead_rows(device):
         assert torch.equal(got, want)
 
 
+CROSS = [
+    (3, topk, spec_steps, num_nodes)
+    for topk, spec_steps, num_nodes in itertools.product(
+        (1, 2, 4, 8, 10), (1, 3, 5, 8), (1, 2, 8, 31, 32, 33, 63, 64, 65, 128, 255, 256)
+    )
+    if num_nodes <= 1 + topk + (spec_steps - 1) * topk**2
+]
+
+
 @pytest.mark.full
 @pytest.mark.gpu
-@pytest.mark.parametrize("topk", [1, 2, 4, 8, 10])
-@pytest.mark.parametrize("spec_steps", [1, 3, 5, 8])
-@pytest.mark.parametrize("num_nodes", [1, 2, 8, 31, 32, 33, 63, 64, 65, 128, 255, 256])
-def test_full_cross(topk, spec_steps, num_nodes, device):
-    if num_nodes - 1 > topk + (spec_steps - 1) * topk * topk:
-        return
-    for mode in MODES[: 4 if num_nodes <= 32 else 3]:
-        check_operation("tree.build_tree", make(3, topk, spec_steps, num_nodes, mode=mode, device=device), case=mode)
+@pytest.mark.parametrize("shape", CROSS, ids=str)
+def test_full_cross(shape, device):
+    modes = [mode for mode in MODES if mode != "qlen_only_bitpacking" or shape[3] <= 32]
+    mode = modes[CROSS.index(shape) % len(modes)]
+    check_operation("tree.build_tree", make(*shape, mode=mode, device=device), case=f"{shape} {mode}")
