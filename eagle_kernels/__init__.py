@@ -12,10 +12,10 @@ from .ops import (
     sample_from_logits,
     select_top_k_tokens,
     tree_attention,
+    verify_tree,
     verify_tree_greedy,
     verify_tree_sampled,
 )
-from .ops.verify_tree import verify_tree
 
 __all__ = [
     "EAGLEConfig",

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops.verify_tree import verify_tree
 from .config import EAGLEConfig
 from .kv_pool import DecodeAttend, KVPool, PromptAttend, TreeAttend
 from .models.protocol import DraftModel, TargetModel
@@ -233,8 +232,8 @@ class Stepper:
         links = (tree.draft_tokens.view_as(tree.retrieve_index), tree.retrieve_index)
         links += (tree.retrieve_next_token, tree.retrieve_next_sibling)
         if state.sampling is None:
-            return verify_tree(*links, logits, spec_steps=self.num_steps)
-        return verify_tree(
+            return ops.verify_tree(*links, logits, spec_steps=self.num_steps)
+        return ops.verify_tree(
             *links,
             logits,
             positions=tree.positions,

@@ -1,6 +1,13 @@
-"""L2, the operators. `eagle_kernels.<op>` is the public function, `eagle_kernels.raw.<op>` the bare launcher."""
+"""L2, the operators. `eagle_kernels.<op>` is the public function, `eagle_kernels.raw.<op>` the bare launcher.
+
+`verify_tree` is no op of its own but the front door of two.
+"""
+
+from __future__ import annotations
 
 from importlib import import_module
+
+import torch
 
 from ..runtime.library import operator
 from .tree.build_tree import Output as BuildTreeOutput
@@ -24,6 +31,44 @@ tree_attention = _operator("attention.tree_attention")
 verify_tree_greedy = _operator("verify.verify_tree_greedy")
 verify_tree_sampled = _operator("verify.verify_tree_sampled")
 
+
+def verify_tree(
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    target_logits: torch.Tensor | None = None,
+    *,
+    target_predict: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    spec_steps: int,
+    out: VerifyOutput | None = None,
+) -> VerifyOutput:
+    """Verifies trees of `build_tree`; returns `predicts [B * N]`, `accept_index [B, S + 1]`, `accept_token_num [B]`.
+
+    Without a sampling parameter (temperature, top_k, top_p, min_p) the walk is greedy, from `target_logits [B * N, V]`
+    or the argmax `target_predict [B, N]` (verify_tree_greedy). With one it samples and matches (verify_tree_sampled):
+    then `target_logits`, `positions`, `seeds` and `temperature` are needed, and rows of temperature 0 stay greedy.
+    Raises ValueError where the arguments do not fit together.
+    """
+    links = (candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling)
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    if temperature is None and all(value is None for value in filters.values()):
+        return verify_tree_greedy(*links, target_predict, target_logits, spec_steps=spec_steps, out=out)
+    needed = {"target_logits": target_logits, "positions": positions, "seeds": seeds, "temperature": temperature}
+    missing = [name for name, value in needed.items() if value is None]
+    if missing:
+        raise ValueError(f"eagle_kernels.verify_tree: sampling needs {', '.join(missing)} as well, got None")
+    if target_predict is not None:
+        raise ValueError("eagle_kernels.verify_tree: target_predict must not be given for sampling, which draws tokens")
+    return verify_tree_sampled(*links, **needed, **filters, spec_steps=spec_steps, out=out)
+
+
 __all__ = [
     "BuildTreeOutput",
     "TreeMaskMode",
@@ -36,6 +81,7 @@ __all__ = [
     "sample_from_logits",
     "select_top_k_tokens",
     "tree_attention",
+    "verify_tree",
     "verify_tree_greedy",
     "verify_tree_sampled",
 ]
