@@ -1,6 +1,6 @@
 """Checks, then times: `python -m bench.run --op build_tree [--case B=32] [--peers] [--list] [--results DIR|none]`.
 
-Without `--op` all benchmarks run. No provider is timed that disagree with the reference. `--check-only` checks the
+Without `--op` all benchmarks run. No provider is timed that disagrees with the reference. `--check-only` checks the
 small cases of every declaration and times nothing; it needs no GPU.
 """
 

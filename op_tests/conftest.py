@@ -21,19 +21,18 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="full cross of shapes, run on a GPU"))
 
 
-_NOTES = pytest.StashKey[list]()
-
-
 @pytest.fixture
-def note(request):
+def note(record_property):
     """`note(text)` prints a measured number at the end of the run, also when the test passes."""
-    notes = request.config.stash.setdefault(_NOTES, [])
-    return lambda text: notes.append(f"{request.node.nodeid}: {text}")
+    return lambda text: record_property("note", text)
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    for text in config.stash.get(_NOTES, []):
-        terminalreporter.write_line(text)
+def pytest_terminal_summary(terminalreporter):
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, text in getattr(report, "user_properties", ()):
+                if name == "note" and report.when == "call":
+                    terminalreporter.write_line(f"{report.nodeid}: {text}")
 
 
 @pytest.fixture

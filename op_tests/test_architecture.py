@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "eagle_kernels"
-LAYERS = ("runtime", "primitives", "ops", "engine", "integrations")  # each may import itself and those before it
+LAYERS = ("runtime", "primitives", "ops", "engine")  # each may import itself and those before it
 HEAVY = {"transformers", "tokenizers", "safetensors", "matplotlib", "tqdm"}  # extras: imported inside functions only
 TOP_LEVEL = {"eagle_kernels", "reference", "op_tests", "bench"}
 
@@ -130,6 +130,28 @@ def run_python(code: str, **environment) -> subprocess.CompletedProcess:
 def test_importing_touches_no_device():
     code = "import torch, eagle_kernels; assert not torch.cuda.is_initialized()"
     assert run_python(code).returncode == 0
+
+
+EVERY_OP_WITHOUT_TRITON = """
+import importlib, sys
+sys.modules["triton"] = None
+from op_tests.harness.ahead_of_time import PATHS
+for path in PATHS:
+    category, _, name = path.rpartition(".")
+    launcher = getattr(importlib.import_module("eagle_kernels.ops." + path), name)
+    _, values = next(importlib.import_module(f"op_tests.ops.{category}.test_{name}").ahead_of_time_cases())
+    try:
+        launcher(**values)
+    except RuntimeError as error:
+        assert str(error).endswith(f"{name}: the triton backend needs the package triton, which is not installed")
+        print(name)
+"""
+
+
+def test_every_launcher_says_that_triton_is_missing():
+    result = run_python(EVERY_OP_WITHOUT_TRITON)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.split()) == len(list((PACKAGE / "ops").glob("*/[!_]*.py")))
 
 
 WITHOUT_TRITON = """

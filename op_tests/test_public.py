@@ -49,6 +49,14 @@ def test_debug_mode_checks_the_length_sum(monkeypatch):
         eagle_kernels.build_tree(**{**values, "seq_lens_sum": 1000})
 
 
+def test_debug_mode_leaves_tracing_alone(monkeypatch):
+    """While torch.compile traces there are no values to check; the compiled call checks the real ones."""
+    values = make_logits(3, 20, temperature=1.0)
+    monkeypatch.setenv("EAGLE_KERNELS_DEBUG", "1")
+    compiled = torch.compile(eagle_kernels.sample_from_logits, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**values), eagle_kernels.sample_from_logits(**values))
+
+
 def test_results_carry_no_derivatives(device):
     """Inputs that require gradients are fine; nothing is recorded, also not in reused buffers."""
     _, values = next(iter(attention_cases()))

@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 
 import torch
-import triton
 
 from .declaration import Benchmark, Case
 from .timing import Times, copy_gb_per_s
@@ -73,6 +72,8 @@ def _text(name: str, value) -> str:
 
 
 def _versions() -> dict:
+    import triton
+
     toolkit = {"hip": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda}
     return {"torch": torch.__version__, "triton": triton.__version__, **toolkit}
 
@@ -80,5 +81,8 @@ def _versions() -> dict:
 def checkout_commit() -> str:
     """The checkout's commit, marked where files differ from it; empty outside of a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:  # no git here
+        return ""
     return done.stdout.strip()

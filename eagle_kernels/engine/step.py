@@ -79,10 +79,11 @@ class Stepper:
         self.num_steps = config.num_steps if draft else 0
         self.num_nodes = config.num_verify_tokens if draft else 1
         self._capture = draft.aux_layers if draft else ()
-        # Of an accepted path, root included: each row sees itself and the rows before it.
-        rows, page_table = self.num_steps + 1, target_pool.block_table
-        causal = torch.ones(rows, rows, dtype=torch.bool, device=page_table.device).tril()
-        self._causal_words = pack_bits(causal).expand(len(page_table), -1, -1).contiguous()
+        if draft:
+            # Of an accepted path, root included: each row sees itself and the rows before it.
+            rows, page_table = self.num_steps + 1, target_pool.block_table
+            causal = torch.ones(rows, rows, dtype=torch.bool, device=page_table.device).tril()
+            self._causal_words = pack_bits(causal).expand(len(page_table), -1, -1).contiguous()
 
     def prefill(self, prompts: list[Tensor], seeds: Tensor, sampling: Sampling | None) -> BatchState:
         """Runs the prompts (each [L] int64) and draws the token that follows; that token is the first root."""

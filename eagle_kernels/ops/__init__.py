@@ -51,14 +51,15 @@ def verify_tree(
 ) -> VerifyOutput:
     """Verifies trees of `build_tree`; returns `predicts [B * N]`, `accept_index [B, S + 1]`, `accept_token_num [B]`.
 
-    Without a sampling parameter (temperature, top_k, top_p, min_p) the walk is greedy, from `target_logits [B * N, V]`
-    or the argmax `target_predict [B, N]` (verify_tree_greedy). With one it samples and matches (verify_tree_sampled):
-    then `target_logits`, `positions`, `seeds` and `temperature` are needed, and rows of temperature 0 stay greedy.
+    Without a sampling parameter (temperature, seeds, top_k, top_p, min_p) the walk is greedy, from
+    `target_logits [B * N, V]` or the argmax `target_predict [B, N]` (verify_tree_greedy). With one it samples and
+    matches (verify_tree_sampled): then `target_logits`, `positions`, `seeds` and `temperature` are needed, and rows of
+    temperature 0 stay greedy.
     Raises ValueError where the arguments do not fit together.
     """
     links = (candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling)
     filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    if temperature is None and all(value is None for value in filters.values()):
+    if all(value is None for value in (temperature, seeds, *filters.values())):
         return verify_tree_greedy(*links, target_predict, target_logits, spec_steps=spec_steps, out=out)
     needed = {"target_logits": target_logits, "positions": positions, "seeds": seeds, "temperature": temperature}
     missing = [name for name, value in needed.items() if value is None]

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from ..runtime.language import tl, triton
 
-# Draws for different purposes never share noise: verification and plain sampling share TARGET, a draft that samples
-# uses DRAFT.
+# Draws for different purposes never share noise: verification and plain sampling draw from this stream, and drafts that
+# sample (reference/random.py names theirs) must not.
 STREAM_TARGET = 0
-STREAM_DRAFT = 1
 
 
 @triton.jit

@@ -121,7 +121,7 @@ class Arguments:
 
     def debug(self, name: str, rule: str, holds) -> None:
         """With EAGLE_KERNELS_DEBUG=1 checks `holds()`, a tensor of truths; else not, as it waits for the device."""
-        if is_debugging():
+        if can_read(self.values[name]):
             wrong = (~holds()).nonzero()
             if len(wrong):
                 at = tuple(wrong[0].tolist())
@@ -150,9 +150,14 @@ def allocate(op: str, contract, out=None):
     return out if single or isinstance(out, type(contract)) else type(contract)(*buffers)
 
 
-def is_debugging() -> bool:
-    """Whether checks that need a host synchronisation are wanted (EAGLE_KERNELS_DEBUG=1)."""
-    return os.environ.get("EAGLE_KERNELS_DEBUG", "0") == "1"
+def can_read(tensor: torch.Tensor) -> bool:
+    """Whether checks that need a tensor's values are wanted (EAGLE_KERNELS_DEBUG=1) and possible here.
+
+    They are not while torch.compile traces, where tensors have no values, nor while a CUDA graph is captured.
+    """
+    if os.environ.get("EAGLE_KERNELS_DEBUG", "0") != "1" or type(tensor) is not torch.Tensor:
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _shape_text(shape: Sequence[str | int | None]) -> str:

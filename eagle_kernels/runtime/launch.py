@@ -40,8 +40,8 @@ def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
 
 
 def is_interpreting() -> bool:
-    """Whether kernels run through Triton's interpreter (decided when triton decorated them)."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+    """Whether kernels run through Triton's interpreter; read as Triton reads it when it decorates a kernel."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 @contextlib.contextmanager

@@ -49,6 +49,9 @@ def load_draft(
             # Some trainers write the identity mapping; a head over the whole vocabulary has none.
             tensors.pop("d2t", None)
             tensors.pop("t2d", None)
+        for name, kind in (("d2t", torch.int64), ("t2d", torch.bool)):
+            if name in tensors:  # published as other integer types, too
+                tensors[name] = tensors[name].to(kind)
         own_embedding = "embed_tokens.weight" in tensors
         return _assemble(lambda: EagleHead(config, own_embedding=own_embedding), tensors, device).bind(target)
 

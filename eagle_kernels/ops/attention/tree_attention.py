@@ -30,7 +30,7 @@ Invariants
     and draft keys that no row of the tile sees, are not read and do not count. NaN in a query or in a visible key stays
     in its request and KV head.
     A row's bits depend on its own request, on the number of splits, and on nothing else in the batch; the number of
-    splits follows from the sizes B, Nq, Hkv and the capacity of the page table.
+    splits follows from the shapes (B and the capacity of the page table among them), the dtype and the tuning row.
 Grid
     (B, Hkv * row tiles, splits), one program attends a tile of (token, head of the group) rows of one KV head to one
     share of the keys; merge: (B * Nq * Hq,), one program writes one row.

@@ -133,6 +133,8 @@ def contract(values: dict) -> None:
     for name in MUTATES:
         cache = args.tensor(name, ("L", "num_pages", "page_size", "Hkv", "D"), CACHE_DTYPES, contiguous=3)
         row = cache.shape[3] * cache.shape[4]
+        if row == 0:
+            args.fail(name, "have at least one KV head of at least one element", list(cache.shape))
         for axis in (0, 1):
             if cache.shape[axis] > 1 and cache.stride(axis) % row:
                 args.fail(name, f"have strides that are multiples of Hkv * D = {row}", list(cache.stride()))

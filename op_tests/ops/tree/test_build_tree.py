@@ -8,7 +8,14 @@ import pytest
 import torch
 
 import eagle_kernels
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import (
+    Guarded,
+    assert_only_launches,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+    to_device,
+)
 from op_tests.harness.trees import random_drafts
 
 MODES = ("packed", "full_mask", "qlen_only", "qlen_only_bitpacking")
@@ -133,6 +140,16 @@ def test_a_mask_buffer_that_is_too_short_is_not_overrun(function, device):
     half = whole.numel() // 2
     function(**values, out=expected._replace(tree_mask=whole[:half]))
     assert not whole[half:].any() and torch.equal(whole[:half], expected.tree_mask[:half])
+
+
+@pytest.mark.parametrize("seq_lens", [[-40, 10], [10, -40], [2**40, 0]])
+def test_impossible_lengths_stay_inside_the_mask(seq_lens, device):
+    values = make(2, 4, 3, 8, mode="full_mask", device=device)
+    expected = eagle_kernels.build_tree(**values)
+    values["seq_lens"] = torch.tensor(seq_lens, device=device)
+    guarded = Guarded((100,), torch.bool, device)
+    eagle_kernels.raw.build_tree(**values, out=expected._replace(tree_mask=guarded.tensor))
+    guarded.check("build_tree", "tree_mask")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -189,6 +189,9 @@ def test_front_door_samples_with_sampling_parameters(device):
     assert all(torch.equal(a, b) for a, b in zip(got, want))
     with pytest.raises(ValueError, match="verify_tree: sampling needs seeds as well"):
         eagle_kernels.verify_tree(**{**values, "seeds": None})
+    without_filters = {key: value for key, value in values.items() if key not in FILTERS["all"]}
+    with pytest.raises(ValueError, match="verify_tree: sampling needs temperature as well"):
+        eagle_kernels.verify_tree(**{**without_filters, "temperature": None})
 
 
 def test_launches_and_nothing_else(device):
