@@ -6,11 +6,7 @@ replaces it (PyPI's build over AMD's, say) breaks that machine.
 
 from pathlib import Path
 
-from setuptools import find_namespace_packages, find_packages, setup
-
-PACKAGES = find_packages(include=["eagle_kernels", "eagle_kernels.*"])
-# eagle_kernels/reference is a link to ../reference; the wheel holds the real files under the package.
-REFERENCE = ["eagle_kernels." + name for name in find_namespace_packages(include=["reference", "reference.*"])]
+from setuptools import find_packages, setup
 
 setup(
     name="eagle_kernels",
@@ -20,7 +16,8 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.10",
-    packages=sorted({*PACKAGES, *REFERENCE}),
+    # eagle_kernels/reference is a link to ../reference, which is followed: a wheel holds the real files
+    packages=find_packages(include=["eagle_kernels", "eagle_kernels.*"]),
     package_data={"eagle_kernels": ["assets/**/*"]},
     install_requires=["torch>=2.6", "numpy"],
     extras_require={

@@ -94,11 +94,9 @@ class Arguments:
                 self.fail(name, rule, f"shape {list(value.shape)} with strides {list(value.stride())}")
             expected *= value.shape[axis]
 
-    def integer(self, name: str, low: int, high: int | None = None, *, optional: bool = False) -> int | None:
+    def integer(self, name: str, low: int, high: int | None = None) -> int:
         """An int in low..high (both included)."""
         value = self.values.get(name)
-        if value is None and optional:
-            return None
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
             self.fail(name, "be an int", type(value).__name__, TypeError)
         if value < low or (high is not None and value > high):
