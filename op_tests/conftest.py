@@ -10,6 +10,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
 
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # the references' threads would fight over the cores
+    torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():

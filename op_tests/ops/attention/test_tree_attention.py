@@ -257,16 +257,24 @@ def test_graph_replay_with_dead_rows(device):
     check(values, "replay")
 
 
+CROSS_QUERIES = [1, 2, 31, 32, 33, 64, 65, 129, 256]
+CROSS_DIMS = [64, 80, 128, 256]
+CROSS_HEADS = [(1, 1), (3, 16), (4, 64), (8, 256)]  # (group, page size)
+CROSS_FORMS = [("csr", False), ("block_table", True), ("block_table", False), ("csr", True)]  # (form, is_separate)
+
+
 @pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("num_query", [1, 2, 31, 32, 33, 64, 65, 129, 256])
+@pytest.mark.parametrize("head_dim", CROSS_DIMS)
+@pytest.mark.parametrize("num_query", CROSS_QUERIES)
 def test_full_cross(num_query, head_dim, dtype, device):
-    for group_size, page_size in ((1, 1), (3, 16), (4, 64), (8, 256)):
-        for form, is_separate in (("csr", False), ("block_table", True), ("block_table", False), ("csr", True)):
-            prefixes = torch.randint(0, 1500, (3,)).tolist() + [0, 64]
-            num_keys = num_query + int(torch.randint(0, 257, ()))
-            values = make(num_query, num_keys, head_dim, group_size, 2, page_size, dtype, prefixes, form=form,
-                          is_separate=is_separate, device=device)  # fmt: skip
-            check(values, f"{num_query} {num_keys} {head_dim} {group_size} {page_size} {form} {is_separate}")
+    """Every head layout with every form of the cache, a quarter of them per test: the pairing turns from test to test."""
+    turn = CROSS_QUERIES.index(num_query) + CROSS_DIMS.index(head_dim)
+    for index, (group_size, page_size) in enumerate(CROSS_HEADS):
+        form, is_separate = CROSS_FORMS[(index + turn) % len(CROSS_FORMS)]
+        prefixes = torch.randint(0, 1500, (3,)).tolist() + [0, 64]
+        num_keys = num_query + int(torch.randint(0, 257, ()))
+        values = make(num_query, num_keys, head_dim, group_size, 2, page_size, dtype, prefixes, form=form,
+                      is_separate=is_separate, device=device)  # fmt: skip
+        check(values, f"{num_query} {num_keys} {head_dim} {group_size} {page_size} {form} {is_separate}")
