@@ -269,7 +269,7 @@ CROSS_FORMS = [("csr", False), ("block_table", True), ("block_table", False), ("
 @pytest.mark.parametrize("head_dim", CROSS_DIMS)
 @pytest.mark.parametrize("num_query", CROSS_QUERIES)
 def test_full_cross(num_query, head_dim, dtype, device):
-    """Every head layout with every form of the cache, a quarter of them per test: the pairing turns from test to test."""
+    """Every head layout; the form of the cache turns from test to test, so that all pairs occur."""
     turn = CROSS_QUERIES.index(num_query) + CROSS_DIMS.index(head_dim)
     for index, (group_size, page_size) in enumerate(CROSS_HEADS):
         form, is_separate = CROSS_FORMS[(index + turn) % len(CROSS_FORMS)]
