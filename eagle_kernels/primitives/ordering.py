@@ -68,3 +68,25 @@ def largest_keys(keys, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr):
         largest = tl.where(rank[None, :] == count, maximum, largest)
         keys = tl.where(keys == maximum, LOWEST_KEY, keys)
     return largest
+
+
+@triton.jit
+def is_among_best(values, is_present, count):
+    """Whether each of a vector's fp32 values is among the `count` largest, equal ones by ascending place.
+
+    NaN counts as -inf. The edge, the largest value that `count` of them reach, is found from its highest bit down.
+    """
+    # unsigned: 0 is below every value
+    order = tl.where(is_present, unsigned_rank(comparable(values)), 0)
+    edge = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 0x80000000, tl.uint32)
+    for _ in range(32):
+        raised = edge | bit
+        num_reaching = tl.sum((order >= raised).to(tl.int32))
+        edge = tl.where(num_reaching >= count, raised, edge)
+        bit = bit >> 1
+    # of those at the edge, the first ones fill the places left
+    is_above = order > edge
+    is_at_edge = order == edge
+    places_left = count - tl.sum(is_above.to(tl.int32))
+    return is_above | (is_at_edge & (tl.cumsum(is_at_edge.to(tl.int32), 0) <= places_left))

@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+# Checks of values, which wait for the device; read once, so that a launch that needs no check pays for none.
+DEBUG = os.environ.get("EAGLE_KERNELS_DEBUG", "0") == "1"
+
 INTEGER = (torch.int32, torch.int64)
 FLOAT = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -149,11 +152,11 @@ def allocate(op: str, contract, out=None):
 
 
 def can_read(tensor: torch.Tensor) -> bool:
-    """Whether checks that need a tensor's values are wanted (EAGLE_KERNELS_DEBUG=1) and possible here.
+    """Whether checks that need a tensor's values are wanted (EAGLE_KERNELS_DEBUG=1 at the first import) and possible.
 
     They are not while torch.compile traces, where tensors have no values, nor while a CUDA graph is captured.
     """
-    if os.environ.get("EAGLE_KERNELS_DEBUG", "0") != "1" or type(tensor) is not torch.Tensor:
+    if not DEBUG or type(tensor) is not torch.Tensor:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -1,16 +1,35 @@
-"""Launching a kernel: the one way from Python to the GPU (or to Triton's interpreter)."""
+"""Launching kernels: the one way from Python to the GPU (or to Triton's interpreter), and a cheap one.
+
+The first call of a launcher with given sizes checks its arguments, computes grids and constants, and launches through
+Triton; all of that takes tens of microseconds and depends on nothing but what the arguments look like. So `launcher`
+records it as a plan: the compiled kernels, their grids, and where each of their arguments came from. A later call whose
+arguments look the same hands its own pointers straight to the compiled kernels.
+
+"Look the same" means: the same dtype, sizes, strides, device and 16-byte alignment of every tensor (Triton compiles for
+them), and the same value of every other argument.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import os
+import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from . import language
+from . import check, language
+
+# Compiled kernels are called as these versions of Triton call them; with any other one nothing is ever planned.
+_PLANNED_TRITON_VERSIONS = ("3.6.",)
+# A launcher forgets its plans beyond this number; sizes that change at every call would fill the memory.
+_MAX_PLANS = 1024
 
 _interceptor: Callable | None = None
+_recording = threading.local()
 
 
 def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
@@ -34,9 +53,45 @@ def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
                 "TRITON_INTERPRET=1 before the first import, or use EAGLE_KERNELS_BACKEND=reference"
             )
         kernel[grid](**arguments)
-    else:
-        with torch.cuda.device(device):
-            kernel[grid](**arguments)
+        return
+    with torch.cuda.device(device):
+        compiled = kernel[grid](**arguments)
+    launches = getattr(_recording, "launches", None)
+    if launches is not None:
+        launches.append((compiled, grid, [arguments.get(name) for name in kernel.arg_names]))
+
+
+def launcher(function: Callable) -> Callable:
+    """Makes the launcher of an op cheap to call again: see the module's docstring."""
+    plans: dict[tuple, _Plan] = {}
+    latest: list[_Plan | None] = [None]  # most calls look like the one before
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if not _can_plan():
+            return function(*args, **kwargs)
+        plain, tensors = _split(args, kwargs)
+        if plain is None:
+            return function(*args, **kwargs)
+        pointers = list(map(_data_ptr, tensors))
+        plan = latest[0]
+        if plan is None or not plan.fits(plain, tensors, pointers):
+            signature = (*plain, *map(_look, tensors, pointers))
+            plan = plans.get(signature)
+            if plan is None:
+                result, plan = _record(function, args, kwargs, plain, tensors, pointers)
+                if plan is not None:
+                    if len(plans) >= _MAX_PLANS:
+                        plans.clear()
+                    plans[signature] = plan
+                return result
+            latest[0] = plan
+        if torch.cuda.current_device() == plan.device:
+            return plan.run(tensors, pointers)
+        with torch.cuda.device(plan.device):
+            return plan.run(tensors, pointers)
+
+    return call
 
 
 def is_interpreting() -> bool:
@@ -53,3 +108,165 @@ def intercept(function: Callable):
         yield
     finally:
         _interceptor = before
+
+
+class _Launch(NamedTuple):
+    run: Callable  # launches the compiled kernel
+    arguments: tuple  # of `run`, by position; the stream and the pointers are filled in
+    stream_slot: int
+    slots: tuple  # (position, index of the tensor) of each pointer
+
+
+class _Plan(NamedTuple):
+    """What a launcher does for one signature. Tensors count: those of the call in order, then the allocated ones."""
+
+    plain: list
+    guards: object  # torch's own check of dtypes, sizes, strides and devices; None where this torch has none
+    is_aligned: bool  # all tensors start at a multiple of 16 bytes
+    device: int
+    current_stream: Callable  # of a device index
+    allocated: tuple  # (shape, dtype, torch.device) of each
+    launches: tuple
+    result: tuple | int | None  # indices of tensors
+    result_type: type | None  # the named tuple around them
+
+    def fits(self, plain: list, tensors: list, pointers: list) -> bool:
+        """A quick yes for a call of the same signature; a no says nothing."""
+        if self.guards is None or not self.is_aligned or plain != self.plain:
+            return False
+        return functools.reduce(operator.or_, pointers) % 16 == 0 and self.guards.check(*tensors)
+
+    def run(self, tensors: list, pointers: list):
+        for shape, dtype, device in self.allocated:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            tensors.append(tensor)
+            pointers.append(tensor.data_ptr())
+        stream = self.current_stream(self.device)
+        for run, arguments, stream_slot, slots in self.launches:
+            arguments = list(arguments)
+            arguments[stream_slot] = stream
+            for position, index in slots:
+                arguments[position] = pointers[index]
+            run(*arguments)
+        if self.result_type is not None:
+            return self.result_type._make([tensors[index] for index in self.result])
+        return None if self.result is None else tensors[self.result]
+
+
+@functools.cache
+def _knows_triton() -> bool:
+    return language.AVAILABLE and language.triton.__version__.startswith(_PLANNED_TRITON_VERSIONS)
+
+
+def _can_plan() -> bool:
+    """Not with another Triton, in the interpreter, under the test harness, within another launcher, for profilers that
+    hook into launches, or where every call is to be checked."""
+    if not _knows_triton() or _interceptor is not None or check.DEBUG:
+        return False
+    if getattr(_recording, "launches", None) is not None or torch.compiler.is_compiling():
+        return False
+    hooks = language.triton.knobs.runtime
+    return not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+
+
+_Tensor, _data_ptr = torch.Tensor, torch.Tensor.data_ptr
+
+
+def _split(args: tuple, kwargs: dict) -> tuple[list | None, list]:
+    """What of a call is no tensor, by value, and its tensors in order; (None, ...) if one of them cannot be planned."""
+    plain, tensors = [len(args), *kwargs], []
+    values = [*args, *kwargs.values()]
+    for value in values:
+        kind = type(value)
+        plain.append(kind)
+        if kind is _Tensor:
+            tensors.append(value)
+        elif isinstance(value, (int, float, str)) or value is None:
+            plain.append(value)
+        elif isinstance(value, tuple):  # out: its tensors are looked at last
+            values += value
+        else:  # a subclass of Tensor, or a mistake
+            return None, tensors
+    if not tensors or tensors[0].get_device() < 0:
+        return None, tensors
+    return plain, tensors
+
+
+def _look(tensor: torch.Tensor, pointer: int) -> tuple:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), pointer % 16 == 0
+
+
+def _record(function: Callable, args: tuple, kwargs: dict, plain: list, tensors: list, pointers: list) -> tuple:
+    """The launcher's result, and the plan of what it did, None if that cannot be told from the arguments alone."""
+    _recording.launches = launches = []
+    try:
+        result = function(*args, **kwargs)
+    finally:
+        _recording.launches = None
+    # one tensor in two places, here, may be two tensors in the next call
+    if not launches or len(set(map(id, tensors))) != len(tensors):
+        return result, None
+    known = _Tensors(tensors, pointers)
+    try:
+        planned = tuple(known.launch(*each) for each in launches)
+        if result is None or isinstance(result, torch.Tensor):
+            result_type, index = None, None if result is None else known.index(result)
+        else:
+            result_type, index = type(result), tuple(map(known.index, result))
+    except LookupError:
+        return result, None
+    is_aligned = all(pointer % 16 == 0 for pointer in pointers)
+    current_stream = language.triton.runtime.driver.active.get_current_stream
+    return result, _Plan(
+        plain, _guards(tensors), is_aligned, tensors[0].get_device(), current_stream, tuple(known.allocated), planned,
+        index, result_type,
+    )  # fmt: skip
+
+
+def _guards(tensors: list):
+    """The check that torch.compile makes of its inputs: a twentieth of the time of the same questions in Python."""
+    try:
+        return torch._C._dynamo.guards.TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+        )
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
+class _Tensors:
+    """The tensors that a plan can name: those of the call, views of their whole, and what the launcher allocated."""
+
+    def __init__(self, tensors: list, pointers: list):
+        self._tensors, self._pointers = list(tensors), pointers
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.allocated: list = []
+
+    def index(self, tensor: torch.Tensor) -> int:
+        """Where it stands. Raises LookupError for a tensor whose address does not follow from the call's tensors."""
+        for index, known in enumerate(self._tensors):
+            if tensor is known:
+                return index
+        if tensor.untyped_storage().data_ptr() in self._storages:
+            if self._pointers.count(tensor.data_ptr()) != 1:
+                raise LookupError("a view into the middle of an argument, or of two arguments at once")
+            return self._pointers.index(tensor.data_ptr())
+        is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+        if not is_whole:
+            raise LookupError("a view of an allocated tensor")
+        self._tensors.append(tensor)
+        self.allocated.append((tensor.shape, tensor.dtype, tensor.device))
+        return len(self._tensors) - 1
+
+    def launch(self, compiled, grid: tuple[int, ...], arguments: list) -> _Launch:
+        run, head, stream_slot = compiled.run, [*(*grid, 1, 1)[:3], None, compiled.function], 3
+        if type(run).__name__ == "CudaLauncher" and not (run.global_scratch_size or run.profile_scratch_size):
+            # what CudaLauncher itself calls when a kernel needs no scratch memory
+            head += [run.launch_cooperative_grid, run.launch_pdl, None, None]
+            run = run.launch
+        head += [compiled.packed_metadata, None, None, None]  # no hooks
+        slots = [(at, self.index(value)) for at, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
+        for at, _ in slots:
+            arguments[at] = None
+        return _Launch(run, (*head, *arguments), stream_slot, tuple((len(head) + at, index) for at, index in slots))

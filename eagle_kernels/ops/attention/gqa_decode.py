@@ -42,7 +42,7 @@ from ...primitives.paging import attend_split, request_pages
 from ...primitives.softmax import finish_rows, merge_splits, start_rows
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
-from ...runtime.launch import is_interpreting, launch
+from ...runtime.launch import is_interpreting, launch, launcher
 
 
 class Output(NamedTuple):
@@ -171,6 +171,7 @@ def contract(values: dict) -> Output:
                   args.spec((batch_size, num_heads), torch.float32))  # fmt: skip
 
 
+@launcher
 def gqa_decode(
     query: torch.Tensor,
     k_cache: torch.Tensor,

@@ -50,7 +50,7 @@ from ...primitives.paging import attend_split, find_pages, load_paged, request_p
 from ...primitives.softmax import attend, finish_rows, start_rows
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
-from ...runtime.launch import is_interpreting, launch
+from ...runtime.launch import is_interpreting, launch, launcher
 from .gqa_decode import LIMITS, TUNING, Output, merge_partials
 
 MAX_QUERY = 256
@@ -200,6 +200,7 @@ def contract(values: dict) -> Output:
     return Output(args.spec(shape, query.dtype), args.spec(shape[:3], torch.float32))
 
 
+@launcher
 def tree_attention(
     query: torch.Tensor,
     k_cache: torch.Tensor,

@@ -36,7 +36,7 @@ import torch
 
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
-from ...runtime.launch import launch
+from ...runtime.launch import launch, launcher
 
 
 class Output(NamedTuple):
@@ -176,6 +176,7 @@ def contract(values: dict) -> Output:
     )
 
 
+@launcher
 def draft_kv_indices(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,

@@ -35,7 +35,7 @@ import torch
 from ...primitives.paging import find_pages
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
-from ...runtime.launch import launch
+from ...runtime.launch import launch, launcher
 
 MUTATES = ("k_cache", "v_cache")
 
@@ -148,6 +148,7 @@ def contract(values: dict) -> None:
     args.tensor("accept_token_num", ("B",), check.INTEGER)
 
 
+@launcher
 def move_accepted_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,

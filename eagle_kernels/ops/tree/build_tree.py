@@ -22,12 +22,12 @@ Shapes
     -> draft_tokens            [B * N]  int64   verified_id, then draft_tokens
 Invariants
     Every output is written whole. A node whose parent is missing or does not precede it is linked to nothing; its mask
-    row holds the root and itself, its position is seq_len, and nodes below it count their depth from there. Reads stay
-    within the row.
+    row holds the root and itself, its position is seq_len, and nodes below it count their depth from there. A candidate
+    id outside 0 .. 2^31 - 2 counts as missing. Reads stay within the row.
 Grid
-    (B,), one program builds one tree; FULL_MASK's prefix columns: (B, N), one program fills one row.
+    (B, 1), one program builds one tree; FULL_MASK: (B, 1 + N), the others fill one row's prefix columns each.
 Launches
-    1; 2 for FULL_MASK unless prefix_is_set.
+    1
 Traffic
     8 B (2 N + P) read, 8 B N (5 + ceil(N / 64)) written, FULL_MASK 1 byte a cell.
 """
@@ -38,11 +38,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...primitives.tree import ancestor_word, depths
-from ...primitives.tree_mask import TreeMaskMode, full_mask_start
+from ...primitives.tree_building import fill_prefix, store_tree
+from ...primitives.tree_mask import TreeMaskMode
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
-from ...runtime.launch import launch
+from ...runtime.launch import launch, launcher
 
 
 class Output(NamedTuple):
@@ -58,9 +58,10 @@ class Output(NamedTuple):
 
 MAX_NODES = 256
 
-# A warp for every 16 nodes keeps the N x N comparisons in registers.
-TUNING = {"default": {"nodes_per_warp": 16, "min_warps": 4}}
-PREFIX_TUNING = {"default": {"BLOCK_COLUMN": 1024, "num_warps": 4}}
+# A warp for every 16 nodes keeps the N x N comparisons in registers; more wait for each other.
+TUNING = {"default": {"nodes_per_warp": 16}}
+BLOCK_BATCH = 128
+BLOCK_FILL = 512
 
 
 @triton.jit(do_not_specialize=["batch_size", "parent_width", "mask_size"])
@@ -86,100 +87,47 @@ def _build_tree_kernel(
     NUM_NODES: tl.constexpr,
     NUM_WORDS: tl.constexpr,
     MASK_MODE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
+    BLOCK_FILL: tl.constexpr,
     NUM_ROUNDS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    node = tl.arange(0, BLOCK_NODE)
-    is_node = node < NUM_NODES
-    is_draft = is_node & (node > 0)
-    draft_offset = request * (NUM_NODES - 1) + node - 1
-    node_offset = request * NUM_NODES + node
-
-    # parents: slot -> the parent's candidate id -> the node that holds it
-    candidate = tl.load(top_scores_index_ptr + draft_offset, mask=is_draft, other=-1).to(tl.int64)
-    slot = candidate // TOPK
-    has_slot = is_draft & (candidate >= 0) & (slot < parent_width)
-    parent_candidate = tl.load(
-        parent_list_ptr + request * parent_width + slot, mask=has_slot & (slot > 0), other=-1
-    ).to(tl.int64)
-    # [child, node]: node holds the child's parent
-    holds = (parent_candidate[:, None] == candidate[None, :]) & (parent_candidate >= 0)[:, None] & is_draft[None, :]
-    first_holder = tl.min(tl.where(holds, node[None, :], BLOCK_NODE), axis=1)
-    parent = tl.where(has_slot & (slot == 0), 0, first_holder)
-    parent = tl.where(is_draft & (parent < node), parent, -1)
-
-    depth = depths(parent, NUM_ROUNDS)
-
-    # links: the first child is the smallest node with this parent, the next sibling the next one up
-    is_child = (parent[None, :] == node[:, None]) & is_draft[None, :]
-    first_child = tl.min(tl.where(is_child, node[None, :], BLOCK_NODE), axis=1)
-    is_later_sibling = (parent[None, :] == parent[:, None]) & (parent >= 0)[:, None] & (node[None, :] > node[:, None])
-    next_sibling = tl.min(tl.where(is_later_sibling, node[None, :], BLOCK_NODE), axis=1)
-
-    seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
-    root_token = tl.load(verified_id_ptr + request).to(tl.int64)
-    draft_token = tl.load(draft_tokens_ptr + draft_offset, mask=is_draft, other=0).to(tl.int64)
-    tl.store(positions_ptr + node_offset, seq_len + depth, mask=is_node)
-    tl.store(retrieve_index_ptr + node_offset, node_offset, mask=is_node)
-    tl.store(retrieve_next_token_ptr + node_offset, tl.where(first_child < NUM_NODES, first_child, -1), mask=is_node)
-    tl.store(
-        retrieve_next_sibling_ptr + node_offset, tl.where(next_sibling < NUM_NODES, next_sibling, -1), mask=is_node
-    )
-    tl.store(tree_tokens_ptr + node_offset, tl.where(node == 0, root_token, draft_token), mask=is_node)
-
-    if MASK_MODE == "full_mask":
-        mask_row = full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH)
-        mask_row += node * (seq_len + NUM_NODES) + seq_len
-    elif MASK_MODE == "qlen_only":
-        mask_row = node_offset * NUM_NODES
-    else:
-        mask_row = node_offset * NUM_WORDS
-
-    for word in tl.static_range(NUM_WORDS):
-        bit = node - word * 64
-        own = tl.where((bit >= 0) & (bit < 64), tl.full([BLOCK_NODE], 1, tl.int64) << (bit & 63), 0)
-        ancestors = ancestor_word(own, parent, NUM_ROUNDS)
-        if word == 0:
-            ancestors |= 1  # everyone sees the root
-        if (MASK_MODE == "packed") or (MASK_MODE == "qlen_only_bitpacking"):
-            value = ancestors.to(tree_mask_ptr.dtype.element_ty)
-            tl.store(tree_mask_ptr + mask_row + word, value, mask=is_node)
-        else:
-            column = tl.arange(0, 64)
-            cell = mask_row[:, None] + word * 64 + column[None, :]
-            visible = ((ancestors[:, None] >> column[None, :]) & 1) != 0
-            in_bounds = is_node[:, None] & (word * 64 + column < NUM_NODES)[None, :]
-            tl.store(tree_mask_ptr + cell, visible, mask=in_bounds & (cell >= 0) & (cell < mask_size))
-
-
-@triton.jit(do_not_specialize=["batch_size", "mask_size"])
-def _build_tree_prefix_kernel(
-    seq_lens_ptr,
-    tree_mask_ptr,
-    batch_size,
-    mask_size,
-    NUM_NODES: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    BLOCK_COLUMN: tl.constexpr,
-):
-    """FULL_MASK: every node sees the whole committed prefix."""
-    request = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1).to(tl.int64)
-    seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
-    row_start = full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH)
-    row_start += row * (seq_len + NUM_NODES)
-    for start in range(0, tl.minimum(seq_len, mask_size), BLOCK_COLUMN):
-        column = start + tl.arange(0, BLOCK_COLUMN)
-        cell = row_start + column
-        seen = tl.full([BLOCK_COLUMN], 1, tl.int1)
-        tl.store(tree_mask_ptr + cell, seen, mask=(column < seq_len) & (cell >= 0) & (cell < mask_size))
+    if tl.program_id(1) == 0:
+        node = tl.arange(0, BLOCK_NODE)
+        is_draft = (node > 0) & (node < NUM_NODES)
+        draft_offset = request * (NUM_NODES - 1) + node - 1
+        candidate = tl.load(top_scores_index_ptr + draft_offset, mask=is_draft, other=-1).to(tl.int64)
+        draft_token = tl.load(draft_tokens_ptr + draft_offset, mask=is_draft, other=0).to(tl.int64)
+        store_tree(
+            request, candidate, draft_token, verified_id_ptr, parent_list_ptr, seq_lens_ptr, tree_mask_ptr,
+            positions_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr, tree_tokens_ptr,
+            batch_size, parent_width, mask_size, TOPK, NUM_NODES, NUM_WORDS, MASK_MODE, BLOCK_NODE, BLOCK_BATCH,
+            NUM_ROUNDS,
+        )  # fmt: skip
+    elif MASK_MODE == "full_mask":
+        fill_prefix(
+            seq_lens_ptr, tree_mask_ptr, request, tl.program_id(1) - 1, batch_size, mask_size, NUM_NODES, IS_ALIGNED,
+            BLOCK_BATCH, BLOCK_FILL,
+        )  # fmt: skip
 
 
 def contract(values: dict) -> Output:
     """Checks the arguments of `build_tree` and describes its outputs."""
     args = check.Arguments("build_tree", values)
+    output = tree_contract(args)
+    num_drafts = values["num_verify_tokens"] - 1
+    args.tensor("top_scores_index", ("B", num_drafts), check.INTEGER)
+    args.tensor("draft_tokens", ("B", num_drafts), check.INTEGER)
+    num_candidates = values["topk"] + (values["spec_steps"] - 1) * values["topk"] ** 2
+    args.debug("top_scores_index", "name a candidate", lambda: values["top_scores_index"] < num_candidates)
+    return output
+
+
+def tree_contract(args: check.Arguments) -> Output:
+    """What every op that builds trees asks of the batch and the tree's sizes, and what it returns."""
+    values = args.values
     num_nodes = args.integer("num_verify_tokens", 1, MAX_NODES)
     topk = args.integer("topk", 1)
     spec_steps = args.integer("spec_steps", 1)
@@ -192,11 +140,8 @@ def contract(values: dict) -> Output:
         args.fail("num_verify_tokens", rule, num_nodes)
     args.tensor("verified_id", ("B",), check.INTEGER)
     args.tensor("parent_list", ("B", topk * (spec_steps - 1) + 1), check.INTEGER)
-    args.tensor("top_scores_index", ("B", num_nodes - 1), check.INTEGER)
-    args.tensor("draft_tokens", ("B", num_nodes - 1), check.INTEGER)
     args.tensor("seq_lens", ("B",), check.INTEGER)
     args.debug("seq_lens", "not be negative", lambda: values["seq_lens"] >= 0)
-    args.debug("top_scores_index", "name a candidate", lambda: values["top_scores_index"] < num_candidates)
     batch_size = args.size("B")
     if mode == TreeMaskMode.PACKED:
         mask = args.spec((batch_size, num_nodes, -(-num_nodes // 64)), torch.int64)
@@ -228,6 +173,7 @@ def _full_mask_size(args: check.Arguments, batch_size: int, num_nodes: int) -> i
     return num_nodes * (seq_lens_sum + batch_size * num_nodes)
 
 
+@launcher
 def build_tree(
     verified_id: torch.Tensor,
     parent_list: torch.Tensor,
@@ -252,14 +198,10 @@ def build_tree(
     """
     contracted = contract(locals())
     out = check.allocate("build_tree", contracted, out)
-    device, batch_size = seq_lens.device, seq_lens.shape[0]
-    row = tuning.row(TUNING, device)
-    block_node = max(16, triton.next_power_of_2(num_verify_tokens))
-    block_batch = 128
     launch(
         "build_tree",
         _build_tree_kernel,
-        (batch_size,),
+        tree_grid(seq_lens.shape[0], num_verify_tokens, tree_mask_mode, prefix_is_set),
         verified_id_ptr=verified_id,
         parent_list_ptr=parent_list,
         top_scores_index_ptr=top_scores_index,
@@ -271,29 +213,31 @@ def build_tree(
         retrieve_next_token_ptr=out.retrieve_next_token,
         retrieve_next_sibling_ptr=out.retrieve_next_sibling,
         tree_tokens_ptr=out.draft_tokens,
-        batch_size=batch_size,
+        batch_size=seq_lens.shape[0],
         parent_width=parent_list.shape[1],
-        mask_size=out.tree_mask.numel(),
-        TOPK=topk,
-        NUM_NODES=num_verify_tokens,
-        NUM_WORDS=-(-num_verify_tokens // 64),
-        MASK_MODE=str(tree_mask_mode),
-        BLOCK_NODE=block_node,
-        BLOCK_BATCH=block_batch,
-        NUM_ROUNDS=(num_verify_tokens - 1).bit_length(),
-        num_warps=max(block_node // row["nodes_per_warp"], row["min_warps"]),
+        **tree_sizes(out.tree_mask, topk, num_verify_tokens, tree_mask_mode),
     )
-    if tree_mask_mode == TreeMaskMode.FULL_MASK and not prefix_is_set:
-        launch(
-            "build_tree",
-            _build_tree_prefix_kernel,
-            (batch_size, num_verify_tokens),
-            seq_lens_ptr=seq_lens,
-            tree_mask_ptr=out.tree_mask,
-            batch_size=batch_size,
-            mask_size=out.tree_mask.numel(),
-            NUM_NODES=num_verify_tokens,
-            BLOCK_BATCH=block_batch,
-            **tuning.row(PREFIX_TUNING, device),
-        )
     return out
+
+
+def tree_grid(batch_size: int, num_nodes: int, mode: str, prefix_is_set: bool) -> tuple[int, int]:
+    """One program for each tree, and in FULL_MASK one for the prefix of each node."""
+    return batch_size, 1 + num_nodes if mode == TreeMaskMode.FULL_MASK and not prefix_is_set else 1
+
+
+def tree_sizes(tree_mask: torch.Tensor, topk: int, num_nodes: int, mode: str) -> dict:
+    """The arguments of a kernel that stores trees: sizes, constants, number of warps."""
+    block_node = max(8, triton.next_power_of_2(num_nodes))
+    return {
+        "mask_size": tree_mask.numel(),
+        "TOPK": topk,
+        "NUM_NODES": num_nodes,
+        "NUM_WORDS": -(-num_nodes // 64),
+        "MASK_MODE": str(mode),
+        "IS_ALIGNED": mode == TreeMaskMode.FULL_MASK and tree_mask.data_ptr() % 16 == 0,
+        "BLOCK_NODE": block_node,
+        "BLOCK_BATCH": BLOCK_BATCH,
+        "BLOCK_FILL": BLOCK_FILL,
+        "NUM_ROUNDS": (num_nodes - 1).bit_length(),
+        "num_warps": max(block_node // tuning.row(TUNING, tree_mask.device)["nodes_per_warp"], 1),
+    }

@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 import torch
 
-from ...primitives.ordering import comparable, unsigned_rank
+from ...primitives.ordering import is_among_best
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
-from ...runtime.launch import launch
+from ...runtime.launch import launch, launcher
 
 
 class Output(NamedTuple):
@@ -70,24 +70,7 @@ def _organize_draft_results_kernel(
     score = tl.load(
         candidate_scores_ptr + request * stride_candidate_scores_request + candidate, mask=is_candidate, other=0.0
     )
-    # unsigned, so that a threshold can be built from the highest bit down; 0 is below every score
-    order = unsigned_rank(comparable(score))
-    order = tl.where(is_candidate, order, 0)
-
-    # the order of the last kept score: the largest value that num_kept candidates reach
-    last_kept = tl.full([], 0, tl.uint32)
-    bit = tl.full([], 0x80000000, tl.uint32)
-    for _ in range(32):
-        raised = last_kept | bit
-        num_reaching = tl.sum((order >= raised).to(tl.int32))
-        last_kept = tl.where(num_reaching >= num_kept, raised, last_kept)
-        bit = bit >> 1
-
-    # of the candidates that tie with it, the first ones fill the places left
-    is_above = order > last_kept
-    is_tied = order == last_kept
-    places_left = num_kept - tl.sum(is_above.to(tl.int32))
-    is_kept = is_above | (is_tied & (tl.cumsum(is_tied.to(tl.int32), 0) <= places_left))
+    is_kept = is_among_best(score, is_candidate, num_kept)
     kept_offset = request * num_kept + tl.cumsum(is_kept.to(tl.int32), 0) - 1
     token = tl.load(candidate_tokens_ptr + request * stride_candidate_tokens_request + candidate, mask=is_kept, other=0)
     tl.store(top_scores_index_ptr + kept_offset, candidate, mask=is_kept)
@@ -98,17 +81,24 @@ def contract(values: dict) -> Output:
     """Checks the arguments of `organize_draft_results` and describes its outputs."""
     args = check.Arguments("organize_draft_results", values)
     num_nodes = args.integer("num_verify_tokens", 1)
-    args.tensor("candidate_scores", ("B", "C"), (torch.float32,), contiguous=1)
-    args.tensor("candidate_tokens", ("B", "C"), check.INTEGER, contiguous=1)
-    num_candidates = args.size("C")
-    if num_candidates > MAX_CANDIDATES:
-        args.fail("candidate_scores", f"have at most {MAX_CANDIDATES} candidates", num_candidates)
+    num_candidates = candidates_contract(args)
     if num_nodes - 1 > num_candidates:
         args.fail("num_verify_tokens", f"be at most 1 + C = {1 + num_candidates}", num_nodes)
     kept = args.spec((args.size("B"), num_nodes - 1), torch.int64)
     return Output(kept, kept)
 
 
+def candidates_contract(args: check.Arguments) -> int:
+    """What every op that ranks candidates asks of them; returns their number."""
+    args.tensor("candidate_scores", ("B", "C"), (torch.float32,), contiguous=1)
+    args.tensor("candidate_tokens", ("B", "C"), check.INTEGER, contiguous=1)
+    num_candidates = args.size("C")
+    if num_candidates > MAX_CANDIDATES:
+        args.fail("candidate_scores", f"have at most {MAX_CANDIDATES} candidates", num_candidates)
+    return num_candidates
+
+
+@launcher
 def organize_draft_results(
     candidate_scores: torch.Tensor,
     candidate_tokens: torch.Tensor,

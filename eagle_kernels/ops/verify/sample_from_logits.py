@@ -34,7 +34,7 @@ from ...primitives.random import STREAM_TARGET
 from ...primitives.sampling import draw_token
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
-from ...runtime.launch import launch
+from ...runtime.launch import launch, launcher
 
 TUNING = sampling.TUNING
 
@@ -86,6 +86,7 @@ def contract(values: dict) -> check.Spec:
     return args.spec((args.size("R"),), torch.int64)
 
 
+@launcher
 def sample_from_logits(
     logits: torch.Tensor,
     positions: torch.Tensor,

@@ -207,6 +207,6 @@ def test_bad_input_is_named(change, message):
 
 def test_debug_mode_checks_values(monkeypatch):
     values = make(3, 20, temperature=-1.0)
-    monkeypatch.setenv("EAGLE_KERNELS_DEBUG", "1")
+    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
     with pytest.raises(ValueError, match=r"temperature must not be negative, got -1.0 at \[0\]"):
         eagle_kernels.sample_from_logits(**values)

@@ -36,7 +36,8 @@ def build_tree(
     depth = torch.zeros(batch_size, num_nodes, dtype=torch.int64)
     next_token = torch.full((batch_size, num_nodes), -1)
     next_sibling = torch.full((batch_size, num_nodes), -1)
-    slots, kept = parent_list.tolist(), top_scores_index.tolist()
+    # a candidate id that does not fit 31 bits names nobody
+    slots, kept = (ids.masked_fill(ids >= 2**31 - 1, -1).tolist() for ids in (parent_list, top_scores_index))
     for request in range(batch_size):
         last_child: dict[int, int] = {}
         visible[request, :, 0] = True

@@ -1,0 +1,195 @@
+"""Reranks the candidates of all draft levels and turns the best ones into a token tree: both ops in one launch.
+
+Computes
+    organize_draft_results, then build_tree: EAGLE-2 (arXiv 2406.16858, sections 4.2 and 4). Candidates are kept by
+    descending score, equal ones by ascending flat id, so that no child is kept without its parent or precedes it.
+Shapes
+    verified_id       [B]        int   the root's token: the last committed one, not yet in the target's KV
+    candidate_scores  [B, C]     fp32  C = K + (S - 1) * K * K, the levels side by side; rows may be strided
+    candidate_tokens  [B, C]     int   their tokens; rows may be strided
+    parent_list       [B, P]     int   P = topk * (spec_steps - 1) + 1: slot -> candidate id
+    seq_lens          [B]        int   committed length, the root not counted
+    seq_lens_sum      int              sum of seq_lens, FULL_MASK without `out` only (sizes the mask)
+    -> tree_mask, positions, retrieve_index, retrieve_next_token, retrieve_next_sibling, draft_tokens: as build_tree
+    -> top_scores_index  [B, N - 1]  int64  kept flat candidate ids, ascending
+Invariants
+    As of both ops: every output is written whole, NaN counts as -inf, -0.0 equals 0.0, malformed parents link to
+    nothing. C is at most 4096.
+Grid
+    (B, 1), one program ranks and builds one tree; FULL_MASK: (B, 1 + N), the others fill one row's prefix columns each.
+Launches
+    1
+Traffic
+    B (4 C + 8 (2 N + P)) read, 8 B N (6 + ceil(N / 64)) written, FULL_MASK 1 byte a cell.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...primitives.ordering import is_among_best
+from ...primitives.tree_building import fill_prefix, store_tree
+from ...primitives.tree_mask import TreeMaskMode
+from ...runtime import check
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+from .build_tree import tree_contract, tree_grid, tree_sizes
+from .organize_draft_results import candidates_contract
+
+
+class Output(NamedTuple):
+    """What `build_tree_from_scores` returns: the tree, and which candidates it is made of."""
+
+    tree_mask: torch.Tensor
+    positions: torch.Tensor
+    retrieve_index: torch.Tensor
+    retrieve_next_token: torch.Tensor
+    retrieve_next_sibling: torch.Tensor
+    draft_tokens: torch.Tensor
+    top_scores_index: torch.Tensor
+
+
+# Warps of a program that also ranks: a vector of all candidates is read and counted 32 times.
+MIN_WARPS = 4
+
+
+@triton.jit(
+    do_not_specialize=["batch_size", "parent_width", "mask_size", "num_candidates", "stride_candidate_scores_request",
+                       "stride_candidate_tokens_request"]
+)  # fmt: skip
+def _build_tree_from_scores_kernel(
+    # inputs
+    verified_id_ptr,
+    candidate_scores_ptr,
+    candidate_tokens_ptr,
+    parent_list_ptr,
+    seq_lens_ptr,
+    # outputs
+    tree_mask_ptr,
+    positions_ptr,
+    retrieve_index_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
+    tree_tokens_ptr,
+    top_scores_index_ptr,
+    # sizes
+    batch_size,
+    parent_width,
+    mask_size,
+    num_candidates,
+    stride_candidate_scores_request,
+    stride_candidate_tokens_request,
+    TOPK: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    MASK_MODE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    BLOCK_FILL: tl.constexpr,
+    BLOCK_CANDIDATE: tl.constexpr,
+    SEARCH_ROUNDS: tl.constexpr,
+    NUM_ROUNDS: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        flat = tl.arange(0, BLOCK_CANDIDATE)
+        is_candidate = flat < num_candidates
+        scores_row_ptr = candidate_scores_ptr + request * stride_candidate_scores_request
+        score = tl.load(scores_row_ptr + flat, mask=is_candidate, other=0.0)
+        is_kept = is_among_best(score, is_candidate, NUM_NODES - 1)
+        num_kept_to_here = tl.cumsum(is_kept.to(tl.int32), 0)
+
+        # node i is the first candidate with i kept ones up to it: a binary search for each node
+        node = tl.arange(0, BLOCK_NODE)
+        is_draft = (node > 0) & (node < NUM_NODES)
+        candidate = tl.zeros([BLOCK_NODE], tl.int32)
+        for halving in tl.static_range(SEARCH_ROUNDS):
+            step: tl.constexpr = BLOCK_CANDIDATE >> (halving + 1)
+            is_before = tl.gather(num_kept_to_here, candidate + (step - 1), 0) < node
+            candidate += tl.where(is_before, step, 0)
+        candidate = tl.where(is_draft, candidate, -1).to(tl.int64)
+        tokens_row_ptr = candidate_tokens_ptr + request * stride_candidate_tokens_request
+        draft_token = tl.load(tokens_row_ptr + candidate, mask=is_draft, other=0).to(tl.int64)
+        tl.store(top_scores_index_ptr + request * (NUM_NODES - 1) + node - 1, candidate, mask=is_draft)
+        store_tree(
+            request, candidate, draft_token, verified_id_ptr, parent_list_ptr, seq_lens_ptr, tree_mask_ptr,
+            positions_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr, tree_tokens_ptr,
+            batch_size, parent_width, mask_size, TOPK, NUM_NODES, NUM_WORDS, MASK_MODE, BLOCK_NODE, BLOCK_BATCH,
+            NUM_ROUNDS,
+        )  # fmt: skip
+    elif MASK_MODE == "full_mask":
+        fill_prefix(
+            seq_lens_ptr, tree_mask_ptr, request, tl.program_id(1) - 1, batch_size, mask_size, NUM_NODES, IS_ALIGNED,
+            BLOCK_BATCH, BLOCK_FILL,
+        )  # fmt: skip
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `build_tree_from_scores` and describes its outputs."""
+    args = check.Arguments("build_tree_from_scores", values)
+    num_nodes = args.values["num_verify_tokens"]
+    tree = tree_contract(args)
+    num_candidates = candidates_contract(args)
+    topk, spec_steps = values["topk"], values["spec_steps"]
+    if num_candidates != topk + (spec_steps - 1) * topk * topk:
+        rule = f"have topk + (spec_steps - 1) * topk^2 = {topk + (spec_steps - 1) * topk * topk} candidates"
+        args.fail("candidate_scores", rule, num_candidates)
+    return Output(*tree, args.spec((args.size("B"), num_nodes - 1), torch.int64))
+
+
+@launcher
+def build_tree_from_scores(
+    verified_id: torch.Tensor,
+    candidate_scores: torch.Tensor,
+    candidate_tokens: torch.Tensor,
+    parent_list: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_lens_sum: int | None = None,
+    *,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode: str = TreeMaskMode.PACKED,
+    prefix_is_set: bool = False,
+    out: Output | None = None,
+) -> Output:
+    """Builds the verification tree of every request from all its candidates; shapes are in the module's docstring.
+
+    topk, spec_steps: the branching and the number of levels that the candidates were drafted with.
+    num_verify_tokens: N, nodes of a tree with its root, 1..256.
+    prefix_is_set: FULL_MASK only, the caller's `out` already holds True in the prefix columns; they are not written.
+    out: seven tensors to write into; a FULL_MASK buffer may be longer than needed.
+    """
+    contracted = contract(locals())
+    out = check.allocate("build_tree_from_scores", contracted, out)
+    block_candidate = triton.next_power_of_2(candidate_scores.shape[1])
+    sizes = tree_sizes(out.tree_mask, topk, num_verify_tokens, tree_mask_mode)
+    launch(
+        "build_tree_from_scores",
+        _build_tree_from_scores_kernel,
+        tree_grid(seq_lens.shape[0], num_verify_tokens, tree_mask_mode, prefix_is_set),
+        verified_id_ptr=verified_id,
+        candidate_scores_ptr=candidate_scores,
+        candidate_tokens_ptr=candidate_tokens,
+        parent_list_ptr=parent_list,
+        seq_lens_ptr=seq_lens,
+        tree_mask_ptr=out.tree_mask,
+        positions_ptr=out.positions,
+        retrieve_index_ptr=out.retrieve_index,
+        retrieve_next_token_ptr=out.retrieve_next_token,
+        retrieve_next_sibling_ptr=out.retrieve_next_sibling,
+        tree_tokens_ptr=out.draft_tokens,
+        top_scores_index_ptr=out.top_scores_index,
+        batch_size=seq_lens.shape[0],
+        parent_width=parent_list.shape[1],
+        num_candidates=candidate_scores.shape[1],
+        stride_candidate_scores_request=candidate_scores.stride(0),
+        stride_candidate_tokens_request=candidate_tokens.stride(0),
+        BLOCK_CANDIDATE=block_candidate,
+        SEARCH_ROUNDS=block_candidate.bit_length() - 1,
+        **{**sizes, "num_warps": max(sizes["num_warps"], MIN_WARPS)},
+    )
+    return out

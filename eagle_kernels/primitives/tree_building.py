@@ -1,0 +1,161 @@
+"""Device functions that make a token tree of kept candidates: parents, links, ancestor sets, masks.
+
+A tree is one vector over its nodes, so everything happens at once: parents and links by comparing all nodes with all
+nodes (tiles that are reduced along their first axis, which keeps the result where the vectors live), ancestor sets by
+pointer doubling on packed words.
+"""
+
+from __future__ import annotations
+
+from ..runtime.language import tl, triton
+from .tree import ancestor_word
+from .tree_mask import full_mask_start
+
+
+@triton.jit
+def store_tree(
+    # inputs of one request
+    request,
+    candidate,
+    draft_token,
+    verified_id_ptr,
+    parent_list_ptr,
+    seq_lens_ptr,
+    # outputs
+    tree_mask_ptr,
+    positions_ptr,
+    retrieve_index_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
+    tree_tokens_ptr,
+    # sizes
+    batch_size,
+    parent_width,
+    mask_size,
+    TOPK: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    MASK_MODE: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    NUM_ROUNDS: tl.constexpr,
+):
+    """Writes all that `build_tree` returns for one request, from its candidate ids and tokens [node], int64."""
+    node = tl.arange(0, BLOCK_NODE)
+    is_node = node < NUM_NODES
+    offset = request * NUM_NODES + node
+    # first what waits for nothing, so that these loads and stores travel while the parents are found
+    seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
+    root_token = tl.load(verified_id_ptr + request).to(tl.int64)
+    parent = _parents(candidate, parent_list_ptr + request * parent_width, parent_width, TOPK, NUM_NODES, BLOCK_NODE)
+    tl.store(tree_tokens_ptr + offset, tl.where(node == 0, root_token, draft_token), mask=is_node)
+    tl.store(retrieve_index_ptr + offset, offset, mask=is_node)
+
+    # links: the first child is the smallest node with this parent, the next sibling the next one up
+    family = tl.where(parent >= 0, parent, -1 - node)  # without a parent, alone
+    is_child = family[:, None] == node[None, :]
+    first_child = tl.min(tl.where(is_child, node[:, None], BLOCK_NODE), axis=0)
+    is_later_sibling = (family[:, None] == family[None, :]) & (node[:, None] > node[None, :])
+    next_sibling = tl.min(tl.where(is_later_sibling, node[:, None], BLOCK_NODE), axis=0)
+    first_child = tl.where(first_child < BLOCK_NODE, first_child, -1)
+    next_sibling = tl.where(next_sibling < BLOCK_NODE, next_sibling, -1)
+    tl.store(retrieve_next_token_ptr + offset, first_child.to(tl.int64), mask=is_node)
+    tl.store(retrieve_next_sibling_ptr + offset, next_sibling.to(tl.int64), mask=is_node)
+
+    if MASK_MODE == "full_mask":
+        mask_row = full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH)
+        mask_row += node * (seq_len + NUM_NODES) + seq_len
+    elif MASK_MODE == "qlen_only":
+        mask_row = offset * NUM_NODES
+    else:
+        mask_row = offset * NUM_WORDS
+    depth = tl.full([BLOCK_NODE], -1, tl.int32)
+    for word in tl.static_range(NUM_WORDS):
+        bit = node - word * 64
+        own = tl.where((bit >= 0) & (bit < 64), tl.full([BLOCK_NODE], 1, tl.int64) << (bit & 63), 0)
+        ancestors = ancestor_word(own, parent, NUM_ROUNDS)
+        depth += _count_bits(ancestors)
+        if word == 0:
+            ancestors |= 1  # everyone sees the root
+        if (MASK_MODE == "packed") or (MASK_MODE == "qlen_only_bitpacking"):
+            value = ancestors.to(tree_mask_ptr.dtype.element_ty)
+            tl.store(tree_mask_ptr + mask_row + word, value, mask=is_node)
+        else:
+            column = tl.arange(0, 64)
+            cell = mask_row[:, None] + word * 64 + column[None, :]
+            visible = ((ancestors[:, None] >> column[None, :]) & 1) != 0
+            in_bounds = is_node[:, None] & (word * 64 + column < NUM_NODES)[None, :]
+            tl.store(tree_mask_ptr + cell, visible, mask=in_bounds & (cell >= 0) & (cell < mask_size))
+    tl.store(positions_ptr + offset, seq_len + depth, mask=is_node)
+
+
+@triton.jit
+def fill_prefix(
+    seq_lens_ptr,
+    tree_mask_ptr,
+    request,
+    row,
+    batch_size,
+    mask_size,
+    NUM_NODES: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    BLOCK_FILL: tl.constexpr,
+):
+    """FULL_MASK: one node sees the whole committed prefix. Rows start anywhere, so their middles are written as aligned
+    pairs of words and their ends as bytes; all as bytes if the mask itself is not aligned to 16 bytes."""
+    seq_len = tl.maximum(tl.load(seq_lens_ptr + request).to(tl.int64), 0)
+    begin = full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH) + row * (seq_len + NUM_NODES)
+    end = tl.minimum(begin + seq_len, mask_size)
+    begin = tl.maximum(begin, 0)
+    lane = tl.arange(0, BLOCK_FILL)
+    seen = tl.full([BLOCK_FILL], 1, tl.int1)
+    if IS_ALIGNED:
+        first_pair = (begin + 15) // 16
+        last_pair = tl.maximum(end // 16, first_pair)
+        words_ptr = tree_mask_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+        all_seen = tl.full([BLOCK_FILL], 0x0101010101010101, tl.int64)
+        for start in range(first_pair * 2, last_pair * 2, BLOCK_FILL):
+            word = tl.multiple_of(start, 2) + lane
+            tl.store(words_ptr + word, all_seen, mask=word < last_pair * 2)
+        is_head = lane < tl.minimum(first_pair * 16, end) - begin
+        tl.store(tree_mask_ptr + begin + lane, seen, mask=is_head & (lane < 16))
+        is_tail = lane < end - last_pair * 16
+        tl.store(tree_mask_ptr + last_pair * 16 + lane, seen, mask=is_tail & (lane < 16))
+    else:
+        for start in range(begin, end, BLOCK_FILL):
+            tl.store(tree_mask_ptr + start + lane, seen, mask=start + lane < end)
+
+
+@triton.jit
+def _parents(
+    candidate,
+    parent_list_row_ptr,
+    parent_width,
+    TOPK: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+):
+    """Parents [node]: slot -> the parent's candidate id -> the first node that holds it, -1 if that is no earlier node."""
+    node = tl.arange(0, BLOCK_NODE)
+    is_draft = (node > 0) & (node < NUM_NODES)
+    # ids in 32 bits: comparisons of all nodes with all nodes are half as wide
+    candidate = tl.where(is_draft & (candidate >= 0) & (candidate < 2147483647), candidate, -1).to(tl.int32)
+    slot = candidate // TOPK
+    has_slot = (candidate >= 0) & (slot < parent_width)
+    parent_candidate = tl.load(parent_list_row_ptr + slot, mask=has_slot & (slot > 0), other=-1).to(tl.int64)
+    is_id = (parent_candidate >= 0) & (parent_candidate < 2147483647)
+    parent_candidate = tl.where(is_id, parent_candidate, -2).to(tl.int32)
+    holds = candidate[:, None] == parent_candidate[None, :]
+    first_holder = tl.min(tl.where(holds, node[:, None], BLOCK_NODE), axis=0)
+    parent = tl.where(has_slot & (slot == 0), 0, first_holder)
+    return tl.where(parent < node, parent, -1)
+
+
+@triton.jit
+def _count_bits(words):
+    """The set bits of int64 words, int32: sums of neighbours in pairs, fours, and bytes."""
+    words -= (words >> 1) & 0x5555555555555555
+    words = (words & 0x3333333333333333) + ((words >> 2) & 0x3333333333333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((words * 0x0101010101010101) >> 56).to(tl.int32)

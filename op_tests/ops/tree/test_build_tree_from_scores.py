@@ -1,0 +1,179 @@
+"""build_tree_from_scores against its reference and against the two ops that it joins."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import eagle_kernels
+from op_tests.harness import (
+    assert_equal,
+    assert_only_launches,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+    to_device,
+)
+
+PATH = "tree.build_tree_from_scores"
+MODES = ("packed", "full_mask", "qlen_only", "qlen_only_bitpacking")
+
+# (batch, topk, spec_steps, nodes): roots alone, chains, stars, every candidate kept, word borders, the largest tree
+SHAPES = [(1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 4, 5), (3, 8, 1, 9), (2, 4, 3, 8), (1, 3, 4, 31), (2, 4, 3, 37),
+          (1, 8, 5, 64), (1, 10, 8, 60), (1, 10, 3, 65), (1, 8, 5, 256)]  # fmt: skip
+
+
+def make(batch_size, topk, spec_steps, num_nodes, *, mode="packed", dtype=torch.int64, is_tied=False, device="cpu"):
+    """Scores as drafting makes them, on a grid where ties are common: no child scores above its parent."""
+    scores = -torch.randint(0, 2 if is_tied else 16, (batch_size, topk)).float() / 4
+    parent_list = torch.full((batch_size, 1), -1)
+    beams, beam_scores, first = torch.arange(topk).expand(batch_size, -1), scores, 0
+    for level in range(1, spec_steps):
+        parent_list = torch.cat([parent_list, beams], dim=1)
+        drop = torch.randint(0, 2 if is_tied else 16, (batch_size, topk, topk)).float() / 4
+        level_scores = (beam_scores[:, :, None] - drop).flatten(1)
+        scores = torch.cat([scores, level_scores], dim=1)
+        first = topk + (level - 1) * topk * topk
+        best = level_scores.sort(dim=1, descending=True, stable=True).indices[:, :topk]
+        beams, beam_scores = first + best, level_scores.gather(1, best)
+    seq_lens = torch.randint(0, 40, (batch_size,))
+    integers = {
+        "verified_id": torch.randint(97, (batch_size,)),
+        "candidate_tokens": torch.randint(97, scores.shape),
+        "parent_list": parent_list,
+        "seq_lens": seq_lens,
+    }
+    values = {key: value.to(device=device, dtype=dtype) for key, value in integers.items()}
+    return values | {
+        "candidate_scores": scores.to(device),
+        "seq_lens_sum": int(seq_lens.sum()) if mode == "full_mask" else None,
+        "topk": topk,
+        "spec_steps": spec_steps,
+        "num_verify_tokens": num_nodes,
+        "tree_mask_mode": mode,
+    }
+
+
+def ahead_of_time_cases():
+    yield "N=64", make(2, 8, 5, 64)
+    yield "N=32 full_mask", make(2, 8, 5, 32, mode="full_mask")
+    yield "C=4096 int32", make(1, 16, 16, 64, dtype=torch.int32)
+
+
+def size_sweep():
+    for batch_size in (1, 2, 3, 16, 17, 64, 257):
+        yield make(batch_size, 4, 3, 8)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, device):
+    mode = MODES[SHAPES.index(shape) % (4 if shape[3] <= 32 else 3)]
+    check_operation(PATH, make(*shape, mode=mode, device=device), case=f"{shape} {mode}")
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["few ties", "ties everywhere"])
+def test_equals_the_two_ops(is_tied, device):
+    values = make(3, 4, 4, 20, is_tied=is_tied, device=device)
+    joined = eagle_kernels.raw.build_tree_from_scores(**values)
+    scores, tokens = values.pop("candidate_scores"), values.pop("candidate_tokens")
+    best = eagle_kernels.raw.organize_draft_results(scores, tokens, num_verify_tokens=20)
+    tree = eagle_kernels.raw.build_tree(
+        **values, top_scores_index=best.top_scores_index, draft_tokens=best.draft_tokens
+    )
+    for name, expected in {**tree._asdict(), "top_scores_index": best.top_scores_index}.items():
+        assert_equal("build_tree_from_scores", "joined", name, getattr(joined, name), expected)
+
+
+def test_every_node_hangs_below_the_root(device):
+    """With ties everywhere only the order by id keeps parents in the tree and before their children."""
+    tree = eagle_kernels.raw.build_tree_from_scores(**make(8, 4, 4, 12, is_tied=True, device=device))
+    depth = tree.positions.view(8, 12) - tree.positions.view(8, 12)[:, :1]
+    assert (depth[:, 1:] > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_strided_rows_and_integer_widths(dtype, device):
+    values = make(3, 4, 3, 16, dtype=dtype, device=device)
+    for name in ("candidate_scores", "candidate_tokens"):
+        wide = torch.zeros(3, values[name].shape[1] + 5, dtype=values[name].dtype, device=device)
+        wide[:, 2:-3] = values[name]
+        values[name] = wide[:, 2:-3]
+    check_operation(PATH, values, case=str(dtype))
+
+
+MALFORMED = {
+    "missing parents": lambda v: v["parent_list"].fill_(-1),
+    "parents out of range": lambda v: v["parent_list"].fill_(2**40),
+    "cyclic parents": lambda v: v["parent_list"].copy_(v["parent_list"].flip(1)),
+    "nan scores": lambda v: v["candidate_scores"][:, ::3].fill_(float("nan")),
+    "infinite scores": lambda v: v["candidate_scores"][:, ::2].fill_(float("inf")),
+    "only -inf": lambda v: v["candidate_scores"].fill_(float("-inf")),
+    "children above their parents": lambda v: v["candidate_scores"].copy_(v["candidate_scores"].flip(1)),
+}
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_malformed_input_ends_and_stays_in_bounds(fault, device):
+    values = make(2, 4, 3, 16)
+    MALFORMED[fault](values)
+    check_operation(PATH, to_device(values, device), case=fault)
+
+
+def test_empty_batch(device):
+    tree = eagle_kernels.build_tree_from_scores(**make(0, 4, 3, 8, device=device))
+    assert tree.retrieve_index.shape == (0, 8) and tree.top_scores_index.shape == (0, 7)
+
+
+@pytest.mark.parametrize("mode", ["packed", "full_mask"])
+def test_launches_and_nothing_else(mode, device):
+    assert_only_launches(PATH, make(2, 4, 3, 8, mode=mode, device=device))
+
+
+def test_registration(device):
+    check_registration("build_tree_from_scores", make(2, 4, 3, 8, device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"candidate_scores": torch.zeros(2, 35), "candidate_tokens": torch.zeros(2, 35, dtype=torch.int64)},
+         r"candidate_scores must have topk \+ \(spec_steps - 1\) \* topk\^2 = 36 candidates, got 35"),
+        ({"num_verify_tokens": 38}, "num_verify_tokens must be at most .* = 37, got 38"),
+        ({"parent_list": torch.zeros(2, 8, dtype=torch.int64)}, "parent_list must have shape"),
+        ({"candidate_scores": torch.zeros(2, 36).half()}, "candidate_scores must have dtype float32, got float16"),
+        ({"prefix_is_set": True}, "prefix_is_set must come with 'full_mask'"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(change, message, device):
+    values = to_device(make(2, 4, 3, 8) | change, device)
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.build_tree_from_scores: .*" + message):
+        eagle_kernels.raw.build_tree_from_scores(**values)
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values = make(8, 8, 5, 64, device=device)
+    out = eagle_kernels.raw.build_tree_from_scores(**values)
+
+    def change():
+        values["candidate_scores"].copy_(values["candidate_scores"].flip(0))
+        values["candidate_scores"][3:5].fill_(float("nan"))
+        values["seq_lens"][5:].zero_()
+
+    replay_in_graph(lambda: eagle_kernels.raw.build_tree_from_scores(**values, out=out), change=change)
+    for name, expected in eagle_kernels.raw.build_tree_from_scores(**values)._asdict().items():
+        assert_equal("build_tree_from_scores", "replay", name, getattr(out, name), expected)
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_nodes", [2, 7, 31, 64, 129, 255])
+def test_full_cross(num_nodes, device):
+    for (topk, spec_steps), is_tied, batch_size in itertools.product(
+        [(1, 255), (2, 16), (4, 17), (8, 5), (10, 8), (16, 16)], (False, True), (1, 9)
+    ):
+        if num_nodes - 1 <= topk + (spec_steps - 1) * topk * topk:
+            values = make(batch_size, topk, spec_steps, num_nodes, is_tied=is_tied, device=device)
+            check_operation(PATH, values, case=f"{topk} {spec_steps} {num_nodes} {is_tied} {batch_size}")

@@ -1,0 +1,227 @@
+"""Planned launches: a call that looks like an earlier one skips the checks, and only such a call does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.runtime import launch as launch_module
+from op_tests.harness import assert_equal
+from op_tests.ops.tree.test_build_tree import make as make_tree
+from op_tests.ops.verify.test_verify_tree_sampled import ahead_of_time_cases as sampled_cases
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """Counts calls that were planned anew and calls that ran a plan, of a build_tree that has no plans yet."""
+    seen = {"recorded": 0, "replayed": 0}
+    record, run = launch_module._record, launch_module._Plan.run
+
+    def counting_record(*args):
+        seen["recorded"] += 1
+        return record(*args)
+
+    def counting_run(*args):
+        seen["replayed"] += 1
+        return run(*args)
+
+    monkeypatch.setattr(launch_module, "_record", counting_record)
+    monkeypatch.setattr(launch_module._Plan, "run", counting_run)
+    monkeypatch.setattr(
+        eagle_kernels.raw, "build_tree", launch_module.launcher(eagle_kernels.raw.build_tree.__wrapped__)
+    )
+    return seen
+
+
+def build(values, out=None):
+    result = eagle_kernels.raw.build_tree(**values, out=out)
+    reference = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    expected = eagle_kernels.reference.ops.tree.build_tree.build_tree(**reference)
+    for name, tensor in expected._asdict().items():
+        assert_equal("build_tree", "planned", name, getattr(result, name), tensor)
+    return result
+
+
+@pytest.mark.gpu
+def test_a_call_that_looks_the_same_is_replayed(plans, device):
+    first, second = (make_tree(5, 4, 3, 12, device=device) for _ in range(2))
+    out = build(first)
+    build(second)
+    assert plans == {"recorded": 1, "replayed": 1}
+    again = build(second, out=out)
+    build(first, out=out)
+    assert plans == {"recorded": 2, "replayed": 2}
+    assert type(again) is type(out) and all(ours is theirs for ours, theirs in zip(build(first, out=out), out))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda v: v | {"seq_lens": v["seq_lens"].int()},
+        lambda v: v | make_tree(6, 4, 3, 12, device="cuda"),
+        lambda v: v | {"tree_mask_mode": "qlen_only"},
+        lambda v: (
+            v | {"seq_lens": torch.cat([v["seq_lens"][:1], v["seq_lens"]])[1:]}
+        ),  # 8 bytes past an aligned address
+    ],
+    ids=["dtype", "size", "mode", "alignment"],
+)
+def test_a_call_that_looks_different_is_planned_anew(change, plans, device):
+    values = make_tree(5, 4, 3, 12, device=device)
+    build(values)
+    before = plans["recorded"]
+    build(change(values))
+    assert plans["recorded"] == before + 1
+    build(values)
+    build(change(values))
+    assert plans["recorded"] == before + 1
+
+
+@pytest.mark.gpu
+def test_strides_are_looked_at(device):
+    """The same tensors in another layout: a row stride that the plan does not know."""
+    scores = torch.randn(3, 40, device=device)
+    tokens = torch.randint(97, (3, 40), device=device)
+    ours, theirs = eagle_kernels.raw.organize_draft_results, eagle_kernels.reference.ops.tree.organize_draft_results
+    for stride in (40, 48, 40, 56):
+        wide = torch.zeros(3, stride, device=device)
+        wide[:, :40] = scores
+        result = ours(wide[:, :40], tokens, num_verify_tokens=8)
+        expected = theirs.organize_draft_results(scores, tokens, num_verify_tokens=8)
+        assert_equal("organize_draft_results", f"stride {stride}", "index", result[0], expected[0])
+
+
+@pytest.mark.gpu
+def test_sizes_changed_in_place_are_seen(device):
+    values = make_tree(5, 4, 3, 12, device=device)
+    build(values)
+    values["seq_lens"].resize_(4)
+    with pytest.raises(ValueError, match="seq_lens must have B = 5"):
+        eagle_kernels.raw.build_tree(**values)
+
+
+@pytest.mark.gpu
+def test_bad_input_is_named_after_a_plan(device):
+    values = make_tree(5, 4, 3, 12, device=device)
+    build(values)
+    for change, message in (
+        ({"seq_lens": values["seq_lens"].cpu()}, "seq_lens must be on cuda:0 like verified_id, got cpu"),
+        ({"seq_lens": values["seq_lens"].float()}, "seq_lens must have dtype"),
+        ({"topk": True}, "topk must be an int, got bool"),
+        ({"verified_id": [1, 2, 3, 4, 5]}, "verified_id must be a tensor, got list"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            eagle_kernels.raw.build_tree(**values | change)
+
+
+@pytest.mark.gpu
+def test_one_tensor_in_two_places_is_not_taken_for_one_argument(device):
+    values = make_tree(5, 4, 3, 12, device=device)
+    shared = values | {"verified_id": values["seq_lens"]}
+    build(shared)
+    build(values)
+    build(shared)
+
+
+@pytest.mark.gpu
+def test_allocated_scratch_is_fresh_in_every_call(device):
+    """Two results of an op with workspaces must not share memory."""
+    _, values = next(iter(sampled_cases()))
+    values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    results = [eagle_kernels.raw.verify_tree_sampled(**values) for _ in range(3)]
+    assert len({result.predicts.data_ptr() for result in results}) == 3
+    assert torch.equal(results[0].predicts, results[2].predicts)
+
+
+@pytest.mark.gpu
+def test_an_unknown_triton_takes_the_public_path(plans, monkeypatch, device):
+    monkeypatch.setattr(launch_module, "_knows_triton", lambda: False)
+    values = make_tree(5, 4, 3, 12, device=device)
+    for _ in range(3):
+        build(values)
+    assert plans == {"recorded": 0, "replayed": 0}
+
+
+@pytest.mark.gpu
+def test_without_the_guards_of_torch(plans, monkeypatch, device):
+    monkeypatch.setattr(launch_module, "_guards", lambda tensors: None)
+    values = make_tree(5, 4, 3, 13, device=device)
+    for _ in range(3):
+        build(values)
+    assert plans == {"recorded": 1, "replayed": 2}
+
+
+@pytest.mark.gpu
+def test_a_profiler_that_hooks_into_launches_sees_them(plans, device):
+    import triton
+
+    seen = []
+    hook = seen.append
+    values = make_tree(5, 4, 3, 12, device=device)
+    build(values)
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        build(values)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert len(seen) == 1
+
+
+@pytest.mark.gpu
+def test_another_stream(device):
+    values = make_tree(5, 4, 3, 12, device=device)
+    out = build(values)
+    for tensor in out:
+        tensor.zero_()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        eagle_kernels.raw.build_tree(**values, out=out)
+    assert not out.retrieve_index.any()  # the default stream does not wait for it
+    torch.cuda.synchronize()
+    assert out.retrieve_index.any()
+
+
+@pytest.mark.gpu
+def test_another_device_than_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for index in (0, 1, 0, 1):
+        result = build(make_tree(5, 4, 3, 12, device=f"cuda:{index}"))
+        assert result.positions.device.index == index and torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+def test_no_call_waits_for_the_device(device):
+    values = make_tree(5, 4, 3, 12, device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            eagle_kernels.raw.build_tree(**values)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_only_addresses_that_follow_from_the_arguments_are_planned():
+    argument, other = torch.zeros(4, 8), torch.zeros(8)
+    known = launch_module._Tensors([argument, other], [argument.data_ptr(), other.data_ptr()])
+    assert known.index(other) == 1 and known.index(argument.view(torch.uint8)) == 0
+    scratch = torch.empty(3)
+    assert known.index(scratch) == 2 == known.index(scratch) and len(known.allocated) == 1
+    for view in (argument[1], torch.empty(8)[2:], torch.empty(4, 4).t()):
+        with pytest.raises(LookupError):
+            known.index(view)
+
+
+def test_calls_are_told_apart(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    tensor = torch.zeros(2)
+    calls = [((tensor,), {"topk": 1}), ((tensor,), {"topk": True}), ((tensor,), {"topk": 1.0}),
+             ((tensor, None), {"topk": 1}), ((None, tensor), {"topk": 1}), ((), {"x": tensor, "topk": 1}),
+             ((tensor,), {"topk": 1, "out": tensor}), ((tensor,), {"topk": 1, "out": (tensor,)})]  # fmt: skip
+    plain = [launch_module._split(*call)[0] for call in calls]
+    assert all(one != other for index, one in enumerate(plain) for other in plain[:index])
+    assert launch_module._split((torch.nn.Parameter(tensor),), {})[0] is None
+    assert launch_module._split(([1],), {})[0] is None
