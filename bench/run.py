@@ -1,12 +1,14 @@
 """Checks, then times: `python -m bench.run --op build_tree [--case B=32] [--peers] [--list] [--results DIR|none]`.
 
-Without `--op` all benchmarks run. No provider is timed that disagrees with the reference. `--check-only` checks the
-small cases of every declaration and times nothing; it needs no GPU.
+Without `--op` all benchmarks run; `--provider` selects among theirs. No provider is timed that disagrees with the
+reference. `--check-only` checks the small cases of every declaration and times nothing; it needs no GPU.
+The README's tables are made of the results by `python -m bench.report`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import sys
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ import torch
 from .harness import results
 from .harness.check import Mismatch, check_provider, expected_outputs
 from .harness.declaration import Benchmark, Case, Unavailable, declared
-from .harness.timing import measure
+from .harness.timing import Times, host_us, measure
 
 
 def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark] | None = None) -> int:
@@ -26,6 +28,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     parser.add_argument("--op", action="append", help="name of an op; may be given several times")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--peers", action="store_true", help="run installed packages of other projects as well")
+    parser.add_argument("--provider", action="append", help="only this provider; may be given several times")
     parser.add_argument("--list", action="store_true", help="print ops, cases and providers, and run nothing")
     parser.add_argument("--results", default=str(results.DIRECTORY), help="folder for JSON lines, or none")
     parser.add_argument("--commit", default=results.checkout_commit(), help="recorded with results; git's by default")
@@ -38,6 +41,10 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
         parser.error(f"no benchmark of {', '.join(sorted(unknown))}; --list names all")
     if options.op:
         benchmarks = [benchmark for benchmark in benchmarks if benchmark.op in options.op]
+    known = {name for benchmark in benchmarks for name in benchmark.all_providers(with_peers=True)}
+    unknown = set(options.provider or ()) - known
+    if unknown:
+        parser.error(f"no provider {', '.join(sorted(unknown))}; --list names all")
     if options.list:
         for benchmark in benchmarks:
             print(f"{benchmark.op}: {', '.join(benchmark.all_providers(with_peers=True))}")
@@ -47,15 +54,16 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
         print("timing needs a GPU; --check-only checks the small cases without one")
         return 2
 
-    is_red = False
+    is_red, run = False, results.new_run()
     for benchmark in benchmarks:
-        runner = _Runner(benchmark, options.peers)
+        runner = _Runner(benchmark, options.peers or bool(options.provider), options.provider)
         runner.check(benchmark.small_cases)
         if options.check_only:
             print(f"{benchmark.op}: {', '.join(runner.agreeing()) or 'nobody'} agree with the reference", flush=True)
         else:
             cases = [case for case in benchmark.cases if options.case in case.name]
-            lines = runner.time(cases, None if options.results == "none" else Path(options.results), options.commit)
+            directory = None if options.results == "none" else Path(options.results)
+            lines = runner.time(cases, directory, options.commit, run)
             print(f"{benchmark.op}\n{results.table(lines)}\n", flush=True)
         is_red |= bool(runner.red)
     return int(is_red)
@@ -64,9 +72,10 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
 class _Runner:
     """Checks and times the providers of one benchmark; one that was `red` once is not run again."""
 
-    def __init__(self, benchmark: Benchmark, with_peers: bool):
+    def __init__(self, benchmark: Benchmark, with_peers: bool, only: Sequence[str] | None = None):
         self.benchmark = benchmark
-        self.providers = benchmark.all_providers(with_peers)
+        providers = benchmark.all_providers(with_peers)
+        self.providers = {name: prepare for name, prepare in providers.items() if not only or name in only}
         self.red: set[str] = set()
         self._ran: set[str] = set()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,40 +90,58 @@ class _Runner:
             for provider in self.providers:
                 self._check(case, provider, expected)
 
-    def time(self, cases: Sequence[Case], directory: Path | None, commit: str) -> list[dict]:
+    def time(self, cases: Sequence[Case], directory: Path | None, commit: str, run: str) -> list[dict]:
         """Result records of the cases; appended to the files in `directory` one by one."""
         lines = []
         for case in cases:
             expected = expected_outputs(self.benchmark, case, self.device) if case.is_checked else None
-            for provider, prepare in self.providers.items():
+            for provider in self.providers:
                 if provider in self.red or (expected is not None and not self._check(case, provider, expected)):
                     continue
-                try:
-                    run = prepare(self.benchmark.inputs(case, self.device))
-                except Unavailable as reason:
-                    _say(f"{provider}: {reason}")
-                    continue
-                run()
-                lines.append(results.record(self.benchmark, case, provider, measure(run), commit))
-                if directory is not None:
-                    results.append(directory, lines[-1])
-                del run
+                with self._reasons(provider):
+                    times, public_host_us = self._measure(case, provider)
+                    lines.append(results.record(self.benchmark, case, provider, times, commit, run, public_host_us))
+                    if directory is not None:
+                        results.append(directory, lines[-1])
                 torch.cuda.empty_cache()
         return lines
 
+    def _measure(self, case: Case, provider: str) -> tuple[Times, float | None]:
+        """Times of a provider, and the host's time in a call of the public function if it is ours."""
+        values = self.benchmark.inputs(case, self.device)
+        call = self.providers[provider](values)
+        call()
+        times = measure(call)
+        if provider != "eagle_kernels":
+            return times, None
+        public = self.benchmark.prepare_public(values)
+        public()
+        return times, host_us(public)
+
     def _check(self, case: Case, provider: str, expected: dict[str, torch.Tensor]) -> bool:
         """Whether the provider ran and agrees."""
+        with self._reasons(provider):
+            try:
+                check_provider(self.benchmark, case, self.providers[provider], expected, self.device)
+            except Mismatch as difference:
+                _say(f"RED {self.benchmark.op} [{case.name}] {provider}: {difference}")
+                self.red.add(provider)
+                return False
+            self._ran.add(provider)
+            return True
+        return False
+
+    @contextlib.contextmanager
+    def _reasons(self, provider: str):
+        """A provider that cannot run says why in one line, a peer whatever it raises: what is not ours may fail."""
         try:
-            check_provider(self.benchmark, case, self.providers[provider], expected, self.device)
+            yield
         except Unavailable as reason:
             _say(f"{provider}: {reason}")
-            return False
-        except Mismatch as difference:
-            _say(f"RED {self.benchmark.op} [{case.name}] {provider}: {difference}")
-            self.red.add(provider)
-            return False
-        self._ran.add(provider)
-        return True
+        except Exception as error:
+            if provider not in self.benchmark.peers:
+                raise
+            _say(f"{provider}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 
 
 @functools.cache

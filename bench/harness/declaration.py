@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -21,13 +22,28 @@ class Unavailable(Exception):
     """Raised by a provider that cannot run here or not on this case; the message says why."""
 
 
+class Floor(NamedTuple):
+    """What a case's time is measured by: its bytes at a bandwidth that was measured, and a time for the launches.
+
+    bandwidth: "copy", "read" or "write".
+    """
+
+    bandwidth: str
+    fixed_us: float
+
+
 @dataclass(frozen=True)
 class Case:
-    """One set of sizes; `is_checked=False` where the reference is too slow or too large for them."""
+    """One set of sizes.
+
+    is_checked: False where the reference is too slow or too large for them.
+    is_headline: one of the few that stand in README.md.
+    """
 
     name: str
     sizes: dict
     is_checked: bool = True
+    is_headline: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,7 @@ class Benchmark:
     count_bytes: count_bytes(**sizes), the bytes that have to move at least.
     providers: others than the op's own launcher, which is always the first.
     peers: providers that other projects' packages compute, run on request.
+    floor: what the times are measured by, where the op has a goal of that kind.
     """
 
     path: str
@@ -50,6 +67,7 @@ class Benchmark:
     count_bytes: Callable[..., int]
     providers: dict[str, Prepare] = field(default_factory=dict)
     peers: dict[str, Prepare] = field(default_factory=dict)
+    floor: Floor | None = None
 
     @property
     def op(self) -> str:
@@ -76,12 +94,18 @@ class Benchmark:
     def all_providers(self, with_peers: bool) -> dict[str, Prepare]:
         return {"eagle_kernels": self._prepare_launcher, **self.providers, **(self.peers if with_peers else {})}
 
+    def prepare_public(self, values: dict) -> Run:
+        """The op through `eagle_kernels.<op>`, the dispatcher in between; all arguments given, `out` among them."""
+        return self._prepare_call(getattr(importlib.import_module("eagle_kernels"), self.op), values)
+
     def _prepare_launcher(self, values: dict) -> Run:
-        launcher = getattr(self._module, self.op)
+        return self._prepare_call(getattr(self._module, self.op), values)
+
+    def _prepare_call(self, function: Callable, values: dict) -> Run:
         if self.mutates:
-            return lambda: launcher(**values)
-        out = launcher(**values)
-        return lambda: launcher(**values, out=out)
+            return lambda: function(**values)
+        values = {**values, "out": function(**values)}
+        return lambda: function(**values)
 
 
 def declared() -> list[Benchmark]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+import uuid
 from pathlib import Path
 
 import torch
 
 from .declaration import Benchmark, Case
-from .timing import Times, copy_gb_per_s
+from .timing import Times, ceiling_gb_per_s
 
 DIRECTORY = Path(__file__).parent.parent / "results"
 
@@ -20,28 +21,55 @@ _COLUMNS = {
     "graph_p50_us": "p50",
     "graph_p80_us": "p80 us",
     "eager_p50_us": "eager us",
+    "host_p50_us": "host us",
+    "public_host_p50_us": "public us",
     "cold_p50_us": "cold us",
     "gb_per_s": "GB/s",
     "share_of_copy": "of copy",
+    "floor_us": "floor us",
 }
 
 
-def record(benchmark: Benchmark, case: Case, provider: str, times: Times, commit: str) -> dict:
-    """Everything that a table needs to quote a number, and to be able to make it again."""
+def new_run() -> str:
+    """Marks the lines of one run: only they may be compared."""
+    return uuid.uuid4().hex[:12]
+
+
+def record(
+    benchmark: Benchmark,
+    case: Case,
+    provider: str,
+    times: Times,
+    commit: str,
+    run: str = "",
+    public_host_us: float | None = None,
+) -> dict:
+    """Everything that a table needs to quote a number, and to be able to make it again.
+
+    public_host_us: what a call of the public function costs the host, known of our own provider alone.
+    """
     num_bytes = benchmark.count_bytes(**case.sizes)
     gb_per_s = num_bytes / times.graph_p50_us / 1e3
-    return {
+    line = {
         "op": benchmark.op,
         "case": case.name,
         "provider": provider,
         **{name: round(value, 3) for name, value in times._asdict().items()},
         "bytes": num_bytes,
         "gb_per_s": round(gb_per_s, 3),
-        "share_of_copy": round(gb_per_s / copy_gb_per_s(), 5),
+        "share_of_copy": round(gb_per_s / ceiling_gb_per_s("copy"), 5),
         "gpu": torch.cuda.get_device_name(),
         "versions": _versions(),
         "commit": commit,
+        "run": run,
     }
+    if public_host_us is not None:
+        line["public_host_p50_us"] = round(public_host_us, 3)
+    if benchmark.floor is not None:
+        ceiling = ceiling_gb_per_s(benchmark.floor.bandwidth)
+        line[f"{benchmark.floor.bandwidth}_gb_per_s"] = round(ceiling, 1)
+        line["floor_us"] = round(num_bytes / ceiling / 1e3 + benchmark.floor.fixed_us, 3)
+    return line
 
 
 def append(directory: Path, line: dict) -> None:
@@ -54,7 +82,7 @@ def append(directory: Path, line: dict) -> None:
 def table(lines: list[dict]) -> str:
     rows = [list(_COLUMNS.values())]
     for line in lines:
-        rows.append([_text(name, line[name]) for name in _COLUMNS])
+        rows.append([_text(name, line.get(name)) for name in _COLUMNS])
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     return "\n".join(
         "  ".join(
@@ -66,6 +94,8 @@ def table(lines: list[dict]) -> str:
 
 
 def _text(name: str, value) -> str:
+    if value is None:
+        return "-"
     if name == "share_of_copy":
         return f"{value:.1%}"
     return f"{value:.2f}" if isinstance(value, float) else str(value)

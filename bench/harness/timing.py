@@ -1,13 +1,16 @@
 """Times of one call on the GPU, in microseconds.
 
 graph   one replay of a CUDA graph of many calls, divided by their number: the GPU's time without launch gaps, warm L2
-eager   many calls in a row from Python, divided by their number: what a server pays outside of graphs
+eager   many calls in a row from Python, divided by their number: the longer one of the host's time and the GPU's
+host    the host's time in one call, by its own clock: a few calls in a row with nothing before them on the GPU, too few
+        to fill its queue, and no wait for their end. What a launch costs Python, however long the kernel runs
 cold    one replay of a graph of one call, after the L2 cache was overwritten; contains the start of the replay, ~1 us
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +21,11 @@ from .declaration import Run
 _SAMPLES = 50
 _SAMPLE_US = 1000.0
 _MAX_CALLS = 100
-_COPY_BYTES = 1 << 30
+# the queue takes about a thousand launches; some providers make sixty in a call
+_HOST_CALLS = 8
+_HOST_SAMPLES = 100
+_HOST_US = 2e5
+_CEILING_BYTES = 1 << 30
 
 
 class Times(NamedTuple):
@@ -27,6 +34,7 @@ class Times(NamedTuple):
     graph_p80_us: float
     eager_p50_us: float
     cold_p50_us: float
+    host_p50_us: float
 
 
 def measure(run: Run) -> Times:
@@ -40,17 +48,36 @@ def measure(run: Run) -> Times:
     flush = torch.empty(2 * cache_bytes, dtype=torch.uint8, device="cuda")
     cold = _samples_us(once.replay, before=flush.zero_)
     return Times(*(_quantile(graph, q) / calls for q in (0.2, 0.5, 0.8)), _quantile(eager, 0.5) / calls,
-                 _quantile(cold, 0.5))  # fmt: skip
+                 _quantile(cold, 0.5), host_us(run))  # fmt: skip
+
+
+def host_us(run: Run) -> float:
+    """The host's time in one call of `run`, which must already have run once: the median over rounds of a few calls."""
+    call_us = _sample_us(_repeated(run, _HOST_CALLS)) / _HOST_CALLS
+    rounds = max(5, min(_HOST_SAMPLES, round(_HOST_US / (call_us * _HOST_CALLS))))
+    samples = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(_HOST_CALLS):
+            run()
+        samples.append((time.perf_counter() - start) / _HOST_CALLS * 1e6)
+    torch.cuda.synchronize()
+    return _quantile(samples, 0.5)
 
 
 @functools.cache
-def copy_gb_per_s() -> float:
-    """What a large copy on this device reaches, reads and writes counted."""
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
+def ceiling_gb_per_s(kind: str) -> float:
+    """What a large "copy" (reads and writes counted), "read" or "write" reaches on this device."""
+    source = torch.ones(_CEILING_BYTES // 4, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
-    target.copy_(source)
-    time_us = _quantile(_samples_us(lambda: target.copy_(source)), 0.5)
-    return 2 * _COPY_BYTES / time_us / 1e3
+    move, passes = {
+        "copy": (lambda: target.copy_(source), 2),
+        "read": (source.sum, 1),
+        "write": (lambda: target.fill_(1.0), 1),
+    }[kind]
+    move()
+    return passes * _CEILING_BYTES / _quantile(_samples_us(move), 0.5) / 1e3
 
 
 def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import torch
 
 from ..harness.declaration import Run, Unavailable
-
-LIBRARY = Path(__file__).parent.parent.parent / ".peers" / "sgl_kernel_sm90.so"
-
-_MASK_MODES = {"full_mask": 0, "qlen_only": 1}
+from . import FOLDER, sglang_caller
 
 
 @functools.cache
 def _reason() -> str:
     """Why the ops cannot be called, empty if they can."""
-    if not LIBRARY.exists():
-        return f"{LIBRARY} does not exist"
+    library = FOLDER / "sgl_kernel_sm90.so"
+    if not library.exists():
+        return f"{library} does not exist"
+    if not torch.cuda.is_available():
+        return "needs a GPU"
     try:
-        torch.ops.load_library(str(LIBRARY))
+        torch.ops.load_library(str(library))
     except OSError as error:
-        return f"{LIBRARY.name} does not load: {error}"
+        return f"{library.name} does not load: {str(error).partition(chr(10))[0]}"
     return ""
 
 
@@ -33,55 +32,35 @@ def _ops():
 
 
 def build_tree(values: dict) -> Run:
-    """With the fills that the op leaves to its caller: links -1, mask True."""
-    ops = _ops()
-    mode = values["tree_mask_mode"]
-    if mode not in _MASK_MODES:
-        raise Unavailable(f"build_tree is compared in the mask layouts {', '.join(_MASK_MODES)}, not {mode}")
-    seq_lens = values["seq_lens"]
-    batch_size, num_nodes = len(seq_lens), values["num_verify_tokens"]
-    row_cells = batch_size * num_nodes + (values["seq_lens_sum"] if mode == "full_mask" else 0)
-    tree_mask = torch.empty(num_nodes * row_cells, dtype=torch.bool, device=seq_lens.device)
-    positions = torch.empty(batch_size * num_nodes, dtype=torch.int64, device=seq_lens.device)
-    links = torch.empty(3, batch_size, num_nodes, dtype=torch.int64, device=seq_lens.device)
-
-    def run():
-        tree_mask.fill_(True)
-        links.fill_(-1)
-        ops.build_tree_kernel_efficient(
-            values["parent_list"], values["top_scores_index"], seq_lens, tree_mask, positions, *links,
-            values["topk"], values["spec_steps"], num_nodes, _MASK_MODES[mode],
-        )  # fmt: skip
-        return {
-            "tree_mask": tree_mask if mode == "full_mask" else tree_mask.view(batch_size, num_nodes, num_nodes),
-            "positions": positions,
-            "retrieve_index": links[0],
-            "retrieve_next_token": links[1],
-            "retrieve_next_sibling": links[2],
-        }
-
-    return run
+    """With what it leaves to its caller: see sglang_caller."""
+    return sglang_caller.build_tree(values, _ops().build_tree_kernel_efficient)
 
 
 def verify_tree_greedy(values: dict) -> Run:
-    """With the fills that the op leaves to its caller, and torch's argmax where the target gives logits."""
-    ops = _ops()
-    batch_size, num_nodes = values["candidates"].shape
-    device = values["candidates"].device
-    predicts = torch.empty(batch_size * num_nodes, dtype=torch.int32, device=device)
-    accept_index = torch.empty(batch_size, values["spec_steps"] + 1, dtype=torch.int32, device=device)
-    accept_token_num = torch.empty(batch_size, dtype=torch.int32, device=device)
+    """With what it leaves to its caller: see sglang_caller."""
+    return sglang_caller.verify_tree_greedy(values, _ops().verify_tree_greedy)
+
+
+def verify_tree_greedy_bare(values: dict) -> Run:
+    """The kernel alone, which is no whole verification: its buffers were filled once, nothing counts the bonus."""
+    if "target_predict" not in values:
+        raise Unavailable("the bare kernel reads token ids, not logits")
+    return sglang_caller.verify_tree_greedy(values, _ops().verify_tree_greedy, is_bare=True)
+
+
+def tree_from_mask(values: dict) -> Run:
+    """Leaves nothing to its caller; reads "qlen_only" masks."""
+    op = _ops().reconstruct_indices_from_tree_mask
+    if values["tree_mask_mode"] != "qlen_only":
+        raise Unavailable(f"reads qlen_only masks, not {values['tree_mask_mode']}")
+    seq_lens, num_nodes = values["seq_lens"], values["num_verify_tokens"]
+    batch_size, device = len(seq_lens), seq_lens.device
+    positions = torch.empty(batch_size * num_nodes, dtype=torch.int64, device=device)
+    links = torch.empty(3, batch_size, num_nodes, dtype=torch.int64, device=device)
+    outputs = {"positions": positions, **dict(zip(sglang_caller.LINKS, links))}
 
     def run():
-        target_predict = values.get("target_predict")
-        if target_predict is None:
-            target_predict = values["target_logits"].argmax(-1).view(batch_size, num_nodes)
-        predicts.fill_(-1)
-        accept_index.fill_(-1)
-        ops.verify_tree_greedy(
-            predicts, accept_index, accept_token_num, values["candidates"], values["retrieve_index"],
-            values["retrieve_next_token"], values["retrieve_next_sibling"], target_predict,
-        )  # fmt: skip
-        return {"predicts": predicts, "accept_index": accept_index, "accept_token_num": accept_token_num}
+        op(values["tree_mask"].flatten(), seq_lens, positions, *links, batch_size, num_nodes)
+        return outputs
 
     return run

@@ -6,26 +6,31 @@ import sys
 
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import Benchmark, Case, Floor, Unavailable
 from bench.harness.inputs import TREES, drafts
-from bench.peers import sgl_kernel
+from bench.peers import sgl_kernel, sglang_triton
+from bench.peers.torch_compile import compiled
 from bench.run import main
 
-PREFIX = 1024
 
-
-def make(device, batch_size, topk, spec_steps, num_nodes, tree_mask_mode):
+def make(device, batch_size, topk, spec_steps, num_nodes, tree_mask_mode, prefix):
     values = drafts(device, batch_size, topk, spec_steps, num_nodes)
-    seq_lens_sum = batch_size * PREFIX if tree_mask_mode == "full_mask" else None
+    # within a quarter of `prefix`, in pairs that sum up to twice of it: the mask's size is known from the batch's
+    offset = torch.randint(-prefix // 4, prefix // 4 + 1, (batch_size // 2,))
+    unpaired = torch.zeros(batch_size % 2, dtype=torch.int64)
+    seq_lens = prefix + torch.cat([offset, -offset, unpaired])[torch.randperm(batch_size)]
+    values["seq_lens"] = seq_lens.to(device)
+    seq_lens_sum = batch_size * prefix if tree_mask_mode == "full_mask" else None
     return values | {"tree_mask_mode": tree_mask_mode, "seq_lens_sum": seq_lens_sum}
 
 
-def count_bytes(batch_size, topk, spec_steps, num_nodes, tree_mask_mode):
+def count_bytes(batch_size, topk, spec_steps, num_nodes, tree_mask_mode, prefix):
     words_read = 2 * num_nodes + topk * (spec_steps - 1) + 1
     row_bytes = {
         "packed": 8 * -(-num_nodes // 64),
         "qlen_only": num_nodes,
-        "full_mask": PREFIX + num_nodes,
+        "qlen_only_bitpacking": 1 if num_nodes <= 8 else 2 if num_nodes <= 16 else 4,
+        "full_mask": prefix + num_nodes,
     }[tree_mask_mode]
     return batch_size * (8 * words_read + num_nodes * (5 * 8 + row_bytes))
 
@@ -39,6 +44,9 @@ def prepare_torch(values):
     retrieve_index = torch.arange(batch_size * num_nodes, device=device).view(batch_size, num_nodes)
     identity = torch.eye(num_nodes, device=device)
     num_rounds = (num_nodes - 1).bit_length()
+    num_bits = next((bits for bits in (8, 16, 32) if num_nodes <= bits), 64)
+    words = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
+    num_cells = num_nodes * ((values["seq_lens_sum"] or 0) + batch_size * num_nodes)
 
     def run():
         kept = values["top_scores_index"]
@@ -62,33 +70,61 @@ def prepare_torch(values):
         }
         if mode == "packed" and num_nodes <= 64:
             outputs["tree_mask"] = (visible.long() << node).sum(-1, keepdim=True)
+        elif mode == "qlen_only_bitpacking":
+            outputs["tree_mask"] = (visible.long() << node).sum(-1).to(words[num_bits])
         elif mode == "qlen_only":
             outputs["tree_mask"] = visible.bool()
         elif mode == "full_mask":
-            # equal lengths, or a loop over requests
-            outputs["tree_mask"] = torch.nn.functional.pad(visible.bool(), (PREFIX, 0), value=True).flatten()
+            width = seq_lens + num_nodes
+            row = ((width.cumsum(0) - width) * num_nodes)[:, None] + node * width[:, None] + seq_lens[:, None]
+            tree_mask = torch.ones(num_cells, dtype=torch.bool, device=device)
+            outputs["tree_mask"] = tree_mask.scatter_(0, (row[:, :, None] + node).flatten(), visible.bool().flatten())
         return outputs
 
     return run
 
 
-def _case(batch_size, tree, mode):
+def prepare_torch_compile(values):
+    if len(values["seq_lens"]) != 8:
+        raise Unavailable("torch_compile is timed at B=8 only, it takes seconds to compile a case")
+    return compiled(prepare_torch)(values)
+
+
+def _case(batch_size, tree, mode, prefix=1024):
     topk, spec_steps, num_nodes = tree
     sizes = {"batch_size": batch_size, "topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes}
-    return Case(f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size} {mode}", sizes | {"tree_mask_mode": mode})
+    name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size} {mode}"
+    if mode == "full_mask":
+        name += f" L={prefix}"
+    is_headline = batch_size == 8 and (
+        mode == "qlen_only" or (num_nodes == 64 and mode == "packed") or (num_nodes == 64 and prefix > 1024)
+    )
+    return Case(name, sizes | {"tree_mask_mode": mode, "prefix": prefix}, is_headline=is_headline)
 
+
+BATCH_SIZES = (1, 8, 32, 128)
 
 BENCHMARK = Benchmark(
     path="tree.build_tree",
     cases=[
-        *(_case(b, tree, mode) for mode in ("packed", "qlen_only") for tree in TREES for b in (1, 8, 32, 128)),
-        *(_case(b, (8, 5, 64), "full_mask") for b in (1, 8, 32, 128)),
+        *(_case(b, tree, mode) for mode in ("packed", "qlen_only") for tree in TREES for b in BATCH_SIZES),
+        *(_case(b, tree, "qlen_only_bitpacking") for tree in ((4, 3, 8), (8, 5, 32)) for b in BATCH_SIZES),
+        *(_case(b, tree, "full_mask") for tree in TREES for b in BATCH_SIZES),
+        *(_case(b, (8, 5, 64), "full_mask", prefix=8192) for b in BATCH_SIZES),
     ],
-    small_cases=[_case(2, (4, 3, 8), mode) for mode in ("packed", "qlen_only", "full_mask")],
+    small_cases=[
+        _case(3, (4, 3, 8), mode, prefix=20) for mode in ("packed", "qlen_only", "qlen_only_bitpacking", "full_mask")
+    ],
     make=make,
     count_bytes=count_bytes,
     providers={"torch": prepare_torch},
-    peers={"sgl_kernel": sgl_kernel.build_tree},
+    peers={
+        "torch_compile": prepare_torch_compile,
+        "sgl_kernel": sgl_kernel.build_tree,
+        "sglang_triton": sglang_triton.build_tree,
+    },
+    # the goal for FULL_MASK, whose bytes are written: at most 1.3 of this
+    floor=Floor("write", 4.0),
 )
 
 if __name__ == "__main__":

@@ -1,0 +1,67 @@
+"""verify_commit after a verification that accepted a deepest path."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from bench.harness import Benchmark, Case
+from bench.harness.inputs import TREES, VOCABULARY, accepted_tree
+from bench.run import main
+from eagle_kernels import reference
+
+
+def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size):
+    values = accepted_tree("cpu", batch_size, topk, spec_steps, num_nodes, vocab_size)
+    del values["positions"]
+    verdict = reference.ops.verify.verify_tree_greedy.verify_tree_greedy(**values, spec_steps=spec_steps)
+    values = verdict._asdict() | {"seq_lens": torch.full((batch_size,), 1024)}
+    return {name: value.to(device) for name, value in values.items()}
+
+
+def count_bytes(batch_size, topk, spec_steps, num_nodes, vocab_size):
+    """Path and tokens read, the outputs written."""
+    return batch_size * ((4 + 4 + 8 + 8) * (spec_steps + 1) + 4 + 8 + 8 + 8 + 4 + 8)
+
+
+def prepare_torch(values):
+    batch_size, num_columns = values["accept_index"].shape
+    device = values["accept_index"].device
+    first_row = (torch.arange(batch_size, device=device) * (len(values["predicts"]) // batch_size))[:, None]
+    first_place = torch.arange(batch_size, device=device) * num_columns
+
+    def run():
+        accepted = values["accept_token_num"].long()
+        is_node = values["accept_index"] >= 0
+        hidden_rows = torch.where(is_node, values["accept_index"].long(), first_row)
+        tokens = torch.where(is_node, values["predicts"][hidden_rows].long(), -1)
+        return {
+            "new_seq_lens": values["seq_lens"] + accepted + 1,
+            "bonus_tokens": tokens.gather(1, accepted[:, None])[:, 0],
+            "accept_lengths": values["accept_token_num"] + 1,
+            "tokens": tokens,
+            "hidden_rows": hidden_rows,
+            "last_row": first_place + accepted,
+        }
+
+    return run
+
+
+def _case(batch_size, tree, vocab_size=VOCABULARY):
+    topk, spec_steps, num_nodes = tree
+    sizes = {"topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes, "vocab_size": vocab_size}
+    return Case(f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size}", {"batch_size": batch_size} | sizes)
+
+
+BENCHMARK = Benchmark(
+    path="verify.verify_commit",
+    cases=[_case(batch_size, tree) for tree in TREES[:2] for batch_size in (1, 8, 32, 128)],
+    small_cases=[_case(2, (4, 3, 8), vocab_size=300)],
+    make=make,
+    count_bytes=count_bytes,
+    providers={"torch": prepare_torch},
+)
+
+if __name__ == "__main__":
+    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,0 +1,79 @@
+"""What SGLang does around its tree ops: its CUDA and its Triton kernels have one signature and leave the same to do.
+
+The buffers are allocated once, which a server does not; everything else that a caller must do is in the timed call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..harness.declaration import Run
+
+MASK_MODES = {"full_mask": 0, "qlen_only": 1, "qlen_only_bitpacking": 2}
+LINKS = ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
+
+
+def build_tree(values: dict, op: Callable[..., None]) -> Run:
+    """The bonus token before the drafts, links filled with -1, the mask with True (bit-packed: zeros), then `op`.
+
+    For "packed", which SGLang does not have, `op` makes the layout that it would be used in place of, "qlen_only"; the
+    mask is then not compared.
+    """
+    seq_lens, num_nodes = values["seq_lens"], values["num_verify_tokens"]
+    batch_size, device = len(seq_lens), seq_lens.device
+    mode = values["tree_mask_mode"]
+    shape, dtype = (batch_size, num_nodes, num_nodes), torch.bool
+    if mode == "full_mask":
+        shape = (num_nodes * (values["seq_lens_sum"] + batch_size * num_nodes),)
+    elif mode == "qlen_only_bitpacking":
+        shape = shape[:2]
+        dtype = torch.uint8 if num_nodes <= 8 else torch.uint16 if num_nodes <= 16 else torch.uint32
+    tree_mask = torch.empty(shape, dtype=dtype, device=device)
+    cells, fill = (tree_mask.view(torch.uint8), 0) if mode == "qlen_only_bitpacking" else (tree_mask, True)
+    positions = torch.empty(batch_size * num_nodes, dtype=torch.int64, device=device)
+    links = torch.empty(3, batch_size, num_nodes, dtype=torch.int64, device=device)
+
+    def run():
+        draft_tokens = torch.cat([values["verified_id"][:, None], values["draft_tokens"]], dim=1).flatten()
+        cells.fill_(fill)
+        links.fill_(-1)
+        op(
+            values["parent_list"], values["top_scores_index"], seq_lens, tree_mask.flatten(), positions, *links,
+            values["topk"], values["spec_steps"], num_nodes, MASK_MODES.get(mode, MASK_MODES["qlen_only"]),
+        )  # fmt: skip
+        outputs = {"positions": positions, **dict(zip(LINKS, links)), "draft_tokens": draft_tokens}
+        return outputs if mode == "packed" else outputs | {"tree_mask": tree_mask}
+
+    return run
+
+
+def verify_tree_greedy(values: dict, op: Callable[..., None], is_bare: bool = False) -> Run:
+    """Two fills, `op`, and the bonus counted; torch's argmax before it where the target gives logits.
+
+    is_bare: `op` alone, on buffers that were filled once.
+    """
+    batch_size, num_nodes = values["candidates"].shape
+    device = values["candidates"].device
+    predicts = torch.full((batch_size * num_nodes,), -1, dtype=torch.int32, device=device)
+    accept_index = torch.full((batch_size, values["spec_steps"] + 1), -1, dtype=torch.int32, device=device)
+    accept_token_num = torch.empty(batch_size, dtype=torch.int32, device=device)
+    outputs = {"predicts": predicts, "accept_index": accept_index, "accept_token_num": accept_token_num}
+    tree = [values[name] for name in ("candidates", *LINKS)]
+
+    def run_bare():
+        op(predicts, accept_index, accept_token_num, *tree, values["target_predict"])
+        return outputs
+
+    def run():
+        target_predict = values.get("target_predict")
+        if target_predict is None:
+            target_predict = values["target_logits"].argmax(-1).view(batch_size, num_nodes)
+        predicts.fill_(-1)
+        accept_index.fill_(-1)
+        op(predicts, accept_index, accept_token_num, *tree, target_predict)
+        torch.add(accept_token_num, 1)  # its accept lengths count the bonus
+        return outputs
+
+    return run_bare if is_bare else run

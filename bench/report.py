@@ -1,0 +1,160 @@
+"""Makes the tables of the results: `python -m bench.report` writes them, `--check` tells whether they are up to date.
+
+`results/<gpu>/README.md` holds every case; README.md, between its two marks, the headline cases. A row is of one run:
+the newest in which our provider was timed on that case. Nobody types a number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from .harness import results
+from .harness.declaration import Benchmark, Case, declared
+
+ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+OURS = "eagle_kernels"
+# of a benchmark that marks no headline case: the first ones that a peer was timed on, or the very first
+_MAX_UNMARKED = 2
+
+_LEGEND = """\
+Written by `python -m bench.report` from the JSON lines beside it. Times in µs, medians: *graph* of a replayed CUDA
+graph of many calls, *cold* with the L2 cache overwritten before, *eager* of many calls in a row from Python, *raw* and
+*public* the host's time in one call of `eagle_kernels.raw.X` and `eagle_kernels.X` with all arguments and `out=` given.
+Other providers: their graph time from the same run, in brackets as a multiple of ours. *of floor*: graph over floor."""
+
+# the lines of one case in one run, by provider
+Row = dict[str, dict]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit status: 1 from `--check` if a file differs from its results."""
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table is not up to date")
+    parser.add_argument("--results", default=str(results.DIRECTORY), help="folder of the JSON lines")
+    parser.add_argument("--readme", default=str(ROOT / "README.md"), help="the file with the two marks")
+    options = parser.parse_args(arguments)
+    is_stale = False
+    for file, text in generate(Path(options.results), Path(options.readme), declared()).items():
+        if file.exists() and file.read_text(encoding="utf-8") == text:
+            continue
+        is_stale = True
+        print(f"{file} is not up to date: run python -m bench.report" if options.check else f"wrote {file}")
+        if not options.check:
+            file.write_text(text, encoding="utf-8")
+    return int(is_stale and options.check)
+
+
+def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> dict[Path, str]:
+    """The whole text of every file that holds tables."""
+    files, headlines = {}, []
+    for folder in sorted(path for path in directory.iterdir() if path.is_dir()):
+        sections = [(b, newest_rows(folder / f"{b.op}.jsonl", b.cases)) for b in benchmarks]
+        sections = [(benchmark, rows) for benchmark, rows in sections if rows]
+        if sections:
+            files[folder / "README.md"] = _full_report(sections)
+            headlines.append(_headline_table(sections))
+    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{readme} must hold {BEGIN} and, after it, {END}")
+    files[readme] = "".join([before, begin, "\n", "\n\n".join(headlines) or "No results yet.", "\n", end, after])
+    return files
+
+
+def newest_rows(file: Path, cases: Iterable[Case]) -> list[tuple[Case, Row]]:
+    """Each case that was timed with its newest row, in the order declared; newer lines stand further down the file.
+
+    Lines of one run share `run`; from before there was one, they share `commit`. The last line of a provider counts.
+    Cases that are no longer declared are history.
+    """
+    runs: dict[str, dict[tuple, Row]] = {}
+    for line in map(json.loads, file.read_text(encoding="utf-8").splitlines() if file.exists() else ()):
+        of_case = runs.setdefault(line["case"], {})
+        run = ("run", line["run"]) if line.get("run") else ("commit", line["commit"])
+        # taken out and put back: the run that was written to last comes last
+        of_case[run] = {**of_case.pop(run, {}), line["provider"]: line}
+    rows = [(case, [row for row in runs.get(case.name, {}).values() if OURS in row]) for case in cases]
+    return [(case, candidates[-1]) for case, candidates in rows if candidates]
+
+
+def _full_report(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> str:
+    parts = [f"# {_machine(sections)}", _LEGEND]
+    for benchmark, rows in sections:
+        others = [name for name in benchmark.all_providers(with_peers=True) if name != OURS]
+        others = [name for name in others if any(name in row for _, row in rows)]
+        has_floor = benchmark.floor is not None and any("floor_us" in row[OURS] for _, row in rows)
+        header = ["case", "graph", "cold", "eager", "raw", "public", "of copy"]
+        table = [header + ["floor", "of floor"] * has_floor + others]
+        for case, row in rows:
+            ours = row[OURS]
+            names = ("graph_p50_us", "cold_p50_us", "eager_p50_us", "host_p50_us", "public_host_p50_us")
+            cells = [case.name, *(_time(ours.get(name)) for name in names), f"{ours['share_of_copy']:.1%}"]
+            if has_floor:
+                floor = ours.get("floor_us")
+                cells += [_time(floor), f"{ours['graph_p50_us'] / floor:.2f}" if floor else "-"]
+            cells += [f"{_time(_graph(row, name))} ({_ratio(row, name)})" if name in row else "-" for name in others]
+            table.append(cells)
+        heading = f"## {benchmark.op}"
+        if has_floor:
+            bandwidth, fixed_us = benchmark.floor
+            heading += f"\n\nFloor: the bytes at the bandwidth of a large {bandwidth}, and {fixed_us:g} µs."
+        parts += [heading, _markdown(table)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _headline_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> str:
+    table = [["op", "case", "graph", "raw call", "public call", "fastest other", "its graph", "ratio"]]
+    for benchmark, rows in sections:
+        for case, row in _headlines(benchmark, rows):
+            # a bare kernel does a part of the work
+            others = [name for name in row if name != OURS and not name.endswith("_bare")]
+            best = min(others, key=lambda name: _graph(row, name), default=None)
+            ours = [_time(row[OURS].get(name)) for name in ("graph_p50_us", "host_p50_us", "public_host_p50_us")]
+            theirs = [best, _time(_graph(row, best)), _ratio(row, best)] if best else ["-"] * 3
+            table.append([f"`{benchmark.op}`", case.name, *ours, *theirs])
+    return f"{_machine(sections)}, times in µs:\n\n{_markdown(table)}"
+
+
+def _headlines(benchmark: Benchmark, rows: list[tuple[Case, Row]]) -> list[tuple[Case, Row]]:
+    if any(case.is_headline for case in benchmark.cases):
+        return [(case, row) for case, row in rows if case.is_headline]
+    return [(case, row) for case, row in rows if set(row) & set(benchmark.peers)][:_MAX_UNMARKED] or rows[:1]
+
+
+def _machine(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> str:
+    """The GPU, and the versions of everything that was timed on it."""
+    lines = [row[OURS] for _, rows in sections for _, row in rows]
+    versions = {f"{name} {line['versions'][name]}": None for name in ("torch", "triton") for line in lines}
+    return ", ".join([lines[0]["gpu"], *versions])
+
+
+def _graph(row: Row, provider: str) -> float:
+    return row[provider]["graph_p50_us"]
+
+
+def _ratio(row: Row, provider: str) -> str:
+    """How many times longer than ours the provider took."""
+    ratio = _graph(row, provider) / _graph(row, OURS)
+    return f"{ratio:.0f}×" if ratio >= 10 else f"{ratio:.1f}×" if ratio >= 1 else f"{ratio:.2f}×"
+
+
+def _time(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def _markdown(table: list[list[str]]) -> str:
+    header, *rows = table
+    # names to the left, numbers to the right
+    rule = [":--" if rows and any(c.isalpha() for c in rows[0][i]) else "--:" for i in range(len(header))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""The benchmarks' own proof: tables come from results, rows from one run, and whoever cannot run says why."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+
+from bench import peers, report, run
+from bench.harness import Benchmark, Case, Floor, Unavailable, results, timing
+from bench.harness.check import check_provider, expected_outputs
+from bench.harness.declaration import declared
+from bench.peers import sgl_kernel, sglang_caller, sglang_triton
+from eagle_kernels import reference
+
+CPU = torch.device("cpu")
+BENCHMARKS = {benchmark.op: benchmark for benchmark in declared()}
+BUILD_TREE = BENCHMARKS["build_tree"]
+GPU = "Some GPU 80GB"
+
+
+def line(provider, graph_us, *, case="first", op="build_tree", **fields):
+    times = {"graph_p50_us": graph_us, "cold_p50_us": 9.0, "eager_p50_us": 50.0}
+    machine = {"gpu": GPU, "versions": {"torch": "2.0", "triton": "3.0"}, "commit": "abc"}
+    return {"op": op, "case": case, "provider": provider, "share_of_copy": 0.5} | times | machine | fields
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A README with the two marks, and results of which the command line's `declared` knows two cases."""
+    (tmp_path / "README.md").write_text(f"before\n{report.BEGIN}\n{report.END}\nafter\n")
+    (tmp_path / "results").mkdir()
+    return tmp_path
+
+
+def write(folder, *lines):
+    for one in lines:
+        results.append(folder / "results", one)
+
+
+def rows(folder, *names):
+    file = folder / "results" / GPU.replace(" ", "_") / "build_tree.jsonl"
+    return {
+        case.name: {provider: row[provider]["graph_p50_us"] for provider in row}
+        for case, row in report.newest_rows(file, [Case(name, {}) for name in names])
+    }
+
+
+def test_the_newest_line_counts(folder):
+    write(folder, line("eagle_kernels", 3.0, run="a"), line("torch", 30.0, run="a"))
+    write(folder, line("eagle_kernels", 2.0, run="b"), line("torch", 40.0, run="b"), line("torch", 41.0, run="b"))
+    write(folder, line("eagle_kernels", 7.0, case="second", run="a"), line("eagle_kernels", 1.0, case="gone", run="b"))
+    expected = {"first": {"eagle_kernels": 2.0, "torch": 41.0}, "second": {"eagle_kernels": 7.0}}
+    assert rows(folder, "first", "second", "never") == expected
+
+
+def test_a_row_never_mixes_runs(folder):
+    write(folder, line("eagle_kernels", 3.0, run="a"), line("torch", 30.0, run="a"))
+    write(folder, line("eagle_kernels", 2.0, run="b"))
+    assert rows(folder, "first") == {"first": {"eagle_kernels": 2.0}}
+    write(folder, line("torch", 40.0, run="c"))  # a run without ours has nothing to compare with
+    assert rows(folder, "first") == {"first": {"eagle_kernels": 2.0}}
+
+
+def test_lines_without_a_run_are_told_apart_by_their_commit(folder):
+    write(folder, line("eagle_kernels", 3.0, commit="1"), line("torch", 30.0, commit="1"))
+    write(folder, line("eagle_kernels", 2.0, commit="2"), line("sgl_kernel", 20.0, commit="2"))
+    assert rows(folder, "first") == {"first": {"eagle_kernels": 2.0, "sgl_kernel": 20.0}}
+
+
+def call_report(folder, monkeypatch, *arguments, cases=("first", "second"), **fields):
+    benchmark = Benchmark(
+        path="tree.build_tree", cases=[Case(name, {}, is_headline=name == "first") for name in cases], small_cases=[],
+        make=dict, count_bytes=int, providers={"torch": None}, peers={"sgl_kernel": None, "sgl_kernel_bare": None},
+        **fields,
+    )  # fmt: skip
+    monkeypatch.setattr(report, "declared", lambda: [benchmark])
+    where = ["--results", str(folder / "results"), "--readme", str(folder / "README.md")]
+    return report.main([*arguments, *where])
+
+
+def test_tables(folder, monkeypatch):
+    calls = {"host_p50_us": 8.5, "public_host_p50_us": 21.25, "floor_us": 4.0}
+    write(folder, line("eagle_kernels", 4.0, run="a", **calls), line("torch", 100.0, run="a"))
+    write(folder, line("sgl_kernel", 30.0, run="a"), line("sgl_kernel_bare", 2.0, run="a"))
+    write(folder, line("eagle_kernels", 10.0, case="second", run="a"), line("torch", 4.5, case="second", run="a"))
+    assert call_report(folder, monkeypatch, floor=Floor("write", 3.0)) == 0
+    readme = (folder / "README.md").read_text()
+    assert readme.startswith("before\n") and readme.endswith("after\n")
+    assert "Some GPU 80GB, torch 2.0, triton 3.0, times in µs" in readme
+    # the bare kernel is nobody's equal, and what is no headline is left to the full report
+    assert "| `build_tree` | first | 4.00 | 8.50 | 21.25 | sgl_kernel | 30.00 | 7.5× |" in readme
+    assert "second" not in readme
+    full = (folder / "results" / "Some_GPU_80GB" / "README.md").read_text()
+    assert "Floor: the bytes at the bandwidth of a large write, and 3 µs." in full
+    theirs = "100.0 (25×) | 30.00 (7.5×) | 2.00 (0.50×)"
+    assert f"| first | 4.00 | 9.00 | 50.00 | 8.50 | 21.25 | 50.0% | 4.00 | 1.00 | {theirs} |" in full
+    assert "| second | 10.00 | 9.00 | 50.00 | - | - | 50.0% | - | - | 4.50 (0.45×) | - | - |" in full
+
+
+def test_check_goes_red_when_a_number_is_edited_or_is_new(folder, monkeypatch, capsys):
+    write(folder, line("eagle_kernels", 4.0, run="a"), line("torch", 100.0, run="a"))
+    assert call_report(folder, monkeypatch, "--check") == 1
+    assert not (folder / "results" / "Some_GPU_80GB" / "README.md").exists()
+    assert call_report(folder, monkeypatch) == 0
+    assert call_report(folder, monkeypatch, "--check") == 0
+    for file in (folder / "README.md", folder / "results" / "Some_GPU_80GB" / "README.md"):
+        text = file.read_text()
+        file.write_text(text.replace("4.00", "3.00"))
+        capsys.readouterr()
+        assert call_report(folder, monkeypatch, "--check") == 1
+        assert capsys.readouterr().out == f"{file} is not up to date: run python -m bench.report\n"
+        file.write_text(text)
+    write(folder, line("eagle_kernels", 2.0, run="b"), line("torch", 100.0, run="b"))
+    assert call_report(folder, monkeypatch, "--check") == 1
+
+
+def test_a_readme_without_marks_is_refused(folder, monkeypatch):
+    (folder / "README.md").write_text(f"before {report.BEGIN}")
+    with pytest.raises(ValueError, match="must hold <!-- bench:begin --> and, after it, <!-- bench:end -->"):
+        call_report(folder, monkeypatch)
+
+
+def test_the_tables_of_this_checkout_are_up_to_date():
+    assert report.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("op", BENCHMARKS)
+def test_results_are_found_by_the_names_of_cases(op):
+    names = [case.name for case in BENCHMARKS[op].cases]
+    assert len(set(names)) == len(names)
+
+
+@pytest.fixture
+def nothing_said():
+    run._say.cache_clear()
+    yield
+    run._say.cache_clear()
+
+
+def test_missing_peers_are_named(tmp_path, monkeypatch, capsys, nothing_said):
+    monkeypatch.setattr(sgl_kernel, "FOLDER", tmp_path)
+    monkeypatch.setattr(sglang_triton, "FOLDER", tmp_path)
+    sgl_kernel._reason.cache_clear()
+    sglang_triton._module.cache_clear()
+    try:
+        assert run.main(["--check-only", "--peers", "--op", "build_tree"]) == 0
+    finally:
+        sgl_kernel._reason.cache_clear()
+    said = capsys.readouterr().out.splitlines()
+    assert f"sgl_kernel: {tmp_path}/sgl_kernel_sm90.so does not exist" in said
+    assert f"sglang_triton: {tmp_path}/sglang_triton/spec_tree.py does not exist" in said
+    assert said[-1] == "build_tree: eagle_kernels, torch agree with the reference"
+
+
+def refuse(values):
+    raise Unavailable("not on this machine")
+
+
+def crash(values):
+    raise RuntimeError("no kernel image\nand much more")
+
+
+def lie(values):
+    return lambda: {"positions": values["seq_lens"].new_zeros(24)}
+
+
+def with_providers(**fields):
+    return Benchmark(
+        path="tree.build_tree", cases=BUILD_TREE.cases, small_cases=BUILD_TREE.small_cases[:1], make=BUILD_TREE.make,
+        count_bytes=BUILD_TREE.count_bytes, **fields,
+    )  # fmt: skip
+
+
+def test_a_peer_that_fails_leaves_the_others_alone(capsys, nothing_said):
+    benchmark = with_providers(peers={"absent": refuse, "broken": crash})
+    assert run.main(["--check-only", "--peers"], [benchmark]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "absent: not on this machine",
+        "broken: RuntimeError: no kernel image",
+        "build_tree: eagle_kernels agree with the reference",
+    ]
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        run.main(["--check-only"], [with_providers(providers={"broken": crash})])
+
+
+def test_a_provider_that_disagrees_is_red(capsys, nothing_said):
+    benchmark = with_providers(peers={"liar": lie})
+    assert run.main(["--check-only", "--provider", "liar"], [benchmark]) == 1
+    said = capsys.readouterr().out
+    assert f"RED build_tree [{BUILD_TREE.small_cases[0].name}] liar: positions: " in said
+    assert "build_tree: nobody agree" in said
+    assert run.main(["--check-only", "--provider", "eagle_kernels"], [benchmark]) == 0
+
+
+@pytest.mark.parametrize("index", range(len(BUILD_TREE.small_cases)))
+def test_sglang_gets_what_its_caller_owes_it(index):
+    """An op of SGLang's contract finds its buffers filled, at every call, and its outputs where they are compared."""
+    case = BUILD_TREE.small_cases[index]
+    calls = []
+
+    def op(parent_list, top_scores_index, seq_lens, tree_mask, *outputs_and_sizes):
+        *outputs, topk, spec_steps, num_nodes, mode = outputs_and_sizes
+        name = {value: key for key, value in sglang_caller.MASK_MODES.items()}[mode]
+        assert all((links == -1).all() for links in outputs[1:])
+        assert (tree_mask.to(torch.int64) == (0 if name == "qlen_only_bitpacking" else 1)).all()
+        calls.append(name)
+        made = reference.ops.tree.build_tree.build_tree(
+            seq_lens, parent_list, top_scores_index, top_scores_index, seq_lens,
+            topk=topk, spec_steps=spec_steps, num_verify_tokens=num_nodes, tree_mask_mode=name,
+        )  # fmt: skip
+        tree_mask.copy_(made.tree_mask.flatten())
+        for output, made_output in zip(outputs, made[1:]):
+            output.copy_(made_output)
+
+    def prepare(values):
+        once = sglang_caller.build_tree(values, op)
+        once()
+        return once
+
+    check_provider(BUILD_TREE, case, prepare, expected_outputs(BUILD_TREE, case, CPU), CPU)
+    mode = case.sizes["tree_mask_mode"]
+    assert calls == ["qlen_only" if mode == "packed" else mode] * 2
+
+
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_the_greedy_walk_of_sglang_gets_filled_buffers(is_bare):
+    benchmark = BENCHMARKS["verify_tree_greedy"]
+    case = next(case for case in benchmark.small_cases if "target_predict" in benchmark.inputs(case, CPU))
+
+    def prepare(values):
+        def op(*arguments):
+            outputs, walked = arguments[:3], arguments[3:]
+            if not is_bare:
+                assert (outputs[0] == -1).all() and (outputs[1] == -1).all()
+            made = reference.ops.verify.verify_tree_greedy.verify_tree_greedy(*walked, spec_steps=values["spec_steps"])
+            for output, made_output in zip(outputs, made):
+                output.copy_(made_output)
+
+        once = sglang_caller.verify_tree_greedy(values, op, is_bare)
+        once()
+        return once
+
+    check_provider(benchmark, case, prepare, expected_outputs(benchmark, case, CPU), CPU)
+
+
+@pytest.mark.skipif(not (peers.FOLDER / "sglang_triton").exists(), reason="needs the files that .peers holds")
+@pytest.mark.parametrize("op", ["build_tree", "verify_tree_greedy"])
+def test_sglang_s_triton_kernels_agree(op, device):
+    benchmark, num_agreeing = BENCHMARKS[op], 0
+    for case in benchmark.small_cases:
+        try:
+            expected = expected_outputs(benchmark, case, device)
+            check_provider(benchmark, case, getattr(sglang_triton, op), expected, device)
+            num_agreeing += 1
+        except Unavailable as reason:
+            assert str(reason) == "has no bit-packed masks"
+    assert num_agreeing
+    assert not any(isinstance(module, sglang_triton._Stub) for module in sys.modules.values())
+
+
+@pytest.mark.parametrize("case", BUILD_TREE.cases[-8:], ids=lambda case: case.name)
+def test_the_mask_s_size_is_known_from_the_case(case):
+    values = BUILD_TREE.inputs(case, CPU)
+    assert int(values["seq_lens"].sum()) == values["seq_lens_sum"]
+    assert values["seq_lens"].min() > 0 and (case.sizes["batch_size"] < 8 or values["seq_lens"].unique().numel() > 2)
+
+
+def test_host_time_does_not_contain_the_gpu_s(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.01))
+    monkeypatch.setattr(timing, "_sample_us", lambda run: 1e6)
+    assert timing.host_us(lambda: None) < 1000
+    assert 1000 < timing.host_us(lambda: time.sleep(0.001)) < 9000
+
+
+def test_a_record_names_its_run_and_its_floor(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU)
+    monkeypatch.setattr(results, "ceiling_gb_per_s", {"copy": 2000.0, "write": 1000.0}.get)
+    benchmark = Benchmark(
+        "tree.build_tree", [], [], dict, count_bytes=lambda size: size, floor=Floor("write", 4.0)
+    )  # fmt: skip
+    times = timing.Times(9.0, 10.0, 11.0, 12.0, 13.0, 14.0)
+    made = results.record(benchmark, Case("x", {"size": 1_000_000}), "eagle_kernels", times, "abc", "r1", 20.0)
+    expected = {"run": "r1", "commit": "abc", "gpu": GPU, "bytes": 1_000_000, "gb_per_s": 100.0, "share_of_copy": 0.05}
+    expected |= {"host_p50_us": 14.0, "public_host_p50_us": 20.0, "write_gb_per_s": 1000.0, "floor_us": 5.0}
+    assert made.items() >= expected.items()
+    assert json.loads(json.dumps(made)) == made
+    assert results.new_run() != results.new_run()
+    assert results.table([made]).splitlines()[1].split()[-2:] == ["5.0%", "5.00"]
