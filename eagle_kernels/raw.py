@@ -5,21 +5,33 @@ from .ops.attention.tree_attention import tree_attention
 from .ops.kv.draft_kv_indices import draft_kv_indices
 from .ops.kv.move_accepted_kv import move_accepted_kv
 from .ops.tree.build_tree import build_tree
+from .ops.tree.build_tree_from_scores import build_tree_from_scores
+from .ops.tree.compute_tree_statistics import compute_tree_statistics
 from .ops.tree.organize_draft_results import organize_draft_results
+from .ops.tree.pack_tree_mask import pack_tree_mask
 from .ops.tree.select_top_k_tokens import select_top_k_tokens
+from .ops.tree.tree_from_mask import tree_from_mask
+from .ops.tree.unpack_tree_mask import unpack_tree_mask
 from .ops.verify.sample_from_logits import sample_from_logits
+from .ops.verify.verify_commit import verify_commit
 from .ops.verify.verify_tree_greedy import verify_tree_greedy
 from .ops.verify.verify_tree_sampled import verify_tree_sampled
 
 __all__ = [
     "build_tree",
+    "build_tree_from_scores",
+    "compute_tree_statistics",
     "draft_kv_indices",
     "gqa_decode",
     "move_accepted_kv",
     "organize_draft_results",
+    "pack_tree_mask",
     "sample_from_logits",
     "select_top_k_tokens",
     "tree_attention",
+    "tree_from_mask",
+    "unpack_tree_mask",
+    "verify_commit",
     "verify_tree_greedy",
     "verify_tree_sampled",
 ]

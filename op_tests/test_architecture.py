@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "eagle_kernels"
-LAYERS = ("runtime", "primitives", "ops", "engine")  # each may import itself and those before it
+LAYERS = ("runtime", "primitives", "ops", "engine", "integrations")  # each may import itself and those before it
 HEAVY = {"transformers", "tokenizers", "safetensors", "matplotlib", "tqdm"}  # extras: imported inside functions only
 TOP_LEVEL = {"eagle_kernels", "reference", "op_tests", "bench"}
 
@@ -78,6 +78,12 @@ def test_extras_are_imported_lazily(path):
         assert "triton" not in roots, f"{path}: triton comes from runtime/language.py, which can do without it"
 
 
+@pytest.mark.parametrize("path", sources(PACKAGE / "integrations"), ids=lambda p: p.stem)
+def test_adapters_import_nothing_of_the_project_they_imitate(path):
+    for module in imported_modules(path):
+        assert module.split(".")[0] in {"eagle_kernels", "torch", "__future__"} | set(sys.stdlib_module_names)
+
+
 @pytest.mark.parametrize("path", sources(PACKAGE / "ops"), ids=lambda p: str(p.relative_to(ROOT)))
 def test_ops_do_not_wait_for_the_device(path):
     for node in calls_and_attributes(parse(path)):
@@ -86,7 +92,7 @@ def test_ops_do_not_wait_for_the_device(path):
 
 
 def test_kernels_live_below_the_engine():
-    for path in sources(PACKAGE / "engine"):
+    for path in sources(PACKAGE / "engine") + sources(PACKAGE / "integrations"):
         attributes = {node.attr for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)}
         assert "jit" not in attributes, f"{path} holds a kernel"
 

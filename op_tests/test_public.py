@@ -43,7 +43,7 @@ def test_a_missing_argument_is_named():
 
 def test_debug_mode_checks_the_length_sum(monkeypatch):
     values = make_tree(2, 4, 3, 8, mode="full_mask")
-    monkeypatch.setenv("EAGLE_KERNELS_DEBUG", "1")
+    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
     eagle_kernels.build_tree(**values)
     with pytest.raises(ValueError, match="seq_lens_sum must be .*, the sum of seq_lens, got 1000"):
         eagle_kernels.build_tree(**{**values, "seq_lens_sum": 1000})
@@ -52,7 +52,7 @@ def test_debug_mode_checks_the_length_sum(monkeypatch):
 def test_debug_mode_leaves_tracing_alone(monkeypatch):
     """While torch.compile traces there are no values to check; the compiled call checks the real ones."""
     values = make_logits(3, 20, temperature=1.0)
-    monkeypatch.setenv("EAGLE_KERNELS_DEBUG", "1")
+    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
     compiled = torch.compile(eagle_kernels.sample_from_logits, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(**values), eagle_kernels.sample_from_logits(**values))
 

@@ -21,7 +21,6 @@ from .config import EAGLEConfig
 from .kv_pool import DecodeAttend, KVPool, PromptAttend, TreeAttend
 from .models.protocol import DraftModel, TargetModel
 from .timing import PhaseTimer
-from .tree_mask import pack_bits, pack_tree_mask
 
 
 class Sampling(NamedTuple):
@@ -82,8 +81,8 @@ class Stepper:
         if draft:
             # Of an accepted path, root included: each row sees itself and the rows before it.
             rows, page_table = self.num_steps + 1, target_pool.block_table
-            causal = torch.ones(rows, rows, dtype=torch.bool, device=page_table.device).tril()
-            self._causal_words = pack_bits(causal).expand(len(page_table), -1, -1).contiguous()
+            causal = torch.ones(len(page_table), rows, rows, dtype=torch.bool, device=page_table.device).tril()
+            self._causal_words = ops.pack_tree_mask(causal)
 
     def prefill(self, prompts: list[Tensor], seeds: Tensor, sampling: Sampling | None) -> BatchState:
         """Runs the prompts (each [L] int64) and draws the token that follows; that token is the first root."""
@@ -136,9 +135,7 @@ class Stepper:
         with self.timer.phase("sample"):
             verdict = self._verify(state, tree, logits)
         with self.timer.phase("bookkeeping"):
-            path = verdict.accept_index.clamp(min=0).to(torch.int64)
-            is_emitted = verdict.accept_index >= 0
-            tokens = torch.where(is_emitted, verdict.predicts[path].to(torch.int64), -1)
+            commit = ops.verify_commit(*verdict, state.lengths, state.is_live)
             if self.draft:
                 ops.move_accepted_kv(
                     self.target_pool.k_cache,
@@ -151,12 +148,11 @@ class Stepper:
                 )
         if self.draft:
             with self.timer.phase("draft"):
-                self._extend_draft(state, tokens, features.flatten(0, 1)[path], verdict.accept_token_num)
+                self._extend_draft(state, commit, features)
         with self.timer.phase("bookkeeping"):
-            bonus = tokens.gather(1, verdict.accept_token_num.to(torch.int64)[:, None])[:, 0]
-            state.roots = torch.where(state.is_live > 0, bonus, state.roots)
-            state.lengths = state.lengths + (verdict.accept_token_num + 1) * state.is_live
-        return StepResult(tokens, verdict.accept_token_num)
+            state.roots = torch.where(state.is_live > 0, commit.bonus_tokens, state.roots)
+            state.lengths = commit.new_seq_lens
+        return StepResult(commit.tokens, verdict.accept_token_num)
 
     def _draft_tree(self, state: BatchState) -> ops.BuildTreeOutput:
         """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4): expand the best beams level by level, then rerank."""
@@ -217,7 +213,10 @@ class Stepper:
         shape = (len(state.lengths), self.num_nodes)
         if self.draft:
             mode = self.config.tree_mask_mode
-            words = pack_tree_mask(tree.tree_mask, mode, state.lengths, self.num_nodes)
+            words = tree.tree_mask
+            if mode != ops.TreeMaskMode.PACKED:
+                sizes = {"num_verify_tokens": self.num_nodes, "tree_mask_mode": mode}
+                words = ops.pack_tree_mask(words, state.lengths, **sizes)
             attend = TreeAttend(self.target_pool, state.lengths, 0, self.num_nodes, words)
         else:
             attend = DecodeAttend(self.target_pool, state.lengths)
@@ -243,25 +242,24 @@ class Stepper:
             spec_steps=self.num_steps,
         )
 
-    def _extend_draft(self, state: BatchState, tokens: Tensor, features: Tensor, accepted: Tensor) -> None:
+    def _extend_draft(self, state: BatchState, commit: ops.CommitOutput, features: Tensor) -> None:
         """Gives the draft the target's true features of the accepted path; its tree rows are overwritten.
 
         Row d reads the token that follows path node d beside that node's feature; rows past the path are padding that
         only later rows see.
         """
-        batch_size, num_rows = tokens.shape
+        num_rows = commit.tokens.shape[1]
         draft_lengths = self._draft_lengths(state)
-        row = torch.arange(num_rows, device=tokens.device)
+        row = torch.arange(num_rows, device=commit.tokens.device)
         output = self.draft.forward(
-            tokens.clamp(min=0),
-            features,
+            commit.tokens.clamp(min=0),
+            features.flatten(0, 1)[commit.hidden_rows],
             (draft_lengths[:, None] + row).clamp(max=self.draft.max_length - 1),
             TreeAttend(self.draft_pool, draft_lengths, 0, num_rows, self._causal_words),
             from_target=True,
         )
-        request = torch.arange(batch_size, device=tokens.device)
-        state.draft_logits = output.logits[request, accepted.to(torch.int64)]
-        state.draft_hidden = output.hidden[request, accepted.to(torch.int64)]
+        state.draft_logits = output.logits.flatten(0, 1)[commit.last_row]
+        state.draft_hidden = output.hidden.flatten(0, 1)[commit.last_row]
 
     def _draft_lengths(self, state: BatchState) -> Tensor:
         return state.lengths + 1 - self.draft.token_shift

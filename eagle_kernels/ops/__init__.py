@@ -12,6 +12,7 @@ import torch
 from ..runtime.library import operator
 from .tree.build_tree import Output as BuildTreeOutput
 from .tree.build_tree import TreeMaskMode
+from .verify.verify_commit import Output as CommitOutput
 from .verify.verify_tree_greedy import Output as VerifyOutput
 
 
@@ -21,13 +22,19 @@ def _operator(path: str):
 
 
 build_tree = _operator("tree.build_tree")
+build_tree_from_scores = _operator("tree.build_tree_from_scores")
+compute_tree_statistics = _operator("tree.compute_tree_statistics")
 draft_kv_indices = _operator("kv.draft_kv_indices")
 gqa_decode = _operator("attention.gqa_decode")
 move_accepted_kv = _operator("kv.move_accepted_kv")
 organize_draft_results = _operator("tree.organize_draft_results")
+pack_tree_mask = _operator("tree.pack_tree_mask")
 sample_from_logits = _operator("verify.sample_from_logits")
 select_top_k_tokens = _operator("tree.select_top_k_tokens")
 tree_attention = _operator("attention.tree_attention")
+tree_from_mask = _operator("tree.tree_from_mask")
+unpack_tree_mask = _operator("tree.unpack_tree_mask")
+verify_commit = _operator("verify.verify_commit")
 verify_tree_greedy = _operator("verify.verify_tree_greedy")
 verify_tree_sampled = _operator("verify.verify_tree_sampled")
 
@@ -72,16 +79,23 @@ def verify_tree(
 
 __all__ = [
     "BuildTreeOutput",
+    "CommitOutput",
     "TreeMaskMode",
     "VerifyOutput",
     "build_tree",
+    "build_tree_from_scores",
+    "compute_tree_statistics",
     "draft_kv_indices",
     "gqa_decode",
     "move_accepted_kv",
     "organize_draft_results",
+    "pack_tree_mask",
     "sample_from_logits",
     "select_top_k_tokens",
     "tree_attention",
+    "tree_from_mask",
+    "unpack_tree_mask",
+    "verify_commit",
     "verify_tree",
     "verify_tree_greedy",
     "verify_tree_sampled",

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from ..runtime.language import tl, triton
 
-# Below and above the keys of all pairs: they mark lanes that hold none.
+# Below the keys of all pairs: it marks lanes that hold none.
 LOWEST_KEY = tl.constexpr(-(2**63))
-HIGHEST_KEY = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
@@ -31,6 +30,12 @@ def ordered_bits(values):
 
 
 @triton.jit
+def bits_value(bits):
+    """The fp32 values that ordered bits were made of."""
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def unsigned_rank(values):
     """uint32 that order as fp32 `comparable` values do, so that an edge can be found bit by bit from the top."""
     return ordered_bits(values).to(tl.uint32, bitcast=True) ^ 0x80000000
@@ -43,31 +48,9 @@ def ordered_key(values, ids):
 
 
 @triton.jit
-def key_value(keys):
-    """The fp32 values that keys were made of."""
-    bits = (keys >> 32).to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def key_id(keys):
     """The ids int64 that keys were made of."""
     return 0xFFFFFFFF - (keys & 0xFFFFFFFF)
-
-
-@triton.jit
-def largest_keys(keys, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr):
-    """The COUNT largest of each row's distinct keys, descending: [row, key] -> [row, BLOCK_COUNT].
-
-    Rounds of a maximum; lanes from COUNT on hold LOWEST_KEY.
-    """
-    rank = tl.arange(0, BLOCK_COUNT)
-    largest = tl.full([keys.shape[0], BLOCK_COUNT], LOWEST_KEY, tl.int64)
-    for count in range(COUNT):
-        maximum = tl.max(keys, axis=1)[:, None]
-        largest = tl.where(rank[None, :] == count, maximum, largest)
-        keys = tl.where(keys == maximum, LOWEST_KEY, keys)
-    return largest
 
 
 @triton.jit

@@ -1,9 +1,22 @@
-"""The layouts of a tree mask."""
+"""The layouts of a tree mask: what they hold, reading and writing rows of any of them.
+
+A row says which of the Nk draft keys one of the Nq query rows sees. Keys come in words of 64, whatever the layout.
+
+    packed                int64 [B, Nq, ceil(Nk / 64)], bit j % 64 of word j // 64: draft key j
+    full_mask             bool, flat: per request N rows of seq_len + N cells, the committed prefix first (Nq = Nk = N)
+    qlen_only             bool [B, Nq, Nk], or flat with Nq = Nk = N
+    qlen_only_bitpacking  uint8 / uint16 / uint32 [B, N], bit j: draft key j (Nq = Nk = N)
+
+As inputs, masks of cells may be uint8 too, where any value but 0 is set.
+"""
 
 from __future__ import annotations
 
 from enum import Enum
 
+import torch
+
+from ..runtime import check
 from ..runtime.language import tl, triton
 
 
@@ -19,6 +32,10 @@ class TreeMaskMode(str, Enum):
         return self.value
 
 
+_CELL = (torch.bool, torch.uint8)
+_SMALL_WORD_BITS = {torch.uint8: 8, torch.uint16: 16, torch.uint32: 32}
+
+
 @triton.jit
 def full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES: tl.constexpr, BLOCK_BATCH: tl.constexpr):
     """Where the block of `request` starts in the flat FULL_MASK: the cells of all requests before it."""
@@ -27,3 +44,166 @@ def full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES: tl.constexpr, 
         other = start + tl.arange(0, BLOCK_BATCH)
         length_before += tl.load(seq_lens_ptr + other, mask=other < request, other=0).to(tl.int64)
     return NUM_NODES * (tl.sum(length_before) + request * NUM_NODES)
+
+
+@triton.jit
+def row_starts(
+    seq_lens_ptr,
+    request,
+    row,
+    batch_size,
+    NUM_ROWS: tl.constexpr,
+    NUM_KEYS: tl.constexpr,
+    MASK_MODE: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+):
+    """Where the draft keys of each row start: its first word, or its first cell after the prefix (int64)."""
+    index = request * NUM_ROWS + row.to(tl.int64)
+    if MASK_MODE == "packed":
+        start = index * ((NUM_KEYS + 63) // 64)
+    elif MASK_MODE == "qlen_only_bitpacking":
+        start = index
+    elif MASK_MODE == "qlen_only":
+        start = index * NUM_KEYS
+    else:
+        seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
+        start = full_mask_start(seq_lens_ptr, request, batch_size, NUM_KEYS, BLOCK_BATCH)
+        start += row * (seq_len + NUM_KEYS) + seq_len
+    return start
+
+
+@triton.jit
+def load_keys(
+    tree_mask_ptr, row_start, is_row, word, mask_size, NUM_KEYS: tl.constexpr, MASK_MODE: tl.constexpr
+):  # fmt: skip
+    """[row, 64]: whether each row sees the draft keys word * 64 and on; no for rows and keys that do not exist."""
+    column = tl.arange(0, 64)
+    key = word * 64 + column
+    exists = is_row[:, None] & (key < NUM_KEYS)[None, :]
+    if (MASK_MODE == "packed") or (MASK_MODE == "qlen_only_bitpacking"):
+        bits = tl.load(tree_mask_ptr + row_start + word, mask=is_row, other=0).to(tl.int64)
+        seen = ((bits[:, None] >> column[None, :]) & 1) != 0
+    else:
+        cell = row_start[:, None] + key[None, :]
+        # lengths that do not fit the mask must not lead out of it
+        in_bounds = exists & (cell >= 0) & (cell < mask_size)
+        seen = tl.load(tree_mask_ptr + cell, mask=in_bounds, other=0) != 0
+    return seen & exists
+
+
+@triton.jit
+def store_keys(
+    tree_mask_ptr, row_start, is_row, word, seen, mask_size, NUM_KEYS: tl.constexpr, MASK_MODE: tl.constexpr
+):  # fmt: skip
+    """Writes what `load_keys` reads: seen [row, 64] as the draft keys word * 64 and on of each row."""
+    column = tl.arange(0, 64)
+    if (MASK_MODE == "packed") or (MASK_MODE == "qlen_only_bitpacking"):
+        # bits are distinct, so their sum is their union
+        bits = tl.sum(seen.to(tl.int64) << column[None, :], axis=1)
+        tl.store(tree_mask_ptr + row_start + word, bits.to(tree_mask_ptr.dtype.element_ty), mask=is_row)
+    else:
+        key = word * 64 + column
+        cell = row_start[:, None] + key[None, :]
+        in_bounds = is_row[:, None] & (key < NUM_KEYS)[None, :] & (cell >= 0) & (cell < mask_size)
+        tl.store(tree_mask_ptr + cell, seen, mask=in_bounds)
+
+
+@triton.jit
+def fill_prefix(
+    seq_lens_ptr,
+    tree_mask_ptr,
+    request,
+    row,
+    batch_size,
+    mask_size,
+    NUM_NODES: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    BLOCK_FILL: tl.constexpr,
+):
+    """FULL_MASK: one node sees the whole committed prefix. Rows start anywhere, so their middles are written as aligned
+    pairs of words and their ends as bytes; all as bytes if the mask itself is not aligned to 16 bytes."""
+    seq_len = tl.maximum(tl.load(seq_lens_ptr + request).to(tl.int64), 0)
+    begin = full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH) + row * (seq_len + NUM_NODES)
+    end = tl.minimum(begin + seq_len, mask_size)
+    begin = tl.maximum(begin, 0)
+    lane = tl.arange(0, BLOCK_FILL)
+    seen = tl.full([BLOCK_FILL], 1, tl.int1)
+    if IS_ALIGNED:
+        first_pair = (begin + 15) // 16
+        last_pair = tl.maximum(end // 16, first_pair)
+        words_ptr = tree_mask_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+        all_seen = tl.full([BLOCK_FILL], 0x0101010101010101, tl.int64)
+        for start in range(first_pair * 2, last_pair * 2, BLOCK_FILL):
+            word = tl.multiple_of(start, 2) + lane
+            tl.store(words_ptr + word, all_seen, mask=word < last_pair * 2)
+        is_head = lane < tl.minimum(first_pair * 16, end) - begin
+        tl.store(tree_mask_ptr + begin + lane, seen, mask=is_head & (lane < 16))
+        is_tail = lane < end - last_pair * 16
+        tl.store(tree_mask_ptr + last_pair * 16 + lane, seen, mask=is_tail & (lane < 16))
+    else:
+        for start in range(begin, end, BLOCK_FILL):
+            tl.store(tree_mask_ptr + start + lane, seen, mask=start + lane < end)
+
+
+def check_mask(args: check.Arguments, mode: str, num_nodes: int | None) -> tuple[int, int, int]:
+    """Checks the argument `tree_mask`, a mask of layout `mode`; returns how many (requests, query rows, draft keys).
+
+    num_nodes: draft keys, None where the mask's shape tells them. FULL_MASK needs `seq_lens` checked before.
+    """
+    tree_mask = args.values["tree_mask"]
+    is_flat = isinstance(tree_mask, torch.Tensor) and tree_mask.dim() == 1
+    if num_nodes is None and (mode == TreeMaskMode.FULL_MASK or (mode == TreeMaskMode.QLEN_ONLY and is_flat)):
+        args.fail("num_verify_tokens", "be given for a flat mask, whose shape does not tell it", None)
+    if mode == TreeMaskMode.FULL_MASK:
+        args.tensor("tree_mask", (None,), _CELL)
+        return args.size("B"), num_nodes, num_nodes
+    if mode == TreeMaskMode.QLEN_ONLY and is_flat:
+        size = args.tensor("tree_mask", (None,), _CELL).shape[0]
+        if size % (num_nodes * num_nodes):
+            args.fail("tree_mask", f"hold {num_nodes} x {num_nodes} cells per request", f"{size} cells")
+        return size // (num_nodes * num_nodes), num_nodes, num_nodes
+    if mode == TreeMaskMode.QLEN_ONLY:
+        keys = "Nk" if num_nodes is None else num_nodes
+        return tuple(args.tensor("tree_mask", ("B", "Nq", keys), _CELL).shape)
+    if mode == TreeMaskMode.PACKED:
+        words = None if num_nodes is None else -(-num_nodes // 64)
+        batch_size, num_rows, num_words = args.tensor("tree_mask", ("B", "Nq", words), (torch.int64,)).shape
+        return batch_size, num_rows, 64 * num_words if num_nodes is None else num_nodes
+    nodes = "N" if num_nodes is None else num_nodes
+    words = args.tensor("tree_mask", ("B", nodes), tuple(_SMALL_WORD_BITS))
+    if words.shape[1] > _SMALL_WORD_BITS[words.dtype]:
+        dtype = str(words.dtype).removeprefix("torch.")
+        args.fail("tree_mask", f"have words of at least {words.shape[1]} bits, one per node", dtype)
+    return words.shape[0], words.shape[1], words.shape[1]
+
+
+def mask_spec(args: check.Arguments, mode: str, batch_size: int, num_rows: int, num_keys: int, out=None) -> check.Spec:
+    """Describes a mask of layout `mode` as an output; `out` is the caller's buffer for it, if there is one.
+
+    FULL_MASK: a given buffer may be larger than needed (for the longest batch) and is never overrun; without one the
+    argument `seq_lens_sum` tells the size.
+    """
+    if mode == TreeMaskMode.PACKED:
+        return args.spec((batch_size, num_rows, -(-num_keys // 64)), torch.int64)
+    if mode == TreeMaskMode.QLEN_ONLY:
+        return args.spec((batch_size, num_rows, num_keys), torch.bool)
+    if mode == TreeMaskMode.FULL_MASK:
+        size = _full_mask_size(args, batch_size, num_keys) if out is None else out.numel()
+        return args.spec((size,), torch.bool)
+    for dtype, bits in _SMALL_WORD_BITS.items():
+        if num_keys <= bits:
+            return args.spec((batch_size, num_keys), dtype)
+    return args.fail(
+        "num_verify_tokens", "be at most 32 for 'qlen_only_bitpacking' ('packed' has no such limit)", num_keys
+    )
+
+
+def _full_mask_size(args: check.Arguments, batch_size: int, num_nodes: int) -> int:
+    seq_lens, seq_lens_sum = args.values["seq_lens"], args.values["seq_lens_sum"]
+    if seq_lens_sum is None:
+        args.fail("seq_lens_sum", "be given for 'full_mask' without out: the mask's size depends on it", None)
+    args.integer("seq_lens_sum", 0)
+    if check.can_read(seq_lens) and seq_lens_sum != int(seq_lens.sum()):
+        args.fail("seq_lens_sum", f"be {int(seq_lens.sum())}, the sum of seq_lens", seq_lens_sum)
+    return num_nodes * (seq_lens_sum + batch_size * num_nodes)

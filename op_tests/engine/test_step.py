@@ -8,17 +8,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine import timing
 from eagle_kernels.engine.step import Stepper
-from eagle_kernels.engine.tree_mask import pack_bits
 from op_tests.engine.toys import ToyModel, random_llama
-
-
-@pytest.mark.parametrize("size", [1, 63, 64, 65, 130])
-def test_pack_bits(size):
-    mask = torch.rand(2, 3, size) < 0.5
-    words = pack_bits(mask)
-    assert words.dtype == torch.int64 and words.shape == (2, 3, -(-size // 64))
-    bit = torch.arange(size)
-    assert torch.equal((words[..., bit // 64] >> (bit % 64)) & 1 == 1, mask)
 
 
 def test_a_chain_longer_than_a_mask_word(device):

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from eagle_kernels.runtime import check
+
 from .compare import assert_close, assert_equal
 from .poison import Guarded
 
@@ -25,7 +27,7 @@ def check_operation(
     reference = getattr(importlib.import_module("eagle_kernels.reference.ops." + path), name)
     defaults = _defaults(getattr(module, name))
     contracted = module.contract({**defaults, **values, "out": None})
-    single = not hasattr(contracted, "_fields")
+    single = isinstance(contracted, check.Spec)
     specs = (contracted,) if single else contracted
     fields = ("output",) if single else contracted._fields
     guarded = [Guarded(spec.shape, spec.dtype, spec.device) for spec in specs]

@@ -1,4 +1,4 @@
-"""select_top_k_tokens on draft logits of both usual vocabulary sizes."""
+"""select_top_k_tokens on draft logits of both usual vocabulary sizes, and on the root's own."""
 
 from __future__ import annotations
 
@@ -6,57 +6,90 @@ import sys
 
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import Benchmark, Case, Floor
+from bench.peers.torch_compile import compiled
 from bench.run import main
 
-TOPK = 8
-LEVEL = 2
+
+def make(device, batch_size, vocab_size, topk, level):
+    rows = batch_size * (topk if level else 1)
+    values = {"logits": torch.randn(rows, vocab_size, device=device).to(torch.bfloat16), "topk": topk, "level": level}
+    if level:
+        values["scores"] = torch.rand(batch_size, topk, device=device).log().sort(descending=True).values
+        num_words = -(-level * topk // 64)
+        values["ancestors"] = torch.randint(2 ** min(level * topk, 62), (batch_size, topk, num_words), device=device)
+    return values
 
 
-def make(device, batch_size, vocab_size):
-    ancestors = torch.randint(2 ** (LEVEL * TOPK), (batch_size, TOPK, 1), device=device)
-    return {
-        "logits": torch.randn(batch_size * TOPK, vocab_size, device=device).to(torch.bfloat16),
-        "scores": torch.rand(batch_size, TOPK, device=device).log().sort(descending=True).values,
-        "ancestors": ancestors,
-        "topk": TOPK,
-        "level": LEVEL,
-    }
+def count_bytes(batch_size, vocab_size, topk, level):
+    return batch_size * (topk if level else 1) * vocab_size * 2
 
 
-def count_bytes(batch_size, vocab_size):
-    return batch_size * TOPK * vocab_size * 2
-
-
-def prepare_torch(values):
-    """torch.topk orders ties as it likes, so tokens and what follows from them are computed but not compared."""
-    logits, scores, ancestors = values["logits"], values["scores"], values["ancestors"]
-    batch_size = len(scores)
-    own = torch.ones(TOPK, 1, dtype=torch.int64, device=logits.device)
-    own = own << torch.arange(LEVEL * TOPK, (LEVEL + 1) * TOPK, device=logits.device)[:, None]
+def prepare_level(values):
+    """Computes everything that the op returns."""
+    logits, topk, level = values["logits"], values["topk"], values["level"]
+    scores, ancestors = values.get("scores"), values.get("ancestors")
+    num_beams = topk if level else 1
+    batch_size = len(logits) // num_beams
+    slot = torch.arange(level * topk, (level + 1) * topk, device=logits.device)
+    own = torch.zeros(topk, -(-(level + 1) * topk // 64), dtype=torch.int64, device=logits.device)
+    own[torch.arange(topk, device=logits.device), slot // 64] = torch.ones_like(slot) << slot % 64
+    first_row = torch.arange(batch_size, device=logits.device)[:, None] * num_beams
+    first_candidate = topk + topk * topk * (level - 1) if level else 0
 
     def run():
-        log_probs, tokens = torch.log_softmax(logits, dim=-1, dtype=torch.float32).topk(TOPK)
-        candidate_scores = (log_probs.view(batch_size, TOPK, TOPK) + scores[:, :, None]).flatten(1)
-        kept_scores, kept = candidate_scores.topk(TOPK)
-        tokens.view(batch_size, -1).gather(1, kept)
-        ancestors.gather(1, (kept // TOPK)[:, :, None]) | own
-        return {"scores": kept_scores, "candidate_scores": candidate_scores}
+        log_probs, tokens = torch.log_softmax(logits, dim=-1, dtype=torch.float32).topk(topk)
+        candidate_scores = log_probs.view(batch_size, num_beams, topk)
+        if level:
+            candidate_scores = candidate_scores + scores[:, :, None]
+        candidate_scores = candidate_scores.flatten(1)
+        kept_scores, kept = candidate_scores.topk(topk)
+        parents = kept // topk
+        words = own.expand(batch_size, -1, -1)
+        if level:
+            inherited = ancestors.gather(1, parents[:, :, None].expand(-1, -1, ancestors.shape[2]))
+            words = words | torch.nn.functional.pad(inherited, (0, own.shape[1] - ancestors.shape[2]))
+        kept_tokens = tokens.view(batch_size, -1).gather(1, kept)
+        others = kept_tokens, parents, first_row + parents, kept + first_candidate, tokens, words
+        return kept_scores, candidate_scores, *others
 
     return run
 
 
-def _case(batch_size, vocab_size):
-    return Case(f"rows={batch_size * TOPK} V={vocab_size}", {"batch_size": batch_size, "vocab_size": vocab_size})
+def prepare_torch(values, prepare=prepare_level):
+    run = prepare(values)
+
+    def compared():
+        # torch.topk orders ties as it likes, so tokens and what follows from them cannot be compared
+        scores, candidate_scores, *_ = run()
+        return {"scores": scores, "candidate_scores": candidate_scores}
+
+    return compared
+
+
+def prepare_compiled(values):
+    return prepare_torch(values, compiled(prepare_level))
+
+
+def _case(batch_size, vocab_size, topk=8, level=2):
+    rows = batch_size * (topk if level else 1)
+    name = f"rows={rows} V={vocab_size}" + (f" K={topk}" if topk != 8 else "") + ("" if level else " level 0")
+    return Case(name, {"batch_size": batch_size, "vocab_size": vocab_size, "topk": topk, "level": level})
 
 
 BENCHMARK = Benchmark(
     path="tree.select_top_k_tokens",
-    cases=[_case(batch_size, vocab_size) for vocab_size in (32000, 128256) for batch_size in (1, 8, 32)],
-    small_cases=[_case(2, 300)],
+    cases=[
+        *(_case(batch_size, vocab_size) for vocab_size in (32000, 128256) for batch_size in (1, 8, 32)),
+        _case(8, 128256, level=0),
+        _case(4, 128256, topk=16),
+    ],
+    small_cases=[_case(2, 300), _case(2, 300, level=0), _case(1, 300, topk=16, level=4)],
     make=make,
     count_bytes=count_bytes,
     providers={"torch": prepare_torch},
+    peers={"torch_compile": prepare_compiled},
+    floor=Floor("read", 5.0),
 )
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...primitives.tree_building import fill_prefix, store_tree
-from ...primitives.tree_mask import TreeMaskMode
+from ...primitives.tree_building import store_tree
+from ...primitives.tree_mask import TreeMaskMode, fill_prefix, mask_spec
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -142,35 +142,11 @@ def tree_contract(args: check.Arguments) -> Output:
     args.tensor("parent_list", ("B", topk * (spec_steps - 1) + 1), check.INTEGER)
     args.tensor("seq_lens", ("B",), check.INTEGER)
     args.debug("seq_lens", "not be negative", lambda: values["seq_lens"] >= 0)
-    batch_size = args.size("B")
-    if mode == TreeMaskMode.PACKED:
-        mask = args.spec((batch_size, num_nodes, -(-num_nodes // 64)), torch.int64)
-    elif mode == TreeMaskMode.QLEN_ONLY:
-        mask = args.spec((batch_size, num_nodes, num_nodes), torch.bool)
-    elif mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
-        if num_nodes > 32:
-            rule = "be at most 32 for 'qlen_only_bitpacking' ('packed' has no such limit)"
-            args.fail("num_verify_tokens", rule, num_nodes)
-        word = torch.uint8 if num_nodes <= 8 else torch.uint16 if num_nodes <= 16 else torch.uint32
-        mask = args.spec((batch_size, num_nodes), word)
-    else:
-        mask = args.spec((_full_mask_size(args, batch_size, num_nodes),), torch.bool)
+    batch_size, out = args.size("B"), values.get("out")
+    mask = mask_spec(args, mode, batch_size, num_nodes, num_nodes, None if out is None else tuple(out)[0])
     node = args.spec((batch_size, num_nodes), torch.int64)
     flat = args.spec((batch_size * num_nodes,), torch.int64)
     return Output(mask, flat, node, node, node, flat)
-
-
-def _full_mask_size(args: check.Arguments, batch_size: int, num_nodes: int) -> int:
-    """A given mask may be larger than needed (a buffer for the longest batch); else the host knows the length sum."""
-    out = args.values.get("out")
-    if out is not None:
-        return tuple(out)[0].numel()
-    if args.values["seq_lens_sum"] is None:
-        args.fail("seq_lens_sum", "be given for 'full_mask' without out: the mask's size depends on it", None)
-    seq_lens_sum = args.integer("seq_lens_sum", 0)
-    if check.can_read(args.values["seq_lens"]) and seq_lens_sum != int(args.values["seq_lens"].sum()):
-        args.fail("seq_lens_sum", f"be {int(args.values['seq_lens'].sum())}, the sum of seq_lens", seq_lens_sum)
-    return num_nodes * (seq_lens_sum + batch_size * num_nodes)
 
 
 @launcher

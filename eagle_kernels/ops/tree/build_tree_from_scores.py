@@ -30,9 +30,9 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.ordering import is_among_best
-from ...primitives.tree_building import fill_prefix, store_tree
-from ...primitives.tree_mask import TreeMaskMode
-from ...runtime import check
+from ...primitives.tree_building import store_tree
+from ...primitives.tree_mask import TreeMaskMode, fill_prefix
+from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .build_tree import tree_contract, tree_grid, tree_sizes
@@ -51,8 +51,8 @@ class Output(NamedTuple):
     top_scores_index: torch.Tensor
 
 
-# Warps of a program that also ranks: a vector of all candidates is read and counted 32 times.
-MIN_WARPS = 4
+# Ranking counts a vector of all candidates 32 times.
+TUNING = {"default": {"min_warps": 4}}
 
 
 @triton.jit(
@@ -166,6 +166,7 @@ def build_tree_from_scores(
     contracted = contract(locals())
     out = check.allocate("build_tree_from_scores", contracted, out)
     block_candidate = triton.next_power_of_2(candidate_scores.shape[1])
+    min_warps = tuning.row(TUNING, seq_lens.device)["min_warps"]
     sizes = tree_sizes(out.tree_mask, topk, num_verify_tokens, tree_mask_mode)
     launch(
         "build_tree_from_scores",
@@ -190,6 +191,6 @@ def build_tree_from_scores(
         stride_candidate_tokens_request=candidate_tokens.stride(0),
         BLOCK_CANDIDATE=block_candidate,
         SEARCH_ROUNDS=block_candidate.bit_length() - 1,
-        **{**sizes, "num_warps": max(sizes["num_warps"], MIN_WARPS)},
+        **{**sizes, "num_warps": max(sizes["num_warps"], min_warps)},
     )
     return out

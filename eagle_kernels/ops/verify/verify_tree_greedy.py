@@ -10,7 +10,7 @@ Shapes
     retrieve_next_token     [B, N]      int    first child, -1 for none
     retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
     target_predict          [B, N]      int    the target's token at every node; or
-    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V: argmax taken of visited nodes only
+    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V
     -> predicts             [B * N]     int32  the target's token at visited nodes, -1 elsewhere
     -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
     -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
@@ -18,41 +18,43 @@ Invariants
     Every output is written whole. At most spec_steps = S drafts are accepted. Ties go to the lowest id, NaN counts as
     -inf; a target id outside int32 counts as -1. Links that do not point forward within the tree end the walk; a token
     of -1 is never accepted. A row whose root has a retrieve_index outside the request is dead: predicts and
-    accept_index -1, accept_token_num 0.
+    accept_index -1, accept_token_num 0. Results of a request do not depend on the batch around it.
 Grid
-    (B,), one program walks one tree.
+    (B,), one program walks one tree. From logits every row is cut into slices, (rows, slices), one program each:
+    all rows, then walk     every node's row is scanned at once
+    level by level          a launch per level scans the rows of the nodes that the walks have reached; its programs
+                            first finish the level before. A walk that has ended costs no bytes.
+    A launch costs what some MiB of logits do, so the first wins where the rows off the path are fewer than that: shapes
+    alone decide (`scans_all_rows`), and both give the same bits.
 Launches
-    1
+    1 from ids; from logits 2 for all rows, S + 2 level by level
 Traffic
-    from ids: a few words per visited node; from logits: V * element size per visited node, at most S + 1 of N.
+    from ids: 5 words a node; from logits: V * element size for each of the B * N rows, or of the at most B * (S + 1)
+    visited ones.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
 
 import torch
 
-from ...primitives import sampling
-from ...primitives.random import STREAM_TARGET
-from ...primitives.sampling import draw_token
-from ...primitives.tree import advance, is_own, store_walk
+from ...primitives.argmax import slice_key, winner
+from ...primitives.ordering import LOWEST_KEY
+from ...primitives.tree_walk import Output, check_tree, find_child, follow, is_own, load_nodes, store_path, store_walk
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
-from ...runtime.launch import launch
+from ...runtime.launch import launch, launcher
 
-TUNING = sampling.TUNING
-
-
-class Output(NamedTuple):
-    """What the verify ops return."""
-
-    predicts: torch.Tensor
-    accept_index: torch.Tensor
-    accept_token_num: torch.Tensor
+# One warp walks: what it looks up lies in its own registers.
+TUNING = {"default": {"num_warps": 1}}
+ROWS_TUNING = {"default": {"BLOCK_VOCAB": 8192, "num_warps": 4}}
+LEVEL_TUNING = {"default": {"BLOCK_VOCAB": 2048, "num_warps": 1}}
+# The logits that are read in the time that one more level takes to launch and to find its nodes.
+CHOICE_TUNING = {"default": {"level_bytes": 6 << 20}}
 
 
-@triton.jit(do_not_specialize=["vocab_size", "stride_logits_row"])
+@triton.jit
 def _verify_tree_greedy_kernel(
     # inputs
     candidates_ptr,
@@ -60,79 +62,165 @@ def _verify_tree_greedy_kernel(
     retrieve_next_token_ptr,
     retrieve_next_sibling_ptr,
     target_predict_ptr,
-    target_logits_ptr,
+    partial_keys_ptr,
     # outputs
     predicts_ptr,
     accept_index_ptr,
     accept_token_num_ptr,
     # sizes
-    vocab_size,
-    stride_logits_row,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
-    HAS_LOGITS: tl.constexpr,
-    STREAM: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
+):
+    """Walks one tree by the target's ids, or by the keys [B, slices, N] of all rows."""
+    request = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, BLOCK_NODE)
+    retrieved, tokens, links = load_nodes(
+        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+        request, NUM_NODES, BLOCK_NODE,
+    )  # fmt: skip
+    if target_predict_ptr is not None:
+        wide = tl.load(target_predict_ptr + request * NUM_NODES + node, mask=node < NUM_NODES, other=-1).to(tl.int64)
+        predicted = tl.where((wide >= 0) & (wide < 2147483648), wide, -1).to(tl.int32)
+    else:
+        keys = tl.full([BLOCK_NODE], LOWEST_KEY, tl.int64)
+        for part in tl.static_range(NUM_SLICES):
+            place = (request * NUM_SLICES + part) * NUM_NODES + node
+            keys = tl.maximum(keys, tl.load(partial_keys_ptr + place, mask=node < NUM_NODES, other=LOWEST_KEY))
+        predicted = winner(keys)
+
+    depth = follow(retrieved, tokens, links, predicted, request, SPEC_STEPS, NUM_NODES, BLOCK_NODE)
+    store_walk(
+        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
+        SPEC_STEPS, NUM_NODES, BLOCK_NODE, BLOCK_DEPTH,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stride_logits_row"])
+def _verify_tree_greedy_rows_kernel(
+    target_logits_ptr,
+    partial_keys_ptr,
+    stride_logits_row,
+    NUM_NODES: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
 ):
+    """The key of one slice of any row, to [B, slices, N]."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    key = slice_key(
+        target_logits_ptr + tl.multiple_of(row * stride_logits_row, ALIGNMENT), part, VOCAB_SIZE, BLOCK_VOCAB
+    )
+    tl.store(partial_keys_ptr + (row // NUM_NODES * NUM_SLICES + part) * NUM_NODES + row % NUM_NODES, key)
+
+
+@triton.jit(do_not_specialize=["stride_logits_row", "level", "batch_size"])
+def _verify_tree_greedy_level_kernel(
+    # inputs
+    candidates_ptr,
+    retrieve_index_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
+    target_logits_ptr,
+    # scratch
+    path_ptr,
+    partial_keys_ptr,
+    # sizes
+    stride_logits_row,
+    level,
+    batch_size,
+    NUM_NODES: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+):
+    """Steps one walk to its node of this level, path [level, B] (-1: ended), and scans a slice of that node's row.
+
+    All programs of a request take the step, from what the launch before wrote to path and keys [level, B, slices].
+    """
     request = tl.program_id(0).to(tl.int64)
-    offset = request * NUM_NODES
-    node = tl.arange(0, BLOCK_NODE)
-    root = tl.load(retrieve_index_ptr + offset).to(tl.int64)
-    is_walking = is_own(root, request, NUM_NODES)
-    predicts = tl.full([BLOCK_NODE], -1, tl.int32)
-    accept_index = tl.where((tl.arange(0, BLOCK_DEPTH) == 0) & is_walking, root, -1)
-    current = tl.zeros([], dtype=tl.int32)
-    accepted = tl.zeros([], dtype=tl.int32)
-    while is_walking:
-        if HAS_LOGITS:
-            row_ptr = target_logits_ptr + (offset + current) * stride_logits_row
-            token = draw_token(
-                row_ptr, vocab_size, 0.0, 0, 1.0, 0.0, request, request,
-                HAS_TOP_K=False, HAS_TOP_P=False, HAS_MIN_P=False, STREAM=STREAM, BLOCK_VOCAB=BLOCK_VOCAB,
-            )  # fmt: skip
-        else:
-            wide_token = tl.load(target_predict_ptr + offset + current).to(tl.int64)
-            token = tl.where((wide_token >= 0) & (wide_token < 2147483648), wide_token, -1).to(tl.int32)
-        predicts = tl.where(node == current, token, predicts)
-        is_walking, current, accepted, accept_index = advance(
-            candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-            request, current, token, accepted, accept_index, SPEC_STEPS, NUM_NODES, BLOCK_DEPTH,
-        )  # fmt: skip
-    store_walk(
-        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, predicts, accept_index, accepted,
-        SPEC_STEPS, NUM_NODES, BLOCK_NODE, BLOCK_DEPTH,
+    part = tl.program_id(1)
+    slices = tl.arange(0, BLOCK_SLICE)
+    retrieved, tokens, links = load_nodes(
+        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+        request, NUM_NODES, BLOCK_NODE,
+    )  # fmt: skip
+    place = level * batch_size.to(tl.int64) + request
+    above = place - batch_size
+    parent = tl.load(path_ptr + above, mask=level > 0, other=-1)
+    is_key = (slices < NUM_SLICES) & (level > 0)
+    keys = tl.load(partial_keys_ptr + above * NUM_SLICES + slices, mask=is_key, other=LOWEST_KEY)
+    if level == 0:
+        own_root = (tl.arange(0, BLOCK_NODE) == 0) & is_own(retrieved, request, NUM_NODES)
+        current = tl.max(own_root.to(tl.int32)) - 1
+    else:
+        child = find_child(tokens, links, tl.maximum(parent, 0), winner(tl.max(keys)), BLOCK_NODE)
+        current = tl.where((parent >= 0) & (child > 0), child, -1)
+    if part == 0:
+        tl.store(path_ptr + place, current)
+    if current >= 0:
+        offset = tl.multiple_of((request * NUM_NODES + current) * stride_logits_row, ALIGNMENT)
+        key = slice_key(target_logits_ptr + offset, part, VOCAB_SIZE, BLOCK_VOCAB)
+        tl.store(partial_keys_ptr + place * NUM_SLICES + part, key)
+
+
+@triton.jit(do_not_specialize=["batch_size"])
+def _verify_tree_greedy_path_kernel(
+    retrieve_index_ptr,
+    path_ptr,
+    partial_keys_ptr,
+    predicts_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    batch_size,
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+):
+    """Writes the outputs of one walk from its path [S + 1, B] and keys [S + 1, B, slices]."""
+    request = tl.program_id(0).to(tl.int64)
+    depth = tl.arange(0, BLOCK_DEPTH)
+    slices = tl.arange(0, BLOCK_SLICE)
+    place = depth.to(tl.int64) * batch_size + request
+    path = tl.load(path_ptr + place, mask=depth <= SPEC_STEPS, other=-1)
+    is_key = (depth <= SPEC_STEPS)[:, None] & (slices < NUM_SLICES)[None, :]
+    keys = tl.load(partial_keys_ptr + place[:, None] * NUM_SLICES + slices[None, :], mask=is_key, other=LOWEST_KEY)
+    store_path(
+        retrieve_index_ptr, predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, path,
+        winner(tl.max(keys, axis=1)), SPEC_STEPS, NUM_NODES, BLOCK_NODE, BLOCK_DEPTH,
     )  # fmt: skip
 
 
 def contract(values: dict) -> Output:
     """Checks the arguments of `verify_tree_greedy` and describes its outputs."""
     args = check.Arguments("verify_tree_greedy", values)
-    output = tree_contract(args)
+    output = check_tree(args)
     if args.exactly_one("target_predict", "target_logits") == "target_predict":
         args.tensor("target_predict", ("B", "N"), check.INTEGER)
     else:
         args.tensor("target_logits", (args.size("B") * args.size("N"), "V"), check.FLOAT, contiguous=1)
-        sampling.check_vocabulary(args, "target_logits")
+        if args.size("V") == 0:
+            args.fail("target_logits", "have at least one token a row", list(values["target_logits"].shape))
     return output
 
 
-def tree_contract(args: check.Arguments) -> Output:
-    """What every tree-verification op asks of the tree, and what it returns."""
-    spec_steps = args.integer("spec_steps", 0)
-    for name in ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"):
-        args.tensor(name, ("B", "N"), check.INTEGER)
-    batch_size, num_nodes = args.size("B"), args.size("N")
-    if num_nodes == 0:
-        args.fail("candidates", "hold at least the root", [batch_size, num_nodes])
-    return Output(
-        args.spec((batch_size * num_nodes,), torch.int32),
-        args.spec((batch_size, spec_steps + 1), torch.int32),
-        args.spec((batch_size,), torch.int32),
-    )
+def scans_all_rows(target_logits: torch.Tensor, num_visited: int, num_levels: int, level_bytes: int) -> bool:
+    """Whether reading the rows off the paths takes less time than the launches that tell which they are."""
+    num_rows, vocab_size = target_logits.shape
+    return (num_rows - num_visited) * vocab_size * target_logits.element_size() <= num_levels * level_bytes
 
 
+@launcher
 def verify_tree_greedy(
     candidates: torch.Tensor,
     retrieve_index: torch.Tensor,
@@ -150,29 +238,55 @@ def verify_tree_greedy(
     """
     contracted = contract(locals())
     out = check.allocate("verify_tree_greedy", contracted, out)
-    batch_size, num_nodes = candidates.shape
-    from_logits = target_logits is not None
-    launch(
-        "verify_tree_greedy",
-        _verify_tree_greedy_kernel,
-        (batch_size,),
-        candidates_ptr=candidates,
-        retrieve_index_ptr=retrieve_index,
-        retrieve_next_token_ptr=retrieve_next_token,
-        retrieve_next_sibling_ptr=retrieve_next_sibling,
-        target_predict_ptr=target_predict,
-        target_logits_ptr=target_logits,
-        predicts_ptr=out.predicts,
-        accept_index_ptr=out.accept_index,
-        accept_token_num_ptr=out.accept_token_num,
-        vocab_size=target_logits.shape[1] if from_logits else 0,
-        stride_logits_row=target_logits.stride(0) if from_logits else 0,
-        SPEC_STEPS=spec_steps,
-        NUM_NODES=num_nodes,
-        HAS_LOGITS=from_logits,
-        STREAM=STREAM_TARGET,
-        BLOCK_NODE=triton.next_power_of_2(num_nodes),
-        BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
-        **tuning.row(TUNING, candidates.device),
-    )
+    device, (batch_size, num_nodes) = candidates.device, candidates.shape
+    tree = {
+        "candidates_ptr": candidates,
+        "retrieve_index_ptr": retrieve_index,
+        "retrieve_next_token_ptr": retrieve_next_token,
+        "retrieve_next_sibling_ptr": retrieve_next_sibling,
+    }
+    walk = {
+        "predicts_ptr": out.predicts,
+        "accept_index_ptr": out.accept_index,
+        "accept_token_num_ptr": out.accept_token_num,
+        "SPEC_STEPS": spec_steps,
+        "NUM_NODES": num_nodes,
+        "BLOCK_NODE": triton.next_power_of_2(num_nodes),
+        "BLOCK_DEPTH": triton.next_power_of_2(spec_steps + 1),
+        **tuning.row(TUNING, device),
+    }
+    keys = {"partial_keys_ptr": None, "NUM_SLICES": 0}
+    if target_logits is not None:
+        level_bytes = tuning.row(CHOICE_TUNING, device)["level_bytes"]
+        is_wide = scans_all_rows(target_logits, batch_size * (spec_steps + 1), spec_steps, level_bytes)
+        scan = tuning.row(ROWS_TUNING if is_wide else LEVEL_TUNING, device)
+        num_slices = triton.cdiv(target_logits.shape[1], scan["BLOCK_VOCAB"])
+        shape = (batch_size, num_slices, num_nodes) if is_wide else (spec_steps + 1, batch_size, num_slices)
+        keys = {"partial_keys_ptr": torch.empty(shape, dtype=torch.int64, device=device), "NUM_SLICES": num_slices}
+        scan = scan | keys | {
+            "target_logits_ptr": target_logits,
+            "stride_logits_row": target_logits.stride(0),
+            "NUM_NODES": num_nodes,
+            "VOCAB_SIZE": target_logits.shape[1],
+            # what is known of the offset of every row, so that loads can be wide
+            "ALIGNMENT": math.gcd(target_logits.stride(0), 16),
+        }  # fmt: skip
+        if not is_wide:
+            _walk_level_by_level(tree, walk | keys, scan, spec_steps, batch_size)
+            return out
+        launch("verify_tree_greedy", _verify_tree_greedy_rows_kernel, (batch_size * num_nodes, num_slices), **scan)
+    walk |= {"target_predict_ptr": target_predict}
+    launch("verify_tree_greedy", _verify_tree_greedy_kernel, (batch_size,), **tree, **walk, **keys)
     return out
+
+
+def _walk_level_by_level(tree: dict, walk: dict, scan: dict, spec_steps: int, batch_size: int) -> None:
+    """S + 1 launches that step and scan, and one that writes the outputs."""
+    path = torch.empty((spec_steps + 1, batch_size), dtype=torch.int32, device=scan["target_logits_ptr"].device)
+    steps = {"path_ptr": path, "batch_size": batch_size, "BLOCK_SLICE": triton.next_power_of_2(scan["NUM_SLICES"])}
+    level_step = tree | scan | steps | {"BLOCK_NODE": walk["BLOCK_NODE"]}
+    for level in range(spec_steps + 1):
+        grid = (batch_size, scan["NUM_SLICES"])
+        launch("verify_tree_greedy", _verify_tree_greedy_level_kernel, grid, level=level, **level_step)
+    walk = walk | steps | {"retrieve_index_ptr": tree["retrieve_index_ptr"]}
+    launch("verify_tree_greedy", _verify_tree_greedy_path_kernel, (batch_size,), **walk)

@@ -38,11 +38,10 @@ import torch
 from ...primitives import sampling
 from ...primitives.random import STREAM_TARGET
 from ...primitives.sampling import draw_token
-from ...primitives.tree import advance, is_own, store_walk
+from ...primitives.tree_walk import Output, check_tree, find_child, is_own, load_nodes, store_walk
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
-from ...runtime.launch import launch
-from .verify_tree_greedy import Output, tree_contract
+from ...runtime.launch import launch, launcher
 
 TUNING = sampling.TUNING
 
@@ -86,10 +85,13 @@ def _verify_tree_sampled_kernel(
     top_p = tl.load(top_p_ptr + request) if HAS_TOP_P else 1.0
     min_p = tl.load(min_p_ptr + request) if HAS_MIN_P else 0.0
     node = tl.arange(0, BLOCK_NODE)
-    root = tl.load(retrieve_index_ptr + offset).to(tl.int64)
-    is_walking = is_own(root, request, NUM_NODES)
-    predicts = tl.full([BLOCK_NODE], -1, tl.int32)
-    accept_index = tl.where((tl.arange(0, BLOCK_DEPTH) == 0) & is_walking, root, -1)
+    retrieved, tokens, links = load_nodes(
+        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+        request, NUM_NODES, BLOCK_NODE,
+    )  # fmt: skip
+    depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
+    is_walking = tl.max(depth) == 0
+    drawn = tl.full([BLOCK_NODE], -1, tl.int32)
     current = tl.zeros([], dtype=tl.int32)
     accepted = tl.zeros([], dtype=tl.int32)
     while is_walking:
@@ -108,13 +110,14 @@ def _verify_tree_sampled_kernel(
             STREAM=STREAM,
             BLOCK_VOCAB=BLOCK_VOCAB,
         )
-        predicts = tl.where(node == current, token, predicts)
-        is_walking, current, accepted, accept_index = advance(
-            candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-            request, current, token, accepted, accept_index, SPEC_STEPS, NUM_NODES, BLOCK_DEPTH,
-        )  # fmt: skip
+        drawn = tl.where(node == current, token, drawn)
+        child = find_child(tokens, links, current, token, BLOCK_NODE)
+        is_walking = (child > 0) & (accepted < SPEC_STEPS)
+        accepted += is_walking.to(tl.int32)
+        current = tl.where(is_walking, child, current)
+        depth = tl.where((node == child) & is_walking, accepted, depth)
     store_walk(
-        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, predicts, accept_index, accepted,
+        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, drawn, depth,
         SPEC_STEPS, NUM_NODES, BLOCK_NODE, BLOCK_DEPTH,
     )  # fmt: skip
 
@@ -122,7 +125,7 @@ def _verify_tree_sampled_kernel(
 def contract(values: dict) -> Output:
     """Checks the arguments of `verify_tree_sampled` and describes its outputs."""
     args = check.Arguments("verify_tree_sampled", values)
-    output = tree_contract(args)
+    output = check_tree(args)
     num_rows = args.size("B") * args.size("N")
     args.tensor("target_logits", (num_rows, "V"), check.FLOAT, contiguous=1)
     args.tensor("positions", (num_rows,), check.INTEGER)
@@ -131,6 +134,7 @@ def contract(values: dict) -> Output:
     return output
 
 
+@launcher
 def verify_tree_sampled(
     candidates: torch.Tensor,
     retrieve_index: torch.Tensor,

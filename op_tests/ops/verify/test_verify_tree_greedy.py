@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.ops.verify import verify_tree_greedy as op
+from eagle_kernels.runtime import launch
 from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
 from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
 
@@ -23,65 +25,147 @@ def make(batch_size, topk, spec_steps, num_nodes, *, source="ids", vocab_size=97
     return {**links, **target, "spec_steps": spec_steps}
 
 
+@pytest.fixture(params=["all rows", "level by level"])
+def arrangement(request, monkeypatch):
+    """Both ways to scan logits, whatever the shapes say; cut into slices of 256 tokens."""
+    monkeypatch.setattr(op, "scans_all_rows", lambda *sizes: request.param == "all rows")
+    for table in ("ROWS_TUNING", "LEVEL_TUNING"):
+        monkeypatch.setattr(op, table, {"default": getattr(op, table)["default"] | {"BLOCK_VOCAB": 256}})
+    return request.param
+
+
 def ahead_of_time_cases():
     yield "ids", make(2, 8, 5, 64)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        yield f"logits {dtype}", make(2, 8, 5, 64, source=dtype)
+        yield f"all rows {dtype}", unread_logits(1, 8, 5, 64, dtype)
+        yield f"level by level {dtype}", unread_logits(32, 8, 5, 64, dtype)
 
 
 def size_sweep():
     for batch_size in (1, 2, 3, 16, 17, 64, 257):
-        yield make(batch_size, 4, 3, 8, source=torch.float16)
+        yield unread_logits(batch_size, 4, 3, 8, torch.float16)
 
 
-@pytest.mark.parametrize("source", ["ids", torch.float32, torch.float16, torch.bfloat16], ids=str)
+def unread_logits(batch_size, topk, spec_steps, num_nodes, dtype):
+    """For launches that are recorded only: one row of 128k tokens stands for all."""
+    node = torch.zeros(batch_size, num_nodes, dtype=torch.int64)
+    names = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
+    logits = torch.empty(128256, dtype=dtype).expand(batch_size * num_nodes, -1)
+    return dict.fromkeys(names, node) | {"target_logits": logits, "spec_steps": spec_steps}
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_matches_reference(shape, source, device):
-    output, _ = check_operation(PATH, make(*shape, source=source, device=device), case=f"{shape} {source}")
+def test_ids_match_reference(shape, device):
+    output, _ = check_operation(PATH, make(*shape, device=device), case=str(shape))
     assert shape[3] == 1 or output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*((shape, torch.float32) for shape in SHAPES[:4]), (SHAPES[3], torch.float16), (SHAPES[3], torch.bfloat16)],
+    ids=str,
+)
+def test_logits_match_reference(shape, dtype, arrangement, device):
+    """A vocabulary of one slice or, with half precision, of several."""
+    vocab_size = 97 if dtype == torch.float32 else 600
+    values = make(*shape, source=dtype, vocab_size=vocab_size, device=device)
+    output, _ = check_operation(PATH, values, case=f"{shape} {dtype}")
+    assert shape[3] == 1 or output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
+
+
+def test_the_arrangement_follows_from_shapes():
+    """At the sizes that servers run: few rows are all read, many only where the walks go."""
+    kernels = {}
+    for shape in ((1, 4, 3, 8), (8, 4, 3, 8), (1, 8, 5, 64), (8, 8, 5, 64), (32, 8, 5, 64)):
+        recorded = []
+        with launch.intercept(lambda *record, keep=recorded.append: keep(record[1].__name__)):
+            op.verify_tree_greedy(**unread_logits(*shape, torch.bfloat16))
+        kernels[shape] = recorded
+    all_rows = ["_verify_tree_greedy_rows_kernel", "_verify_tree_greedy_kernel"]
+    by_level = ["_verify_tree_greedy_level_kernel"] * 6 + ["_verify_tree_greedy_path_kernel"]
+    assert list(kernels.values()) == [all_rows] * 3 + [by_level] * 2
 
 
 def test_int32_inputs(device):
     check_operation(PATH, make(3, 4, 3, 8, dtype=torch.int32, device=device), case="int32")
 
 
-def test_row_strided_logits_and_block_borders(device):
-    """A slice of wider rows; more tokens than one block, with equal maxima on both sides of a border."""
-    values = make(2, 4, 3, 8, source=torch.float32, vocab_size=2500, device=device)
-    wide = torch.full((16, 3000), 100.0, device=device)
-    wide[:, :2500] = values["target_logits"]
-    wide[:, 1023:1026] = 50.0
-    output, _ = check_operation(PATH, {**values, "target_logits": wide[:, :2500]}, case="strided")
-    assert output.predicts.view(2, 8)[:, 0].tolist() == [1023, 1023]
+def test_row_strided_logits_and_slice_borders(arrangement, device):
+    """A slice of wider rows; more tokens than one slice, with equal maxima on both sides of a border."""
+    values = make(2, 2, 2, 4, source=torch.float32, vocab_size=700, device=device)
+    wide = torch.full((8, 801), 100.0, device=device)
+    wide[:, :700] = values["target_logits"]
+    wide[:, 255:258] = 50.0
+    output, _ = check_operation(PATH, {**values, "target_logits": wide[:, :700]}, case="strided")
+    assert output.predicts.view(2, 4)[:, 0].tolist() == [255, 255]
 
 
-def test_all_equal_logits_take_the_lowest_id(device):
-    values = make(2, 4, 3, 8, source=torch.float32, device=device)
-    values["target_logits"].fill_(1.5)
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_all_equal_logits_take_the_lowest_id(zero, arrangement, device):
+    values = make(2, 2, 2, 4, source=torch.float32, vocab_size=600, device=device)
+    values["target_logits"].fill_(0.0)
+    values["target_logits"][:, 3:] = zero
+    values["target_logits"][:, ::3] = -zero
     output, _ = check_operation(PATH, values, case="flat")
     assert set(output.predicts.tolist()) <= {0, -1}
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_special_logits_stay_in_their_row(bad, device):
-    values = make(3, 4, 3, 8, source=torch.float32, device=device)
+def test_special_logits_stay_in_their_row(bad, arrangement, device):
+    values = make(3, 2, 2, 4, source=torch.float32, vocab_size=300, device=device)
     clean = eagle_kernels.raw.verify_tree_greedy(**values)
-    values["target_logits"][8:16] = bad
-    values["target_logits"][8, 5] = 0.0
+    values["target_logits"][4:8] = bad
+    output, _ = check_operation(PATH, values, case=f"nothing but {bad}")
+    assert output.predicts[4] == 0
+    values["target_logits"][4, 270] = 0.0
     output, _ = check_operation(PATH, values, case=str(bad))
-    assert output.predicts.max() < 97
+    assert output.predicts[4] == (0 if bad == float("inf") else 270)
     for row in (0, 2):
         assert torch.equal(output.accept_index[row], clean.accept_index[row])
 
 
+def test_dead_rows_from_logits(arrangement, device):
+    values = make(3, 2, 2, 4, source=torch.float32, device=device)
+    clean = eagle_kernels.raw.verify_tree_greedy(**values)
+    for name in ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"):
+        values[name][1] = -1
+    output, _ = check_operation(PATH, values, case="dead")
+    assert (output.accept_index[1] == -1).all() and output.accept_token_num[1] == 0
+    assert torch.equal(output.predicts.view(3, 4)[::2], clean.predicts.view(3, 4)[::2])
+
+
+def test_empty_batch(arrangement, device):
+    logits = torch.empty(0, 97, device=device)
+    node = torch.empty(0, 8, dtype=torch.int64, device=device)
+    output = eagle_kernels.raw.verify_tree_greedy(node, node, node, node, target_logits=logits, spec_steps=3)
+    assert output.accept_index.shape == (0, 4)
+
+
 @pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_trees_end_and_accept_nothing_bad(fault, device):
-    values = make(3, 4, 3, 8, device="cpu")
+@pytest.mark.parametrize("source", ["ids", "level by level"])
+def test_malformed_trees_end_and_accept_nothing_bad(fault, source, monkeypatch, device):
+    """All rows and ids share their walk."""
+    monkeypatch.setattr(op, "scans_all_rows", lambda *sizes: False)
+    values = make(3, 4, 3, 8, source="ids" if source == "ids" else torch.float32)
     MALFORMED[fault]({key: values[key] for key in list(values)[:4]})
     values = to_device(values, device)
     output, _ = check_operation(PATH, values, case=fault)
     if fault in ("tokens of -1", "out-of-vocabulary tokens", "dead rows", "backward links", "links past the tree"):
         assert output.accept_token_num.sum() == 0
+
+
+def test_random_links_and_few_tokens(device):
+    """Lists that join, skip and end anywhere, nodes of other requests: everything agrees with the reference."""
+    names = ("retrieve_next_token", "retrieve_next_sibling")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        values = make(6, 8, 5, 33)
+        values["candidates"] %= 3
+        values["target_predict"] %= 3
+        for name in names:
+            values[name] = torch.where(torch.rand(6, 33) < 0.5, torch.randint(-2, 40, (6, 33)), values[name])
+        values["retrieve_index"] += (torch.rand(6, 33) < 0.03) * torch.randint(-40, 40, (6, 33))
+        check_operation(PATH, to_device(values, device), case=f"seed {seed}")
 
 
 def test_a_target_of_minus_one_matches_nothing(device):
@@ -116,7 +200,12 @@ def test_front_door_is_greedy_without_sampling_parameters(device):
 
 def test_launches_and_nothing_else(device):
     assert_only_launches(PATH, make(2, 4, 3, 8, device=device))
-    assert_only_launches(PATH, make(2, 4, 3, 8, source=torch.float32, device=device))
+    assert_only_launches(PATH, make(2, 4, 3, 8, source=torch.float32, device=device), launches=2)
+
+
+def test_levels_launch_and_nothing_else(monkeypatch, device):
+    monkeypatch.setattr(op, "scans_all_rows", lambda *sizes: False)
+    assert_only_launches(PATH, make(2, 4, 3, 8, source=torch.float32, device=device), launches=5)
 
 
 def test_registration(device):
@@ -138,8 +227,14 @@ def test_bad_input_is_named(change, message):
         eagle_kernels.raw.verify_tree_greedy(**{**make(2, 4, 3, 8), **change})
 
 
+def test_a_tree_larger_than_any_is_refused():
+    node = torch.zeros(1, 1025, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"candidates must hold the root and at most 1024 nodes, got \[1, 1025\]"):
+        eagle_kernels.raw.verify_tree_greedy(node, node, node, node, node, spec_steps=3)
+
+
 @pytest.mark.gpu
-def test_graph_replay_with_dead_rows(device):
+def test_graph_replay_with_dead_rows(arrangement, device):
     values = make(8, 4, 3, 16, source=torch.bfloat16, device=device)
     out = eagle_kernels.raw.verify_tree_greedy(**values)
     live = [tensor.clone() for tensor in out]

@@ -11,6 +11,7 @@ class Output(NamedTuple):
     scores: torch.Tensor
     tokens: torch.Tensor
     parents: torch.Tensor
+    hidden_rows: torch.Tensor
     parent_slots: torch.Tensor
     candidate_scores: torch.Tensor
     candidate_tokens: torch.Tensor
@@ -56,6 +57,7 @@ def select_top_k_tokens(
         scores=candidate_scores.gather(1, kept),
         tokens=candidate_tokens.gather(1, kept),
         parents=parents,
+        hidden_rows=torch.arange(batch_size, device=device)[:, None] * num_beams + parents,
         parent_slots=kept + (0 if level == 0 else topk + topk * topk * (level - 1)),
         candidate_scores=candidate_scores,
         candidate_tokens=candidate_tokens,

@@ -1,0 +1,263 @@
+"""The functions of AITER's speculative package (`aiter.ops.speculative` and its Triton kernels), on top of our ops.
+
+    import eagle_kernels.integrations.aiter as speculative
+
+Names, argument order, returned shapes and counts are AITER's; nothing of AITER is imported. Its counts differ from
+ours in two places: `accept_length` excludes the bonus token (our statistics include it), and its acceptance rate
+divides by num_draft_tokens, the nodes verified with their root.
+
+What differs on purpose: trees are trees. AITER's CPU path links the nodes into a chain and its kernel walks one; here
+mask, positions, links and walk are those of SGLang, which AITER models (`sgl_kernel.py`). `use_triton` is accepted and
+changes nothing: CPU tensors run the reference, GPU tensors the kernel. Equal scores go to the lower index.
+
+`compute_tree_statistics`, `generate_token_bitmask` and `select_top_k_tokens` share their names with functions of
+`eagle_kernels` that do more and take other arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..ops import build_tree
+from ..ops import organize_draft_results as _organize_draft_results
+from ..ops import sample_from_logits as _sample_from_logits
+from ..ops import select_top_k_tokens as _select_top_k_tokens
+from . import sgl_kernel
+from .aiter_engine import EAGLEConfig, EAGLEInference
+from .sgl_kernel import TreeMaskMode
+
+Tree = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+# aiter.ops.triton._triton_kernels.eagle
+
+
+def build_tree_efficient_triton(
+    verified_id: torch.Tensor,
+    parent_list: torch.Tensor,
+    top_scores_index: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_lens_sum: int,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode: int = TreeMaskMode.FULL_MASK,
+) -> Tree:
+    """Builds every request's tree; returns tree_mask, positions, the three retrive_* and the tokens with their root.
+
+    seq_lens_sum sizes a FULL_MASK, other modes ignore it. tree_mask is flat; QLEN_ONLY_BITPACKING (which AITER lists
+    without packing) gives one word of 8, 16 or 32 bits a node, as SGLang packs them.
+    """
+    mode = TreeMaskMode(tree_mask_mode)
+    tree = build_tree(
+        verified_id,
+        sgl_kernel.parent_slots(parent_list, spec_steps),
+        top_scores_index,
+        draft_tokens,
+        seq_lens,
+        seq_lens_sum if mode == TreeMaskMode.FULL_MASK else None,
+        topk=topk,
+        spec_steps=spec_steps,
+        num_verify_tokens=num_verify_tokens,
+        tree_mask_mode=sgl_kernel.layout(mode),
+    )
+    return (tree.tree_mask.view(-1), *tree[1:])
+
+
+def verify_tree_greedy_triton(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    target_predict: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`sgl_kernel.verify_tree_greedy`: writes the first three arguments in place, and returns them."""
+    links = (retrive_index, retrive_next_token, retrive_next_sibling)
+    sgl_kernel.verify_tree_greedy(predicts, accept_index, accept_token_num, candidates, *links, target_predict)
+    return predicts, accept_index, accept_token_num
+
+
+# aiter.ops.speculative.eagle_utils
+
+
+def organize_draft_results(
+    score_list: Sequence[torch.Tensor],
+    token_list: Sequence[torch.Tensor],
+    parents_list: Sequence[torch.Tensor],
+    num_draft_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The best num_draft_tokens - 1 candidates of all steps, ascending by flat id.
+
+    A list has one tensor a step: scores [B, n] (or SGLang's [B, n, K]), tokens [B, n], parents [B, m].
+    Returns parent_list (all steps but the last), top_scores_index and draft_tokens [B, num_draft_tokens - 1].
+    """
+    kept = _organize_draft_results(
+        torch.cat(list(score_list), dim=1).flatten(1).float(),
+        torch.cat(list(token_list), dim=1),
+        num_verify_tokens=num_draft_tokens,
+    )
+    first = parents_list[0]
+    parent_list = torch.cat(list(parents_list[:-1]), dim=1) if len(parents_list) > 1 else first.new_empty(len(first), 0)
+    return parent_list, kept.top_scores_index, kept.draft_tokens
+
+
+def build_tree_structure(
+    verified_id: torch.Tensor,
+    parent_list: torch.Tensor,
+    top_scores_index: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    topk: int,
+    spec_steps: int,
+    num_draft_tokens: int,
+    tree_mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK,
+    use_triton: bool = False,
+) -> Tree:
+    """`build_tree_efficient_triton` without seq_lens_sum, which FULL_MASK then waits for the device to read."""
+    seq_lens_sum = int(seq_lens.sum()) if tree_mask_mode == TreeMaskMode.FULL_MASK else 0
+    drafts = (verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, seq_lens_sum)
+    return build_tree_efficient_triton(*drafts, topk, spec_steps, num_draft_tokens, tree_mask_mode)
+
+
+def verify_tree_greedy(
+    candidates: torch.Tensor,
+    target_predict: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    use_triton: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns predicts [B * N] (0 where not visited), accept_index [B, N] (-1 padded) and accept_length [B]."""
+    batch_size, num_draft_tokens = candidates.shape
+    integers = {"dtype": torch.int32, "device": candidates.device}
+    return verify_tree_greedy_triton(
+        torch.zeros(batch_size * num_draft_tokens, **integers),
+        torch.empty(batch_size, num_draft_tokens, **integers),
+        torch.empty(batch_size, **integers),
+        candidates,
+        retrieve_index,
+        retrieve_next_token,
+        retrieve_next_sibling,
+        target_predict,
+    )
+
+
+def compute_tree_statistics(accept_lengths: torch.Tensor, num_draft_tokens: int, num_steps: int) -> dict:
+    """Statistics of one verification, read from the device at once; accept_lengths exclude the bonus.
+
+    num_steps is accepted and not used, as in AITER. An empty batch gives zeros.
+    """
+    lengths = accept_lengths.tolist()
+    mean = sum(lengths) / len(lengths) if lengths else 0.0
+    return {
+        "mean_accept_length": mean,
+        "max_accept_length": max(lengths, default=0),
+        "min_accept_length": min(lengths, default=0),
+        "acceptance_rate": mean / num_draft_tokens,
+        "total_proposed": num_draft_tokens * len(lengths),
+        "total_accepted": sum(lengths),
+        "batch_size": len(lengths),
+    }
+
+
+# aiter.ops.speculative.spec_utils
+
+
+def fast_topk_torch(
+    scores: torch.Tensor, k: int, dim: int = -1, sorted: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest values along `dim` and their indices, always sorted, equal values by ascending index."""
+    values, indices = torch.sort(scores, dim=dim, descending=True, stable=True)
+    return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
+
+
+def select_top_k_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k (up to 16) most likely tokens of each row of logits [B, V] or [B, n, V]: log-probabilities fp32, token ids.
+
+    AITER's docstring promises log-probabilities and its code returns the logits; this keeps the promise. Rows that are
+    log-probabilities already come back unchanged up to rounding.
+    """
+    level = _select_top_k_tokens(logits.reshape(-1, logits.shape[-1]), topk=k, level=0)
+    shape = (*logits.shape[:-1], k)
+    return level.scores.view(shape), level.tokens.view(shape)
+
+
+def generate_token_bitmask(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """bool [B, vocab_size], True at the ids of token_ids [B, n]; ids outside the vocabulary (-1 padding) are skipped.
+
+    The packed words of a grammar over a whole tree are another function: `eagle_kernels.engine.grammar`.
+    """
+    is_token = (token_ids >= 0) & (token_ids < vocab_size)
+    bitmask = torch.zeros(token_ids.shape[0], vocab_size + 1, dtype=torch.bool, device=token_ids.device)
+    bitmask.scatter_(1, torch.where(is_token, token_ids, vocab_size).long(), True)
+    return bitmask[:, :vocab_size].contiguous()
+
+
+def sample_from_logits(
+    logits: torch.Tensor, temperature: float = 1.0, top_p: float | None = None, top_k: int | None = None
+) -> torch.Tensor:
+    """Draws one token from each row of logits [B, V]; returns int64 [B]. Temperature 0 is greedy.
+
+    Seeds come from torch's generator of the device. top_p keeps the token that crosses it (the usual nucleus), which
+    AITER drops.
+    """
+    num_rows, device = logits.shape[0], logits.device
+
+    def rows(value, dtype):
+        return None if value is None else torch.full((num_rows,), value, dtype=dtype, device=device)
+
+    seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,), device=device)
+    return _sample_from_logits(
+        logits,
+        rows(0, torch.int64),
+        seeds,
+        rows(temperature, torch.float32),
+        rows(top_k, torch.int64),
+        rows(top_p, torch.float32),
+    )
+
+
+def calculate_acceptance_rate(accept_lengths: torch.Tensor, num_draft_tokens: int) -> float:
+    """Accepted over proposed drafts, 0 for none."""
+    proposed = num_draft_tokens * accept_lengths.numel()
+    return int(accept_lengths.sum()) / proposed if proposed else 0.0
+
+
+def pad_to_alignment(tensor: torch.Tensor, alignment: int, dim: int = 0, value: float = 0.0) -> torch.Tensor:
+    """The tensor with `value` appended along `dim` until its size there is a multiple of `alignment`."""
+    missing = -tensor.shape[dim] % alignment
+    if missing == 0:
+        return tensor
+    axes_after = tensor.dim() - 1 - dim % tensor.dim()
+    return torch.nn.functional.pad(tensor, (0, 0) * axes_after + (0, missing), value=value)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, 1 for n <= 0."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+__all__ = [
+    "EAGLEConfig",
+    "EAGLEInference",
+    "TreeMaskMode",
+    "build_tree_efficient_triton",
+    "build_tree_structure",
+    "calculate_acceptance_rate",
+    "compute_tree_statistics",
+    "fast_topk_torch",
+    "generate_token_bitmask",
+    "next_power_of_2",
+    "organize_draft_results",
+    "pad_to_alignment",
+    "sample_from_logits",
+    "select_top_k_tokens",
+    "verify_tree_greedy",
+    "verify_tree_greedy_triton",
+]

@@ -1,0 +1,183 @@
+"""The tree ops of SGLang's `sgl_kernel`, in place and with its spellings, on top of ours.
+
+    import eagle_kernels.integrations.sgl_kernel as sgl_kernel
+
+Names, argument order, dtypes and written values are those of `sgl_kernel.speculative` as SGLang 0.5.23 uses it; nothing
+of SGLang is imported. B requests, N = draft_token_num nodes with the root, S + 1 columns of accept_index. The caller's
+buffers are written in place; they must be contiguous and may be longer than needed, as SGLang's graph buffers are.
+
+Who writes what                  sgl_kernel                         here
+    tree_mask, FULL_MASK         all but the prefix columns         the same (the CPU reference sets the prefix too)
+    tree_mask, other modes       words are or-ed: zeroed before     written whole, whatever they held
+    retrive_next_*  (build)      links only: -1 before              written whole, whatever they held
+    predicts                     visited nodes only                 the same: callers feed all of it to the draft model,
+                                                                    so the fill they chose (0) has to stay
+    accept_index                 the path only: -1 before           the path, then -1
+    positions, retrive_index     written whole                      the same
+
+Where sgl_kernel hangs or reads past a row (cyclic trees, a parent that is missing), this ends in bounds and leaves the
+node unlinked. Links point forward, as every builder of SGLang lays them; one that does not ends the walk. N is at most
+256 here, 1024 there. Integer inputs may be int32 as well.
+
+Not here: tree_speculative_sampling_target_only, and segment_packbits, which SGLang itself no longer calls.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import torch
+
+from ..ops import BuildTreeOutput, VerifyOutput, build_tree, tree_from_mask
+from ..ops import verify_tree_greedy as _verify_tree_greedy
+from ..ops.tree.build_tree import TreeMaskMode as _Layout
+from ..ops.tree.tree_from_mask import Output as TreeFromMaskOutput
+
+
+class TreeMaskMode(IntEnum):
+    """The numbers that `tree_mask_mode` takes."""
+
+    FULL_MASK = 0
+    QLEN_ONLY = 1
+    QLEN_ONLY_BITPACKING = 2
+
+
+def build_tree_kernel_efficient(
+    parent_list: torch.Tensor,
+    selected_index: torch.Tensor,
+    verified_seq_len: torch.Tensor,
+    tree_mask: torch.Tensor,
+    positions: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    tree_mask_mode: int,
+) -> None:
+    """Writes tree_mask, positions and the three retrive_* of every request's tree.
+
+    parent_list [B, topk * (depth - 1) + 1], of any width for depth 1; selected_index [B, N - 1]; verified_seq_len [B];
+    tree_mask of any dtype, its bytes are what counts; positions [B * N] int64; retrive_* [B, N] int64.
+    Raises ValueError where a buffer is too short (FULL_MASK: cells past its end are not written).
+    """
+    op = "build_tree_kernel_efficient"
+    mode, batch_size = TreeMaskMode(tree_mask_mode), verified_seq_len.shape[0]
+    nodes = (batch_size, draft_token_num)
+    out = BuildTreeOutput(
+        tree_mask=_mask_view(op, tree_mask, mode, *nodes),
+        positions=_front(op, "positions", positions, batch_size * draft_token_num),
+        retrieve_index=_front(op, "retrive_index", retrive_index, *nodes),
+        retrieve_next_token=_front(op, "retrive_next_token", retrive_next_token, *nodes),
+        retrieve_next_sibling=_front(op, "retrive_next_sibling", retrive_next_sibling, *nodes),
+        draft_tokens=torch.empty(batch_size * draft_token_num, dtype=torch.int64, device=verified_seq_len.device),
+    )
+    # Our op also lays out the tokens, which this interface does not carry: it copies what it reads anyway into scratch.
+    build_tree(
+        verified_id=verified_seq_len,
+        parent_list=parent_slots(parent_list, depth),
+        top_scores_index=selected_index,
+        draft_tokens=selected_index,
+        seq_lens=verified_seq_len,
+        topk=topk,
+        spec_steps=depth,
+        num_verify_tokens=draft_token_num,
+        tree_mask_mode=layout(mode),
+        prefix_is_set=mode == TreeMaskMode.FULL_MASK,
+        out=out,
+    )
+
+
+def verify_tree_greedy(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    target_predict: torch.Tensor,
+) -> None:
+    """Walks every tree along the target's tokens; writes predicts, accept_index and accept_token_num, all int32.
+
+    predicts [B * N] or longer; accept_index [B, S + 1], whose width bounds the walk; accept_token_num [B] counts the
+    accepted drafts without the bonus; the inputs are [B, N].
+    """
+    predicts = _front("verify_tree_greedy", "predicts", predicts, candidates.numel())
+    visited = torch.empty_like(predicts)
+    _verify_tree_greedy(
+        candidates,
+        retrive_index,
+        retrive_next_token,
+        retrive_next_sibling,
+        target_predict,
+        spec_steps=accept_index.shape[1] - 1,
+        out=VerifyOutput(visited, accept_index, accept_token_num),
+    )
+    torch.where(visited < 0, predicts, visited, out=predicts)
+
+
+def reconstruct_indices_from_tree_mask(
+    tree_mask: torch.Tensor,
+    verified_seq_len: torch.Tensor,
+    positions: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    batch_size: int,
+    draft_token_num: int,
+) -> None:
+    """Writes positions and the three retrive_* of trees that are given by their QLEN_ONLY masks (n-gram drafts).
+
+    tree_mask [B * N * N] of any one-byte dtype; verified_seq_len [B] or longer; outputs as of the build.
+    """
+    op, nodes = "reconstruct_indices_from_tree_mask", (batch_size, draft_token_num)
+    cells = tree_mask.view(-1).view(torch.uint8)
+    tree_from_mask(
+        _front(op, "tree_mask", cells, batch_size, draft_token_num, draft_token_num),
+        _front(op, "verified_seq_len", verified_seq_len, batch_size),
+        num_verify_tokens=draft_token_num,
+        tree_mask_mode=layout(TreeMaskMode.QLEN_ONLY),
+        out=TreeFromMaskOutput(
+            positions=_front(op, "positions", positions, batch_size * draft_token_num),
+            retrieve_index=_front(op, "retrive_index", retrive_index, *nodes),
+            retrieve_next_token=_front(op, "retrive_next_token", retrive_next_token, *nodes),
+            retrieve_next_sibling=_front(op, "retrive_next_sibling", retrive_next_sibling, *nodes),
+        ),
+    )
+
+
+def layout(mode: int) -> str:
+    """Our name of a mask mode."""
+    return _Layout[TreeMaskMode(mode).name]
+
+
+def parent_slots(parent_list: torch.Tensor, depth: int) -> torch.Tensor:
+    """parent_list as our op wants it: a tree of one level has only the root's slot, which nobody reads."""
+    if depth == 1 and parent_list.shape[1] != 1:
+        return parent_list.new_empty(parent_list.shape[0], 1)
+    return parent_list
+
+
+def _mask_view(op: str, tree_mask: torch.Tensor, mode: TreeMaskMode, batch_size: int, num_nodes: int) -> torch.Tensor:
+    """The bytes of the caller's mask, whatever their dtype, in the shape that our op writes."""
+    cells = tree_mask.view(-1).view(torch.uint8)
+    if mode == TreeMaskMode.FULL_MASK:
+        return cells.view(torch.bool)
+    if mode == TreeMaskMode.QLEN_ONLY:
+        return _front(op, "tree_mask", cells, batch_size, num_nodes, num_nodes).view(torch.bool)
+    word = torch.uint8 if num_nodes <= 8 else torch.uint16 if num_nodes <= 16 else torch.uint32
+    return _front(op, "tree_mask", cells, batch_size, num_nodes * word.itemsize).view(word)
+
+
+def _front(op: str, name: str, buffer: torch.Tensor, *shape: int) -> torch.Tensor:
+    """The first elements of a contiguous buffer in this shape."""
+    size = math.prod(shape)
+    if buffer.numel() < size:
+        raise ValueError(
+            f"eagle_kernels.integrations.sgl_kernel.{op}: {name} must hold at least {size} elements of "
+            f"{buffer.element_size()} bytes, got {buffer.numel()}"
+        )
+    return buffer.view(-1)[:size].view(shape)

@@ -1,0 +1,108 @@
+"""Packs a tree mask of any layout into words, a bit per draft key: the form that attention reads.
+
+Computes
+    Bit j % 64 of word j // 64 of a row is set where the row sees draft key j; bits from Nk on are 0.
+Shapes
+    tree_mask  "qlen_only"            bool or uint8 [B, Nq, Nk], or flat [B * N * N] with num_verify_tokens
+               "full_mask"            bool or uint8, flat: per request N rows of seq_len + N cells
+               "qlen_only_bitpacking" uint8 / uint16 / uint32 [B, N], of at least N bits
+               "packed"               int64 [B, Nq, W], copied; with num_verify_tokens, without the bits from Nk on
+    seq_lens   [B]  int  full_mask only: committed length, the root not counted
+    -> output  [B, Nq, ceil(Nk / 64)]  int64  (Nq = Nk = N where the layout has no room for others)
+Invariants
+    The output is written whole. Cells of a FULL_MASK that is too short for its lengths count as not set.
+Grid
+    (B, row blocks), one program packs a block of rows.
+Launches
+    1
+Traffic
+    1 byte a cell (or the words) read, the prefix of FULL_MASK not counted, 8 B Nq ceil(Nk / 64) written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...primitives.tree_mask import TreeMaskMode, check_mask, load_keys, mask_spec, row_starts, store_keys
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+TUNING = {"default": {"BLOCK_ROW": 16, "num_warps": 4}}
+
+
+@triton.jit(do_not_specialize=["batch_size", "mask_size"])
+def _pack_tree_mask_kernel(
+    tree_mask_ptr,
+    seq_lens_ptr,
+    output_ptr,
+    batch_size,
+    mask_size,
+    NUM_ROWS: tl.constexpr,
+    NUM_KEYS: tl.constexpr,
+    MASK_MODE: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
+    is_row = row < NUM_ROWS
+    source = row_starts(seq_lens_ptr, request, row, batch_size, NUM_ROWS, NUM_KEYS, MASK_MODE, BLOCK_BATCH)
+    target = row_starts(seq_lens_ptr, request, row, batch_size, NUM_ROWS, NUM_KEYS, "packed", BLOCK_BATCH)
+    for word in range((NUM_KEYS + 63) // 64):
+        seen = load_keys(tree_mask_ptr, source, is_row, word, mask_size, NUM_KEYS, MASK_MODE)
+        store_keys(output_ptr, target, is_row, word, seen, mask_size, NUM_KEYS, "packed")
+
+
+def contract(values: dict) -> check.Spec:
+    """Checks the arguments of `pack_tree_mask` and describes its output."""
+    args = check.Arguments("pack_tree_mask", values)
+    return mask_spec(args, TreeMaskMode.PACKED, *_sizes(args))
+
+
+def _sizes(args: check.Arguments) -> tuple[int, int, int]:
+    """(requests, query rows, draft keys), checked."""
+    mode = args.choice("tree_mask_mode", list(TreeMaskMode))
+    num_nodes = None if args.values["num_verify_tokens"] is None else args.integer("num_verify_tokens", 1)
+    if mode == TreeMaskMode.FULL_MASK:
+        if args.values["seq_lens"] is None:
+            args.fail("seq_lens", "be given for 'full_mask': rows start where the lengths say", None)
+        args.tensor("seq_lens", ("B",), check.INTEGER)
+        args.debug("seq_lens", "not be negative", lambda: args.values["seq_lens"] >= 0)
+    return check_mask(args, mode, num_nodes)
+
+
+@launcher
+def pack_tree_mask(
+    tree_mask: torch.Tensor,
+    seq_lens: torch.Tensor | None = None,
+    *,
+    num_verify_tokens: int | None = None,
+    tree_mask_mode: str = TreeMaskMode.QLEN_ONLY,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The mask as packed words; shapes and layouts are in the module's docstring.
+
+    num_verify_tokens: Nk, needed where the mask's shape does not tell it: full_mask and flat qlen_only.
+    tree_mask_mode: the layout of `tree_mask`.
+    """
+    args = check.Arguments("pack_tree_mask", locals())
+    batch_size, num_rows, num_keys = _sizes(args)
+    out = check.allocate("pack_tree_mask", mask_spec(args, TreeMaskMode.PACKED, batch_size, num_rows, num_keys), out)
+    row = tuning.row(TUNING, tree_mask.device)
+    launch(
+        "pack_tree_mask",
+        _pack_tree_mask_kernel,
+        (batch_size, triton.cdiv(num_rows, row["BLOCK_ROW"])),
+        tree_mask_ptr=tree_mask,
+        seq_lens_ptr=seq_lens,
+        output_ptr=out,
+        batch_size=batch_size,
+        mask_size=tree_mask.numel(),
+        NUM_ROWS=num_rows,
+        NUM_KEYS=num_keys,
+        MASK_MODE=str(tree_mask_mode),
+        BLOCK_BATCH=128,
+        **row,
+    )
+    return out

@@ -1,0 +1,156 @@
+"""Turns ancestor masks into trees: positions and first-child / next-sibling links, for drafters that deliver a mask.
+
+Computes
+    With M[t, j]: node t sees node j, and j < t (other bits are ignored; the diagonal is of no use here):
+        depth(t) = how many j are seen; parent(t) = the largest of them, -1 if there is none;
+        first child of t = the smallest k with M[k, t], which in a sound mask is a child;
+        next sibling of t = the smallest k > t with parent(k) = parent(t), -1 if t has no parent.
+    This is what n-gram and suffix drafting need (SGLang's reconstruct_indices_from_tree_mask).
+Shapes
+    tree_mask  "packed"               int64 [B, N, ceil(N / 64)], bit j % 64 of word j // 64: node j
+               "full_mask"            bool or uint8, flat: per request N rows of seq_len + N cells
+               "qlen_only"            bool or uint8 [B, N, N] or [B * N * N]
+               "qlen_only_bitpacking" uint8 / uint16 / uint32 [B, N], of at least N bits
+    seq_lens   [B]  int  committed length, the root not counted
+    -> positions              [B * N]  int64  seq_len + depth
+    -> retrieve_index         [B, N]   int64  b * N + i
+    -> retrieve_next_token    [B, N]   int64  first child, -1 for none
+    -> retrieve_next_sibling  [B, N]   int64  next sibling, -1 for none; siblings ascend
+Invariants
+    Every output is written whole. Links point forward or are -1, so whatever the mask, walks along them end. Cells of
+    a FULL_MASK that is too short for its lengths count as not set.
+Grid
+    (B,), one program reads one mask.
+Launches
+    1
+Traffic
+    8 B N ceil(N / 64) read (1 byte a cell where the layout has cells), 32 B N written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...primitives.tree_mask import TreeMaskMode, check_mask, load_keys, row_starts
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+
+class Output(NamedTuple):
+    """What `tree_from_mask` returns, in SGLang's order."""
+
+    positions: torch.Tensor
+    retrieve_index: torch.Tensor
+    retrieve_next_token: torch.Tensor
+    retrieve_next_sibling: torch.Tensor
+
+
+MAX_NODES = 256
+
+# A warp for every 16 nodes keeps the N x N comparisons in registers.
+TUNING = {"default": {"nodes_per_warp": 16, "min_warps": 4}}
+
+
+@triton.jit(do_not_specialize=["batch_size", "mask_size"])
+def _tree_from_mask_kernel(
+    tree_mask_ptr,
+    seq_lens_ptr,
+    positions_ptr,
+    retrieve_index_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
+    batch_size,
+    mask_size,
+    NUM_NODES: tl.constexpr,
+    MASK_MODE: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, BLOCK_NODE)
+    is_node = node < NUM_NODES
+    node_offset = request * NUM_NODES + node
+    row_start = row_starts(seq_lens_ptr, request, node, batch_size, NUM_NODES, NUM_NODES, MASK_MODE, BLOCK_BATCH)
+
+    depth = tl.zeros([BLOCK_NODE], dtype=tl.int32)
+    parent = tl.full([BLOCK_NODE], -1, tl.int32)
+    for word in tl.static_range((NUM_NODES + 63) // 64):
+        # [node, ancestor]
+        ancestor = word * 64 + tl.arange(0, 64)
+        seen = load_keys(tree_mask_ptr, row_start, is_node, word, mask_size, NUM_NODES, MASK_MODE)
+        seen = seen & (ancestor[None, :] < node[:, None])
+        depth += tl.sum(seen.to(tl.int32), axis=1)
+        parent = tl.maximum(parent, tl.max(tl.where(seen, ancestor[None, :], -1), axis=1))
+        first_child = tl.min(tl.where(seen, node[:, None], NUM_NODES), axis=0)
+        first_child = tl.where(first_child < NUM_NODES, first_child, -1)
+        tl.store(
+            retrieve_next_token_ptr + request * NUM_NODES + ancestor,
+            first_child.to(tl.int64),
+            mask=ancestor < NUM_NODES,
+        )
+
+    is_later_sibling = (parent[None, :] == parent[:, None]) & (parent >= 0)[:, None] & (node[None, :] > node[:, None])
+    next_sibling = tl.min(tl.where(is_later_sibling, node[None, :], NUM_NODES), axis=1)
+    next_sibling = tl.where(next_sibling < NUM_NODES, next_sibling, -1)
+    seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
+    tl.store(positions_ptr + node_offset, seq_len + depth, mask=is_node)
+    tl.store(retrieve_index_ptr + node_offset, node_offset, mask=is_node)
+    tl.store(retrieve_next_sibling_ptr + node_offset, next_sibling.to(tl.int64), mask=is_node)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `tree_from_mask` and describes its outputs."""
+    args = check.Arguments("tree_from_mask", values)
+    num_nodes = args.integer("num_verify_tokens", 1, MAX_NODES)
+    mode = args.choice("tree_mask_mode", list(TreeMaskMode))
+    args.tensor("seq_lens", ("B",), check.INTEGER)
+    args.debug("seq_lens", "not be negative", lambda: values["seq_lens"] >= 0)
+    batch_size = args.size("B")
+    mask_batch, num_rows, _ = check_mask(args, mode, num_nodes)
+    if mask_batch != batch_size or num_rows != num_nodes:
+        rule = f"hold {num_nodes} rows for each of {batch_size} requests"
+        args.fail("tree_mask", rule, f"shape {list(values['tree_mask'].shape)}")
+    node = args.spec((batch_size, num_nodes), torch.int64)
+    return Output(args.spec((batch_size * num_nodes,), torch.int64), node, node, node)
+
+
+@launcher
+def tree_from_mask(
+    tree_mask: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    num_verify_tokens: int,
+    tree_mask_mode: str = TreeMaskMode.PACKED,
+    out: Output | None = None,
+) -> Output:
+    """Reads each request's tree off its mask; shapes and layouts are in the module's docstring.
+
+    num_verify_tokens: N, nodes of a tree with its root, 1..256.
+    out: four tensors to write into.
+    """
+    contracted = contract(locals())
+    out = check.allocate("tree_from_mask", contracted, out)
+    row = tuning.row(TUNING, seq_lens.device)
+    block_node = max(16, triton.next_power_of_2(num_verify_tokens))
+    launch(
+        "tree_from_mask",
+        _tree_from_mask_kernel,
+        (seq_lens.shape[0],),
+        tree_mask_ptr=tree_mask,
+        seq_lens_ptr=seq_lens,
+        positions_ptr=out.positions,
+        retrieve_index_ptr=out.retrieve_index,
+        retrieve_next_token_ptr=out.retrieve_next_token,
+        retrieve_next_sibling_ptr=out.retrieve_next_sibling,
+        batch_size=seq_lens.shape[0],
+        mask_size=tree_mask.numel(),
+        NUM_NODES=num_verify_tokens,
+        MASK_MODE=str(tree_mask_mode),
+        BLOCK_NODE=block_node,
+        BLOCK_BATCH=128,
+        num_warps=max(block_node // row["nodes_per_warp"], row["min_warps"]),
+    )
+    return out

@@ -1,0 +1,130 @@
+"""Writes packed tree masks in the layout that another attention kernel reads.
+
+Computes
+    A row sees draft key j where bit j % 64 of its word j // 64 is set; FULL_MASK rows see all of the prefix too.
+Shapes
+    tree_mask     [B, Nq, W]  int64  W = ceil(Nk / 64), bits from Nk on are ignored
+    seq_lens      [B]         int    full_mask only: committed length, the root not counted
+    seq_lens_sum  int                sum of seq_lens, full_mask without `out` only (sizes the mask)
+    -> output  "qlen_only"            bool [B, Nq, Nk]
+               "full_mask"            bool [sum over b of N * (seq_len + N)], rows of request b one after another
+               "qlen_only_bitpacking" uint8 / uint16 / uint32 [B, N] for N <= 8 / 16 / 32
+               "packed"               int64 [B, Nq, W], copied
+    (Nq = Nk = N where the layout has no room for others)
+Invariants
+    The output is written whole, but never past the end of a FULL_MASK buffer, whatever the lengths.
+Grid
+    (B, row blocks), one program writes a block of rows.
+Launches
+    1
+Traffic
+    8 B Nq W read, 1 byte a cell (or the words) written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...primitives.tree_mask import (
+    TreeMaskMode,
+    check_mask,
+    fill_prefix,
+    load_keys,
+    mask_spec,
+    row_starts,
+    store_keys,
+)
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+TUNING = {"default": {"BLOCK_ROW": 16, "BLOCK_FILL": 64, "num_warps": 4}}
+# Rows are as long as the context: each has a program, or a short batch leaves most of the GPU idle.
+FULL_MASK_TUNING = {"default": {"BLOCK_ROW": 1, "BLOCK_FILL": 512, "num_warps": 4}}
+
+
+@triton.jit(do_not_specialize=["batch_size", "mask_size"])
+def _unpack_tree_mask_kernel(
+    tree_mask_ptr,
+    seq_lens_ptr,
+    output_ptr,
+    batch_size,
+    mask_size,
+    NUM_ROWS: tl.constexpr,
+    NUM_KEYS: tl.constexpr,
+    MASK_MODE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    BLOCK_FILL: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
+    is_row = row < NUM_ROWS
+    source = row_starts(seq_lens_ptr, request, row, batch_size, NUM_ROWS, NUM_KEYS, "packed", BLOCK_BATCH)
+    target = row_starts(seq_lens_ptr, request, row, batch_size, NUM_ROWS, NUM_KEYS, MASK_MODE, BLOCK_BATCH)
+    if MASK_MODE == "full_mask":
+        fill_prefix(
+            seq_lens_ptr, output_ptr, request, tl.program_id(1), batch_size, mask_size, NUM_KEYS, IS_ALIGNED,
+            BLOCK_BATCH, BLOCK_FILL,
+        )  # fmt: skip
+    for word in range((NUM_KEYS + 63) // 64):
+        seen = load_keys(tree_mask_ptr, source, is_row, word, mask_size, NUM_KEYS, "packed")
+        store_keys(output_ptr, target, is_row, word, seen, mask_size, NUM_KEYS, MASK_MODE)
+
+
+def contract(values: dict) -> check.Spec:
+    """Checks the arguments of `unpack_tree_mask` and describes its output."""
+    args = check.Arguments("unpack_tree_mask", values)
+    mode = args.choice("tree_mask_mode", list(TreeMaskMode))
+    args.tensor("tree_mask", ("B", "Nq", None), (torch.int64,))
+    batch_size, num_rows = args.size("B"), args.size("Nq")
+    num_keys = num_rows if values["num_verify_tokens"] is None else args.integer("num_verify_tokens", 1)
+    check_mask(args, TreeMaskMode.PACKED, num_keys)
+    if num_keys != num_rows and mode in (TreeMaskMode.FULL_MASK, TreeMaskMode.QLEN_ONLY_BITPACKING):
+        args.fail("num_verify_tokens", f"be Nq = {num_rows} for '{mode}', which has as many rows as keys", num_keys)
+    if mode == TreeMaskMode.FULL_MASK:
+        if values["seq_lens"] is None:
+            args.fail("seq_lens", "be given for 'full_mask': rows start where the lengths say", None)
+        args.tensor("seq_lens", ("B",), check.INTEGER)
+        args.debug("seq_lens", "not be negative", lambda: values["seq_lens"] >= 0)
+    return mask_spec(args, mode, batch_size, num_rows, num_keys, values.get("out"))
+
+
+@launcher
+def unpack_tree_mask(
+    tree_mask: torch.Tensor,
+    seq_lens: torch.Tensor | None = None,
+    seq_lens_sum: int | None = None,
+    *,
+    num_verify_tokens: int | None = None,
+    tree_mask_mode: str = TreeMaskMode.QLEN_ONLY,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The packed mask in layout `tree_mask_mode`; shapes and layouts are in the module's docstring.
+
+    num_verify_tokens: Nk, draft keys of a row; None: as many as rows.
+    out: a FULL_MASK buffer may be longer than needed.
+    """
+    contracted = contract(locals())
+    out = check.allocate("unpack_tree_mask", contracted, out)
+    batch_size, num_rows, _ = tree_mask.shape
+    is_full = tree_mask_mode == TreeMaskMode.FULL_MASK
+    row = tuning.row(FULL_MASK_TUNING if is_full else TUNING, tree_mask.device)
+    launch(
+        "unpack_tree_mask",
+        _unpack_tree_mask_kernel,
+        (batch_size, triton.cdiv(num_rows, row["BLOCK_ROW"])),
+        tree_mask_ptr=tree_mask,
+        seq_lens_ptr=seq_lens,
+        output_ptr=out,
+        batch_size=batch_size,
+        mask_size=out.numel(),
+        NUM_ROWS=num_rows,
+        NUM_KEYS=num_rows if num_verify_tokens is None else num_verify_tokens,
+        MASK_MODE=str(tree_mask_mode),
+        IS_ALIGNED=is_full and out.data_ptr() % 16 == 0,
+        BLOCK_BATCH=128,
+        **row,
+    )
+    return out

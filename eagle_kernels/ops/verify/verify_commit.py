@@ -1,0 +1,159 @@
+"""What a batch carries on with after verification: lengths, next roots, next draft inputs and the rows to gather.
+
+Computes
+    The path of request b is accept_index[b, 0 .. a], a = accept_token_num[b], root first. The target's token at path
+    node d is predicts[accept_index[b, d]]: for d < a the accepted draft that follows, for d = a the bonus.
+Shapes
+    predicts             [B * N]     int    the target's token at visited nodes, as the verify ops return it
+    accept_index         [B, S + 1]  int    b * N + node of the path, -1 padded; a dead row begins with -1
+    accept_token_num     [B]         int    accepted drafts; the bonus is not counted
+    seq_lens             [B]         int    committed lengths, roots not counted
+    is_live              [B]         int / bool, or None: all; a row of 0 is dead whatever its path says
+    -> new_seq_lens      [B]         as seq_lens  seq_lens + a + 1; dead rows keep theirs
+    -> bonus_tokens      [B]         int64  the last token of the path's text, the next root; dead rows -1
+    -> accept_lengths    [B]         int32  tokens that the step emits, a + 1; dead rows 0
+    -> tokens            [B, S + 1]  int64  accepted drafts, then the bonus, -1 padded: the draft's next inputs, one
+                                            beside the target's feature of each path node; dead rows -1
+    -> hidden_rows       [B, S + 1]  int64  row of the target's features [B * N] of each path node; padding and dead
+                                            rows b * N, the root's, so that a gather stays in bounds
+    -> last_row          [B]         int64  row of the path's last node in what was made of `tokens`, [B * (S + 1)]:
+                                            b * (S + 1) + a; dead rows b * (S + 1)
+Invariants
+    Every output is written whole. a is cut to 0 .. S. A path entry outside the request's N nodes gives a token of -1
+    and the root's row.
+Grid
+    (B,), one program commits one request.
+Launches
+    1
+Traffic
+    per request 4 (S + 1) + 4 (S + 1) + 20 bytes read, 16 (S + 1) + 28 written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+
+class Output(NamedTuple):
+    """What `verify_commit` returns."""
+
+    new_seq_lens: torch.Tensor
+    bonus_tokens: torch.Tensor
+    accept_lengths: torch.Tensor
+    tokens: torch.Tensor
+    hidden_rows: torch.Tensor
+    last_row: torch.Tensor
+
+
+TUNING = {"default": {"num_warps": 1}}
+
+
+@triton.jit(do_not_specialize=["num_nodes"])
+def _verify_commit_kernel(
+    # inputs
+    predicts_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    seq_lens_ptr,
+    is_live_ptr,
+    # outputs
+    new_seq_lens_ptr,
+    bonus_tokens_ptr,
+    accept_lengths_ptr,
+    tokens_ptr,
+    hidden_rows_ptr,
+    last_row_ptr,
+    # sizes
+    num_nodes,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_COLUMN: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    depth = tl.arange(0, BLOCK_COLUMN)
+    in_row = depth < NUM_COLUMNS
+    offset = request * NUM_COLUMNS + depth
+    root_row = request * num_nodes
+    index = tl.load(accept_index_ptr + offset, mask=in_row, other=-1).to(tl.int64)
+    accepted = tl.load(accept_token_num_ptr + request).to(tl.int64)
+    seq_len = tl.load(seq_lens_ptr + request)
+    is_live = tl.sum(tl.where((depth == 0) & (index >= 0), 1, 0)) > 0
+    if is_live_ptr is not None:
+        is_live &= tl.load(is_live_ptr + request) != 0
+    last = tl.where(is_live, tl.minimum(tl.maximum(accepted, 0), NUM_COLUMNS - 1), -1)
+
+    is_node = (depth <= last) & (index >= root_row) & (index < root_row + num_nodes)
+    token = tl.load(predicts_ptr + index, mask=is_node, other=-1).to(tl.int64)
+    bonus = tl.sum(tl.where(depth == last, token, 0)) - tl.where(is_live, 0, 1)
+    tl.store(tokens_ptr + offset, token, mask=in_row)
+    tl.store(hidden_rows_ptr + offset, tl.where(is_node, index, root_row), mask=in_row)
+    tl.store(last_row_ptr + request, request * NUM_COLUMNS + tl.maximum(last, 0))
+    tl.store(bonus_tokens_ptr + request, bonus)
+    tl.store(accept_lengths_ptr + request, (last + 1).to(tl.int32))
+    tl.store(new_seq_lens_ptr + request, (seq_len + last + 1).to(seq_len.dtype))
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `verify_commit` and describes its outputs."""
+    args = check.Arguments("verify_commit", values)
+    accept_index = args.tensor("accept_index", ("B", "S + 1"), check.INTEGER)
+    batch_size, num_columns = args.size("B"), args.size("S + 1")
+    predicts = args.tensor("predicts", (None,), check.INTEGER)
+    if num_columns == 0:
+        args.fail("accept_index", "have a column for the root", list(accept_index.shape))
+    if predicts.shape[0] % max(batch_size, 1):
+        args.fail("predicts", f"hold N tokens for each of B = {batch_size} requests", list(predicts.shape))
+    args.tensor("accept_token_num", ("B",), check.INTEGER)
+    seq_lens = args.tensor("seq_lens", ("B",), check.INTEGER)
+    args.tensor("is_live", ("B",), (*check.INTEGER, torch.bool), optional=True)
+    path = args.spec((batch_size, num_columns), torch.int64)
+    return Output(
+        new_seq_lens=args.spec((batch_size,), seq_lens.dtype),
+        bonus_tokens=args.spec((batch_size,), torch.int64),
+        accept_lengths=args.spec((batch_size,), torch.int32),
+        tokens=path,
+        hidden_rows=path,
+        last_row=args.spec((batch_size,), torch.int64),
+    )
+
+
+@launcher
+def verify_commit(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    seq_lens: torch.Tensor,
+    is_live: torch.Tensor | None = None,
+    *,
+    out: Output | None = None,
+) -> Output:
+    """Commits every request's accepted path; each output is described in the module's docstring."""
+    contracted = contract(locals())
+    out = check.allocate("verify_commit", contracted, out)
+    batch_size, num_columns = accept_index.shape
+    launch(
+        "verify_commit",
+        _verify_commit_kernel,
+        (batch_size,),
+        predicts_ptr=predicts,
+        accept_index_ptr=accept_index,
+        accept_token_num_ptr=accept_token_num,
+        seq_lens_ptr=seq_lens,
+        is_live_ptr=is_live,
+        new_seq_lens_ptr=out.new_seq_lens,
+        bonus_tokens_ptr=out.bonus_tokens,
+        accept_lengths_ptr=out.accept_lengths,
+        tokens_ptr=out.tokens,
+        hidden_rows_ptr=out.hidden_rows,
+        last_row_ptr=out.last_row,
+        num_nodes=predicts.shape[0] // max(batch_size, 1),
+        NUM_COLUMNS=num_columns,
+        BLOCK_COLUMN=triton.next_power_of_2(num_columns),
+        **tuning.row(TUNING, accept_index.device),
+    )
+    return out

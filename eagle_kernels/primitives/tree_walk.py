@@ -1,0 +1,171 @@
+"""Walking token trees by their first-child / next-sibling links, in registers, and what the verify ops share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..runtime import check
+from ..runtime.language import tl, triton
+
+MAX_NODES = 1024
+
+# What a node carries whose candidate is no token; no target's token (-1 at the least) equals it.
+NO_TOKEN = tl.constexpr(-2)
+
+
+class Output(NamedTuple):
+    """What the verify ops return."""
+
+    predicts: torch.Tensor
+    accept_index: torch.Tensor
+    accept_token_num: torch.Tensor
+
+
+def check_tree(args: check.Arguments) -> Output:
+    """What every tree-verification op asks of the tree, and what it returns."""
+    spec_steps = args.integer("spec_steps", 0)
+    for name in ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"):
+        args.tensor(name, ("B", "N"), check.INTEGER)
+    batch_size, num_nodes = args.size("B"), args.size("N")
+    if not 1 <= num_nodes <= MAX_NODES:
+        args.fail("candidates", f"hold the root and at most {MAX_NODES} nodes", [batch_size, num_nodes])
+    return Output(
+        args.spec((batch_size * num_nodes,), torch.int32),
+        args.spec((batch_size, spec_steps + 1), torch.int32),
+        args.spec((batch_size,), torch.int32),
+    )
+
+
+@triton.jit
+def is_own(retrieved, request, NUM_NODES: tl.constexpr):
+    """Whether a retrieve_index entry names a node of this request; a root that does not marks a dead row."""
+    return (retrieved >= request * NUM_NODES) & (retrieved < (request + 1) * NUM_NODES)
+
+
+@triton.jit
+def load_nodes(
+    candidates_ptr,
+    retrieve_index_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
+    request,
+    NUM_NODES: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+):
+    """One request's tree in registers: retrieved int64, tokens int32 and links int32, each [node].
+
+    All rows are read at once, so that a walk waits for memory a single time. links holds the first child in its upper
+    half and the next sibling in its lower half; 0, which no sound link names, stands for none. Nodes are in topological
+    order, so a sound link points forward within the tree; that also ends every cycle. A node whose retrieve_index is
+    not of this request ends the list it is met in: it carries no token and has no sibling. A node without a token
+    carries NO_TOKEN.
+    """
+    node = tl.arange(0, BLOCK_NODE)
+    is_node = node < NUM_NODES
+    offset = request * NUM_NODES + node
+    retrieved = tl.load(retrieve_index_ptr + offset, mask=is_node, other=-1).to(tl.int64)
+    candidate = tl.load(candidates_ptr + offset, mask=is_node, other=-1).to(tl.int64)
+    first_child = tl.load(retrieve_next_token_ptr + offset, mask=is_node, other=-1).to(tl.int64)
+    next_sibling = tl.load(retrieve_next_sibling_ptr + offset, mask=is_node, other=-1).to(tl.int64)
+    is_sound = is_own(retrieved, request, NUM_NODES)
+    is_token = (candidate >= 0) & (candidate < 2147483648) & is_sound
+    tokens = tl.where(is_token, candidate, NO_TOKEN).to(tl.int32)
+    first_child = tl.where((first_child > node) & (first_child < NUM_NODES), first_child, 0)
+    next_sibling = tl.where((next_sibling > node) & (next_sibling < NUM_NODES) & is_sound, next_sibling, 0)
+    links = (first_child * 65536 + next_sibling).to(tl.int32)
+    return retrieved, tokens, links
+
+
+@triton.jit
+def find_child(tokens, links, node, token, BLOCK_NODE: tl.constexpr):
+    """The first child of `node` that carries `token` (int32), 0 if none does; tokens and links as load_nodes gives."""
+    nodes = tl.arange(0, BLOCK_NODE)
+    match = tl.zeros([], dtype=tl.int32)
+    child = tl.sum(tl.where(nodes == node, links, 0)) >> 16
+    while child > 0:
+        is_child = nodes == child
+        is_match = tl.sum(tl.where(is_child, tokens, 0)) == token
+        sibling = tl.sum(tl.where(is_child, links, 0)) & 0xFFFF
+        match = tl.where(is_match, child, match)
+        child = tl.where(is_match, 0, sibling)
+    return match
+
+
+@triton.jit
+def follow(retrieved, tokens, links, predicted, request, SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr,
+           BLOCK_NODE: tl.constexpr):  # fmt: skip
+    """The depth [node] of the nodes on the path that the target's tokens `predicted` [node] take, -1 for all others.
+
+    One loop over the siblings of all levels: a child brings along what is needed next if it is the one.
+    """
+    node = tl.arange(0, BLOCK_NODE)
+    depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
+    is_live = (tl.max(depth) == 0) & (SPEC_STEPS > 0)
+    token = tl.sum(tl.where(node == 0, predicted, 0))
+    child = tl.where(is_live, tl.sum(tl.where(node == 0, links, 0)) >> 16, 0)
+    accepted = tl.zeros([], dtype=tl.int32)
+    while child > 0:
+        is_child = node == child
+        is_match = tl.sum(tl.where(is_child, tokens, 0)) == token
+        child_token = tl.sum(tl.where(is_child, predicted, 0))
+        child_links = tl.sum(tl.where(is_child, links, 0))
+        accepted += is_match.to(tl.int32)
+        depth = tl.where(is_child & is_match, accepted, depth)
+        token = tl.where(is_match, child_token, token)
+        below = tl.where(accepted < SPEC_STEPS, child_links >> 16, 0)
+        child = tl.where(is_match, below, child_links & 0xFFFF)
+    return depth
+
+
+@triton.jit
+def store_walk(
+    predicts_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    request,
+    retrieved,
+    predicted,
+    depth,
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """Writes the three outputs of a verify op, whole; depth [node] is -1 for nodes that are not on the path."""
+    node = tl.arange(0, BLOCK_NODE)
+    is_visited = depth >= 0
+    last = tl.max(depth)
+    tl.store(predicts_ptr + request * NUM_NODES + node, tl.where(is_visited, predicted, -1), mask=node < NUM_NODES)
+    path_ptr = accept_index_ptr + request * (SPEC_STEPS + 1)
+    tl.store(path_ptr + depth, retrieved.to(tl.int32), mask=is_visited)
+    column = tl.arange(0, BLOCK_DEPTH)
+    tl.store(path_ptr + column, tl.full([BLOCK_DEPTH], -1, tl.int32), mask=(column > last) & (column <= SPEC_STEPS))
+    tl.store(accept_token_num_ptr + request, tl.maximum(last, 0))
+
+
+@triton.jit
+def store_path(
+    retrieve_index_ptr,
+    predicts_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    request,
+    path,
+    predicted,
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """As store_walk, from the nodes of the path and the target's tokens there, both [depth]; path -1 past its end."""
+    node = tl.arange(0, BLOCK_NODE)
+    depth = tl.arange(0, BLOCK_DEPTH)
+    is_visited = path >= 0
+    # [depth, node]
+    at_node = tl.where(is_visited[:, None] & (path[:, None] == node[None, :]), predicted[:, None], -1)
+    tl.store(predicts_ptr + request * NUM_NODES + node, tl.max(at_node, axis=0), mask=node < NUM_NODES)
+    retrieved = tl.load(retrieve_index_ptr + request * NUM_NODES + path, mask=is_visited, other=-1)
+    tl.store(accept_index_ptr + request * (SPEC_STEPS + 1) + depth, retrieved.to(tl.int32), mask=depth <= SPEC_STEPS)
+    tl.store(accept_token_num_ptr + request, tl.maximum(tl.sum(is_visited.to(tl.int32)) - 1, 0))

@@ -1,0 +1,271 @@
+"""The functions of AITER's speculative package: names and order of arguments, counts, shapes, one round end to end."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+
+import eagle_kernels
+import eagle_kernels.integrations.aiter as aiter
+from eagle_kernels.integrations.aiter import EAGLEConfig, EAGLEInference, TreeMaskMode
+from op_tests.engine.toys import ToyModel
+from op_tests.harness.statistics import assert_follows_law
+from op_tests.harness.trees import random_drafts
+from op_tests.integrations.oracles import oracle_build, oracle_mask, oracle_verify
+
+SIGNATURES = {
+    "build_tree_efficient_triton": "verified_id parent_list top_scores_index draft_tokens seq_lens seq_lens_sum topk "
+    "spec_steps num_verify_tokens tree_mask_mode=0",
+    "verify_tree_greedy_triton": "predicts accept_index accept_token_num candidates retrive_index retrive_next_token "
+    "retrive_next_sibling target_predict",
+    "organize_draft_results": "score_list token_list parents_list num_draft_tokens",
+    "build_tree_structure": "verified_id parent_list top_scores_index draft_tokens seq_lens topk spec_steps "
+    "num_draft_tokens tree_mask_mode=0 use_triton=False",
+    "verify_tree_greedy": "candidates target_predict retrieve_index retrieve_next_token retrieve_next_sibling "
+    "use_triton=False",
+    "compute_tree_statistics": "accept_lengths num_draft_tokens num_steps",
+    "fast_topk_torch": "scores k dim=-1 sorted=True",
+    "select_top_k_tokens": "logits k",
+    "generate_token_bitmask": "token_ids vocab_size",
+    "sample_from_logits": "logits temperature=1.0 top_p=None top_k=None",
+    "calculate_acceptance_rate": "accept_lengths num_draft_tokens",
+    "pad_to_alignment": "tensor alignment dim=0 value=0.0",
+    "next_power_of_2": "n",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_names_order_and_defaults_of_arguments(name):
+    parameters = inspect.signature(getattr(aiter, name)).parameters.values()
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    defaults = [f"{p.name}" if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+    assert defaults == SIGNATURES[name].split()
+
+
+def test_every_name_is_there():
+    assert {*SIGNATURES, "TreeMaskMode", "EAGLEConfig", "EAGLEInference"} == set(aiter.__all__)
+
+
+# trees
+
+
+def make_drafts(batch_size, topk, spec_steps, num_nodes, device):
+    drafts = (torch.randint(9, (batch_size,)), *random_drafts(batch_size, topk, spec_steps, num_nodes, vocab_size=9))
+    return [tensor.to(device) for tensor in (*drafts, torch.randint(0, 20, (batch_size,)))]
+
+
+@pytest.mark.parametrize("mode", TreeMaskMode, ids=str)
+@pytest.mark.parametrize("shape", [(3, 4, 3, 8), (2, 1, 4, 5), (2, 4, 1, 3)], ids=str)
+def test_build(shape, mode, device):
+    """Trees, not chains, in a flat mask; the layout of SGLang."""
+    batch_size, topk, spec_steps, num_nodes = shape
+    drafts = make_drafts(*shape, device)
+    if spec_steps == 1:
+        drafts[1] = drafts[1][:, :0]  # organize_draft_results gives no parents then
+    roots, parents, kept, tokens, seq_lens = drafts
+    rows, *expected = oracle_build(parents, kept, seq_lens, topk, num_nodes)
+    by_kernel = aiter.build_tree_efficient_triton(
+        *drafts, int(seq_lens.sum()), topk, spec_steps, num_nodes, tree_mask_mode=int(mode)
+    )
+    for tree in (by_kernel, aiter.build_tree_structure(*drafts, topk, spec_steps, num_nodes, mode, use_triton=True)):
+        mask, positions, index, next_token, next_sibling, all_tokens = tree
+        assert mask.tolist() == oracle_mask(rows, seq_lens, num_nodes, mode, fill=True)
+        assert [positions.tolist(), next_token.tolist(), next_sibling.tolist()] == expected
+        assert index.flatten().tolist() == list(range(batch_size * num_nodes))
+        assert all_tokens.tolist() == torch.cat([roots[:, None], tokens], dim=1).flatten().tolist()
+
+
+def test_the_defaults_build_a_full_mask(device):
+    *drafts, seq_lens = make_drafts(2, 4, 3, 8, device)
+    mask = aiter.build_tree_structure(*drafts, seq_lens, 4, 3, 8)[0]
+    assert mask.dtype == torch.bool and mask.shape == (8 * (int(seq_lens.sum()) + 2 * 8),)
+
+
+def test_organize(device):
+    """The worked example of SGLang: K = 2, three steps, five nodes."""
+    as_tensor = lambda data: torch.tensor(data, device=device)  # noqa: E731
+    scores = [[[0.6, 0.3]], [[0.42, 0.12, 0.27, 0.015]], [[0.02, 0.01, 0.02, 0.01]]]
+    tokens = [[[11, 12]], [[21, 22, 23, 24]], [[31, 32, 33, 34]]]
+    parents = [[[-1, 0, 1]], [[2, 4]], [[6, 8]]]
+    lists = [[as_tensor(step) for step in steps] for steps in (scores, tokens, parents)]
+    parent_list, kept, draft_tokens = aiter.organize_draft_results(*lists, num_draft_tokens=5)
+    assert parent_list.tolist() == [[-1, 0, 1, 2, 4]]
+    assert kept.tolist() == [[0, 1, 2, 4]] and draft_tokens.tolist() == [[11, 12, 21, 23]]
+    nested = [lists[0][0][:, None, :], *(step.view(1, 2, 2) for step in lists[0][1:])]
+    assert aiter.organize_draft_results(nested, *lists[1:], 5)[1].tolist() == [[0, 1, 2, 4]]
+    one_step = aiter.organize_draft_results(*([step[0]] for step in lists), 2)
+    assert [tensor.tolist() for tensor in one_step] == [[[]], [[0]], [[11]]]
+
+
+# verification and counts
+
+
+def test_a_round_from_scores_to_statistics(device):
+    batch_size, topk, spec_steps, num_nodes = 4, 3, 3, 9
+    scores = [torch.rand(batch_size, size, device=device) * 0.5**step for step, size in enumerate((3, 9, 9))]
+    tokens = [torch.randint(7, (batch_size, score.shape[1]), device=device) for score in scores]
+    slots = torch.arange(-1, 3 + 9, device=device).expand(batch_size, -1)
+    parents = [slots[:, :4], slots[:, 4:7], slots[:, 7:10]]
+    parent_list, kept, drafts = aiter.organize_draft_results(scores, tokens, parents, num_nodes)
+    roots, seq_lens = drafts[:, 0].clone(), torch.arange(batch_size, device=device)
+    arguments = (roots, parent_list, kept, drafts, seq_lens)
+    tree = aiter.build_tree_structure(*arguments, topk, spec_steps, num_nodes, TreeMaskMode.QLEN_ONLY)
+    candidates = tree[5].view(batch_size, num_nodes)
+    target = torch.randint(7, candidates.shape, device=device)
+    target[:, 0] = candidates[:, 1]  # the first draft is always right
+    predicts, accept_index, accept_length = aiter.verify_tree_greedy(candidates, target, *tree[2:5])
+
+    want_predicts = [0] * candidates.numel()
+    want_path = [[-1] * num_nodes for _ in range(batch_size)]
+    inputs = (candidates, *tree[2:5], target)
+    counts = oracle_verify(want_predicts, want_path, *(tensor.tolist() for tensor in inputs))
+    assert predicts.tolist() == want_predicts and accept_index.tolist() == want_path
+    assert accept_length.tolist() == counts and min(counts) >= 1
+    assert predicts.dtype == accept_index.dtype == accept_length.dtype == torch.int32
+
+    plain = eagle_kernels.verify_tree(candidates, *tree[2:5], target_predict=target, spec_steps=spec_steps)
+    assert plain.accept_token_num.tolist() == counts  # the same walk, the bonus in neither count
+    statistics = aiter.compute_tree_statistics(accept_length, num_nodes, spec_steps)
+    assert statistics == {
+        "mean_accept_length": sum(counts) / 4,
+        "max_accept_length": max(counts),
+        "min_accept_length": min(counts),
+        "acceptance_rate": sum(counts) / 4 / num_nodes,
+        "total_proposed": 4 * num_nodes,
+        "total_accepted": sum(counts),
+        "batch_size": 4,
+    }
+    assert aiter.calculate_acceptance_rate(accept_length, num_nodes) == sum(counts) / (4 * num_nodes)
+
+
+def test_verification_writes_in_place(device):
+    """One request, the root and two children; the target takes the second."""
+    as_tensor = lambda *data: torch.tensor([data], device=device)  # noqa: E731
+    inputs = (as_tensor(5, 6, 7), as_tensor(0, 1, 2), as_tensor(1, -1, -1), as_tensor(-1, 2, -1), as_tensor(7, 8, 9))
+    outputs = [torch.full(shape, -1, dtype=torch.int32, device=device) for shape in ((3,), (1, 2), (1,))]
+    returned = aiter.verify_tree_greedy_triton(*outputs, *inputs)
+    assert all(got is given for got, given in zip(returned, outputs))
+    assert outputs[0].tolist() == [7, -1, 9]
+    assert outputs[1].tolist() == [[0, 2]] and outputs[2].tolist() == [1]
+
+
+def test_statistics_of_nothing():
+    empty = torch.empty(0, dtype=torch.int32)
+    assert set(aiter.compute_tree_statistics(empty, 8, 3).values()) == {0}
+    assert aiter.calculate_acceptance_rate(empty, 8) == 0.0
+    assert aiter.calculate_acceptance_rate(torch.ones(2), 0) == 0.0
+
+
+# general helpers
+
+
+def test_fast_topk_orders_ties_by_index(device):
+    scores = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]], device=device)
+    values, indices = aiter.fast_topk_torch(scores, 3)
+    assert values.tolist() == [[3.0, 3.0, 2.0], [0.0, 0.0, 0.0]] and indices.tolist() == [[1, 2, 3], [0, 1, 2]]
+    assert aiter.fast_topk_torch(scores, 1, dim=0)[1].tolist() == [[0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("shape", [(3, 50), (2, 4, 50)], ids=str)
+def test_select_top_k_tokens(shape, device):
+    logits = torch.randn(shape, device=device)
+    scores, tokens = aiter.select_top_k_tokens(logits, 4)
+    best = torch.log_softmax(logits, dim=-1).topk(4)
+    assert torch.equal(tokens, best.indices) and torch.allclose(scores, best.values, atol=1e-6)
+
+
+def test_generate_token_bitmask(device):
+    bitmask = aiter.generate_token_bitmask(torch.tensor([[1, 3, 3], [-1, 4, 0]], device=device), 4)
+    assert bitmask.tolist() == [[False, True, False, True], [True, False, False, False]]
+    assert bitmask.dtype == torch.bool and bitmask.is_contiguous()
+
+
+def test_sampling_follows_the_filtered_law(device):
+    probs = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04], device=device)
+    logits = probs.log().expand(8000, -1).contiguous()
+    assert_follows_law(aiter.sample_from_logits(logits).cpu(), probs.cpu())
+    kept = aiter.sample_from_logits(logits, temperature=0.5, top_p=0.8, top_k=3).cpu()
+    assert_follows_law(kept, torch.tensor([16 / 25, 9 / 25, 0, 0, 0], dtype=torch.float64))
+    assert aiter.sample_from_logits(logits[:3], temperature=0.0).tolist() == [0, 0, 0]
+    torch.manual_seed(1)
+    first = aiter.sample_from_logits(logits)
+    torch.manual_seed(1)
+    assert torch.equal(first, aiter.sample_from_logits(logits))
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(0, (8, 5)), (1, (6, 8)), (-1, (6, 8)), (-2, (8, 5))])
+def test_pad_to_alignment(dim, shape, device):
+    tensor = torch.ones(6, 5, device=device)
+    padded = aiter.pad_to_alignment(tensor, 4, dim, value=-1.0)
+    assert (
+        padded.shape == shape
+        and torch.equal(padded[:6, :5], tensor)
+        and int((padded == -1).sum()) == padded.numel() - 30
+    )
+    assert aiter.pad_to_alignment(tensor, 3, 0) is tensor
+
+
+def test_next_power_of_2():
+    assert [aiter.next_power_of_2(n) for n in (-3, 0, 1, 2, 3, 4, 5, 64, 65)] == [1, 1, 1, 2, 4, 4, 8, 64, 128]
+
+
+# the engine
+
+
+@pytest.fixture(scope="module")
+def models():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return ToyModel(seed=1, device=device), ToyModel(device=device)
+
+
+def test_the_documented_calls(models, device):
+    config = EAGLEConfig(topk=4, num_steps=3, num_draft_tokens=8, temperature=0.0)
+    eagle = EAGLEInference(draft_model=models[0], target_model=models[1], config=config, device=device)
+    input_ids = torch.tensor([[1, 2, 3, 4]], device=device)
+    output_ids, stats = eagle.generate(input_ids=input_ids, max_new_tokens=12)
+    plain = eagle_kernels.EAGLEInference(*models).generate(input_ids, 12, speculative=False)
+    assert output_ids.tolist() == [[1, 2, 3, 4, *plain.output_ids[0]]] and output_ids.dtype == torch.int64
+    assert f"{stats['acceptance_rate']:.2%} {stats['speedup']:.2f}x"
+    assert stats["total_tokens_generated"] == 12 and math.isnan(stats["speedup"])
+    assert stats["total_draft_tokens"] == stats["total_target_forward"] * 7  # the root is no draft
+    assert stats["acceptance_rate"] == stats["total_accepted_tokens"] / (8 * stats["total_target_forward"])
+    assert stats["speedup_ratio"] == stats["total_accepted_tokens"] / stats["total_target_forward"]
+    assert eagle.generate(input_ids, 3, return_stats=False)[1] is None
+
+
+def test_batches_overrides_and_benchmark(models, device):
+    eagle = EAGLEInference(*models, EAGLEConfig(topk=2, num_steps=2, num_draft_tokens=4, verbose=True))
+    texts, _ = eagle.generate([[1, 2], [3]], 5)
+    assert [len(text) for text in texts] == [7, 6] and texts[0][:2] == [1, 2] and texts[1][:1] == [3]
+    single, _ = eagle.generate([1, 2], 5)
+    assert single == texts[0]
+    assert eagle.generate(torch.tensor([1, 2], device=device), 5)[0].tolist() == single
+    assert eagle.generate([1, 2], 5, temperature=1.0, top_k=1)[0] == single
+    stats = eagle.benchmark([[1, 2], torch.tensor([[3]])], max_new_tokens=4)
+    assert stats["total_tokens_generated"] == 8 and stats["speedup"] > 0
+    with pytest.raises(ValueError, match="test_data must hold at least one prompt"):
+        eagle.benchmark([])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"topk": 0}, "topk must lie in 1"),
+        ({"num_draft_tokens": 99}, "num_draft_tokens must lie in 2"),
+        ({"temperature": -1.0}, "temperature must be at least 0"),
+        ({"tree_mask_mode": 3}, "3 is not a valid TreeMaskMode"),
+    ],
+)
+def test_bad_configurations_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        EAGLEConfig(**change)
+
+
+def test_models_are_checked_not_moved(models):
+    with pytest.raises(ValueError, match="dtype must be that of the models, torch.float32, got torch.float16"):
+        EAGLEInference(*models, EAGLEConfig(dtype=torch.float16))
+    with pytest.raises(ValueError, match="device must be where the models are"):
+        EAGLEInference(*models, EAGLEConfig(device="meta"))

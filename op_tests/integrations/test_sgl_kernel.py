@@ -1,0 +1,361 @@
+"""The drop-in for `sgl_kernel`: its signatures, what it writes and what it leaves, against its algorithms in Python."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import eagle_kernels
+import eagle_kernels.integrations.sgl_kernel as sgl_kernel
+from eagle_kernels.integrations.sgl_kernel import TreeMaskMode
+from op_tests.harness import Guarded, assert_equal, replay_in_graph
+from op_tests.harness.trees import random_drafts
+from op_tests.integrations.oracles import oracle_build, oracle_mask, oracle_reconstruct, oracle_verify
+
+FULL_MASK, QLEN_ONLY, BITPACKING = TreeMaskMode
+
+# (batch, topk, depth, nodes): the root alone, one level, chains, stars, word borders
+CASES = [
+    ((2, 3, 1, 1), FULL_MASK), ((2, 4, 1, 4), QLEN_ONLY), ((3, 1, 4, 5), BITPACKING), ((2, 8, 1, 9), FULL_MASK),
+    ((2, 4, 3, 8), BITPACKING), ((3, 2, 3, 7), QLEN_ONLY), ((1, 4, 4, 16), BITPACKING), ((1, 4, 4, 17), BITPACKING),
+    ((2, 4, 3, 32), BITPACKING), ((1, 8, 5, 33), QLEN_ONLY), ((1, 8, 4, 64), FULL_MASK), ((1, 8, 5, 100), QLEN_ONLY),
+]  # fmt: skip
+
+
+@pytest.fixture(params=["reference", "triton"])
+def backend(request, monkeypatch):
+    """Both backends on every device: CPU tensors run the kernels through the interpreter too."""
+    monkeypatch.setenv("EAGLE_KERNELS_BACKEND", request.param)
+
+
+# building
+
+
+def make_drafts(batch_size, topk, depth, num_nodes, device, dtype=torch.int64):
+    parent_list, selected_index, _ = random_drafts(batch_size, topk, depth, num_nodes)
+    drafts = (parent_list, selected_index, torch.randint(0, 20, (batch_size,)))
+    return [tensor.to(device=device, dtype=dtype) for tensor in drafts]
+
+
+def mask_buffer(seq_lens, num_nodes, mode, device) -> Guarded:
+    batch_size = len(seq_lens)
+    if mode == BITPACKING:
+        word = torch.uint8 if num_nodes <= 8 else torch.uint16 if num_nodes <= 16 else torch.uint32
+        return Guarded((batch_size * num_nodes,), word, device)
+    prefix = num_nodes * int(seq_lens.sum()) if mode == FULL_MASK else 0
+    return Guarded((prefix + batch_size * num_nodes**2,), torch.bool, device)
+
+
+def build(drafts, topk, depth, num_nodes, mode, device):
+    """Runs the op on poisoned buffers between guard zones; returns the mask and the four others."""
+    batch_size = len(drafts[2])
+    mask = mask_buffer(drafts[2], num_nodes, mode, device)
+    if mode == FULL_MASK:
+        mask.tensor.fill_(True)  # as every caller does
+    positions = Guarded((batch_size * num_nodes,), torch.int64, device)
+    links = [Guarded((batch_size, num_nodes), torch.int64, device) for _ in range(3)]
+    buffers = [mask, positions, *links]
+    result = sgl_kernel.build_tree_kernel_efficient(
+        *drafts, *(buffer.tensor for buffer in buffers), topk, depth, num_nodes, int(mode)
+    )
+    assert result is None
+    for buffer, name in zip(buffers, ("tree_mask", "positions", "retrive_index", "next_token", "next_sibling")):
+        buffer.check("build_tree_kernel_efficient", name)
+    return [buffer.tensor for buffer in buffers]
+
+
+@pytest.mark.parametrize(("shape", "mode"), CASES, ids=str)
+def test_build(shape, mode, device, backend):
+    batch_size, topk, depth, num_nodes = shape
+    drafts = make_drafts(*shape, device)
+    mask, positions, index, *links = build(drafts, topk, depth, num_nodes, mode, device)
+    rows, *expected = oracle_build(*drafts, topk, num_nodes)
+    assert mask.tolist() == oracle_mask(rows, drafts[2], num_nodes, mode, fill=True)
+    assert [positions.tolist(), *(link.tolist() for link in links)] == expected
+    assert index.flatten().tolist() == list(range(batch_size * num_nodes))
+
+
+def test_build_int32(device, backend):
+    drafts = make_drafts(2, 4, 3, 8, device, torch.int32)
+    mask, positions, _, *links = build(drafts, 4, 3, 8, QLEN_ONLY, device)
+    rows, *expected = oracle_build(*drafts, 4, 8)
+    assert mask.tolist() == oracle_mask(rows, drafts[2], 8, QLEN_ONLY, fill=None)
+    assert [positions.tolist(), *(link.tolist() for link in links)] == expected
+
+
+def test_the_worked_example(device, backend):
+    """K = 2, three steps, five nodes, as SGLang's own ops answer it."""
+    drafts = [torch.tensor(data, device=device) for data in ([[-1, 0, 1, 2, 4]], [[0, 1, 2, 4]], [4])]
+    mask, positions, _, next_token, next_sibling = build(drafts, 2, 3, 5, FULL_MASK, device)
+    rows = "".join(str(int(cell)) for cell in mask.tolist())
+    assert rows == "111110000" + "111111000" + "111110100" + "111111010" + "111110101"
+    assert positions.tolist() == [4, 5, 5, 6, 6]
+    assert next_token.tolist() == [[1, 3, 4, -1, -1]]
+    assert next_sibling.tolist() == [[-1, 2, -1, -1, -1]]
+
+
+@pytest.mark.parametrize("width", [0, 1, 6])
+def test_one_level_needs_no_parents(width, device, backend):
+    _, selected_index, seq_lens = make_drafts(2, 5, 1, 4, device)
+    parent_list = torch.full((2, width), 2**40, device=device)  # not read
+    result = build([parent_list, selected_index, seq_lens], 5, 1, 4, QLEN_ONLY, device)
+    assert result[3].tolist() == [[1, -1, -1, -1]] * 2
+    assert result[4].tolist() == [[-1, 2, 3, -1]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
+@pytest.mark.parametrize("mode", TreeMaskMode, ids=str)
+def test_the_mask_is_bytes_in_a_buffer_that_may_be_longer(mode, dtype, device, backend):
+    """SGLang hands over graph buffers for its longest batch; what lies behind the batch's own cells stays."""
+    drafts = make_drafts(2, 4, 3, 8, device)
+    expected = build(drafts, 4, 3, 8, mode, device)
+    fill = 1 if dtype == torch.bool or mode == FULL_MASK else 85
+    buffer = torch.full((4096,), fill, dtype=torch.uint8, device=device)
+    positions = torch.full((64,), -7, device=device)
+    links = torch.empty(3, 2, 8, dtype=torch.int64, device=device)
+    mask = buffer.view(dtype) if dtype != torch.bool else buffer.bool()
+    sgl_kernel.build_tree_kernel_efficient(*drafts, mask, positions, *links, 4, 3, 8, mode)
+    written = mask.view(torch.uint8)
+    size = expected[0].numel()
+    assert written[:size].tolist() == expected[0].view(torch.uint8).tolist()
+    assert (written[size:] == fill).all()
+    assert torch.equal(positions[:16], expected[1]) and (positions[16:] == -7).all()
+    for got, want in zip(links, expected[2:]):
+        assert torch.equal(got, want)
+
+
+def test_the_kernel_leaves_the_prefix_alone(device, monkeypatch):
+    monkeypatch.setenv("EAGLE_KERNELS_BACKEND", "triton")
+    drafts = make_drafts(3, 4, 3, 8, device)
+    mask = torch.zeros(8 * int(drafts[2].sum()) + 3 * 64, dtype=torch.bool, device=device)
+    links = torch.empty(3, 3, 8, dtype=torch.int64, device=device)
+    sgl_kernel.build_tree_kernel_efficient(*drafts, mask, mask.new_empty(24, dtype=torch.int64), *links, 4, 3, 8, 0)
+    rows, *_ = oracle_build(*drafts, 4, 8)
+    assert mask.tolist() == oracle_mask(rows, drafts[2], 8, FULL_MASK, fill=False)
+
+
+MALFORMED = {  # upstream walks these for ever, or past the end of a row
+    "cyclic": lambda parents, kept: parents.copy_(torch.arange(parents.shape[1]).flip(0).expand_as(parents)),
+    "parents out of range": lambda parents, kept: parents.fill_(2**40),
+    "ids out of range": lambda parents, kept: kept[:, -3:].fill_(2**40),
+    "negative ids": lambda parents, kept: kept[:, ::2].fill_(-1),
+}
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_malformed_trees_end(fault, device, backend):
+    drafts = make_drafts(2, 4, 3, 16, "cpu")
+    MALFORMED[fault](drafts[0], drafts[1])
+    drafts = [tensor.to(device) for tensor in drafts]
+    mask, positions, _, *links = build(drafts, 4, 3, 16, QLEN_ONLY, device)
+    mask = mask.view(2, 16, 16)
+    assert mask[:, :, 0].all() and mask.diagonal(dim1=1, dim2=2).all() and not mask.triu(1).any()
+    assert (positions.view(2, 16) - drafts[2][:, None] < 16).all()
+    for link in links:
+        assert ((link == -1) | ((link > torch.arange(16, device=device)) & (link < 16))).all()
+
+
+# verifying
+
+
+def make_verify(batch_size, topk, depth, num_nodes, device, spec_steps):
+    parent_list, selected_index, tokens = random_drafts(batch_size, topk, depth, num_nodes, vocab_size=9)
+    drafts = (torch.randint(9, (batch_size,)), parent_list, selected_index, tokens, torch.zeros(batch_size).long())
+    tree = eagle_kernels.build_tree(*drafts, topk=topk, spec_steps=depth, num_verify_tokens=num_nodes)
+    candidates = tree.draft_tokens.view(batch_size, num_nodes)
+    target_predict = torch.randint(9, (batch_size, num_nodes))
+    for request in range(batch_size):  # mostly follow some child
+        for node in range(num_nodes):
+            child = int(tree.retrieve_next_token[request, node])
+            while child >= 0 and torch.rand(()) < 0.5 and tree.retrieve_next_sibling[request, child] >= 0:
+                child = int(tree.retrieve_next_sibling[request, child])
+            if child >= 0 and torch.rand(()) < 0.8:
+                target_predict[request, node] = candidates[request, child]
+    inputs = (candidates, *tree[2:5], target_predict)
+    return [tensor.to(device) for tensor in inputs], spec_steps + 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec_steps", "fill"),
+    [
+        ((3, 1, 1, 1), 0, "garbage"),
+        ((2, 1, 5, 6), 5, "zeros"),
+        ((3, 1, 5, 6), 2, "garbage"),
+        ((2, 8, 1, 9), 1, "minus one"),
+        ((4, 4, 3, 12), 3, "garbage"),
+        ((2, 8, 5, 64), 5, "zeros"),
+    ],
+    ids=str,
+)
+def test_verify(shape, spec_steps, fill, device, backend):
+    """Unvisited predicts keep what the caller put there, in the whole buffer that SGLang makes one longer."""
+    inputs, width = make_verify(*shape, device, spec_steps)
+    size = inputs[0].numel() + 1
+    before = {"zeros": torch.zeros(size), "minus one": torch.full((size,), -1), "garbage": torch.arange(size) + 10**6}
+    predicts = before[fill].to(device=device, dtype=torch.int32)
+    accept_index = torch.full((shape[0], width), -1, dtype=torch.int32, device=device)
+    accept_token_num = torch.full((shape[0],), 77, dtype=torch.int32, device=device)
+    expected, path = predicts.tolist(), accept_index.tolist()
+    counts = oracle_verify(expected, path, *(tensor.tolist() for tensor in inputs))
+    assert sgl_kernel.verify_tree_greedy(predicts, accept_index, accept_token_num, *inputs) is None
+    assert predicts.tolist() == expected
+    assert accept_index.tolist() == path
+    assert accept_token_num.tolist() == counts
+
+
+def test_the_walk_of_sglangs_own_example(device, backend):
+    """Two requests, six nodes, four columns; also with links that nobody needs to follow backwards."""
+    inputs = [
+        [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]],
+        [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]],
+        [[1, 2, -1, 4, 5, -1], [4, 2, 3, -1, 5, -1]],
+        [[-1, 3, -1, -1, -1, -1], [-1, -1, -1, -1, 1, -1]],
+        [[3, 18, 18, 4, 5, 18], [11, 18, 18, 18, 12, 18]],
+    ]
+    predicts = torch.full((12,), -1, dtype=torch.int32, device=device)
+    accept_index = torch.full((2, 4), -1, dtype=torch.int32, device=device)
+    accept_token_num = torch.zeros(2, dtype=torch.int32, device=device)
+    tensors = [torch.tensor(data, device=device) for data in inputs]
+    sgl_kernel.verify_tree_greedy(predicts, accept_index, accept_token_num, *tensors)
+    assert predicts.tolist() == [3, -1, -1, 4, 5, 18, 11, -1, -1, -1, 12, 18]
+    assert accept_index.tolist() == [[0, 3, 4, 5], [6, 10, 11, -1]]
+    assert accept_token_num.tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("links", ["cyclic", "out of range"])
+def test_walks_along_malformed_links_end(links, device, backend):
+    inputs, _ = make_verify(2, 4, 3, 8, "cpu", 3)
+    inputs[2].fill_(0 if links == "cyclic" else 2**40)
+    inputs[3].copy_(torch.arange(8).expand(2, 8))
+    predicts, accept_index, count = (torch.zeros(*shape, dtype=torch.int32) for shape in ((16,), (2, 4), (2,)))
+    outputs = [tensor.to(device) for tensor in (predicts, accept_index, count)]
+    sgl_kernel.verify_tree_greedy(*outputs, *(tensor.to(device) for tensor in inputs))
+    assert outputs[2].tolist() == [0, 0] and outputs[1].tolist() == [[0, -1, -1, -1], [8, -1, -1, -1]]
+
+
+# masks to links
+
+
+def random_masks(batch_size, num_nodes, device):
+    """Ancestor masks of random trees; a node without parent starts another root."""
+    mask = torch.zeros(batch_size, num_nodes, num_nodes, dtype=torch.bool)
+    for request in range(batch_size):
+        for node in range(num_nodes):
+            parent = int(torch.randint(-1, node, ())) if node else -1
+            if parent >= 0:
+                mask[request, node] = mask[request, parent]
+            mask[request, node, node] = True
+    return mask.to(device)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 4), (2, 33), (1, 65)], ids=str)
+def test_reconstruct(shape, device, backend):
+    batch_size, num_nodes = shape
+    dtype = torch.bool if batch_size > 1 else torch.uint8
+    mask, seq_lens = random_masks(*shape, device), torch.randint(0, 50, (batch_size + 1,), device=device)
+    positions = Guarded((batch_size * num_nodes,), torch.int64, device)
+    links = [Guarded(shape, torch.int64, device) for _ in range(3)]
+    buffers = [positions, *links]
+    longer = torch.cat([mask.flatten().to(dtype), torch.ones(5, dtype=dtype, device=device)])
+    sgl_kernel.reconstruct_indices_from_tree_mask(
+        longer, seq_lens, *(buffer.tensor for buffer in buffers), batch_size, num_nodes
+    )
+    for buffer in buffers:
+        buffer.check("reconstruct_indices_from_tree_mask", "an output")
+    positions, index, *links = (buffer.tensor for buffer in buffers)
+    assert (positions.tolist(), *(link.tolist() for link in links)) == oracle_reconstruct(mask, seq_lens[:batch_size])
+    assert index.flatten().tolist() == list(range(batch_size * num_nodes))
+
+
+def test_reconstruct_sglangs_example(device, backend):
+    mask = torch.tensor([1, 0, 0, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 0, 1, 1], dtype=torch.bool, device=device)
+    outputs = [torch.empty(shape, dtype=torch.int64, device=device) for shape in ((4,), (1, 4), (1, 4), (1, 4))]
+    sgl_kernel.reconstruct_indices_from_tree_mask(mask, torch.tensor([12], device=device), *outputs, 1, 4)
+    assert outputs[0].tolist() == [12, 13, 13, 14]
+    assert outputs[2].tolist() == [[1, -1, 3, -1]] and outputs[3].tolist() == [[-1, 2, -1, -1]]
+
+
+# the interface
+
+SIGNATURES = {
+    "build_tree_kernel_efficient": "parent_list selected_index verified_seq_len tree_mask positions retrive_index "
+    "retrive_next_token retrive_next_sibling topk depth draft_token_num tree_mask_mode",
+    "verify_tree_greedy": "predicts accept_index accept_token_num candidates retrive_index retrive_next_token "
+    "retrive_next_sibling target_predict",
+    "reconstruct_indices_from_tree_mask": "tree_mask verified_seq_len positions retrive_index retrive_next_token "
+    "retrive_next_sibling batch_size draft_token_num",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_names_and_order_of_arguments(name):
+    parameters = inspect.signature(getattr(sgl_kernel, name)).parameters.values()
+    assert [p.name for p in parameters] == SIGNATURES[name].split()
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
+
+
+def test_the_numbers_of_the_mask_modes():
+    assert [(mode.name, int(mode)) for mode in TreeMaskMode] == [
+        ("FULL_MASK", 0), ("QLEN_ONLY", 1), ("QLEN_ONLY_BITPACKING", 2),
+    ]  # fmt: skip
+    assert not hasattr(sgl_kernel, "tree_speculative_sampling_target_only")
+
+
+@pytest.mark.parametrize("buffer", ["tree_mask", "positions", "retrive_index", "retrive_next_sibling"])
+def test_a_short_buffer_is_named(buffer, device):
+    values = dict(zip(SIGNATURES["build_tree_kernel_efficient"].split(), make_drafts(2, 4, 3, 8, device)))
+    values |= {"topk": 4, "depth": 3, "draft_token_num": 8, "tree_mask_mode": 1}
+    values |= {name: torch.zeros(16, dtype=torch.int64, device=device) for name in ("tree_mask", "positions")}
+    for name in ("retrive_index", "retrive_next_token", "retrive_next_sibling"):
+        values[name] = torch.zeros(2, 8, dtype=torch.int64, device=device)
+    sgl_kernel.build_tree_kernel_efficient(**values)
+    values[buffer] = values[buffer][:1]
+    with pytest.raises(ValueError, match=f"build_tree_kernel_efficient: {buffer} must hold at least"):
+        sgl_kernel.build_tree_kernel_efficient(**values)
+
+
+def test_an_empty_batch(device, backend):
+    drafts = [torch.empty(0, *shape, dtype=torch.int64, device=device) for shape in ((9,), (7,), ())]
+    assert all(tensor.numel() == 0 for tensor in build(drafts, 4, 3, 8, QLEN_ONLY, device))
+
+
+def test_a_greedy_round_equals_the_plain_ops(device, backend):
+    batch_size, topk, depth, num_nodes = 3, 4, 3, 10
+    drafts = make_drafts(batch_size, topk, depth, num_nodes, device)
+    tokens, roots = torch.randint(5, (batch_size, num_nodes - 1)), torch.randint(5, (batch_size,))
+    tokens, roots = tokens.to(device), roots.to(device)
+    sizes = {"topk": topk, "spec_steps": depth, "num_verify_tokens": num_nodes}
+    plain = eagle_kernels.build_tree(roots, drafts[0], drafts[1], tokens, drafts[2], **sizes)
+    _, positions, *links = build(drafts, topk, depth, num_nodes, QLEN_ONLY, device)
+    for name, got, want in zip(plain._fields[1:5], (positions, *links), plain[1:5]):
+        assert_equal("build_tree_kernel_efficient", "round", name, got, want)
+    candidates = torch.cat([roots[:, None], tokens], dim=1)
+    target = torch.randint(5, (batch_size, num_nodes), device=device)
+    verdict = eagle_kernels.verify_tree_greedy(candidates, *plain[2:5], target, spec_steps=depth)
+    outputs = [torch.full_like(tensor, -1) for tensor in verdict]
+    sgl_kernel.verify_tree_greedy(*outputs, candidates, *links, target)
+    for name, got, want in zip(verdict._fields, outputs, verdict):
+        assert_equal("verify_tree_greedy", "round", name, got, want)
+
+
+@pytest.mark.gpu
+def test_captured_without_waiting(device):
+    """One graph around all three ops: none of them reads a tensor on the host."""
+    drafts = make_drafts(4, 4, 3, 8, device)
+    inputs, width = make_verify(4, 4, 3, 8, device, 3)
+    mask = torch.ones(4 * 64, dtype=torch.bool, device=device)
+    positions, links = torch.empty(32, dtype=torch.int64, device=device), torch.empty(3, 4, 8, device=device).long()
+    verdict = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((32,), (4, width), (4,))]
+    again = [torch.empty_like(positions), *torch.empty_like(links)]
+
+    def run():
+        sgl_kernel.build_tree_kernel_efficient(*drafts, mask, positions, *links, 4, 3, 8, 1)
+        sgl_kernel.reconstruct_indices_from_tree_mask(mask, drafts[2], *again, 4, 8)
+        sgl_kernel.verify_tree_greedy(*verdict, *inputs)
+
+    replay_in_graph(run)
+    for got, want in zip(again, (positions, *links)):
+        assert torch.equal(got, want)
+    assert verdict[1][:, 0].tolist() == [0, 8, 16, 24]

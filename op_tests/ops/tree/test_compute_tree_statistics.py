@@ -1,0 +1,157 @@
+"""compute_tree_statistics against its reference: sound trees, chains, stars, dead rows and links of any kind."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import eagle_kernels
+from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.ops.tree.masks import links_from, random_parents
+
+PATH = "tree.compute_tree_statistics"
+SIZES = (1, 2, 15, 16, 17, 63, 64, 65, 256)
+
+
+def make(batch_size, num_nodes, *, spec_steps=8, parents=None, dtype=torch.int64, device="cpu"):
+    links = links_from(random_parents(batch_size, num_nodes) if parents is None else parents)
+    values = dict(zip(("retrieve_next_token", "retrieve_next_sibling"), (link.to(dtype) for link in links)))
+    return to_device(values, device) | {"spec_steps": spec_steps}
+
+
+def ahead_of_time_cases():
+    yield "N=8", make(2, 8)
+    yield "N=64", make(2, 64)
+    yield "N=64 int32", make(2, 64, dtype=torch.int32)
+    yield "N=256", make(1, 256)
+
+
+def size_sweep():
+    for batch_size, spec_steps in zip((1, 2, 3, 16, 17, 64, 257), (1, 5, 15, 16, 40, 2, 3)):
+        yield make(batch_size, 8, spec_steps=spec_steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("num_nodes", SIZES)
+def test_sound_trees(num_nodes, dtype, device):
+    parents = random_parents(3, num_nodes)
+    values = make(3, num_nodes, parents=parents, spec_steps=num_nodes, dtype=dtype, device=device)
+    result, _ = check_operation(PATH, values, case=f"N = {num_nodes}")
+    for request, row in enumerate(parents.tolist()):
+        depth = [0]
+        for parent in row[1:]:
+            depth.append(depth[parent] + 1)
+        children = [row.count(node) for node in range(num_nodes)]
+        described = [int(field[request]) for field in result[:4]]
+        assert described == [max(depth), num_nodes, children.count(0), max(children)]
+        assert result.nodes_per_depth[request].tolist() == [depth.count(level) for level in range(num_nodes + 1)]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 33, 256])
+def test_chains_and_stars(num_nodes, device):
+    """The longest paths, along children and along siblings; depths past spec_steps are in no column."""
+    node = torch.arange(num_nodes)
+    parents = torch.stack([node - 1, torch.where(node > 0, 0, -1)])
+    result, _ = check_operation(PATH, make(2, num_nodes, parents=parents, spec_steps=3, device=device))
+    most = num_nodes - 1
+    assert result.depths.tolist() == [most, min(most, 1)]
+    assert result.max_branching.tolist() == [min(most, 1), most]
+    assert result.num_leaves.tolist() == [1, max(most, 1)]
+    assert result.nodes_per_depth[0].tolist() == [int(level < num_nodes) for level in range(4)]
+
+
+def test_dead_and_unlinked_rows(device):
+    values = make(3, 8, device=device)
+    values["retrieve_next_token"][1:].fill_(-1)
+    values["retrieve_next_sibling"][1].fill_(-1)
+    result, _ = check_operation(PATH, values, case="dead rows")
+    assert result.num_linked.tolist() == [8, 1, 1]  # the root has no sibling, so nothing hangs on the other links
+    assert result.num_leaves.tolist()[1:] == [1, 1] and result.depths.tolist()[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("num_nodes", [1, 5, 16, 40])
+def test_links_of_any_kind(num_nodes, dtype, device):
+    """Cycles, links backwards, past the tree and far out of range, nodes that many others name."""
+    links = [torch.randint(-2, num_nodes + 2, (6, num_nodes)) for _ in range(2)]
+    links[0][0], links[1][0] = 0, torch.arange(num_nodes)
+    links[0][1] = torch.arange(num_nodes) + 1
+    links[1][1] = torch.arange(num_nodes) + 1
+    links[0][2, ::2], links[1][2, 1::2] = torch.iinfo(dtype).max, torch.iinfo(dtype).min
+    values = {"retrieve_next_token": links[0].to(dtype), "retrieve_next_sibling": links[1].to(dtype)}
+    check_operation(PATH, to_device(values, device) | {"spec_steps": 4}, case=f"N = {num_nodes}")
+
+
+@pytest.mark.parametrize("spec_steps", [0, 1, 15, 16, 40])
+def test_number_of_columns(spec_steps, device):
+    check_operation(PATH, make(2, 30, spec_steps=spec_steps, device=device), case=f"S = {spec_steps}")
+
+
+def test_describes_built_trees(device):
+    """SGLang's worked example: a root with two children, the first with two and the second with none kept."""
+    as_tensor = lambda data: torch.tensor(data, device=device)  # noqa: E731
+    tree = eagle_kernels.build_tree(
+        as_tensor([9]), as_tensor([[-1, 0, 1, 2, 4]]), as_tensor([[0, 1, 2, 3]]), as_tensor([[11, 12, 21, 22]]),
+        as_tensor([4]), topk=2, spec_steps=3, num_verify_tokens=5,
+    )  # fmt: skip
+    links = tree.retrieve_next_token, tree.retrieve_next_sibling
+    result = eagle_kernels.raw.compute_tree_statistics(*links, spec_steps=3)
+    assert [field.tolist() for field in result] == [[2], [5], [3], [2], [[1, 2, 2, 0]]]
+
+
+def test_empty_batch(device):
+    result = eagle_kernels.compute_tree_statistics(**make(0, 8, device=device))
+    assert result.depths.shape == (0,) and result.nodes_per_depth.shape == (0, 9)
+
+
+def test_launches_and_registration(device):
+    values = make(2, 8, device=device)
+    assert_only_launches(PATH, values)
+    check_registration("compute_tree_statistics", values)
+
+
+NODE = torch.zeros(2, 8, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"spec_steps": -1}, "spec_steps must be at least 0, got -1"),
+        ({"spec_steps": 2.0}, "spec_steps must be an int, got float"),
+        ({"retrieve_next_token": NODE.float()}, "retrieve_next_token must have dtype int32 or int64, got float32"),
+        ({"retrieve_next_sibling": NODE[:, :7]}, "retrieve_next_sibling must have N = 8"),
+        ({"retrieve_next_token": NODE.T.contiguous().T}, "retrieve_next_token must be contiguous"),
+        ({"retrieve_next_token": NODE[:, :0], "retrieve_next_sibling": NODE[:, :0]}, "have N in 1..256, got 0"),
+    ],
+)
+def test_bad_input_is_named(change, message, device):
+    values = to_device(make(2, 8) | change, device)
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.compute_tree_statistics: .*" + message):
+        eagle_kernels.raw.compute_tree_statistics(**values)
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values, replay = make(8, 33, device=device), make(8, 33, device=device)
+    out = eagle_kernels.raw.compute_tree_statistics(**values)
+    names = ("retrieve_next_token", "retrieve_next_sibling")
+    for name in names:
+        replay[name][3:].fill_(-1)
+
+    def change():
+        for name in names:
+            values[name].copy_(replay[name])
+
+    replay_in_graph(lambda: eagle_kernels.raw.compute_tree_statistics(**values, out=out), change=change)
+    want = eagle_kernels.reference.ops.tree.compute_tree_statistics.compute_tree_statistics(**replay)
+    assert all(torch.equal(*pair) for pair in zip(out, want))
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_nodes", "spec_steps"), list(itertools.product((*SIZES, 8, 31, 128), (1, 8, 20))))
+def test_full_cross(num_nodes, spec_steps, device):
+    for dtype in (torch.int32, torch.int64):
+        check_operation(PATH, make(17, num_nodes, spec_steps=spec_steps, dtype=dtype, device=device))

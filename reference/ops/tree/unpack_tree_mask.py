@@ -1,0 +1,20 @@
+"""Reference of unpack_tree_mask: read the words as truths, write them as the layout asks."""
+
+from __future__ import annotations
+
+import torch
+
+from ...tree_mask import read_mask, write_mask
+
+
+def unpack_tree_mask(
+    tree_mask: torch.Tensor,
+    seq_lens: torch.Tensor | None = None,
+    seq_lens_sum: int | None = None,
+    *,
+    num_verify_tokens: int | None = None,
+    tree_mask_mode: str = "qlen_only",
+) -> torch.Tensor:
+    """See eagle_kernels/ops/tree/unpack_tree_mask.py."""
+    num_keys = tree_mask.shape[1] if num_verify_tokens is None else num_verify_tokens
+    return write_mask(read_mask(tree_mask, None, num_keys, "packed"), seq_lens, tree_mask_mode)
