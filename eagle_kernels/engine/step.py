@@ -179,16 +179,11 @@ class Stepper:
                 output.logits.flatten(0, 1), level.scores, level.ancestors, offsets, topk=topk, level=depth
             )
             hidden = output.hidden.gather(1, level.parents[..., None].expand(-1, -1, output.hidden.shape[-1]))
-        best = ops.organize_draft_results(
+        tree = ops.build_tree_from_scores(
+            state.roots,
             torch.cat([*scores, level.candidate_scores], dim=1),
             torch.cat([*tokens, level.candidate_tokens], dim=1),
-            num_verify_tokens=self.num_nodes,
-        )
-        return ops.build_tree(
-            state.roots,
             torch.cat(parent_slots, dim=1),
-            best.top_scores_index,
-            best.draft_tokens,
             state.lengths,
             self._full_mask_size(state),
             topk=topk,
@@ -196,6 +191,7 @@ class Stepper:
             num_verify_tokens=self.num_nodes,
             tree_mask_mode=config.tree_mask_mode,
         )
+        return ops.BuildTreeOutput(*tree[: len(ops.BuildTreeOutput._fields)])
 
     def _full_mask_size(self, state: BatchState) -> int | None:
         """Only the full-mask layout needs the host to know the lengths."""

@@ -113,7 +113,8 @@ def fill_prefix(
     seq_lens_ptr,
     tree_mask_ptr,
     request,
-    row,
+    first_row,
+    row_step,
     batch_size,
     mask_size,
     NUM_NODES: tl.constexpr,
@@ -121,29 +122,35 @@ def fill_prefix(
     BLOCK_BATCH: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
 ):
-    """FULL_MASK: one node sees the whole committed prefix. Rows start anywhere, so their middles are written as aligned
-    pairs of words and their ends as bytes; all as bytes if the mask itself is not aligned to 16 bytes."""
+    """FULL_MASK: every node sees the whole committed prefix; this program fills every row_step-th row."""
     seq_len = tl.maximum(tl.load(seq_lens_ptr + request).to(tl.int64), 0)
-    begin = full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH) + row * (seq_len + NUM_NODES)
-    end = tl.minimum(begin + seq_len, mask_size)
-    begin = tl.maximum(begin, 0)
+    request_begin = full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH)
+    for row in range(first_row, NUM_NODES, row_step):
+        begin = request_begin + row * (seq_len + NUM_NODES)
+        _fill(tree_mask_ptr, tl.maximum(begin, 0), tl.minimum(begin + seq_len, mask_size), IS_ALIGNED, BLOCK_FILL)
+
+
+@triton.jit
+def _fill(mask_ptr, begin, end, IS_ALIGNED: tl.constexpr, BLOCK_FILL: tl.constexpr):
+    """True in cells begin .. end - 1, which start anywhere: aligned pairs of words in the middle, bytes at the ends;
+    bytes everywhere if the mask itself is not aligned to 16 bytes."""
     lane = tl.arange(0, BLOCK_FILL)
     seen = tl.full([BLOCK_FILL], 1, tl.int1)
     if IS_ALIGNED:
         first_pair = (begin + 15) // 16
         last_pair = tl.maximum(end // 16, first_pair)
-        words_ptr = tree_mask_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+        words_ptr = mask_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
         all_seen = tl.full([BLOCK_FILL], 0x0101010101010101, tl.int64)
         for start in range(first_pair * 2, last_pair * 2, BLOCK_FILL):
             word = tl.multiple_of(start, 2) + lane
             tl.store(words_ptr + word, all_seen, mask=word < last_pair * 2)
         is_head = lane < tl.minimum(first_pair * 16, end) - begin
-        tl.store(tree_mask_ptr + begin + lane, seen, mask=is_head & (lane < 16))
+        tl.store(mask_ptr + begin + lane, seen, mask=is_head & (lane < 16))
         is_tail = lane < end - last_pair * 16
-        tl.store(tree_mask_ptr + last_pair * 16 + lane, seen, mask=is_tail & (lane < 16))
+        tl.store(mask_ptr + last_pair * 16 + lane, seen, mask=is_tail & (lane < 16))
     else:
         for start in range(begin, end, BLOCK_FILL):
-            tl.store(tree_mask_ptr + start + lane, seen, mask=start + lane < end)
+            tl.store(mask_ptr + start + lane, seen, mask=start + lane < end)
 
 
 def check_mask(args: check.Arguments, mode: str, num_nodes: int | None) -> tuple[int, int, int]:

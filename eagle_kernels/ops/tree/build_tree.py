@@ -25,7 +25,7 @@ Invariants
     row holds the root and itself, its position is seq_len, and nodes below it count their depth from there. A candidate
     id outside 0 .. 2^31 - 2 counts as missing. Reads stay within the row.
 Grid
-    (B, 1), one program builds one tree; FULL_MASK: (B, 1 + N), the others fill one row's prefix columns each.
+    (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
 Launches
     1
 Traffic
@@ -62,6 +62,7 @@ MAX_NODES = 256
 TUNING = {"default": {"nodes_per_warp": 16}}
 BLOCK_BATCH = 128
 BLOCK_FILL = 512
+FILL_PROGRAMS = 2048
 
 
 @triton.jit(do_not_specialize=["batch_size", "parent_width", "mask_size"])
@@ -108,8 +109,8 @@ def _build_tree_kernel(
         )  # fmt: skip
     elif MASK_MODE == "full_mask":
         fill_prefix(
-            seq_lens_ptr, tree_mask_ptr, request, tl.program_id(1) - 1, batch_size, mask_size, NUM_NODES, IS_ALIGNED,
-            BLOCK_BATCH, BLOCK_FILL,
+            seq_lens_ptr, tree_mask_ptr, request, tl.program_id(1) - 1, tl.num_programs(1) - 1, batch_size, mask_size,
+            NUM_NODES, IS_ALIGNED, BLOCK_BATCH, BLOCK_FILL,
         )  # fmt: skip
 
 
@@ -197,8 +198,10 @@ def build_tree(
 
 
 def tree_grid(batch_size: int, num_nodes: int, mode: str, prefix_is_set: bool) -> tuple[int, int]:
-    """One program for each tree, and in FULL_MASK one for the prefix of each node."""
-    return batch_size, 1 + num_nodes if mode == TreeMaskMode.FULL_MASK and not prefix_is_set else 1
+    """One program for each tree, and in FULL_MASK those that fill prefixes: enough for a GPU, at most one a row."""
+    if mode != TreeMaskMode.FULL_MASK or prefix_is_set:
+        return batch_size, 1
+    return batch_size, 1 + min(num_nodes, max(1, FILL_PROGRAMS // max(batch_size, 1)))
 
 
 def tree_sizes(tree_mask: torch.Tensor, topk: int, num_nodes: int, mode: str) -> dict:

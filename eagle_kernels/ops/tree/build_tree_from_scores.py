@@ -16,7 +16,7 @@ Invariants
     As of both ops: every output is written whole, NaN counts as -inf, -0.0 equals 0.0, malformed parents link to
     nothing. C is at most 4096.
 Grid
-    (B, 1), one program ranks and builds one tree; FULL_MASK: (B, 1 + N), the others fill one row's prefix columns each.
+    (B, 1), one program ranks and builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
 Launches
     1
 Traffic
@@ -107,9 +107,8 @@ def _build_tree_from_scores_kernel(
         is_draft = (node > 0) & (node < NUM_NODES)
         candidate = tl.zeros([BLOCK_NODE], tl.int32)
         for halving in tl.static_range(SEARCH_ROUNDS):
-            step: tl.constexpr = BLOCK_CANDIDATE >> (halving + 1)
-            is_before = tl.gather(num_kept_to_here, candidate + (step - 1), 0) < node
-            candidate += tl.where(is_before, step, 0)
+            probe = candidate + (BLOCK_CANDIDATE >> (halving + 1))
+            candidate = tl.where(tl.gather(num_kept_to_here, probe - 1, 0) < node, probe, candidate)
         candidate = tl.where(is_draft, candidate, -1).to(tl.int64)
         tokens_row_ptr = candidate_tokens_ptr + request * stride_candidate_tokens_request
         draft_token = tl.load(tokens_row_ptr + candidate, mask=is_draft, other=0).to(tl.int64)
@@ -122,8 +121,8 @@ def _build_tree_from_scores_kernel(
         )  # fmt: skip
     elif MASK_MODE == "full_mask":
         fill_prefix(
-            seq_lens_ptr, tree_mask_ptr, request, tl.program_id(1) - 1, batch_size, mask_size, NUM_NODES, IS_ALIGNED,
-            BLOCK_BATCH, BLOCK_FILL,
+            seq_lens_ptr, tree_mask_ptr, request, tl.program_id(1) - 1, tl.num_programs(1) - 1, batch_size, mask_size,
+            NUM_NODES, IS_ALIGNED, BLOCK_BATCH, BLOCK_FILL,
         )  # fmt: skip
 
 

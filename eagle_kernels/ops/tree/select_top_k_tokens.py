@@ -82,17 +82,12 @@ def _select_top_k_tokens_scan_kernel(
 ):
     num_blocks = tl.cdiv(num_chunks, BLOCK_CHUNK)
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    first_chunk = tl.program_id(0) % num_blocks * BLOCK_CHUNK
     scan_chunks(
-        logits_ptr + row * stride_logits_row * VECTOR,
-        num_vectors,
-        group_max_ptr + row * num_chunks * LANES,
-        chunk_max_ptr + row * num_chunks,
-        chunk_sum_ptr + row * num_chunks,
-        tl.program_id(0) % num_blocks * BLOCK_CHUNK,
-        num_chunks,
-        VECTOR,
-        BLOCK_CHUNK,
-    )
+        logits_ptr + row * stride_logits_row * VECTOR, num_vectors, group_max_ptr + row * num_chunks * LANES,
+        chunk_max_ptr + row * num_chunks, chunk_sum_ptr + row * num_chunks, first_chunk, num_chunks,
+        VECTOR, BLOCK_CHUNK,
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -101,9 +96,7 @@ def _select_top_k_tokens_scan_kernel(
         "vocab_size",
         "num_chunks",
         "level",
-        "first_candidate",
         "num_input_words",
-        "num_words",
         "stride_candidate_scores_request",
         "stride_candidate_tokens_request",
     ]
@@ -131,9 +124,7 @@ def _select_top_k_tokens_kernel(
     vocab_size,
     num_chunks,
     level,
-    first_candidate,
     num_input_words,
-    num_words,
     stride_candidate_scores_request,
     stride_candidate_tokens_request,
     TOPK: tl.constexpr,
@@ -185,8 +176,11 @@ def _select_top_k_tokens_kernel(
     tl.store(tokens_ptr + kept, token, mask=is_kept)
     tl.store(parents_ptr + kept, beam, mask=is_kept)
     tl.store(hidden_rows_ptr + kept, request * NUM_BEAMS + beam, mask=is_kept)
+    # candidates of the levels before: TOPK and, from level 1 on, TOPK * TOPK of each
+    first_candidate = tl.where(level > 0, TOPK + (level - 1) * TOPK * TOPK, 0)
     tl.store(parent_slots_ptr + kept, flat + first_candidate, mask=is_kept)
     slot = level * TOPK + place
+    num_words = tl.cdiv((level + 1) * TOPK, 64)
     for word in range(0, num_words):
         own = tl.where(slot // 64 == word, tl.full([NUM_CANDIDATES], 1, tl.int64) << (slot % 64), 0)
         tl.store(ancestors_ptr + kept * num_words + word, words | own, mask=is_kept)
@@ -249,8 +243,7 @@ def select_top_k_tokens(
     level: 0 for the root's own logits, i for the logits of the beams that level i - 1 returned.
     out: eight tensors to write into; the rows of the candidates' may be strided.
     """
-    contracted = contract(locals())
-    out = check.allocate("select_top_k_tokens", contracted, out)
+    out = check.allocate("select_top_k_tokens", contract(locals()), out)
     device, (num_rows, vocab_size) = logits.device, logits.shape
     scan = tuning.row(TUNING, device)
     num_chunks = triton.cdiv(vocab_size, CHUNK_SIZE)
@@ -288,21 +281,12 @@ def select_top_k_tokens(
         beam_scores_ptr=scores,
         beam_ancestors_ptr=ancestors,
         draft_to_target_ptr=draft_to_target,
-        scores_ptr=out.scores,
-        tokens_ptr=out.tokens,
-        parents_ptr=out.parents,
-        hidden_rows_ptr=out.hidden_rows,
-        parent_slots_ptr=out.parent_slots,
-        candidate_scores_ptr=out.candidate_scores,
-        candidate_tokens_ptr=out.candidate_tokens,
-        ancestors_ptr=out.ancestors,
+        **{f"{name}_ptr": tensor for name, tensor in out._asdict().items()},
         stride_logits_row=logits.stride(0),
         vocab_size=vocab_size,
         num_chunks=num_chunks,
         level=level,
-        first_candidate=0 if level == 0 else topk + topk * topk * (level - 1),
         num_input_words=0 if ancestors is None else ancestors.shape[2],
-        num_words=out.ancestors.shape[2],
         stride_candidate_scores_request=out.candidate_scores.stride(0),
         stride_candidate_tokens_request=out.candidate_tokens.stride(0),
         TOPK=topk,

@@ -65,7 +65,7 @@ def _unpack_tree_mask_kernel(
     target = row_starts(seq_lens_ptr, request, row, batch_size, NUM_ROWS, NUM_KEYS, MASK_MODE, BLOCK_BATCH)
     if MASK_MODE == "full_mask":
         fill_prefix(
-            seq_lens_ptr, output_ptr, request, tl.program_id(1), batch_size, mask_size, NUM_KEYS, IS_ALIGNED,
+            seq_lens_ptr, output_ptr, request, tl.program_id(1), NUM_ROWS, batch_size, mask_size, NUM_KEYS, IS_ALIGNED,
             BLOCK_BATCH, BLOCK_FILL,
         )  # fmt: skip
     for word in range((NUM_KEYS + 63) // 64):
