@@ -171,16 +171,20 @@ def test_a_profiler_that_hooks_into_launches_sees_them(plans, device):
 
 @pytest.mark.gpu
 def test_another_stream(device):
+    """The launch waits for what its own stream does, and the default stream does not wait for it."""
     values = make_tree(5, 4, 3, 12, device=device)
-    out = build(values)
+    out = eagle_kernels.raw.build_tree(**values, out=build(values))
     for tensor in out:
         tensor.zero_()
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(10_000_000)
+        torch.cuda._sleep(1_000_000_000)
         eagle_kernels.raw.build_tree(**values, out=out)
-    assert not out.retrieve_index.any()  # the default stream does not wait for it
-    torch.cuda.synchronize()
+    torch.cuda.current_stream().synchronize()
+    before = out.retrieve_index.any().item()
+    assert not stream.query() and not before
+    stream.synchronize()
     assert out.retrieve_index.any()
 
 

@@ -70,26 +70,29 @@ def launcher(function: Callable) -> Callable:
     def call(*args, **kwargs):
         if not _can_plan():
             return function(*args, **kwargs)
+        plan = latest[0]
+        if plan is not None:
+            tensors = plan.tensors_of(args, kwargs)
+            if tensors is not None:
+                pointers = list(map(_data_ptr, tensors))
+                if functools.reduce(operator.or_, pointers) % 16 == 0:
+                    return plan.run(tensors, pointers, kwargs)
         plain, tensors = _split(args, kwargs)
         if plain is None:
             return function(*args, **kwargs)
         pointers = list(map(_data_ptr, tensors))
-        plan = latest[0]
-        if plan is None or not plan.fits(plain, tensors, pointers):
-            signature = (*plain, *map(_look, tensors, pointers))
-            plan = plans.get(signature)
-            if plan is None:
-                result, plan = _record(function, args, kwargs, plain, tensors, pointers)
-                if plan is not None:
-                    if len(plans) >= _MAX_PLANS:
-                        plans.clear()
-                    plans[signature] = plan
-                return result
+        signature = (*plain, *map(_look, tensors, pointers))
+        plan = plans.get(signature)
+        if plan is None:
+            result, plan = _record(function, args, kwargs, tensors, pointers)
+            if plan is not None:
+                if len(plans) >= _MAX_PLANS:
+                    plans.clear()
+                plans[signature] = plan
+            return result
+        if plan.guards is not None and all(pointer % 16 == 0 for pointer in pointers):
             latest[0] = plan
-        if torch.cuda.current_device() == plan.device:
-            return plan.run(tensors, pointers)
-        with torch.cuda.device(plan.device):
-            return plan.run(tensors, pointers)
+        return plan.run(tensors, pointers, kwargs)
 
     return call
 
@@ -112,17 +115,23 @@ def intercept(function: Callable):
 
 class _Launch(NamedTuple):
     run: Callable  # launches the compiled kernel
-    arguments: tuple  # of `run`, by position; the stream and the pointers are filled in
-    stream_slot: int
-    slots: tuple  # (position, index of the tensor) of each pointer
+    arguments_of: Callable  # picks the arguments of `run` out of [stream, *constants, *addresses]
+    constants: tuple
 
 
 class _Plan(NamedTuple):
     """What a launcher does for one signature. Tensors count: those of the call in order, then the allocated ones."""
 
-    plain: list
+    # how a call must look
+    num_args: int
+    names: tuple  # of the keyword arguments
+    out_type: type
+    plain_of: Callable  # picks what is no tensor out of the call's values, `out` unpacked at the end
+    plain: tuple
+    plain_types: tuple
+    picked: Callable  # the tensors likewise
     guards: object  # torch's own check of dtypes, sizes, strides and devices; None where this torch has none
-    is_aligned: bool  # all tensors start at a multiple of 16 bytes
+    # what it does
     device: int
     current_stream: Callable  # of a device index
     allocated: tuple  # (shape, dtype, torch.device) of each
@@ -130,24 +139,36 @@ class _Plan(NamedTuple):
     result: tuple | int | None  # indices of tensors
     result_type: type | None  # the named tuple around them
 
-    def fits(self, plain: list, tensors: list, pointers: list) -> bool:
-        """A quick yes for a call of the same signature; a no says nothing."""
-        if self.guards is None or not self.is_aligned or plain != self.plain:
-            return False
-        return functools.reduce(operator.or_, pointers) % 16 == 0 and self.guards.check(*tensors)
+    def tensors_of(self, args: tuple, kwargs: dict) -> list | None:
+        """The tensors of a call that differs from this plan's in addresses alone; None says nothing."""
+        if len(args) != self.num_args or tuple(kwargs) != self.names:
+            return None
+        values = [*args, *kwargs.values()]
+        out = kwargs.get("out")
+        if type(out) is not self.out_type:
+            return None
+        if isinstance(out, tuple):
+            values += out
+        plain = self.plain_of(values)
+        if plain != self.plain or tuple(map(type, plain)) != self.plain_types:
+            return None
+        tensors = self.picked(values)
+        return list(tensors) if self.guards.check(*tensors) else None
 
-    def run(self, tensors: list, pointers: list):
+    def run(self, tensors: list, pointers: list, kwargs: dict):
+        if _current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self.run(tensors, pointers, kwargs)
         for shape, dtype, device in self.allocated:
             tensor = torch.empty(shape, dtype=dtype, device=device)
             tensors.append(tensor)
             pointers.append(tensor.data_ptr())
         stream = self.current_stream(self.device)
-        for run, arguments, stream_slot, slots in self.launches:
-            arguments = list(arguments)
-            arguments[stream_slot] = stream
-            for position, index in slots:
-                arguments[position] = pointers[index]
-            run(*arguments)
+        for run, arguments_of, constants in self.launches:
+            run(*arguments_of([stream, *constants, *pointers]))
+        out = kwargs.get("out")
+        if out is not None:
+            return out
         if self.result_type is not None:
             return self.result_type._make([tensors[index] for index in self.result])
         return None if self.result is None else tensors[self.result]
@@ -170,6 +191,7 @@ def _can_plan() -> bool:
 
 
 _Tensor, _data_ptr = torch.Tensor, torch.Tensor.data_ptr
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def _split(args: tuple, kwargs: dict) -> tuple[list | None, list]:
@@ -196,15 +218,16 @@ def _look(tensor: torch.Tensor, pointer: int) -> tuple:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), pointer % 16 == 0
 
 
-def _record(function: Callable, args: tuple, kwargs: dict, plain: list, tensors: list, pointers: list) -> tuple:
+def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointers: list) -> tuple:
     """The launcher's result, and the plan of what it did, None if that cannot be told from the arguments alone."""
     _recording.launches = launches = []
     try:
         result = function(*args, **kwargs)
     finally:
         _recording.launches = None
+    out = kwargs.get("out")
     # one tensor in two places, here, may be two tensors in the next call
-    if not launches or len(set(map(id, tensors))) != len(tensors):
+    if not launches or len(set(map(id, tensors))) != len(tensors) or (out is not None and result is not out):
         return result, None
     known = _Tensors(tensors, pointers)
     try:
@@ -215,12 +238,32 @@ def _record(function: Callable, args: tuple, kwargs: dict, plain: list, tensors:
             result_type, index = type(result), tuple(map(known.index, result))
     except LookupError:
         return result, None
-    is_aligned = all(pointer % 16 == 0 for pointer in pointers)
-    current_stream = language.triton.runtime.driver.active.get_current_stream
+    values = [*args, *kwargs.values(), *(out if isinstance(out, tuple) else ())]
+    is_plain = [not isinstance(value, (torch.Tensor, tuple)) for value in values]
+    plain = _picker([at for at, plainly in enumerate(is_plain) if plainly])
     return result, _Plan(
-        plain, _guards(tensors), is_aligned, tensors[0].get_device(), current_stream, tuple(known.allocated), planned,
-        index, result_type,
-    )  # fmt: skip
+        num_args=len(args),
+        names=tuple(kwargs),
+        out_type=type(out),
+        plain_of=plain,
+        plain=plain(values),
+        plain_types=tuple(map(type, plain(values))),
+        picked=_picker([at for at, value in enumerate(values) if isinstance(value, torch.Tensor)]),
+        guards=_guards(tensors),
+        device=tensors[0].get_device(),
+        current_stream=language.triton.runtime.driver.active.get_current_stream,
+        allocated=tuple(known.allocated),
+        launches=planned,
+        result=index,
+        result_type=result_type,
+    )
+
+
+def _picker(places: list[int]) -> Callable:
+    """A function that picks these places out of a list, always as a tuple."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: tuple(values[place] for place in places)
 
 
 def _guards(tensors: list):
@@ -233,6 +276,9 @@ def _guards(tensors: list):
         )
     except (AttributeError, TypeError, ValueError):
         return None
+
+
+_STREAM = object()  # stands for the stream of the call
 
 
 class _Tensors:
@@ -260,13 +306,21 @@ class _Tensors:
         return len(self._tensors) - 1
 
     def launch(self, compiled, grid: tuple[int, ...], arguments: list) -> _Launch:
-        run, head, stream_slot = compiled.run, [*(*grid, 1, 1)[:3], None, compiled.function], 3
+        run, head = compiled.run, [*(*grid, 1, 1)[:3], _STREAM, compiled.function]
         if type(run).__name__ == "CudaLauncher" and not (run.global_scratch_size or run.profile_scratch_size):
             # what CudaLauncher itself calls when a kernel needs no scratch memory
             head += [run.launch_cooperative_grid, run.launch_pdl, None, None]
             run = run.launch
         head += [compiled.packed_metadata, None, None, None]  # no hooks
-        slots = [(at, self.index(value)) for at, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
-        for at, _ in slots:
-            arguments[at] = None
-        return _Launch(run, (*head, *arguments), stream_slot, tuple((len(head) + at, index) for at, index in slots))
+        values = [*head, *arguments]
+        constants = [value for value in values if not (value is _STREAM or isinstance(value, torch.Tensor))]
+        chosen, num_constants = [], 0
+        for value in values:
+            if value is _STREAM:
+                chosen.append(0)
+            elif isinstance(value, torch.Tensor):
+                chosen.append(1 + len(constants) + self.index(value))
+            else:
+                num_constants += 1
+                chosen.append(num_constants)
+        return _Launch(run, operator.itemgetter(*chosen), tuple(constants))

@@ -61,8 +61,8 @@ MAX_NODES = 256
 # A warp for every 16 nodes keeps the N x N comparisons in registers; more wait for each other.
 TUNING = {"default": {"nodes_per_warp": 16}}
 BLOCK_BATCH = 128
-BLOCK_FILL = 512
-FILL_PROGRAMS = 2048
+BLOCK_FILL = 256
+FILL_PROGRAMS = 1024
 
 
 @triton.jit(do_not_specialize=["batch_size", "parent_width", "mask_size"])
@@ -192,7 +192,13 @@ def build_tree(
         tree_tokens_ptr=out.draft_tokens,
         batch_size=seq_lens.shape[0],
         parent_width=parent_list.shape[1],
-        **tree_sizes(out.tree_mask, topk, num_verify_tokens, tree_mask_mode),
+        **tree_sizes(
+            out.tree_mask,
+            topk,
+            num_verify_tokens,
+            tree_mask_mode,
+            tuning.row(TUNING, seq_lens.device)["nodes_per_warp"],
+        ),
     )
     return out
 
@@ -204,7 +210,7 @@ def tree_grid(batch_size: int, num_nodes: int, mode: str, prefix_is_set: bool) -
     return batch_size, 1 + min(num_nodes, max(1, FILL_PROGRAMS // max(batch_size, 1)))
 
 
-def tree_sizes(tree_mask: torch.Tensor, topk: int, num_nodes: int, mode: str) -> dict:
+def tree_sizes(tree_mask: torch.Tensor, topk: int, num_nodes: int, mode: str, nodes_per_warp: int) -> dict:
     """The arguments of a kernel that stores trees: sizes, constants, number of warps."""
     block_node = max(8, triton.next_power_of_2(num_nodes))
     return {
@@ -218,5 +224,5 @@ def tree_sizes(tree_mask: torch.Tensor, topk: int, num_nodes: int, mode: str) ->
         "BLOCK_BATCH": BLOCK_BATCH,
         "BLOCK_FILL": BLOCK_FILL,
         "NUM_ROUNDS": (num_nodes - 1).bit_length(),
-        "num_warps": max(block_node // tuning.row(TUNING, tree_mask.device)["nodes_per_warp"], 1),
+        "num_warps": max(block_node // nodes_per_warp, 1),
     }

@@ -51,8 +51,8 @@ class Output(NamedTuple):
     top_scores_index: torch.Tensor
 
 
-# Ranking counts a vector of all candidates 32 times.
-TUNING = {"default": {"min_warps": 4}}
+# Ranking counts all candidates 32 times, and one warp does so without waiting for others: fewer warps than build_tree.
+TUNING = {"default": {"candidates_per_warp": 1024, "nodes_per_warp": 64}}
 
 
 @triton.jit(
@@ -165,8 +165,9 @@ def build_tree_from_scores(
     contracted = contract(locals())
     out = check.allocate("build_tree_from_scores", contracted, out)
     block_candidate = triton.next_power_of_2(candidate_scores.shape[1])
-    min_warps = tuning.row(TUNING, seq_lens.device)["min_warps"]
-    sizes = tree_sizes(out.tree_mask, topk, num_verify_tokens, tree_mask_mode)
+    row = tuning.row(TUNING, seq_lens.device)
+    sizes = tree_sizes(out.tree_mask, topk, num_verify_tokens, tree_mask_mode, row["nodes_per_warp"])
+    sizes["num_warps"] = max(sizes["num_warps"], block_candidate // row["candidates_per_warp"])
     launch(
         "build_tree_from_scores",
         _build_tree_from_scores_kernel,
@@ -190,6 +191,6 @@ def build_tree_from_scores(
         stride_candidate_tokens_request=candidate_tokens.stride(0),
         BLOCK_CANDIDATE=block_candidate,
         SEARCH_ROUNDS=block_candidate.bit_length() - 1,
-        **{**sizes, "num_warps": max(sizes["num_warps"], min_warps)},
+        **sizes,
     )
     return out

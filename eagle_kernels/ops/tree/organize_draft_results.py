@@ -42,7 +42,8 @@ class Output(NamedTuple):
 
 MAX_CANDIDATES = 4096
 
-TUNING = {"default": {"num_warps": 4}}
+# One warp counts without waiting for others, as long as its registers hold the candidates.
+TUNING = {"default": {"candidates_per_warp": 1024}}
 
 
 @triton.jit(
@@ -116,6 +117,7 @@ def organize_draft_results(
     batch_size, num_candidates = candidate_scores.shape
     if num_verify_tokens == 1:
         return out
+    block_candidate = triton.next_power_of_2(num_candidates)
     launch(
         "organize_draft_results",
         _organize_draft_results_kernel,
@@ -128,7 +130,7 @@ def organize_draft_results(
         num_kept=num_verify_tokens - 1,
         stride_candidate_scores_request=candidate_scores.stride(0),
         stride_candidate_tokens_request=candidate_tokens.stride(0),
-        BLOCK_CANDIDATE=triton.next_power_of_2(num_candidates),
-        **tuning.row(TUNING, candidate_scores.device),
+        BLOCK_CANDIDATE=block_candidate,
+        num_warps=max(block_candidate // tuning.row(TUNING, candidate_scores.device)["candidates_per_warp"], 1),
     )
     return out

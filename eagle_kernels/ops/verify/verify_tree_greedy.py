@@ -48,8 +48,8 @@ from ...runtime.launch import launch, launcher
 
 # One warp walks: what it looks up lies in its own registers.
 TUNING = {"default": {"num_warps": 1}}
-ROWS_TUNING = {"default": {"BLOCK_VOCAB": 16384, "LANES": 4096, "num_warps": 4}}
-LEVEL_TUNING = {"default": {"BLOCK_VOCAB": 4096, "LANES": 1024, "num_warps": 1}}
+ROWS_TUNING = {"default": {"BLOCK_VOCAB": 8192, "num_warps": 4}}
+LEVEL_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 1}}
 # The logits that are read in the time that one more level takes to launch and to find its nodes.
 CHOICE_TUNING = {"default": {"level_bytes": 6 << 20}}
 
@@ -108,13 +108,12 @@ def _verify_tree_greedy_rows_kernel(
     NUM_SLICES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """The key of one slice of any row, to [B, slices, N]."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     key = slice_key(
-        target_logits_ptr + tl.multiple_of(row * stride_logits_row, ALIGNMENT), part, VOCAB_SIZE, BLOCK_VOCAB, LANES
+        target_logits_ptr + tl.multiple_of(row * stride_logits_row, ALIGNMENT), part, VOCAB_SIZE, BLOCK_VOCAB
     )
     tl.store(partial_keys_ptr + (row // NUM_NODES * NUM_SLICES + part) * NUM_NODES + row % NUM_NODES, key)
 
@@ -141,7 +140,6 @@ def _verify_tree_greedy_level_kernel(
     BLOCK_NODE: tl.constexpr,
     BLOCK_SLICE: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """Steps one walk to its node of this level, path [level, B] (-1: ended), and scans a slice of that node's row.
 
@@ -169,7 +167,7 @@ def _verify_tree_greedy_level_kernel(
         tl.store(path_ptr + place, current)
     if current >= 0:
         offset = tl.multiple_of((request * NUM_NODES + current) * stride_logits_row, ALIGNMENT)
-        key = slice_key(target_logits_ptr + offset, part, VOCAB_SIZE, BLOCK_VOCAB, LANES)
+        key = slice_key(target_logits_ptr + offset, part, VOCAB_SIZE, BLOCK_VOCAB)
         tl.store(partial_keys_ptr + place * NUM_SLICES + part, key)
 
 
