@@ -9,7 +9,7 @@ import torch
 from bench.harness import Benchmark, Case
 from bench.harness.inputs import TREES, VOCABULARY, accepted_tree, decisive_logits
 from bench.harness.torch_walk import prepare_walk
-from bench.peers import sgl_kernel
+from bench.peers import sgl_kernel, sglang_triton
 from bench.run import main
 
 
@@ -66,7 +66,11 @@ BENCHMARK = Benchmark(
     make=make,
     count_bytes=count_bytes,
     providers={"torch": prepare_torch},
-    peers={"sgl_kernel": sgl_kernel.verify_tree_greedy},
+    peers={
+        "sgl_kernel": sgl_kernel.verify_tree_greedy,
+        "sgl_kernel_bare": sgl_kernel.verify_tree_greedy_bare,
+        "sglang_triton": sglang_triton.verify_tree_greedy,
+    },
 )
 
 if __name__ == "__main__":

@@ -32,11 +32,11 @@ import torch
 from ...primitives.ordering import is_among_best
 from ...primitives.tree_building import store_tree
 from ...primitives.tree_mask import TreeMaskMode, fill_prefix
-from ...runtime import check, tuning
+from ...runtime import check
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .build_tree import tree_contract, tree_grid, tree_sizes
-from .organize_draft_results import candidates_contract
+from .organize_draft_results import candidates_contract, ranking_warps
 
 
 class Output(NamedTuple):
@@ -49,10 +49,6 @@ class Output(NamedTuple):
     retrieve_next_sibling: torch.Tensor
     draft_tokens: torch.Tensor
     top_scores_index: torch.Tensor
-
-
-# Ranking counts all candidates 32 times, and one warp does so without waiting for others: fewer warps than build_tree.
-TUNING = {"default": {"candidates_per_warp": 1024, "nodes_per_warp": 64}}
 
 
 @triton.jit(
@@ -165,9 +161,8 @@ def build_tree_from_scores(
     contracted = contract(locals())
     out = check.allocate("build_tree_from_scores", contracted, out)
     block_candidate = triton.next_power_of_2(candidate_scores.shape[1])
-    row = tuning.row(TUNING, seq_lens.device)
-    sizes = tree_sizes(out.tree_mask, topk, num_verify_tokens, tree_mask_mode, row["nodes_per_warp"])
-    sizes["num_warps"] = max(sizes["num_warps"], block_candidate // row["candidates_per_warp"])
+    sizes = tree_sizes(out.tree_mask, topk, num_verify_tokens, tree_mask_mode)
+    sizes["num_warps"] = max(sizes["num_warps"], ranking_warps(block_candidate, seq_lens.device))
     launch(
         "build_tree_from_scores",
         _build_tree_from_scores_kernel,

@@ -42,8 +42,9 @@ class Output(NamedTuple):
 
 MAX_CANDIDATES = 4096
 
-# One warp counts without waiting for others, as long as its registers hold the candidates.
-TUNING = {"default": {"candidates_per_warp": 1024}}
+# Few candidates are counted by one warp, which waits for nobody; more than four warps wait longer than they count.
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/build_tree.txt
+TUNING = {"default": {"candidates_per_warp": 128, "max_warps": 4}}
 
 
 @triton.jit(
@@ -131,6 +132,12 @@ def organize_draft_results(
         stride_candidate_scores_request=candidate_scores.stride(0),
         stride_candidate_tokens_request=candidate_tokens.stride(0),
         BLOCK_CANDIDATE=block_candidate,
-        num_warps=max(block_candidate // tuning.row(TUNING, candidate_scores.device)["candidates_per_warp"], 1),
+        num_warps=ranking_warps(block_candidate, candidate_scores.device),
     )
     return out
+
+
+def ranking_warps(block_candidate: int, device: torch.device) -> int:
+    """Warps of a program that ranks this many candidates."""
+    row = tuning.row(TUNING, device)
+    return min(max(block_candidate // row["candidates_per_warp"], 1), row["max_warps"])

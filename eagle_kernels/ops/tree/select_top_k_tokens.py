@@ -65,6 +65,7 @@ class Output(NamedTuple):
 
 MAX_TOPK = 16
 
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/select_top_k_tokens.txt
 TUNING = {"default": {"BLOCK_CHUNK": 4}}
 
 
