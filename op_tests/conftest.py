@@ -13,6 +13,8 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # the references' threads would fight over the cores
     torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 
+from .harness import ahead_of_time
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
@@ -22,6 +24,18 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         elif "full" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="full cross of shapes, run on a GPU"))
+
+
+def pytest_collection_finish(session):
+    """Ahead-of-time compilation takes minutes in child processes: it starts first, beside all other tests."""
+    is_spread = "PYTEST_XDIST_WORKER" in os.environ or session.config.getoption("numprocesses", None)
+    if not is_spread and not session.config.option.collectonly:
+        wanted = [item for item in session.items if item.name.startswith("test_compiles_for_every_target[")]
+        ahead_of_time.begin([item.callspec.params["path"] for item in wanted])
+
+
+def pytest_unconfigure():
+    ahead_of_time.end()
 
 
 @pytest.fixture

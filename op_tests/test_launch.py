@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -94,26 +96,49 @@ def test_strides_are_looked_at(device):
 
 
 @pytest.mark.gpu
-def test_sizes_changed_in_place_are_seen(device):
+def test_sizes_changed_in_place_are_seen(plans, device):
     values = make_tree(5, 4, 3, 12, device=device)
-    build(values)
+    for _ in range(3):
+        build(values)
     values["seq_lens"].resize_(4)
     with pytest.raises(ValueError, match="seq_lens must have B = 5"):
         eagle_kernels.raw.build_tree(**values)
+    assert plans["replayed"] == 2
 
 
 @pytest.mark.gpu
-def test_bad_input_is_named_after_a_plan(device):
+def test_bad_input_is_named_after_a_plan(plans, device):
     values = make_tree(5, 4, 3, 12, device=device)
-    build(values)
     for change, message in (
         ({"seq_lens": values["seq_lens"].cpu()}, "seq_lens must be on cuda:0 like verified_id, got cpu"),
         ({"seq_lens": values["seq_lens"].float()}, "seq_lens must have dtype"),
         ({"topk": True}, "topk must be an int, got bool"),
+        ({"topk": torch.tensor([4, 4])}, "topk must be an int, got Tensor"),
         ({"verified_id": [1, 2, 3, 4, 5]}, "verified_id must be a tensor, got list"),
     ):
+        for _ in range(3):
+            build(values)
         with pytest.raises((ValueError, TypeError), match=message):
             eagle_kernels.raw.build_tree(**values | change)
+    assert plans["replayed"] >= 14
+
+
+@pytest.mark.gpu
+def test_the_public_function_and_inference_mode_are_replayed_too(plans, device):
+    links = make_tree(5, 4, 3, 12, device=device)
+    tree = eagle_kernels.raw.build_tree(**links)
+    nodes = (tree.draft_tokens.view(5, 12), tree.retrieve_index, tree.retrieve_next_token, tree.retrieve_next_sibling)
+    values = dict(zip(("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"), nodes))
+    values |= {"target_predict": torch.randint(97, (5, 12), device=device), "spec_steps": 3}
+    out = eagle_kernels.verify_tree_greedy(**values)
+    eagle_kernels.verify_tree_greedy(**values, out=out)
+    before = dict(plans)
+    for _ in range(3):
+        eagle_kernels.verify_tree_greedy(**values, out=out)
+    with torch.inference_mode():
+        for _ in range(3):
+            eagle_kernels.verify_tree_greedy(**values, out=out)
+    assert plans == {"recorded": before["recorded"], "replayed": before["replayed"] + 6}
 
 
 @pytest.mark.gpu
@@ -229,3 +254,75 @@ def test_calls_are_told_apart(monkeypatch):
     assert all(one != other for index, one in enumerate(plain) for other in plain[:index])
     assert launch_module._split((torch.nn.Parameter(tensor),), {})[0] is None
     assert launch_module._split(([1],), {})[0] is None
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """A launcher of CPU tensors whose kernel notes its arguments: (launcher, notes). Planning without a GPU."""
+    notes = []
+
+    def scale(x, *, factor, workspace=None, out=None):
+        if type(factor) is not int:
+            raise TypeError(f"factor must be an int, got {type(factor).__name__}")
+        scratch = torch.empty(3, dtype=torch.int32)
+        out = torch.empty(4) if out is None else out
+        compiled = SimpleNamespace(
+            run=lambda *args: notes.append(args), function="function", packed_metadata="metadata"
+        )
+        if launch_module._recording.launches is not None:
+            launch_module._recording.launches.append((compiled, (7, 2), [x, workspace, scratch, factor, out]))
+        notes.append("public")
+        return out
+
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: "stream"))
+    triton = SimpleNamespace(runtime=SimpleNamespace(driver=driver))
+    monkeypatch.setattr(launch_module, "language", SimpleNamespace(triton=triton))
+    monkeypatch.setattr(launch_module, "_can_plan", lambda: True)
+    monkeypatch.setattr(launch_module, "_current_device", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    return launch_module.launcher(scale), notes
+
+
+def test_a_replay_hands_over_what_the_launcher_would(pretend):
+    scale, notes = pretend
+    first, second, out = torch.zeros(4), torch.ones(4), torch.zeros(4)
+    scale(first, factor=2, out=out)
+    for x in (second, first):
+        assert scale(x, factor=2, out=out) is out
+        head, (pointer, workspace, scratch, factor, out_pointer) = notes[-1][:9], notes[-1][9:]
+        assert head == (7, 2, 1, "stream", "function", "metadata", None, None, None)
+        assert (pointer, workspace, factor, out_pointer) == (x.data_ptr(), None, 2, out.data_ptr())
+        assert scratch not in (0, first.data_ptr(), second.data_ptr(), out.data_ptr())
+    assert notes.count("public") == 1
+    fresh = [scale(first, factor=2) for _ in range(3)]
+    assert len({tensor.data_ptr() for tensor in fresh}) == 3 and notes[-1][-1] == fresh[-1].data_ptr()
+    assert notes.count("public") == 2
+
+
+def test_whatever_differs_goes_to_the_launcher(pretend):
+    scale, notes = pretend
+    x = torch.zeros(8)
+    for _ in range(3):
+        scale(x[:4], factor=2)
+    for other in (x[:3], x[::2], x[1:5], x[:4].int(), x[:4].view(2, 2)):
+        before = notes.count("public")
+        scale(other, factor=2)
+        assert notes.count("public") == before + 1
+    before = notes.count("public")
+    scale(x[:4], factor=3)
+    scale(x[:4], factor=2, workspace=x)
+    assert notes.count("public") == before + 2
+    for factor in (True, 2.0, "2", torch.tensor([2, 2]), None):
+        with pytest.raises(TypeError, match="factor must be an int, got"):
+            scale(x[:4], factor=factor)
+
+
+def test_what_cannot_be_planned_is_tried_once(pretend, monkeypatch):
+    scale, notes = pretend
+    x, tried = torch.zeros(4), []
+    record = launch_module._record
+    monkeypatch.setattr(launch_module, "_record", lambda *args: tried.append(1) or record(*args))
+    launch_module._recording.launches = None
+    for _ in range(3):
+        assert scale(x, factor=2, workspace=x, out=torch.zeros(4)) is not x
+    assert len(tried) == 1 and notes == ["public"] * 3

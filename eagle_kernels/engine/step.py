@@ -55,7 +55,10 @@ class BatchState:
 
 
 class StepResult(NamedTuple):
-    """tokens [B, S + 1] int64, accepted drafts then the bonus, -1 padded; accepted [B] int32 drafts."""
+    """tokens [B, S + 1] int64, accepted drafts then the bonus, -1 padded; accepted [B] int32 drafts.
+
+    Rows that are not live have tokens -1 and a count that means nothing.
+    """
 
     tokens: Tensor
     accepted: Tensor

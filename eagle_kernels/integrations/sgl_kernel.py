@@ -4,14 +4,16 @@
 
 Names, argument order, dtypes and written values are those of `sgl_kernel.speculative` as SGLang 0.5.23 uses it; nothing
 of SGLang is imported. B requests, N = draft_token_num nodes with the root, S + 1 columns of accept_index. The caller's
-buffers are written in place; they must be contiguous and may be longer than needed, as SGLang's graph buffers are.
+buffers are written in place; they must be contiguous, and all but accept_index and accept_token_num may be longer than
+needed, as SGLang's graph buffers are.
 
 Who writes what                  sgl_kernel                         here
     tree_mask, FULL_MASK         all but the prefix columns         the same (the CPU reference sets the prefix too)
     tree_mask, other modes       words are or-ed: zeroed before     written whole, whatever they held
     retrive_next_*  (build)      links only: -1 before              written whole, whatever they held
-    predicts                     visited nodes only                 the same: callers feed all of it to the draft model,
-                                                                    so the fill they chose (0) has to stay
+    predicts                     visited nodes only                 the same, where the target's token is an id (>= 0):
+                                                                    callers feed all of it to the draft model, so the
+                                                                    fill they chose (0) has to stay
     accept_index                 the path only: -1 before           the path, then -1
     positions, retrive_index     written whole                      the same
 
@@ -74,12 +76,13 @@ def build_tree_kernel_efficient(
         retrieve_next_sibling=_front(op, "retrive_next_sibling", retrive_next_sibling, *nodes),
         draft_tokens=torch.empty(batch_size * draft_token_num, dtype=torch.int64, device=verified_seq_len.device),
     )
-    # Our op also lays out the tokens, which this interface does not carry: it copies what it reads anyway into scratch.
+    # Our op also lays out the tokens, which this interface does not carry: it copies what it reads anyway into scratch
+    # (through views: a launch is planned for tensors that are all different).
     build_tree(
-        verified_id=verified_seq_len,
+        verified_id=verified_seq_len.view(-1),
         parent_list=parent_slots(parent_list, depth),
         top_scores_index=selected_index,
-        draft_tokens=selected_index,
+        draft_tokens=selected_index.view_as(selected_index),
         seq_lens=verified_seq_len,
         topk=topk,
         spec_steps=depth,

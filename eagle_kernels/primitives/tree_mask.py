@@ -127,7 +127,8 @@ def fill_prefix(
     request_begin = full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH)
     for row in range(first_row, NUM_NODES, row_step):
         begin = request_begin + row * (seq_len + NUM_NODES)
-        _fill(tree_mask_ptr, tl.maximum(begin, 0), tl.minimum(begin + seq_len, mask_size), IS_ALIGNED, BLOCK_FILL)
+        end = tl.minimum(begin + seq_len, mask_size)
+        _fill(tree_mask_ptr, tl.minimum(tl.maximum(begin, 0), mask_size), end, IS_ALIGNED, BLOCK_FILL)
 
 
 @triton.jit

@@ -85,11 +85,14 @@ def launcher(function: Callable) -> Callable:
         plan = plans.get(signature)
         if plan is None:
             result, plan = _record(function, args, kwargs, tensors, pointers)
-            if plan is not None:
-                if len(plans) >= _MAX_PLANS:
-                    plans.clear()
-                plans[signature] = plan
+            if len(plans) >= _MAX_PLANS:
+                plans.clear()
+            plans[signature] = plan or False  # what cannot be planned is not tried again
             return result
+        if plan is False:
+            return function(*args, **kwargs)
+        if plan is latest[0]:  # the same but for torch's state, inference mode for one
+            plan = plans[signature] = plan._replace(guards=_guards(tensors))
         if plan.guards is not None and all(pointer % 16 == 0 for pointer in pointers):
             latest[0] = plan
         return plan.run(tensors, pointers, kwargs)
@@ -150,7 +153,7 @@ class _Plan(NamedTuple):
         if isinstance(out, tuple):
             values += out
         plain = self.plain_of(values)
-        if plain != self.plain or tuple(map(type, plain)) != self.plain_types:
+        if tuple(map(type, plain)) != self.plain_types or plain != self.plain:
             return None
         tensors = self.picked(values)
         return list(tensors) if self.guards.check(*tensors) else None
@@ -186,8 +189,9 @@ def _can_plan() -> bool:
         return False
     if getattr(_recording, "launches", None) is not None or torch.compiler.is_compiling():
         return False
-    hooks = language.triton.knobs.runtime
-    return not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+    runtime = language.triton.knobs.runtime
+    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
+    return not any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 _Tensor, _data_ptr = torch.Tensor, torch.Tensor.data_ptr

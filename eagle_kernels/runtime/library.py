@@ -114,7 +114,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
 
     def into_buffers(*args, **kwargs):
         out = tuple(kwargs.pop("out_" + field) for field in fields)
-        run(bind(args, kwargs), out=out if result_type else out[0])
+        run(bind(args, kwargs), out=result_type(*out) if result_type else out[0])
 
     def fake(*args, **kwargs):
         result = check.allocate(name, module.contract(bind(args, kwargs)))

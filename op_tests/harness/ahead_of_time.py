@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -35,9 +36,25 @@ _POINTERS = {
 }
 
 
+_begun: dict[str, Future] = {}
+_pool: list[ThreadPoolExecutor] = []
+
+
+def begin(paths: list[str]) -> None:
+    """Starts compiling these ops on half of the cores, beside whatever follows; `compile_for_all_targets` waits."""
+    _pool.append(ThreadPoolExecutor(max(1, os.cpu_count() // 2)))
+    _begun.update({path: _pool[0].submit(_run_child, "compile", path) for path in paths})
+
+
+def end() -> None:
+    """Gives up what has not been started."""
+    while _pool:
+        _pool.pop().shutdown(wait=False, cancel_futures=True)
+
+
 def compile_for_all_targets(path: str) -> list[dict]:
     """Compiles the op in a child process; one record per kernel, target and set of constants. Raises with its log."""
-    return _run_child("compile", path)
+    return _begun[path].result() if path in _begun else _run_child("compile", path)
 
 
 def count_variants(path: str) -> dict[str, int]:

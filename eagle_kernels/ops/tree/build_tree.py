@@ -212,7 +212,7 @@ def tree_grid(batch_size: int, num_nodes: int, mode: str, prefix_is_set: bool) -
     return batch_size, 1 + min(num_nodes, max(1, FILL_PROGRAMS // max(batch_size, 1)))
 
 
-def tree_sizes(tree_mask: torch.Tensor, topk: int, num_nodes: int, mode: str) -> dict:
+def tree_sizes(tree_mask: torch.Tensor, topk: int, num_nodes: int, mode: str, nodes_per_warp: int) -> dict:
     """The arguments of a kernel that stores trees: sizes, constants, number of warps."""
     block_node = max(8, triton.next_power_of_2(num_nodes))
     return {
@@ -226,5 +226,5 @@ def tree_sizes(tree_mask: torch.Tensor, topk: int, num_nodes: int, mode: str) ->
         "BLOCK_BATCH": BLOCK_BATCH,
         "BLOCK_FILL": BLOCK_FILL,
         "NUM_ROUNDS": (num_nodes - 1).bit_length(),
-        "num_warps": max(block_node // tuning.row(TUNING, tree_mask.device)["nodes_per_warp"], 1),
+        "num_warps": max(block_node // nodes_per_warp, 1),
     }

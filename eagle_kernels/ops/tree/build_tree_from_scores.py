@@ -32,7 +32,7 @@ import torch
 from ...primitives.ordering import is_among_best
 from ...primitives.tree_building import store_tree
 from ...primitives.tree_mask import TreeMaskMode, fill_prefix
-from ...runtime import check
+from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .build_tree import tree_contract, tree_grid, tree_sizes
@@ -49,6 +49,11 @@ class Output(NamedTuple):
     retrieve_next_sibling: torch.Tensor
     draft_tokens: torch.Tensor
     top_scores_index: torch.Tensor
+
+
+# As build_tree, but never fewer warps than ranking takes.
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/build_tree.txt
+TUNING = {"default": {"nodes_per_warp": 16}}
 
 
 @triton.jit(
@@ -161,7 +166,8 @@ def build_tree_from_scores(
     contracted = contract(locals())
     out = check.allocate("build_tree_from_scores", contracted, out)
     block_candidate = triton.next_power_of_2(candidate_scores.shape[1])
-    sizes = tree_sizes(out.tree_mask, topk, num_verify_tokens, tree_mask_mode)
+    nodes_per_warp = tuning.row(TUNING, seq_lens.device)["nodes_per_warp"]
+    sizes = tree_sizes(out.tree_mask, topk, num_verify_tokens, tree_mask_mode, nodes_per_warp)
     sizes["num_warps"] = max(sizes["num_warps"], ranking_warps(block_candidate, seq_lens.device))
     launch(
         "build_tree_from_scores",

@@ -160,7 +160,7 @@ def test_a_mask_buffer_that_is_too_short_is_not_overrun(function, device):
     assert not whole[half:].any() and torch.equal(whole[:half], expected.tree_mask[:half])
 
 
-@pytest.mark.parametrize("seq_lens", [[-40, 10], [10, -40], [2**40, 0]])
+@pytest.mark.parametrize("seq_lens", [[-40, 10], [10, -40], [2**40, 0], [2**60 - 9, 5]])
 def test_impossible_lengths_stay_inside_the_mask(seq_lens, device):
     values = make(2, 4, 3, 8, mode="full_mask", device=device)
     expected = eagle_kernels.build_tree(**values)

@@ -260,7 +260,7 @@ def test_graph_replay_with_dead_rows(level, device):
 @pytest.mark.parametrize("vocab_size", [16, 2048, 2049, 32000, 128256])
 def test_full_cross(topk, level, vocab_size, device):
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        # ties are exact on the grid, and 1/4 apart otherwise
+        # ties are exact on the grid, and a whole apart otherwise
         values = on_grid(3, topk, level, vocab_size, device)
         values["logits"] = values["logits"].to(dtype)
         check(values, f"{topk} {level} {vocab_size} {dtype}")

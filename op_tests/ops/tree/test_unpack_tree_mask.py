@@ -98,7 +98,7 @@ def test_full_mask_buffers_of_another_size(function, device):
     assert torch.equal(buffer[: size // 2], expected[: size // 2]) and not buffer[size // 2 :].any()
 
 
-@pytest.mark.parametrize("seq_lens", [[-40, 10], [10, -40], [2**40, 0]])
+@pytest.mark.parametrize("seq_lens", [[-40, 10], [10, -40], [2**40, 0], [2**60 - 9, 5]])
 def test_impossible_lengths_stay_inside_the_mask(seq_lens, device):
     values = make(2, 8, mode="full_mask", device=device) | {"seq_lens": torch.tensor(seq_lens, device=device)}
     guarded = Guarded((100,), torch.bool, device)

@@ -25,9 +25,15 @@ def make(batch_size, topk, spec_steps, num_nodes, *, source="ids", vocab_size=97
     return {**links, **target, "spec_steps": spec_steps}
 
 
+def without_plans(monkeypatch):
+    """A planned launch would keep the arrangement that it was planned with."""
+    monkeypatch.setattr(launch, "_knows_triton", lambda: False)
+
+
 @pytest.fixture(params=["all rows", "level by level"])
 def arrangement(request, monkeypatch):
     """Both ways to scan logits, whatever the shapes say; cut into slices of 256 tokens."""
+    without_plans(monkeypatch)
     monkeypatch.setattr(op, "scans_all_rows", lambda *sizes: request.param == "all rows")
     for table in ("ROWS_TUNING", "LEVEL_TUNING"):
         monkeypatch.setattr(op, table, {"default": getattr(op, table)["default"] | {"BLOCK_VOCAB": 256}})
@@ -145,6 +151,7 @@ def test_empty_batch(arrangement, device):
 @pytest.mark.parametrize("source", ["ids", "level by level"])
 def test_malformed_trees_end_and_accept_nothing_bad(fault, source, monkeypatch, device):
     """All rows and ids share their walk."""
+    without_plans(monkeypatch)
     monkeypatch.setattr(op, "scans_all_rows", lambda *sizes: False)
     values = make(3, 4, 3, 8, source="ids" if source == "ids" else torch.float32)
     MALFORMED[fault]({key: values[key] for key in list(values)[:4]})
@@ -204,6 +211,7 @@ def test_launches_and_nothing_else(device):
 
 
 def test_levels_launch_and_nothing_else(monkeypatch, device):
+    without_plans(monkeypatch)
     monkeypatch.setattr(op, "scans_all_rows", lambda *sizes: False)
     assert_only_launches(PATH, make(2, 4, 3, 8, source=torch.float32, device=device), launches=5)
 
