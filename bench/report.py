@@ -88,12 +88,13 @@ def _full_report(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> st
         others = [name for name in benchmark.all_providers(with_peers=True) if name != OURS]
         others = [name for name in others if any(name in row for _, row in rows)]
         has_floor = benchmark.floor is not None and any("floor_us" in row[OURS] for _, row in rows)
-        header = ["case", "graph", "cold", "eager", "raw", "public", "of copy"]
+        header = ["case", "commit", "graph", "cold", "eager", "raw", "public", "of copy"]
         table = [header + ["floor", "of floor"] * has_floor + others]
         for case, row in rows:
             ours = row[OURS]
             names = ("graph_p50_us", "cold_p50_us", "eager_p50_us", "host_p50_us", "public_host_p50_us")
-            cells = [case.name, *(_time(ours.get(name)) for name in names), f"{ours['share_of_copy']:.1%}"]
+            cells = [case.name, ours["commit"], *(_time(ours.get(name)) for name in names)]
+            cells.append(f"{ours['share_of_copy']:.1%}")
             if has_floor:
                 floor = ours.get("floor_us")
                 cells += [_time(floor), f"{ours['graph_p50_us'] / floor:.2f}" if floor else "-"]
@@ -108,7 +109,7 @@ def _full_report(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> st
 
 
 def _headline_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> str:
-    table = [["op", "case", "graph", "raw call", "public call", "fastest other", "its graph", "ratio"]]
+    table = [["op", "case", "graph", "raw call", "public call", "fastest other", "its graph", "ratio", "at commit"]]
     for benchmark, rows in sections:
         for case, row in _headlines(benchmark, rows):
             # a bare kernel does a part of the work
@@ -116,7 +117,7 @@ def _headline_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) ->
             best = min(others, key=lambda name: _graph(row, name), default=None)
             ours = [_time(row[OURS].get(name)) for name in ("graph_p50_us", "host_p50_us", "public_host_p50_us")]
             theirs = [best, _time(_graph(row, best)), _ratio(row, best)] if best else ["-"] * 3
-            table.append([f"`{benchmark.op}`", case.name, *ours, *theirs])
+            table.append([f"`{benchmark.op}`", case.name, *ours, *theirs, f"`{row[OURS]['commit']}`"])
     return f"{_machine(sections)}, times in µs:\n\n{_markdown(table)}"
 
 

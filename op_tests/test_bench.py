@@ -92,13 +92,13 @@ def test_tables(folder, monkeypatch):
     assert readme.startswith("before\n") and readme.endswith("after\n")
     assert "Some GPU 80GB, torch 2.0, triton 3.0, times in µs" in readme
     # the bare kernel is nobody's equal, and what is no headline is left to the full report
-    assert "| `build_tree` | first | 4.00 | 8.50 | 21.25 | sgl_kernel | 30.00 | 7.5× |" in readme
+    assert "| `build_tree` | first | 4.00 | 8.50 | 21.25 | sgl_kernel | 30.00 | 7.5× | `abc` |" in readme
     assert "second" not in readme
     full = (folder / "results" / "Some_GPU_80GB" / "README.md").read_text()
     assert "Floor: the bytes at the bandwidth of a large write, and 3 µs." in full
     theirs = "100.0 (25×) | 30.00 (7.5×) | 2.00 (0.50×)"
-    assert f"| first | 4.00 | 9.00 | 50.00 | 8.50 | 21.25 | 50.0% | 4.00 | 1.00 | {theirs} |" in full
-    assert "| second | 10.00 | 9.00 | 50.00 | - | - | 50.0% | - | - | 4.50 (0.45×) | - | - |" in full
+    assert f"| first | abc | 4.00 | 9.00 | 50.00 | 8.50 | 21.25 | 50.0% | 4.00 | 1.00 | {theirs} |" in full
+    assert "| second | abc | 10.00 | 9.00 | 50.00 | - | - | 50.0% | - | - | 4.50 (0.45×) | - | - |" in full
 
 
 def test_check_goes_red_when_a_number_is_edited_or_is_new(folder, monkeypatch, capsys):
