@@ -133,7 +133,8 @@ def feed_back_normed(engine, monkeypatch):
 def skip_draft_extend(engine, monkeypatch):
     """Accepted rows keep the draft's own guess of the hidden state instead of the target's true feature."""
 
-    def extend_from_guesses(self, state, tokens, features, accepted):
+    def extend_from_guesses(self, state, commit, features):
+        tokens, features = commit.tokens, features.flatten(0, 1)[commit.hidden_rows]
         lengths, batch_size = self._draft_lengths(state), len(tokens)
         outputs, hidden = [], features[:, :1]
         for row in range(tokens.shape[1]):
@@ -148,7 +149,7 @@ def skip_draft_extend(engine, monkeypatch):
             outputs.append(output)
             hidden = output.hidden
         request = torch.arange(batch_size, device=tokens.device)
-        last = accepted.to(torch.int64)
+        last = (commit.accept_lengths - 1).clamp(min=0).to(torch.int64)
         state.draft_logits = torch.cat([output.logits for output in outputs], dim=1)[request, last]
         state.draft_hidden = torch.cat([output.hidden for output in outputs], dim=1)[request, last]
 
