@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..runtime.language import tl, triton
 from .tree import ancestor_word
-from .tree_mask import full_mask_start
+from .tree_mask import row_starts
 
 
 @triton.jit
@@ -62,13 +62,7 @@ def store_tree(
     tl.store(retrieve_next_token_ptr + offset, first_child.to(tl.int64), mask=is_node)
     tl.store(retrieve_next_sibling_ptr + offset, next_sibling.to(tl.int64), mask=is_node)
 
-    if MASK_MODE == "full_mask":
-        mask_row = full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH)
-        mask_row += node * (seq_len + NUM_NODES) + seq_len
-    elif MASK_MODE == "qlen_only":
-        mask_row = offset * NUM_NODES
-    else:
-        mask_row = offset * NUM_WORDS
+    mask_row = row_starts(seq_lens_ptr, request, node, batch_size, NUM_NODES, NUM_NODES, MASK_MODE, BLOCK_BATCH)
     depth = tl.full([BLOCK_NODE], -1, tl.int32)
     for word in tl.static_range(NUM_WORDS):
         bit = node - word * 64

@@ -35,6 +35,7 @@ from ...primitives.tree import depths
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .build_tree import MAX_NODES
 
 
 class Output(NamedTuple):
@@ -46,8 +47,6 @@ class Output(NamedTuple):
     max_branching: torch.Tensor
     nodes_per_depth: torch.Tensor
 
-
-MAX_NODES = 256
 
 # A warp for every 16 nodes keeps the N x N comparisons in registers.
 TUNING = {"default": {"nodes_per_warp": 16, "min_warps": 4, "BLOCK_DEPTH": 16}}

@@ -37,6 +37,7 @@ from ...primitives.tree_mask import TreeMaskMode, check_mask, load_keys, row_sta
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .build_tree import MAX_NODES
 
 
 class Output(NamedTuple):
@@ -47,8 +48,6 @@ class Output(NamedTuple):
     retrieve_next_token: torch.Tensor
     retrieve_next_sibling: torch.Tensor
 
-
-MAX_NODES = 256
 
 # A warp for every 16 nodes keeps the N x N comparisons in registers.
 TUNING = {"default": {"nodes_per_warp": 16, "min_warps": 4}}
