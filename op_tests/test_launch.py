@@ -258,8 +258,9 @@ def test_calls_are_told_apart(monkeypatch):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """A launcher of CPU tensors whose kernel notes its arguments: (launcher, notes). Planning without a GPU."""
-    notes = []
+    """A launcher of CPU tensors whose kernel notes its arguments: (launcher, notes, streams, the last one current).
+    Planning without a GPU."""
+    notes, streams = [], ["stream"]
 
     def scale(x, *, factor, workspace=None, out=None):
         if type(factor) is not int:
@@ -274,17 +275,17 @@ def pretend(monkeypatch):
         notes.append("public")
         return out
 
-    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: "stream"))
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: streams[-1]))
     triton = SimpleNamespace(runtime=SimpleNamespace(driver=driver))
     monkeypatch.setattr(launch_module, "language", SimpleNamespace(triton=triton))
     monkeypatch.setattr(launch_module, "_can_plan", lambda: True)
     monkeypatch.setattr(launch_module, "_current_device", lambda: 0)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
-    return launch_module.launcher(scale), notes
+    return launch_module.launcher(scale), notes, streams
 
 
 def test_a_replay_hands_over_what_the_launcher_would(pretend):
-    scale, notes = pretend
+    scale, notes, streams = pretend
     first, second, out = torch.zeros(4), torch.ones(4), torch.zeros(4)
     scale(first, factor=2, out=out)
     for x in (second, first):
@@ -297,10 +298,14 @@ def test_a_replay_hands_over_what_the_launcher_would(pretend):
     fresh = [scale(first, factor=2) for _ in range(3)]
     assert len({tensor.data_ptr() for tensor in fresh}) == 3 and notes[-1][-1] == fresh[-1].data_ptr()
     assert notes.count("public") == 2
+    for stream in ("another", "stream"):
+        streams.append(stream)
+        scale(first, factor=2, out=out)
+        assert notes[-1][3] == stream and notes[-1][-1] == out.data_ptr()
 
 
 def test_whatever_differs_goes_to_the_launcher(pretend):
-    scale, notes = pretend
+    scale, notes, _ = pretend
     x = torch.zeros(8)
     for _ in range(3):
         scale(x[:4], factor=2)
@@ -318,7 +323,7 @@ def test_whatever_differs_goes_to_the_launcher(pretend):
 
 
 def test_what_cannot_be_planned_is_tried_once(pretend, monkeypatch):
-    scale, notes = pretend
+    scale, notes, _ = pretend
     x, tried = torch.zeros(4), []
     record = launch_module._record
     monkeypatch.setattr(launch_module, "_record", lambda *args: tried.append(1) or record(*args))

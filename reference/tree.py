@@ -21,11 +21,17 @@ def walk(
     retrieve_next_sibling: torch.Tensor,
     spec_steps: int,
     token_at: Callable[[int, int], int],
+    unvisited: torch.Tensor | None = None,
 ) -> Output:
-    """Follows from each root the child that carries `token_at(request, node)`, until none does or S are accepted."""
+    """Follows from each root the child that carries `token_at(request, node)`, until none does or S are accepted.
+
+    unvisited: what predicts holds [B * N] at the other nodes; None means -1.
+    """
     device = candidates.device
     batch_size, num_nodes = candidates.shape
     predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32)
+    if unvisited is not None:
+        predicts.copy_(unvisited.view(batch_size, num_nodes))
     accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32)
     accept_token_num = torch.zeros(batch_size, dtype=torch.int32)
     tokens, retrieved = candidates.tolist(), retrieve_index.tolist()

@@ -11,9 +11,7 @@ Who writes what                  sgl_kernel                         here
     tree_mask, FULL_MASK         all but the prefix columns         the same (the CPU reference sets the prefix too)
     tree_mask, other modes       words are or-ed: zeroed before     written whole, whatever they held
     retrive_next_*  (build)      links only: -1 before              written whole, whatever they held
-    predicts                     visited nodes only                 the same, where the target's token is an id (>= 0):
-                                                                    callers feed all of it to the draft model, so the
-                                                                    fill they chose (0) has to stay
+    predicts                     visited nodes only                 the same; a target's token that is no int32 id: -1
     accept_index                 the path only: -1 before           the path, then -1
     positions, retrive_index     written whole                      the same
 
@@ -109,7 +107,6 @@ def verify_tree_greedy(
     accepted drafts without the bonus; the inputs are [B, N].
     """
     predicts = _front("verify_tree_greedy", "predicts", predicts, candidates.numel())
-    visited = torch.empty_like(predicts)
     _verify_tree_greedy(
         candidates,
         retrive_index,
@@ -117,9 +114,9 @@ def verify_tree_greedy(
         retrive_next_sibling,
         target_predict,
         spec_steps=accept_index.shape[1] - 1,
-        out=VerifyOutput(visited, accept_index, accept_token_num),
+        keep_unvisited=True,
+        out=VerifyOutput(predicts, accept_index, accept_token_num),
     )
-    torch.where(visited < 0, predicts, visited, out=predicts)
 
 
 def reconstruct_indices_from_tree_mask(

@@ -130,14 +130,14 @@ def store_walk(
     depth,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
+    KEEPS_UNVISITED: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    """Writes the three outputs of a verify op, whole; depth [node] is -1 for nodes that are not on the path."""
-    node = tl.arange(0, BLOCK_NODE)
+    """Writes the three outputs of a verify op; depth [node] is -1 for nodes that are not on the path."""
     is_visited = depth >= 0
     last = tl.max(depth)
-    tl.store(predicts_ptr + request * NUM_NODES + node, tl.where(is_visited, predicted, -1), mask=node < NUM_NODES)
+    _store_predicts(predicts_ptr, request, predicted, is_visited, NUM_NODES, KEEPS_UNVISITED, BLOCK_NODE)
     path_ptr = accept_index_ptr + request * (SPEC_STEPS + 1)
     tl.store(path_ptr + depth, retrieved.to(tl.int32), mask=is_visited)
     column = tl.arange(0, BLOCK_DEPTH)
@@ -156,6 +156,7 @@ def store_path(
     predicted,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
+    KEEPS_UNVISITED: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
@@ -165,7 +166,19 @@ def store_path(
     is_visited = path >= 0
     # [depth, node]
     at_node = tl.where(is_visited[:, None] & (path[:, None] == node[None, :]), predicted[:, None], -1)
-    tl.store(predicts_ptr + request * NUM_NODES + node, tl.max(at_node, axis=0), mask=node < NUM_NODES)
+    tokens = tl.max(at_node, axis=0)  # of a visited row, so never negative
+    _store_predicts(predicts_ptr, request, tokens, tokens >= 0, NUM_NODES, KEEPS_UNVISITED, BLOCK_NODE)
     retrieved = tl.load(retrieve_index_ptr + request * NUM_NODES + path, mask=is_visited, other=-1)
     tl.store(accept_index_ptr + request * (SPEC_STEPS + 1) + depth, retrieved.to(tl.int32), mask=depth <= SPEC_STEPS)
     tl.store(accept_token_num_ptr + request, tl.maximum(tl.sum(is_visited.to(tl.int32)) - 1, 0))
+
+
+@triton.jit
+def _store_predicts(predicts_ptr, request, tokens, is_visited, NUM_NODES: tl.constexpr, KEEPS_UNVISITED: tl.constexpr,
+                    BLOCK_NODE: tl.constexpr):  # fmt: skip
+    """The tokens [node] of visited nodes; all others get -1, or keep what they hold."""
+    node = tl.arange(0, BLOCK_NODE)
+    mask = node < NUM_NODES
+    if KEEPS_UNVISITED:
+        mask = mask & is_visited
+    tl.store(predicts_ptr + request * NUM_NODES + node, tl.where(is_visited, tokens, -1), mask=mask)

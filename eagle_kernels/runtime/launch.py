@@ -12,11 +12,12 @@ them), and the same value of every other argument.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import operator
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,18 +65,19 @@ def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
 def launcher(function: Callable) -> Callable:
     """Makes the launcher of an op cheap to call again: see the module's docstring."""
     plans: dict[tuple, _Plan] = {}
-    latest: list[_Plan | None] = [None]  # most calls look like the one before
+    latest: _Plan | None = None  # most calls look like the one before
 
     @functools.wraps(function)
     def call(*args, **kwargs):
+        nonlocal latest
         if not _can_plan():
             return function(*args, **kwargs)
-        plan = latest[0]
-        if plan is not None:
+        if latest is not None:
+            plan = latest
             tensors = plan.tensors_of(args, kwargs)
             if tensors is not None:
                 pointers = list(map(_data_ptr, tensors))
-                if functools.reduce(operator.or_, pointers) % 16 == 0:
+                if plan.accepts(pointers):
                     return plan.run(tensors, pointers, kwargs)
         plain, tensors = _split(args, kwargs)
         if plain is None:
@@ -91,10 +93,10 @@ def launcher(function: Callable) -> Callable:
             return result
         if plan is False:
             return function(*args, **kwargs)
-        if plan is latest[0]:  # the same but for torch's state, inference mode for one
-            plan = plans[signature] = plan._replace(guards=_guards(tensors))
-        if plan.guards is not None and all(pointer % 16 == 0 for pointer in pointers):
-            latest[0] = plan
+        if plan is latest:  # the same but for torch's state, inference mode for one
+            plan.guards = _guards(tensors)
+        if plan.guards is not None and _all_aligned(pointers):
+            latest = plan
         return plan.run(tensors, pointers, kwargs)
 
     return call
@@ -122,7 +124,8 @@ class _Launch(NamedTuple):
     constants: tuple
 
 
-class _Plan(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class _Plan:
     """What a launcher does for one signature. Tensors count: those of the call in order, then the allocated ones."""
 
     # how a call must look
@@ -131,7 +134,7 @@ class _Plan(NamedTuple):
     out_type: type
     plain_of: Callable  # picks what is no tensor out of the call's values, `out` unpacked at the end
     plain: tuple
-    plain_types: tuple
+    plain_types: list
     picked: Callable  # the tensors likewise
     guards: object  # torch's own check of dtypes, sizes, strides and devices; None where this torch has none
     # what it does
@@ -141,8 +144,10 @@ class _Plan(NamedTuple):
     launches: tuple
     result: tuple | int | None  # indices of tensors
     result_type: type | None  # the named tuple around them
+    # the arguments of the kernels in the call before: (stream, addresses, [(run, arguments), ...])
+    before: tuple = (None, [], [])
 
-    def tensors_of(self, args: tuple, kwargs: dict) -> list | None:
+    def tensors_of(self, args: tuple, kwargs: dict) -> tuple | None:
         """The tensors of a call that differs from this plan's in addresses alone; None says nothing."""
         if len(args) != self.num_args or tuple(kwargs) != self.names:
             return None
@@ -153,22 +158,29 @@ class _Plan(NamedTuple):
         if isinstance(out, tuple):
             values += out
         plain = self.plain_of(values)
-        if tuple(map(type, plain)) != self.plain_types or plain != self.plain:
+        if [*map(type, plain)] != self.plain_types or plain != self.plain:
             return None
         tensors = self.picked(values)
-        return list(tensors) if self.guards.check(*tensors) else None
+        return tensors if self.guards.check(*tensors) else None
 
-    def run(self, tensors: list, pointers: list, kwargs: dict):
+    def accepts(self, pointers: list) -> bool:
+        """Whether these addresses are as well aligned as a plan that may be the latest one wants them."""
+        return pointers == self.before[1] or _all_aligned(pointers)
+
+    def run(self, tensors: Sequence, pointers: list, kwargs: dict):
         if _current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self.run(tensors, pointers, kwargs)
-        for shape, dtype, device in self.allocated:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            tensors.append(tensor)
-            pointers.append(tensor.data_ptr())
+        if self.allocated:
+            fresh = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self.allocated]
+            tensors, pointers = [*tensors, *fresh], [*pointers, *map(_data_ptr, fresh)]
         stream = self.current_stream(self.device)
-        for run, arguments_of, constants in self.launches:
-            run(*arguments_of([stream, *constants, *pointers]))
+        stream_before, pointers_before, calls = self.before
+        if pointers != pointers_before or stream != stream_before:
+            calls = [(run, of([stream, *constants, *pointers])) for run, of, constants in self.launches]
+            self.before = stream, pointers, calls
+        for run, arguments in calls:
+            run(*arguments)
         out = kwargs.get("out")
         if out is not None:
             return out
@@ -190,8 +202,12 @@ def _can_plan() -> bool:
     if getattr(_recording, "launches", None) is not None or torch.compiler.is_compiling():
         return False
     runtime = language.triton.knobs.runtime
-    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
-    return not any(getattr(hook, "calls", hook) for hook in hooks)
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return not (getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _all_aligned(pointers: list) -> bool:
+    return functools.reduce(operator.or_, pointers) % 16 == 0
 
 
 _Tensor, _data_ptr = torch.Tensor, torch.Tensor.data_ptr
@@ -251,7 +267,7 @@ def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointe
         out_type=type(out),
         plain_of=plain,
         plain=plain(values),
-        plain_types=tuple(map(type, plain(values))),
+        plain_types=[*map(type, plain(values))],
         picked=_picker([at for at, value in enumerate(values) if isinstance(value, torch.Tensor)]),
         guards=_guards(tensors),
         device=tensors[0].get_device(),

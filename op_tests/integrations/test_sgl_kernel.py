@@ -10,6 +10,7 @@ import torch
 import eagle_kernels
 import eagle_kernels.integrations.sgl_kernel as sgl_kernel
 from eagle_kernels.integrations.sgl_kernel import TreeMaskMode
+from eagle_kernels.reference.ops.tree.build_tree import build_tree as reference_tree
 from op_tests.harness import Guarded, assert_equal, replay_in_graph
 from op_tests.harness.trees import random_drafts
 from op_tests.integrations.oracles import oracle_build, oracle_mask, oracle_reconstruct, oracle_verify
@@ -163,7 +164,7 @@ def test_malformed_trees_end(fault, device, backend):
 def make_verify(batch_size, topk, depth, num_nodes, device, spec_steps):
     parent_list, selected_index, tokens = random_drafts(batch_size, topk, depth, num_nodes, vocab_size=9)
     drafts = (torch.randint(9, (batch_size,)), parent_list, selected_index, tokens, torch.zeros(batch_size).long())
-    tree = eagle_kernels.build_tree(*drafts, topk=topk, spec_steps=depth, num_verify_tokens=num_nodes)
+    tree = reference_tree(*drafts, topk=topk, spec_steps=depth, num_verify_tokens=num_nodes)
     candidates = tree.draft_tokens.view(batch_size, num_nodes)
     target_predict = torch.randint(9, (batch_size, num_nodes))
     for request in range(batch_size):  # mostly follow some child

@@ -15,10 +15,11 @@ Shapes
     -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
     -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
 Invariants
-    Every output is written whole. At most spec_steps = S drafts are accepted. Ties go to the lowest id, NaN counts as
-    -inf; a target id outside int32 counts as -1. Links that do not point forward within the tree end the walk; a token
-    of -1 is never accepted. A row whose root has a retrieve_index outside the request is dead: predicts and
-    accept_index -1, accept_token_num 0. Results of a request do not depend on the batch around it.
+    Every output is written whole, but for predicts with keep_unvisited. At most spec_steps = S drafts are accepted.
+    Ties go to the lowest id, NaN counts as -inf; a target id outside int32 counts as -1. Links that do not point
+    forward within the tree end the walk; a token of -1 is never accepted. A row whose root has a retrieve_index outside
+    the request is dead: predicts and accept_index -1, accept_token_num 0. Results of a request do not depend on the
+    batch around it.
 Grid
     (B,), one program walks one tree. From logits every row is cut into slices, (rows, slices), one program each:
     all rows, then walk     every node's row is scanned at once
@@ -71,6 +72,7 @@ def _verify_tree_greedy_kernel(
     # sizes
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
+    KEEPS_UNVISITED: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -95,7 +97,7 @@ def _verify_tree_greedy_kernel(
     depth = follow(retrieved, tokens, links, predicted, request, SPEC_STEPS, NUM_NODES, BLOCK_NODE)
     store_walk(
         predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
-        SPEC_STEPS, NUM_NODES, BLOCK_NODE, BLOCK_DEPTH,
+        SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_NODE, BLOCK_DEPTH,
     )  # fmt: skip
 
 
@@ -183,6 +185,7 @@ def _verify_tree_greedy_path_kernel(
     batch_size,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
+    KEEPS_UNVISITED: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -198,7 +201,7 @@ def _verify_tree_greedy_path_kernel(
     keys = tl.load(partial_keys_ptr + place[:, None] * NUM_SLICES + slices[None, :], mask=is_key, other=LOWEST_KEY)
     store_path(
         retrieve_index_ptr, predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, path,
-        winner(tl.max(keys, axis=1)), SPEC_STEPS, NUM_NODES, BLOCK_NODE, BLOCK_DEPTH,
+        winner(tl.max(keys, axis=1)), SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_NODE, BLOCK_DEPTH,
     )  # fmt: skip
 
 
@@ -212,6 +215,8 @@ def contract(values: dict) -> Output:
         args.tensor("target_logits", (args.size("B") * args.size("N"), "V"), check.FLOAT, contiguous=1)
         if args.size("V") == 0:
             args.fail("target_logits", "have at least one token a row", list(values["target_logits"].shape))
+    if values["keep_unvisited"] and values.get("out") is None:
+        args.fail("keep_unvisited", "come with out, whose predicts it keeps", True)
     return output
 
 
@@ -231,11 +236,13 @@ def verify_tree_greedy(
     target_logits: torch.Tensor | None = None,
     *,
     spec_steps: int,
+    keep_unvisited: bool = False,
     out: Output | None = None,
 ) -> Output:
     """Walks every tree greedily; give the target's token ids or its logits. Shapes are in the module's docstring.
 
     spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
+    keep_unvisited: with `out` only, predicts of nodes off the path stay as they are instead of -1.
     """
     contracted = contract(locals())
     out = check.allocate("verify_tree_greedy", contracted, out)
@@ -252,6 +259,7 @@ def verify_tree_greedy(
         "accept_token_num_ptr": out.accept_token_num,
         "SPEC_STEPS": spec_steps,
         "NUM_NODES": num_nodes,
+        "KEEPS_UNVISITED": keep_unvisited,
         "BLOCK_NODE": triton.next_power_of_2(num_nodes),
         "BLOCK_DEPTH": triton.next_power_of_2(spec_steps + 1),
         **tuning.row(TUNING, device),

@@ -118,7 +118,7 @@ def _verify_tree_sampled_kernel(
         depth = tl.where((node == child) & is_walking, accepted, depth)
     store_walk(
         predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, drawn, depth,
-        SPEC_STEPS, NUM_NODES, BLOCK_NODE, BLOCK_DEPTH,
+        SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
     )  # fmt: skip
 
 

@@ -7,8 +7,16 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.verify import verify_tree_greedy as op
+from eagle_kernels.reference.ops.verify import verify_tree_greedy as reference
 from eagle_kernels.runtime import launch
-from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness import (
+    assert_equal,
+    assert_only_launches,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+    to_device,
+)
 from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
 
 SHAPES = [(1, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (4, 4, 3, 8), (2, 8, 5, 64), (1, 8, 5, 256)]
@@ -128,6 +136,23 @@ def test_special_logits_stay_in_their_row(bad, arrangement, device):
     assert output.predicts[4] == (0 if bad == float("inf") else 270)
     for row in (0, 2):
         assert torch.equal(output.accept_index[row], clean.accept_index[row])
+
+
+@pytest.mark.parametrize("source", ["ids", torch.float32])
+def test_unvisited_predicts_can_be_kept(source, arrangement, device):
+    """As SGLang's kernel does; for all rows of a dead request too."""
+    values = make(3, 4, 3, 8, source=source, device=device)
+    values["retrieve_index"][1] = -1
+    plain = eagle_kernels.raw.verify_tree_greedy(**values)
+    before = torch.arange(1000, 1024, dtype=torch.int32, device=device)
+    expected = torch.where(plain.predicts < 0, before, plain.predicts)
+    for run in (eagle_kernels.raw.verify_tree_greedy, reference.verify_tree_greedy):
+        out = plain._replace(predicts=before.clone())
+        result = run(**values, keep_unvisited=True, out=out)
+        assert_equal(PATH, "keep_unvisited", "predicts", result.predicts, expected)
+        assert_equal(PATH, "keep_unvisited", "accept_index", result.accept_index, plain.accept_index)
+    with pytest.raises(ValueError, match="keep_unvisited must come with out"):
+        eagle_kernels.verify_tree_greedy(**values, keep_unvisited=True)
 
 
 def test_dead_rows_from_logits(arrangement, device):

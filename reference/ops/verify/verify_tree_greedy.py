@@ -17,8 +17,10 @@ def verify_tree_greedy(
     target_logits: torch.Tensor | None = None,
     *,
     spec_steps: int,
+    keep_unvisited: bool = False,
+    out: Output | None = None,
 ) -> Output:
-    """See eagle_kernels/ops/verify/verify_tree_greedy.py."""
+    """See eagle_kernels/ops/verify/verify_tree_greedy.py; `out` is read for keep_unvisited, not written."""
     num_nodes = candidates.shape[1]
     if target_predict is None:
         rows = torch.zeros(len(target_logits), dtype=torch.int64, device=target_logits.device)
@@ -33,4 +35,5 @@ def verify_tree_greedy(
         retrieve_next_sibling,
         spec_steps,
         token_at=lambda request, node: predicted[request][node],
+        unvisited=out.predicts if keep_unvisited else None,
     )
