@@ -280,6 +280,7 @@ def pretend(monkeypatch):
     monkeypatch.setattr(launch_module, "language", SimpleNamespace(triton=triton))
     monkeypatch.setattr(launch_module, "_can_plan", lambda: True)
     monkeypatch.setattr(launch_module, "_current_device", lambda: 0)
+    monkeypatch.setattr(launch_module, "_empty", lambda *spec: torch.empty_strided(*spec[:2], dtype=spec[2]))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     return launch_module.launcher(scale), notes, streams
 
