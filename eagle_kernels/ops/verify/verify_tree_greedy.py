@@ -168,10 +168,11 @@ def _verify_tree_greedy_level_kernel(
         current = tl.where((parent >= 0) & (child > 0), child, -1)
     if part == 0:
         tl.store(path_ptr + place, current)
+    key = tl.full([], LOWEST_KEY, tl.int64)  # where the walk has ended: the next level reads keys before it knows
     if current >= 0:
         offset = tl.multiple_of((request * NUM_NODES + current) * stride_logits_row, ALIGNMENT)
         key = slice_key(target_logits_ptr + offset, part, VOCAB_SIZE, BLOCK_VOCAB)
-        tl.store(partial_keys_ptr + place * NUM_SLICES + part, key)
+    tl.store(partial_keys_ptr + place * NUM_SLICES + part, key)
 
 
 @triton.jit(do_not_specialize=["batch_size"])
