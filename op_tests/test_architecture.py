@@ -120,6 +120,15 @@ def test_launches_are_by_keyword(path):
             assert len(node.args) == 3, f"{path}:{node.lineno}"
 
 
+@pytest.mark.parametrize("path", sources(PACKAGE / "ops"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_kernels_first_wait_for_the_kernel_before(path):
+    """They may start while it still runs (primitives/dependent_launch.py)."""
+    for function in ast.walk(parse(path)):
+        if isinstance(function, ast.FunctionDef) and function.name.endswith("_kernel"):
+            body = function.body[1:] if ast.get_docstring(function) else function.body
+            assert ast.unparse(body[0]) == "await_predecessor(ENABLE_PDL)", f"{path}:{function.lineno}"
+
+
 def test_top_level_holds_nothing_else():
     folders = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")}
     generated = {name for name in folders if name.endswith(".egg-info") or name in ("build", "dist", "__pycache__")}

@@ -31,6 +31,36 @@ def test_no_op_waits_for_the_device(path, device):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_kernels_wait_for_the_one_before(in_graph, device):
+    """Our kernels start while the one before ends: what it wrote must be seen, and what it reads must stay.
+
+    Each round packs another mask into the same buffer and unpacks it from there, after a kernel of torch and before
+    one; all rounds are queued behind a kernel that takes long, so that they follow each other closely.
+    """
+    masks = (torch.rand(64, 8, 64, 64, device=device) < 0.5).unbind()
+    cells, packed = torch.empty_like(masks[0]), torch.empty(8, 64, 1, dtype=torch.int64, device=device)
+    unpacked, results = torch.empty_like(cells), torch.zeros(64, *cells.shape, dtype=torch.bool, device=device)
+
+    def rounds():
+        for mask, result in zip(masks, results):
+            cells.copy_(mask)
+            eagle_kernels.raw.pack_tree_mask(cells, tree_mask_mode="qlen_only", out=packed)
+            eagle_kernels.raw.unpack_tree_mask(packed, tree_mask_mode="qlen_only", out=unpacked)
+            result.copy_(unpacked)
+
+    rounds()
+    if in_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            rounds()
+        rounds = graph.replay
+    results.zero_()
+    torch.cuda._sleep(10_000_000)
+    rounds()
+    assert_equal("pack_tree_mask", "chained", "masks", results, torch.stack(masks))
+
+
 def test_full_masks_past_2_31_cells(device):
     """Two requests of 2^31 cells each and a short one behind them."""
     small = make_tree(3, 8, 5, 64, device=device)

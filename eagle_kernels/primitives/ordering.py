@@ -48,6 +48,20 @@ def ordered_key(values, ids):
 
 
 @triton.jit
+def short_key(values, ids, TYPE: tl.constexpr):
+    """int32 keys of fp32 values that were of the 16-bit float TYPE, with ids in 0 .. 65535 (and short_key_id)."""
+    bits = comparable(values).to(TYPE).to(tl.int16, bitcast=True)
+    order = bits ^ ((bits >> 15) & 0x7FFF)
+    return (order.to(tl.int32) << 16) | (0xFFFF - ids)
+
+
+@triton.jit
+def short_key_id(keys):
+    """The ids that short keys were made of."""
+    return 0xFFFF - (keys & 0xFFFF)
+
+
+@triton.jit
 def key_id(keys):
     """The ids int64 that keys were made of."""
     return 0xFFFFFFFF - (keys & 0xFFFFFFFF)

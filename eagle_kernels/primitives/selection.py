@@ -12,7 +12,7 @@ a row and every lane its slots, so a maximum over slots and lanes needs no share
 from __future__ import annotations
 
 from ..runtime.language import tl, triton
-from .ordering import comparable, ordered_bits
+from .ordering import comparable, ordered_bits, short_key, short_key_id
 
 # Not tuned: the bits of a sum depend on where it is cut.
 NUM_LANES = 32
@@ -100,11 +100,13 @@ def largest_in_rows(
     row_sum = tl.sum(tl.sum(chunk_sum * tl.exp(chunk_max - row_max), axis=0), axis=1)[None, :, None]
     log_sum = tl.log(tl.where(row_sum > 0.0, row_sum, 1.0))
 
-    _, chunk = _largest_pairs(_pair_bits(chunk_max, is_chunk), chunk, COUNT, BLOCK_COUNT)
+    MAX_ID: tl.constexpr = LANES * LANES * BLOCK_SLOT
+    TYPE: tl.constexpr = logits_ptr.dtype.element_ty
+    chunk = _largest_ids(chunk_max, chunk, is_chunk, TYPE, MAX_ID, COUNT, BLOCK_COUNT)
     group = chunk * LANES + lane
     is_group = is_row & (chunk >= 0) & (group * LANES < vocab_size)
     group_max = _load_lanes(group_max_ptr, row * (num_chunks * LANES) + group, is_group)
-    _, group = _largest_pairs(_pair_bits(group_max, is_group), group, COUNT, BLOCK_COUNT)
+    group = _largest_ids(group_max, group, is_group, TYPE, MAX_ID, COUNT, BLOCK_COUNT)
     token = group * LANES + lane
     is_token = is_row & (group >= 0) & (token < vocab_size)
     logit = _load_lanes(logits_ptr, row * stride_logits_row + token, is_token)
@@ -129,6 +131,28 @@ def _load_lanes(pointer, offsets, mask):
 def _pair_bits(values, exists):
     """int32 that order as the fp32 values do (NaN as -inf, +inf as finite); below all of them where no pair exists."""
     return tl.where(exists, ordered_bits(tl.minimum(comparable(values), _LARGEST_FINITE)), _NO_BITS)
+
+
+@triton.jit
+def _largest_ids(
+    values, ids, exists, TYPE: tl.constexpr, MAX_ID: tl.constexpr, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr
+):
+    """The ids of `_largest_pairs`, from values that were of TYPE and ids below MAX_ID.
+
+    If both fit 16 bits, one number holds the pair, and a round takes one maximum.
+    """
+    if TYPE.primitive_bitwidth == 16 and MAX_ID <= 65536:
+        rank = tl.arange(0, BLOCK_COUNT)[:, None, None]
+        keys = tl.where(exists, short_key(values, ids, TYPE), _NO_BITS)
+        best = tl.full([BLOCK_COUNT, keys.shape[1], LANES], _NO_BITS, tl.int32)
+        for count in range(COUNT):
+            largest = tl.max(tl.max(keys, axis=0), axis=1)[None, :, None]
+            best = tl.where(rank == count, largest, best)
+            keys = tl.where(keys == largest, _NO_BITS, keys)
+        best_ids = tl.where(best == _NO_BITS, -1, short_key_id(best))
+    else:
+        _, best_ids = _largest_pairs(_pair_bits(values, exists), ids, COUNT, BLOCK_COUNT)
+    return best_ids
 
 
 @triton.jit

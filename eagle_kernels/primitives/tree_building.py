@@ -79,7 +79,9 @@ def store_tree(
             cell = mask_row[:, None] + word * 64 + column[None, :]
             visible = ((ancestors[:, None] >> column[None, :]) & 1) != 0
             in_bounds = is_node[:, None] & (word * 64 + column < NUM_NODES)[None, :]
-            tl.store(tree_mask_ptr + cell, visible, mask=in_bounds & (cell >= 0) & (cell < mask_size))
+            if MASK_MODE == "full_mask":  # lengths that do not fit the mask must not lead out of it
+                in_bounds = in_bounds & (cell >= 0) & (cell < mask_size)
+            tl.store(tree_mask_ptr + cell, visible, mask=in_bounds)
     tl.store(positions_ptr + offset, seq_len + depth, mask=is_node)
 
 

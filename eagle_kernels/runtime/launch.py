@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import check, language
+from . import check, language, target
 
 # Compiled kernels are called as these versions of Triton call them; with any other one nothing is ever planned.
 _PLANNED_TRITON_VERSIONS = ("3.6.",)
@@ -37,14 +37,17 @@ def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
     """Runs `kernel` over `grid` on the device of its first tensor argument, whatever device is current.
 
     An empty grid launches nothing (B = 0 is a valid batch). Raises RuntimeError, naming `op`, where the machine cannot
-    run Triton kernels on that device.
+    run Triton kernels on that device. The kernel's ENABLE_PDL follows from the device.
     """
+    device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
+    arguments["ENABLE_PDL"] = target.has_dependent_launch(device)
+    if arguments["ENABLE_PDL"]:
+        arguments["launch_pdl"] = True  # AMD's compiler does not know the word
     if _interceptor is not None:
         _interceptor(op, kernel, grid, arguments)
         return
     if 0 in grid:
         return
-    device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
     if not language.AVAILABLE:
         raise RuntimeError(f"eagle_kernels.{op}: the triton backend needs the package triton, which is not installed")
     if device.type == "cpu":

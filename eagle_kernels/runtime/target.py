@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 
 import torch
 
 # Shared memory (LDS) that one program may use, in bytes; the compiler itself does not refuse more on every target.
 SHARED_MEMORY_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536, "gfx950": 163_840}
+
+# A switch for whoever suspects it: results are the same without, launches take longer.
+_PDL_IS_WANTED = os.environ.get("EAGLE_KERNELS_PDL", "1") != "0"
 
 _assumed: str | None = None
 
@@ -20,6 +24,12 @@ def architecture(device: torch.device) -> str:
     if device.type != "cuda":
         return "cpu"
     return _gpu_architecture(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels start while the one before ends, see primitives/dependent_launch.py."""
+    name = architecture(device)
+    return _PDL_IS_WANTED and name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
 
 
 @functools.cache

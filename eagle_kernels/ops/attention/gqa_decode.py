@@ -38,6 +38,7 @@ from typing import NamedTuple
 import torch
 
 from ...primitives import paging, softmax
+from ...primitives.dependent_launch import await_predecessor
 from ...primitives.paging import attend_split, request_pages
 from ...primitives.softmax import finish_rows, merge_splits, start_rows
 from ...runtime import check, tuning
@@ -91,7 +92,9 @@ def _gqa_decode_kernel(
     BLOCK_ROW: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1) % NUM_KV_HEADS
     row_tile = tl.program_id(1) // NUM_KV_HEADS
@@ -133,7 +136,9 @@ def _gqa_decode_merge_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_SPLIT: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     output, lse = merge_splits(partial_output_ptr, partial_lse_ptr, row, num_splits, HEAD_DIM, BLOCK_DIM, BLOCK_SPLIT)
     column = tl.arange(0, BLOCK_DIM)

@@ -46,6 +46,7 @@ from __future__ import annotations
 import torch
 
 from ...primitives import paging, softmax
+from ...primitives.dependent_launch import await_predecessor
 from ...primitives.paging import attend_split, find_pages, load_paged, request_pages
 from ...primitives.softmax import attend, finish_rows, start_rows
 from ...runtime import check, tuning
@@ -104,7 +105,9 @@ def _tree_attention_kernel(
     BLOCK_ROW: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1) % NUM_KV_HEADS
     row_tile = tl.program_id(1) // NUM_KV_HEADS

@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -87,7 +88,9 @@ def _draft_kv_indices_kernel(
     BLOCK_STEP: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     BLOCK_INDEX: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     branch = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     num_chunks = tl.num_programs(1)

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import torch
 
+from ...primitives.dependent_launch import await_predecessor
 from ...primitives.paging import find_pages
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
@@ -68,7 +69,9 @@ def _move_accepted_kv_kernel(
     PAGE_SIZE: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     BLOCK_COLUMN: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     layer = (tl.program_id(1) // 2).to(tl.int64)
     column = tl.program_id(2) * BLOCK_COLUMN + tl.arange(0, BLOCK_COLUMN)

@@ -38,6 +38,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...primitives.dependent_launch import await_predecessor
 from ...primitives.tree_building import store_tree
 from ...primitives.tree_mask import TreeMaskMode, fill_prefix, mask_spec
 from ...runtime import check, tuning
@@ -95,7 +96,9 @@ def _build_tree_kernel(
     BLOCK_BATCH: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
     NUM_ROUNDS: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         node = tl.arange(0, BLOCK_NODE)

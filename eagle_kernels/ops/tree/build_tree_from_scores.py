@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import is_among_best
 from ...primitives.tree_building import store_tree
 from ...primitives.tree_mask import TreeMaskMode, fill_prefix
@@ -93,7 +94,9 @@ def _build_tree_from_scores_kernel(
     BLOCK_CANDIDATE: tl.constexpr,
     SEARCH_ROUNDS: tl.constexpr,
     NUM_ROUNDS: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         flat = tl.arange(0, BLOCK_CANDIDATE)

@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...primitives.dependent_launch import await_predecessor
 from ...primitives.tree import depths
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
@@ -69,7 +70,9 @@ def _compute_tree_statistics_kernel(
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     NUM_ROUNDS: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_NODE)
     is_node = node < NUM_NODES

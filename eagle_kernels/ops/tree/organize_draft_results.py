@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import is_among_best
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
@@ -65,7 +66,9 @@ def _organize_draft_results_kernel(
     stride_candidate_scores_request,
     stride_candidate_tokens_request,
     BLOCK_CANDIDATE: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK_CANDIDATE)
     is_candidate = candidate < num_candidates

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import torch
 
+from ...primitives.dependent_launch import await_predecessor
 from ...primitives.tree_mask import TreeMaskMode, check_mask, load_keys, mask_spec, row_starts, store_keys
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
@@ -43,7 +44,9 @@ def _pack_tree_mask_kernel(
     MASK_MODE: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
     is_row = row < NUM_ROWS

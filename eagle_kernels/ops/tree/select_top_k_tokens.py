@@ -43,6 +43,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY, bits_value, comparable, ordered_bits, ordered_key
 from ...primitives.selection import CHUNK_SIZE, LANES, NUM_LANES, largest_in_rows, scan_chunks
 from ...runtime import check, tuning
@@ -80,7 +81,9 @@ def _select_top_k_tokens_scan_kernel(
     num_chunks,
     VECTOR: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     num_blocks = tl.cdiv(num_chunks, BLOCK_CHUNK)
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     first_chunk = tl.program_id(0) % num_blocks * BLOCK_CHUNK
@@ -133,7 +136,9 @@ def _select_top_k_tokens_kernel(
     BLOCK_SLOT: tl.constexpr,
     BLOCK_BEAM: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     # until [candidate] below: [rank, beam, lane], the same in all lanes
     beam = tl.arange(0, BLOCK_BEAM)[None, :, None]

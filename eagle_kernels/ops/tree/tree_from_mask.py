@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...primitives.dependent_launch import await_predecessor
 from ...primitives.tree_mask import TreeMaskMode, check_mask, load_keys, row_starts
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
@@ -67,7 +68,9 @@ def _tree_from_mask_kernel(
     MASK_MODE: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_NODE)
     is_node = node < NUM_NODES

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import torch
 
+from ...primitives.dependent_launch import await_predecessor
 from ...primitives.tree_mask import (
     TreeMaskMode,
     check_mask,
@@ -57,7 +58,9 @@ def _unpack_tree_mask_kernel(
     BLOCK_ROW: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
     is_row = row < NUM_ROWS

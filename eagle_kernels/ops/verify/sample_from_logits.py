@@ -30,6 +30,7 @@ from __future__ import annotations
 import torch
 
 from ...primitives import sampling
+from ...primitives.dependent_launch import await_predecessor
 from ...primitives.random import STREAM_TARGET
 from ...primitives.sampling import draw_token
 from ...runtime import check, tuning
@@ -56,7 +57,9 @@ def _sample_from_logits_kernel(
     HAS_MIN_P: tl.constexpr,
     STREAM: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     token = draw_token(
         logits_ptr + row * stride_logits_row,

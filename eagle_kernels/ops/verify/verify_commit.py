@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -73,7 +74,9 @@ def _verify_commit_kernel(
     num_nodes,
     NUM_COLUMNS: tl.constexpr,
     BLOCK_COLUMN: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     depth = tl.arange(0, BLOCK_COLUMN)
     in_row = depth < NUM_COLUMNS

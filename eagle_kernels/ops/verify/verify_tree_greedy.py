@@ -41,6 +41,7 @@ import math
 import torch
 
 from ...primitives.argmax import slice_key, winner
+from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY
 from ...primitives.tree_walk import Output, check_tree, find_child, follow, is_own, load_nodes, store_path, store_walk
 from ...runtime import check, tuning
@@ -76,8 +77,10 @@ def _verify_tree_greedy_kernel(
     NUM_SLICES: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
     """Walks one tree by the target's ids, or by the keys [B, slices, N] of all rows."""
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_NODE)
     retrieved, tokens, links = load_nodes(
@@ -111,8 +114,10 @@ def _verify_tree_greedy_rows_kernel(
     NUM_SLICES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
     """The key of one slice of any row, to [B, slices, N]."""
+    await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     key = slice_key(
@@ -143,11 +148,13 @@ def _verify_tree_greedy_level_kernel(
     BLOCK_NODE: tl.constexpr,
     BLOCK_SLICE: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
     """Steps one walk to its node of this level, path [level, B] (-1: ended), and scans a slice of that node's row.
 
     All programs of a request take the step, from what the launch before wrote to path and keys [level, B, slices].
     """
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slices = tl.arange(0, BLOCK_SLICE)
@@ -191,8 +198,10 @@ def _verify_tree_greedy_path_kernel(
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     BLOCK_SLICE: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
     """Writes the outputs of one walk from its path [S + 1, B] and keys [S + 1, B, slices]."""
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     depth = tl.arange(0, BLOCK_DEPTH)
     slices = tl.arange(0, BLOCK_SLICE)

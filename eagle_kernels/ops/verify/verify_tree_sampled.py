@@ -36,6 +36,7 @@ from __future__ import annotations
 import torch
 
 from ...primitives import sampling
+from ...primitives.dependent_launch import await_predecessor
 from ...primitives.random import STREAM_TARGET
 from ...primitives.sampling import draw_token
 from ...primitives.tree_walk import Output, check_tree, find_child, is_own, load_nodes, store_walk
@@ -76,7 +77,9 @@ def _verify_tree_sampled_kernel(
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
 ):
+    await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     offset = request * NUM_NODES
     seed = tl.load(seeds_ptr + request)
