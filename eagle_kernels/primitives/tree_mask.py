@@ -113,45 +113,57 @@ def fill_prefix(
     seq_lens_ptr,
     tree_mask_ptr,
     request,
-    first_row,
-    row_step,
+    part,
+    num_parts,
     batch_size,
     mask_size,
     NUM_NODES: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
 ):
-    """FULL_MASK: every node sees the whole committed prefix; this program fills every row_step-th row."""
+    """FULL_MASK: every node sees the whole committed prefix; this program fills one of num_parts of the rows."""
     seq_len = tl.maximum(tl.load(seq_lens_ptr + request).to(tl.int64), 0)
     request_begin = full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH)
-    for row in range(first_row, NUM_NODES, row_step):
-        begin = request_begin + row * (seq_len + NUM_NODES)
-        end = tl.minimum(begin + seq_len, mask_size)
-        _fill(tree_mask_ptr, tl.minimum(tl.maximum(begin, 0), mask_size), end, IS_ALIGNED, BLOCK_FILL)
+    for first_row in range(part * BLOCK_ROW, NUM_NODES, num_parts * BLOCK_ROW):
+        row = first_row + tl.arange(0, BLOCK_ROW)
+        row_begin = request_begin + row * (seq_len + NUM_NODES)
+        begin = tl.minimum(tl.maximum(row_begin, 0), mask_size)
+        end = tl.maximum(tl.minimum(row_begin + seq_len, mask_size), begin)
+        end = tl.where(row < NUM_NODES, end, begin)
+        _fill(tree_mask_ptr, begin, end, tl.minimum(seq_len, mask_size), IS_ALIGNED, BLOCK_ROW, BLOCK_FILL)
 
 
 @triton.jit
-def _fill(mask_ptr, begin, end, IS_ALIGNED: tl.constexpr, BLOCK_FILL: tl.constexpr):
-    """True in cells begin .. end - 1, which start anywhere: aligned pairs of words in the middle, bytes at the ends;
-    bytes everywhere if the mask itself is not aligned to 16 bytes."""
-    lane = tl.arange(0, BLOCK_FILL)
-    seen = tl.full([BLOCK_FILL], 1, tl.int1)
+def _fill(
+    mask_ptr, begin, end, length, IS_ALIGNED: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_FILL: tl.constexpr
+):  # fmt: skip
+    """True in the cells begin .. end - 1 of each row, at most `length` of them, which start anywhere.
+
+    Aligned pairs of words in the middle, bytes at the ends; bytes everywhere if the mask itself is not aligned to 16.
+    """
+    lane = tl.arange(0, BLOCK_FILL)[None, :]
     if IS_ALIGNED:
         first_pair = (begin + 15) // 16
         last_pair = tl.maximum(end // 16, first_pair)
         words_ptr = mask_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-        all_seen = tl.full([BLOCK_FILL], 0x0101010101010101, tl.int64)
-        for start in range(first_pair * 2, last_pair * 2, BLOCK_FILL):
-            word = tl.multiple_of(start, 2) + lane
-            tl.store(words_ptr + word, all_seen, mask=word < last_pair * 2)
-        is_head = lane < tl.minimum(first_pair * 16, end) - begin
-        tl.store(mask_ptr + begin + lane, seen, mask=is_head & (lane < 16))
-        is_tail = lane < end - last_pair * 16
-        tl.store(mask_ptr + last_pair * 16 + lane, seen, mask=is_tail & (lane < 16))
+        all_seen = tl.full([BLOCK_ROW, BLOCK_FILL], 0x0101010101010101, tl.int64)
+        for start in range(0, length // 16 * 2, BLOCK_FILL):
+            word = (first_pair * 2)[:, None] + start + lane
+            tl.store(words_ptr + word, all_seen, mask=word < (last_pair * 2)[:, None])
+        # up to 15 cells before the first pair, and as many after the last
+        near = tl.arange(0, 32)[None, :]
+        head = begin[:, None] + near
+        tail = (last_pair * 16)[:, None] + near - 16
+        cell = tl.where(near < 16, head, tail)
+        limit = tl.where(near < 16, tl.minimum(first_pair * 16, end)[:, None], end[:, None])
+        tl.store(mask_ptr + cell, tl.full([BLOCK_ROW, 32], 1, tl.int1), mask=cell < limit)
     else:
-        for start in range(begin, end, BLOCK_FILL):
-            tl.store(mask_ptr + start + lane, seen, mask=start + lane < end)
+        seen = tl.full([BLOCK_ROW, BLOCK_FILL], 1, tl.int1)
+        for start in range(0, length, BLOCK_FILL):
+            cell = begin[:, None] + start + lane
+            tl.store(mask_ptr + cell, seen, mask=cell < end[:, None])
 
 
 def check_mask(args: check.Arguments, mode: str, num_nodes: int | None) -> tuple[int, int, int]:

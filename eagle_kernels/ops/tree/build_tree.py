@@ -59,12 +59,14 @@ class Output(NamedTuple):
 
 MAX_NODES = 256
 
-# A warp for every 16 nodes keeps the N x N comparisons in registers; more wait for each other.
+# A warp for every 16 nodes keeps the N x N comparisons in registers, more wait for each other; past 64 nodes so many
+# warps do not find the registers they need.
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/build_tree.txt
-TUNING = {"default": {"nodes_per_warp": 16}}
+TUNING = {"default": {"nodes_per_warp": 16, "nodes_per_warp_past_64": 32}}
 BLOCK_BATCH = 128
-# A row of 1000 cells is filled by one pass of these words; more programs than these wait for each other's places.
-BLOCK_FILL = 256
+# Prefixes are filled some rows and words at a time; more programs than these wait for each other's places.
+BLOCK_ROW = 4
+BLOCK_FILL = 128
 FILL_PROGRAMS = 1024
 
 
@@ -94,6 +96,7 @@ def _build_tree_kernel(
     IS_ALIGNED: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
     NUM_ROUNDS: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
@@ -115,7 +118,7 @@ def _build_tree_kernel(
     elif MASK_MODE == "full_mask":
         fill_prefix(
             seq_lens_ptr, tree_mask_ptr, request, tl.program_id(1) - 1, tl.num_programs(1) - 1, batch_size, mask_size,
-            NUM_NODES, IS_ALIGNED, BLOCK_BATCH, BLOCK_FILL,
+            NUM_NODES, IS_ALIGNED, BLOCK_BATCH, BLOCK_ROW, BLOCK_FILL,
         )  # fmt: skip
 
 
@@ -202,7 +205,7 @@ def build_tree(
             topk,
             num_verify_tokens,
             tree_mask_mode,
-            tuning.row(TUNING, seq_lens.device)["nodes_per_warp"],
+            tuning.row(TUNING, seq_lens.device),
         ),
     )
     return out
@@ -215,9 +218,10 @@ def tree_grid(batch_size: int, num_nodes: int, mode: str, prefix_is_set: bool) -
     return batch_size, 1 + min(num_nodes, max(1, FILL_PROGRAMS // max(batch_size, 1)))
 
 
-def tree_sizes(tree_mask: torch.Tensor, topk: int, num_nodes: int, mode: str, nodes_per_warp: int) -> dict:
+def tree_sizes(tree_mask: torch.Tensor, topk: int, num_nodes: int, mode: str, tuned: dict) -> dict:
     """The arguments of a kernel that stores trees: sizes, constants, number of warps."""
     block_node = max(8, triton.next_power_of_2(num_nodes))
+    nodes_per_warp = tuned["nodes_per_warp" if block_node <= 64 else "nodes_per_warp_past_64"]
     return {
         "mask_size": tree_mask.numel(),
         "TOPK": topk,
@@ -227,6 +231,7 @@ def tree_sizes(tree_mask: torch.Tensor, topk: int, num_nodes: int, mode: str, no
         "IS_ALIGNED": mode == TreeMaskMode.FULL_MASK and tree_mask.data_ptr() % 16 == 0,
         "BLOCK_NODE": block_node,
         "BLOCK_BATCH": BLOCK_BATCH,
+        "BLOCK_ROW": BLOCK_ROW,
         "BLOCK_FILL": BLOCK_FILL,
         "NUM_ROUNDS": (num_nodes - 1).bit_length(),
         "num_warps": max(block_node // nodes_per_warp, 1),

@@ -54,7 +54,7 @@ class Output(NamedTuple):
 
 # As build_tree, but never fewer warps than ranking takes.
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/build_tree.txt
-TUNING = {"default": {"nodes_per_warp": 16}}
+TUNING = {"default": {"nodes_per_warp": 16, "nodes_per_warp_past_64": 32}}
 
 
 @triton.jit(
@@ -90,6 +90,7 @@ def _build_tree_from_scores_kernel(
     IS_ALIGNED: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
     BLOCK_CANDIDATE: tl.constexpr,
     SEARCH_ROUNDS: tl.constexpr,
@@ -126,7 +127,7 @@ def _build_tree_from_scores_kernel(
     elif MASK_MODE == "full_mask":
         fill_prefix(
             seq_lens_ptr, tree_mask_ptr, request, tl.program_id(1) - 1, tl.num_programs(1) - 1, batch_size, mask_size,
-            NUM_NODES, IS_ALIGNED, BLOCK_BATCH, BLOCK_FILL,
+            NUM_NODES, IS_ALIGNED, BLOCK_BATCH, BLOCK_ROW, BLOCK_FILL,
         )  # fmt: skip
 
 
@@ -169,8 +170,8 @@ def build_tree_from_scores(
     contracted = contract(locals())
     out = check.allocate("build_tree_from_scores", contracted, out)
     block_candidate = triton.next_power_of_2(candidate_scores.shape[1])
-    nodes_per_warp = tuning.row(TUNING, seq_lens.device)["nodes_per_warp"]
-    sizes = tree_sizes(out.tree_mask, topk, num_verify_tokens, tree_mask_mode, nodes_per_warp)
+    tuned = tuning.row(TUNING, seq_lens.device)
+    sizes = tree_sizes(out.tree_mask, topk, num_verify_tokens, tree_mask_mode, tuned)
     sizes["num_warps"] = max(sizes["num_warps"], ranking_warps(block_candidate, seq_lens.device))
     launch(
         "build_tree_from_scores",

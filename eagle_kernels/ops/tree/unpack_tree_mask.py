@@ -68,8 +68,8 @@ def _unpack_tree_mask_kernel(
     target = row_starts(seq_lens_ptr, request, row, batch_size, NUM_ROWS, NUM_KEYS, MASK_MODE, BLOCK_BATCH)
     if MASK_MODE == "full_mask":
         fill_prefix(
-            seq_lens_ptr, output_ptr, request, tl.program_id(1), NUM_ROWS, batch_size, mask_size, NUM_KEYS, IS_ALIGNED,
-            BLOCK_BATCH, BLOCK_FILL,
+            seq_lens_ptr, output_ptr, request, tl.program_id(1), tl.num_programs(1), batch_size, mask_size, NUM_KEYS,
+            IS_ALIGNED, BLOCK_BATCH, BLOCK_ROW, BLOCK_FILL,
         )  # fmt: skip
     for word in range((NUM_KEYS + 63) // 64):
         seen = load_keys(tree_mask_ptr, source, is_row, word, mask_size, NUM_KEYS, "packed")
