@@ -1,45 +1,71 @@
 """Counter-based noise: a draw depends on its key alone, never on batch size, row order, padding or graph replay.
 
-The generator is Philox4x32-10 (Salmon et al., SC 2011). The key is the request's 64-bit seed; the counter is
-(token id // 4, position, stream tag, 0), and word `token id % 4` of the block belongs to the token.
+Whatever is random at one position of one request begins with one Philox4x32-10 block (Salmon et al., SC 2011): the key
+is the request's 64-bit seed, the counter (position, position >> 32, stream, draw). Its words are what few numbers are
+made of (`uniform`), or they key a hash that gives every token id a word of its own (`token_words`): three rounds of
+multiply, add and xor-shift, with the constants of Wellons' triple32. For one key the hash is a permutation of the
+32-bit integers, so no two tokens of a row share a word and an argmax over their noise does not tie.
 """
 
 from __future__ import annotations
 
 from ..runtime.language import tl, triton
 
-# Draws for different purposes never share noise: verification and plain sampling draw from this stream, and drafts that
-# sample (reference/random.py names theirs) must not.
+# Draws for different purposes never share noise. Plain sampling and sample-and-match draw tokens from TARGET.
 STREAM_TARGET = 0
+STREAM_DRAFT = 1
+STREAM_ACCEPT = 2
+STREAM_RESIDUAL = 3
+STREAM_SIMULATE = 4
+
+# No noise is larger: that of word 0.
+LARGEST_GUMBEL = tl.constexpr(22.8738)
 
 
 @triton.jit
-def token_words(seed, position, STREAM: tl.constexpr, start, BLOCK: tl.constexpr):
-    """Random 32-bit words uint32 [BLOCK] of the token ids start .. start + BLOCK - 1; `start` is a multiple of 4."""
-    quad = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    zero = tl.zeros([BLOCK // 4], dtype=tl.uint32)
-    word0, word1, word2, word3 = tl.philox(
-        seed.to(tl.int64).to(tl.uint64), quad, zero + position.to(tl.uint32), zero + STREAM, zero
+def random_block(seed, position, STREAM: tl.constexpr, draw):
+    """Four 32-bit words uint32, for integer scalars or for tensors of one shape."""
+    position = position.to(tl.int64)
+    return tl.philox(
+        seed.to(tl.int64).to(tl.uint64),
+        position.to(tl.uint32),
+        (position >> 32).to(tl.uint32),
+        (position * 0 + STREAM).to(tl.uint32),
+        (position * 0 + draw).to(tl.uint32),
     )
-    # [BLOCK / 4] x 4 words -> [BLOCK] with the word index fastest
-    return tl.reshape(tl.join(tl.join(word0, word2), tl.join(word1, word3)), [BLOCK])
 
 
 @triton.jit
-def exponential(words):
-    """Exponential(1) variates fp32 from 32-bit words: E = -log1p(-u), u = (word + 1/2) / 2^32.
+def uniform(seed, position, STREAM: tl.constexpr, draw):
+    """A uniform fp32 in [0, 1), a multiple of 2^-24, so that `uniform < p` never holds for p = 0, always for p = 1."""
+    word, _, _, _ = random_block(seed, position, STREAM, draw)
+    return (word >> 8).to(tl.float32) * 5.9604644775390625e-08
 
-    Small values decide which token wins, so they must be the finely resolved ones: u keeps its relative precision
-    near 0 (a uniform of 24 bits would tie once in 140 draws over a vocabulary of 128k, in favour of the lowest id).
-    log1p is Kahan's: with v = fl(1 - u), log1p(-u) = log(v) * u / (1 - v).
-    """
-    uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.960464477539063e-08)
-    rest = 1.0 - uniform
-    lost = 1.0 - rest
-    return tl.where(lost == 0.0, uniform, -tl.log(rest) * (uniform / tl.where(lost == 0.0, 1.0, lost)))
+
+@triton.jit
+def token_words(key, ids):
+    """The words uint32 of token ids, for the four words of a `random_block`."""
+    key0, key1, key2, key3 = key
+    word = ids.to(tl.uint32) + key0
+    word ^= word >> 17
+    word = word * 0xED5AD4BB + key1
+    word ^= word >> 11
+    word = word * 0xAC4C1B51 + key2
+    word ^= word >> 15
+    word = word * 0x31848BAB + key3
+    return word ^ (word >> 14)
 
 
 @triton.jit
 def gumbel(words):
-    """Standard Gumbel variates fp32 from 32-bit words."""
-    return -tl.log(exponential(words))
+    """Standard Gumbel noise -ln E fp32 from 32-bit words, where E = -log1p(-u) and u = (word + 1/2) / 2^32.
+
+    The largest noise decides which token wins, and u is near 0 there: log1p's series keeps the precision that
+    1 - u would lose. (24-bit uniforms would tie once in 140 draws over a vocabulary of 128k.)
+    """
+    wide = words.to(tl.float32)
+    u = tl.fma(wide, 2.3283064365386963e-10, 1.1641532182693481e-10)
+    series = u * tl.fma(u, tl.fma(u, tl.fma(u, tl.fma(u, 0.2, 0.25), 0.3333333333333333), 0.5), 1.0)
+    rest = tl.maximum(tl.fma(wide, -2.3283064365386963e-10, 1.0), 2.9802322387695312e-08)
+    exponential = tl.where(u < 0.0625, series, tl.log2(rest) * -0.6931471805599453)
+    return tl.log2(exponential) * -0.6931471805599453

@@ -11,7 +11,7 @@ import torch
 from ..runtime import check
 from ..runtime.language import tl, triton
 from .ordering import comparable, unsigned_rank
-from .random import gumbel, token_words
+from .random import gumbel, random_block, token_words
 
 # Every sampler launches with this row: probabilities are summed block by block and warp by warp, and equal logits must
 # give equal tokens whichever op draws them.
@@ -51,6 +51,7 @@ def draw_token(
                 BLOCK_VOCAB,
             )  # fmt: skip
 
+    noise_key = random_block(seed, position, STREAM, 0)
     lane = tl.arange(0, BLOCK_VOCAB)
     best_key = tl.full([BLOCK_VOCAB], float("-inf"), tl.float32)
     best_token = lane
@@ -58,7 +59,7 @@ def draw_token(
         scaled, is_token = _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB)
         key = tl.where(is_token & (unsigned_rank(scaled) >= threshold), scaled, float("-inf"))
         if is_sampled:
-            key += gumbel(token_words(seed, position, STREAM, start, BLOCK_VOCAB))
+            key += gumbel(token_words(noise_key, start + lane))
         is_better = key > best_key
         best_key = tl.where(is_better, key, best_key)
         best_token = tl.where(is_better, start + lane, best_token)
