@@ -1,0 +1,264 @@
+"""Target and draft distributions, and the residual that a rejected draft leaves of them, one tile of tokens at a time.
+
+Rejection sampling compares a target distribution P with the draft distribution Q that its children were drawn from.
+Deleting a child t that could have been accepted with at most the probability a leaves
+
+    P <- norm((a P - Q)+)        Q <- norm(Q without t), or Q as it was where children are drawn with replacement
+
+(a = 1: SpecInfer, arXiv 2305.09781, and RSD, arXiv 2402.14160; else: traversal verification, arXiv 2505.12398). After
+several deletions a token's P and Q are still functions of its first p and q and of four numbers a step: a, both masses
+that were left, and t. So no vector of the vocabulary's size is ever written: whoever needs P and Q, of a tile or of one
+token, reads the rows and takes the steps again (`apply_steps`).
+
+A row is read as probabilities (`row_probs`) from logits at a temperature, with statistics that one scan leaves, or from
+probabilities. Draft distributions may live on a reduced vocabulary: `draft_ids` says where a target token lies in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..runtime.language import tl, triton
+from .ordering import LOWEST_KEY, comparable, key_id, ordered_key
+from .random import gumbel, token_words
+
+# Below this temperature a row is one-hot at its largest logit: logits over it would leave the range of fp32.
+GREEDY_BELOW = tl.constexpr(1e-5)
+
+# A given probability may exceed 1 by what rounding in another precision leaves.
+LARGEST_PROB = tl.constexpr(1.001)
+
+# Words of int32 scratch that one step takes.
+STEP_WORDS = tl.constexpr(4)
+
+_LARGEST_FINITE = tl.constexpr(3.4028234663852886e38)
+
+
+class Row(NamedTuple):
+    """One row of logits or probabilities; scale, maximum, total and best have a meaning for logits only."""
+
+    row_ptr: Any
+    size: Any  # tokens in it
+    scale: Any  # 1 / temperature
+    maximum: Any  # the largest scaled logit
+    total: Any  # sum of exp(scaled logit - maximum)
+    best: Any  # the one token of a greedy row, -1 for a row that is sampled
+
+
+@triton.jit
+def open_row(row_ptr, size, temperature, maximum, total, best):
+    """The row at row_ptr, with the statistics that `scan_logits` (and `merge_scans`) found at this temperature."""
+    scale, is_sampled = _scale(temperature)
+    return Row(row_ptr, size, scale, maximum, total, tl.where(is_sampled, -1, best))
+
+
+@triton.jit
+def _scale(temperature):
+    """1 / temperature, and whether the row is sampled; a NaN or what is below 1e-5 is greedy and not scaled."""
+    is_sampled = temperature >= GREEDY_BELOW
+    return tl.where(is_sampled, tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), 1.0), is_sampled
+
+
+@triton.jit
+def _scaled(row_ptr, ids, mask, scale):
+    """Scaled logits fp32: NaN and masked lanes -inf, +inf the largest finite number, -0 as 0."""
+    logit = tl.load(row_ptr + ids, mask=mask, other=float("-inf")).to(tl.float32)
+    return tl.minimum(comparable(logit * scale), _LARGEST_FINITE)
+
+
+@triton.jit
+def scan_logits(row_ptr, start, stop, temperature, BLOCK_VOCAB: tl.constexpr):
+    """maximum, total and best (lowest id int32 of the maximum) of tokens start .. stop - 1 of a row of logits."""
+    scale, _ = _scale(temperature)
+    lane = tl.arange(0, BLOCK_VOCAB)
+    maximum = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    best = tl.full([], 0, tl.int32) + start
+    for first in range(start, stop, BLOCK_VOCAB):
+        ids = first + lane
+        scaled = _scaled(row_ptr, ids, ids < stop, scale)
+        tile_maximum = tl.max(scaled)
+        tile_best = tl.min(tl.where(scaled == tile_maximum, ids, 2147483647))
+        best = tl.where(tile_maximum > maximum, tile_best, best)
+        larger = tl.maximum(maximum, tile_maximum)
+        anchor = _anchor(larger)
+        total = total * tl.exp(maximum - anchor) + tl.sum(tl.exp(scaled - anchor))
+        maximum = larger
+    return maximum, total, best
+
+
+@triton.jit
+def merge_scans(maxima, totals, bests, AXIS: tl.constexpr):
+    """The statistics of rows that were scanned in slices; lanes without a slice hold -inf, 0, 2147483647."""
+    maximum = tl.max(maxima, axis=AXIS)
+    anchor = _anchor(maximum)
+    total = tl.sum(totals * tl.exp(maxima - tl.expand_dims(anchor, AXIS)), axis=AXIS)
+    best = tl.min(tl.where(maxima == tl.expand_dims(maximum, AXIS), bests, 2147483647), axis=AXIS)
+    return maximum, total, best
+
+
+@triton.jit
+def _anchor(maximum):
+    """The maximum, or 0 where no logit is above -inf: -inf - -inf would be NaN."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def row_probs(row, ids, is_token, IS_PROBS: tl.constexpr):
+    """Probabilities fp32 of tokens, 0 where is_token is false or the row ends before `ids`.
+
+    Given probabilities that are NaN, negative or above 1.001 count as 0; a row of logits none of which is above -inf
+    has none above 0, unless it is greedy: its token is 0. `row` holds one row, or one per token.
+    """
+    is_token = is_token & (ids >= 0) & (ids < row.size)
+    if IS_PROBS:
+        probs = tl.load(row.row_ptr + ids, mask=is_token, other=0.0).to(tl.float32)
+        return tl.where((probs > 0.0) & (probs <= LARGEST_PROB), probs, 0.0)
+    else:
+        scaled = _scaled(row.row_ptr, ids, is_token, row.scale)
+        weight = tl.exp(scaled - _anchor(row.maximum))
+        probs = weight * tl.math.div_rn(1.0, tl.where(row.total > 0.0, row.total, 1.0))
+        is_best = is_token & (ids == row.best)
+        return tl.where(row.best >= 0, is_best.to(tl.float32), probs)
+
+
+@triton.jit
+def draft_ids(target_to_draft_ptr, ids, is_token, vocab_size):
+    """Where target tokens lie in the draft vocabulary, -1 for nowhere; target_to_draft None: both are one."""
+    if target_to_draft_ptr is not None:
+        is_known = is_token & (ids >= 0) & (ids < vocab_size)
+        return tl.load(target_to_draft_ptr + ids, mask=is_known, other=-1)
+    else:
+        return tl.where(is_token, ids, -1)
+
+
+@triton.jit
+def invert_draft_map(
+    d2t_ptr,
+    target_to_draft_ptr,
+    part,
+    vocab_size,
+    draft_vocab_size,
+    BLOCK_TARGET: tl.constexpr,
+    BLOCK_DRAFT: tl.constexpr,
+):
+    """target_to_draft [V] int32 of one part of BLOCK_TARGET target tokens, from d2t [Vd]: target id - draft id.
+
+    The map must be one to one. Every program reads all of d2t, so that none has to wait for another.
+    """
+    start = part.to(tl.int64) * BLOCK_TARGET
+    stop = tl.minimum(start + BLOCK_TARGET, vocab_size)
+    target = start + tl.arange(0, BLOCK_TARGET)
+    tl.store(target_to_draft_ptr + target, tl.full([BLOCK_TARGET], -1, tl.int32), mask=target < stop)
+    tl.debug_barrier()  # other threads write there
+    for first in range(0, draft_vocab_size, BLOCK_DRAFT):
+        draft = first + tl.arange(0, BLOCK_DRAFT)
+        is_draft = draft < draft_vocab_size
+        mapped = draft + tl.load(d2t_ptr + draft, mask=is_draft, other=0).to(tl.int64)
+        tl.store(target_to_draft_ptr + mapped, draft, mask=is_draft & (mapped >= start) & (mapped < stop))
+
+
+@triton.jit
+def take_step(target, draft, ids, acceptance, target_mass, draft_mass, token, KEEPS_DRAFT: tl.constexpr):
+    """P and Q of tokens after one deletion: see the module's docstring.
+
+    target_mass: the sum of (acceptance P - Q)+ over all tokens; where it is 0 nothing is left of P, which stays as it
+    was (in exact arithmetic the child would have been accepted). draft_mass: the sum of Q without the token; where it
+    is 0 nothing is left of Q.
+    """
+    left = tl.maximum(acceptance * target - draft, 0.0)
+    has_target = target_mass > 0.0
+    target = tl.where(has_target, left * tl.math.div_rn(1.0, tl.where(has_target, target_mass, 1.0)), target)
+    if not KEEPS_DRAFT:
+        has_draft = draft_mass > 0.0
+        scale = tl.where(has_draft, tl.math.div_rn(1.0, tl.where(has_draft, draft_mass, 1.0)), 0.0)
+        draft = tl.where(ids == token, 0.0, draft * scale)
+    return target, draft
+
+
+@triton.jit
+def apply_steps(target, draft, ids, steps_ptr, num_steps, KEEPS_DRAFT: tl.constexpr):
+    """P and Q of tokens (or of one) after the `num_steps` deletions that `store_step` wrote to steps_ptr."""
+    for index in range(num_steps):
+        step_ptr = steps_ptr + index * STEP_WORDS
+        acceptance = tl.load(step_ptr).to(tl.float32, bitcast=True)
+        target_mass = tl.load(step_ptr + 1).to(tl.float32, bitcast=True)
+        draft_mass = tl.load(step_ptr + 2).to(tl.float32, bitcast=True)
+        token = tl.load(step_ptr + 3)
+        target, draft = take_step(target, draft, ids, acceptance, target_mass, draft_mass, token, KEEPS_DRAFT)
+    return target, draft
+
+
+@triton.jit
+def store_step(steps_ptr, index, acceptance, target_mass, draft_mass, token):
+    """Writes deletion number `index` to int32 scratch that this program alone reads, and lets it be seen."""
+    step_ptr = steps_ptr + index * STEP_WORDS
+    tl.debug_barrier()  # nobody reads what stood there any more
+    tl.store(step_ptr, acceptance.to(tl.int32, bitcast=True))
+    tl.store(step_ptr + 1, target_mass.to(tl.int32, bitcast=True))
+    tl.store(step_ptr + 2, draft_mass.to(tl.int32, bitcast=True))
+    tl.store(step_ptr + 3, token)
+    tl.debug_barrier()
+
+
+@triton.jit
+def residual_masses(
+    target_row,
+    draft_row,
+    target_to_draft_ptr,
+    steps_ptr,
+    num_steps,
+    acceptance,
+    token,
+    num_ids,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    KEEPS_DRAFT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+):
+    """target_mass and draft_mass of the next deletion, that of `token`, after `num_steps`; ids run to num_ids."""
+    target_sums = tl.zeros([BLOCK_VOCAB], tl.float32)
+    draft_sums = tl.zeros([BLOCK_VOCAB], tl.float32)
+    for first in range(0, num_ids, BLOCK_VOCAB):
+        ids = first + tl.arange(0, BLOCK_VOCAB)
+        target, draft = load_probs(
+            target_row, draft_row, target_to_draft_ptr, ids, ids < num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS
+        )
+        target, draft = apply_steps(target, draft, ids, steps_ptr, num_steps, KEEPS_DRAFT)
+        target_sums += tl.maximum(acceptance * target - draft, 0.0)
+        draft_sums += tl.where(ids == token, 0.0, draft)
+    return tl.sum(target_sums), tl.sum(draft_sums)
+
+
+@triton.jit
+def load_probs(
+    target_row,
+    draft_row,
+    target_to_draft_ptr,
+    ids,
+    is_token,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+):
+    """p and q of tokens by their target ids, of a tile or of one token."""
+    target = row_probs(target_row, ids, is_token, TARGET_IS_PROBS)
+    places = draft_ids(target_to_draft_ptr, ids, is_token, target_row.size)
+    return target, row_probs(draft_row, places, places >= 0, DRAFT_IS_PROBS)
+
+
+@triton.jit
+def draw_keys(weights, ids, noise_key):
+    """Keys int64 whose maximum draws a token by its weight, the lowest id of equal ones; LOWEST_KEY for weights of 0.
+
+    log(weight) + Gumbel noise (Gumbel 1954; Maddison et al., arXiv 1411.0030): the weights need not sum to 1.
+    noise_key: the `random_block` of the draw.
+    """
+    has_weight = weights > 0.0
+    race = tl.log(tl.where(has_weight, weights, 1.0)) + gumbel(token_words(noise_key, ids))
+    return tl.where(has_weight, ordered_key(race, ids), LOWEST_KEY)
+
+
+@triton.jit
+def drawn_token(key):
+    """The token int32 of the largest draw key; 0 where no token had a weight."""
+    return tl.where(key == LOWEST_KEY, 0, key_id(key)).to(tl.int32)
