@@ -48,19 +48,19 @@ class Row(NamedTuple):
 @triton.jit
 def open_row(row_ptr, size, temperature, maximum, total, best):
     """The row at row_ptr, with the statistics that `scan_logits` (and `merge_scans`) found at this temperature."""
-    scale, is_sampled = _scale(temperature)
+    scale, is_sampled = inverse_temperature(temperature)
     return Row(row_ptr, size, scale, maximum, total, tl.where(is_sampled, -1, best))
 
 
 @triton.jit
-def _scale(temperature):
+def inverse_temperature(temperature):
     """1 / temperature, and whether the row is sampled; a NaN or what is below 1e-5 is greedy and not scaled."""
     is_sampled = temperature >= GREEDY_BELOW
     return tl.where(is_sampled, tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), 1.0), is_sampled
 
 
 @triton.jit
-def _scaled(row_ptr, ids, mask, scale):
+def load_scaled(row_ptr, ids, mask, scale):
     """Scaled logits fp32: NaN and masked lanes -inf, +inf the largest finite number, -0 as 0."""
     logit = tl.load(row_ptr + ids, mask=mask, other=float("-inf")).to(tl.float32)
     return tl.minimum(comparable(logit * scale), _LARGEST_FINITE)
@@ -69,14 +69,14 @@ def _scaled(row_ptr, ids, mask, scale):
 @triton.jit
 def scan_logits(row_ptr, start, stop, temperature, BLOCK_VOCAB: tl.constexpr):
     """maximum, total and best (lowest id int32 of the maximum) of tokens start .. stop - 1 of a row of logits."""
-    scale, _ = _scale(temperature)
+    scale, _ = inverse_temperature(temperature)
     lane = tl.arange(0, BLOCK_VOCAB)
     maximum = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     best = tl.full([], 0, tl.int32) + start
     for first in range(start, stop, BLOCK_VOCAB):
         ids = first + lane
-        scaled = _scaled(row_ptr, ids, ids < stop, scale)
+        scaled = load_scaled(row_ptr, ids, ids < stop, scale)
         tile_maximum = tl.max(scaled)
         tile_best = tl.min(tl.where(scaled == tile_maximum, ids, 2147483647))
         best = tl.where(tile_maximum > maximum, tile_best, best)
@@ -115,7 +115,7 @@ def row_probs(row, ids, is_token, IS_PROBS: tl.constexpr):
         probs = tl.load(row.row_ptr + ids, mask=is_token, other=0.0).to(tl.float32)
         return tl.where((probs > 0.0) & (probs <= LARGEST_PROB), probs, 0.0)
     else:
-        scaled = _scaled(row.row_ptr, ids, is_token, row.scale)
+        scaled = load_scaled(row.row_ptr, ids, is_token, row.scale)
         weight = tl.exp(scaled - _anchor(row.maximum))
         probs = weight * tl.math.div_rn(1.0, tl.where(row.total > 0.0, row.total, 1.0))
         is_best = is_token & (ids == row.best)
