@@ -58,14 +58,24 @@ def token_words(key, ids):
 
 @triton.jit
 def gumbel(words):
-    """Standard Gumbel noise -ln E fp32 from 32-bit words, where E = -log1p(-u) and u = (word + 1/2) / 2^32.
+    """Standard Gumbel noise -ln E fp32 from 32-bit words, where E = -log1p(-u) and u = (word + 1/2) / 2^32."""
+    return _log2_exponential(words) * -0.6931471805599453
 
-    The largest noise decides which token wins, and u is near 0 there: log1p's series keeps the precision that
-    1 - u would lose. (24-bit uniforms would tie once in 140 draws over a vocabulary of 128k.)
+
+@triton.jit
+def add_gumbel(values, words):
+    """values + gumbel(words), in the same bits wherever it is compiled: every product is part of a named operation."""
+    return tl.fma(_log2_exponential(words), -0.6931471805599453, values)
+
+
+@triton.jit
+def _log2_exponential(words):
+    """log2 E. The largest noise decides which token wins, and u is near 0 there: log1p's series keeps what 1 - u loses.
+
+    (With 24-bit uniforms every 140th draw over a vocabulary of 128k would tie, in favour of the lowest id.)
     """
     wide = words.to(tl.float32)
     u = tl.fma(wide, 2.3283064365386963e-10, 1.1641532182693481e-10)
     series = u * tl.fma(u, tl.fma(u, tl.fma(u, tl.fma(u, 0.2, 0.25), 0.3333333333333333), 0.5), 1.0)
     rest = tl.maximum(tl.fma(wide, -2.3283064365386963e-10, 1.0), 2.9802322387695312e-08)
-    exponential = tl.where(u < 0.0625, series, tl.log2(rest) * -0.6931471805599453)
-    return tl.log2(exponential) * -0.6931471805599453
+    return tl.log2(tl.where(u < 0.0625, series, tl.log2(rest) * -0.6931471805599453))

@@ -1,163 +1,203 @@
-"""Drawing one token from one row of logits: filters by exact thresholds, then the Gumbel-max trick.
+"""Drawing one token from one row of logits: filters by exact edges, then the Gumbel-max trick.
 
 argmax over the kept tokens of (logit / temperature + Gumbel noise) is a sample of their renormalised softmax (Gumbel
-1954; Maddison et al., arXiv 1411.0030), so no probabilities are written and nothing is sorted.
+1954; Maddison et al., arXiv 1411.0030), so no probabilities are written and nothing is sorted. A row is drawn in two
+steps. Many programs scan a slice each (`scan_slice`): of a row without filters they keep the winner of the slice, of
+a row with filters what `filters.py` needs. Then one program draws (`draw_token`).
+
+Every op that samples uses these two with the same tuning: equal logits give equal tokens whichever op draws them.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any, NamedTuple
+
 import torch
 
-from ..runtime import check
+from ..runtime import check, tuning
 from ..runtime.language import tl, triton
-from .ordering import comparable, unsigned_rank
-from .random import gumbel, random_block, token_words
+from . import logits
+from .filters import (
+    CHUNK,
+    CHUNK_SIZE,
+    LANES,
+    MAX_TOKENS,
+    NUM_LANES,
+    NUM_TOKENS_GATHERED,
+    Summary,
+    draw_filtered,
+    row_mass,
+    scan_filtered,
+)
+from .logits import load_raw, load_scaled
+from .ordering import LOWEST_KEY, key_id, ordered_key
+from .random import LARGEST_GUMBEL, add_gumbel, token_words
 
-# Every sampler launches with this row: probabilities are summed block by block and warp by warp, and equal logits must
-# give equal tokens whichever op draws them.
-TUNING = {"default": {"BLOCK_VOCAB": 1024, "num_warps": 4}}
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_sampled.txt; a chunk per warp
+SCAN_TUNING = {"default": {"BLOCK_CHUNK": 2}}
+DRAW_TUNING = {"default": {"num_warps": 8}}
 
-# Below this temperature sampling is greedy: logits over it would leave the range of fp32.
-GREEDY_BELOW = tl.constexpr(1e-5)
+
+class Scratch(NamedTuple):
+    """Pointers to what scanning keeps of all rows; see `allocate_scratch`."""
+
+    keys: Any
+    summary: Any
+    raw: Any
+    values: Any
+    ids: Any
+
+
+@triton.jit
+def scan_slice(
+    row,
+    is_sampled,
+    filters,
+    noise_key,
+    scratch,
+    key_place,
+    place,
+    part,
+    VOCAB_SIZE: tl.constexpr,
+    HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
+    HAS_LOGPROBS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
+):
+    """Scans slice `part` of a row, which keeps its slice keys at key_place, all else at `place` of the scratch."""
+    BLOCK: tl.constexpr = BLOCK_CHUNK * CHUNK
+    NUM_SLICES: tl.constexpr = (VOCAB_SIZE + BLOCK - 1) // BLOCK
+    is_plain = not HAS_FILTERS
+    if HAS_FILTERS:
+        is_plain = ~filters.is_on
+    if is_plain:
+        key = _slice_winner(row, is_sampled, noise_key, part, VOCAB_SIZE, HAS_PENALTIES, BLOCK)
+        tl.store(scratch.keys + key_place * NUM_SLICES + part, key)
+    if HAS_FILTERS or HAS_LOGPROBS:
+        if HAS_LOGPROBS or (not is_plain):
+            summary = open_summary(scratch, place, VOCAB_SIZE)
+            scan_filtered(row, summary, part, VOCAB_SIZE, HAS_PENALTIES, VECTOR, BLOCK_CHUNK)
 
 
 @triton.jit
 def draw_token(
-    row_ptr,
-    vocab_size,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    seed,
-    position,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
-    HAS_MIN_P: tl.constexpr,
-    STREAM: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
+    row,
+    filters,
+    noise_key,
+    scratch,
+    key_place,
+    place,
+    VOCAB_SIZE: tl.constexpr,
+    HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
+    HAS_LOGPROBS: tl.constexpr,
+    IS_JOINT: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
 ):
-    """The token int32 drawn from the row at `row_ptr`; temperatures below 1e-5 (or NaN) take the argmax.
+    """The token int32 of a scanned row, and its log-probabilities, processed and raw (NaN without HAS_LOGPROBS).
 
-    NaN logits count as -inf, ties go to the lowest id, a row without a finite or +inf logit gives token 0.
+    NaN logits count as -inf, ties go to the lowest id, a row of nothing but -inf gives token 0.
     """
-    is_sampled = temperature >= GREEDY_BELOW
-    inverse_temperature = tl.where(is_sampled, tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), 1.0)
-    threshold = tl.zeros([], dtype=tl.uint32)
-    if (HAS_TOP_K or HAS_TOP_P) or HAS_MIN_P:
-        if is_sampled:
-            threshold = _filter_threshold(
-                row_ptr, vocab_size, inverse_temperature, top_k, top_p, min_p, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P,
-                BLOCK_VOCAB,
-            )  # fmt: skip
-
-    noise_key = random_block(seed, position, STREAM, 0)
-    lane = tl.arange(0, BLOCK_VOCAB)
-    best_key = tl.full([BLOCK_VOCAB], float("-inf"), tl.float32)
-    best_token = lane
-    for start in range(0, vocab_size, BLOCK_VOCAB):
-        scaled, is_token = _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB)
-        key = tl.where(is_token & (unsigned_rank(scaled) >= threshold), scaled, float("-inf"))
-        if is_sampled:
-            key += gumbel(token_words(noise_key, start + lane))
-        is_better = key > best_key
-        best_key = tl.where(is_better, key, best_key)
-        best_token = tl.where(is_better, start + lane, best_token)
-    winner = tl.max(best_key, axis=0)
-    token = tl.min(tl.where(best_key == winner, best_token, 2147483647), axis=0)
-    return tl.where(winner == float("-inf"), 0, token).to(tl.int32)
+    token = tl.zeros([], tl.int32)
+    log_mass = tl.zeros([], tl.float32)
+    summary = open_summary(scratch, place, VOCAB_SIZE)
+    if HAS_FILTERS:
+        if filters.is_on:
+            token, log_mass = draw_filtered(
+                row, filters, summary, noise_key, VOCAB_SIZE, HAS_PENALTIES, IS_JOINT
+            )
+        else:
+            token = row_winner(scratch.keys, key_place, VOCAB_SIZE, BLOCK_CHUNK)
+            if HAS_LOGPROBS:
+                log_mass = _log_mass(summary.chunk_max, summary.chunk_sum, VOCAB_SIZE)
+    else:
+        token = row_winner(scratch.keys, key_place, VOCAB_SIZE, BLOCK_CHUNK)
+        if HAS_LOGPROBS:
+            log_mass = _log_mass(summary.chunk_max, summary.chunk_sum, VOCAB_SIZE)
+    logprob = tl.full([], float("nan"), tl.float32)
+    raw_logprob = tl.full([], float("nan"), tl.float32)
+    if HAS_LOGPROBS:
+        logprob = _difference(load_scaled(row, token, token < VOCAB_SIZE, HAS_PENALTIES), log_mass)
+        raw_mass = _log_mass(summary.raw_max, summary.raw_sum, VOCAB_SIZE)
+        raw_logprob = _difference(load_raw(row, token, token < VOCAB_SIZE), raw_mass)
+    return token, logprob, raw_logprob
 
 
 @triton.jit
-def _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB: tl.constexpr):
-    """A block of logits / temperature in fp32, NaN as -inf, -0 as 0, and which lanes are tokens."""
-    token = start + tl.arange(0, BLOCK_VOCAB)
-    is_token = token < vocab_size
-    logit = tl.load(row_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
-    return comparable(logit * inverse_temperature), is_token
+def open_summary(scratch, place, VOCAB_SIZE: tl.constexpr):
+    """The part of the scratch that belongs to a row."""
+    NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
+    summary_ptr = scratch.summary
+    if summary_ptr is not None:
+        summary_ptr += place * (NUM_CHUNKS * (LANES + 2))
+    raw_max = scratch.raw
+    raw_sum = scratch.raw
+    if scratch.raw is not None:
+        raw_max = scratch.raw + place * (NUM_CHUNKS * 2)
+        raw_sum = raw_max + NUM_CHUNKS
+    values = scratch.values
+    ids = scratch.ids
+    if scratch.values is not None:
+        values += place * MAX_TOKENS
+        ids += place * MAX_TOKENS
+    group_max = summary_ptr
+    chunk_max = summary_ptr
+    chunk_sum = summary_ptr
+    if summary_ptr is not None:
+        chunk_max = summary_ptr + NUM_CHUNKS * LANES
+        chunk_sum = summary_ptr + NUM_CHUNKS * (LANES + 1)
+    return Summary(group_max, chunk_max, chunk_sum, raw_max, raw_sum, values, ids)
 
 
 @triton.jit
-def _filter_threshold(
-    row_ptr,
-    vocab_size,
-    inverse_temperature,
-    top_k,
-    top_p,
-    min_p,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
-    HAS_MIN_P: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
+def row_winner(keys_ptr, key_place, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.constexpr, mask=None):
+    """The ids int32 of the largest slice keys of rows: key_place is a scalar, or [n] with a mask [n]."""
+    NUM_SLICES: tl.constexpr = (VOCAB_SIZE + BLOCK_CHUNK * CHUNK - 1) // (BLOCK_CHUNK * CHUNK)
+    slices = tl.arange(0, triton.next_power_of_2(NUM_SLICES))
+    if mask is None:
+        keys = tl.load(keys_ptr + key_place * NUM_SLICES + slices, mask=slices < NUM_SLICES, other=LOWEST_KEY)
+        best = tl.max(keys)
+    else:
+        is_key = mask[:, None] & (slices < NUM_SLICES)[None, :]
+        offset = key_place[:, None] * NUM_SLICES + slices[None, :]
+        best = tl.max(tl.load(keys_ptr + offset, mask=is_key, other=LOWEST_KEY), axis=1)
+    return key_id(best).to(tl.int32)
+
+
+@triton.jit
+def _slice_winner(
+    row, is_sampled, noise_key, part, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Rank of the smallest scaled logit that top-k, then top-p, then min-p keep; ties at an edge all stay.
+    """The ordered key of the largest noisy logit of a slice; greedy rows have no noise.
 
-    Each edge is found exactly, one bit of the float at a time from the top: the count of tokens (top-k) or their
-    probability (top-p) at or above a candidate only grows as the candidate falls.
+    As argmax.slice_key: only maxima are taken of all tokens, the id is looked up in the group of eight that holds the
+    largest, which is computed again. A slice of nothing but -inf gives the key of -inf and its first token.
     """
-    threshold = tl.zeros([], dtype=tl.uint32)
-    if HAS_TOP_K:
-        if (top_k > 0) & (top_k < vocab_size):
-            bit = tl.full([], 0x80000000, tl.uint32)
-            for _ in range(32):
-                candidate = threshold | bit
-                bit = bit >> 1
-                count = tl.zeros([BLOCK_VOCAB], dtype=tl.int32)
-                for start in range(0, vocab_size, BLOCK_VOCAB):
-                    scaled, is_token = _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB)
-                    count += (is_token & (unsigned_rank(scaled) >= candidate)).to(tl.int32)
-                threshold = tl.where(tl.sum(count, axis=0) >= top_k, candidate, threshold)
-
-    if HAS_TOP_P or HAS_MIN_P:
-        largest = tl.full([BLOCK_VOCAB], float("-inf"), tl.float32)
-        for start in range(0, vocab_size, BLOCK_VOCAB):
-            scaled, is_token = _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB)
-            largest = tl.maximum(largest, scaled)
-        maximum = tl.max(largest, axis=0)
-
-    if HAS_TOP_P:
-        if top_p < 1.0:
-            mass = _mass_above(row_ptr, vocab_size, inverse_temperature, maximum, threshold, BLOCK_VOCAB)
-            # the most likely token weighs 1 and always stays, also for top_p = 0
-            wanted = tl.maximum(mass * top_p, 1.1754943508222875e-38)
-            kept_by_top_p = tl.zeros([], dtype=tl.uint32)
-            bit = tl.full([], 0x80000000, tl.uint32)
-            for _ in range(32):
-                candidate = kept_by_top_p | bit
-                bit = bit >> 1
-                floor = tl.where(candidate > threshold, candidate, threshold)
-                mass = _mass_above(row_ptr, vocab_size, inverse_temperature, maximum, floor, BLOCK_VOCAB)
-                kept_by_top_p = tl.where(mass >= wanted, candidate, kept_by_top_p)
-            threshold = tl.where(kept_by_top_p > threshold, kept_by_top_p, threshold)
-
-    if HAS_MIN_P:
-        if min_p > 0.0:
-            # the smallest scaled logit whose weight reaches min_p; the largest weighs 1
-            smallest = tl.full([BLOCK_VOCAB], float("inf"), tl.float32)
-            for start in range(0, vocab_size, BLOCK_VOCAB):
-                scaled, is_token = _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB)
-                stays = is_token & (_weight(scaled, maximum) >= tl.minimum(min_p, 1.0))
-                smallest = tl.minimum(smallest, tl.where(stays, scaled, float("inf")))
-            kept_by_min_p = unsigned_rank(tl.min(smallest, axis=0))
-            threshold = tl.where(kept_by_min_p > threshold, kept_by_min_p, threshold)
-    return threshold
+    token = part * BLOCK + tl.arange(0, BLOCK)
+    value = load_scaled(row, token, token < VOCAB_SIZE, HAS_PENALTIES)
+    if is_sampled:
+        value = add_gumbel(value, token_words(noise_key, token))
+    group_max = tl.max(tl.reshape(value, [BLOCK // 8, 8]), axis=1)
+    group = tl.min(tl.where(group_max == tl.max(group_max), tl.arange(0, BLOCK // 8), BLOCK))
+    token = part * BLOCK + group * 8 + tl.arange(0, 8)
+    value = load_scaled(row, token, token < VOCAB_SIZE, HAS_PENALTIES)
+    if is_sampled:
+        value = add_gumbel(value, token_words(noise_key, token))
+    return tl.max(ordered_key(tl.where(value == 0.0, 0.0, value), token))
 
 
 @triton.jit
-def _weight(scaled, maximum):
-    """Probability relative to the most likely token (an infinite maximum weighs 1, all else 0)."""
-    return tl.where(scaled == maximum, 1.0, tl.exp(scaled - maximum))
+def _log_mass(max_ptr, sum_ptr, VOCAB_SIZE: tl.constexpr):
+    largest, total = row_mass(max_ptr, sum_ptr, VOCAB_SIZE)
+    return tl.where(largest == float("-inf"), 0.0, largest) + tl.log(total)
 
 
 @triton.jit
-def _mass_above(row_ptr, vocab_size, inverse_temperature, maximum, floor, BLOCK_VOCAB: tl.constexpr):
-    """Sum of the weights of the tokens whose rank is at least `floor`."""
-    mass = tl.zeros([BLOCK_VOCAB], dtype=tl.float32)
-    for start in range(0, vocab_size, BLOCK_VOCAB):
-        scaled, is_token = _load_scaled(row_ptr, start, vocab_size, inverse_temperature, BLOCK_VOCAB)
-        stays = is_token & (unsigned_rank(scaled) >= floor)
-        mass += tl.where(stays, _weight(scaled, maximum), 0.0)
-    return tl.sum(mass, axis=0)
+def _difference(value, log_mass):
+    """value - log_mass, -inf where both are."""
+    return tl.where(value == float("-inf"), float("-inf"), value - log_mass)
 
 
 def check_parameters(args: check.Arguments, axis: str) -> None:
@@ -168,9 +208,64 @@ def check_parameters(args: check.Arguments, axis: str) -> None:
     args.tensor("top_p", (axis,), (torch.float32,), optional=True)
     args.tensor("min_p", (axis,), (torch.float32,), optional=True)
     args.debug("temperature", "not be negative", lambda: args.values["temperature"] >= 0)
+    args.choice("filter_order", FILTER_ORDERS)
+
+
+FILTER_ORDERS = ("top_k_first", "joint")
 
 
 def check_vocabulary(args: check.Arguments, name: str) -> None:
     """A row of logits must offer a token."""
     if args.size("V") == 0:
         args.fail(name, "have at least one token a row", list(args.values[name].shape))
+
+
+def has_filters(values: dict) -> bool:
+    """Whether any filter is given."""
+    return any(values[name] is not None for name in ("top_k", "top_p", "min_p"))
+
+
+def allocate_scratch(values: dict, rows: torch.Tensor, num_places: int, num_levels: int = 1) -> dict:
+    """Kernel arguments of the scratch: room for the slice keys of num_levels * num_places rows, all else of num_places.
+
+    keys int64 [num_levels * num_places, slices]; with filters or log-probabilities summary fp32 [num_places, chunks *
+    34] (group maxima, chunk maxima, chunk sums) and values, ids [num_places, 256]; raw fp32 [num_places, chunks * 2].
+    """
+    device, vocab_size = rows.device, rows.shape[1]
+    num_chunks = -(-vocab_size // CHUNK_SIZE)
+    needs_summary = has_filters(values) or values.get("return_logprobs", False)
+    scratch = {"keys_ptr": torch.empty((num_levels * num_places, num_slices(rows)), dtype=torch.int64, device=device)}
+    scratch |= dict.fromkeys(("summary_ptr", "raw_ptr", "gathered_values_ptr", "gathered_ids_ptr"))
+    if needs_summary:
+        gathered = (num_places, NUM_TOKENS_GATHERED)
+        scratch |= {
+            "summary_ptr": torch.empty((num_places, num_chunks * (NUM_LANES + 2)), dtype=torch.float32, device=device),
+            "gathered_values_ptr": torch.empty(gathered, dtype=torch.float32, device=device),
+            "gathered_ids_ptr": torch.empty(gathered, dtype=torch.int32, device=device),
+        }
+    if values.get("return_logprobs", False):
+        scratch["raw_ptr"] = torch.empty((num_places, num_chunks * 2), dtype=torch.float32, device=device)
+    return scratch
+
+
+def constants(values: dict, rows: torch.Tensor) -> dict:
+    """Kernel arguments that scanning and drawing share."""
+    return {
+        "VOCAB_SIZE": rows.shape[1],
+        "HAS_FILTERS": has_filters(values),
+        "HAS_PENALTIES": logits.has_penalties(values),
+        "HAS_LOGPROBS": values.get("return_logprobs", False),
+        # what is known of the offset of every row, so that loads can be wide
+        "ALIGNMENT": math.gcd(rows.stride(0), 16),
+        "BLOCK_CHUNK": tuning.row(SCAN_TUNING, rows.device)["BLOCK_CHUNK"],
+    }
+
+
+def num_slices(rows: torch.Tensor) -> int:
+    """Programs that scan one row."""
+    return -(-rows.shape[1] // (tuning.row(SCAN_TUNING, rows.device)["BLOCK_CHUNK"] * CHUNK_SIZE))
+
+
+def vector_size(rows: torch.Tensor) -> int:
+    """Logits that one load of 16 bytes reads."""
+    return 16 // rows.element_size()

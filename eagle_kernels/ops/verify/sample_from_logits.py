@@ -2,46 +2,59 @@
 
 Computes
     argmax over the kept tokens of logits / temperature + Gumbel noise: a sample of the filtered, renormalised softmax.
-    Filters in order: temperature, top-k, top-p on what top-k left (renormalised), min-p relative to the most likely
-    token. Edges are exact; tokens that tie with an edge all stay.
+    Before it, in this order: repetition penalty (prompt and output), frequency and presence penalties (output), bias,
+    grammar bitmask, temperature, then top-k, top-p and min-p (relative to the most likely token). filter_order says
+    what top-p works on: "top_k_first": what top-k left, renormalised; "joint": all tokens, as top-k does. Edges are
+    exact; tokens that tie with an edge all stay.
 Shapes
-    logits       [R, V]  fp32 / fp16 / bf16, unit stride along V
-    positions    [R]     int    position of the token that is *drawn* (for the next token of a row of n tokens: n)
-    seeds        [R]     int    the request's seed
-    temperature  [R]     fp32   0 (anything below 1e-5): greedy
-    top_k        [R]     int    <= 0 or >= V: off
-    top_p        [R]     fp32   >= 1: off; the most likely token always stays
-    min_p        [R]     fp32   <= 0: off
-    -> tokens    [R]     int64  in [0, V)
+    logits              [R, V]  fp32 / fp16 / bf16, unit stride along V; of a padded vocabulary pass logits[:, :V]
+    positions           [R]     int    position of the token that is *drawn* (for the next token of a row of n tokens: n)
+    seeds               [R]     int    the request's seed
+    temperature         [R]     fp32   0 (anything below 1e-5): greedy
+    top_k               [R]     int    <= 0 or >= V: off
+    top_p               [R]     fp32   >= 1: off; the most likely token always stays
+    min_p               [R]     fp32   <= 0: off
+    repetition_penalty  [R]     fp32   > 0; 1: off. Divides positive logits, multiplies negative ones
+    frequency_penalty   [R]     fp32   subtracted once per occurrence in the output; 0: off
+    presence_penalty    [R]     fp32   subtracted from tokens of the output; 0: off
+    prompt_mask         [R, ceil(V / 32)]  int32  bit v % 32 of word v // 32: token v occurs in the prompt
+    output_counts       [R, V]  int32  how often each token occurs in the output so far
+    logit_bias          [R, V]  fp32 / fp16 / bf16
+    token_bitmask       [R, ceil(V / 32)]  int32  bit set: the grammar allows the token (xgrammar, llguidance)
+    -> tokens           [R]     int64  in [0, V)
 Invariants
     The noise is keyed by (seed, position, token id) and shared with `verify_tree_sampled`: equal logits, seed and
     position give the equal token, in whichever row, batch or op. NaN counts as -inf; a row of nothing but -inf and NaN
     gives token 0. Ties go to the lowest id.
 Grid
-    (R,), one program draws one token.
+    (R, slices), programs that scan a slice of a row each; (R,), programs that draw a token each.
 Launches
-    1
+    2
 Traffic
-    R * V * element size read (once without filters), 8 R written.
+    R * V * element size read (once, and what is gathered), 8 R written.
 """
 
 from __future__ import annotations
 
 import torch
 
+from ...primitives import logits as processors
 from ...primitives import sampling
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.random import STREAM_TARGET
-from ...primitives.sampling import draw_token
+from ...primitives.filters import load_filters
+from ...primitives.logits import Processors, open_row
+from ...primitives.random import STREAM_TARGET, random_block
+from ...primitives.sampling import Scratch, draw_token, scan_slice
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 
-TUNING = sampling.TUNING
+SCAN_TUNING, DRAW_TUNING = sampling.SCAN_TUNING, sampling.DRAW_TUNING
 
 
-@triton.jit(do_not_specialize=["vocab_size", "stride_logits_row"])
-def _sample_from_logits_kernel(
+@triton.jit(do_not_specialize=["stride_logits_row"])
+def _sample_from_logits_scan_kernel(
+    # inputs
     logits_ptr,
     positions_ptr,
     seeds_ptr,
@@ -49,34 +62,105 @@ def _sample_from_logits_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    tokens_ptr,
-    vocab_size,
+    repetition_penalty_ptr,
+    frequency_penalty_ptr,
+    presence_penalty_ptr,
+    prompt_mask_ptr,
+    output_counts_ptr,
+    logit_bias_ptr,
+    token_bitmask_ptr,
+    # scratch
+    keys_ptr,
+    summary_ptr,
+    raw_ptr,
+    gathered_values_ptr,
+    gathered_ids_ptr,
+    # sizes
     stride_logits_row,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
-    HAS_MIN_P: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
+    HAS_LOGPROBS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     STREAM: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
+    """Scans one slice of one row."""
     await_predecessor(ENABLE_PDL)
-    row = tl.program_id(0).to(tl.int64)
-    token = draw_token(
-        logits_ptr + row * stride_logits_row,
-        vocab_size,
-        tl.load(temperature_ptr + row),
-        tl.load(top_k_ptr + row) if HAS_TOP_K else 0,
-        tl.load(top_p_ptr + row) if HAS_TOP_P else 1.0,
-        tl.load(min_p_ptr + row) if HAS_MIN_P else 0.0,
-        tl.load(seeds_ptr + row),
-        tl.load(positions_ptr + row),
-        HAS_TOP_K=HAS_TOP_K,
-        HAS_TOP_P=HAS_TOP_P,
-        HAS_MIN_P=HAS_MIN_P,
-        STREAM=STREAM,
-        BLOCK_VOCAB=BLOCK_VOCAB,
-    )
-    tl.store(tokens_ptr + row, token.to(tl.int64))
+    index = tl.program_id(0).to(tl.int64)
+    processors = Processors(
+        repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
+        logit_bias_ptr, token_bitmask_ptr,
+    )  # fmt: skip
+    row, is_sampled = open_row(
+        logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT), processors, tl.load(temperature_ptr + index),
+        index, index, None, 0, 0, VOCAB_SIZE,
+    )  # fmt: skip
+    scan_slice(
+        row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, index, is_sampled, VOCAB_SIZE),
+        random_block(tl.load(seeds_ptr + index), tl.load(positions_ptr + index), STREAM, 0),
+        Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_values_ptr, gathered_ids_ptr), index, index, tl.program_id(1),
+        VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stride_logits_row"])
+def _sample_from_logits_draw_kernel(
+    # inputs
+    logits_ptr,
+    positions_ptr,
+    seeds_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    repetition_penalty_ptr,
+    frequency_penalty_ptr,
+    presence_penalty_ptr,
+    prompt_mask_ptr,
+    output_counts_ptr,
+    logit_bias_ptr,
+    token_bitmask_ptr,
+    # scratch
+    keys_ptr,
+    summary_ptr,
+    raw_ptr,
+    gathered_values_ptr,
+    gathered_ids_ptr,
+    # outputs
+    tokens_ptr,
+    # sizes
+    stride_logits_row,
+    VOCAB_SIZE: tl.constexpr,
+    HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
+    HAS_LOGPROBS: tl.constexpr,
+    IS_JOINT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    STREAM: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Draws the token of one scanned row."""
+    await_predecessor(ENABLE_PDL)
+    index = tl.program_id(0).to(tl.int64)
+    processors = Processors(
+        repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
+        logit_bias_ptr, token_bitmask_ptr,
+    )  # fmt: skip
+    row, is_sampled = open_row(
+        logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT), processors, tl.load(temperature_ptr + index),
+        index, index, None, 0, 0, VOCAB_SIZE,
+    )  # fmt: skip
+    token, _, _ = draw_token(
+        row, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, index, is_sampled, VOCAB_SIZE),
+        random_block(tl.load(seeds_ptr + index), tl.load(positions_ptr + index), STREAM, 0),
+        Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_values_ptr, gathered_ids_ptr), index, index,
+        VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, IS_JOINT, BLOCK_CHUNK,
+    )  # fmt: skip
+    tl.store(tokens_ptr + index, token.to(tl.int64))
 
 
 def contract(values: dict) -> check.Spec:
@@ -86,6 +170,7 @@ def contract(values: dict) -> check.Spec:
     args.tensor("positions", ("R",), check.INTEGER)
     sampling.check_parameters(args, "R")
     sampling.check_vocabulary(args, "logits")
+    processors.check_processors(args, "R", "R")
     return args.spec((args.size("R"),), torch.int64)
 
 
@@ -98,30 +183,51 @@ def sample_from_logits(
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
+    repetition_penalty: torch.Tensor | None = None,
+    frequency_penalty: torch.Tensor | None = None,
+    presence_penalty: torch.Tensor | None = None,
+    prompt_mask: torch.Tensor | None = None,
+    output_counts: torch.Tensor | None = None,
+    logit_bias: torch.Tensor | None = None,
+    token_bitmask: torch.Tensor | None = None,
     *,
+    filter_order: str = "top_k_first",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draws tokens int64 [R]; shapes and the meaning of each parameter are in the module's docstring."""
-    contracted = contract(locals())
+    values = locals()
+    contracted = contract(values)
     out = check.allocate("sample_from_logits", contracted, out)
+    num_rows, device = logits.shape[0], logits.device
+    shared = {
+        "logits_ptr": logits,
+        "positions_ptr": positions,
+        "seeds_ptr": seeds,
+        "temperature_ptr": temperature,
+        "top_k_ptr": top_k,
+        "top_p_ptr": top_p,
+        "min_p_ptr": min_p,
+        "stride_logits_row": logits.stride(0),
+        "STREAM": STREAM_TARGET,
+        **processors.pointers(values),
+        **sampling.allocate_scratch(values, logits, num_rows),
+        **sampling.constants(values, logits),
+    }
     launch(
         "sample_from_logits",
-        _sample_from_logits_kernel,
-        (logits.shape[0],),
-        logits_ptr=logits,
-        positions_ptr=positions,
-        seeds_ptr=seeds,
-        temperature_ptr=temperature,
-        top_k_ptr=top_k,
-        top_p_ptr=top_p,
-        min_p_ptr=min_p,
+        _sample_from_logits_scan_kernel,
+        (num_rows, sampling.num_slices(logits)),
+        **shared,
+        VECTOR=sampling.vector_size(logits),
+        num_warps=shared["BLOCK_CHUNK"],
+    )
+    launch(
+        "sample_from_logits",
+        _sample_from_logits_draw_kernel,
+        (num_rows,),
+        **shared,
         tokens_ptr=out,
-        vocab_size=logits.shape[1],
-        stride_logits_row=logits.stride(0),
-        HAS_TOP_K=top_k is not None,
-        HAS_TOP_P=top_p is not None,
-        HAS_MIN_P=min_p is not None,
-        STREAM=STREAM_TARGET,
-        **tuning.row(TUNING, logits.device),
+        IS_JOINT=filter_order == "joint",
+        **tuning.row(DRAW_TUNING, device),
     )
     return out

@@ -1,54 +1,91 @@
 """Stochastic verification by sample and match: the text that plain sampling would have drawn.
 
 Computes
-    From the root: draw the token that plain sampling draws at the current node (`sample_from_logits`: temperature,
-    top-k, top-p, min-p, Gumbel noise keyed by seed, position and token id). If a child carries it, that draft is
-    accepted and becomes the current node; else the token ends the walk as the bonus. The drafts are a function of the
-    prefix alone (top-k trees), so following a child has probability p(child): the law is the target's, for distinct
-    siblings the same as that of the recursive rejection of EAGLE-2 (arXiv 2406.16858) and of SGLang's coin walk.
-    Draft probabilities are not needed. Rows of temperature 0 are greedy.
+    From the root: draw the token that plain sampling draws at the current node (`sample_from_logits`: penalties, bias,
+    grammar, temperature, top-k, top-p, min-p, Gumbel noise keyed by seed, position and token id). If a child carries
+    it, that draft is accepted and becomes the current node; else the token ends the walk as the bonus. The drafts are a
+    function of the prefix alone (top-k trees), so following a child has probability p(child): the law is the target's,
+    for distinct siblings the same as that of the recursive rejection of EAGLE-2 (arXiv 2406.16858) and of SGLang's coin
+    walk. Draft probabilities are not needed. Rows of temperature 0 are greedy.
 Shapes
     candidates              [B, N]      int    tokens of the nodes, node 0 the root
     retrieve_index          [B, N]      int    b * N + i
     retrieve_next_token     [B, N]      int    first child, -1 for none
     retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
-    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V
+    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V; of a padded vocabulary pass
+                                        target_logits[:, :V]
     positions               [B * N]     int    position of each node; the token drawn at a node has position + 1
     seeds                   [B]         int
     temperature             [B]         fp32   0 (anything below 1e-5): greedy
     top_k, top_p, min_p     [B]         int, fp32, fp32, or None; off at <= 0 (or >= V), >= 1, <= 0
+    repetition_penalty, frequency_penalty, presence_penalty  [B]  fp32  as in sample_from_logits; the drafts that lie
+                                        between the root and a node count as output there
+    prompt_mask             [B, ceil(V / 32)]      int32
+    output_counts           [B, V]                 int32  committed output tokens, the root among them
+    logit_bias              [B, V]                 fp32 / fp16 / bf16
+    token_bitmask           [B * N, ceil(V / 32)]  int32  what the grammar allows after each node
+    seq_lens, is_live       [B]         as in verify_commit, whose outputs are wanted where seq_lens is given
     -> predicts             [B * N]     int32  the token drawn at visited nodes, -1 elsewhere
     -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
     -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
+    -> logprobs             [B, S + 1]  fp32   with return_logprobs, else [0, S + 1]: log-probability of each emitted
+                                        token among those that were kept (greedy rows: among all, at temperature 1);
+                                        -inf past the path
+    -> raw_logprobs         [B, S + 1]  fp32   the same by the logits as given, at temperature 1
+    -> new_seq_lens, bonus_tokens, accept_lengths, tokens, hidden_rows, last_row
+                                        with seq_lens: the outputs of verify_commit; else with 0 for B
 Invariants
     Equal logits, seed and position give the equal token, with or without a tree around it, in any batch. Duplicate
     siblings are harmless: the first one is followed. Malformed links and dead rows as in verify_tree_greedy.
 Grid
-    (B,), one program walks one tree.
+    Level by level, as deep as drafts can be accepted: (B, slices), one program steps a request's walk to its node of
+    the level and scans a slice of that node's row; with filters, penalties or log-probabilities then (B,), one program
+    draws the token of the row. Last (B,), one program writes a request's outputs. A walk that has ended costs no bytes.
 Launches
-    1
+    S + 2; 2 S + 3 with filters, penalties or log-probabilities
 Traffic
-    V * element size per visited node (at most S + 1 of N) without filters.
+    V * element size per visited node (at most S + 1 of N), and what filters gather.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from ...primitives import sampling
+from ...primitives import logits, sampling
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.random import STREAM_TARGET
-from ...primitives.sampling import draw_token
-from ...primitives.tree_walk import Output, check_tree, find_child, is_own, load_nodes, store_walk
+from ...primitives.filters import load_filters
+from ...primitives.logits import Processors, open_row
+from ...primitives.random import STREAM_TARGET, random_block
+from ...primitives.sampling import Scratch, draw_token, row_winner, scan_slice
+from ...primitives.tree_walk import check_tree, find_child, is_own, load_nodes, store_path
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 
-TUNING = sampling.TUNING
+SCAN_TUNING, DRAW_TUNING = sampling.SCAN_TUNING, sampling.DRAW_TUNING
+TUNING = {"default": {"num_warps": 1}}
 
 
-@triton.jit(do_not_specialize=["vocab_size", "stride_logits_row"])
-def _verify_tree_sampled_kernel(
+class Output(NamedTuple):
+    """What `verify_tree_sampled` returns; fields that were not asked for are empty."""
+
+    predicts: torch.Tensor
+    accept_index: torch.Tensor
+    accept_token_num: torch.Tensor
+    logprobs: torch.Tensor
+    raw_logprobs: torch.Tensor
+    new_seq_lens: torch.Tensor
+    bonus_tokens: torch.Tensor
+    accept_lengths: torch.Tensor
+    tokens: torch.Tensor
+    hidden_rows: torch.Tensor
+    last_row: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["stride_logits_row", "level", "batch_size"])
+def _verify_tree_sampled_scan_kernel(
     # inputs
     candidates_ptr,
     retrieve_index_ptr,
@@ -61,80 +98,248 @@ def _verify_tree_sampled_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    # outputs
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
+    repetition_penalty_ptr,
+    frequency_penalty_ptr,
+    presence_penalty_ptr,
+    prompt_mask_ptr,
+    output_counts_ptr,
+    logit_bias_ptr,
+    token_bitmask_ptr,
+    # scratch
+    path_ptr,
+    drawn_ptr,
+    keys_ptr,
+    summary_ptr,
+    raw_ptr,
+    gathered_values_ptr,
+    gathered_ids_ptr,
     # sizes
-    vocab_size,
     stride_logits_row,
-    SPEC_STEPS: tl.constexpr,
+    level,
+    batch_size,
     NUM_NODES: tl.constexpr,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
-    HAS_MIN_P: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    HAS_DRAW: tl.constexpr,
+    HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
+    HAS_LOGPROBS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     STREAM: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
+    """Steps one walk to its node of this level, path [level, B] (-1: ended), and scans a slice of that node's row.
+
+    All programs of a request take the step, from what the launches before wrote.
+    """
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    offset = request * NUM_NODES
-    seed = tl.load(seeds_ptr + request)
-    temperature = tl.load(temperature_ptr + request)
-    top_k = tl.load(top_k_ptr + request) if HAS_TOP_K else 0
-    top_p = tl.load(top_p_ptr + request) if HAS_TOP_P else 1.0
-    min_p = tl.load(min_p_ptr + request) if HAS_MIN_P else 0.0
-    node = tl.arange(0, BLOCK_NODE)
+    part = tl.program_id(1)
     retrieved, tokens, links = load_nodes(
         candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
         request, NUM_NODES, BLOCK_NODE,
     )  # fmt: skip
-    depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
-    is_walking = tl.max(depth) == 0
-    drawn = tl.full([BLOCK_NODE], -1, tl.int32)
-    current = tl.zeros([], dtype=tl.int32)
-    accepted = tl.zeros([], dtype=tl.int32)
-    while is_walking:
-        token = draw_token(
-            target_logits_ptr + (offset + current) * stride_logits_row,
-            vocab_size,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            tl.load(positions_ptr + offset + current) + 1,
-            HAS_TOP_K=HAS_TOP_K,
-            HAS_TOP_P=HAS_TOP_P,
-            HAS_MIN_P=HAS_MIN_P,
-            STREAM=STREAM,
-            BLOCK_VOCAB=BLOCK_VOCAB,
-        )
-        drawn = tl.where(node == current, token, drawn)
-        child = find_child(tokens, links, current, token, BLOCK_NODE)
-        is_walking = (child > 0) & (accepted < SPEC_STEPS)
-        accepted += is_walking.to(tl.int32)
-        current = tl.where(is_walking, child, current)
-        depth = tl.where((node == child) & is_walking, accepted, depth)
-    store_walk(
-        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, drawn, depth,
+    place = level * batch_size.to(tl.int64) + request
+    above = place - batch_size
+    if level == 0:
+        own_root = (tl.arange(0, BLOCK_NODE) == 0) & is_own(retrieved, request, NUM_NODES)
+        current = tl.max(own_root.to(tl.int32)) - 1
+    else:
+        parent = tl.load(path_ptr + above)
+        if HAS_DRAW:
+            token = tl.load(drawn_ptr + above)
+        else:
+            token = row_winner(keys_ptr, above, VOCAB_SIZE, BLOCK_CHUNK)
+        child = find_child(tokens, links, tl.maximum(parent, 0), token, BLOCK_NODE)
+        current = tl.where((parent >= 0) & (child > 0), child, -1)
+    if part == 0:
+        tl.store(path_ptr + place, current)
+    if current >= 0:
+        node = request * NUM_NODES + current
+        processors = Processors(
+            repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
+            logit_bias_ptr, token_bitmask_ptr,
+        )  # fmt: skip
+        row, is_sampled = open_row(
+            target_logits_ptr + tl.multiple_of(node * stride_logits_row, ALIGNMENT), processors,
+            tl.load(temperature_ptr + request), request, node, drawn_ptr + request, level, batch_size, VOCAB_SIZE,
+        )  # fmt: skip
+        scan_slice(
+            row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE),
+            random_block(tl.load(seeds_ptr + request), tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM, 0),
+            Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_values_ptr, gathered_ids_ptr), place, request, part,
+            VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stride_logits_row", "level", "batch_size"])
+def _verify_tree_sampled_draw_kernel(
+    # inputs
+    target_logits_ptr,
+    positions_ptr,
+    seeds_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    repetition_penalty_ptr,
+    frequency_penalty_ptr,
+    presence_penalty_ptr,
+    prompt_mask_ptr,
+    output_counts_ptr,
+    logit_bias_ptr,
+    token_bitmask_ptr,
+    # scratch
+    path_ptr,
+    drawn_ptr,
+    keys_ptr,
+    summary_ptr,
+    raw_ptr,
+    gathered_values_ptr,
+    gathered_ids_ptr,
+    # outputs
+    logprobs_ptr,
+    raw_logprobs_ptr,
+    # sizes
+    stride_logits_row,
+    level,
+    batch_size,
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
+    HAS_LOGPROBS: tl.constexpr,
+    IS_JOINT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    STREAM: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Draws the token of one walk's node of this level, drawn [level, B], from the scanned row."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    place = level * batch_size.to(tl.int64) + request
+    current = tl.load(path_ptr + place)
+    logprob = tl.full([], float("-inf"), tl.float32)
+    raw_logprob = tl.full([], float("-inf"), tl.float32)
+    if current >= 0:
+        node = request * NUM_NODES + current
+        processors = Processors(
+            repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
+            logit_bias_ptr, token_bitmask_ptr,
+        )  # fmt: skip
+        row, is_sampled = open_row(
+            target_logits_ptr + tl.multiple_of(node * stride_logits_row, ALIGNMENT), processors,
+            tl.load(temperature_ptr + request), request, node, drawn_ptr + request, level, batch_size, VOCAB_SIZE,
+        )  # fmt: skip
+        token, logprob, raw_logprob = draw_token(
+            row, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE),
+            random_block(tl.load(seeds_ptr + request), tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM, 0),
+            Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_values_ptr, gathered_ids_ptr), place, request,
+            VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, IS_JOINT, BLOCK_CHUNK,
+        )  # fmt: skip
+        tl.store(drawn_ptr + place, token)
+    if HAS_LOGPROBS:
+        column = request * (SPEC_STEPS + 1) + level
+        tl.store(logprobs_ptr + column, logprob)
+        tl.store(raw_logprobs_ptr + column, raw_logprob)
+
+
+@triton.jit(do_not_specialize=["batch_size"])
+def _verify_tree_sampled_path_kernel(
+    # inputs
+    retrieve_index_ptr,
+    seq_lens_ptr,
+    is_live_ptr,
+    path_ptr,
+    drawn_ptr,
+    keys_ptr,
+    # outputs
+    predicts_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    new_seq_lens_ptr,
+    bonus_tokens_ptr,
+    accept_lengths_ptr,
+    tokens_ptr,
+    hidden_rows_ptr,
+    last_row_ptr,
+    # sizes
+    batch_size,
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    HAS_DRAW: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Writes the outputs of one walk from its path and its drawn tokens, both [S + 1, B]."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    depth = tl.arange(0, BLOCK_DEPTH)
+    in_row = depth <= SPEC_STEPS
+    place = depth.to(tl.int64) * batch_size + request
+    path = tl.load(path_ptr + place, mask=in_row, other=-1)
+    is_visited = path >= 0
+    if HAS_DRAW:
+        drawn = tl.load(drawn_ptr + place, mask=is_visited, other=-1)
+    else:
+        drawn = row_winner(keys_ptr, place, VOCAB_SIZE, BLOCK_CHUNK, is_visited)
+    store_path(
+        retrieve_index_ptr, predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, path, drawn,
         SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
     )  # fmt: skip
+    if seq_lens_ptr is not None:
+        if is_live_ptr is not None:
+            is_visited = is_visited & (tl.load(is_live_ptr + request) != 0)
+        num_emitted = tl.sum(is_visited.to(tl.int32))
+        seq_len = tl.load(seq_lens_ptr + request)
+        last = tl.maximum(num_emitted - 1, 0)
+        root_row = request * NUM_NODES
+        row = tl.load(retrieve_index_ptr + root_row + path, mask=is_visited, other=0).to(tl.int64)
+        column = request * (SPEC_STEPS + 1) + depth
+        bonus = tl.sum(tl.where(is_visited & (depth == last), drawn, 0)) - tl.where(num_emitted > 0, 0, 1)
+        tl.store(new_seq_lens_ptr + request, (seq_len + num_emitted).to(seq_len.dtype))
+        tl.store(bonus_tokens_ptr + request, bonus.to(tl.int64))
+        tl.store(accept_lengths_ptr + request, num_emitted)
+        tl.store(tokens_ptr + column, tl.where(is_visited, drawn, -1).to(tl.int64), mask=in_row)
+        tl.store(hidden_rows_ptr + column, tl.where(is_visited, row, root_row), mask=in_row)
+        tl.store(last_row_ptr + request, request * (SPEC_STEPS + 1) + last)
 
 
 def contract(values: dict) -> Output:
     """Checks the arguments of `verify_tree_sampled` and describes its outputs."""
     args = check.Arguments("verify_tree_sampled", values)
-    output = check_tree(args)
-    num_rows = args.size("B") * args.size("N")
+    walk = check_tree(args)
+    batch_size, num_columns = walk.accept_index.shape
+    num_rows = batch_size * args.size("N")
     args.tensor("target_logits", (num_rows, "V"), check.FLOAT, contiguous=1)
     args.tensor("positions", (num_rows,), check.INTEGER)
     sampling.check_parameters(args, "B")
     sampling.check_vocabulary(args, "target_logits")
-    return output
+    logits.check_processors(args, "B", num_rows)
+    seq_lens = args.tensor("seq_lens", ("B",), check.INTEGER, optional=True)
+    is_live = args.tensor("is_live", ("B",), (*check.INTEGER, torch.bool), optional=True)
+    if is_live is not None and seq_lens is None:
+        args.fail("is_live", "come with seq_lens, whose outputs it is for", "no seq_lens")
+    num_logged = batch_size if values["return_logprobs"] else 0
+    num_committed = 0 if seq_lens is None else batch_size
+    return Output(
+        *walk,
+        logprobs=args.spec((num_logged, num_columns), torch.float32),
+        raw_logprobs=args.spec((num_logged, num_columns), torch.float32),
+        new_seq_lens=args.spec((num_committed,), torch.int64 if seq_lens is None else seq_lens.dtype),
+        bonus_tokens=args.spec((num_committed,), torch.int64),
+        accept_lengths=args.spec((num_committed,), torch.int32),
+        tokens=args.spec((num_committed, num_columns), torch.int64),
+        hidden_rows=args.spec((num_committed, num_columns), torch.int64),
+        last_row=args.spec((num_committed,), torch.int64),
+    )
 
 
 @launcher
@@ -150,45 +355,98 @@ def verify_tree_sampled(
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
+    repetition_penalty: torch.Tensor | None = None,
+    frequency_penalty: torch.Tensor | None = None,
+    presence_penalty: torch.Tensor | None = None,
+    prompt_mask: torch.Tensor | None = None,
+    output_counts: torch.Tensor | None = None,
+    logit_bias: torch.Tensor | None = None,
+    token_bitmask: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    is_live: torch.Tensor | None = None,
     *,
     spec_steps: int,
+    filter_order: str = "top_k_first",
+    return_logprobs: bool = False,
     out: Output | None = None,
 ) -> Output:
     """Samples and matches down every tree; shapes and the meaning of each parameter are in the module's docstring.
 
     spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
+    filter_order: "top_k_first" (top-p works on what top-k left, renormalised) or "joint" (both on all tokens).
     """
-    contracted = contract(locals())
+    values = locals()
+    contracted = contract(values)
     out = check.allocate("verify_tree_sampled", contracted, out)
-    batch_size, num_nodes = candidates.shape
+    device, (batch_size, num_nodes) = candidates.device, candidates.shape
+    has_draw = sampling.has_filters(values) or logits.has_penalties(values) or return_logprobs
+    levels = (spec_steps + 1, batch_size)
+    scratch = sampling.allocate_scratch(values, target_logits, batch_size, spec_steps + 1)
+    scratch["path_ptr"] = torch.empty(levels, dtype=torch.int32, device=device)
+    scratch["drawn_ptr"] = torch.empty(levels, dtype=torch.int32, device=device)
+    constants = sampling.constants(values, target_logits)
+    shared = scratch | constants | logits.pointers(values) | {
+        "target_logits_ptr": target_logits,
+        "positions_ptr": positions,
+        "seeds_ptr": seeds,
+        "temperature_ptr": temperature,
+        "top_k_ptr": top_k,
+        "top_p_ptr": top_p,
+        "min_p_ptr": min_p,
+        "stride_logits_row": target_logits.stride(0),
+        "batch_size": batch_size,
+        "NUM_NODES": num_nodes,
+        "STREAM": STREAM_TARGET,
+    }  # fmt: skip
+    scan = shared | {
+        "candidates_ptr": candidates,
+        "retrieve_index_ptr": retrieve_index,
+        "retrieve_next_token_ptr": retrieve_next_token,
+        "retrieve_next_sibling_ptr": retrieve_next_sibling,
+        "HAS_DRAW": has_draw,
+        "VECTOR": sampling.vector_size(target_logits),
+        "BLOCK_NODE": triton.next_power_of_2(num_nodes),
+        "num_warps": constants["BLOCK_CHUNK"],
+    }
+    draw = shared | {
+        "logprobs_ptr": out.logprobs,
+        "raw_logprobs_ptr": out.raw_logprobs,
+        "SPEC_STEPS": spec_steps,
+        "IS_JOINT": filter_order == "joint",
+        **tuning.row(DRAW_TUNING, device),
+    }
+    grid = (batch_size, sampling.num_slices(target_logits))
+    for level in range(spec_steps + 1):
+        launch("verify_tree_sampled", _verify_tree_sampled_scan_kernel, grid, level=level, **scan)
+        if has_draw:
+            launch("verify_tree_sampled", _verify_tree_sampled_draw_kernel, (batch_size,), level=level, **draw)
     launch(
         "verify_tree_sampled",
-        _verify_tree_sampled_kernel,
+        _verify_tree_sampled_path_kernel,
         (batch_size,),
-        candidates_ptr=candidates,
         retrieve_index_ptr=retrieve_index,
-        retrieve_next_token_ptr=retrieve_next_token,
-        retrieve_next_sibling_ptr=retrieve_next_sibling,
-        target_logits_ptr=target_logits,
-        positions_ptr=positions,
-        seeds_ptr=seeds,
-        temperature_ptr=temperature,
-        top_k_ptr=top_k,
-        top_p_ptr=top_p,
-        min_p_ptr=min_p,
+        seq_lens_ptr=seq_lens,
+        is_live_ptr=is_live,
+        path_ptr=scratch["path_ptr"],
+        drawn_ptr=scratch["drawn_ptr"],
+        keys_ptr=scratch["keys_ptr"],
         predicts_ptr=out.predicts,
         accept_index_ptr=out.accept_index,
         accept_token_num_ptr=out.accept_token_num,
-        vocab_size=target_logits.shape[1],
-        stride_logits_row=target_logits.stride(0),
+        new_seq_lens_ptr=out.new_seq_lens,
+        bonus_tokens_ptr=out.bonus_tokens,
+        accept_lengths_ptr=out.accept_lengths,
+        tokens_ptr=out.tokens,
+        hidden_rows_ptr=out.hidden_rows,
+        last_row_ptr=out.last_row,
+        batch_size=batch_size,
         SPEC_STEPS=spec_steps,
         NUM_NODES=num_nodes,
-        HAS_TOP_K=top_k is not None,
-        HAS_TOP_P=top_p is not None,
-        HAS_MIN_P=min_p is not None,
-        STREAM=STREAM_TARGET,
-        BLOCK_NODE=triton.next_power_of_2(num_nodes),
+        VOCAB_SIZE=constants["VOCAB_SIZE"],
+        HAS_DRAW=has_draw,
+        BLOCK_NODE=scan["BLOCK_NODE"],
         BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
-        **tuning.row(TUNING, candidates.device),
+        BLOCK_CHUNK=constants["BLOCK_CHUNK"],
+        **tuning.row(TUNING, device),
     )
     return out

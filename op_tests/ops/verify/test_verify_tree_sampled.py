@@ -195,7 +195,9 @@ def test_front_door_samples_with_sampling_parameters(device):
 
 
 def test_launches_and_nothing_else(device):
-    assert_only_launches(PATH, make(3, 4, 3, 8, device=device, **FILTERS["all"]))
+    values = make(3, 4, 3, 8, device=device)
+    assert_only_launches(PATH, values, launches=3 + 2)
+    assert_only_launches(PATH, make(3, 4, 3, 8, device=device, **FILTERS["all"]), launches=2 * 3 + 3)
 
 
 def test_registration(device):

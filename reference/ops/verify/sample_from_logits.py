@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...sampling import draw_tokens
+from ...sampling import Filters, Processors, draw_tokens
 
 
 def sample_from_logits(
@@ -15,6 +15,25 @@ def sample_from_logits(
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
+    repetition_penalty: torch.Tensor | None = None,
+    frequency_penalty: torch.Tensor | None = None,
+    presence_penalty: torch.Tensor | None = None,
+    prompt_mask: torch.Tensor | None = None,
+    output_counts: torch.Tensor | None = None,
+    logit_bias: torch.Tensor | None = None,
+    token_bitmask: torch.Tensor | None = None,
+    *,
+    filter_order: str = "top_k_first",
 ) -> torch.Tensor:
     """See eagle_kernels/ops/verify/sample_from_logits.py."""
-    return draw_tokens(logits, positions, seeds, temperature, top_k, top_p, min_p)
+    filters = Filters(top_k, top_p, min_p, filter_order)
+    processors = Processors(
+        repetition_penalty,
+        frequency_penalty,
+        presence_penalty,
+        prompt_mask,
+        output_counts,
+        logit_bias,
+        token_bitmask,
+    )
+    return draw_tokens(logits, positions, seeds, temperature, filters, processors)

@@ -1,11 +1,29 @@
-"""Reference of verify_tree_sampled: draws a token at every node, then walks."""
+"""Reference of verify_tree_sampled."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
-from ...sampling import draw_tokens
-from ...tree import Output, walk
+from ...sampling import Filters, Processors, draw_tokens, kept_logits, log_probabilities, scaled_logits
+from ...tree import walk
+from .verify_commit import verify_commit
+
+
+class Output(NamedTuple):
+    predicts: torch.Tensor
+    accept_index: torch.Tensor
+    accept_token_num: torch.Tensor
+    logprobs: torch.Tensor
+    raw_logprobs: torch.Tensor
+    new_seq_lens: torch.Tensor
+    bonus_tokens: torch.Tensor
+    accept_lengths: torch.Tensor
+    tokens: torch.Tensor
+    hidden_rows: torch.Tensor
+    last_row: torch.Tensor
 
 
 def verify_tree_sampled(
@@ -20,21 +38,82 @@ def verify_tree_sampled(
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
+    repetition_penalty: torch.Tensor | None = None,
+    frequency_penalty: torch.Tensor | None = None,
+    presence_penalty: torch.Tensor | None = None,
+    prompt_mask: torch.Tensor | None = None,
+    output_counts: torch.Tensor | None = None,
+    logit_bias: torch.Tensor | None = None,
+    token_bitmask: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    is_live: torch.Tensor | None = None,
     *,
     spec_steps: int,
+    filter_order: str = "top_k_first",
+    return_logprobs: bool = False,
+    draw: Callable[[torch.Tensor, int, int], int] | None = None,
 ) -> Output:
-    """See eagle_kernels/ops/verify/verify_tree_sampled.py."""
+    """See eagle_kernels/ops/verify/verify_tree_sampled.py.
+
+    draw: draws instead of the noise, for exact enumeration: the token for the kept logits [V] of a request's node.
+    """
     batch_size, num_nodes = candidates.shape
-    per_node = [
-        None if value is None else value.repeat_interleave(num_nodes)
-        for value in (seeds, temperature, top_k, top_p, min_p)
-    ]
-    drawn = draw_tokens(target_logits, positions + 1, *per_node).view(batch_size, num_nodes).tolist()
-    return walk(
-        candidates,
-        retrieve_index,
-        retrieve_next_token,
-        retrieve_next_sibling,
-        spec_steps,
-        token_at=lambda request, node: drawn[request][node],
+    device, num_columns = candidates.device, spec_steps + 1
+    requests = torch.arange(batch_size, device=device)
+    filters = Filters(top_k, top_p, min_p, filter_order)
+    # of each request, one row of everything but the grammar, whose rows belong to nodes
+    processors = Processors(
+        repetition_penalty, frequency_penalty, presence_penalty, prompt_mask, output_counts, logit_bias
     )
+    counts = output_counts
+    if processors.has_penalties and counts is None:
+        counts = torch.zeros(batch_size, target_logits.shape[1], dtype=torch.int32, device=device)
+
+    def of_rows(rows: torch.Tensor, counts: torch.Tensor | None):
+        """temperature, filters and processors of rows of the logits, with the output's counts at each."""
+        request = rows // num_nodes
+        bitmask = None if token_bitmask is None else token_bitmask[rows]
+        own = processors.rows(request)._replace(output_counts=counts, token_bitmask=bitmask)
+        return temperature[request], filters.rows(request), own
+
+    drafts: list[list[int]] = [[] for _ in range(batch_size)]
+    logprobs = torch.full((2, batch_size, num_columns), float("-inf"), device=device)
+    all_drawn = None
+    if not processors.has_penalties and draw is None:
+        rows = torch.arange(batch_size * num_nodes, device=device)
+        all_drawn = draw_tokens(target_logits, positions + 1, seeds[rows // num_nodes], *of_rows(rows, None))
+        all_drawn = all_drawn.tolist()
+
+    def token_at(request: int, node: int) -> int:
+        """Called for the nodes of a request's path, root first."""
+        index = request * num_nodes + node
+        row = torch.tensor([index], device=device)
+        if node > 0:
+            drafts[request].append(int(candidates[request, node]))
+        own_counts = None if counts is None else counts[request : request + 1].clone()
+        for token in drafts[request] if own_counts is not None else ():
+            own_counts[0, token] += 1
+        own = of_rows(row, own_counts)
+        if all_drawn is not None:
+            token = all_drawn[index]
+        elif draw is not None:
+            token = draw(kept_logits(target_logits[row], *own)[0], request, node)
+        else:
+            token = int(draw_tokens(target_logits[row], positions[row] + 1, seeds[request : request + 1], *own))
+        if return_logprobs:
+            at = torch.tensor([token], device=device)
+            kept = kept_logits(target_logits[row], *own)
+            raw = scaled_logits(target_logits[row], torch.ones(1, device=device))
+            logprobs[0, request, len(drafts[request])] = log_probabilities(kept, at)[0]
+            logprobs[1, request, len(drafts[request])] = log_probabilities(raw, at)[0]
+        return token
+
+    walked = walk(candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, spec_steps, token_at)
+    none = requests[:0]
+    no_column = none.new_empty((0, num_columns))
+    committed = (none, none, none.to(torch.int32), no_column, no_column, none)
+    if seq_lens is not None:
+        committed = verify_commit(*walked, seq_lens, is_live)
+    if not return_logprobs:
+        logprobs = logprobs[:, :0]
+    return Output(*walked, *logprobs, *committed)
