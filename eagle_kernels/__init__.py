@@ -19,6 +19,7 @@ from .ops import (
     unpack_tree_mask,
     verify_commit,
     verify_tree,
+    verify_tree_coins,
     verify_tree_greedy,
     verify_tree_sampled,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "unpack_tree_mask",
     "verify_commit",
     "verify_tree",
+    "verify_tree_coins",
     "verify_tree_greedy",
     "verify_tree_sampled",
 ]

@@ -14,6 +14,7 @@ from .ops.tree.tree_from_mask import tree_from_mask
 from .ops.tree.unpack_tree_mask import unpack_tree_mask
 from .ops.verify.sample_from_logits import sample_from_logits
 from .ops.verify.verify_commit import verify_commit
+from .ops.verify.verify_tree_coins import verify_tree_coins
 from .ops.verify.verify_tree_greedy import verify_tree_greedy
 from .ops.verify.verify_tree_sampled import verify_tree_sampled
 
@@ -32,6 +33,7 @@ __all__ = [
     "tree_from_mask",
     "unpack_tree_mask",
     "verify_commit",
+    "verify_tree_coins",
     "verify_tree_greedy",
     "verify_tree_sampled",
 ]

@@ -247,6 +247,33 @@ def test_the_greedy_walk_of_sglang_gets_filled_buffers(is_bare):
     check_provider(benchmark, case, prepare, expected_outputs(benchmark, case, CPU), CPU)
 
 
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_the_coins_of_sglang_get_filled_buffers(is_bare):
+    """Called twice, as timing does: what the first call left in draft_probs is gone, or does no harm."""
+    benchmark = BENCHMARKS["verify_tree_coins"]
+    for case in benchmark.small_cases:
+
+        def prepare(values):
+            def op(*arguments):
+                outputs, walked, draft_probs, thresholds = arguments[:3], arguments[3:10], arguments[10], arguments[11:]
+                if not is_bare:
+                    assert (outputs[0] == -1).all() and (outputs[1] == -1).all() and not draft_probs.any()
+                assert thresholds == (1.0, 1.0, True) and draft_probs.shape == values["target_probs"].shape
+                tree, (coins, final_coins, target_probs) = walked[:4], walked[4:]
+                made = reference.ops.verify.verify_tree_coins.verify_tree_coins(
+                    *tree, target_probs, coins, final_coins, spec_steps=values["spec_steps"]
+                )
+                for output, made_output in zip(outputs, made):
+                    output.copy_(made_output)
+                draft_probs.fill_(1.0)
+
+            once = sglang_caller.verify_tree_coins(values, op, is_bare)
+            once()
+            return once
+
+        check_provider(benchmark, case, prepare, expected_outputs(benchmark, case, CPU), CPU)
+
+
 @pytest.mark.skipif(not (peers.FOLDER / "sglang_triton").exists(), reason="needs the files that .peers holds")
 @pytest.mark.parametrize("op", ["build_tree", "verify_tree_greedy"])
 def test_sglang_s_triton_kernels_agree(op, device):

@@ -36,6 +36,16 @@ def build_tree(values: dict) -> Run:
     return sglang_caller.build_tree(values, _ops().build_tree_kernel_efficient)
 
 
+def verify_tree_coins(values: dict) -> Run:
+    """With what it leaves to its caller: see sglang_caller."""
+    return sglang_caller.verify_tree_coins(values, _ops().tree_speculative_sampling_target_only)
+
+
+def verify_tree_coins_bare(values: dict) -> Run:
+    """The kernel alone: its buffers and draft_probs were filled once, nothing counts the bonus."""
+    return sglang_caller.verify_tree_coins(values, _ops().tree_speculative_sampling_target_only, is_bare=True)
+
+
 def verify_tree_greedy(values: dict) -> Run:
     """With what it leaves to its caller: see sglang_caller."""
     return sglang_caller.verify_tree_greedy(values, _ops().verify_tree_greedy)

@@ -49,6 +49,38 @@ def build_tree(values: dict, op: Callable[..., None]) -> Run:
     return run
 
 
+def verify_tree_coins(values: dict, op: Callable[..., None], is_bare: bool = False) -> Run:
+    """Two fills and draft_probs, as large as the target's, with zeros; `op`; the bonus counted.
+
+    is_bare: `op` alone, on buffers that were filled once: it leaves draft_probs dirty where it rejected, which makes no
+    difference to the same walk made again.
+    """
+    target_probs, device = values["target_probs"], values["candidates"].device
+    batch_size, num_nodes = values["candidates"].shape
+    predicts = torch.full((batch_size * num_nodes,), -1, dtype=torch.int32, device=device)
+    accept_index = torch.full((batch_size, values["spec_steps"] + 1), -1, dtype=torch.int32, device=device)
+    accept_token_num = torch.empty(batch_size, dtype=torch.int32, device=device)
+    draft_probs = torch.zeros_like(target_probs)
+    outputs = {"predicts": predicts, "accept_index": accept_index, "accept_token_num": accept_token_num}
+    coins = [values["uniform_samples"], values["uniform_samples_for_final_sampling"]]
+    tree = [values[name] for name in ("candidates", *LINKS)]
+    thresholds = [values.get("threshold_single", 1.0), values.get("threshold_acc", 1.0)]
+
+    def run_bare():
+        op(predicts, accept_index, accept_token_num, *tree, *coins, target_probs, draft_probs, *thresholds, True)
+        return outputs
+
+    def run():
+        predicts.fill_(-1)
+        accept_index.fill_(-1)
+        draft_probs.zero_()
+        run_bare()
+        torch.add(accept_token_num, 1)  # its accept lengths count the bonus
+        return outputs
+
+    return run_bare if is_bare else run
+
+
 def verify_tree_greedy(values: dict, op: Callable[..., None], is_bare: bool = False) -> Run:
     """Two fills, `op`, and the bonus counted; torch's argmax before it where the target gives logits.
 

@@ -13,13 +13,18 @@ Who writes what                  sgl_kernel                         here
     retrive_next_*  (build)      links only: -1 before              written whole, whatever they held
     predicts                     visited nodes only                 the same; a target's token that is no int32 id: -1
     accept_index                 the path only: -1 before           the path, then -1
+    draft_probs                  rejected tokens: zeroed before     not touched, not read: any tensor will do, or None
     positions, retrive_index     written whole                      the same
 
 Where sgl_kernel hangs or reads past a row (cyclic trees, a parent that is missing), this ends in bounds and leaves the
 node unlinked. Links point forward, as every builder of SGLang lays them; one that does not ends the walk. N is at most
 256 here, 1024 there. Integer inputs may be int32 as well.
 
-Not here: tree_speculative_sampling_target_only, and segment_packbits, which SGLang itself no longer calls.
+Coins are compared as SGLang 0.5.23 does: strictly, and what has probability 0 is never accepted. A token that two
+siblings carry counts once here and twice there, where it then leaves the target's law. N is at most 1024 in both verify
+ops.
+
+Not here: segment_packbits, which SGLang itself no longer calls.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from enum import IntEnum
 import torch
 
 from ..ops import BuildTreeOutput, VerifyOutput, build_tree, tree_from_mask
+from ..ops import verify_tree_coins as _verify_tree_coins
 from ..ops import verify_tree_greedy as _verify_tree_greedy
 from ..ops.tree.build_tree import TreeMaskMode as _Layout
 from ..ops.tree.tree_from_mask import Output as TreeFromMaskOutput
@@ -116,6 +122,45 @@ def verify_tree_greedy(
         spec_steps=accept_index.shape[1] - 1,
         keep_unvisited=True,
         out=VerifyOutput(predicts, accept_index, accept_token_num),
+    )
+
+
+def tree_speculative_sampling_target_only(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    uniform_samples: torch.Tensor,
+    uniform_samples_for_final_sampling: torch.Tensor,
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    deterministic: bool = True,
+) -> None:
+    """Walks every tree by coins and draws the bonus; writes predicts, accept_index and accept_token_num, all int32.
+
+    predicts [B * N] or longer; accept_index [B, S + 1], whose width bounds the walk; accept_token_num [B] counts the
+    accepted drafts without the bonus. uniform_samples [B, N], uniform_samples_for_final_sampling [B], target_probs
+    [B, N, V], all fp32. Thresholds below 1 are lossy. `deterministic` changes nothing: the result always is.
+    """
+    op = "tree_speculative_sampling_target_only"
+    _verify_tree_coins(
+        candidates,
+        retrive_index,
+        retrive_next_token,
+        retrive_next_sibling,
+        target_probs,
+        uniform_samples,
+        uniform_samples_for_final_sampling,
+        spec_steps=accept_index.shape[1] - 1,
+        threshold_single=threshold_single,
+        threshold_acc=threshold_acc,
+        keep_unvisited=True,
+        out=VerifyOutput(_front(op, "predicts", predicts, candidates.numel()), accept_index, accept_token_num),
     )
 
 

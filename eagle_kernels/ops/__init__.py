@@ -35,6 +35,7 @@ tree_attention = _operator("attention.tree_attention")
 tree_from_mask = _operator("tree.tree_from_mask")
 unpack_tree_mask = _operator("tree.unpack_tree_mask")
 verify_commit = _operator("verify.verify_commit")
+verify_tree_coins = _operator("verify.verify_tree_coins")
 verify_tree_greedy = _operator("verify.verify_tree_greedy")
 verify_tree_sampled = _operator("verify.verify_tree_sampled")
 
@@ -97,6 +98,7 @@ __all__ = [
     "unpack_tree_mask",
     "verify_commit",
     "verify_tree",
+    "verify_tree_coins",
     "verify_tree_greedy",
     "verify_tree_sampled",
 ]

@@ -64,6 +64,47 @@ def oracle_verify(predicts, accept_index, candidates, index, next_token, next_si
     return counts
 
 
+def oracle_sample(outputs, tree, coins, final_coins, target_probs, threshold_single, threshold_acc):
+    """predicts and accept_index (lists, changed in place) and the accepted counts, as SGLang's tree sampler gives them.
+
+    A matrix of what was rejected stands beside the target's, and the last row's difference is drawn from. For trees
+    whose siblings carry distinct tokens.
+    """
+    predicts, accept_index = outputs
+    candidates, index, next_token, next_sibling = tree
+    threshold_acc, counts = max(threshold_acc, 1e-9), []
+    for request, path in enumerate(accept_index):
+        rejected = [[0.0] * len(row) for row in target_probs[request]]
+        row, acc, coin, accepted = 0, 0.0, coins[request][0], 0
+        last = path[0] = index[request][0]
+        for _ in range(1, len(path)):
+            child = next_token[request][row]
+            while child != -1:
+                token = candidates[request][child]
+                prob = target_probs[request][row][token]
+                acc += prob
+                if prob > 0 and (coin < acc / threshold_acc or prob >= threshold_single):
+                    acc, coin, row = 0.0, coins[request][child], child
+                    predicts[last] = token
+                    accepted += 1
+                    last = path[accepted] = index[request][child]
+                    break
+                rejected[row][token] = prob
+                child = next_sibling[request][child]
+            if child == -1:
+                break
+        counts.append(accepted)
+        is_full = accepted == len(path) - 1
+        left = [max(p - (0.0 if is_full else r), 0.0) for p, r in zip(target_probs[request][row], rejected[row])]
+        level, reached, token = final_coins[request] * sum(left), 0.0, None
+        for candidate, prob in enumerate(left):
+            reached += prob
+            if prob > 0 and (token is None or token[1] <= level):
+                token = (candidate, reached)
+        predicts[last] = len(left) - 1 if token is None else token[0]
+    return counts
+
+
 def oracle_reconstruct(mask, seq_lens):
     """positions and links from the ancestor masks [B, N, N]."""
     positions, next_token, next_sibling = [], [], []

@@ -13,7 +13,13 @@ from eagle_kernels.integrations.sgl_kernel import TreeMaskMode
 from eagle_kernels.reference.ops.tree.build_tree import build_tree as reference_tree
 from op_tests.harness import Guarded, assert_equal, replay_in_graph
 from op_tests.harness.trees import random_drafts
-from op_tests.integrations.oracles import oracle_build, oracle_mask, oracle_reconstruct, oracle_verify
+from op_tests.integrations.oracles import (
+    oracle_build,
+    oracle_mask,
+    oracle_reconstruct,
+    oracle_sample,
+    oracle_verify,
+)
 
 FULL_MASK, QLEN_ONLY, BITPACKING = TreeMaskMode
 
@@ -236,6 +242,77 @@ def test_walks_along_malformed_links_end(links, device, backend):
     assert outputs[2].tolist() == [0, 0] and outputs[1].tolist() == [[0, -1, -1, -1], [8, -1, -1, -1]]
 
 
+# sampling
+
+
+def make_sample(batch_size, topk, depth, num_nodes, device, spec_steps, vocab_size=9):
+    """Probabilities and coins on a dyadic grid, on which all arithmetic is exact; rows mostly favour some child."""
+    (*tree, target_predict), width = make_verify(batch_size, topk, depth, num_nodes, "cpu", spec_steps)
+    counts = torch.randint(4, (batch_size, num_nodes, vocab_size)).float()
+    counts.scatter_add_(2, target_predict[..., None], 64 - counts.sum(2, keepdim=True))
+    coins = (torch.randint(64, (batch_size, num_nodes)) / 64, torch.randint(64, (batch_size,)) / 64)
+    return [tensor.to(device) for tensor in (*tree, *coins, counts / 64)], width
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec_steps", "thresholds"),
+    [
+        ((3, 1, 1, 1), 0, (1.0, 1.0)),
+        ((3, 1, 5, 6), 5, (1.0, 1.0)),
+        ((3, 1, 5, 6), 2, (1.0, 0.5)),
+        ((4, 8, 1, 9), 1, (1.0, 1.0)),
+        ((6, 4, 3, 12), 3, (1.0, 1.0)),
+        ((6, 4, 3, 12), 3, (0.25, 1.0)),
+        ((6, 4, 3, 12), 2, (0.0, 0.0)),
+    ],
+    ids=str,
+)
+def test_sample(shape, spec_steps, thresholds, device, backend):
+    """Unvisited predicts keep what the caller put there; draft_probs is neither read nor written."""
+    (*tree, coins, final_coins, target_probs), width = make_sample(*shape, device, spec_steps)
+    predicts = torch.arange(10**6, 10**6 + coins.numel() + 1, dtype=torch.int32, device=device)
+    accept_index = torch.full((shape[0], width), -1, dtype=torch.int32, device=device)
+    accept_token_num = torch.full((shape[0],), 77, dtype=torch.int32, device=device)
+    draft_probs = torch.full_like(target_probs, 0.5)
+    expected, path = predicts.tolist(), accept_index.tolist()
+    lists = [tensor.tolist() for tensor in tree]
+    counts = oracle_sample(
+        (expected, path), lists, coins.tolist(), final_coins.tolist(), target_probs.tolist(), *thresholds
+    )
+    outputs = (predicts, accept_index, accept_token_num)
+    result = sgl_kernel.tree_speculative_sampling_target_only(
+        *outputs, *tree, coins, final_coins, target_probs, draft_probs, *thresholds, True
+    )
+    assert result is None
+    assert predicts.tolist() == expected
+    assert accept_index.tolist() == path
+    assert accept_token_num.tolist() == counts
+    assert shape[3] == 1 or sum(counts) > 0
+    assert (draft_probs == 0.5).all()
+
+
+def test_the_samples_of_sglangs_own_example(device, backend):
+    """Every row all but decided, so all coins and thresholds give one answer; also where the coins are 0."""
+    tree = [
+        [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]],
+        [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]],
+        [[1, 2, -1, 4, 5, -1], [4, 2, 3, -1, 5, -1]],
+        [[-1, 3, -1, -1, -1, -1], [-1, -1, -1, -1, 1, -1]],
+    ]
+    tree = [torch.tensor(data, device=device) for data in tree]
+    target = torch.tensor([[3, 18, 18, 4, 5, 18], [11, 18, 18, 18, 12, 18]], device=device)
+    target_probs = torch.nn.functional.one_hot(target, 20).float()
+    for coin, thresholds in ((0.5, ()), (0.0, ()), (1 - 2**-24, (0.0, 0.0)), (0.0, (1.0, 0.0))):
+        outputs = [torch.full(shape, -1, dtype=torch.int32, device=device) for shape in ((12,), (2, 4), (2,))]
+        coins = torch.full((2, 6), coin, device=device)
+        sgl_kernel.tree_speculative_sampling_target_only(
+            *outputs, *tree, coins, coins[:, 0].contiguous(), target_probs, None, *thresholds
+        )
+        assert outputs[0].tolist() == [3, -1, -1, 4, 5, 18, 11, -1, -1, -1, 12, 18]
+        assert outputs[1].tolist() == [[0, 3, 4, 5], [6, 10, 11, -1]]
+        assert outputs[2].tolist() == [3, 2]
+
+
 # masks to links
 
 
@@ -285,23 +362,26 @@ SIGNATURES = {
     "retrive_next_token retrive_next_sibling topk depth draft_token_num tree_mask_mode",
     "verify_tree_greedy": "predicts accept_index accept_token_num candidates retrive_index retrive_next_token "
     "retrive_next_sibling target_predict",
+    "tree_speculative_sampling_target_only": "predicts accept_index accept_token_num candidates retrive_index "
+    "retrive_next_token retrive_next_sibling uniform_samples uniform_samples_for_final_sampling target_probs "
+    "draft_probs threshold_single threshold_acc deterministic",
     "reconstruct_indices_from_tree_mask": "tree_mask verified_seq_len positions retrive_index retrive_next_token "
     "retrive_next_sibling batch_size draft_token_num",
 }
+DEFAULTS = {"threshold_single": 1.0, "threshold_acc": 1.0, "deterministic": True}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_names_and_order_of_arguments(name):
     parameters = inspect.signature(getattr(sgl_kernel, name)).parameters.values()
     assert [p.name for p in parameters] == SIGNATURES[name].split()
-    assert all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default == DEFAULTS.get(p.name, p.empty) for p in parameters)
 
 
 def test_the_numbers_of_the_mask_modes():
     assert [(mode.name, int(mode)) for mode in TreeMaskMode] == [
         ("FULL_MASK", 0), ("QLEN_ONLY", 1), ("QLEN_ONLY_BITPACKING", 2),
     ]  # fmt: skip
-    assert not hasattr(sgl_kernel, "tree_speculative_sampling_target_only")
 
 
 @pytest.mark.parametrize("buffer", ["tree_mask", "positions", "retrive_index", "retrive_next_sibling"])
@@ -343,20 +423,26 @@ def test_a_greedy_round_equals_the_plain_ops(device, backend):
 
 @pytest.mark.gpu
 def test_captured_without_waiting(device):
-    """One graph around all three ops: none of them reads a tensor on the host."""
+    """One graph around all four ops: none of them reads a tensor on the host."""
     drafts = make_drafts(4, 4, 3, 8, device)
     inputs, width = make_verify(4, 4, 3, 8, device, 3)
     mask = torch.ones(4 * 64, dtype=torch.bool, device=device)
     positions, links = torch.empty(32, dtype=torch.int64, device=device), torch.empty(3, 4, 8, device=device).long()
     verdict = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((32,), (4, width), (4,))]
     again = [torch.empty_like(positions), *torch.empty_like(links)]
+    sampled = [torch.zeros_like(tensor) for tensor in verdict]
+    target_probs = torch.nn.functional.one_hot(inputs[4], 9).float()
+    coins = (torch.rand(4, 8, device=device), torch.rand(4, device=device))
 
     def run():
         sgl_kernel.build_tree_kernel_efficient(*drafts, mask, positions, *links, 4, 3, 8, 1)
         sgl_kernel.reconstruct_indices_from_tree_mask(mask, drafts[2], *again, 4, 8)
         sgl_kernel.verify_tree_greedy(*verdict, *inputs)
+        sgl_kernel.tree_speculative_sampling_target_only(*sampled, *inputs[:4], *coins, target_probs, None)
 
     replay_in_graph(run)
     for got, want in zip(again, (positions, *links)):
         assert torch.equal(got, want)
     assert verdict[1][:, 0].tolist() == [0, 8, 16, 24]
+    for got, want in zip(sampled, verdict):  # rows that are decided are sampled as greedily
+        assert torch.equal(got, want)

@@ -1,0 +1,134 @@
+"""verify_tree_coins on rows that favour a deepest path, with coins that take it for some drafts or for all of it."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from bench.harness import Benchmark, Case
+from bench.harness.inputs import TREES, VOCABULARY, accepted_tree, parents
+from bench.harness.torch_walk import prepare_walk
+from bench.peers import sgl_kernel
+from bench.run import main
+
+
+def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size, accepted):
+    """The walk follows a deepest path for `accepted` drafts.
+
+    Coins stand in the middle of what they are to hit, so that sums in another order hit it as well.
+    """
+    values = accepted_tree("cpu", batch_size, topk, spec_steps, num_nodes, vocab_size)
+    depth = values.pop("positions").view(batch_size, num_nodes) - 1024
+    planned = values.pop("target_predict")
+    values = {name: value.to(device) for name, value in values.items()}
+    logits = torch.randn(batch_size * num_nodes, vocab_size, device=device)
+    logits.scatter_add_(1, planned.view(-1, 1).to(device), torch.full_like(logits[:, :1], 12.0))
+    target_probs = torch.softmax(logits, dim=-1).view(batch_size, num_nodes, vocab_size)
+    mass_before, mass_until = (mass.cpu() for mass in sibling_mass(values, target_probs)[:2])
+    candidates = values["candidates"].cpu()
+    parent = parents(values["retrieve_next_token"], values["retrieve_next_sibling"])
+    coins = torch.empty(batch_size, num_nodes)
+    final_coins = torch.empty(batch_size)
+    for request in range(batch_size):
+        last = 0
+        for node in range(num_nodes):
+            children = (parent[request] == node).nonzero().flatten().tolist()
+            of_all = float(mass_until[request, children[-1]]) if children else 0.0
+            coins[request, node] = (of_all + 1.0) / 2
+            taken = [child for child in children if candidates[request, child] == planned[request, node]]
+            if taken and depth[request, node] < accepted:
+                coins[request, node] = float(mass_before[request, taken[0]] + mass_until[request, taken[0]]) / 2
+                last = taken[0] if node == last else last
+        is_rejected = (parent[request] == last) & (depth[request, last] < spec_steps)
+        left = target_probs[request, last].double().index_fill(0, candidates[request, is_rejected].to(device), 0.0)
+        reached, token = left.cumsum(0), int(left.argmax())
+        final_coins[request] = float((reached[token] - left[token] / 2) / reached[-1])
+    return values | {
+        "target_probs": target_probs,
+        "uniform_samples": coins.to(device),
+        "uniform_samples_for_final_sampling": final_coins.to(device),
+        "spec_steps": spec_steps,
+    }
+
+
+def sibling_mass(values, target_probs):
+    """What the siblings before each node weigh [B, N], the same with its own weight, and its parent (0: the root's)."""
+    parent = parents(values["retrieve_next_token"], values["retrieve_next_sibling"]).to(target_probs.device)
+    parent = parent.clamp(min=0)
+    probs = target_probs.flatten(1).gather(1, parent * target_probs.shape[2] + values["candidates"])
+    node = torch.arange(parent.shape[1], device=parent.device)
+    # [node, sibling before it or itself]; the root is nobody's sibling
+    is_before = (parent[:, :, None] == parent[:, None, :]) & (node[None, :] <= node[:, None]) & (node > 0)
+    mass = torch.where(is_before, probs[:, None, :], 0.0).sum(-1)
+    return mass - probs, mass, parent
+
+
+def count_bytes(batch_size, topk, spec_steps, num_nodes, vocab_size, accepted):
+    """The row of the bonus, the links and coins, the outputs."""
+    return batch_size * (4 * vocab_size + num_nodes * (4 * 8 + 4 + 4) + 4 * (spec_steps + 3))
+
+
+def prepare_torch(values):
+    """All nodes' children against their coins at once, the walk, then the residual's running sum.
+
+    For trees whose siblings carry distinct tokens, at thresholds 1. Where its siblings lie, a torch user knows anyway.
+    """
+    walk = prepare_walk(values)
+    candidates, target_probs = values["candidates"], values["target_probs"]
+    batch_size, num_nodes, vocab_size = target_probs.shape
+    request = torch.arange(batch_size, device=candidates.device)
+    *_, parent = sibling_mass(values, target_probs)
+    node = torch.arange(num_nodes, device=candidates.device)
+    is_before = (parent[:, :, None] == parent[:, None, :]) & (node[None, :] <= node[:, None]) & (node > 0)
+    place = parent * vocab_size + candidates
+
+    def run():
+        probs = target_probs.flatten(1).gather(1, place)
+        mass = torch.where(is_before, probs[:, None, :], 0.0).sum(-1)
+        coin = values["uniform_samples"].gather(1, parent)
+        is_hit = (probs > 0) & (coin < mass) & (coin >= mass - probs) & (node > 0)
+        # nobody's token where no child was hit; one more column takes what is not written
+        chosen = torch.full((batch_size, num_nodes + 1), -1, device=candidates.device)
+        chosen.scatter_(1, torch.where(is_hit, parent, num_nodes), candidates)
+        outputs = walk(chosen[:, :num_nodes])
+        count = outputs["accept_token_num"].long()
+        last = outputs["accept_index"].gather(1, count[:, None]).flatten().long() - request * num_nodes
+        is_rejected = (parent == last[:, None]) & (node > 0) & (count < values["spec_steps"])[:, None]
+        left = torch.cat([target_probs[request, last], target_probs.new_empty(batch_size, 1)], dim=1)
+        left.scatter_(1, torch.where(is_rejected, candidates, vocab_size), 0.0)
+        left = left[:, :vocab_size]
+        reached = left.cumsum(-1)
+        level = values["uniform_samples_for_final_sampling"][:, None] * reached[:, -1:]
+        bonus = ((reached > level) & (left > 0)).int().argmax(-1)
+        outputs["predicts"].view(batch_size, num_nodes)[request, last] = bonus.int()
+        return outputs
+
+    return run
+
+
+def _case(batch_size, tree, accepted=None, vocab_size=VOCABULARY):
+    topk, spec_steps, num_nodes = tree
+    sizes = {"batch_size": batch_size, "topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes}
+    depth = "full depth" if accepted is None else f"accepts {accepted}"
+    sizes |= {"vocab_size": vocab_size, "accepted": spec_steps if accepted is None else accepted}
+    name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size} {depth}"
+    return Case(name, sizes)
+
+
+BENCHMARK = Benchmark(
+    path="verify.verify_tree_coins",
+    cases=[
+        *(_case(batch_size, TREES[0]) for batch_size in (1, 8, 32, 128)),
+        *(_case(batch_size, TREES[1]) for batch_size in (1, 8, 32)),
+        *(_case(batch_size, TREES[1], accepted) for accepted in (0, 3) for batch_size in (1, 8, 32)),
+    ],
+    small_cases=[_case(2, TREES[0], accepted, vocab_size=300) for accepted in (None, 0, 2)],
+    make=make,
+    count_bytes=count_bytes,
+    providers={"torch": prepare_torch},
+    peers={"sgl_kernel": sgl_kernel.verify_tree_coins, "sgl_kernel_bare": sgl_kernel.verify_tree_coins_bare},
+)
+
+if __name__ == "__main__":
+    sys.exit(main(benchmarks=[BENCHMARK]))

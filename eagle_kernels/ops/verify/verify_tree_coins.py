@@ -1,0 +1,384 @@
+"""Verification by coins from target probabilities: one coin a node against the mass of its children, then a residual.
+
+Computes
+    From the root: the coin of the current node is held against the summed probabilities of its children in sibling
+    order; the first child whose sum passes the coin is accepted and becomes the current node. If none does, the bonus
+    is drawn by inverse CDF from the node's row without the rejected tokens (unnormalised: relu(target - draft) with
+    draft = target on them), else, S drafts deep, from the plain row. SGLang's tree_speculative_sampling_target_only in
+    its newer rule, whose comparisons are strict, without its draft_probs matrix:
+        mass += p;  accepted iff p > 0 and (coin < mass / max(threshold_acc, 1e-9) or p >= threshold_single)
+    With both thresholds 1 one coin picks a child or the residual as one draw from the row would: lossless for trees
+    that do not depend on the coins (EAGLE's; arXiv 2401.15077, 2406.16858), rows that sum to 1, and coins that are
+    independent and uniform in [0, 1). Thresholds below 1 are LOSSY, an explicit choice of more accepted drafts over the
+    target's law: threshold_acc = a multiplies the odds of every child by up to 1 / a, threshold_single = t takes any
+    child of probability t or more whatever its coin; the text then follows no distribution of the target.
+Shapes
+    candidates              [B, N]      int    tokens of the nodes, node 0 the root
+    retrieve_index          [B, N]      int    b * N + i
+    retrieve_next_token     [B, N]      int    first child, -1 for none
+    retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
+    target_probs            [B, N, V]   fp32   or [B * N, V]; the row of each node, unit stride along V
+    uniform_samples         [B, N]      fp32   the coin of each node, for its children
+    uniform_samples_for_final_sampling [B] fp32  the coin of the bonus
+    -> predicts             [B * N]     int32  the emitted token at visited nodes, -1 elsewhere
+    -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
+    -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
+Invariants
+    Every output is written whole, but for predicts with keep_unvisited. At most spec_steps = S drafts are accepted.
+    A probability that is NaN, infinite or negative counts as 0, and so does that of a token outside 0 .. V - 1 and of
+    a token that a sibling before carried (SGLang counts it twice, which is lossy). What has probability 0 is never
+    emitted, but for a row without any mass left: it gives V - 1. The bonus is the first token of a positive
+    probability at which the sum passes coin * mass, the last one of them if rounding lets none pass. Links that do not
+    point forward within the tree end the walk. A row whose root has a retrieve_index outside the request is dead:
+    predicts and accept_index -1, accept_token_num 0. Results of a request do not depend on the batch around it.
+Grid
+    walk (B,), one program walks one tree; mass (B, slices), one program sums a slice of the row at which a walk ended,
+    in groups; draw (B,), one program finds the group and in it the token.
+Launches
+    3: walk, mass, draw
+Traffic
+    V * 4 bytes a request for the row of the bonus, the children's probabilities of visited nodes, 6 words a node.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.tree_walk import Output, check_tree, is_own, load_nodes, store_walk
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+# One warp walks, and one draws: what they look up lies in its own registers.
+TUNING = {"default": {"num_warps": 1}}
+# A group of 128 tokens is what one warp loads at once, 16 bytes a lane.
+MASS_TUNING = {"default": {"BLOCK_VOCAB": 4096, "BLOCK_GROUP": 128, "num_warps": 4}}
+DRAW_TUNING = {"default": {"num_warps": 1}}
+
+
+@triton.jit(do_not_specialize=["stride_probs_request", "stride_probs_node"])
+def _verify_tree_coins_kernel(
+    # inputs
+    candidates_ptr,
+    retrieve_index_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
+    target_probs_ptr,
+    uniform_samples_ptr,
+    # outputs
+    predicts_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    ends_ptr,
+    # sizes
+    threshold_single,
+    threshold_acc,
+    stride_probs_request,
+    stride_probs_node,
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    KEEPS_UNVISITED: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Walks one tree; all outputs but the bonus. ends [B, 1 + N]: the last node (-1: dead), the tokens rejected there.
+
+    One loop over the siblings of all levels. A level waits for memory once: the row of a node that was just reached is
+    read at the tokens of all nodes, whichever of them are its children.
+    """
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, BLOCK_NODE)
+    is_node = node < NUM_NODES
+    retrieved, tokens, links = load_nodes(
+        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+        request, NUM_NODES, BLOCK_NODE,
+    )  # fmt: skip
+    coins = tl.load(uniform_samples_ptr + request * NUM_NODES + node, mask=is_node, other=0.0)
+    row_ptr = target_probs_ptr + request * stride_probs_request
+    probs = _token_probs(row_ptr, tokens, VOCAB_SIZE)
+
+    depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
+    is_live = tl.max(depth) == 0
+    predicted = tl.full([BLOCK_NODE], -1, tl.int32)
+    is_rejected = node < 0
+    current = tl.zeros([], dtype=tl.int32)
+    accepted = tl.zeros([], dtype=tl.int32)
+    mass = tl.zeros([], dtype=tl.float32)
+    coin = _pick_float(coins, node == 0)
+    child = tl.where(is_live & (SPEC_STEPS > 0), tl.sum(tl.where(node == 0, links, 0)) >> 16, 0)
+    while child > 0:
+        is_child = node == child
+        token = tl.sum(tl.where(is_child, tokens, 0))
+        child_links = tl.sum(tl.where(is_child, links, 0))
+        child_coin = _pick_float(coins, is_child)
+        is_repeated = tl.max((is_rejected & (tokens == token)).to(tl.int32)) > 0
+        prob = tl.where(is_repeated, 0.0, _pick_float(probs, is_child))
+        mass += prob
+        # rounded as every division is: the sum of all children may stand exactly on the coin
+        is_covered = coin < tl.math.div_rn(mass, threshold_acc)
+        step = ((prob > 0.0) & (is_covered | (prob >= threshold_single))).to(tl.int32)
+        is_accepted = step > 0  # of integers: Triton's interpreter spreads what two floats compare to as a float
+
+        accepted += step
+        depth = tl.where(is_child & is_accepted, accepted, depth)
+        predicted = tl.where((node == current) & is_accepted, token, predicted)
+        is_rejected = (is_rejected | is_child) & (is_accepted == 0)
+        current = tl.where(is_accepted, child, current)
+        coin = tl.where(is_accepted, child_coin, coin)
+        mass = tl.where(is_accepted, 0.0, mass)
+        below = tl.where(accepted < SPEC_STEPS, child_links >> 16, 0)
+        child = tl.where(is_accepted, below, child_links & 0xFFFF)
+        if is_accepted & (child > 0):
+            probs = _token_probs(row_ptr + current * stride_probs_node.to(tl.int64), tokens, VOCAB_SIZE)
+
+    # the last node's token is not known yet: -1 until it is drawn
+    store_walk(
+        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
+        SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_NODE, BLOCK_DEPTH,
+    )  # fmt: skip
+    ends_ptr += request * (NUM_NODES + 1)
+    tl.store(ends_ptr, tl.where(is_live, current, -1))
+    tl.store(ends_ptr + 1 + node, tl.where(is_rejected, tokens, -1), mask=is_node)
+
+
+@triton.jit(do_not_specialize=["stride_probs_request", "stride_probs_node"])
+def _verify_tree_coins_mass_kernel(
+    target_probs_ptr,
+    ends_ptr,
+    sums_ptr,
+    stride_probs_request,
+    stride_probs_node,
+    NUM_NODES: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """The residual mass of every group of one slice of the row at which a walk ended, to sums [B, groups]."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    last, rejected = _load_end(ends_ptr, request, NUM_NODES, BLOCK_NODE)
+    if last >= 0:
+        offset = request * stride_probs_request + last * stride_probs_node.to(tl.int64)
+        row_ptr = target_probs_ptr + tl.multiple_of(offset, ALIGNMENT)
+        probs = _residual(row_ptr, part * BLOCK_VOCAB, rejected, VOCAB_SIZE, BLOCK_VOCAB)
+        SLICE_GROUPS: tl.constexpr = BLOCK_VOCAB // BLOCK_GROUP
+        # [group, token]
+        sums = tl.sum(tl.reshape(probs, [SLICE_GROUPS, BLOCK_GROUP]), axis=1)
+        group = part * SLICE_GROUPS + tl.arange(0, SLICE_GROUPS)
+        tl.store(sums_ptr + request * NUM_GROUPS + group, sums)
+
+
+@triton.jit(do_not_specialize=["stride_probs_request", "stride_probs_node"])
+def _verify_tree_coins_draw_kernel(
+    target_probs_ptr,
+    uniform_samples_for_final_sampling_ptr,
+    ends_ptr,
+    sums_ptr,
+    predicts_ptr,
+    stride_probs_request,
+    stride_probs_node,
+    NUM_NODES: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_SUM: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Draws the bonus of one request: first the group, by the sums, then the token within it."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    last, rejected = _load_end(ends_ptr, request, NUM_NODES, BLOCK_NODE)
+    coin = tl.load(uniform_samples_for_final_sampling_ptr + request)
+    if last >= 0:
+        group = tl.arange(0, BLOCK_SUM)
+        sums = tl.load(sums_ptr + request * NUM_GROUPS + group, mask=group < NUM_GROUPS, other=0.0)
+        reached = tl.cumsum(sums, axis=0)
+        level = coin * tl.sum(tl.where(group == BLOCK_SUM - 1, reached, 0.0))
+        chosen = _first_above(group, sums, reached, level)
+        token = VOCAB_SIZE - 1
+        if chosen >= 0:
+            before = tl.sum(tl.where(group == chosen - 1, reached, 0.0))
+            offset = request * stride_probs_request + last * stride_probs_node.to(tl.int64)
+            row_ptr = target_probs_ptr + tl.multiple_of(offset, ALIGNMENT)
+            start = chosen * BLOCK_GROUP
+            probs = _residual(row_ptr, start, rejected, VOCAB_SIZE, BLOCK_GROUP)
+            within = before + tl.cumsum(probs, axis=0)
+            token = start + _first_above(tl.arange(0, BLOCK_GROUP), probs, within, level)
+        tl.store(predicts_ptr + request * NUM_NODES + last, token)
+
+
+@triton.jit
+def _pick_float(values, is_lane):
+    """The fp32 of the one lane that is_lane marks, as bits: 0 times a NaN beside it would be NaN."""
+    bits = tl.where(is_lane, values.to(tl.int32, bitcast=True), 0)
+    return tl.sum(bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _as_probs(values):
+    """fp32 values with 0 in place of NaN, infinities and negative ones."""
+    return tl.where((values > 0.0) & (values < float("inf")), values, 0.0)
+
+
+@triton.jit
+def _token_probs(row_ptr, tokens, VOCAB_SIZE: tl.constexpr):
+    """What the row gives each of the tokens int32; 0 for one outside the vocabulary."""
+    is_token = (tokens >= 0) & (tokens < VOCAB_SIZE)
+    return _as_probs(tl.load(row_ptr + tokens, mask=is_token, other=0.0))
+
+
+@triton.jit
+def _load_end(ends_ptr, request, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr):
+    """The node at which a walk ended, -1 for none, and the tokens [node] rejected there, -1 for none."""
+    node = tl.arange(0, BLOCK_NODE)
+    ends_ptr += request * (NUM_NODES + 1)
+    return tl.load(ends_ptr), tl.load(ends_ptr + 1 + node, mask=node < NUM_NODES, other=-1)
+
+
+@triton.jit
+def _residual(row_ptr, start, rejected, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK probabilities of a row from `start` on, 0 for the tokens in `rejected` and past the row's end.
+
+    Rejected tokens within the block, mostly none, are masked one after another: each round ends one of them.
+    """
+    index = start + tl.arange(0, BLOCK)
+    probs = _as_probs(tl.load(row_ptr + index, mask=index < VOCAB_SIZE, other=0.0))
+    rejected = tl.where((rejected >= start) & (rejected < start + BLOCK), rejected, -1)
+    token = tl.max(rejected)
+    while token >= 0:
+        probs = tl.where(index == token, 0.0, probs)
+        rejected = tl.where(rejected == token, -1, rejected)
+        token = tl.max(rejected)
+    return probs
+
+
+@triton.jit
+def _first_above(index, values, reached, level):
+    """The first index of a positive value at which the running sum `reached` is above `level`.
+
+    Where there is none, as rounding or a coin outside [0, 1) can make it: the last index of a positive value, -1
+    without one.
+    """
+    is_positive = values > 0.0
+    first = tl.min(tl.where(is_positive & (reached > level), index, 2147483647))
+    return tl.where(first == 2147483647, tl.max(tl.where(is_positive, index, -1)), first)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `verify_tree_coins` and describes its outputs."""
+    args = check.Arguments("verify_tree_coins", values)
+    output = check_tree(args)
+    batch_size, num_nodes = args.size("B"), args.size("N")
+    is_flat = isinstance(values["target_probs"], torch.Tensor) and values["target_probs"].dim() == 2
+    shape = (batch_size * num_nodes, "V") if is_flat else ("B", "N", "V")
+    args.tensor("target_probs", shape, (torch.float32,), contiguous=1)
+    if args.size("V") == 0:
+        args.fail("target_probs", "have at least one token a row", list(values["target_probs"].shape))
+    args.tensor("uniform_samples", ("B", "N"), (torch.float32,))
+    args.tensor("uniform_samples_for_final_sampling", ("B",), (torch.float32,))
+    for name in ("threshold_single", "threshold_acc"):
+        if isinstance(values[name], bool) or not isinstance(values[name], (int, float)):
+            args.fail(name, "be a float", type(values[name]).__name__, TypeError)
+        if not 0.0 <= values[name] <= 1.0:
+            args.fail(name, "lie in 0..1", values[name])
+    for name in ("uniform_samples", "uniform_samples_for_final_sampling"):
+        args.debug(name, "lie in [0, 1)", lambda name=name: (values[name] >= 0) & (values[name] < 1))
+    if values["keep_unvisited"] and values.get("out") is None:
+        args.fail("keep_unvisited", "come with out, whose predicts it keeps", True)
+    return output
+
+
+@launcher
+def verify_tree_coins(
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    target_probs: torch.Tensor,
+    uniform_samples: torch.Tensor,
+    uniform_samples_for_final_sampling: torch.Tensor,
+    *,
+    spec_steps: int,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    keep_unvisited: bool = False,
+    out: Output | None = None,
+) -> Output:
+    """Walks every tree by the given coins and draws the bonus; shapes are in the module's docstring.
+
+    spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
+    threshold_single, threshold_acc: in [0, 1]. Lossless at 1; below 1 LOSSY: the text leaves the target's law.
+    keep_unvisited: with `out` only, predicts of nodes off the path stay as they are instead of -1.
+    """
+    contracted = contract(locals())
+    out = check.allocate("verify_tree_coins", contracted, out)
+    device, (batch_size, num_nodes) = candidates.device, candidates.shape
+    vocab_size = target_probs.shape[-1]
+    stride_node = target_probs.stride(-2)
+    stride_request = num_nodes * stride_node if target_probs.dim() == 2 else target_probs.stride(0)
+    mass = tuning.row(MASS_TUNING, device)
+    num_slices = triton.cdiv(vocab_size, mass["BLOCK_VOCAB"])
+    num_groups = num_slices * (mass["BLOCK_VOCAB"] // mass["BLOCK_GROUP"])
+    ends = torch.empty((batch_size, 1 + num_nodes), dtype=torch.int32, device=device)
+    sums = torch.empty((batch_size, num_groups), dtype=torch.float32, device=device)
+    shared = {
+        "target_probs_ptr": target_probs,
+        "ends_ptr": ends,
+        "stride_probs_request": stride_request,
+        "stride_probs_node": stride_node,
+        "NUM_NODES": num_nodes,
+        "VOCAB_SIZE": vocab_size,
+        "BLOCK_NODE": triton.next_power_of_2(num_nodes),
+    }
+    row = shared | {
+        "sums_ptr": sums,
+        "NUM_GROUPS": num_groups,
+        # what is known of the offset of every row, so that loads can be wide
+        "ALIGNMENT": math.gcd(stride_request, stride_node, 16),
+    }
+    launch(
+        "verify_tree_coins",
+        _verify_tree_coins_kernel,
+        (batch_size,),
+        candidates_ptr=candidates,
+        retrieve_index_ptr=retrieve_index,
+        retrieve_next_token_ptr=retrieve_next_token,
+        retrieve_next_sibling_ptr=retrieve_next_sibling,
+        uniform_samples_ptr=uniform_samples,
+        predicts_ptr=out.predicts,
+        accept_index_ptr=out.accept_index,
+        accept_token_num_ptr=out.accept_token_num,
+        threshold_single=float(threshold_single),
+        threshold_acc=max(float(threshold_acc), 1e-9),
+        SPEC_STEPS=spec_steps,
+        KEEPS_UNVISITED=keep_unvisited,
+        BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
+        **shared,
+        **tuning.row(TUNING, device),
+    )
+    launch("verify_tree_coins", _verify_tree_coins_mass_kernel, (batch_size, num_slices), **row, **mass)
+    launch(
+        "verify_tree_coins",
+        _verify_tree_coins_draw_kernel,
+        (batch_size,),
+        uniform_samples_for_final_sampling_ptr=uniform_samples_for_final_sampling,
+        predicts_ptr=out.predicts,
+        BLOCK_GROUP=mass["BLOCK_GROUP"],
+        BLOCK_SUM=triton.next_power_of_2(num_groups),
+        **row,
+        **tuning.row(DRAW_TUNING, device),
+    )
+    return out

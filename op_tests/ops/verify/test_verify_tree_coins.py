@@ -1,0 +1,623 @@
+"""verify_tree_coins: equal to its reference, whose every outcome is enumerated and has the target's joint law."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.reference.ops.verify import verify_tree_coins as reference
+from op_tests.harness import (
+    assert_equal,
+    assert_only_launches,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+    to_device,
+)
+from op_tests.harness.enumeration import enumerate_outcomes, total_variation
+from op_tests.harness.statistics import assert_follows_law
+from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
+
+PATH = "verify.verify_tree_coins"
+SHAPES = [(2, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (4, 4, 3, 8), (2, 8, 5, 32)]
+LAST_COIN = 1.0 - 2.0**-24
+LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
+run = eagle_kernels.raw.verify_tree_coins
+
+
+def on_grid(logits, units=512):
+    """Probabilities in multiples of 1 / units that sum to 1: all sums of them are exact in fp32, in any order."""
+    counts = (torch.softmax(logits, dim=-1) * units).floor()
+    counts.scatter_add_(-1, counts.argmax(-1, keepdim=True), units - counts.sum(-1, keepdim=True))
+    return counts / units
+
+
+def make(batch_size, topk, spec_steps, num_nodes, *, vocab_size=61, device="cpu", dtype=torch.int64, peak=6.0):
+    """Rows that favour some child, and coins, all on a dyadic grid; coins meet edges exactly, now and then."""
+    links, _ = make_tree(batch_size, topk, spec_steps, num_nodes, vocab_size=vocab_size, dtype=dtype)
+    logits = follow_tree(links, vocab_size, peak=peak)
+    values = {
+        **links,
+        "target_probs": on_grid(logits).view(batch_size, num_nodes, vocab_size),
+        "uniform_samples": torch.randint(512, (batch_size, num_nodes)) / 512,
+        "uniform_samples_for_final_sampling": torch.randint(512, (batch_size,)) / 512,
+        "spec_steps": spec_steps,
+    }
+    return to_device(values, device)
+
+
+def plain(parents):
+    """First children and next siblings [N] of the tree with these parents, -1 for none."""
+    first, sibling = [-1] * len(parents), [-1] * len(parents)
+    for node in reversed(range(1, len(parents))):
+        sibling[node], first[parents[node]] = first[parents[node]], node
+    return first, sibling
+
+
+def explicit(tokens, parents, probs, coins, final_coin, *, spec_steps=3, device="cpu"):
+    """One request, all of it written out; `probs` [N, V], or [V] for the root's row where no other matters."""
+    probs = torch.as_tensor(probs, dtype=torch.float32)
+    first, sibling = plain(parents)
+    tensors = [torch.tensor([data]) for data in (tokens, list(range(len(tokens))), first, sibling)]
+    values = {
+        **dict(zip(LINKS, tensors)),
+        "target_probs": (probs.expand(len(tokens), -1) if probs.dim() == 1 else probs)[None].contiguous(),
+        "uniform_samples": torch.tensor([coins], dtype=torch.float32),
+        "uniform_samples_for_final_sampling": torch.tensor([final_coin], dtype=torch.float32),
+        "spec_steps": spec_steps,
+    }
+    return to_device(values, device)
+
+
+def star(children, probs, coin, final_coin, **options):
+    """A root with these children; only the root's row and coin count, unless a child is accepted."""
+    return explicit([0, *children], [-1] + [0] * len(children), probs, [coin] + [0.0] * len(children), final_coin,
+                    **options)  # fmt: skip
+
+
+def outcome(values, case=""):
+    """(accepted node or None, tokens emitted), kernel and reference agreeing."""
+    output, _ = check_operation(PATH, values, case=case)
+    path = [node for node in output.accept_index[0].tolist() if node >= 0]
+    assert len(path) == output.accept_token_num[0] + 1
+    return path[1:], [output.predicts[node].item() for node in path]
+
+
+def ahead_of_time_cases():
+    yield "two slices", make(2, 8, 5, 64, vocab_size=4200)
+    for num_nodes, vocab_size in ((8, 128256), (64, 128256), (256, 50257)):
+        values = make(1, 4, 5, num_nodes)
+        values["target_probs"] = torch.empty(vocab_size).expand(1, num_nodes, vocab_size)  # recorded only
+        yield f"N={num_nodes} V={vocab_size}", values
+    yield "int32", make(2, 4, 3, 8, dtype=torch.int32)
+
+
+def size_sweep():
+    for batch_size in (1, 2, 3, 16, 17, 64, 257):
+        yield make(batch_size, 4, 3, 8)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, device):
+    output, _ = check_operation(PATH, make(*shape, device=device), case=str(shape))
+    assert shape[3] == 1 or output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 127, 129, 4099])
+def test_any_vocabulary(vocab_size, device):
+    """One token, borders of groups and slices; trees whose tokens repeat where there are fewer than branches."""
+    values = make(2, 2, 2, 5, vocab_size=max(vocab_size, 2), device=device, peak=8.0)
+    values["target_probs"] = values["target_probs"][..., :vocab_size].contiguous()
+    output, _ = check_operation(PATH, values, case=str(vocab_size))
+    assert output.predicts.max() < vocab_size
+    # flat rows: the draw lands anywhere
+    values["target_probs"] = torch.full((2, 5, vocab_size), 2.0**-13, device=device)
+    values["uniform_samples_for_final_sampling"] = torch.tensor([0.3125, 0.8125], device=device)
+    values["uniform_samples"].fill_(LAST_COIN)
+    check_operation(PATH, values, case=f"flat {vocab_size}")
+
+
+def test_strides_and_the_flat_form(device):
+    """Slices of wider rows and of longer trees; [B * N, V] is the same as [B, N, V]."""
+    values = make(3, 4, 3, 8, device=device)
+    want, _ = check_operation(PATH, values, case="whole")
+    probs = values["target_probs"]
+    wide = torch.full((3, 11, 77), 9.0, device=device)
+    wide[:, :8, :61] = probs
+    for name, form in {
+        "strided": wide[:, :8, :61],
+        "flat": probs.reshape(24, 61),
+        "flat, strided": torch.nn.functional.pad(probs, (0, 3), value=9.0).reshape(24, 64)[:, :61],
+    }.items():
+        got, _ = check_operation(PATH, {**values, "target_probs": form}, case=name)
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def test_int32_inputs(device):
+    check_operation(PATH, make(3, 4, 3, 8, dtype=torch.int32, device=device), case="int32")
+
+
+@pytest.mark.parametrize("coin", [0.0, LAST_COIN])
+def test_first_and_last_coin(coin, device):
+    values = make(4, 4, 3, 8, device=device)
+    for name in ("uniform_samples", "uniform_samples_for_final_sampling"):
+        values[name].fill_(coin)
+    output, _ = check_operation(PATH, values, case=str(coin))
+    emitted = output.predicts >= 0
+    assert (values["target_probs"].view(32, 61)[emitted].gather(1, output.predicts[emitted][:, None].long()) > 0).all()
+
+
+def test_comparisons_are_strict(device):
+    """A coin of 0 accepts no child of probability 0, and a coin on the edge belongs to what lies above it."""
+    probs = [0.25, 0.25, 0.0, 0.5]
+    assert outcome(star([2, 1], probs, 0.0, 0.0, device=device)) == ([2], [1, 0])
+    assert outcome(star([2], probs, 0.0, 0.0, device=device)) == ([], [0])
+    assert outcome(star([1, 3], probs, 0.25, 0.0, device=device)) == ([2], [3, 0])
+    assert outcome(star([1], probs, 0.25, 0.25, device=device)) == ([], [0])
+    # of what is left, 0.25 and 0.5, a third of the mass is token 0
+    assert outcome(star([1], probs, 0.25, 0.34375, device=device)) == ([], [3])
+    assert outcome(star([2], probs, 0.5, 0.25, device=device)) == ([], [1])
+    assert outcome(star([2], probs, 0.5, 0.5, device=device)) == ([], [3])
+    assert outcome(star([2], [0.5, 0.5, 0.0, 0.0], 0.5, LAST_COIN, device=device)) == ([], [1])
+
+
+def test_one_hot_and_disjoint_supports(device):
+    one_hot = [0.0, 0.0, 1.0, 0.0, 0.0]
+    for coin in (0.0, LAST_COIN):
+        assert outcome(star([1, 2, 3], one_hot, coin, coin, device=device)) == ([2], [2, 2])
+        assert outcome(star([1, 3], one_hot, coin, coin, device=device)) == ([], [2])
+    halves = [0.0, 0.5, 0.0, 0.5, 0.0]
+    for final_coin, token in ((0.0, 1), (0.5, 3), (LAST_COIN, 3)):
+        assert outcome(star([0, 2, 4], halves, 0.0, final_coin, device=device)) == ([], [token])
+
+
+def test_no_mass_is_left(device):
+    """All mass on a rejected child, which takes a row that sums to less than 1, or no mass at all: V - 1."""
+    for final_coin in (0.0, LAST_COIN):
+        assert outcome(star([1, 2], [0.0, 0.5, 0.25, 0.0, 0.0], 0.75, final_coin, device=device)) == ([], [4])
+        assert outcome(star([1, 2], [0.0] * 5, 0.0, final_coin, device=device)) == ([], [4])
+        # a trace beside them is all that is left
+        trace = [2.0**-20, 0.5, 0.25, 0.0, 0.0]
+        assert outcome(star([1, 2], trace, 0.75, final_coin, device=device)) == ([], [0])
+
+
+def test_duplicate_siblings_count_once(device):
+    """SGLang's kernel would accept the second one of a coin of 0.375, and tokens 2 and 3 never."""
+    probs = [0.25, 0.25, 0.25, 0.25]
+    assert outcome(star([1, 1, 2], probs, 0.125, 0.0, device=device))[0] == [1]
+    assert outcome(star([1, 1, 2], probs, 0.375, 0.0, device=device)) == ([3], [2, 0])
+    assert outcome(star([1, 1, 1, 1], probs, LAST_COIN, 0.5, device=device)) == ([], [2])
+    # the same token at another node is not met again, but new
+    values = explicit([0, 1, 2, 1], [-1, 0, 0, 2], probs, [0.375, 0.0, 0.0, 0.0], 0.0, device=device)
+    assert outcome(values) == ([2, 3], [2, 1, 0])
+
+
+def test_nothing_is_removed_where_no_child_was_tried(device):
+    """At S drafts the children below are not looked at, and the bonus may be one of them."""
+    probs = [0.0, 0.5, 0.5, 0.0]
+    for spec_steps, expected in ((2, ([1, 2], [1, 1, 1])), (1, ([1], [1, 1])), (0, ([], [1]))):
+        coins = [0.0, 0.0, LAST_COIN]
+        values = explicit([0, 1, 1], [-1, 0, 1], probs, coins, 0.0, spec_steps=spec_steps, device=device)
+        assert outcome(values, case=str(spec_steps)) == expected
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), -1.0])
+def test_what_is_no_probability_counts_as_zero(bad, device):
+    """Also where all else is 0, and beside the rows of other requests."""
+    assert outcome(star([1, 2], [0.25, bad, 0.25, 0.5], 0.125, 0.0, device=device)) == ([2], [2, 0])
+    assert outcome(star([1], [bad, 0.25, 0.5, bad], 0.5, LAST_COIN, device=device)) == ([], [2])
+    assert outcome(star([1], [bad] * 4, 0.0, 0.0, device=device)) == ([], [3])
+    values = make(3, 4, 3, 8, device=device)
+    clean = run(**values)
+    values["target_probs"][1] = bad
+    output, _ = check_operation(PATH, values, case=str(bad))
+    assert output.accept_token_num[1] == 0 and output.predicts[8] == 60
+    for row in (0, 2):
+        assert torch.equal(output.predicts.view(3, 8)[row], clean.predicts.view(3, 8)[row])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1.0, -0.5])
+def test_coins_out_of_range_stay_in_range(bad, device):
+    """Nothing is promised but a token of the row; with debugging on they are refused."""
+    values = make(3, 4, 3, 8, device=device)
+    for name in ("uniform_samples", "uniform_samples_for_final_sampling"):
+        values[name][1] = bad
+    output, _ = check_operation(PATH, values, case=str(bad))
+    last = output.accept_index[1][output.accept_token_num[1]]
+    assert values["target_probs"].view(24, 61)[last, output.predicts[last].long()] > 0
+
+
+def test_debug_mode_checks_coins(monkeypatch):
+    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
+    values = make(2, 4, 3, 8)
+    eagle_kernels.verify_tree_coins(**values)
+    values["uniform_samples"][1, 2] = 1.0
+    with pytest.raises(ValueError, match=r"uniform_samples must lie in \[0, 1\), got 1.0 at \[1, 2\]"):
+        eagle_kernels.verify_tree_coins(**values)
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_malformed_trees_end_and_accept_nothing_bad(fault, device):
+    values = make(3, 4, 3, 8)
+    MALFORMED[fault]({key: values[key] for key in LINKS})
+    values = to_device(values, device)
+    output, _ = check_operation(PATH, values, case=fault)
+    if fault in ("tokens of -1", "out-of-vocabulary tokens", "dead rows", "backward links", "links past the tree"):
+        assert output.accept_token_num.sum() == 0
+    assert bool((output.predicts == -1).all()) == (fault == "dead rows")
+
+
+def test_random_links_and_few_tokens(device):
+    """Lists that join, skip and end anywhere, nodes of other requests: everything agrees with the reference."""
+    for seed in range(2):
+        torch.manual_seed(seed)
+        values = make(5, 8, 5, 33, vocab_size=9)
+        values["candidates"] %= 5
+        for name in ("retrieve_next_token", "retrieve_next_sibling"):
+            values[name] = torch.where(torch.rand(5, 33) < 0.5, torch.randint(-2, 40, (5, 33)), values[name])
+        values["retrieve_index"] += (torch.rand(5, 33) < 0.05) * torch.randint(-40, 40, (5, 33))
+        values["candidates"] = torch.where(torch.rand(5, 33) < 0.1, -1, values["candidates"])
+        check_operation(PATH, to_device(values, device), case=f"seed {seed}")
+
+
+def test_dead_rows_leave_the_others_alone(device):
+    values = make(3, 4, 3, 8, device=device)
+    clean = run(**values)
+    for name in LINKS:
+        values[name][1] = -1
+    values["target_probs"][1] = float("nan")
+    output, _ = check_operation(PATH, values, case="dead")
+    assert (output.accept_index[1] == -1).all() and output.accept_token_num[1] == 0
+    assert torch.equal(output.predicts.view(3, 8)[::2], clean.predicts.view(3, 8)[::2])
+
+
+def test_neighbours_and_batch_do_not_matter(device):
+    """On probabilities that no grid keeps exact: the same bits are summed in the same order."""
+    values = make(4, 4, 3, 8, vocab_size=300, device=device)
+    values["target_probs"] = torch.softmax(torch.randn(4, 8, 300, device=device), dim=-1)
+    values["uniform_samples"] /= 32
+    whole = run(**values)
+    for row in (0, 3):
+        alone = {
+            name: value[row : row + 1].contiguous() if isinstance(value, torch.Tensor) else value
+            for name, value in values.items()
+        }
+        alone["retrieve_index"] = alone["retrieve_index"] - row * 8
+        output = run(**alone)
+        assert torch.equal(output.predicts, whole.predicts[row * 8 : row * 8 + 8])
+        assert torch.equal(output.accept_token_num, whole.accept_token_num[row : row + 1])
+
+
+def assert_agrees_near_edges(values, note):
+    """Walks agree on any probabilities; the bonus may be another one where coin * mass is within 8 ulp of an edge."""
+    actual = run(**values)
+    expected = reference.verify_tree_coins(**values)
+    for name in ("accept_index", "accept_token_num"):
+        assert_equal(PATH, "continuous", name, getattr(actual, name), getattr(expected, name))
+    batch_size, num_nodes, _ = values["target_probs"].shape
+    differs = (actual.predicts != expected.predicts).nonzero().flatten().tolist()
+    for place in differs:
+        request, node = divmod(place, num_nodes)
+        count = int(expected.accept_token_num[request])
+        assert place == expected.accept_index[request, count], "a draft that was accepted has another token"
+        tokens = values["candidates"][request].tolist()
+        first, sibling = (values[name][request].tolist() for name in LINKS[2:])
+        below = reference.children(first, sibling, node) if count < values["spec_steps"] else ()
+        probs = values["target_probs"][request, node].double().cpu()
+        reached = reference.residual(probs, {tokens[child] for child in below}).cumsum(0)
+        level = values["uniform_samples_for_final_sampling"][request].item() * reached[-1]
+        ulp = reached[-1] * 2.0**-24
+        for token in (int(actual.predicts[place]), int(expected.predicts[place])):
+            before = reached[token - 1] if token else 0.0
+            assert before - 8 * ulp <= level <= reached[token] + 8 * ulp and reached[token] > before
+    note(f"{len(differs)} of {batch_size} bonus tokens lie on another side of an edge within 8 ulp")
+    return len(differs) / batch_size
+
+
+@pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.3, 0.7)], ids=str)
+def test_continuous_probabilities(thresholds, note, device):
+    values = make(12, 4, 3, 8, vocab_size=300, device=device)
+    values["target_probs"] = torch.softmax(follow_tree(values, 300).view(12, 8, 300) * 1.1, dim=-1)
+    values["uniform_samples"] = torch.rand(12, 8, device=device)
+    values["uniform_samples_for_final_sampling"] = torch.rand(12, device=device)
+    values |= dict(zip(("threshold_single", "threshold_acc"), thresholds))
+    assert assert_agrees_near_edges(values, note) < 0.1
+
+
+@pytest.mark.parametrize(
+    "thresholds", [(1.0, 0.5), (0.25, 1.0), (0.0, 0.0), (1.0, 0.0), (0.125, 1 / 3), (1, 1)], ids=str
+)
+def test_thresholds(thresholds, device):
+    values = make(3, 4, 3, 8, device=device) | dict(zip(("threshold_single", "threshold_acc"), thresholds))
+    lossless = run(**make(3, 4, 3, 8, device=device))
+    output, _ = check_operation(PATH, values, case=str(thresholds))
+    assert thresholds == (1, 1) or output.accept_token_num.sum() >= lossless.accept_token_num.sum()
+
+
+def test_thresholds_of_the_documented_example(device):
+    """A root of probabilities .30 .45 .01 0 .24 with the children 3 and 1, as SGLang's kernel takes it."""
+    probs = torch.tensor([0.30, 0.45, 0.01, 0.0, 0.24], dtype=torch.float64)
+
+    def law(**thresholds):
+        first, sibling = plain([-1, 0, 0])
+
+        def emitted(source):
+            path, bonus = reference.verify_request(
+                [0, 3, 1], first, sibling, probs_at=lambda node: probs, coin_at=lambda node: source.uniform(),
+                final_coin=source.uniform(), spec_steps=1, **thresholds,
+            )  # fmt: skip
+            return [bonus, 3, 1][path[-1]]
+
+        found = enumerate_outcomes(emitted)
+        return [found.get(token, 0.0) for token in range(5)]
+
+    assert law() == pytest.approx(probs.tolist(), abs=1e-15)
+    left = [0.1 * prob / 0.55 for prob in (0.30, 0.0, 0.01, 0.0, 0.24)]
+    assert law(threshold_acc=0.5) == pytest.approx([left[0], 0.9, *left[2:]], abs=1e-15)
+    for thresholds in ({"threshold_single": 0.4}, {"threshold_acc": 0.0}, {"threshold_acc": 0.45}):
+        assert law(**thresholds) == [0.0, 1.0, 0.0, 0.0, 0.0]
+    for coin, threshold_single, accepted in ((0.5, 0.4, [2]), (0.5, 0.5, []), (0.4375, 0.5, [2]), (0.0, 0.0, [2])):
+        values = star([3, 1], probs, coin, 0.5, device=device) | {"threshold_single": threshold_single}
+        assert outcome(values)[0] == accepted
+
+
+# the law, by enumeration of the reference
+
+TREES = {  # tokens, parents
+    "root": ([0], [-1]),
+    "chain": ([0, 2, 1, 2], [-1, 0, 1, 2]),
+    "star": ([0, 3, 1, 0], [-1, 0, 0, 0]),
+    "binary": ([0, 1, 2, 0, 2, 1, 3], [-1, 0, 0, 1, 1, 2, 2]),
+    "ragged": ([0, 2, 0, 1, 3, 1, 0, 2, 3], [-1, 0, 0, 0, 1, 3, 3, 5, 5]),
+    "deep": ([0, 1, 0, 2, 1, 0, 2, 1, 3, 2], [-1, 0, 0, 1, 1, 1, 4, 4, 4, 2]),
+    "duplicates": ([0, 1, 1, 2, 0, 1, 3, 3], [-1, 0, 0, 0, 1, 2, 2, 3]),
+    "out of vocabulary": ([0, -1, 7, 2, 1], [-1, 0, 0, 0, 3]),
+}
+
+
+def random_target(vocab_size, seed=0):
+    """target(prefix): float64 probabilities that depend on all tokens of the prefix; one of them is often 0."""
+    rows = {}
+
+    def target(prefix):
+        if prefix not in rows:
+            generator = torch.Generator().manual_seed(hash((seed, *prefix)) % 2**31)
+            weights = torch.rand(vocab_size, generator=generator, dtype=torch.float64)
+            weights[int(torch.randint(vocab_size + 2, (), generator=generator)) :][:1] = 0.0
+            rows[prefix] = weights / weights.sum()
+        return rows[prefix]
+
+    return target
+
+
+def text_law(tree, target, vocab_size, *, spec_steps=3, coins="independent", **thresholds):
+    """The law of the first S + 1 tokens: what the reference emits on this tree, completed by the target."""
+    tokens, parents = TREES[tree]
+    first, sibling = plain(parents)
+    prefix = [()]
+    for node in range(1, len(tokens)):
+        prefix.append((*prefix[parents[node]], tokens[node]))
+
+    def emitted(source):
+        shared = source.uniform()
+        path, bonus = reference.verify_request(
+            tokens,
+            first,
+            sibling,
+            probs_at=lambda node: target(prefix[node]),
+            coin_at=lambda node: source.uniform() if coins in ("independent", "final reused") else shared,
+            final_coin=shared if coins == "all reused" else source.uniform(),
+            spec_steps=spec_steps,
+            **thresholds,
+        )
+        return (*prefix[path[-1]], bonus)
+
+    law = {}
+    for text, probability in enumerate_outcomes(emitted).items():
+        for rest in itertools.product(range(vocab_size), repeat=spec_steps + 1 - len(text)):
+            whole = text + rest
+            law[whole] = law.get(whole, 0.0) + probability * joint(target, whole, len(text))
+    return law
+
+
+def joint(target, text, start=0):
+    """The target's probability of text[start:] after text[:start]."""
+    probability = 1.0
+    for index in range(start, len(text)):
+        probability *= float(target(text[:index])[text[index]])
+    return probability
+
+
+def distance(tree, vocab_size, seed=0, **options):
+    target = random_target(vocab_size, seed)
+    law = text_law(tree, target, vocab_size, **options)
+    length = options.get("spec_steps", 3) + 1
+    exact = {text: joint(target, text) for text in itertools.product(range(vocab_size), repeat=length)}
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
+    return total_variation(law, exact)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_the_law_is_the_target_s(tree):
+    for vocab_size, spec_steps, seed in ((4, 3, 0), (4, 3, 1), (5, 3, 2), (4, 1, 3), (4, 0, 4)):
+        assert distance(tree, vocab_size, seed, spec_steps=spec_steps) < 1e-12
+
+
+WRONG = {
+    "threshold_acc": {"threshold_acc": 0.9},
+    "threshold_single": {"threshold_single": 0.25},
+    "a coin for all levels": {"coins": "levels reused"},
+    "the coin of the walk draws the bonus": {"coins": "all reused"},
+}
+
+
+class Forgetful(set):
+    """What the reference's set of rejected tokens would be if it did not know what it holds."""
+
+    def __contains__(self, token):
+        return False
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, "residual not subtracted", "duplicates counted twice"])
+def test_wrong_schemes_are_seen(wrong, monkeypatch):
+    """What enumeration is worth: each of these leaves the target's law by far on some tree."""
+    if wrong == "residual not subtracted":
+        monkeypatch.setattr(reference, "residual", lambda probs, rejected: probs)
+    if wrong == "duplicates counted twice":
+        monkeypatch.setattr(reference, "set", Forgetful, raising=False)
+    worst = max(distance(tree, 4, **WRONG.get(wrong, {})) for tree in ("binary", "deep", "duplicates"))
+    assert worst > 0.05
+
+
+@pytest.mark.parametrize("tree", ["binary", "duplicates"])
+def test_joint_law_of_the_emitted_tokens(tree, device):
+    """Chi-square: a target over four tokens that remembers one, three tokens of text, fresh coins in every lane.
+
+    The public function, so the kernel on a GPU and the reference without one; few lanes of the kernel in any case.
+    """
+    check_joint_law(eagle_kernels.verify_tree_coins, tree, 1000, device)
+    check_joint_law(run, tree, 32, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tree", ["chain", "star", "binary", "ragged", "deep", "duplicates"])
+def test_joint_law_on_a_million_lanes(tree, device):
+    check_joint_law(run, tree, 2**20, device)
+
+
+def check_joint_law(function, tree, lanes, device):
+    table = torch.tensor([[2, 4, 1, 1], [3, 0, 4, 1], [1, 3, 2, 2], [4, 1, 1, 2]]) / 8  # [last token, next token]
+    tokens, parents = TREES[tree]
+    num_nodes, length = len(tokens), 3
+    first, sibling = plain(parents)
+    tensors = [torch.tensor(data).expand(lanes, -1) for data in (tokens, first, sibling)]
+    candidates, first, sibling = (tensor.contiguous().to(device) for tensor in tensors)
+    generator = torch.Generator(device).manual_seed(11)
+    output = function(
+        candidates,
+        torch.arange(lanes * num_nodes, device=device).view(lanes, num_nodes),
+        first,
+        sibling,
+        table.to(device)[candidates],
+        torch.rand(lanes, num_nodes, generator=generator, device=device),
+        torch.rand(lanes, generator=generator, device=device),
+        spec_steps=length - 1,
+    )
+    text = torch.empty(lanes, length, dtype=torch.int64, device=device)
+    last = torch.zeros(lanes, dtype=torch.int64, device=device)
+    for index in range(length):
+        node = output.accept_index[:, index].clamp(min=0).long()
+        drawn = torch.multinomial(table.to(device)[last], 1, generator=generator).flatten()
+        text[:, index] = torch.where(index <= output.accept_token_num, output.predicts[node].long(), drawn)
+        last = text[:, index]
+    assert text.min() >= 0
+    numbers = (text[:, 0] * 4 + text[:, 1]) * 4 + text[:, 2]
+    law = [table[0, a] * table[a, b] * table[b, c] for a, b, c in itertools.product(range(4), repeat=3)]
+    assert_follows_law(numbers.cpu(), torch.tensor(law, dtype=torch.float64))
+
+
+# the rules of every op
+
+
+def test_unvisited_predicts_can_be_kept(device):
+    """As SGLang's kernel does; for all nodes of a dead request too."""
+    values = make(3, 4, 3, 8, device=device)
+    values["retrieve_index"][1] = -1
+    plain_output = run(**values)
+    before = torch.arange(1000, 1024, dtype=torch.int32, device=device)
+    expected = torch.where(plain_output.predicts < 0, before, plain_output.predicts)
+    for function in (run, reference.verify_tree_coins):
+        result = function(**values, keep_unvisited=True, out=plain_output._replace(predicts=before.clone()))
+        assert_equal(PATH, "keep_unvisited", "predicts", result.predicts, expected)
+        assert_equal(PATH, "keep_unvisited", "accept_index", result.accept_index, plain_output.accept_index)
+    with pytest.raises(ValueError, match="keep_unvisited must come with out"):
+        eagle_kernels.verify_tree_coins(**values, keep_unvisited=True)
+
+
+def test_empty_batch(device):
+    output = run(**make(0, 4, 3, 8, device=device))
+    assert output.accept_index.shape == (0, 4)
+
+
+def test_launches_and_nothing_else(device):
+    assert_only_launches(PATH, make(3, 4, 3, 8, device=device))
+
+
+def test_registration(device):
+    check_registration("verify_tree_coins", make(2, 2, 2, 4, device=device) | {"threshold_acc": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_probs": torch.zeros(15, 61)}, r"target_probs must have shape \[16, V\], got \[15, 61\]"),
+        ({"target_probs": torch.zeros(2, 7, 61)}, "target_probs must have N = 8 in axis 1"),
+        ({"target_probs": torch.zeros(2, 8, 0)}, "target_probs must have at least one token a row"),
+        ({"target_probs": torch.zeros(2, 8, 61).double()}, "target_probs must have dtype float32, got float64"),
+        ({"target_probs": torch.zeros(2, 61, 8).mT}, "target_probs must be contiguous in its last 1 axes"),
+        ({"uniform_samples": torch.zeros(2, 9)}, "uniform_samples must have N = 8 in axis 1"),
+        ({"uniform_samples_for_final_sampling": torch.zeros(3)}, "uniform_samples_for_final_sampling must have B = 2"),
+        ({"threshold_acc": 1.5}, "threshold_acc must lie in 0..1, got 1.5"),
+        ({"threshold_single": -0.1}, "threshold_single must lie in 0..1, got -0.1"),
+        ({"threshold_single": float("nan")}, "threshold_single must lie in 0..1, got nan"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    with pytest.raises(ValueError, match="eagle_kernels.verify_tree_coins: " + message):
+        run(**{**make(2, 4, 3, 8), **change})
+
+
+def test_a_threshold_that_is_no_number_is_named():
+    with pytest.raises(TypeError, match="verify_tree_coins: threshold_acc must be a float, got bool"):
+        run(**make(2, 4, 3, 8), threshold_acc=True)
+
+
+@pytest.mark.gpu
+def test_large_vocabulary(note, device):
+    values = make(64, 8, 5, 64, vocab_size=32000, device=device)
+    values["target_probs"] = torch.softmax(follow_tree(values, 32000).view(64, 64, 32000) + 0.1, dim=-1)
+    values["uniform_samples"] = torch.rand(64, 64, device=device) * 0.01
+    values["uniform_samples_for_final_sampling"] = torch.rand(64, device=device)
+    assert_agrees_near_edges(values, note)
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_time(device):
+    values = make(32, 8, 5, 64, vocab_size=50257, device=device)
+    values["target_probs"] = torch.softmax(torch.randn(32, 64, 50257, device=device), dim=-1)
+    first = run(**values)
+    for _ in range(100):
+        assert all(torch.equal(a, b) for a, b in zip(run(**values), first))
+
+
+@pytest.mark.gpu
+def test_probabilities_past_2_31_elements(device):
+    """The last request of a batch whose rows do not fit 31 bits is as it is alone."""
+    values = make(264, 8, 5, 64, vocab_size=97, device=device)
+    probs = torch.zeros(264, 64, 128256, device=device)
+    assert probs.numel() > 2**31
+    probs[..., -97:] = values["target_probs"]
+    values["candidates"] += 128256 - 97
+    whole = run(**values | {"target_probs": probs})
+    alone = {key: value[-1:] if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    alone["retrieve_index"] = alone["retrieve_index"] - 263 * 64
+    last = run(**alone | {"target_probs": probs[-1:]})
+    assert torch.equal(whole.predicts[-64:], last.predicts) and last.accept_token_num[0] == whole.accept_token_num[-1]
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values = make(8, 4, 3, 16, device=device)
+    out = run(**values)
+    live = [tensor.clone() for tensor in out]
+
+    def kill_rows():
+        for key in LINKS:
+            values[key][3:] = -1
+
+    replay_in_graph(lambda: run(**values, out=out), change=kill_rows)
+    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
+    assert torch.equal(out.predicts[:48], live[0][:48]) and (out.predicts[48:] == -1).all()

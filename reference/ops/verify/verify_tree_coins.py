@@ -1,0 +1,142 @@
+"""Reference of verify_tree_coins: one coin a node walks down the tree, one more draws what follows.
+
+Coins are only compared with `<`, and the last one scaled, so that a test can hand in uniforms that have no value yet
+and have every outcome enumerated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ...tree import Output
+
+
+def verify_tree_coins(
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    target_probs: torch.Tensor,
+    uniform_samples: torch.Tensor,
+    uniform_samples_for_final_sampling: torch.Tensor,
+    *,
+    spec_steps: int,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    keep_unvisited: bool = False,
+    out: Output | None = None,
+) -> Output:
+    """See eagle_kernels/ops/verify/verify_tree_coins.py; `out` is read for keep_unvisited, not written."""
+    device = candidates.device
+    batch_size, num_nodes = candidates.shape
+    probs = target_probs.view(batch_size, num_nodes, -1) if target_probs.dim() == 2 else target_probs
+    coins, final_coins = uniform_samples.cpu(), uniform_samples_for_final_sampling.cpu()
+    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32)
+    if keep_unvisited:
+        predicts.copy_(out.predicts.view(batch_size, num_nodes))
+    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32)
+    accept_token_num = torch.zeros(batch_size, dtype=torch.int32)
+    tokens, retrieved = candidates.tolist(), retrieve_index.tolist()
+    first_child, next_sibling = retrieve_next_token.tolist(), retrieve_next_sibling.tolist()
+    for request in range(batch_size):
+        own = range(request * num_nodes, (request + 1) * num_nodes)
+        if retrieved[request][0] not in own:
+            continue
+        is_own = [index in own for index in retrieved[request]]
+        path, bonus = verify_request(
+            # a node of another request ends the list it is met in
+            [token if own_node else -1 for token, own_node in zip(tokens[request], is_own)],
+            first_child[request],
+            [sibling if own_node else -1 for sibling, own_node in zip(next_sibling[request], is_own)],
+            probs_at=lambda node, request=request: probs[request, node].cpu(),
+            coin_at=lambda node, request=request: coins[request, node],
+            final_coin=final_coins[request],
+            spec_steps=spec_steps,
+            threshold_single=threshold_single,
+            threshold_acc=threshold_acc,
+        )
+        emitted = [tokens[request][node] for node in path[1:]] + [bonus]
+        for depth, (node, token) in enumerate(zip(path, emitted)):
+            accept_index[request, depth] = retrieved[request][node]
+            predicts[request, node] = token
+        accept_token_num[request] = len(path) - 1
+    return Output(predicts.flatten().to(device), accept_index.to(device), accept_token_num.to(device))
+
+
+def verify_request(
+    tokens: Sequence[int],
+    first_child: Sequence[int],
+    next_sibling: Sequence[int],
+    *,
+    probs_at: Callable[[int], torch.Tensor],
+    coin_at: Callable[[int], torch.Tensor],
+    final_coin: torch.Tensor,
+    spec_steps: int,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+) -> tuple[list[int], int]:
+    """The accepted nodes of one tree, root first, and the bonus token.
+
+    probs_at: a node's row of target probabilities [V], whose dtype the arithmetic has.
+    coin_at, final_coin: uniforms in [0, 1); anything with `<` that can be scaled.
+    """
+    path, rejected = [0], set()
+    while len(path) <= spec_steps:
+        probs = as_probs(probs_at(path[-1]))
+        coin, mass, rejected = coin_at(path[-1]), probs.new_zeros(()), set()
+        single, acc = probs.new_tensor(threshold_single), probs.new_tensor(max(threshold_acc, 1e-9))
+        for child in children(first_child, next_sibling, path[-1]):
+            token = tokens[child]
+            is_new_token = 0 <= token < len(probs) and token not in rejected
+            prob = probs[token] if is_new_token else probs.new_zeros(())
+            mass = mass + prob
+            if prob > 0 and (coin < mass / acc or prob >= single):
+                path.append(child)
+                rejected = set()
+                break
+            rejected.add(token)
+        else:
+            break
+    return path, draw(residual(as_probs(probs_at(path[-1])), rejected), final_coin)
+
+
+def children(first_child: Sequence[int], next_sibling: Sequence[int], node: int) -> Iterator[int]:
+    """The children of a node in sibling order, until a link does not point forward within the tree."""
+    child, after = first_child[node], node
+    while after < child < len(first_child):
+        yield child
+        child, after = next_sibling[child], child
+
+
+def as_probs(row: torch.Tensor) -> torch.Tensor:
+    """The row with 0 in place of NaN, infinities and negative values."""
+    return torch.where((row > 0) & (row < float("inf")), row, torch.zeros_like(row))
+
+
+def residual(probs: torch.Tensor, rejected: set[int]) -> torch.Tensor:
+    """The row without the rejected tokens, not renormalised."""
+    left = probs.clone()
+    left[[token for token in rejected if 0 <= token < len(probs)]] = 0
+    return left
+
+
+def draw(probs: torch.Tensor, coin: torch.Tensor) -> int:
+    """The first token of a positive probability at which the sum passes coin * mass.
+
+    The last one of them if rounding lets none pass; V - 1 if there is none.
+    """
+    support = probs.nonzero().flatten()
+    if len(support) == 0:
+        return len(probs) - 1
+    reached = probs[support].cumsum(0)
+    level = coin * reached[-1]
+    low, high = 0, len(support) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if level < reached[middle]:
+            high = middle
+        else:
+            low = middle + 1
+    return int(support[low])
