@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ..primitives.accept_policy import ACCEPT_POLICIES
 from ..runtime import language
 from ..runtime.library import backend
 from ..runtime.target import architecture
@@ -56,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--topk", type=int, default=defaults.topk, help="branching of the draft tree")
     generate.add_argument("--num-steps", type=int, default=defaults.num_steps, help="levels of the draft tree")
     generate.add_argument("--num-draft-tokens", type=int, help="nodes verified a step, with root (default: 32)")
+    generate.add_argument("--accept-policy", choices=ACCEPT_POLICIES, default="normal", help="to time given acceptance")
+    generate.add_argument("--simulated-accept-length", type=float, help="of simulate: mean tokens a step, with bonus")
+    generate.add_argument("--simulated-accept-rates", type=_numbers, help="or: share of steps that reach depth 1,2,...")
     generate.add_argument("--device", default="auto", help="cuda, cpu, cuda:1, ... (auto: cuda where there is one)")
     generate.add_argument("--dtype", choices=_DTYPES, default="float32")
     generate.add_argument("--target", type=Path, help="model folder (default: the embedded pair)")
@@ -65,6 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     environment = commands.add_parser("env", help="versions, devices, backend, cache folder")
     environment.set_defaults(run=_environment)
     return parser
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(number) for number in text.split(","))
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -79,6 +87,9 @@ def _generate(arguments: argparse.Namespace) -> int:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         min_p=arguments.min_p,
+        accept_policy=arguments.accept_policy,
+        simulated_accept_length=arguments.simulated_accept_length,
+        simulated_accept_rates=arguments.simulated_accept_rates,
     )
     engine = EAGLEInference.from_pretrained(
         draft, target, config, device=_device(arguments.device), dtype=_DTYPES[arguments.dtype]
@@ -103,7 +114,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         text = tokenizer.decode(token_ids)
         print(json.dumps({"prompt": arguments.prompt, "text": text, "token_ids": token_ids, **report}, indent=2))
     else:
-        print("\n" + _table(report, stats, is_greedy=config.temperature == 0))
+        print("\n" + _table(report, stats, config))
     return 0
 
 
@@ -138,9 +149,12 @@ def _comparison(
 
     logit_gap is how far the two tokens lie apart in the target's logits there, from one plain pass over the text before
     them: a near-tie, unless something is wrong. With sampling each token's noise comes on top of its logit.
+    Under an accept_policy but `normal` texts are not compared: identical is None.
     """
     report = {"plain_tokens_per_second": plain.stats.tokens_per_second, "identical": True}
     report |= {"parts_at": None, "logit_gap": None, "plain_text_from_there": None}
+    if engine.config.accept_policy != "normal":
+        return report | {"identical": None}
     # Neither text is the beginning of the other: both end after the same number of tokens or the same end token.
     for index, (token, plain_token) in enumerate(zip(token_ids, plain.output_ids)):
         if token != plain_token:
@@ -152,7 +166,7 @@ def _comparison(
     return report
 
 
-def _table(report: dict, stats: GenerationStats, *, is_greedy: bool) -> str:
+def _table(report: dict, stats: GenerationStats, config: EAGLEConfig) -> str:
     per_depth = ", ".join(f"{count / max(1, stats.steps):.0%}" for count in stats.accepted_per_depth)
     rows = [
         ("tokens", f"{stats.generated_tokens} ({stats.finish_reasons[0]})"),
@@ -166,10 +180,12 @@ def _table(report: dict, stats: GenerationStats, *, is_greedy: bool) -> str:
         rows.append(("plain tokens/s", f"{report['plain_tokens_per_second']:.1f}"))
         if stats.speedup is not None:
             rows.append(("speedup", f"{stats.speedup:.2f}x"))
-        if report["identical"]:
+        if report["identical"] is None:
+            rows.append(("identical", f"not compared: with {config.accept_policy} texts differ by design"))
+        elif report["identical"]:
             rows.append(("identical", "yes"))
         else:
-            gap = f"logit gap {report['logit_gap']:.4f}" + ("" if is_greedy else " before the noise")
+            gap = f"logit gap {report['logit_gap']:.4f}" + ("" if config.temperature == 0 else " before the noise")
             there = report["plain_text_from_there"][:40]
             rows.append(("identical", f"no, from token {report['parts_at']} ({gap}); plain goes on with {there!r}"))
     return _lines(rows)

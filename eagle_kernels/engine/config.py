@@ -8,10 +8,19 @@ from ..ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from ..ops.tree.build_tree import MAX_NODES, TreeMaskMode
 from ..ops.tree.organize_draft_results import MAX_CANDIDATES
 from ..ops.tree.select_top_k_tokens import MAX_TOPK
+from ..primitives.accept_policy import ACCEPT_POLICIES
 from ..primitives.paging import MAX_PAGE_SIZE
 from .values import is_integer
 
 DEFAULT_MAX_DRAFT_TOKENS = 32
+
+
+def rates_of_mean_length(mean: float, spec_steps: int) -> list[float]:
+    """Rates per depth, P(at least 1, 2, .. spec_steps drafts accepted), for a mean accept length with the bonus.
+
+    mean - 1 = k + f drafts: k are always accepted, one more with probability f. No rates of this mean spread less.
+    """
+    return [min(max(mean - 1 - depth, 0.0), 1.0) for depth in range(spec_steps)]
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,14 @@ class EAGLEConfig:
     max_length          most tokens of a request, prompt included; None: what the models were made for
     page_size           tokens per page of the KV pools, a power of two up to 256
     tree_mask_mode      layout in which the tree mask is built (`eagle_kernels.TreeMaskMode`)
+
+    For timing, with text that is not the target's:
+    accept_policy       `normal`; `accept_all`, `reject_all`, `simulate` plant tokens in the place of the target's, so
+                        that the path of first children is taken to its end, not at all, or as deep as coins say.
+                        Planted tokens may be end tokens: eos_token_ids=() lets every request reach its length
+    simulated_accept_length  of `simulate`: mean tokens a step, bonus included, 1..num_steps + 1; or
+    simulated_accept_rates   of `simulate`: P(at least 1, 2, .. num_steps drafts accepted), not increasing. Where the
+                        path of first children ends, so does the step: trees may accept less, chains (topk=1) do not
     """
 
     topk: int = 8
@@ -45,6 +62,9 @@ class EAGLEConfig:
     max_length: int | None = None
     page_size: int = 16
     tree_mask_mode: str = TreeMaskMode.PACKED
+    accept_policy: str = "normal"
+    simulated_accept_length: float | None = None
+    simulated_accept_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         self._require_integer("topk", 1, MAX_TOPK)
@@ -82,6 +102,7 @@ class EAGLEConfig:
         self._require(str(self.tree_mask_mode) in modes, "tree_mask_mode", f"be one of {modes}")
         if self.tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
             self._require(self.num_verify_tokens <= 32, "num_draft_tokens", "be at most 32 for qlen_only_bitpacking")
+        self._check_accept_policy()
 
     @property
     def num_verify_tokens(self) -> int:
@@ -93,6 +114,36 @@ class EAGLEConfig:
     @property
     def _num_candidates(self) -> int:
         return self.topk + (self.num_steps - 1) * self.topk**2
+
+    @property
+    def simulated_rates(self) -> list[float] | None:
+        """Of `simulate`: P(at least 1, 2, .. num_steps drafts accepted)."""
+        if self.simulated_accept_length is not None:
+            return rates_of_mean_length(self.simulated_accept_length, self.num_steps)
+        return None if self.simulated_accept_rates is None else list(self.simulated_accept_rates)
+
+    def _check_accept_policy(self) -> None:
+        self._require(self.accept_policy in ACCEPT_POLICIES, "accept_policy", f"be one of {list(ACCEPT_POLICIES)}")
+        length, rates = self.simulated_accept_length, self.simulated_accept_rates
+        if self.accept_policy != "simulate":
+            for name in ("simulated_accept_length", "simulated_accept_rates"):
+                self._require(getattr(self, name) is None, name, "come with accept_policy='simulate'")
+            return
+        self._require(
+            (length is None) != (rates is None),
+            "accept_policy",
+            "come with either simulated_accept_length or simulated_accept_rates for 'simulate'",
+        )
+        if length is not None:
+            self._require_number("simulated_accept_length")
+            rule = f"lie in 1..num_steps + 1 = {self.num_steps + 1} (the bonus counts)"
+            self._require(1 <= length <= self.num_steps + 1, "simulated_accept_length", rule)
+            return
+        is_rates = isinstance(rates, (tuple, list)) and len(rates) == self.num_steps
+        is_rates = is_rates and all(is_integer(rate) or isinstance(rate, float) for rate in rates)
+        rule = f"be num_steps = {self.num_steps} numbers in 0..1, none above the one before it"
+        is_falling = is_rates and all(1 >= above >= rate >= 0 for above, rate in zip((1, *rates), rates))
+        self._require(is_falling, "simulated_accept_rates", rule)
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:

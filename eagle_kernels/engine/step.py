@@ -81,6 +81,11 @@ class Stepper:
         self.num_steps = config.num_steps if draft else 0
         self.num_nodes = config.num_verify_tokens if draft else 1
         self._capture = draft.aux_layers if draft else ()
+        self._policy = {}
+        if draft and config.accept_policy != "normal":
+            self._policy["accept_policy"] = config.accept_policy
+        if draft and config.simulated_rates is not None:
+            self._policy["simulated_rates"] = torch.tensor(config.simulated_rates, device=target.device)
         if draft:
             # Of an accepted path, root included: each row sees itself and the rows before it.
             rows, page_table = self.num_steps + 1, target_pool.block_table
@@ -231,13 +236,17 @@ class Stepper:
         links = (tree.draft_tokens.view_as(tree.retrieve_index), tree.retrieve_index)
         links += (tree.retrieve_next_token, tree.retrieve_next_sibling)
         if state.sampling is None:
-            return ops.verify_tree(*links, logits, spec_steps=self.num_steps)
+            coins = {}
+            if self._policy.get("accept_policy") == "simulate":
+                coins = {"positions": tree.positions, "seeds": state.seeds}
+            return ops.verify_tree(*links, logits, **coins, **self._policy, spec_steps=self.num_steps)
         return ops.verify_tree(
             *links,
             logits,
             positions=tree.positions,
             seeds=state.seeds,
             **state.sampling._asdict(),
+            **self._policy,
             spec_steps=self.num_steps,
         )
 

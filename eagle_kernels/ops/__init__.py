@@ -54,6 +54,8 @@ def verify_tree(
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
+    accept_policy: str = "normal",
+    simulated_rates: torch.Tensor | None = None,
     spec_steps: int,
     out: VerifyOutput | None = None,
 ) -> VerifyOutput:
@@ -62,13 +64,22 @@ def verify_tree(
     Without a sampling parameter (temperature, seeds, top_k, top_p, min_p) the walk is greedy, from
     `target_logits [B * N, V]` or the argmax `target_predict [B, N]` (verify_tree_greedy). With one it samples and
     matches (verify_tree_sampled): then `target_logits`, `positions`, `seeds` and `temperature` are needed, and rows of
-    temperature 0 stay greedy.
+    temperature 0 stay greedy. `accept_policy`, `simulated_rates` (which needs `seeds` and `positions` as well): for
+    timing, see verify_tree_greedy.
     Raises ValueError where the arguments do not fit together.
     """
     links = (candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling)
     filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    if all(value is None for value in (temperature, seeds, *filters.values())):
-        return verify_tree_greedy(*links, target_predict, target_logits, spec_steps=spec_steps, out=out)
+    policy = {"accept_policy": accept_policy, "simulated_rates": simulated_rates}
+    if accept_policy == "simulate":
+        policy |= {"seeds": seeds, "positions": positions}  # then seeds alone do not ask for sampling
+    if all(value is None for value in (temperature, *filters.values())) and (seeds is None or "seeds" in policy):
+        return verify_tree_greedy(*links, target_predict, target_logits, spec_steps=spec_steps, **policy, out=out)
+    if accept_policy != "normal":
+        raise ValueError(
+            f"eagle_kernels.verify_tree: accept_policy must be 'normal' for sampling, which plants no tokens yet, "
+            f"got {accept_policy!r}"
+        )
     needed = {"target_logits": target_logits, "positions": positions, "seeds": seeds, "temperature": temperature}
     missing = [name for name, value in needed.items() if value is None]
     if missing:

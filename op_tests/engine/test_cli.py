@@ -71,6 +71,26 @@ def test_compare_adds_plain_decoding(capsys):
     assert table["identical"] == "yes" and table["speedup"].endswith("x")
 
 
+@pytest.mark.parametrize(
+    ("policy", "mean", "per_depth"),
+    [
+        (["accept_all"], "6.00", "100%, 100%, 100%, 100%, 100%"),
+        (["reject_all"], "1.00", "0%, 0%, 0%, 0%, 0%"),
+        (["simulate", "--simulated-accept-length", 4], "4.00", "100%, 100%, 100%, 0%, 0%"),
+        (["simulate", "--simulated-accept-rates", "1,1,0,0,0"], "3.00", "100%, 100%, 0%, 0%, 0%"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_accept_policies(capsys, policy, mean, per_depth):
+    """Texts differ from plain decoding's, and are not held against it."""
+    assert generate("--max-new-tokens", 13, "--compare", "--topk", 1, "--accept-policy", *policy) == 0
+    table = split_report(capsys.readouterr().out)[1]
+    assert table["mean acceptance length"] == f"{mean} (bonus included)"
+    assert table["accepted at depth 1, 2, ..."] == per_depth
+    assert table["identical"] == f"not compared: with {policy[0]} texts differ by design"
+    assert table["speedup"].endswith("x")
+
+
 @pytest.mark.parametrize(("temperature", "remark"), [(0, ""), (0.5, " before the noise")])
 def test_compare_says_where_and_by_what_gap_texts_part(capsys, monkeypatch, temperature, remark):
     generated = EAGLEInference.generate
@@ -201,6 +221,8 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         (["--temperature", -1], "temperature must be at least 0, got -1.0"),
         (["--temperature", "nan"], "temperature must be at least 0, got nan"),
         (["--top-p", 0], "top_p must lie in (0, 1]"),
+        (["--accept-policy", "simulate"], "accept_policy must come with either simulated_accept_length or"),
+        (["--simulated-accept-length", 3], "simulated_accept_length must come with accept_policy='simulate', got 3.0"),
         (["--seed", 2**63], f"seeds must fit in 64 bits, got {2**63}"),
     ],
     ids=lambda value: " ".join(Path(str(part)).name for part in value) if isinstance(value, list) else "",

@@ -7,8 +7,11 @@ import dataclasses
 import pytest
 
 from eagle_kernels import EAGLEConfig
+from eagle_kernels.engine.config import rates_of_mean_length
 from eagle_kernels.ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from eagle_kernels.ops.tree.organize_draft_results import MAX_CANDIDATES
+
+SIMULATE = {"accept_policy": "simulate"}
 
 
 def test_defaults():
@@ -32,6 +35,15 @@ def test_the_deepest_trees_that_the_ops_hold(topk, num_steps):
     assert (num_steps - 1) * topk <= MAX_DRAFT_KEYS and num_steps + 1 <= MAX_QUERY
     with pytest.raises(ValueError, match=rf"num_steps must lie in 1..{num_steps} for topk={topk}, got {num_steps + 1}"):
         dataclasses.replace(config, num_steps=num_steps + 1)
+
+
+def test_a_mean_accept_length_becomes_rates():
+    assert rates_of_mean_length(1.0, 3) == [0, 0, 0] and rates_of_mean_length(4.0, 3) == [1, 1, 1]
+    assert rates_of_mean_length(2.75, 3) == [1, 0.75, 0] and rates_of_mean_length(1.25, 0) == []
+    assert EAGLEConfig().simulated_rates is None
+    assert EAGLEConfig(**SIMULATE, simulated_accept_length=3.5).simulated_rates == [1, 1, 0.5, 0, 0]
+    rates = (0.9, 0.5, 0.5, 0, 0)
+    assert EAGLEConfig(**SIMULATE, simulated_accept_rates=rates).simulated_rates == list(rates)
 
 
 def test_a_config_cannot_change():
@@ -72,6 +84,24 @@ def test_a_config_cannot_change():
         ({"min_p": 1.5}, "min_p must lie in 0..1"),
         ({"page_size": 24}, "page_size must be a power of two up to 256, got 24"),
         ({"max_length": 1}, "max_length must be at least 2"),
+        ({"accept_policy": "all"}, r"accept_policy must be one of \['normal', 'accept_all', .*, got 'all'"),
+        ({"simulated_accept_length": 2.0}, "simulated_accept_length must come with accept_policy='simulate', got 2.0"),
+        ({"accept_policy": "simulate"}, "accept_policy must come with either simulated_accept_length or .*_rates"),
+        (SIMULATE | {"simulated_accept_length": 2, "simulated_accept_rates": [1] * 5}, "accept_policy must come with"),
+        (
+            SIMULATE | {"simulated_accept_length": 0.5},
+            r"simulated_accept_length must lie in 1..num_steps \+ 1 = 6 \(the",
+        ),
+        (SIMULATE | {"simulated_accept_length": 6.5}, "simulated_accept_length must lie in"),
+        (SIMULATE | {"simulated_accept_length": float("nan")}, "simulated_accept_length must lie in"),
+        (SIMULATE | {"simulated_accept_length": "2"}, "simulated_accept_length must be a number, got '2'"),
+        (
+            SIMULATE | {"simulated_accept_rates": (0.5, 0.4)},
+            "simulated_accept_rates must be num_steps = 5 numbers in 0..1",
+        ),
+        (SIMULATE | {"simulated_accept_rates": (0.5, 0.6, 0, 0, 0)}, "none above the one before it, got"),
+        (SIMULATE | {"simulated_accept_rates": (0.5, float("nan"), 0, 0, 0)}, "simulated_accept_rates must be"),
+        (SIMULATE | {"simulated_accept_rates": (1, 1, 1, 1, -0.1)}, "simulated_accept_rates must be"),
         ({"tree_mask_mode": "dense"}, "tree_mask_mode must be one of"),
         ({"tree_mask_mode": "qlen_only_bitpacking", "num_draft_tokens": 33}, "at most 32 for qlen_only_bitpacking"),
     ],

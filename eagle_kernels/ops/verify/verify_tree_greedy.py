@@ -4,6 +4,10 @@ Computes
     From the root: the target's token at the current node (its argmax) is the next token of plain greedy decoding. If a
     child carries it, that draft is accepted and becomes the current node; else the token ends the walk as the bonus.
     EAGLE (arXiv 2401.15077) with the first-child / next-sibling walk of SGLang.
+    accept_policy, for timing: `accept_all`, `reject_all` and `simulate` plant other tokens in the place of the target's
+    before they are compared, so that the path of first children is taken to its end, not at all, or as deep as coins
+    say: d drafts or more with probability simulated_rates[d - 1]. Rows are read and walked as ever. A policy but
+    `normal` emits text that is not the target's.
 Shapes
     candidates              [B, N]      int    tokens of the nodes, node 0 the root
     retrieve_index          [B, N]      int    b * N + i
@@ -11,7 +15,10 @@ Shapes
     retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
     target_predict          [B, N]      int    the target's token at every node; or
     target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V
-    -> predicts             [B * N]     int32  the target's token at visited nodes, -1 elsewhere
+    simulated_rates         [S]         fp32   of simulate: P(at least 1, 2, .. S drafts accepted), not increasing
+    seeds                   [B]         int    of simulate
+    positions               [B * N]     int    of simulate: the coin of depth d is keyed by the root's position + d
+    -> predicts             [B * N]     int32  the target's token (or what was planted) at visited nodes, -1 elsewhere
     -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
     -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
 Invariants
@@ -19,7 +26,8 @@ Invariants
     Ties go to the lowest id, NaN counts as -inf; a target id outside int32 counts as -1. Links that do not point
     forward within the tree end the walk; a token of -1 is never accepted. A row whose root has a retrieve_index outside
     the request is dead: predicts and accept_index -1, accept_token_num 0. Results of a request do not depend on the
-    batch around it.
+    batch around it. Planted tokens are those of first children that carry one, and the smallest id that no child
+    carries where the target's would be accepted and must not be.
 Grid
     (B,), one program walks one tree. From logits every row is cut into slices, (rows, slices), one program each:
     all rows, then walk     every node's row is scanned at once
@@ -40,6 +48,7 @@ import math
 
 import torch
 
+from ...primitives.accept_policy import check_policy, plant, plant_path
 from ...primitives.argmax import slice_key, winner
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY
@@ -66,6 +75,9 @@ def _verify_tree_greedy_kernel(
     retrieve_next_sibling_ptr,
     target_predict_ptr,
     partial_keys_ptr,
+    seeds_ptr,
+    positions_ptr,
+    simulated_rates_ptr,
     # outputs
     predicts_ptr,
     accept_index_ptr,
@@ -73,6 +85,7 @@ def _verify_tree_greedy_kernel(
     # sizes
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
+    ACCEPT_POLICY: tl.constexpr,
     KEEPS_UNVISITED: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
@@ -97,6 +110,11 @@ def _verify_tree_greedy_kernel(
             keys = tl.maximum(keys, tl.load(partial_keys_ptr + place, mask=node < NUM_NODES, other=LOWEST_KEY))
         predicted = winner(keys)
 
+    if ACCEPT_POLICY != "normal":
+        predicted = plant_path(
+            predicted, tokens, links, request, seeds_ptr, positions_ptr, simulated_rates_ptr,
+            SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
+        )  # fmt: skip
     depth = follow(retrieved, tokens, links, predicted, request, SPEC_STEPS, NUM_NODES, BLOCK_NODE)
     store_walk(
         predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
@@ -134,14 +152,20 @@ def _verify_tree_greedy_level_kernel(
     retrieve_next_token_ptr,
     retrieve_next_sibling_ptr,
     target_logits_ptr,
+    seeds_ptr,
+    positions_ptr,
+    simulated_rates_ptr,
     # scratch
     path_ptr,
     partial_keys_ptr,
+    planted_ptr,
     # sizes
     stride_logits_row,
     level,
     batch_size,
+    SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
+    ACCEPT_POLICY: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -153,6 +177,7 @@ def _verify_tree_greedy_level_kernel(
     """Steps one walk to its node of this level, path [level, B] (-1: ended), and scans a slice of that node's row.
 
     All programs of a request take the step, from what the launch before wrote to path and keys [level, B, slices].
+    Under a policy but `normal` the token with which it was taken goes to planted [level, B].
     """
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -171,7 +196,16 @@ def _verify_tree_greedy_level_kernel(
         own_root = (tl.arange(0, BLOCK_NODE) == 0) & is_own(retrieved, request, NUM_NODES)
         current = tl.max(own_root.to(tl.int32)) - 1
     else:
-        child = find_child(tokens, links, tl.maximum(parent, 0), winner(tl.max(keys)), BLOCK_NODE)
+        node = tl.maximum(parent, 0)
+        token = winner(tl.max(keys))
+        if ACCEPT_POLICY != "normal":
+            token = plant(
+                token, node, level - 1, tokens, links, request, seeds_ptr, positions_ptr,
+                simulated_rates_ptr, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
+            )  # fmt: skip
+            if part == 0:
+                tl.store(planted_ptr + above, token)
+        child = find_child(tokens, links, node, token, BLOCK_NODE)
         current = tl.where((parent >= 0) & (child > 0), child, -1)
     if part == 0:
         tl.store(path_ptr + place, current)
@@ -187,6 +221,7 @@ def _verify_tree_greedy_path_kernel(
     retrieve_index_ptr,
     path_ptr,
     partial_keys_ptr,
+    planted_ptr,
     predicts_ptr,
     accept_index_ptr,
     accept_token_num_ptr,
@@ -200,7 +235,7 @@ def _verify_tree_greedy_path_kernel(
     BLOCK_SLICE: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Writes the outputs of one walk from its path [S + 1, B] and keys [S + 1, B, slices]."""
+    """Writes the outputs of one walk from its path [S + 1, B], keys [S + 1, B, slices] and, if any, planted [S, B]."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     depth = tl.arange(0, BLOCK_DEPTH)
@@ -209,9 +244,13 @@ def _verify_tree_greedy_path_kernel(
     path = tl.load(path_ptr + place, mask=depth <= SPEC_STEPS, other=-1)
     is_key = (depth <= SPEC_STEPS)[:, None] & (slices < NUM_SLICES)[None, :]
     keys = tl.load(partial_keys_ptr + place[:, None] * NUM_SLICES + slices[None, :], mask=is_key, other=LOWEST_KEY)
+    predicted = winner(tl.max(keys, axis=1))
+    if planted_ptr is not None:
+        is_planted = (path >= 0) & (depth < SPEC_STEPS)
+        predicted = tl.where(is_planted, tl.load(planted_ptr + place, mask=is_planted, other=-1), predicted)
     store_path(
-        retrieve_index_ptr, predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, path,
-        winner(tl.max(keys, axis=1)), SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_NODE, BLOCK_DEPTH,
+        retrieve_index_ptr, predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, path, predicted,
+        SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_NODE, BLOCK_DEPTH,
     )  # fmt: skip
 
 
@@ -225,6 +264,11 @@ def contract(values: dict) -> Output:
         args.tensor("target_logits", (args.size("B") * args.size("N"), "V"), check.FLOAT, contiguous=1)
         if args.size("V") == 0:
             args.fail("target_logits", "have at least one token a row", list(values["target_logits"].shape))
+    check_policy(args)
+    if values["accept_policy"] != "simulate":
+        for name in ("seeds", "positions"):
+            if values[name] is not None:
+                args.fail(name, "come with accept_policy='simulate'", repr(values["accept_policy"]))
     if values["keep_unvisited"] and values.get("out") is None:
         args.fail("keep_unvisited", "come with out, whose predicts it keeps", True)
     return output
@@ -246,12 +290,18 @@ def verify_tree_greedy(
     target_logits: torch.Tensor | None = None,
     *,
     spec_steps: int,
+    accept_policy: str = "normal",
+    simulated_rates: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
     keep_unvisited: bool = False,
     out: Output | None = None,
 ) -> Output:
     """Walks every tree greedily; give the target's token ids or its logits. Shapes are in the module's docstring.
 
     spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
+    accept_policy: `normal`; `accept_all`, `reject_all` or `simulate` plant tokens, to time a given acceptance.
+    simulated_rates, seeds, positions: of `simulate` only.
     keep_unvisited: with `out` only, predicts of nodes off the path stay as they are instead of -1.
     """
     contracted = contract(locals())
@@ -262,6 +312,12 @@ def verify_tree_greedy(
         "retrieve_index_ptr": retrieve_index,
         "retrieve_next_token_ptr": retrieve_next_token,
         "retrieve_next_sibling_ptr": retrieve_next_sibling,
+    }
+    policy = {
+        "seeds_ptr": seeds,
+        "positions_ptr": positions,
+        "simulated_rates_ptr": simulated_rates,
+        "ACCEPT_POLICY": accept_policy,
     }
     walk = {
         "predicts_ptr": out.predicts,
@@ -291,19 +347,23 @@ def verify_tree_greedy(
             "ALIGNMENT": math.gcd(target_logits.stride(0), 16),
         }  # fmt: skip
         if not is_wide:
-            _walk_level_by_level(tree, walk | keys, scan, spec_steps, batch_size)
+            _walk_level_by_level(tree, policy, walk | keys, scan, spec_steps, batch_size)
             return out
         launch("verify_tree_greedy", _verify_tree_greedy_rows_kernel, (batch_size * num_nodes, num_slices), **scan)
     walk |= {"target_predict_ptr": target_predict}
-    launch("verify_tree_greedy", _verify_tree_greedy_kernel, (batch_size,), **tree, **walk, **keys)
+    launch("verify_tree_greedy", _verify_tree_greedy_kernel, (batch_size,), **tree, **policy, **walk, **keys)
     return out
 
 
-def _walk_level_by_level(tree: dict, walk: dict, scan: dict, spec_steps: int, batch_size: int) -> None:
+def _walk_level_by_level(tree: dict, policy: dict, walk: dict, scan: dict, spec_steps: int, batch_size: int) -> None:
     """S + 1 launches that step and scan, and one that writes the outputs."""
-    path = torch.empty((spec_steps + 1, batch_size), dtype=torch.int32, device=scan["target_logits_ptr"].device)
-    steps = {"path_ptr": path, "batch_size": batch_size, "BLOCK_SLICE": triton.next_power_of_2(scan["NUM_SLICES"])}
-    level_step = tree | scan | steps | {"BLOCK_NODE": walk["BLOCK_NODE"]}
+    device = scan["target_logits_ptr"].device
+    path, planted = torch.empty((spec_steps + 1, batch_size), dtype=torch.int32, device=device), None
+    if policy["ACCEPT_POLICY"] != "normal":
+        planted = torch.empty((spec_steps, batch_size), dtype=torch.int32, device=device)
+    steps = {"path_ptr": path, "planted_ptr": planted, "batch_size": batch_size}
+    steps |= {"BLOCK_SLICE": triton.next_power_of_2(scan["NUM_SLICES"])}
+    level_step = tree | policy | scan | steps | {"SPEC_STEPS": spec_steps, "BLOCK_NODE": walk["BLOCK_NODE"]}
     for level in range(spec_steps + 1):
         grid = (batch_size, scan["NUM_SLICES"])
         launch("verify_tree_greedy", _verify_tree_greedy_level_kernel, grid, level=level, **level_step)

@@ -53,6 +53,19 @@ def ahead_of_time_cases():
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         yield f"all rows {dtype}", unread_logits(1, 8, 5, 64, dtype)
         yield f"level by level {dtype}", unread_logits(32, 8, 5, 64, dtype)
+    for policy in ("accept_all", "reject_all", "simulate"):
+        for batch_size in (1, 32):
+            yield f"{policy} B={batch_size}", with_policy(unread_logits(batch_size, 8, 5, 64, torch.bfloat16), policy)
+
+
+def with_policy(values: dict, policy: str) -> dict:
+    """For launches that are recorded only."""
+    coins = {}
+    if policy == "simulate":
+        batch_size, num_nodes = values["candidates"].shape
+        seeds, positions = (torch.zeros(size, dtype=torch.int64) for size in (batch_size, batch_size * num_nodes))
+        coins = {"simulated_rates": torch.ones(values["spec_steps"]), "seeds": seeds, "positions": positions}
+    return values | coins | {"accept_policy": policy}
 
 
 def size_sweep():

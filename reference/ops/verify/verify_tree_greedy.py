@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...accept_policy import planted
 from ...sampling import draw_tokens
 from ...tree import Output, walk
 
@@ -17,6 +18,10 @@ def verify_tree_greedy(
     target_logits: torch.Tensor | None = None,
     *,
     spec_steps: int,
+    accept_policy: str = "normal",
+    simulated_rates: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
     keep_unvisited: bool = False,
     out: Output | None = None,
 ) -> Output:
@@ -28,12 +33,14 @@ def verify_tree_greedy(
     target_predict = target_predict.to(torch.int64)
     is_token = (target_predict >= 0) & (target_predict < 2**31)
     predicted = torch.where(is_token, target_predict, -1).tolist()
+    links = (candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling)
+    token_at = planted(
+        lambda request, node: predicted[request][node], *links, spec_steps=spec_steps, accept_policy=accept_policy,
+        simulated_rates=simulated_rates, seeds=seeds, positions=positions,
+    )  # fmt: skip
     return walk(
-        candidates,
-        retrieve_index,
-        retrieve_next_token,
-        retrieve_next_sibling,
+        *links,
         spec_steps,
-        token_at=lambda request, node: predicted[request][node],
+        token_at=token_at,
         unvisited=out.predicts if keep_unvisited else None,
     )

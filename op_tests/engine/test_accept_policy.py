@@ -1,0 +1,106 @@
+"""Acceptance to order in the engine: counts follow the policy, the real acceptance of the draft does not matter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference
+from op_tests.engine.toys import ToyModel
+
+PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9], [4]]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return ToyModel(device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module", params=["itself", "a stranger"])
+def draft(request, target):
+    """One whose drafts are all accepted, and one whose are not."""
+    return target if request.param == "itself" else ToyModel(seed=1, device=target.device)
+
+
+def generate(draft, target, *, max_new_tokens=25, prompts=PROMPTS, topk=1, seeds=7, **policy):
+    engine = EAGLEInference(draft, target, EAGLEConfig(topk=topk, num_steps=3, **policy))
+    return engine.generate(prompts, max_new_tokens, seeds=seeds)
+
+
+def test_all_or_nothing(draft, target):
+    _, stats = generate(draft, target, accept_policy="accept_all")
+    assert stats.mean_accept_length == 4 and stats.steps == 3 * 6
+    text, stats = generate(draft, target, accept_policy="reject_all")
+    assert stats.mean_accept_length == 1 and stats.steps == 3 * 24
+    assert all(len(tokens) == 25 for tokens in text)
+
+
+def test_rejecting_changes_only_what_would_be_accepted(target):
+    """A draft that never guesses right is left with the target's own text."""
+    plain = EAGLEInference(target, target).generate(PROMPTS, 12, speculative=False).output_ids
+
+    class Wrong(ToyModel):
+        """Drafts tokens that the toy's texts do not have."""
+
+        def forward(self, *arguments, **keywords):
+            output = super().forward(*arguments, **keywords)
+            for token in {token for text in plain for token in text}:
+                output.logits[..., token] = -1e4
+            return output
+
+    text, stats = generate(Wrong(device=target.device), target, max_new_tokens=12, accept_policy="reject_all")
+    assert text == plain and stats.accepted == 0
+
+
+def test_simulated_rates_are_met(draft, target):
+    rates = (0.9, 0.5, 0.1)
+    batch = {"prompts": [[token] for token in range(16)], "seeds": list(range(16)), "max_new_tokens": 40}
+    _, stats = generate(draft, target, **batch, accept_policy="simulate", simulated_accept_rates=rates)
+    for rate, count in zip(rates, stats.accepted_per_depth):
+        sigma = (rate * (1 - rate) / stats.steps) ** 0.5
+        assert abs(count / stats.steps - rate) < 4 * sigma, (rate, count, stats.steps)
+    mean = sum(rates) + 1
+    # of a mean length: no more than one draft of spread, so a third of the noise
+    _, of_mean = generate(draft, target, **batch, accept_policy="simulate", simulated_accept_length=mean)
+    assert abs(of_mean.mean_accept_length - mean) < 4 * (0.25 / of_mean.steps) ** 0.5
+    assert of_mean.accepted_per_depth[0] == of_mean.steps and of_mean.accepted_per_depth[2] == 0
+
+
+def test_a_simulated_request_does_not_see_its_batch(draft, target):
+    policy = {"accept_policy": "simulate", "simulated_accept_length": 2.5}
+    together, _ = generate(draft, target, seeds=[1, 2, 3], **policy)
+    alone = [
+        generate(draft, target, prompts=prompt, seeds=seed, **policy)[0] for prompt, seed in zip(PROMPTS, (1, 2, 3))
+    ]
+    assert together == alone
+
+
+def test_a_tree_takes_the_path_of_first_children(draft, target):
+    """Its depth bounds what can be accepted."""
+    _, stats = generate(draft, target, topk=4, accept_policy="accept_all")
+    assert 2 < stats.mean_accept_length <= 4
+    _, less = generate(draft, target, topk=4, accept_policy="simulate", simulated_accept_length=2.0)
+    assert less.accepted_per_depth[:2] == [less.steps, 0]
+
+
+def test_plain_decoding_knows_no_policy(target):
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=2, num_steps=3))
+    plain = engine.generate(PROMPTS, 12, speculative=False)
+    for policy in ({"accept_policy": "reject_all"}, {"accept_policy": "simulate", "simulated_accept_length": 2}):
+        again = engine.generate(PROMPTS, 12, speculative=False, **policy)
+        assert again.output_ids == plain.output_ids
+
+
+def test_sampling_with_a_policy_is_refused(target):
+    with pytest.raises(ValueError, match="accept_policy must be 'normal' for sampling, .* got 'accept_all'"):
+        generate(target, target, temperature=1.0, accept_policy="accept_all")
+
+
+def test_planted_tokens_are_end_tokens_too(target):
+    """Unless the caller says that there are none."""
+    config = EAGLEConfig(topk=1, num_steps=3, accept_policy="reject_all", eos_token_ids=tuple(range(40)))
+    assert EAGLEInference(target, target, config).generate([1], 9).stats.finish_reasons == ["eos"]
+    free = dataclasses.replace(config, eos_token_ids=())
+    assert EAGLEInference(target, target, free).generate([1], 9).stats.finish_reasons == ["length"]
