@@ -47,6 +47,7 @@ import math
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
+from ...primitives.inverse_cdf import first_above, residual, token_probs
 from ...primitives.tree_walk import Output, check_tree, is_own, load_nodes, store_walk
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
@@ -101,7 +102,7 @@ def _verify_tree_coins_kernel(
     )  # fmt: skip
     coins = tl.load(uniform_samples_ptr + request * NUM_NODES + node, mask=is_node, other=0.0)
     row_ptr = target_probs_ptr + request * stride_probs_request
-    probs = _token_probs(row_ptr, tokens, VOCAB_SIZE)
+    probs = token_probs(row_ptr, tokens, VOCAB_SIZE)
 
     depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
     is_live = tl.max(depth) == 0
@@ -135,7 +136,7 @@ def _verify_tree_coins_kernel(
         below = tl.where(accepted < SPEC_STEPS, child_links >> 16, 0)
         child = tl.where(is_accepted, below, child_links & 0xFFFF)
         if is_accepted & (child > 0):
-            probs = _token_probs(row_ptr + current * stride_probs_node.to(tl.int64), tokens, VOCAB_SIZE)
+            probs = token_probs(row_ptr + current * stride_probs_node.to(tl.int64), tokens, VOCAB_SIZE)
 
     # the last node's token is not known yet: -1 until it is drawn
     store_walk(
@@ -171,7 +172,7 @@ def _verify_tree_coins_mass_kernel(
     if last >= 0:
         offset = request * stride_probs_request + last * stride_probs_node.to(tl.int64)
         row_ptr = target_probs_ptr + tl.multiple_of(offset, ALIGNMENT)
-        probs = _residual(row_ptr, part * BLOCK_VOCAB, rejected, VOCAB_SIZE, BLOCK_VOCAB)
+        probs = residual(row_ptr, part * BLOCK_VOCAB, rejected, VOCAB_SIZE, BLOCK_VOCAB)
         SLICE_GROUPS: tl.constexpr = BLOCK_VOCAB // BLOCK_GROUP
         # [group, token]
         sums = tl.sum(tl.reshape(probs, [SLICE_GROUPS, BLOCK_GROUP]), axis=1)
@@ -207,37 +208,24 @@ def _verify_tree_coins_draw_kernel(
         sums = tl.load(sums_ptr + request * NUM_GROUPS + group, mask=group < NUM_GROUPS, other=0.0)
         reached = tl.cumsum(sums, axis=0)
         level = coin * tl.sum(tl.where(group == BLOCK_SUM - 1, reached, 0.0))
-        chosen = _first_above(group, sums, reached, level)
+        chosen = first_above(group, sums, reached, level)
         token = VOCAB_SIZE - 1
         if chosen >= 0:
             before = tl.sum(tl.where(group == chosen - 1, reached, 0.0))
             offset = request * stride_probs_request + last * stride_probs_node.to(tl.int64)
             row_ptr = target_probs_ptr + tl.multiple_of(offset, ALIGNMENT)
             start = chosen * BLOCK_GROUP
-            probs = _residual(row_ptr, start, rejected, VOCAB_SIZE, BLOCK_GROUP)
+            probs = residual(row_ptr, start, rejected, VOCAB_SIZE, BLOCK_GROUP)
             within = before + tl.cumsum(probs, axis=0)
-            token = start + _first_above(tl.arange(0, BLOCK_GROUP), probs, within, level)
+            token = start + first_above(tl.arange(0, BLOCK_GROUP), probs, within, level)
         tl.store(predicts_ptr + request * NUM_NODES + last, token)
 
 
 @triton.jit
 def _pick_float(values, is_lane):
-    """The fp32 of the one lane that is_lane marks, as bits: 0 times a NaN beside it would be NaN."""
+    """The fp32 of the one lane that is_lane marks; as bits, since a warp adds integers in one instruction."""
     bits = tl.where(is_lane, values.to(tl.int32, bitcast=True), 0)
     return tl.sum(bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _as_probs(values):
-    """fp32 values with 0 in place of NaN, infinities and negative ones."""
-    return tl.where((values > 0.0) & (values < float("inf")), values, 0.0)
-
-
-@triton.jit
-def _token_probs(row_ptr, tokens, VOCAB_SIZE: tl.constexpr):
-    """What the row gives each of the tokens int32; 0 for one outside the vocabulary."""
-    is_token = (tokens >= 0) & (tokens < VOCAB_SIZE)
-    return _as_probs(tl.load(row_ptr + tokens, mask=is_token, other=0.0))
 
 
 @triton.jit
@@ -246,35 +234,6 @@ def _load_end(ends_ptr, request, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constex
     node = tl.arange(0, BLOCK_NODE)
     ends_ptr += request * (NUM_NODES + 1)
     return tl.load(ends_ptr), tl.load(ends_ptr + 1 + node, mask=node < NUM_NODES, other=-1)
-
-
-@triton.jit
-def _residual(row_ptr, start, rejected, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK probabilities of a row from `start` on, 0 for the tokens in `rejected` and past the row's end.
-
-    Rejected tokens within the block, mostly none, are masked one after another: each round ends one of them.
-    """
-    index = start + tl.arange(0, BLOCK)
-    probs = _as_probs(tl.load(row_ptr + index, mask=index < VOCAB_SIZE, other=0.0))
-    rejected = tl.where((rejected >= start) & (rejected < start + BLOCK), rejected, -1)
-    token = tl.max(rejected)
-    while token >= 0:
-        probs = tl.where(index == token, 0.0, probs)
-        rejected = tl.where(rejected == token, -1, rejected)
-        token = tl.max(rejected)
-    return probs
-
-
-@triton.jit
-def _first_above(index, values, reached, level):
-    """The first index of a positive value at which the running sum `reached` is above `level`.
-
-    Where there is none, as rounding or a coin outside [0, 1) can make it: the last index of a positive value, -1
-    without one.
-    """
-    is_positive = values > 0.0
-    first = tl.min(tl.where(is_positive & (reached > level), index, 2147483647))
-    return tl.where(first == 2147483647, tl.max(tl.where(is_positive, index, -1)), first)
 
 
 def contract(values: dict) -> Output:

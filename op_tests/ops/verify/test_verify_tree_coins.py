@@ -22,7 +22,7 @@ from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
 
 PATH = "verify.verify_tree_coins"
-SHAPES = [(2, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (4, 4, 3, 8), (2, 8, 5, 32)]
+SHAPES = [(2, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (4, 4, 3, 8), (2, 8, 5, 32), (1, 8, 5, 128)]
 LAST_COIN = 1.0 - 2.0**-24
 LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
 run = eagle_kernels.raw.verify_tree_coins
@@ -89,7 +89,7 @@ def outcome(values, case=""):
 def ahead_of_time_cases():
     yield "two slices", make(2, 8, 5, 64, vocab_size=4200)
     for num_nodes, vocab_size in ((8, 128256), (64, 128256), (256, 50257)):
-        values = make(1, 4, 5, num_nodes)
+        values = make(1, 8, 5, num_nodes)
         values["target_probs"] = torch.empty(vocab_size).expand(1, num_nodes, vocab_size)  # recorded only
         yield f"N={num_nodes} V={vocab_size}", values
     yield "int32", make(2, 4, 3, 8, dtype=torch.int32)
@@ -345,8 +345,9 @@ def test_thresholds_of_the_documented_example(device):
         first, sibling = plain([-1, 0, 0])
 
         def emitted(source):
+            coins = [source.uniform() for _ in first]
             path, bonus = reference.verify_request(
-                [0, 3, 1], first, sibling, probs_at=lambda node: probs, coin_at=lambda node: source.uniform(),
+                [0, 3, 1], first, sibling, probs_at=lambda node: probs, coin_at=coins.__getitem__,
                 final_coin=source.uniform(), spec_steps=1, **thresholds,
             )  # fmt: skip
             return [bonus, 3, 1][path[-1]]
@@ -403,12 +404,13 @@ def text_law(tree, target, vocab_size, *, spec_steps=3, coins="independent", **t
 
     def emitted(source):
         shared = source.uniform()
+        coin_of = [source.uniform() if coins == "independent" else shared for _ in tokens]
         path, bonus = reference.verify_request(
             tokens,
             first,
             sibling,
             probs_at=lambda node: target(prefix[node]),
-            coin_at=lambda node: source.uniform() if coins in ("independent", "final reused") else shared,
+            coin_at=coin_of.__getitem__,
             final_coin=shared if coins == "all reused" else source.uniform(),
             spec_steps=spec_steps,
             **thresholds,
