@@ -143,7 +143,7 @@ class Stepper:
         with self.timer.phase("sample"):
             verdict = self._verify(state, tree, logits)
         with self.timer.phase("bookkeeping"):
-            commit = ops.verify_commit(*verdict, state.lengths, state.is_live)
+            commit = ops.verify_commit(*verdict[:3], state.lengths, state.is_live)
             if self.draft:
                 ops.move_accepted_kv(
                     self.target_pool.k_cache,

@@ -55,10 +55,12 @@ class Summary(NamedTuple):
     group_max: Any  # fp32 [num_chunks * LANES]
     chunk_max: Any  # fp32 [num_chunks]
     chunk_sum: Any
-    raw_max: Any  # the same of the logits as the model gave them; None: not wanted
+    raw_max: Any  # the same of the logits as the model gave them, if log-probabilities are wanted
     raw_sum: Any
-    values: Any  # fp32 [MAX_TOKENS]
-    ids: Any  # int32 [MAX_TOKENS]
+    gathered_values: Any  # fp32 [MAX_TOKENS]
+    gathered_weights: Any  # int64 [MAX_TOKENS]
+    gathered_ids: Any  # int32 [MAX_TOKENS]
+    num_gathered: Any  # int32 [2]: groups, then tokens
 
 
 @triton.jit
@@ -84,6 +86,7 @@ def scan_filtered(
     part,
     VOCAB_SIZE: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
+    HAS_LOGPROBS: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
 ):
@@ -94,7 +97,7 @@ def scan_filtered(
     offset = tl.arange(0, CHUNK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     token = chunk[:, None, None] * CHUNK + offset[None, :, :]
     is_token = token < VOCAB_SIZE
-    value = load_scaled(row, token, is_token, HAS_PENALTIES)
+    value = load_scaled(row, token, is_token, VOCAB_SIZE, HAS_PENALTIES)
     group_max = tl.max(tl.reshape(value, [BLOCK_CHUNK, CHUNK // WIDTH, VECTOR, LANES]), axis=3)
     chunk_max, chunk_sum = _chunk_sums(value, tl.max(tl.max(group_max, axis=1), axis=1))
 
@@ -103,12 +106,14 @@ def scan_filtered(
     lane = tl.arange(0, LANES)[None, :]
     chunk = chunk[:, None]
     is_first = (chunk < NUM_CHUNKS) & (lane == 0)
+    if part == 0:
+        tl.store(summary.num_gathered + tl.arange(0, 2), tl.zeros([2], tl.int32))
     tl.store(
         summary.group_max + chunk * LANES + lane, tl.reshape(group_max, [BLOCK_CHUNK, LANES]), mask=chunk < NUM_CHUNKS
     )
     tl.store(summary.chunk_max + chunk + lane, chunk_max[:, None], mask=is_first)
     tl.store(summary.chunk_sum + chunk + lane, chunk_sum[:, None], mask=is_first)
-    if summary.raw_max is not None:
+    if HAS_LOGPROBS:
         raw = load_raw(row, token, is_token)
         raw_max, raw_sum = _chunk_sums(raw, tl.max(tl.max(raw, axis=1), axis=1))
         tl.store(summary.raw_max + chunk + lane, raw_max[:, None], mask=is_first)
@@ -149,41 +154,35 @@ def draw_filtered(
     A row of nothing but -inf gives token 0.
     """
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    BLOCK_GROUP: tl.constexpr = triton.next_power_of_2(NUM_CHUNKS * LANES)
+    NUM_GROUPS: tl.constexpr = NUM_CHUNKS * LANES
+    group = tl.arange(0, triton.next_power_of_2(NUM_GROUPS))
+    group_max = tl.load(summary.group_max + group, mask=group < NUM_GROUPS, other=float("-inf"))
     largest, total = row_mass(summary.chunk_max, summary.chunk_sum, VOCAB_SIZE)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     has_top_k = filters.top_k > 0
     wanted = tl.where(has_top_k, filters.top_k, DEFAULT_WANTED)
 
-    # an edge that at least `wanted` tokens reach, and few groups
-    group = tl.arange(0, BLOCK_GROUP)
-    is_group = group < NUM_CHUNKS * LANES
-    group_rank = _rank(tl.load(summary.group_max + group, mask=is_group, other=float("-inf")))
-    above = unsigned_rank(largest) + 1
-    low, num_groups = _narrow(group_rank, tl.full([], 1, tl.uint32), above, wanted, MAX_GROUPS)
+    # a value that at least `wanted` tokens reach, and few groups
+    low = _chunk_edge(summary, wanted, VOCAB_SIZE)
+    low, num_groups = _raise_edge(group_max, low, largest, wanted, MAX_GROUPS)
     is_enough = (wanted <= MAX_TOP_K) & (num_groups <= MAX_GROUPS) & (largest > float("-inf"))
-
     num_tokens = tl.zeros([], tl.int32)
     if is_enough:
-        is_wanted = group_rank >= low
-        slot = tl.cumsum(is_wanted.to(tl.int32), 0) - 1
-        tl.store(summary.ids + slot, group, mask=is_wanted)
+        _gather(summary.num_gathered, summary.gathered_ids, group, (group_max >= low) & (group_max > float("-inf")))
         tl.debug_barrier()
         place = tl.arange(0, MAX_GROUPS)
-        gathered = tl.load(summary.ids + place, mask=place < num_groups, other=0)
+        gathered = tl.load(summary.gathered_ids + place, mask=place < num_groups, other=0)
         token = gathered[:, None] * LANES + tl.arange(0, LANES)[None, :]
         is_token = (place < num_groups)[:, None] & (token < VOCAB_SIZE)
-        value = load_scaled(row, token, is_token, HAS_PENALTIES)
-        token = tl.reshape(token, [MAX_GROUPS * LANES])
-        value = tl.reshape(value, [MAX_GROUPS * LANES])
-        rank = _rank(value)
-        low, num_tokens = _narrow(rank, low, above, wanted, MAX_TOKENS)
+        value = load_scaled(row, token, is_token, VOCAB_SIZE, HAS_PENALTIES)
+        low, num_tokens = _raise_edge(value, low, largest, wanted, MAX_TOKENS)
         is_enough = num_tokens <= MAX_TOKENS
-        is_wanted = (rank >= low) & is_enough
-        slot = tl.cumsum(is_wanted.to(tl.int32), 0) - 1
-        tl.debug_barrier()  # the groups have been read
-        tl.store(summary.ids + slot, token, mask=is_wanted)
-        tl.store(summary.values + slot, value, mask=is_wanted)
+        is_wanted = (value >= low) & (value > float("-inf")) & is_enough
+        slot = _slots(summary.num_gathered + 1, is_wanted)
+        tl.debug_barrier()  # all groups have been read
+        tl.store(summary.gathered_ids + slot, token, mask=is_wanted)
+        tl.store(summary.gathered_values + slot, value, mask=is_wanted)
+        tl.store(summary.gathered_weights + slot, _fixed_point(tl.exp(value - shift)), mask=is_wanted)
         tl.debug_barrier()
 
     chosen = tl.zeros([], tl.int32)
@@ -191,30 +190,32 @@ def draw_filtered(
     if is_enough:
         place = tl.arange(0, MAX_TOKENS)
         is_token = place < num_tokens
-        token = tl.load(summary.ids + place, mask=is_token, other=_NO_ID)
-        value = tl.load(summary.values + place, mask=is_token, other=float("-inf"))
+        token = tl.load(summary.gathered_ids + place, mask=is_token, other=_NO_ID)
+        value = tl.load(summary.gathered_values + place, mask=is_token, other=float("-inf"))
+        fixed = tl.load(summary.gathered_weights + place, mask=is_token, other=0)
         num_above = tl.zeros([MAX_TOKENS], tl.int32)
-        mass_above = tl.zeros([MAX_TOKENS], tl.float32)
-        for start in range(0, num_tokens, 64):
-            other = start + tl.arange(0, 64)
-            other_value = tl.load(summary.values + other, mask=other < num_tokens, other=float("-inf"))
-            weight = tl.exp(other_value - shift)
-            is_above = other_value[None, :] > value[:, None]
-            num_above += tl.sum(is_above.to(tl.int32), axis=1)
-            mass_above += tl.sum(tl.where(is_above, weight[None, :], 0.0), axis=1)
+        mass_above = tl.zeros([MAX_TOKENS], tl.int64)
+        for start in range(0, num_tokens, 16):
+            for step in tl.static_range(16):
+                other = start + step
+                other_value = tl.load(summary.gathered_values + other, mask=other < num_tokens, other=float("-inf"))
+                other_fixed = tl.load(summary.gathered_weights + other, mask=other < num_tokens, other=0)
+                is_above = other_value > value
+                num_above += is_above.to(tl.int32)
+                mass_above += tl.where(is_above, other_fixed, 0)
         keep = is_token & (num_above < tl.where(has_top_k, filters.top_k, MAX_TOKENS))
         weight = tl.where(is_token, tl.exp(value - shift), 0.0)
         mass = total
         if not IS_JOINT:
-            mass = tl.where(has_top_k, tl.sum(tl.where(keep, weight, 0.0)), total)
+            mass = tl.where(has_top_k, _fraction(tl.sum(tl.where(keep, fixed, 0))), total)
         # the nucleus, or else all that min-p keeps, must lie within what was gathered
-        is_enough = has_top_k | ((filters.top_p < 1.0) & (tl.sum(weight) >= filters.top_p * mass))
+        is_enough = has_top_k | ((filters.top_p < 1.0) & (_fraction(tl.sum(fixed)) >= filters.top_p * mass))
         is_enough |= tl.min(tl.where(is_token, weight, float("inf"))) < filters.min_p
         if filters.top_p < 1.0:
-            keep &= (num_above == 0) | (mass_above < filters.top_p * mass)
+            keep &= (num_above == 0) | (_fraction(mass_above) < filters.top_p * mass)
         if filters.min_p > 0.0:
             keep &= weight >= tl.minimum(filters.min_p, 1.0)
-        kept_sum = tl.sum(tl.where(keep, weight, 0.0))
+        kept_sum = _fraction(tl.sum(tl.where(keep, fixed, 0)))
         key = tl.where(keep, add_gumbel(value, token_words(noise_key, token)), float("-inf"))
         chosen = tl.min(tl.where(keep & (key == tl.max(key)), token, _NO_ID))
     if (not is_enough) & (largest > float("-inf")):
@@ -225,29 +226,79 @@ def draw_filtered(
 
 
 @triton.jit
-def _rank(value):
-    """uint32 that order as the values do, 0 for -inf: what cannot be drawn reaches no edge above 0."""
-    return tl.where(value == float("-inf"), 0, unsigned_rank(value))
+def _fixed_point(weight):
+    """int64 of weights in 0 .. 1: sums of integers do not depend on their order, and the order of gathering is free."""
+    return (weight * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
-def _narrow(rank, low, high, wanted, ROOM: tl.constexpr):
-    """Raises `low` while more than ROOM ranks [n] reach it, as long as at least `wanted` do; returns it and the count.
+def _fraction(fixed):
+    return fixed.to(tl.float32) * 9.094947017729282e-13
 
-    All ranks lie below `high`; wanted <= ROOM, or else nothing that reaches `low` is lost.
+
+@triton.jit
+def _slots(counter_ptr, is_wanted):
+    """A place of its own for every wanted element, in no particular order."""
+    one = tl.full(is_wanted.shape, 1, tl.int32)
+    return tl.atomic_add(tl.broadcast_to(counter_ptr, is_wanted.shape), one, mask=is_wanted, sem="relaxed", scope="cta")
+
+
+@triton.jit
+def _gather(counter_ptr, ids_ptr, ids, is_wanted):
+    tl.store(ids_ptr + _slots(counter_ptr, is_wanted), ids, mask=is_wanted)
+
+
+@triton.jit
+def _chunk_edge(summary, wanted, VOCAB_SIZE: tl.constexpr):
+    """The `wanted`-th largest chunk maximum, which at least as many tokens reach; -inf if there are fewer chunks."""
+    NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
+    chunk = tl.arange(0, triton.next_power_of_2(NUM_CHUNKS))
+    chunk_max = tl.load(summary.chunk_max + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))
+    edge = tl.full([], float("-inf"), tl.float32)
+    if wanted <= NUM_CHUNKS:
+        num_above = tl.zeros(chunk.shape, tl.int32)
+        for start in range(0, NUM_CHUNKS, 16):
+            for step in tl.static_range(16):
+                other = start + step
+                other_max = tl.load(summary.chunk_max + other, mask=other < NUM_CHUNKS, other=float("-inf"))
+                num_above += (other_max > chunk_max).to(tl.int32)
+        edge = tl.min(tl.where(num_above < wanted, chunk_max, float("inf")))
+    return edge
+
+
+@triton.jit
+def _raise_edge(values, low, high, wanted, ROOM: tl.constexpr):
+    """Raises `low` while more than ROOM values above -inf reach it, as long as at least `wanted` do.
+
+    Returns it and how many reach it. `high` is the largest value.
     """
-    count = tl.sum((rank >= low).to(tl.int32))
-    # the interval shrinks to an eighth each time
-    while (count > ROOM) & (high - low > 1):
-        step = (high - low + 7) // 8
-        threshold = low + tl.arange(0, 8).to(tl.uint32) * step
-        counts = tl.sum((rank[:, None] >= threshold[None, :]).to(tl.int32), axis=0)
-        chosen = tl.sum((counts >= wanted).to(tl.int32)) - 1
-        chosen = tl.maximum(chosen, 0)
-        count = tl.sum(tl.where(tl.arange(0, 8) == chosen, counts, 0))
-        low += chosen.to(tl.uint32) * step
-        high = tl.minimum(high, low + step)
+    count = _count(values, low)
+    if (count > ROOM) & (low == float("-inf")):
+        # a finite place to start from: no matter which, what lies below is halved away
+        finite = tl.min(tl.where(values > float("-inf"), values, float("inf")))
+        low = tl.minimum(finite, high)
+    middle = low + (high - low) * 0.5
+    while (count > ROOM) & (middle > low) & (middle < high):
+        reaching = _count(values, middle)
+        low = tl.where(reaching >= wanted, middle, low)
+        count = tl.where(reaching >= wanted, reaching, count)
+        high = tl.where(reaching >= wanted, high, middle)
+        middle = low + (high - low) * 0.5
     return low, count
+
+
+@triton.jit
+def _count(values, low):
+    is_reaching = ((values >= low) & (values > float("-inf"))).to(tl.int32)
+    if len(values.shape) == 2:
+        is_reaching = tl.sum(is_reaching, axis=1)
+    return tl.sum(is_reaching)
+
+
+@triton.jit
+def _rank(value):
+    """uint32 that order as the values do, 0 for -inf: what cannot be drawn reaches no edge above 0."""
+    return tl.where(value == float("-inf"), 0, unsigned_rank(value))
 
 
 @triton.jit
@@ -288,7 +339,7 @@ def _search_row(
     for start in range(0, VOCAB_SIZE, BLOCK):
         if _chunk_rank(summary, start, VOCAB_SIZE, BLOCK) >= edge:
             token = start + lane
-            value = load_scaled(row, token, token < VOCAB_SIZE, HAS_PENALTIES)
+            value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
             weight = tl.exp(value - largest)
             keep = (token < VOCAB_SIZE) & (_rank(value) >= edge)
             if filters.min_p > 0.0:
@@ -342,7 +393,7 @@ def _reaching(
     for start in range(0, VOCAB_SIZE, BLOCK):
         if _chunk_rank(summary, start, VOCAB_SIZE, BLOCK) >= low:
             token = start + tl.arange(0, BLOCK)
-            value = load_scaled(row, token, token < VOCAB_SIZE, HAS_PENALTIES)
+            value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
             rank = _rank(value)
             if IS_MASS:
                 weight = tl.exp(value - largest)

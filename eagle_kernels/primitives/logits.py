@@ -45,80 +45,44 @@ class Processors(NamedTuple):
 class Row(NamedTuple):
     """One row of logits and what its tokens go through."""
 
-    logits: Any  # pointers to what belongs to the row, None: not given
-    prompt_mask: Any
-    output_counts: Any
-    logit_bias: Any
-    token_bitmask: Any
-    repetition_penalty: Any  # scalars
-    frequency_penalty: Any
-    presence_penalty: Any
+    logits: Any  # pointer to its first logit
+    processors: Any
+    request: Any  # row of the penalties, their tensors and the bias
+    node: Any  # row of the grammar's bitmask
     inverse_temperature: Any
-    drafts: Any  # tokens int32 that count as output as well: num_drafts of them, stride_draft apart
+    drafts: Any  # tokens int32 that count as output as well: num_drafts of them, stride_draft apart; None: none
     num_drafts: Any
     stride_draft: Any
 
 
 @triton.jit
-def open_row(
-    logits_ptr,
-    processors,
-    temperature,
-    request,
-    node,
-    drafts_ptr,
-    num_drafts,
-    stride_draft,
-    VOCAB_SIZE: tl.constexpr,
-):
-    """The row at logits_ptr. Its penalties and bias are those of `request`, its bitmask that of `node`.
-
-    Returns it and whether it is sampled; with a temperature below 1e-5 (or NaN) it is greedy and not scaled.
-    """
-    WORDS: tl.constexpr = (VOCAB_SIZE + 31) // 32
+def read_temperature(temperature):
+    """1 / temperature and whether the row is sampled; below 1e-5 (or NaN) it is greedy and not scaled."""
     is_sampled = temperature >= GREEDY_BELOW
-    prompt_mask = processors.prompt_mask
-    output_counts = processors.output_counts
-    logit_bias = processors.logit_bias
-    token_bitmask = processors.token_bitmask
-    repetition, frequency, presence = 1.0, 0.0, 0.0
-    if prompt_mask is not None:
-        prompt_mask += request * WORDS
-    if output_counts is not None:
-        output_counts += request * VOCAB_SIZE
-    if logit_bias is not None:
-        logit_bias += request * VOCAB_SIZE
-    if token_bitmask is not None:
-        token_bitmask += node * WORDS
-    if processors.repetition_penalty is not None:
-        repetition = tl.load(processors.repetition_penalty + request)
-    if processors.frequency_penalty is not None:
-        frequency = tl.load(processors.frequency_penalty + request)
-    if processors.presence_penalty is not None:
-        presence = tl.load(processors.presence_penalty + request)
-    inverse_temperature = tl.where(is_sampled, tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), 1.0)
-    row = Row(
-        logits_ptr, prompt_mask, output_counts, logit_bias, token_bitmask, repetition, frequency, presence,
-        inverse_temperature, drafts_ptr, num_drafts, stride_draft,
-    )  # fmt: skip
-    return row, is_sampled
+    return tl.where(is_sampled, tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), 1.0), is_sampled
 
 
 @triton.jit
-def load_scaled(row, ids, mask, HAS_PENALTIES: tl.constexpr):
-    """The tokens' logits as they are sampled from, fp32: NaN and masked lanes -inf, +inf the largest finite, -0 as 0.
+def load_scaled(row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+    """The tokens' logits as they are sampled from, fp32: NaN and masked lanes -inf, +inf the largest finite, -0 as 0."""
+    logit = load_processed(row, ids, mask, VOCAB_SIZE, HAS_PENALTIES)
+    return tl.minimum(comparable(logit * row.inverse_temperature), LARGEST_FINITE)
 
-    Order: repetition, frequency and presence penalties, bias, grammar bitmask, temperature.
-    """
+
+@triton.jit
+def load_processed(row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+    """The tokens' logits after repetition, frequency and presence penalties, bias and grammar, in this order; fp32."""
+    processors = row.processors
     logit = tl.load(row.logits + ids, mask=mask, other=float("-inf")).to(tl.float32)
     if HAS_PENALTIES:
-        logit = _penalise(logit, row, ids, mask)
-    if row.logit_bias is not None:
-        logit += tl.load(row.logit_bias + ids, mask=mask, other=0.0).to(tl.float32)
-    if row.token_bitmask is not None:
-        word = tl.load(row.token_bitmask + ids // 32, mask=mask, other=0)
-        logit = tl.where((word >> (ids % 32)) & 1 != 0, logit, float("-inf"))
-    return tl.minimum(comparable(logit * row.inverse_temperature), LARGEST_FINITE)
+        logit = _penalise(logit, row, ids, mask, VOCAB_SIZE)
+    if processors.logit_bias is not None:
+        bias_ptr = processors.logit_bias + row.request * VOCAB_SIZE
+        logit += tl.load(bias_ptr + ids, mask=mask, other=0.0).to(tl.float32)
+    if processors.token_bitmask is not None:
+        is_allowed = _load_bits(processors.token_bitmask, row.node, ids, mask, VOCAB_SIZE)
+        logit = tl.where(is_allowed, logit, float("-inf"))
+    return logit
 
 
 @triton.jit
@@ -129,23 +93,35 @@ def load_raw(row, ids, mask):
 
 
 @triton.jit
-def _penalise(logit, row, ids, mask):
+def _penalise(logit, row, ids, mask, VOCAB_SIZE: tl.constexpr):
     """As Hugging Face's repetition penalty and OpenAI's frequency and presence penalties."""
+    processors = row.processors
     count = tl.zeros(ids.shape, tl.int32)
-    if row.output_counts is not None:
-        count = tl.load(row.output_counts + ids, mask=mask, other=0)
+    if processors.output_counts is not None:
+        count = tl.load(processors.output_counts + row.request * VOCAB_SIZE + ids, mask=mask, other=0)
     if row.drafts is not None:
         for index in range(row.num_drafts):
             count += (ids == tl.load(row.drafts + index * row.stride_draft)).to(tl.int32)
-    is_output = count > 0
-    is_seen = is_output
-    if row.prompt_mask is not None:
-        word = tl.load(row.prompt_mask + ids // 32, mask=mask, other=0)
-        is_seen = is_seen | ((word >> (ids % 32)) & 1 != 0)
-    repeated = tl.where(logit > 0.0, tl.math.div_rn(logit, row.repetition_penalty), logit * row.repetition_penalty)
-    logit = tl.where(is_seen, repeated, logit)
-    logit -= row.frequency_penalty * count.to(tl.float32)
-    return logit - tl.where(is_output, row.presence_penalty, 0.0)
+    if processors.repetition_penalty is not None:
+        penalty = tl.load(processors.repetition_penalty + row.request)
+        is_seen = count > 0
+        if processors.prompt_mask is not None:
+            is_seen = is_seen | _load_bits(processors.prompt_mask, row.request, ids, mask, VOCAB_SIZE)
+        repeated = tl.where(logit > 0.0, tl.math.div_rn(logit, penalty), logit * penalty)
+        logit = tl.where(is_seen, repeated, logit)
+    if processors.frequency_penalty is not None:
+        logit -= tl.load(processors.frequency_penalty + row.request) * count.to(tl.float32)
+    if processors.presence_penalty is not None:
+        logit -= tl.where(count > 0, tl.load(processors.presence_penalty + row.request), 0.0)
+    return logit
+
+
+@triton.jit
+def _load_bits(words_ptr, index, ids, mask, VOCAB_SIZE: tl.constexpr):
+    """The tokens' bits in row `index` of [_, ceil(VOCAB_SIZE / 32)] words."""
+    WORDS: tl.constexpr = (VOCAB_SIZE + 31) // 32
+    word = tl.load(words_ptr + index * WORDS + ids // 32, mask=mask, other=0)
+    return (word >> (ids % 32)) & 1 != 0
 
 
 def check_processors(args: check.Arguments, axis: str, node_axis: str | int) -> bool:

@@ -30,12 +30,12 @@ from .filters import (
     row_mass,
     scan_filtered,
 )
-from .logits import load_raw, load_scaled
-from .ordering import LOWEST_KEY, key_id, ordered_key
-from .random import LARGEST_GUMBEL, add_gumbel, token_words
+from .logits import load_processed, load_raw, load_scaled
+from .ordering import LOWEST_KEY, bits_value, key_id, ordered_key
+from .random import LARGEST_GUMBEL, add_gumbel, add_gumbel_bound, token_words
 
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_sampled.txt; a chunk per warp
-SCAN_TUNING = {"default": {"BLOCK_CHUNK": 2}}
+SCAN_TUNING = {"default": {"BLOCK_CHUNK": 2, "num_warps": 2}}
 DRAW_TUNING = {"default": {"num_warps": 8}}
 
 
@@ -45,8 +45,7 @@ class Scratch(NamedTuple):
     keys: Any
     summary: Any
     raw: Any
-    values: Any
-    ids: Any
+    gathered: Any
 
 
 @triton.jit
@@ -73,12 +72,12 @@ def scan_slice(
     if HAS_FILTERS:
         is_plain = ~filters.is_on
     if is_plain:
-        key = _slice_winner(row, is_sampled, noise_key, part, VOCAB_SIZE, HAS_PENALTIES, BLOCK)
+        key = _slice_winner(row, is_sampled, noise_key, part, VOCAB_SIZE, HAS_PENALTIES, BLOCK_CHUNK)
         tl.store(scratch.keys + key_place * NUM_SLICES + part, key)
     if HAS_FILTERS or HAS_LOGPROBS:
         if HAS_LOGPROBS or (not is_plain):
             summary = open_summary(scratch, place, VOCAB_SIZE)
-            scan_filtered(row, summary, part, VOCAB_SIZE, HAS_PENALTIES, VECTOR, BLOCK_CHUNK)
+            scan_filtered(row, summary, part, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK)
 
 
 @triton.jit
@@ -102,24 +101,22 @@ def draw_token(
     """
     token = tl.zeros([], tl.int32)
     log_mass = tl.zeros([], tl.float32)
-    summary = open_summary(scratch, place, VOCAB_SIZE)
+    is_plain = not HAS_FILTERS
     if HAS_FILTERS:
+        is_plain = ~filters.is_on
         if filters.is_on:
-            token, log_mass = draw_filtered(
-                row, filters, summary, noise_key, VOCAB_SIZE, HAS_PENALTIES, IS_JOINT
-            )
-        else:
-            token = row_winner(scratch.keys, key_place, VOCAB_SIZE, BLOCK_CHUNK)
-            if HAS_LOGPROBS:
-                log_mass = _log_mass(summary.chunk_max, summary.chunk_sum, VOCAB_SIZE)
-    else:
+            summary = open_summary(scratch, place, VOCAB_SIZE)
+            token, log_mass = draw_filtered(row, filters, summary, noise_key, VOCAB_SIZE, HAS_PENALTIES, IS_JOINT)
+    if is_plain:
         token = row_winner(scratch.keys, key_place, VOCAB_SIZE, BLOCK_CHUNK)
         if HAS_LOGPROBS:
+            summary = open_summary(scratch, place, VOCAB_SIZE)
             log_mass = _log_mass(summary.chunk_max, summary.chunk_sum, VOCAB_SIZE)
     logprob = tl.full([], float("nan"), tl.float32)
     raw_logprob = tl.full([], float("nan"), tl.float32)
     if HAS_LOGPROBS:
-        logprob = _difference(load_scaled(row, token, token < VOCAB_SIZE, HAS_PENALTIES), log_mass)
+        summary = open_summary(scratch, place, VOCAB_SIZE)
+        logprob = _difference(load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES), log_mass)
         raw_mass = _log_mass(summary.raw_max, summary.raw_sum, VOCAB_SIZE)
         raw_logprob = _difference(load_raw(row, token, token < VOCAB_SIZE), raw_mass)
     return token, logprob, raw_logprob
@@ -129,26 +126,19 @@ def draw_token(
 def open_summary(scratch, place, VOCAB_SIZE: tl.constexpr):
     """The part of the scratch that belongs to a row."""
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    summary_ptr = scratch.summary
-    if summary_ptr is not None:
-        summary_ptr += place * (NUM_CHUNKS * (LANES + 2))
-    raw_max = scratch.raw
-    raw_sum = scratch.raw
+    group_max = scratch.summary + place * (NUM_CHUNKS * (LANES + 2))
+    chunk_max = group_max + NUM_CHUNKS * LANES
+    raw_max = chunk_max
     if scratch.raw is not None:
         raw_max = scratch.raw + place * (NUM_CHUNKS * 2)
-        raw_sum = raw_max + NUM_CHUNKS
-    values = scratch.values
-    ids = scratch.ids
-    if scratch.values is not None:
-        values += place * MAX_TOKENS
-        ids += place * MAX_TOKENS
-    group_max = summary_ptr
-    chunk_max = summary_ptr
-    chunk_sum = summary_ptr
-    if summary_ptr is not None:
-        chunk_max = summary_ptr + NUM_CHUNKS * LANES
-        chunk_sum = summary_ptr + NUM_CHUNKS * (LANES + 1)
-    return Summary(group_max, chunk_max, chunk_sum, raw_max, raw_sum, values, ids)
+    # int64 [MAX_TOKENS], then fp32 and int32 [MAX_TOKENS] each, then two counters
+    weights = scratch.gathered + place * (2 * MAX_TOKENS + 1)
+    values = (weights + MAX_TOKENS).to(tl.pointer_type(tl.float32), bitcast=True)
+    ids = values.to(tl.pointer_type(tl.int32), bitcast=True) + MAX_TOKENS
+    return Summary(
+        group_max, chunk_max, chunk_max + NUM_CHUNKS, raw_max, raw_max + NUM_CHUNKS, values, weights, ids,
+        ids + MAX_TOKENS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -168,24 +158,68 @@ def row_winner(keys_ptr, key_place, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.co
 
 @triton.jit
 def _slice_winner(
-    row, is_sampled, noise_key, part, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr, BLOCK: tl.constexpr
+    row, is_sampled, noise_key, part, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr, BLOCK_CHUNK: tl.constexpr
 ):
     """The ordered key of the largest noisy logit of a slice; greedy rows have no noise.
 
-    As argmax.slice_key: only maxima are taken of all tokens, the id is looked up in the group of eight that holds the
-    largest, which is computed again. A slice of nothing but -inf gives the key of -inf and its first token.
+    Of all tokens only a bound is computed, which needs no logarithm; the tokens of the group of eight with the largest
+    bound are computed in full, and of any other group whose bound is not below them. A chunk draws no noise if none of
+    its tokens could win with the largest possible one. A slice of nothing but -inf gives its first token.
     """
-    token = part * BLOCK + tl.arange(0, BLOCK)
-    value = load_scaled(row, token, token < VOCAB_SIZE, HAS_PENALTIES)
-    if is_sampled:
-        value = add_gumbel(value, token_words(noise_key, token))
-    group_max = tl.max(tl.reshape(value, [BLOCK // 8, 8]), axis=1)
-    group = tl.min(tl.where(group_max == tl.max(group_max), tl.arange(0, BLOCK // 8), BLOCK))
-    token = part * BLOCK + group * 8 + tl.arange(0, 8)
-    value = load_scaled(row, token, token < VOCAB_SIZE, HAS_PENALTIES)
-    if is_sampled:
-        value = add_gumbel(value, token_words(noise_key, token))
-    return tl.max(ordered_key(tl.where(value == 0.0, 0.0, value), token))
+    lane = tl.arange(0, CHUNK)
+    start = part * (BLOCK_CHUNK * CHUNK)
+    best = ordered_key(tl.full([], float("-inf"), tl.float32), start)
+    logit = load_processed(row, start + lane, start + lane < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+    for index in tl.static_range(BLOCK_CHUNK):
+        token = start + index * CHUNK + lane
+        bound = logit * row.inverse_temperature
+        bound = tl.where(bound == bound, bound, float("-inf"))
+        if index + 1 < BLOCK_CHUNK:  # read while this one is computed
+            ahead = token + CHUNK
+            logit = load_processed(row, ahead, ahead < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+        if is_sampled:
+            if tl.max(bound) + LARGEST_GUMBEL >= _key_value(best):
+                bound = add_gumbel_bound(bound, token_words(noise_key, token))
+                best = _best_of_groups(row, is_sampled, noise_key, bound, token, best, VOCAB_SIZE, HAS_PENALTIES)
+        else:
+            best = _best_of_groups(row, is_sampled, noise_key, bound, token, best, VOCAB_SIZE, HAS_PENALTIES)
+    return best
+
+
+@triton.jit
+def _best_of_groups(
+    row, is_sampled, noise_key, bound, token, best, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr
+):
+    """The larger one of `best` and the ordered keys of a chunk's tokens, none of which exceeds its `bound`."""
+    group = tl.arange(0, CHUNK // 8)
+    remaining = tl.max(tl.reshape(bound, [CHUNK // 8, 8]), axis=1)
+    first = tl.min(token)
+    top = tl.max(remaining)
+    is_open = _may_win(top, best)
+    while is_open:
+        chosen = tl.min(tl.where(remaining == top, group, CHUNK))
+        few = first + chosen * 8 + tl.arange(0, 8)
+        value = load_scaled(row, few, few < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+        if is_sampled:
+            value = add_gumbel(value, token_words(noise_key, few))
+        best = tl.maximum(best, tl.max(ordered_key(tl.where(value == 0.0, 0.0, value), few)))
+        remaining = tl.where(group == chosen, float("-inf"), remaining)
+        top = tl.max(remaining)
+        # groups are chosen in ascending order, so without noise no later one can win a tie
+        is_open = is_sampled & (top > float("-inf")) & _may_win(top, best)
+    return best
+
+
+@triton.jit
+def _may_win(bound, best):
+    """Whether something below `bound` can reach the key `best`; bounds of large logits are rounded."""
+    value = _key_value(best)
+    return bound + tl.abs(bound) * 1e-6 >= value
+
+
+@triton.jit
+def _key_value(key):
+    return bits_value((key >> 32).to(tl.int32))
 
 
 @triton.jit
@@ -229,19 +263,18 @@ def allocate_scratch(values: dict, rows: torch.Tensor, num_places: int, num_leve
     """Kernel arguments of the scratch: room for the slice keys of num_levels * num_places rows, all else of num_places.
 
     keys int64 [num_levels * num_places, slices]; with filters or log-probabilities summary fp32 [num_places, chunks *
-    34] (group maxima, chunk maxima, chunk sums) and values, ids [num_places, 256]; raw fp32 [num_places, chunks * 2].
+    34] (group maxima, chunk maxima, chunk sums) and gathered int64 [num_places, 513] (what `open_summary` makes of it);
+    raw fp32 [num_places, chunks * 2].
     """
     device, vocab_size = rows.device, rows.shape[1]
     num_chunks = -(-vocab_size // CHUNK_SIZE)
     needs_summary = has_filters(values) or values.get("return_logprobs", False)
     scratch = {"keys_ptr": torch.empty((num_levels * num_places, num_slices(rows)), dtype=torch.int64, device=device)}
-    scratch |= dict.fromkeys(("summary_ptr", "raw_ptr", "gathered_values_ptr", "gathered_ids_ptr"))
+    scratch |= dict.fromkeys(("summary_ptr", "raw_ptr", "gathered_ptr"))
     if needs_summary:
-        gathered = (num_places, NUM_TOKENS_GATHERED)
         scratch |= {
             "summary_ptr": torch.empty((num_places, num_chunks * (NUM_LANES + 2)), dtype=torch.float32, device=device),
-            "gathered_values_ptr": torch.empty(gathered, dtype=torch.float32, device=device),
-            "gathered_ids_ptr": torch.empty(gathered, dtype=torch.int32, device=device),
+            "gathered_ptr": torch.empty((num_places, 2 * NUM_TOKENS_GATHERED + 1), dtype=torch.int64, device=device),
         }
     if values.get("return_logprobs", False):
         scratch["raw_ptr"] = torch.empty((num_places, num_chunks * 2), dtype=torch.float32, device=device)

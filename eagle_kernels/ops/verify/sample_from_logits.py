@@ -42,7 +42,7 @@ from ...primitives import logits as processors
 from ...primitives import sampling
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.filters import load_filters
-from ...primitives.logits import Processors, open_row
+from ...primitives.logits import Processors, Row, read_temperature
 from ...primitives.random import STREAM_TARGET, random_block
 from ...primitives.sampling import Scratch, draw_token, scan_slice
 from ...runtime import check, tuning
@@ -73,8 +73,7 @@ def _sample_from_logits_scan_kernel(
     keys_ptr,
     summary_ptr,
     raw_ptr,
-    gathered_values_ptr,
-    gathered_ids_ptr,
+    gathered_ptr,
     # sizes
     stride_logits_row,
     VOCAB_SIZE: tl.constexpr,
@@ -94,14 +93,13 @@ def _sample_from_logits_scan_kernel(
         repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
         logit_bias_ptr, token_bitmask_ptr,
     )  # fmt: skip
-    row, is_sampled = open_row(
-        logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT), processors, tl.load(temperature_ptr + index),
-        index, index, None, 0, 0, VOCAB_SIZE,
-    )  # fmt: skip
+    inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + index))
+    row_ptr = logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT)
+    row = Row(row_ptr, processors, index, index, inverse_temperature, None, 0, 0)
     scan_slice(
         row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, index, is_sampled, VOCAB_SIZE),
         random_block(tl.load(seeds_ptr + index), tl.load(positions_ptr + index), STREAM, 0),
-        Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_values_ptr, gathered_ids_ptr), index, index, tl.program_id(1),
+        Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), index, index, tl.program_id(1),
         VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK,
     )  # fmt: skip
 
@@ -127,8 +125,7 @@ def _sample_from_logits_draw_kernel(
     keys_ptr,
     summary_ptr,
     raw_ptr,
-    gathered_values_ptr,
-    gathered_ids_ptr,
+    gathered_ptr,
     # outputs
     tokens_ptr,
     # sizes
@@ -150,14 +147,13 @@ def _sample_from_logits_draw_kernel(
         repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
         logit_bias_ptr, token_bitmask_ptr,
     )  # fmt: skip
-    row, is_sampled = open_row(
-        logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT), processors, tl.load(temperature_ptr + index),
-        index, index, None, 0, 0, VOCAB_SIZE,
-    )  # fmt: skip
+    inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + index))
+    row_ptr = logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT)
+    row = Row(row_ptr, processors, index, index, inverse_temperature, None, 0, 0)
     token, _, _ = draw_token(
         row, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, index, is_sampled, VOCAB_SIZE),
         random_block(tl.load(seeds_ptr + index), tl.load(positions_ptr + index), STREAM, 0),
-        Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_values_ptr, gathered_ids_ptr), index, index,
+        Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), index, index,
         VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, IS_JOINT, BLOCK_CHUNK,
     )  # fmt: skip
     tl.store(tokens_ptr + index, token.to(tl.int64))
@@ -219,7 +215,7 @@ def sample_from_logits(
         (num_rows, sampling.num_slices(logits)),
         **shared,
         VECTOR=sampling.vector_size(logits),
-        num_warps=shared["BLOCK_CHUNK"],
+        num_warps=tuning.row(SCAN_TUNING, device)["num_warps"],
     )
     launch(
         "sample_from_logits",

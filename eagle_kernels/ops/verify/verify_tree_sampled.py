@@ -56,7 +56,7 @@ import torch
 from ...primitives import logits, sampling
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.filters import load_filters
-from ...primitives.logits import Processors, open_row
+from ...primitives.logits import Processors, Row, read_temperature
 from ...primitives.random import STREAM_TARGET, random_block
 from ...primitives.sampling import Scratch, draw_token, row_winner, scan_slice
 from ...primitives.tree_walk import check_tree, find_child, is_own, load_nodes, store_path
@@ -111,8 +111,7 @@ def _verify_tree_sampled_scan_kernel(
     keys_ptr,
     summary_ptr,
     raw_ptr,
-    gathered_values_ptr,
-    gathered_ids_ptr,
+    gathered_ptr,
     # sizes
     stride_logits_row,
     level,
@@ -162,14 +161,14 @@ def _verify_tree_sampled_scan_kernel(
             repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
             logit_bias_ptr, token_bitmask_ptr,
         )  # fmt: skip
-        row, is_sampled = open_row(
-            target_logits_ptr + tl.multiple_of(node * stride_logits_row, ALIGNMENT), processors,
-            tl.load(temperature_ptr + request), request, node, drawn_ptr + request, level, batch_size, VOCAB_SIZE,
-        )  # fmt: skip
+        inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
+        row_ptr = target_logits_ptr + tl.multiple_of(node * stride_logits_row, ALIGNMENT)
+        drafts_ptr = drawn_ptr + request
+        row = Row(row_ptr, processors, request, node, inverse_temperature, drafts_ptr, level, batch_size)
         scan_slice(
             row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE),
             random_block(tl.load(seeds_ptr + request), tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM, 0),
-            Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_values_ptr, gathered_ids_ptr), place, request, part,
+            Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, request, part,
             VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK,
         )  # fmt: skip
 
@@ -197,8 +196,7 @@ def _verify_tree_sampled_draw_kernel(
     keys_ptr,
     summary_ptr,
     raw_ptr,
-    gathered_values_ptr,
-    gathered_ids_ptr,
+    gathered_ptr,
     # outputs
     logprobs_ptr,
     raw_logprobs_ptr,
@@ -231,14 +229,14 @@ def _verify_tree_sampled_draw_kernel(
             repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
             logit_bias_ptr, token_bitmask_ptr,
         )  # fmt: skip
-        row, is_sampled = open_row(
-            target_logits_ptr + tl.multiple_of(node * stride_logits_row, ALIGNMENT), processors,
-            tl.load(temperature_ptr + request), request, node, drawn_ptr + request, level, batch_size, VOCAB_SIZE,
-        )  # fmt: skip
+        inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
+        row_ptr = target_logits_ptr + tl.multiple_of(node * stride_logits_row, ALIGNMENT)
+        drafts_ptr = drawn_ptr + request
+        row = Row(row_ptr, processors, request, node, inverse_temperature, drafts_ptr, level, batch_size)
         token, logprob, raw_logprob = draw_token(
             row, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE),
             random_block(tl.load(seeds_ptr + request), tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM, 0),
-            Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_values_ptr, gathered_ids_ptr), place, request,
+            Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, request,
             VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, IS_JOINT, BLOCK_CHUNK,
         )  # fmt: skip
         tl.store(drawn_ptr + place, token)
@@ -406,7 +404,7 @@ def verify_tree_sampled(
         "HAS_DRAW": has_draw,
         "VECTOR": sampling.vector_size(target_logits),
         "BLOCK_NODE": triton.next_power_of_2(num_nodes),
-        "num_warps": constants["BLOCK_CHUNK"],
+        "num_warps": tuning.row(SCAN_TUNING, device)["num_warps"],
     }
     draw = shared | {
         "logprobs_ptr": out.logprobs,
