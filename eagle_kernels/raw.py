@@ -13,6 +13,7 @@ from .ops.tree.select_top_k_tokens import select_top_k_tokens
 from .ops.tree.tree_from_mask import tree_from_mask
 from .ops.tree.unpack_tree_mask import unpack_tree_mask
 from .ops.verify.sample_from_logits import sample_from_logits
+from .ops.verify.verify_chain import verify_chain
 from .ops.verify.verify_commit import verify_commit
 from .ops.verify.verify_tree_coins import verify_tree_coins
 from .ops.verify.verify_tree_greedy import verify_tree_greedy
@@ -32,6 +33,7 @@ __all__ = [
     "tree_attention",
     "tree_from_mask",
     "unpack_tree_mask",
+    "verify_chain",
     "verify_commit",
     "verify_tree_coins",
     "verify_tree_greedy",

@@ -87,17 +87,20 @@ class Draws:
     """The random numbers of one request, by its seed and the position of the token that they are for."""
 
     def __init__(self, seed: int):
-        self._seed = torch.tensor([seed])
+        self._seed = seed
 
     def uniform(self, position: int, draw: int = 0) -> float:
         """The coin in [0, 1) of the draft at `position`; `draw` tells drafts of one position apart."""
-        return float(random.uniform(self._seed, torch.tensor([position]), random.STREAM_ACCEPT, draw))
+        return (self._words(position, random.STREAM_ACCEPT, draw)[0] >> 8) * 2.0**-24
 
     def choose(self, weights: torch.Tensor, position: int) -> int:
         """A token by its weight, which need not sum to 1, for `position`; 0 where no token has one."""
-        words = random.token_words(
-            random.random_block(self._seed, torch.tensor([position]), random.STREAM_RESIDUAL), len(weights)
-        )
-        keys = weights.cpu().to(torch.float32).log() + random.gumbel_of_words(words)[0]
+        key = [torch.tensor([word]) for word in self._words(position, random.STREAM_RESIDUAL, 0)]
+        noise = random.gumbel_of_words(random.token_words(key, len(weights)))[0]
+        keys = weights.cpu().to(torch.float32).log() + noise
         best = keys.max()
         return 0 if best == float("-inf") else int((keys == best).nonzero()[0])
+
+    def _words(self, position: int, stream: int, draw: int) -> list[int]:
+        """random.random_block of one key: its arithmetic is that of integers, with or without tensors around them."""
+        return random.philox(self._seed, [position & 0xFFFFFFFF, (position >> 32) & 0xFFFFFFFF, stream, draw])

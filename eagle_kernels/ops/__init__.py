@@ -34,6 +34,7 @@ select_top_k_tokens = _operator("tree.select_top_k_tokens")
 tree_attention = _operator("attention.tree_attention")
 tree_from_mask = _operator("tree.tree_from_mask")
 unpack_tree_mask = _operator("tree.unpack_tree_mask")
+verify_chain = _operator("verify.verify_chain")
 verify_commit = _operator("verify.verify_commit")
 verify_tree_coins = _operator("verify.verify_tree_coins")
 verify_tree_greedy = _operator("verify.verify_tree_greedy")
@@ -107,6 +108,7 @@ __all__ = [
     "tree_attention",
     "tree_from_mask",
     "unpack_tree_mask",
+    "verify_chain",
     "verify_commit",
     "verify_tree",
     "verify_tree_coins",

@@ -18,9 +18,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
+from ..runtime import check
 from ..runtime.language import tl, triton
 from .ordering import LOWEST_KEY, comparable, key_id, ordered_key
-from .random import gumbel, token_words
+from .random import STREAM_ACCEPT, STREAM_RESIDUAL, gumbel, random_block, token_words, uniform
 
 # Below this temperature a row is one-hot at its largest logit: logits over it would leave the range of fp32.
 GREEDY_BELOW = tl.constexpr(1e-5)
@@ -30,6 +33,9 @@ LARGEST_PROB = tl.constexpr(1.001)
 
 # Words of int32 scratch that one step takes.
 STEP_WORDS = tl.constexpr(4)
+
+_STREAM_ACCEPT = tl.constexpr(STREAM_ACCEPT)
+_STREAM_RESIDUAL = tl.constexpr(STREAM_RESIDUAL)
 
 _LARGEST_FINITE = tl.constexpr(3.4028234663852886e38)
 
@@ -43,6 +49,22 @@ class Row(NamedTuple):
     maximum: Any  # the largest scaled logit
     total: Any  # sum of exp(scaled logit - maximum)
     best: Any  # the one token of a greedy row, -1 for a row that is sampled
+
+
+class Pair(NamedTuple):
+    """The rows of target and draft as an op got them: tensors [rows, size] of logits or of probabilities."""
+
+    target_ptr: Any
+    draft_ptr: Any
+    temperature_ptr: Any  # [B], None where nobody reads it
+    draft_temperature_ptr: Any
+    target_to_draft_ptr: Any  # see draft_ids
+    scans_ptr: Any  # int32 [rows of logits, 3, slices]: the target's rows, if it has logits, then the draft's
+    num_target_scans: Any
+    vocab_size: Any
+    draft_vocab_size: Any
+    stride_target: Any  # of a row, int64
+    stride_draft: Any
 
 
 @triton.jit
@@ -95,6 +117,87 @@ def merge_scans(maxima, totals, bests, AXIS: tl.constexpr):
     total = tl.sum(totals * tl.exp(maxima - tl.expand_dims(anchor, AXIS)), axis=AXIS)
     best = tl.min(tl.where(maxima == tl.expand_dims(maximum, AXIS), bests, 2147483647), axis=AXIS)
     return maximum, total, best
+
+
+@triton.jit
+def store_scan(row_ptr, size, temperature, scans_ptr, part, NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr):
+    """Scans slice `part` of a row, BLOCK_VOCAB tokens, into the row's scratch scans [3, NUM_SLICES] int32."""
+    start = part * BLOCK_VOCAB
+    maximum, total, best = scan_logits(row_ptr, start, tl.minimum(start + BLOCK_VOCAB, size), temperature, BLOCK_VOCAB)
+    tl.store(scans_ptr + part, maximum.to(tl.int32, bitcast=True))
+    tl.store(scans_ptr + NUM_SLICES + part, total.to(tl.int32, bitcast=True))
+    tl.store(scans_ptr + 2 * NUM_SLICES + part, best)
+
+
+@triton.jit
+def load_row(
+    row_ptr,
+    size,
+    temperature_ptr,
+    request,
+    scans_ptr,
+    scan,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+    IS_PROBS: tl.constexpr,
+    IS_VECTOR: tl.constexpr,
+):
+    """The row at row_ptr; if it is of logits, at its request's temperature and with the scan number `scan`.
+
+    IS_VECTOR: row_ptr and scan are vectors, one row each.
+    """
+    if IS_PROBS:
+        return Row(row_ptr, size, 1.0, 0.0, 1.0, -1)
+    else:
+        AXIS: tl.constexpr = 1 if IS_VECTOR else 0
+        part = tl.arange(0, BLOCK_SLICE)
+        is_part = part < NUM_SLICES
+        place = scan * (3 * NUM_SLICES)
+        if IS_VECTOR:
+            place = place[:, None]
+            part = part[None, :]
+            is_part = is_part[None, :]
+        maxima = tl.load(scans_ptr + place + part, mask=is_part, other=-8388608)  # the bits of -inf
+        totals = tl.load(scans_ptr + place + NUM_SLICES + part, mask=is_part, other=0)
+        bests = tl.load(scans_ptr + place + 2 * NUM_SLICES + part, mask=is_part, other=2147483647)
+        maximum, total, best = merge_scans(
+            maxima.to(tl.float32, bitcast=True), totals.to(tl.float32, bitcast=True), bests, AXIS
+        )
+        return open_row(row_ptr, size, tl.load(temperature_ptr + request), maximum, total, best)
+
+
+@triton.jit
+def load_target(
+    pair,
+    request,
+    row,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+    IS_PROBS: tl.constexpr,
+    IS_VECTOR: tl.constexpr = False,
+):
+    """The target's row number `row` int64 (or a vector of rows)."""
+    return load_row(
+        pair.target_ptr + row * pair.stride_target, pair.vocab_size, pair.temperature_ptr, request,
+        pair.scans_ptr, row, NUM_SLICES, BLOCK_SLICE, IS_PROBS, IS_VECTOR,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_draft(
+    pair,
+    request,
+    row,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+    IS_PROBS: tl.constexpr,
+    IS_VECTOR: tl.constexpr = False,
+):
+    """The draft's row number `row` int64 (or a vector of rows)."""
+    return load_row(
+        pair.draft_ptr + row * pair.stride_draft, pair.draft_vocab_size, pair.draft_temperature_ptr, request,
+        pair.scans_ptr, pair.num_target_scans + row, NUM_SLICES, BLOCK_SLICE, IS_PROBS, IS_VECTOR,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -247,14 +350,32 @@ def load_probs(
 
 
 @triton.jit
+def accept_coin(seed, position, draw):
+    """The coin of the draft token at `position`; `draw` tells drafts of one position apart."""
+    return uniform(seed, position, _STREAM_ACCEPT, draw)
+
+
+@triton.jit
+def residual_key(seed, position):
+    """The noise key of the token that is drawn for `position` from what the drafts have left."""
+    return random_block(seed, position, _STREAM_RESIDUAL, 0)
+
+
+@triton.jit
 def draw_keys(weights, ids, noise_key):
     """Keys int64 whose maximum draws a token by its weight, the lowest id of equal ones; LOWEST_KEY for weights of 0.
 
     log(weight) + Gumbel noise (Gumbel 1954; Maddison et al., arXiv 1411.0030): the weights need not sum to 1.
     noise_key: the `random_block` of the draw.
     """
+    return noisy_keys(weights, ids, gumbel(token_words(noise_key, ids)))
+
+
+@triton.jit
+def noisy_keys(weights, ids, noise):
+    """As draw_keys, from the tokens' noise."""
     has_weight = weights > 0.0
-    race = tl.log(tl.where(has_weight, weights, 1.0)) + gumbel(token_words(noise_key, ids))
+    race = tl.log(tl.where(has_weight, weights, 1.0)) + noise
     return tl.where(has_weight, ordered_key(race, ids), LOWEST_KEY)
 
 
@@ -262,3 +383,26 @@ def draw_keys(weights, ids, noise_key):
 def drawn_token(key):
     """The token int32 of the largest draw key; 0 where no token had a weight."""
     return tl.where(key == LOWEST_KEY, 0, key_id(key)).to(tl.int32)
+
+
+def check_pair(args: check.Arguments, num_target_rows: int, num_draft_rows: int) -> None:
+    """What ops ask of target and draft distributions, and of what their draws are keyed by; B is bound before."""
+    if args.exactly_one("target_logits", "target_probs") == "target_logits":
+        args.tensor("target_logits", (num_target_rows, "V"), check.FLOAT, contiguous=1)
+    else:
+        args.tensor("target_probs", (num_target_rows, "V"), (torch.float32,), contiguous=1)
+    if args.exactly_one("draft_logits", "draft_probs") == "draft_logits":
+        args.tensor("draft_logits", (num_draft_rows, "Vd"), check.FLOAT, contiguous=1)
+    else:
+        args.tensor("draft_probs", (num_draft_rows, "Vd"), (torch.float32,), contiguous=1)
+    for name, axis in (("target", "V"), ("draft", "Vd")):
+        given = name + ("_logits" if args.values[name + "_logits"] is not None else "_probs")
+        if args.size(axis) == 0:
+            args.fail(given, "have at least one token a row", list(args.values[given].shape))
+    args.tensor("positions", (num_target_rows,), check.INTEGER)
+    args.tensor("seeds", ("B",), check.INTEGER)
+    draft_needs = args.values["draft_logits"] is not None and args.values["draft_temperature"] is None
+    is_needed = args.values["target_logits"] is not None or draft_needs
+    args.tensor("temperature", ("B",), (torch.float32,), optional=not is_needed)
+    args.tensor("draft_temperature", ("B",), (torch.float32,), optional=True)
+    args.tensor("d2t", ("Vd",), check.INTEGER, optional=True)

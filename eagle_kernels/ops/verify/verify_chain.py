@@ -1,0 +1,560 @@
+"""Lossless verification of a chain of drafts that were sampled from a draft distribution: standard or block.
+
+Computes
+    p_i, q_i: what target and draft say after i drafts x_1 .. x_i, each at its temperature; gamma: how many drafts.
+    standard    Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318):
+                draft x is accepted with probability min(1, p(x) / q(x)). The first that is not is replaced by a token
+                from the residual norm((p - q)+); after the last one comes a token from p.
+    block       Block verification (Sun et al., arXiv 2403.10444, algorithm 2), which accepts at least as many drafts in
+                expectation, and the most that any verifier of chains can:
+                    r_0 = 1, r_i = min(r_{i-1} p(x_i) / q(x_i), 1), S_i = sum of (r_i p_i - q_i)+,
+                    h_i = S_i / (S_i + 1 - r_i) (1 for 0 / 0), h_gamma = r_gamma
+                accepted are the drafts up to the last i whose coin is below h_i (later ones do not need it of earlier
+                ones); then a token from norm((r_i p_i - q_i)+), or from p_gamma.
+    Both emit tokens of the target's law if every draft was drawn from its row of q, and if coins, residual draws and
+    drafts are independent. Coins and noise are those of primitives/random.py, keyed by seed, position of the token and
+    stream: drafts must be drawn with another stream (STREAM_DRAFT).
+Shapes
+    candidates          [B, T]            int    root, then gamma = T - 1 drafts; -1 ends a chain early
+    target_logits       [B * T, V]        fp32 / fp16 / bf16, unit stride along V; or
+    target_probs        [B * T, V]        fp32   rows sum to 1; filters are not applied here: give what they left
+    draft_logits        [B * (T - 1), Vd] fp32 / fp16 / bf16, row b * (T - 1) + i is what candidates[b, i + 1] was drawn
+                                          from, by draft ids; or
+    draft_probs         [B * (T - 1), Vd] fp32   likewise
+    positions           [B * T]           int    position of each token; the one emitted after it has position + 1
+    seeds               [B]               int
+    temperature         [B]               fp32   of logits; below 1e-5 one-hot at the argmax. None: no logits need it
+    draft_temperature   [B]               fp32   of draft_logits, or None: temperature
+    d2t                 [Vd]              int    target id - draft id, one to one; None: the vocabularies share ids
+    -> predicts         [B * T]           int32  the token emitted after each accepted one and after the root, -1 after
+    -> accept_index     [B, T]            int32  b * T + i of the root and the accepted drafts, -1 padded
+    -> accept_token_num [B]               int32  accepted drafts; the token after them is not counted
+Invariants
+    A draft of target probability 0 is never accepted (coin * q < p, strict). A draft that cannot have been drawn from
+    its row - q is 0, NaN, negative or above 1.001, its token is -1 or lies outside the draft vocabulary - ends the
+    chain before it: then the token after is drawn from p. Where rounding leaves no residual it is drawn from p. NaN
+    logits count as -inf, +inf as the largest finite number; a sampled row of nothing but -inf gives token 0. A row
+    whose root is no token is dead: predicts and accept_index -1, accept_token_num 0. Results of a request do not depend
+    on the batch around it.
+Grid
+    map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,) compares;
+    mass (B * (T - 1), slices) sums S_i; draw (B, slices) finds the best key of each slice; finish (B,) writes.
+Launches
+    3: walk, draw and finish; one more each: scan for logits, mass for "block", map for d2t
+Traffic
+    every row of logits once, and for "block" the rows of p and q at drafts 2 .. gamma once more, two rows for the draw.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.ordering import LOWEST_KEY
+from ...primitives.random import gumbel, token_words
+from ...primitives.residual import (
+    Pair,
+    accept_coin,
+    check_pair,
+    draft_ids,
+    drawn_token,
+    invert_draft_map,
+    load_draft,
+    load_probs,
+    load_target,
+    noisy_keys,
+    residual_key,
+    row_probs,
+    store_scan,
+)
+from ...primitives.tree_walk import Output
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+# All statistics of one chain are merged in registers.
+MAX_TOKENS = 256
+
+# A slice is a tile: 16 tokens a thread, so that p, q and noise stay in registers.
+TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
+WALK_TUNING = {"default": {"num_warps": 4}}
+FINISH_TUNING = {"default": {"num_warps": 1}}
+MAP_TUNING = {"default": {"BLOCK_TARGET": 4096, "BLOCK_DRAFT": 4096, "num_warps": 8}}
+
+
+@triton.jit(do_not_specialize=["vocab_size", "draft_vocab_size"])
+def _verify_chain_map_kernel(
+    d2t_ptr,
+    target_to_draft_ptr,
+    vocab_size,
+    draft_vocab_size,
+    BLOCK_TARGET: tl.constexpr,
+    BLOCK_DRAFT: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """target_to_draft [V] from d2t."""
+    await_predecessor(ENABLE_PDL)
+    part = tl.program_id(0)
+    invert_draft_map(d2t_ptr, target_to_draft_ptr, part, vocab_size, draft_vocab_size, BLOCK_TARGET, BLOCK_DRAFT)
+
+
+@triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
+def _verify_chain_scan_kernel(
+    target_ptr,
+    draft_ptr,
+    temperature_ptr,
+    draft_temperature_ptr,
+    first_child_ptr,
+    scans_ptr,
+    # sizes
+    num_target_scans,
+    vocab_size,
+    draft_vocab_size,
+    stride_target,
+    stride_draft,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    TARGET_ROWS: tl.constexpr,
+    DRAFT_ROWS: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """The statistics of one slice of a row of logits, to scans [rows, 3, slices]: the target's rows, then the draft's.
+
+    first_child_ptr: where it is given, draft rows that have no child are left out, since nobody reads them.
+    """
+    await_predecessor(ENABLE_PDL)
+    scan = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    scans_ptr += scan * (3 * NUM_SLICES)
+    if scan < num_target_scans:
+        if not TARGET_IS_PROBS:
+            temperature = tl.load(temperature_ptr + scan // TARGET_ROWS)
+            row_ptr = target_ptr + scan * stride_target
+            store_scan(row_ptr, vocab_size, temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
+    else:
+        if not DRAFT_IS_PROBS:
+            row = scan - num_target_scans
+            is_read = part >= 0
+            if first_child_ptr is not None:
+                is_read = tl.load(first_child_ptr + row) > 0
+            if is_read:
+                temperature = tl.load(draft_temperature_ptr + row // DRAFT_ROWS)
+                row_ptr = draft_ptr + row * stride_draft
+                store_scan(row_ptr, draft_vocab_size, temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
+
+
+@triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
+def _verify_chain_walk_kernel(
+    candidates_ptr,
+    positions_ptr,
+    seeds_ptr,
+    target_ptr,
+    draft_ptr,
+    temperature_ptr,
+    draft_temperature_ptr,
+    target_to_draft_ptr,
+    scans_ptr,
+    # scratch
+    ends_ptr,
+    shares_ptr,
+    # sizes
+    num_target_scans,
+    vocab_size,
+    draft_vocab_size,
+    stride_target,
+    stride_draft,
+    IS_BLOCK: tl.constexpr,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_TOKEN: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """ends [B, 2]: gamma (-1: dead) and the drafts accepted one by one; for "block" the r_i, shares [B, T - 1]."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    root = tl.load(candidates_ptr + request * NUM_TOKENS).to(tl.int64)
+    gamma = tl.zeros([], tl.int32)
+    accepted = tl.zeros([], tl.int32)
+    if NUM_TOKENS > 1:
+        draft = tl.arange(0, BLOCK_TOKEN)
+        is_draft = draft < NUM_TOKENS - 1
+        place = request * NUM_TOKENS + 1 + draft
+        wide = tl.load(candidates_ptr + place, mask=is_draft, other=-1).to(tl.int64)
+        token = tl.where((wide >= 0) & (wide < 2147483648), wide, -1).to(tl.int32)
+        seeds = tl.load(seeds_ptr + request) + tl.zeros([BLOCK_TOKEN], tl.int64)
+        coin = accept_coin(seeds, tl.load(positions_ptr + place, mask=is_draft, other=0), 0)
+        pair = Pair(
+            target_ptr, draft_ptr, temperature_ptr, draft_temperature_ptr, target_to_draft_ptr, scans_ptr,
+            num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
+        )  # fmt: skip
+        row = tl.minimum(draft, NUM_TOKENS - 2)
+        target_row = load_target(
+            pair, request, request * NUM_TOKENS + row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, True
+        )
+        draft_row = load_draft(
+            pair, request, request * (NUM_TOKENS - 1) + row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS, True
+        )
+        # [draft]
+        target_prob, draft_prob = load_probs(
+            target_row, draft_row, target_to_draft_ptr, token, is_draft & (token >= 0), TARGET_IS_PROBS, DRAFT_IS_PROBS
+        )
+        is_drawn = draft_prob > 0.0
+        gamma = tl.min(tl.where(is_drawn, NUM_TOKENS - 1, draft))
+        if IS_BLOCK:
+            ratio = tl.math.div_rn(target_prob, tl.where(is_drawn, draft_prob, 1.0))
+            share = tl.full([], 1.0, tl.float32)
+            for index in range(NUM_TOKENS - 1):
+                share = tl.minimum(share * tl.sum(tl.where(draft == index, ratio, 0.0)), 1.0)
+                ratio = tl.where(draft == index, share, ratio)
+            tl.store(shares_ptr + request * (NUM_TOKENS - 1) + draft, ratio, mask=is_draft)
+        else:
+            is_accepted = is_drawn & (coin * draft_prob < target_prob)
+            accepted = tl.min(tl.where(is_accepted, NUM_TOKENS - 1, draft))
+    is_live = (root >= 0) & (root < 2147483648)
+    tl.store(ends_ptr + request * 2, tl.where(is_live, gamma, -1))
+    tl.store(ends_ptr + request * 2 + 1, accepted)
+
+
+@triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
+def _verify_chain_mass_kernel(
+    target_ptr,
+    draft_ptr,
+    temperature_ptr,
+    draft_temperature_ptr,
+    target_to_draft_ptr,
+    scans_ptr,
+    ends_ptr,
+    shares_ptr,
+    masses_ptr,
+    # sizes
+    num_target_scans,
+    vocab_size,
+    draft_vocab_size,
+    stride_target,
+    stride_draft,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """One slice of S_i, to masses [B, T - 1, slices]; 0 for i = 0 and from gamma on, where it is not needed."""
+    await_predecessor(ENABLE_PDL)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    request = row // (NUM_TOKENS - 1)
+    index = row % (NUM_TOKENS - 1)
+    mass = tl.zeros([], tl.float32)
+    if (index > 0) & (index < tl.load(ends_ptr + request * 2)):
+        pair = Pair(
+            target_ptr, draft_ptr, temperature_ptr, draft_temperature_ptr, target_to_draft_ptr, scans_ptr,
+            num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
+        )  # fmt: skip
+        target_row = load_target(pair, request, request * NUM_TOKENS + index, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
+        draft_row = load_draft(pair, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+        ids = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+        target, draft = load_probs(
+            target_row, draft_row, target_to_draft_ptr, ids, ids < vocab_size, TARGET_IS_PROBS, DRAFT_IS_PROBS
+        )
+        share = tl.load(shares_ptr + row - 1)
+        mass = tl.sum(tl.maximum(share * target - draft, 0.0))
+    tl.store(masses_ptr + row * NUM_SLICES + part, mass)
+
+
+@triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
+def _verify_chain_draw_kernel(
+    positions_ptr,
+    seeds_ptr,
+    target_ptr,
+    draft_ptr,
+    temperature_ptr,
+    draft_temperature_ptr,
+    target_to_draft_ptr,
+    scans_ptr,
+    ends_ptr,
+    shares_ptr,
+    masses_ptr,
+    # outputs
+    accepted_ptr,
+    keys_ptr,
+    # sizes
+    num_target_scans,
+    vocab_size,
+    draft_vocab_size,
+    stride_target,
+    stride_draft,
+    IS_BLOCK: tl.constexpr,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_TOKEN: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """The best keys of one slice, by the residual and by p, to keys [B, 2, slices]; accepted [B] (-1: dead)."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    seed = tl.load(seeds_ptr + request)
+    gamma = tl.load(ends_ptr + request * 2)
+    accepted = tl.load(ends_ptr + request * 2 + 1)
+    share = tl.full([], 1.0, tl.float32)
+    if IS_BLOCK:
+        if NUM_TOKENS > 1:
+            draft = tl.arange(0, BLOCK_TOKEN)
+            slices = tl.arange(0, BLOCK_SLICE)
+            is_draft = draft < gamma
+            first = request * (NUM_TOKENS - 1)
+            position = tl.load(positions_ptr + request * NUM_TOKENS + 1 + draft, mask=is_draft, other=0)
+            coin = accept_coin(seed + tl.zeros([BLOCK_TOKEN], tl.int64), position, 0)
+            shares = tl.load(shares_ptr + first + draft, mask=is_draft, other=0.0)
+            # of draft i + 1 the mass after it, S_{i + 1}: [draft, slice]
+            place = (first + 1 + draft)[:, None] * NUM_SLICES + slices[None, :]
+            is_mass = (draft + 1 < gamma)[:, None] & (slices < NUM_SLICES)[None, :]
+            mass = tl.sum(tl.load(masses_ptr + place, mask=is_mass, other=0.0), axis=1)
+            divisor = mass + (1.0 - shares)
+            chance = tl.where(divisor > 0.0, tl.math.div_rn(mass, tl.where(divisor > 0.0, divisor, 1.0)), 1.0)
+            chance = tl.where(draft + 1 < gamma, chance, shares)
+            accepted = tl.max(tl.where(is_draft & (coin < chance), draft + 1, 0))
+            if accepted > 0:
+                share = tl.load(shares_ptr + first + accepted - 1)
+    accepted = tl.where(gamma >= 0, accepted, -1)
+    if part == 0:
+        tl.store(accepted_ptr + request, accepted)
+    if accepted >= 0:
+        ids = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+        is_token = ids < vocab_size
+        pair = Pair(
+            target_ptr, draft_ptr, temperature_ptr, draft_temperature_ptr, target_to_draft_ptr, scans_ptr,
+            num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
+        )  # fmt: skip
+        row = request * NUM_TOKENS + accepted
+        target_row = load_target(pair, request, row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
+        target = row_probs(target_row, ids, is_token, TARGET_IS_PROBS)
+        draft_prob = tl.zeros([BLOCK_VOCAB], tl.float32)
+        if accepted < gamma:
+            row -= request  # T - 1 a request
+            draft_row = load_draft(pair, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+            places = draft_ids(target_to_draft_ptr, ids, is_token, vocab_size)
+            draft_prob = row_probs(draft_row, places, places >= 0, DRAFT_IS_PROBS)
+        else:
+            share = 1.0
+        noise_key = residual_key(seed, tl.load(positions_ptr + request * NUM_TOKENS + accepted) + 1)
+        noise = gumbel(token_words(noise_key, ids))
+        left = tl.maximum(share * target - draft_prob, 0.0)
+        keys_ptr += request * 2 * NUM_SLICES + part
+        tl.store(keys_ptr, tl.max(noisy_keys(left, ids, noise)))
+        tl.store(keys_ptr + NUM_SLICES, tl.max(noisy_keys(target, ids, noise)))
+
+
+@triton.jit
+def _verify_chain_finish_kernel(
+    candidates_ptr,
+    accepted_ptr,
+    keys_ptr,
+    predicts_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    NUM_TOKENS: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_TOKEN: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Writes the outputs of one request."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    accepted = tl.load(accepted_ptr + request)
+    slices = tl.arange(0, BLOCK_SLICE)
+    is_key = (slices < NUM_SLICES) & (accepted >= 0)
+    keys_ptr += request * 2 * NUM_SLICES
+    residual = tl.max(tl.load(keys_ptr + slices, mask=is_key, other=LOWEST_KEY))
+    plain = tl.max(tl.load(keys_ptr + NUM_SLICES + slices, mask=is_key, other=LOWEST_KEY))
+    bonus = drawn_token(tl.where(residual == LOWEST_KEY, plain, residual))
+
+    index = tl.arange(0, BLOCK_TOKEN)
+    is_token = index < NUM_TOKENS
+    place = request * NUM_TOKENS + index
+    # accepted drafts are tokens of a vocabulary
+    draft = tl.load(candidates_ptr + place + 1, mask=index < accepted, other=-1).to(tl.int32)
+    tl.store(predicts_ptr + place, tl.where(index == accepted, bonus, draft), mask=is_token)
+    tl.store(accept_index_ptr + place, tl.where(index <= accepted, place, -1).to(tl.int32), mask=is_token)
+    tl.store(accept_token_num_ptr + request, tl.maximum(accepted, 0))
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `verify_chain` and describes its outputs."""
+    args = check.Arguments("verify_chain", values)
+    args.choice("method", ("standard", "block"))
+    args.tensor("candidates", ("B", "T"), check.INTEGER)
+    batch_size, num_tokens = args.size("B"), args.size("T")
+    if not 1 <= num_tokens <= MAX_TOKENS:
+        args.fail("candidates", f"hold the root and at most {MAX_TOKENS - 1} drafts", [batch_size, num_tokens])
+    check_pair(args, batch_size * num_tokens, batch_size * (num_tokens - 1))
+    return Output(
+        args.spec((batch_size * num_tokens,), torch.int32),
+        args.spec((batch_size, num_tokens), torch.int32),
+        args.spec((batch_size,), torch.int32),
+    )
+
+
+def prepare_pair(op: str, values: dict, target_rows: int, draft_rows: int, first_child: torch.Tensor | None) -> dict:
+    """Launches what makes rows readable, and returns the arguments of kernels that read them (residual.Pair).
+
+    target_rows, draft_rows: how many a request has. first_child [draft rows]: see the scan kernel; None: all are read.
+    """
+    target = values["target_logits"] if values["target_probs"] is None else values["target_probs"]
+    draft = values["draft_logits"] if values["draft_probs"] is None else values["draft_probs"]
+    draft_temperature, d2t = values["draft_temperature"], values["d2t"]
+    device = target.device
+    pair = {
+        "target_ptr": target,
+        "draft_ptr": draft,
+        "temperature_ptr": values["temperature"],
+        "draft_temperature_ptr": values["temperature"] if draft_temperature is None else draft_temperature,
+        "vocab_size": target.shape[1],
+        "draft_vocab_size": draft.shape[1],
+        "stride_target": target.stride(0),
+        "stride_draft": draft.stride(0),
+        "num_target_scans": target.shape[0] if values["target_probs"] is None else 0,
+        "TARGET_IS_PROBS": values["target_probs"] is not None,
+        "DRAFT_IS_PROBS": values["draft_probs"] is not None,
+    }
+    target_to_draft = scans = None
+    if d2t is not None:
+        target_to_draft = torch.empty(pair["vocab_size"], dtype=torch.int32, device=device)
+        row = tuning.row(MAP_TUNING, device)
+        launch(
+            op,
+            _verify_chain_map_kernel,
+            (triton.cdiv(pair["vocab_size"], row["BLOCK_TARGET"]),),
+            d2t_ptr=d2t,
+            target_to_draft_ptr=target_to_draft,
+            vocab_size=pair["vocab_size"],
+            draft_vocab_size=pair["draft_vocab_size"],
+            **row,
+        )
+    row = tuning.row(TUNING, device)
+    num_slices = triton.cdiv(max(pair["vocab_size"], pair["draft_vocab_size"]), row["BLOCK_VOCAB"])
+    if not (pair["TARGET_IS_PROBS"] and pair["DRAFT_IS_PROBS"]):
+        num_scans = pair["num_target_scans"] + (0 if pair["DRAFT_IS_PROBS"] else draft.shape[0])
+        scans = torch.empty((num_scans, 3, num_slices), dtype=torch.int32, device=device)
+        launch(
+            op,
+            _verify_chain_scan_kernel,
+            (num_scans, num_slices),
+            first_child_ptr=first_child,
+            scans_ptr=scans,
+            TARGET_ROWS=target_rows,
+            DRAFT_ROWS=max(draft_rows, 1),
+            NUM_SLICES=num_slices,
+            **pair,
+            **row,
+        )
+    return pair | {
+        "target_to_draft_ptr": target_to_draft,
+        "scans_ptr": scans,
+        "NUM_SLICES": num_slices,
+        "BLOCK_SLICE": triton.next_power_of_2(num_slices),
+    }
+
+
+@launcher
+def verify_chain(
+    candidates: torch.Tensor,
+    target_logits: torch.Tensor | None,
+    draft_logits: torch.Tensor | None,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    temperature: torch.Tensor | None,
+    draft_temperature: torch.Tensor | None = None,
+    target_probs: torch.Tensor | None = None,
+    draft_probs: torch.Tensor | None = None,
+    d2t: torch.Tensor | None = None,
+    *,
+    method: str = "standard",
+    out: Output | None = None,
+) -> Output:
+    """Verifies chains of sampled drafts; shapes and the meaning of each argument are in the module's docstring.
+
+    method: "standard" or "block".
+    """
+    contracted = contract(locals())
+    out = check.allocate("verify_chain", contracted, out)
+    device, (batch_size, num_tokens) = candidates.device, candidates.shape
+    pair = prepare_pair("verify_chain", locals(), num_tokens, num_tokens - 1, None)
+    num_slices = pair["NUM_SLICES"]
+    row = tuning.row(TUNING, device)
+    is_block = method == "block"
+    draws = {"positions_ptr": positions, "seeds_ptr": seeds}
+    ends = torch.empty((batch_size, 2), dtype=torch.int32, device=device)
+    keys = torch.empty((batch_size, 2, num_slices), dtype=torch.int64, device=device)
+    accepted = torch.empty((batch_size,), dtype=torch.int32, device=device)
+    scratch = {"ends_ptr": ends, "shares_ptr": None}
+    masses = None
+    if is_block:
+        scratch["shares_ptr"] = torch.empty((batch_size, num_tokens - 1), dtype=torch.float32, device=device)
+        masses = torch.empty((batch_size, num_tokens - 1, num_slices), dtype=torch.float32, device=device)
+    sizes = {"NUM_TOKENS": num_tokens, "BLOCK_TOKEN": triton.next_power_of_2(num_tokens)}
+    launch(
+        "verify_chain",
+        _verify_chain_walk_kernel,
+        (batch_size,),
+        candidates_ptr=candidates,
+        IS_BLOCK=is_block,
+        **draws,
+        **pair,
+        **scratch,
+        **sizes,
+        **tuning.row(WALK_TUNING, device),
+    )
+    if is_block:
+        launch(
+            "verify_chain",
+            _verify_chain_mass_kernel,
+            (batch_size * (num_tokens - 1), num_slices),
+            masses_ptr=masses,
+            NUM_TOKENS=num_tokens,
+            **pair,
+            **scratch,
+            **row,
+        )
+    launch(
+        "verify_chain",
+        _verify_chain_draw_kernel,
+        (batch_size, num_slices),
+        masses_ptr=masses,
+        accepted_ptr=accepted,
+        keys_ptr=keys,
+        IS_BLOCK=is_block,
+        **draws,
+        **pair,
+        **scratch,
+        **sizes,
+        **row,
+    )
+    launch(
+        "verify_chain",
+        _verify_chain_finish_kernel,
+        (batch_size,),
+        candidates_ptr=candidates,
+        accepted_ptr=accepted,
+        keys_ptr=keys,
+        predicts_ptr=out.predicts,
+        accept_index_ptr=out.accept_index,
+        accept_token_num_ptr=out.accept_token_num,
+        NUM_SLICES=num_slices,
+        BLOCK_SLICE=pair["BLOCK_SLICE"],
+        **sizes,
+        **tuning.row(FINISH_TUNING, device),
+    )
+    return out
