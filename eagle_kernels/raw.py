@@ -12,8 +12,11 @@ from .ops.tree.pack_tree_mask import pack_tree_mask
 from .ops.tree.select_top_k_tokens import select_top_k_tokens
 from .ops.tree.tree_from_mask import tree_from_mask
 from .ops.tree.unpack_tree_mask import unpack_tree_mask
+from .ops.verify.min_p_renorm import min_p_renorm
 from .ops.verify.sample_from_logits import sample_from_logits
 from .ops.verify.verify_chain import verify_chain
+from .ops.verify.top_k_renorm import top_k_renorm
+from .ops.verify.top_p_renorm import top_p_renorm
 from .ops.verify.verify_commit import verify_commit
 from .ops.verify.verify_tree_coins import verify_tree_coins
 from .ops.verify.verify_tree_greedy import verify_tree_greedy
@@ -25,11 +28,14 @@ __all__ = [
     "compute_tree_statistics",
     "draft_kv_indices",
     "gqa_decode",
+    "min_p_renorm",
     "move_accepted_kv",
     "organize_draft_results",
     "pack_tree_mask",
     "sample_from_logits",
     "select_top_k_tokens",
+    "top_k_renorm",
+    "top_p_renorm",
     "tree_attention",
     "tree_from_mask",
     "unpack_tree_mask",

@@ -1,4 +1,4 @@
-"""FlashInfer's paged decode attention; compiles its kernels on first use."""
+"""FlashInfer's paged decode attention and its filters of probabilities; compiles its kernels on first use."""
 
 from __future__ import annotations
 
@@ -9,13 +9,8 @@ from ..harness.declaration import Run, Unavailable
 
 def gqa_decode(values: dict) -> Run:
     """Planned once outside of the timed call, as a server does once a step for all layers."""
-    try:
-        import flashinfer
-    except ImportError as error:
-        raise Unavailable(f"flashinfer is not installed ({error})") from None
+    flashinfer = _flashinfer(values["query"])
     query, k_cache, v_cache = values["query"], values["k_cache"], values["v_cache"]
-    if query.device.type != "cuda":
-        raise Unavailable("flashinfer needs a GPU")
     page_size, num_kv_heads, head_dim = k_cache.shape[1:]
     # sizes as a server's host knows them
     seq_lens = values["seq_lens"].cpu()
@@ -31,3 +26,23 @@ def gqa_decode(values: dict) -> Run:
         query.shape[1], num_kv_heads, head_dim, page_size, q_data_type=query.dtype, kv_data_type=query.dtype,
     )  # fmt: skip
     return lambda: {"output": wrapper.run(query, (k_cache, v_cache))}
+
+
+def top_k_renorm(values: dict) -> Run:
+    flashinfer = _flashinfer(values["probs"])
+    return lambda: flashinfer.sampling.top_k_renorm_probs(values["probs"], values["top_k"])
+
+
+def top_p_renorm(values: dict) -> Run:
+    flashinfer = _flashinfer(values["probs"])
+    return lambda: flashinfer.sampling.top_p_renorm_probs(values["probs"], values["top_p"])
+
+
+def _flashinfer(tensor: torch.Tensor):
+    try:
+        import flashinfer
+    except ImportError as error:
+        raise Unavailable(f"flashinfer is not installed ({error})") from None
+    if tensor.device.type != "cuda":
+        raise Unavailable("flashinfer needs a GPU")
+    return flashinfer

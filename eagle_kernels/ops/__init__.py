@@ -26,11 +26,14 @@ build_tree_from_scores = _operator("tree.build_tree_from_scores")
 compute_tree_statistics = _operator("tree.compute_tree_statistics")
 draft_kv_indices = _operator("kv.draft_kv_indices")
 gqa_decode = _operator("attention.gqa_decode")
+min_p_renorm = _operator("verify.min_p_renorm")
 move_accepted_kv = _operator("kv.move_accepted_kv")
 organize_draft_results = _operator("tree.organize_draft_results")
 pack_tree_mask = _operator("tree.pack_tree_mask")
 sample_from_logits = _operator("verify.sample_from_logits")
 select_top_k_tokens = _operator("tree.select_top_k_tokens")
+top_k_renorm = _operator("verify.top_k_renorm")
+top_p_renorm = _operator("verify.top_p_renorm")
 tree_attention = _operator("attention.tree_attention")
 tree_from_mask = _operator("tree.tree_from_mask")
 unpack_tree_mask = _operator("tree.unpack_tree_mask")
@@ -100,11 +103,14 @@ __all__ = [
     "compute_tree_statistics",
     "draft_kv_indices",
     "gqa_decode",
+    "min_p_renorm",
     "move_accepted_kv",
     "organize_draft_results",
     "pack_tree_mask",
     "sample_from_logits",
     "select_top_k_tokens",
+    "top_k_renorm",
+    "top_p_renorm",
     "tree_attention",
     "tree_from_mask",
     "unpack_tree_mask",

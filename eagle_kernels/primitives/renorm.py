@@ -1,0 +1,302 @@
+"""Filters of probabilities that renormalise what they keep: the steps of top_k_renorm, top_p_renorm and min_p_renorm.
+
+    summarise_chunks   a slice of a row: the largest key of every chunk, where wanted a sample and the mass
+    (bracket)          a row: two keys with the edge between them, the state of the row
+    collect            a slice: the weight above the bracket, and the probabilities within it, gathered
+    find_edge          a row: the edge, exactly, and the mass that stays
+    write_kept         a slice: kept probabilities divided by their mass, 0 for the others
+
+A probability's key is its bits (`threshold.py` tells of keys, masses and brackets). What a step leaves to the next:
+
+    chunk_largest  [R, C]  int32  keys; a step reads only chunks that can hold what it looks for
+    state          [R, 4]  int32  LOW (at the end the edge), HIGH, LARGEST, NUM_CANDIDATES
+    sums           [R, 2]  int64  mass of the keys >= HIGH (at the end of the kept ones), and the number of the keys
+                                  >= HIGH or the mass of the row
+
+The candidates of a row lie in the row of the output that will be written last.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..runtime import check
+from ..runtime.language import tl, triton
+from .threshold import (
+    MAX_VOCAB_SIZE,
+    fixed_point_mass,
+    largest_reaching,
+    largest_reaching_in_memory,
+    lowest_with_mass,
+    mass_value,
+)
+
+# Starting values; nothing was measured yet.
+SCAN_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
+BRACKET_TUNING = {"default": {"num_warps": 8}}
+COLLECT_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
+EDGE_TUNING = {"default": {"BLOCK_CANDIDATE": 8192, "num_warps": 8}}
+WRITE_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
+
+# A cache line of fp32: what can be left out when a row is read again. A bracket is found from MAX_CHUNKS at most.
+MIN_CHUNK_SIZE = 32
+MAX_CHUNKS = 8192
+
+# of a row
+STATES = 4
+SUMS = 2
+NUM_STATES = tl.constexpr(STATES)
+NUM_SUMS = tl.constexpr(SUMS)
+LOW = tl.constexpr(0)
+HIGH = tl.constexpr(1)
+LARGEST = tl.constexpr(2)
+NUM_CANDIDATES = tl.constexpr(3)
+
+
+@triton.jit
+def probability_keys(values):
+    """int32 keys of probabilities: their bits in fp32; NaN, infinite and negative ones count as 0."""
+    values = values.to(tl.float32)
+    return tl.where((values > 0.0) & (values < float("inf")), values, 0.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def key_probability(keys):
+    """The fp32 probabilities that keys were made of."""
+    return keys.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def min_p_key(largest, min_p):
+    """The smallest key that min-p keeps: min_p times the largest probability, in fp32; 1 where the filter is off."""
+    edge = (tl.minimum(min_p, 1.0) * key_probability(largest)).to(tl.int32, bitcast=True)
+    return tl.where(min_p > 0.0, tl.maximum(edge, 1), 1)
+
+
+@triton.jit
+def summarise_chunks(
+    row_ptr,
+    chunk_largest_ptr,
+    chunk_sample_ptr,
+    chunk_mass_ptr,
+    part,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    SAMPLE_OFFSET: tl.constexpr,
+):
+    """Writes largest key, sampled key and fp32 sum of each chunk of a slice; the last two where there is a pointer."""
+    BLOCK_CHUNK: tl.constexpr = BLOCK_VOCAB // CHUNK
+    chunk = part * BLOCK_CHUNK + tl.arange(0, BLOCK_CHUNK)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    keys = probability_keys(tl.load(row_ptr + token, mask=token < VOCAB_SIZE, other=0.0))
+    tl.store(chunk_largest_ptr + chunk, tl.max(keys, axis=1), mask=chunk < NUM_CHUNKS)
+    if chunk_sample_ptr is not None:
+        token = chunk * CHUNK + SAMPLE_OFFSET(chunk, CHUNK)
+        sample = probability_keys(tl.load(row_ptr + token, mask=token < VOCAB_SIZE, other=0.0))
+        tl.store(chunk_sample_ptr + chunk, sample, mask=chunk < NUM_CHUNKS)
+    if chunk_mass_ptr is not None:
+        tl.store(chunk_mass_ptr + chunk, tl.sum(key_probability(keys), axis=1), mask=chunk < NUM_CHUNKS)
+
+
+@triton.jit
+def load_chunks(chunk_ptr, NUM_CHUNKS: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
+    """What all chunks of a row left; 0 where there is none."""
+    chunk = tl.arange(0, BLOCK_CHUNK)
+    return tl.load(chunk_ptr + chunk, mask=chunk < NUM_CHUNKS, other=0)
+
+
+@triton.jit
+def start_row(state_ptr, sums_ptr, low, high, largest):
+    """Writes the bracket of a row, and no sums and no candidates yet."""
+    tl.store(state_ptr + LOW, low)
+    tl.store(state_ptr + HIGH, high)
+    tl.store(state_ptr + LARGEST, largest)
+    tl.store(state_ptr + NUM_CANDIDATES, 0)
+    tl.store(sums_ptr, tl.zeros([], tl.int64))
+    tl.store(sums_ptr + 1, tl.zeros([], tl.int64))
+
+
+@triton.jit
+def _load_tile(
+    row_ptr,
+    chunk_largest_ptr,
+    part,
+    lowest,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+):
+    """Tokens and keys [chunks, CHUNK] of a slice, keys 0 in chunks without a key >= lowest, which are not read."""
+    BLOCK_CHUNK: tl.constexpr = BLOCK_VOCAB // CHUNK
+    chunk = part * BLOCK_CHUNK + tl.arange(0, BLOCK_CHUNK)
+    largest = tl.load(chunk_largest_ptr + chunk, mask=chunk < NUM_CHUNKS, other=0)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    is_read = (largest >= lowest)[:, None] & (token < VOCAB_SIZE)
+    return token, probability_keys(tl.load(row_ptr + token, mask=is_read, other=0.0))
+
+
+@triton.jit
+def collect(
+    row_ptr,
+    chunk_largest_ptr,
+    candidates_ptr,
+    state_ptr,
+    sums_ptr,
+    part,
+    WEIGHT: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+):
+    """Adds a slice to the sums of its row, and its probabilities between LOW and HIGH to the row's candidates.
+
+    WEIGHT: what the second sum is of, "count" or "mass"; with None there is none, and there are no candidates either.
+    """
+    low = tl.load(state_ptr + LOW)
+    high = tl.load(state_ptr + HIGH)
+    largest = tl.load(state_ptr + LARGEST)
+    lowest = tl.minimum(low, lowest_with_mass(largest)) if WEIGHT == "mass" else low
+    _, keys = _load_tile(row_ptr, chunk_largest_ptr, part, lowest, VOCAB_SIZE, NUM_CHUNKS, CHUNK, BLOCK_VOCAB)
+    mass = fixed_point_mass(keys, largest)
+    is_above = keys >= high
+    above = tl.sum(tl.where(is_above, mass, 0))
+    tl.atomic_add(sums_ptr, above, mask=above > 0, sem="relaxed")
+    if WEIGHT == "mass":
+        total = tl.sum(mass)
+        tl.atomic_add(sums_ptr + 1, total, mask=total > 0, sem="relaxed")
+    elif WEIGHT == "count":
+        count = tl.sum(is_above.to(tl.int32)).to(tl.int64)
+        tl.atomic_add(sums_ptr + 1, count, mask=count > 0, sem="relaxed")
+    if WEIGHT is not None:
+        is_candidate = (keys >= low) & (keys < high)
+        in_chunk = tl.cumsum(is_candidate.to(tl.int32), axis=1)
+        of_chunk = tl.sum(is_candidate.to(tl.int32), axis=1)
+        num_candidates = tl.sum(of_chunk)
+        if num_candidates > 0:
+            # in any order: what is found among them does not depend on it
+            first = tl.atomic_add(state_ptr + NUM_CANDIDATES, num_candidates, sem="relaxed")
+            place = first + (tl.cumsum(of_chunk, axis=0) - of_chunk)[:, None] + in_chunk - 1
+            # place and key travel as one number: then the compiler may store them in the order in which threads hold
+            # them, instead of sorting both through shared memory into the order of a store to neighbouring places
+            pairs = (tl.where(is_candidate, place, -1).to(tl.int64) << 32) | keys
+            pairs = tl.reshape(pairs, [BLOCK_VOCAB], can_reorder=True)
+            tl.store(candidates_ptr + (pairs >> 32), key_probability(pairs.to(tl.int32)), mask=pairs >= 0)
+
+
+@triton.jit
+def find_edge(
+    row_ptr,
+    candidates_ptr,
+    state_ptr,
+    sums_ptr,
+    wanted,
+    lowest,
+    BY_MASS: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    BLOCK_CANDIDATE: tl.constexpr,
+):
+    """(edge, mass of the keys >= edge): the largest key that `wanted` (a number, or a mass) reaches, at least `lowest`.
+
+    The row is read only where its bracket does not hold the edge.
+    """
+    low = tl.load(state_ptr + LOW)
+    high = tl.load(state_ptr + HIGH)
+    largest = tl.load(state_ptr + LARGEST)
+    num_candidates = tl.load(state_ptr + NUM_CANDIDATES)
+    mass_above = tl.load(sums_ptr)
+    above = mass_above if BY_MASS else tl.load(sums_ptr + 1)
+    BLOCK: tl.constexpr = BLOCK_CANDIDATE // 2
+
+    # where in the row the edge lies if not in the bracket
+    is_missed = above >= wanted
+    row_low = high
+    row_high = largest + 1
+    edge = low
+    mass = mass_above
+    if above < wanted:
+        if num_candidates <= BLOCK_CANDIDATE:
+            index = tl.arange(0, BLOCK_CANDIDATE)
+            is_candidate = index < num_candidates
+            keys = probability_keys(tl.load(candidates_ptr + index, mask=is_candidate, other=0.0))
+            masses = tl.where(is_candidate, fixed_point_mass(keys, largest), 0)
+            weights = masses if BY_MASS else is_candidate.to(tl.int32)
+            is_missed = above + tl.sum(weights) < wanted
+            # the edge is the key of a candidate
+            first = tl.maximum(tl.min(tl.where(is_candidate, keys, high)), low)
+            end = tl.maximum(tl.max(keys) + 1, first)
+            edge = largest_reaching(keys, weights, wanted - above, first, end)
+            mass += tl.sum(tl.where(keys >= edge, masses, 0))
+        else:
+            edge, count, candidate_mass = largest_reaching_in_memory(
+                candidates_ptr, num_candidates, wanted - above, low, high, largest, probability_keys,
+                fixed_point_mass, BY_MASS, BLOCK,
+            )  # fmt: skip
+            is_missed = above + (candidate_mass if BY_MASS else count) < wanted
+            mass += candidate_mass
+        is_missed = is_missed & (low > lowest)
+        row_low = lowest
+        row_high = low
+    if is_missed:
+        edge, _, mass = largest_reaching_in_memory(
+            row_ptr, VOCAB_SIZE, wanted, row_low, row_high, largest, probability_keys, fixed_point_mass, BY_MASS, BLOCK
+        )
+    return edge, mass
+
+
+@triton.jit
+def write_kept(
+    row_ptr,
+    chunk_largest_ptr,
+    state_ptr,
+    sums_ptr,
+    output_ptr,
+    part,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+):
+    """Writes a slice of the output: what reaches LOW divided by the first sum, the rest 0."""
+    edge = tl.load(state_ptr + LOW)
+    mass = mass_value(tl.load(sums_ptr), tl.load(state_ptr + LARGEST))
+    token, keys = _load_tile(row_ptr, chunk_largest_ptr, part, edge, VOCAB_SIZE, NUM_CHUNKS, CHUNK, BLOCK_VOCAB)
+    # a row without mass keeps nothing, and is not divided by it
+    kept = tl.math.div_rn(key_probability(keys), tl.where(mass > 0.0, mass, 1.0))
+    tl.store(output_ptr + token, tl.where(keys >= edge, kept, 0.0), mask=token < VOCAB_SIZE)
+
+
+def contract(op: str, values: dict, parameter: str, dtypes: tuple) -> check.Spec:
+    """Checks `probs` and the filter's parameter, and describes the output."""
+    args = check.Arguments(op, values)
+    args.tensor("probs", ("R", "V"), check.FLOAT, contiguous=1)
+    args.tensor(parameter, ("R",), dtypes)
+    if not 1 <= args.size("V") <= MAX_VOCAB_SIZE:
+        args.fail("probs", f"have 1..{MAX_VOCAB_SIZE} tokens a row", list(values["probs"].shape))
+    return args.spec((args.size("R"), args.size("V")), torch.float32)
+
+
+def chunking(vocab_size: int) -> dict:
+    """The sizes that all steps share."""
+    chunk = max(MIN_CHUNK_SIZE, triton.next_power_of_2(vocab_size) // MAX_CHUNKS)
+    # a multiple of 4, so that the chunks of every row begin at 16 bytes
+    num_chunks = triton.cdiv(triton.cdiv(vocab_size, chunk), 4) * 4
+    return {"VOCAB_SIZE": vocab_size, "NUM_CHUNKS": num_chunks, "CHUNK": chunk}
+
+
+def allocate_state(num_rows: int, device: torch.device) -> dict:
+    """What the steps leave to each other of every row, see the module's docstring; start_row fills it."""
+    return {
+        "state_ptr": torch.empty((num_rows, STATES), dtype=torch.int32, device=device),
+        "sums_ptr": torch.empty((num_rows, SUMS), dtype=torch.int64, device=device),
+    }
+
+
+def row_arguments(probs: torch.Tensor) -> dict:
+    """A kernel's arguments for reading rows. ALIGNMENT divides the offset of each row, so that loads can be wide."""
+    return {"probs_ptr": probs, "stride_probs_row": probs.stride(0), "ALIGNMENT": math.gcd(probs.stride(0), 16)}
