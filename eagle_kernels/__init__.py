@@ -13,6 +13,7 @@ from .ops import (
     move_accepted_kv,
     organize_draft_results,
     pack_tree_mask,
+    sample_children,
     sample_from_logits,
     select_top_k_tokens,
     top_k_renorm,
@@ -25,6 +26,7 @@ from .ops import (
     verify_tree,
     verify_tree_coins,
     verify_tree_greedy,
+    verify_tree_rejection,
     verify_tree_sampled,
 )
 
@@ -44,6 +46,7 @@ __all__ = [
     "pack_tree_mask",
     "raw",
     "reference",
+    "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",
     "top_k_renorm",
@@ -56,5 +59,6 @@ __all__ = [
     "verify_tree",
     "verify_tree_coins",
     "verify_tree_greedy",
+    "verify_tree_rejection",
     "verify_tree_sampled",
 ]

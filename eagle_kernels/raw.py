@@ -12,6 +12,7 @@ from .ops.tree.pack_tree_mask import pack_tree_mask
 from .ops.tree.select_top_k_tokens import select_top_k_tokens
 from .ops.tree.tree_from_mask import tree_from_mask
 from .ops.tree.unpack_tree_mask import unpack_tree_mask
+from .ops.verify.sample_children import sample_children
 from .ops.verify.min_p_renorm import min_p_renorm
 from .ops.verify.sample_from_logits import sample_from_logits
 from .ops.verify.verify_chain import verify_chain
@@ -20,6 +21,7 @@ from .ops.verify.top_p_renorm import top_p_renorm
 from .ops.verify.verify_commit import verify_commit
 from .ops.verify.verify_tree_coins import verify_tree_coins
 from .ops.verify.verify_tree_greedy import verify_tree_greedy
+from .ops.verify.verify_tree_rejection import verify_tree_rejection
 from .ops.verify.verify_tree_sampled import verify_tree_sampled
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "move_accepted_kv",
     "organize_draft_results",
     "pack_tree_mask",
+    "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",
     "top_k_renorm",
@@ -43,5 +46,6 @@ __all__ = [
     "verify_commit",
     "verify_tree_coins",
     "verify_tree_greedy",
+    "verify_tree_rejection",
     "verify_tree_sampled",
 ]

@@ -30,6 +30,7 @@ min_p_renorm = _operator("verify.min_p_renorm")
 move_accepted_kv = _operator("kv.move_accepted_kv")
 organize_draft_results = _operator("tree.organize_draft_results")
 pack_tree_mask = _operator("tree.pack_tree_mask")
+sample_children = _operator("verify.sample_children")
 sample_from_logits = _operator("verify.sample_from_logits")
 select_top_k_tokens = _operator("tree.select_top_k_tokens")
 top_k_renorm = _operator("verify.top_k_renorm")
@@ -41,6 +42,7 @@ verify_chain = _operator("verify.verify_chain")
 verify_commit = _operator("verify.verify_commit")
 verify_tree_coins = _operator("verify.verify_tree_coins")
 verify_tree_greedy = _operator("verify.verify_tree_greedy")
+verify_tree_rejection = _operator("verify.verify_tree_rejection")
 verify_tree_sampled = _operator("verify.verify_tree_sampled")
 
 
@@ -107,6 +109,7 @@ __all__ = [
     "move_accepted_kv",
     "organize_draft_results",
     "pack_tree_mask",
+    "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",
     "top_k_renorm",
@@ -119,5 +122,6 @@ __all__ = [
     "verify_tree",
     "verify_tree_coins",
     "verify_tree_greedy",
+    "verify_tree_rejection",
     "verify_tree_sampled",
 ]

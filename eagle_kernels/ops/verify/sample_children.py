@@ -1,0 +1,270 @@
+"""Draws the children of tree nodes from the draft's distribution, without or with replacement.
+
+Computes
+    With q = softmax(draft_logits / temperature) of a row and Gumbel noise g(v) keyed by seed, position, node and id:
+    without replacement     the num_children largest of log q(v) + g(v), in order. This is sequential sampling: each
+                            next child is drawn from q without the children before it, renormalised (Gumbel top-k:
+                            Kool et al., arXiv 1903.06059, Alg. 1 without its tree; Vieira 2014). The order has the law
+                            of Plackett and Luce.
+    with replacement        num_children independent draws from q, each with noise of its own.
+    `verify_tree_rejection` takes either kind; the draft distribution it is handed must be the one drawn from here.
+Shapes
+    draft_logits            [R, Vd]     fp32 / fp16 / bf16, unit stride along Vd
+    positions               [R]         int    position of the children
+    seeds                   [R]         int    seed of the row's request
+    temperature             [R]         fp32   0 (anything below 1e-5): greedy
+    nodes                   [R]         int, or None (0)   the node of the tree whose children are drawn, 0 .. 65535:
+                                        rows of one request at one position draw independently if their nodes differ
+    d2t                     [Vd]        int, or None   target id minus draft id (EAGLE-3's reduced vocabulary)
+    -> tokens               [R, K]      int64  target ids in the order of the draws, -1 where q has no token left
+    -> logprobs             [R, K]      fp32   log q of each child, q being the whole distribution; -inf at -1
+Invariants
+    Equal logits, seed, position and node give equal children, in whichever row or batch; fewer children are the first
+    ones of more. NaN counts as -inf, +inf as the largest finite number; -inf is never drawn. Ties go to the lowest id.
+    Greedy rows give the K largest logits without replacement, the argmax K times with; their logprobs are those of
+    temperature 1, the scores of a top-k tree.
+Grid
+    Every row is cut into slices, (R, slices): the K best of each. Then (R,): the K best of these.
+Launches
+    2
+Traffic
+    R * Vd * element size read, and per slice 8 K + 8 bytes written and read.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.ordering import LOWEST_KEY, comparable, key_id, ordered_key
+from ...primitives.random import STREAM_DRAFT, gumbel, random_block, token_words
+from ...primitives.residual import inverse_temperature, load_scaled
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+MAX_CHILDREN = 64
+
+TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
+MERGE_TUNING = {"default": {"num_warps": 4}}
+
+# Of draws with replacement each has a counter of its own: child * this + node.
+_NODES = tl.constexpr(65536)
+
+
+class Output(NamedTuple):
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+
+
+@triton.jit
+def _keys(scaled, token, noise_key, IS_SAMPLED: tl.constexpr):
+    """What the largest of is drawn; below all others where nothing may be."""
+    score = scaled + gumbel(token_words(noise_key, token)) if IS_SAMPLED else scaled
+    return tl.where(scaled == float("-inf"), LOWEST_KEY, ordered_key(comparable(score), token))
+
+
+@triton.jit
+def _store_best(keys, keys_ptr, NUM_CHILDREN: tl.constexpr):
+    """The largest keys, in order."""
+    for child in range(NUM_CHILDREN):
+        largest = tl.max(keys)
+        tl.store(keys_ptr + child, largest)
+        keys = tl.where(keys == largest, LOWEST_KEY, keys)
+
+
+@triton.jit(do_not_specialize=["stride_logits_row"])
+def _sample_children_slice_kernel(
+    # inputs
+    draft_logits_ptr,
+    positions_ptr,
+    seeds_ptr,
+    temperature_ptr,
+    nodes_ptr,
+    # scratch
+    partial_keys_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    # sizes
+    stride_logits_row,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    NUM_CHILDREN: tl.constexpr,
+    WITH_REPLACEMENT: tl.constexpr,
+    STREAM: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Keys [R, slices, K] of a slice's best tokens for every child, and its maximum and sum of exponentials."""
+    await_predecessor(ENABLE_PDL)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    place = row * NUM_SLICES + part
+    temperature = tl.load(temperature_ptr + row)
+    seed = tl.load(seeds_ptr + row)
+    position = tl.load(positions_ptr + row)
+    node = tl.zeros([], tl.int64) if nodes_ptr is None else tl.load(nodes_ptr + row).to(tl.int64)
+    token = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+    row_ptr = draft_logits_ptr + tl.multiple_of(row * stride_logits_row, ALIGNMENT)
+    scale, is_sampled = inverse_temperature(temperature)
+    scaled = load_scaled(row_ptr, token, token < VOCAB_SIZE, scale)
+
+    largest = tl.max(scaled)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    tl.store(partial_max_ptr + place, largest)
+    tl.store(partial_sum_ptr + place, tl.sum(tl.exp(scaled - shift)))
+
+    keys_ptr = partial_keys_ptr + place * NUM_CHILDREN
+    if is_sampled:
+        if WITH_REPLACEMENT:
+            for child in range(NUM_CHILDREN):
+                noise_key = random_block(seed, position, STREAM, node + child * _NODES)
+                tl.store(keys_ptr + child, tl.max(_keys(scaled, token, noise_key, True)))
+        else:
+            _store_best(_keys(scaled, token, random_block(seed, position, STREAM, node), True), keys_ptr, NUM_CHILDREN)
+    else:
+        keys = _keys(scaled, token, None, False)
+        if WITH_REPLACEMENT:
+            largest_key = tl.max(keys)
+            for child in range(NUM_CHILDREN):
+                tl.store(keys_ptr + child, largest_key)
+        else:
+            _store_best(keys, keys_ptr, NUM_CHILDREN)
+
+
+@triton.jit(do_not_specialize=["stride_logits_row"])
+def _sample_children_merge_kernel(
+    draft_logits_ptr,
+    temperature_ptr,
+    d2t_ptr,
+    partial_keys_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    tokens_ptr,
+    logprobs_ptr,
+    stride_logits_row,
+    NUM_SLICES: tl.constexpr,
+    NUM_CHILDREN: tl.constexpr,
+    WITH_REPLACEMENT: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+    BLOCK_CHILD: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """The best of the slices' best, their ids and probabilities."""
+    await_predecessor(ENABLE_PDL)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BLOCK_SLICE)
+    child = tl.arange(0, BLOCK_CHILD)
+    place = row * NUM_SLICES + part
+    is_key = (part < NUM_SLICES)[:, None] & (child < NUM_CHILDREN)[None, :]
+    keys = tl.load(partial_keys_ptr + place[:, None] * NUM_CHILDREN + child[None, :], mask=is_key, other=LOWEST_KEY)
+    if WITH_REPLACEMENT:
+        best = tl.max(keys, axis=0)
+    else:
+        best = tl.full([BLOCK_CHILD], LOWEST_KEY, tl.int64)
+        for rank in range(NUM_CHILDREN):
+            largest = tl.max(tl.max(keys, axis=0), axis=0)
+            best = tl.where(child == rank, largest, best)
+            keys = tl.where(keys == largest, LOWEST_KEY, keys)
+
+    slice_max = tl.load(partial_max_ptr + place, mask=part < NUM_SLICES, other=float("-inf"))
+    slice_sum = tl.load(partial_sum_ptr + place, mask=part < NUM_SLICES, other=0.0)
+    row_max = tl.max(slice_max)
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+    row_sum = tl.sum(tl.where(slice_max == float("-inf"), 0.0, slice_sum * tl.exp(slice_max - shift)))
+
+    is_drawn = best != LOWEST_KEY
+    token = tl.where(is_drawn, key_id(best), 0)
+    scale, _ = inverse_temperature(tl.load(temperature_ptr + row))
+    scaled = load_scaled(draft_logits_ptr + row * stride_logits_row, token, is_drawn, scale)
+    logprob = scaled - shift - tl.log(tl.where(row_sum > 0.0, row_sum, 1.0))
+    if d2t_ptr is not None:
+        token += tl.load(d2t_ptr + token, mask=is_drawn, other=0).to(tl.int64)
+    out = row * NUM_CHILDREN + child
+    tl.store(tokens_ptr + out, tl.where(is_drawn, token, -1), mask=child < NUM_CHILDREN)
+    tl.store(logprobs_ptr + out, tl.where(is_drawn, logprob, float("-inf")), mask=child < NUM_CHILDREN)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `sample_children` and describes its outputs."""
+    args = check.Arguments("sample_children", values)
+    args.tensor("draft_logits", ("R", "Vd"), check.FLOAT, contiguous=1)
+    args.tensor("positions", ("R",), check.INTEGER)
+    args.tensor("seeds", ("R",), check.INTEGER)
+    args.tensor("temperature", ("R",), (torch.float32,))
+    args.tensor("nodes", ("R",), check.INTEGER, optional=True)
+    args.tensor("d2t", ("Vd",), check.INTEGER, optional=True)
+    num_children = args.integer("num_children", 1, MAX_CHILDREN)
+    if args.size("Vd") == 0:
+        args.fail("draft_logits", "have at least one token a row", list(values["draft_logits"].shape))
+    args.debug("temperature", "not be negative", lambda: values["temperature"] >= 0)
+    shape = (args.size("R"), num_children)
+    return Output(args.spec(shape, torch.int64), args.spec(shape, torch.float32))
+
+
+@launcher
+def sample_children(
+    draft_logits: torch.Tensor,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    temperature: torch.Tensor,
+    nodes: torch.Tensor | None = None,
+    d2t: torch.Tensor | None = None,
+    *,
+    num_children: int,
+    replacement: bool = False,
+    out: Output | None = None,
+) -> Output:
+    """Draws the children of every row; shapes and the meaning of each parameter are in the module's docstring.
+
+    num_children: K, at most 64.
+    replacement: draw independently instead of in sequence; a token may then come more than once.
+    """
+    contracted = contract(locals())
+    out = check.allocate("sample_children", contracted, out)
+    device, (num_rows, vocab_size) = draft_logits.device, draft_logits.shape
+    scan = dict(tuning.row(TUNING, device))
+    scan["BLOCK_VOCAB"] = min(scan["BLOCK_VOCAB"], triton.next_power_of_2(vocab_size))
+    num_slices = triton.cdiv(vocab_size, scan["BLOCK_VOCAB"])
+    shared = {
+        "draft_logits_ptr": draft_logits,
+        "temperature_ptr": temperature,
+        "partial_keys_ptr": torch.empty((num_rows, num_slices, num_children), dtype=torch.int64, device=device),
+        "partial_max_ptr": torch.empty((num_rows, num_slices), dtype=torch.float32, device=device),
+        "partial_sum_ptr": torch.empty((num_rows, num_slices), dtype=torch.float32, device=device),
+        "stride_logits_row": draft_logits.stride(0),
+        "NUM_SLICES": num_slices,
+        "NUM_CHILDREN": num_children,
+        "WITH_REPLACEMENT": replacement,
+    }
+    launch(
+        "sample_children",
+        _sample_children_slice_kernel,
+        (num_rows, num_slices),
+        positions_ptr=positions,
+        seeds_ptr=seeds,
+        nodes_ptr=nodes,
+        VOCAB_SIZE=vocab_size,
+        STREAM=STREAM_DRAFT,
+        # what is known of the offset of every row, so that loads can be wide
+        ALIGNMENT=math.gcd(draft_logits.stride(0), 16),
+        **shared,
+        **scan,
+    )
+    launch(
+        "sample_children",
+        _sample_children_merge_kernel,
+        (num_rows,),
+        d2t_ptr=d2t,
+        tokens_ptr=out.tokens,
+        logprobs_ptr=out.logprobs,
+        BLOCK_SLICE=triton.next_power_of_2(num_slices),
+        BLOCK_CHILD=triton.next_power_of_2(num_children),
+        **shared,
+        **tuning.row(MERGE_TUNING, device),
+    )
+    return out

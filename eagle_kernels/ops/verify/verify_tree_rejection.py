@@ -1,0 +1,355 @@
+"""Recursive rejection: verifies trees whose children were drawn from the draft's distribution.
+
+Computes
+    At each node, with p the target's and q the draft's distribution there, the children t in sibling order:
+    accept t if coin * q(t) < p(t) (strictly, so a token of p = 0 never); on rejection p <- norm((p - q)+), and
+    without replacement     q(t) <- 0, q <- norm(q): the children were drawn one after the other, each from what the
+                            ones before had left (`sample_children`). Recursive rejection sampling: RSD (arXiv
+                            2402.14160, Alg. 2), Sequoia (arXiv 2402.12374, Alg. 2)
+    with replacement        q stays; the children are independent draws, and two may be alike. Multi-step speculative
+                            sampling: SpecInfer (arXiv 2305.09781, Alg. 2), EAGLE-1 (arXiv 2401.15077, Alg. 1)
+    None accepted: a token drawn from what is left of p ends the walk as the bonus; at a leaf, and after S drafts, one
+    drawn from the node's p. The emitted text has the target's law if the children were drawn as said, from this q.
+    After rejections, and up to its mass, p is (p - a q)+ with the first p and q, one number a, and 0 at the rejected
+    tokens: nothing of the vocabulary's size is written down.
+Shapes
+    candidates              [B, N]      int    tokens of the nodes (target ids), node 0 the root
+    retrieve_index          [B, N]      int    b * N + i
+    retrieve_next_token     [B, N]      int    first child, -1 for none
+    retrieve_next_sibling   [B, N]      int    next sibling, -1 for none; siblings in the order of their draws
+    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V; or target_probs, fp32. Of filters
+                                        (top-k, top-p, min-p) nothing is known here: filter with the renorm ops, and
+                                        pass probabilities
+    draft_logits            [B * N, Vd] fp32 / fp16 / bf16, unit stride along Vd; or draft_probs, fp32: row of a node =
+                                        what its children were drawn from
+    positions               [B * N]     int    position of each node
+    seeds                   [B]         int
+    temperature             [B]         fp32   of the target's logits; 0 (anything below 1e-5): one-hot at the largest
+    draft_temperature       [B]         fp32   of the draft's, likewise, or None (as temperature)
+    d2t                     [Vd]        int, or None   target id minus draft id, one to one (EAGLE-3's vocabulary)
+    -> predicts             [B * N]     int32  the token that follows a visited node, -1 elsewhere
+    -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
+    -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
+Invariants
+    Probabilities are taken as they are, without a temperature; they should sum to 1. NaN logits count as -inf, +inf as
+    the largest finite number, probabilities that are NaN, negative or above 1.001 as 0.
+    A draft temperature below 1e-5, without replacement: the children were not drawn but chosen, as top-k trees are.
+    Each counts as proposed with certainty (q one-hot at it, EAGLE-2's rule), the draft's rows are not read.
+    A child with q(t) = 0 was not drawn from q: it ends the list of its siblings and takes nothing from p. So do
+    repeated tokens without replacement and tokens outside the reduced vocabulary. Tokens that are none (-1, outside the
+    vocabulary) are passed over.
+    Without replacement independent draws may be verified as well: what a repeated token costs is the children after it.
+    Where p = q but for rounding, (p - q)+ may have no mass, and rejection no probability: the child is then accepted
+    if p(t) > 0, else p stays as it was.
+    Without replacement q is summed anew after every rejection, and on another scale once the tokens left have less than
+    1e-9 of it: from logits it does not run out before the vocabulary does.
+    A row of the target that is nothing but -inf accepts nothing; its bonus is token 0. Malformed links and dead rows as
+    in verify_tree_greedy. Results of a request do not depend on the batch around it.
+    The coin of a child is keyed by (seed, its position, its node), the bonus by (seed, its position, token).
+Grid
+    (B,), one program walks one tree.
+Launches
+    1; 2 with d2t, whose inverse int32 [V] is made first
+Traffic
+    With V and Vd times their element sizes, per visited node with children: 2 reads of both rows (statistics; the
+    draw), where it is the last one, and one more for each rejected child; probabilities need no statistics.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.random import STREAM_ACCEPT, STREAM_RESIDUAL, random_block, uniform
+from ...primitives.rejection import SMALL_SHARE, SMALLEST_MASS, Node, draw_left, left_masses, load_left, rescan_draft
+from ...primitives.residual import GREEDY_BELOW, invert_draft_map, open_row, scan_logits
+from ...primitives.tree_walk import Output, check_tree, is_own, load_nodes, store_walk
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+TUNING = {"default": {"BLOCK_VOCAB": 2048, "num_warps": 8}}
+MAP_TUNING = {"default": {"BLOCK_TARGET": 2048, "BLOCK_DRAFT": 2048, "num_warps": 8}}
+
+
+@triton.jit(do_not_specialize=["stride_target_row", "stride_draft_row"])
+def _verify_tree_rejection_kernel(
+    # inputs
+    candidates_ptr,
+    retrieve_index_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
+    target_ptr,
+    draft_ptr,
+    positions_ptr,
+    seeds_ptr,
+    temperature_ptr,
+    draft_temperature_ptr,
+    target_to_draft_ptr,
+    # outputs
+    predicts_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    # sizes
+    stride_target_row,
+    stride_draft_row,
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    DRAFT_VOCAB_SIZE: tl.constexpr,
+    NUM_IDS: tl.constexpr,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    KEEPS_DRAFT: tl.constexpr,
+    ACCEPT_STREAM: tl.constexpr,
+    RESIDUAL_STREAM: tl.constexpr,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    offset = request * NUM_NODES
+    seed = tl.load(seeds_ptr + request)
+    temperature = tl.load(temperature_ptr + request)
+    draft_temperature = tl.load(draft_temperature_ptr + request)
+    # whether children were chosen, not drawn; a NaN is below as well
+    is_certain = (draft_temperature >= GREEDY_BELOW) == 0
+    if KEEPS_DRAFT:
+        is_certain = request < 0
+    nodes = tl.arange(0, BLOCK_NODE)
+    retrieved, tokens, links = load_nodes(
+        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+        request, NUM_NODES, BLOCK_NODE,
+    )  # fmt: skip
+    depth = tl.where((nodes == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
+    is_walking = tl.max(depth) == 0
+    emitted = tl.full([BLOCK_NODE], -1, tl.int32)
+    current = tl.zeros([], tl.int32)
+    accepted = tl.zeros([], tl.int32)
+    while is_walking:
+        child = tl.sum(tl.where(nodes == current, links, 0)) >> 16
+        child = tl.where(accepted < SPEC_STEPS, child, 0)
+        first_child = child
+        target_row_ptr = target_ptr + tl.multiple_of((offset + current) * stride_target_row, TARGET_ALIGNMENT)
+        draft_row_ptr = draft_ptr + tl.multiple_of((offset + current) * stride_draft_row, DRAFT_ALIGNMENT)
+        # a row of no tokens is not read
+        draft_size = tl.where((child == 0) | is_certain, 0, DRAFT_VOCAB_SIZE)
+        target_max, target_total, target_best = tl.zeros([], tl.float32), tl.zeros([], tl.float32), child
+        draft_max, draft_total, draft_best = target_max, target_total, child
+        if not TARGET_IS_PROBS:
+            target_max, target_total, target_best = scan_logits(target_row_ptr, 0, VOCAB_SIZE, temperature, BLOCK_VOCAB)
+        if not DRAFT_IS_PROBS:
+            draft_max, draft_total, draft_best = scan_logits(
+                draft_row_ptr, 0, draft_size, draft_temperature, BLOCK_VOCAB
+            )
+        target_row = open_row(target_row_ptr, VOCAB_SIZE, temperature, target_max, target_total, target_best)
+
+        # of p is left mass, of q is left draft_mass
+        mass = tl.full([], 1.0, tl.float32)
+        draft_mass = tl.full([], 1.0, tl.float32)
+        scale = tl.zeros([], tl.float32)
+        num_seen = tl.zeros([], tl.int32)
+        num_rejected = tl.zeros([], tl.int32)
+        chosen = tl.zeros([], tl.int32)
+        token = tl.zeros([], tl.int32)
+        while child > 0:
+            is_child = nodes == child
+            token = tl.sum(tl.where(is_child, tokens, 0))
+            following = tl.sum(tl.where(is_child, links, 0)) & 0xFFFF
+            num_seen += 1
+            if (token >= 0) & (token < NUM_IDS):
+                draft_row = open_row(draft_row_ptr, draft_size, draft_temperature, draft_max, draft_total, draft_best)
+                node = Node(
+                    target_row, draft_row, target_to_draft_ptr, scale,
+                    candidates_ptr + offset, retrieve_next_sibling_ptr + offset, first_child, num_rejected,
+                )  # fmt: skip
+                target_left, draft_left = load_left(
+                    node, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT
+                )
+                target_prob = tl.where(mass > 0.0, target_left / tl.where(mass > 0.0, mass, 1.0), 0.0)
+                is_left = draft_mass > SMALLEST_MASS
+                draft_prob = tl.where(is_left, draft_left / tl.where(is_left, draft_mass, 1.0), 0.0)
+                draft_prob = tl.where(is_certain, 1.0, draft_prob)
+                coin = uniform(seed, tl.load(positions_ptr + offset + child), ACCEPT_STREAM, child)
+                is_accepted = (coin * draft_prob < target_prob) & (draft_prob > 0.0)
+                if (draft_prob > 0.0) & (is_accepted == 0):
+                    taken = tl.where(is_certain, 0.0, mass / tl.where(is_left, draft_mass, 1.0))
+                    after = Node(
+                        target_row, draft_row, target_to_draft_ptr, scale + taken,
+                        candidates_ptr + offset, retrieve_next_sibling_ptr + offset, first_child, num_seen,
+                    )  # fmt: skip
+                    new_mass, new_draft_mass = left_masses(
+                        after, NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB
+                    )
+                    is_accepted = (new_mass == 0.0) & (target_prob > 0.0)
+                    scale = tl.where(new_mass > 0.0, scale + taken, scale)
+                    mass = tl.where(new_mass > 0.0, new_mass, mass)
+                    num_rejected = num_seen
+                    if not KEEPS_DRAFT:
+                        draft_mass = new_draft_mass
+                        if not DRAFT_IS_PROBS:
+                            if (draft_mass < SMALL_SHARE) & (is_certain == 0):
+                                largest, total = rescan_draft(after, NUM_IDS, BLOCK_VOCAB)
+                                if total > 0.0:
+                                    scale *= tl.exp(largest - draft_max) * (total / draft_total)
+                                    draft_max = largest
+                                    draft_total = total
+                                draft_mass = tl.where(total > 0.0, 1.0, 0.0)
+                chosen = tl.where(is_accepted, child, chosen)
+                following = tl.where(is_accepted | (draft_prob == 0.0), 0, following)
+            child = following
+
+        accepted += (chosen > 0).to(tl.int32)
+        if chosen == 0:
+            left_row = open_row(draft_row_ptr, draft_size, draft_temperature, draft_max, draft_total, draft_best)
+            last = Node(
+                target_row, left_row, target_to_draft_ptr, scale,
+                candidates_ptr + offset, retrieve_next_sibling_ptr + offset, first_child, num_rejected,
+            )  # fmt: skip
+            position = tl.load(positions_ptr + offset + current).to(tl.int64) + 1
+            noise_key = random_block(seed, position, RESIDUAL_STREAM, 0)
+            token = draw_left(last, noise_key, NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
+        emitted = tl.where(nodes == current, token, emitted)
+        depth = tl.where((nodes == chosen) & (chosen > 0), accepted, depth)
+        is_walking = chosen > 0
+        current = chosen
+    store_walk(
+        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, emitted, depth,
+        SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def _verify_tree_rejection_map_kernel(
+    d2t_ptr,
+    target_to_draft_ptr,
+    VOCAB_SIZE: tl.constexpr,
+    DRAFT_VOCAB_SIZE: tl.constexpr,
+    BLOCK_TARGET: tl.constexpr,
+    BLOCK_DRAFT: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Where target tokens lie in the draft vocabulary, of one part of them."""
+    await_predecessor(ENABLE_PDL)
+    invert_draft_map(
+        d2t_ptr, target_to_draft_ptr, tl.program_id(0), VOCAB_SIZE, DRAFT_VOCAB_SIZE, BLOCK_TARGET, BLOCK_DRAFT
+    )
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `verify_tree_rejection` and describes its outputs."""
+    args = check.Arguments("verify_tree_rejection", values)
+    output = check_tree(args)
+    num_rows = args.size("B") * args.size("N")
+    for name, axis in (("target", "V"), ("draft", "Vd")):
+        given = args.exactly_one(f"{name}_logits", f"{name}_probs")
+        dtypes = check.FLOAT if given.endswith("logits") else (torch.float32,)
+        args.tensor(given, (num_rows, axis), dtypes, contiguous=1)
+        if args.size(axis) == 0:
+            args.fail(given, "have at least one token a row", list(values[given].shape))
+    args.tensor("positions", (num_rows,), check.INTEGER)
+    args.tensor("seeds", ("B",), check.INTEGER)
+    for name in ("temperature", "draft_temperature"):
+        if args.tensor(name, ("B",), (torch.float32,), optional=name == "draft_temperature") is not None:
+            args.debug(name, "not be negative", lambda name=name: values[name] >= 0)
+    if args.tensor("d2t", ("Vd",), check.INTEGER, optional=True) is not None:
+        token = range(args.size("V"))
+        args.debug("d2t", "lead to tokens of the target", lambda: _lead_into(values["d2t"], token))
+    return output
+
+
+def _lead_into(d2t: torch.Tensor, tokens: range) -> torch.Tensor:
+    target = torch.arange(len(d2t), device=d2t.device) + d2t
+    return (target >= tokens.start) & (target < tokens.stop)
+
+
+@launcher
+def verify_tree_rejection(
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    target_logits: torch.Tensor | None,
+    draft_logits: torch.Tensor | None,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    temperature: torch.Tensor,
+    draft_temperature: torch.Tensor | None = None,
+    target_probs: torch.Tensor | None = None,
+    draft_probs: torch.Tensor | None = None,
+    d2t: torch.Tensor | None = None,
+    *,
+    spec_steps: int,
+    replacement: bool = False,
+    out: Output | None = None,
+) -> Output:
+    """Verifies trees of sampled children; shapes and the meaning of each parameter are in the module's docstring.
+
+    spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
+    replacement: how the children were drawn, as in `sample_children`.
+    """
+    contracted = contract(locals())
+    out = check.allocate("verify_tree_rejection", contracted, out)
+    device, (batch_size, num_nodes) = candidates.device, candidates.shape
+    target = target_logits if target_probs is None else target_probs
+    draft = draft_logits if draft_probs is None else draft_probs
+    vocab_size, draft_vocab_size = target.shape[1], draft.shape[1]
+    target_to_draft = None
+    if d2t is not None:
+        target_to_draft = torch.empty((vocab_size,), dtype=torch.int32, device=device)
+        tiles = tuning.row(MAP_TUNING, device)
+        launch(
+            "verify_tree_rejection",
+            _verify_tree_rejection_map_kernel,
+            (triton.cdiv(vocab_size, tiles["BLOCK_TARGET"]),),
+            d2t_ptr=d2t,
+            target_to_draft_ptr=target_to_draft,
+            VOCAB_SIZE=vocab_size,
+            DRAFT_VOCAB_SIZE=draft_vocab_size,
+            **tiles,
+        )
+    launch(
+        "verify_tree_rejection",
+        _verify_tree_rejection_kernel,
+        (batch_size,),
+        candidates_ptr=candidates,
+        retrieve_index_ptr=retrieve_index,
+        retrieve_next_token_ptr=retrieve_next_token,
+        retrieve_next_sibling_ptr=retrieve_next_sibling,
+        target_ptr=target,
+        draft_ptr=draft,
+        positions_ptr=positions,
+        seeds_ptr=seeds,
+        temperature_ptr=temperature,
+        draft_temperature_ptr=temperature if draft_temperature is None else draft_temperature,
+        target_to_draft_ptr=target_to_draft,
+        predicts_ptr=out.predicts,
+        accept_index_ptr=out.accept_index,
+        accept_token_num_ptr=out.accept_token_num,
+        stride_target_row=target.stride(0),
+        stride_draft_row=draft.stride(0),
+        SPEC_STEPS=spec_steps,
+        NUM_NODES=num_nodes,
+        VOCAB_SIZE=vocab_size,
+        DRAFT_VOCAB_SIZE=draft_vocab_size,
+        # draft tokens that the target does not have carry probability of q
+        NUM_IDS=vocab_size if d2t is not None else max(vocab_size, draft_vocab_size),
+        TARGET_IS_PROBS=target_probs is not None,
+        DRAFT_IS_PROBS=draft_probs is not None,
+        KEEPS_DRAFT=replacement,
+        ACCEPT_STREAM=STREAM_ACCEPT,
+        RESIDUAL_STREAM=STREAM_RESIDUAL,
+        # what is known of the offset of every row, so that loads can be wide
+        TARGET_ALIGNMENT=math.gcd(target.stride(0), 16),
+        DRAFT_ALIGNMENT=math.gcd(draft.stride(0), 16),
+        BLOCK_NODE=triton.next_power_of_2(num_nodes),
+        BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
+        **tuning.row(TUNING, device),
+    )
+    return out
