@@ -28,6 +28,8 @@ from .ops import (
     verify_tree_greedy,
     verify_tree_rejection,
     verify_tree_sampled,
+    verify_tree_topp,
+    verify_tree_typical,
 )
 
 __all__ = [
@@ -61,4 +63,6 @@ __all__ = [
     "verify_tree_greedy",
     "verify_tree_rejection",
     "verify_tree_sampled",
+    "verify_tree_topp",
+    "verify_tree_typical",
 ]

@@ -23,6 +23,8 @@ from .ops.verify.verify_tree_coins import verify_tree_coins
 from .ops.verify.verify_tree_greedy import verify_tree_greedy
 from .ops.verify.verify_tree_rejection import verify_tree_rejection
 from .ops.verify.verify_tree_sampled import verify_tree_sampled
+from .ops.verify.verify_tree_topp import verify_tree_topp
+from .ops.verify.verify_tree_typical import verify_tree_typical
 
 __all__ = [
     "build_tree",
@@ -48,4 +50,6 @@ __all__ = [
     "verify_tree_greedy",
     "verify_tree_rejection",
     "verify_tree_sampled",
+    "verify_tree_topp",
+    "verify_tree_typical",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from .random import STREAM_SIMULATE, uniform
+from .tree import children
 
 
 def planted(
@@ -26,23 +27,16 @@ def planted(
     if accept_policy == "normal":
         return token_at
     batch_size, num_nodes = candidates.shape
-    tokens, retrieved = candidates.tolist(), retrieve_index.tolist()
-    first_child, next_sibling = retrieve_next_token.tolist(), retrieve_next_sibling.tolist()
+    tokens = candidates.tolist()
+    children_of = children(retrieve_index, retrieve_next_token, retrieve_next_sibling)
     wanted = [[accept_policy == "accept_all"] * spec_steps] * batch_size
     if accept_policy == "simulate":
         wanted = simulated_acceptance(simulated_rates, seeds, positions.view(batch_size, num_nodes)[:, 0]).tolist()
     depth_of = {(request, 0): 0 for request in range(batch_size)}
 
-    def children(request: int, node: int) -> list[int]:
-        found, after, child = [], node, first_child[request][node]
-        while after < child < num_nodes and retrieved[request][child] // num_nodes == request:
-            found.append(child)
-            after, child = child, next_sibling[request][child]
-        return found
-
     def planted_at(request: int, node: int) -> int:
         token, depth = token_at(request, node), depth_of[request, node]
-        below = children(request, node)
+        below = children_of(request, node)
         depth_of.update({(request, child): depth + 1 for child in below})
         carried = [tokens[request][child] for child in below if 0 <= tokens[request][child] < 2**31]
         if depth == spec_steps or not carried:

@@ -56,3 +56,45 @@ def walk(
             accept_index[request, accepted] = retrieved[request][node]
         accept_token_num[request] = accepted
     return Output(predicts.flatten().to(device), accept_index.to(device), accept_token_num.to(device))
+
+
+def children(
+    retrieve_index: torch.Tensor, retrieve_next_token: torch.Tensor, retrieve_next_sibling: torch.Tensor
+) -> Callable[[int, int], list[int]]:
+    """children(request, node), in sibling order; lists end where a walk ends."""
+    num_nodes = retrieve_index.shape[1]
+    retrieved, first_child = retrieve_index.tolist(), retrieve_next_token.tolist()
+    next_sibling = retrieve_next_sibling.tolist()
+
+    def children_of(request: int, node: int) -> list[int]:
+        found, after, child = [], node, first_child[request][node]
+        while after < child < num_nodes and retrieved[request][child] // num_nodes == request:
+            found.append(child)
+            after, child = child, next_sibling[request][child]
+        return found
+
+    return children_of
+
+
+def write_paths(
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    spec_steps: int,
+    path_of: Callable[[int], list[int]],
+    bonus_at: Callable[[int, int], int],
+) -> Output:
+    """What a verify op returns for the paths `path_of(request)`, nodes from the root on; dead rows are not asked."""
+    device, (batch_size, num_nodes) = candidates.device, candidates.shape
+    predicts = torch.full((batch_size, num_nodes), -1, dtype=torch.int32)
+    accept_index = torch.full((batch_size, spec_steps + 1), -1, dtype=torch.int32)
+    accept_token_num = torch.zeros(batch_size, dtype=torch.int32)
+    for request in range(batch_size):
+        if int(retrieve_index[request, 0]) // num_nodes != request:
+            continue
+        path = path_of(request)
+        for node, after in zip(path, path[1:]):
+            predicts[request, node] = candidates[request, after]
+        predicts[request, path[-1]] = bonus_at(request, path[-1])
+        accept_index[request, : len(path)] = retrieve_index[request, path]
+        accept_token_num[request] = len(path) - 1
+    return Output(predicts.flatten().to(device), accept_index.to(device), accept_token_num.to(device))

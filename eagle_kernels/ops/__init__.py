@@ -44,6 +44,8 @@ verify_tree_coins = _operator("verify.verify_tree_coins")
 verify_tree_greedy = _operator("verify.verify_tree_greedy")
 verify_tree_rejection = _operator("verify.verify_tree_rejection")
 verify_tree_sampled = _operator("verify.verify_tree_sampled")
+verify_tree_topp = _operator("verify.verify_tree_topp")
+verify_tree_typical = _operator("verify.verify_tree_typical")
 
 
 def verify_tree(
@@ -72,6 +74,8 @@ def verify_tree(
     matches (verify_tree_sampled): then `target_logits`, `positions`, `seeds` and `temperature` are needed, and rows of
     temperature 0 stay greedy. `accept_policy`, `simulated_rates` (which needs `seeds` and `positions` as well): for
     timing, see verify_tree_greedy.
+    Both rules, `greedy` and `target_match`, are lossless. The lossy ones have ops of their own, which nobody calls by
+    accident: verify_tree_typical, verify_tree_topp.
     Raises ValueError where the arguments do not fit together.
     """
     links = (candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling)
@@ -124,4 +128,6 @@ __all__ = [
     "verify_tree_greedy",
     "verify_tree_rejection",
     "verify_tree_sampled",
+    "verify_tree_topp",
+    "verify_tree_typical",
 ]

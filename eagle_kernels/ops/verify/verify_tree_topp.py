@@ -1,0 +1,208 @@
+"""Lossy verification by membership: a draft is taken if it is among the target's most likely tokens.
+
+WARNING: lossy, opt-in. A draft in the candidate set is taken with probability 1 in the place of its own probability, so
+the text does not have the target's law. `verify_tree_sampled` keeps it.
+
+Computes
+    FastDeploy's strategy TOPP, on trees. At each node the first child in sibling order whose token is among the node's
+    candidates, the first candidate_lens of candidate_ids, is accepted. If there is none, the window: a child whose
+    token is the second candidate (within candidate_lens or not), below which the next verify_window nodes each have a
+    child that carries their first candidate, is accepted with these verify_window nodes at once. Else the walk ends and
+    the last node's target_predict is the bonus. A chain gives what FastDeploy gives, and after a window the walk goes
+    on at its last node, as in FastDeploy's Python (its kernel skips the next row).
+Shapes
+    candidates              [B, N]      int    tokens of the nodes, node 0 the root
+    retrieve_index          [B, N]      int    b * N + i
+    retrieve_next_token     [B, N]      int    first child, -1 for none
+    retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
+    candidate_ids           [B * N, C]  int    the target's most likely tokens at every node, in order
+    candidate_lens          [B * N]     int    how many of them make up top-p; more than C: all
+    target_predict          [B, N]      int    the target's own token at every node, emitted where the walk ends
+    -> predicts             [B * N]     int32  the draft that follows on the path, at its end the bonus, -1 elsewhere
+    -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
+    -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
+Invariants
+    At most spec_steps = S drafts are accepted; a window that would lead further is none. A token of -1 is never
+    accepted, an id outside int32 counts as -1. Malformed links and dead rows as in verify_tree_greedy. Results of a
+    request do not depend on the batch around it. End tokens are the caller's business.
+Grid
+    (B,), one program walks one tree.
+Launches
+    1
+Traffic
+    5 words a node and the first candidates of all, the C candidates of the at most S + 1 visited nodes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.tree_walk import Output, check_tree, find_child, is_own, load_nodes, store_walk
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+MAX_CANDIDATES = 1024
+
+# One warp walks: what it looks up lies in its own registers.
+TUNING = {"default": {"num_warps": 1}}
+
+
+@triton.jit
+def _tokens_of(ids):
+    """int32 ids; what is no token is -1."""
+    wide = ids.to(tl.int64)
+    return tl.where((wide >= 0) & (wide < 2147483648), wide, -1).to(tl.int32)
+
+
+@triton.jit
+def _verify_tree_topp_kernel(
+    # inputs
+    candidates_ptr,
+    retrieve_index_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
+    candidate_ids_ptr,
+    candidate_lens_ptr,
+    target_predict_ptr,
+    # outputs
+    predicts_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    # sizes
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    NUM_CANDIDATES: tl.constexpr,
+    VERIFY_WINDOW: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    BLOCK_CANDIDATE: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    offset = request * NUM_NODES
+    node = tl.arange(0, BLOCK_NODE)
+    rank = tl.arange(0, BLOCK_CANDIDATE)
+    retrieved, tokens, links = load_nodes(
+        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+        request, NUM_NODES, BLOCK_NODE,
+    )  # fmt: skip
+    is_node = node < NUM_NODES
+    predicted = _tokens_of(tl.load(target_predict_ptr + offset + node, mask=is_node, other=-1))
+    first_candidate = _tokens_of(tl.load(candidate_ids_ptr + (offset + node) * NUM_CANDIDATES, mask=is_node, other=-1))
+    depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
+    is_walking = (tl.max(depth) == 0) & (SPEC_STEPS > 0)
+    current = tl.zeros([], dtype=tl.int32)
+    accepted = tl.zeros([], dtype=tl.int32)
+    in_window = tl.zeros([], dtype=tl.int32)  # nodes of a window that are still to be walked
+    while is_walking:
+        first = tl.sum(tl.where(node == current, first_candidate, 0))
+        if in_window > 0:
+            child = find_child(tokens, links, current, first, BLOCK_NODE)
+            in_window -= 1
+        else:
+            place = (offset + current) * NUM_CANDIDATES + rank
+            ids = _tokens_of(tl.load(candidate_ids_ptr + place, mask=rank < NUM_CANDIDATES, other=-1))
+            is_candidate = (rank < tl.load(candidate_lens_ptr + offset + current)) & (rank < NUM_CANDIDATES)
+            child = _find_member(tokens, links, current, ids, is_candidate, BLOCK_NODE)
+            if (child == 0) & (NUM_CANDIDATES >= 2):
+                second = find_child(tokens, links, current, tl.sum(tl.where(rank == 1, ids, 0)), BLOCK_NODE)
+                at = second
+                num_matched = tl.zeros([], dtype=tl.int32)
+                while (at > 0) & (num_matched < VERIFY_WINDOW):
+                    at = find_child(tokens, links, at, tl.sum(tl.where(node == at, first_candidate, 0)), BLOCK_NODE)
+                    num_matched += (at > 0).to(tl.int32)
+                is_window = (at > 0) & (accepted + 1 + VERIFY_WINDOW <= SPEC_STEPS)
+                child = tl.where(is_window, second, 0)
+                in_window = tl.where(is_window, VERIFY_WINDOW, 0)
+        is_accepted = child > 0
+        accepted += is_accepted.to(tl.int32)
+        depth = tl.where((node == child) & is_accepted, accepted, depth)
+        child_token = tl.sum(tl.where(node == child, tokens, 0))
+        predicted = tl.where((node == current) & is_accepted, child_token, predicted)
+        current = child
+        is_walking = is_accepted & (accepted < SPEC_STEPS)
+    store_walk(
+        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
+        SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def _find_member(tokens, links, node, ids, is_candidate, BLOCK_NODE: tl.constexpr):
+    """The first child of `node` whose token is among the candidates, 0 if none is."""
+    nodes = tl.arange(0, BLOCK_NODE)
+    match = tl.zeros([], dtype=tl.int32)
+    child = tl.sum(tl.where(nodes == node, links, 0)) >> 16
+    while child > 0:
+        is_child = nodes == child
+        is_match = tl.max((is_candidate & (ids == tl.sum(tl.where(is_child, tokens, 0)))).to(tl.int32)) > 0
+        sibling = tl.sum(tl.where(is_child, links, 0)) & 0xFFFF
+        match = tl.where(is_match, child, match)
+        child = tl.where(is_match, 0, sibling)
+    return match
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `verify_tree_topp` and describes its outputs."""
+    args = check.Arguments("verify_tree_topp", values)
+    output = check_tree(args)
+    args.integer("verify_window", 0)
+    num_rows = args.size("B") * args.size("N")
+    args.tensor("candidate_ids", (num_rows, "C"), check.INTEGER)
+    if not 1 <= args.size("C") <= MAX_CANDIDATES:
+        args.fail("candidate_ids", f"hold 1 to {MAX_CANDIDATES} candidates a row", list(values["candidate_ids"].shape))
+    args.tensor("candidate_lens", (num_rows,), check.INTEGER)
+    args.tensor("target_predict", ("B", "N"), check.INTEGER)
+    return output
+
+
+@launcher
+def verify_tree_topp(
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    candidate_ids: torch.Tensor,
+    candidate_lens: torch.Tensor,
+    target_predict: torch.Tensor,
+    *,
+    spec_steps: int,
+    verify_window: int = 2,
+    out: Output | None = None,
+) -> Output:
+    """LOSSY: accepts drafts among the target's candidates. Shapes and the rule are in the module's docstring.
+
+    spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
+    verify_window: nodes that must agree with the target below a draft that is only its second candidate.
+    """
+    contracted = contract(locals())
+    out = check.allocate("verify_tree_topp", contracted, out)
+    batch_size, num_nodes = candidates.shape
+    num_candidates = candidate_ids.shape[1]
+    launch(
+        "verify_tree_topp",
+        _verify_tree_topp_kernel,
+        (batch_size,),
+        candidates_ptr=candidates,
+        retrieve_index_ptr=retrieve_index,
+        retrieve_next_token_ptr=retrieve_next_token,
+        retrieve_next_sibling_ptr=retrieve_next_sibling,
+        candidate_ids_ptr=candidate_ids,
+        candidate_lens_ptr=candidate_lens,
+        target_predict_ptr=target_predict,
+        predicts_ptr=out.predicts,
+        accept_index_ptr=out.accept_index,
+        accept_token_num_ptr=out.accept_token_num,
+        SPEC_STEPS=spec_steps,
+        NUM_NODES=num_nodes,
+        NUM_CANDIDATES=num_candidates,
+        VERIFY_WINDOW=verify_window,
+        BLOCK_NODE=triton.next_power_of_2(num_nodes),
+        BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
+        BLOCK_CANDIDATE=triton.next_power_of_2(num_candidates),
+        **tuning.row(TUNING, candidates.device),
+    )
+    return out

@@ -1,0 +1,403 @@
+"""Lossy verification by typical acceptance: drafts are taken that the target finds likely enough.
+
+WARNING: lossy, opt-in. At temperature > 0 the text does not have the target's law, not even on average: what the draft
+proposes is favoured, unlikely tokens are lost. `verify_tree_sampled` keeps the law. At temperature 0 this op is greedy.
+
+Computes
+    Medusa's rule (arXiv 2401.10774, section 3.3.1), p = softmax(target_logits / temperature) in fp32, H its entropy:
+    a node is accepted if its parent is, the root is, and p(token | parent) > min(epsilon, delta * exp(-H(parent))).
+    The deepest accepted node ends the path, the lowest index among equally deep ones. The bonus is drawn from p there
+    as `sample_from_logits` draws it (same noise, no filters). Requests of temperature 0 follow the argmax, as in
+    verify_tree_greedy. Medusa's values: epsilon 0.09, delta 0.3.
+Shapes
+    candidates              [B, N]      int    tokens of the nodes, node 0 the root
+    retrieve_index          [B, N]      int    b * N + i
+    retrieve_next_token     [B, N]      int    first child, -1 for none
+    retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
+    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V
+    positions               [B * N]     int    position of each node; the bonus has the last node's position + 1
+    seeds                   [B]         int
+    temperature             [B]         fp32   0 (anything below 1e-5): greedy
+    epsilon, delta          [B]         fp32
+    -> predicts             [B * N]     int32  the draft that follows on the path, at its end the bonus, -1 elsewhere
+    -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
+    -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
+Invariants
+    A token of probability 0 is never accepted. NaN logits count as -inf; a row of nothing but -inf accepts nothing and
+    its bonus is token 0. A node that lists of several parents name belongs to the first one that accepts it. Malformed
+    links and dead rows as in verify_tree_greedy. Results of a request do not depend on the batch around it.
+Grid
+    rows: (B * N, slices), rows without children are not read; walk: (B,); bonus: (B, slices), then (B,)
+Launches
+    4
+Traffic
+    V * element size for each node with children and for the last of each path.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ...primitives.argmax import slice_key, winner
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.logits import GREEDY_BELOW, LARGEST_FINITE
+from ...primitives.ordering import LOWEST_KEY, comparable, ordered_key
+from ...primitives.random import STREAM_TARGET, add_gumbel, random_block, token_words
+from ...primitives.tree_walk import Output, check_tree, follow, is_own, load_nodes, store_walk
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+# No measurement yet: a slice as wide as verify_tree_greedy's, but for the registers of an exponential.
+SCAN_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
+WALK_TUNING = {"default": {"num_warps": 1}}
+
+
+@triton.jit
+def _read_temperature(temperature):
+    """1 / temperature and whether the request is sampled; else it is greedy and not scaled."""
+    is_sampled = temperature >= GREEDY_BELOW
+    return tl.where(is_sampled, tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), 1.0), is_sampled
+
+
+@triton.jit
+def _scaled(logits, inverse_temperature):
+    """fp32 logits / temperature as every sampler sees them: NaN -inf, +inf the largest finite."""
+    return tl.minimum(comparable(logits.to(tl.float32) * inverse_temperature), LARGEST_FINITE)
+
+
+@triton.jit(do_not_specialize=["stride_logits_row"])
+def _verify_tree_typical_rows_kernel(
+    retrieve_next_token_ptr,
+    target_logits_ptr,
+    temperature_ptr,
+    partial_keys_ptr,
+    partial_sums_ptr,
+    stride_logits_row,
+    NUM_NODES: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Of one slice of the row of a node with children: its key, to [B, slices, N]; or, if the request is sampled, its
+    maximum, sum w and sum w (x - maximum) with w = exp(x - maximum), to [B, slices, 3, N]."""
+    await_predecessor(ENABLE_PDL)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    request, node = row // NUM_NODES, row % NUM_NODES
+    first_child = tl.load(retrieve_next_token_ptr + row)
+    inverse_temperature, is_sampled = _read_temperature(tl.load(temperature_ptr + request))
+    row_ptr = target_logits_ptr + tl.multiple_of(row * stride_logits_row, ALIGNMENT)
+    if (first_child > node) & (first_child < NUM_NODES):
+        if is_sampled:
+            token = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+            logits = tl.load(row_ptr + token, mask=token < VOCAB_SIZE, other=float("-inf"))
+            values = _scaled(logits, inverse_temperature)
+            largest = tl.max(values)
+            below = values - tl.where(largest == float("-inf"), 0.0, largest)
+            weight = tl.exp(below)
+            place = (request * NUM_SLICES + part) * (3 * NUM_NODES) + node
+            tl.store(partial_sums_ptr + place, largest)
+            tl.store(partial_sums_ptr + place + NUM_NODES, tl.sum(weight))
+            # 0 * -inf is no number
+            tl.store(partial_sums_ptr + place + 2 * NUM_NODES, tl.sum(tl.where(weight > 0.0, weight * below, 0.0)))
+        else:
+            key = slice_key(row_ptr, part, VOCAB_SIZE, BLOCK_VOCAB)
+            tl.store(partial_keys_ptr + (request * NUM_SLICES + part) * NUM_NODES + node, key)
+
+
+@triton.jit(do_not_specialize=["stride_logits_row"])
+def _verify_tree_typical_walk_kernel(
+    # inputs
+    candidates_ptr,
+    retrieve_index_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
+    target_logits_ptr,
+    temperature_ptr,
+    epsilon_ptr,
+    delta_ptr,
+    # scratch
+    partial_keys_ptr,
+    partial_sums_ptr,
+    last_ptr,
+    # outputs
+    predicts_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    # sizes
+    stride_logits_row,
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Finds one tree's path; its last node, or -1 for a dead row, goes to last [B]."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, BLOCK_NODE)
+    inverse_temperature, is_sampled = _read_temperature(tl.load(temperature_ptr + request))
+    retrieved, tokens, links = load_nodes(
+        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+        request, NUM_NODES, BLOCK_NODE,
+    )  # fmt: skip
+    has_child = links >= 65536
+    predicted = tl.full([BLOCK_NODE], -1, tl.int32)
+    parent = tl.full([BLOCK_NODE], -1, tl.int32)
+    depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
+    if is_sampled:
+        largest, total, moment = _merge_slices(partial_sums_ptr, request, has_child, NUM_SLICES, NUM_NODES, BLOCK_NODE)
+        # min(epsilon, delta * exp(-H)) times the sum of weights: H = ln(total) - moment / total
+        divisor = tl.where(total > 0.0, total, 1.0)
+        by_epsilon = tl.load(epsilon_ptr + request) * total
+        by_entropy = tl.load(delta_ptr + request) * tl.exp(moment / divisor)
+        is_pending = (depth == 0) & has_child & (SPEC_STEPS > 0)
+        current = tl.min(tl.where(is_pending, node, BLOCK_NODE))
+        while current < BLOCK_NODE:  # parents before children, so in ascending order
+            is_here = node == current
+            depth_here = tl.sum(tl.where(is_here, depth, 0))
+            is_child = _children(links, current, BLOCK_NODE)
+            is_token = is_child & (tokens >= 0) & (tokens < VOCAB_SIZE)
+            row_ptr = target_logits_ptr + (request * NUM_NODES + current) * stride_logits_row
+            logits = tl.load(row_ptr + tokens, mask=is_token, other=float("-inf"))
+            largest_here = tl.sum(tl.where(is_here, largest, 0.0))
+            weight = tl.exp(_scaled(logits, inverse_temperature) - largest_here)
+            is_likely = weight > tl.sum(tl.where(is_here, by_epsilon, 0.0))
+            is_likely = is_likely | (weight > tl.sum(tl.where(is_here, by_entropy, 0.0)))
+            is_accepted = is_token & is_likely & (weight > 0.0) & (depth < 0)
+            depth = tl.where(is_accepted, depth_here + 1, depth)
+            parent = tl.where(is_accepted, current, parent)
+            is_pending = (is_pending & (node != current)) | (is_accepted & has_child & (depth_here + 1 < SPEC_STEPS))
+            current = tl.min(tl.where(is_pending, node, BLOCK_NODE))
+        at = tl.min(tl.where(depth == tl.max(depth), node, BLOCK_NODE))
+        is_on_path = node == at
+        while at > 0:
+            is_at = node == at
+            above = tl.sum(tl.where(is_at, parent, 0))
+            predicted = tl.where(node == above, tl.sum(tl.where(is_at, tokens, 0)), predicted)
+            is_on_path = is_on_path | (node == above)
+            at = above
+        depth = tl.where(is_on_path, depth, -1)
+    else:
+        keys = tl.full([BLOCK_NODE], LOWEST_KEY, tl.int64)
+        for part in tl.static_range(NUM_SLICES):
+            place = (request * NUM_SLICES + part) * NUM_NODES + node
+            keys = tl.maximum(keys, tl.load(partial_keys_ptr + place, mask=has_child, other=LOWEST_KEY))
+        predicted = winner(keys)
+        depth = follow(retrieved, tokens, links, predicted, request, SPEC_STEPS, NUM_NODES, BLOCK_NODE)
+
+    last = tl.min(tl.where((depth == tl.max(depth)) & (depth >= 0), node, BLOCK_NODE))
+    tl.store(last_ptr + request, tl.where(last < BLOCK_NODE, last, -1))
+    store_walk(
+        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
+        SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def _merge_slices(
+    partial_sums_ptr, request, mask, NUM_SLICES: tl.constexpr, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr
+):
+    """Maximum (0 where all is -inf), sum w and sum w (x - maximum) of the whole rows [node], 0 where not in mask."""
+    node = tl.arange(0, BLOCK_NODE)
+    place = partial_sums_ptr + request * (NUM_SLICES * 3 * NUM_NODES) + node
+    largest = tl.full([BLOCK_NODE], float("-inf"), tl.float32)
+    for part in range(NUM_SLICES):
+        largest = tl.maximum(largest, tl.load(place + part * (3 * NUM_NODES), mask=mask, other=float("-inf")))
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.zeros([BLOCK_NODE], tl.float32)
+    moment = tl.zeros([BLOCK_NODE], tl.float32)
+    for part in range(NUM_SLICES):
+        slice_place = place + part * (3 * NUM_NODES)
+        shift = tl.load(slice_place, mask=mask, other=float("-inf")) - largest
+        factor = tl.exp(shift)
+        slice_total = tl.load(slice_place + NUM_NODES, mask=mask, other=0.0)
+        slice_moment = tl.load(slice_place + 2 * NUM_NODES, mask=mask, other=0.0)
+        total += factor * slice_total
+        moment += tl.where(factor > 0.0, factor * (slice_moment + shift * slice_total), 0.0)
+    return largest, total, moment
+
+
+@triton.jit
+def _children(links, node, BLOCK_NODE: tl.constexpr):
+    """Which nodes are children of `node`."""
+    nodes = tl.arange(0, BLOCK_NODE)
+    is_child = nodes < 0
+    child = tl.sum(tl.where(nodes == node, links, 0)) >> 16
+    while child > 0:
+        is_here = nodes == child
+        is_child = is_child | is_here
+        child = tl.sum(tl.where(is_here, links, 0)) & 0xFFFF
+    return is_child
+
+
+@triton.jit(do_not_specialize=["stride_logits_row"])
+def _verify_tree_typical_draw_kernel(
+    target_logits_ptr,
+    positions_ptr,
+    seeds_ptr,
+    temperature_ptr,
+    last_ptr,
+    bonus_keys_ptr,
+    stride_logits_row,
+    NUM_NODES: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    STREAM: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """The key of the best noisy logit of one slice of the last node's row, to [B, slices]."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    last = tl.load(last_ptr + request)
+    if last >= 0:
+        row = request * NUM_NODES + last
+        inverse_temperature, is_sampled = _read_temperature(tl.load(temperature_ptr + request))
+        token = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+        row_ptr = target_logits_ptr + tl.multiple_of(row * stride_logits_row, ALIGNMENT)
+        logits = tl.load(row_ptr + token, mask=token < VOCAB_SIZE, other=float("-inf"))
+        values = _scaled(logits, inverse_temperature)
+        if is_sampled:
+            key = random_block(tl.load(seeds_ptr + request), tl.load(positions_ptr + row) + 1, STREAM, 0)
+            values = add_gumbel(values, token_words(key, token))
+        key = tl.max(ordered_key(tl.where(values == 0.0, 0.0, values), token))
+        tl.store(bonus_keys_ptr + request * NUM_SLICES + part, key)
+
+
+@triton.jit
+def _verify_tree_typical_bonus_kernel(
+    last_ptr,
+    bonus_keys_ptr,
+    predicts_ptr,
+    NUM_NODES: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Writes the bonus of one path."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    slices = tl.arange(0, BLOCK_SLICE)
+    last = tl.load(last_ptr + request)
+    is_key = (slices < NUM_SLICES) & (last >= 0)
+    keys = tl.load(bonus_keys_ptr + request * NUM_SLICES + slices, mask=is_key, other=LOWEST_KEY)
+    tl.store(predicts_ptr + request * NUM_NODES + last, winner(tl.max(keys)), mask=last >= 0)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `verify_tree_typical` and describes its outputs."""
+    args = check.Arguments("verify_tree_typical", values)
+    output = check_tree(args)
+    num_rows = args.size("B") * args.size("N")
+    args.tensor("target_logits", (num_rows, "V"), check.FLOAT, contiguous=1)
+    if args.size("V") == 0:
+        args.fail("target_logits", "have at least one token a row", list(values["target_logits"].shape))
+    args.tensor("positions", (num_rows,), check.INTEGER)
+    args.tensor("seeds", ("B",), check.INTEGER)
+    for name in ("temperature", "epsilon", "delta"):
+        args.tensor(name, ("B",), (torch.float32,))
+        args.debug(name, "not be negative", lambda name=name: values[name] >= 0)
+    return output
+
+
+@launcher
+def verify_tree_typical(
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    target_logits: torch.Tensor,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    temperature: torch.Tensor,
+    epsilon: torch.Tensor,
+    delta: torch.Tensor,
+    *,
+    spec_steps: int,
+    out: Output | None = None,
+) -> Output:
+    """LOSSY: accepts drafts that the target finds likely enough. Shapes and the rule are in the module's docstring.
+
+    spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
+    """
+    contracted = contract(locals())
+    out = check.allocate("verify_tree_typical", contracted, out)
+    device, (batch_size, num_nodes) = candidates.device, candidates.shape
+    scan, walk = tuning.row(SCAN_TUNING, device), tuning.row(WALK_TUNING, device)
+    num_slices = triton.cdiv(target_logits.shape[1], scan["BLOCK_VOCAB"])
+    partial_keys = torch.empty((batch_size, num_slices, num_nodes), dtype=torch.int64, device=device)
+    partial_sums = torch.empty((batch_size, num_slices, 3, num_nodes), dtype=torch.float32, device=device)
+    bonus_keys = torch.empty((batch_size, num_slices), dtype=torch.int64, device=device)
+    last = torch.empty((batch_size,), dtype=torch.int32, device=device)
+    sizes = {"NUM_NODES": num_nodes, "NUM_SLICES": num_slices}
+    rows = sizes | {
+        "target_logits_ptr": target_logits,
+        "temperature_ptr": temperature,
+        "stride_logits_row": target_logits.stride(0),
+        "VOCAB_SIZE": target_logits.shape[1],
+    }
+    scan = rows | scan | {"ALIGNMENT": math.gcd(target_logits.stride(0), 16)}
+    launch(
+        "verify_tree_typical",
+        _verify_tree_typical_rows_kernel,
+        (batch_size * num_nodes, num_slices),
+        **scan,
+        retrieve_next_token_ptr=retrieve_next_token,
+        partial_keys_ptr=partial_keys,
+        partial_sums_ptr=partial_sums,
+    )
+    launch(
+        "verify_tree_typical",
+        _verify_tree_typical_walk_kernel,
+        (batch_size,),
+        **rows,
+        **walk,
+        candidates_ptr=candidates,
+        retrieve_index_ptr=retrieve_index,
+        retrieve_next_token_ptr=retrieve_next_token,
+        retrieve_next_sibling_ptr=retrieve_next_sibling,
+        epsilon_ptr=epsilon,
+        delta_ptr=delta,
+        partial_keys_ptr=partial_keys,
+        partial_sums_ptr=partial_sums,
+        last_ptr=last,
+        predicts_ptr=out.predicts,
+        accept_index_ptr=out.accept_index,
+        accept_token_num_ptr=out.accept_token_num,
+        SPEC_STEPS=spec_steps,
+        BLOCK_NODE=triton.next_power_of_2(num_nodes),
+        BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
+    )
+    launch(
+        "verify_tree_typical",
+        _verify_tree_typical_draw_kernel,
+        (batch_size, num_slices),
+        **scan,
+        positions_ptr=positions,
+        seeds_ptr=seeds,
+        last_ptr=last,
+        bonus_keys_ptr=bonus_keys,
+        STREAM=STREAM_TARGET,
+    )
+    launch(
+        "verify_tree_typical",
+        _verify_tree_typical_bonus_kernel,
+        (batch_size,),
+        **sizes,
+        **walk,
+        last_ptr=last,
+        bonus_keys_ptr=bonus_keys,
+        predicts_ptr=out.predicts,
+        BLOCK_SLICE=triton.next_power_of_2(num_slices),
+    )
+    return out

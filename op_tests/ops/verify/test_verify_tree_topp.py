@@ -1,0 +1,261 @@
+"""verify_tree_topp against its reference, and on chains against the rule of FastDeploy in a few lines."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.ops.verify import verify_tree_topp as op
+from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.ops.verify.cases import MALFORMED, make_tree
+
+PATH = "verify.verify_tree_topp"
+SHAPES = [(2, 1, 1, 1), (6, 1, 4, 5), (2, 8, 1, 9), (6, 4, 3, 8), (4, 8, 5, 32)]
+
+
+def make(
+    batch_size,
+    topk,
+    spec_steps,
+    num_nodes,
+    *,
+    num_candidates=4,
+    window=2,
+    vocab_size=7,
+    device="cpu",
+    dtype=torch.int64,
+):
+    """Few tokens, so that memberships and windows are common; lengths 0 (top-p out of reach) .. more than there are."""
+    links, _ = make_tree(batch_size, topk, spec_steps, num_nodes, vocab_size=max(vocab_size, topk), dtype=dtype)
+    rows = batch_size * num_nodes
+    ids = torch.stack([torch.randperm(max(vocab_size, num_candidates))[:num_candidates] for _ in range(rows)])
+    # lean towards the first child's token, so that walks get somewhere
+    first = links["retrieve_next_token"].flatten()
+    request = torch.arange(rows) // num_nodes
+    child_token = links["candidates"].flatten()[request * num_nodes + first.clamp(min=0)]
+    wins = (first >= 0) & (torch.rand(rows) < 0.8)
+    ids[:, 0] = torch.where(wins, child_token, ids[:, 0])
+    values = {
+        **links,
+        "candidate_ids": ids.to(dtype),
+        "candidate_lens": torch.randint(0, num_candidates + 2, (rows,)).clamp(max=num_candidates + 1).to(dtype),
+        "target_predict": ids[:, 0].clone().view(batch_size, num_nodes).to(dtype),
+        "spec_steps": spec_steps,
+        "verify_window": window,
+    }
+    return to_device(values, device)
+
+
+def ahead_of_time_cases():
+    yield "int64", make(2, 8, 5, 64, num_candidates=10)
+    yield "int32", make(2, 8, 5, 64, num_candidates=5, dtype=torch.int32)
+    yield "one candidate", make(2, 1, 4, 5, num_candidates=1)
+
+
+def size_sweep():
+    for batch_size in (1, 2, 3, 16, 17, 64, 257):
+        yield make(batch_size, 4, 3, 8)
+
+
+@pytest.mark.parametrize("num_candidates", [1, 2, 5])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, num_candidates, device):
+    output, _ = check_operation(PATH, make(*shape, num_candidates=num_candidates, device=device), case=str(shape))
+    assert shape[3] == 1 or output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
+
+
+def emit(drafts: list[int], ids: list[list[int]], lengths: list[int], window: int) -> int:
+    """How many drafts FastDeploy's rule takes from a chain: drafts[i] is judged by row i."""
+    top = [row[0] for row in ids]
+    member = [draft in row[: max(0, length)] for draft, row, length in zip(drafts, ids, lengths)]
+    count = 0
+    while count < len(drafts):
+        ahead = range(count + 1, count + 1 + window)
+        if member[count]:
+            count += 1
+        elif (
+            len(ids[0]) > 1
+            and ids[count][1] == drafts[count]
+            and ahead.stop <= len(drafts)
+            and all(top[row] == drafts[row] for row in ahead)
+        ):
+            count += 1 + window
+        else:
+            break
+    return count
+
+
+@pytest.mark.parametrize("window", [0, 1, 2])
+@pytest.mark.parametrize("num_candidates", [1, 3])
+def test_chains_are_fastdeploys(window, num_candidates, device):
+    lanes, steps = 300, 6
+    values = make(lanes, 1, steps, steps + 1, num_candidates=num_candidates, window=window, vocab_size=4)
+    tokens = values["candidates"]
+    # lists that end at once are where the window can help
+    values["candidate_lens"] *= torch.rand(values["candidate_lens"].shape) < 0.5
+    ids = values["candidate_ids"].view(lanes, steps + 1, num_candidates)
+    if num_candidates > 1:
+        swapped = torch.rand(lanes, steps) < 0.3
+        ids[:, :-1, 1] = torch.where(swapped, tokens[:, 1:], ids[:, :-1, 1])
+        values["candidate_lens"].view(lanes, -1)[:, :-1][swapped] = 0
+    public = eagle_kernels.verify_tree_topp(**values)
+    lengths = values["candidate_lens"].view(lanes, -1)
+    want = [
+        emit(tokens[lane, 1:].tolist(), ids[lane].tolist(), lengths[lane].tolist(), window) for lane in range(lanes)
+    ]
+    assert public.accept_token_num.tolist() == want and len(set(want)) > 3
+    for lane in range(0, lanes, 7):
+        path = public.accept_index[lane, : want[lane] + 1].long()
+        assert path.tolist() == [lane * (steps + 1) + depth for depth in range(want[lane] + 1)]
+        emitted = public.predicts[path].tolist()
+        assert emitted[:-1] == tokens[lane, 1 : want[lane] + 1].tolist()
+        assert emitted[-1] == values["target_predict"][lane, want[lane]]
+    without = eagle_kernels.verify_tree_topp(**{**values, "verify_window": steps})
+    if num_candidates > 1 and window < 2:
+        assert public.accept_token_num.sum() > without.accept_token_num.sum(), "no window was taken"
+    few = {name: value[: len(value) // 10] if torch.is_tensor(value) else value for name, value in values.items()}
+    output, _ = check_operation(PATH, to_device(few, device), case="thirty chains")
+    assert torch.equal(output.accept_token_num.cpu(), public.accept_token_num[:30])
+
+
+def family(device) -> dict:
+    """Root -> 1, 2, 3 (tokens 11, 12, 13); 2 -> 4, 5 (21, 22); 5 -> 6 (31)."""
+    values = {
+        "candidates": [[10, 11, 12, 13, 21, 22, 31]],
+        "retrieve_index": [[0, 1, 2, 3, 4, 5, 6]],
+        "retrieve_next_token": [[1, -1, 4, -1, -1, 6, -1]],
+        "retrieve_next_sibling": [[-1, 2, 3, -1, 5, -1, -1]],
+        "candidate_ids": [[90, 91], [90, 91], [22, 91], [90, 91], [90, 91], [31, 91], [90, 91]],
+        "candidate_lens": [0, 0, 0, 0, 0, 0, 0],
+        "target_predict": [[70, 71, 72, 73, 74, 75, 76]],
+    }
+    values = {name: torch.tensor(value, device=device) for name, value in values.items()}
+    return values | {"spec_steps": 3, "verify_window": 2}
+
+
+@pytest.mark.parametrize(
+    ("root", "length", "change", "path"),
+    [
+        ([13, 12], 2, {}, [2]),  # the first sibling that is a member, not the likelier one
+        ([13, 90], 2, {}, [3]),
+        ([90, 12], 1, {}, [2, 5, 6]),  # the window: node 2 by the second candidate, 5 and 6 by the first
+        ([90, 12], 0, {}, [2, 5, 6]),
+        ([90, 12], 1, {"verify_window": 1}, [2, 5]),  # and there the walk goes on, to end for want of members
+        ([90, 12], 1, {"verify_window": 3}, []),
+        ([90, 12], 1, {"spec_steps": 2}, []),
+        ([90, 12], 1, {"spec_steps": 2, "verify_window": 1}, [2, 5]),
+        ([90, 12], 1, {"verify_window": 0}, [2]),
+        ([90, 11], 1, {}, []),
+        ([11, 12], 1, {}, [1]),  # a member goes before the window
+        ([90, 12], 9, {}, [2]),  # also where it is the second candidate
+        ([90, 12], -3, {}, [2, 5, 6]),
+        ([90, 91], 2, {}, []),
+        ([-1, -1], 2, {}, []),
+        ([2**32 + 11, 2**32 + 12], 2, {}, []),
+    ],
+)
+def test_a_family(root, length, change, path, device):
+    values = family(device) | change
+    values["candidate_ids"][0] = torch.tensor(root)
+    values["candidate_lens"][0] = length
+    output, _ = check_operation(PATH, values, case=str(path))
+    nodes = [0, *path]
+    assert output.accept_index[0, : len(nodes)].tolist() == nodes and output.accept_token_num[0] == len(path)
+    predicts = output.predicts.tolist()
+    assert [predicts[node] for node in nodes[:-1]] == [values["candidates"][0, node].item() for node in path]
+    assert predicts[nodes[-1]] == 70 + nodes[-1]
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_malformed_trees_end_and_accept_nothing_bad(fault, device):
+    values = make(3, 4, 3, 8)
+    MALFORMED[fault]({key: values[key] for key in list(values)[:4]})
+    output, _ = check_operation(PATH, to_device(values, device), case=fault)
+    if fault in ("tokens of -1", "out-of-vocabulary tokens", "dead rows", "backward links", "links past the tree"):
+        assert output.accept_token_num.sum() == 0
+
+
+def test_random_links_and_few_tokens(device):
+    """Lists that join, skip and end anywhere, nodes of other requests: everything agrees with the reference."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        values = make(6, 8, 5, 33, vocab_size=4, window=1)
+        values["candidates"] = values["candidates"] % 5 - 1
+        for name in ("retrieve_next_token", "retrieve_next_sibling"):
+            values[name] = torch.where(torch.rand(6, 33) < 0.3, torch.randint(-2, 40, (6, 33)), values[name])
+        values["retrieve_index"] += (torch.rand(6, 33) < 0.03) * torch.randint(-40, 40, (6, 33))
+        values["candidate_ids"] -= (torch.rand(6 * 33, 4) < 0.1).long() * 10
+        values["target_predict"] += (torch.rand(6, 33) < 0.1) * 2**33
+        check_operation(PATH, to_device(values, device), case=f"seed {seed}")
+
+
+def test_int32_inputs_and_an_empty_batch(device):
+    values = make(3, 4, 3, 8, device=device, dtype=torch.int32)
+    check_operation(PATH, values, case="int32")
+    empty = {name: value[:0] if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    assert eagle_kernels.raw.verify_tree_topp(**empty).accept_index.shape == (0, 4)
+
+
+def test_neighbours_and_batch_do_not_matter(device):
+    values = make(4, 4, 3, 8, device=device)
+    whole = eagle_kernels.raw.verify_tree_topp(**values)
+    for row in (0, 3):
+        alone = dict(values)
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                size = len(value) // 4
+                alone[name] = value[row * size : (row + 1) * size].contiguous()
+        alone["retrieve_index"] = alone["retrieve_index"] - row * 8
+        output = eagle_kernels.raw.verify_tree_topp(**alone)
+        assert torch.equal(output.predicts, whole.predicts[row * 8 : row * 8 + 8])
+        assert torch.equal(output.accept_token_num, whole.accept_token_num[row : row + 1])
+
+
+def test_launches_and_nothing_else(device):
+    assert_only_launches(PATH, make(3, 4, 3, 8, device=device))
+
+
+def test_registration(device):
+    check_registration("verify_tree_topp", make(2, 2, 2, 4, device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"candidate_ids": torch.zeros(15, 4, dtype=torch.int64)}, r"candidate_ids must have shape \[16, C\], got"),
+        (
+            {"candidate_ids": torch.zeros(16, 0, dtype=torch.int64)},
+            "candidate_ids must hold 1 to 1024 candidates a row",
+        ),
+        ({"candidate_ids": torch.zeros(16, 4)}, "candidate_ids must have dtype int32 or int64, got float32"),
+        (
+            {"candidate_lens": torch.zeros(2, 8, dtype=torch.int64)},
+            r"candidate_lens must have shape \[16\], got \[2, 8\]",
+        ),
+        ({"target_predict": torch.zeros(2, 7, dtype=torch.int64)}, "target_predict must have N = 8 in axis 1"),
+        ({"verify_window": -1}, "verify_window must be at least 0, got -1"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    with pytest.raises(ValueError, match="eagle_kernels.verify_tree_topp: " + message):
+        eagle_kernels.raw.verify_tree_topp(**{**make(2, 4, 3, 8), **change})
+
+
+def test_the_docstring_warns():
+    assert "WARNING: lossy, opt-in" in op.__doc__ and op.verify_tree_topp.__doc__.startswith("LOSSY")
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values = make(8, 4, 3, 16, device=device)
+    out = eagle_kernels.raw.verify_tree_topp(**values)
+    live = [tensor.clone() for tensor in out]
+
+    def kill_rows():
+        for key in ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling", "candidates"):
+            values[key][3:] = -1
+
+    replay_in_graph(lambda: eagle_kernels.raw.verify_tree_topp(**values, out=out), change=kill_rows)
+    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
+    assert torch.equal(out.predicts[:48], live[0][:48]) and (out.predicts[48:] == -1).all()

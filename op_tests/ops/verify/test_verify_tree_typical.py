@@ -1,0 +1,294 @@
+"""verify_tree_typical against its reference, a float64 search of all paths, the greedy walk, and plain sampling."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.ops.verify import verify_tree_typical as op
+from eagle_kernels.runtime import launch
+from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
+
+PATH = "verify.verify_tree_typical"
+SHAPES = [(2, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (3, 4, 3, 8), (1, 8, 5, 20)]
+
+
+def make(batch_size, topk, spec_steps, num_nodes, *, vocab_size=61, peak=3.0, device="cpu", dtype=torch.float32):
+    links, positions = make_tree(batch_size, topk, spec_steps, num_nodes, vocab_size=vocab_size, device=device)
+    return {
+        **links,
+        "target_logits": follow_tree(links, vocab_size, peak=peak, dtype=dtype),
+        "positions": positions,
+        "seeds": torch.randint(-(2**62), 2**62, (batch_size,), device=device),
+        "temperature": torch.tensor([0.8, 0.0, 1.0, 1.3], device=device).repeat(batch_size)[:batch_size].contiguous(),
+        "epsilon": torch.full((batch_size,), 0.09, device=device),
+        "delta": torch.full((batch_size,), 0.3, device=device),
+        "spec_steps": spec_steps,
+    }
+
+
+def unread_logits(batch_size, topk, spec_steps, num_nodes, dtype):
+    """For launches that are recorded only: one row of 128k tokens stands for all."""
+    logits = torch.empty(128256, dtype=dtype).expand(batch_size * num_nodes, -1)
+    return make(batch_size, topk, spec_steps, num_nodes) | {"target_logits": logits}
+
+
+def ahead_of_time_cases():
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        yield str(dtype), unread_logits(2, 8, 5, 64, dtype)
+
+
+def size_sweep():
+    for batch_size in (1, 2, 3, 16, 17, 64, 257):
+        yield unread_logits(batch_size, 4, 3, 8, torch.bfloat16)
+
+
+@pytest.fixture(params=["one slice", "slices of 32"])
+def slices(request, monkeypatch):
+    monkeypatch.setattr(launch, "_knows_triton", lambda: False)
+    if request.param != "one slice":
+        monkeypatch.setattr(op, "SCAN_TUNING", {"default": op.SCAN_TUNING["default"] | {"BLOCK_VOCAB": 32}})
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, slices, device):
+    output, _ = check_operation(PATH, make(*shape, device=device), case=str(shape))
+    assert shape[3] == 1 or output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_logits(dtype, device):
+    check_operation(PATH, make(4, 4, 3, 8, device=device, dtype=dtype), case=str(dtype))
+
+
+def all_paths(values: dict, request: int) -> list[list[int]]:
+    """Every path from the root, from the trees' parents; found by trying every node as its last."""
+    first, sibling = (values[name][request].tolist() for name in ("retrieve_next_token", "retrieve_next_sibling"))
+    parent = {}
+    for node, child in enumerate(first):
+        while child >= 0:
+            parent[child], child = node, sibling[child]
+    paths = []
+    for node in range(len(first)):
+        path = [node]
+        while path[0] in parent:
+            path.insert(0, parent[path[0]])
+        paths.append(path)
+    return paths
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.09, 0.3), (0.5, 0.9), (0.02, 0.1)])
+def test_the_longest_path_of_likely_drafts(epsilon, delta, device):
+    """By Medusa's own formula in float64: the product of posterior masks along each whole path."""
+    values = make(6, 4, 3, 12, peak=2.0, device=device)
+    values["temperature"] = torch.tensor([0.5, 0.7, 1.0, 1.0, 1.5, 3.0], device=device)
+    values["epsilon"].fill_(epsilon)
+    values["delta"].fill_(delta)
+    output = eagle_kernels.raw.verify_tree_typical(**values)
+    seen = set()
+    for request in range(6):
+        temperature = values["temperature"][request].double().item()
+        probs = torch.softmax(values["target_logits"].double().view(6, 12, -1)[request] / temperature, -1).cpu()
+        tokens = values["candidates"][request].tolist()
+
+        def mask(node, child, probs=probs, tokens=tokens):
+            row = probs[node]
+            entropy = -sum(p * math.log(p) for p in row.tolist() if p > 0)
+            return row[tokens[child]].item() > min(epsilon, delta * math.exp(-entropy))
+
+        accepted = [path for path in all_paths(values, request) if all(map(mask, path, path[1:]))]
+        longest = max(map(len, accepted))
+        want = next(path for path in accepted if len(path) == longest)  # in order of their last node
+        got = [index - 12 * request for index in output.accept_index[request].tolist() if index >= 0]
+        assert got == want and output.accept_token_num[request] == len(want) - 1
+        predicts = output.predicts.view(6, 12)[request].tolist()
+        assert [predicts[node] for node in want[:-1]] == [tokens[node] for node in want[1:]]
+        seen.add(longest)
+    assert len(seen) > 1, "all requests accept equally much, so the case proves little"
+
+
+def test_the_bonus_is_what_plain_sampling_draws(slices, device):
+    values = make(4, 4, 3, 8, device=device)
+    output = eagle_kernels.raw.verify_tree_typical(**values)
+    last = output.accept_index.gather(1, output.accept_token_num[:, None].long())[:, 0].long()
+    plain = eagle_kernels.raw.sample_from_logits(
+        values["target_logits"][last], values["positions"][last] + 1, values["seeds"], values["temperature"]
+    )
+    assert torch.equal(output.predicts[last].long(), plain)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, float("nan")])
+def test_without_temperature_it_is_greedy(temperature, slices, device):
+    values = make(4, 4, 3, 8, device=device)
+    values["temperature"].fill_(temperature)
+    got, _ = check_operation(PATH, values, case="greedy")
+    links = list(values.values())[:4]
+    want = eagle_kernels.raw.verify_tree_greedy(*links, target_logits=values["target_logits"], spec_steps=3)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    assert got.accept_token_num.sum() > 0
+
+
+def test_a_falling_temperature_ends_in_greedy(device):
+    """Where the argmax is unique."""
+    values = make(4, 4, 3, 8, device=device)
+    values["target_logits"] += torch.rand(values["target_logits"].shape, device=device) / 8
+    values["temperature"].fill_(2e-5)
+    got = eagle_kernels.raw.verify_tree_typical(**values)
+    links = list(values.values())[:4]
+    want = eagle_kernels.raw.verify_tree_greedy(*links, target_logits=values["target_logits"], spec_steps=3)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def test_ties_go_to_the_lowest_node_and_depth_is_limited(device):
+    """A flat target finds nothing unlikely at delta < 1: every path of full length is accepted."""
+    values = make(2, 4, 3, 8, device=device)
+    values["target_logits"].zero_()
+    values["temperature"].fill_(1.0)
+    values["delta"].fill_(0.5)
+    deep, _ = check_operation(PATH, values, case="flat")
+    for request, got in enumerate(deep.accept_index.tolist()):
+        paths = all_paths(values, request)
+        longest = max(map(len, paths))
+        want = next(path for path in paths if len(path) == longest)
+        assert [index - 8 * request for index in got if index >= 0] == want
+    for steps in (0, 1):
+        output, _ = check_operation(PATH, {**values, "spec_steps": steps}, case=f"{steps} steps")
+        assert output.accept_token_num.tolist() == [steps] * 2
+    values["delta"].fill_(1.0)  # p = exp(-H) is not above itself; epsilon lies higher
+    values["epsilon"].fill_(0.9)
+    output = eagle_kernels.raw.verify_tree_typical(**{**values, "delta": values["delta"] * 1.001})
+    assert output.accept_token_num.sum() == 0
+
+
+def test_impossible_tokens_are_never_accepted(device):
+    values = make(3, 4, 3, 8, device=device)
+    values["temperature"].fill_(1.0)
+    values["epsilon"].zero_()
+    values["target_logits"].fill_(float("-inf"))
+    values["target_logits"][:, 60] = 0.0
+    values["candidates"].clamp_(max=59)
+    output, _ = check_operation(PATH, values, case="one-hot beside the drafts")
+    assert output.accept_token_num.sum() == 0 and (output.predicts.view(3, 8)[:, 0] == 60).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_special_logits_stay_in_their_row(bad, slices, device):
+    values = make(3, 2, 2, 4, device=device)
+    values["temperature"].fill_(1.0)
+    clean = eagle_kernels.raw.verify_tree_typical(**values)
+    values["target_logits"][4:8] = bad
+    output, _ = check_operation(PATH, values, case=f"nothing but {bad}")
+    assert bad == float("inf") or output.accept_token_num[1] == 0
+    values["target_logits"][4:8, 7] = 1.0
+    output, _ = check_operation(PATH, values, case=str(bad))
+    values["target_logits"][4:8] = 0.0
+    values["target_logits"][4:8, 5:9] = bad
+    output, _ = check_operation(PATH, values, case=f"some {bad}")
+    assert output.predicts.max() < 61
+    for row in (0, 2):
+        assert torch.equal(output.accept_index[row], clean.accept_index[row])
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_malformed_trees_end_and_accept_nothing_bad(fault, device):
+    values = make(3, 4, 3, 8)
+    MALFORMED[fault]({key: values[key] for key in list(values)[:4]})
+    output, _ = check_operation(PATH, to_device(values, device), case=fault)
+    if fault in ("tokens of -1", "out-of-vocabulary tokens", "dead rows", "backward links", "links past the tree"):
+        assert output.accept_token_num.sum() == 0
+
+
+def test_random_links_and_few_tokens(device):
+    """Lists that join, skip and end anywhere, nodes of other requests: everything agrees with the reference."""
+    for seed in range(2):
+        torch.manual_seed(seed)
+        values = make(3, 8, 5, 33)
+        values["candidates"] = values["candidates"] % 9 - 1
+        values["target_logits"] = values["target_logits"][:, :8]
+        for name in ("retrieve_next_token", "retrieve_next_sibling"):
+            values[name] = torch.where(torch.rand(3, 33) < 0.3, torch.randint(-2, 40, (3, 33)), values[name])
+        values["retrieve_index"] += (torch.rand(3, 33) < 0.03) * torch.randint(-40, 40, (3, 33))
+        check_operation(PATH, to_device(values, device), case=f"seed {seed}")
+
+
+def test_neighbours_and_batch_do_not_matter(device):
+    values = make(4, 4, 3, 8, device=device)
+    whole = eagle_kernels.raw.verify_tree_typical(**values)
+    for row in (0, 3):
+        alone = {}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                size = len(value) // 4
+                value = value[row * size : (row + 1) * size].contiguous()
+            alone[name] = value
+        alone["retrieve_index"] = alone["retrieve_index"] - row * 8
+        output = eagle_kernels.raw.verify_tree_typical(**alone)
+        assert torch.equal(output.predicts, whole.predicts[row * 8 : row * 8 + 8])
+        assert torch.equal(output.accept_token_num, whole.accept_token_num[row : row + 1])
+
+
+def test_row_strided_logits_int32_and_an_empty_batch(device):
+    values = make(2, 4, 3, 8, device=device)
+    wide = torch.full((16, 80), 100.0, device=device)
+    wide[:, :61] = values["target_logits"]
+    want = eagle_kernels.raw.verify_tree_typical(**values)
+    integers = {
+        name: value.to(torch.int32)
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and not value.is_floating_point() and name != "seeds"
+    }
+    got, _ = check_operation(PATH, {**values, **integers, "target_logits": wide[:, :61]}, case="strided")
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    empty = {name: value[:0] if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    assert eagle_kernels.raw.verify_tree_typical(**empty).accept_index.shape == (0, 4)
+
+
+def test_launches_and_nothing_else(device):
+    assert_only_launches(PATH, make(3, 4, 3, 8, device=device))
+
+
+def test_registration(device):
+    check_registration("verify_tree_typical", make(2, 2, 2, 4, device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_logits": torch.zeros(15, 61)}, r"target_logits must have shape \[16, V\], got \[15, 61\]"),
+        ({"target_logits": torch.zeros(16, 0)}, "target_logits must have at least one token a row"),
+        ({"epsilon": torch.zeros(2, dtype=torch.float64)}, "epsilon must have dtype float32, got float64"),
+        ({"delta": torch.zeros(3)}, "delta must have B = 2 in axis 0"),
+        ({"spec_steps": -1}, "spec_steps must be at least 0, got -1"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    with pytest.raises(ValueError, match="eagle_kernels.verify_tree_typical: " + message):
+        eagle_kernels.raw.verify_tree_typical(**{**make(2, 4, 3, 8), **change})
+
+
+def test_missing_parameters_are_named():
+    with pytest.raises(TypeError, match="eagle_kernels.verify_tree_typical: epsilon must be a tensor, got float"):
+        eagle_kernels.raw.verify_tree_typical(**{**make(2, 4, 3, 8), "epsilon": 0.09})
+
+
+def test_the_docstring_warns():
+    assert "WARNING: lossy, opt-in" in op.__doc__ and op.verify_tree_typical.__doc__.startswith("LOSSY")
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values = make(8, 4, 3, 16, device=device)
+    out = eagle_kernels.raw.verify_tree_typical(**values)
+    live = [tensor.clone() for tensor in out]
+
+    def kill_rows():
+        for key in ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling", "candidates"):
+            values[key][3:] = -1
+
+    replay_in_graph(lambda: eagle_kernels.raw.verify_tree_typical(**values, out=out), change=kill_rows)
+    assert torch.equal(out.accept_index[:3], live[1][:3]) and (out.accept_index[3:] == -1).all()
+    assert torch.equal(out.predicts[:48], live[0][:48]) and (out.predicts[48:] == -1).all()
