@@ -69,13 +69,19 @@ def test_ties_at_the_edge_all_stay(device):
 
 
 def test_peculiar_rows(device):
-    check(make(renorms.peculiar_probs(), [1, 5, 3, 39, 20, 5, 10, 1], device), "peculiar")
+    check(make(renorms.peculiar_probs(), [1, 5, 3, 39, 39, 5, 10, 1], device), "peculiar")
 
 
 def test_rows_that_no_bracket_holds(device):
     """All equal, and samples that lie: the edge is searched among all candidates, and in the row itself."""
     probs = torch.cat([torch.full((1, renorms.LONG), 0.25), renorms.misleading_probs(renorms.LONG)])
     check(make(probs, [50, 2000, 290], device), "lying samples")
+
+
+def test_as_many_above_the_bracket_as_are_wanted(device):
+    """A guess that is wrong by nothing but the edge itself: so many the first row has above the bracket of 1971."""
+    probs = renorms.misleading_probs(2000)[:1].repeat(3, 1)
+    check(make(probs, [1970, 1971, 1972], device), "just enough above")
 
 
 def test_bad_entries_count_as_zero(device):
