@@ -29,6 +29,7 @@ from .ops import (
     verify_tree_rejection,
     verify_tree_sampled,
     verify_tree_topp,
+    verify_tree_traversal,
     verify_tree_typical,
 )
 
@@ -65,4 +66,5 @@ __all__ = [
     "verify_tree_sampled",
     "verify_tree_topp",
     "verify_tree_typical",
+    "verify_tree_traversal",
 ]

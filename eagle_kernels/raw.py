@@ -12,18 +12,19 @@ from .ops.tree.pack_tree_mask import pack_tree_mask
 from .ops.tree.select_top_k_tokens import select_top_k_tokens
 from .ops.tree.tree_from_mask import tree_from_mask
 from .ops.tree.unpack_tree_mask import unpack_tree_mask
-from .ops.verify.sample_children import sample_children
 from .ops.verify.min_p_renorm import min_p_renorm
+from .ops.verify.sample_children import sample_children
 from .ops.verify.sample_from_logits import sample_from_logits
-from .ops.verify.verify_chain import verify_chain
 from .ops.verify.top_k_renorm import top_k_renorm
 from .ops.verify.top_p_renorm import top_p_renorm
+from .ops.verify.verify_chain import verify_chain
 from .ops.verify.verify_commit import verify_commit
 from .ops.verify.verify_tree_coins import verify_tree_coins
 from .ops.verify.verify_tree_greedy import verify_tree_greedy
 from .ops.verify.verify_tree_rejection import verify_tree_rejection
 from .ops.verify.verify_tree_sampled import verify_tree_sampled
 from .ops.verify.verify_tree_topp import verify_tree_topp
+from .ops.verify.verify_tree_traversal import verify_tree_traversal
 from .ops.verify.verify_tree_typical import verify_tree_typical
 
 __all__ = [
@@ -52,4 +53,5 @@ __all__ = [
     "verify_tree_sampled",
     "verify_tree_topp",
     "verify_tree_typical",
+    "verify_tree_traversal",
 ]

@@ -46,6 +46,7 @@ verify_tree_rejection = _operator("verify.verify_tree_rejection")
 verify_tree_sampled = _operator("verify.verify_tree_sampled")
 verify_tree_topp = _operator("verify.verify_tree_topp")
 verify_tree_typical = _operator("verify.verify_tree_typical")
+verify_tree_traversal = _operator("verify.verify_tree_traversal")
 
 
 def verify_tree(
@@ -130,4 +131,5 @@ __all__ = [
     "verify_tree_sampled",
     "verify_tree_topp",
     "verify_tree_typical",
+    "verify_tree_traversal",
 ]

@@ -1,0 +1,309 @@
+"""Lossless verification of a tree of sampled drafts from its leaves up: traversal verification.
+
+Computes
+    Traversal verification (Weng et al., arXiv 2505.12398, algorithms 1 and 2). Every node has a target distribution P,
+    the draft distribution Q that its children were drawn from one after another without replacement, and an acceptance
+    a: that of the root is 1, that of a child c is min(a P(c) / Q(c), 1) by its parent's numbers. The first leaf in
+    depth-first order is held against its coin: below a, the whole path to it is accepted and the next token is drawn
+    from its P. Else the leaf is deleted, and with R = (a P - Q)+ and S its sum, its parent goes on with
+        P <- R / S,  a <- S / (S + 1 - a) (1 for 0 / 0),  Q <- Q without the leaf's token, renormalised
+    and is a leaf itself when no child is left. The root's coin always succeeds.
+    The emitted tokens have the target's law if every node's children were drawn from its row of q, in sibling order,
+    each from what the ones before left, and if coins, residual draws and drafts are independent. On a chain this is
+    block verification (verify_chain). Coins and noise are those of primitives/random.py, keyed by seed, position of the
+    token, node and stream: drafts must be drawn with another stream (STREAM_DRAFT).
+Shapes
+    candidates              [B, N]      int    tokens of the nodes, node 0 the root
+    retrieve_index          [B, N]      int    b * N + i
+    retrieve_next_token     [B, N]      int    first child, -1 for none
+    retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
+    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V; or
+    target_probs            [B * N, V]  fp32   rows sum to 1; filters are not applied here: give what they left
+    draft_logits            [B * N, Vd] fp32 / fp16 / bf16, row of a node: what its children were drawn from, by draft
+                                        ids (rows of nodes without children are not read); or
+    draft_probs             [B * N, Vd] fp32   likewise
+    positions               [B * N]     int    position of each node; the token emitted after it has position + 1
+    seeds                   [B]         int
+    temperature             [B]         fp32   of logits; below 1e-5 one-hot at the argmax. None: no logits need it
+    draft_temperature       [B]         fp32   of draft_logits, or None: temperature
+    d2t                     [Vd]        int    target id - draft id, one to one; None: the vocabularies share ids
+    -> predicts             [B * N]     int32  the token emitted after each node of the path, -1 elsewhere
+    -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
+    -> accept_token_num     [B]         int32  accepted drafts; the token after them is not counted
+Invariants
+    Nodes deeper than spec_steps = S are not looked at. A draft of target probability 0 is never accepted. A child that
+    cannot have been drawn - by its parent's Q its token has probability 0, NaN, negative or above 1.001: also a second
+    sibling of the same token, -1, or a token outside the draft vocabulary - is passed over, and so are all below it.
+    Where rounding leaves no residual P stays as it was. NaN logits count as -inf, +inf as the largest finite number; a
+    sampled row of nothing but -inf gives token 0. Links that do not point forward within the tree, or point to a node
+    that was met before, end the list. A row whose root has a retrieve_index outside the request is dead: predicts and
+    accept_index -1, accept_token_num 0. Results of a request do not depend on the batch around it.
+Grid
+    map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,), one
+    program walks one tree, and reads its parent's rows once for every node that it deletes.
+Launches
+    1: walk; one more each: scan for logits, map for d2t
+Traffic
+    every row of the target once and of the draft where there are children, two rows for every deleted node, one or two
+    for the draw.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.ordering import LOWEST_KEY
+from ...primitives.residual import (
+    STEP_WORDS,
+    Pair,
+    accept_coin,
+    apply_steps,
+    check_pair,
+    draw_keys,
+    drawn_token,
+    load_draft,
+    load_probs,
+    load_target,
+    residual_key,
+    residual_masses,
+    row_probs,
+    store_step,
+)
+from ...primitives.tree_walk import Output, check_tree, is_own, load_nodes, store_walk
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+from .verify_chain import prepare_pair
+
+# One program reads whole rows one after another: as many bytes in flight as one program can have.
+TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_target_scans", "vocab_size", "draft_vocab_size", "num_ids", "stride_target", "stride_draft"
+    ]
+)  # fmt: skip
+def _verify_tree_traversal_kernel(
+    # inputs
+    candidates_ptr,
+    retrieve_index_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
+    positions_ptr,
+    seeds_ptr,
+    target_ptr,
+    draft_ptr,
+    temperature_ptr,
+    draft_temperature_ptr,
+    target_to_draft_ptr,
+    # scratch
+    scans_ptr,
+    steps_ptr,
+    # outputs
+    predicts_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    # sizes
+    num_target_scans,
+    vocab_size,
+    draft_vocab_size,
+    num_ids,
+    stride_target,
+    stride_draft,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Walks one tree depth first. steps [B, N, 4] is a stack: the deletions of the nodes of the current path, in order.
+
+    A deleted node's own deletions are dropped, so those of a path's node lie side by side, after its parent's.
+    """
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    first_row = request * NUM_NODES
+    node = tl.arange(0, BLOCK_NODE)
+    retrieved, tokens, links = load_nodes(
+        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+        request, NUM_NODES, BLOCK_NODE,
+    )  # fmt: skip
+    seed = tl.load(seeds_ptr + request)
+    pair = Pair(
+        target_ptr, draft_ptr, temperature_ptr, draft_temperature_ptr, target_to_draft_ptr, scans_ptr,
+        num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
+    )  # fmt: skip
+    steps_ptr += first_row * STEP_WORDS
+
+    # of every node: parent, acceptance when the walk went below it, where its deletions begin
+    parents = tl.full([BLOCK_NODE], -1, tl.int32)
+    acceptances = tl.full([BLOCK_NODE], 1.0, tl.float32)
+    bases = tl.zeros([BLOCK_NODE], tl.int32)
+    is_entered = node < 0
+    # of the current one
+    current = tl.zeros([], tl.int32)
+    acceptance = tl.full([], 1.0, tl.float32)
+    base = tl.zeros([], tl.int32)
+    accepted = tl.zeros([], tl.int32)  # its depth
+    top = tl.zeros([], tl.int32)
+    child = tl.sum(tl.where(node == 0, links, 0)) >> 16
+
+    is_live = tl.max(((node == 0) & is_own(retrieved, request, NUM_NODES)).to(tl.int32)) > 0
+    is_walking = is_live
+    while is_walking:
+        is_child = node == child
+        child_links = tl.sum(tl.where(is_child, links, 0))
+        is_new = (child > 0) & (tl.max((is_child & is_entered).to(tl.int32)) == 0)
+        if (is_new & (accepted < SPEC_STEPS)) & (acceptance > 0.0):
+            is_entered = is_entered | is_child
+            token = tl.sum(tl.where(is_child, tokens, 0))
+            target_row = load_target(pair, request, first_row + current, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
+            draft_row = load_draft(pair, request, first_row + current, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+            target_prob, draft_prob = load_probs(
+                target_row, draft_row, target_to_draft_ptr, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS
+            )
+            target_prob, draft_prob = apply_steps(
+                target_prob, draft_prob, token, steps_ptr + base * STEP_WORDS, top - base, False
+            )
+            is_drawn = draft_prob > 0.0
+            ratio = tl.math.div_rn(target_prob, tl.where(is_drawn, draft_prob, 1.0))
+            is_left = node == tl.where(is_drawn, current, -1)
+            is_reached = node == tl.where(is_drawn, child, -1)
+            acceptances = tl.where(is_left, acceptance, acceptances)
+            parents = tl.where(is_reached, current, parents)
+            bases = tl.where(is_reached, top, bases)
+            acceptance = tl.where(is_drawn, tl.minimum(acceptance * ratio, 1.0), acceptance)
+            base = tl.where(is_drawn, top, base)
+            accepted += is_drawn.to(tl.int32)
+            current = tl.where(is_drawn, child, current)
+            child = tl.where(is_drawn, child_links >> 16, child_links & 0xFFFF)
+        else:
+            coin = accept_coin(seed, tl.load(positions_ptr + first_row + current), current)
+            is_walking = (current > 0) & (coin >= acceptance)
+            if is_walking:
+                is_current = node == current
+                token = tl.sum(tl.where(is_current, tokens, 0))
+                child = tl.sum(tl.where(is_current, links, 0)) & 0xFFFF
+                parent = tl.sum(tl.where(is_current, parents, 0))
+                is_parent = node == parent
+                share = tl.sum(tl.where(is_parent, acceptances, 0.0))
+                top = base
+                base = tl.sum(tl.where(is_parent, bases, 0))
+                target_row = load_target(pair, request, first_row + parent, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
+                draft_row = load_draft(pair, request, first_row + parent, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+                target_mass, draft_mass = residual_masses(
+                    target_row, draft_row, target_to_draft_ptr, steps_ptr + base * STEP_WORDS, top - base, share,
+                    token, num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, False, BLOCK_VOCAB,
+                )  # fmt: skip
+                store_step(steps_ptr, top, share, target_mass, draft_mass, token)
+                divisor = target_mass + (1.0 - share)
+                has_chance = divisor > 0.0
+                acceptance = tl.where(has_chance, tl.math.div_rn(target_mass, tl.where(has_chance, divisor, 1.0)), 1.0)
+                top += 1
+                accepted -= 1
+                current = parent
+
+    # the token after the path, from what is left of P
+    depth = tl.full([BLOCK_NODE], -1, tl.int32)
+    predicted = tl.full([BLOCK_NODE], -1, tl.int32)
+    if is_live:
+        target_row = load_target(pair, request, first_row + current, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
+        noise_key = residual_key(seed, tl.load(positions_ptr + first_row + current) + 1)
+        best = tl.full([BLOCK_VOCAB], LOWEST_KEY, tl.int64)
+        if top > base:
+            draft_row = load_draft(pair, request, first_row + current, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+            for first in range(0, vocab_size, BLOCK_VOCAB):
+                ids = first + tl.arange(0, BLOCK_VOCAB)
+                target, draft = load_probs(
+                    target_row, draft_row, target_to_draft_ptr, ids, ids < vocab_size, TARGET_IS_PROBS, DRAFT_IS_PROBS
+                )
+                target, draft = apply_steps(target, draft, ids, steps_ptr + base * STEP_WORDS, top - base, False)
+                best = tl.maximum(best, draw_keys(target, ids, noise_key))
+        else:  # its row of q may be nobody's
+            for first in range(0, vocab_size, BLOCK_VOCAB):
+                ids = first + tl.arange(0, BLOCK_VOCAB)
+                target = row_probs(target_row, ids, ids < vocab_size, TARGET_IS_PROBS)
+                best = tl.maximum(best, draw_keys(target, ids, noise_key))
+        token = drawn_token(tl.max(best))
+        place = accepted
+        while current >= 0:
+            is_current = node == current
+            depth = tl.where(is_current, place, depth)
+            predicted = tl.where(is_current, token, predicted)
+            token = tl.sum(tl.where(is_current, tokens, 0))
+            current = tl.sum(tl.where(is_current, parents, 0))
+            place -= 1
+    store_walk(
+        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
+        SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
+    )  # fmt: skip
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `verify_tree_traversal` and describes its outputs."""
+    args = check.Arguments("verify_tree_traversal", values)
+    output = check_tree(args)
+    num_rows = args.size("B") * args.size("N")
+    check_pair(args, num_rows, num_rows)
+    return output
+
+
+@launcher
+def verify_tree_traversal(
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    target_logits: torch.Tensor | None,
+    draft_logits: torch.Tensor | None,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    temperature: torch.Tensor | None,
+    draft_temperature: torch.Tensor | None = None,
+    target_probs: torch.Tensor | None = None,
+    draft_probs: torch.Tensor | None = None,
+    d2t: torch.Tensor | None = None,
+    *,
+    spec_steps: int,
+    out: Output | None = None,
+) -> Output:
+    """Verifies every tree from its leaves up; shapes and the meaning of each argument are in the module's docstring.
+
+    spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
+    """
+    contracted = contract(locals())
+    out = check.allocate("verify_tree_traversal", contracted, out)
+    batch_size, num_nodes = candidates.shape
+    pair = prepare_pair("verify_tree_traversal", locals(), num_nodes, num_nodes, retrieve_next_token)
+    vocab_size, draft_vocab_size = pair["vocab_size"], pair["draft_vocab_size"]
+    launch(
+        "verify_tree_traversal",
+        _verify_tree_traversal_kernel,
+        (batch_size,),
+        candidates_ptr=candidates,
+        retrieve_index_ptr=retrieve_index,
+        retrieve_next_token_ptr=retrieve_next_token,
+        retrieve_next_sibling_ptr=retrieve_next_sibling,
+        positions_ptr=positions,
+        seeds_ptr=seeds,
+        steps_ptr=torch.empty((batch_size, num_nodes, 4), dtype=torch.int32, device=candidates.device),
+        predicts_ptr=out.predicts,
+        accept_index_ptr=out.accept_index,
+        accept_token_num_ptr=out.accept_token_num,
+        # Q may have mass on ids that the target does not have
+        num_ids=max(vocab_size, draft_vocab_size) if d2t is None else vocab_size,
+        SPEC_STEPS=spec_steps,
+        NUM_NODES=num_nodes,
+        BLOCK_NODE=triton.next_power_of_2(num_nodes),
+        BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
+        **pair,
+        **tuning.row(TUNING, candidates.device),
+    )
+    return out
