@@ -70,7 +70,7 @@ from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 
-TUNING = {"default": {"BLOCK_VOCAB": 2048, "num_warps": 8}}
+TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
 MAP_TUNING = {"default": {"BLOCK_TARGET": 2048, "BLOCK_DRAFT": 2048, "num_warps": 8}}
 
 
@@ -300,6 +300,10 @@ def verify_tree_rejection(
     target = target_logits if target_probs is None else target_probs
     draft = draft_logits if draft_probs is None else draft_probs
     vocab_size, draft_vocab_size = target.shape[1], draft.shape[1]
+    # draft tokens that the target does not have carry probability of q
+    num_ids = vocab_size if d2t is not None else max(vocab_size, draft_vocab_size)
+    scan = dict(tuning.row(TUNING, device))
+    scan["BLOCK_VOCAB"] = min(scan["BLOCK_VOCAB"], triton.next_power_of_2(num_ids))
     target_to_draft = None
     if d2t is not None:
         target_to_draft = torch.empty((vocab_size,), dtype=torch.int32, device=device)
@@ -338,8 +342,7 @@ def verify_tree_rejection(
         NUM_NODES=num_nodes,
         VOCAB_SIZE=vocab_size,
         DRAFT_VOCAB_SIZE=draft_vocab_size,
-        # draft tokens that the target does not have carry probability of q
-        NUM_IDS=vocab_size if d2t is not None else max(vocab_size, draft_vocab_size),
+        NUM_IDS=num_ids,
         TARGET_IS_PROBS=target_probs is not None,
         DRAFT_IS_PROBS=draft_probs is not None,
         KEEPS_DRAFT=replacement,
@@ -350,6 +353,6 @@ def verify_tree_rejection(
         DRAFT_ALIGNMENT=math.gcd(draft.stride(0), 16),
         BLOCK_NODE=triton.next_power_of_2(num_nodes),
         BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
-        **tuning.row(TUNING, device),
+        **scan,
     )
     return out

@@ -133,15 +133,14 @@ class Drawn:
     def __getitem__(self, node):
         if node not in self._tokens:
             parent = self._parents[node]
-            scores = self._language.draft(self.prefix(parent)).log()
+            probs = self._language.draft(self.prefix(parent)).clone()
             for sibling in [other for other in range(node) if self._parents[other] == parent]:
                 if not self._replacement and self[sibling] >= 0:
-                    scores = without(scores, self[sibling])
-            probs = normalised(scores)
+                    probs[self[sibling]] = 0.0
             if probs.sum() == 0:
                 self._tokens[node] = -1
             else:
-                self._tokens[node] = int(probs.argmax()) if self._top_k else self._source.choose(probs)
+                self._tokens[node] = int(probs.argmax()) if self._top_k else self._source.choose(probs / probs.sum())
         return self._tokens[node]
 
 
@@ -373,6 +372,20 @@ def test_inputs_of_every_kind(reduced, target, draft, replacement, device):
     values = dict(kinds[draft])
     values |= {name: kinds[target][name] for name in ("target_logits", "target_probs")}
     check_operation(PATH, values, case=f"{reduced} {target} {draft}")
+
+
+@REPLACEMENT
+@pytest.mark.parametrize("temperature", [None, 1.0], ids=["probabilities", "logits"])
+def test_children_after_rejections(temperature, replacement, device):
+    """Distributions with which first, later and no children are about as likely to be accepted."""
+    target, draft = torch.tensor([3.0, 6.0, 8.0, 9.0, 9.0, 2.0]), torch.tensor([10.0, 4.0, 4.0, 3.0, 1.0, 7.0])
+    values = one_level([0, 1, 2, 3], (target / 37.0).tolist(), (draft / 29.0).tolist(), num_requests=12)
+    if temperature is not None:
+        values |= {"draft_logits": values["draft_probs"].log(), "target_logits": values["target_probs"].log()}
+        values |= {"draft_probs": None, "target_probs": None}
+    output, _ = check_operation(PATH, to_device(values, device) | {"replacement": replacement})
+    path = output.accept_index[:, 1]
+    assert len(set(torch.where(path >= 0, path % 5, -1).tolist())) > 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
