@@ -11,6 +11,7 @@ import eagle_kernels
 from eagle_kernels.ops.verify import verify_chain as chain_op
 from eagle_kernels.ops.verify import verify_tree_traversal as op
 from eagle_kernels.reference.ops.verify import verify_tree_traversal as reference
+from eagle_kernels.reference.residual import Draws
 from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
 from op_tests.harness.enumeration import enumerate_outcomes, total_variation
 from op_tests.harness.statistics import assert_follows_law
@@ -159,16 +160,19 @@ def test_half_precision_and_rows_of_several_tiles(dtype, device):
     check_operation(PATH, values, case=str(dtype))
 
 
-def test_exact_arithmetic_gives_the_reference(device):
+@pytest.mark.parametrize(
+    ("batch_size", "topk", "spec_steps", "num_nodes", "vocab_size"),
+    [(6, 2, 2, 6, 12), (24, 4, 1, 5, 6)],  # of few tokens and many siblings, later ones decide
+)
+def test_exact_arithmetic_gives_the_reference(batch_size, topk, spec_steps, num_nodes, vocab_size, device):
     """Probabilities on a dyadic grid: sums are exact, whatever their order."""
-    batch_size, num_nodes, vocab_size = 8, 6, 12
-    values = make(batch_size, 2, 2, num_nodes, vocab_size, target="probs", draft="probs")
-    values["target_probs"] = dyadic_probs(batch_size * num_nodes, vocab_size)
-    values["draft_probs"] = dyadic_probs(batch_size * num_nodes, vocab_size)
-    values["draft_probs"][::3] = values["target_probs"][::3]
+    values = make(batch_size, topk, spec_steps, num_nodes, vocab_size, target="probs", draft="probs")
+    values["target_probs"] = dyadic_probs(batch_size * num_nodes, vocab_size, 16)
+    values["draft_probs"] = dyadic_probs(batch_size * num_nodes, vocab_size, 16)
     draw_children(values, values["draft_probs"], torch.arange(vocab_size))
     output, _ = check_operation(PATH, to_device(values, device), case="dyadic")
     assert output.accept_token_num.unique().numel() > 1
+    assert (output.accept_index[:, 1] % num_nodes > 1).any(), "no second child was accepted"
 
 
 ONE_HOT = [0.0, 0.0, 1.0, 0.0]
@@ -212,23 +216,20 @@ def test_special_probabilities(device):
         assert (predicts[row] >= 0).sum() == len(path) + 1
 
 
-@pytest.mark.parametrize("coin", [0.0, 1 - 2.0**-24])
-def test_coins_at_the_ends(coin):
-    """No coin accepts what has probability 0, none refuses what is certain."""
+# what seeds give node 1 at position 8
+COINS = {8712152: 0.0, 14045182: 1 - 2.0**-24}
 
-    class Fixed:
-        def uniform(self, position, node):
-            return coin
 
-        def choose(self, weights, position):
-            return int(weights.argmax())
-
-    def run(target, draft):
-        rows = torch.tensor([target, ONE_HOT, ONE_HOT]), torch.tensor([draft, FLAT, FLAT])
-        return reference.verify_request([9, 0, 1], *links_of(TWO), *rows, [4, 5, 5], Fixed(), 1)
-
-    assert run(ONE_HOT, HALVES) == ([0], 2)
-    assert run(HALVES, HALVES) == ([0, 1], 2)
+def test_coins_at_the_ends(device):
+    """The least coin accepts nothing that has probability 0, the largest refuses nothing that is certain."""
+    trees = [([9, 0], [-1, 0], {0: target}, {0: HALVES}) for target in (ONE_HOT, HALVES)]
+    for seed, coin in COINS.items():
+        assert Draws(seed).uniform(8, 1) == coin
+        values = make_small(trees)
+        values["seeds"].fill_(seed)
+        values["positions"] = torch.tensor([7, 8, 7, 8])
+        output, _ = check_operation(PATH, to_device(values, device), case=str(coin))
+        assert output.accept_token_num.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])
