@@ -21,7 +21,7 @@ from op_tests.ops.verify.test_verify_chain import emitted_law as emitted_by_a_ch
 
 PATH = "verify.verify_tree_traversal"
 LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
-SHAPES = [(2, 1, 1, 1), (2, 1, 4, 5), (2, 4, 1, 5), (3, 3, 3, 8)]
+SHAPES = [(2, 1, 1, 1), (2, 1, 4, 5), (2, 4, 1, 5), (2, 3, 3, 8)]
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +162,7 @@ def test_half_precision_and_rows_of_several_tiles(dtype, device):
 
 @pytest.mark.parametrize(
     ("batch_size", "topk", "spec_steps", "num_nodes", "vocab_size"),
-    [(6, 2, 2, 6, 12), (24, 4, 1, 5, 6)],  # of few tokens and many siblings, later ones decide
+    [(6, 2, 2, 6, 12), (20, 4, 1, 5, 6)],  # of few tokens and many siblings, later ones decide
 )
 def test_exact_arithmetic_gives_the_reference(batch_size, topk, spec_steps, num_nodes, vocab_size, device):
     """Probabilities on a dyadic grid: sums are exact, whatever their order."""
@@ -426,7 +426,7 @@ def test_children_with_replacement_are_seen(monkeypatch):
     assert worst(name="two", share=0.0, count=8) > 0.05
 
 
-@pytest.mark.parametrize("lanes", [2000, pytest.param(2**20, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("lanes", [1000, pytest.param(2**20, marks=pytest.mark.gpu)])
 def test_joint_law_of_the_emitted_tokens(lanes, device):
     """Chi-square over three tokens of trees [-1, 0, 0, 1], completed by the target.
 
