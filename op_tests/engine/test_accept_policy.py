@@ -24,17 +24,17 @@ def draft(request, target):
     return target if request.param == "itself" else ToyModel(seed=1, device=target.device)
 
 
-def generate(draft, target, *, max_new_tokens=25, prompts=PROMPTS, topk=1, seeds=7, **policy):
+def generate(draft, target, *, max_new_tokens=13, prompts=PROMPTS, topk=1, seeds=7, **policy):
     engine = EAGLEInference(draft, target, EAGLEConfig(topk=topk, num_steps=3, **policy))
     return engine.generate(prompts, max_new_tokens, seeds=seeds)
 
 
 def test_all_or_nothing(draft, target):
     _, stats = generate(draft, target, accept_policy="accept_all")
-    assert stats.mean_accept_length == 4 and stats.steps == 3 * 6
+    assert stats.mean_accept_length == 4 and stats.steps == 3 * 3
     text, stats = generate(draft, target, accept_policy="reject_all")
-    assert stats.mean_accept_length == 1 and stats.steps == 3 * 24
-    assert all(len(tokens) == 25 for tokens in text)
+    assert stats.mean_accept_length == 1 and stats.steps == 3 * 12
+    assert all(len(tokens) == 13 for tokens in text)
 
 
 def test_rejecting_changes_only_what_would_be_accepted(target):
@@ -56,7 +56,7 @@ def test_rejecting_changes_only_what_would_be_accepted(target):
 
 def test_simulated_rates_are_met(draft, target):
     rates = (0.9, 0.5, 0.1)
-    batch = {"prompts": [[token] for token in range(16)], "seeds": list(range(16)), "max_new_tokens": 40}
+    batch = {"prompts": [[token] for token in range(12)], "seeds": list(range(12)), "max_new_tokens": 24}
     _, stats = generate(draft, target, **batch, accept_policy="simulate", simulated_accept_rates=rates)
     for rate, count in zip(rates, stats.accepted_per_depth):
         sigma = (rate * (1 - rate) / stats.steps) ** 0.5

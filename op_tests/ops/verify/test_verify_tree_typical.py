@@ -14,7 +14,7 @@ from op_tests.harness import assert_only_launches, check_operation, check_regist
 from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
 
 PATH = "verify.verify_tree_typical"
-SHAPES = [(2, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (3, 4, 3, 8), (1, 8, 5, 20)]
+SHAPES = [(2, 1, 1, 1), (2, 1, 4, 5), (1, 8, 1, 9), (3, 4, 3, 8), (1, 8, 5, 20)]
 
 
 def make(batch_size, topk, spec_steps, num_nodes, *, vocab_size=61, peak=3.0, device="cpu", dtype=torch.float32):
@@ -47,17 +47,21 @@ def size_sweep():
         yield unread_logits(batch_size, 4, 3, 8, torch.bfloat16)
 
 
-@pytest.fixture(params=["one slice", "slices of 32"])
-def slices(request, monkeypatch):
+@pytest.fixture
+def slices(monkeypatch):
+    """Rows of two slices; elsewhere one slice holds them."""
     monkeypatch.setattr(launch, "_knows_triton", lambda: False)
-    if request.param != "one slice":
-        monkeypatch.setattr(op, "SCAN_TUNING", {"default": op.SCAN_TUNING["default"] | {"BLOCK_VOCAB": 32}})
+    monkeypatch.setattr(op, "SCAN_TUNING", {"default": op.SCAN_TUNING["default"] | {"BLOCK_VOCAB": 32}})
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_reference(shape, slices, device):
     output, _ = check_operation(PATH, make(*shape, device=device), case=str(shape))
     assert shape[3] == 1 or output.accept_token_num.sum() > 0, "the case accepts nothing, so it proves little"
+
+
+def test_one_slice_matches_reference(device):
+    check_operation(PATH, make(4, 4, 3, 8, device=device), case="one slice")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -84,7 +88,7 @@ def all_paths(values: dict, request: int) -> list[list[int]]:
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.09, 0.3), (0.5, 0.9), (0.02, 0.1)])
 def test_the_longest_path_of_likely_drafts(epsilon, delta, device):
     """By Medusa's own formula in float64: the product of posterior masks along each whole path."""
-    values = make(6, 4, 3, 12, peak=2.0, device=device)
+    values = make(6, 4, 3, 9, peak=2.0, device=device)
     values["temperature"] = torch.tensor([0.5, 0.7, 1.0, 1.0, 1.5, 3.0], device=device)
     values["epsilon"].fill_(epsilon)
     values["delta"].fill_(delta)
@@ -92,7 +96,7 @@ def test_the_longest_path_of_likely_drafts(epsilon, delta, device):
     seen = set()
     for request in range(6):
         temperature = values["temperature"][request].double().item()
-        probs = torch.softmax(values["target_logits"].double().view(6, 12, -1)[request] / temperature, -1).cpu()
+        probs = torch.softmax(values["target_logits"].double().view(6, 9, -1)[request] / temperature, -1).cpu()
         tokens = values["candidates"][request].tolist()
 
         def mask(node, child, probs=probs, tokens=tokens):
@@ -103,9 +107,9 @@ def test_the_longest_path_of_likely_drafts(epsilon, delta, device):
         accepted = [path for path in all_paths(values, request) if all(map(mask, path, path[1:]))]
         longest = max(map(len, accepted))
         want = next(path for path in accepted if len(path) == longest)  # in order of their last node
-        got = [index - 12 * request for index in output.accept_index[request].tolist() if index >= 0]
+        got = [index - 9 * request for index in output.accept_index[request].tolist() if index >= 0]
         assert got == want and output.accept_token_num[request] == len(want) - 1
-        predicts = output.predicts.view(6, 12)[request].tolist()
+        predicts = output.predicts.view(6, 9)[request].tolist()
         assert [predicts[node] for node in want[:-1]] == [tokens[node] for node in want[1:]]
         seen.add(longest)
     assert len(seen) > 1, "all requests accept equally much, so the case proves little"
@@ -206,12 +210,12 @@ def test_random_links_and_few_tokens(device):
     """Lists that join, skip and end anywhere, nodes of other requests: everything agrees with the reference."""
     for seed in range(2):
         torch.manual_seed(seed)
-        values = make(3, 8, 5, 33)
+        values = make(2, 8, 5, 20)
         values["candidates"] = values["candidates"] % 9 - 1
         values["target_logits"] = values["target_logits"][:, :8]
         for name in ("retrieve_next_token", "retrieve_next_sibling"):
-            values[name] = torch.where(torch.rand(3, 33) < 0.3, torch.randint(-2, 40, (3, 33)), values[name])
-        values["retrieve_index"] += (torch.rand(3, 33) < 0.03) * torch.randint(-40, 40, (3, 33))
+            values[name] = torch.where(torch.rand(2, 20) < 0.3, torch.randint(-2, 24, (2, 20)), values[name])
+        values["retrieve_index"] += (torch.rand(2, 20) < 0.03) * torch.randint(-40, 40, (2, 20))
         check_operation(PATH, to_device(values, device), case=f"seed {seed}")
 
 
