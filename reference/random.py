@@ -1,7 +1,7 @@
 """The counter-based noise of the samplers, in integers that PyTorch has (see eagle_kernels/primitives/random.py).
 
 One block of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) per seed, position,
-stream and draw; its words key a hash that permutes the 32-bit integers and gives every token id a word.
+stream and draw; its words key a hash, two rounds of multiply-and-fold as in wyhash, that gives every token id 64 bits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ STREAM_SIMULATE = 4
 _MASK = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-# (shift, multiplier) of each round, and the last shift
-_HASH_ROUNDS = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
-_HASH_LAST_SHIFT = 14
 
 
 def philox(seed: torch.Tensor, counter: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -47,13 +44,12 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: int, draw: int
     return (random_block(seeds, positions, stream, draw)[0] >> 8).to(torch.float32) * 2.0**-24
 
 
-def token_words(key: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
-    """The words int64 [R, num_tokens] of token ids 0 .. num_tokens - 1, for the four words [R] of a `random_block`."""
-    word = (torch.arange(num_tokens, device=key[0].device) + key[0][:, None]) & _MASK
-    for (shift, multiplier), added in zip(_HASH_ROUNDS, key[1:]):
-        word = word ^ (word >> shift)
-        word = (_multiply(word, multiplier)[1] + added[:, None]) & _MASK
-    return word ^ (word >> _HASH_LAST_SHIFT)
+def token_words(key: list[torch.Tensor], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """64 bits [R, num_tokens] as two words in int64 of the token ids, for the four words [R] of a `random_block`."""
+    key0, key1, key2, key3 = (word[:, None] for word in key)
+    high, low = _multiply(torch.arange(num_tokens, device=key0.device) ^ key0, key1)
+    high, low = _multiply(low ^ key2, high ^ key3)
+    return high ^ low, low
 
 
 def gumbel(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, stream: int = STREAM_TARGET) -> torch.Tensor:
@@ -61,13 +57,15 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, stream
     return gumbel_of_words(token_words(random_block(seeds, positions, stream), num_tokens))
 
 
-def gumbel_of_words(words: torch.Tensor) -> torch.Tensor:
-    """-ln E fp32 from 32-bit words, where E = -log1p(-u) and u = (word + 1/2) / 2^32."""
-    u = (words.to(torch.float64) + 0.5) * 2.0**-32
+def gumbel_of_words(words: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """-ln E fp32 of `token_words`, where E = -log1p(-u) and u = (word + (low + 1/2) / 2^32) / 2^32."""
+    word, low = words
+    u = (word.to(torch.float64) + (low.to(torch.float64) + 0.5) * 2.0**-32) * 2.0**-32
+    u = u.clamp(max=1.0 - 2.0**-53)
     return (-(-torch.log1p(-u)).log()).to(torch.float32)
 
 
-def _multiply(value: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _multiply(value: torch.Tensor, factor: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """High and low 32-bit halves of a 32 x 32 bit product, without leaving int64's positive range."""
     low_part = value * (factor & 0xFFFF)
     high_part = value * (factor >> 16)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ..runtime.language import tl, triton
 from .logits import load_raw, load_scaled
-from .ordering import unsigned_rank
+from .ordering import key_id, ordered_key, unsigned_rank
 from .random import add_gumbel, token_words
 
 NUM_LANES = 32
@@ -58,9 +58,8 @@ class Summary(NamedTuple):
     raw_max: Any  # the same of the logits as the model gave them, if log-probabilities are wanted
     raw_sum: Any
     gathered_values: Any  # fp32 [MAX_TOKENS]
-    gathered_weights: Any  # int64 [MAX_TOKENS]
+    gathered_weights: Any  # fp32 [MAX_TOKENS]
     gathered_ids: Any  # int32 [MAX_TOKENS]
-    num_gathered: Any  # int32 [2]: groups, then tokens
 
 
 @triton.jit
@@ -106,8 +105,6 @@ def scan_filtered(
     lane = tl.arange(0, LANES)[None, :]
     chunk = chunk[:, None]
     is_first = (chunk < NUM_CHUNKS) & (lane == 0)
-    if part == 0:
-        tl.store(summary.num_gathered + tl.arange(0, 2), tl.zeros([2], tl.int32))
     tl.store(
         summary.group_max + chunk * LANES + lane, tl.reshape(group_max, [BLOCK_CHUNK, LANES]), mask=chunk < NUM_CHUNKS
     )
@@ -129,14 +126,14 @@ def _chunk_sums(value, chunk_max):
 
 @triton.jit
 def row_mass(chunk_max_ptr, chunk_sum_ptr, VOCAB_SIZE: tl.constexpr):
-    """The largest value of a row and its sum of exponentials relative to that (0 if that is -inf)."""
+    """Maxima [chunk] of a row, the largest one, and the row's sum of exponentials relative to it (0 if it is -inf)."""
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    chunk = tl.arange(0, triton.next_power_of_2(NUM_CHUNKS))
+    chunk = tl.arange(0, max(triton.next_power_of_2(NUM_CHUNKS), LANES))
     chunk_max = tl.load(chunk_max_ptr + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))
     chunk_sum = tl.load(chunk_sum_ptr + chunk, mask=chunk < NUM_CHUNKS, other=0.0)
     largest = tl.max(chunk_max)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
-    return largest, tl.sum(chunk_sum * tl.exp(chunk_max - shift))
+    return chunk_max, largest, tl.sum(chunk_sum * tl.exp(chunk_max - shift))
 
 
 @triton.jit
@@ -147,42 +144,42 @@ def draw_filtered(
     noise_key,
     VOCAB_SIZE: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
+    HAS_LOGPROBS: tl.constexpr,
     IS_JOINT: tl.constexpr,
 ):
-    """The token int32 drawn from what the filters keep of a row, and the log of the kept sum of exponentials.
-
-    A row of nothing but -inf gives token 0.
+    """The token int32 drawn from what the filters keep of a row, and with HAS_LOGPROBS the log of the kept sum of
+    exponentials. A row of nothing but -inf gives token 0.
     """
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    NUM_GROUPS: tl.constexpr = NUM_CHUNKS * LANES
-    group = tl.arange(0, triton.next_power_of_2(NUM_GROUPS))
-    group_max = tl.load(summary.group_max + group, mask=group < NUM_GROUPS, other=float("-inf"))
-    largest, total = row_mass(summary.chunk_max, summary.chunk_sum, VOCAB_SIZE)
+    # [chunk, LANES]; axes shorter than a warp are for the compiler to stumble over
+    BLOCK_CHUNK: tl.constexpr = max(triton.next_power_of_2(NUM_CHUNKS), LANES)
+    group = tl.arange(0, BLOCK_CHUNK)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    group_max = tl.load(summary.group_max + group, mask=group < NUM_CHUNKS * LANES, other=float("-inf"))
+    chunk_max, largest, total = row_mass(summary.chunk_max, summary.chunk_sum, VOCAB_SIZE)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     has_top_k = filters.top_k > 0
     wanted = tl.where(has_top_k, filters.top_k, DEFAULT_WANTED)
 
     # a value that at least `wanted` tokens reach, and few groups
-    low = _chunk_edge(summary, wanted, VOCAB_SIZE)
-    low, num_groups = _raise_edge(group_max, low, largest, wanted, MAX_GROUPS)
+    low = _chunk_edge(chunk_max, wanted, NUM_CHUNKS)
+    low, num_groups, slot = _raise_edge(group_max, low, largest, wanted, MAX_GROUPS)
     is_enough = (wanted <= MAX_TOP_K) & (num_groups <= MAX_GROUPS) & (largest > float("-inf"))
     num_tokens = tl.zeros([], tl.int32)
     if is_enough:
-        _gather(summary.num_gathered, summary.gathered_ids, group, (group_max >= low) & (group_max > float("-inf")))
+        tl.store(summary.gathered_ids + slot, group, mask=_reaches(group_max, low))
         tl.debug_barrier()
         place = tl.arange(0, MAX_GROUPS)
         gathered = tl.load(summary.gathered_ids + place, mask=place < num_groups, other=0)
         token = gathered[:, None] * LANES + tl.arange(0, LANES)[None, :]
         is_token = (place < num_groups)[:, None] & (token < VOCAB_SIZE)
         value = load_scaled(row, token, is_token, VOCAB_SIZE, HAS_PENALTIES)
-        low, num_tokens = _raise_edge(value, low, largest, wanted, MAX_TOKENS)
+        low, num_tokens, token_slot = _raise_edge(value, low, largest, wanted, MAX_TOKENS)
         is_enough = num_tokens <= MAX_TOKENS
-        is_wanted = (value >= low) & (value > float("-inf")) & is_enough
-        slot = _slots(summary.num_gathered + 1, is_wanted)
+        is_wanted = _reaches(value, low) & is_enough
         tl.debug_barrier()  # all groups have been read
-        tl.store(summary.gathered_ids + slot, token, mask=is_wanted)
-        tl.store(summary.gathered_values + slot, value, mask=is_wanted)
-        tl.store(summary.gathered_weights + slot, _fixed_point(tl.exp(value - shift)), mask=is_wanted)
+        tl.store(summary.gathered_ids + token_slot, token, mask=is_wanted)
+        tl.store(summary.gathered_values + token_slot, value, mask=is_wanted)
+        tl.store(summary.gathered_weights + token_slot, tl.exp(value - shift), mask=is_wanted)
         tl.debug_barrier()
 
     chosen = tl.zeros([], tl.int32)
@@ -192,32 +189,34 @@ def draw_filtered(
         is_token = place < num_tokens
         token = tl.load(summary.gathered_ids + place, mask=is_token, other=_NO_ID)
         value = tl.load(summary.gathered_values + place, mask=is_token, other=float("-inf"))
-        fixed = tl.load(summary.gathered_weights + place, mask=is_token, other=0)
+        weight = tl.load(summary.gathered_weights + place, mask=is_token, other=0.0)
         num_above = tl.zeros([MAX_TOKENS], tl.int32)
-        mass_above = tl.zeros([MAX_TOKENS], tl.int64)
-        for start in range(0, num_tokens, 16):
-            for step in tl.static_range(16):
-                other = start + step
-                other_value = tl.load(summary.gathered_values + other, mask=other < num_tokens, other=float("-inf"))
-                other_fixed = tl.load(summary.gathered_weights + other, mask=other < num_tokens, other=0)
-                is_above = other_value > value
-                num_above += is_above.to(tl.int32)
-                mass_above += tl.where(is_above, other_fixed, 0)
+        mass_above = tl.zeros([MAX_TOKENS], tl.float32)
+        for start in range(0, num_tokens, 32):
+            # [other, token]: a thread holds a token and all others
+            other = start + tl.arange(0, 32)
+            other_value = tl.load(summary.gathered_values + other, mask=other < num_tokens, other=float("-inf"))
+            other_weight = tl.load(summary.gathered_weights + other, mask=other < num_tokens, other=0.0)
+            is_above = other_value[:, None] > value[None, :]
+            num_above += tl.sum(is_above.to(tl.int32), axis=0)
+            mass_above += tl.sum(tl.where(is_above, other_weight[:, None], 0.0), axis=0)
         keep = is_token & (num_above < tl.where(has_top_k, filters.top_k, MAX_TOKENS))
-        weight = tl.where(is_token, tl.exp(value - shift), 0.0)
         mass = total
-        if not IS_JOINT:
-            mass = tl.where(has_top_k, _fraction(tl.sum(tl.where(keep, fixed, 0))), total)
-        # the nucleus, or else all that min-p keeps, must lie within what was gathered
-        is_enough = has_top_k | ((filters.top_p < 1.0) & (_fraction(tl.sum(fixed)) >= filters.top_p * mass))
-        is_enough |= tl.min(tl.where(is_token, weight, float("inf"))) < filters.min_p
+        if has_top_k:
+            if not IS_JOINT:
+                mass = tl.sum(tl.where(keep, weight, 0.0))
+        else:
+            # the nucleus, or else all that min-p keeps, must lie within what was gathered
+            is_enough = (filters.top_p < 1.0) & (tl.sum(weight) >= filters.top_p * mass)
+            is_enough |= tl.min(tl.where(is_token, weight, float("inf"))) < filters.min_p
         if filters.top_p < 1.0:
-            keep &= (num_above == 0) | (_fraction(mass_above) < filters.top_p * mass)
+            keep &= (num_above == 0) | (mass_above < filters.top_p * mass)
         if filters.min_p > 0.0:
             keep &= weight >= tl.minimum(filters.min_p, 1.0)
-        kept_sum = _fraction(tl.sum(tl.where(keep, fixed, 0)))
         key = tl.where(keep, add_gumbel(value, token_words(noise_key, token)), float("-inf"))
-        chosen = tl.min(tl.where(keep & (key == tl.max(key)), token, _NO_ID))
+        chosen = key_id(tl.max(ordered_key(tl.where(key == 0.0, 0.0, key), token))).to(tl.int32)
+        if HAS_LOGPROBS:
+            kept_sum = tl.sum(tl.where(keep, weight, 0.0))
     if (not is_enough) & (largest > float("-inf")):
         chosen, kept_sum = _search_row(
             row, filters, summary, noise_key, largest, total, VOCAB_SIZE, HAS_PENALTIES, IS_JOINT
@@ -226,73 +225,48 @@ def draw_filtered(
 
 
 @triton.jit
-def _fixed_point(weight):
-    """int64 of weights in 0 .. 1: sums of integers do not depend on their order, and the order of gathering is free."""
-    return (weight * 1099511627776.0).to(tl.int64)
-
-
-@triton.jit
-def _fraction(fixed):
-    return fixed.to(tl.float32) * 9.094947017729282e-13
-
-
-@triton.jit
-def _slots(counter_ptr, is_wanted):
-    """A place of its own for every wanted element, in no particular order."""
-    one = tl.full(is_wanted.shape, 1, tl.int32)
-    return tl.atomic_add(tl.broadcast_to(counter_ptr, is_wanted.shape), one, mask=is_wanted, sem="relaxed", scope="cta")
-
-
-@triton.jit
-def _gather(counter_ptr, ids_ptr, ids, is_wanted):
-    tl.store(ids_ptr + _slots(counter_ptr, is_wanted), ids, mask=is_wanted)
-
-
-@triton.jit
-def _chunk_edge(summary, wanted, VOCAB_SIZE: tl.constexpr):
+def _chunk_edge(chunk_max, wanted, NUM_CHUNKS: tl.constexpr):
     """The `wanted`-th largest chunk maximum, which at least as many tokens reach; -inf if there are fewer chunks."""
-    NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    chunk = tl.arange(0, triton.next_power_of_2(NUM_CHUNKS))
-    chunk_max = tl.load(summary.chunk_max + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))
     edge = tl.full([], float("-inf"), tl.float32)
     if wanted <= NUM_CHUNKS:
-        num_above = tl.zeros(chunk.shape, tl.int32)
-        for start in range(0, NUM_CHUNKS, 16):
-            for step in tl.static_range(16):
-                other = start + step
-                other_max = tl.load(summary.chunk_max + other, mask=other < NUM_CHUNKS, other=float("-inf"))
-                num_above += (other_max > chunk_max).to(tl.int32)
-        edge = tl.min(tl.where(num_above < wanted, chunk_max, float("inf")))
+        # [other, chunk]
+        num_above = tl.sum((chunk_max[:, None] > chunk_max[None, :]).to(tl.int32), axis=0)
+        is_above = num_above >= wanted
+        edge = tl.min(tl.where(is_above, float("inf"), tl.reshape(chunk_max, num_above.shape)))
     return edge
 
 
 @triton.jit
-def _raise_edge(values, low, high, wanted, ROOM: tl.constexpr):
-    """Raises `low` while more than ROOM values above -inf reach it, as long as at least `wanted` do.
-
-    Returns it and how many reach it. `high` is the largest value.
-    """
-    count = _count(values, low)
-    if (count > ROOM) & (low == float("-inf")):
-        # a finite place to start from: no matter which, what lies below is halved away
-        finite = tl.min(tl.where(values > float("-inf"), values, float("inf")))
-        low = tl.minimum(finite, high)
-    middle = low + (high - low) * 0.5
-    while (count > ROOM) & (middle > low) & (middle < high):
-        reaching = _count(values, middle)
-        low = tl.where(reaching >= wanted, middle, low)
-        count = tl.where(reaching >= wanted, reaching, count)
-        high = tl.where(reaching >= wanted, high, middle)
-        middle = low + (high - low) * 0.5
-    return low, count
+def _reaches(values, low):
+    """Which values reach `low`; -inf, which cannot be drawn, never does."""
+    return (values >= low) & (values > float("-inf"))
 
 
 @triton.jit
-def _count(values, low):
-    is_reaching = ((values >= low) & (values > float("-inf"))).to(tl.int32)
-    if len(values.shape) == 2:
-        is_reaching = tl.sum(is_reaching, axis=1)
-    return tl.sum(is_reaching)
+def _raise_edge(values, low, high, wanted, ROOM: tl.constexpr):
+    """Raises `low` while more than ROOM of the values [n, LANES] reach it, as long as at least `wanted` do.
+
+    Returns it, how many reach it, and the rank of each that does among them. `high` is the largest value.
+    """
+    reaching = _reaches(values, low).to(tl.int32)
+    in_row = tl.sum(reaching, axis=1)
+    count = tl.sum(in_row)
+    if count > ROOM:
+        if low == float("-inf"):
+            # a finite place to start from: no matter which, what lies below is halved away
+            low = tl.min(tl.min(tl.where(values > float("-inf"), values, high), axis=1))
+        middle = low + (high - low) * 0.5
+        while (count > ROOM) & (middle > low) & (middle < high):
+            above = tl.sum(tl.sum(_reaches(values, middle).to(tl.int32), axis=1))
+            low = tl.where(above >= wanted, middle, low)
+            count = tl.where(above >= wanted, above, count)
+            high = tl.where(above >= wanted, high, middle)
+            middle = low + (high - low) * 0.5
+        reaching = _reaches(values, low).to(tl.int32)
+        in_row = tl.sum(reaching, axis=1)
+    # the running sum of a row stays within a few lanes
+    before = tl.cumsum(in_row, 0) - in_row
+    return low, count, before[:, None] + tl.cumsum(reaching, 1) - 1
 
 
 @triton.jit

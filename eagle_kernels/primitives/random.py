@@ -2,9 +2,8 @@
 
 Whatever is random at one position of one request begins with one Philox4x32-10 block (Salmon et al., SC 2011): the key
 is the request's 64-bit seed, the counter (position, position >> 32, stream, draw). Its words are what few numbers are
-made of (`uniform`), or they key a hash that gives every token id a word of its own (`token_words`): three rounds of
-multiply, add and xor-shift, with the constants of Wellons' triple32. For one key the hash is a permutation of the
-32-bit integers, so no two tokens of a row share a word and an argmax over their noise does not tie.
+made of (`uniform`), or they key a hash that gives every token id 64 bits of its own (`token_words`): two rounds of
+multiply-and-fold as in wyhash, each a 32 x 32 -> 64 bit product and exclusive ors.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ STREAM_ACCEPT = 2
 STREAM_RESIDUAL = 3
 STREAM_SIMULATE = 4
 
-# No noise is larger: that of word 0.
-LARGEST_GUMBEL = tl.constexpr(22.8738)
+# No noise is larger.
+LARGEST_GUMBEL = tl.constexpr(45.06)
 
 
 @triton.jit
@@ -44,21 +43,17 @@ def uniform(seed, position, STREAM: tl.constexpr, draw):
 
 @triton.jit
 def token_words(key, ids):
-    """The words uint32 of token ids, for the four words of a `random_block`."""
+    """64 random bits of each token id, as two tensors uint32, for the four words of a `random_block`."""
     key0, key1, key2, key3 = key
-    word = ids.to(tl.uint32) + key0
-    word ^= word >> 17
-    word = word * 0xED5AD4BB + key1
-    word ^= word >> 11
-    word = word * 0xAC4C1B51 + key2
-    word ^= word >> 15
-    word = word * 0x31848BAB + key3
-    return word ^ (word >> 14)
+    product = (ids.to(tl.uint32) ^ key0).to(tl.uint64) * key1.to(tl.uint64)
+    product = (product.to(tl.uint32) ^ key2).to(tl.uint64) * ((product >> 32).to(tl.uint32) ^ key3).to(tl.uint64)
+    low = product.to(tl.uint32)
+    return (product >> 32).to(tl.uint32) ^ low, low
 
 
 @triton.jit
 def gumbel(words):
-    """Standard Gumbel noise -ln E fp32 from 32-bit words, where E = -log1p(-u) and u = (word + 1/2) / 2^32."""
+    """Standard Gumbel noise -ln E fp32 of `token_words`: E = -log1p(-u), u = (word + (low + 1/2) / 2^32) / 2^32."""
     return _log2_exponential(words) * -0.6931471805599453
 
 
@@ -69,16 +64,17 @@ def add_gumbel(values, words):
 
 
 @triton.jit
-def add_gumbel_bound(values, words):
-    """At least add_gumbel(values, words), by at most 0.07 more where the noise is large, without a logarithm.
+def add_gumbel_bound(logits, scale, words):
+    """At least add_gumbel(logits * scale, words), by at most 0.07 more where the noise is large, without a logarithm.
 
     E >= u, and the bits of a float, as an integer, are its logarithm with the mantissa taken linearly, which is less.
-    They become a float without a conversion: as the mantissa of 2^23 + bits / 64 - constant.
+    They become a float without a conversion: as the mantissa of 2^23 + bits / 128 - constant.
     """
-    u = tl.fma(words.to(tl.float32), 2.3283064365386963e-10, 1.1641532182693481e-10)
-    steps = ((u.to(tl.int32, bitcast=True) >> 6) + 0x4A440000).to(tl.float32, bitcast=True)
-    # ln 2 (97 - steps / 2^17), and what rounding may take away
-    return tl.fma(steps, -5.288292212634e-06, values + 67.2358)
+    word, _ = words
+    u = tl.fma(word.to(tl.float32), 2.3283064365386963e-10, 2.710505431213761e-20)
+    steps = ((u.to(tl.int32, bitcast=True) >> 7) + 0x4AC20000).to(tl.float32, bitcast=True)
+    # ln 2 (193 - steps / 2^16), and what rounding may take away
+    return tl.fma(steps, -1.0576584424268e-05, tl.fma(logits, scale, 133.7775))
 
 
 @triton.jit
@@ -87,8 +83,9 @@ def _log2_exponential(words):
 
     (With 24-bit uniforms every 140th draw over a vocabulary of 128k would tie, in favour of the lowest id.)
     """
-    wide = words.to(tl.float32)
-    u = tl.fma(wide, 2.3283064365386963e-10, 1.1641532182693481e-10)
+    word, low = words
+    wide = word.to(tl.float32)
+    u = tl.fma(low.to(tl.float32), 5.421010862427522e-20, tl.fma(wide, 2.3283064365386963e-10, 2.710505431213761e-20))
     series = u * tl.fma(u, tl.fma(u, tl.fma(u, tl.fma(u, 0.2, 0.25), 0.3333333333333333), 0.5), 1.0)
     rest = tl.maximum(tl.fma(wide, -2.3283064365386963e-10, 1.0), 2.9802322387695312e-08)
     return tl.log2(tl.where(u < 0.0625, series, tl.log2(rest) * -0.6931471805599453))

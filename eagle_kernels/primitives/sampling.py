@@ -106,7 +106,9 @@ def draw_token(
         is_plain = ~filters.is_on
         if filters.is_on:
             summary = open_summary(scratch, place, VOCAB_SIZE)
-            token, log_mass = draw_filtered(row, filters, summary, noise_key, VOCAB_SIZE, HAS_PENALTIES, IS_JOINT)
+            token, log_mass = draw_filtered(
+                row, filters, summary, noise_key, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS, IS_JOINT
+            )
     if is_plain:
         token = row_winner(scratch.keys, key_place, VOCAB_SIZE, BLOCK_CHUNK)
         if HAS_LOGPROBS:
@@ -131,14 +133,12 @@ def open_summary(scratch, place, VOCAB_SIZE: tl.constexpr):
     raw_max = chunk_max
     if scratch.raw is not None:
         raw_max = scratch.raw + place * (NUM_CHUNKS * 2)
-    # int64 [MAX_TOKENS], then fp32 and int32 [MAX_TOKENS] each, then two counters
-    weights = scratch.gathered + place * (2 * MAX_TOKENS + 1)
-    values = (weights + MAX_TOKENS).to(tl.pointer_type(tl.float32), bitcast=True)
-    ids = values.to(tl.pointer_type(tl.int32), bitcast=True) + MAX_TOKENS
+    # values, weights and ids [MAX_TOKENS] each
+    values = scratch.gathered + place * (3 * MAX_TOKENS)
+    ids = (values + 2 * MAX_TOKENS).to(tl.pointer_type(tl.int32), bitcast=True)
     return Summary(
-        group_max, chunk_max, chunk_max + NUM_CHUNKS, raw_max, raw_max + NUM_CHUNKS, values, weights, ids,
-        ids + MAX_TOKENS,
-    )  # fmt: skip
+        group_max, chunk_max, chunk_max + NUM_CHUNKS, raw_max, raw_max + NUM_CHUNKS, values, values + MAX_TOKENS, ids
+    )
 
 
 @triton.jit
@@ -166,38 +166,46 @@ def _slice_winner(
     bound are computed in full, and of any other group whose bound is not below them. A chunk draws no noise if none of
     its tokens could win with the largest possible one. A slice of nothing but -inf gives its first token.
     """
-    lane = tl.arange(0, CHUNK)
+    TILE: tl.constexpr = CHUNK
     start = part * (BLOCK_CHUNK * CHUNK)
+    token = start + tl.arange(0, TILE)
     best = ordered_key(tl.full([], float("-inf"), tl.float32), start)
-    logit = load_processed(row, start + lane, start + lane < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
-    for index in tl.static_range(BLOCK_CHUNK):
-        token = start + index * CHUNK + lane
-        bound = logit * row.inverse_temperature
-        bound = tl.where(bound == bound, bound, float("-inf"))
-        if index + 1 < BLOCK_CHUNK:  # read while this one is computed
-            ahead = token + CHUNK
-            logit = load_processed(row, ahead, ahead < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+    logit = load_processed(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+    for index in tl.static_range(BLOCK_CHUNK * CHUNK // TILE):
+        current, current_token = logit, token
+        if (index + 1) * TILE < BLOCK_CHUNK * CHUNK:  # read while this tile is computed
+            token += TILE
+            logit = load_processed(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
         if is_sampled:
-            if tl.max(bound) + LARGEST_GUMBEL >= _key_value(best):
-                bound = add_gumbel_bound(bound, token_words(noise_key, token))
-                best = _best_of_groups(row, is_sampled, noise_key, bound, token, best, VOCAB_SIZE, HAS_PENALTIES)
+            may_win = True
+            if index > 0:
+                may_win = _may_win(tl.max(current) * row.inverse_temperature + LARGEST_GUMBEL, best)
+            if may_win:
+                bound = add_gumbel_bound(current, row.inverse_temperature, token_words(noise_key, current_token))
+                best = _best_of_groups(
+                    row, is_sampled, noise_key, bound, start + index * TILE, best, VOCAB_SIZE, HAS_PENALTIES
+                )
         else:
-            best = _best_of_groups(row, is_sampled, noise_key, bound, token, best, VOCAB_SIZE, HAS_PENALTIES)
+            best = _best_of_groups(
+                row, is_sampled, noise_key, current, start + index * TILE, best, VOCAB_SIZE, HAS_PENALTIES
+            )
     return best
 
 
 @triton.jit
 def _best_of_groups(
-    row, is_sampled, noise_key, bound, token, best, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr
+    row, is_sampled, noise_key, bound, first, best, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr
 ):
-    """The larger one of `best` and the ordered keys of a chunk's tokens, none of which exceeds its `bound`."""
-    group = tl.arange(0, CHUNK // 8)
-    remaining = tl.max(tl.reshape(bound, [CHUNK // 8, 8]), axis=1)
-    first = tl.min(token)
+    """The larger one of `best` and the ordered keys of the tokens from `first` on, none of which exceeds its `bound`."""
+    NUM_GROUPS: tl.constexpr = bound.shape[0] // 8
+    group = tl.arange(0, NUM_GROUPS)
+    remaining = tl.max(tl.reshape(bound, [NUM_GROUPS, 8]), axis=1)
+    # a maximum passes NaN over where it can; a group where it could not is looked at
+    remaining = tl.where(remaining == remaining, remaining, float("inf"))
     top = tl.max(remaining)
     is_open = _may_win(top, best)
     while is_open:
-        chosen = tl.min(tl.where(remaining == top, group, CHUNK))
+        chosen = tl.min(tl.where(remaining == top, group, NUM_GROUPS))
         few = first + chosen * 8 + tl.arange(0, 8)
         value = load_scaled(row, few, few < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
         if is_sampled:
@@ -206,7 +214,7 @@ def _best_of_groups(
         remaining = tl.where(group == chosen, float("-inf"), remaining)
         top = tl.max(remaining)
         # groups are chosen in ascending order, so without noise no later one can win a tie
-        is_open = is_sampled & (top > float("-inf")) & _may_win(top, best)
+        is_open = (top > float("-inf")) & ((is_sampled & _may_win(top, best)) | (top > _key_value(best)))
     return best
 
 
@@ -224,7 +232,7 @@ def _key_value(key):
 
 @triton.jit
 def _log_mass(max_ptr, sum_ptr, VOCAB_SIZE: tl.constexpr):
-    largest, total = row_mass(max_ptr, sum_ptr, VOCAB_SIZE)
+    _, largest, total = row_mass(max_ptr, sum_ptr, VOCAB_SIZE)
     return tl.where(largest == float("-inf"), 0.0, largest) + tl.log(total)
 
 
@@ -263,7 +271,7 @@ def allocate_scratch(values: dict, rows: torch.Tensor, num_places: int, num_leve
     """Kernel arguments of the scratch: room for the slice keys of num_levels * num_places rows, all else of num_places.
 
     keys int64 [num_levels * num_places, slices]; with filters or log-probabilities summary fp32 [num_places, chunks *
-    34] (group maxima, chunk maxima, chunk sums) and gathered int64 [num_places, 513] (what `open_summary` makes of it);
+    34] (group maxima, chunk maxima, chunk sums) and gathered fp32 [num_places, 768] (what `open_summary` makes of it);
     raw fp32 [num_places, chunks * 2].
     """
     device, vocab_size = rows.device, rows.shape[1]
@@ -274,7 +282,7 @@ def allocate_scratch(values: dict, rows: torch.Tensor, num_places: int, num_leve
     if needs_summary:
         scratch |= {
             "summary_ptr": torch.empty((num_places, num_chunks * (NUM_LANES + 2)), dtype=torch.float32, device=device),
-            "gathered_ptr": torch.empty((num_places, 2 * NUM_TOKENS_GATHERED + 1), dtype=torch.int64, device=device),
+            "gathered_ptr": torch.empty((num_places, 3 * NUM_TOKENS_GATHERED), dtype=torch.float32, device=device),
         }
     if values.get("return_logprobs", False):
         scratch["raw_ptr"] = torch.empty((num_places, num_chunks * 2), dtype=torch.float32, device=device)

@@ -94,6 +94,37 @@ def find_child(tokens, links, node, token, BLOCK_NODE: tl.constexpr):
 
 
 @triton.jit
+def step_down(
+    candidates_ptr,
+    retrieve_index_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
+    request,
+    node,
+    token,
+    NUM_NODES: tl.constexpr,
+):
+    """The first child of `node` that carries `token` (int32), -1 if none does or node is -1; links are read on the way.
+
+    As find_child on what load_nodes loads, for programs that need little else of the tree.
+    """
+    first = request * NUM_NODES
+    child = tl.load(retrieve_next_token_ptr + first + node, mask=node >= 0, other=-1).to(tl.int32)
+    above = node
+    match = tl.full([], -1, tl.int32)
+    while (child > above) & (child < NUM_NODES) & (above >= 0):
+        candidate = tl.load(candidates_ptr + first + child).to(tl.int64)
+        sibling = tl.load(retrieve_next_sibling_ptr + first + child).to(tl.int64)
+        is_sound = is_own(tl.load(retrieve_index_ptr + first + child).to(tl.int64), request, NUM_NODES)
+        is_match = is_sound & (candidate == token) & (token >= 0)
+        match = tl.where(is_match, child, match)
+        above = child
+        is_link = is_sound & (sibling > child) & (sibling < NUM_NODES)
+        child = tl.where(is_link & (match < 0), sibling, -1).to(tl.int32)
+    return match
+
+
+@triton.jit
 def follow(retrieved, tokens, links, predicted, request, SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr,
            BLOCK_NODE: tl.constexpr):  # fmt: skip
     """The depth [node] of the nodes on the path that the target's tokens `predicted` [node] take, -1 for all others.

@@ -59,7 +59,7 @@ from ...primitives.filters import load_filters
 from ...primitives.logits import Processors, Row, read_temperature
 from ...primitives.random import STREAM_TARGET, random_block
 from ...primitives.sampling import Scratch, draw_token, row_winner, scan_slice
-from ...primitives.tree_walk import check_tree, find_child, is_own, load_nodes, store_path
+from ...primitives.tree_walk import check_tree, is_own, step_down, store_path
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -125,34 +125,32 @@ def _verify_tree_sampled_scan_kernel(
     ALIGNMENT: tl.constexpr,
     STREAM: tl.constexpr,
     VECTOR: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Steps one walk to its node of this level, path [level, B] (-1: ended), and scans a slice of that node's row.
+    """Scans a slice of the row of one walk's node of this level, path [level, B] (-1: ended).
 
-    All programs of a request take the step, from what the launches before wrote.
+    Where no launch of its own draws the tokens, all programs of a request first take the step to the node.
     """
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    retrieved, tokens, links = load_nodes(
-        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-        request, NUM_NODES, BLOCK_NODE,
-    )  # fmt: skip
+    # read before the walk tells whether they are needed: it waits for memory once less
+    temperature = tl.load(temperature_ptr + request)
+    seed = tl.load(seeds_ptr + request)
     place = level * batch_size.to(tl.int64) + request
     above = place - batch_size
     if level == 0:
-        own_root = (tl.arange(0, BLOCK_NODE) == 0) & is_own(retrieved, request, NUM_NODES)
-        current = tl.max(own_root.to(tl.int32)) - 1
+        root = tl.load(retrieve_index_ptr + request * NUM_NODES).to(tl.int64)
+        current = tl.where(is_own(root, request, NUM_NODES), 0, -1)
+    elif HAS_DRAW:
+        current = tl.load(path_ptr + place)
     else:
         parent = tl.load(path_ptr + above)
-        if HAS_DRAW:
-            token = tl.load(drawn_ptr + above)
-        else:
-            token = row_winner(keys_ptr, above, VOCAB_SIZE, BLOCK_CHUNK)
-        child = find_child(tokens, links, tl.maximum(parent, 0), token, BLOCK_NODE)
-        current = tl.where((parent >= 0) & (child > 0), child, -1)
+        current = step_down(
+            candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+            request, parent, row_winner(keys_ptr, above, VOCAB_SIZE, BLOCK_CHUNK), NUM_NODES,
+        )  # fmt: skip
     if part == 0:
         tl.store(path_ptr + place, current)
     if current >= 0:
@@ -161,13 +159,13 @@ def _verify_tree_sampled_scan_kernel(
             repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
             logit_bias_ptr, token_bitmask_ptr,
         )  # fmt: skip
-        inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
+        inverse_temperature, is_sampled = read_temperature(temperature)
         row_ptr = target_logits_ptr + tl.multiple_of(node * stride_logits_row, ALIGNMENT)
         drafts_ptr = drawn_ptr + request
         row = Row(row_ptr, processors, request, node, inverse_temperature, drafts_ptr, level, batch_size)
         scan_slice(
             row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE),
-            random_block(tl.load(seeds_ptr + request), tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM, 0),
+            random_block(seed, tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM, 0),
             Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, request, part,
             VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK,
         )  # fmt: skip
@@ -176,6 +174,10 @@ def _verify_tree_sampled_scan_kernel(
 @triton.jit(do_not_specialize=["stride_logits_row", "level", "batch_size"])
 def _verify_tree_sampled_draw_kernel(
     # inputs
+    candidates_ptr,
+    retrieve_index_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
     target_logits_ptr,
     positions_ptr,
     seeds_ptr,
@@ -216,7 +218,7 @@ def _verify_tree_sampled_draw_kernel(
     BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Draws the token of one walk's node of this level, drawn [level, B], from the scanned row."""
+    """Draws the token of one walk's node of this level, drawn [level, B], from the scanned row, and steps on."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     place = level * batch_size.to(tl.int64) + request
@@ -240,6 +242,12 @@ def _verify_tree_sampled_draw_kernel(
             VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, IS_JOINT, BLOCK_CHUNK,
         )  # fmt: skip
         tl.store(drawn_ptr + place, token)
+        current = step_down(
+            candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+            request, current, token, NUM_NODES,
+        )  # fmt: skip
+    if level < SPEC_STEPS:
+        tl.store(path_ptr + place + batch_size, current)
     if HAS_LOGPROBS:
         column = request * (SPEC_STEPS + 1) + level
         tl.store(logprobs_ptr + column, logprob)
@@ -384,6 +392,10 @@ def verify_tree_sampled(
     scratch["drawn_ptr"] = torch.empty(levels, dtype=torch.int32, device=device)
     constants = sampling.constants(values, target_logits)
     shared = scratch | constants | logits.pointers(values) | {
+        "candidates_ptr": candidates,
+        "retrieve_index_ptr": retrieve_index,
+        "retrieve_next_token_ptr": retrieve_next_token,
+        "retrieve_next_sibling_ptr": retrieve_next_sibling,
         "target_logits_ptr": target_logits,
         "positions_ptr": positions,
         "seeds_ptr": seeds,
@@ -397,13 +409,8 @@ def verify_tree_sampled(
         "STREAM": STREAM_TARGET,
     }  # fmt: skip
     scan = shared | {
-        "candidates_ptr": candidates,
-        "retrieve_index_ptr": retrieve_index,
-        "retrieve_next_token_ptr": retrieve_next_token,
-        "retrieve_next_sibling_ptr": retrieve_next_sibling,
         "HAS_DRAW": has_draw,
         "VECTOR": sampling.vector_size(target_logits),
-        "BLOCK_NODE": triton.next_power_of_2(num_nodes),
         "num_warps": tuning.row(SCAN_TUNING, device)["num_warps"],
     }
     draw = shared | {
@@ -442,7 +449,7 @@ def verify_tree_sampled(
         NUM_NODES=num_nodes,
         VOCAB_SIZE=constants["VOCAB_SIZE"],
         HAS_DRAW=has_draw,
-        BLOCK_NODE=scan["BLOCK_NODE"],
+        BLOCK_NODE=triton.next_power_of_2(num_nodes),
         BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
         BLOCK_CHUNK=constants["BLOCK_CHUNK"],
         **tuning.row(TUNING, device),
