@@ -20,30 +20,31 @@ def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size, accepted):
     """
     values = accepted_tree("cpu", batch_size, topk, spec_steps, num_nodes, vocab_size)
     depth = values.pop("positions").view(batch_size, num_nodes) - 1024
-    planned = values.pop("target_predict")
+    planned, candidates = values.pop("target_predict"), values["candidates"]
     values = {name: value.to(device) for name, value in values.items()}
     logits = torch.randn(batch_size * num_nodes, vocab_size, device=device)
     logits.scatter_add_(1, planned.view(-1, 1).to(device), torch.full_like(logits[:, :1], 12.0))
     target_probs = torch.softmax(logits, dim=-1).view(batch_size, num_nodes, vocab_size)
-    mass_before, mass_until = (mass.cpu() for mass in sibling_mass(values, target_probs)[:2])
-    candidates = values["candidates"].cpu()
-    parent = parents(values["retrieve_next_token"], values["retrieve_next_sibling"])
-    coins = torch.empty(batch_size, num_nodes)
-    final_coins = torch.empty(batch_size)
-    for request in range(batch_size):
-        last = 0
-        for node in range(num_nodes):
-            children = (parent[request] == node).nonzero().flatten().tolist()
-            of_all = float(mass_until[request, children[-1]]) if children else 0.0
-            coins[request, node] = (of_all + 1.0) / 2
-            taken = [child for child in children if candidates[request, child] == planned[request, node]]
-            if taken and depth[request, node] < accepted:
-                coins[request, node] = float(mass_before[request, taken[0]] + mass_until[request, taken[0]]) / 2
-                last = taken[0] if node == last else last
-        is_rejected = (parent[request] == last) & (depth[request, last] < spec_steps)
-        left = target_probs[request, last].double().index_fill(0, candidates[request, is_rejected].to(device), 0.0)
-        reached, token = left.cumsum(0), int(left.argmax())
-        final_coins[request] = float((reached[token] - left[token] / 2) / reached[-1])
+    # all that follows is small, and on the CPU
+    mass_before, mass_until, parent = (tensor.cpu() for tensor in sibling_mass(values, target_probs))
+    node, request = torch.arange(num_nodes), torch.arange(batch_size)
+    # [request, node, child]
+    is_child = (parent[:, None, :] == node[:, None]) & (node > 0)
+    is_taken = (candidates == planned.gather(1, parent)) & (depth.gather(1, parent) < accepted)
+    taken = torch.where(is_child & is_taken[:, None, :], node, 0).amax(-1)
+    of_all = torch.where(is_child, mass_until[:, None, :], 0.0).amax(-1)
+    of_taken = (mass_before + mass_until).gather(1, taken)
+    coins = torch.where(taken > 0, of_taken, of_all + 1.0) / 2
+    last = torch.zeros(batch_size, 1, dtype=torch.int64)
+    for _ in range(spec_steps):
+        below = taken.gather(1, last)
+        last = torch.where(below > 0, below, last)
+    is_rejected = (parent == last) & (node > 0) & (depth.gather(1, last) < spec_steps)
+    left = target_probs[request.to(device), last[:, 0].to(device)].cpu().double()
+    at_request, at_node = is_rejected.nonzero(as_tuple=True)
+    left[at_request, candidates[at_request, at_node]] = 0.0
+    reached, token = left.cumsum(1), left.argmax(1)
+    final_coins = ((reached[request, token] - left[request, token] / 2) / reached[:, -1]).float()
     return values | {
         "target_probs": target_probs,
         "uniform_samples": coins.to(device),
