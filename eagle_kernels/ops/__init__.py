@@ -86,18 +86,14 @@ def verify_tree(
         policy |= {"seeds": seeds, "positions": positions}  # then seeds alone do not ask for sampling
     if all(value is None for value in (temperature, *filters.values())) and (seeds is None or "seeds" in policy):
         return verify_tree_greedy(*links, target_predict, target_logits, spec_steps=spec_steps, **policy, out=out)
-    if accept_policy != "normal":
-        raise ValueError(
-            f"eagle_kernels.verify_tree: accept_policy must be 'normal' for sampling, which plants no tokens yet, "
-            f"got {accept_policy!r}"
-        )
     needed = {"target_logits": target_logits, "positions": positions, "seeds": seeds, "temperature": temperature}
     missing = [name for name, value in needed.items() if value is None]
     if missing:
         raise ValueError(f"eagle_kernels.verify_tree: sampling needs {', '.join(missing)} as well, got None")
     if target_predict is not None:
         raise ValueError("eagle_kernels.verify_tree: target_predict must not be given for sampling, which draws tokens")
-    return verify_tree_sampled(*links, **needed, **filters, spec_steps=spec_steps, out=out)
+    policy = {"accept_policy": accept_policy, "simulated_rates": simulated_rates}
+    return verify_tree_sampled(*links, **needed, **filters, **policy, spec_steps=spec_steps, out=out)
 
 
 __all__ = [

@@ -34,8 +34,8 @@ from .logits import load_processed, load_raw, load_scaled
 from .ordering import LOWEST_KEY, bits_value, key_id, ordered_key
 from .random import LARGEST_GUMBEL, add_gumbel, add_gumbel_bound, token_words
 
-# bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_sampled.txt; a chunk per warp
-SCAN_TUNING = {"default": {"BLOCK_CHUNK": 2, "num_warps": 2}}
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_sampled.txt
+SCAN_TUNING = {"default": {"BLOCK_CHUNK": 1, "num_warps": 1}}
 DRAW_TUNING = {"default": {"num_warps": 8}}
 
 

@@ -6,7 +6,8 @@ Computes
     it, that draft is accepted and becomes the current node; else the token ends the walk as the bonus. The drafts are a
     function of the prefix alone (top-k trees), so following a child has probability p(child): the law is the target's,
     for distinct siblings the same as that of the recursive rejection of EAGLE-2 (arXiv 2406.16858) and of SGLang's coin
-    walk. Draft probabilities are not needed. Rows of temperature 0 are greedy.
+    walk. Draft probabilities are not needed. Rows of temperature 0 are greedy. accept_policy and simulated_rates, for
+    timing, as in verify_tree_greedy.
 Shapes
     candidates              [B, N]      int    tokens of the nodes, node 0 the root
     retrieve_index          [B, N]      int    b * N + i
@@ -25,6 +26,7 @@ Shapes
     logit_bias              [B, V]                 fp32 / fp16 / bf16
     token_bitmask           [B * N, ceil(V / 32)]  int32  what the grammar allows after each node
     seq_lens, is_live       [B]         as in verify_commit, whose outputs are wanted where seq_lens is given
+    simulated_rates         [S]         fp32   as in verify_tree_greedy
     -> predicts             [B * N]     int32  the token drawn at visited nodes, -1 elsewhere
     -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
     -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
@@ -38,13 +40,19 @@ Invariants
     Equal logits, seed and position give the equal token, with or without a tree around it, in any batch. Duplicate
     siblings are harmless: the first one is followed. Malformed links and dead rows as in verify_tree_greedy.
 Grid
-    Level by level, as deep as drafts can be accepted: (B, slices), one program steps a request's walk to its node of
-    the level and scans a slice of that node's row; with filters, penalties or log-probabilities then (B,), one program
-    draws the token of the row. Last (B,), one program writes a request's outputs. A walk that has ended costs no bytes.
+    Every row that is read is cut into slices, (rows, slices), one program scans each; (rows,), one program draws a
+    token each; (B,), one program writes a request's outputs.
+    level by level          scanned and drawn are the rows of the nodes that the walks have reached: nothing is read or
+                            normalised off the paths, and a walk that has ended costs no bytes. Without filters the
+                            programs of the next scan draw, and step the walk themselves.
+    all rows, then walk     all at once, where this takes less time: few rows, which leave most of the GPU idle. Shapes
+                            alone decide (`draws_all_rows`), and both give the same bits. Penalties, log-probabilities
+                            and policies go level by level, as they need the path.
 Launches
-    S + 2; 2 S + 3 with filters, penalties or log-probabilities
+    S + 2; 2 S + 3 with filters, penalties, log-probabilities or a policy; 3 for all rows
 Traffic
-    V * element size per visited node (at most S + 1 of N), and what filters gather.
+    V * element size per visited node (at most S + 1 of N; all rows: N), and what filters gather. Extra memory: level by
+    level V / 7 bytes per request with filters, else 8 bytes per slice and visited node; all rows: of all rows.
 """
 
 from __future__ import annotations
@@ -54,18 +62,25 @@ from typing import NamedTuple
 import torch
 
 from ...primitives import logits, sampling
+from ...primitives.accept_policy import check_policy, plant
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.filters import load_filters
 from ...primitives.logits import Processors, Row, read_temperature
 from ...primitives.random import STREAM_TARGET, random_block
 from ...primitives.sampling import Scratch, draw_token, row_winner, scan_slice
-from ...primitives.tree_walk import check_tree, is_own, step_down, store_path
+from ...primitives.tree_walk import check_tree, follow, is_own, load_nodes, step_down, store_path
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 
 SCAN_TUNING, DRAW_TUNING = sampling.SCAN_TUNING, sampling.DRAW_TUNING
 TUNING = {"default": {"num_warps": 1}}
+# Microseconds that a level takes besides reading, and that as many draws take as programs run at once, with filters and
+# without; and how fast rows are scanned.
+CHOICE_TUNING = {
+    "default": {"level_us": 12.0, "draw_us": 10.0, "plain_level_us": 3.0, "plain_draw_us": 1.5, "programs": 132,
+                "bytes_per_us": 2.2e6},
+}  # fmt: skip
 
 
 class Output(NamedTuple):
@@ -118,6 +133,7 @@ def _verify_tree_sampled_scan_kernel(
     batch_size,
     NUM_NODES: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
     HAS_DRAW: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
@@ -128,19 +144,22 @@ def _verify_tree_sampled_scan_kernel(
     BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Scans a slice of the row of one walk's node of this level, path [level, B] (-1: ended).
+    """Scans a slice of the row of one walk's node of this level, path [level, B] (-1: ended); or of any row.
 
     Where no launch of its own draws the tokens, all programs of a request first take the step to the node.
     """
     await_predecessor(ENABLE_PDL)
-    request = tl.program_id(0).to(tl.int64)
+    request = (tl.program_id(0) // NUM_NODES if ALL_ROWS else tl.program_id(0)).to(tl.int64)
     part = tl.program_id(1)
     # read before the walk tells whether they are needed: it waits for memory once less
     temperature = tl.load(temperature_ptr + request)
     seed = tl.load(seeds_ptr + request)
     place = level * batch_size.to(tl.int64) + request
     above = place - batch_size
-    if level == 0:
+    if ALL_ROWS:
+        current = (tl.program_id(0) % NUM_NODES).to(tl.int32)
+        place = tl.program_id(0).to(tl.int64)
+    elif level == 0:
         root = tl.load(retrieve_index_ptr + request * NUM_NODES).to(tl.int64)
         current = tl.where(is_own(root, request, NUM_NODES), 0, -1)
     elif HAS_DRAW:
@@ -151,8 +170,9 @@ def _verify_tree_sampled_scan_kernel(
             candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
             request, parent, row_winner(keys_ptr, above, VOCAB_SIZE, BLOCK_CHUNK), NUM_NODES,
         )  # fmt: skip
-    if part == 0:
-        tl.store(path_ptr + place, current)
+    if not ALL_ROWS:
+        if part == 0:
+            tl.store(path_ptr + place, current)
     if current >= 0:
         node = request * NUM_NODES + current
         processors = Processors(
@@ -166,7 +186,7 @@ def _verify_tree_sampled_scan_kernel(
         scan_slice(
             row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE),
             random_block(seed, tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM, 0),
-            Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, request, part,
+            Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, place if ALL_ROWS else request, part,
             VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK,
         )  # fmt: skip
 
@@ -192,6 +212,7 @@ def _verify_tree_sampled_draw_kernel(
     output_counts_ptr,
     logit_bias_ptr,
     token_bitmask_ptr,
+    simulated_rates_ptr,
     # scratch
     path_ptr,
     drawn_ptr,
@@ -209,20 +230,30 @@ def _verify_tree_sampled_draw_kernel(
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
     IS_JOINT: tl.constexpr,
+    ACCEPT_POLICY: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     STREAM: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Draws the token of one walk's node of this level, drawn [level, B], from the scanned row, and steps on."""
+    """Draws the token of one walk's node of this level, drawn [level, B], from the scanned row, and steps on.
+
+    Of all rows: draws the token of any row, drawn [B * N].
+    """
     await_predecessor(ENABLE_PDL)
-    request = tl.program_id(0).to(tl.int64)
+    request = (tl.program_id(0) // NUM_NODES if ALL_ROWS else tl.program_id(0)).to(tl.int64)
     place = level * batch_size.to(tl.int64) + request
-    current = tl.load(path_ptr + place)
+    if ALL_ROWS:
+        current = (tl.program_id(0) % NUM_NODES).to(tl.int32)
+        place = tl.program_id(0).to(tl.int64)
+    else:
+        current = tl.load(path_ptr + place)
     logprob = tl.full([], float("-inf"), tl.float32)
     raw_logprob = tl.full([], float("-inf"), tl.float32)
     if current >= 0:
@@ -238,16 +269,27 @@ def _verify_tree_sampled_draw_kernel(
         token, logprob, raw_logprob = draw_token(
             row, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE),
             random_block(tl.load(seeds_ptr + request), tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM, 0),
-            Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, request,
+            Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, place if ALL_ROWS else request,
             VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, IS_JOINT, BLOCK_CHUNK,
         )  # fmt: skip
+        if ACCEPT_POLICY != "normal":
+            _, tokens, links = load_nodes(
+                candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+                request, NUM_NODES, BLOCK_NODE,
+            )  # fmt: skip
+            token = plant(
+                token, current, level, tokens, links, request, seeds_ptr, positions_ptr, simulated_rates_ptr,
+                SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
+            )  # fmt: skip
         tl.store(drawn_ptr + place, token)
-        current = step_down(
-            candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-            request, current, token, NUM_NODES,
-        )  # fmt: skip
-    if level < SPEC_STEPS:
-        tl.store(path_ptr + place + batch_size, current)
+        if not ALL_ROWS:
+            current = step_down(
+                candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+                request, current, token, NUM_NODES,
+            )  # fmt: skip
+    if not ALL_ROWS:
+        if level < SPEC_STEPS:
+            tl.store(path_ptr + place + batch_size, current)
     if HAS_LOGPROBS:
         column = request * (SPEC_STEPS + 1) + level
         tl.store(logprobs_ptr + column, logprob)
@@ -257,7 +299,10 @@ def _verify_tree_sampled_draw_kernel(
 @triton.jit(do_not_specialize=["batch_size"])
 def _verify_tree_sampled_path_kernel(
     # inputs
+    candidates_ptr,
     retrieve_index_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
     seq_lens_ptr,
     is_live_ptr,
     path_ptr,
@@ -278,19 +323,32 @@ def _verify_tree_sampled_path_kernel(
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
     HAS_DRAW: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Writes the outputs of one walk from its path and its drawn tokens, both [S + 1, B]."""
+    """Writes the outputs of one walk from its path and its drawn tokens, both [S + 1, B]; or walks by drawn [B * N]."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     depth = tl.arange(0, BLOCK_DEPTH)
     in_row = depth <= SPEC_STEPS
     place = depth.to(tl.int64) * batch_size + request
-    path = tl.load(path_ptr + place, mask=in_row, other=-1)
+    if ALL_ROWS:
+        node = tl.arange(0, BLOCK_NODE)
+        first_row = request * NUM_NODES
+        retrieved, tokens, links = load_nodes(
+            candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+            request, NUM_NODES, BLOCK_NODE,
+        )  # fmt: skip
+        predicted = tl.load(drawn_ptr + first_row + node, mask=node < NUM_NODES, other=-1)
+        depth_of = follow(retrieved, tokens, links, predicted, request, SPEC_STEPS, NUM_NODES, BLOCK_NODE)
+        path = tl.max(tl.where(depth_of[None, :] == depth[:, None], node[None, :], -1), axis=1)
+        place = first_row + path
+    else:
+        path = tl.load(path_ptr + place, mask=in_row, other=-1)
     is_visited = path >= 0
     if HAS_DRAW:
         drawn = tl.load(drawn_ptr + place, mask=is_visited, other=-1)
@@ -329,6 +387,7 @@ def contract(values: dict) -> Output:
     sampling.check_parameters(args, "B")
     sampling.check_vocabulary(args, "target_logits")
     logits.check_processors(args, "B", num_rows)
+    check_policy(args)
     seq_lens = args.tensor("seq_lens", ("B",), check.INTEGER, optional=True)
     is_live = args.tensor("is_live", ("B",), (*check.INTEGER, torch.bool), optional=True)
     if is_live is not None and seq_lens is None:
@@ -346,6 +405,16 @@ def contract(values: dict) -> Output:
         hidden_rows=args.spec((num_committed, num_columns), torch.int64),
         last_row=args.spec((num_committed,), torch.int64),
     )
+
+
+def draws_all_rows(target_logits: torch.Tensor, batch_size: int, spec_steps: int, has_filters: bool) -> bool:
+    """Whether scanning and drawing all rows at once takes less time than level by level those that are visited."""
+    num_rows, vocab_size = target_logits.shape
+    model = tuning.row(CHOICE_TUNING, target_logits.device)
+    prefix = "" if has_filters else "plain_"
+    row_us = vocab_size * target_logits.element_size() / model["bytes_per_us"]
+    all_us = num_rows * row_us + model[prefix + "draw_us"] * -(-num_rows // model["programs"])
+    return all_us <= (spec_steps + 1) * (batch_size * row_us + model[prefix + "level_us"])
 
 
 @launcher
@@ -370,32 +439,41 @@ def verify_tree_sampled(
     token_bitmask: torch.Tensor | None = None,
     seq_lens: torch.Tensor | None = None,
     is_live: torch.Tensor | None = None,
+    simulated_rates: torch.Tensor | None = None,
     *,
     spec_steps: int,
     filter_order: str = "top_k_first",
     return_logprobs: bool = False,
+    accept_policy: str = "normal",
     out: Output | None = None,
 ) -> Output:
     """Samples and matches down every tree; shapes and the meaning of each parameter are in the module's docstring.
 
     spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
     filter_order: "top_k_first" (top-p works on what top-k left, renormalised) or "joint" (both on all tokens).
+    accept_policy: `normal`; `accept_all`, `reject_all` or `simulate` plant tokens, to time a given acceptance.
     """
     values = locals()
     contracted = contract(values)
     out = check.allocate("verify_tree_sampled", contracted, out)
     device, (batch_size, num_nodes) = candidates.device, candidates.shape
-    has_draw = sampling.has_filters(values) or logits.has_penalties(values) or return_logprobs
-    levels = (spec_steps + 1, batch_size)
-    scratch = sampling.allocate_scratch(values, target_logits, batch_size, spec_steps + 1)
-    scratch["path_ptr"] = torch.empty(levels, dtype=torch.int32, device=device)
-    scratch["drawn_ptr"] = torch.empty(levels, dtype=torch.int32, device=device)
+    has_filters = sampling.has_filters(values)
+    needs_path = logits.has_penalties(values) or return_logprobs or accept_policy != "normal"
+    all_rows = not needs_path and draws_all_rows(target_logits, batch_size, spec_steps, has_filters)
+    has_draw = needs_path or has_filters or all_rows
+    num_levels, num_places = (1, batch_size * num_nodes) if all_rows else (spec_steps + 1, batch_size)
+    scratch = sampling.allocate_scratch(values, target_logits, num_places, num_levels)
+    scratch["path_ptr"] = torch.empty((num_levels, num_places), dtype=torch.int32, device=device)
+    scratch["drawn_ptr"] = torch.empty((num_levels, num_places), dtype=torch.int32, device=device)
     constants = sampling.constants(values, target_logits)
-    shared = scratch | constants | logits.pointers(values) | {
+    block_node = triton.next_power_of_2(num_nodes)
+    tree = {
         "candidates_ptr": candidates,
         "retrieve_index_ptr": retrieve_index,
         "retrieve_next_token_ptr": retrieve_next_token,
         "retrieve_next_sibling_ptr": retrieve_next_sibling,
+    }
+    shared = tree | scratch | constants | logits.pointers(values) | {
         "target_logits_ptr": target_logits,
         "positions_ptr": positions,
         "seeds_ptr": seeds,
@@ -406,6 +484,7 @@ def verify_tree_sampled(
         "stride_logits_row": target_logits.stride(0),
         "batch_size": batch_size,
         "NUM_NODES": num_nodes,
+        "ALL_ROWS": all_rows,
         "STREAM": STREAM_TARGET,
     }  # fmt: skip
     scan = shared | {
@@ -414,22 +493,25 @@ def verify_tree_sampled(
         "num_warps": tuning.row(SCAN_TUNING, device)["num_warps"],
     }
     draw = shared | {
+        "simulated_rates_ptr": simulated_rates,
         "logprobs_ptr": out.logprobs,
         "raw_logprobs_ptr": out.raw_logprobs,
         "SPEC_STEPS": spec_steps,
+        "ACCEPT_POLICY": accept_policy,
         "IS_JOINT": filter_order == "joint",
+        "BLOCK_NODE": block_node,
         **tuning.row(DRAW_TUNING, device),
     }
-    grid = (batch_size, sampling.num_slices(target_logits))
-    for level in range(spec_steps + 1):
+    grid = (num_places, sampling.num_slices(target_logits))
+    for level in range(num_levels):
         launch("verify_tree_sampled", _verify_tree_sampled_scan_kernel, grid, level=level, **scan)
         if has_draw:
-            launch("verify_tree_sampled", _verify_tree_sampled_draw_kernel, (batch_size,), level=level, **draw)
+            launch("verify_tree_sampled", _verify_tree_sampled_draw_kernel, (num_places,), level=level, **draw)
     launch(
         "verify_tree_sampled",
         _verify_tree_sampled_path_kernel,
         (batch_size,),
-        retrieve_index_ptr=retrieve_index,
+        **tree,
         seq_lens_ptr=seq_lens,
         is_live_ptr=is_live,
         path_ptr=scratch["path_ptr"],
@@ -448,8 +530,9 @@ def verify_tree_sampled(
         SPEC_STEPS=spec_steps,
         NUM_NODES=num_nodes,
         VOCAB_SIZE=constants["VOCAB_SIZE"],
+        ALL_ROWS=all_rows,
         HAS_DRAW=has_draw,
-        BLOCK_NODE=triton.next_power_of_2(num_nodes),
+        BLOCK_NODE=block_node,
         BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
         BLOCK_CHUNK=constants["BLOCK_CHUNK"],
         **tuning.row(TUNING, device),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...accept_policy import planted
 from ...sampling import Filters, Processors, draw_tokens, kept_logits, log_probabilities, scaled_logits
 from ...tree import walk
 from .verify_commit import verify_commit
@@ -47,10 +48,12 @@ def verify_tree_sampled(
     token_bitmask: torch.Tensor | None = None,
     seq_lens: torch.Tensor | None = None,
     is_live: torch.Tensor | None = None,
+    simulated_rates: torch.Tensor | None = None,
     *,
     spec_steps: int,
     filter_order: str = "top_k_first",
     return_logprobs: bool = False,
+    accept_policy: str = "normal",
     draw: Callable[[torch.Tensor, int, int], int] | None = None,
 ) -> Output:
     """See eagle_kernels/ops/verify/verify_tree_sampled.py.
@@ -108,7 +111,12 @@ def verify_tree_sampled(
             logprobs[1, request, len(drafts[request])] = log_probabilities(raw, at)[0]
         return token
 
-    walked = walk(candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, spec_steps, token_at)
+    links = (candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling)
+    token_at = planted(
+        token_at, *links, spec_steps=spec_steps, accept_policy=accept_policy, simulated_rates=simulated_rates,
+        seeds=seeds, positions=positions,
+    )  # fmt: skip
+    walked = walk(*links, spec_steps, token_at)
     none = requests[:0]
     no_column = none.new_empty((0, num_columns))
     committed = (none, none, none.to(torch.int32), no_column, no_column, none)
