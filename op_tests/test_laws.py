@@ -1,0 +1,420 @@
+"""Sample and match, enumerated: the shipped reference of verify_tree_sampled emits exactly what the target would.
+
+`verify_tree_sampled` is called as it is, with float64 logits and a `draw` that takes every way in turn; what it emits is
+completed by the target and compared with the target's joint law, which is written down here from the definitions, in
+plain Python, so that a filter that is wrong in kernel and reference alike shows. Wrong schemes are the same call with a
+`draw` that goes wrong: they must be far off, or enumeration would prove nothing.
+
+Every other scheme is enumerated by the tests of its op, in op_tests/ops/verify:
+
+| scheme | where |
+|---|---|
+| one coin a node, target probabilities | test_verify_tree_coins.py: test_the_law_is_the_target_s, test_wrong_schemes_are_seen |
+| speculative sampling, block verification | test_verify_chain.py: test_the_law_is_exactly_the_targets, ..._is_seen |
+| recursive rejection, with and without replacement | test_verify_tree_rejection.py: test_the_law_is_the_targets, test_wrong_schemes_show |
+| traversal verification | test_verify_tree_traversal.py: test_the_law_is_exactly_the_targets, ..._is_seen |
+| sample and match | here |
+
+The enumeration itself is tested in test_enumeration.py; `python -m op_tests.mutants` tests the law tests.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.reference.ops.verify.verify_tree_sampled import verify_tree_sampled
+from op_tests.harness.enumeration import enumerate_outcomes, total_variation
+from op_tests.harness.statistics import assert_follows_law
+
+INFINITY = float("inf")
+
+
+# the target, from the definitions
+
+
+class Target:
+    """Logits for every prefix, and the law of the next token after processors, temperature and filters."""
+
+    def __init__(self, vocab_size, seed=0, *, impossible=False, **parameters):
+        self.vocab_size, self._seed, self._impossible = vocab_size, seed, impossible
+        self.parameters = {"temperature": 1.0} | parameters
+
+    @functools.cache  # noqa: B019 (a target lives as long as its test)
+    def logits(self, prefix):
+        place = functools.reduce(lambda number, token: number * self.vocab_size + token + 1, prefix, 1)
+        generator = torch.Generator().manual_seed(self._seed * 100_003 + place)
+        logits = 1.5 * torch.randn(self.vocab_size, generator=generator, dtype=torch.float64)
+        if self._impossible:
+            logits[int(torch.randint(self.vocab_size, (), generator=generator))] = -INFINITY
+        return logits
+
+    @functools.cache  # noqa: B019
+    def probs(self, prefix):
+        given = self.parameters
+        counts = list(given.get("output_counts", [0] * self.vocab_size))
+        for token in prefix:
+            counts[token] += 1
+        scores = []
+        for token, score in enumerate(self.logits(prefix).tolist()):
+            if counts[token] > 0 or token in given.get("prompt", ()):
+                penalty = given.get("repetition_penalty", 1.0)
+                score = score / penalty if score > 0 else score * penalty
+            score -= given.get("frequency_penalty", 0.0) * counts[token]
+            score -= given.get("presence_penalty", 0.0) * (counts[token] > 0)
+            score += given.get("logit_bias", [0.0] * self.vocab_size)[token]
+            scores.append(score / given["temperature"])
+        probs = normalised([math.exp(score) for score in scores])
+        kept = list(probs)
+        if "top_k" in given:
+            kept = [prob * (sum(other > prob for other in probs) < given["top_k"]) for prob in probs]
+        base = normalised(kept) if given.get("filter_order") != "joint" else probs
+        if "top_p" in given:
+            above = [sum(other for other in base if other > prob) for prob in base]
+            kept = [prob * (mass < given["top_p"]) for prob, mass in zip(kept, above)]
+        if "min_p" in given:
+            kept = [kept_prob * (prob >= given["min_p"] * max(probs)) for kept_prob, prob in zip(kept, probs)]
+        return normalised(kept)
+
+    def joint(self, text, start=0):
+        """The probability of text[start:] after text[:start]."""
+        return math.prod(self.probs(text[:index])[text[index]] for index in range(start, len(text)))
+
+    def arguments(self):
+        """The parameters as verify_tree_sampled takes them, of one request, float64 where it is exact in that."""
+        values = {}
+        for name, value in self.parameters.items():
+            if name == "prompt":
+                values["prompt_mask"] = torch.tensor([[sum(1 << token for token in value)]], dtype=torch.int32)
+            elif name == "filter_order":
+                values[name] = value
+            elif name in ("top_k", "output_counts"):
+                values[name] = torch.tensor([value])
+            else:
+                values[name] = torch.tensor([value], dtype=torch.float64)
+        return values
+
+
+def normalised(weights):
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+# trees: tokens and parents, node 0 the root, whose token is in no prefix
+
+
+def shapes(num_nodes, most_children=3, most_depth=3):
+    """The parents of every ordered tree, each node after the one before in depth-first order."""
+    for parents in itertools.product(*(range(node) for node in range(1, num_nodes))):
+        parents = [-1, *parents]
+        depth, is_tree = [0], True
+        for node in range(1, num_nodes):
+            ancestors, above = [node - 1], parents[node - 1]
+            while above >= 0:
+                ancestors.append(above)
+                above = parents[above]
+            is_tree &= parents[node] in ancestors
+            depth.append(depth[parents[node]] + 1)
+        most = max([0, *(parents.count(node) for node in range(num_nodes))])
+        if is_tree and most <= most_children and max(depth) <= most_depth:
+            yield parents
+
+
+def full(branching, depth):
+    parents, level = [-1], [0]
+    for _ in range(depth):
+        level = [parents.append(parent) or len(parents) - 1 for parent in level for _ in range(branching)]
+    return parents
+
+
+def with_tokens(parents, vocab_size, seed=0):
+    """Distinct tokens for siblings, drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+    left = {}
+    tokens = [0]
+    for parent in parents[1:]:
+        pool = left.setdefault(parent, torch.randperm(vocab_size, generator=generator).tolist())
+        tokens.append(pool.pop())
+    return tokens, parents
+
+
+def links_of(parents):
+    first_child, next_sibling = [-1] * len(parents), [-1] * len(parents)
+    for node in range(len(parents) - 1, 0, -1):
+        next_sibling[node] = first_child[parents[node]]
+        first_child[parents[node]] = node
+    return first_child, next_sibling
+
+
+def prefixes_of(tokens, parents):
+    prefixes = [()]
+    for node in range(1, len(tokens)):
+        prefixes.append((*prefixes[parents[node]], tokens[node]))
+    return prefixes
+
+
+SPECIAL = {  # tokens, parents
+    "duplicate siblings": ([0, 1, 1, 2, 0, 1, 3, 3], [-1, 0, 0, 0, 1, 2, 2, 3]),
+    "duplicates below duplicates": ([0, 1, 1, 2, 2, 2, 0], [-1, 0, 0, 1, 1, 2, 3]),
+    "tokens of no vocabulary": ([0, -1, 7, 2, 1, 3], [-1, 0, 0, 0, 3, 1]),
+    "a branch below what cannot be drawn": ([0, 3, 2, 1, 0, 2], [-1, 0, 1, 2, 0, 4]),
+}
+LARGE = {"binary": full(2, 3), "ternary": full(3, 3), "wide and deep": [-1, 0, 0, 0, 1, 1, 1, 4, 4, 4, 2, 10, 10]}
+
+
+def gumbel_max(source, kept, node):
+    """What the shipped noise does: a draw from the softmax of what is kept."""
+    return source.choose(torch.softmax(kept, 0))
+
+
+def text_law(tokens, parents, target, *, spec_steps=3, draw=gumbel_max):
+    """The law of the first S + 1 tokens: what the shipped reference emits on this tree, completed by the target.
+
+    draw(source, kept logits, node): the token for a node.
+    """
+    links = [torch.tensor([each]) for each in (tokens, range(len(tokens)), *links_of(parents))]
+    prefixes = prefixes_of(tokens, parents)
+    known = range(target.vocab_size)
+    rows = [target.logits(prefix if all(token in known for token in prefix) else ()) for prefix in prefixes]
+    logits, zeros = torch.stack(rows), torch.zeros(len(tokens), dtype=torch.int64)
+
+    def emitted(source):
+        output = verify_tree_sampled(
+            *links, logits, zeros, zeros[:1], **target.arguments(), spec_steps=spec_steps,
+            draw=lambda kept, request, node: draw(source, kept, node),
+        )  # fmt: skip
+        path = output.accept_index[0, : int(output.accept_token_num[0]) + 1].tolist()
+        return tuple(output.predicts[path].tolist())
+
+    law = {}
+    for text, probability in enumerate_outcomes(emitted).items():
+        for rest in itertools.product(known, repeat=spec_steps + 1 - len(text)):
+            whole = text + rest
+            law[whole] = law.get(whole, 0.0) + probability * target.joint(whole, len(text))
+    return law
+
+
+def distance(tokens, parents, target, *, spec_steps=3, **scheme):
+    law = text_law(tokens, parents, target, spec_steps=spec_steps, **scheme)
+    texts = itertools.product(range(target.vocab_size), repeat=spec_steps + 1)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
+    return total_variation(law, {text: target.joint(text) for text in texts})
+
+
+@pytest.mark.parametrize(("num_nodes", "num_shapes"), [(1, 1), (2, 1), (3, 2), (4, 5), (5, 12), (6, 28)])
+def test_every_shape(num_nodes, num_shapes):
+    """All ordered trees with at most three children a node and three levels; the walk may end before the tree."""
+    trees = list(shapes(num_nodes))
+    assert len(trees) == num_shapes
+    for seed, parents in enumerate(trees):
+        tokens, _ = with_tokens(parents, 4, seed)
+        assert distance(tokens, parents, Target(4, seed)) < 1e-12, parents
+        assert distance(tokens, parents, Target(4, seed, impossible=True), spec_steps=2) < 1e-12, parents
+
+
+@pytest.mark.parametrize("tree", [*SPECIAL, *LARGE])
+def test_special_and_large_trees(tree):
+    tokens, parents = SPECIAL[tree] if tree in SPECIAL else with_tokens(LARGE[tree], 5)
+    assert distance(tokens, parents, Target(5 if tree in LARGE else 4, seed=3, impossible=tree in SPECIAL)) < 1e-12
+
+
+PARAMETERS = {
+    "temperature": {"temperature": 0.7},
+    "top-k": {"top_k": 2},
+    "top-p": {"top_p": 0.7},
+    "min-p": {"min_p": 0.4},
+    "all filters": {"temperature": 1.6, "top_k": 3, "top_p": 0.8, "min_p": 0.1},
+    "all filters, jointly": {"temperature": 1.6, "top_k": 3, "top_p": 0.8, "min_p": 0.1, "filter_order": "joint"},
+    "repetition": {"repetition_penalty": 1.8, "output_counts": [0, 2, 0, 0], "prompt": (3,)},
+    "frequency and presence": {"frequency_penalty": 0.6, "presence_penalty": 0.3, "output_counts": [1, 0, 2, 0]},
+    "penalties and filters": {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "top_k": 3, "top_p": 0.8},
+    "bias": {"logit_bias": [1.0, -2.0, 0.0, 0.5], "min_p": 0.2},
+}
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS)
+def test_every_parameter(parameters):
+    """Penalties count the drafts before a node, as plain sampling would count them as text."""
+    for seed, (tokens, parents) in enumerate((with_tokens(LARGE["binary"], 4, seed=4), SPECIAL["duplicate siblings"])):
+        assert distance(tokens, parents, Target(4, seed, **PARAMETERS[parameters])) < 1e-12
+
+
+def test_the_parameters_matter():
+    """So that the tests above tell filtered and plain sampling apart."""
+    tokens, parents = with_tokens(LARGE["binary"], 4, seed=4)
+    plain = text_law(tokens, parents, Target(4))
+    for parameters in PARAMETERS.values():
+        assert total_variation(plain, text_law(tokens, parents, Target(4, **parameters))) > 0.05
+    orders = [text_law(tokens, parents, Target(4, **PARAMETERS[name])) for name in list(PARAMETERS)[4:6]]
+    assert total_variation(*orders) > 0.01
+
+
+# several rounds: whatever is random in one may be random in the next as well
+
+
+def draw_tree(draft, root, positions, seeds, parents, **options):
+    """Tokens and positions [lanes, N] of a tree of which every node's children are drawn by sample_children."""
+    tokens = [root] + [None] * (len(parents) - 1)
+    depth = [0]
+    for parent in parents[1:]:
+        depth.append(depth[parent] + 1)
+    for node in range(len(parents)):
+        children = [child for child in range(len(parents)) if parents[child] == node]
+        if children:
+            drawn = eagle_kernels.sample_children(
+                draft[tokens[node]], positions + depth[node] + 1, seeds, torch.full((len(root),), 1.3),
+                torch.full((len(root),), node), num_children=len(children), **options,
+            ).tokens  # fmt: skip
+            for child, token in zip(children, drawn.T):
+                tokens[child] = token
+    return torch.stack(tokens, 1), positions[:, None] + torch.tensor(depth)
+
+
+@pytest.mark.parametrize("scheme", ["rejection, without", "rejection, with", "traversal", "standard", "block"])
+def test_rounds_of_drafting_and_verifying(scheme, device):
+    """Chi-square over four tokens. Drafting, coins and residuals take their noise from one seed a request and the
+    positions, and text goes on where a round ended: noise that is used twice would show.
+
+    Without a GPU the references', whose tokens the kernels draw (test_matches_reference): the interpreter is slow.
+    """
+    with device:
+        numbers, law = emitted_in_rounds(scheme, lanes=1000 if device.type == "cpu" else 2**18)
+    assert_follows_law(numbers.cpu(), law.cpu())
+
+
+def emitted_in_rounds(scheme, lanes, num_tokens=4):
+    """The first four tokens of every lane as one number, and the law of that."""
+    target = torch.tensor([[0.0, 1.0, 0.5], [1.0, 0.0, 2.0], [0.5, 0.5, -1.0]])
+    draft = torch.tensor([[1.0, 0.0, 0.5], [0.0, 1.5, 1.0], [0.5, 2.0, 0.0]])
+    is_chain = scheme in ("standard", "block")
+    parents = [-1, 0, 1] if is_chain else [-1, 0, 0, 1]
+    links = [torch.tensor(each) for each in links_of(parents)]
+    options = {"replacement": scheme.endswith("with")} if scheme.startswith("rejection") else {}
+    text = torch.full((lanes, num_tokens + len(parents)), -1)
+    length = torch.zeros(lanes, dtype=torch.int64)
+    while (length < num_tokens).any():
+        going = (length < num_tokens).nonzero()[:, 0]
+        count = len(going)
+        last = torch.where(length[going] > 0, text[going, length[going] - 1], 0)
+        tokens, positions = draw_tree(draft, last, 10 + length[going], going, parents, **options)
+        draft_rows = tokens[:, :-1] if is_chain else tokens
+        pair = (target[tokens].flatten(0, 1), draft[draft_rows].flatten(0, 1), positions.flatten(), going)
+        temperatures = torch.full((count,), 0.9), torch.full((count,), 1.3)
+        if is_chain:
+            output = eagle_kernels.verify_chain(tokens, *pair, *temperatures, method=scheme)
+        else:
+            name = "verify_tree_traversal" if scheme == "traversal" else "verify_tree_rejection"
+            rows = torch.arange(count * len(parents)).view(count, -1)
+            tree = [link.repeat(count, 1) for link in links]
+            output = getattr(eagle_kernels, name)(tokens, rows, *tree, *pair, *temperatures, spec_steps=2, **options)
+        for depth in range(output.accept_index.shape[1]):
+            node = output.accept_index[:, depth].long()
+            is_emitting = node >= 0
+            lane = going[is_emitting]
+            text[lane, length[lane] + depth] = output.predicts[node[is_emitting]].long()
+        length[going] += output.accept_token_num + 1
+    step = torch.softmax(target.double() / 0.9, -1)
+    law = step[0]
+    for _ in range(num_tokens - 1):
+        law = (law.view(-1, 3)[:, :, None] * step[None]).flatten()
+    return (text[:, :num_tokens] * torch.tensor([27, 9, 3, 1])).sum(1), law
+
+
+# negative controls: the same procedure with a draw that goes wrong
+
+
+class ByChildren:
+    """A draw that holds the children against coins, one after another, and then draws from what they left.
+
+    Without a fault this is EAGLE's own procedure, of the same law. draft(node): what the tree's builder thought of the
+    tokens, whose best ones the children are.
+    """
+
+    def __init__(self, tokens, parents, fault=None, draft=None):
+        self._tokens, self._fault, self._draft = tokens, fault, draft
+        self._children = {
+            node: [child for child in range(len(tokens)) if parents[child] == node] for node in range(len(tokens))
+        }
+        self._coins = {}
+
+    def __call__(self, source, kept, node):
+        original = probs = torch.softmax(kept, 0)
+        for child in self._children[node]:
+            token = self._tokens[child]
+            accepting = float(probs[token])
+            if self._fault == "accept with p / q":
+                accepting /= float(self._draft(node)[token])
+            if source.uniform() < accepting:
+                return token
+            left = probs.clone()
+            if self._fault == "accept with p / q":
+                left = (probs - self._draft(node)).clamp(min=0)
+            elif self._fault != "rejected token not removed":
+                left[token] = 0.0
+            if left.sum() > 0:
+                probs = left if self._fault == "no renormalisation" else left / left.sum()
+        if self._fault == "bonus from p":
+            probs = original
+        return source.choose(probs / probs.sum())
+
+
+def one_coin_for_all(source, kept, node):
+    """Inverse CDF with the coin of the root at every node."""
+    if node == 0:
+        source.coin = source.uniform()
+    for token, reached in enumerate(torch.softmax(kept, 0).cumsum(0)[:-1]):
+        if source.coin < reached:
+            return token
+    return len(kept) - 1
+
+
+def best_children(target, parents, draft):
+    """The tree of the draft's best tokens: what EAGLE verifies."""
+    tokens, prefixes = [0], [()]
+    for node, parent in enumerate(parents[1:], start=1):
+        rank = parents[:node].count(parent)
+        tokens.append(sorted(range(target.vocab_size), key=lambda token: -draft(prefixes[parent])[token])[rank])
+        prefixes.append((*prefixes[parent], tokens[-1]))
+    return tokens, prefixes
+
+
+def control(fault):
+    """The largest distance over a few targets, on a tree of the draft's two best tokens."""
+    found = []
+    for seed in range(4):
+        target, other = Target(3, seed), Target(3, seed + 50, temperature=0.7)
+        parents = full(2, 2)
+        tokens, prefixes = best_children(target, parents, other.probs)
+        draw = one_coin_for_all
+        if fault != "one coin for all levels":
+            draft = functools.partial(draft_row, other, prefixes)
+            draw = ByChildren(tokens, parents, fault, draft)
+        found.append(distance(tokens, parents, target, spec_steps=2, draw=draw))
+    return found
+
+
+def draft_row(other, prefixes, node):
+    return torch.tensor(other.probs(prefixes[node]), dtype=torch.float64)
+
+
+def test_the_controls_are_right_without_their_fault():
+    assert max(control(None)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "accept with p / q",
+        "no renormalisation",
+        "rejected token not removed",
+        "bonus from p",
+        "one coin for all levels",
+    ],
+)
+def test_wrong_schemes_are_seen(fault):
+    assert max(control(fault)) > 0.05
