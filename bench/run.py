@@ -1,7 +1,8 @@
 """Checks, then times: `python -m bench.run --op build_tree [--case B=32] [--peers] [--list] [--results DIR|none]`.
 
-Without `--op` all benchmarks run; `--provider` selects among theirs. No provider is timed that disagrees with the
-reference. `--check-only` checks the small cases of every declaration and times nothing; it needs no GPU.
+Without `--op` all benchmarks run; `--provider` selects among theirs, `--sweep` adds the sizes that `python -m
+bench.plot` draws. No provider is timed that disagrees with the reference. `--check-only` checks the small cases of
+every declaration and times nothing; it needs no GPU.
 The README's tables are made of the results by `python -m bench.report`.
 """
 
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     parser.add_argument("--op", action="append", help="name of an op; may be given several times")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--peers", action="store_true", help="run installed packages of other projects as well")
+    parser.add_argument("--sweep", action="store_true", help="also the sizes that only plots are made of")
     parser.add_argument("--provider", action="append", help="only this provider; may be given several times")
     parser.add_argument("--list", action="store_true", help="print ops, cases and providers, and run nothing")
     parser.add_argument("--results", default=str(results.DIRECTORY), help="folder for JSON lines, or none")
@@ -45,10 +47,11 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     unknown = set(options.provider or ()) - known
     if unknown:
         parser.error(f"no provider {', '.join(sorted(unknown))}; --list names all")
+    cases = {b.op: [*b.cases, *(b.sweep if options.sweep else ())] for b in benchmarks}
     if options.list:
         for benchmark in benchmarks:
             print(f"{benchmark.op}: {', '.join(benchmark.all_providers(with_peers=True))}")
-            print("".join(f"    {case.name}\n" for case in benchmark.cases), end="")
+            print("".join(f"    {case.name}\n" for case in cases[benchmark.op]), end="")
         return 0
     if not options.check_only and not torch.cuda.is_available():
         print("timing needs a GPU; --check-only checks the small cases without one")
@@ -61,9 +64,9 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
         if options.check_only:
             print(f"{benchmark.op}: {', '.join(runner.agreeing()) or 'nobody'} agree with the reference", flush=True)
         else:
-            cases = [case for case in benchmark.cases if options.case in case.name]
+            wanted = [case for case in cases[benchmark.op] if options.case in case.name]
             directory = None if options.results == "none" else Path(options.results)
-            lines = runner.time(cases, directory, options.commit, run)
+            lines = runner.time(wanted, directory, options.commit, run)
             print(f"{benchmark.op}\n{results.table(lines)}\n", flush=True)
         is_red |= bool(runner.red)
     return int(is_red)

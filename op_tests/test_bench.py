@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from bench import peers, report, run
+from bench import peers, plot, report, run
 from bench.harness import Benchmark, Case, Floor, Unavailable, results, timing
 from bench.harness.check import check_provider, expected_outputs
 from bench.harness.declaration import declared
@@ -130,7 +130,7 @@ def test_the_tables_of_this_checkout_are_up_to_date():
 
 @pytest.mark.parametrize("op", BENCHMARKS)
 def test_results_are_found_by_the_names_of_cases(op):
-    names = [case.name for case in BENCHMARKS[op].cases]
+    names = [case.name for case in (*BENCHMARKS[op].cases, *BENCHMARKS[op].sweep)]
     assert len(set(names)) == len(names)
 
 
@@ -272,6 +272,82 @@ def test_the_coins_of_sglang_get_filled_buffers(is_bare):
             return once
 
         check_provider(benchmark, case, prepare, expected_outputs(benchmark, case, CPU), CPU)
+
+
+def test_the_pipeline_of_a_server_agrees():
+    """The filters in their order and the coin walk of SGLang's contract, each by a reference, from the fp32 logits."""
+    benchmark, ops, calls = BENCHMARKS["verify_tree_sampled"], reference.ops.verify, []
+
+    def top_k_renorm(probs, top_k):
+        calls.append("top_k")
+        return ops.top_k_renorm.top_k_renorm(probs, top_k)
+
+    def top_p_renorm(probs, top_p):
+        calls.append("top_p")
+        return ops.top_p_renorm.top_p_renorm(probs, top_p)
+
+    def prepare(values):
+        def op(*arguments):
+            outputs, walked, draft_probs = arguments[:3], arguments[3:10], arguments[10]
+            tree, (coins, final_coins, target_probs) = walked[:4], walked[4:]
+            assert target_probs.dtype == torch.float32 and draft_probs.shape == target_probs.shape
+            assert not draft_probs.any() and (outputs[0] == -1).all()
+            made = ops.verify_tree_coins.verify_tree_coins(
+                *tree, target_probs, coins, final_coins, spec_steps=values["spec_steps"]
+            )
+            for output, made_output in zip(outputs, made):
+                output.copy_(made_output)
+
+        once = sglang_caller.verify_tree_sampled(values, op, top_k_renorm, top_p_renorm)
+        once()
+        return once
+
+    for case in benchmark.small_cases:
+        calls.clear()
+        expected = expected_outputs(benchmark, case, CPU)
+        # "full depth" and all other depths are those that the names say, but for trees that are less deep
+        assert (expected["accept_token_num"] <= case.sizes["accepted"]).all()
+        assert expected["accept_token_num"].max() == case.sizes["accepted"]
+        check_provider(benchmark, case, prepare, expected, CPU)
+        assert calls == (["top_k", "top_p"] * 2 if case.sizes["is_filtered"] else [])
+
+
+def sweep_line(provider, graph_us, size, run, kind="top-k 50 top-p 0.9 full depth"):
+    return line(provider, graph_us, case=f"K/S/N={size} {kind}", op="verify_tree_sampled", run=run)
+
+
+def test_a_curve_is_of_the_newest_runs():
+    batch_n8, _, nodes_b8 = plot.PLOTS["verify_tree_sampled"]
+    lines = [
+        sweep_line("eagle_kernels", 9.0, "4/3/8 B=1", "a"),
+        sweep_line("torch", 90.0, "4/3/8 B=1", "a"),
+        sweep_line("eagle_kernels", 8.0, "4/3/8 B=1", "b"),
+        sweep_line("pipeline", 80.0, "4/3/8 B=1", "b"),
+        sweep_line("pipeline", 70.0, "4/3/8 B=1", "c"),  # without ours it has nothing to be compared with
+        sweep_line("eagle_kernels", 20.0, "4/3/8 B=16", "a"),
+        sweep_line("eagle_kernels", 10.0, "4/3/8 B=2", "a"),
+        sweep_line("eagle_kernels", 5.0, "4/3/8 B=4", "a", kind="no filters full depth"),
+        sweep_line("eagle_kernels", 7.0, "8/5/8 B=8", "a"),
+        sweep_line("eagle_kernels", 6.0, "8/5/1 B=8", "a"),
+        line("eagle_kernels", 1.0),
+    ]
+    assert plot.curves(lines, batch_n8) == {"eagle_kernels": [(1, 8.0), (2, 10.0), (16, 20.0)], "pipeline": [(1, 80.0)]}
+    assert plot.curves(lines, nodes_b8) == {"eagle_kernels": [(1, 6.0), (8, 7.0)]}
+
+
+def test_every_case_of_the_sweep_is_drawn():
+    benchmark = BENCHMARKS["verify_tree_sampled"]
+    cases = [sweep_line("eagle_kernels", 1.0, "", "a") | {"case": c.name} for c in (*benchmark.cases, *benchmark.sweep)]
+    sizes = [[x for x, _ in plot.curves(cases, p)["eagle_kernels"]] for p in plot.PLOTS["verify_tree_sampled"]]
+    assert sizes == [[1 << exponent for exponent in range(9)]] * 3
+    drawn = {c.name for c in benchmark.sweep}
+    assert not drawn & {c.name for c in benchmark.cases}
+
+
+def test_a_plot_without_matplotlib_says_so(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plot.main(["--op", "verify_tree_sampled"]) == 2
+    assert capsys.readouterr().out.count("\n") == 1
 
 
 @pytest.mark.skipif(not (peers.FOLDER / "sglang_triton").exists(), reason="needs the files that .peers holds")

@@ -58,6 +58,7 @@ class Benchmark:
     providers: others than the op's own launcher, which is always the first.
     peers: providers that other projects' packages compute, run on request.
     floor: what the times are measured by, where the op has a goal of that kind.
+    sweep: further sizes, for plots (`bench.plot`); timed on request, in no table.
     """
 
     path: str
@@ -68,6 +69,7 @@ class Benchmark:
     providers: dict[str, Prepare] = field(default_factory=dict)
     peers: dict[str, Prepare] = field(default_factory=dict)
     floor: Floor | None = None
+    sweep: Sequence[Case] = ()
 
     @property
     def op(self) -> str:

@@ -66,6 +66,20 @@ def accepted_tree(device, batch_size: int, topk: int, spec_steps: int, num_nodes
     return {name: value.to(device) for name, value in tensors.items()}
 
 
+def ends_after(tree: dict, accepted: int, vocab_size: int) -> torch.Tensor:
+    """The target's tokens of an `accepted_tree`, [B, N], changed so that its path ends `accepted` drafts deep.
+
+    From there on they are no node's, so that the walk does not go on beside the path either.
+    """
+    candidates, wanted = tree["candidates"], tree["target_predict"].clone()
+    depth = tree["positions"].view(candidates.shape) - tree["positions"].view(candidates.shape)[:, :1]
+    strange = torch.randint(vocab_size, candidates.shape).to(candidates.device)
+    for _ in range(candidates.shape[1]):  # more tokens than nodes: after so many steps none is a node's
+        is_node = (strange[:, :, None] == candidates[:, None, :]).any(-1)
+        strange = torch.where(is_node, (strange + 1) % vocab_size, strange)
+    return torch.where(depth < accepted, wanted, strange)
+
+
 def parents(retrieve_next_token: torch.Tensor, retrieve_next_sibling: torch.Tensor) -> torch.Tensor:
     """The parent of every node from the links, -1 for the root."""
     parent = torch.full_like(retrieve_next_token, -1)
@@ -78,14 +92,19 @@ def parents(retrieve_next_token: torch.Tensor, retrieve_next_sibling: torch.Tens
     return parent
 
 
-def decisive_logits(winners: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Random bf16 logits [rows, vocab_size] whose `winners` have all but no competition.
+# The lead at which a token has more than 0.999 of the probability among 128k normal logits, while noise can still lift
+# others above it: a kernel cannot skip what it reads.
+NARROW_LEAD = 22.0
+
+
+def decisive_logits(winners: torch.Tensor, vocab_size: int, lead: float = 64.0) -> torch.Tensor:
+    """Random bf16 logits [rows, vocab_size] whose `winners`, at `lead`, have all but no competition.
 
     Ties are the rule among 128k bf16 values, and draws of different generators differ: only a decided outcome can be
     compared across providers. No provider is faster for it.
     """
     logits = torch.empty(len(winners), vocab_size, dtype=torch.bfloat16, device=winners.device).normal_()
-    return logits.scatter_(1, winners[:, None], 64.0)
+    return logits.scatter_(1, winners[:, None], lead)
 
 
 def paged_cache(

@@ -38,6 +38,12 @@ def top_p_renorm(values: dict) -> Run:
     return lambda: flashinfer.sampling.top_p_renorm_probs(values["probs"], values["top_p"])
 
 
+def renorms(values: dict) -> tuple:
+    """Its functions (probs, top_k) and (probs, top_p), which a pipeline of several projects' ops is made of."""
+    sampling = _flashinfer(values["target_logits"]).sampling
+    return sampling.top_k_renorm_probs, sampling.top_p_renorm_probs
+
+
 def _flashinfer(tensor: torch.Tensor):
     try:
         import flashinfer

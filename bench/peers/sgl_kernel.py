@@ -7,7 +7,7 @@ import functools
 import torch
 
 from ..harness.declaration import Run, Unavailable
-from . import FOLDER, sglang_caller
+from . import FOLDER, flashinfer, sglang_caller
 
 
 @functools.cache
@@ -44,6 +44,13 @@ def verify_tree_coins(values: dict) -> Run:
 def verify_tree_coins_bare(values: dict) -> Run:
     """The kernel alone: its buffers and draft_probs were filled once, nothing counts the bonus."""
     return sglang_caller.verify_tree_coins(values, _ops().tree_speculative_sampling_target_only, is_bare=True)
+
+
+def verify_tree_sampled(values: dict) -> Run:
+    """What a server runs from logits on: torch's softmax, FlashInfer's filters, this walk; see sglang_caller."""
+    op = _ops().tree_speculative_sampling_target_only
+    is_filtered = values.get("top_k") is not None or values.get("top_p") is not None
+    return sglang_caller.verify_tree_sampled(values, op, *(flashinfer.renorms(values) if is_filtered else ()))
 
 
 def verify_tree_greedy(values: dict) -> Run:

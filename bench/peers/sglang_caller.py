@@ -55,26 +55,66 @@ def verify_tree_coins(values: dict, op: Callable[..., None], is_bare: bool = Fal
     is_bare: `op` alone, on buffers that were filled once: it leaves draft_probs dirty where it rejected, which makes no
     difference to the same walk made again.
     """
-    target_probs, device = values["target_probs"], values["candidates"].device
+    walk = _coin_walk(values, values["target_probs"].shape, op, is_bare)
+    return lambda: walk(values["target_probs"])
+
+
+def verify_tree_sampled(
+    values: dict,
+    op: Callable[..., None],
+    top_k_renorm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    top_p_renorm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> Run:
+    """Softmax of the fp32 logits of all nodes over the temperature, the filters asked for, then `verify_tree_coins`.
+
+    The logits are made fp32, parameters are laid out by node and coins are drawn outside of the timed call. All coins
+    are one half: where each row is all but decided, they take the path that any coins would.
+    """
     batch_size, num_nodes = values["candidates"].shape
+    logits = values["target_logits"].float()
+    by_node = {
+        name: values[name].repeat_interleave(num_nodes)
+        for name in ("temperature", "top_k", "top_p")
+        if values.get(name) is not None
+    }
+    temperature = by_node["temperature"][:, None]
+    shape = (batch_size, num_nodes, logits.shape[1])
+    half = torch.full((batch_size, num_nodes), 0.5, device=logits.device)
+    coins = {"uniform_samples": half, "uniform_samples_for_final_sampling": half[:, 0].contiguous()}
+    walk = _coin_walk(values | coins, shape, op)
+
+    def run():
+        probs = torch.softmax(logits / temperature, dim=-1)
+        if "top_k" in by_node:
+            probs = top_k_renorm(probs, by_node["top_k"])
+        if "top_p" in by_node:
+            probs = top_p_renorm(probs, by_node["top_p"])
+        return walk(probs.view(shape))
+
+    return run
+
+
+def _coin_walk(values: dict, shape: tuple, op: Callable[..., None], is_bare: bool = False) -> Callable:
+    """walk(target_probs) with the coins in `values`, buffers for target_probs of this shape."""
+    device, (batch_size, num_nodes) = values["candidates"].device, values["candidates"].shape
     predicts = torch.full((batch_size * num_nodes,), -1, dtype=torch.int32, device=device)
     accept_index = torch.full((batch_size, values["spec_steps"] + 1), -1, dtype=torch.int32, device=device)
     accept_token_num = torch.empty(batch_size, dtype=torch.int32, device=device)
-    draft_probs = torch.zeros_like(target_probs)
+    draft_probs = torch.zeros(shape, device=device)
     outputs = {"predicts": predicts, "accept_index": accept_index, "accept_token_num": accept_token_num}
     coins = [values["uniform_samples"], values["uniform_samples_for_final_sampling"]]
     tree = [values[name] for name in ("candidates", *LINKS)]
     thresholds = [values.get("threshold_single", 1.0), values.get("threshold_acc", 1.0)]
 
-    def run_bare():
+    def run_bare(target_probs):
         op(predicts, accept_index, accept_token_num, *tree, *coins, target_probs, draft_probs, *thresholds, True)
         return outputs
 
-    def run():
+    def run(target_probs):
         predicts.fill_(-1)
         accept_index.fill_(-1)
         draft_probs.zero_()
-        run_bare()
+        run_bare(target_probs)
         torch.add(accept_token_num, 1)  # its accept lengths count the bonus
         return outputs
 

@@ -56,11 +56,11 @@ def _case(rows, num_children, replacement=False, vocab_size=VOCABULARY):
 BENCHMARK = Benchmark(
     path="verify.sample_children",
     cases=[
-        _case(batch_size * beams, topk, replacement)
+        _case(rows, topk, replacement)
         for replacement in (False, True)
         for topk in (4, 8)
-        for batch_size in (1, 8, 32)
-        for beams in (1, topk)
+        # the root alone, and all beams of a level
+        for rows in sorted({batch_size * beams for batch_size in (1, 8, 32) for beams in (1, topk)})
     ],
     small_cases=[_case(3, 4, replacement, vocab_size=300) for replacement in (False, True)],
     make=make,

@@ -7,14 +7,14 @@ import sys
 import torch
 
 from bench.harness import Benchmark, Case
-from bench.harness.inputs import VOCABULARY, decisive_logits
+from bench.harness.inputs import NARROW_LEAD, VOCABULARY, decisive_logits
 from bench.harness.torch_sampling import sample
 from bench.run import main
 
 
 def make(device, rows, vocab_size, is_filtered):
     values = {
-        "logits": decisive_logits(torch.randint(vocab_size, (rows,), device=device), vocab_size),
+        "logits": decisive_logits(torch.randint(vocab_size, (rows,), device=device), vocab_size, NARROW_LEAD),
         "positions": torch.randint(4096, (rows,), device=device),
         "seeds": torch.randint(2**60, (rows,), device=device),
         "temperature": torch.ones(rows, device=device),

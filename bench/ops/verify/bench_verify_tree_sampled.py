@@ -1,4 +1,4 @@
-"""verify_tree_sampled with and without filters; the target's distribution is all but decided on a deepest path."""
+"""verify_tree_sampled with and without filters; the target has all but decided on a deepest path or a part of it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import sys
 
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.harness.inputs import VOCABULARY, accepted_tree, decisive_logits
+from bench.harness import Benchmark, Case, Unavailable
+from bench.harness.inputs import NARROW_LEAD, TREES, VOCABULARY, accepted_tree, decisive_logits, ends_after
 from bench.harness.torch_sampling import sample
 from bench.harness.torch_walk import prepare_walk
+from bench.peers import sgl_kernel
 from bench.run import main
 
+# torch's own sort of more probabilities takes more memory than a GPU has
+_MAX_SORTED = 1 << 29
 
-def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size, is_filtered):
-    values = accepted_tree(device, batch_size, topk, spec_steps, num_nodes, vocab_size)
-    values["target_logits"] = decisive_logits(values.pop("target_predict").flatten(), vocab_size)
+
+def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size, is_filtered, accepted):
+    values = accepted_tree("cpu", batch_size, topk, spec_steps, num_nodes, vocab_size)
+    winners = ends_after(values, accepted, vocab_size).flatten()
+    del values["target_predict"]
+    values = {name: value.to(device) for name, value in values.items()}
+    values["target_logits"] = decisive_logits(winners.to(device), vocab_size, NARROW_LEAD)
     values["seeds"] = torch.randint(2**60, (batch_size,), device=device)
     values["temperature"] = torch.ones(batch_size, device=device)
     if is_filtered:
@@ -24,13 +31,15 @@ def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size, is_filtere
     return values | {"spec_steps": spec_steps}
 
 
-def count_bytes(batch_size, topk, spec_steps, num_nodes, vocab_size, is_filtered):
+def count_bytes(batch_size, topk, spec_steps, num_nodes, vocab_size, is_filtered, accepted):
     """One read of the visited rows."""
-    return batch_size * (spec_steps + 1) * vocab_size * 2
+    return batch_size * min(accepted + 1, num_nodes) * vocab_size * 2
 
 
 def prepare_torch(values):
     """Samples all nodes, then walks."""
+    if values["target_logits"].numel() > _MAX_SORTED:
+        raise Unavailable(f"sorts no more than {_MAX_SORTED} probabilities")
     walk = prepare_walk(values)
     shape = values["candidates"].shape
     per_node = [
@@ -40,28 +49,48 @@ def prepare_torch(values):
     return lambda: walk(sample(values["target_logits"], *per_node).view(shape))
 
 
-def _case(batch_size, tree, is_filtered, vocab_size=VOCABULARY):
+def _case(batch_size, tree, is_filtered, accepted=None, vocab_size=VOCABULARY):
     topk, spec_steps, num_nodes = tree
     sizes = {"batch_size": batch_size, "topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes}
     filters = "top-k 50 top-p 0.9" if is_filtered else "no filters"
+    depth = "full depth" if accepted is None else f"accepts {accepted}"
+    sizes |= {"vocab_size": vocab_size, "is_filtered": is_filtered}
+    sizes |= {"accepted": spec_steps if accepted is None else accepted}
     # the reference draws noise for every row
     is_checked = batch_size * num_nodes <= 64
-    name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size} {filters}"
-    return Case(name, sizes | {"vocab_size": vocab_size, "is_filtered": is_filtered}, is_checked)
+    is_headline = accepted is None and batch_size in ((8, 32) if is_filtered else (32,))
+    name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size} {filters} {depth}"
+    return Case(name, sizes, is_checked, is_headline)
 
+
+_CASES = [
+    _case(batch_size, tree, is_filtered, accepted)
+    for is_filtered in (False, True)
+    # three drafts are the whole depth of the smaller tree
+    for tree, batch_sizes, depths in ((TREES[0], (1, 8, 32, 128), (0, None)), (TREES[1], (1, 8, 32), (0, 3, None)))
+    for accepted in depths
+    for batch_size in batch_sizes
+]
+_BATCH_SIZES = [1 << exponent for exponent in range(9)]
+_SWEEP = [
+    *(_case(batch_size, tree, True) for tree in TREES[:2] for batch_size in _BATCH_SIZES),
+    *(_case(8, (8, 5, num_nodes), True) for num_nodes in (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+]
 
 BENCHMARK = Benchmark(
     path="verify.verify_tree_sampled",
-    cases=[
-        _case(batch_size, tree, is_filtered)
+    cases=_CASES,
+    small_cases=[
+        _case(2, TREES[0], is_filtered, accepted, vocab_size=300)
         for is_filtered in (False, True)
-        for tree, batch_sizes in (((4, 3, 8), (1, 8, 32, 128)), ((8, 5, 64), (1, 8, 32)))
-        for batch_size in batch_sizes
+        for accepted in (None, 0, 2)
     ],
-    small_cases=[_case(2, (4, 3, 8), is_filtered, vocab_size=300) for is_filtered in (False, True)],
     make=make,
     count_bytes=count_bytes,
     providers={"torch": prepare_torch},
+    peers={"pipeline": sgl_kernel.verify_tree_sampled},
+    # each once: two of the sweeps meet, and where they meet the cases
+    sweep=list({case.name: case for case in _SWEEP if case not in _CASES}.values()),
 )
 
 if __name__ == "__main__":
