@@ -33,6 +33,7 @@ from op_tests.harness.enumeration import enumerate_outcomes, total_variation
 from op_tests.harness.statistics import assert_follows_law
 
 INFINITY = float("inf")
+TEMPERATURE, DRAFT_TEMPERATURE = 0.9, 1.8
 
 
 # the target, from the definitions
@@ -267,7 +268,7 @@ def draw_tree(draft, root, positions, seeds, parents, **options):
         children = [child for child in range(len(parents)) if parents[child] == node]
         if children:
             drawn = eagle_kernels.sample_children(
-                draft[tokens[node]], positions + depth[node] + 1, seeds, torch.full((len(root),), 1.3),
+                draft[tokens[node]], positions + depth[node] + 1, seeds, torch.full((len(root),), DRAFT_TEMPERATURE),
                 torch.full((len(root),), node), num_children=len(children), **options,
             ).tokens  # fmt: skip
             for child, token in zip(children, drawn.T):
@@ -277,22 +278,41 @@ def draw_tree(draft, root, positions, seeds, parents, **options):
 
 @pytest.mark.parametrize("scheme", ["rejection, without", "rejection, with", "traversal", "standard", "block"])
 def test_rounds_of_drafting_and_verifying(scheme, device):
-    """Chi-square over four tokens. Drafting, coins and residuals take their noise from one seed a request and the
-    positions, and text goes on where a round ended: noise that is used twice would show.
+    """Chi-square over one, two and three tokens. Drafting, coins and residuals take their noise from one seed a request
+    and the positions, and text goes on where a round ended: noise that is used twice would show.
 
     Without a GPU the references', whose tokens the kernels draw (test_matches_reference): the interpreter is slow.
     """
+    # so far apart that most drafts are rejected
+    target = [[0.0, 1.0, 2.0, 0.5], [2.0, 0.0, 1.0, 0.5], [1.0, 2.0, 0.0, 0.5], [0.5, 1.0, 1.5, 2.0]]
+    draft = [[3.0, 1.0, 0.0, 2.0], [0.0, 3.0, 1.0, 2.0], [1.0, 0.0, 3.0, 2.0], [3.0, 1.0, 2.0, 0.0]]
+    target, draft = torch.tensor(target, device=device), torch.tensor(draft, device=device)
     with device:
-        numbers, law = emitted_in_rounds(scheme, lanes=1000 if device.type == "cpu" else 2**18)
-    assert_follows_law(numbers.cpu(), law.cpu())
+        parents = [-1, 0, 1] if scheme in ("standard", "block") else [-1, 0, 0, 1]
+        text = emitted_in_rounds(scheme, parents, target, draft, lanes=1000 if device.type == "cpu" else 2**18).cpu()
+    step = torch.softmax(target.double().cpu() / TEMPERATURE, -1)
+    numbers, law = text[:, 0], step[0]
+    assert_follows_law(numbers, law)
+    for token in text.T[1:]:
+        numbers = 4 * numbers + token
+        law = (law.view(-1, 4)[:, :, None] * step[None]).flatten()
+        assert_follows_law(numbers, law)
 
 
-def emitted_in_rounds(scheme, lanes, num_tokens=4):
-    """The first four tokens of every lane as one number, and the law of that."""
-    target = torch.tensor([[0.0, 1.0, 0.5], [1.0, 0.0, 2.0], [0.5, 0.5, -1.0]])
-    draft = torch.tensor([[1.0, 0.0, 0.5], [0.0, 1.5, 1.0], [0.5, 2.0, 0.0]])
+@pytest.mark.parametrize("scheme", ["rejection, with", "standard", "traversal"])
+def test_a_residual_has_noise_of_its_own(scheme, device):
+    """The draft's noise again would disfavour the tokens that the draft knew but did not draw: by a third, here."""
+    target, draft = torch.tensor([0.0, 0.25, 0.75]), torch.tensor([0.5, 0.0, 0.5])
+    rows = [(temperature * probs.log()).to(device).repeat(3, 1) for temperature, probs in
+            ((TEMPERATURE, target), (DRAFT_TEMPERATURE, draft))]  # fmt: skip
+    with device:
+        text = emitted_in_rounds(scheme, [-1, 0], *rows, lanes=2000 if device.type == "cpu" else 2**18, num_tokens=1)
+    assert_follows_law(text[:, 0].cpu(), target.double())
+
+
+def emitted_in_rounds(scheme, parents, target, draft, *, lanes, num_tokens=3):
+    """The first tokens [lanes, num_tokens] after token 0, for logits [last token, next token]."""
     is_chain = scheme in ("standard", "block")
-    parents = [-1, 0, 1] if is_chain else [-1, 0, 0, 1]
     links = [torch.tensor(each) for each in links_of(parents)]
     options = {"replacement": scheme.endswith("with")} if scheme.startswith("rejection") else {}
     text = torch.full((lanes, num_tokens + len(parents)), -1)
@@ -304,7 +324,7 @@ def emitted_in_rounds(scheme, lanes, num_tokens=4):
         tokens, positions = draw_tree(draft, last, 10 + length[going], going, parents, **options)
         draft_rows = tokens[:, :-1] if is_chain else tokens
         pair = (target[tokens].flatten(0, 1), draft[draft_rows].flatten(0, 1), positions.flatten(), going)
-        temperatures = torch.full((count,), 0.9), torch.full((count,), 1.3)
+        temperatures = torch.full((count,), TEMPERATURE), torch.full((count,), DRAFT_TEMPERATURE)
         if is_chain:
             output = eagle_kernels.verify_chain(tokens, *pair, *temperatures, method=scheme)
         else:
@@ -318,11 +338,7 @@ def emitted_in_rounds(scheme, lanes, num_tokens=4):
             lane = going[is_emitting]
             text[lane, length[lane] + depth] = output.predicts[node[is_emitting]].long()
         length[going] += output.accept_token_num + 1
-    step = torch.softmax(target.double() / 0.9, -1)
-    law = step[0]
-    for _ in range(num_tokens - 1):
-        law = (law.view(-1, 3)[:, :, None] * step[None]).flatten()
-    return (text[:, :num_tokens] * torch.tensor([27, 9, 3, 1])).sum(1), law
+    return text[:, :num_tokens]
 
 
 # negative controls: the same procedure with a draw that goes wrong
