@@ -48,6 +48,10 @@ class Filters(NamedTuple):
         return Filters(*(None if value is None else value[index] for value in self[:3]), self.filter_order)
 
 
+NO_PROCESSORS = Processors()
+NO_FILTERS = Filters()
+
+
 def processed_logits(logits: torch.Tensor, processors: Processors) -> torch.Tensor:
     """Logits [R, V] after penalties, bias and grammar."""
     num_tokens = logits.shape[1]
@@ -122,8 +126,8 @@ def filtered_logits(
 def kept_logits(
     logits: torch.Tensor,
     temperature: torch.Tensor,
-    filters: Filters = Filters(),
-    processors: Processors = Processors(),
+    filters: Filters = NO_FILTERS,
+    processors: Processors = NO_PROCESSORS,
 ) -> torch.Tensor:
     """What tokens are drawn from: processed, scaled logits, -inf where filtered (greedy rows are not filtered)."""
     scaled = scaled_logits(processed_logits(logits, processors), temperature)
@@ -136,8 +140,8 @@ def draw_tokens(
     positions: torch.Tensor,
     seeds: torch.Tensor,
     temperature: torch.Tensor,
-    filters: Filters = Filters(),
-    processors: Processors = Processors(),
+    filters: Filters = NO_FILTERS,
+    processors: Processors = NO_PROCESSORS,
 ) -> torch.Tensor:
     """Tokens int64 [R] drawn from logits [R, V]; temperatures below 1e-5 take the argmax (ties: the lowest id)."""
     kept = kept_logits(logits, temperature, filters, processors)

@@ -9,9 +9,9 @@ chunk of LANES groups the maximum and the sum of exponentials relative to it. On
 * if they are not enough to tell (a nucleus of thousands of tokens, k above MAX_TOP_K, hundreds of equal logits), the
   edge is searched for in the whole row, three bits of the float at a time.
 
-The tokens that a filter keeps are those at or above an edge: tokens that tie with it all stay. A token stays in top-k if
-fewer than k lie above it, in top-p if the tokens above it hold less than top_p of the probability, in min-p if it is at
-least min_p times as likely as the most likely one.
+The tokens that a filter keeps are those at or above an edge: tokens that tie with it all stay. A token stays in top-k
+if fewer than k lie above it, in top-p if the tokens above it hold less than top_p of the probability, in min-p if it is
+at least min_p times as likely as the most likely one.
 """
 
 from __future__ import annotations

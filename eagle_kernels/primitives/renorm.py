@@ -33,12 +33,13 @@ from .threshold import (
     mass_value,
 )
 
-# Starting values; nothing was measured yet.
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/renorm.txt. Slices are small where those without what is looked for are
+# left early.
 SCAN_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
 BRACKET_TUNING = {"default": {"num_warps": 8}}
-COLLECT_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
+COLLECT_TUNING = {"default": {"BLOCK_VOCAB": 1024, "num_warps": 1}}
 EDGE_TUNING = {"default": {"BLOCK_CANDIDATE": 8192, "num_warps": 8}}
-WRITE_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
+WRITE_TUNING = {"default": {"BLOCK_VOCAB": 1024, "num_warps": 1}}
 
 # A cache line of fp32: what can be left out when a row is read again. A bracket is found from MAX_CHUNKS at most.
 MIN_CHUNK_SIZE = 32
@@ -121,23 +122,21 @@ def start_row(state_ptr, sums_ptr, low, high, largest):
 
 
 @triton.jit
-def _load_tile(
-    row_ptr,
-    chunk_largest_ptr,
-    part,
-    lowest,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
+def _open_slice(
+    chunk_largest_ptr, part, lowest, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_VOCAB: tl.constexpr
 ):
-    """Tokens and keys [chunks, CHUNK] of a slice, keys 0 in chunks without a key >= lowest, which are not read."""
+    """Tokens [chunks, CHUNK] of a slice, which of its chunks [chunks] have a key >= lowest, and whether any has."""
     BLOCK_CHUNK: tl.constexpr = BLOCK_VOCAB // CHUNK
     chunk = part * BLOCK_CHUNK + tl.arange(0, BLOCK_CHUNK)
     largest = tl.load(chunk_largest_ptr + chunk, mask=chunk < NUM_CHUNKS, other=0)
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    is_read = (largest >= lowest)[:, None] & (token < VOCAB_SIZE)
-    return token, probability_keys(tl.load(row_ptr + token, mask=is_read, other=0.0))
+    return token, largest >= lowest, tl.max(largest) >= lowest
+
+
+@triton.jit
+def _load_keys(row_ptr, token, is_read, VOCAB_SIZE: tl.constexpr):
+    """The keys of a slice's tokens, 0 in chunks that are not read."""
+    return probability_keys(tl.load(row_ptr + token, mask=is_read[:, None] & (token < VOCAB_SIZE), other=0.0))
 
 
 @triton.jit
@@ -162,31 +161,33 @@ def collect(
     high = tl.load(state_ptr + HIGH)
     largest = tl.load(state_ptr + LARGEST)
     lowest = tl.minimum(low, lowest_with_mass(largest)) if WEIGHT == "mass" else low
-    _, keys = _load_tile(row_ptr, chunk_largest_ptr, part, lowest, VOCAB_SIZE, NUM_CHUNKS, CHUNK, BLOCK_VOCAB)
-    mass = fixed_point_mass(keys, largest)
-    is_above = keys >= high
-    above = tl.sum(tl.where(is_above, mass, 0))
-    tl.atomic_add(sums_ptr, above, mask=above > 0, sem="relaxed")
-    if WEIGHT == "mass":
-        total = tl.sum(mass)
-        tl.atomic_add(sums_ptr + 1, total, mask=total > 0, sem="relaxed")
-    elif WEIGHT == "count":
-        count = tl.sum(is_above.to(tl.int32)).to(tl.int64)
-        tl.atomic_add(sums_ptr + 1, count, mask=count > 0, sem="relaxed")
-    if WEIGHT is not None:
-        is_candidate = (keys >= low) & (keys < high)
-        in_chunk = tl.cumsum(is_candidate.to(tl.int32), axis=1)
-        of_chunk = tl.sum(is_candidate.to(tl.int32), axis=1)
-        num_candidates = tl.sum(of_chunk)
-        if num_candidates > 0:
-            # in any order: what is found among them does not depend on it
-            first = tl.atomic_add(state_ptr + NUM_CANDIDATES, num_candidates, sem="relaxed")
-            place = first + (tl.cumsum(of_chunk, axis=0) - of_chunk)[:, None] + in_chunk - 1
-            # place and key travel as one number: then the compiler may store them in the order in which threads hold
-            # them, instead of sorting both through shared memory into the order of a store to neighbouring places
-            pairs = (tl.where(is_candidate, place, -1).to(tl.int64) << 32) | keys
-            pairs = tl.reshape(pairs, [BLOCK_VOCAB], can_reorder=True)
-            tl.store(candidates_ptr + (pairs >> 32), key_probability(pairs.to(tl.int32)), mask=pairs >= 0)
+    token, is_read, is_any = _open_slice(chunk_largest_ptr, part, lowest, NUM_CHUNKS, CHUNK, BLOCK_VOCAB)
+    if is_any:
+        keys = _load_keys(row_ptr, token, is_read, VOCAB_SIZE)
+        mass = fixed_point_mass(keys, largest)
+        is_above = keys >= high
+        above = tl.sum(tl.where(is_above, mass, 0))
+        tl.atomic_add(sums_ptr, above, mask=above > 0, sem="relaxed")
+        if WEIGHT == "mass":
+            total = tl.sum(mass)
+            tl.atomic_add(sums_ptr + 1, total, mask=total > 0, sem="relaxed")
+        elif WEIGHT == "count":
+            count = tl.sum(is_above.to(tl.int32)).to(tl.int64)
+            tl.atomic_add(sums_ptr + 1, count, mask=count > 0, sem="relaxed")
+        if WEIGHT is not None:
+            is_candidate = (keys >= low) & (keys < high)
+            in_chunk = tl.cumsum(is_candidate.to(tl.int32), axis=1)
+            of_chunk = tl.sum(is_candidate.to(tl.int32), axis=1)
+            num_candidates = tl.sum(of_chunk)
+            if num_candidates > 0:
+                # in any order: what is found among them does not depend on it
+                first = tl.atomic_add(state_ptr + NUM_CANDIDATES, num_candidates, sem="relaxed")
+                place = first + (tl.cumsum(of_chunk, axis=0) - of_chunk)[:, None] + in_chunk - 1
+                # place and key travel as one number: then the compiler may store them in the order in which threads
+                # hold them, instead of sorting both through shared memory into the order of neighbouring places
+                pairs = (tl.where(is_candidate, place, -1).to(tl.int64) << 32) | keys
+                pairs = tl.reshape(pairs, [BLOCK_VOCAB], can_reorder=True)
+                tl.store(candidates_ptr + (pairs >> 32), key_probability(pairs.to(tl.int32)), mask=pairs >= 0)
 
 
 @triton.jit
@@ -265,10 +266,14 @@ def write_kept(
     """Writes a slice of the output: what reaches LOW divided by the first sum, the rest 0."""
     edge = tl.load(state_ptr + LOW)
     mass = mass_value(tl.load(sums_ptr), tl.load(state_ptr + LARGEST))
-    token, keys = _load_tile(row_ptr, chunk_largest_ptr, part, edge, VOCAB_SIZE, NUM_CHUNKS, CHUNK, BLOCK_VOCAB)
-    # a row without mass keeps nothing, and is not divided by it
-    kept = tl.math.div_rn(key_probability(keys), tl.where(mass > 0.0, mass, 1.0))
-    tl.store(output_ptr + token, tl.where(keys >= edge, kept, 0.0), mask=token < VOCAB_SIZE)
+    token, is_read, is_any = _open_slice(chunk_largest_ptr, part, edge, NUM_CHUNKS, CHUNK, BLOCK_VOCAB)
+    if is_any:
+        keys = _load_keys(row_ptr, token, is_read, VOCAB_SIZE)
+        # a row without mass keeps nothing, and is not divided by it
+        kept = tl.math.div_rn(key_probability(keys), tl.where(mass > 0.0, mass, 1.0))
+        tl.store(output_ptr + token, tl.where(keys >= edge, kept, 0.0), mask=token < VOCAB_SIZE)
+    else:
+        tl.store(output_ptr + token, tl.zeros(token.shape, tl.float32), mask=token < VOCAB_SIZE)
 
 
 def contract(op: str, values: dict, parameter: str, dtypes: tuple) -> check.Spec:

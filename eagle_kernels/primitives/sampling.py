@@ -36,6 +36,7 @@ from .random import LARGEST_GUMBEL, add_gumbel, add_gumbel_bound, token_words
 
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_sampled.txt
 SCAN_TUNING = {"default": {"BLOCK_CHUNK": 1, "num_warps": 1}}
+FILTERED_SCAN_TUNING = {"default": {"BLOCK_CHUNK": 4, "num_warps": 4}}
 DRAW_TUNING = {"default": {"num_warps": 8}}
 
 
@@ -196,7 +197,7 @@ def _slice_winner(
 def _best_of_groups(
     row, is_sampled, noise_key, bound, first, best, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr
 ):
-    """The larger one of `best` and the ordered keys of the tokens from `first` on, none of which exceeds its `bound`."""
+    """The larger one of `best` and the ordered keys of the tokens from `first` on, none of which exceeds its bound."""
     NUM_GROUPS: tl.constexpr = bound.shape[0] // 8
     group = tl.arange(0, NUM_GROUPS)
     remaining = tl.max(tl.reshape(bound, [NUM_GROUPS, 8]), axis=1)
@@ -267,6 +268,10 @@ def has_filters(values: dict) -> bool:
     return any(values[name] is not None for name in ("top_k", "top_p", "min_p"))
 
 
+def _needs_summary(values: dict) -> bool:
+    return has_filters(values) or values.get("return_logprobs", False)
+
+
 def allocate_scratch(values: dict, rows: torch.Tensor, num_places: int, num_levels: int = 1) -> dict:
     """Kernel arguments of the scratch: room for the slice keys of num_levels * num_places rows, all else of num_places.
 
@@ -276,10 +281,11 @@ def allocate_scratch(values: dict, rows: torch.Tensor, num_places: int, num_leve
     """
     device, vocab_size = rows.device, rows.shape[1]
     num_chunks = -(-vocab_size // CHUNK_SIZE)
-    needs_summary = has_filters(values) or values.get("return_logprobs", False)
-    scratch = {"keys_ptr": torch.empty((num_levels * num_places, num_slices(rows)), dtype=torch.int64, device=device)}
+    scratch = {
+        "keys_ptr": torch.empty((num_levels * num_places, num_slices(values, rows)), dtype=torch.int64, device=device)
+    }
     scratch |= dict.fromkeys(("summary_ptr", "raw_ptr", "gathered_ptr"))
-    if needs_summary:
+    if _needs_summary(values):
         scratch |= {
             "summary_ptr": torch.empty((num_places, num_chunks * (NUM_LANES + 2)), dtype=torch.float32, device=device),
             "gathered_ptr": torch.empty((num_places, 3 * NUM_TOKENS_GATHERED), dtype=torch.float32, device=device),
@@ -298,13 +304,18 @@ def constants(values: dict, rows: torch.Tensor) -> dict:
         "HAS_LOGPROBS": values.get("return_logprobs", False),
         # what is known of the offset of every row, so that loads can be wide
         "ALIGNMENT": math.gcd(rows.stride(0), 16),
-        "BLOCK_CHUNK": tuning.row(SCAN_TUNING, rows.device)["BLOCK_CHUNK"],
+        "BLOCK_CHUNK": scan_tuning(values, rows.device)["BLOCK_CHUNK"],
     }
 
 
-def num_slices(rows: torch.Tensor) -> int:
+def scan_tuning(values: dict, device: torch.device) -> dict:
+    """The tuning row of scanning."""
+    return tuning.row(FILTERED_SCAN_TUNING if _needs_summary(values) else SCAN_TUNING, device)
+
+
+def num_slices(values: dict, rows: torch.Tensor) -> int:
     """Programs that scan one row."""
-    return -(-rows.shape[1] // (tuning.row(SCAN_TUNING, rows.device)["BLOCK_CHUNK"] * CHUNK_SIZE))
+    return -(-rows.shape[1] // (scan_tuning(values, rows.device)["BLOCK_CHUNK"] * CHUNK_SIZE))
 
 
 def vector_size(rows: torch.Tensor) -> int:

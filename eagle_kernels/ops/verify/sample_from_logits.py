@@ -8,7 +8,7 @@ Computes
     exact; tokens that tie with an edge all stay.
 Shapes
     logits              [R, V]  fp32 / fp16 / bf16, unit stride along V; of a padded vocabulary pass logits[:, :V]
-    positions           [R]     int    position of the token that is *drawn* (for the next token of a row of n tokens: n)
+    positions           [R]     int    position of the token that is *drawn* (the next one of a row of n tokens: n)
     seeds               [R]     int    the request's seed
     temperature         [R]     fp32   0 (anything below 1e-5): greedy
     top_k               [R]     int    <= 0 or >= V: off
@@ -212,10 +212,10 @@ def sample_from_logits(
     launch(
         "sample_from_logits",
         _sample_from_logits_scan_kernel,
-        (num_rows, sampling.num_slices(logits)),
+        (num_rows, sampling.num_slices(values, logits)),
         **shared,
         VECTOR=sampling.vector_size(logits),
-        num_warps=tuning.row(SCAN_TUNING, device)["num_warps"],
+        num_warps=sampling.scan_tuning(values, device)["num_warps"],
     )
     launch(
         "sample_from_logits",

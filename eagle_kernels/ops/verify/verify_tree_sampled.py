@@ -490,7 +490,7 @@ def verify_tree_sampled(
     scan = shared | {
         "HAS_DRAW": has_draw,
         "VECTOR": sampling.vector_size(target_logits),
-        "num_warps": tuning.row(SCAN_TUNING, device)["num_warps"],
+        "num_warps": sampling.scan_tuning(values, device)["num_warps"],
     }
     draw = shared | {
         "simulated_rates_ptr": simulated_rates,
@@ -502,7 +502,7 @@ def verify_tree_sampled(
         "BLOCK_NODE": block_node,
         **tuning.row(DRAW_TUNING, device),
     }
-    grid = (num_places, sampling.num_slices(target_logits))
+    grid = (num_places, sampling.num_slices(values, target_logits))
     for level in range(num_levels):
         launch("verify_tree_sampled", _verify_tree_sampled_scan_kernel, grid, level=level, **scan)
         if has_draw:
