@@ -112,31 +112,32 @@ def _verify_tree_coins_kernel(
     accepted = tl.zeros([], dtype=tl.int32)
     mass = tl.zeros([], dtype=tl.float32)
     coin = _pick_float(coins, node == 0)
-    child = tl.where(is_live & (SPEC_STEPS > 0), tl.sum(tl.where(node == 0, links, 0)) >> 16, 0)
-    while child > 0:
-        is_child = node == child
-        token = tl.sum(tl.where(is_child, tokens, 0))
-        child_links = tl.sum(tl.where(is_child, links, 0))
-        child_coin = _pick_float(coins, is_child)
-        is_repeated = tl.max((is_rejected & (tokens == token)).to(tl.int32)) > 0
-        prob = tl.where(is_repeated, 0.0, _pick_float(probs, is_child))
-        mass += prob
-        # rounded as every division is: the sum of all children may stand exactly on the coin
-        is_covered = coin < tl.math.div_rn(mass, threshold_acc)
-        step = ((prob > 0.0) & (is_covered | (prob >= threshold_single))).to(tl.int32)
-        is_accepted = step > 0  # of integers: Triton's interpreter spreads what two floats compare to as a float
+    child = tl.where(is_live, tl.sum(tl.where(node == 0, links, 0)) >> 16, 0)
+    if SPEC_STEPS > 0:  # triton 3.6 does not compile loads in a loop that it can tell to be never entered
+        while child > 0:
+            is_child = node == child
+            token = tl.sum(tl.where(is_child, tokens, 0))
+            child_links = tl.sum(tl.where(is_child, links, 0))
+            child_coin = _pick_float(coins, is_child)
+            is_repeated = tl.max((is_rejected & (tokens == token)).to(tl.int32)) > 0
+            prob = tl.where(is_repeated, 0.0, _pick_float(probs, is_child))
+            mass += prob
+            # rounded as every division is: the sum of all children may stand exactly on the coin
+            is_covered = coin < tl.math.div_rn(mass, threshold_acc)
+            step = ((prob > 0.0) & (is_covered | (prob >= threshold_single))).to(tl.int32)
+            is_accepted = step > 0  # of integers: Triton's interpreter spreads what two floats compare to as a float
 
-        accepted += step
-        depth = tl.where(is_child & is_accepted, accepted, depth)
-        predicted = tl.where((node == current) & is_accepted, token, predicted)
-        is_rejected = (is_rejected | is_child) & (is_accepted == 0)
-        current = tl.where(is_accepted, child, current)
-        coin = tl.where(is_accepted, child_coin, coin)
-        mass = tl.where(is_accepted, 0.0, mass)
-        below = tl.where(accepted < SPEC_STEPS, child_links >> 16, 0)
-        child = tl.where(is_accepted, below, child_links & 0xFFFF)
-        if is_accepted & (child > 0):
-            probs = token_probs(row_ptr + current * stride_probs_node.to(tl.int64), tokens, VOCAB_SIZE)
+            accepted += step
+            depth = tl.where(is_child & is_accepted, accepted, depth)
+            predicted = tl.where((node == current) & is_accepted, token, predicted)
+            is_rejected = (is_rejected | is_child) & (is_accepted == 0)
+            current = tl.where(is_accepted, child, current)
+            coin = tl.where(is_accepted, child_coin, coin)
+            mass = tl.where(is_accepted, 0.0, mass)
+            below = tl.where(accepted < SPEC_STEPS, child_links >> 16, 0)
+            child = tl.where(is_accepted, below, child_links & 0xFFFF)
+            if is_accepted & (child > 0):
+                probs = token_probs(row_ptr + current * stride_probs_node.to(tl.int64), tokens, VOCAB_SIZE)
 
     # the last node's token is not known yet: -1 until it is drawn
     store_walk(

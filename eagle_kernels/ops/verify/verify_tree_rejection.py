@@ -158,52 +158,55 @@ def _verify_tree_rejection_kernel(
         num_rejected = tl.zeros([], tl.int32)
         chosen = tl.zeros([], tl.int32)
         token = tl.zeros([], tl.int32)
-        while child > 0:
-            is_child = nodes == child
-            token = tl.sum(tl.where(is_child, tokens, 0))
-            following = tl.sum(tl.where(is_child, links, 0)) & 0xFFFF
-            num_seen += 1
-            if (token >= 0) & (token < NUM_IDS):
-                draft_row = open_row(draft_row_ptr, draft_size, draft_temperature, draft_max, draft_total, draft_best)
-                node = Node(
-                    target_row, draft_row, target_to_draft_ptr, scale,
-                    candidates_ptr + offset, retrieve_next_sibling_ptr + offset, first_child, num_rejected,
-                )  # fmt: skip
-                target_left, draft_left = load_left(
-                    node, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT
-                )
-                target_prob = tl.where(mass > 0.0, target_left / tl.where(mass > 0.0, mass, 1.0), 0.0)
-                is_left = draft_mass > SMALLEST_MASS
-                draft_prob = tl.where(is_left, draft_left / tl.where(is_left, draft_mass, 1.0), 0.0)
-                draft_prob = tl.where(is_certain, 1.0, draft_prob)
-                coin = uniform(seed, tl.load(positions_ptr + offset + child), ACCEPT_STREAM, child)
-                is_accepted = (coin * draft_prob < target_prob) & (draft_prob > 0.0)
-                if (draft_prob > 0.0) & (is_accepted == 0):
-                    taken = tl.where(is_certain, 0.0, mass / tl.where(is_left, draft_mass, 1.0))
-                    after = Node(
-                        target_row, draft_row, target_to_draft_ptr, scale + taken,
-                        candidates_ptr + offset, retrieve_next_sibling_ptr + offset, first_child, num_seen,
-                    )  # fmt: skip
-                    new_mass, new_draft_mass = left_masses(
-                        after, NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB
+        if SPEC_STEPS > 0:  # triton 3.6 does not compile loads in a loop that it can tell to be never entered
+            while child > 0:
+                is_child = nodes == child
+                token = tl.sum(tl.where(is_child, tokens, 0))
+                following = tl.sum(tl.where(is_child, links, 0)) & 0xFFFF
+                num_seen += 1
+                if (token >= 0) & (token < NUM_IDS):
+                    draft_row = open_row(
+                        draft_row_ptr, draft_size, draft_temperature, draft_max, draft_total, draft_best
                     )
-                    is_accepted = (new_mass == 0.0) & (target_prob > 0.0)
-                    scale = tl.where(new_mass > 0.0, scale + taken, scale)
-                    mass = tl.where(new_mass > 0.0, new_mass, mass)
-                    num_rejected = num_seen
-                    if not KEEPS_DRAFT:
-                        draft_mass = new_draft_mass
-                        if not DRAFT_IS_PROBS:
-                            if (draft_mass < SMALL_SHARE) & (is_certain == 0):
-                                largest, total = rescan_draft(after, NUM_IDS, BLOCK_VOCAB)
-                                if total > 0.0:
-                                    scale *= tl.exp(largest - draft_max) * (total / draft_total)
-                                    draft_max = largest
-                                    draft_total = total
-                                draft_mass = tl.where(total > 0.0, 1.0, 0.0)
-                chosen = tl.where(is_accepted, child, chosen)
-                following = tl.where(is_accepted | (draft_prob == 0.0), 0, following)
-            child = following
+                    node = Node(
+                        target_row, draft_row, target_to_draft_ptr, scale,
+                        candidates_ptr + offset, retrieve_next_sibling_ptr + offset, first_child, num_rejected,
+                    )  # fmt: skip
+                    target_left, draft_left = load_left(
+                        node, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT
+                    )
+                    target_prob = tl.where(mass > 0.0, target_left / tl.where(mass > 0.0, mass, 1.0), 0.0)
+                    is_left = draft_mass > SMALLEST_MASS
+                    draft_prob = tl.where(is_left, draft_left / tl.where(is_left, draft_mass, 1.0), 0.0)
+                    draft_prob = tl.where(is_certain, 1.0, draft_prob)
+                    coin = uniform(seed, tl.load(positions_ptr + offset + child), ACCEPT_STREAM, child)
+                    is_accepted = (coin * draft_prob < target_prob) & (draft_prob > 0.0)
+                    if (draft_prob > 0.0) & (is_accepted == 0):
+                        taken = tl.where(is_certain, 0.0, mass / tl.where(is_left, draft_mass, 1.0))
+                        after = Node(
+                            target_row, draft_row, target_to_draft_ptr, scale + taken,
+                            candidates_ptr + offset, retrieve_next_sibling_ptr + offset, first_child, num_seen,
+                        )  # fmt: skip
+                        new_mass, new_draft_mass = left_masses(
+                            after, NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB
+                        )
+                        is_accepted = (new_mass == 0.0) & (target_prob > 0.0)
+                        scale = tl.where(new_mass > 0.0, scale + taken, scale)
+                        mass = tl.where(new_mass > 0.0, new_mass, mass)
+                        num_rejected = num_seen
+                        if not KEEPS_DRAFT:
+                            draft_mass = new_draft_mass
+                            if not DRAFT_IS_PROBS:
+                                if (draft_mass < SMALL_SHARE) & (is_certain == 0):
+                                    largest, total = rescan_draft(after, NUM_IDS, BLOCK_VOCAB)
+                                    if total > 0.0:
+                                        scale *= tl.exp(largest - draft_max) * (total / draft_total)
+                                        draft_max = largest
+                                        draft_total = total
+                                    draft_mass = tl.where(total > 0.0, 1.0, 0.0)
+                    chosen = tl.where(is_accepted, child, chosen)
+                    following = tl.where(is_accepted | (draft_prob == 0.0), 0, following)
+                child = following
 
         accepted += (chosen > 0).to(tl.int32)
         if chosen == 0:

@@ -93,37 +93,38 @@ def _verify_tree_topp_kernel(
     predicted = _tokens_of(tl.load(target_predict_ptr + offset + node, mask=is_node, other=-1))
     first_candidate = _tokens_of(tl.load(candidate_ids_ptr + (offset + node) * NUM_CANDIDATES, mask=is_node, other=-1))
     depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
-    is_walking = (tl.max(depth) == 0) & (SPEC_STEPS > 0)
+    is_walking = tl.max(depth) == 0
     current = tl.zeros([], dtype=tl.int32)
     accepted = tl.zeros([], dtype=tl.int32)
     in_window = tl.zeros([], dtype=tl.int32)  # nodes of a window that are still to be walked
-    while is_walking:
-        first = tl.sum(tl.where(node == current, first_candidate, 0))
-        if in_window > 0:
-            child = find_child(tokens, links, current, first, BLOCK_NODE)
-            in_window -= 1
-        else:
-            place = (offset + current) * NUM_CANDIDATES + rank
-            ids = _tokens_of(tl.load(candidate_ids_ptr + place, mask=rank < NUM_CANDIDATES, other=-1))
-            is_candidate = (rank < tl.load(candidate_lens_ptr + offset + current)) & (rank < NUM_CANDIDATES)
-            child = _find_member(tokens, links, current, ids, is_candidate, BLOCK_NODE)
-            if (child == 0) & (NUM_CANDIDATES >= 2):
-                second = find_child(tokens, links, current, tl.sum(tl.where(rank == 1, ids, 0)), BLOCK_NODE)
-                at = second
-                num_matched = tl.zeros([], dtype=tl.int32)
-                while (at > 0) & (num_matched < VERIFY_WINDOW):
-                    at = find_child(tokens, links, at, tl.sum(tl.where(node == at, first_candidate, 0)), BLOCK_NODE)
-                    num_matched += (at > 0).to(tl.int32)
-                is_window = (at > 0) & (accepted + 1 + VERIFY_WINDOW <= SPEC_STEPS)
-                child = tl.where(is_window, second, 0)
-                in_window = tl.where(is_window, VERIFY_WINDOW, 0)
-        is_accepted = child > 0
-        accepted += is_accepted.to(tl.int32)
-        depth = tl.where((node == child) & is_accepted, accepted, depth)
-        child_token = tl.sum(tl.where(node == child, tokens, 0))
-        predicted = tl.where((node == current) & is_accepted, child_token, predicted)
-        current = child
-        is_walking = is_accepted & (accepted < SPEC_STEPS)
+    if SPEC_STEPS > 0:  # triton 3.6 does not compile loads in a loop that it can tell to be never entered
+        while is_walking:
+            first = tl.sum(tl.where(node == current, first_candidate, 0))
+            if in_window > 0:
+                child = find_child(tokens, links, current, first, BLOCK_NODE)
+                in_window -= 1
+            else:
+                place = (offset + current) * NUM_CANDIDATES + rank
+                ids = _tokens_of(tl.load(candidate_ids_ptr + place, mask=rank < NUM_CANDIDATES, other=-1))
+                is_candidate = (rank < tl.load(candidate_lens_ptr + offset + current)) & (rank < NUM_CANDIDATES)
+                child = _find_member(tokens, links, current, ids, is_candidate, BLOCK_NODE)
+                if (child == 0) & (NUM_CANDIDATES >= 2):
+                    second = find_child(tokens, links, current, tl.sum(tl.where(rank == 1, ids, 0)), BLOCK_NODE)
+                    at = second
+                    num_matched = tl.zeros([], dtype=tl.int32)
+                    while (at > 0) & (num_matched < VERIFY_WINDOW):
+                        at = find_child(tokens, links, at, tl.sum(tl.where(node == at, first_candidate, 0)), BLOCK_NODE)
+                        num_matched += (at > 0).to(tl.int32)
+                    is_window = (at > 0) & (accepted + 1 + VERIFY_WINDOW <= SPEC_STEPS)
+                    child = tl.where(is_window, second, 0)
+                    in_window = tl.where(is_window, VERIFY_WINDOW, 0)
+            is_accepted = child > 0
+            accepted += is_accepted.to(tl.int32)
+            depth = tl.where((node == child) & is_accepted, accepted, depth)
+            child_token = tl.sum(tl.where(node == child, tokens, 0))
+            predicted = tl.where((node == current) & is_accepted, child_token, predicted)
+            current = child
+            is_walking = is_accepted & (accepted < SPEC_STEPS)
     store_walk(
         predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
         SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,

@@ -33,6 +33,8 @@ def ahead_of_time_cases():
         yield str(dtype), make(2, 64, dtype=dtype)
     yield "with replacement", make(2, 64, 8, replacement=True, reduced=True, dtype=torch.bfloat16)
     yield "two slices, many children", make(2, 5000, 64, dtype=torch.bfloat16, reduced=True)
+    yield "more children than tokens", make(2, 3, 8)
+    yield "one child, one token, with replacement", make(2, 1, 1, replacement=True)
 
 
 def size_sweep():
@@ -80,7 +82,8 @@ def test_support_smaller_than_the_children_asked_for(replacement, device):
     assert ((output.logprobs == -INFINITY) == (output.tokens == -1)).all()
     more_than_all = make(5, 3, 8, device=device)
     output, _ = check_operation(PATH, more_than_all, case="k > V", close=("logprobs",))
-    assert (output.tokens[:, 3:] == -1).all() and (output.tokens[:, :3].sort(1).values == torch.arange(3)).all()
+    assert (output.tokens[:, 3:] == -1).all()
+    assert (output.tokens[:, :3].sort(1).values == torch.arange(3, device=device)).all()
 
 
 @REPLACEMENT

@@ -91,6 +91,7 @@ def ahead_of_time_cases():
     yield "probs", make(2, 6, 300, 100, method="block", target="probs", draft="probs")
     yield "target probs", make(2, 6, 300, target="probs", dtype=torch.bfloat16)
     yield "no drafts", make(2, 1, 300)
+    yield "no drafts, V=2", make(2, 1, 2)
 
 
 def size_sweep():

@@ -93,6 +93,8 @@ def ahead_of_time_cases():
         values["target_probs"] = torch.empty(vocab_size).expand(1, num_nodes, vocab_size)  # recorded only
         yield f"N={num_nodes} V={vocab_size}", values
     yield "int32", make(2, 4, 3, 8, dtype=torch.int32)
+    yield "S=0", star([1, 2, 3], [0.25] * 4, 0.0, 0.0, spec_steps=0)
+    yield "S=0 N=1", make(2, 1, 1, 1) | {"spec_steps": 0}
 
 
 def size_sweep():

@@ -56,6 +56,8 @@ def ahead_of_time_cases():
     for policy in ("accept_all", "reject_all", "simulate"):
         for batch_size in (1, 32):
             yield f"{policy} B={batch_size}", with_policy(unread_logits(batch_size, 8, 5, 64, torch.bfloat16), policy)
+    for source in ("ids", torch.float32):
+        yield f"S=0 N=1 {source}", make(2, 1, 1, 1, source=source, vocab_size=2) | {"spec_steps": 0}
 
 
 def with_policy(values: dict, policy: str) -> dict:

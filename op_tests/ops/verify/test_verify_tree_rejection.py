@@ -77,6 +77,7 @@ def ahead_of_time_cases():
     yield "reduced vocabulary", make(2, 8, 5, 64, dtype=torch.bfloat16, reduced=20)
     yield "probabilities", make(2, 4, 3, 8, probs=True)
     yield "probabilities, reduced vocabulary", make(2, 4, 3, 8, probs=True, reduced=20, replacement=True)
+    yield "S=0 N=1 V=2", make(2, 1, 1, 1, vocab_size=2) | {"spec_steps": 0}
 
 
 def size_sweep():

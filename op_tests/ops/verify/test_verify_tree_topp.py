@@ -51,6 +51,7 @@ def ahead_of_time_cases():
     yield "int64", make(2, 8, 5, 64, num_candidates=10)
     yield "int32", make(2, 8, 5, 64, num_candidates=5, dtype=torch.int32)
     yield "one candidate", make(2, 1, 4, 5, num_candidates=1)
+    yield "S=0 N=1", make(2, 1, 1, 1, num_candidates=1) | {"spec_steps": 0}
 
 
 def size_sweep():

@@ -132,6 +132,7 @@ def ahead_of_time_cases():
     yield "fp16, draft probs", make(2, 4, 3, 8, 300, 100, draft="probs", dtype=torch.float16)
     yield "bf16, reduced", make(2, 8, 5, 64, 300, 100, dtype=torch.bfloat16)
     yield "probs", make(2, 4, 3, 8, 300, target="probs", draft="probs")
+    yield "S=0 N=1 V=2", make(2, 1, 1, 1, 2) | {"spec_steps": 0}
 
 
 def size_sweep():

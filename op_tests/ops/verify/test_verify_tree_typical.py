@@ -40,6 +40,7 @@ def unread_logits(batch_size, topk, spec_steps, num_nodes, dtype):
 def ahead_of_time_cases():
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         yield str(dtype), unread_logits(2, 8, 5, 64, dtype)
+    yield "S=0 N=1 V=2", make(2, 1, 1, 1, vocab_size=2) | {"spec_steps": 0}
 
 
 def size_sweep():
