@@ -1,4 +1,7 @@
-"""sample_from_logits: the reference's tokens, exact filters, the right law, and noise that its key alone sets."""
+"""sample_from_logits: the reference's tokens, exact filters, the right law, and noise that its key alone sets.
+
+Penalties, bias and grammar are checked on dyadic values, where arithmetic is exact, and against Hugging Face's classes.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ FILTERS = {
     "min_p": {"min_p": 0.1},
     "all": {"top_k": 12, "top_p": 0.9, "min_p": 0.05},
 }
+PROCESSORS = reference_sampling.Processors._fields
+ORDERS = ("top_k_first", "joint")
 
 
 def make(num_rows, vocab_size, *, dtype=torch.float32, device="cpu", temperature=None, **filters):
@@ -40,11 +45,50 @@ def ahead_of_time_cases():
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         yield str(dtype), make(2, 64, dtype=dtype)
     yield "filters", make(2, 64, dtype=torch.bfloat16, **FILTERS["all"])
+    yield "processors", with_processors(make(2, 64, dtype=torch.bfloat16, **FILTERS["all"])) | {"filter_order": "joint"}
 
 
 def size_sweep():
     for num_rows in (1, 2, 3, 16, 17, 64, 257):
         yield make(num_rows, 1000)
+
+
+def with_processors(values: dict, names=PROCESSORS) -> dict:
+    """The same rows with these processors, all numbers on a coarse dyadic grid."""
+    num_rows, vocab_size = values["logits"].shape
+    row, num_words = torch.arange(num_rows), -(-vocab_size // 32)
+    words = torch.randint(-(2**31), 2**31, (2, num_rows, num_words), dtype=torch.int64).to(torch.int32)
+    counts = torch.randint(0, 4, (num_rows, vocab_size)) * (torch.rand(num_rows, vocab_size) < 0.3)
+    made = {
+        "repetition_penalty": torch.tensor([2.0, 1.0, 1.25, 0.5])[row % 4],
+        "frequency_penalty": torch.tensor([0.25, 0.0, -0.5])[row % 3],
+        "presence_penalty": torch.tensor([1.0, 0.5, 0.0, -0.25, 2.0])[row % 5],
+        "prompt_mask": words[0],
+        "output_counts": counts.to(torch.int32),
+        "logit_bias": torch.randint(-8, 9, (num_rows, vocab_size)) / 4.0,
+        "token_bitmask": words[1],
+    }
+    made["logit_bias"][:, vocab_size // 2] = float("-inf")
+    device = values["logits"].device
+    logits = torch.randint(-32, 33, values["logits"].shape).to(values["logits"]) / 4.0
+    temperature = torch.tensor([1.0, 0.0, 0.5, 2.0], device=device)[row % 4]
+    made = {name: made[name].to(device) for name in names}
+    return values | {"logits": logits, "temperature": temperature} | made
+
+
+def kept_of(values: dict) -> torch.Tensor:
+    """What the reference draws from, -inf where a token cannot be drawn."""
+    filters = (values.get(name) for name in ("top_k", "top_p", "min_p"))
+    return reference_sampling.kept_logits(
+        values["logits"],
+        values["temperature"],
+        reference_sampling.Filters(*filters, values.get("filter_order", "top_k_first")),
+        reference_sampling.Processors(**{name: values[name] for name in PROCESSORS if name in values}),
+    )
+
+
+def rows_of(values: dict, index) -> dict:
+    return {key: value[index] if isinstance(value, torch.Tensor) else value for key, value in values.items()}
 
 
 def assert_same_tokens(values: dict, actual: torch.Tensor) -> None:
@@ -53,10 +97,10 @@ def assert_same_tokens(values: dict, actual: torch.Tensor) -> None:
     different = (actual != expected).nonzero().flatten().tolist()
     if not different:
         return
-    row = {key: value[different] for key, value in values.items()}
-    scaled = reference_sampling.scaled_logits(row["logits"], row["temperature"])
-    kept = reference_sampling.filtered_logits(scaled, *(row.get(name) for name in ("top_k", "top_p", "min_p")))
-    keys = kept + reference_random.gumbel(row["seeds"], row["positions"], scaled.shape[1])
+    row = rows_of(values, different)
+    kept = kept_of(row)
+    noise = reference_random.gumbel(row["seeds"], row["positions"], kept.shape[1])
+    keys = torch.where((row["temperature"] > 0)[:, None], kept + noise, kept)
     gap = (keys.max(1).values - keys.gather(1, actual[different][:, None])[:, 0]).abs()
     ulp = torch.finfo(torch.float32).eps * keys.max(1).values.abs()
     print(f"{len(different)} of {len(actual)} rows are near-ties")
@@ -183,6 +227,212 @@ def test_special_logits(bad, device):
         assert tokens[1] == 0 and tokens[3] != 7
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("repetition_penalty", "prompt_mask"),
+        ("repetition_penalty", "output_counts"),
+        ("frequency_penalty", "output_counts"),
+        ("presence_penalty", "output_counts"),
+        ("logit_bias",),
+        ("token_bitmask",),
+        ("repetition_penalty",),  # no token has been seen
+        PROCESSORS,
+    ],
+    ids="+".join,
+)
+def test_processors_match_the_reference(names, device):
+    """Each alone and all together, half of the cases filtered; the dtype of the bias is its own."""
+    filters = FILTERS["all"] if len(names) in (2, 7) else {}
+    values = with_processors(make(6, 77, device=device, **filters), names)
+    if names == PROCESSORS:
+        values |= {"filter_order": "joint", "logit_bias": values["logit_bias"].half()}
+    assert_same_tokens(values, eagle_kernels.raw.sample_from_logits(**values))
+    if names != ("repetition_penalty",):
+        plain = {name: value for name, value in values.items() if name not in names}
+        assert not torch.equal(kept_of(values), kept_of(plain)), "nothing was changed, so nothing was proved"
+
+
+def test_processors_of_long_rows(device):
+    """More than one slice, a vocabulary that fills no word, logits of a padded vocabulary, filters of every kind."""
+    values = with_processors(make(4, 2501, dtype=torch.bfloat16, device=device, top_p=0.9))
+    wide = torch.full((4, 2560), 1e4, device=device, dtype=torch.bfloat16)
+    wide[:, :2501] = values["logits"]
+    values |= {"logits": wide[:, :2501], "top_k": torch.tensor([0, 5, 300, 50], device=device)}
+    assert_same_tokens(values, eagle_kernels.raw.sample_from_logits(**values))
+
+
+def test_greedy_rows_take_penalties_and_grammar_as_well(device):
+    """One token after the other is taken from a row of falling logits."""
+    values = make(4, 8, device=device, temperature=0.0)
+    values["logits"] = torch.tensor([8.0, 7.5, 7.0, 6.5, 6.0, 5.5, 5.0, 4.5], device=device).repeat(4, 1)
+    ones, zeros = torch.ones(4, device=device), torch.zeros(4, dtype=torch.int32, device=device)
+    counts = torch.zeros(4, 8, dtype=torch.int32, device=device)
+    counts[:, 1] = 1
+    values |= {"repetition_penalty": ones * 2, "prompt_mask": zeros[:, None] + 1, "output_counts": counts}
+    values |= {
+        "presence_penalty": ones * 0.25,
+        "token_bitmask": torch.tensor([[-1], [~4], [0], [128]]).int().to(device),
+    }
+    # token 0 by the prompt and token 1 by the output are halved, the grammar forbids 2, everything, all but 7
+    assert eagle_kernels.raw.sample_from_logits(**values).tolist() == [2, 3, 0, 7]
+
+
+def test_penalties_are_those_of_hugging_face():
+    processors = pytest.importorskip("transformers.generation.logits_process")
+    values = make(3, 50, temperature=1.0)
+    prompt, output = torch.randint(50, (3, 9)), torch.randint(50, (3, 6))
+    for penalty in (1.3, 0.7):
+        values |= {
+            "repetition_penalty": torch.full((3,), penalty),
+            "prompt_mask": pack_bits(torch.zeros(3, 50, dtype=torch.bool).scatter(1, prompt, True)),
+            "output_counts": torch.zeros(3, 50, dtype=torch.int32).scatter_add(
+                1, output, torch.ones_like(output).int()
+            ),
+        }
+        theirs = processors.RepetitionPenaltyLogitsProcessor(penalty)
+        expected = theirs(torch.cat([prompt, output], dim=1), values["logits"].clone())
+        torch.testing.assert_close(kept_of(values), expected)
+
+
+@pytest.mark.parametrize("vocab_size", [40, 1000])
+def test_filters_keep_what_those_of_hugging_face_keep(vocab_size, device):
+    """Top-k, top-p and min-p alone and in Hugging Face's order, which is ours; jointly: each on all tokens."""
+    processors = pytest.importorskip("transformers.generation.logits_process")
+    warpers = {
+        "top_k": lambda scores: processors.TopKLogitsWarper(7)(None, scores),
+        "top_p": lambda scores: processors.TopPLogitsWarper(0.77)(None, scores),
+        "min_p": lambda scores: processors.MinPLogitsWarper(0.11)(None, scores),
+    }
+    parameters = {"top_k": 7, "top_p": 0.77, "min_p": 0.11}
+    for names in (("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p"), ("top_p", "min_p"), tuple(warpers)):
+        values = make(20, vocab_size, temperature=0.7, **{name: parameters[name] for name in names})
+        scores = values["logits"] / 0.7
+        in_order, jointly = scores, torch.ones_like(scores, dtype=torch.bool)
+        for name in names:
+            in_order = warpers[name](in_order)
+            jointly &= warpers[name](scores) > float("-inf")
+        assert torch.equal(kept_of(values) > float("-inf"), in_order > float("-inf"))
+        assert torch.equal(kept_of(values | {"filter_order": "joint"}) > float("-inf"), jointly)
+    few = rows_of(values, slice(0, 4))
+    few = {key: value.to(device) for key, value in few.items()}
+    for order in ORDERS:
+        assert_same_tokens(
+            few | {"filter_order": order}, eagle_kernels.raw.sample_from_logits(**few, filter_order=order)
+        )
+
+
+@pytest.mark.parametrize(("order", "num_kept"), [("top_k_first", 3), ("joint", 4)])
+def test_filter_order(order, num_kept, device):
+    """Of 0.35, 0.25, 0.2, 0.05, ... k = 4 and p = 0.82 keep four tokens, but three once top-k has renormalised them."""
+    values = make(600, 9, device=device, temperature=1.0, top_k=4, top_p=0.82) | {"filter_order": order}
+    probs = torch.tensor([0.35, 0.25, 0.2, 0.05, 0.03, 0.03, 0.03, 0.03, 0.03], device=device)
+    values["logits"] = probs.log().repeat(600, 1)
+    drawn = eagle_kernels.sample_from_logits(**values)
+    assert set(drawn.tolist()) == set(range(num_kept))
+    # the kernel on rows that tell the two orders apart, and on others
+    some = torch.cat([(drawn == num_kept - 1).nonzero().flatten()[:4], torch.arange(4, device=device)])
+    some = rows_of(values, some)
+    assert_same_tokens(some, eagle_kernels.raw.sample_from_logits(**some))
+
+
+def filter_rows(vocab_size: int) -> list[tuple]:
+    """What each path of the filters has to get right: (logits, top_k, top_p, min_p, temperature) of one row each."""
+    infinity, nan = float("inf"), float("nan")
+    normal = 3.0 * torch.randn(vocab_size)
+    few = torch.full((vocab_size,), -infinity)
+    few[[3, 1200, vocab_size - 1]] = torch.tensor([1.0, 2.0, 1.5])
+    coarse = torch.randint(0, 4, (vocab_size,)) / 2.0
+    half = torch.where(torch.arange(vocab_size) % 2 == 0, nan, normal)
+    top = normal.clone()
+    top[[5, 1500, vocab_size - 2]] = infinity
+    next_to_nan = normal.clone()
+    next_to_nan[[7, 1030]], next_to_nan[[6, 1031]] = 40.0, nan
+    rows = [(normal, k, 1.0, 0.0, 1.0) for k in (1, 50, 128, 129, 200, vocab_size - 1)]
+    rows += [(normal, k, 0.7, 0.01, 1.5) for k in (128, 129)]
+    # more than 256 tokens tie with the edge
+    rows += [(coarse, 50, 1.0, 0.0, 1.0), (coarse, 128, 0.3, 0.0, 0.5), (coarse, 0, 0.4, 0.0, 1.0)]
+    rows += [(coarse, vocab_size - 1, 0.9, 0.0, 1.0), (coarse, 0, 1.0, 0.5, 1.0), (0.0 * normal, 3, 0.5, 1.0, 1.0)]
+    # a nucleus of thousands; next to nothing removed
+    rows += [(0.01 * normal, 0, 0.9, 0.0, 1.0), (0.01 * normal, 1500, 0.9, 0.0, 1.0), (normal, 0, 1.0, 1e-6, 1.0)]
+    rows += [(normal, 0, 0.9, 1e-6, 2.0), (normal, 0, 0.0, 0.0, 1.0), (normal, 0, 1.0, 2.0, 1.0)]
+    rows += [(few, 50, 0.9, 0.0, 1.0), (few, 0, 0.9, 0.0, 1.0), (few, 200, 1.0, 0.0, 1.0), (few, 2, 1.0, 0.0, 1.0)]
+    rows += [(normal * 0 + value, 5, 0.9, 0.1, 1.0) for value in (-infinity, infinity, nan)]
+    rows += [(half, 50, 0.9, 0.0, 1.0), (half, 0, 1.0, 0.0, 1.0), (top, 2, 1.0, 0.0, 1.0), (top, 0, 0.5, 0.0, 1.0)]
+    rows += [(next_to_nan, 0, 0.5, 0.0, 1.0), (next_to_nan, 0, 1.0, 0.0, 1.0), (next_to_nan, 1, 1.0, 0.0, 0.0)]
+    return rows
+
+
+@pytest.mark.parametrize(("vocab_size", "order"), [(2500, "top_k_first"), (2500, "joint"), (4097, "joint")])
+def test_filters_of_long_rows(vocab_size, order, device):
+    rows = filter_rows(vocab_size)
+    if device.type == "cpu":  # every row once, which takes the interpreter long enough
+        rows = rows[2:9:3] if vocab_size != 2500 else rows[ORDERS.index(order) :: 2]
+    logits, top_k, top_p, min_p, temperature = zip(*rows)
+    values = make(len(rows), vocab_size, device=device) | {"filter_order": order}
+    values |= {"logits": torch.stack(logits).to(device), "top_k": torch.tensor(top_k, device=device)}
+    for name, numbers in (("top_p", top_p), ("min_p", min_p), ("temperature", temperature)):
+        values[name] = torch.tensor(numbers, device=device)
+    assert_same_tokens(values, eagle_kernels.raw.sample_from_logits(**values))
+
+
+@pytest.mark.parametrize("num_large", [90, 300])
+def test_gathering_and_searching_agree(num_large, device):
+    """Tokens far above all others: whether they are gathered, searched for or not filtered at all does not show.
+
+    Up to 256 equal tokens are gathered, for k up to 128. They all stay, even for k = 1, as they tie with the edge.
+    """
+    top_k = torch.tensor([1, 100, 129, 0, 0, 0], device=device)
+    top_p = torch.tensor([1.0, 1.0, 1.0, 0.9, 1.0, 1.0], device=device)
+    min_p = torch.tensor([0.5, 0.0, 0.0, 0.0, 0.5, 0.0], device=device)
+    values = make(6, 1100, device=device, temperature=1.0)
+    values |= {name: values[name][:1].expand(6).contiguous() for name in ("seeds", "positions")}
+    logits = torch.full((1100,), -200.0, device=device)
+    logits[torch.randperm(1100)[:num_large].to(device)] = 1.0
+    values |= {"logits": logits.repeat(6, 1), "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    tokens = eagle_kernels.raw.sample_from_logits(**values)
+    assert len(set(tokens.tolist())) == 1 and logits[tokens[0]] == 1.0
+    assert_same_tokens(values, tokens)
+
+
+def test_ties_of_greedy_rows_go_to_the_lowest_id(device):
+    """Across groups, tiles and slices, beside NaN, beside infinities, and of zeros of both signs."""
+    infinity, nan = float("inf"), float("nan")
+    logits = torch.full((6, 2100), -5.0, device=device)
+    for row, changes in enumerate(
+        (
+            {3: 2.0, 9: 2.0, 1030: 2.0, 2090: 2.0},
+            {2090: 2.0, 1030: 2.0, 1031: nan},
+            {12: 2.0, 1500: 2.0, 1501: nan, 40: 2.0, 41: nan},
+            {1030: infinity, 700: infinity, 8: 1e38},
+            {77: -0.0, 1200: 0.0},
+            {0: nan, 2048: -5.0, 2099: -4.0},
+        )
+    ):
+        for token, value in changes.items():
+            logits[row, token] = value
+    values = make(6, 2100, device=device, temperature=0.0) | {"logits": logits}
+    assert eagle_kernels.raw.sample_from_logits(**values).tolist() == [3, 1030, 12, 700, 77, 2099]
+
+
+def test_noise_beside_nan_in_every_tile(device):
+    """NaN in a tile neither wins nor hides the tile's other tokens."""
+    values = make(4, 2100, device=device, temperature=1.0)
+    values["logits"] *= 0.1
+    values["logits"][:, 1029::97] = float("nan")
+    values["logits"][1, :1024] = float("nan")
+    values["logits"][2, 1024:2048] += 30.0
+    values["logits"][3, 2048:] += 30.0
+    assert_same_tokens(values, eagle_kernels.raw.sample_from_logits(**values))
+
+
+def pack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """int32 words of truth values [R, V]."""
+    padded = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 32)).view(bits.shape[0], -1, 32).long()
+    words = (padded << torch.arange(32)).sum(dim=2)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
 def test_launches_and_nothing_else(device):
     assert_only_launches(PATH, make(3, 20, device=device, **FILTERS["all"]))
 
@@ -198,6 +448,13 @@ def test_registration(device):
         ({"logits": torch.zeros(20, 3).T}, "logits must be contiguous in its last 1 axes"),
         ({"seeds": torch.zeros(3)}, "seeds must have dtype int32 or int64, got float32"),
         ({"temperature": 1.0}, "temperature must be a tensor, got float"),
+        ({"filter_order": "top_p_first"}, "filter_order must be"),
+        ({"prompt_mask": torch.zeros(3, 1).int()}, "prompt_mask must come with repetition_penalty"),
+        ({"output_counts": torch.zeros(3, 20).int()}, "output_counts must come with a penalty"),
+        ({"token_bitmask": torch.zeros(3, 2).int()}, r"token_bitmask must have shape \[R, 1\], got \[3, 2\]"),
+        ({"token_bitmask": torch.zeros(3, 1)}, "token_bitmask must have dtype int32, got float32"),
+        ({"logit_bias": torch.zeros(3, 21)}, "logit_bias must have"),
+        ({"frequency_penalty": torch.zeros(4)}, "frequency_penalty must have"),
     ],
 )
 def test_bad_input_is_named(change, message):
@@ -209,4 +466,7 @@ def test_debug_mode_checks_values(monkeypatch):
     values = make(3, 20, temperature=-1.0)
     monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
     with pytest.raises(ValueError, match=r"temperature must not be negative, got -1.0 at \[0\]"):
+        eagle_kernels.sample_from_logits(**values)
+    values = make(3, 20, temperature=1.0) | {"repetition_penalty": torch.tensor([1.0, 0.0, 1.0])}
+    with pytest.raises(ValueError, match=r"repetition_penalty must be positive, got 0.0 at \[1\]"):
         eagle_kernels.sample_from_logits(**values)
