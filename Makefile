@@ -1,4 +1,4 @@
-.PHONY: check test test-gpu bench
+.PHONY: check test test-gpu mutants bench
 
 check:  ## what a review would say first
 	ruff check .
@@ -12,6 +12,9 @@ JOBS ?= 8
 test-gpu:  ## everything on the GPU, full crosses too; refuses to start without one; with pytest-xdist on JOBS cores
 	python -c "import torch; assert torch.cuda.is_available(), 'no GPU that torch can use'"
 	python -m pytest -q op_tests $(shell python -c "import xdist" 2>/dev/null && echo "-n $(JOBS)")
+
+mutants:  ## bugs planted in kernel and reference alike, each of which a law test must catch
+	python -m op_tests.mutants
 
 bench:  ## make bench OP=build_tree
 	python -m bench.run --op $(OP)

@@ -1,0 +1,317 @@
+"""Planted bugs: `python -m op_tests.mutants [--list] [--only NAME] [--alike]`.
+
+A bug that kernel and reference share cannot show where one is compared with the other: what sees it is a law test. Each
+mutant is a list of edits, made in a copy of the repository, in the kernel and the reference alike; then only the law
+tests of that op run there, and one of them must fail by an assertion. Two more kinds: a bug in the kernel alone, which
+kernel = reference must see, and a bug in the enumeration, which a negative control must see.
+
+Printed is what caught each mutant. Exit code 1: one survived, or its tests broke instead of failing, or an edit no
+longer applies (test_mutants.py says that too), in which case the mutant follows the code. `--alike` also checks that
+kernel = reference does not see the bugs planted in both, so that it was the law test that was needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("eagle_kernels", "reference", "op_tests", "bench", "pyproject.toml", "README.md")
+SECONDS = 180
+
+KERNELS = "eagle_kernels/ops/verify/"
+PRIMITIVES = "eagle_kernels/primitives/"
+REFERENCES = "reference/ops/verify/"
+TESTS = "op_tests/ops/verify/"
+LAWS = "op_tests/test_laws.py::"
+
+
+class Mutant(NamedTuple):
+    """edits: (file, old text, new text); every occurrence is replaced, and there must be one."""
+
+    name: str
+    op: str
+    edits: list[tuple[str, str, str]]
+    tests: list[str]
+    kind: str = "both"  # or "kernel" or "enumeration"
+
+
+def both(
+    name: str, op: str, tests: list[str], kernel: list[tuple[str, ...]], reference: list[tuple[str, ...]]
+) -> Mutant:
+    """A mutant in kernel and reference; edits of two texts are in the op's own files."""
+    edits = [edit if len(edit) == 3 else (f"{KERNELS}{op}.py", *edit) for edit in kernel]
+    edits += [edit if len(edit) == 3 else (f"{REFERENCES}{op}.py", *edit) for edit in reference]
+    return Mutant(name, op, edits, tests)
+
+
+def of(op: str, *names: str) -> list[str]:
+    return [f"{TESTS}test_{op}.py::{name}" for name in names]
+
+
+def _one_stream(name: str) -> list[tuple[str, str, str]]:
+    streams = {"DRAFT": 1, "ACCEPT": 2, "RESIDUAL": 3}
+    return [(name, f"\nSTREAM_{stream} = {number}\n", f"\nSTREAM_{stream} = 0\n") for stream, number in streams.items()]
+
+
+def rounds(*schemes: str) -> list[str]:
+    return [f"{LAWS}test_rounds_of_drafting_and_verifying[{scheme}]" for scheme in schemes]
+
+
+_COINS, _CHAIN, _SAMPLED = "verify_tree_coins", "verify_chain", "verify_tree_sampled"
+_REJECTION, _TRAVERSAL, _CHILDREN = "verify_tree_rejection", "verify_tree_traversal", "sample_children"
+_COINS_LAW = of(_COINS, "test_the_law_is_the_target_s", "test_joint_law_of_the_emitted_tokens[binary]")
+_CHAIN_LAW = of(_CHAIN, "test_the_law_is_exactly_the_targets") + rounds("standard", "block")
+_REJECTION_LAW = of(_REJECTION, "test_the_law_is_the_targets") + rounds("rejection, without", "rejection, with")
+_TRAVERSAL_LAW = of(_TRAVERSAL, "test_the_law_is_exactly_the_targets") + rounds("traversal")
+_NOISE_LAW = [f"{LAWS}test_a_residual_has_noise_of_its_own"]
+_PARAMETERS_LAW = [f"{LAWS}test_every_parameter"]
+_MIN_P_OF_ONE = "(weight == 1.0) | (weight / weight.sum(1, keepdim=True) >= min_p[:, None])"
+_OWN_DRAFT_TEMPERATURE = "draft_temperature = temperature if draft_temperature is None else draft_temperature"
+
+MUTANTS = [
+    # `<=` for `<` has no width: what sees it is a coin on the edge
+    both(
+        "<= for <, coins", _COINS, of(_COINS, "test_comparisons_are_strict"),
+        [("is_covered = coin < tl", "is_covered = coin <= tl")],
+        [("coin < mass / acc", "coin <= mass / acc")],
+    ),
+    both(
+        "<= for <, chain", _CHAIN, of(_CHAIN, "test_coins_at_the_ends"),
+        [("(coin * draft_prob < target", "(coin * draft_prob <= target"), ("(coin < chance)", "(coin <= chance)")],
+        [("[accepted + 1]) < ratios", "[accepted + 1]) <= ratios"), ("[index]) < chance", "[index]) <= chance")],
+    ),
+    both(
+        "<= for <, rejection", _REJECTION, of(_REJECTION, "test_the_coin_is_compared_strictly"),
+        [("(coin * draft_prob < target_prob)", "(coin * draft_prob <= target_prob)")],
+        [("child) < target[token]", "child) <= target[token]")],
+    ),
+    both(
+        "<= for <, traversal", _TRAVERSAL, of(_TRAVERSAL, "test_coins_at_the_ends"),
+        [("(coin >= acceptance)", "(coin > acceptance)")],
+        [("node) < acceptance[node]", "node) <= acceptance[node]")],
+    ),
+    both(
+        "a coin for all levels, coins", _COINS, _COINS_LAW,
+        [("coin = tl.where(is_accepted, child_coin, coin)", "coin = tl.where(is_accepted, coin, coin)")],
+        [("coin_at(path[-1])", "coin_at(0)")],
+    ),
+    both(
+        "a coin for all levels, chain", _CHAIN, _CHAIN_LAW,
+        [
+            ("positions_ptr + place, mask=is_draft", "positions_ptr + place - draft, mask=is_draft"),
+            ("request * NUM_TOKENS + 1 + draft,", "request * NUM_TOKENS + 1 + 0 * draft,"),
+        ],
+        [("(positions[accepted + 1])", "(positions[1])"), ("(positions[index])", "(positions[1])")],
+    ),
+    both(
+        "a coin for all children, rejection", _REJECTION, _REJECTION_LAW,
+        [("positions_ptr + offset + child), ACCEPT_STREAM, child)", "positions_ptr + offset), ACCEPT_STREAM, 0)")],
+        [("draws.uniform(positions[child], child)", "draws.uniform(positions[0], 0)")],
+    ),
+    both(
+        "residual not subtracted, coins", _COINS, _COINS_LAW,
+        [(PRIMITIVES + "inverse_cdf.py", "tl.where(index == token, 0.0, probs)", "tl.where(index < 0, 0.0, probs)")],
+        [("left[[token for token in rejected if 0 <= token < len(probs)]] = 0", "left[:0] = 0")],
+    ),
+    both(
+        "residual not subtracted, chain", _CHAIN, _CHAIN_LAW,
+        [("tl.maximum(share * target - draft_prob, 0.0)", "share * target")],
+        [("weights, _ = subtract(weights, draft_probs[accepted], share)", "weights = share * weights")],
+    ),
+    both(
+        "residual not subtracted, rejection", _REJECTION, _REJECTION_LAW,
+        [
+            (PRIMITIVES + "rejection.py", "tl.maximum(target - node.scale * draft, 0.0)", "tl.maximum(target, 0.0)"),
+            (PRIMITIVES + "rejection.py", "tl.where(is_gone, 0.0, target)", "tl.where(is_gone, target, target)"),
+        ],
+        [("left = (target - draft).clamp(min=0)", "left = target")],
+    ),
+    both(
+        "no renormalisation, rejection", _REJECTION, _REJECTION_LAW,
+        [("mass = tl.where(new_mass > 0.0, new_mass, mass)", "mass = tl.where(new_mass > 0.0, 1.0, mass)")],
+        [("target = left / left.sum()", "target = left")],
+    ),
+    both(
+        "q not renormalised, traversal", _TRAVERSAL, _TRAVERSAL_LAW,
+        [(PRIMITIVES + "residual.py", "(ids == token, 0.0, draft * scale)", "(ids == token, 0.0, draft)")],
+        [("reference/residual.py", "left * (1.0 / mass) if mass > 0 else torch.zeros_like(left)", "left")],
+    ),
+    both(
+        "a duplicate counts twice, coins", _COINS, of(_COINS, "test_the_law_is_the_target_s"),
+        [("tl.where(is_repeated, 0.0, _pick_float(probs, is_child))", "_pick_float(probs, is_child)")],
+        [("0 <= token < len(probs) and token not in rejected", "0 <= token < len(probs)")],
+    ),
+    # the draft's temperature is ignored where children are drawn, or where they are verified
+    both(
+        "draft before warping, sampler", _CHILDREN, of(_CHILDREN, "test_law_of_ordered_pairs"),
+        [
+            ("scale, is_sampled = inverse_temperature(temperature)", "scale, is_sampled = 1.0, temperature >= 1e-5"),
+            ("scale, _ = inverse_temperature(tl.load(temperature_ptr + row))", "scale = 1.0"),
+        ],
+        [("scaled_logits(draft_logits, temperature)", "scaled_logits(draft_logits, torch.ones_like(temperature))")],
+    ),
+    both(
+        "draft before warping, rejection", _REJECTION, _REJECTION_LAW,
+        [("temperature if draft_temperature is None else draft_temperature,", "temperature,")],
+        [(_OWN_DRAFT_TEMPERATURE, "draft_temperature = temperature")],
+    ),
+    both(
+        "draft before warping, chain", _CHAIN, _CHAIN_LAW,
+        [('values["temperature"] if draft_temperature is None else draft_temperature', 'values["temperature"]')],
+        [(_OWN_DRAFT_TEMPERATURE, "draft_temperature = temperature")],
+    ),
+    # (a coin and a residual draw of one key have nothing to do with each other: a hash lies between)
+    both(
+        "one stream for all noise", _REJECTION, _NOISE_LAW,
+        _one_stream(PRIMITIVES + "random.py"), _one_stream("reference/random.py"),
+    ),
+    both(
+        "draft and residual share a stream", _CHAIN, _NOISE_LAW,
+        [(PRIMITIVES + "random.py", "\nSTREAM_RESIDUAL = 3\n", "\nSTREAM_RESIDUAL = 1\n")],
+        [("reference/random.py", "\nSTREAM_RESIDUAL = 3\n", "\nSTREAM_RESIDUAL = 1\n")],
+    ),
+    both(
+        "position not + 1", _SAMPLED, of(_SAMPLED, "test_joint_law_of_the_emitted_tokens[{}]"),
+        [("tl.load(positions_ptr + node).to(tl.int64) + 1", "tl.load(positions_ptr + node).to(tl.int64)")],
+        [("positions + 1", "positions"), ("positions[row] + 1", "positions[row]")],
+    ),
+    both(
+        "min-p relative to 1", _SAMPLED, _PARAMETERS_LAW,
+        [(PRIMITIVES + "filters.py", "weight >= tl.minimum(", "(weight == 1.0) | (weight / total >= tl.minimum(")]
+        + [(PRIMITIVES + "filters.py", "tl.minimum(filters.min_p, 1.0)", "tl.minimum(filters.min_p, 1.0))")],
+        [("reference/sampling.py", "(weight >= min_p.clamp(max=1.0)[:, None])", _MIN_P_OF_ONE)],
+    ),
+    both(
+        "penalties forget the drafts before", _SAMPLED, _PARAMETERS_LAW,
+        [(PRIMITIVES + "logits.py", "count += (ids == ", "count += 0 * (ids == ")],
+        [("own_counts[0, token] += 1", "own_counts[0, token] += 0")],
+    ),
+    Mutant(
+        "mass carried to the next level", _COINS,
+        [(f"{KERNELS}{_COINS}.py", "mass = tl.where(is_accepted, 0.0, mass)", "mass += 0.0")],
+        of(_COINS, "test_matches_reference"), "kernel",
+    ),
+    Mutant(
+        "distances are 0", _COINS,
+        [("op_tests/harness/enumeration.py", "return 0.5 * sum", "return 0.0 * sum")],
+        [f"{LAWS}test_wrong_schemes_are_seen", *of(_COINS, "test_wrong_schemes_are_seen")], "enumeration",
+    ),
+    Mutant(
+        "a wrong scheme is enumerated", _SAMPLED,
+        [("op_tests/test_laws.py", "max(control(None))", 'max(control("bonus from p"))')],
+        [f"{LAWS}test_the_controls_are_right_without_their_fault"], "enumeration",
+    ),
+    Mutant(
+        "a wrong scheme is mended", _REJECTION,
+        [(f"{TESTS}test_{_REJECTION}.py", 'if fault == "bonus from p" or target', "if target")],
+        of(_REJECTION, "test_wrong_schemes_show"), "enumeration",
+    ),
+]  # fmt: skip
+
+
+def stale(mutant: Mutant) -> list[str]:
+    """The edits whose old text is in no file, as lines to print."""
+    lines = []
+    for name, old, _ in mutant.edits:
+        if not (ROOT / name).exists() or old not in (ROOT / name).read_text(encoding="utf-8"):
+            lines.append(f"{mutant.name}: the mutant is stale: {name} has no {old.strip()!r}")
+    return lines
+
+
+def plant(mutant: Mutant, folder: Path) -> None:
+    """Copies the repository into an empty folder, and makes the edits there."""
+    ignored = shutil.ignore_patterns("__pycache__", "assets", "results", "*.egg-info")
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    for name, old, new in mutant.edits:
+        path = folder / name
+        path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+
+
+def failures(tests: list[str], folder: Path) -> tuple[list[str], str]:
+    """The tests that failed by an assertion there, and what went wrong otherwise ("" for nothing)."""
+    report = folder / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        result = subprocess.run(
+            command, cwd=folder, env=environment, timeout=SECONDS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"still running after {SECONDS} s"
+    if result.returncode not in (0, 1):
+        return [], result.stdout.decode()[-2000:]
+    caught = []
+    for case in xml.etree.ElementTree.parse(report).getroot().iter("testcase"):
+        failure = case.find("failure")
+        message = "" if failure is None else failure.get("message", "")
+        if message.startswith(("assert", "AssertionError")):
+            caught.append(case.get("name"))
+        elif failure is not None or case.find("error") is not None:
+            return [], f"{case.get('name')} broke: {message.splitlines()[0] if message else 'an error'}"
+    return caught, ""
+
+
+def try_mutant(mutant: Mutant, is_alike_checked: bool) -> tuple[bool, str]:
+    """Whether the mutant was caught, and the lines to print."""
+    begin = time.monotonic()
+    if stale(mutant):
+        return False, "\n".join(stale(mutant))
+    alike = [test for test in of(mutant.op, "test_matches_reference") if mutant.kind == "both"]
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        plant(mutant, Path(name))
+        caught, problem = failures(mutant.tests, Path(name))
+        if is_alike_checked and alike:
+            seen, broken = failures(alike, Path(name))
+            problem = problem or broken or ("kernel = reference sees it: " + summary(seen) if seen else "")
+    text = f"{mutant.name} ({mutant.kind}, {time.monotonic() - begin:.0f} s): "
+    if problem:
+        return False, text + problem
+    return bool(caught), text + (summary(caught) if caught else "SURVIVED " + ", ".join(mutant.tests))
+
+
+def summary(tests: list[str]) -> str:
+    """Names of tests, each with how many of its cases there are."""
+    functions = [name.partition("[")[0] for name in tests]
+    cases = {function: [name for name in tests if name.partition("[")[0] == function] for function in functions}
+    return ", ".join(names[0] if len(names) == 1 else f"{name} ({len(names)})" for name, names in cases.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m op_tests.mutants", description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="names, kinds and ops, without running anything")
+    parser.add_argument("--only", metavar="NAME", help="mutants whose name contains this")
+    parser.add_argument("--alike", action="store_true", help="also check that kernel = reference does not see them")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if options.only is None or options.only in mutant.name]
+    if not chosen:
+        parser.error(f"no mutant has {options.only!r} in its name")
+    if options.list:
+        for mutant in chosen:
+            print(f"{mutant.name} ({mutant.kind}, {mutant.op})")
+        return 0
+    begin, num_caught = time.monotonic(), 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for is_caught, text in pool.map(lambda mutant: try_mutant(mutant, options.alike), chosen):
+            num_caught += is_caught
+            print(text, flush=True)
+    print(f"{num_caught} of {len(chosen)} mutants caught in {time.monotonic() - begin:.0f} s")
+    return int(num_caught < len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
