@@ -376,6 +376,41 @@ def test_filters_of_long_rows(vocab_size, order, device):
     assert_same_tokens(values, eagle_kernels.raw.sample_from_logits(**values))
 
 
+@pytest.mark.parametrize(
+    ("name", "num_kept"),
+    [("top_k", 50), ("top_k", 128), ("top_k", 129), ("top_p", 40), ("top_p", 600), ("min_p", 40), ("min_p", 600)],
+)
+def test_edges_are_exact(name, num_kept, device):
+    """A row so flat that noise decides: its winner is drawn as the last token that is kept, not as the one after it.
+
+    One of a pair of rows has it at the edge, the other one behind; both small and large numbers of tokens are kept.
+    """
+    vocab_size = 1100
+    positions, seeds = torch.arange(40), torch.zeros(40, dtype=torch.int64)
+    noise = reference_random.gumbel(seeds, positions, vocab_size)
+    first, second = noise.topk(2, dim=1).values.T
+    position = int((first - second > 0.5).nonzero()[0])
+    winner = int(noise[position].argmax())
+    by_rank = -1e-4 * torch.arange(vocab_size)
+    weights = by_rank.double().exp()
+    mass = weights.cumsum(0) / weights.sum()
+    value = {
+        "top_k": num_kept,
+        "top_p": float(mass[num_kept - 2 : num_kept].mean()),
+        "min_p": float(weights[num_kept - 1 : num_kept + 1].mean()),
+    }[name]
+    values = make(2, vocab_size, temperature=1.0, **{name: value})
+    values |= {"positions": torch.tensor([position] * 2), "seeds": torch.zeros(2, dtype=torch.int64)}
+    others = torch.randperm(vocab_size)
+    others = others[others != winner]
+    for row, place in enumerate((num_kept - 1, num_kept)):
+        values["logits"][row, torch.cat([others[:place], torch.tensor([winner]), others[place:]])] = by_rank
+    values = {key: value.to(device) for key, value in values.items()}
+    tokens = eagle_kernels.raw.sample_from_logits(**values)
+    assert (tokens == winner).tolist() == [True, False]
+    assert_same_tokens(values, tokens)
+
+
 @pytest.mark.parametrize("num_large", [90, 300])
 def test_gathering_and_searching_agree(num_large, device):
     """Tokens far above all others: whether they are gathered, searched for or not filtered at all does not show.
