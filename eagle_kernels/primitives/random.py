@@ -43,7 +43,8 @@ def uniform(seed, position, STREAM: tl.constexpr, draw):
 
 @triton.jit
 def token_words(key, ids):
-    """64 random bits of each token id, as two tensors uint32, for the four words of a `random_block`."""
+    """64 bits of each token id, for the four words of a `random_block`: a random word uint32 and, to tell equal words
+    apart, the low half of the product that it was folded from."""
     key0, key1, key2, key3 = key
     product = (ids.to(tl.uint32) ^ key0).to(tl.uint64) * key1.to(tl.uint64)
     product = (product.to(tl.uint32) ^ key2).to(tl.uint64) * ((product >> 32).to(tl.uint32) ^ key3).to(tl.uint64)

@@ -30,7 +30,7 @@ from .filters import (
     row_mass,
     scan_filtered,
 )
-from .logits import load_processed, load_raw, load_scaled
+from .logits import LARGEST_FINITE, load_processed, load_raw, load_scaled
 from .ordering import LOWEST_KEY, bits_value, key_id, ordered_key
 from .random import LARGEST_GUMBEL, add_gumbel, add_gumbel_bound, token_words
 
@@ -187,6 +187,8 @@ def _slice_winner(
                     row, is_sampled, noise_key, bound, start + index * TILE, best, VOCAB_SIZE, HAS_PENALTIES
                 )
         else:
+            # NaN stays, and is looked at
+            current = tl.where(current > LARGEST_FINITE, LARGEST_FINITE, current)
             best = _best_of_groups(
                 row, is_sampled, noise_key, current, start + index * TILE, best, VOCAB_SIZE, HAS_PENALTIES
             )

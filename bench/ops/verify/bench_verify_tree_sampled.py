@@ -1,4 +1,8 @@
-"""verify_tree_sampled with and without filters; the target has all but decided on a deepest path or a part of it."""
+"""verify_tree_sampled with and without filters; the target has all but decided on a deepest path or a part of it.
+
+Elsewhere it has decided on other tokens, or, where a case says "flat off the path", its logits are standard normal.
+The first are easy, the second hard for a search over probabilities, which the pipeline makes of all rows.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,17 @@ from bench.run import main
 _MAX_SORTED = 1 << 29
 
 
-def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size, is_filtered, accepted):
+def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size, is_filtered, accepted, is_flat):
     values = accepted_tree("cpu", batch_size, topk, spec_steps, num_nodes, vocab_size)
     winners = ends_after(values, accepted, vocab_size).flatten()
+    off_path = _off_path(values, winners.view(batch_size, num_nodes)).flatten().to(device)
     del values["target_predict"]
     values = {name: value.to(device) for name, value in values.items()}
     values["target_logits"] = decisive_logits(winners.to(device), vocab_size, NARROW_LEAD)
+    if is_flat:
+        place = winners[:, None].to(device)
+        flat = torch.where(off_path[:, None], 0.0, NARROW_LEAD).to(torch.bfloat16)
+        values["target_logits"].scatter_(1, place, flat)
     values["seeds"] = torch.randint(2**60, (batch_size,), device=device)
     values["temperature"] = torch.ones(batch_size, device=device)
     if is_filtered:
@@ -31,7 +40,21 @@ def make(device, batch_size, topk, spec_steps, num_nodes, vocab_size, is_filtere
     return values | {"spec_steps": spec_steps}
 
 
-def count_bytes(batch_size, topk, spec_steps, num_nodes, vocab_size, is_filtered, accepted):
+def _off_path(values, winners):
+    """Which nodes [B, N] the walk by the winners does not visit."""
+    off_path = torch.ones_like(winners, dtype=torch.bool)
+    first, sibling = values["retrieve_next_token"].tolist(), values["retrieve_next_sibling"].tolist()
+    for request, tokens in enumerate(values["candidates"].tolist()):
+        node = 0
+        while node >= 0:
+            off_path[request, node] = False
+            winner, node = int(winners[request, node]), first[request][node]
+            while node >= 0 and tokens[node] != winner:
+                node = sibling[request][node]
+    return off_path
+
+
+def count_bytes(batch_size, topk, spec_steps, num_nodes, vocab_size, is_filtered, accepted, is_flat):
     """One read of the visited rows."""
     return batch_size * min(accepted + 1, num_nodes) * vocab_size * 2
 
@@ -49,17 +72,18 @@ def prepare_torch(values):
     return lambda: walk(sample(values["target_logits"], *per_node).view(shape))
 
 
-def _case(batch_size, tree, is_filtered, accepted=None, vocab_size=VOCABULARY):
+def _case(batch_size, tree, is_filtered, accepted=None, vocab_size=VOCABULARY, is_flat=False):
     topk, spec_steps, num_nodes = tree
     sizes = {"batch_size": batch_size, "topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes}
     filters = "top-k 50 top-p 0.9" if is_filtered else "no filters"
     depth = "full depth" if accepted is None else f"accepts {accepted}"
-    sizes |= {"vocab_size": vocab_size, "is_filtered": is_filtered}
+    sizes |= {"vocab_size": vocab_size, "is_filtered": is_filtered, "is_flat": is_flat}
     sizes |= {"accepted": spec_steps if accepted is None else accepted}
     # the reference draws noise for every row
     is_checked = batch_size * num_nodes <= 64
     is_headline = accepted is None and batch_size in ((8, 32) if is_filtered else (32,))
     name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size} {filters} {depth}"
+    name += " flat off the path" if is_flat else ""
     return Case(name, sizes, is_checked, is_headline)
 
 
@@ -69,6 +93,11 @@ _CASES = [
     # three drafts are the whole depth of the smaller tree
     for tree, batch_sizes, depths in ((TREES[0], (1, 8, 32, 128), (0, None)), (TREES[1], (1, 8, 32), (0, 3, None)))
     for accepted in depths
+    for batch_size in batch_sizes
+]
+_CASES += [
+    _case(batch_size, tree, True, is_flat=True)
+    for tree, batch_sizes in ((TREES[0], (1, 8, 32, 128)), (TREES[1], (1, 8, 32)))
     for batch_size in batch_sizes
 ]
 _BATCH_SIZES = [1 << exponent for exponent in range(9)]

@@ -119,9 +119,10 @@ def verify_tree_sampled(
     walked = walk(*links, spec_steps, token_at)
     none = requests[:0]
     no_column = none.new_empty((0, num_columns))
-    committed = (none, none, none.to(torch.int32), no_column, no_column, none)
+    # torch.library wants outputs that share no memory
+    committed = (none, none.clone(), none.to(torch.int32), no_column, no_column.clone(), none.clone())
     if seq_lens is not None:
         committed = verify_commit(*walked, seq_lens, is_live)
     if not return_logprobs:
         logprobs = logprobs[:, :0]
-    return Output(*walked, *logprobs, *committed)
+    return Output(*walked, *(part.clone() for part in logprobs), *committed)
