@@ -88,7 +88,7 @@ MUTANTS = [
     both(
         "<= for <, chain", _CHAIN, of(_CHAIN, "test_coins_at_the_ends"),
         [("(coin * draft_prob < target", "(coin * draft_prob <= target"), ("(coin < chance)", "(coin <= chance)")],
-        [("[accepted + 1]) < ratios", "[accepted + 1]) <= ratios"), ("[index]) < chance", "[index]) <= chance")],
+        [("accepted) < ratios", "accepted) <= ratios"), ("index - 1) < chance", "index - 1) <= chance")],
     ),
     both(
         "<= for <, rejection", _REJECTION, of(_REJECTION, "test_the_coin_is_compared_strictly"),
@@ -108,10 +108,14 @@ MUTANTS = [
     both(
         "a coin for all levels, chain", _CHAIN, _CHAIN_LAW,
         [
-            ("positions_ptr + place, mask=is_draft", "positions_ptr + place - draft, mask=is_draft"),
+            ("place, mask=is_draft, other=0), draft)", "place - draft, mask=is_draft, other=0), 0 * draft)"),
             ("request * NUM_TOKENS + 1 + draft,", "request * NUM_TOKENS + 1 + 0 * draft,"),
+            ("tl.int64), position, draft)", "tl.int64), position, 0 * draft)"),
         ],
-        [("(positions[accepted + 1])", "(positions[1])"), ("(positions[index])", "(positions[1])")],
+        [
+            ("(positions[accepted + 1], accepted)", "(positions[1])"),
+            ("(positions[index], index - 1)", "(positions[1])"),
+        ],
     ),
     both(
         "a coin for all children, rejection", _REJECTION, _REJECTION_LAW,

@@ -93,9 +93,10 @@ def test_plain_decoding_knows_no_policy(target):
         assert again.output_ids == plain.output_ids
 
 
-def test_sampling_with_a_policy_is_refused(target):
-    with pytest.raises(ValueError, match="accept_policy must be 'normal' for sampling, .* got 'accept_all'"):
-        generate(target, target, temperature=1.0, accept_policy="accept_all")
+def test_sampling_takes_policies_too(target):
+    _, stats = generate(target, target, temperature=1.0, accept_policy="accept_all")
+    _, none = generate(target, target, temperature=1.0, accept_policy="reject_all")
+    assert stats.mean_accept_length > 2 and none.mean_accept_length == 1
 
 
 def test_planted_tokens_are_end_tokens_too(target):

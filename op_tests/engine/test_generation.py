@@ -118,8 +118,8 @@ def test_draft_beams_see_their_true_ancestors(target, monkeypatch):
 def test_a_toy_of_thirty_lines_works(device):
     toy = ToyModel(device=device)
     engine = EAGLEInference(toy, toy, EAGLEConfig(topk=4, num_steps=3, temperature=0.9))
-    text, stats = engine.generate([[1, 2, 3], [4]], 12, seeds=5)
-    assert text == engine.generate([[1, 2, 3], [4]], 12, seeds=5, speculative=False)[0]
+    text, stats = engine.generate([[1, 2, 3], [4]], 48, seeds=5)
+    assert text == engine.generate([[1, 2, 3], [4]], 48, seeds=5, speculative=False)[0]
     assert stats.mean_accept_length > 1.5
 
 

@@ -187,7 +187,7 @@ def _verify_chain_walk_kernel(
         wide = tl.load(candidates_ptr + place, mask=is_draft, other=-1).to(tl.int64)
         token = tl.where((wide >= 0) & (wide < 2147483648), wide, -1).to(tl.int32)
         seeds = tl.load(seeds_ptr + request) + tl.zeros([BLOCK_TOKEN], tl.int64)
-        coin = accept_coin(seeds, tl.load(positions_ptr + place, mask=is_draft, other=0), 0)
+        coin = accept_coin(seeds, tl.load(positions_ptr + place, mask=is_draft, other=0), draft)
         pair = Pair(
             target_ptr, draft_ptr, temperature_ptr, draft_temperature_ptr, target_to_draft_ptr, scans_ptr,
             num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
@@ -315,7 +315,7 @@ def _verify_chain_draw_kernel(
             is_draft = draft < gamma
             first = request * (NUM_TOKENS - 1)
             position = tl.load(positions_ptr + request * NUM_TOKENS + 1 + draft, mask=is_draft, other=0)
-            coin = accept_coin(seed + tl.zeros([BLOCK_TOKEN], tl.int64), position, 0)
+            coin = accept_coin(seed + tl.zeros([BLOCK_TOKEN], tl.int64), position, draft)
             shares = tl.load(shares_ptr + first + draft, mask=is_draft, other=0.0)
             # of draft i + 1 the mass after it, S_{i + 1}: [draft, slice]
             place = (first + 1 + draft)[:, None] * NUM_SLICES + slices[None, :]

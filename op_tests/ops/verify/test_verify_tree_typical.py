@@ -33,7 +33,7 @@ def make(batch_size, topk, spec_steps, num_nodes, *, vocab_size=61, peak=3.0, de
 
 def unread_logits(batch_size, topk, spec_steps, num_nodes, dtype):
     """For launches that are recorded only: one row of 128k tokens stands for all."""
-    logits = torch.empty(128256, dtype=dtype).expand(batch_size * num_nodes, -1)
+    logits = torch.empty(batch_size * num_nodes, 128256, dtype=dtype)
     return make(batch_size, topk, spec_steps, num_nodes) | {"target_logits": logits}
 
 

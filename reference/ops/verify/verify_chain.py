@@ -67,7 +67,8 @@ def verify_request(
     """The number of accepted drafts and the token after them, for one chain `tokens` [T] whose root comes first.
 
     target_probs [T, V] and draft_probs [T - 1, V] by target ids; row i of the latter is what tokens[i + 1] was drawn
-    from. draws: `uniform(position)` is compared with `<` only, `choose(weights, position)` draws a token by weight.
+    from. draws: `uniform(position, index)` is compared with `<` only, `choose(weights, position)` draws a token by its
+    weight.
     """
     ratios = []  # p / q of each draft, up to the first that was not drawn from its row
     for target, draft, token in zip(target_probs, draft_probs, tokens[1:]):
@@ -85,7 +86,7 @@ def verify_request(
 def _accept_one_by_one(ratios, target_probs, draft_probs, positions, draws) -> tuple[int, float]:
     """Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1): up to the first failure."""
     accepted = 0
-    while accepted < len(ratios) and draws.uniform(positions[accepted + 1]) < ratios[accepted]:
+    while accepted < len(ratios) and draws.uniform(positions[accepted + 1], accepted) < ratios[accepted]:
         accepted += 1
     return accepted, 1.0
 
@@ -100,6 +101,8 @@ def _accept_block(ratios, target_probs, draft_probs, positions, draws) -> tuple[
             mass = float((share * target_probs[index] - draft_probs[index]).clamp(min=0).sum())
             divisor = mass + (1.0 - share)
             chance = mass / divisor if divisor > 0 else 1.0
-        if draws.uniform(positions[index]) < chance:
+        # keyed by the place in the chain as well: block verification looks at coins behind the draft that it ends with,
+        # and the next round must not find them again
+        if draws.uniform(positions[index], index - 1) < chance:
             accepted, accepted_share = index, share
     return accepted, accepted_share
