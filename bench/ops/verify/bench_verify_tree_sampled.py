@@ -81,7 +81,7 @@ def _case(batch_size, tree, is_filtered, accepted=None, vocab_size=VOCABULARY, i
     sizes |= {"accepted": spec_steps if accepted is None else accepted}
     # the reference draws noise for every row
     is_checked = batch_size * num_nodes <= 64
-    is_headline = accepted is None and batch_size in ((8, 32) if is_filtered else (32,))
+    is_headline = accepted is None and not is_flat and batch_size in ((8, 32) if is_filtered else (32,))
     name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size} {filters} {depth}"
     name += " flat off the path" if is_flat else ""
     return Case(name, sizes, is_checked, is_headline)
