@@ -229,10 +229,17 @@ def test_front_door(policy, device):
     want = eagle_kernels.verify_tree_greedy(**values)
     got = eagle_kernels.verify_tree(**values)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
-    with pytest.raises(
-        ValueError, match=f"verify_tree: accept_policy must be 'normal' for sampling, .* got '{policy}'"
-    ):
-        eagle_kernels.verify_tree(**values, temperature=torch.ones(3, device=device))
+    links, positions = make_tree(3, 4, 3, 8, device=device)
+    sampling = {
+        **links, "target_logits": follow_tree(links, 97), "positions": positions, "spec_steps": 3,
+        "seeds": torch.arange(3, device=device), "temperature": torch.ones(3, device=device), "accept_policy": policy,
+        "simulated_rates": values.get("simulated_rates"),
+    }  # fmt: skip
+    output, _ = check_operation("verify.verify_tree_sampled", sampling, case=policy)
+    got = eagle_kernels.verify_tree(**sampling)
+    assert all(torch.equal(a, b) for a, b in zip(got, output))
+    wanted = {"accept_all": output.accept_token_num.min() > 0, "reject_all": output.accept_token_num.max() == 0}
+    assert wanted.get(policy, True)
 
 
 @pytest.mark.parametrize(
