@@ -66,7 +66,7 @@ def add_gumbel(values, words):
 
 @triton.jit
 def add_gumbel_bound(logits, scale, words):
-    """At least add_gumbel(logits * scale, words), by at most 0.07 more where the noise is large, without a logarithm.
+    """At least add_gumbel(logits * scale, words), without a logarithm: by at most 0.07 more for words from 2^8 to 2^28.
 
     E >= u, and the bits of a float, as an integer, are its logarithm with the mantissa taken linearly, which is less.
     They become a float without a conversion: as the mantissa of 2^23 + bits / 128 - constant.
