@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ..runtime.language import tl, triton
 from .logits import load_raw, load_scaled
-from .ordering import key_id, ordered_key, unsigned_rank
+from .ordering import bits_value, key_id, ordered_bits, ordered_key, unsigned_rank
 from .random import add_gumbel, token_words
 
 NUM_LANES = 32
@@ -38,6 +38,8 @@ MAX_TOKENS = tl.constexpr(NUM_TOKENS_GATHERED)
 DEFAULT_WANTED = tl.constexpr(64)
 
 _NO_ID = tl.constexpr(2**31 - 1)
+# The ordered bits of -inf, which cannot be drawn.
+_NEVER = tl.constexpr(-0x7F800001)
 
 
 class Filters(NamedTuple):
@@ -52,13 +54,12 @@ class Filters(NamedTuple):
 class Summary(NamedTuple):
     """Pointers to what `scan_filtered` keeps of one row and to the room for what is gathered of it."""
 
-    group_max: Any  # fp32 [num_chunks * LANES]
+    group_rank: Any  # maxima of groups as ordered bits, int32 [num_chunks * LANES]
     chunk_max: Any  # fp32 [num_chunks]
     chunk_sum: Any
     raw_max: Any  # the same of the logits as the model gave them, if log-probabilities are wanted
     raw_sum: Any
     gathered_values: Any  # fp32 [MAX_TOKENS]
-    gathered_weights: Any  # fp32 [MAX_TOKENS]
     gathered_ids: Any  # int32 [MAX_TOKENS]
 
 
@@ -105,9 +106,8 @@ def scan_filtered(
     lane = tl.arange(0, LANES)[None, :]
     chunk = chunk[:, None]
     is_first = (chunk < NUM_CHUNKS) & (lane == 0)
-    tl.store(
-        summary.group_max + chunk * LANES + lane, tl.reshape(group_max, [BLOCK_CHUNK, LANES]), mask=chunk < NUM_CHUNKS
-    )
+    group_rank = ordered_bits(tl.reshape(group_max, [BLOCK_CHUNK, LANES]))
+    tl.store(summary.group_rank + chunk * LANES + lane, group_rank, mask=chunk < NUM_CHUNKS)
     tl.store(summary.chunk_max + chunk + lane, chunk_max[:, None], mask=is_first)
     tl.store(summary.chunk_sum + chunk + lane, chunk_sum[:, None], mask=is_first)
     if HAS_LOGPROBS:
@@ -125,15 +125,13 @@ def _chunk_sums(value, chunk_max):
 
 
 @triton.jit
-def row_mass(chunk_max_ptr, chunk_sum_ptr, VOCAB_SIZE: tl.constexpr):
-    """Maxima [chunk] of a row, the largest one, and the row's sum of exponentials relative to it (0 if it is -inf)."""
+def row_mass(chunk_max_ptr, chunk_sum_ptr, shift, VOCAB_SIZE: tl.constexpr):
+    """A row's sum of exponentials relative to `shift`."""
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    chunk = tl.arange(0, max(triton.next_power_of_2(NUM_CHUNKS), LANES))
+    chunk = tl.arange(0, triton.next_power_of_2(NUM_CHUNKS))
     chunk_max = tl.load(chunk_max_ptr + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))
     chunk_sum = tl.load(chunk_sum_ptr + chunk, mask=chunk < NUM_CHUNKS, other=0.0)
-    largest = tl.max(chunk_max)
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
-    return chunk_max, largest, tl.sum(chunk_sum * tl.exp(chunk_max - shift))
+    return tl.sum(chunk_sum * tl.exp(chunk_max - shift))
 
 
 @triton.jit
@@ -149,74 +147,55 @@ def draw_filtered(
 ):
     """The token int32 drawn from what the filters keep of a row, and with HAS_LOGPROBS the log of the kept sum of
     exponentials. A row of nothing but -inf gives token 0.
+
+    What bounds this is the exchange between warps, of which every step waits for the one before. So all tiles are
+    [LANES, _]: a warp holds whole columns, one lane one value, which it counts and ranks without the others.
     """
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    # [chunk, LANES]; axes shorter than a warp are for the compiler to stumble over
     BLOCK_CHUNK: tl.constexpr = max(triton.next_power_of_2(NUM_CHUNKS), LANES)
-    group = tl.arange(0, BLOCK_CHUNK)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    group_max = tl.load(summary.group_max + group, mask=group < NUM_CHUNKS * LANES, other=float("-inf"))
-    chunk_max, largest, total = row_mass(summary.chunk_max, summary.chunk_sum, VOCAB_SIZE)
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    lane = tl.arange(0, LANES)
+    # no alignment: the compiler gives each lane one value and no vector
+    group = tl.multiple_of(tl.arange(0, BLOCK_CHUNK)[None, :] * LANES + lane[:, None], [1, 1])
+    group_rank = tl.load(summary.group_rank + group, mask=group < NUM_CHUNKS * LANES, other=_NEVER)
     has_top_k = filters.top_k > 0
     wanted = tl.where(has_top_k, filters.top_k, DEFAULT_WANTED)
+    low, high = _chunk_edge(group_rank, summary, wanted, NUM_CHUNKS)
+    largest = bits_value(high)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
 
     # a value that at least `wanted` tokens reach, and few groups
-    low = _chunk_edge(chunk_max, wanted, NUM_CHUNKS)
-    low, num_groups, slot = _raise_edge(group_max, low, largest, wanted, MAX_GROUPS)
+    low, num_groups, slot = _raise_edge(group_rank, low, high, wanted, MAX_GROUPS)
     is_enough = (wanted <= MAX_TOP_K) & (num_groups <= MAX_GROUPS) & (largest > float("-inf"))
     num_tokens = tl.zeros([], tl.int32)
     if is_enough:
-        tl.store(summary.gathered_ids + slot, group, mask=_reaches(group_max, low))
+        tl.store(summary.gathered_ids + slot, group, mask=group_rank >= low)
         tl.debug_barrier()
         place = tl.arange(0, MAX_GROUPS)
         gathered = tl.load(summary.gathered_ids + place, mask=place < num_groups, other=0)
-        token = gathered[:, None] * LANES + tl.arange(0, LANES)[None, :]
-        is_token = (place < num_groups)[:, None] & (token < VOCAB_SIZE)
+        token = tl.multiple_of(gathered[None, :] * LANES + lane[:, None], [1, 1])
+        is_token = (place < num_groups)[None, :] & (token < VOCAB_SIZE)
         value = load_scaled(row, token, is_token, VOCAB_SIZE, HAS_PENALTIES)
-        low, num_tokens, token_slot = _raise_edge(value, low, largest, wanted, MAX_TOKENS)
+        rank = ordered_bits(value)
+        low, num_tokens, slot = _raise_edge(rank, low, high, wanted, MAX_TOKENS)
         is_enough = num_tokens <= MAX_TOKENS
-        is_wanted = _reaches(value, low) & is_enough
+        is_wanted = (rank >= low) & is_enough
         tl.debug_barrier()  # all groups have been read
-        tl.store(summary.gathered_ids + token_slot, token, mask=is_wanted)
-        tl.store(summary.gathered_values + token_slot, value, mask=is_wanted)
-        tl.store(summary.gathered_weights + token_slot, tl.exp(value - shift), mask=is_wanted)
+        tl.store(summary.gathered_ids + slot, token, mask=is_wanted)
+        tl.store(summary.gathered_values + slot, value, mask=is_wanted)
         tl.debug_barrier()
 
+    total = row_mass(summary.chunk_max, summary.chunk_sum, shift, VOCAB_SIZE)
     chosen = tl.zeros([], tl.int32)
     kept_sum = tl.zeros([], tl.float32)
     if is_enough:
-        place = tl.arange(0, MAX_TOKENS)
-        is_token = place < num_tokens
-        token = tl.load(summary.gathered_ids + place, mask=is_token, other=_NO_ID)
-        value = tl.load(summary.gathered_values + place, mask=is_token, other=float("-inf"))
-        weight = tl.load(summary.gathered_weights + place, mask=is_token, other=0.0)
-        num_above = tl.zeros([MAX_TOKENS], tl.int32)
-        mass_above = tl.zeros([MAX_TOKENS], tl.float32)
-        for start in range(0, num_tokens, 32):
-            # [other, token]: a thread holds a token and all others
-            other = start + tl.arange(0, 32)
-            other_value = tl.load(summary.gathered_values + other, mask=other < num_tokens, other=float("-inf"))
-            other_weight = tl.load(summary.gathered_weights + other, mask=other < num_tokens, other=0.0)
-            is_above = other_value[:, None] > value[None, :]
-            num_above += tl.sum(is_above.to(tl.int32), axis=0)
-            mass_above += tl.sum(tl.where(is_above, other_weight[:, None], 0.0), axis=0)
-        keep = is_token & (num_above < tl.where(has_top_k, filters.top_k, MAX_TOKENS))
-        mass = total
-        if has_top_k:
-            if not IS_JOINT:
-                mass = tl.sum(tl.where(keep, weight, 0.0))
+        if num_tokens <= MAX_TOKENS // 2:
+            chosen, kept_sum, is_enough = _draw_gathered(
+                filters, summary, noise_key, num_tokens, shift, total, IS_JOINT, HAS_LOGPROBS, MAX_TOKENS // 2
+            )
         else:
-            # the nucleus, or else all that min-p keeps, must lie within what was gathered
-            is_enough = (filters.top_p < 1.0) & (tl.sum(weight) >= filters.top_p * mass)
-            is_enough |= tl.min(tl.where(is_token, weight, float("inf"))) < filters.min_p
-        if filters.top_p < 1.0:
-            keep &= (num_above == 0) | (mass_above < filters.top_p * mass)
-        if filters.min_p > 0.0:
-            keep &= weight >= tl.minimum(filters.min_p, 1.0)
-        key = tl.where(keep, add_gumbel(value, token_words(noise_key, token)), float("-inf"))
-        chosen = key_id(tl.max(ordered_key(tl.where(key == 0.0, 0.0, key), token))).to(tl.int32)
-        if HAS_LOGPROBS:
-            kept_sum = tl.sum(tl.where(keep, weight, 0.0))
+            chosen, kept_sum, is_enough = _draw_gathered(
+                filters, summary, noise_key, num_tokens, shift, total, IS_JOINT, HAS_LOGPROBS, MAX_TOKENS
+            )
     if (not is_enough) & (largest > float("-inf")):
         chosen, kept_sum = _search_row(
             row, filters, summary, noise_key, largest, total, VOCAB_SIZE, HAS_PENALTIES, IS_JOINT
@@ -225,48 +204,112 @@ def draw_filtered(
 
 
 @triton.jit
-def _chunk_edge(chunk_max, wanted, NUM_CHUNKS: tl.constexpr):
-    """The `wanted`-th largest chunk maximum, which at least as many tokens reach; -inf if there are fewer chunks."""
-    edge = tl.full([], float("-inf"), tl.float32)
-    if wanted <= NUM_CHUNKS:
-        # [other, chunk]
-        num_above = tl.sum((chunk_max[:, None] > chunk_max[None, :]).to(tl.int32), axis=0)
-        is_above = num_above >= wanted
-        edge = tl.min(tl.where(is_above, float("inf"), tl.reshape(chunk_max, num_above.shape)))
-    return edge
+def _chunk_edge(group_rank, summary, wanted, NUM_CHUNKS: tl.constexpr):
+    """The `wanted`-th largest chunk maximum as ordered bits, which at least as many tokens reach, and the largest one.
 
-
-@triton.jit
-def _reaches(values, low):
-    """Which values reach `low`; -inf, which cannot be drawn, never does."""
-    return (values >= low) & (values > float("-inf"))
-
-
-@triton.jit
-def _raise_edge(values, low, high, wanted, ROOM: tl.constexpr):
-    """Raises `low` while more than ROOM of the values [n, LANES] reach it, as long as at least `wanted` do.
-
-    Returns it, how many reach it, and the rank of each that does among them. `high` is the largest value.
+    The edge lies above -inf, which cannot be drawn; where there are fewer chunks, next to it.
     """
-    reaching = _reaches(values, low).to(tl.int32)
-    in_row = tl.sum(reaching, axis=1)
-    count = tl.sum(in_row)
+    chunk_rank = tl.max(group_rank, axis=0)
+    num_above = tl.zeros(group_rank.shape, tl.int32)
+    for start in tl.static_range(0, group_rank.shape[1], LANES):
+        other = start + tl.arange(0, LANES)
+        other_max = tl.load(summary.chunk_max + other, mask=other < NUM_CHUNKS, other=float("-inf"))
+        num_above += (ordered_bits(other_max)[:, None] > chunk_rank[None, :]).to(tl.int32)
+    is_among = tl.sum(num_above, axis=0) < wanted
+    edge, largest = tl.reduce((tl.where(is_among, chunk_rank, 2147483647), chunk_rank), 0, _smallest_and_largest)
+    return tl.maximum(edge, _NEVER + 1), largest
+
+
+@triton.jit
+def _smallest_and_largest(small, large, other_small, other_large):
+    return tl.minimum(small, other_small), tl.maximum(large, other_large)
+
+
+@triton.jit
+def _raise_edge(rank, low, high, wanted, ROOM: tl.constexpr):
+    """Raises `low` while more than ROOM of rank [LANES, n] reach it, as long as at least `wanted` do.
+
+    Returns it, how many reach it, and the place of each that does among them. `high` is the largest rank.
+    """
+    reaching = (rank >= low).to(tl.int32)
+    in_column = tl.sum(reaching, axis=0)
+    count = tl.sum(in_column)
     if count > ROOM:
-        if low == float("-inf"):
-            # a finite place to start from: no matter which, what lies below is halved away
-            low = tl.min(tl.min(tl.where(values > float("-inf"), values, high), axis=1))
-        middle = low + (high - low) * 0.5
-        while (count > ROOM) & (middle > low) & (middle < high):
-            above = tl.sum(tl.sum(_reaches(values, middle).to(tl.int32), axis=1))
+        middle = _middle(low, high)
+        while (count > ROOM) & (middle > low):
+            above = tl.sum(tl.sum((rank >= middle).to(tl.int32), axis=0))
             low = tl.where(above >= wanted, middle, low)
             count = tl.where(above >= wanted, above, count)
             high = tl.where(above >= wanted, high, middle)
-            middle = low + (high - low) * 0.5
-        reaching = _reaches(values, low).to(tl.int32)
-        in_row = tl.sum(reaching, axis=1)
-    # the running sum of a row stays within a few lanes
-    before = tl.cumsum(in_row, 0) - in_row
-    return low, count, before[:, None] + tl.cumsum(reaching, 1) - 1
+            middle = _middle(low, high)
+        reaching = (rank >= low).to(tl.int32)
+        in_column = tl.sum(reaching, axis=0)
+    before = tl.cumsum(in_column, 0) - in_column
+    return low, count, before[None, :] + tl.cumsum(reaching, 0) - 1
+
+
+@triton.jit
+def _middle(low, high):
+    """The mean of two int32 rounded down, though their sum may be none."""
+    return (low & high) + ((low ^ high) >> 1)
+
+
+@triton.jit
+def _draw_gathered(
+    filters,
+    summary,
+    noise_key,
+    num_tokens,
+    shift,
+    total,
+    IS_JOINT: tl.constexpr,
+    HAS_LOGPROBS: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    """The token drawn from the gathered ones, what the filters keep of them weighs, and whether they were enough."""
+    place = tl.arange(0, ROOM)
+    is_token = place < num_tokens
+    token = tl.load(summary.gathered_ids + place, mask=is_token, other=_NO_ID)
+    value = tl.load(summary.gathered_values + place, mask=is_token, other=float("-inf"))
+    weight = tl.exp(value - shift)
+    num_above, mass_above = _above(summary, num_tokens, shift, ROOM)
+    has_top_k = filters.top_k > 0
+    keep = is_token & (num_above < tl.where(has_top_k, filters.top_k, MAX_TOKENS))
+    mass = total
+    is_enough = has_top_k
+    if has_top_k:
+        if not IS_JOINT:
+            mass = tl.sum(tl.where(keep, weight, 0.0))
+    else:
+        # the nucleus, or else all that min-p keeps, must lie within what was gathered
+        is_enough = (filters.top_p < 1.0) & (tl.sum(weight) >= filters.top_p * mass)
+        is_enough |= tl.min(tl.where(is_token, weight, float("inf"))) < filters.min_p
+    if filters.top_p < 1.0:
+        keep &= (num_above == 0) | (mass_above < filters.top_p * mass)
+    if filters.min_p > 0.0:
+        keep &= weight >= tl.minimum(filters.min_p, 1.0)
+    key = tl.where(keep, add_gumbel(value, token_words(noise_key, token)), float("-inf"))
+    chosen = key_id(tl.max(ordered_key(tl.where(key == 0.0, 0.0, key), token))).to(tl.int32)
+    kept_sum = tl.zeros([], tl.float32)
+    if HAS_LOGPROBS:
+        kept_sum = tl.sum(tl.where(keep, weight, 0.0))
+    return chosen, kept_sum, is_enough
+
+
+@triton.jit
+def _above(summary, num_tokens, shift, ROOM: tl.constexpr):
+    """How many gathered tokens lie above each of the first ROOM, int32 [ROOM], and what they weigh, fp32."""
+    place = tl.arange(0, ROOM)
+    value = tl.load(summary.gathered_values + place, mask=place < num_tokens, other=float("-inf"))
+    num_above = tl.zeros([ROOM, LANES], tl.int32)
+    mass_above = tl.zeros([ROOM, LANES], tl.float32)
+    for start in range(0, num_tokens, LANES):
+        other = start + tl.arange(0, LANES)
+        other_value = tl.load(summary.gathered_values + other, mask=other < num_tokens, other=float("-inf"))
+        is_above = other_value[None, :] > value[:, None]
+        num_above += is_above.to(tl.int32)
+        mass_above += tl.where(is_above, tl.exp(other_value - shift)[None, :], 0.0)
+    return tl.sum(num_above, axis=1), tl.sum(mass_above, axis=1)
 
 
 @triton.jit

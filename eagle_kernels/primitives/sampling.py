@@ -129,17 +129,16 @@ def draw_token(
 def open_summary(scratch, place, VOCAB_SIZE: tl.constexpr):
     """The part of the scratch that belongs to a row."""
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    group_max = scratch.summary + place * (NUM_CHUNKS * (LANES + 2))
-    chunk_max = group_max + NUM_CHUNKS * LANES
+    groups = scratch.summary + place * (NUM_CHUNKS * (LANES + 2))
+    chunk_max = groups + NUM_CHUNKS * LANES
     raw_max = chunk_max
     if scratch.raw is not None:
         raw_max = scratch.raw + place * (NUM_CHUNKS * 2)
-    # values, weights and ids [MAX_TOKENS] each
-    values = scratch.gathered + place * (3 * MAX_TOKENS)
-    ids = (values + 2 * MAX_TOKENS).to(tl.pointer_type(tl.int32), bitcast=True)
-    return Summary(
-        group_max, chunk_max, chunk_max + NUM_CHUNKS, raw_max, raw_max + NUM_CHUNKS, values, values + MAX_TOKENS, ids
-    )
+    # values and ids [MAX_TOKENS] each
+    gathered = scratch.gathered + place * (2 * MAX_TOKENS)
+    group_rank = groups.to(tl.pointer_type(tl.int32), bitcast=True)
+    ids = (gathered + MAX_TOKENS).to(tl.pointer_type(tl.int32), bitcast=True)
+    return Summary(group_rank, chunk_max, chunk_max + NUM_CHUNKS, raw_max, raw_max + NUM_CHUNKS, gathered, ids)
 
 
 @triton.jit
@@ -235,8 +234,11 @@ def _key_value(key):
 
 @triton.jit
 def _log_mass(max_ptr, sum_ptr, VOCAB_SIZE: tl.constexpr):
-    _, largest, total = row_mass(max_ptr, sum_ptr, VOCAB_SIZE)
-    return tl.where(largest == float("-inf"), 0.0, largest) + tl.log(total)
+    NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
+    chunk = tl.arange(0, triton.next_power_of_2(NUM_CHUNKS))
+    largest = tl.max(tl.load(max_ptr + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf")))
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    return shift + tl.log(row_mass(max_ptr, sum_ptr, shift, VOCAB_SIZE))
 
 
 @triton.jit
@@ -278,7 +280,7 @@ def allocate_scratch(values: dict, rows: torch.Tensor, num_places: int, num_leve
     """Kernel arguments of the scratch: room for the slice keys of num_levels * num_places rows, all else of num_places.
 
     keys int64 [num_levels * num_places, slices]; with filters or log-probabilities summary fp32 [num_places, chunks *
-    34] (group maxima, chunk maxima, chunk sums) and gathered fp32 [num_places, 768] (what `open_summary` makes of it);
+    34] (group maxima, chunk maxima, chunk sums) and gathered fp32 [num_places, 512] (what `open_summary` makes of it);
     raw fp32 [num_places, chunks * 2].
     """
     device, vocab_size = rows.device, rows.shape[1]
@@ -290,7 +292,7 @@ def allocate_scratch(values: dict, rows: torch.Tensor, num_places: int, num_leve
     if _needs_summary(values):
         scratch |= {
             "summary_ptr": torch.empty((num_places, num_chunks * (NUM_LANES + 2)), dtype=torch.float32, device=device),
-            "gathered_ptr": torch.empty((num_places, 3 * NUM_TOKENS_GATHERED), dtype=torch.float32, device=device),
+            "gathered_ptr": torch.empty((num_places, 2 * NUM_TOKENS_GATHERED), dtype=torch.float32, device=device),
         }
     if values.get("return_logprobs", False):
         scratch["raw_ptr"] = torch.empty((num_places, num_chunks * 2), dtype=torch.float32, device=device)
