@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..runtime.language import tl, triton
-from .logits import load_raw, load_scaled
+from .logits import load_processed, load_raw, load_scaled, scaled
 from .ordering import bits_value, key_id, ordered_bits, ordered_key, unsigned_rank
 from .random import add_gumbel, token_words
 
@@ -43,12 +43,13 @@ _NEVER = tl.constexpr(-0x7F800001)
 
 
 class Filters(NamedTuple):
-    """The filters of one row, and whether any of them removes anything."""
+    """The filters of one row, whether any of them removes anything, and whether top-p is a share of all tokens."""
 
     top_k: Any
     top_p: Any
     min_p: Any
     is_on: Any
+    is_of_all: Any
 
 
 class Summary(NamedTuple):
@@ -64,7 +65,9 @@ class Summary(NamedTuple):
 
 
 @triton.jit
-def load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE: tl.constexpr):
+def load_filters(
+    top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE: tl.constexpr, IS_JOINT: tl.constexpr
+):
     """The filters of a request; pointers may be None."""
     top_k = tl.zeros([], tl.int32)
     top_p = tl.full([], 1.0, tl.float32)
@@ -76,7 +79,8 @@ def load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZ
         top_p = tl.load(top_p_ptr + request)
     if min_p_ptr is not None:
         min_p = tl.load(min_p_ptr + request)
-    return Filters(top_k, top_p, min_p, is_sampled & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)))
+    is_on = is_sampled & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+    return Filters(top_k, top_p, min_p, is_on, (top_k == 0) | IS_JOINT)
 
 
 @triton.jit
@@ -84,22 +88,28 @@ def scan_filtered(
     row,
     summary,
     part,
+    needs_sums,
     VOCAB_SIZE: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
 ):
-    """Writes maxima and sums of the chunks of slice `part` of a row. Launched with as many warps as BLOCK_CHUNK."""
+    """Writes maxima and, if needed, sums of the chunks of slice `part` of a row.
+
+    Launched with as many warps as BLOCK_CHUNK.
+    """
     chunk = part * BLOCK_CHUNK + tl.arange(0, BLOCK_CHUNK)
     # [BLOCK_CHUNK, CHUNK / WIDTH, WIDTH]: every warp reads chunks of its own, so no maximum and no sum crosses warps
     WIDTH: tl.constexpr = LANES * VECTOR
     offset = tl.arange(0, CHUNK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     token = chunk[:, None, None] * CHUNK + offset[None, :, :]
     is_token = token < VOCAB_SIZE
-    value = load_scaled(row, token, is_token, VOCAB_SIZE, HAS_PENALTIES)
-    group_max = tl.max(tl.reshape(value, [BLOCK_CHUNK, CHUNK // WIDTH, VECTOR, LANES]), axis=3)
-    chunk_max, chunk_sum = _chunk_sums(value, tl.max(tl.max(group_max, axis=1), axis=1))
+    logit = load_processed(row, token, is_token, VOCAB_SIZE, HAS_PENALTIES)
+    # scaling keeps the order, so of a group only the maximum is scaled
+    group_max = tl.max(tl.reshape(logit, [BLOCK_CHUNK, CHUNK // WIDTH, VECTOR, LANES]), axis=3)
+    group_max = scaled(row, group_max)
+    chunk_max = tl.max(tl.max(group_max, axis=1), axis=1)
 
     # all from [BLOCK_CHUNK, LANES], where every warp still holds its chunks
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
@@ -109,26 +119,29 @@ def scan_filtered(
     group_rank = ordered_bits(tl.reshape(group_max, [BLOCK_CHUNK, LANES]))
     tl.store(summary.group_rank + chunk * LANES + lane, group_rank, mask=chunk < NUM_CHUNKS)
     tl.store(summary.chunk_max + chunk + lane, chunk_max[:, None], mask=is_first)
-    tl.store(summary.chunk_sum + chunk + lane, chunk_sum[:, None], mask=is_first)
+    if needs_sums:
+        chunk_sum = _chunk_sum(scaled(row, logit), chunk_max)
+        tl.store(summary.chunk_sum + chunk + lane, chunk_sum[:, None], mask=is_first)
     if HAS_LOGPROBS:
         raw = load_raw(row, token, is_token)
-        raw_max, raw_sum = _chunk_sums(raw, tl.max(tl.max(raw, axis=1), axis=1))
+        raw_max = tl.max(tl.max(raw, axis=1), axis=1)
         tl.store(summary.raw_max + chunk + lane, raw_max[:, None], mask=is_first)
-        tl.store(summary.raw_sum + chunk + lane, raw_sum[:, None], mask=is_first)
+        tl.store(summary.raw_sum + chunk + lane, _chunk_sum(raw, raw_max)[:, None], mask=is_first)
 
 
 @triton.jit
-def _chunk_sums(value, chunk_max):
-    """Maxima [chunk] and the sums of exponentials of values [chunk, _, _] relative to them."""
+def _chunk_sum(value, chunk_max):
+    """The sums [chunk] of exponentials of values [chunk, _, _] relative to the chunks' maxima."""
     shift = tl.where(chunk_max == float("-inf"), 0.0, chunk_max)
-    return chunk_max, tl.sum(tl.sum(tl.exp(value - shift[:, None, None]), axis=1), axis=1)
+    return tl.sum(tl.sum(tl.exp(value - shift[:, None, None]), axis=1), axis=1)
 
 
 @triton.jit
 def row_mass(chunk_max_ptr, chunk_sum_ptr, shift, VOCAB_SIZE: tl.constexpr):
     """A row's sum of exponentials relative to `shift`."""
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    chunk = tl.arange(0, triton.next_power_of_2(NUM_CHUNKS))
+    # axes shorter than a warp are for the compiler to stumble over
+    chunk = tl.arange(0, max(triton.next_power_of_2(NUM_CHUNKS), LANES))
     chunk_max = tl.load(chunk_max_ptr + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))
     chunk_sum = tl.load(chunk_sum_ptr + chunk, mask=chunk < NUM_CHUNKS, other=0.0)
     return tl.sum(chunk_sum * tl.exp(chunk_max - shift))
@@ -143,7 +156,6 @@ def draw_filtered(
     VOCAB_SIZE: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
-    IS_JOINT: tl.constexpr,
 ):
     """The token int32 drawn from what the filters keep of a row, and with HAS_LOGPROBS the log of the kept sum of
     exponentials. A row of nothing but -inf gives token 0.
@@ -184,22 +196,19 @@ def draw_filtered(
         tl.store(summary.gathered_values + slot, value, mask=is_wanted)
         tl.debug_barrier()
 
-    total = row_mass(summary.chunk_max, summary.chunk_sum, shift, VOCAB_SIZE)
     chosen = tl.zeros([], tl.int32)
     kept_sum = tl.zeros([], tl.float32)
     if is_enough:
         if num_tokens <= MAX_TOKENS // 2:
             chosen, kept_sum, is_enough = _draw_gathered(
-                filters, summary, noise_key, num_tokens, shift, total, IS_JOINT, HAS_LOGPROBS, MAX_TOKENS // 2
+                filters, summary, noise_key, num_tokens, shift, VOCAB_SIZE, HAS_LOGPROBS, MAX_TOKENS // 2
             )
         else:
             chosen, kept_sum, is_enough = _draw_gathered(
-                filters, summary, noise_key, num_tokens, shift, total, IS_JOINT, HAS_LOGPROBS, MAX_TOKENS
+                filters, summary, noise_key, num_tokens, shift, VOCAB_SIZE, HAS_LOGPROBS, MAX_TOKENS
             )
     if (not is_enough) & (largest > float("-inf")):
-        chosen, kept_sum = _search_row(
-            row, filters, summary, noise_key, largest, total, VOCAB_SIZE, HAS_PENALTIES, IS_JOINT
-        )
+        chosen, kept_sum = _search_row(row, filters, summary, noise_key, largest, VOCAB_SIZE, HAS_PENALTIES)
     return tl.where(largest > float("-inf"), chosen, 0), shift + tl.log(kept_sum)
 
 
@@ -231,8 +240,7 @@ def _raise_edge(rank, low, high, wanted, ROOM: tl.constexpr):
 
     Returns it, how many reach it, and the place of each that does among them. `high` is the largest rank.
     """
-    reaching = (rank >= low).to(tl.int32)
-    in_column = tl.sum(reaching, axis=0)
+    in_column, running = _count(rank >= low)
     count = tl.sum(in_column)
     if count > ROOM:
         middle = _middle(low, high)
@@ -242,10 +250,24 @@ def _raise_edge(rank, low, high, wanted, ROOM: tl.constexpr):
             count = tl.where(above >= wanted, above, count)
             high = tl.where(above >= wanted, high, middle)
             middle = _middle(low, high)
-        reaching = (rank >= low).to(tl.int32)
-        in_column = tl.sum(reaching, axis=0)
+        in_column, running = _count(rank >= low)
     before = tl.cumsum(in_column, 0) - in_column
-    return low, count, before[None, :] + tl.cumsum(reaching, 0) - 1
+    return low, count, before[None, :] + running - 1
+
+
+@triton.jit
+def _count(flags):
+    """How many of flags [LANES, n] are set in each column, int32 [n], and how many up to each in its column [LANES, n].
+
+    A column's count needs one byte: the lanes exchange the words of four columns.
+    """
+    NUM_COLUMNS: tl.constexpr = flags.shape[1]
+    flags = tl.reshape(flags.to(tl.int32), [LANES, 4, NUM_COLUMNS // 4])
+    place = (tl.arange(0, 4) * 8)[None, :, None]
+    words = tl.sum(flags << place, axis=1, keep_dims=True)
+    running = (tl.cumsum(words, 0) >> place) & 0xFF
+    in_column = (tl.sum(words, axis=0, keep_dims=True) >> place) & 0xFF
+    return tl.reshape(in_column, [NUM_COLUMNS]), tl.reshape(running, [LANES, NUM_COLUMNS])
 
 
 @triton.jit
@@ -261,8 +283,7 @@ def _draw_gathered(
     noise_key,
     num_tokens,
     shift,
-    total,
-    IS_JOINT: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
     ROOM: tl.constexpr,
 ):
@@ -275,12 +296,12 @@ def _draw_gathered(
     num_above, mass_above = _above(summary, num_tokens, shift, ROOM)
     has_top_k = filters.top_k > 0
     keep = is_token & (num_above < tl.where(has_top_k, filters.top_k, MAX_TOKENS))
-    mass = total
-    is_enough = has_top_k
-    if has_top_k:
-        if not IS_JOINT:
-            mass = tl.sum(tl.where(keep, weight, 0.0))
+    if filters.is_of_all:
+        mass = row_mass(summary.chunk_max, summary.chunk_sum, shift, VOCAB_SIZE)
     else:
+        mass = tl.sum(tl.where(keep, weight, 0.0))
+    is_enough = has_top_k
+    if not has_top_k:
         # the nucleus, or else all that min-p keeps, must lie within what was gathered
         is_enough = (filters.top_p < 1.0) & (tl.sum(weight) >= filters.top_p * mass)
         is_enough |= tl.min(tl.where(is_token, weight, float("inf"))) < filters.min_p
@@ -303,7 +324,7 @@ def _above(summary, num_tokens, shift, ROOM: tl.constexpr):
     value = tl.load(summary.gathered_values + place, mask=place < num_tokens, other=float("-inf"))
     num_above = tl.zeros([ROOM, LANES], tl.int32)
     mass_above = tl.zeros([ROOM, LANES], tl.float32)
-    for start in range(0, num_tokens, LANES):
+    for start in tl.static_range(0, ROOM, LANES):
         other = start + tl.arange(0, LANES)
         other_value = tl.load(summary.gathered_values + other, mask=other < num_tokens, other=float("-inf"))
         is_above = other_value[None, :] > value[:, None]
@@ -325,23 +346,22 @@ def _search_row(
     summary,
     noise_key,
     largest,
-    total,
     VOCAB_SIZE: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
-    IS_JOINT: tl.constexpr,
 ):
     """`draw_filtered` by reading the row again, up to eleven times a filter."""
     BLOCK: tl.constexpr = 2048
     above = unsigned_rank(largest) + 1
     edge = tl.full([], 1, tl.uint32)
-    mass = total
     if filters.top_k > 0:
         edge = _search_edge(
             row, summary, largest, edge, above, filters.top_k.to(tl.float32), VOCAB_SIZE, HAS_PENALTIES, False, BLOCK
         )
-        if not IS_JOINT:
-            mass = tl.max(_reaching(row, summary, largest, edge, 0, VOCAB_SIZE, HAS_PENALTIES, True, BLOCK))
     if filters.top_p < 1.0:
+        if filters.is_of_all:
+            mass = row_mass(summary.chunk_max, summary.chunk_sum, largest, VOCAB_SIZE)
+        else:
+            mass = tl.max(_reaching(row, summary, largest, edge, 0, VOCAB_SIZE, HAS_PENALTIES, True, BLOCK))
         # the most likely token weighs 1 and always stays, also for top_p = 0
         wanted = tl.maximum(mass * filters.top_p, 1.1754943508222875e-38)
         by_mass = _search_edge(

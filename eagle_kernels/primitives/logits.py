@@ -65,7 +65,12 @@ def read_temperature(temperature):
 @triton.jit
 def load_scaled(row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
     """The tokens' logits as they are sampled from: NaN and masked lanes -inf, +inf the largest finite fp32, -0 as 0."""
-    logit = load_processed(row, ids, mask, VOCAB_SIZE, HAS_PENALTIES)
+    return scaled(row, load_processed(row, ids, mask, VOCAB_SIZE, HAS_PENALTIES))
+
+
+@triton.jit
+def scaled(row, logit):
+    """Processed logits as they are sampled from."""
     return tl.minimum(comparable(logit * row.inverse_temperature), LARGEST_FINITE)
 
 

@@ -78,7 +78,8 @@ def scan_slice(
     if HAS_FILTERS or HAS_LOGPROBS:
         if HAS_LOGPROBS or (not is_plain):
             summary = open_summary(scratch, place, VOCAB_SIZE)
-            scan_filtered(row, summary, part, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK)
+            needs_sums = filters.is_of_all | HAS_LOGPROBS
+            scan_filtered(row, summary, part, needs_sums, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK)
 
 
 @triton.jit
@@ -93,7 +94,6 @@ def draw_token(
     HAS_FILTERS: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
-    IS_JOINT: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
 ):
     """The token int32 of a scanned row, and its log-probabilities, processed and raw (NaN without HAS_LOGPROBS).
@@ -107,9 +107,7 @@ def draw_token(
         is_plain = ~filters.is_on
         if filters.is_on:
             summary = open_summary(scratch, place, VOCAB_SIZE)
-            token, log_mass = draw_filtered(
-                row, filters, summary, noise_key, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS, IS_JOINT
-            )
+            token, log_mass = draw_filtered(row, filters, summary, noise_key, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS)
     if is_plain:
         token = row_winner(scratch.keys, key_place, VOCAB_SIZE, BLOCK_CHUNK)
         if HAS_LOGPROBS:
@@ -235,7 +233,7 @@ def _key_value(key):
 @triton.jit
 def _log_mass(max_ptr, sum_ptr, VOCAB_SIZE: tl.constexpr):
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    chunk = tl.arange(0, triton.next_power_of_2(NUM_CHUNKS))
+    chunk = tl.arange(0, max(triton.next_power_of_2(NUM_CHUNKS), LANES))
     largest = tl.max(tl.load(max_ptr + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf")))
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     return shift + tl.log(row_mass(max_ptr, sum_ptr, shift, VOCAB_SIZE))
@@ -306,6 +304,7 @@ def constants(values: dict, rows: torch.Tensor) -> dict:
         "HAS_FILTERS": has_filters(values),
         "HAS_PENALTIES": logits.has_penalties(values),
         "HAS_LOGPROBS": values.get("return_logprobs", False),
+        "IS_JOINT": values["filter_order"] == "joint",
         # what is known of the offset of every row, so that loads can be wide
         "ALIGNMENT": math.gcd(rows.stride(0), 16),
         "BLOCK_CHUNK": scan_tuning(values, rows.device)["BLOCK_CHUNK"],

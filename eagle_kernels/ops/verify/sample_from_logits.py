@@ -80,6 +80,7 @@ def _sample_from_logits_scan_kernel(
     HAS_FILTERS: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
+    IS_JOINT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     STREAM: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -97,7 +98,7 @@ def _sample_from_logits_scan_kernel(
     row_ptr = logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT)
     row = Row(row_ptr, processors, index, index, inverse_temperature, None, 0, 0)
     scan_slice(
-        row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, index, is_sampled, VOCAB_SIZE),
+        row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, index, is_sampled, VOCAB_SIZE, IS_JOINT),
         random_block(tl.load(seeds_ptr + index), tl.load(positions_ptr + index), STREAM, 0),
         Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), index, index, tl.program_id(1),
         VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK,
@@ -151,10 +152,10 @@ def _sample_from_logits_draw_kernel(
     row_ptr = logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT)
     row = Row(row_ptr, processors, index, index, inverse_temperature, None, 0, 0)
     token, _, _ = draw_token(
-        row, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, index, is_sampled, VOCAB_SIZE),
+        row, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, index, is_sampled, VOCAB_SIZE, IS_JOINT),
         random_block(tl.load(seeds_ptr + index), tl.load(positions_ptr + index), STREAM, 0),
         Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), index, index,
-        VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, IS_JOINT, BLOCK_CHUNK,
+        VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, BLOCK_CHUNK,
     )  # fmt: skip
     tl.store(tokens_ptr + index, token.to(tl.int64))
 
@@ -223,7 +224,6 @@ def sample_from_logits(
         (num_rows,),
         **shared,
         tokens_ptr=out,
-        IS_JOINT=filter_order == "joint",
         **tuning.row(DRAW_TUNING, device),
     )
     return out

@@ -138,6 +138,7 @@ def _verify_tree_sampled_scan_kernel(
     HAS_FILTERS: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
+    IS_JOINT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     STREAM: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -184,7 +185,7 @@ def _verify_tree_sampled_scan_kernel(
         drafts_ptr = drawn_ptr + request
         row = Row(row_ptr, processors, request, node, inverse_temperature, drafts_ptr, level, batch_size)
         scan_slice(
-            row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE),
+            row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE, IS_JOINT),
             random_block(seed, tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM, 0),
             Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, place if ALL_ROWS else request, part,
             VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK,
@@ -267,10 +268,10 @@ def _verify_tree_sampled_draw_kernel(
         drafts_ptr = drawn_ptr + request
         row = Row(row_ptr, processors, request, node, inverse_temperature, drafts_ptr, level, batch_size)
         token, logprob, raw_logprob = draw_token(
-            row, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE),
+            row, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE, IS_JOINT),
             random_block(tl.load(seeds_ptr + request), tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM, 0),
             Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, place if ALL_ROWS else request,
-            VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, IS_JOINT, BLOCK_CHUNK,
+            VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, BLOCK_CHUNK,
         )  # fmt: skip
         if ACCEPT_POLICY != "normal":
             _, tokens, links = load_nodes(
@@ -498,7 +499,6 @@ def verify_tree_sampled(
         "raw_logprobs_ptr": out.raw_logprobs,
         "SPEC_STEPS": spec_steps,
         "ACCEPT_POLICY": accept_policy,
-        "IS_JOINT": filter_order == "joint",
         "BLOCK_NODE": block_node,
         **tuning.row(DRAW_TUNING, device),
     }
