@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ..runtime.language import tl, triton
 from .logits import load_processed, load_raw, load_scaled, scaled
-from .ordering import bits_value, key_id, ordered_bits, ordered_key, unsigned_rank
+from .ordering import key_id, ordered_bits, ordered_key, unsigned_rank
 from .random import add_gumbel, token_words
 
 NUM_LANES = 32
@@ -171,8 +171,8 @@ def draw_filtered(
     group_rank = tl.load(summary.group_rank + group, mask=group < NUM_CHUNKS * LANES, other=_NEVER)
     has_top_k = filters.top_k > 0
     wanted = tl.where(has_top_k, filters.top_k, DEFAULT_WANTED)
-    low, high = _chunk_edge(group_rank, summary, wanted, NUM_CHUNKS)
-    largest = bits_value(high)
+    edge, largest = _chunk_edge(summary, wanted, NUM_CHUNKS, BLOCK_CHUNK)
+    low, high = tl.maximum(ordered_bits(edge), _NEVER + 1), ordered_bits(largest)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
 
     # a value that at least `wanted` tokens reach, and few groups
@@ -182,18 +182,18 @@ def draw_filtered(
     if is_enough:
         tl.store(summary.gathered_ids + slot, group, mask=group_rank >= low)
         tl.debug_barrier()
-        place = tl.arange(0, MAX_GROUPS)
-        gathered = tl.load(summary.gathered_ids + place, mask=place < num_groups, other=0)
+        column = tl.arange(0, MAX_GROUPS)
+        gathered = tl.load(summary.gathered_ids + column, mask=column < num_groups, other=0)
         token = tl.multiple_of(gathered[None, :] * LANES + lane[:, None], [1, 1])
-        is_token = (place < num_groups)[None, :] & (token < VOCAB_SIZE)
+        is_token = (column < num_groups)[None, :] & (token < VOCAB_SIZE)
         value = load_scaled(row, token, is_token, VOCAB_SIZE, HAS_PENALTIES)
         rank = ordered_bits(value)
-        low, num_tokens, slot = _raise_edge(rank, low, high, wanted, MAX_TOKENS)
+        token_low, num_tokens, place = _raise_edge(rank, low, high, wanted, MAX_TOKENS)
         is_enough = num_tokens <= MAX_TOKENS
-        is_wanted = (rank >= low) & is_enough
+        is_wanted = (rank >= token_low) & is_enough
         tl.debug_barrier()  # all groups have been read
-        tl.store(summary.gathered_ids + slot, token, mask=is_wanted)
-        tl.store(summary.gathered_values + slot, value, mask=is_wanted)
+        tl.store(summary.gathered_ids + place, token, mask=is_wanted)
+        tl.store(summary.gathered_values + place, value, mask=is_wanted)
         tl.debug_barrier()
 
     chosen = tl.zeros([], tl.int32)
@@ -213,20 +213,13 @@ def draw_filtered(
 
 
 @triton.jit
-def _chunk_edge(group_rank, summary, wanted, NUM_CHUNKS: tl.constexpr):
-    """The `wanted`-th largest chunk maximum as ordered bits, which at least as many tokens reach, and the largest one.
-
-    The edge lies above -inf, which cannot be drawn; where there are fewer chunks, next to it.
-    """
-    chunk_rank = tl.max(group_rank, axis=0)
-    num_above = tl.zeros(group_rank.shape, tl.int32)
-    for start in tl.static_range(0, group_rank.shape[1], LANES):
-        other = start + tl.arange(0, LANES)
-        other_max = tl.load(summary.chunk_max + other, mask=other < NUM_CHUNKS, other=float("-inf"))
-        num_above += (ordered_bits(other_max)[:, None] > chunk_rank[None, :]).to(tl.int32)
-    is_among = tl.sum(num_above, axis=0) < wanted
-    edge, largest = tl.reduce((tl.where(is_among, chunk_rank, 2147483647), chunk_rank), 0, _smallest_and_largest)
-    return tl.maximum(edge, _NEVER + 1), largest
+def _chunk_edge(summary, wanted, NUM_CHUNKS: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
+    """The `wanted`-th largest chunk maximum, which as many tokens reach (-inf: fewer chunks), and the largest one."""
+    chunk = tl.arange(0, BLOCK_CHUNK)
+    chunk_max = tl.load(summary.chunk_max + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))
+    num_above, _ = _above(summary.chunk_max, NUM_CHUNKS, 0.0, BLOCK_CHUNK)
+    edge = tl.where(num_above < wanted, chunk_max, float("inf"))
+    return tl.reduce((edge, chunk_max), 0, _smallest_and_largest)
 
 
 @triton.jit
@@ -293,7 +286,7 @@ def _draw_gathered(
     token = tl.load(summary.gathered_ids + place, mask=is_token, other=_NO_ID)
     value = tl.load(summary.gathered_values + place, mask=is_token, other=float("-inf"))
     weight = tl.exp(value - shift)
-    num_above, mass_above = _above(summary, num_tokens, shift, ROOM)
+    num_above, mass_above = _above(summary.gathered_values, num_tokens, shift, ROOM)
     has_top_k = filters.top_k > 0
     keep = is_token & (num_above < tl.where(has_top_k, filters.top_k, MAX_TOKENS))
     if filters.is_of_all:
@@ -318,18 +311,19 @@ def _draw_gathered(
 
 
 @triton.jit
-def _above(summary, num_tokens, shift, ROOM: tl.constexpr):
-    """How many gathered tokens lie above each of the first ROOM, int32 [ROOM], and what they weigh, fp32."""
+def _above(values_ptr, num_values, shift, ROOM: tl.constexpr):
+    """How many values lie above each of them, int32 [ROOM], and the sum of those exponentials relative to `shift`."""
     place = tl.arange(0, ROOM)
-    value = tl.load(summary.gathered_values + place, mask=place < num_tokens, other=float("-inf"))
-    num_above = tl.zeros([ROOM, LANES], tl.int32)
-    mass_above = tl.zeros([ROOM, LANES], tl.float32)
-    for start in tl.static_range(0, ROOM, LANES):
-        other = start + tl.arange(0, LANES)
-        other_value = tl.load(summary.gathered_values + other, mask=other < num_tokens, other=float("-inf"))
-        is_above = other_value[None, :] > value[:, None]
-        num_above += is_above.to(tl.int32)
-        mass_above += tl.where(is_above, tl.exp(other_value - shift)[None, :], 0.0)
+    value = tl.load(values_ptr + place, mask=place < num_values, other=float("-inf"))
+    num_above = tl.zeros([ROOM, 8], tl.int32)
+    mass_above = tl.zeros([ROOM, 8], tl.float32)
+    for start in tl.static_range(0, ROOM, 64):
+        # [8, ROOM, 8]: eight lanes share what one value is compared with, so there is little to load and to exchange
+        other = start + tl.arange(0, 8)[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
+        other_value = tl.load(values_ptr + other, mask=other < num_values, other=float("-inf"))
+        is_above = other_value > value[None, :, None]
+        num_above += tl.sum(is_above.to(tl.int32), axis=0)
+        mass_above += tl.sum(tl.where(is_above, tl.exp(other_value - shift), 0.0), axis=0)
     return tl.sum(num_above, axis=1), tl.sum(mass_above, axis=1)
 
 

@@ -94,22 +94,28 @@ def find_child(tokens, links, node, token, BLOCK_NODE: tl.constexpr):
 
 
 @triton.jit
+def load_first_child(retrieve_next_token_ptr, request, node, NUM_NODES: tl.constexpr):
+    """The link int32 to the first child of `node`, -1 for node -1: where `step_down` begins."""
+    return tl.load(retrieve_next_token_ptr + request * NUM_NODES + node, mask=node >= 0, other=-1).to(tl.int32)
+
+
+@triton.jit
 def step_down(
     candidates_ptr,
     retrieve_index_ptr,
-    retrieve_next_token_ptr,
     retrieve_next_sibling_ptr,
     request,
     node,
+    child,
     token,
     NUM_NODES: tl.constexpr,
 ):
     """The first child of `node` that carries `token` (int32), -1 if none does or node is -1; links are read on the way.
 
+    child: `load_first_child`, which can be read before the token is known.
     As find_child on what load_nodes loads, for programs that need little else of the tree.
     """
     first = request * NUM_NODES
-    child = tl.load(retrieve_next_token_ptr + first + node, mask=node >= 0, other=-1).to(tl.int32)
     above = node
     match = tl.full([], -1, tl.int32)
     while (child > above) & (child < NUM_NODES) & (above >= 0):

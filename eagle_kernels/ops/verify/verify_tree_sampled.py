@@ -68,7 +68,7 @@ from ...primitives.filters import load_filters
 from ...primitives.logits import Processors, Row, read_temperature
 from ...primitives.random import STREAM_TARGET, random_block
 from ...primitives.sampling import Scratch, draw_token, row_winner, scan_slice
-from ...primitives.tree_walk import check_tree, follow, is_own, load_nodes, step_down, store_path
+from ...primitives.tree_walk import check_tree, follow, is_own, load_first_child, load_nodes, step_down, store_path
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -167,9 +167,10 @@ def _verify_tree_sampled_scan_kernel(
         current = tl.load(path_ptr + place)
     else:
         parent = tl.load(path_ptr + above)
+        child = load_first_child(retrieve_next_token_ptr, request, parent, NUM_NODES)
         current = step_down(
-            candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-            request, parent, row_winner(keys_ptr, above, VOCAB_SIZE, BLOCK_CHUNK), NUM_NODES,
+            candidates_ptr, retrieve_index_ptr, retrieve_next_sibling_ptr, request, parent, child,
+            row_winner(keys_ptr, above, VOCAB_SIZE, BLOCK_CHUNK), NUM_NODES,
         )  # fmt: skip
     if not ALL_ROWS:
         if part == 0:
@@ -259,6 +260,7 @@ def _verify_tree_sampled_draw_kernel(
     raw_logprob = tl.full([], float("-inf"), tl.float32)
     if current >= 0:
         node = request * NUM_NODES + current
+        child = load_first_child(retrieve_next_token_ptr, request, current, NUM_NODES)
         processors = Processors(
             repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
             logit_bias_ptr, token_bitmask_ptr,
@@ -285,9 +287,8 @@ def _verify_tree_sampled_draw_kernel(
         tl.store(drawn_ptr + place, token)
         if not ALL_ROWS:
             current = step_down(
-                candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-                request, current, token, NUM_NODES,
-            )  # fmt: skip
+                candidates_ptr, retrieve_index_ptr, retrieve_next_sibling_ptr, request, current, child, token, NUM_NODES
+            )
     if not ALL_ROWS:
         if level < SPEC_STEPS:
             tl.store(path_ptr + place + batch_size, current)
