@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from ..runtime.language import tl, triton
 from .logits import load_raw, load_scaled
-from .ordering import key_id, ordered_key, unsigned_rank
-from .random import add_gumbel, token_words
+from .ordering import LOWEST_KEY, noisy_key, noisy_key_id, unsigned_rank
+from .random import add_grouped_gumbel
 
 NUM_LANES = 32
 LANES = tl.constexpr(NUM_LANES)
@@ -213,8 +213,8 @@ def draw_filtered(
             keep &= (num_above == 0) | (mass_above < filters.top_p * mass)
         if filters.min_p > 0.0:
             keep &= weight >= tl.minimum(filters.min_p, 1.0)
-        key = tl.where(keep, add_gumbel(value, token_words(noise_key, token)), float("-inf"))
-        chosen = key_id(tl.max(ordered_key(tl.where(key == 0.0, 0.0, key), token))).to(tl.int32)
+        noisy, fine = add_grouped_gumbel(value, noise_key, token)
+        chosen = noisy_key_id(tl.max(tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY)))
         if HAS_LOGPROBS:
             kept_sum = tl.sum(tl.where(keep, weight, 0.0))
     if (not is_enough) & (largest > float("-inf")):
@@ -307,8 +307,7 @@ def _search_row(
         edge = tl.maximum(edge, by_mass)
 
     lane = tl.arange(0, BLOCK)
-    best_key = tl.full([BLOCK], float("-inf"), tl.float32)
-    best_token = lane
+    best = tl.full([BLOCK], LOWEST_KEY, tl.int64)
     kept = tl.zeros([BLOCK], tl.float32)
     for start in range(0, VOCAB_SIZE, BLOCK):
         if _chunk_rank(summary, start, VOCAB_SIZE, BLOCK) >= edge:
@@ -318,12 +317,10 @@ def _search_row(
             keep = (token < VOCAB_SIZE) & (_rank(value) >= edge)
             if filters.min_p > 0.0:
                 keep &= weight >= tl.minimum(filters.min_p, 1.0)
-            key = tl.where(keep, add_gumbel(value, token_words(noise_key, token)), float("-inf"))
             kept += tl.where(keep, weight, 0.0)
-            best_token = tl.where(key > best_key, token, best_token)
-            best_key = tl.maximum(key, best_key)
-    winner = tl.max(best_key)
-    return tl.min(tl.where(best_key == winner, best_token, _NO_ID)), tl.sum(kept)
+            noisy, fine = add_grouped_gumbel(value, noise_key, token)
+            best = tl.maximum(best, tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY))
+    return noisy_key_id(tl.max(best)), tl.sum(kept)
 
 
 @triton.jit

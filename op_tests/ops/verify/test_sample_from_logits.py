@@ -99,7 +99,7 @@ def assert_same_tokens(values: dict, actual: torch.Tensor) -> None:
         return
     row = rows_of(values, different)
     kept = kept_of(row)
-    noise = reference_random.gumbel(row["seeds"], row["positions"], kept.shape[1])
+    noise, _ = reference_random.grouped_gumbel(row["seeds"], row["positions"], kept.shape[1])
     keys = torch.where((row["temperature"] > 0)[:, None], kept + noise, kept)
     gap = (keys.max(1).values - keys.gather(1, actual[different][:, None])[:, 0]).abs()
     ulp = torch.finfo(torch.float32).eps * keys.max(1).values.abs()
@@ -206,8 +206,9 @@ def test_noise_depends_on_its_key_alone(device):
 
 def test_streams_do_not_share_noise():
     seeds, positions = torch.arange(64), torch.arange(64)
-    target = reference_random.gumbel(seeds, positions, 64, reference_random.STREAM_TARGET)
-    draft = reference_random.gumbel(seeds, positions, 64, reference_random.STREAM_DRAFT)
+    target, _ = reference_random.grouped_gumbel(seeds, positions, 64)
+    draft_key = reference_random.random_block(seeds, positions, reference_random.STREAM_DRAFT)
+    draft = reference_random.gumbel(reference_random.token_words(draft_key, 64))
     assert (target != draft).all()
     assert torch.corrcoef(torch.stack([target.flatten(), draft.flatten()]))[0, 1].abs() < 0.05
 
@@ -387,7 +388,7 @@ def test_edges_are_exact(name, num_kept, device):
     """
     vocab_size = 1100
     positions, seeds = torch.arange(40), torch.zeros(40, dtype=torch.int64)
-    noise = reference_random.gumbel(seeds, positions, vocab_size)
+    noise, _ = reference_random.grouped_gumbel(seeds, positions, vocab_size)
     first, second = noise.topk(2, dim=1).values.T
     position = int((first - second > 0.5).nonzero()[0])
     winner = int(noise[position].argmax())
