@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ..runtime.language import tl, triton
 from .logits import load_raw, load_scaled
 from .ordering import LOWEST_KEY, noisy_key, noisy_key_id, unsigned_rank
-from .random import add_grouped_gumbel
+from .random import add_grouped_gumbel, grouped_words
 
 NUM_LANES = 32
 LANES = tl.constexpr(NUM_LANES)
@@ -213,7 +213,7 @@ def draw_filtered(
             keep &= (num_above == 0) | (mass_above < filters.top_p * mass)
         if filters.min_p > 0.0:
             keep &= weight >= tl.minimum(filters.min_p, 1.0)
-        noisy, fine = add_grouped_gumbel(value, noise_key, token)
+        noisy, fine = add_grouped_gumbel(value, grouped_words(noise_key, token))
         chosen = noisy_key_id(tl.max(tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY)))
         if HAS_LOGPROBS:
             kept_sum = tl.sum(tl.where(keep, weight, 0.0))
@@ -318,7 +318,7 @@ def _search_row(
             if filters.min_p > 0.0:
                 keep &= weight >= tl.minimum(filters.min_p, 1.0)
             kept += tl.where(keep, weight, 0.0)
-            noisy, fine = add_grouped_gumbel(value, noise_key, token)
+            noisy, fine = add_grouped_gumbel(value, grouped_words(noise_key, token))
             best = tl.maximum(best, tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY))
     return noisy_key_id(tl.max(best)), tl.sum(kept)
 

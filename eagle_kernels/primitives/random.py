@@ -7,7 +7,7 @@ multiply-and-fold as in wyhash, each a 32 x 32 -> 64 bit product and exclusive o
 
 There are two ways from these words to Gumbel noise -ln E, for independent exponentials E of rate 1, one of each token:
 
-plain       E is made of the token's own words: `gumbel`, `add_gumbel`.
+plain       E is made of the token's own words: `add_gumbel`.
 grouped     The tokens 8 g .. 8 g + 7 are a group, and the smallest of its eight exponentials is drawn first. It is an
             exponential M of rate 8, made of words of the group, and each of the eight is as likely to be the one that
             has it, whatever M is: words of the group choose this leader. All others are known to exceed M, and as an
@@ -34,9 +34,8 @@ STREAM_SIMULATE = 4
 # Tokens that share the smallest of their exponentials.
 GROUP = tl.constexpr(8)
 
-# No noise is larger: plain, and grouped, which is larger by up to ln 8.
-LARGEST_GUMBEL = tl.constexpr(45.06)
-LARGEST_GROUPED_GUMBEL = tl.constexpr(47.14)
+# No grouped noise is larger, and no plain noise, which ends ln 8 below.
+LARGEST_GUMBEL = tl.constexpr(47.14)
 
 # What a group's number is hashed with, so that neither its minimum nor its leader shares words with a token.
 _MINIMUM = tl.constexpr(0x80000000)
@@ -82,53 +81,54 @@ def fine_bits(words):
 
 
 @triton.jit
-def gumbel(words):
-    """Standard Gumbel noise -ln E fp32 of `token_words`: E = -log1p(-u), u = (word + (low + 1/2) / 2^32) / 2^32."""
-    return tl.log2(_add_exponential(0.0, words)) * -0.6931471805599453
-
-
-@triton.jit
 def add_gumbel(values, words):
-    """values + gumbel(words), in the same bits wherever it is compiled: every product is part of a named operation."""
+    """values + standard Gumbel noise -ln E of `token_words`: E = -log1p(-u), u = (word + (low + 1/2) / 2^32) / 2^32.
+
+    In the same bits wherever it is compiled: every product is part of a named operation.
+    """
     return _add_noise(values, _add_exponential(0.0, words))
 
 
 @triton.jit
-def add_grouped_gumbel(values, key, ids):
-    """values + the grouped noise of token ids, for the four words of a `random_block`, and `fine_bits` of the noise.
+def group_words(key, groups):
+    """What `token_words` is to a token, of groups: of id // GROUP."""
+    return token_words(key, groups.to(tl.uint32) | _MINIMUM)
 
-    The leader has words of its own: `low` is what is left of a product, too even at its end and too small at its top.
+
+@triton.jit
+def grouped_words(key, ids):
+    """What the grouped noise of token ids is made of: their own words, their groups', and which of them lead.
+
+    The leader has a hash of its own, as `low` is not as random as `word`: of a product, whose last bits are more often
+    0 than 1, and of words near 0, those of winners, it is the product's upper half as well, and rather small.
     """
-    ids = ids.to(tl.uint32)
-    group = ids // GROUP
-    group_words, own_words = token_words(key, group | _MINIMUM), token_words(key, ids)
+    group = ids.to(tl.uint32) // GROUP
     leader, _ = token_words(key, group | _LEADER)
-    is_leader = leader >> 29 == ids % GROUP
-    minimum = _add_exponential(0.0, group_words) * 0.125
-    exponential = tl.where(is_leader, minimum, _add_exponential(minimum, own_words))
-    fine = tl.where(is_leader, fine_bits(group_words), fine_bits(own_words))
-    return _add_noise(values, exponential), fine
+    return token_words(key, ids), group_words(key, group), leader >> 29 == ids.to(tl.uint32) % GROUP
 
 
 @triton.jit
-def add_group_bound(logits, scale, key, groups):
-    """At least add_grouped_gumbel(x, key, ids) for the ids of groups and all x that do not exceed logits * scale."""
-    words = token_words(key, groups.to(tl.uint32) | _MINIMUM)
-    # + ln 8, rounded up
-    return _add_bound(tl.fma(logits, scale, 135.857), words)
+def add_grouped_gumbel(values, words):
+    """values + the grouped noise of `grouped_words`, and the fine bits of this noise."""
+    own, group, is_leader = words
+    minimum = _add_exponential(0.0, group) * 0.125
+    exponential = tl.where(is_leader, minimum, _add_exponential(minimum, own))
+    return _add_noise(values, exponential), tl.where(is_leader, fine_bits(group), fine_bits(own))
 
 
 @triton.jit
-def _add_bound(values, words):
-    """At least values - 133.7754 + gumbel(words), without a logarithm; by at most 0.07 more for words 2^8 .. 2^28.
+def add_group_bound(logits, scale, words):
+    """At least value + grouped noise of the tokens of `group_words` whose value does not exceed logits * scale.
 
-    E >= u, and the bits of a float, as an integer, are its logarithm with the mantissa taken linearly, which is less.
-    They become a float without a conversion: as the mantissa of 2^23 + bits / 128 - constant. 133.7754 is 193 ln 2.
+    No logarithm is taken; the bound is by at most 0.07 above logits * scale - ln M for words from 2^8 to 2^28. E >= u,
+    and the bits of a float, as an integer, are its logarithm with the mantissa taken linearly, which is less. They
+    become a float without a conversion: as the mantissa of 2^23 + bits / 128 - constant.
     """
     word, _ = words
     u = tl.fma(word.to(tl.float32), 2.3283064365386963e-10, 2.710505431213761e-20)
     steps = ((u.to(tl.int32, bitcast=True) >> 7) + 0x4AC20000).to(tl.float32, bitcast=True)
-    return tl.fma(steps, -1.0576584424268e-05, values)
+    # ln 2 (193 - steps / 2^16) + ln 8, and what rounding may take away
+    return tl.fma(steps, -1.0576584424268e-05, tl.fma(logits, scale, 135.857))
 
 
 @triton.jit

@@ -42,7 +42,7 @@ from .ordering import (
     noisy_key_id,
     ordered_bits,
 )
-from .random import GROUP, LARGEST_GROUPED_GUMBEL, add_group_bound, add_grouped_gumbel
+from .random import GROUP, LARGEST_GUMBEL, add_group_bound, add_grouped_gumbel, group_words, grouped_words
 
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_sampled.txt
 SCAN_TUNING = {"default": {"BLOCK_CHUNK": 1, "num_warps": 1}}
@@ -195,7 +195,7 @@ def _slice_winner(
         if is_sampled:
             may_win = True
             if index > 0:
-                may_win = _may_win(tl.max(group_max) * row.inverse_temperature + LARGEST_GROUPED_GUMBEL, best)
+                may_win = _may_win(tl.max(group_max) * row.inverse_temperature + LARGEST_GUMBEL, best)
             if may_win:
                 best = _best_with_noise(row, noise_key, group_max, first, best, VOCAB_SIZE, HAS_PENALTIES)
         else:
@@ -224,7 +224,7 @@ def _best_with_noise(row, noise_key, group_max, first, best, VOCAB_SIZE: tl.cons
     """
     NUM_GROUPS: tl.constexpr = group_max.shape[0]
     group = tl.arange(0, NUM_GROUPS)
-    bound = add_group_bound(group_max, row.inverse_temperature, noise_key, first // GROUP + group)
+    bound = add_group_bound(group_max, row.inverse_temperature, group_words(noise_key, first // GROUP + group))
     # one integer maximum finds a bound and whose it is: the group's number replaces the lowest bits of the bound's
     bounds = (ordered_bits(tl.minimum(bound, LARGEST_FINITE)) & -NUM_GROUPS) | group
     is_open = _may_win(_bound(bounds), best)
@@ -238,7 +238,7 @@ def _best_with_noise(row, noise_key, group_max, first, best, VOCAB_SIZE: tl.cons
             bounds = tl.where(is_own & (bounds == top), _NO_BOUND, bounds)
         token = first + chosen * GROUP + lane % GROUP
         value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
-        value, fine = add_grouped_gumbel(value, noise_key, token)
+        value, fine = add_grouped_gumbel(value, grouped_words(noise_key, token))
         best = tl.maximum(best, largest_key(noisy_key(value, fine, token)))
         is_open = _may_win(_bound(bounds), best)
     return best

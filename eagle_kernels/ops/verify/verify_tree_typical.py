@@ -44,7 +44,7 @@ from ...primitives.argmax import slice_key, winner
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.logits import GREEDY_BELOW, LARGEST_FINITE
 from ...primitives.ordering import LOWEST_KEY, NO_NOISE, comparable, largest_key, noisy_key, noisy_key_id
-from ...primitives.random import STREAM_TARGET, add_grouped_gumbel, random_block
+from ...primitives.random import STREAM_TARGET, add_grouped_gumbel, grouped_words, random_block
 from ...primitives.sampling import check_vocabulary
 from ...primitives.tree_walk import Output, check_tree, follow, is_own, load_nodes, store_walk
 from ...runtime import check, tuning
@@ -271,9 +271,10 @@ def _verify_tree_typical_draw_kernel(
         fine = tl.full([BLOCK_VOCAB], NO_NOISE, tl.uint32)
         if is_sampled:
             key = random_block(tl.load(seeds_ptr + request), tl.load(positions_ptr + row) + 1, STREAM, 0)
-            values, fine = add_grouped_gumbel(values, key, token)
-        keys = tl.where(token < VOCAB_SIZE, noisy_key(values, fine, token), LOWEST_KEY)
-        tl.store(bonus_keys_ptr + request * NUM_SLICES + part, tl.max(keys))
+            values, fine = add_grouped_gumbel(values, grouped_words(key, token))
+        # a row of nothing but -inf gives token 0
+        fine = tl.where(values == float("-inf"), NO_NOISE, fine)
+        tl.store(bonus_keys_ptr + request * NUM_SLICES + part, tl.max(noisy_key(values, fine, token)))
 
 
 @triton.jit
