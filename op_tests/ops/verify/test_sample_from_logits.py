@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.primitives import sampling
 from eagle_kernels.reference import random as reference_random
 from eagle_kernels.reference import sampling as reference_sampling
 from op_tests.harness import assert_only_launches, check_registration
@@ -451,6 +452,30 @@ def test_ties_of_greedy_rows_go_to_the_lowest_id(device):
     assert eagle_kernels.raw.sample_from_logits(**values).tolist() == [3, 1030, 12, 700, 77, 2099]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_slices_of_any_length_give_the_same(dtype, device, monkeypatch):
+    """Of one and of many tiles, of rows that are flat, steep, constant, far from 0, almost empty, full of NaN."""
+    infinity, nan, vocab_size = float("inf"), float("nan"), 4200
+    place, normal = torch.arange(vocab_size), torch.randn(vocab_size)
+    few = torch.full((vocab_size,), -infinity)
+    few[[700, 2100, vocab_size - 1]] = 3.0
+    half = torch.where(place // 8 % 2 == 0, nan, normal)
+    infinite = torch.where(place % 1000 == 77, infinity, normal)
+    rows = [normal, 2 * normal, 10 * normal, 0 * normal, 30 * (place % 2500 == 1) + normal, 1e4 + normal]
+    rows += [1e30 * normal, -3e38 * normal.abs(), few, half, infinite, few - infinity, normal.round()]
+    values = make(2 * len(rows), vocab_size, device=device, temperature=1.0)
+    values["logits"] = torch.stack(rows + rows).to(device, dtype)
+    values["temperature"][len(rows) :] = 0.0
+    tokens = []
+    for num_chunks in (1, 2, 4):
+        monkeypatch.setitem(sampling.SCAN_TUNING, "default", {"BLOCK_CHUNK": num_chunks, "num_warps": 1})
+        wide = torch.zeros(len(values["logits"]), vocab_size + 16 * num_chunks, device=device, dtype=dtype)
+        wide[:, :vocab_size] = values["logits"]  # a stride of its own: the launcher remembers how it launched others
+        tokens.append(eagle_kernels.raw.sample_from_logits(**values | {"logits": wide[:, :vocab_size]}))
+    assert all(torch.equal(other, tokens[0]) for other in tokens)
+    assert_same_tokens(values, tokens[0])
+
+
 def test_noise_beside_nan_in_every_tile(device):
     """NaN in a tile neither wins nor hides the tile's other tokens."""
     values = make(4, 2100, device=device, temperature=1.0)
@@ -481,6 +506,7 @@ def test_registration(device):
     ("change", "message"),
     [
         ({"logits": torch.zeros(3, 0)}, "logits must have at least one token a row"),
+        ({"logits": torch.zeros(3, 2**20 + 1)}, r"logits must have at most 1048576 tokens a row, got \[3, 1048577\]"),
         ({"logits": torch.zeros(20, 3).T}, "logits must be contiguous in its last 1 axes"),
         ({"seeds": torch.zeros(3)}, "seeds must have dtype int32 or int64, got float32"),
         ({"temperature": 1.0}, "temperature must be a tensor, got float"),
