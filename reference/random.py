@@ -2,6 +2,8 @@
 
 One block of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) per seed, position,
 stream and draw; its words key a hash, two rounds of multiply-and-fold as in wyhash, that gives every token id 64 bits.
+
+Noise comes with the 12 fine bits that decide where noisy values are equal: see `largest`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,12 @@ STREAM_DRAFT = 1
 STREAM_ACCEPT = 2
 STREAM_RESIDUAL = 3
 STREAM_SIMULATE = 4
+
+GROUP = 8
+# What a group's number is hashed with for its minimum, and for its leader.
+MINIMUM = 0x80000000
+LEADER = 0xC0000000
+NO_NOISE = 0xFFF
 
 _MASK = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -44,25 +52,61 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: int, draw: int
     return (random_block(seeds, positions, stream, draw)[0] >> 8).to(torch.float32) * 2.0**-24
 
 
-def token_words(key: list[torch.Tensor], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """64 bits [R, num_tokens] as two words in int64 of the token ids, for the four words [R] of a `random_block`."""
+def token_words(key: list[torch.Tensor], num_tokens: int, domain: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """64 bits [R, num_tokens] as two words in int64 of the token ids, for the four words [R] of a `random_block`.
+
+    domain: bits that no id has, for words that no id has.
+    """
     key0, key1, key2, key3 = (word[:, None] for word in key)
-    high, low = _multiply(torch.arange(num_tokens, device=key0.device) ^ key0, key1)
+    high, low = _multiply((torch.arange(num_tokens, device=key0.device) | domain) ^ key0, key1)
     high, low = _multiply(low ^ key2, high ^ key3)
     return high ^ low, low
 
 
-def gumbel(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, stream: int = STREAM_TARGET) -> torch.Tensor:
-    """Standard Gumbel noise fp32 [R, num_tokens] for rows with `seeds` [R] and `positions` [R]."""
-    return gumbel_of_words(token_words(random_block(seeds, positions, stream), num_tokens))
+def gumbel(words: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Plain noise: standard Gumbel noise -ln E fp32 of `token_words`."""
+    return (-exponential(words).log()).to(torch.float32)
 
 
-def gumbel_of_words(words: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """-ln E fp32 of `token_words`, where E = -log1p(-u) and u = (word + (low + 1/2) / 2^32) / 2^32."""
+def fine_bits(words: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """12 bits int64 that tell equal noise of `token_words` apart."""
+    return 0xFFF - (words[1] >> 20)
+
+
+def exponential(words: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """E = -log1p(-u) fp64 of `token_words`, u = (word + (low + 1/2) / 2^32) / 2^32."""
     word, low = words
     u = (word.to(torch.float64) + (low.to(torch.float64) + 0.5) * 2.0**-32) * 2.0**-32
-    u = u.clamp(max=1.0 - 2.0**-53)
-    return (-(-torch.log1p(-u)).log()).to(torch.float32)
+    return -torch.log1p(-u.clamp(max=1.0 - 2.0**-53))
+
+
+def grouped_gumbel(
+    seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int, stream: int = STREAM_TARGET
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Grouped noise fp32 [R, num_tokens] for rows with `seeds` [R] and `positions` [R], and its fine bits int64.
+
+    Of the exponentials of tokens 8 g .. 8 g + 7 one has the minimum M, which is an exponential of rate 8: the leader.
+    The others exceed M by exponentials of rate 1.
+    """
+    key = random_block(seeds, positions, stream)
+    token = torch.arange(num_tokens, device=seeds.device)
+    num_groups = -(-num_tokens // GROUP)
+    group_words = [word[:, token // GROUP] for word in token_words(key, num_groups, MINIMUM)]
+    own_words = token_words(key, num_tokens)
+    leader = token_words(key, num_groups, LEADER)[0][:, token // GROUP] >> 29
+    is_leader = leader == token % GROUP
+    minimum = exponential(group_words) / GROUP
+    noise = -torch.where(is_leader, minimum, minimum + exponential(own_words)).log()
+    return noise.to(torch.float32), torch.where(is_leader, fine_bits(group_words), fine_bits(own_words))
+
+
+def largest(values: torch.Tensor, fine: torch.Tensor) -> torch.Tensor:
+    """Index [R] of the largest of values [R, V]; of equal ones that of the most fine bits [R, V], then the lowest."""
+    is_largest = values == values.max(dim=1, keepdim=True).values
+    fine = torch.where(is_largest, fine, -1)
+    tokens = torch.arange(values.shape[1], device=values.device).expand_as(values)
+    # torch.max promises no tie rule
+    return torch.where(fine == fine.max(dim=1, keepdim=True).values, tokens, values.shape[1]).min(dim=1).values
 
 
 def _multiply(value: torch.Tensor, factor: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -96,10 +96,9 @@ class Draws:
     def choose(self, weights: torch.Tensor, position: int) -> int:
         """A token by its weight, which need not sum to 1, for `position`; 0 where no token has one."""
         key = [torch.tensor([word]) for word in self._words(position, random.STREAM_RESIDUAL, 0)]
-        noise = random.gumbel_of_words(random.token_words(key, len(weights)))[0]
-        keys = weights.cpu().to(torch.float32).log() + noise
-        best = keys.max()
-        return 0 if best == float("-inf") else int((keys == best).nonzero()[0])
+        words = random.token_words(key, len(weights))
+        keys = weights.cpu().to(torch.float32).log() + random.gumbel(words)
+        return 0 if keys.max() == float("-inf") else int(random.largest(keys, random.fine_bits(words)))
 
     def _words(self, position: int, stream: int, draw: int) -> list[int]:
         """random.random_block of one key: its arithmetic is that of integers, with or without tensors around them."""

@@ -145,18 +145,10 @@ def draw_tokens(
 ) -> torch.Tensor:
     """Tokens int64 [R] drawn from logits [R, V]; temperatures below 1e-5 take the argmax (ties: the lowest id)."""
     kept = kept_logits(logits, temperature, filters, processors)
-    noise = random.gumbel(seeds, positions, logits.shape[1])
-    keys = torch.where((temperature >= GREEDY_BELOW)[:, None], kept + noise, kept)
-    return first_largest(keys)
-
-
-def first_largest(keys: torch.Tensor) -> torch.Tensor:
-    """Index [R] of the largest key of each row, the lowest of equal ones; 0 for a row of nothing but -inf."""
-    best = keys.max(dim=1, keepdim=True).values
-    # torch.max promises no tie rule, the first index of the largest value is ours
-    tokens = torch.arange(keys.shape[1], device=keys.device).expand_as(keys)
-    lowest = torch.where(keys == best, tokens, keys.shape[1]).min(dim=1).values
-    return torch.where(best[:, 0] == float("-inf"), 0, lowest)
+    noise, fine = random.grouped_gumbel(seeds, positions, logits.shape[1])
+    is_sampled = (temperature >= GREEDY_BELOW)[:, None]
+    drawn = random.largest(torch.where(is_sampled, kept + noise, kept), torch.where(is_sampled, fine, random.NO_NOISE))
+    return torch.where(kept.max(dim=1).values == float("-inf"), 0, drawn)
 
 
 def log_probabilities(kept: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from ..runtime.language import tl, triton
 from .logits import load_processed, load_raw, load_scaled, scaled
-from .ordering import key_id, ordered_bits, ordered_key, unsigned_rank
-from .random import add_gumbel, token_words
+from .ordering import LOWEST_KEY, noisy_key, noisy_key_id, ordered_bits, unsigned_rank
+from .random import add_grouped_gumbel, grouped_words
 
 NUM_LANES = 32
 LANES = tl.constexpr(NUM_LANES)
@@ -37,7 +37,6 @@ MAX_TOKENS = tl.constexpr(NUM_TOKENS_GATHERED)
 # How many tokens are gathered where top-k does not tell.
 DEFAULT_WANTED = tl.constexpr(64)
 
-_NO_ID = tl.constexpr(2**31 - 1)
 # The ordered bits of -inf, which cannot be drawn.
 _NEVER = tl.constexpr(-0x7F800001)
 
@@ -283,7 +282,7 @@ def _draw_gathered(
     """The token drawn from the gathered ones, what the filters keep of them weighs, and whether they were enough."""
     place = tl.arange(0, ROOM)
     is_token = place < num_tokens
-    token = tl.load(summary.gathered_ids + place, mask=is_token, other=_NO_ID)
+    token = tl.load(summary.gathered_ids + place, mask=is_token, other=0)
     value = tl.load(summary.gathered_values + place, mask=is_token, other=float("-inf"))
     weight = tl.exp(value - shift)
     num_above, mass_above = _above(summary.gathered_values, num_tokens, shift, ROOM)
@@ -302,8 +301,8 @@ def _draw_gathered(
         keep &= (num_above == 0) | (mass_above < filters.top_p * mass)
     if filters.min_p > 0.0:
         keep &= weight >= tl.minimum(filters.min_p, 1.0)
-    key = tl.where(keep, add_gumbel(value, token_words(noise_key, token)), float("-inf"))
-    chosen = key_id(tl.max(ordered_key(tl.where(key == 0.0, 0.0, key), token))).to(tl.int32)
+    noisy, fine = add_grouped_gumbel(value, grouped_words(noise_key, token))
+    chosen = noisy_key_id(tl.max(tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY)))
     kept_sum = tl.zeros([], tl.float32)
     if HAS_LOGPROBS:
         kept_sum = tl.sum(tl.where(keep, weight, 0.0))
@@ -364,8 +363,7 @@ def _search_row(
         edge = tl.maximum(edge, by_mass)
 
     lane = tl.arange(0, BLOCK)
-    best_key = tl.full([BLOCK], float("-inf"), tl.float32)
-    best_token = lane
+    best = tl.full([BLOCK], LOWEST_KEY, tl.int64)
     kept = tl.zeros([BLOCK], tl.float32)
     for start in range(0, VOCAB_SIZE, BLOCK):
         if _chunk_rank(summary, start, VOCAB_SIZE, BLOCK) >= edge:
@@ -375,12 +373,10 @@ def _search_row(
             keep = (token < VOCAB_SIZE) & (_rank(value) >= edge)
             if filters.min_p > 0.0:
                 keep &= weight >= tl.minimum(filters.min_p, 1.0)
-            key = tl.where(keep, add_gumbel(value, token_words(noise_key, token)), float("-inf"))
             kept += tl.where(keep, weight, 0.0)
-            best_token = tl.where(key > best_key, token, best_token)
-            best_key = tl.maximum(key, best_key)
-    winner = tl.max(best_key)
-    return tl.min(tl.where(best_key == winner, best_token, _NO_ID)), tl.sum(kept)
+            noisy, fine = add_grouped_gumbel(value, grouped_words(noise_key, token))
+            best = tl.maximum(best, tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY))
+    return noisy_key_id(tl.max(best)), tl.sum(kept)
 
 
 @triton.jit

@@ -4,6 +4,12 @@ A pair becomes one int64 key that compares as the pair does, so a maximum of key
 
     bit  63 ........ 32 31 ........ 0
          ordered bits  | ~id
+
+Where values carry noise, equal ones go by more of the noise than an fp32 value holds, and only then by ascending id
+(`noisy_key`):
+
+    bit  63 ........ 32 31 .... 20 19 .... 0
+         ordered bits  | fine     | ~id
 """
 
 from __future__ import annotations
@@ -12,6 +18,11 @@ from ..runtime.language import tl, triton
 
 # Below the keys of all pairs: it marks lanes that hold none.
 LOWEST_KEY = tl.constexpr(-(2**63))
+
+# A noisy key has room for this many ids.
+MAX_NOISY_IDS = 2**20
+# The fine bits where there is no noise: above those of all noise, and equal ones leave the choice to the id.
+NO_NOISE = tl.constexpr(0xFFF00000)
 
 
 @triton.jit
@@ -65,6 +76,28 @@ def short_key_id(keys):
 def key_id(keys):
     """The ids int64 that keys were made of."""
     return 0xFFFFFFFF - (keys & 0xFFFFFFFF)
+
+
+@triton.jit
+def noisy_key(values, fine, ids):
+    """The keys of fp32 `comparable` values, fine bits in their place, and ids in 0 .. MAX_NOISY_IDS - 1."""
+    low = (0xFFFFF - ids).to(tl.uint32) | fine
+    return (ordered_bits(values).to(tl.int64) << 32) | low.to(tl.int64)
+
+
+@triton.jit
+def noisy_key_id(keys):
+    """The ids int32 that noisy keys were made of."""
+    return 0xFFFFF - (keys & 0xFFFFF).to(tl.int32)
+
+
+@triton.jit
+def largest_key(keys):
+    """The largest of int64 keys [n], half by half: a warp reduces int32 in one instruction, int64 in thirty."""
+    high = (keys >> 32).to(tl.int32)
+    largest = tl.max(high)
+    low = tl.max(tl.where(high == largest, keys.to(tl.uint32), 0))
+    return (largest.to(tl.int64) << 32) | low.to(tl.int64)
 
 
 @triton.jit

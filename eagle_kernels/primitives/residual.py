@@ -22,8 +22,9 @@ import torch
 
 from ..runtime import check
 from ..runtime.language import tl, triton
-from .ordering import LOWEST_KEY, comparable, key_id, ordered_key
-from .random import STREAM_ACCEPT, STREAM_RESIDUAL, gumbel, random_block, token_words, uniform
+from .ordering import LOWEST_KEY, comparable, noisy_key, noisy_key_id
+from .random import STREAM_ACCEPT, STREAM_RESIDUAL, add_gumbel, fine_bits, random_block, token_words, uniform
+from .sampling import check_vocabulary
 
 # Below this temperature a row is one-hot at its largest logit: logits over it would leave the range of fp32.
 GREEDY_BELOW = tl.constexpr(1e-5)
@@ -363,26 +364,26 @@ def residual_key(seed, position):
 
 @triton.jit
 def draw_keys(weights, ids, noise_key):
-    """Keys int64 whose maximum draws a token by its weight, the lowest id of equal ones; LOWEST_KEY for weights of 0.
+    """Keys int64 whose maximum draws a token by its weight; LOWEST_KEY for weights of 0.
 
     log(weight) + Gumbel noise (Gumbel 1954; Maddison et al., arXiv 1411.0030): the weights need not sum to 1.
     noise_key: the `random_block` of the draw.
     """
-    return noisy_keys(weights, ids, gumbel(token_words(noise_key, ids)))
+    return keys_of_words(weights, ids, token_words(noise_key, ids))
 
 
 @triton.jit
-def noisy_keys(weights, ids, noise):
-    """As draw_keys, from the tokens' noise."""
+def keys_of_words(weights, ids, words):
+    """As draw_keys, from the tokens' words."""
     has_weight = weights > 0.0
-    race = tl.log(tl.where(has_weight, weights, 1.0)) + noise
-    return tl.where(has_weight, ordered_key(race, ids), LOWEST_KEY)
+    race = add_gumbel(tl.log(tl.where(has_weight, weights, 1.0)), words)
+    return tl.where(has_weight, noisy_key(race, fine_bits(words), ids), LOWEST_KEY)
 
 
 @triton.jit
 def drawn_token(key):
     """The token int32 of the largest draw key; 0 where no token had a weight."""
-    return tl.where(key == LOWEST_KEY, 0, key_id(key)).to(tl.int32)
+    return tl.where(key == LOWEST_KEY, 0, noisy_key_id(key))
 
 
 def check_pair(args: check.Arguments, num_target_rows: int, num_draft_rows: int) -> None:
@@ -397,8 +398,7 @@ def check_pair(args: check.Arguments, num_target_rows: int, num_draft_rows: int)
         args.tensor("draft_probs", (num_draft_rows, "Vd"), (torch.float32,), contiguous=1)
     for name, axis in (("target", "V"), ("draft", "Vd")):
         given = name + ("_logits" if args.values[name + "_logits"] is not None else "_probs")
-        if args.size(axis) == 0:
-            args.fail(given, "have at least one token a row", list(args.values[given].shape))
+        check_vocabulary(args, given, axis)
     args.tensor("positions", (num_target_rows,), check.INTEGER)
     args.tensor("seeds", ("B",), check.INTEGER)
     draft_needs = args.values["draft_logits"] is not None and args.values["draft_temperature"] is None

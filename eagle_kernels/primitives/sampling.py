@@ -31,13 +31,26 @@ from .filters import (
     scan_filtered,
 )
 from .logits import LARGEST_FINITE, load_processed, load_raw, load_scaled
-from .ordering import LOWEST_KEY, bits_value, key_id, ordered_key
-from .random import LARGEST_GUMBEL, add_gumbel, add_gumbel_bound, token_words
+from .ordering import (
+    LOWEST_KEY,
+    MAX_NOISY_IDS,
+    NO_NOISE,
+    bits_value,
+    comparable,
+    largest_key,
+    noisy_key,
+    noisy_key_id,
+    ordered_bits,
+)
+from .random import GROUP, LARGEST_GUMBEL, add_group_bound, add_grouped_gumbel, group_words, grouped_words
 
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_sampled.txt
 SCAN_TUNING = {"default": {"BLOCK_CHUNK": 1, "num_warps": 1}}
 FILTERED_SCAN_TUNING = {"default": {"BLOCK_CHUNK": 4, "num_warps": 4}}
 DRAW_TUNING = {"default": {"num_warps": 8}}
+
+# Below the bits of all bounds, -inf among them: of a group that has been looked at.
+_NO_BOUND = tl.constexpr(-(2**31))
 
 
 class Scratch(NamedTuple):
@@ -98,7 +111,7 @@ def draw_token(
 ):
     """The token int32 of a scanned row, and its log-probabilities, processed and raw (NaN without HAS_LOGPROBS).
 
-    NaN logits count as -inf, ties go to the lowest id, a row of nothing but -inf gives token 0.
+    NaN logits count as -inf, ties of greedy rows go to the lowest id, a row of nothing but -inf gives token 0.
     """
     token = tl.zeros([], tl.int32)
     log_mass = tl.zeros([], tl.float32)
@@ -146,88 +159,99 @@ def row_winner(keys_ptr, key_place, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.co
     slices = tl.arange(0, triton.next_power_of_2(NUM_SLICES))
     if mask is None:
         keys = tl.load(keys_ptr + key_place * NUM_SLICES + slices, mask=slices < NUM_SLICES, other=LOWEST_KEY)
-        best = tl.max(keys)
+        best = largest_key(keys)
     else:
         is_key = mask[:, None] & (slices < NUM_SLICES)[None, :]
         offset = key_place[:, None] * NUM_SLICES + slices[None, :]
         best = tl.max(tl.load(keys_ptr + offset, mask=is_key, other=LOWEST_KEY), axis=1)
-    return key_id(best).to(tl.int32)
+    return noisy_key_id(best)
 
 
 @triton.jit
 def _slice_winner(
     row, is_sampled, noise_key, part, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr, BLOCK_CHUNK: tl.constexpr
 ):
-    """The ordered key of the largest noisy logit of a slice; greedy rows have no noise.
+    """The noisy key of the largest noisy logit of a slice; greedy rows have no noise.
 
-    Of all tokens only a bound is computed, which needs no logarithm; the tokens of the group of eight with the largest
-    bound are computed in full, and of any other group whose bound is not below them. A chunk draws no noise if none of
-    its tokens could win with the largest possible one. A slice of nothing but -inf gives its first token.
+    Of all tokens only the maximum of each group of eight is taken; what is looked at in full are the groups that could
+    have the winner. A tile draws no noise if none of its tokens could win with the largest possible one. A slice of
+    nothing but -inf gives its first token.
     """
-    TILE: tl.constexpr = CHUNK
-    start = part * (BLOCK_CHUNK * CHUNK)
-    token = start + tl.arange(0, TILE)
-    best = ordered_key(tl.full([], float("-inf"), tl.float32), start)
+    TILE: tl.constexpr = min(BLOCK_CHUNK, 2) * CHUNK
+    first = part * (BLOCK_CHUNK * CHUNK)
+    token = first + tl.arange(0, TILE)
+    best = noisy_key(tl.full([], float("-inf"), tl.float32), NO_NOISE, first)
     logit = load_processed(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
     for index in tl.static_range(BLOCK_CHUNK * CHUNK // TILE):
-        current, current_token = logit, token
+        # a maximum passes NaN over where it can
+        group_max = tl.max(tl.reshape(logit, [TILE // GROUP, GROUP]), axis=1)
+        group_max = tl.where(group_max == group_max, group_max, float("-inf"))
         if (index + 1) * TILE < BLOCK_CHUNK * CHUNK:  # read while this tile is computed
             token += TILE
             logit = load_processed(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
         if is_sampled:
             may_win = True
             if index > 0:
-                may_win = _may_win(tl.max(current) * row.inverse_temperature + LARGEST_GUMBEL, best)
+                may_win = _may_win(tl.max(group_max) * row.inverse_temperature + LARGEST_GUMBEL, best)
             if may_win:
-                bound = add_gumbel_bound(current, row.inverse_temperature, token_words(noise_key, current_token))
-                best = _best_of_groups(
-                    row, is_sampled, noise_key, bound, start + index * TILE, best, VOCAB_SIZE, HAS_PENALTIES
-                )
+                best = _best_with_noise(row, noise_key, group_max, first, best, VOCAB_SIZE, HAS_PENALTIES)
         else:
-            # NaN stays, and is looked at
-            current = tl.where(current > LARGEST_FINITE, LARGEST_FINITE, current)
-            best = _best_of_groups(
-                row, is_sampled, noise_key, current, start + index * TILE, best, VOCAB_SIZE, HAS_PENALTIES
-            )
+            best = tl.maximum(best, _largest_logit(row, group_max, first, VOCAB_SIZE, HAS_PENALTIES))
+        first += TILE
     return best
 
 
 @triton.jit
-def _best_of_groups(
-    row, is_sampled, noise_key, bound, first, best, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr
-):
-    """The larger one of `best` and the ordered keys of the tokens from `first` on, none of which exceeds its bound."""
-    NUM_GROUPS: tl.constexpr = bound.shape[0] // 8
+def _largest_logit(row, group_max, first, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+    """The noisy key of the largest logit of the groups from token `first` on, without noise."""
+    NUM_GROUPS: tl.constexpr = group_max.shape[0]
+    bits = ordered_bits(tl.minimum(comparable(group_max), LARGEST_FINITE))
+    group = tl.min(tl.where(bits == tl.max(bits), tl.arange(0, NUM_GROUPS), NUM_GROUPS))
+    token = first + group * GROUP + tl.arange(0, GROUP)
+    value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+    return tl.max(noisy_key(value, NO_NOISE, token))
+
+
+@triton.jit
+def _best_with_noise(row, noise_key, group_max, first, best, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+    """The larger one of `best` and the noisy keys of the groups from token `first` on.
+
+    In each turn 32 tokens are looked at: of each quarter of the groups the one with the largest bound, until no bound
+    of those left reaches the best key. Three to five groups have to be, so one or two turns do.
+    """
+    NUM_GROUPS: tl.constexpr = group_max.shape[0]
     group = tl.arange(0, NUM_GROUPS)
-    remaining = tl.max(tl.reshape(bound, [NUM_GROUPS, 8]), axis=1)
-    # a maximum passes NaN over where it can; a group where it could not is looked at
-    remaining = tl.where(remaining == remaining, remaining, float("inf"))
-    top = tl.max(remaining)
-    is_open = _may_win(top, best)
+    bound = add_group_bound(group_max, row.inverse_temperature, group_words(noise_key, first // GROUP + group))
+    # one integer maximum finds a bound and whose it is: the group's number replaces the lowest bits of the bound's
+    bounds = (ordered_bits(tl.minimum(bound, LARGEST_FINITE)) & -NUM_GROUPS) | group
+    is_open = _may_win(_bound(bounds), best)
+    lane = tl.arange(0, 32)
     while is_open:
-        chosen = tl.min(tl.where(remaining == top, group, NUM_GROUPS))
-        few = first + chosen * 8 + tl.arange(0, 8)
-        value = load_scaled(row, few, few < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
-        if is_sampled:
-            value = add_gumbel(value, token_words(noise_key, few))
-        best = tl.maximum(best, tl.max(ordered_key(tl.where(value == 0.0, 0.0, value), few)))
-        remaining = tl.where(group == chosen, float("-inf"), remaining)
-        top = tl.max(remaining)
-        # groups are chosen in ascending order, so without noise no later one can win a tie
-        is_open = (top > float("-inf")) & ((is_sampled & _may_win(top, best)) | (top > _key_value(best)))
+        chosen = tl.zeros([32], tl.int32)
+        for quarter in tl.static_range(4):
+            is_own = group // (NUM_GROUPS // 4) == quarter
+            top = tl.max(tl.where(is_own, bounds, _NO_BOUND))
+            chosen = tl.where(lane // GROUP == quarter, top & (NUM_GROUPS - 1), chosen)
+            bounds = tl.where(is_own & (bounds == top), _NO_BOUND, bounds)
+        token = first + chosen * GROUP + lane % GROUP
+        value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+        value, fine = add_grouped_gumbel(value, grouped_words(noise_key, token))
+        best = tl.maximum(best, largest_key(noisy_key(value, fine, token)))
+        is_open = _may_win(_bound(bounds), best)
     return best
+
+
+@triton.jit
+def _bound(bounds):
+    """The largest bound fp32, rounded up: -inf stays, and once all have been looked at it is NaN."""
+    return bits_value(tl.max(bounds) | (bounds.shape[0] - 1))
 
 
 @triton.jit
 def _may_win(bound, best):
     """Whether something below `bound` can reach the key `best`; bounds of large logits are rounded."""
-    value = _key_value(best)
+    value = bits_value((best >> 32).to(tl.int32))
     return bound + tl.abs(bound) * 1e-6 >= value
-
-
-@triton.jit
-def _key_value(key):
-    return bits_value((key >> 32).to(tl.int32))
 
 
 @triton.jit
@@ -259,10 +283,12 @@ def check_parameters(args: check.Arguments, axis: str) -> None:
 FILTER_ORDERS = ("top_k_first", "joint")
 
 
-def check_vocabulary(args: check.Arguments, name: str) -> None:
-    """A row of logits must offer a token."""
-    if args.size("V") == 0:
+def check_vocabulary(args: check.Arguments, name: str, axis: str = "V") -> None:
+    """A row of logits must offer a token, and the keys that are drawn by must have room for all ids."""
+    if args.size(axis) == 0:
         args.fail(name, "have at least one token a row", list(args.values[name].shape))
+    if args.size(axis) > MAX_NOISY_IDS:
+        args.fail(name, f"have at most {MAX_NOISY_IDS} tokens a row", list(args.values[name].shape))
 
 
 def has_filters(values: dict) -> bool:

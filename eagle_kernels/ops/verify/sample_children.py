@@ -9,7 +9,7 @@ Computes
     with replacement        num_children independent draws from q, each with noise of its own.
     `verify_tree_rejection` takes either kind; the draft distribution it is handed must be the one drawn from here.
 Shapes
-    draft_logits            [R, Vd]     fp32 / fp16 / bf16, unit stride along Vd
+    draft_logits            [R, Vd]     fp32 / fp16 / bf16, unit stride along Vd; Vd <= 2^20
     positions               [R]         int    position of the children
     seeds                   [R]         int    seed of the row's request
     temperature             [R]         fp32   0 (anything below 1e-5): greedy
@@ -20,9 +20,9 @@ Shapes
     -> logprobs             [R, K]      fp32   log q of each child, q being the whole distribution; -inf at -1
 Invariants
     Equal logits, seed, position and node give equal children, in whichever row or batch; fewer children are the first
-    ones of more. NaN counts as -inf, +inf as the largest finite number; -inf is never drawn. Ties go to the lowest id.
-    Greedy rows give the K largest logits without replacement, the argmax K times with; their logprobs are those of
-    temperature 1, the scores of a top-k tree.
+    ones of more. NaN counts as -inf, +inf as the largest finite number; -inf is never drawn. Greedy rows give the K
+    largest logits without replacement, the argmax K times with, of equal ones the lowest ids; their logprobs are those
+    of temperature 1, the scores of a top-k tree.
 Grid
     Every row is cut into slices, (R, slices): the K best of each. Then (R,): the K best of these.
 Launches
@@ -39,9 +39,10 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.ordering import LOWEST_KEY, comparable, key_id, ordered_key
-from ...primitives.random import STREAM_DRAFT, gumbel, random_block, token_words
+from ...primitives.ordering import LOWEST_KEY, NO_NOISE, noisy_key, noisy_key_id
+from ...primitives.random import STREAM_DRAFT, add_gumbel, fine_bits, random_block, token_words
 from ...primitives.residual import inverse_temperature, load_scaled
+from ...primitives.sampling import check_vocabulary
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -63,8 +64,12 @@ class Output(NamedTuple):
 @triton.jit
 def _keys(scaled, token, noise_key, IS_SAMPLED: tl.constexpr):
     """What the largest of is drawn; below all others where nothing may be."""
-    score = scaled + gumbel(token_words(noise_key, token)) if IS_SAMPLED else scaled
-    return tl.where(scaled == float("-inf"), LOWEST_KEY, ordered_key(comparable(score), token))
+    if IS_SAMPLED:
+        words = token_words(noise_key, token)
+        key = noisy_key(add_gumbel(scaled, words), fine_bits(words), token)
+    else:
+        key = noisy_key(scaled, NO_NOISE, token)
+    return tl.where(scaled == float("-inf"), LOWEST_KEY, key)
 
 
 @triton.jit
@@ -178,7 +183,7 @@ def _sample_children_merge_kernel(
     row_sum = tl.sum(tl.where(slice_max == float("-inf"), 0.0, slice_sum * tl.exp(slice_max - shift)))
 
     is_drawn = best != LOWEST_KEY
-    token = tl.where(is_drawn, key_id(best), 0)
+    token = tl.where(is_drawn, noisy_key_id(best), 0)
     scale, _ = inverse_temperature(tl.load(temperature_ptr + row))
     scaled = load_scaled(draft_logits_ptr + row * stride_logits_row, token, is_drawn, scale)
     logprob = scaled - shift - tl.log(tl.where(row_sum > 0.0, row_sum, 1.0))
@@ -199,8 +204,7 @@ def contract(values: dict) -> Output:
     args.tensor("nodes", ("R",), check.INTEGER, optional=True)
     args.tensor("d2t", ("Vd",), check.INTEGER, optional=True)
     num_children = args.integer("num_children", 1, MAX_CHILDREN)
-    if args.size("Vd") == 0:
-        args.fail("draft_logits", "have at least one token a row", list(values["draft_logits"].shape))
+    check_vocabulary(args, "draft_logits", "Vd")
     args.debug("temperature", "not be negative", lambda: values["temperature"] >= 0)
     shape = (args.size("R"), num_children)
     return Output(args.spec(shape, torch.int64), args.spec(shape, torch.float32))

@@ -7,7 +7,8 @@ Computes
     what top-p works on: "top_k_first": what top-k left, renormalised; "joint": all tokens, as top-k does. Edges are
     exact; tokens that tie with an edge all stay.
 Shapes
-    logits              [R, V]  fp32 / fp16 / bf16, unit stride along V; of a padded vocabulary pass logits[:, :V]
+    logits              [R, V]  fp32 / fp16 / bf16, unit stride along V; V <= 2^20; of a padded vocabulary pass
+                                logits[:, :V]
     positions           [R]     int    position of the token that is *drawn* (the next one of a row of n tokens: n)
     seeds               [R]     int    the request's seed
     temperature         [R]     fp32   0 (anything below 1e-5): greedy
@@ -25,7 +26,8 @@ Shapes
 Invariants
     The noise is keyed by (seed, position, token id) and shared with `verify_tree_sampled`: equal logits, seed and
     position give the equal token, in whichever row, batch or op. NaN counts as -inf; a row of nothing but -inf and NaN
-    gives token 0. Ties go to the lowest id.
+    gives token 0. Ties of greedy rows go to the lowest id; of sampled rows they are next to none, as noise in more bits
+    than fp32 has decides them.
 Grid
     (R, slices), programs that scan a slice of a row each; (R,), programs that draw a token each.
 Launches

@@ -17,7 +17,8 @@ Computes
 Shapes
     candidates          [B, T]            int    root, then gamma = T - 1 drafts; -1 ends a chain early
     target_logits       [B * T, V]        fp32 / fp16 / bf16, unit stride along V; or
-    target_probs        [B * T, V]        fp32   rows sum to 1; filters are not applied here: give what they left
+    target_probs        [B * T, V]        fp32   rows sum to 1; filters are not applied here: give what they left;
+                                                 V and Vd <= 2^20
     draft_logits        [B * (T - 1), Vd] fp32 / fp16 / bf16, row b * (T - 1) + i is what candidates[b, i + 1] was drawn
                                           from, by draft ids; or
     draft_probs         [B * (T - 1), Vd] fp32   likewise
@@ -51,7 +52,7 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY
-from ...primitives.random import gumbel, token_words
+from ...primitives.random import token_words
 from ...primitives.residual import (
     Pair,
     accept_coin,
@@ -59,10 +60,10 @@ from ...primitives.residual import (
     draft_ids,
     drawn_token,
     invert_draft_map,
+    keys_of_words,
     load_draft,
     load_probs,
     load_target,
-    noisy_keys,
     residual_key,
     row_probs,
     store_scan,
@@ -349,11 +350,11 @@ def _verify_chain_draw_kernel(
         else:
             share = 1.0
         noise_key = residual_key(seed, tl.load(positions_ptr + request * NUM_TOKENS + accepted) + 1)
-        noise = gumbel(token_words(noise_key, ids))
+        words = token_words(noise_key, ids)
         left = tl.maximum(share * target - draft_prob, 0.0)
         keys_ptr += request * 2 * NUM_SLICES + part
-        tl.store(keys_ptr, tl.max(noisy_keys(left, ids, noise)))
-        tl.store(keys_ptr + NUM_SLICES, tl.max(noisy_keys(target, ids, noise)))
+        tl.store(keys_ptr, tl.max(keys_of_words(left, ids, words)))
+        tl.store(keys_ptr + NUM_SLICES, tl.max(keys_of_words(target, ids, words)))
 
 
 @triton.jit

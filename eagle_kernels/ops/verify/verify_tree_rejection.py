@@ -19,7 +19,7 @@ Shapes
     retrieve_next_sibling   [B, N]      int    next sibling, -1 for none; siblings in the order of their draws
     target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V; or target_probs, fp32. Of filters
                                         (top-k, top-p, min-p) nothing is known here: filter with the renorm ops, and
-                                        pass probabilities
+                                        pass probabilities. V and Vd <= 2^20
     draft_logits            [B * N, Vd] fp32 / fp16 / bf16, unit stride along Vd; or draft_probs, fp32: row of a node =
                                         what its children were drawn from
     positions               [B * N]     int    position of each node
@@ -65,6 +65,7 @@ from ...primitives.dependent_launch import await_predecessor
 from ...primitives.random import STREAM_ACCEPT, STREAM_RESIDUAL, random_block, uniform
 from ...primitives.rejection import SMALL_SHARE, SMALLEST_MASS, Node, draw_left, left_masses, load_left, rescan_draft
 from ...primitives.residual import GREEDY_BELOW, invert_draft_map, open_row, scan_logits
+from ...primitives.sampling import check_vocabulary
 from ...primitives.tree_walk import Output, check_tree, is_own, load_nodes, store_walk
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
@@ -254,8 +255,7 @@ def contract(values: dict) -> Output:
         given = args.exactly_one(f"{name}_logits", f"{name}_probs")
         dtypes = check.FLOAT if given.endswith("logits") else (torch.float32,)
         args.tensor(given, (num_rows, axis), dtypes, contiguous=1)
-        if args.size(axis) == 0:
-            args.fail(given, "have at least one token a row", list(values[given].shape))
+        check_vocabulary(args, given, axis)
     args.tensor("positions", (num_rows,), check.INTEGER)
     args.tensor("seeds", ("B",), check.INTEGER)
     for name in ("temperature", "draft_temperature"):

@@ -13,8 +13,8 @@ Shapes
     retrieve_index          [B, N]      int    b * N + i
     retrieve_next_token     [B, N]      int    first child, -1 for none
     retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
-    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V; of a padded vocabulary pass
-                                        target_logits[:, :V]
+    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V; V <= 2^20; of a padded vocabulary
+                                        pass target_logits[:, :V]
     positions               [B * N]     int    position of each node; the token drawn at a node has position + 1
     seeds                   [B]         int
     temperature             [B]         fp32   0 (anything below 1e-5): greedy

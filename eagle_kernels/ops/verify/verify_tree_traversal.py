@@ -18,7 +18,8 @@ Shapes
     retrieve_next_token     [B, N]      int    first child, -1 for none
     retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
     target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V; or
-    target_probs            [B * N, V]  fp32   rows sum to 1; filters are not applied here: give what they left
+    target_probs            [B * N, V]  fp32   rows sum to 1; filters are not applied here: give what they left;
+                                               V and Vd <= 2^20
     draft_logits            [B * N, Vd] fp32 / fp16 / bf16, row of a node: what its children were drawn from, by draft
                                         ids (rows of nodes without children are not read); or
     draft_probs             [B * N, Vd] fp32   likewise

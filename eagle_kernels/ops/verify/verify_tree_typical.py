@@ -14,7 +14,7 @@ Shapes
     retrieve_index          [B, N]      int    b * N + i
     retrieve_next_token     [B, N]      int    first child, -1 for none
     retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
-    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V
+    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V; V <= 2^20
     positions               [B * N]     int    position of each node; the bonus has the last node's position + 1
     seeds                   [B]         int
     temperature             [B]         fp32   0 (anything below 1e-5): greedy
@@ -43,8 +43,9 @@ import torch
 from ...primitives.argmax import slice_key, winner
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.logits import GREEDY_BELOW, LARGEST_FINITE
-from ...primitives.ordering import LOWEST_KEY, comparable, ordered_key
-from ...primitives.random import STREAM_TARGET, add_gumbel, random_block, token_words
+from ...primitives.ordering import LOWEST_KEY, NO_NOISE, comparable, largest_key, noisy_key, noisy_key_id
+from ...primitives.random import STREAM_TARGET, add_grouped_gumbel, grouped_words, random_block
+from ...primitives.sampling import check_vocabulary
 from ...primitives.tree_walk import Output, check_tree, follow, is_own, load_nodes, store_walk
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
@@ -267,11 +268,13 @@ def _verify_tree_typical_draw_kernel(
         row_ptr = target_logits_ptr + tl.multiple_of(row * stride_logits_row, ALIGNMENT)
         logits = tl.load(row_ptr + token, mask=token < VOCAB_SIZE, other=float("-inf"))
         values = _scaled(logits, inverse_temperature)
+        fine = tl.full([BLOCK_VOCAB], NO_NOISE, tl.uint32)
         if is_sampled:
             key = random_block(tl.load(seeds_ptr + request), tl.load(positions_ptr + row) + 1, STREAM, 0)
-            values = add_gumbel(values, token_words(key, token))
-        key = tl.max(ordered_key(tl.where(values == 0.0, 0.0, values), token))
-        tl.store(bonus_keys_ptr + request * NUM_SLICES + part, key)
+            values, fine = add_grouped_gumbel(values, grouped_words(key, token))
+        # a row of nothing but -inf gives token 0
+        fine = tl.where(values == float("-inf"), NO_NOISE, fine)
+        tl.store(bonus_keys_ptr + request * NUM_SLICES + part, tl.max(noisy_key(values, fine, token)))
 
 
 @triton.jit
@@ -291,7 +294,7 @@ def _verify_tree_typical_bonus_kernel(
     last = tl.load(last_ptr + request)
     is_key = (slices < NUM_SLICES) & (last >= 0)
     keys = tl.load(bonus_keys_ptr + request * NUM_SLICES + slices, mask=is_key, other=LOWEST_KEY)
-    tl.store(predicts_ptr + request * NUM_NODES + last, winner(tl.max(keys)), mask=last >= 0)
+    tl.store(predicts_ptr + request * NUM_NODES + last, noisy_key_id(largest_key(keys)), mask=last >= 0)
 
 
 def contract(values: dict) -> Output:
@@ -300,8 +303,7 @@ def contract(values: dict) -> Output:
     output = check_tree(args)
     num_rows = args.size("B") * args.size("N")
     args.tensor("target_logits", (num_rows, "V"), check.FLOAT, contiguous=1)
-    if args.size("V") == 0:
-        args.fail("target_logits", "have at least one token a row", list(values["target_logits"].shape))
+    check_vocabulary(args, "target_logits")
     args.tensor("positions", (num_rows,), check.INTEGER)
     args.tensor("seeds", ("B",), check.INTEGER)
     for name in ("temperature", "epsilon", "delta"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.primitives import sampling
 from eagle_kernels.reference import random as reference_random
 from eagle_kernels.reference import sampling as reference_sampling
 from op_tests.harness import assert_only_launches, check_registration
@@ -99,7 +100,7 @@ def assert_same_tokens(values: dict, actual: torch.Tensor) -> None:
         return
     row = rows_of(values, different)
     kept = kept_of(row)
-    noise = reference_random.gumbel(row["seeds"], row["positions"], kept.shape[1])
+    noise, _ = reference_random.grouped_gumbel(row["seeds"], row["positions"], kept.shape[1])
     keys = torch.where((row["temperature"] > 0)[:, None], kept + noise, kept)
     gap = (keys.max(1).values - keys.gather(1, actual[different][:, None])[:, 0]).abs()
     ulp = torch.finfo(torch.float32).eps * keys.max(1).values.abs()
@@ -206,8 +207,9 @@ def test_noise_depends_on_its_key_alone(device):
 
 def test_streams_do_not_share_noise():
     seeds, positions = torch.arange(64), torch.arange(64)
-    target = reference_random.gumbel(seeds, positions, 64, reference_random.STREAM_TARGET)
-    draft = reference_random.gumbel(seeds, positions, 64, reference_random.STREAM_DRAFT)
+    target, _ = reference_random.grouped_gumbel(seeds, positions, 64)
+    draft_key = reference_random.random_block(seeds, positions, reference_random.STREAM_DRAFT)
+    draft = reference_random.gumbel(reference_random.token_words(draft_key, 64))
     assert (target != draft).all()
     assert torch.corrcoef(torch.stack([target.flatten(), draft.flatten()]))[0, 1].abs() < 0.05
 
@@ -387,7 +389,7 @@ def test_edges_are_exact(name, num_kept, device):
     """
     vocab_size = 1100
     positions, seeds = torch.arange(40), torch.zeros(40, dtype=torch.int64)
-    noise = reference_random.gumbel(seeds, positions, vocab_size)
+    noise, _ = reference_random.grouped_gumbel(seeds, positions, vocab_size)
     first, second = noise.topk(2, dim=1).values.T
     position = int((first - second > 0.5).nonzero()[0])
     winner = int(noise[position].argmax())
@@ -450,6 +452,30 @@ def test_ties_of_greedy_rows_go_to_the_lowest_id(device):
     assert eagle_kernels.raw.sample_from_logits(**values).tolist() == [3, 1030, 12, 700, 77, 2099]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_slices_of_any_length_give_the_same(dtype, device, monkeypatch):
+    """Of one and of many tiles, of rows that are flat, steep, constant, far from 0, almost empty, full of NaN."""
+    infinity, nan, vocab_size = float("inf"), float("nan"), 4200
+    place, normal = torch.arange(vocab_size), torch.randn(vocab_size)
+    few = torch.full((vocab_size,), -infinity)
+    few[[700, 2100, vocab_size - 1]] = 3.0
+    half = torch.where(place // 8 % 2 == 0, nan, normal)
+    infinite = torch.where(place % 1000 == 77, infinity, normal)
+    rows = [normal, 2 * normal, 10 * normal, 0 * normal, 30 * (place % 2500 == 1) + normal, 1e4 + normal]
+    rows += [1e30 * normal, -3e38 * normal.abs(), few, half, infinite, few - infinity, normal.round()]
+    values = make(2 * len(rows), vocab_size, device=device, temperature=1.0)
+    values["logits"] = torch.stack(rows + rows).to(device, dtype)
+    values["temperature"][len(rows) :] = 0.0
+    tokens = []
+    for num_chunks in (1, 2, 4):
+        monkeypatch.setitem(sampling.SCAN_TUNING, "default", {"BLOCK_CHUNK": num_chunks, "num_warps": 1})
+        wide = torch.zeros(len(values["logits"]), vocab_size + 16 * num_chunks, device=device, dtype=dtype)
+        wide[:, :vocab_size] = values["logits"]  # a stride of its own: the launcher remembers how it launched others
+        tokens.append(eagle_kernels.raw.sample_from_logits(**values | {"logits": wide[:, :vocab_size]}))
+    assert all(torch.equal(other, tokens[0]) for other in tokens)
+    assert_same_tokens(values, tokens[0])
+
+
 def test_noise_beside_nan_in_every_tile(device):
     """NaN in a tile neither wins nor hides the tile's other tokens."""
     values = make(4, 2100, device=device, temperature=1.0)
@@ -480,6 +506,7 @@ def test_registration(device):
     ("change", "message"),
     [
         ({"logits": torch.zeros(3, 0)}, "logits must have at least one token a row"),
+        ({"logits": torch.zeros(3, 2**20 + 1)}, r"logits must have at most 1048576 tokens a row, got \[3, 1048577\]"),
         ({"logits": torch.zeros(20, 3).T}, "logits must be contiguous in its last 1 axes"),
         ({"seeds": torch.zeros(3)}, "seeds must have dtype int32 or int64, got float32"),
         ({"temperature": 1.0}, "temperature must be a tensor, got float"),

@@ -265,6 +265,7 @@ def test_registration(device):
     [
         ({"target_logits": torch.zeros(15, 61)}, r"target_logits must have shape \[16, V\], got \[15, 61\]"),
         ({"target_logits": torch.zeros(16, 0)}, "target_logits must have at least one token a row"),
+        ({"target_logits": torch.zeros(16, 2**20 + 1).half()}, "target_logits must have at most 1048576 tokens a row"),
         ({"epsilon": torch.zeros(2, dtype=torch.float64)}, "epsilon must have dtype float32, got float64"),
         ({"delta": torch.zeros(3)}, "delta must have B = 2 in axis 0"),
         ({"spec_steps": -1}, "spec_steps must be at least 0, got -1"),

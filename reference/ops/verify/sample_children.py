@@ -33,11 +33,10 @@ def sample_children(
     tokens = torch.full((num_rows, num_children), -1, dtype=torch.int64, device=draft_logits.device)
     if replacement:
         for child in range(num_children):
-            keys = _keys(scaled, positions, seeds, temperature, nodes.to(torch.int64) + child * 65536)
-            tokens[:, child] = keys.sort(dim=1, descending=True, stable=True).indices[:, 0]
+            draws = nodes.to(torch.int64) + child * 65536
+            tokens[:, child] = _order(scaled, positions, seeds, temperature, draws)[:, 0]
     else:
-        keys = _keys(scaled, positions, seeds, temperature, nodes)
-        best = keys.sort(dim=1, descending=True, stable=True).indices[:, :num_children]
+        best = _order(scaled, positions, seeds, temperature, nodes)[:, :num_children]
         tokens[:, : best.shape[1]] = best
     logprobs = torch.log_softmax(scaled.to(torch.float64), dim=1).gather(1, tokens.clamp(min=0)).to(torch.float32)
     # a token of -inf is not drawn, however few others there are
@@ -46,8 +45,13 @@ def sample_children(
     return Output(torch.where(is_drawn, target_ids, -1), torch.where(is_drawn, logprobs, float("-inf")))
 
 
-def _keys(scaled, positions, seeds, temperature, draws) -> torch.Tensor:
-    """Scaled logits [R, Vd] plus the Gumbel noise of `draws` [R]; greedy rows go without noise."""
-    key = random.random_block(seeds, positions, random.STREAM_DRAFT, draws)
-    noise = random.gumbel_of_words(random.token_words(key, scaled.shape[1]))
-    return torch.where((temperature >= GREEDY_BELOW)[:, None], scaled + noise, scaled)
+def _order(scaled, positions, seeds, temperature, draws) -> torch.Tensor:
+    """All ids by scaled logits [R, Vd] plus the Gumbel noise of `draws` [R], the largest first; greedy rows have none.
+
+    Of equal ones those of larger fine bits are first, then lower ids.
+    """
+    words = random.token_words(random.random_block(seeds, positions, random.STREAM_DRAFT, draws), scaled.shape[1])
+    is_sampled = (temperature >= GREEDY_BELOW)[:, None]
+    keys = torch.where(is_sampled, scaled + random.gumbel(words), scaled)
+    by_fine = torch.where(is_sampled, random.fine_bits(words), 0).sort(dim=1, descending=True, stable=True).indices
+    return by_fine.gather(1, keys.gather(1, by_fine).sort(dim=1, descending=True, stable=True).indices)
