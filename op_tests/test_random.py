@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from eagle_kernels.primitives.logits import Processors, Row
-from eagle_kernels.primitives.ordering import LOWEST_KEY, largest_key, noisy_key, noisy_key_id
+from eagle_kernels.primitives.ordering import LOWEST_KEY, bits_value, largest_key, noisy_key, noisy_key_id
 from eagle_kernels.primitives.random import (
     LARGEST_GUMBEL,
     STREAM_ACCEPT,
@@ -138,9 +138,11 @@ def _grouped_kernel(seeds_ptr, positions_ptr, ids_ptr, noise_ptr, fine_ptr, lead
 
 
 @triton.jit
-def _winner_kernel(seeds_ptr, first_row, winners_ptr, num_best_ptr, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a flat row, whose position is its number: which token has the largest noise, and how many have it, fine bits
-    and all."""
+def _winner_kernel(
+    seeds_ptr, first_row, winners_ptr, num_best_ptr, noise_ptr, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of a flat row, whose position is its number: which token has the largest noise, how many have it, fine bits and
+    all, and this noise."""
     row = tl.program_id(0).to(tl.int64)
     key = random_block(tl.load(seeds_ptr), first_row + row, 0, 0)
     lane = tl.arange(0, BLOCK)
@@ -157,6 +159,7 @@ def _winner_kernel(seeds_ptr, first_row, winners_ptr, num_best_ptr, VOCAB_SIZE: 
     largest = tl.max(best)
     tl.store(winners_ptr + row, noisy_key_id(largest).to(tl.int64))
     tl.store(num_best_ptr + row, tl.sum(tl.where(best >> 20 == largest >> 20, num_best, 0)))
+    tl.store(noise_ptr + row, bits_value((largest >> 32).to(tl.int32)))
 
 
 @triton.jit
@@ -626,26 +629,50 @@ def find_winners(num_rows, vocab_size, device, seed=2024):
     winners = torch.empty(num_rows, dtype=torch.int64, device=device)
     num_best = torch.empty(num_rows, dtype=torch.int32, device=device)
     seeds = torch.full((1,), seed, dtype=torch.int64, device=device)
-    _winner_kernel[(num_rows,)](seeds, 0, winners, num_best, VOCAB_SIZE=vocab_size, BLOCK=2048)
-    return winners, num_best
+    noise = torch.empty(num_rows, device=device)
+    _winner_kernel[(num_rows,)](seeds, 0, winners, num_best, noise, VOCAB_SIZE=vocab_size, BLOCK=2048)
+    return winners, num_best, noise
 
 
 def test_winners_are_those_of_the_reference(device):
     """The kernel that counts ties, where there is time to check it."""
-    winners, num_best = find_winners(40, 5000, device)
+    winners, num_best, noise = find_winners(40, 5000, device)
     seeds, positions = torch.full((40,), 2024, device=device), torch.arange(40, device=device)
-    assert torch.equal(winners, reference.largest(*reference.grouped_gumbel(seeds, positions, 5000)))
+    expected, fine = reference.grouped_gumbel(seeds, positions, 5000)
+    assert torch.equal(winners, reference.largest(expected, fine))
+    assert torch.allclose(noise, expected.max(dim=1).values, rtol=1e-6)
     assert (num_best == 1).all()
 
 
 @pytest.mark.gpu
 def test_a_million_draws_of_a_flat_row(device, note):
-    """At most one tie, and the winners uniform over 64 ranges of ids."""
-    winners, num_best = find_winners(10**6, VOCAB_SIZE, device)
+    """At most one tie, the winners uniform over 64 ranges of ids, and their noise ln V above Gumbel noise: a token must
+    not win because its words are degenerate, which would let it win over any logits."""
+    winners, num_best, noise = find_winners(10**6, VOCAB_SIZE, device)
     num_ties = int((num_best > 1).sum())
     note(f"{num_ties} ties in {len(winners)} draws of a flat row of {VOCAB_SIZE}")
     assert num_ties <= 1
     assert_follows_law(winners.cpu() * 64 // VOCAB_SIZE, torch.full((64,), 1 / 64))
+    above = noise.double().cpu() - math.log(VOCAB_SIZE)
+    assert_follows_law((torch.exp(-torch.exp(-above)) * 64).long().clamp(max=63), torch.full((64,), 1 / 64))
+    # by chance once in 10^5 such tests
+    assert above.max() < 25
+
+
+def test_no_key_makes_words_degenerate():
+    """Keys that make a factor of a product 0 for some id: neither it nor its neighbours share words or have words of 0.
+
+    Once in V / 2^32 rows there is such an id; the reference's words are the kernel's in all other tests.
+    """
+    ids = torch.arange(512)
+    for key1 in (0, 1, 2, 2**16, 2**20 + 2**17, 2**31, 3 * 2**29, 0x9E3779B9, 2**32 - 1):
+        for target in (0, 5, 300):
+            product = (target ^ 12345) * (key1 | 1)
+            for key2, key3 in ((7, product >> 32), (product & 0xFFFFFFFF, 7), (product & 0xFFFFFFFF, product >> 32)):
+                key = [torch.tensor([part]) for part in (12345, key1, key2, key3)]
+                word, low = reference.token_words(key, len(ids))
+                assert len(set(zip(word[0].tolist(), low[0].tolist()))) == len(ids)
+                assert not ((word == 0) & (low == 0)).any()
 
 
 def test_instructions_per_token(note):

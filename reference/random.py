@@ -58,9 +58,9 @@ def token_words(key: list[torch.Tensor], num_tokens: int, domain: int = 0) -> tu
     domain: bits that no id has, for words that no id has.
     """
     key0, key1, key2, key3 = (word[:, None] for word in key)
-    high, low = _multiply((torch.arange(num_tokens, device=key0.device) | domain) ^ key0, key1)
-    high, low = _multiply(low ^ key2, high ^ key3)
-    return high ^ low, low
+    high, low = _multiply((torch.arange(num_tokens, device=key0.device) | domain) ^ key0, key1 | 1)
+    high_product, low_product = _multiply(low ^ key2, high ^ key3)
+    return high_product ^ low_product ^ low, low_product ^ high
 
 
 def gumbel(words: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

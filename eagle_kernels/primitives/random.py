@@ -3,7 +3,9 @@
 Whatever is random at one position of one request begins with one Philox4x32-10 block (Salmon et al., SC 2011): the key
 is the request's 64-bit seed, the counter (position, position >> 32, stream, draw). Its words are what few numbers are
 made of (`uniform`), or they key a hash that gives every token id 64 bits of its own (`token_words`): two rounds of
-multiply-and-fold as in wyhash, each a 32 x 32 -> 64 bit product and exclusive ors.
+multiply-and-fold as in wyhash, each a 32 x 32 -> 64 bit product and exclusive ors. The second product's factors are
+folded in once more, as a product forgets one factor where the other is 0: neighbouring ids would share such words, and
+words of 0 win whatever the logits are.
 
 There are two ways from these words to Gumbel noise -ln E, for independent exponentials E of rate 1, one of each token:
 
@@ -64,13 +66,15 @@ def uniform(seed, position, STREAM: tl.constexpr, draw):
 
 @triton.jit
 def token_words(key, ids):
-    """64 bits of each token id, for the four words of a `random_block`: a random word uint32 and, to tell equal words
-    apart, the low half of the product that it was folded from."""
+    """64 bits of each token id, for the four words of a `random_block`: a word uint32 and one that tells equal ones
+    apart."""
     key0, key1, key2, key3 = key
-    product = (ids.to(tl.uint32) ^ key0).to(tl.uint64) * key1.to(tl.uint64)
-    product = (product.to(tl.uint32) ^ key2).to(tl.uint64) * ((product >> 32).to(tl.uint32) ^ key3).to(tl.uint64)
-    low = product.to(tl.uint32)
-    return (product >> 32).to(tl.uint32) ^ low, low
+    # odd: different ids have different low halves
+    product = (ids.to(tl.uint32) ^ key0).to(tl.uint64) * (key1 | 1).to(tl.uint64)
+    low, high = product.to(tl.uint32), (product >> 32).to(tl.uint32)
+    product = (low ^ key2).to(tl.uint64) * (high ^ key3).to(tl.uint64)
+    word = (product >> 32).to(tl.uint32) ^ product.to(tl.uint32) ^ low
+    return word, product.to(tl.uint32) ^ high
 
 
 @triton.jit
