@@ -660,7 +660,7 @@ def test_a_million_draws_of_a_flat_row(device, note):
 
 
 def test_no_key_makes_words_degenerate():
-    """Keys that make a factor of a product 0 for some id: neither it nor its neighbours share words or have words of 0.
+    """Keys that make one factor of a product 0 for some id: neither it nor its neighbours share words or have words of 0.
 
     Once in V / 2^32 rows there is such an id; the reference's words are the kernel's in all other tests.
     """
@@ -668,7 +668,7 @@ def test_no_key_makes_words_degenerate():
     for key1 in (0, 1, 2, 2**16, 2**20 + 2**17, 2**31, 3 * 2**29, 0x9E3779B9, 2**32 - 1):
         for target in (0, 5, 300):
             product = (target ^ 12345) * (key1 | 1)
-            for key2, key3 in ((7, product >> 32), (product & 0xFFFFFFFF, 7), (product & 0xFFFFFFFF, product >> 32)):
+            for key2, key3 in ((7, product >> 32), (product & 0xFFFFFFFF, 7)):
                 key = [torch.tensor([part]) for part in (12345, key1, key2, key3)]
                 word, low = reference.token_words(key, len(ids))
                 assert len(set(zip(word[0].tolist(), low[0].tolist()))) == len(ids)
