@@ -41,7 +41,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY, comparable, key_id, ordered_key
 from ...primitives.random import STREAM_DRAFT, gumbel, random_block, token_words
-from ...primitives.residual import inverse_temperature, load_scaled
+from ...primitives.rows import inverse_temperature, load_scaled
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher

@@ -54,27 +54,30 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY
+from ...primitives.pair import Pair, check_pair, load_draft, load_probs, load_target, prepare_pair
 from ...primitives.residual import (
     STEP_WORDS,
-    Pair,
     accept_coin,
     apply_steps,
-    check_pair,
     draw_keys,
     drawn_token,
-    load_draft,
-    load_probs,
-    load_target,
     residual_key,
     residual_masses,
-    row_probs,
     store_step,
 )
-from ...primitives.tree_walk import Output, check_tree, is_own, load_nodes, store_walk
+from ...primitives.rows import row_probs
+from ...primitives.tree_walk import (
+    Output,
+    check_tree,
+    is_own,
+    load_nodes,
+    output_arguments,
+    store_walk,
+    tree_arguments,
+)
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .verify_chain import prepare_pair
 
 # One program reads whole rows one after another: as many bytes in flight as one program can have.
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
@@ -287,22 +290,13 @@ def verify_tree_traversal(
         "verify_tree_traversal",
         _verify_tree_traversal_kernel,
         (batch_size,),
-        candidates_ptr=candidates,
-        retrieve_index_ptr=retrieve_index,
-        retrieve_next_token_ptr=retrieve_next_token,
-        retrieve_next_sibling_ptr=retrieve_next_sibling,
         positions_ptr=positions,
         seeds_ptr=seeds,
         steps_ptr=torch.empty((batch_size, num_nodes, 4), dtype=torch.int32, device=candidates.device),
-        predicts_ptr=out.predicts,
-        accept_index_ptr=out.accept_index,
-        accept_token_num_ptr=out.accept_token_num,
         # Q may have mass on ids that the target does not have
         num_ids=max(vocab_size, draft_vocab_size) if d2t is None else vocab_size,
-        SPEC_STEPS=spec_steps,
-        NUM_NODES=num_nodes,
-        BLOCK_NODE=triton.next_power_of_2(num_nodes),
-        BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
+        **tree_arguments(locals()),
+        **output_arguments(out),
         **pair,
         **tuning.row(TUNING, candidates.device),
     )
