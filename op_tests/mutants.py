@@ -117,6 +117,15 @@ MUTANTS = [
         ],
     ),
     both(
+        "a coin found again in the next round, chain", _CHAIN,
+        of(_CHAIN, "test_the_law_of_two_rounds_is_exactly_the_targets"),
+        [("tl.int64), position, draft)", "tl.int64), position, 0 * draft)")],
+        [
+            ("(positions[accepted + 1], accepted)", "(positions[accepted + 1])"),
+            ("(positions[index], index - 1)", "(positions[index])"),
+        ],
+    ),
+    both(
         "a coin for all children, rejection", _REJECTION, _REJECTION_LAW,
         [("accept_coin(seed, tl.load(positions_ptr + offset + child), child)",
           "accept_coin(seed, tl.load(positions_ptr + offset), 0)")],
