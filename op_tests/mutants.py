@@ -126,6 +126,12 @@ MUTANTS = [
         ],
     ),
     both(
+        "a coin found again in the next round, traversal", _TRAVERSAL,
+        of(_TRAVERSAL, "test_the_law_of_two_rounds_is_exactly_the_targets"),
+        [("accepted * _NODES + current)", "current)")],
+        [("(len(path) - 1) * 65536 + node)", "node)")],
+    ),
+    both(
         "a coin for all children, rejection", _REJECTION, _REJECTION_LAW,
         [("accept_coin(seed, tl.load(positions_ptr + offset + child), child)",
           "accept_coin(seed, tl.load(positions_ptr + offset), 0)")],

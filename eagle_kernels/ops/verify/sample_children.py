@@ -14,7 +14,9 @@ Shapes
     seeds                   [R]         int    seed of the row's request
     temperature             [R]         fp32   0 (anything below 1e-5): greedy
     nodes                   [R]         int, or None (0)   the node of the tree whose children are drawn, 0 .. 65535:
-                                        rows of one request at one position draw independently if their nodes differ
+                                        rows of one request at one position draw independently if their nodes differ.
+                                        What block or traversal verification is to verify needs other nodes at a
+                                        position in each round: nodes that tell the depth do
     d2t                     [Vd]        int, or None   target id minus draft id (EAGLE-3's reduced vocabulary)
     -> tokens               [R, K]      int64  target ids in the order of the draws, -1 where q has no token left
     -> logprobs             [R, K]      fp32   log q of each child, q being the whole distribution; -inf at -1

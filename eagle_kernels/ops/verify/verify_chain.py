@@ -13,7 +13,9 @@ Computes
                 ones); then a token from norm((r_i p_i - q_i)+), or from p_gamma.
     Both emit tokens of the target's law if every draft was drawn from its row of q, and if coins, residual draws and
     drafts are independent. Coins and noise are those of primitives/random.py, keyed by seed, position of the token and
-    stream: drafts must be drawn with another stream (STREAM_DRAFT).
+    stream: drafts must be drawn with another stream (STREAM_DRAFT). Block looks at coins and drafts beyond those that
+    it accepts, at positions that the next round drafts again: coins are keyed by the place in the chain as well, and so
+    must drafts be (`sample_children`, nodes).
 Shapes
     candidates          [B, T]            int    root, then gamma = T - 1 drafts; -1 ends a chain early
     target_logits       [B * T, V]        fp32 / fp16 / bf16, unit stride along V; or
@@ -78,10 +80,7 @@ FINISH_TUNING = {"default": {"num_warps": 1}}
 
 @triton.jit
 def _load_coins(positions_ptr, seed, request, is_draft, NUM_TOKENS: tl.constexpr, BLOCK_TOKEN: tl.constexpr):
-    """The coins [draft] of a chain, keyed by the place in it as well as by the position.
-
-    Block verification looks behind the draft that it ends with; the next round must not find those coins again.
-    """
+    """The coins [draft] of a chain."""
     draft = tl.arange(0, BLOCK_TOKEN)
     position = tl.load(positions_ptr + request * NUM_TOKENS + 1 + draft, mask=is_draft, other=0)
     return accept_coin(seed + tl.zeros([BLOCK_TOKEN], tl.int64), position, draft)

@@ -11,7 +11,8 @@ Computes
     The emitted tokens have the target's law if every node's children were drawn from its row of q, in sibling order,
     each from what the ones before left, and if coins, residual draws and drafts are independent. On a chain this is
     block verification (verify_chain). Coins and noise are those of primitives/random.py, keyed by seed, position of the
-    token, node and stream: drafts must be drawn with another stream (STREAM_DRAFT).
+    token, node with its depth, and stream: drafts must be drawn with another stream (STREAM_DRAFT), and no two rounds
+    may draw at one position for one node (`sample_children`), as this looks at drafts beyond those that it accepts.
 Shapes
     candidates              [B, N]      int    tokens of the nodes, node 0 the root
     retrieve_index          [B, N]      int    b * N + i
@@ -78,6 +79,10 @@ from ...primitives.tree_walk import (
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+
+# Of a coin: depth * this + node. A position that the next round drafts again has another depth there, whatever the
+# trees' shapes: what a leaf's coin has told already is not asked again.
+_NODES = tl.constexpr(65536)
 
 # One program reads whole rows one after another: as many bytes in flight as one program can have.
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
@@ -188,7 +193,7 @@ def _verify_tree_traversal_kernel(
             current = tl.where(is_drawn, child, current)
             child = tl.where(is_drawn, child_links >> 16, child_links & 0xFFFF)
         else:
-            coin = accept_coin(seed, tl.load(positions_ptr + first_row + current), current)
+            coin = accept_coin(seed, tl.load(positions_ptr + first_row + current), accepted * _NODES + current)
             is_walking = (current > 0) & (coin >= acceptance)
             if is_walking:
                 is_current = node == current
