@@ -108,8 +108,7 @@ MUTANTS = [
     both(
         "a coin for all levels, chain", _CHAIN, _CHAIN_LAW,
         [
-            ("place, mask=is_draft, other=0), draft)", "place - draft, mask=is_draft, other=0), 0 * draft)"),
-            ("request * NUM_TOKENS + 1 + draft,", "request * NUM_TOKENS + 1 + 0 * draft,"),
+            ("request * NUM_TOKENS + 1 + draft, mask=is_draft", "request * NUM_TOKENS + 1 + 0 * draft, mask=is_draft"),
             ("tl.int64), position, draft)", "tl.int64), position, 0 * draft)"),
         ],
         [
@@ -118,8 +117,24 @@ MUTANTS = [
         ],
     ),
     both(
+        "a coin found again in the next round, chain", _CHAIN,
+        of(_CHAIN, "test_the_law_of_two_rounds_is_exactly_the_targets"),
+        [("tl.int64), position, draft)", "tl.int64), position, 0 * draft)")],
+        [
+            ("(positions[accepted + 1], accepted)", "(positions[accepted + 1])"),
+            ("(positions[index], index - 1)", "(positions[index])"),
+        ],
+    ),
+    both(
+        "a coin found again in the next round, traversal", _TRAVERSAL,
+        of(_TRAVERSAL, "test_the_law_of_two_rounds_is_exactly_the_targets"),
+        [("accepted * _NODES + current)", "current)")],
+        [("(len(path) - 1) * 65536 + node)", "node)")],
+    ),
+    both(
         "a coin for all children, rejection", _REJECTION, _REJECTION_LAW,
-        [("positions_ptr + offset + child), ACCEPT_STREAM, child)", "positions_ptr + offset), ACCEPT_STREAM, 0)")],
+        [("accept_coin(seed, tl.load(positions_ptr + offset + child), child)",
+          "accept_coin(seed, tl.load(positions_ptr + offset), 0)")],
         [("draws.uniform(positions[child], child)", "draws.uniform(positions[0], 0)")],
     ),
     both(
@@ -142,7 +157,7 @@ MUTANTS = [
     ),
     both(
         "no renormalisation, rejection", _REJECTION, _REJECTION_LAW,
-        [("mass = tl.where(new_mass > 0.0, new_mass, mass)", "mass = tl.where(new_mass > 0.0, 1.0, mass)")],
+        [(PRIMITIVES + "rejection.py", "has_left, new_mass, node.mass", "has_left, 1.0, node.mass")],
         [("target = left / left.sum()", "target = left")],
     ),
     both(
@@ -171,7 +186,10 @@ MUTANTS = [
     ),
     both(
         "draft before warping, chain", _CHAIN, _CHAIN_LAW,
-        [('values["temperature"] if draft_temperature is None else draft_temperature', 'values["temperature"]')],
+        [
+            (PRIMITIVES + "pair.py", 'values["temperature"] if draft_temperature is None else draft_temperature',
+             'values["temperature"]'),
+        ],
         [(_OWN_DRAFT_TEMPERATURE, "draft_temperature = temperature")],
     ),
     # (a coin and a residual draw of one key have nothing to do with each other: a hash lies between)

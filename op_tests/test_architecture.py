@@ -21,6 +21,9 @@ def sources(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.py") if "/eagle_kernels/reference/" not in str(path))
 
 
+KERNEL_FILES = sources(PACKAGE / "ops") + sources(PACKAGE / "primitives")
+
+
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -105,14 +108,14 @@ def test_no_side_effects_of_the_library(path):
         assert banned not in text, f"{path} contains {banned}"
 
 
-@pytest.mark.parametrize("path", sources(PACKAGE / "ops") + sources(PACKAGE / "primitives"), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda p: p.stem)
 def test_dots_name_their_precision(path):
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "dot":
             assert "input_precision" in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("path", sources(PACKAGE / "ops"), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_launches_are_by_keyword(path):
     """`launch(op, kernel, grid, name=value, ...)`: an argument list of twenty is not to be counted."""
     for node in ast.walk(parse(path)):
@@ -120,7 +123,7 @@ def test_launches_are_by_keyword(path):
             assert len(node.args) == 3, f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("path", sources(PACKAGE / "ops"), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_kernels_first_wait_for_the_kernel_before(path):
     """They may start while it still runs (primitives/dependent_launch.py)."""
     for function in ast.walk(parse(path)):

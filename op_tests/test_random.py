@@ -660,7 +660,7 @@ def test_a_million_draws_of_a_flat_row(device, note):
 
 
 def test_no_key_makes_words_degenerate():
-    """Keys that make one factor of a product 0 for some id: neither it nor its neighbours share words or have words of 0.
+    """Keys that make one factor of a product 0 for some id: its neighbours do not share its words, nor are they 0.
 
     Once in V / 2^32 rows there is such an id; the reference's words are the kernel's in all other tests.
     """

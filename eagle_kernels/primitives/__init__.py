@@ -1,1 +1,1 @@
-"""L1, Triton device functions that kernels share; none is launched alone."""
+"""L1, what kernels share: Triton device functions, and steps (a kernel and its launch) that several ops take."""

@@ -1,8 +1,8 @@
 """The edge of a filter on a long row: the largest key t such that the weight of all keys >= t reaches what is wanted.
 
-Keys are int32 that order as what they stand for (`ordering.ordered_bits`; of numbers that are not negative the bits
-themselves). Weights are whole numbers, so their sums do not depend on how a row is cut: ones, where a number of keys is
-wanted, or masses (`fixed_point_mass`), where a share of the probability is.
+Keys are the bits of probabilities, int32: they order as these do. Weights are whole numbers, so their sums do not
+depend on how a row is cut: ones, where a number of keys is wanted, or masses (`fixed_point_mass`), where a share of the
+probability is.
 
 A row is not sorted. It is cut into chunks, of each of which one program keeps the largest key, the total mass and one
 key from the middle, a sample of the row (`sample_offset`). From these alone a bracket [low, high) is guessed that holds
@@ -27,21 +27,34 @@ _ROUNDS = tl.constexpr(16)
 
 
 @triton.jit
-def exponent(key):
+def probability_keys(values):
+    """int32 keys of probabilities: their bits in fp32; NaN, infinite and negative ones count as 0."""
+    values = values.to(tl.float32)
+    return tl.where((values > 0.0) & (values < float("inf")), values, 0.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def key_probability(keys):
+    """The fp32 probabilities that keys were made of."""
+    return keys.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exponent(key):
     """The biased exponent of the number that is not negative and has these bits; 1 for subnormal numbers and 0."""
     return tl.maximum(key >> 23, 1)
 
 
 @triton.jit
 def fixed_point_mass(keys, largest):
-    """int64: the numbers of these bits in units of 2^-40 of the largest one's power of two, rounded down.
+    """int64: the probabilities of these keys in units of 2^-40 of the largest one's power of two, rounded down.
 
-    keys int32, bits of numbers that are neither negative nor above the largest; below 2^41 each.
+    No key is above the largest, so masses are below 2^41 each.
     """
     # a power of two beyond the range of fp32 is two factors; no product that keeps a mass is rounded
-    power = MASS_BITS + 127 - exponent(largest)
+    power = MASS_BITS + 127 - _exponent(largest)
     first = tl.minimum(power, 126)
-    scaled = keys.to(tl.float32, bitcast=True) * _power_of_two(first) * _power_of_two(power - first)
+    scaled = key_probability(keys) * _power_of_two(first) * _power_of_two(power - first)
     return scaled.to(tl.int64)
 
 
@@ -54,14 +67,14 @@ def _power_of_two(power):
 @triton.jit
 def mass_value(mass, largest):
     """fp32: the number that a sum of masses relative to the largest key stands for."""
-    power = (exponent(largest) - 127 - MASS_BITS + 1023).to(tl.int64) << 52
+    power = (_exponent(largest) - 127 - MASS_BITS + 1023).to(tl.int64) << 52
     return (mass.to(tl.float64) * power.to(tl.float64, bitcast=True)).to(tl.float32)
 
 
 @triton.jit
 def lowest_with_mass(largest):
     """The smallest key above 0 that may have a mass above 0."""
-    return tl.maximum((exponent(largest) - MASS_BITS) << 23, 1)
+    return tl.maximum((_exponent(largest) - MASS_BITS) << 23, 1)
 
 
 @triton.jit
@@ -71,7 +84,7 @@ def wanted_mass(total, share):
 
 
 @triton.jit
-def middle(low, high):
+def _middle(low, high):
     """The integer halfway between two keys, rounded down, without overflow."""
     return (low & high) + ((low ^ high) >> 1)
 
@@ -79,8 +92,8 @@ def middle(low, high):
 @triton.jit
 def largest_reaching(keys, weights, wanted, low, high):
     """The largest t in [low, high) such that the weights of keys >= t sum to `wanted` or more; low if there is none."""
-    while middle(low, high) > low:  # at most 31 halvings
-        candidate = middle(low, high)
+    while _middle(low, high) > low:  # at most 31 halvings
+        candidate = _middle(low, high)
         reaches = tl.sum(tl.where(keys >= candidate, weights, 0)) >= wanted
         low = tl.where(reaches, candidate, low)
         high = tl.where(reaches, high, candidate)
@@ -88,55 +101,35 @@ def largest_reaching(keys, weights, wanted, low, high):
 
 
 @triton.jit
-def weigh_in_memory(
-    values_ptr,
-    size,
-    edge,
-    largest,
-    KEYS: tl.constexpr,
-    MASS: tl.constexpr,
-    HAS_COUNT: tl.constexpr,
-    HAS_MASS: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _weigh_in_memory(
+    values_ptr, size, edge, largest, HAS_COUNT: tl.constexpr, HAS_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """(number, mass) int64 of the keys >= edge of `size` values in memory, 0 for what is not asked for.
-
-    KEYS(values) makes keys, MASS(keys, largest) masses.
-    """
+    """(number, mass) int64 of the keys >= edge of `size` probabilities in memory, 0 for what is not asked for."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
         index = start + tl.arange(0, BLOCK)
-        keys = KEYS(tl.load(values_ptr + index, mask=index < size, other=0.0))
+        keys = probability_keys(tl.load(values_ptr + index, mask=index < size, other=0.0))
         is_reached = (index < size) & (keys >= edge)
         if HAS_COUNT:
             count += is_reached.to(tl.int32)
         if HAS_MASS:
-            mass += tl.where(is_reached, MASS(keys, largest), 0)
+            mass += tl.where(is_reached, fixed_point_mass(keys, largest), 0)
     return tl.sum(count).to(tl.int64), tl.sum(mass)
 
 
 @triton.jit
 def largest_reaching_in_memory(
-    values_ptr,
-    size,
-    wanted,
-    low,
-    high,
-    largest,
-    KEYS: tl.constexpr,
-    MASS: tl.constexpr,
-    BY_MASS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    values_ptr, size, wanted, low, high, largest, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """(t, number, mass of the keys >= t): `largest_reaching` for values in memory, read once for each halving."""
-    while middle(low, high) > low:  # at most 31 halvings
-        candidate = middle(low, high)
-        count, mass = weigh_in_memory(values_ptr, size, candidate, largest, KEYS, MASS, not BY_MASS, BY_MASS, BLOCK)
+    """(t, number, mass of the keys >= t): `largest_reaching` of probabilities in memory, read once for each halving."""
+    while _middle(low, high) > low:  # at most 31 halvings
+        candidate = _middle(low, high)
+        count, mass = _weigh_in_memory(values_ptr, size, candidate, largest, not BY_MASS, BY_MASS, BLOCK)
         reaches = (mass if BY_MASS else count) >= wanted
         low = tl.where(reaches, candidate, low)
         high = tl.where(reaches, high, candidate)
-    count, mass = weigh_in_memory(values_ptr, size, low, largest, KEYS, MASS, not BY_MASS, True, BLOCK)
+    count, mass = _weigh_in_memory(values_ptr, size, low, largest, not BY_MASS, True, BLOCK)
     return low, count, mass
 
 
@@ -155,10 +148,10 @@ def bracket_by_count(largest, sample, wanted, low, high, CHUNK: tl.constexpr):
     low_end, high_end = high, high
     high_start = low
     for _ in range(_ROUNDS):
-        candidate = middle(low, low_end)
+        candidate = _middle(low, low_end)
         at_least, _ = _count_bounds(largest, sample, candidate, CHUNK)
         low, low_end = _halve(low, low_end, candidate, at_least >= wanted)
-        candidate = middle(high_start, high_end)
+        candidate = _middle(high_start, high_end)
         _, at_most = _count_bounds(largest, sample, candidate, CHUNK)
         high_start, high_end = _halve(high_start, high_end, candidate, at_most >= wanted)
     return low, tl.maximum(low, high_end)
@@ -179,53 +172,37 @@ def _count_bounds(largest, sample, edge, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def bracket_by_mass(
-    largest,
-    sample,
-    largest_mass,
-    sample_mass,
-    total_mass,
-    wanted,
-    low,
-    high,
-    VALUE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Keys (low, high) between which the edge lies whose mass is `wanted`, all but surely, within the given two.
+def bracket_by_mass(largest, sample, total, wanted, low, high, CHUNK: tl.constexpr):
+    """Keys (low, high) between which the edge lies whose probability is `wanted`, all but surely, within the given two.
 
-    All masses are fp32 in one unit. largest, sample: keys of each chunk and their masses; total_mass: of all its keys;
-    keys below the given low and masses 0 where there is no chunk. VALUE(key): the mass of a key.
+    largest, sample, total: keys of each chunk, below the given low where there is no chunk, and what it sums to.
     """
     low_end, high_end = high, high
     high_start = low
     for _ in range(_ROUNDS):
-        candidate = middle(low, low_end)
-        at_least, _ = _mass_bounds(
-            largest, sample, largest_mass, sample_mass, total_mass, candidate, VALUE(candidate), CHUNK
-        )
+        candidate = _middle(low, low_end)
+        at_least, _ = _mass_bounds(largest, sample, total, candidate, CHUNK)
         low, low_end = _halve(low, low_end, candidate, at_least >= wanted)
-        candidate = middle(high_start, high_end)
-        _, at_most = _mass_bounds(
-            largest, sample, largest_mass, sample_mass, total_mass, candidate, VALUE(candidate), CHUNK
-        )
+        candidate = _middle(high_start, high_end)
+        _, at_most = _mass_bounds(largest, sample, total, candidate, CHUNK)
         high_start, high_end = _halve(high_start, high_end, candidate, at_most >= wanted)
     return low, tl.maximum(low, high_end)
 
 
 @triton.jit
-def _mass_bounds(largest, sample, largest_mass, sample_mass, total_mass, edge, edge_mass, CHUNK: tl.constexpr):
-    """Bounds fp32 of the mass of the keys >= edge: what the sample says, within what the chunks' largest keys prove.
+def _mass_bounds(largest, sample, total, edge, CHUNK: tl.constexpr):
+    """Bounds fp32 of what the keys >= edge sum to: what the sample says, within what the chunks' largest keys prove.
 
-    Only chunks whose largest key reaches the edge hold such keys. Of their mass the sample tells what lies *below* the
+    Only chunks whose largest key reaches the edge hold such keys. Of their sum the sample tells what lies *below* the
     edge: there no key is heavier than the edge's, so that none that the sample missed matters much.
     """
     is_reached = largest >= edge
-    below = tl.where(is_reached & (sample < edge), sample_mass * CHUNK, 0.0)
+    below = tl.where(is_reached & (sample < edge), key_probability(sample) * CHUNK, 0.0)
     proven, at_most, estimate, squares = _four_sums(
-        tl.where(is_reached, largest_mass, 0.0), tl.where(is_reached, total_mass, 0.0),
-        tl.where(is_reached, total_mass - below, 0.0), below * below,
+        tl.where(is_reached, key_probability(largest), 0.0), tl.where(is_reached, total, 0.0),
+        tl.where(is_reached, total - below, 0.0), below * below,
     )  # fmt: skip
-    deviation = _DEVIATIONS * (tl.sqrt(squares) + CHUNK * edge_mass)
+    deviation = _DEVIATIONS * (tl.sqrt(squares) + CHUNK * key_probability(edge))
     # sums of fp32 are wrong by up to a millionth
     slack = 4e-6 * at_most
     at_least = tl.maximum(estimate - deviation, proven) - slack

@@ -38,6 +38,38 @@ def check_tree(args: check.Arguments) -> Output:
     )
 
 
+def tree_arguments(values: dict) -> dict:
+    """A kernel's arguments for reading the trees that an op was given."""
+    num_nodes = values["candidates"].shape[1]
+    return {
+        "candidates_ptr": values["candidates"],
+        "retrieve_index_ptr": values["retrieve_index"],
+        "retrieve_next_token_ptr": values["retrieve_next_token"],
+        "retrieve_next_sibling_ptr": values["retrieve_next_sibling"],
+        "NUM_NODES": num_nodes,
+        "BLOCK_NODE": triton.next_power_of_2(num_nodes),
+    }
+
+
+def output_arguments(out: Output) -> dict:
+    """A kernel's arguments for writing what a verify op of trees returns."""
+    num_depths = out.accept_index.shape[1]
+    return {
+        "predicts_ptr": out.predicts,
+        "accept_index_ptr": out.accept_index,
+        "accept_token_num_ptr": out.accept_token_num,
+        "SPEC_STEPS": num_depths - 1,
+        "BLOCK_DEPTH": triton.next_power_of_2(num_depths),
+    }
+
+
+@triton.jit
+def token_ids(ids):
+    """int32 ids of tokens; what is no token is -1."""
+    wide = ids.to(tl.int64)
+    return tl.where((wide >= 0) & (wide < 2147483648), wide, -1).to(tl.int32)
+
+
 @triton.jit
 def is_own(retrieved, request, NUM_NODES: tl.constexpr):
     """Whether a retrieve_index entry names a node of this request; a root that does not marks a dead row."""

@@ -27,44 +27,11 @@ import torch
 
 from ...primitives import renorm
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.renorm import (
-    BRACKET_TUNING,
-    COLLECT_TUNING,
-    NUM_STATES,
-    NUM_SUMS,
-    SCAN_TUNING,
-    WRITE_TUNING,
-    collect,
-    load_chunks,
-    min_p_key,
-    start_row,
-    summarise_chunks,
-    write_kept,
-)
+from ...primitives.renorm import BRACKET_TUNING, load_chunks, start_row
+from ...primitives.threshold import key_probability
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-
-
-@triton.jit(do_not_specialize=["stride_probs_row"])
-def _min_p_renorm_scan_kernel(
-    probs_ptr,
-    chunk_largest_ptr,
-    stride_probs_row,
-    ALIGNMENT: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """The largest key of each chunk of one slice of a row."""
-    await_predecessor(ENABLE_PDL)
-    row = tl.program_id(0).to(tl.int64)
-    summarise_chunks(
-        probs_ptr + tl.multiple_of(row * stride_probs_row, ALIGNMENT), chunk_largest_ptr + row * NUM_CHUNKS,
-        None, None, tl.program_id(1), VOCAB_SIZE, NUM_CHUNKS, CHUNK, BLOCK_VOCAB, None,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -77,61 +44,14 @@ def _min_p_renorm_edge_kernel(
     BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """The smallest key of a row that stays."""
+    """The smallest key of a row that stays, 1 where the filter is off: a bracket with nothing in it."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
-    largest = tl.max(load_chunks(chunk_largest_ptr + row * NUM_CHUNKS, NUM_CHUNKS, BLOCK_CHUNK))
-    edge = min_p_key(largest, tl.load(min_p_ptr + row))
-    start_row(state_ptr + row * NUM_STATES, sums_ptr + row * NUM_SUMS, edge, edge, largest)
-
-
-@triton.jit(do_not_specialize=["stride_probs_row"])
-def _min_p_renorm_sum_kernel(
-    probs_ptr,
-    chunk_largest_ptr,
-    state_ptr,
-    sums_ptr,
-    stride_probs_row,
-    ALIGNMENT: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """Adds what stays of one slice of a row to the sum."""
-    await_predecessor(ENABLE_PDL)
-    row = tl.program_id(0).to(tl.int64)
-    collect(
-        probs_ptr + tl.multiple_of(row * stride_probs_row, ALIGNMENT), chunk_largest_ptr + row * NUM_CHUNKS,
-        None, state_ptr + row * NUM_STATES, sums_ptr + row * NUM_SUMS, tl.program_id(1),
-        None, VOCAB_SIZE, NUM_CHUNKS, CHUNK, BLOCK_VOCAB,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["stride_probs_row"])
-def _min_p_renorm_write_kernel(
-    probs_ptr,
-    chunk_largest_ptr,
-    state_ptr,
-    sums_ptr,
-    output_ptr,
-    stride_probs_row,
-    ALIGNMENT: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """One slice of a row of the output."""
-    await_predecessor(ENABLE_PDL)
-    row = tl.program_id(0).to(tl.int64)
-    write_kept(
-        probs_ptr + tl.multiple_of(row * stride_probs_row, ALIGNMENT), chunk_largest_ptr + row * NUM_CHUNKS,
-        state_ptr + row * NUM_STATES, sums_ptr + row * NUM_SUMS, output_ptr + row * VOCAB_SIZE, tl.program_id(1),
-        VOCAB_SIZE, NUM_CHUNKS, CHUNK, BLOCK_VOCAB,
-    )  # fmt: skip
+    min_p = tl.load(min_p_ptr + row)
+    largest = tl.max(load_chunks(chunk_largest_ptr, row, NUM_CHUNKS, BLOCK_CHUNK))
+    edge = (tl.minimum(min_p, 1.0) * key_probability(largest)).to(tl.int32, bitcast=True)
+    edge = tl.where(min_p > 0.0, tl.maximum(edge, 1), 1)
+    start_row(state_ptr, sums_ptr, row, edge, edge, largest)
 
 
 def contract(values: dict) -> check.Spec:
@@ -143,51 +63,15 @@ def contract(values: dict) -> check.Spec:
 def min_p_renorm(probs: torch.Tensor, min_p: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Keeps what is at least min_p as likely as the likeliest token of its row, divided by its sum; see the module."""
     out = check.allocate("min_p_renorm", contract(locals()), out)
-    device, (num_rows, vocab_size) = probs.device, probs.shape
-    sizes = renorm.chunking(vocab_size)
-    rows = renorm.row_arguments(probs)
-    chunk_largest = torch.empty((num_rows, sizes["NUM_CHUNKS"]), dtype=torch.int32, device=device)
-    state = renorm.allocate_state(num_rows, device)
-    scan, collecting, writing = (tuning.row(table, device) for table in (SCAN_TUNING, COLLECT_TUNING, WRITE_TUNING))
-    launch(
-        "min_p_renorm",
-        _min_p_renorm_scan_kernel,
-        (num_rows, triton.cdiv(vocab_size, scan["BLOCK_VOCAB"])),
-        chunk_largest_ptr=chunk_largest,
-        **rows,
-        **sizes,
-        **scan,
-    )
+    work = renorm.scan("min_p_renorm", probs, out)
     launch(
         "min_p_renorm",
         _min_p_renorm_edge_kernel,
-        (num_rows,),
+        (len(probs),),
         min_p_ptr=min_p,
-        chunk_largest_ptr=chunk_largest,
-        NUM_CHUNKS=sizes["NUM_CHUNKS"],
-        BLOCK_CHUNK=triton.next_power_of_2(sizes["NUM_CHUNKS"]),
-        **state,
-        **tuning.row(BRACKET_TUNING, device),
+        **work.summary,
+        **tuning.row(BRACKET_TUNING, probs.device),
     )
-    launch(
-        "min_p_renorm",
-        _min_p_renorm_sum_kernel,
-        (num_rows, triton.cdiv(vocab_size, collecting["BLOCK_VOCAB"])),
-        chunk_largest_ptr=chunk_largest,
-        **state,
-        **rows,
-        **sizes,
-        **collecting,
-    )
-    launch(
-        "min_p_renorm",
-        _min_p_renorm_write_kernel,
-        (num_rows, triton.cdiv(vocab_size, writing["BLOCK_VOCAB"])),
-        chunk_largest_ptr=chunk_largest,
-        output_ptr=out,
-        **state,
-        **rows,
-        **sizes,
-        **writing,
-    )
+    renorm.collect("min_p_renorm", work, None)
+    renorm.write("min_p_renorm", work)
     return out

@@ -14,7 +14,9 @@ Shapes
     seeds                   [R]         int    seed of the row's request
     temperature             [R]         fp32   0 (anything below 1e-5): greedy
     nodes                   [R]         int, or None (0)   the node of the tree whose children are drawn, 0 .. 65535:
-                                        rows of one request at one position draw independently if their nodes differ
+                                        rows of one request at one position draw independently if their nodes differ.
+                                        What block or traversal verification is to verify needs other nodes at a
+                                        position in each round: nodes that tell the depth do
     d2t                     [Vd]        int, or None   target id minus draft id (EAGLE-3's reduced vocabulary)
     -> tokens               [R, K]      int64  target ids in the order of the draws, -1 where q has no token left
     -> logprobs             [R, K]      fp32   log q of each child, q being the whole distribution; -inf at -1
@@ -41,7 +43,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY, NO_NOISE, noisy_key, noisy_key_id
 from ...primitives.random import STREAM_DRAFT, add_gumbel, fine_bits, random_block, token_words
-from ...primitives.residual import inverse_temperature, load_scaled
+from ...primitives.rows import inverse_temperature, load_scaled
 from ...primitives.sampling import check_vocabulary
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton

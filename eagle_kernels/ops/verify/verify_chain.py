@@ -13,7 +13,9 @@ Computes
                 ones); then a token from norm((r_i p_i - q_i)+), or from p_gamma.
     Both emit tokens of the target's law if every draft was drawn from its row of q, and if coins, residual draws and
     drafts are independent. Coins and noise are those of primitives/random.py, keyed by seed, position of the token and
-    stream: drafts must be drawn with another stream (STREAM_DRAFT).
+    stream: drafts must be drawn with another stream (STREAM_DRAFT). Block looks at coins and drafts beyond those that
+    it accepts, at positions that the next round drafts again: coins are keyed by the place in the chain as well, and so
+    must drafts be (`sample_children`, nodes).
 Shapes
     candidates          [B, T]            int    root, then gamma = T - 1 drafts; -1 ends a chain early
     target_logits       [B * T, V]        fp32 / fp16 / bf16, unit stride along V; or
@@ -52,23 +54,20 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY
-from ...primitives.random import token_words
-from ...primitives.residual import (
+from ...primitives.pair import (
+    SLICE_TUNING,
     Pair,
-    accept_coin,
     check_pair,
     draft_ids,
-    drawn_token,
-    invert_draft_map,
-    keys_of_words,
     load_draft,
     load_probs,
     load_target,
-    residual_key,
-    row_probs,
-    store_scan,
+    prepare_pair,
 )
-from ...primitives.tree_walk import Output
+from ...primitives.random import token_words
+from ...primitives.residual import accept_coin, drawn_token, keys_of_words, residual_key
+from ...primitives.rows import row_probs
+from ...primitives.tree_walk import Output, token_ids
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -76,74 +75,16 @@ from ...runtime.launch import launch, launcher
 # All statistics of one chain are merged in registers.
 MAX_TOKENS = 256
 
-# A slice is a tile: 16 tokens a thread, so that p, q and noise stay in registers.
-TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
 WALK_TUNING = {"default": {"num_warps": 4}}
 FINISH_TUNING = {"default": {"num_warps": 1}}
-MAP_TUNING = {"default": {"BLOCK_TARGET": 4096, "BLOCK_DRAFT": 4096, "num_warps": 8}}
 
 
-@triton.jit(do_not_specialize=["vocab_size", "draft_vocab_size"])
-def _verify_chain_map_kernel(
-    d2t_ptr,
-    target_to_draft_ptr,
-    vocab_size,
-    draft_vocab_size,
-    BLOCK_TARGET: tl.constexpr,
-    BLOCK_DRAFT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """target_to_draft [V] from d2t."""
-    await_predecessor(ENABLE_PDL)
-    part = tl.program_id(0)
-    invert_draft_map(d2t_ptr, target_to_draft_ptr, part, vocab_size, draft_vocab_size, BLOCK_TARGET, BLOCK_DRAFT)
-
-
-@triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
-def _verify_chain_scan_kernel(
-    target_ptr,
-    draft_ptr,
-    temperature_ptr,
-    draft_temperature_ptr,
-    first_child_ptr,
-    scans_ptr,
-    # sizes
-    num_target_scans,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-    TARGET_ROWS: tl.constexpr,
-    DRAFT_ROWS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """The statistics of one slice of a row of logits, to scans [rows, 3, slices]: the target's rows, then the draft's.
-
-    first_child_ptr: where it is given, draft rows that have no child are left out, since nobody reads them.
-    """
-    await_predecessor(ENABLE_PDL)
-    scan = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    scans_ptr += scan * (3 * NUM_SLICES)
-    if scan < num_target_scans:
-        if not TARGET_IS_PROBS:
-            temperature = tl.load(temperature_ptr + scan // TARGET_ROWS)
-            row_ptr = target_ptr + scan * stride_target
-            store_scan(row_ptr, vocab_size, temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
-    else:
-        if not DRAFT_IS_PROBS:
-            row = scan - num_target_scans
-            is_read = part >= 0
-            if first_child_ptr is not None:
-                is_read = tl.load(first_child_ptr + row) > 0
-            if is_read:
-                temperature = tl.load(draft_temperature_ptr + row // DRAFT_ROWS)
-                row_ptr = draft_ptr + row * stride_draft
-                store_scan(row_ptr, draft_vocab_size, temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
+@triton.jit
+def _load_coins(positions_ptr, seed, request, is_draft, NUM_TOKENS: tl.constexpr, BLOCK_TOKEN: tl.constexpr):
+    """The coins [draft] of a chain."""
+    draft = tl.arange(0, BLOCK_TOKEN)
+    position = tl.load(positions_ptr + request * NUM_TOKENS + 1 + draft, mask=is_draft, other=0)
+    return accept_coin(seed + tl.zeros([BLOCK_TOKEN], tl.int64), position, draft)
 
 
 @triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
@@ -178,17 +119,15 @@ def _verify_chain_walk_kernel(
     """ends [B, 2]: gamma (-1: dead) and the drafts accepted one by one; for "block" the r_i, shares [B, T - 1]."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    root = tl.load(candidates_ptr + request * NUM_TOKENS).to(tl.int64)
+    root = token_ids(tl.load(candidates_ptr + request * NUM_TOKENS))
     gamma = tl.zeros([], tl.int32)
     accepted = tl.zeros([], tl.int32)
     if NUM_TOKENS > 1:
         draft = tl.arange(0, BLOCK_TOKEN)
         is_draft = draft < NUM_TOKENS - 1
         place = request * NUM_TOKENS + 1 + draft
-        wide = tl.load(candidates_ptr + place, mask=is_draft, other=-1).to(tl.int64)
-        token = tl.where((wide >= 0) & (wide < 2147483648), wide, -1).to(tl.int32)
-        seeds = tl.load(seeds_ptr + request) + tl.zeros([BLOCK_TOKEN], tl.int64)
-        coin = accept_coin(seeds, tl.load(positions_ptr + place, mask=is_draft, other=0), draft)
+        token = token_ids(tl.load(candidates_ptr + place, mask=is_draft, other=-1))
+        coin = _load_coins(positions_ptr, tl.load(seeds_ptr + request), request, is_draft, NUM_TOKENS, BLOCK_TOKEN)
         pair = Pair(
             target_ptr, draft_ptr, temperature_ptr, draft_temperature_ptr, target_to_draft_ptr, scans_ptr,
             num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
@@ -216,8 +155,7 @@ def _verify_chain_walk_kernel(
         else:
             is_accepted = is_drawn & (coin * draft_prob < target_prob)
             accepted = tl.min(tl.where(is_accepted, NUM_TOKENS - 1, draft))
-    is_live = (root >= 0) & (root < 2147483648)
-    tl.store(ends_ptr + request * 2, tl.where(is_live, gamma, -1))
+    tl.store(ends_ptr + request * 2, tl.where(root >= 0, gamma, -1))
     tl.store(ends_ptr + request * 2 + 1, accepted)
 
 
@@ -269,6 +207,31 @@ def _verify_chain_mass_kernel(
     tl.store(masses_ptr + row * NUM_SLICES + part, mass)
 
 
+@triton.jit
+def _block_chances(
+    shares_ptr,
+    masses_ptr,
+    request,
+    gamma,
+    NUM_TOKENS: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_TOKEN: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+):
+    """The h_i [draft] of block verification, draft 0 being x_1; only those of gamma drafts mean anything."""
+    draft = tl.arange(0, BLOCK_TOKEN)
+    slices = tl.arange(0, BLOCK_SLICE)
+    first = request * (NUM_TOKENS - 1)
+    shares = tl.load(shares_ptr + first + draft, mask=draft < gamma, other=0.0)
+    # of draft i + 1 the mass after it, S_{i + 1}: [draft, slice]
+    place = (first + 1 + draft)[:, None] * NUM_SLICES + slices[None, :]
+    is_mass = (draft + 1 < gamma)[:, None] & (slices < NUM_SLICES)[None, :]
+    mass = tl.sum(tl.load(masses_ptr + place, mask=is_mass, other=0.0), axis=1)
+    divisor = mass + (1.0 - shares)
+    chance = tl.where(divisor > 0.0, tl.math.div_rn(mass, tl.where(divisor > 0.0, divisor, 1.0)), 1.0)
+    return tl.where(draft + 1 < gamma, chance, shares)
+
+
 @triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
 def _verify_chain_draw_kernel(
     positions_ptr,
@@ -312,22 +275,13 @@ def _verify_chain_draw_kernel(
     if IS_BLOCK:
         if NUM_TOKENS > 1:
             draft = tl.arange(0, BLOCK_TOKEN)
-            slices = tl.arange(0, BLOCK_SLICE)
-            is_draft = draft < gamma
-            first = request * (NUM_TOKENS - 1)
-            position = tl.load(positions_ptr + request * NUM_TOKENS + 1 + draft, mask=is_draft, other=0)
-            coin = accept_coin(seed + tl.zeros([BLOCK_TOKEN], tl.int64), position, draft)
-            shares = tl.load(shares_ptr + first + draft, mask=is_draft, other=0.0)
-            # of draft i + 1 the mass after it, S_{i + 1}: [draft, slice]
-            place = (first + 1 + draft)[:, None] * NUM_SLICES + slices[None, :]
-            is_mass = (draft + 1 < gamma)[:, None] & (slices < NUM_SLICES)[None, :]
-            mass = tl.sum(tl.load(masses_ptr + place, mask=is_mass, other=0.0), axis=1)
-            divisor = mass + (1.0 - shares)
-            chance = tl.where(divisor > 0.0, tl.math.div_rn(mass, tl.where(divisor > 0.0, divisor, 1.0)), 1.0)
-            chance = tl.where(draft + 1 < gamma, chance, shares)
-            accepted = tl.max(tl.where(is_draft & (coin < chance), draft + 1, 0))
+            coin = _load_coins(positions_ptr, seed, request, draft < gamma, NUM_TOKENS, BLOCK_TOKEN)
+            chance = _block_chances(
+                shares_ptr, masses_ptr, request, gamma, NUM_TOKENS, NUM_SLICES, BLOCK_TOKEN, BLOCK_SLICE
+            )
+            accepted = tl.max(tl.where((draft < gamma) & (coin < chance), draft + 1, 0))
             if accepted > 0:
-                share = tl.load(shares_ptr + first + accepted - 1)
+                share = tl.load(shares_ptr + request * (NUM_TOKENS - 1) + accepted - 1)
     accepted = tl.where(gamma >= 0, accepted, -1)
     if part == 0:
         tl.store(accepted_ptr + request, accepted)
@@ -408,67 +362,6 @@ def contract(values: dict) -> Output:
     )
 
 
-def prepare_pair(op: str, values: dict, target_rows: int, draft_rows: int, first_child: torch.Tensor | None) -> dict:
-    """Launches what makes rows readable, and returns the arguments of kernels that read them (residual.Pair).
-
-    target_rows, draft_rows: how many a request has. first_child [draft rows]: see the scan kernel; None: all are read.
-    """
-    target = values["target_logits"] if values["target_probs"] is None else values["target_probs"]
-    draft = values["draft_logits"] if values["draft_probs"] is None else values["draft_probs"]
-    draft_temperature, d2t = values["draft_temperature"], values["d2t"]
-    device = target.device
-    pair = {
-        "target_ptr": target,
-        "draft_ptr": draft,
-        "temperature_ptr": values["temperature"],
-        "draft_temperature_ptr": values["temperature"] if draft_temperature is None else draft_temperature,
-        "vocab_size": target.shape[1],
-        "draft_vocab_size": draft.shape[1],
-        "stride_target": target.stride(0),
-        "stride_draft": draft.stride(0),
-        "num_target_scans": target.shape[0] if values["target_probs"] is None else 0,
-        "TARGET_IS_PROBS": values["target_probs"] is not None,
-        "DRAFT_IS_PROBS": values["draft_probs"] is not None,
-    }
-    target_to_draft = scans = None
-    if d2t is not None:
-        target_to_draft = torch.empty(pair["vocab_size"], dtype=torch.int32, device=device)
-        row = tuning.row(MAP_TUNING, device)
-        launch(
-            op,
-            _verify_chain_map_kernel,
-            (triton.cdiv(pair["vocab_size"], row["BLOCK_TARGET"]),),
-            d2t_ptr=d2t,
-            target_to_draft_ptr=target_to_draft,
-            vocab_size=pair["vocab_size"],
-            draft_vocab_size=pair["draft_vocab_size"],
-            **row,
-        )
-    row = tuning.row(TUNING, device)
-    num_slices = triton.cdiv(max(pair["vocab_size"], pair["draft_vocab_size"]), row["BLOCK_VOCAB"])
-    if not (pair["TARGET_IS_PROBS"] and pair["DRAFT_IS_PROBS"]):
-        num_scans = pair["num_target_scans"] + (0 if pair["DRAFT_IS_PROBS"] else draft.shape[0])
-        scans = torch.empty((num_scans, 3, num_slices), dtype=torch.int32, device=device)
-        launch(
-            op,
-            _verify_chain_scan_kernel,
-            (num_scans, num_slices),
-            first_child_ptr=first_child,
-            scans_ptr=scans,
-            TARGET_ROWS=target_rows,
-            DRAFT_ROWS=max(draft_rows, 1),
-            NUM_SLICES=num_slices,
-            **pair,
-            **row,
-        )
-    return pair | {
-        "target_to_draft_ptr": target_to_draft,
-        "scans_ptr": scans,
-        "NUM_SLICES": num_slices,
-        "BLOCK_SLICE": triton.next_power_of_2(num_slices),
-    }
-
-
 @launcher
 def verify_chain(
     candidates: torch.Tensor,
@@ -494,7 +387,7 @@ def verify_chain(
     device, (batch_size, num_tokens) = candidates.device, candidates.shape
     pair = prepare_pair("verify_chain", locals(), num_tokens, num_tokens - 1, None)
     num_slices = pair["NUM_SLICES"]
-    row = tuning.row(TUNING, device)
+    row = tuning.row(SLICE_TUNING, device)
     is_block = method == "block"
     draws = {"positions_ptr": positions, "seeds_ptr": seeds}
     ends = torch.empty((batch_size, 2), dtype=torch.int32, device=device)

@@ -52,7 +52,19 @@ from ...primitives.accept_policy import check_policy, plant, plant_path
 from ...primitives.argmax import slice_key, winner
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY
-from ...primitives.tree_walk import Output, check_tree, find_child, follow, is_own, load_nodes, store_path, store_walk
+from ...primitives.tree_walk import (
+    Output,
+    check_tree,
+    find_child,
+    follow,
+    is_own,
+    load_nodes,
+    output_arguments,
+    store_path,
+    store_walk,
+    token_ids,
+    tree_arguments,
+)
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -101,8 +113,8 @@ def _verify_tree_greedy_kernel(
         request, NUM_NODES, BLOCK_NODE,
     )  # fmt: skip
     if target_predict_ptr is not None:
-        wide = tl.load(target_predict_ptr + request * NUM_NODES + node, mask=node < NUM_NODES, other=-1).to(tl.int64)
-        predicted = tl.where((wide >= 0) & (wide < 2147483648), wide, -1).to(tl.int32)
+        place = request * NUM_NODES + node
+        predicted = token_ids(tl.load(target_predict_ptr + place, mask=node < NUM_NODES, other=-1))
     else:
         keys = tl.full([BLOCK_NODE], LOWEST_KEY, tl.int64)
         for part in tl.static_range(NUM_SLICES):
@@ -307,29 +319,14 @@ def verify_tree_greedy(
     contracted = contract(locals())
     out = check.allocate("verify_tree_greedy", contracted, out)
     device, (batch_size, num_nodes) = candidates.device, candidates.shape
-    tree = {
-        "candidates_ptr": candidates,
-        "retrieve_index_ptr": retrieve_index,
-        "retrieve_next_token_ptr": retrieve_next_token,
-        "retrieve_next_sibling_ptr": retrieve_next_sibling,
-    }
+    tree = tree_arguments(locals())
     policy = {
         "seeds_ptr": seeds,
         "positions_ptr": positions,
         "simulated_rates_ptr": simulated_rates,
         "ACCEPT_POLICY": accept_policy,
     }
-    walk = {
-        "predicts_ptr": out.predicts,
-        "accept_index_ptr": out.accept_index,
-        "accept_token_num_ptr": out.accept_token_num,
-        "SPEC_STEPS": spec_steps,
-        "NUM_NODES": num_nodes,
-        "KEEPS_UNVISITED": keep_unvisited,
-        "BLOCK_NODE": triton.next_power_of_2(num_nodes),
-        "BLOCK_DEPTH": triton.next_power_of_2(spec_steps + 1),
-        **tuning.row(TUNING, device),
-    }
+    writing = output_arguments(out) | {"KEEPS_UNVISITED": keep_unvisited} | tuning.row(TUNING, device)
     keys = {"partial_keys_ptr": None, "NUM_SLICES": 0}
     if target_logits is not None:
         level_bytes = tuning.row(CHOICE_TUNING, device)["level_bytes"]
@@ -347,25 +344,26 @@ def verify_tree_greedy(
             "ALIGNMENT": math.gcd(target_logits.stride(0), 16),
         }  # fmt: skip
         if not is_wide:
-            _walk_level_by_level(tree, policy, walk | keys, scan, spec_steps, batch_size)
+            _walk_level_by_level(tree, policy, scan, writing | keys)
             return out
         launch("verify_tree_greedy", _verify_tree_greedy_rows_kernel, (batch_size * num_nodes, num_slices), **scan)
-    walk |= {"target_predict_ptr": target_predict}
-    launch("verify_tree_greedy", _verify_tree_greedy_kernel, (batch_size,), **tree, **policy, **walk, **keys)
+    walk = tree | policy | writing | keys | {"target_predict_ptr": target_predict}
+    launch("verify_tree_greedy", _verify_tree_greedy_kernel, (batch_size,), **walk)
     return out
 
 
-def _walk_level_by_level(tree: dict, policy: dict, walk: dict, scan: dict, spec_steps: int, batch_size: int) -> None:
+def _walk_level_by_level(tree: dict, policy: dict, scan: dict, writing: dict) -> None:
     """S + 1 launches that step and scan, and one that writes the outputs."""
     device = scan["target_logits_ptr"].device
+    batch_size, spec_steps = len(tree["candidates_ptr"]), writing["SPEC_STEPS"]
     path, planted = torch.empty((spec_steps + 1, batch_size), dtype=torch.int32, device=device), None
     if policy["ACCEPT_POLICY"] != "normal":
         planted = torch.empty((spec_steps, batch_size), dtype=torch.int32, device=device)
     steps = {"path_ptr": path, "planted_ptr": planted, "batch_size": batch_size}
     steps |= {"BLOCK_SLICE": triton.next_power_of_2(scan["NUM_SLICES"])}
-    level_step = tree | policy | scan | steps | {"SPEC_STEPS": spec_steps, "BLOCK_NODE": walk["BLOCK_NODE"]}
+    step = tree | policy | scan | steps | {"SPEC_STEPS": spec_steps}
     for level in range(spec_steps + 1):
         grid = (batch_size, scan["NUM_SLICES"])
-        launch("verify_tree_greedy", _verify_tree_greedy_level_kernel, grid, level=level, **level_step)
-    walk = walk | steps | {"retrieve_index_ptr": tree["retrieve_index_ptr"]}
-    launch("verify_tree_greedy", _verify_tree_greedy_path_kernel, (batch_size,), **walk)
+        launch("verify_tree_greedy", _verify_tree_greedy_level_kernel, grid, level=level, **step)
+    nodes = {name: tree[name] for name in ("retrieve_index_ptr", "NUM_NODES", "BLOCK_NODE")}
+    launch("verify_tree_greedy", _verify_tree_greedy_path_kernel, (batch_size,), **nodes, **steps, **writing)

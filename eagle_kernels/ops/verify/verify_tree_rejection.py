@@ -62,17 +62,24 @@ import math
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.random import STREAM_ACCEPT, STREAM_RESIDUAL, random_block, uniform
-from ...primitives.rejection import SMALL_SHARE, SMALLEST_MASS, Node, draw_left, left_masses, load_left, rescan_draft
-from ...primitives.residual import GREEDY_BELOW, invert_draft_map, open_row, scan_logits
-from ...primitives.sampling import check_vocabulary
-from ...primitives.tree_walk import Output, check_tree, is_own, load_nodes, store_walk
+from ...primitives.pair import check_pair, invert_draft_map
+from ...primitives.rejection import Node, draw_left, left_probs, reject
+from ...primitives.residual import accept_coin, residual_key
+from ...primitives.rows import GREEDY_BELOW, open_row, scan_logits
+from ...primitives.tree_walk import (
+    Output,
+    check_tree,
+    is_own,
+    load_nodes,
+    output_arguments,
+    store_walk,
+    tree_arguments,
+)
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
-MAP_TUNING = {"default": {"BLOCK_TARGET": 2048, "BLOCK_DRAFT": 2048, "num_warps": 8}}
 
 
 @triton.jit(do_not_specialize=["stride_target_row", "stride_draft_row"])
@@ -104,8 +111,6 @@ def _verify_tree_rejection_kernel(
     TARGET_IS_PROBS: tl.constexpr,
     DRAFT_IS_PROBS: tl.constexpr,
     KEEPS_DRAFT: tl.constexpr,
-    ACCEPT_STREAM: tl.constexpr,
-    RESIDUAL_STREAM: tl.constexpr,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
@@ -151,7 +156,7 @@ def _verify_tree_rejection_kernel(
             )
         target_row = open_row(target_row_ptr, VOCAB_SIZE, temperature, target_max, target_total, target_best)
 
-        # of p is left mass, of q is left draft_mass
+        # what is left of p and q: see Node
         mass = tl.full([], 1.0, tl.float32)
         draft_mass = tl.full([], 1.0, tl.float32)
         scale = tl.zeros([], tl.float32)
@@ -170,41 +175,19 @@ def _verify_tree_rejection_kernel(
                         draft_row_ptr, draft_size, draft_temperature, draft_max, draft_total, draft_best
                     )
                     node = Node(
-                        target_row, draft_row, target_to_draft_ptr, scale,
+                        target_row, draft_row, target_to_draft_ptr, is_certain,
                         candidates_ptr + offset, retrieve_next_sibling_ptr + offset, first_child, num_rejected,
+                        scale, mass, draft_mass,
                     )  # fmt: skip
-                    target_left, draft_left = load_left(
-                        node, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT
-                    )
-                    target_prob = tl.where(mass > 0.0, target_left / tl.where(mass > 0.0, mass, 1.0), 0.0)
-                    is_left = draft_mass > SMALLEST_MASS
-                    draft_prob = tl.where(is_left, draft_left / tl.where(is_left, draft_mass, 1.0), 0.0)
-                    draft_prob = tl.where(is_certain, 1.0, draft_prob)
-                    coin = uniform(seed, tl.load(positions_ptr + offset + child), ACCEPT_STREAM, child)
+                    target_prob, draft_prob = left_probs(node, token, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+                    coin = accept_coin(seed, tl.load(positions_ptr + offset + child), child)
                     is_accepted = (coin * draft_prob < target_prob) & (draft_prob > 0.0)
                     if (draft_prob > 0.0) & (is_accepted == 0):
-                        taken = tl.where(is_certain, 0.0, mass / tl.where(is_left, draft_mass, 1.0))
-                        after = Node(
-                            target_row, draft_row, target_to_draft_ptr, scale + taken,
-                            candidates_ptr + offset, retrieve_next_sibling_ptr + offset, first_child, num_seen,
-                        )  # fmt: skip
-                        new_mass, new_draft_mass = left_masses(
-                            after, NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB
+                        is_spent, scale, mass, draft_mass, draft_max, draft_total = reject(
+                            node, num_seen, NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB
                         )
-                        is_accepted = (new_mass == 0.0) & (target_prob > 0.0)
-                        scale = tl.where(new_mass > 0.0, scale + taken, scale)
-                        mass = tl.where(new_mass > 0.0, new_mass, mass)
+                        is_accepted = is_spent & (target_prob > 0.0)
                         num_rejected = num_seen
-                        if not KEEPS_DRAFT:
-                            draft_mass = new_draft_mass
-                            if not DRAFT_IS_PROBS:
-                                if (draft_mass < SMALL_SHARE) & (is_certain == 0):
-                                    largest, total = rescan_draft(after, NUM_IDS, BLOCK_VOCAB)
-                                    if total > 0.0:
-                                        scale *= tl.exp(largest - draft_max) * (total / draft_total)
-                                        draft_max = largest
-                                        draft_total = total
-                                    draft_mass = tl.where(total > 0.0, 1.0, 0.0)
                     chosen = tl.where(is_accepted, child, chosen)
                     following = tl.where(is_accepted | (draft_prob == 0.0), 0, following)
                 child = following
@@ -213,11 +196,11 @@ def _verify_tree_rejection_kernel(
         if chosen == 0:
             left_row = open_row(draft_row_ptr, draft_size, draft_temperature, draft_max, draft_total, draft_best)
             last = Node(
-                target_row, left_row, target_to_draft_ptr, scale,
+                target_row, left_row, target_to_draft_ptr, is_certain,
                 candidates_ptr + offset, retrieve_next_sibling_ptr + offset, first_child, num_rejected,
+                scale, mass, draft_mass,
             )  # fmt: skip
-            position = tl.load(positions_ptr + offset + current).to(tl.int64) + 1
-            noise_key = random_block(seed, position, RESIDUAL_STREAM, 0)
+            noise_key = residual_key(seed, tl.load(positions_ptr + offset + current).to(tl.int64) + 1)
             token = draw_left(last, noise_key, NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
         emitted = tl.where(nodes == current, token, emitted)
         depth = tl.where((nodes == chosen) & (chosen > 0), accepted, depth)
@@ -229,39 +212,17 @@ def _verify_tree_rejection_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def _verify_tree_rejection_map_kernel(
-    d2t_ptr,
-    target_to_draft_ptr,
-    VOCAB_SIZE: tl.constexpr,
-    DRAFT_VOCAB_SIZE: tl.constexpr,
-    BLOCK_TARGET: tl.constexpr,
-    BLOCK_DRAFT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """Where target tokens lie in the draft vocabulary, of one part of them."""
-    await_predecessor(ENABLE_PDL)
-    invert_draft_map(
-        d2t_ptr, target_to_draft_ptr, tl.program_id(0), VOCAB_SIZE, DRAFT_VOCAB_SIZE, BLOCK_TARGET, BLOCK_DRAFT
-    )
-
-
 def contract(values: dict) -> Output:
     """Checks the arguments of `verify_tree_rejection` and describes its outputs."""
     args = check.Arguments("verify_tree_rejection", values)
     output = check_tree(args)
     num_rows = args.size("B") * args.size("N")
-    for name, axis in (("target", "V"), ("draft", "Vd")):
-        given = args.exactly_one(f"{name}_logits", f"{name}_probs")
-        dtypes = check.FLOAT if given.endswith("logits") else (torch.float32,)
-        args.tensor(given, (num_rows, axis), dtypes, contiguous=1)
-        check_vocabulary(args, given, axis)
-    args.tensor("positions", (num_rows,), check.INTEGER)
-    args.tensor("seeds", ("B",), check.INTEGER)
+    check_pair(args, num_rows, num_rows)
+    args.tensor("temperature", ("B",), (torch.float32,))  # read whatever the rows are
     for name in ("temperature", "draft_temperature"):
-        if args.tensor(name, ("B",), (torch.float32,), optional=name == "draft_temperature") is not None:
+        if values[name] is not None:
             args.debug(name, "not be negative", lambda name=name: values[name] >= 0)
-    if args.tensor("d2t", ("Vd",), check.INTEGER, optional=True) is not None:
+    if values["d2t"] is not None:
         token = range(args.size("V"))
         args.debug("d2t", "lead to tokens of the target", lambda: _lead_into(values["d2t"], token))
     return output
@@ -299,36 +260,18 @@ def verify_tree_rejection(
     """
     contracted = contract(locals())
     out = check.allocate("verify_tree_rejection", contracted, out)
-    device, (batch_size, num_nodes) = candidates.device, candidates.shape
     target = target_logits if target_probs is None else target_probs
     draft = draft_logits if draft_probs is None else draft_probs
     vocab_size, draft_vocab_size = target.shape[1], draft.shape[1]
     # draft tokens that the target does not have carry probability of q
     num_ids = vocab_size if d2t is not None else max(vocab_size, draft_vocab_size)
-    scan = dict(tuning.row(TUNING, device))
+    scan = dict(tuning.row(TUNING, candidates.device))
     scan["BLOCK_VOCAB"] = min(scan["BLOCK_VOCAB"], triton.next_power_of_2(num_ids))
-    target_to_draft = None
-    if d2t is not None:
-        target_to_draft = torch.empty((vocab_size,), dtype=torch.int32, device=device)
-        tiles = tuning.row(MAP_TUNING, device)
-        launch(
-            "verify_tree_rejection",
-            _verify_tree_rejection_map_kernel,
-            (triton.cdiv(vocab_size, tiles["BLOCK_TARGET"]),),
-            d2t_ptr=d2t,
-            target_to_draft_ptr=target_to_draft,
-            VOCAB_SIZE=vocab_size,
-            DRAFT_VOCAB_SIZE=draft_vocab_size,
-            **tiles,
-        )
+    target_to_draft = invert_draft_map("verify_tree_rejection", d2t, vocab_size)
     launch(
         "verify_tree_rejection",
         _verify_tree_rejection_kernel,
-        (batch_size,),
-        candidates_ptr=candidates,
-        retrieve_index_ptr=retrieve_index,
-        retrieve_next_token_ptr=retrieve_next_token,
-        retrieve_next_sibling_ptr=retrieve_next_sibling,
+        (len(candidates),),
         target_ptr=target,
         draft_ptr=draft,
         positions_ptr=positions,
@@ -336,26 +279,19 @@ def verify_tree_rejection(
         temperature_ptr=temperature,
         draft_temperature_ptr=temperature if draft_temperature is None else draft_temperature,
         target_to_draft_ptr=target_to_draft,
-        predicts_ptr=out.predicts,
-        accept_index_ptr=out.accept_index,
-        accept_token_num_ptr=out.accept_token_num,
         stride_target_row=target.stride(0),
         stride_draft_row=draft.stride(0),
-        SPEC_STEPS=spec_steps,
-        NUM_NODES=num_nodes,
         VOCAB_SIZE=vocab_size,
         DRAFT_VOCAB_SIZE=draft_vocab_size,
         NUM_IDS=num_ids,
         TARGET_IS_PROBS=target_probs is not None,
         DRAFT_IS_PROBS=draft_probs is not None,
         KEEPS_DRAFT=replacement,
-        ACCEPT_STREAM=STREAM_ACCEPT,
-        RESIDUAL_STREAM=STREAM_RESIDUAL,
         # what is known of the offset of every row, so that loads can be wide
         TARGET_ALIGNMENT=math.gcd(target.stride(0), 16),
         DRAFT_ALIGNMENT=math.gcd(draft.stride(0), 16),
-        BLOCK_NODE=triton.next_power_of_2(num_nodes),
-        BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
+        **tree_arguments(locals()),
+        **output_arguments(out),
         **scan,
     )
     return out

@@ -38,7 +38,17 @@ from __future__ import annotations
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.tree_walk import Output, check_tree, find_child, is_own, load_nodes, store_walk
+from ...primitives.tree_walk import (
+    Output,
+    check_tree,
+    find_child,
+    is_own,
+    load_nodes,
+    output_arguments,
+    store_walk,
+    token_ids,
+    tree_arguments,
+)
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -47,13 +57,6 @@ MAX_CANDIDATES = 1024
 
 # One warp walks: what it looks up lies in its own registers.
 TUNING = {"default": {"num_warps": 1}}
-
-
-@triton.jit
-def _tokens_of(ids):
-    """int32 ids; what is no token is -1."""
-    wide = ids.to(tl.int64)
-    return tl.where((wide >= 0) & (wide < 2147483648), wide, -1).to(tl.int32)
 
 
 @triton.jit
@@ -90,8 +93,8 @@ def _verify_tree_topp_kernel(
         request, NUM_NODES, BLOCK_NODE,
     )  # fmt: skip
     is_node = node < NUM_NODES
-    predicted = _tokens_of(tl.load(target_predict_ptr + offset + node, mask=is_node, other=-1))
-    first_candidate = _tokens_of(tl.load(candidate_ids_ptr + (offset + node) * NUM_CANDIDATES, mask=is_node, other=-1))
+    predicted = token_ids(tl.load(target_predict_ptr + offset + node, mask=is_node, other=-1))
+    first_candidate = token_ids(tl.load(candidate_ids_ptr + (offset + node) * NUM_CANDIDATES, mask=is_node, other=-1))
     depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
     is_walking = tl.max(depth) == 0
     current = tl.zeros([], dtype=tl.int32)
@@ -105,7 +108,7 @@ def _verify_tree_topp_kernel(
                 in_window -= 1
             else:
                 place = (offset + current) * NUM_CANDIDATES + rank
-                ids = _tokens_of(tl.load(candidate_ids_ptr + place, mask=rank < NUM_CANDIDATES, other=-1))
+                ids = token_ids(tl.load(candidate_ids_ptr + place, mask=rank < NUM_CANDIDATES, other=-1))
                 is_candidate = (rank < tl.load(candidate_lens_ptr + offset + current)) & (rank < NUM_CANDIDATES)
                 child = _find_member(tokens, links, current, ids, is_candidate, BLOCK_NODE)
                 if (child == 0) & (NUM_CANDIDATES >= 2):
@@ -181,29 +184,19 @@ def verify_tree_topp(
     """
     contracted = contract(locals())
     out = check.allocate("verify_tree_topp", contracted, out)
-    batch_size, num_nodes = candidates.shape
     num_candidates = candidate_ids.shape[1]
     launch(
         "verify_tree_topp",
         _verify_tree_topp_kernel,
-        (batch_size,),
-        candidates_ptr=candidates,
-        retrieve_index_ptr=retrieve_index,
-        retrieve_next_token_ptr=retrieve_next_token,
-        retrieve_next_sibling_ptr=retrieve_next_sibling,
+        (len(candidates),),
         candidate_ids_ptr=candidate_ids,
         candidate_lens_ptr=candidate_lens,
         target_predict_ptr=target_predict,
-        predicts_ptr=out.predicts,
-        accept_index_ptr=out.accept_index,
-        accept_token_num_ptr=out.accept_token_num,
-        SPEC_STEPS=spec_steps,
-        NUM_NODES=num_nodes,
         NUM_CANDIDATES=num_candidates,
         VERIFY_WINDOW=verify_window,
-        BLOCK_NODE=triton.next_power_of_2(num_nodes),
-        BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
         BLOCK_CANDIDATE=triton.next_power_of_2(num_candidates),
+        **tree_arguments(locals()),
+        **output_arguments(out),
         **tuning.row(TUNING, candidates.device),
     )
     return out

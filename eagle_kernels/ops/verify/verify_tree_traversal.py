@@ -11,7 +11,8 @@ Computes
     The emitted tokens have the target's law if every node's children were drawn from its row of q, in sibling order,
     each from what the ones before left, and if coins, residual draws and drafts are independent. On a chain this is
     block verification (verify_chain). Coins and noise are those of primitives/random.py, keyed by seed, position of the
-    token, node and stream: drafts must be drawn with another stream (STREAM_DRAFT).
+    token, node with its depth, and stream: drafts must be drawn with another stream (STREAM_DRAFT), and no two rounds
+    may draw at one position for one node (`sample_children`), as this looks at drafts beyond those that it accepts.
 Shapes
     candidates              [B, N]      int    tokens of the nodes, node 0 the root
     retrieve_index          [B, N]      int    b * N + i
@@ -55,27 +56,34 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY
+from ...primitives.pair import Pair, check_pair, load_draft, load_probs, load_target, prepare_pair
 from ...primitives.residual import (
     STEP_WORDS,
-    Pair,
     accept_coin,
     apply_steps,
-    check_pair,
     draw_keys,
     drawn_token,
-    load_draft,
-    load_probs,
-    load_target,
     residual_key,
     residual_masses,
-    row_probs,
     store_step,
 )
-from ...primitives.tree_walk import Output, check_tree, is_own, load_nodes, store_walk
+from ...primitives.rows import row_probs
+from ...primitives.tree_walk import (
+    Output,
+    check_tree,
+    is_own,
+    load_nodes,
+    output_arguments,
+    store_walk,
+    tree_arguments,
+)
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .verify_chain import prepare_pair
+
+# Of a coin: depth * this + node. A position that the next round drafts again has another depth there, whatever the
+# trees' shapes: what a leaf's coin has told already is not asked again.
+_NODES = tl.constexpr(65536)
 
 # One program reads whole rows one after another: as many bytes in flight as one program can have.
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
@@ -186,7 +194,7 @@ def _verify_tree_traversal_kernel(
             current = tl.where(is_drawn, child, current)
             child = tl.where(is_drawn, child_links >> 16, child_links & 0xFFFF)
         else:
-            coin = accept_coin(seed, tl.load(positions_ptr + first_row + current), current)
+            coin = accept_coin(seed, tl.load(positions_ptr + first_row + current), accepted * _NODES + current)
             is_walking = (current > 0) & (coin >= acceptance)
             if is_walking:
                 is_current = node == current
@@ -288,22 +296,13 @@ def verify_tree_traversal(
         "verify_tree_traversal",
         _verify_tree_traversal_kernel,
         (batch_size,),
-        candidates_ptr=candidates,
-        retrieve_index_ptr=retrieve_index,
-        retrieve_next_token_ptr=retrieve_next_token,
-        retrieve_next_sibling_ptr=retrieve_next_sibling,
         positions_ptr=positions,
         seeds_ptr=seeds,
         steps_ptr=torch.empty((batch_size, num_nodes, 4), dtype=torch.int32, device=candidates.device),
-        predicts_ptr=out.predicts,
-        accept_index_ptr=out.accept_index,
-        accept_token_num_ptr=out.accept_token_num,
         # Q may have mass on ids that the target does not have
         num_ids=max(vocab_size, draft_vocab_size) if d2t is None else vocab_size,
-        SPEC_STEPS=spec_steps,
-        NUM_NODES=num_nodes,
-        BLOCK_NODE=triton.next_power_of_2(num_nodes),
-        BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
+        **tree_arguments(locals()),
+        **output_arguments(out),
         **pair,
         **tuning.row(TUNING, candidates.device),
     )

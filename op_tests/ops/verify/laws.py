@@ -50,7 +50,8 @@ def completed(emitted: dict[tuple, float], law: dict[tuple, torch.Tensor], lengt
 class EnumeratedDraws:
     """Stands in for a reference's `Draws`: what it hands out comes from a source that enumerates all outcomes.
 
-    No two draws of one request may have the same key, or what is random in one would be known from the other.
+    No two draws of one request may have the same key, in whatever rounds, or what is random in one would be known from
+    the other.
     """
 
     def __init__(self, source):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from eagle_kernels.ops.verify import verify_chain as op
+from eagle_kernels.primitives import pair
 from eagle_kernels.reference.ops.verify import verify_chain as reference
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
@@ -24,8 +24,8 @@ METHODS = ("standard", "block")
 def _small_tiles(monkeypatch, device):
     """The interpreter takes its time by the lane; a launch of few small tiles is soon done."""
     if device.type == "cpu":
-        monkeypatch.setitem(op.TUNING, "default", {"BLOCK_VOCAB": 64, "num_warps": 4})
-        monkeypatch.setitem(op.MAP_TUNING, "default", {"BLOCK_TARGET": 32, "BLOCK_DRAFT": 32, "num_warps": 4})
+        monkeypatch.setitem(pair.SLICE_TUNING, "default", {"BLOCK_VOCAB": 64, "num_warps": 4})
+        monkeypatch.setitem(pair.MAP_TUNING, "default", {"BLOCK_TARGET": 32, "BLOCK_DRAFT": 32, "num_warps": 4})
 
 
 def make(
@@ -261,37 +261,41 @@ def test_neighbours_and_batch_do_not_matter(device):
 # --- the law ---
 
 
-def emitted_law(method, target, draft, num_drafts, *, claimed=None, propose=None):
+def emitted_law(method, target, draft, num_drafts, *, claimed=None, propose=None, num_rounds=1, draws=EnumeratedDraws):
     """The exact law of what the shipped reference emits, and the expected number of accepted drafts.
 
     claimed: the draft distributions that the verifier is told, by default the true ones. propose(probs, source): how
-    drafts are drawn.
+    drafts are drawn. num_rounds: each drafts on from where the one before ended. draws(source): what all rounds of one
+    request draw from.
     """
     claimed = claimed or draft
     propose = propose or (lambda probs, source: source.choose(probs))
 
     def run(source):
-        text = []
-        for _ in range(num_drafts):
-            text.append(propose(draft[tuple(text)], source))
-        prefixes = [tuple(text[:length]) for length in range(num_drafts + 1)]
-        accepted, bonus = reference.verify_request(
-            [0, *text],
-            torch.stack([target[prefix] for prefix in prefixes]),
-            torch.stack([claimed[prefix] for prefix in prefixes[:-1]]),
-            list(range(num_drafts + 1)),
-            EnumeratedDraws(source),
-            method,
-        )
-        return (*text[:accepted], bonus)
+        text, of_request = (), draws(source)
+        for _ in range(num_rounds):
+            prefixes = [text]
+            for _ in range(num_drafts):
+                prefixes.append((*prefixes[-1], propose(draft[prefixes[-1]], source)))
+            accepted, bonus = reference.verify_request(
+                [0, *prefixes[-1][len(text) :]],
+                torch.stack([target[prefix] for prefix in prefixes]),
+                torch.stack([claimed[prefix] for prefix in prefixes[:-1]]),
+                [len(prefix) for prefix in prefixes],
+                of_request,
+                method,
+            )
+            text = (*prefixes[accepted], bonus)
+        return text
 
     law = enumerate_outcomes(run)
-    return law, sum(probability * (len(text) - 1) for text, probability in law.items())
+    return law, sum(probability * (len(text) - num_rounds) for text, probability in law.items())
 
 
-def deviation(method, target, draft, num_drafts, **options):
-    emitted, _ = emitted_law(method, target, draft, num_drafts, **options)
-    return total_variation(completed(emitted, target, num_drafts + 1), text_law(target, num_drafts + 1))
+def deviation(method, target, draft, num_drafts, *, num_rounds=1, **options):
+    emitted, _ = emitted_law(method, target, draft, num_drafts, num_rounds=num_rounds, **options)
+    length = num_rounds * (num_drafts + 1)
+    return total_variation(completed(emitted, target, length), text_law(target, length))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -301,6 +305,36 @@ def test_the_law_is_exactly_the_targets(vocab_size, num_drafts, method):
     zeros = random_law(vocab_size, num_drafts, zeros=1)
     for law, draft in ((target, near(target, 0.5)), (target, zeros), (zeros, target), (target, target)):
         assert deviation(method, law, draft, num_drafts) < 1e-12
+
+
+def deviation_of_two_rounds(method, **options):
+    """Most drafts are rejected, so that the second round drafts where the first had drafted already."""
+    return deviation(method, random_law(2, 8), random_law(2, 8), 3, num_rounds=2, **options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_law_of_two_rounds_is_exactly_the_targets(method):
+    """And no coin is looked at twice: block verification knows coins of positions that the next round drafts again."""
+    assert deviation_of_two_rounds(method) < 1e-12
+
+
+class CoinsByPosition(EnumeratedDraws):
+    """One coin for a position, whichever round looks at it: what keys without the place in the chain come to."""
+
+    def __init__(self, source):
+        super().__init__(source)
+        self._coins = {}
+
+    def uniform(self, position, draw=0):
+        if position not in self._coins:
+            self._coins[position] = super().uniform(position)
+        return self._coins[position]
+
+
+def test_coins_that_the_next_round_finds_again_are_seen():
+    """By block verification, which looks behind the draft that it ends with; the standard method does not."""
+    assert max(deviation_of_two_rounds("block", draws=CoinsByPosition) for _ in range(2)) > 0.005
+    assert deviation_of_two_rounds("standard", draws=CoinsByPosition) < 1e-12
 
 
 def test_block_accepts_no_less_than_standard():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import eagle_kernels
-from eagle_kernels.ops.verify import verify_chain as chain_op
 from eagle_kernels.ops.verify import verify_tree_traversal as op
+from eagle_kernels.primitives import pair
 from eagle_kernels.reference.ops.verify import verify_tree_traversal as reference
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
@@ -28,9 +28,9 @@ SHAPES = [(2, 1, 1, 1), (2, 1, 4, 5), (2, 4, 1, 5), (2, 3, 3, 8)]
 def _small_tiles(monkeypatch, device):
     """The interpreter takes its time by the lane; a launch of few small tiles is soon done."""
     if device.type == "cpu":
-        for table in (op.TUNING, chain_op.TUNING):
+        for table in (op.TUNING, pair.SLICE_TUNING):
             monkeypatch.setitem(table, "default", {"BLOCK_VOCAB": 64, "num_warps": 4})
-        monkeypatch.setitem(chain_op.MAP_TUNING, "default", {"BLOCK_TARGET": 32, "BLOCK_DRAFT": 32, "num_warps": 4})
+        monkeypatch.setitem(pair.MAP_TUNING, "default", {"BLOCK_TARGET": 32, "BLOCK_DRAFT": 32, "num_warps": 4})
 
 
 def children_of(links, request, node):
@@ -217,15 +217,15 @@ def test_special_probabilities(device):
         assert (predicts[row] >= 0).sum() == len(path) + 1
 
 
-# what seeds give node 1 at position 8
-COINS = {8712152: 0.0, 14045182: 1 - 2.0**-24}
+# what seeds give node 1 of depth 1 at position 8
+COINS = {19481284: 0.0, 4350746: 1 - 2.0**-24}
 
 
 def test_coins_at_the_ends(device):
     """The least coin accepts nothing that has probability 0, the largest refuses nothing that is certain."""
     trees = [([9, 0], [-1, 0], {0: target}, {0: HALVES}) for target in (ONE_HOT, HALVES)]
     for seed, coin in COINS.items():
-        assert Draws(seed).uniform(8, 1) == coin
+        assert Draws(seed).uniform(8, 65536 + 1) == coin
         values = make_small(trees)
         values["seeds"].fill_(seed)
         values["positions"] = torch.tensor([7, 8, 7, 8])
@@ -309,38 +309,42 @@ def test_neighbours_and_batch_do_not_matter(device):
 # --- the law ---
 
 
-def emitted_law(parents, target, draft, *, claimed=None, propose=None):
+def emitted_law(parents, target, draft, *, claimed=None, propose=None, then=(), draws=EnumeratedDraws):
     """The exact law of what the shipped reference emits, and the expected number of accepted drafts.
 
     claimed: the draft distributions that the verifier is told, by default the true ones. propose(probs, source): how
-    a child is drawn from what its elder siblings left.
+    a child is drawn from what its elder siblings left. then: the parents of the trees of further rounds, each going on
+    from where the one before ended. draws(source): what all rounds of one request draw from.
     """
+    trees = (parents, *then)
     claimed = claimed or draft
     propose = propose or (lambda probs, source: source.choose(probs))
-    links = links_of(parents)
 
     def run(source):
-        texts, left = [()], {}
-        for parent in parents[1:]:
-            probs = left.get(parent, draft[texts[parent]])
-            token = propose(probs, source)
-            probs = probs.clone()
-            probs[token] = 0
-            left[parent] = probs / probs.sum() if probs.sum() > 0 else probs
-            texts.append((*texts[parent], token))
-        path, bonus = reference.verify_request(
-            [0, *(text[-1] for text in texts[1:])],
-            *links,
-            torch.stack([target[text] for text in texts]),
-            torch.stack([claimed[text] for text in texts]),
-            [len(text) for text in texts],
-            EnumeratedDraws(source),
-            len(parents),
-        )
-        return (*texts[path[-1]], bonus)
+        text, of_request = (), draws(source)
+        for parents in trees:
+            texts, left = [text], {}
+            for parent in parents[1:]:
+                probs = left.get(parent, draft[texts[parent]])
+                token = propose(probs, source)
+                probs = probs.clone()
+                probs[token] = 0
+                left[parent] = probs / probs.sum() if probs.sum() > 0 else probs
+                texts.append((*texts[parent], token))
+            path, bonus = reference.verify_request(
+                [0, *(text[-1] for text in texts[1:])],
+                *links_of(parents),
+                torch.stack([target[text] for text in texts]),
+                torch.stack([claimed[text] for text in texts]),
+                [len(text) for text in texts],
+                of_request,
+                len(parents),
+            )
+            text = (*texts[path[-1]], bonus)
+        return text
 
     law = enumerate_outcomes(run)
-    return law, sum(probability * (len(text) - 1) for text, probability in law.items())
+    return law, sum(probability * (len(text) - len(trees)) for text, probability in law.items())
 
 
 def depth_of(parents):
@@ -350,9 +354,9 @@ def depth_of(parents):
     return max(depth)
 
 
-def deviation(parents, target, draft, **options):
-    emitted, _ = emitted_law(parents, target, draft, **options)
-    length = depth_of(parents) + 1
+def deviation(parents, target, draft, *, then=(), **options):
+    emitted, _ = emitted_law(parents, target, draft, then=then, **options)
+    length = sum(depth_of(tree) + 1 for tree in (parents, *then))
     return total_variation(completed(emitted, target, length), text_law(target, length))
 
 
@@ -373,6 +377,34 @@ def test_the_law_is_exactly_the_targets(name):
     target = random_law(vocab_size, depth_of(parents))
     assert deviation(parents, target, near(target, 0.5)) < 1e-12
     assert deviation(parents, random_law(vocab_size, depth_of(parents), zeros=1), target) < 1e-12
+
+
+def deviation_of_two_rounds(**options):
+    """First a chain; nodes 2 and 3 of the tree of the next round lie at positions that they had in the chain."""
+    return deviation([-1, 0, 1, 2], random_law(2, 7), random_law(2, 7), then=([-1, 0, 0, 1],), **options)
+
+
+def test_the_law_of_two_rounds_is_exactly_the_targets():
+    """And no coin is looked at twice: of a leaf's coin something is known when its position is drafted again."""
+    assert deviation_of_two_rounds() < 1e-12
+
+
+class CoinsByNode(EnumeratedDraws):
+    """One coin for a node at a position, whatever its depth."""
+
+    def __init__(self, source):
+        super().__init__(source)
+        self._coins = {}
+
+    def uniform(self, position, draw=0):
+        key = position, draw % 65536
+        if key not in self._coins:
+            self._coins[key] = super().uniform(*key)
+        return self._coins[key]
+
+
+def test_coins_that_the_next_round_finds_again_are_seen():
+    assert max(deviation_of_two_rounds(draws=CoinsByNode) for _ in range(3)) > 0.005
 
 
 def test_children_that_exhaust_the_draft_are_always_accepted():

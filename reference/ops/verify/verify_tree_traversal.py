@@ -79,8 +79,8 @@ def verify_request(
     """The accepted nodes of one tree, root first, and the token after them (Weng et al., arXiv 2505.12398).
 
     target_probs, draft_probs [N, V] by target ids; draft_probs[i] is what the children of node i were drawn from,
-    without replacement. draws: `uniform(position, node)` is compared with `<` only, `choose(weights, position)` draws a
-    token by weight.
+    without replacement. draws: `uniform(position, depth * 65536 + node)` is compared with `<` only (with the depth, no
+    later round has the key again), `choose(weights, position)` draws a token by weight.
     """
     target, draft = list(target_probs), list(draft_probs)  # P and Q of every node, as deletions leave them
     acceptance = [1.0] * len(tokens)
@@ -101,7 +101,7 @@ def verify_request(
                 last, child = child, next_sibling[child]
             continue
         # a leaf, by now
-        if len(path) == 1 or draws.uniform(positions[node], node) < acceptance[node]:
+        if len(path) == 1 or draws.uniform(positions[node], (len(path) - 1) * 65536 + node) < acceptance[node]:
             return path, draws.choose(target[node], positions[node] + 1)
         path.pop()
         parent = path[-1]
