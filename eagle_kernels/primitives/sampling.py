@@ -217,7 +217,7 @@ def _best_with_noise(row, noise_key, group_max, first, best, VOCAB_SIZE: tl.cons
     """The larger one of `best` and the noisy keys of the groups from token `first` on.
 
     In each turn 32 tokens are looked at: of each quarter of the groups the one with the largest bound, until no bound
-    of those left reaches the best key. Three to five groups have to be, so one or two turns do.
+    of those left reaches the best key. One group of a flat slice has to be, of others three to five: one turn, or two.
     """
     NUM_GROUPS: tl.constexpr = group_max.shape[0]
     group = tl.arange(0, NUM_GROUPS)
