@@ -314,16 +314,17 @@ def _above(values_ptr, num_values, shift, ROOM: tl.constexpr):
     """How many values lie above each of them, int32 [ROOM], and the sum of those exponentials relative to `shift`."""
     place = tl.arange(0, ROOM)
     value = tl.load(values_ptr + place, mask=place < num_values, other=float("-inf"))
-    num_above = tl.zeros([ROOM, 8], tl.int32)
+    num_above = tl.zeros([ROOM, 8], tl.float32)
     mass_above = tl.zeros([ROOM, 8], tl.float32)
     for start in tl.static_range(0, ROOM, 64):
         # [8, ROOM, 8]: eight lanes share what one value is compared with, so there is little to load and to exchange
         other = start + tl.arange(0, 8)[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
         other_value = tl.load(values_ptr + other, mask=other < num_values, other=float("-inf"))
-        is_above = other_value > value[None, :, None]
-        num_above += tl.sum(is_above.to(tl.int32), axis=0)
-        mass_above += tl.sum(tl.where(is_above, tl.exp(other_value - shift), 0.0), axis=0)
-    return tl.sum(num_above, axis=1), tl.sum(mass_above, axis=1)
+        # 0 or 1 as a float, which takes one instruction to make and one to use
+        is_above = (other_value > value[None, :, None]).to(tl.float32)
+        num_above += tl.sum(is_above, axis=0)
+        mass_above += tl.sum(is_above * tl.exp(other_value - shift), axis=0)
+    return tl.sum(num_above, axis=1).to(tl.int32), tl.sum(mass_above, axis=1)
 
 
 @triton.jit

@@ -66,6 +66,7 @@ from ...primitives.accept_policy import check_policy, plant
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.filters import load_filters
 from ...primitives.logits import Processors, Row, read_temperature
+from ...primitives.ordering import LOWEST_KEY
 from ...primitives.random import STREAM_TARGET, random_block
 from ...primitives.sampling import Scratch, draw_token, row_winner, scan_slice
 from ...primitives.tree_walk import check_tree, follow, is_own, load_first_child, load_nodes, step_down, store_path
@@ -124,6 +125,7 @@ def _verify_tree_sampled_scan_kernel(
     path_ptr,
     drawn_ptr,
     keys_ptr,
+    found_ptr,
     summary_ptr,
     raw_ptr,
     gathered_ptr,
@@ -135,6 +137,7 @@ def _verify_tree_sampled_scan_kernel(
     VOCAB_SIZE: tl.constexpr,
     ALL_ROWS: tl.constexpr,
     HAS_DRAW: tl.constexpr,
+    IS_FOUND_TOLD: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
@@ -175,6 +178,8 @@ def _verify_tree_sampled_scan_kernel(
     if not ALL_ROWS:
         if part == 0:
             tl.store(path_ptr + place, current)
+            if not HAS_DRAW:  # of the next level: of the first one nothing could be told
+                tl.store(found_ptr + place + batch_size, LOWEST_KEY)
     if current >= 0:
         node = request * NUM_NODES + current
         processors = Processors(
@@ -189,6 +194,7 @@ def _verify_tree_sampled_scan_kernel(
             row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE, IS_JOINT),
             random_block(seed, tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM, 0),
             Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, place if ALL_ROWS else request, part,
+            found_ptr + place if IS_FOUND_TOLD else None,
             VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK,
         )  # fmt: skip
 
@@ -491,6 +497,7 @@ def verify_tree_sampled(
     }  # fmt: skip
     scan = shared | {
         "HAS_DRAW": has_draw,
+        "found_ptr": None if has_draw else torch.empty((num_levels + 1, num_places), dtype=torch.int64, device=device),
         "VECTOR": sampling.vector_size(target_logits),
         "num_warps": sampling.scan_tuning(values, device)["num_warps"],
     }
@@ -505,7 +512,11 @@ def verify_tree_sampled(
     }
     grid = (num_places, sampling.num_slices(values, target_logits))
     for level in range(num_levels):
-        launch("verify_tree_sampled", _verify_tree_sampled_scan_kernel, grid, level=level, **scan)
+        is_found_told = level > 0 and not has_draw
+        launch(
+            "verify_tree_sampled", _verify_tree_sampled_scan_kernel, grid,
+            level=level, IS_FOUND_TOLD=is_found_told, **scan,
+        )  # fmt: skip
         if has_draw:
             launch("verify_tree_sampled", _verify_tree_sampled_draw_kernel, (num_places,), level=level, **draw)
     launch(
