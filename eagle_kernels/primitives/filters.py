@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ..runtime.language import tl, triton
 from .logits import load_processed, load_raw, load_scaled, scaled
 from .ordering import LOWEST_KEY, noisy_key, noisy_key_id, ordered_bits, unsigned_rank
-from .random import add_grouped_gumbel, grouped_words
+from .random import add_grouped_gumbel, grouped_words, noise_key
 
 NUM_LANES = 32
 LANES = tl.constexpr(NUM_LANES)
@@ -151,7 +151,7 @@ def draw_filtered(
     row,
     filters,
     summary,
-    noise_key,
+    noise,
     VOCAB_SIZE: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
@@ -200,14 +200,14 @@ def draw_filtered(
     if is_enough:
         if num_tokens <= MAX_TOKENS // 2:
             chosen, kept_sum, is_enough = _draw_gathered(
-                filters, summary, noise_key, num_tokens, shift, VOCAB_SIZE, HAS_LOGPROBS, MAX_TOKENS // 2
+                filters, summary, noise, num_tokens, shift, VOCAB_SIZE, HAS_LOGPROBS, MAX_TOKENS // 2
             )
         else:
             chosen, kept_sum, is_enough = _draw_gathered(
-                filters, summary, noise_key, num_tokens, shift, VOCAB_SIZE, HAS_LOGPROBS, MAX_TOKENS
+                filters, summary, noise, num_tokens, shift, VOCAB_SIZE, HAS_LOGPROBS, MAX_TOKENS
             )
     if (not is_enough) & (largest > float("-inf")):
-        chosen, kept_sum = _search_row(row, filters, summary, noise_key, largest, VOCAB_SIZE, HAS_PENALTIES)
+        chosen, kept_sum = _search_row(row, filters, summary, noise, largest, VOCAB_SIZE, HAS_PENALTIES)
     return tl.where(largest > float("-inf"), chosen, 0), shift + tl.log(kept_sum)
 
 
@@ -272,7 +272,7 @@ def _middle(low, high):
 def _draw_gathered(
     filters,
     summary,
-    noise_key,
+    noise,
     num_tokens,
     shift,
     VOCAB_SIZE: tl.constexpr,
@@ -301,7 +301,7 @@ def _draw_gathered(
         keep &= (num_above == 0) | (mass_above < filters.top_p * mass)
     if filters.min_p > 0.0:
         keep &= weight >= tl.minimum(filters.min_p, 1.0)
-    noisy, fine = add_grouped_gumbel(value, grouped_words(noise_key, token))
+    noisy, fine = add_grouped_gumbel(value, grouped_words(noise_key(noise), token))
     chosen = noisy_key_id(tl.max(tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY)))
     kept_sum = tl.zeros([], tl.float32)
     if HAS_LOGPROBS:
@@ -338,7 +338,7 @@ def _search_row(
     row,
     filters,
     summary,
-    noise_key,
+    noise,
     largest,
     VOCAB_SIZE: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
@@ -363,6 +363,7 @@ def _search_row(
         )
         edge = tl.maximum(edge, by_mass)
 
+    key = noise_key(noise)
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], LOWEST_KEY, tl.int64)
     kept = tl.zeros([BLOCK], tl.float32)
@@ -375,7 +376,7 @@ def _search_row(
             if filters.min_p > 0.0:
                 keep &= weight >= tl.minimum(filters.min_p, 1.0)
             kept += tl.where(keep, weight, 0.0)
-            noisy, fine = add_grouped_gumbel(value, grouped_words(noise_key, token))
+            noisy, fine = add_grouped_gumbel(value, grouped_words(key, token))
             best = tl.maximum(best, tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY))
     return noisy_key_id(tl.max(best)), tl.sum(kept)
 

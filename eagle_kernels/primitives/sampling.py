@@ -42,10 +42,10 @@ from .ordering import (
     noisy_key_id,
     ordered_bits,
 )
-from .random import GROUP, LARGEST_GUMBEL, add_group_bound, add_grouped_gumbel, group_words, grouped_words
+from .random import GROUP, LARGEST_GUMBEL, add_group_bound, add_grouped_gumbel, group_words, grouped_words, noise_key
 
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_sampled.txt
-SCAN_TUNING = {"default": {"BLOCK_CHUNK": 1, "num_warps": 1}}
+SCAN_TUNING = {"default": {"BLOCK_CHUNK": 4, "num_warps": 1}}
 FILTERED_SCAN_TUNING = {"default": {"BLOCK_CHUNK": 4, "num_warps": 4}}
 DRAW_TUNING = {"default": {"num_warps": 8}}
 
@@ -67,7 +67,7 @@ def scan_slice(
     row,
     is_sampled,
     filters,
-    noise_key,
+    noise,
     scratch,
     key_place,
     place,
@@ -91,7 +91,7 @@ def scan_slice(
     if HAS_FILTERS:
         is_plain = ~filters.is_on
     if is_plain:
-        key = _slice_winner(row, is_sampled, noise_key, part, found_ptr, VOCAB_SIZE, HAS_PENALTIES, BLOCK_CHUNK)
+        key = _slice_winner(row, is_sampled, noise, part, found_ptr, VOCAB_SIZE, HAS_PENALTIES, BLOCK_CHUNK)
         tl.store(scratch.keys + key_place * NUM_SLICES + part, key)
     if HAS_FILTERS or HAS_LOGPROBS:
         if HAS_LOGPROBS or (not is_plain):
@@ -104,7 +104,7 @@ def scan_slice(
 def draw_token(
     row,
     filters,
-    noise_key,
+    noise,
     scratch,
     key_place,
     place,
@@ -125,7 +125,7 @@ def draw_token(
         is_plain = ~filters.is_on
         if filters.is_on:
             summary = open_summary(scratch, place, VOCAB_SIZE)
-            token, log_mass = draw_filtered(row, filters, summary, noise_key, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS)
+            token, log_mass = draw_filtered(row, filters, summary, noise, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS)
     if is_plain:
         token = row_winner(scratch.keys, key_place, VOCAB_SIZE, BLOCK_CHUNK)
         if HAS_LOGPROBS:
@@ -176,7 +176,7 @@ def row_winner(keys_ptr, key_place, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.co
 def _slice_winner(
     row,
     is_sampled,
-    noise_key,
+    noise,
     part,
     found_ptr,
     VOCAB_SIZE: tl.constexpr,
@@ -189,11 +189,12 @@ def _slice_winner(
     have the winner. A tile draws no noise if none of its tokens could win with the largest possible one. A slice of
     nothing but -inf gives its first token.
     """
-    TILE: tl.constexpr = min(BLOCK_CHUNK, 2) * CHUNK
+    TILE: tl.constexpr = min(BLOCK_CHUNK, 4) * CHUNK
     first = part * (BLOCK_CHUNK * CHUNK)
     token = first + tl.arange(0, TILE)
     best = noisy_key(tl.full([], float("-inf"), tl.float32), NO_NOISE, first)
     logit = load_processed(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+    key = noise_key(noise)
     for index in tl.static_range(BLOCK_CHUNK * CHUNK // TILE):
         # a maximum passes NaN over where it can
         group_max = tl.max(tl.reshape(logit, [TILE // GROUP, GROUP]), axis=1)
@@ -206,7 +207,7 @@ def _slice_winner(
             if index > 0:
                 may_win = _may_win(tl.max(group_max) * row.inverse_temperature + LARGEST_GUMBEL, best)
             if may_win:
-                best = _best_with_noise(row, noise_key, group_max, first, best, found_ptr, VOCAB_SIZE, HAS_PENALTIES)
+                best = _best_with_noise(row, key, group_max, first, best, found_ptr, VOCAB_SIZE, HAS_PENALTIES)
         else:
             best = tl.maximum(best, _largest_logit(row, group_max, first, VOCAB_SIZE, HAS_PENALTIES))
         first += TILE
@@ -226,7 +227,7 @@ def _largest_logit(row, group_max, first, VOCAB_SIZE: tl.constexpr, HAS_PENALTIE
 
 @triton.jit
 def _best_with_noise(
-    row, noise_key, group_max, first, best, found_ptr, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr
+    row, key, group_max, first, best, found_ptr, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr
 ):
     """The larger one of `best` and the noisy keys of the groups from token `first` on.
 
@@ -236,7 +237,7 @@ def _best_with_noise(
     """
     NUM_GROUPS: tl.constexpr = group_max.shape[0]
     group = tl.arange(0, NUM_GROUPS)
-    bound = add_group_bound(group_max, row.inverse_temperature, group_words(noise_key, first // GROUP + group))
+    bound = add_group_bound(group_max, row.inverse_temperature, group_words(key, first // GROUP + group))
     # one integer maximum finds a bound and whose it is: the group's number replaces the lowest bits of the bound's
     bounds = (ordered_bits(tl.minimum(bound, LARGEST_FINITE)) & -NUM_GROUPS) | group
     is_open = _may_win(_bound(bounds), best)
@@ -250,7 +251,7 @@ def _best_with_noise(
             bounds = tl.where(is_own & (bounds == top), _NO_BOUND, bounds)
         token = first + chosen * GROUP + lane % GROUP
         value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
-        value, fine = add_grouped_gumbel(value, grouped_words(noise_key, token))
+        value, fine = add_grouped_gumbel(value, grouped_words(key, token))
         best = tl.maximum(best, largest_key(noisy_key(value, fine, token)))
         top_bound = _bound(bounds)
         is_open = _may_win(top_bound, best)

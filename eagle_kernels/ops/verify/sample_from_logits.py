@@ -45,7 +45,7 @@ from ...primitives import sampling
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.filters import load_filters
 from ...primitives.logits import Processors, Row, read_temperature
-from ...primitives.random import STREAM_TARGET, random_block
+from ...primitives.random import STREAM_TARGET, Noise
 from ...primitives.sampling import Scratch, draw_token, scan_slice
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
@@ -101,7 +101,7 @@ def _sample_from_logits_scan_kernel(
     row = Row(row_ptr, processors, index, index, inverse_temperature, None, 0, 0)
     scan_slice(
         row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, index, is_sampled, VOCAB_SIZE, IS_JOINT),
-        random_block(tl.load(seeds_ptr + index), tl.load(positions_ptr + index), STREAM, 0),
+        Noise(tl.load(seeds_ptr + index), tl.load(positions_ptr + index), STREAM),
         Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), index, index, tl.program_id(1), None,
         VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK,
     )  # fmt: skip
@@ -155,7 +155,7 @@ def _sample_from_logits_draw_kernel(
     row = Row(row_ptr, processors, index, index, inverse_temperature, None, 0, 0)
     token, _, _ = draw_token(
         row, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, index, is_sampled, VOCAB_SIZE, IS_JOINT),
-        random_block(tl.load(seeds_ptr + index), tl.load(positions_ptr + index), STREAM, 0),
+        Noise(tl.load(seeds_ptr + index), tl.load(positions_ptr + index), STREAM),
         Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), index, index,
         VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, BLOCK_CHUNK,
     )  # fmt: skip

@@ -49,7 +49,7 @@ Grid
                             alone decide (`draws_all_rows`), and both give the same bits. Penalties, log-probabilities
                             and policies go level by level, as they need the path.
 Launches
-    S + 2; 2 S + 3 with filters, penalties, log-probabilities or a policy; 3 for all rows
+    S + 2; 2 S + 2 with filters, penalties, log-probabilities or a policy; 3 for all rows
 Traffic
     V * element size per visited node (at most S + 1 of N; all rows: N), and what filters gather. Extra memory: level by
     level V / 7 bytes per request with filters, else 8 bytes per slice and visited node; all rows: of all rows.
@@ -67,7 +67,7 @@ from ...primitives.dependent_launch import await_predecessor
 from ...primitives.filters import load_filters
 from ...primitives.logits import Processors, Row, read_temperature
 from ...primitives.ordering import LOWEST_KEY
-from ...primitives.random import STREAM_TARGET, random_block
+from ...primitives.random import STREAM_TARGET, Noise
 from ...primitives.sampling import Scratch, draw_token, row_winner, scan_slice
 from ...primitives.tree_walk import check_tree, follow, is_own, load_first_child, load_nodes, step_down, store_path
 from ...runtime import check, tuning
@@ -79,7 +79,7 @@ TUNING = {"default": {"num_warps": 1}}
 # Microseconds that a level takes besides reading, and that as many draws take as programs run at once, with filters and
 # without; and how fast rows are scanned.
 CHOICE_TUNING = {
-    "default": {"level_us": 12.0, "draw_us": 10.0, "plain_level_us": 3.0, "plain_draw_us": 1.5, "programs": 132,
+    "default": {"level_us": 8.5, "draw_us": 7.0, "plain_level_us": 3.0, "plain_draw_us": 1.5, "programs": 132,
                 "bytes_per_us": 2.2e6},
 }  # fmt: skip
 
@@ -192,7 +192,7 @@ def _verify_tree_sampled_scan_kernel(
         row = Row(row_ptr, processors, request, node, inverse_temperature, drafts_ptr, level, batch_size)
         scan_slice(
             row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE, IS_JOINT),
-            random_block(seed, tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM, 0),
+            Noise(seed, tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM),
             Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, place if ALL_ROWS else request, part,
             found_ptr + place if IS_FOUND_TOLD else None,
             VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK,
@@ -221,6 +221,8 @@ def _verify_tree_sampled_draw_kernel(
     logit_bias_ptr,
     token_bitmask_ptr,
     simulated_rates_ptr,
+    seq_lens_ptr,
+    is_live_ptr,
     # scratch
     path_ptr,
     drawn_ptr,
@@ -231,6 +233,15 @@ def _verify_tree_sampled_draw_kernel(
     # outputs
     logprobs_ptr,
     raw_logprobs_ptr,
+    predicts_ptr,
+    accept_index_ptr,
+    accept_token_num_ptr,
+    new_seq_lens_ptr,
+    bonus_tokens_ptr,
+    accept_lengths_ptr,
+    tokens_ptr,
+    hidden_rows_ptr,
+    last_row_ptr,
     # sizes
     stride_logits_row,
     level,
@@ -239,6 +250,7 @@ def _verify_tree_sampled_draw_kernel(
     NUM_NODES: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
     ALL_ROWS: tl.constexpr,
+    IS_LAST: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
@@ -247,21 +259,28 @@ def _verify_tree_sampled_draw_kernel(
     ALIGNMENT: tl.constexpr,
     STREAM: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Draws the token of one walk's node of this level, drawn [level, B], from the scanned row, and steps on.
+    """Draws the token of one walk's node of this level, drawn [level, B], from the scanned row, and steps on; after the
+    last level writes the outputs.
 
     Of all rows: draws the token of any row, drawn [B * N].
     """
     await_predecessor(ENABLE_PDL)
     request = (tl.program_id(0) // NUM_NODES if ALL_ROWS else tl.program_id(0)).to(tl.int64)
+    # read before the walk tells whether they are needed: it waits for memory once less
+    inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
+    filters = load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE, IS_JOINT)
+    seed = tl.load(seeds_ptr + request)
     place = level * batch_size.to(tl.int64) + request
     if ALL_ROWS:
         current = (tl.program_id(0) % NUM_NODES).to(tl.int32)
         place = tl.program_id(0).to(tl.int64)
     else:
         current = tl.load(path_ptr + place)
+    token = tl.full([], -1, tl.int32)
     logprob = tl.full([], float("-inf"), tl.float32)
     raw_logprob = tl.full([], float("-inf"), tl.float32)
     if current >= 0:
@@ -271,13 +290,11 @@ def _verify_tree_sampled_draw_kernel(
             repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
             logit_bias_ptr, token_bitmask_ptr,
         )  # fmt: skip
-        inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
         row_ptr = target_logits_ptr + tl.multiple_of(node * stride_logits_row, ALIGNMENT)
         drafts_ptr = drawn_ptr + request
         row = Row(row_ptr, processors, request, node, inverse_temperature, drafts_ptr, level, batch_size)
         token, logprob, raw_logprob = draw_token(
-            row, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE, IS_JOINT),
-            random_block(tl.load(seeds_ptr + request), tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM, 0),
+            row, filters, Noise(seed, tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM),
             Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, place if ALL_ROWS else request,
             VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, BLOCK_CHUNK,
         )  # fmt: skip
@@ -290,18 +307,32 @@ def _verify_tree_sampled_draw_kernel(
                 token, current, level, tokens, links, request, seeds_ptr, positions_ptr, simulated_rates_ptr,
                 SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
             )  # fmt: skip
-        tl.store(drawn_ptr + place, token)
-        if not ALL_ROWS:
+        if not IS_LAST:
+            tl.store(drawn_ptr + place, token)
+        if not (ALL_ROWS or IS_LAST):
             current = step_down(
                 candidates_ptr, retrieve_index_ptr, retrieve_next_sibling_ptr, request, current, child, token, NUM_NODES
             )
-    if not ALL_ROWS:
-        if level < SPEC_STEPS:
-            tl.store(path_ptr + place + batch_size, current)
+    if not (ALL_ROWS or IS_LAST):
+        tl.store(path_ptr + place + batch_size, current)
     if HAS_LOGPROBS:
         column = request * (SPEC_STEPS + 1) + level
         tl.store(logprobs_ptr + column, logprob)
         tl.store(raw_logprobs_ptr + column, raw_logprob)
+    if IS_LAST:
+        depth = tl.arange(0, BLOCK_DEPTH)
+        is_above = depth < level
+        place = depth.to(tl.int64) * batch_size + request
+        path = tl.where(depth == level, current, tl.load(path_ptr + place, mask=is_above, other=-1))
+        drawn = tl.where(depth == level, token, tl.load(drawn_ptr + place, mask=is_above & (path >= 0), other=-1))
+        _store_outputs(
+            Output(
+                predicts_ptr, accept_index_ptr, accept_token_num_ptr, logprobs_ptr, raw_logprobs_ptr, new_seq_lens_ptr,
+                bonus_tokens_ptr, accept_lengths_ptr, tokens_ptr, hidden_rows_ptr, last_row_ptr,
+            ),
+            retrieve_index_ptr, seq_lens_ptr, is_live_ptr, request, path, drawn,
+            SPEC_STEPS, NUM_NODES, BLOCK_NODE, BLOCK_DEPTH,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch_size"])
@@ -332,13 +363,12 @@ def _verify_tree_sampled_path_kernel(
     NUM_NODES: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
     ALL_ROWS: tl.constexpr,
-    HAS_DRAW: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Writes the outputs of one walk from its path and its drawn tokens, both [S + 1, B]; or walks by drawn [B * N]."""
+    """Writes the outputs of one walk: by its path [S + 1, B] and its rows' winners, or it walks by drawn [B * N]."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     depth = tl.arange(0, BLOCK_DEPTH)
@@ -358,12 +388,40 @@ def _verify_tree_sampled_path_kernel(
     else:
         path = tl.load(path_ptr + place, mask=in_row, other=-1)
     is_visited = path >= 0
-    if HAS_DRAW:
+    if ALL_ROWS:
         drawn = tl.load(drawn_ptr + place, mask=is_visited, other=-1)
     else:
         drawn = row_winner(keys_ptr, place, VOCAB_SIZE, BLOCK_CHUNK, is_visited)
+    _store_outputs(
+        Output(
+            predicts_ptr, accept_index_ptr, accept_token_num_ptr, None, None, new_seq_lens_ptr,
+            bonus_tokens_ptr, accept_lengths_ptr, tokens_ptr, hidden_rows_ptr, last_row_ptr,
+        ),
+        retrieve_index_ptr, seq_lens_ptr, is_live_ptr, request, path, drawn,
+        SPEC_STEPS, NUM_NODES, BLOCK_NODE, BLOCK_DEPTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_outputs(
+    out,
+    retrieve_index_ptr,
+    seq_lens_ptr,
+    is_live_ptr,
+    request,
+    path,
+    drawn,
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """Writes the outputs, all but log-probabilities, of a walk from its nodes and their drawn tokens, both [depth]."""
+    depth = tl.arange(0, BLOCK_DEPTH)
+    in_row = depth <= SPEC_STEPS
+    is_visited = path >= 0
     store_path(
-        retrieve_index_ptr, predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, path, drawn,
+        retrieve_index_ptr, out.predicts, out.accept_index, out.accept_token_num, request, path, drawn,
         SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
     )  # fmt: skip
     if seq_lens_ptr is not None:
@@ -376,12 +434,12 @@ def _verify_tree_sampled_path_kernel(
         row = tl.load(retrieve_index_ptr + root_row + path, mask=is_visited, other=0).to(tl.int64)
         column = request * (SPEC_STEPS + 1) + depth
         bonus = tl.sum(tl.where(is_visited & (depth == last), drawn, 0)) - tl.where(num_emitted > 0, 0, 1)
-        tl.store(new_seq_lens_ptr + request, (seq_len + num_emitted).to(seq_len.dtype))
-        tl.store(bonus_tokens_ptr + request, bonus.to(tl.int64))
-        tl.store(accept_lengths_ptr + request, num_emitted)
-        tl.store(tokens_ptr + column, tl.where(is_visited, drawn, -1).to(tl.int64), mask=in_row)
-        tl.store(hidden_rows_ptr + column, tl.where(is_visited, row, root_row), mask=in_row)
-        tl.store(last_row_ptr + request, request * (SPEC_STEPS + 1) + last)
+        tl.store(out.new_seq_lens + request, (seq_len + num_emitted).to(seq_len.dtype))
+        tl.store(out.bonus_tokens + request, bonus.to(tl.int64))
+        tl.store(out.accept_lengths + request, num_emitted)
+        tl.store(out.tokens + column, tl.where(is_visited, drawn, -1).to(tl.int64), mask=in_row)
+        tl.store(out.hidden_rows + column, tl.where(is_visited, row, root_row), mask=in_row)
+        tl.store(out.last_row + request, request * (SPEC_STEPS + 1) + last)
 
 
 def contract(values: dict) -> Output:
@@ -474,12 +532,27 @@ def verify_tree_sampled(
     scratch["path_ptr"] = torch.empty((num_levels, num_places), dtype=torch.int32, device=device)
     scratch["drawn_ptr"] = torch.empty((num_levels, num_places), dtype=torch.int32, device=device)
     constants = sampling.constants(values, target_logits)
-    block_node = triton.next_power_of_2(num_nodes)
     tree = {
         "candidates_ptr": candidates,
         "retrieve_index_ptr": retrieve_index,
         "retrieve_next_token_ptr": retrieve_next_token,
         "retrieve_next_sibling_ptr": retrieve_next_sibling,
+    }
+    walk = {
+        "seq_lens_ptr": seq_lens,
+        "is_live_ptr": is_live,
+        "predicts_ptr": out.predicts,
+        "accept_index_ptr": out.accept_index,
+        "accept_token_num_ptr": out.accept_token_num,
+        "new_seq_lens_ptr": out.new_seq_lens,
+        "bonus_tokens_ptr": out.bonus_tokens,
+        "accept_lengths_ptr": out.accept_lengths,
+        "tokens_ptr": out.tokens,
+        "hidden_rows_ptr": out.hidden_rows,
+        "last_row_ptr": out.last_row,
+        "SPEC_STEPS": spec_steps,
+        "BLOCK_NODE": triton.next_power_of_2(num_nodes),
+        "BLOCK_DEPTH": triton.next_power_of_2(spec_steps + 1),
     }
     shared = tree | scratch | constants | logits.pointers(values) | {
         "target_logits_ptr": target_logits,
@@ -501,15 +574,13 @@ def verify_tree_sampled(
         "VECTOR": sampling.vector_size(target_logits),
         "num_warps": sampling.scan_tuning(values, device)["num_warps"],
     }
-    draw = shared | {
+    draw = shared | walk | {
         "simulated_rates_ptr": simulated_rates,
         "logprobs_ptr": out.logprobs,
         "raw_logprobs_ptr": out.raw_logprobs,
-        "SPEC_STEPS": spec_steps,
         "ACCEPT_POLICY": accept_policy,
-        "BLOCK_NODE": block_node,
         **tuning.row(DRAW_TUNING, device),
-    }
+    }  # fmt: skip
     grid = (num_places, sampling.num_slices(values, target_logits))
     for level in range(num_levels):
         is_found_told = level > 0 and not has_draw
@@ -518,35 +589,26 @@ def verify_tree_sampled(
             level=level, IS_FOUND_TOLD=is_found_told, **scan,
         )  # fmt: skip
         if has_draw:
-            launch("verify_tree_sampled", _verify_tree_sampled_draw_kernel, (num_places,), level=level, **draw)
-    launch(
-        "verify_tree_sampled",
-        _verify_tree_sampled_path_kernel,
-        (batch_size,),
-        **tree,
-        seq_lens_ptr=seq_lens,
-        is_live_ptr=is_live,
-        path_ptr=scratch["path_ptr"],
-        drawn_ptr=scratch["drawn_ptr"],
-        keys_ptr=scratch["keys_ptr"],
-        predicts_ptr=out.predicts,
-        accept_index_ptr=out.accept_index,
-        accept_token_num_ptr=out.accept_token_num,
-        new_seq_lens_ptr=out.new_seq_lens,
-        bonus_tokens_ptr=out.bonus_tokens,
-        accept_lengths_ptr=out.accept_lengths,
-        tokens_ptr=out.tokens,
-        hidden_rows_ptr=out.hidden_rows,
-        last_row_ptr=out.last_row,
-        batch_size=batch_size,
-        SPEC_STEPS=spec_steps,
-        NUM_NODES=num_nodes,
-        VOCAB_SIZE=constants["VOCAB_SIZE"],
-        ALL_ROWS=all_rows,
-        HAS_DRAW=has_draw,
-        BLOCK_NODE=block_node,
-        BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
-        BLOCK_CHUNK=constants["BLOCK_CHUNK"],
-        **tuning.row(TUNING, device),
-    )
+            is_last = level == spec_steps and not all_rows
+            launch(
+                "verify_tree_sampled", _verify_tree_sampled_draw_kernel, (num_places,),
+                level=level, IS_LAST=is_last, **draw,
+            )  # fmt: skip
+    if all_rows or not has_draw:
+        launch(
+            "verify_tree_sampled",
+            _verify_tree_sampled_path_kernel,
+            (batch_size,),
+            **tree,
+            **walk,
+            path_ptr=scratch["path_ptr"],
+            drawn_ptr=scratch["drawn_ptr"],
+            keys_ptr=scratch["keys_ptr"],
+            batch_size=batch_size,
+            NUM_NODES=num_nodes,
+            VOCAB_SIZE=constants["VOCAB_SIZE"],
+            ALL_ROWS=all_rows,
+            BLOCK_CHUNK=constants["BLOCK_CHUNK"],
+            **tuning.row(TUNING, device),
+        )
     return out
