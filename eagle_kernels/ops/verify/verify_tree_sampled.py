@@ -44,7 +44,8 @@ Grid
     token each; (B,), one program writes a request's outputs.
     level by level          scanned and drawn are the rows of the nodes that the walks have reached: nothing is read or
                             normalised off the paths, and a walk that has ended costs no bytes. Without filters the
-                            programs of the next scan draw, and step the walk themselves.
+                            programs of the next scan draw, and step the walk themselves; with them the last draw
+                            writes the outputs.
     all rows, then walk     all at once, where this takes less time: few rows, which leave most of the GPU idle. Shapes
                             alone decide (`draws_all_rows`), and both give the same bits. Penalties, log-probabilities
                             and policies go level by level, as they need the path.
