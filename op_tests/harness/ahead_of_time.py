@@ -43,13 +43,11 @@ _pool: list[ThreadPoolExecutor] = []
 def begin(paths: list[str]) -> None:
     """Starts compiling these ops on half of the cores, beside whatever follows; `compile_for_all_targets` waits.
 
-    Torch keeps to the other half: its threads wait for each other, and would wait for a compiler that has their core.
+    Torch keeps to the other half, as conftest.py says.
     """
     if not paths:
         return
-    half = max(1, os.cpu_count() // 2)
-    torch.set_num_threads(half)
-    _pool.append(ThreadPoolExecutor(half))
+    _pool.append(ThreadPoolExecutor(max(1, os.cpu_count() // 2)))
     _begun.update({path: _pool[0].submit(_run_child, "compile", path) for path in paths})
 
 
