@@ -10,12 +10,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
 
+from .harness import ahead_of_time, interpreter
+
 # Threads of torch wait for each other: with another worker or a compiler on one's core the others spin all that while.
 NUM_THREADS = max(1, os.cpu_count() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "2")))
 torch.set_num_threads(NUM_THREADS)
 os.environ.setdefault("OMP_NUM_THREADS", str(NUM_THREADS))  # of the programs that tests start
-
-from .harness import ahead_of_time, interpreter
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.patch_once_a_launch()
