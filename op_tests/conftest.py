@@ -10,10 +10,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
 
-if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # the references' threads would fight over the cores
-    torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+from .harness import ahead_of_time, interpreter
 
-from .harness import ahead_of_time
+# Threads of torch wait for each other: with another worker or a compiler on one's core the others spin all that while.
+NUM_THREADS = max(1, os.cpu_count() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "2")))
+torch.set_num_threads(NUM_THREADS)
+os.environ.setdefault("OMP_NUM_THREADS", str(NUM_THREADS))  # of the programs that tests start
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    interpreter.patch_once_a_launch()
 
 
 def pytest_collection_modifyitems(items):

@@ -50,8 +50,10 @@ def run(path: str, values: dict) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_the_order_of_programs_does_not_matter(path):
+    """On the op's first case, or on its `order_case()` where that one is large, or only there to be compiled."""
     category, _, name = path.rpartition(".")
-    _, values = next(iter(importlib.import_module(f"op_tests.ops.{category}.test_{name}").ahead_of_time_cases()))
+    module = importlib.import_module(f"op_tests.ops.{category}.test_{name}")
+    values = module.order_case() if hasattr(module, "order_case") else next(iter(module.ahead_of_time_cases()))[1]
     expected = run(path, values)
     for seed in (0, 1):
         with program_order(seed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -14,15 +15,20 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
+@functools.cache
+def run(example: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_examples_run(example):
-    result = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True)
+    result = run(example)
     assert result.returncode == 0, result.stderr
     assert result.stdout
 
 
 def test_the_ops_example_prints_what_its_comments_say():
-    result = subprocess.run([sys.executable, "-c", EXAMPLES[0]], cwd=ROOT, capture_output=True, text=True)
+    result = run(EXAMPLES[0])
     assert "[ 1,  3,  5, 11, 21]" in result.stdout
     assert "[[ 0,  1,  3, -1]]" in result.stdout and "[2]" in result.stdout
 

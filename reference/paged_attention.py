@@ -33,12 +33,14 @@ def find_slots(table: torch.Tensor, slots: torch.Tensor, num_pages: int, page_si
     return torch.where(exists, page, 0), torch.where(exists, slots % page_size, 0), exists
 
 
-def gather(cache: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [slots, Hkv, D] of the cache, 0 where a slot does not exist, and whether each exists."""
-    rows = cache.new_zeros((len(slots), *cache.shape[2:]))
-    page, place, exists = find_slots(table, slots, cache.shape[0], cache.shape[1])
-    rows[exists] = cache[page[exists], place[exists]]
-    return rows, exists
+def gather(caches: tuple[torch.Tensor, ...], table: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows [slots, Hkv, D] of each cache, 0 where a slot does not exist, and whether each slot exists."""
+    page, place, exists = find_slots(table, slots, *caches[0].shape[:2])
+    # a slot that does not exist points to page 0, which a pool without pages does not have
+    rows = (cache.new_zeros((len(slots), *cache.shape[2:])) for cache in caches)
+    if exists.any():
+        rows = (torch.where(exists[:, None, None], cache[page, place], 0.0) for cache in caches)
+    return (*rows, exists)
 
 
 def attention(query, key, value, visible, sm_scale):

@@ -8,11 +8,13 @@ one JSON line per compiled kernel.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
 import subprocess
 import sys
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,13 +45,11 @@ _pool: list[ThreadPoolExecutor] = []
 def begin(paths: list[str]) -> None:
     """Starts compiling these ops on half of the cores, beside whatever follows; `compile_for_all_targets` waits.
 
-    Torch keeps to the other half: its threads wait for each other, and would wait for a compiler that has their core.
+    Torch keeps to the other half, as conftest.py says.
     """
     if not paths:
         return
-    half = max(1, os.cpu_count() // 2)
-    torch.set_num_threads(half)
-    _pool.append(ThreadPoolExecutor(half))
+    _pool.append(ThreadPoolExecutor(max(1, os.cpu_count() // 2)))
     _begun.update({path: _pool[0].submit(_run_child, "compile", path) for path in paths})
 
 
@@ -66,15 +66,23 @@ def compile_for_all_targets(path: str) -> list[dict]:
 
 def count_variants(path: str) -> dict[str, int]:
     """How many variants of each kernel Triton would compile over `size_sweep()` of the op's test module."""
-    return _run_child("variants", path)[0]
+    found = _all_variants()[path]
+    assert isinstance(found, dict), f"variants of {path} failed:\n{found}"
+    return found
 
 
-def _run_child(task: str, path: str) -> list:
+@functools.cache
+def _all_variants() -> dict[str, dict[str, int] | str]:
+    """For all ops, or the error: a child takes far longer to import torch than to count."""
+    return dict(zip(PATHS, _run_child("variants", *PATHS)))
+
+
+def _run_child(task: str, *paths: str) -> list:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "op_tests.harness.ahead_of_time", task, path]
+    command = [sys.executable, "-m", "op_tests.harness.ahead_of_time", task, *paths]
     child = subprocess.run(command, env=environment, capture_output=True, text=True)
     if child.returncode != 0:
-        raise AssertionError(f"{task} of {path} failed:\n{child.stdout[-1000:]}\n{child.stderr[-4000:]}")
+        raise AssertionError(f"{task} of {', '.join(paths)} failed:\n{child.stdout[-1000:]}\n{child.stderr[-4000:]}")
     return [json.loads(line) for line in child.stdout.splitlines()]
 
 
@@ -103,7 +111,16 @@ def _compile(path: str) -> None:
                 print(json.dumps(record), flush=True)
 
 
-def _count_variants(path: str) -> None:
+def _print_variants(*paths: str) -> None:
+    for path in paths:
+        try:
+            found = _variants_of(path)
+        except Exception:  # of this op alone: the others are counted all the same
+            found = traceback.format_exc()[-4000:]
+        print(json.dumps(found), flush=True)
+
+
+def _variants_of(path: str) -> dict[str, int]:
     from eagle_kernels.runtime import launch as launch_module
     from eagle_kernels.runtime import target
 
@@ -117,7 +134,7 @@ def _count_variants(path: str) -> None:
     with target.assume("sm_90"), launch_module.intercept(record):
         for values in importlib.import_module(f"op_tests.ops.{category}.test_{name}").size_sweep():
             launcher(**values)
-    print(json.dumps({kernel: len(variants) for kernel, variants in keys.items()}))
+    return {kernel: len(variants) for kernel, variants in keys.items()}
 
 
 def _specialisation(kernel, arguments) -> tuple:
@@ -169,4 +186,4 @@ def _shared_memory(source, architecture: str, options: dict) -> int:
 
 
 if __name__ == "__main__":
-    {"compile": _compile, "variants": _count_variants}[sys.argv[1]](sys.argv[2])
+    {"compile": _compile, "variants": _print_variants}[sys.argv[1]](*sys.argv[2:])

@@ -99,6 +99,11 @@ def ahead_of_time_cases():
     yield "levels with filters", make(64, 8, 5, 64, **FILTERS["all"]) | large
 
 
+def order_case():
+    """As the first case, with fewer rows: each is a few programs, and is drawn three times."""
+    return make(2, 8, 5, 24)
+
+
 def size_sweep():
     for batch_size in (1, 2, 3, 16, 17, 64, 257):
         yield make(batch_size, 4, 3, 8)

@@ -135,6 +135,11 @@ def ahead_of_time_cases():
     yield "S=0 N=1 V=2", make(2, 1, 1, 1, 2) | {"spec_steps": 0}
 
 
+def order_case():
+    """As the first case, with fewer nodes: one program walks all of a request's, and does so three times."""
+    return make(3, 4, 3, 16, 300)
+
+
 def size_sweep():
     for batch_size in (1, 2, 3, 16, 17, 64, 257):
         yield make(batch_size, 2, 2, 4, 61, 40)

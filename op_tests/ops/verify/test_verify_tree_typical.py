@@ -43,6 +43,11 @@ def ahead_of_time_cases():
     yield "S=0 N=1 V=2", make(2, 1, 1, 1, vocab_size=2) | {"spec_steps": 0}
 
 
+def order_case():
+    """Rows of three slices, all of them read."""
+    return make(2, 8, 5, 20, vocab_size=9000)
+
+
 def size_sweep():
     for batch_size in (1, 2, 3, 16, 17, 64, 257):
         yield unread_logits(batch_size, 4, 3, 8, torch.bfloat16)

@@ -32,8 +32,7 @@ def gqa_decode(
     tables = page_tables(k_cache.shape[1], block_table, seq_lens, kv_indptr, kv_indices, last_page_len)
     for request, (table, length) in enumerate(tables):
         slots = torch.arange(length, device=query.device)
-        key, exists = gather(k_cache, table, slots)
-        value, _ = gather(v_cache, table, slots)
+        key, value, exists = gather((k_cache, v_cache), table, slots)
         row_output, row_lse = attention(query[request][None], key, value, exists[None, :], sm_scale)
         output[request], lse[request] = row_output[0], row_lse[0]
     return Output(output, lse)

@@ -41,18 +41,13 @@ def tree_attention(
         is_draft_counted = kv_indptr is not None and draft_key is None
         prefix = max(filled - num_draft_keys, 0) if is_draft_counted else filled
         end = filled if is_draft_counted else len(table) * page_size
-        prefix_slots = torch.arange(prefix, device=device)
-        key, exists = gather(k_cache, table, prefix_slots)
-        value, _ = gather(v_cache, table, prefix_slots)
+        slots = torch.arange(prefix, device=device)
         if draft_key is None:
-            draft_slots = torch.where(prefix + draft < end, prefix + draft, -1)
-            own_key, own_exists = gather(k_cache, table, draft_slots)
-            own_value, _ = gather(v_cache, table, draft_slots)
-        else:
-            own_key, own_value = draft_key[request], draft_value[request]
-            own_exists = torch.ones_like(draft, dtype=torch.bool)
-        sees = torch.cat([exists.expand(query.shape[1], -1), visible[request] & own_exists], dim=1)
-        output[request], lse[request] = attention(
-            query[request], torch.cat([key, own_key]), torch.cat([value, own_value]), sees, sm_scale
-        )
+            slots = torch.cat([slots, torch.where(prefix + draft < end, prefix + draft, -1)])
+        key, value, exists = gather((k_cache, v_cache), table, slots)
+        if draft_key is not None:
+            key, value = torch.cat([key, draft_key[request]]), torch.cat([value, draft_value[request]])
+            exists = torch.cat([exists, torch.ones_like(draft, dtype=torch.bool)])
+        sees = torch.cat([visible.new_ones(query.shape[1], prefix), visible[request]], dim=1) & exists
+        output[request], lse[request] = attention(query[request], key, value, sees, sm_scale)
     return Output(output, lse)
