@@ -73,6 +73,7 @@ def scan_slice(
     place,
     part,
     found_ptr,
+    is_told,
     VOCAB_SIZE: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
@@ -83,7 +84,8 @@ def scan_slice(
     """Scans slice `part` of a row, which keeps its slice keys at key_place, all else at `place` of the scratch.
 
     found_ptr: where the programs of a row tell each other the largest key so far, LOWEST_KEY before they start, so that
-    slices that cannot win end early; or None. A slice's key is its own largest one, or one that cannot win either way.
+    slices that cannot win end early; or None. Not if is_told is false. A slice's key is its own largest one, or one
+    that cannot win either way.
     """
     BLOCK: tl.constexpr = BLOCK_CHUNK * CHUNK
     NUM_SLICES: tl.constexpr = (VOCAB_SIZE + BLOCK - 1) // BLOCK
@@ -91,7 +93,7 @@ def scan_slice(
     if HAS_FILTERS:
         is_plain = ~filters.is_on
     if is_plain:
-        key = _slice_winner(row, is_sampled, noise, part, found_ptr, VOCAB_SIZE, HAS_PENALTIES, BLOCK_CHUNK)
+        key = _slice_winner(row, is_sampled, noise, part, found_ptr, is_told, VOCAB_SIZE, HAS_PENALTIES, BLOCK_CHUNK)
         tl.store(scratch.keys + key_place * NUM_SLICES + part, key)
     if HAS_FILTERS or HAS_LOGPROBS:
         if HAS_LOGPROBS or (not is_plain):
@@ -179,6 +181,7 @@ def _slice_winner(
     noise,
     part,
     found_ptr,
+    is_told,
     VOCAB_SIZE: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
@@ -207,7 +210,7 @@ def _slice_winner(
             if index > 0:
                 may_win = _may_win(tl.max(group_max) * row.inverse_temperature + LARGEST_GUMBEL, best)
             if may_win:
-                best = _best_with_noise(row, key, group_max, first, best, found_ptr, VOCAB_SIZE, HAS_PENALTIES)
+                best = _best_with_noise(row, key, group_max, first, best, found_ptr, is_told, VOCAB_SIZE, HAS_PENALTIES)
         else:
             best = tl.maximum(best, _largest_logit(row, group_max, first, VOCAB_SIZE, HAS_PENALTIES))
         first += TILE
@@ -227,7 +230,7 @@ def _largest_logit(row, group_max, first, VOCAB_SIZE: tl.constexpr, HAS_PENALTIE
 
 @triton.jit
 def _best_with_noise(
-    row, key, group_max, first, best, found_ptr, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr
+    row, key, group_max, first, best, found_ptr, is_told, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr
 ):
     """The larger one of `best` and the noisy keys of the groups from token `first` on.
 
@@ -256,9 +259,10 @@ def _best_with_noise(
         top_bound = _bound(bounds)
         is_open = _may_win(top_bound, best)
         if found_ptr is not None:
-            found = tl.atomic_max(found_ptr, best, sem="relaxed")
-            if is_open:  # else there is no waiting for the answer
-                is_open = _may_win(top_bound, tl.maximum(best, found))
+            if is_told:
+                found = tl.atomic_max(found_ptr, best, sem="relaxed")
+                if is_open:  # else there is no waiting for the answer
+                    is_open = _may_win(top_bound, tl.maximum(best, found))
     return best
 
 

@@ -102,7 +102,7 @@ def _sample_from_logits_scan_kernel(
     scan_slice(
         row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, index, is_sampled, VOCAB_SIZE, IS_JOINT),
         Noise(tl.load(seeds_ptr + index), tl.load(positions_ptr + index), STREAM),
-        Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), index, index, tl.program_id(1), None,
+        Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), index, index, tl.program_id(1), None, False,
         VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK,
     )  # fmt: skip
 

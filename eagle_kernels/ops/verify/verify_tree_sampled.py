@@ -138,7 +138,6 @@ def _verify_tree_sampled_scan_kernel(
     VOCAB_SIZE: tl.constexpr,
     ALL_ROWS: tl.constexpr,
     HAS_DRAW: tl.constexpr,
-    IS_FOUND_TOLD: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
@@ -179,7 +178,7 @@ def _verify_tree_sampled_scan_kernel(
     if not ALL_ROWS:
         if part == 0:
             tl.store(path_ptr + place, current)
-            if not HAS_DRAW:  # of the next level: of the first one nothing could be told
+            if found_ptr is not None:  # of the next level; in the first one nobody prepared the place to tell
                 tl.store(found_ptr + place + batch_size, LOWEST_KEY)
     if current >= 0:
         node = request * NUM_NODES + current
@@ -195,7 +194,7 @@ def _verify_tree_sampled_scan_kernel(
             row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE, IS_JOINT),
             Noise(seed, tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM),
             Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, place if ALL_ROWS else request, part,
-            found_ptr + place if IS_FOUND_TOLD else None,
+            None if found_ptr is None else found_ptr + place, level > 0,
             VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK,
         )  # fmt: skip
 
@@ -251,7 +250,6 @@ def _verify_tree_sampled_draw_kernel(
     NUM_NODES: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
     ALL_ROWS: tl.constexpr,
-    IS_LAST: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
@@ -281,12 +279,13 @@ def _verify_tree_sampled_draw_kernel(
         place = tl.program_id(0).to(tl.int64)
     else:
         current = tl.load(path_ptr + place)
+    if not ALL_ROWS:
+        child = load_first_child(retrieve_next_token_ptr, request, current, NUM_NODES)
     token = tl.full([], -1, tl.int32)
     logprob = tl.full([], float("-inf"), tl.float32)
     raw_logprob = tl.full([], float("-inf"), tl.float32)
     if current >= 0:
         node = request * NUM_NODES + current
-        child = load_first_child(retrieve_next_token_ptr, request, current, NUM_NODES)
         processors = Processors(
             repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
             logit_bias_ptr, token_bitmask_ptr,
@@ -308,32 +307,31 @@ def _verify_tree_sampled_draw_kernel(
                 token, current, level, tokens, links, request, seeds_ptr, positions_ptr, simulated_rates_ptr,
                 SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
             )  # fmt: skip
-        if not IS_LAST:
-            tl.store(drawn_ptr + place, token)
-        if not (ALL_ROWS or IS_LAST):
-            current = step_down(
-                candidates_ptr, retrieve_index_ptr, retrieve_next_sibling_ptr, request, current, child, token, NUM_NODES
-            )
-    if not (ALL_ROWS or IS_LAST):
-        tl.store(path_ptr + place + batch_size, current)
+        tl.store(drawn_ptr + place, token)
     if HAS_LOGPROBS:
         column = request * (SPEC_STEPS + 1) + level
         tl.store(logprobs_ptr + column, logprob)
         tl.store(raw_logprobs_ptr + column, raw_logprob)
-    if IS_LAST:
-        depth = tl.arange(0, BLOCK_DEPTH)
-        is_above = depth < level
-        place = depth.to(tl.int64) * batch_size + request
-        path = tl.where(depth == level, current, tl.load(path_ptr + place, mask=is_above, other=-1))
-        drawn = tl.where(depth == level, token, tl.load(drawn_ptr + place, mask=is_above & (path >= 0), other=-1))
-        _store_outputs(
-            Output(
-                predicts_ptr, accept_index_ptr, accept_token_num_ptr, logprobs_ptr, raw_logprobs_ptr, new_seq_lens_ptr,
-                bonus_tokens_ptr, accept_lengths_ptr, tokens_ptr, hidden_rows_ptr, last_row_ptr,
-            ),
-            retrieve_index_ptr, seq_lens_ptr, is_live_ptr, request, path, drawn,
-            SPEC_STEPS, NUM_NODES, BLOCK_NODE, BLOCK_DEPTH,
-        )  # fmt: skip
+    if not ALL_ROWS:
+        if level < SPEC_STEPS:
+            below = step_down(
+                candidates_ptr, retrieve_index_ptr, retrieve_next_sibling_ptr, request, current, child, token, NUM_NODES
+            )
+            tl.store(path_ptr + place + batch_size, below)
+        else:
+            depth = tl.arange(0, BLOCK_DEPTH)
+            is_above = depth < level
+            place = depth.to(tl.int64) * batch_size + request
+            path = tl.where(depth == level, current, tl.load(path_ptr + place, mask=is_above, other=-1))
+            drawn = tl.where(depth == level, token, tl.load(drawn_ptr + place, mask=is_above & (path >= 0), other=-1))
+            _store_outputs(
+                Output(
+                    predicts_ptr, accept_index_ptr, accept_token_num_ptr, logprobs_ptr, raw_logprobs_ptr,
+                    new_seq_lens_ptr, bonus_tokens_ptr, accept_lengths_ptr, tokens_ptr, hidden_rows_ptr, last_row_ptr,
+                ),
+                retrieve_index_ptr, seq_lens_ptr, is_live_ptr, request, path, drawn,
+                SPEC_STEPS, NUM_NODES, BLOCK_NODE, BLOCK_DEPTH,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch_size"])
@@ -584,17 +582,9 @@ def verify_tree_sampled(
     }  # fmt: skip
     grid = (num_places, sampling.num_slices(values, target_logits))
     for level in range(num_levels):
-        is_found_told = level > 0 and not has_draw
-        launch(
-            "verify_tree_sampled", _verify_tree_sampled_scan_kernel, grid,
-            level=level, IS_FOUND_TOLD=is_found_told, **scan,
-        )  # fmt: skip
+        launch("verify_tree_sampled", _verify_tree_sampled_scan_kernel, grid, level=level, **scan)
         if has_draw:
-            is_last = level == spec_steps and not all_rows
-            launch(
-                "verify_tree_sampled", _verify_tree_sampled_draw_kernel, (num_places,),
-                level=level, IS_LAST=is_last, **draw,
-            )  # fmt: skip
+            launch("verify_tree_sampled", _verify_tree_sampled_draw_kernel, (num_places,), level=level, **draw)
     if all_rows or not has_draw:
         launch(
             "verify_tree_sampled",

@@ -469,6 +469,41 @@ def test_large_vocabulary(filters, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("filters", FILTERS)
+def test_more_elements_than_int32_counts(filters, device):
+    """B = 256, N = 64, V = 262,144: 2^32 logits. Some requests, the last among them, equal the reference, and all equal
+    what they are in batches of 64."""
+    batch_size, num_nodes, vocab_size = 256, 64, 262_144
+    values = make(batch_size, 8, 5, num_nodes, vocab_size=64, device=device, **FILTERS[filters])
+    # the logits that lead down the trees, spread over the vocabulary, above noise of their own
+    few = values["target_logits"].to(torch.bfloat16)
+    stride = vocab_size // 64
+    logits = torch.empty(batch_size * num_nodes, vocab_size, dtype=torch.bfloat16, device=device)
+    for rows in logits.split(1024):
+        rows.normal_(-2.0)
+    logits[:, 5::stride] = few + 6
+    values["target_logits"], values["candidates"] = logits, values["candidates"] * stride + 5
+    whole = eagle_kernels.raw.verify_tree_sampled(**values)
+    assert whole.accept_token_num.float().mean() > 1
+    per_request = {name: len(tensor) // batch_size for name, tensor in values.items() if torch.is_tensor(tensor)}
+
+    def part(first, last):
+        cut = {name: values[name][first * size : last * size] for name, size in per_request.items()}
+        return {**values, **cut, "retrieve_index": values["retrieve_index"][: last - first]}
+
+    for first in range(0, batch_size, 64):
+        alone = eagle_kernels.raw.verify_tree_sampled(**part(first, first + 64))
+        assert torch.equal(alone.accept_token_num, whole.accept_token_num[first : first + 64])
+        assert torch.equal(alone.predicts, whole.predicts[first * num_nodes : (first + 64) * num_nodes])
+    for request in (0, 127, 128, 255):
+        check_operation(PATH, part(request, request + 1), case=f"{filters} {request}")
+        assert torch.equal(
+            eagle_kernels.raw.verify_tree_sampled(**part(request, request + 1)).predicts,
+            whole.predicts[request * num_nodes : (request + 1) * num_nodes],
+        )
+
+
+@pytest.mark.gpu
 def test_graph_replay_with_dead_rows(device):
     values = make(8, 4, 3, 16, device=device)
     out = eagle_kernels.raw.verify_tree_sampled(**values)
