@@ -22,6 +22,7 @@ from eagle_kernels.primitives.random import (
     STREAM_RESIDUAL,
     STREAM_SIMULATE,
     STREAM_TARGET,
+    Noise,
     add_group_bound,
     add_grouped_gumbel,
     add_gumbel,
@@ -176,10 +177,10 @@ def _key_kernel(values_ptr, fine_ptr, ids_ptr, keys_ptr, largest_ptr, BLOCK: tl.
 @triton.jit
 def _price_kernel(logits_ptr, seeds_ptr, keys_ptr, scale, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
     """Draws from a slice of a row: all that a scan does for each of its tokens."""
-    key = random_block(tl.load(seeds_ptr), tl.load(seeds_ptr + 1), 0, 0)
+    noise = Noise(tl.load(seeds_ptr), tl.load(seeds_ptr + 1), 0)
     row = Row(logits_ptr, Processors(None, None, None, None, None, None, None), 0, 0, scale, None, 0, 0)
     scan_slice(
-        row, True, None, key, Scratch(keys_ptr, None, None, None), 0, 0, tl.program_id(0),
+        row, True, None, noise, Scratch(keys_ptr, None, None, None), 0, 0, tl.program_id(0), None, False,
         VOCAB_SIZE, False, False, False, 8, BLOCK_CHUNK,
     )  # fmt: skip
 

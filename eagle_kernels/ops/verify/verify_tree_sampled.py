@@ -321,9 +321,9 @@ def _verify_tree_sampled_draw_kernel(
         else:
             depth = tl.arange(0, BLOCK_DEPTH)
             is_above = depth < level
-            place = depth.to(tl.int64) * batch_size + request
-            path = tl.where(depth == level, current, tl.load(path_ptr + place, mask=is_above, other=-1))
-            drawn = tl.where(depth == level, token, tl.load(drawn_ptr + place, mask=is_above & (path >= 0), other=-1))
+            places = depth.to(tl.int64) * batch_size + request
+            path = tl.where(depth == level, current, tl.load(path_ptr + places, mask=is_above, other=-1))
+            drawn = tl.where(depth == level, token, tl.load(drawn_ptr + places, mask=is_above & (path >= 0), other=-1))
             _store_outputs(
                 Output(
                     predicts_ptr, accept_index_ptr, accept_token_num_ptr, logprobs_ptr, raw_logprobs_ptr,
