@@ -216,10 +216,10 @@ def make_noise(words, leads=None, logits=None, scales=None):
     size = min(size, triton.next_power_of_2(num_words))
     grid = (triton.cdiv(num_words, size),)
     _noise_kernel[grid](words.contiguous(), leads.to(torch.int8), logits, scales, *results, num_words, BLOCK=size)
-    return Noise(*results)
+    return MadeNoise(*results)
 
 
-class Noise(NamedTuple):
+class MadeNoise(NamedTuple):
     plain: torch.Tensor
     grouped: torch.Tensor
     bound: torch.Tensor

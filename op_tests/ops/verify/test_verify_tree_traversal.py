@@ -537,7 +537,7 @@ def test_bad_input_is_named(change, message):
 
 @pytest.mark.gpu
 def test_large_vocabulary(device):
-    values = make(16, 8, 5, 64, 32000, 8000, dtype=torch.bfloat16, device=device)
+    values = make(32, 8, 5, 64, 32000, 8000, dtype=torch.bfloat16, device=device)
     output, _ = check_operation(PATH, values, case="large")
     assert output.accept_token_num.sum() > 0
 
