@@ -21,7 +21,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.patch_once_a_launch()
 
 
+def is_compilation(item) -> bool:
+    return item.name.startswith("test_compiles_for_every_target[")
+
+
 def pytest_collection_modifyitems(items):
+    # Compiled beside all other tests, from the last on, where the long ones are; behind the others this process takes
+    # what is left, from the first on.
+    compilations = [item for item in items if is_compilation(item)]
+    items[:] = [item for item in items if not is_compilation(item)] + compilations
     if torch.cuda.is_available():
         return
     for item in items:
@@ -35,8 +43,8 @@ def pytest_collection_finish(session):
     """Ahead-of-time compilation takes minutes in child processes: it starts first, beside all other tests."""
     is_spread = "PYTEST_XDIST_WORKER" in os.environ or session.config.getoption("numprocesses", None)
     if not is_spread and not session.config.option.collectonly:
-        wanted = [item for item in session.items if item.name.startswith("test_compiles_for_every_target[")]
-        ahead_of_time.begin([item.callspec.params["path"] for item in wanted])
+        wanted = [item.callspec.params["path"] for item in session.items if is_compilation(item)]
+        ahead_of_time.begin(wanted[::-1])
 
 
 def pytest_unconfigure():

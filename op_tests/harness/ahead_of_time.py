@@ -43,7 +43,7 @@ _pool: list[ThreadPoolExecutor] = []
 
 
 def begin(paths: list[str]) -> None:
-    """Starts compiling these ops on half of the cores, beside whatever follows; `compile_for_all_targets` waits.
+    """Starts compiling these ops on half of the cores, beside whatever follows.
 
     Torch keeps to the other half, as conftest.py says.
     """
@@ -60,8 +60,13 @@ def end() -> None:
 
 
 def compile_for_all_targets(path: str) -> list[dict]:
-    """Compiles the op in a child process; one record per kernel, target and set of constants. Raises with its log."""
-    return _begun[path].result() if path in _begun else _run_child("compile", path)
+    """Compiles the op in a child process; one record per kernel, target and set of constants. Raises with its log.
+
+    Waits for one that was begun and is running; one that still stands in line is taken out of it.
+    """
+    if path in _begun and not _begun[path].cancel():
+        return _begun[path].result()
+    return _run_child("compile", path)
 
 
 def count_variants(path: str) -> dict[str, int]:
