@@ -100,8 +100,8 @@ def ahead_of_time_cases():
 
 
 def order_case():
-    """As the first case, with fewer rows: each is a few programs, and is drawn three times."""
-    return make(2, 8, 5, 24)
+    """Trees that are walked level by level, rows of three slices: each learns what others have found before it."""
+    return make(9, 63, 1, 64, vocab_size=9000)
 
 
 def size_sweep():
@@ -135,6 +135,23 @@ def test_both_ways_of_scanning_give_the_same(filters, device, monkeypatch):
         results.append(eagle_kernels.raw.verify_tree_sampled(**values))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results))
     assert results[0].accept_token_num.sum() > 0
+
+
+def test_slices_that_learn_of_each_other_draw_the_same(device, monkeypatch):
+    """Rows of two slices below the root: what one slice has found ends the other early, which changes no token.
+
+    Logits spread so widely that slices look at groups of tokens more than once, in rows that all are visited.
+    """
+    force(monkeypatch, "levels")
+    values = make(16, 1, 1, 2, vocab_size=8000, device=device)
+    values["target_logits"] = 3 * torch.randn(32, 8000, device=device)
+    values["temperature"][:] = 1.0
+    seeds, temperature = values["seeds"].repeat_interleave(2), values["temperature"].repeat_interleave(2)
+    tokens = eagle_kernels.raw.sample_from_logits(values["target_logits"], values["positions"] + 1, seeds, temperature)
+    values["candidates"][:, 1] = tokens.view(16, 2)[:, 0]
+    output = eagle_kernels.raw.verify_tree_sampled(**values)
+    assert (output.accept_token_num == 1).all()
+    assert torch.equal(output.predicts, tokens.int())
 
 
 @pytest.mark.parametrize("filters", FILTERS)
