@@ -60,6 +60,11 @@ def ahead_of_time_cases():
         yield f"S=0 N=1 {source}", make(2, 1, 1, 1, source=source, vocab_size=2) | {"spec_steps": 0}
 
 
+def order_case():
+    """From logits, rows of two slices."""
+    return make(2, 4, 3, 8, source=torch.float32, vocab_size=9000)
+
+
 def with_policy(values: dict, policy: str) -> dict:
     """For launches that are recorded only."""
     coins = {}
