@@ -1,7 +1,8 @@
 """Top-k, top-p and min-p on one long row of scaled logits, exactly and without sorting it.
 
 The row is read once by many programs (`scan_filtered`): of every group of LANES tokens they keep the maximum, of every
-chunk of LANES groups the maximum and the sum of exponentials relative to it. One program then draws (`draw_filtered`):
+chunk of LANES groups the maximum and, where top-p is a share of all tokens, the sum of exponentials relative to it. One
+program then draws (`draw_filtered`):
 
 * the WANTED-th largest maximum lies at or below the WANTED-th largest logit, so the tokens above it, a few more than
   WANTED, are among the groups that reach it. They are gathered, and each is compared with each: how many lie above it,
@@ -105,7 +106,7 @@ def scan_filtered(
     token = chunk[:, None, None] * CHUNK + offset[None, :, :]
     is_token = token < VOCAB_SIZE
     logit = load_processed(row, token, is_token, VOCAB_SIZE, HAS_PENALTIES)
-    # scaling keeps the order, so of a group only the maximum is scaled
+    # scaling keeps the order (but for +inf at an infinite temperature), so of a group only the maximum is scaled
     group_max = tl.max(tl.reshape(logit, [BLOCK_CHUNK, CHUNK // WIDTH, VECTOR, LANES]), axis=3)
     group_max = scaled(row, group_max)
     chunk_max = tl.max(tl.max(group_max, axis=1), axis=1)
@@ -159,8 +160,8 @@ def draw_filtered(
     """The token int32 drawn from what the filters keep of a row, and with HAS_LOGPROBS the log of the kept sum of
     exponentials. A row of nothing but -inf gives token 0.
 
-    What bounds this is the exchange between warps, of which every step waits for the one before. So all tiles are
-    [LANES, _]: a warp holds whole columns, one lane one value, which it counts and ranks without the others.
+    What bounds this is the exchange between warps, of which every step waits for the one before. So tiles of what is
+    gathered are [LANES, _]: a warp holds whole columns, one lane one value, which it counts without the others.
     """
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
     BLOCK_CHUNK: tl.constexpr = max(triton.next_power_of_2(NUM_CHUNKS), LANES)

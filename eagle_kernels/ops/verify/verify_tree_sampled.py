@@ -70,7 +70,17 @@ from ...primitives.logits import Processors, Row, read_temperature
 from ...primitives.ordering import LOWEST_KEY
 from ...primitives.random import STREAM_TARGET, Noise
 from ...primitives.sampling import Scratch, draw_token, row_winner, scan_slice
-from ...primitives.tree_walk import check_tree, follow, is_own, load_first_child, load_nodes, step_down, store_path
+from ...primitives.tree_walk import (
+    check_tree,
+    follow,
+    is_own,
+    load_first_child,
+    load_nodes,
+    output_arguments,
+    step_down,
+    store_path,
+    tree_arguments,
+)
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -279,7 +289,6 @@ def _verify_tree_sampled_draw_kernel(
         place = tl.program_id(0).to(tl.int64)
     else:
         current = tl.load(path_ptr + place)
-    if not ALL_ROWS:
         child = load_first_child(retrieve_next_token_ptr, request, current, NUM_NODES)
     token = tl.full([], -1, tl.int32)
     logprob = tl.full([], float("-inf"), tl.float32)
@@ -371,8 +380,6 @@ def _verify_tree_sampled_path_kernel(
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     depth = tl.arange(0, BLOCK_DEPTH)
-    in_row = depth <= SPEC_STEPS
-    place = depth.to(tl.int64) * batch_size + request
     if ALL_ROWS:
         node = tl.arange(0, BLOCK_NODE)
         first_row = request * NUM_NODES
@@ -383,14 +390,11 @@ def _verify_tree_sampled_path_kernel(
         predicted = tl.load(drawn_ptr + first_row + node, mask=node < NUM_NODES, other=-1)
         depth_of = follow(retrieved, tokens, links, predicted, request, SPEC_STEPS, NUM_NODES, BLOCK_NODE)
         path = tl.max(tl.where(depth_of[None, :] == depth[:, None], node[None, :], -1), axis=1)
-        place = first_row + path
+        drawn = tl.load(drawn_ptr + first_row + path, mask=path >= 0, other=-1)
     else:
-        path = tl.load(path_ptr + place, mask=in_row, other=-1)
-    is_visited = path >= 0
-    if ALL_ROWS:
-        drawn = tl.load(drawn_ptr + place, mask=is_visited, other=-1)
-    else:
-        drawn = row_winner(keys_ptr, place, VOCAB_SIZE, BLOCK_CHUNK, is_visited)
+        place = depth.to(tl.int64) * batch_size + request
+        path = tl.load(path_ptr + place, mask=depth <= SPEC_STEPS, other=-1)
+        drawn = row_winner(keys_ptr, place, VOCAB_SIZE, BLOCK_CHUNK, path >= 0)
     _store_outputs(
         Output(
             predicts_ptr, accept_index_ptr, accept_token_num_ptr, None, None, new_seq_lens_ptr,
@@ -531,27 +535,18 @@ def verify_tree_sampled(
     scratch["path_ptr"] = torch.empty((num_levels, num_places), dtype=torch.int32, device=device)
     scratch["drawn_ptr"] = torch.empty((num_levels, num_places), dtype=torch.int32, device=device)
     constants = sampling.constants(values, target_logits)
-    tree = {
-        "candidates_ptr": candidates,
-        "retrieve_index_ptr": retrieve_index,
-        "retrieve_next_token_ptr": retrieve_next_token,
-        "retrieve_next_sibling_ptr": retrieve_next_sibling,
-    }
-    walk = {
+    tree = tree_arguments(values)
+    block_node = tree.pop("BLOCK_NODE")  # the scan reads no tree as a whole
+    walk = output_arguments(out) | {
         "seq_lens_ptr": seq_lens,
         "is_live_ptr": is_live,
-        "predicts_ptr": out.predicts,
-        "accept_index_ptr": out.accept_index,
-        "accept_token_num_ptr": out.accept_token_num,
         "new_seq_lens_ptr": out.new_seq_lens,
         "bonus_tokens_ptr": out.bonus_tokens,
         "accept_lengths_ptr": out.accept_lengths,
         "tokens_ptr": out.tokens,
         "hidden_rows_ptr": out.hidden_rows,
         "last_row_ptr": out.last_row,
-        "SPEC_STEPS": spec_steps,
-        "BLOCK_NODE": triton.next_power_of_2(num_nodes),
-        "BLOCK_DEPTH": triton.next_power_of_2(spec_steps + 1),
+        "BLOCK_NODE": block_node,
     }
     shared = tree | scratch | constants | logits.pointers(values) | {
         "target_logits_ptr": target_logits,
@@ -563,7 +558,6 @@ def verify_tree_sampled(
         "min_p_ptr": min_p,
         "stride_logits_row": target_logits.stride(0),
         "batch_size": batch_size,
-        "NUM_NODES": num_nodes,
         "ALL_ROWS": all_rows,
         "STREAM": STREAM_TARGET,
     }  # fmt: skip
@@ -596,7 +590,6 @@ def verify_tree_sampled(
             drawn_ptr=scratch["drawn_ptr"],
             keys_ptr=scratch["keys_ptr"],
             batch_size=batch_size,
-            NUM_NODES=num_nodes,
             VOCAB_SIZE=constants["VOCAB_SIZE"],
             ALL_ROWS=all_rows,
             BLOCK_CHUNK=constants["BLOCK_CHUNK"],
