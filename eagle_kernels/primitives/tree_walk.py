@@ -126,40 +126,42 @@ def find_child(tokens, links, node, token, BLOCK_NODE: tl.constexpr):
 
 
 @triton.jit
-def load_first_child(retrieve_next_token_ptr, request, node, NUM_NODES: tl.constexpr):
-    """The link int32 to the first child of `node`, -1 for node -1: where `step_down` begins."""
-    return tl.load(retrieve_next_token_ptr + request * NUM_NODES + node, mask=node >= 0, other=-1).to(tl.int32)
+def load_children(
+    candidates_ptr,
+    retrieve_index_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
+    request,
+    parent,
+    NUM_NODES: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+):
+    """The tokens int32 [node] of the children of `parent`, -1 for all other nodes; parent -1 has none.
+
+    Follows the links in memory, each read waiting for the one before: for a program that has the time.
+    """
+    first = request * NUM_NODES
+    node = tl.arange(0, BLOCK_NODE)
+    tokens = tl.full([BLOCK_NODE], -1, tl.int32)
+    above = parent.to(tl.int64)
+    child = tl.load(retrieve_next_token_ptr + first + parent, mask=parent >= 0, other=-1).to(tl.int64)
+    while (child > above) & (child < NUM_NODES):
+        candidate = tl.load(candidates_ptr + first + child)
+        sibling = tl.load(retrieve_next_sibling_ptr + first + child).to(tl.int64)
+        is_sound = is_own(tl.load(retrieve_index_ptr + first + child).to(tl.int64), request, NUM_NODES)
+        tokens = tl.where((node == child) & is_sound, token_ids(candidate), tokens)
+        above = child
+        child = tl.where(is_sound, sibling, -1)
+    return tokens
 
 
 @triton.jit
-def step_down(
-    candidates_ptr,
-    retrieve_index_ptr,
-    retrieve_next_sibling_ptr,
-    request,
-    node,
-    child,
-    token,
-    NUM_NODES: tl.constexpr,
-):
-    """The first child of `node` that carries `token` (int32), -1 if none does or node is -1; links are read on the way.
-
-    child: `load_first_child`, which can be read before the token is known.
-    As find_child on what load_nodes loads, for programs that need little else of the tree.
-    """
-    first = request * NUM_NODES
-    above = node
-    match = tl.full([], -1, tl.int32)
-    while (child > above) & (child < NUM_NODES) & (above >= 0):
-        candidate = tl.load(candidates_ptr + first + child).to(tl.int64)
-        sibling = tl.load(retrieve_next_sibling_ptr + first + child).to(tl.int64)
-        is_sound = is_own(tl.load(retrieve_index_ptr + first + child).to(tl.int64), request, NUM_NODES)
-        is_match = is_sound & (candidate == token) & (token >= 0)
-        match = tl.where(is_match, child, match)
-        above = child
-        is_link = is_sound & (sibling > child) & (sibling < NUM_NODES)
-        child = tl.where(is_link & (match < 0), sibling, -1).to(tl.int32)
-    return match
+def match_child(children, token):
+    """The first of the children, as load_children gives them, that carries `token` int32; -1 if none does."""
+    LAST: tl.constexpr = children.shape[0]
+    node = tl.arange(0, LAST)
+    match = tl.min(tl.where((children == token) & (token >= 0), node, LAST))
+    return tl.where(match < LAST, match, -1)
 
 
 @triton.jit

@@ -65,7 +65,7 @@ import torch
 from ...primitives import logits, sampling
 from ...primitives.accept_policy import check_policy, plant
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.filters import load_filters
+from ...primitives.filters import CHUNK, load_filters
 from ...primitives.logits import Processors, Row, read_temperature
 from ...primitives.ordering import LOWEST_KEY
 from ...primitives.random import STREAM_TARGET, Noise
@@ -74,10 +74,10 @@ from ...primitives.tree_walk import (
     check_tree,
     follow,
     is_own,
-    load_first_child,
+    load_children,
     load_nodes,
+    match_child,
     output_arguments,
-    step_down,
     store_path,
     tree_arguments,
 )
@@ -134,6 +134,7 @@ def _verify_tree_sampled_scan_kernel(
     token_bitmask_ptr,
     # scratch
     path_ptr,
+    children_ptr,
     drawn_ptr,
     keys_ptr,
     found_ptr,
@@ -155,21 +156,24 @@ def _verify_tree_sampled_scan_kernel(
     ALIGNMENT: tl.constexpr,
     STREAM: tl.constexpr,
     VECTOR: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Scans a slice of the row of one walk's node of this level, path [level, B] (-1: ended); or of any row.
 
-    Where no launch of its own draws the tokens, all programs of a request first take the step to the node.
+    Where no launch of its own draws the tokens, all programs of a request first take the step to the node. Meanwhile
+    one more program lists the node's children, children [level, B, N], so that the next step waits for memory once.
     """
     await_predecessor(ENABLE_PDL)
     request = (tl.program_id(0) // NUM_NODES if ALL_ROWS else tl.program_id(0)).to(tl.int64)
     part = tl.program_id(1)
+    NUM_SLICES: tl.constexpr = (VOCAB_SIZE + BLOCK_CHUNK * CHUNK - 1) // (BLOCK_CHUNK * CHUNK)
+    nodes = tl.arange(0, BLOCK_NODE)
     # read before the walk tells whether they are needed: it waits for memory once less
     temperature = tl.load(temperature_ptr + request)
     seed = tl.load(seeds_ptr + request)
     place = level * batch_size.to(tl.int64) + request
-    above = place - batch_size
     if ALL_ROWS:
         current = (tl.program_id(0) % NUM_NODES).to(tl.int32)
         place = tl.program_id(0).to(tl.int64)
@@ -179,18 +183,21 @@ def _verify_tree_sampled_scan_kernel(
     elif HAS_DRAW:
         current = tl.load(path_ptr + place)
     else:
-        parent = tl.load(path_ptr + above)
-        child = load_first_child(retrieve_next_token_ptr, request, parent, NUM_NODES)
-        current = step_down(
-            candidates_ptr, retrieve_index_ptr, retrieve_next_sibling_ptr, request, parent, child,
-            row_winner(keys_ptr, above, VOCAB_SIZE, BLOCK_CHUNK), NUM_NODES,
-        )  # fmt: skip
+        above = place - batch_size
+        children = tl.load(children_ptr + above * NUM_NODES + nodes, mask=nodes < NUM_NODES, other=-1)
+        current = match_child(children, row_winner(keys_ptr, above, VOCAB_SIZE, BLOCK_CHUNK))
     if not ALL_ROWS:
-        if part == 0:
+        if part == NUM_SLICES:
+            children = load_children(
+                candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+                request, current, NUM_NODES, BLOCK_NODE,
+            )  # fmt: skip
+            tl.store(children_ptr + place * NUM_NODES + nodes, children, mask=nodes < NUM_NODES)
+        elif part == 0:
             tl.store(path_ptr + place, current)
             if found_ptr is not None:  # of the next level; in the first one nobody prepared the place to tell
                 tl.store(found_ptr + place + batch_size, LOWEST_KEY)
-    if current >= 0:
+    if (current >= 0) & (part < NUM_SLICES):
         node = request * NUM_NODES + current
         processors = Processors(
             repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
@@ -235,6 +242,7 @@ def _verify_tree_sampled_draw_kernel(
     is_live_ptr,
     # scratch
     path_ptr,
+    children_ptr,
     drawn_ptr,
     keys_ptr,
     summary_ptr,
@@ -289,7 +297,8 @@ def _verify_tree_sampled_draw_kernel(
         place = tl.program_id(0).to(tl.int64)
     else:
         current = tl.load(path_ptr + place)
-        child = load_first_child(retrieve_next_token_ptr, request, current, NUM_NODES)
+        nodes = tl.arange(0, BLOCK_NODE)
+        children = tl.load(children_ptr + place * NUM_NODES + nodes, mask=nodes < NUM_NODES, other=-1)
     token = tl.full([], -1, tl.int32)
     logprob = tl.full([], float("-inf"), tl.float32)
     raw_logprob = tl.full([], float("-inf"), tl.float32)
@@ -323,10 +332,7 @@ def _verify_tree_sampled_draw_kernel(
         tl.store(raw_logprobs_ptr + column, raw_logprob)
     if not ALL_ROWS:
         if level < SPEC_STEPS:
-            below = step_down(
-                candidates_ptr, retrieve_index_ptr, retrieve_next_sibling_ptr, request, current, child, token, NUM_NODES
-            )
-            tl.store(path_ptr + place + batch_size, below)
+            tl.store(path_ptr + place + batch_size, match_child(children, token))
         else:
             depth = tl.arange(0, BLOCK_DEPTH)
             is_above = depth < level
@@ -533,10 +539,11 @@ def verify_tree_sampled(
     num_levels, num_places = (1, batch_size * num_nodes) if all_rows else (spec_steps + 1, batch_size)
     scratch = sampling.allocate_scratch(values, target_logits, num_places, num_levels)
     scratch["path_ptr"] = torch.empty((num_levels, num_places), dtype=torch.int32, device=device)
+    num_children = 0 if all_rows else num_nodes
+    scratch["children_ptr"] = torch.empty((num_levels, num_places, num_children), dtype=torch.int32, device=device)
     scratch["drawn_ptr"] = torch.empty((num_levels, num_places), dtype=torch.int32, device=device)
     constants = sampling.constants(values, target_logits)
     tree = tree_arguments(values)
-    block_node = tree.pop("BLOCK_NODE")  # the scan reads no tree as a whole
     walk = output_arguments(out) | {
         "seq_lens_ptr": seq_lens,
         "is_live_ptr": is_live,
@@ -546,7 +553,6 @@ def verify_tree_sampled(
         "tokens_ptr": out.tokens,
         "hidden_rows_ptr": out.hidden_rows,
         "last_row_ptr": out.last_row,
-        "BLOCK_NODE": block_node,
     }
     shared = tree | scratch | constants | logits.pointers(values) | {
         "target_logits_ptr": target_logits,
@@ -574,7 +580,8 @@ def verify_tree_sampled(
         "ACCEPT_POLICY": accept_policy,
         **tuning.row(DRAW_TUNING, device),
     }  # fmt: skip
-    grid = (num_places, sampling.num_slices(values, target_logits))
+    # level by level one more program lists the children
+    grid = (num_places, sampling.num_slices(values, target_logits) + (not all_rows))
     for level in range(num_levels):
         launch("verify_tree_sampled", _verify_tree_sampled_scan_kernel, grid, level=level, **scan)
         if has_draw:
