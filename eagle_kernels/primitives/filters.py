@@ -171,11 +171,16 @@ def draw_filtered(
     group_rank = tl.load(summary.group_rank + group, mask=group < NUM_CHUNKS * LANES, other=_NEVER)
     has_top_k = filters.top_k > 0
     wanted = tl.where(has_top_k, filters.top_k, DEFAULT_WANTED)
-    edge, largest = _chunk_edge(summary, wanted, NUM_CHUNKS, BLOCK_CHUNK)
-    low, high = tl.maximum(ordered_bits(edge), _NEVER + 1), ordered_bits(largest)
+    num_maxima, smallest, largest, total = _chunk_maxima(summary, NUM_CHUNKS, BLOCK_CHUNK)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
 
-    # a value that at least `wanted` tokens reach, and few groups
+    # a value that at least `wanted` tokens reach, and few groups: every chunk reaches the smallest maximum, with too
+    # many groups; about half of them reach the mean of all but the largest, with about as many groups as are wanted
+    low, high = tl.where(wanted <= num_maxima, ordered_bits(smallest), _NEVER + 1), ordered_bits(largest)
+    mean = (total - largest) / tl.maximum(num_maxima - 1, 1)
+    probe = tl.minimum(tl.maximum(ordered_bits(mean), low), high)
+    is_reached = tl.sum(tl.sum((group_rank >= probe).to(tl.int32), axis=0)) >= wanted
+    low, high = tl.where(is_reached, probe, low), tl.where(is_reached, high, probe)
     low, num_groups, slot = _raise_edge(group_rank, low, high, wanted, MAX_GROUPS)
     is_enough = (wanted <= MAX_TOP_K) & (num_groups <= MAX_GROUPS) & (largest > float("-inf"))
     num_tokens = tl.zeros([], tl.int32)
@@ -213,18 +218,19 @@ def draw_filtered(
 
 
 @triton.jit
-def _chunk_edge(summary, wanted, NUM_CHUNKS: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
-    """The `wanted`-th largest chunk maximum, which as many tokens reach (-inf: fewer chunks), and the largest one."""
+def _chunk_maxima(summary, NUM_CHUNKS: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
+    """How many chunk maxima are above -inf, the smallest and the largest of them (-inf: there is none), their sum."""
     chunk = tl.arange(0, BLOCK_CHUNK)
     chunk_max = tl.load(summary.chunk_max + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))
-    num_above, _ = _above(summary.chunk_max, NUM_CHUNKS, 0.0, BLOCK_CHUNK)
-    edge = tl.where(num_above < wanted, chunk_max, float("inf"))
-    return tl.reduce((edge, chunk_max), 0, _smallest_and_largest)
+    is_one = chunk_max > float("-inf")
+    smallest, total = tl.where(is_one, chunk_max, float("inf")), tl.where(is_one, chunk_max, 0.0)
+    return tl.reduce((is_one.to(tl.int32), smallest, chunk_max, total), 0, _merge_maxima)
 
 
 @triton.jit
-def _smallest_and_largest(small, large, other_small, other_large):
-    return tl.minimum(small, other_small), tl.maximum(large, other_large)
+def _merge_maxima(number, smallest, largest, total, other_number, other_smallest, other_largest, other_total):
+    smallest, largest = tl.minimum(smallest, other_smallest), tl.maximum(largest, other_largest)
+    return number + other_number, smallest, largest, total + other_total
 
 
 @triton.jit
