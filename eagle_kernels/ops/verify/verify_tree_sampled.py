@@ -43,9 +43,9 @@ Grid
     Every row that is read is cut into slices, (rows, slices), one program scans each; (rows,), one program draws a
     token each; (B,), one program writes a request's outputs.
     level by level          scanned and drawn are the rows of the nodes that the walks have reached: nothing is read or
-                            normalised off the paths, and a walk that has ended costs no bytes. Without filters the
-                            programs of the next scan draw, and step the walk themselves; with them the last draw
-                            writes the outputs.
+                            normalised off the paths, and a walk that has ended costs no bytes. One more program per
+                            row lists the node's children meanwhile. Without filters the programs of the next scan draw,
+                            and step the walk themselves; with them the last draw writes the outputs.
     all rows, then walk     all at once, where this takes less time: few rows, which leave most of the GPU idle. Shapes
                             alone decide (`draws_all_rows`), and both give the same bits. Penalties, log-probabilities
                             and policies go level by level, as they need the path.
@@ -53,7 +53,8 @@ Launches
     S + 2; 2 S + 2 with filters, penalties, log-probabilities or a policy; 3 for all rows
 Traffic
     V * element size per visited node (at most S + 1 of N; all rows: N), and what filters gather. Extra memory: level by
-    level V / 7 bytes per request with filters, else 8 bytes per slice and visited node; all rows: of all rows.
+    level V / 7 bytes per request with filters, else 8 bytes per slice and visited node, 4 N bytes per request and level
+    for the children; all rows: of all rows.
 """
 
 from __future__ import annotations
@@ -580,8 +581,8 @@ def verify_tree_sampled(
         "ACCEPT_POLICY": accept_policy,
         **tuning.row(DRAW_TUNING, device),
     }  # fmt: skip
-    # level by level one more program lists the children
-    grid = (num_places, sampling.num_slices(values, target_logits) + (not all_rows))
+    num_listers = 0 if all_rows else 1
+    grid = (num_places, sampling.num_slices(values, target_logits) + num_listers)
     for level in range(num_levels):
         launch("verify_tree_sampled", _verify_tree_sampled_scan_kernel, grid, level=level, **scan)
         if has_draw:
