@@ -4,9 +4,9 @@ The row is read once by many programs (`scan_filtered`): of every group of LANES
 chunk of LANES groups the maximum and, where top-p is a share of all tokens, the sum of exponentials relative to it. One
 program then draws (`draw_filtered`):
 
-* the WANTED-th largest maximum lies at or below the WANTED-th largest logit, so the tokens above it, a few more than
-  WANTED, are among the groups that reach it. They are gathered, and each is compared with each: how many lie above it,
-  and how much probability. That is all that the filters ask;
+* a value that WANTED groups reach lies at or below the WANTED-th largest logit, so the tokens that the filters ask for
+  are among those that reach it. By the chunks' maxima such a value is found that few more groups reach. Their tokens
+  are gathered, and each is compared with each: how many lie above it, and how much probability;
 * if they are not enough to tell (a nucleus of thousands of tokens, k above MAX_TOP_K, hundreds of equal logits), the
   edge is searched for in the whole row, three bits of the float at a time.
 

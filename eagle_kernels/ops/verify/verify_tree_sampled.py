@@ -66,7 +66,7 @@ import torch
 from ...primitives import logits, sampling
 from ...primitives.accept_policy import check_policy, plant
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.filters import CHUNK, load_filters
+from ...primitives.filters import load_filters
 from ...primitives.logits import Processors, Row, read_temperature
 from ...primitives.ordering import LOWEST_KEY
 from ...primitives.random import STREAM_TARGET, Noise
@@ -169,7 +169,7 @@ def _verify_tree_sampled_scan_kernel(
     await_predecessor(ENABLE_PDL)
     request = (tl.program_id(0) // NUM_NODES if ALL_ROWS else tl.program_id(0)).to(tl.int64)
     part = tl.program_id(1)
-    NUM_SLICES: tl.constexpr = (VOCAB_SIZE + BLOCK_CHUNK * CHUNK - 1) // (BLOCK_CHUNK * CHUNK)
+    is_lister = (part == tl.num_programs(1) - 1) & (not ALL_ROWS)
     nodes = tl.arange(0, BLOCK_NODE)
     # read before the walk tells whether they are needed: it waits for memory once less
     temperature = tl.load(temperature_ptr + request)
@@ -188,7 +188,7 @@ def _verify_tree_sampled_scan_kernel(
         children = tl.load(children_ptr + above * NUM_NODES + nodes, mask=nodes < NUM_NODES, other=-1)
         current = match_child(children, row_winner(keys_ptr, above, VOCAB_SIZE, BLOCK_CHUNK))
     if not ALL_ROWS:
-        if part == NUM_SLICES:
+        if is_lister:
             children = load_children(
                 candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
                 request, current, NUM_NODES, BLOCK_NODE,
@@ -198,7 +198,7 @@ def _verify_tree_sampled_scan_kernel(
             tl.store(path_ptr + place, current)
             if found_ptr is not None:  # of the next level; in the first one nobody prepared the place to tell
                 tl.store(found_ptr + place + batch_size, LOWEST_KEY)
-    if (current >= 0) & (part < NUM_SLICES):
+    if (current >= 0) & (not is_lister):
         node = request * NUM_NODES + current
         processors = Processors(
             repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
