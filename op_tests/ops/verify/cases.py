@@ -54,4 +54,5 @@ MALFORMED = {
     "out-of-vocabulary tokens": lambda links: links["candidates"].fill_(2**30),
     "dead rows": lambda links: [links[key].fill_(-1) for key in links],
     "rows of another request": lambda links: links["retrieve_index"].copy_(links["retrieve_index"].flip(0)),
+    "children of another request": lambda links: links["retrieve_index"][:, 1:].add_(links["candidates"].numel()),
 }
