@@ -160,6 +160,13 @@ def open_summary(scratch, place, VOCAB_SIZE: tl.constexpr):
 
 
 @triton.jit
+def skip_slice(keys_ptr, key_place, part, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
+    """The key of slice `part` of a row that is not read, for those who read the keys before they know."""
+    NUM_SLICES: tl.constexpr = (VOCAB_SIZE + BLOCK_CHUNK * CHUNK - 1) // (BLOCK_CHUNK * CHUNK)
+    tl.store(keys_ptr + key_place * NUM_SLICES + part, LOWEST_KEY)
+
+
+@triton.jit
 def row_winner(keys_ptr, key_place, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.constexpr, mask=None):
     """The ids int32 of the largest slice keys of rows: key_place is a scalar, or [n] with a mask [n]."""
     NUM_SLICES: tl.constexpr = (VOCAB_SIZE + BLOCK_CHUNK * CHUNK - 1) // (BLOCK_CHUNK * CHUNK)
