@@ -54,7 +54,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
     parameters = [p for p in signature.parameters.values() if p.name != "out"]
     names = [p.name for p in parameters]
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-    reference_takes_out = "out" in inspect.signature(reference).parameters
+    reference_names = inspect.signature(reference).parameters
 
     def bind(args, kwargs) -> dict:
         return {**defaults, **dict(zip(names, args)), **kwargs}
@@ -64,8 +64,10 @@ def operator(module: ModuleType, reference_module: ModuleType):
         if backend(device) == "triton":
             return launcher(**values) if mutates else launcher(**values, out=out)
         contract = module.contract({**values, "out": out})
+        # what only a launcher has to be told, as whether bits may depend on the batch, a reference does not know
+        values = {name: value for name, value in values.items() if name in reference_names}
         with torch.no_grad():
-            result = reference(**values, out=out) if reference_takes_out else reference(**values)
+            result = reference(**values, out=out) if "out" in reference_names else reference(**values)
             if out is None or mutates:
                 return result
             out = check.allocate(name, contract, out)

@@ -32,6 +32,12 @@ def has_dependent_launch(device: torch.device) -> bool:
     return _PDL_IS_WANTED and name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
 
 
+def has_float8(device: torch.device) -> bool:
+    """Whether kernels can read float8_e4m3fn (gfx942 has another e4m3, without a negative zero)."""
+    name = architecture(device)
+    return name not in ("gfx942",) and not (name.startswith("sm_") and int(name.removeprefix("sm_")) < 89)
+
+
 @functools.cache
 def _gpu_architecture(index: int) -> str:
     properties = torch.cuda.get_device_properties(index)

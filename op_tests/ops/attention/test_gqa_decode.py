@@ -45,7 +45,7 @@ def make(head_dim, group_size, num_kv_heads, page_size, dtype, lengths, *, devic
 def check(values, case=""):
     """Kernel within twice the reference's own error against float64."""
     actual, baseline = check_operation("attention.gqa_decode", values, case=case, skip=("output", "lse"))
-    expected = reference(**in_float64(values))
+    expected = reference(**in_float64({name: value for name, value in values.items() if name != "deterministic"}))
     assert_close("gqa_decode", case, "output", actual.output, expected.output, baseline.output)
     assert_close("gqa_decode", case, "lse", actual.lse, expected.lse, baseline.lse)
     return actual
@@ -73,6 +73,71 @@ def test_matches_reference(shape, device):
 def test_splits(device):
     """Long enough for several splits, with requests that fill none, one, or all of them."""
     check(make(64, 2, 1, 16, torch.float32, [700, 0, 1, 128], device=device), "splits")
+
+
+@pytest.mark.parametrize("window", [1, 16, 17, 100, 700, 2000])
+def test_window(window, device):
+    """Slots before the window may hold anything, and their pages may be gone."""
+    values = make(32, 2, 1, 16, torch.float32, [700, 0, 1, 130, 64], device=device)
+    for request, length in enumerate(values["seq_lens"].tolist()):
+        values["block_table"][request, : max(length - window, 0) // 16] = -1
+    check(values | {"window": window}, f"window {window}")
+
+
+@pytest.mark.parametrize("soft_cap", [5.0, 50.0])
+def test_soft_cap(soft_cap, device):
+    values = make(64, 4, 2, 16, torch.float32, [300, 7], device=device)
+    values["query"] *= 20
+    check(values | {"soft_cap": soft_cap}, f"soft cap {soft_cap}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_sinks(dtype, device):
+    """A request without keys has the sink's lse and output 0."""
+    values = make(32, 3, 2, 16, dtype, [400, 5, 0], device=device)
+    values["sinks"] = torch.linspace(-2, 8, 6, device=device).to(dtype)
+    result = check(values, "sinks")
+    assert (result.output[2] == 0).all()
+    assert_close("gqa_decode", "no keys", "lse", result.lse[2], values["sinks"].float())
+
+
+@pytest.mark.parametrize("num_scales", [1, 2])
+def test_float8_cache(num_scales, device):
+    values = make(64, 4, 2, 16, torch.float16, [300, 17], device=device)
+    for name in ("k_cache", "v_cache"):
+        values[name] = values[name].nan_to_num().to(torch.float8_e4m3fn)
+    values["k_scale"] = torch.tensor([0.5, 1.75][:num_scales], device=device)
+    values["v_scale"] = torch.tensor([1.25, 0.25][:num_scales], device=device)
+    check(values, f"float8, {num_scales} scales")
+
+
+def test_all_at_once(device):
+    values = make(80, 5, 2, 32, torch.float16, [333, 40, 0], form="csr", device=device)
+    values |= {"window": 200, "soft_cap": 20.0, "sm_scale": 0.2, "sinks": torch.randn(10, device=device).half()}
+    check(values, "all at once")
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 9])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_deterministic_bits_do_not_depend_on_the_batch(batch_size, form, device):
+    """Neighbours of any length, a wider page table and a place of its own: the same bits."""
+    extra = {"sinks": torch.randn(4, device=device), "deterministic": True}
+    alone = make(32, 2, 2, 16, torch.float16, [300], device=device)
+    expected = eagle_kernels.raw.gqa_decode(**alone, **extra)
+    lengths = [900, 0, 7, 128, 64, 300, 511, 1][: batch_size - 1]
+    many = make(32, 2, 2, 16, torch.float16, [*lengths, 300], form=form, device=device)
+    many["query"][-1] = alone["query"][0]
+    pages = alone["block_table"][0].long()
+    if form == "block_table":
+        own = many["block_table"][-1, : len(pages)].long()
+    else:
+        own = many["kv_indices"][many["kv_indptr"][-2] : many["kv_indptr"][-1]].long()
+    for name in ("k_cache", "v_cache"):
+        many[name][own] = alone[name][pages]
+    result = eagle_kernels.raw.gqa_decode(**many, **extra)
+    assert_equal("gqa_decode", "in a batch", "output", result.output[-1], expected.output[0])
+    assert_equal("gqa_decode", "in a batch", "lse", result.lse[-1], expected.lse[0])
+    check(many | extra, "deterministic")
 
 
 def test_both_page_tables_agree(device):
@@ -141,8 +206,10 @@ def test_nan_stays_in_its_request(device):
 
 def test_launches_and_nothing_else(device):
     for form in ("block_table", "csr"):
-        values = make(64, 4, 1, 16, torch.float16, [40, 33], form=form, device=device)
+        values = make(64, 4, 1, 16, torch.float16, [400, 33], form=form, device=device)
         assert_only_launches("attention.gqa_decode", values)
+    short = make(64, 4, 1, 16, torch.float16, [40, 33], device=device)
+    assert_only_launches("attention.gqa_decode", short, launches=1)
 
 
 @pytest.mark.parametrize("form", ["block_table", "csr"])

@@ -70,7 +70,7 @@ def make(num_query, num_keys, head_dim, group_size, num_kv_heads, page_size, dty
 def check(values, case=""):
     """Kernel within twice the reference's own error against float64."""
     actual, baseline = check_operation("attention.tree_attention", values, case=case, skip=("output", "lse"))
-    expected = reference(**in_float64(values))
+    expected = reference(**in_float64({name: value for name, value in values.items() if name != "deterministic"}))
     assert_close("tree_attention", case, "output", actual.output, expected.output, baseline.output)
     assert_close("tree_attention", case, "lse", actual.lse, expected.lse, baseline.lse)
     return actual
@@ -120,6 +120,103 @@ def test_chain_equals_one_query_at_a_time(form, is_separate, device):
         plain = eagle_kernels.raw.gqa_decode(values["query"][:, node].contiguous(), **pool)
         assert_close("tree_attention", f"node {node}", "output", result.output[:, node], plain.output)
         assert_close("tree_attention", f"node {node}", "lse", result.lse[:, node], plain.lse)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 33, 64, 300])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_window_of_siblings(window, form, device):
+    """Rows see by depth, not by place: the window may end in the prefix, at its end, or within the tree."""
+    depths = torch.tensor([0, 1, 1, 1, 2, 2, 3, 4])
+    values = make(8, 8, 32, 2, 1, 16, torch.float32, [290, 3, 0], form=form, device=device)
+    lengths = torch.tensor([290, 3, 0])
+    values["positions"] = (lengths[:, None] + depths).flatten().to(device)
+    check(values | {"window": window}, f"window {window}")
+
+
+def test_window_of_draft_levels(device):
+    """Four beams of the third level against the keys of three levels."""
+    values = make(4, 12, 32, 2, 1, 16, torch.float32, [40, 3], is_separate=True, device=device)
+    lengths = torch.tensor([40, 3])
+    values["positions"] = (lengths[:, None] + torch.full((4,), 3)).flatten().to(device)
+    values["key_positions"] = (lengths[:, None] + torch.arange(12) // 4 + 1).flatten().to(device)
+    for window in (1, 2, 3, 20):
+        check(values | {"window": window}, f"window {window}")
+
+
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+@pytest.mark.parametrize("window", [None, 1, 4, 40])
+def test_causal_is_the_mask_of_a_chain(window, is_separate, device):
+    values = make(5, 7, 32, 2, 1, 16, torch.float32, [40, 0], kind="chain", is_separate=is_separate, device=device)
+    masked = dict(values)
+    if window is not None:
+        lengths = torch.tensor([40, 0])
+        masked["positions"] = (lengths[:, None] + torch.arange(5) + 2).flatten().to(device)
+        masked["key_positions"] = (lengths[:, None] + torch.arange(7)).flatten().to(device)
+    del values["tree_mask"]
+    result = check(values | {"is_causal": True, "window": window}, "causal")
+    expected = eagle_kernels.raw.tree_attention(**masked, window=window)
+    assert_equal("tree_attention", "causal", "output", result.output, expected.output)
+
+
+def ragged(counts, head_dim, group_size, num_kv_heads, page_size, dtype, prefixes, *, form="block_table",
+           is_separate=False, is_causal=False, device="cpu"):  # fmt: skip
+    """Requests of `counts` rows each, one after another."""
+    total, num_words = sum(counts), -(-max(counts, default=1) // 64)
+    values = {"query": torch.randn(total, group_size * num_kv_heads, head_dim).to(device, dtype)}
+    bounds = torch.tensor([0, *counts]).cumsum(0)
+    values |= {"qo_indptr": bounds.to(device, torch.int32), "max_query": max(counts)}
+    if is_causal:
+        values["is_causal"] = True
+    else:
+        values["tree_mask"] = pack(torch.rand(total, max(counts)) < 0.4, num_words).to(device)
+    if is_separate:
+        for name in ("draft_key", "draft_value"):
+            values[name] = torch.randn(total, num_kv_heads, head_dim).to(device, dtype)
+    filled = [prefix + (0 if is_separate else count) for prefix, count in zip(prefixes, counts)]
+    paged = paged_cache(filled, page_size, num_kv_heads, head_dim, dtype, form=form, device=device)
+    if "seq_lens" in paged:
+        paged["seq_lens"] = torch.tensor(prefixes, dtype=torch.int32, device=device)
+    return values | paged
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["tree", "chain"])
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_ragged(form, is_separate, is_causal, device):
+    values = ragged([3, 0, 9, 1], 32, 3, 2, 16, torch.float32, [20, 7, 300, 0], form=form, is_separate=is_separate,
+                    is_causal=is_causal, device=device)  # fmt: skip
+    check(values, "ragged")
+    prefixes = torch.tensor([20, 300, 0])
+    starts = torch.repeat_interleave(prefixes, torch.tensor([3, 9, 1]))
+    depths = torch.cat([torch.arange(count) // 2 for count in (3, 9, 1)])
+    check(values | {"window": 6, "positions": (starts + depths).to(device)}, "ragged, window")
+
+
+def test_soft_cap_sinks_and_float8(device):
+    values = make(6, 6, 64, 4, 2, 16, torch.float16, [300, 5], is_separate=True, device=device)
+    for name in ("k_cache", "v_cache"):
+        values[name] = values[name].nan_to_num().to(torch.float8_e4m3fn)
+    values |= {"k_scale": torch.tensor([0.5, 1.5], device=device), "v_scale": torch.tensor([2.0, 0.75], device=device)}
+    values |= {"soft_cap": 10.0, "sinks": torch.randn(8, device=device)}
+    check(values, "separate drafts")
+    values["draft_key"] = values["draft_value"] = None
+    values["seq_lens"] -= torch.tensor([6, 5], device=device, dtype=torch.int32)
+    check(values, "drafts in the pool")
+
+
+@pytest.mark.parametrize("num_query", [2, 31, 64])
+def test_deterministic_root_is_plain_decoding(num_query, device):
+    """The root of a tree of any size, with any neighbours, has the bits of gqa_decode over the prefix and itself."""
+    prefix = 300
+    values = make(num_query, num_query, 32, 4, 1, 16, torch.float16, [prefix, 40], device=device)
+    values["tree_mask"][:, 0] = 0
+    values["tree_mask"][:, 0, 0] = 1
+    result = eagle_kernels.raw.tree_attention(**values, deterministic=True)
+    plain = {name: values[name] for name in ("k_cache", "v_cache")}
+    plain |= {"block_table": values["block_table"][:1], "seq_lens": values["seq_lens"][:1] + 1}
+    expected = eagle_kernels.raw.gqa_decode(values["query"][:1, 0].contiguous(), **plain, deterministic=True)
+    assert_equal("tree_attention", "root", "output", result.output[0, 0], expected.output[0])
+    assert_equal("tree_attention", "root", "lse", result.lse[0, 0], expected.lse[0])
 
 
 def test_both_page_tables_and_both_draft_blocks_agree(device):
@@ -205,8 +302,10 @@ def test_fewer_slots_than_draft_keys(device):
 
 def test_launches_and_nothing_else(device):
     for is_separate in (False, True):
-        values = make(3, 4, 32, 2, 1, 16, torch.float16, [20], is_separate=is_separate, device=device)
+        values = make(3, 4, 32, 2, 1, 16, torch.float16, [300], is_separate=is_separate, device=device)
         assert_only_launches("attention.tree_attention", values)
+    short = make(3, 4, 32, 2, 1, 16, torch.float16, [20], device=device)
+    assert_only_launches("attention.tree_attention", short, launches=1)
 
 
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
