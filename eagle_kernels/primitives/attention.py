@@ -128,7 +128,9 @@ def attend_span(
 
     num_heads = (body_begin - aligned) // BLOCK_KEY  # tiles before the body
     num_edges = num_heads + tl.maximum(tl.cdiv(span.stop - body_end, BLOCK_KEY), 0)
-    for index in range(num_edges + tl.cdiv(drafts.num_keys, BLOCK_KEY)):
+    # few, so that nothing runs ahead; but in order all tiles are edges
+    STAGES: tl.constexpr = None if IS_ORDERED else 1
+    for index in tl.range(0, num_edges + tl.cdiv(drafts.num_keys, BLOCK_KEY), num_stages=STAGES):
         is_draft = index >= num_edges
         place = aligned + index * BLOCK_KEY + tl.where(index >= num_heads, body_end - body_begin, 0) + lane
         draft = (index - num_edges) * BLOCK_KEY + lane
@@ -136,10 +138,10 @@ def attend_span(
         is_seen = _visible(queries, drafts, span, draft, slot, is_draft, BLOCK_KEY)
         is_wanted = tl.max(is_seen.to(tl.int32), axis=0) != 0
         is_pooled = (drafts.key_ptr is None) | (not is_draft)
-        page, exists = find_pages(pool, slot, is_wanted & (slot < drafts.slots_end) & is_pooled, PAGE_SIZE)
-        row = slot % PAGE_SIZE * NUM_KV_HEADS + pool.kv_head
-        key_ptr = pool.k_cache_ptr + (page * pool.stride_k_page + row)[:, None] * HEAD_DIM
-        value_ptr = pool.v_cache_ptr + (page * pool.stride_v_page + row)[:, None] * HEAD_DIM
+        edge_page, exists = find_pages(pool, slot, is_wanted & (slot < drafts.slots_end) & is_pooled, PAGE_SIZE)
+        edge_row = slot % PAGE_SIZE * NUM_KV_HEADS + pool.kv_head
+        key_ptr = pool.k_cache_ptr + (edge_page * pool.stride_k_page + edge_row)[:, None] * HEAD_DIM
+        value_ptr = pool.v_cache_ptr + (edge_page * pool.stride_v_page + edge_row)[:, None] * HEAD_DIM
         key = tl.load(key_ptr + column[None, :], mask=exists[:, None] & is_column, other=0.0)
         value = tl.load(value_ptr + column[None, :], mask=exists[:, None] & is_column, other=0.0)
         key, value = key.to(queries.query.dtype), value.to(queries.query.dtype)

@@ -57,6 +57,12 @@ def ahead_of_time_cases():
     yield "D=128 float32", make(128, 4, 2, 16, torch.float32, [100])
     yield "D=256 float16", make(256, 8, 1, 16, torch.float16, [100])
     yield "D=256 float32", make(256, 4, 1, 16, torch.float32, [100])
+    everything = make(128, 8, 2, 16, torch.float16, [100]) | {"window": 50, "soft_cap": 30.0, "sinks": torch.zeros(16)}
+    yield "all that changes logits", everything
+    yield "deterministic", everything | {"deterministic": True}
+    for name in ("k_cache", "v_cache"):
+        everything[name] = everything[name].to(torch.float8_e4m3fn)
+    yield "float8", everything | {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
 
 
 def size_sweep():
@@ -122,10 +128,10 @@ def test_all_at_once(device):
 def test_deterministic_bits_do_not_depend_on_the_batch(batch_size, form, device):
     """Neighbours of any length, a wider page table and a place of its own: the same bits."""
     extra = {"sinks": torch.randn(4, device=device), "deterministic": True}
-    alone = make(32, 2, 2, 16, torch.float16, [300], device=device)
+    alone = make(32, 2, 2, 16, torch.float32, [300], device=device)
     expected = eagle_kernels.raw.gqa_decode(**alone, **extra)
     lengths = [900, 0, 7, 128, 64, 300, 511, 1][: batch_size - 1]
-    many = make(32, 2, 2, 16, torch.float16, [*lengths, 300], form=form, device=device)
+    many = make(32, 2, 2, 16, torch.float32, [*lengths, 300], form=form, device=device)
     many["query"][-1] = alone["query"][0]
     pages = alone["block_table"][0].long()
     if form == "block_table":

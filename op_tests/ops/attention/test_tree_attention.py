@@ -81,6 +81,19 @@ def ahead_of_time_cases():
     yield "D=128 bfloat16", make(64, 64, 128, 8, 1, 64, torch.bfloat16, [100])
     yield "D=256 float16", make(32, 32, 256, 8, 1, 16, torch.float16, [100])
     yield "D=256 float32", make(8, 24, 256, 4, 1, 16, torch.float32, [100])
+    everything = make(64, 64, 128, 8, 1, 64, torch.float16, [100]) | {
+        "window": 50,
+        "soft_cap": 30.0,
+        "sinks": torch.zeros(8),
+    }
+    everything["positions"] = torch.zeros(64, dtype=torch.int64)
+    yield "all that changes logits", everything
+    yield "deterministic", everything | {"deterministic": True}
+    for name in ("k_cache", "v_cache"):
+        everything[name] = everything[name].to(torch.float8_e4m3fn)
+    yield "float8", everything | {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+    yield "ragged", ragged([3, 9], 128, 4, 2, 16, torch.bfloat16, [20, 7])
+    yield "ragged chains", ragged([3, 9], 128, 4, 2, 16, torch.bfloat16, [20, 7], is_causal=True, is_separate=True)
 
 
 def size_sweep():
@@ -208,7 +221,7 @@ def test_soft_cap_sinks_and_float8(device):
 def test_deterministic_root_is_plain_decoding(num_query, device):
     """The root of a tree of any size, with any neighbours, has the bits of gqa_decode over the prefix and itself."""
     prefix = 300
-    values = make(num_query, num_query, 32, 4, 1, 16, torch.float16, [prefix, 40], device=device)
+    values = make(num_query, num_query, 32, 4, 1, 16, torch.float32, [prefix, 40], device=device)
     values["tree_mask"][:, 0] = 0
     values["tree_mask"][:, 0, 0] = 1
     result = eagle_kernels.raw.tree_attention(**values, deterministic=True)
