@@ -1,6 +1,7 @@
 """The bare launchers: no dispatcher between the caller and the kernel, GPU tensors only (or Triton's interpreter)."""
 
 from .ops.attention.gqa_decode import gqa_decode
+from .ops.attention.prefill_attention import prefill_attention
 from .ops.attention.tree_attention import tree_attention
 from .ops.kv.draft_kv_indices import draft_kv_indices
 from .ops.kv.move_accepted_kv import move_accepted_kv
@@ -37,6 +38,7 @@ __all__ = [
     "move_accepted_kv",
     "organize_draft_results",
     "pack_tree_mask",
+    "prefill_attention",
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",

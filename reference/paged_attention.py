@@ -23,6 +23,12 @@ def page_tables(
     return [(table, max(0, min(length, len(table) * page_size))) for table, length in zip(tables, lengths)]
 
 
+def request_bounds(indptr: torch.Tensor, num_rows: int) -> list[tuple[int, int]]:
+    """(first, last + 1) of each request's rows among num_rows, never outside them."""
+    bounds = [min(max(bound, 0), num_rows) for bound in indptr.tolist()]
+    return [(first, max(first, last)) for first, last in zip(bounds, bounds[1:])]
+
+
 def find_slots(table: torch.Tensor, slots: torch.Tensor, num_pages: int, page_size: int):
     """(page, place in the page, whether the slot exists) for logical slots; those that do not exist point to 0, 0."""
     index = slots // page_size

@@ -107,6 +107,17 @@ def decisive_logits(winners: torch.Tensor, vocab_size: int, lead: float = 64.0) 
     return logits.scatter_(1, winners[:, None], lead)
 
 
+# query heads, KV heads, head dimension: Llama-3.1-8B, Llama-3.1-70B, Qwen2.5-7B, Qwen3-0.6B, and one without groups
+HEADS = {
+    "32/8/128": (32, 8, 128),
+    "64/8/128": (64, 8, 128),
+    "28/4/128": (28, 4, 128),
+    "16/8/128": (16, 8, 128),
+    "32/32/64": (32, 32, 64),
+}
+SMALL_HEADS = {"4/2/32": (4, 2, 32)}
+
+
 def paged_cache(
     device, batch_size: int, capacity: int, page_size: int, num_heads: int, head_dim: int, layers=()
 ) -> dict:
@@ -130,3 +141,9 @@ def contiguous_cache(values: dict, length: int) -> tuple[torch.Tensor, torch.Ten
         cache[values["block_table"].long()].flatten(1, 2)[:, :length].transpose(1, 2).contiguous()
         for cache in (values["k_cache"], values["v_cache"])
     )
+
+
+def visible_drafts(values: dict) -> torch.Tensor:
+    """tree_mask [B, N, W] as bool [B, N, N]."""
+    node = torch.arange(values["query"].shape[1], device=values["query"].device)
+    return ((values["tree_mask"][:, :, node // 64] >> (node % 64)) & 1).bool()

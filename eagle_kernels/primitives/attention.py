@@ -23,7 +23,11 @@ MERGE_TUNING = {"default": {"num_warps": 4}}
 
 
 class Pool(NamedTuple):
-    """The paged cache as one program reads it: one request's pages, one head of keys and values."""
+    """The keys and values as one program reads them: one request's pages, or rows one after another, of one head.
+
+    Without pages (PAGE_SIZE 0) a slot is a row: first_page is the request's first one, page_count their number, and the
+    strides are those of a row.
+    """
 
     k_cache_ptr: Any
     v_cache_ptr: Any
@@ -59,12 +63,17 @@ class Queries(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The slots of a share, first..stop - 1; how many the prefix has; how many keys a row sees (None: all)."""
+    """The slots of a share, first..stop - 1, and which of them a row sees.
+
+    Slots from common_stop on are seen up to each row's own position, those before it by all rows; a window takes away
+    the oldest ones.
+    """
 
     first: Any
     stop: Any
-    prefix: Any
-    window: Any
+    common_stop: Any
+    prefix: Any  # where the draft block begins
+    window: Any  # how many keys a row sees; None: all
 
 
 class Scales(NamedTuple):
@@ -107,16 +116,14 @@ def attend_span(
         last_position = tl.max(tl.where(queries.is_row, queries.position, 0))
         seen_from = tl.maximum(seen_from, last_position - span.window + 1)
     body_begin = tl.cdiv(seen_from, BLOCK_KEY) * BLOCK_KEY
-    body_end = span.stop // BLOCK_KEY * BLOCK_KEY
+    body_end = tl.minimum(span.stop, span.common_stop) // BLOCK_KEY * BLOCK_KEY
     has_body = (body_begin < body_end) & (not IS_ORDERED)
     body_begin = tl.where(has_body, body_begin, aligned)
     body_end = tl.where(has_body, body_end, aligned)
 
     page = _load_page(pool, body_begin, body_end, PAGE_SIZE, BLOCK_KEY)
     for start in range(body_begin, body_end, BLOCK_KEY):
-        row = (start + lane) % PAGE_SIZE * NUM_KV_HEADS + pool.kv_head
-        key_row = page * pool.stride_k_page + row
-        value_row = page * pool.stride_v_page + row
+        key_row, value_row = _slot_rows(pool, page, start + lane, PAGE_SIZE, NUM_KV_HEADS)
         # one tile ahead: else every tile would wait for its pages before it could ask for its keys
         page = _load_page(pool, start + BLOCK_KEY, body_end, PAGE_SIZE, BLOCK_KEY)
         key = tl.load(pool.k_cache_ptr + key_row[:, None] * HEAD_DIM + column[None, :], mask=is_column, other=0.0)
@@ -139,11 +146,10 @@ def attend_span(
         is_wanted = tl.max(is_seen.to(tl.int32), axis=0) != 0
         is_pooled = (drafts.key_ptr is None) | (not is_draft)
         edge_page, exists = find_pages(pool, slot, is_wanted & (slot < drafts.slots_end) & is_pooled, PAGE_SIZE)
-        edge_row = slot % PAGE_SIZE * NUM_KV_HEADS + pool.kv_head
-        key_ptr = pool.k_cache_ptr + (edge_page * pool.stride_k_page + edge_row)[:, None] * HEAD_DIM
-        value_ptr = pool.v_cache_ptr + (edge_page * pool.stride_v_page + edge_row)[:, None] * HEAD_DIM
-        key = tl.load(key_ptr + column[None, :], mask=exists[:, None] & is_column, other=0.0)
-        value = tl.load(value_ptr + column[None, :], mask=exists[:, None] & is_column, other=0.0)
+        key_row, value_row = _slot_rows(pool, edge_page, slot, PAGE_SIZE, NUM_KV_HEADS)
+        is_read = exists[:, None] & is_column
+        key = tl.load(pool.k_cache_ptr + key_row[:, None] * HEAD_DIM + column[None, :], mask=is_read, other=0.0)
+        value = tl.load(pool.v_cache_ptr + value_row[:, None] * HEAD_DIM + column[None, :], mask=is_read, other=0.0)
         key, value = key.to(queries.query.dtype), value.to(queries.query.dtype)
         scale, value_scale = scales.pool, scales.value
         if drafts.key_ptr is not None:
@@ -172,13 +178,27 @@ def _load_page(pool, start, end, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constexp
 
     Ids outside the pool are moved into it: what they hold is then read in place of nothing.
     """
-    table_ptr = pool.page_table_ptr + pool.first_page
-    if PAGE_SIZE >= BLOCK_KEY:
-        page = tl.load(table_ptr + start // PAGE_SIZE, mask=start < end, other=0)
+    if PAGE_SIZE == 0:
+        return tl.zeros([], tl.int64)
     else:
-        slot = start + tl.arange(0, BLOCK_KEY)
-        page = tl.load(table_ptr + slot // PAGE_SIZE, mask=slot < end, other=0)
-    return tl.minimum(tl.maximum(page.to(tl.int64), 0), pool.num_pages - 1)
+        table_ptr = pool.page_table_ptr + pool.first_page
+        if PAGE_SIZE >= BLOCK_KEY:
+            page = tl.load(table_ptr + start // PAGE_SIZE, mask=start < end, other=0)
+        else:
+            slot = start + tl.arange(0, BLOCK_KEY)
+            page = tl.load(table_ptr + slot // PAGE_SIZE, mask=slot < end, other=0)
+        return tl.minimum(tl.maximum(page.to(tl.int64), 0), pool.num_pages - 1)
+
+
+@triton.jit
+def _slot_rows(pool, page, slot, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr):
+    """Where the keys and the values of slots lie, int64 in rows of HEAD_DIM."""
+    if PAGE_SIZE == 0:
+        row = pool.first_page + slot
+        return row * pool.stride_k_page + pool.kv_head, row * pool.stride_v_page + pool.kv_head
+    else:
+        row = slot % PAGE_SIZE * NUM_KV_HEADS + pool.kv_head
+        return page * pool.stride_k_page + row, page * pool.stride_v_page + row
 
 
 @triton.jit
@@ -186,6 +206,7 @@ def _visible(queries, drafts, span, draft, slot, is_draft, BLOCK_KEY: tl.constex
     """bool [ROW, KEY]: which rows see which keys of a tile of slots or, where is_draft, of draft keys."""
     is_key = tl.where(is_draft, draft < drafts.num_keys, (slot >= span.first) & (slot < span.stop))
     is_seen = queries.is_row[:, None] & is_key[None, :]
+    is_seen &= is_draft | (slot < span.common_stop)[None, :] | (slot[None, :] <= queries.position[:, None])
     if drafts.mask_ptr is not None:
         word = tl.load(drafts.mask_ptr[:, None] + (draft // 64)[None, :], mask=is_seen & is_draft, other=-1)
         is_seen &= ((word >> (draft & 63).to(tl.int64)[None, :]) & 1) != 0
@@ -377,7 +398,7 @@ def _attention_kernel(
                     drafts_ptr, draft_values_ptr, stride_draft_key_token, stride_draft_value_token, mask_ptr,
                     drafted_ptr, num_keys, slots_end,
                 ),
-                Span(begin, stop, prefix, window),
+                Span(begin, stop, prefix, prefix, window),
                 Scales(pool_scale, scale, value_scale, soft_cap),
                 row_max, row_sum, accumulator,
                 IS_ORDERED, IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,

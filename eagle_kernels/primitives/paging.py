@@ -43,10 +43,13 @@ def request_pages(batch, request, is_live, PAGE_SIZE: tl.constexpr, IS_CSR: tl.c
 @triton.jit
 def find_pages(pool, slot, is_wanted, PAGE_SIZE: tl.constexpr):
     """(page ids int64, whether the slots exist) for a vector of slots of one request; pool: an `attention.Pool`."""
-    index = slot // PAGE_SIZE
-    is_wanted = is_wanted & (slot >= 0) & (index < pool.page_count)
-    page = tl.load(pool.page_table_ptr + pool.first_page + index, mask=is_wanted, other=-1).to(tl.int64)
-    return page, is_wanted & (page >= 0) & (page < pool.num_pages)
+    if PAGE_SIZE == 0:
+        return tl.zeros([], tl.int64), is_wanted & (slot >= 0) & (slot < pool.page_count)
+    else:
+        index = slot // PAGE_SIZE
+        is_wanted = is_wanted & (slot >= 0) & (index < pool.page_count)
+        page = tl.load(pool.page_table_ptr + pool.first_page + index, mask=is_wanted, other=-1).to(tl.int64)
+        return page, is_wanted & (page >= 0) & (page < pool.num_pages)
 
 
 def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> None:
@@ -55,8 +58,7 @@ def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> 
     Of 8 bits only e4m3 is taken, where the GPU's instructions know it. batch: the axis or number of requests.
     """
     values = args.values
-    if not MIN_HEAD_DIM <= args.size("D") <= MAX_HEAD_DIM:
-        args.fail("query", f"have D in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}", args.size("D"))
+    check_head_dim(args)
     dtypes = (dtype,) if dtype == torch.float32 else (dtype, torch.float8_e4m3fn)
     for name in ("k_cache", "v_cache"):
         cache = args.tensor(name, ("num_pages", "page_size", "Hkv", "D"), dtypes, contiguous=3)
@@ -77,9 +79,7 @@ def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> 
     page_size = args.size("page_size")
     if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
         args.fail("k_cache", f"have a page size that is a power of two in 1..{MAX_PAGE_SIZE}", page_size)
-    num_heads, num_kv_heads = args.size("Hq"), args.size("Hkv")
-    if num_kv_heads == 0 or num_heads % num_kv_heads:
-        args.fail("query", f"have Hq that is a multiple of Hkv = {num_kv_heads}", num_heads)
+    check_group(args)
     form = args.exactly_one("block_table", "kv_indptr")
     if form == "block_table":
         args.tensor("block_table", (batch, "max_pages"), check.INTEGER, contiguous=1)
@@ -94,6 +94,19 @@ def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> 
     for name in excluded:
         if values[name] is not None:
             args.fail(name, f"not be given with {form}, the other form of a page table", "a tensor")
+
+
+def check_head_dim(args: check.Arguments) -> None:
+    """Checks the axis D, which the query has bound."""
+    if not MIN_HEAD_DIM <= args.size("D") <= MAX_HEAD_DIM:
+        args.fail("query", f"have D in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}", args.size("D"))
+
+
+def check_group(args: check.Arguments) -> None:
+    """Checks that heads come in groups."""
+    num_heads, num_kv_heads = args.size("Hq"), args.size("Hkv")
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        args.fail("query", f"have Hq that is a multiple of Hkv = {num_kv_heads}", num_heads)
 
 
 def check_logits(args: check.Arguments) -> None:

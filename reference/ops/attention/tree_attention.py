@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...paged_attention import attention, gather, page_tables, scaled_keys
+from ...paged_attention import attention, gather, page_tables, request_bounds, scaled_keys
 
 
 class Output(NamedTuple):
@@ -93,5 +93,5 @@ def _rows(tensor: torch.Tensor | None, qo_indptr: torch.Tensor | None, max_query
         return None
     if qo_indptr is None:
         return list(tensor)
-    bounds = [min(max(bound, 0), len(tensor)) for bound in qo_indptr.tolist()]
-    return [tensor[first : min(max(first, last), first + max_query)] for first, last in zip(bounds, bounds[1:])]
+    bounds = request_bounds(qo_indptr, len(tensor))
+    return [tensor[first : min(last, first + max_query)] for first, last in bounds]
