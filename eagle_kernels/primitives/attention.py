@@ -140,9 +140,10 @@ def attend_span(
     for index in tl.range(0, num_edges + tl.cdiv(drafts.num_keys, BLOCK_KEY), num_stages=STAGES):
         is_draft = index >= num_edges
         place = aligned + index * BLOCK_KEY + tl.where(index >= num_heads, body_end - body_begin, 0) + lane
-        draft = (index - num_edges) * BLOCK_KEY + lane
+        first_draft = (index - num_edges) * BLOCK_KEY
+        draft = first_draft + lane
         slot = tl.where(is_draft, span.prefix + draft, place)
-        is_seen = _visible(queries, drafts, span, draft, slot, is_draft, BLOCK_KEY)
+        is_seen = _visible(queries, drafts, span, first_draft, slot, is_draft, BLOCK_KEY)
         is_wanted = tl.max(is_seen.to(tl.int32), axis=0) != 0
         is_pooled = (drafts.key_ptr is None) | (not is_draft)
         edge_page, exists = find_pages(pool, slot, is_wanted & (slot < drafts.slots_end) & is_pooled, PAGE_SIZE)
@@ -202,13 +203,17 @@ def _slot_rows(pool, page, slot, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.const
 
 
 @triton.jit
-def _visible(queries, drafts, span, draft, slot, is_draft, BLOCK_KEY: tl.constexpr):
+def _visible(queries, drafts, span, first_draft, slot, is_draft, BLOCK_KEY: tl.constexpr):
     """bool [ROW, KEY]: which rows see which keys of a tile of slots or, where is_draft, of draft keys."""
+    draft = first_draft + tl.arange(0, BLOCK_KEY)
     is_key = tl.where(is_draft, draft < drafts.num_keys, (slot >= span.first) & (slot < span.stop))
     is_seen = queries.is_row[:, None] & is_key[None, :]
     is_seen &= is_draft | (slot < span.common_stop)[None, :] | (slot[None, :] <= queries.position[:, None])
     if drafts.mask_ptr is not None:
-        word = tl.load(drafts.mask_ptr[:, None] + (draft // 64)[None, :], mask=is_seen & is_draft, other=-1)
+        if BLOCK_KEY <= 64:  # a tile lies within one word
+            word = tl.load(drafts.mask_ptr + first_draft // 64, mask=queries.is_row & is_draft, other=-1)[:, None]
+        else:
+            word = tl.load(drafts.mask_ptr[:, None] + (draft // 64)[None, :], mask=is_seen & is_draft, other=-1)
         is_seen &= ((word >> (draft & 63).to(tl.int64)[None, :]) & 1) != 0
     else:
         is_seen &= (draft[None, :] <= queries.last_draft[:, None]) | (not is_draft)

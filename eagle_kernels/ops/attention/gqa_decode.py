@@ -66,7 +66,8 @@ LIMITS = {
     "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264, "ordered_shares": 32,
                 "merged_rows": 4, "merged_parts": 4},
 }  # fmt: skip
-TUNING = {"default": {"num_warps": 4, "num_stages": 3}}
+# gfx942 has 64 KiB of shared memory
+TUNING = {"default": {"num_warps": 4, "num_stages": 3}, "gfx942": {"num_warps": 4, "num_stages": 2}}
 
 
 def contract(values: dict) -> Output:
