@@ -48,11 +48,12 @@ def check_provider(
 
 
 def _named(benchmark: Benchmark, result: object, values: dict) -> dict[str, torch.Tensor]:
-    """Outputs by name, whichever form a provider returns them in."""
-    if benchmark.mutates:
-        return {name: values[name] for name in benchmark.mutates}
+    """Outputs by name, whichever form a provider returns them in, and what the op worked on in place."""
+    changed = {name: values[name] for name in benchmark.mutates}
+    if result is None:
+        return changed
     if isinstance(result, dict):
-        return result
+        return result | changed
     if isinstance(result, torch.Tensor):
-        return {"output": result}
-    return result._asdict()
+        return {"output": result} | changed
+    return result._asdict() | changed
