@@ -4,6 +4,7 @@ from .ops.attention.gqa_decode import gqa_decode
 from .ops.attention.tree_attention import tree_attention
 from .ops.kv.draft_kv_indices import draft_kv_indices
 from .ops.kv.move_accepted_kv import move_accepted_kv
+from .ops.nn.rms_norm import rms_norm
 from .ops.tree.build_tree import build_tree
 from .ops.tree.build_tree_from_scores import build_tree_from_scores
 from .ops.tree.compute_tree_statistics import compute_tree_statistics
@@ -37,6 +38,7 @@ __all__ = [
     "move_accepted_kv",
     "organize_draft_results",
     "pack_tree_mask",
+    "rms_norm",
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",

@@ -107,14 +107,16 @@ def decisive_logits(winners: torch.Tensor, vocab_size: int, lead: float = 64.0) 
     return logits.scatter_(1, winners[:, None], lead)
 
 
+def half_dtype(device) -> torch.dtype:
+    """bf16; fp16 without a GPU, as Triton's interpreter neither multiplies bf16 matrices nor rounds to bf16."""
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float16
+
+
 def paged_cache(
     device, batch_size: int, capacity: int, page_size: int, num_heads: int, head_dim: int, layers=()
 ) -> dict:
-    """k_cache, v_cache and block_table for `capacity` tokens a request, pages in random order.
-
-    bf16; fp16 without a GPU, as Triton's interpreter cannot multiply bf16 matrices.
-    """
-    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float16
+    """k_cache, v_cache and block_table for `capacity` tokens a request, pages in random order."""
+    dtype = half_dtype(device)
     pages = -(-capacity // page_size)
     shape = (*layers, batch_size * pages, page_size, num_heads, head_dim)
     return {

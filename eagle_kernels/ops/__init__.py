@@ -30,6 +30,7 @@ min_p_renorm = _operator("verify.min_p_renorm")
 move_accepted_kv = _operator("kv.move_accepted_kv")
 organize_draft_results = _operator("tree.organize_draft_results")
 pack_tree_mask = _operator("tree.pack_tree_mask")
+rms_norm = _operator("nn.rms_norm")
 sample_children = _operator("verify.sample_children")
 sample_from_logits = _operator("verify.sample_from_logits")
 select_top_k_tokens = _operator("tree.select_top_k_tokens")
@@ -110,6 +111,7 @@ __all__ = [
     "move_accepted_kv",
     "organize_draft_results",
     "pack_tree_mask",
+    "rms_norm",
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",
