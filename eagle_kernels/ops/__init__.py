@@ -34,6 +34,7 @@ rms_norm = _operator("nn.rms_norm")
 sample_children = _operator("verify.sample_children")
 sample_from_logits = _operator("verify.sample_from_logits")
 select_top_k_tokens = _operator("tree.select_top_k_tokens")
+silu_and_mul = _operator("nn.silu_and_mul")
 top_k_renorm = _operator("verify.top_k_renorm")
 top_p_renorm = _operator("verify.top_p_renorm")
 tree_attention = _operator("attention.tree_attention")
@@ -115,6 +116,7 @@ __all__ = [
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",
+    "silu_and_mul",
     "top_k_renorm",
     "top_p_renorm",
     "tree_attention",
