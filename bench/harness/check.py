@@ -6,8 +6,9 @@ import torch
 
 from .declaration import Benchmark, Case, Prepare
 
-# Largest |error| / (1 + |expected|) per dtype of the output.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+# Largest |error| / (1 + |expected|) per dtype of the output; of 8-bit floats one step.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2,
+             torch.float8_e4m3fn: 0.13, torch.float8_e4m3fnuz: 0.13}  # fmt: skip
 
 
 class Mismatch(Exception):
