@@ -5,6 +5,7 @@ from .ops.attention.tree_attention import tree_attention
 from .ops.kv.draft_kv_indices import draft_kv_indices
 from .ops.kv.move_accepted_kv import move_accepted_kv
 from .ops.nn.rms_norm import rms_norm
+from .ops.nn.rope import rope
 from .ops.nn.silu_and_mul import silu_and_mul
 from .ops.tree.build_tree import build_tree
 from .ops.tree.build_tree_from_scores import build_tree_from_scores
@@ -40,6 +41,7 @@ __all__ = [
     "organize_draft_results",
     "pack_tree_mask",
     "rms_norm",
+    "rope",
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",

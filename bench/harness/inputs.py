@@ -112,6 +112,13 @@ def half_dtype(device) -> torch.dtype:
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float16
 
 
+def rotary_tables(device, num_positions: int, rotary_dim: int) -> dict:
+    """cos and sin [num_positions, rotary_dim / 2] in the dtype of `half_dtype`, as Hugging Face's models use them."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] / 10000.0**exponents
+    return {"cos": angles.cos().to(device, half_dtype(device)), "sin": angles.sin().to(device, half_dtype(device))}
+
+
 def paged_cache(
     device, batch_size: int, capacity: int, page_size: int, num_heads: int, head_dim: int, layers=()
 ) -> dict:

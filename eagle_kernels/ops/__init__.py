@@ -31,6 +31,7 @@ move_accepted_kv = _operator("kv.move_accepted_kv")
 organize_draft_results = _operator("tree.organize_draft_results")
 pack_tree_mask = _operator("tree.pack_tree_mask")
 rms_norm = _operator("nn.rms_norm")
+rope = _operator("nn.rope")
 sample_children = _operator("verify.sample_children")
 sample_from_logits = _operator("verify.sample_from_logits")
 select_top_k_tokens = _operator("tree.select_top_k_tokens")
@@ -113,6 +114,7 @@ __all__ = [
     "organize_draft_results",
     "pack_tree_mask",
     "rms_norm",
+    "rope",
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",
