@@ -34,6 +34,7 @@ from .ops import (
     verify_tree_topp,
     verify_tree_traversal,
     verify_tree_typical,
+    write_kv,
 )
 
 __all__ = [
@@ -73,4 +74,5 @@ __all__ = [
     "verify_tree_topp",
     "verify_tree_typical",
     "verify_tree_traversal",
+    "write_kv",
 ]

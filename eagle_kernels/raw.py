@@ -4,6 +4,7 @@ from .ops.attention.gqa_decode import gqa_decode
 from .ops.attention.tree_attention import tree_attention
 from .ops.kv.draft_kv_indices import draft_kv_indices
 from .ops.kv.move_accepted_kv import move_accepted_kv
+from .ops.kv.write_kv import write_kv
 from .ops.nn.rms_norm import rms_norm
 from .ops.nn.rope import rope
 from .ops.nn.silu_and_mul import silu_and_mul
@@ -60,4 +61,5 @@ __all__ = [
     "verify_tree_topp",
     "verify_tree_typical",
     "verify_tree_traversal",
+    "write_kv",
 ]

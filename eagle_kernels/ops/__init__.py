@@ -50,6 +50,7 @@ verify_tree_sampled = _operator("verify.verify_tree_sampled")
 verify_tree_topp = _operator("verify.verify_tree_topp")
 verify_tree_typical = _operator("verify.verify_tree_typical")
 verify_tree_traversal = _operator("verify.verify_tree_traversal")
+write_kv = _operator("kv.write_kv")
 
 
 def verify_tree(
@@ -134,4 +135,5 @@ __all__ = [
     "verify_tree_topp",
     "verify_tree_typical",
     "verify_tree_traversal",
+    "write_kv",
 ]
