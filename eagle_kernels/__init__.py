@@ -14,9 +14,12 @@ from .ops import (
     organize_draft_results,
     pack_tree_mask,
     prefill_attention,
+    rms_norm,
+    rope,
     sample_children,
     sample_from_logits,
     select_top_k_tokens,
+    silu_and_mul,
     top_k_renorm,
     top_p_renorm,
     tree_attention,
@@ -32,6 +35,7 @@ from .ops import (
     verify_tree_topp,
     verify_tree_traversal,
     verify_tree_typical,
+    write_kv,
 )
 
 __all__ = [
@@ -51,9 +55,12 @@ __all__ = [
     "raw",
     "reference",
     "prefill_attention",
+    "rms_norm",
+    "rope",
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",
+    "silu_and_mul",
     "top_k_renorm",
     "top_p_renorm",
     "tree_attention",
@@ -69,4 +76,5 @@ __all__ = [
     "verify_tree_topp",
     "verify_tree_typical",
     "verify_tree_traversal",
+    "write_kv",
 ]

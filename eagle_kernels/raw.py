@@ -5,6 +5,10 @@ from .ops.attention.prefill_attention import prefill_attention
 from .ops.attention.tree_attention import tree_attention
 from .ops.kv.draft_kv_indices import draft_kv_indices
 from .ops.kv.move_accepted_kv import move_accepted_kv
+from .ops.kv.write_kv import write_kv
+from .ops.nn.rms_norm import rms_norm
+from .ops.nn.rope import rope
+from .ops.nn.silu_and_mul import silu_and_mul
 from .ops.tree.build_tree import build_tree
 from .ops.tree.build_tree_from_scores import build_tree_from_scores
 from .ops.tree.compute_tree_statistics import compute_tree_statistics
@@ -39,9 +43,12 @@ __all__ = [
     "organize_draft_results",
     "pack_tree_mask",
     "prefill_attention",
+    "rms_norm",
+    "rope",
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",
+    "silu_and_mul",
     "top_k_renorm",
     "top_p_renorm",
     "tree_attention",
@@ -56,4 +63,5 @@ __all__ = [
     "verify_tree_topp",
     "verify_tree_typical",
     "verify_tree_traversal",
+    "write_kv",
 ]

@@ -118,14 +118,23 @@ HEADS = {
 SMALL_HEADS = {"4/2/32": (4, 2, 32)}
 
 
+def half_dtype(device) -> torch.dtype:
+    """bf16; fp16 without a GPU, as Triton's interpreter neither multiplies bf16 matrices nor rounds to bf16."""
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float16
+
+
+def rotary_tables(device, num_positions: int, rotary_dim: int) -> dict:
+    """cos and sin [num_positions, rotary_dim / 2] in the dtype of `half_dtype`, as Hugging Face's models use them."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] / 10000.0**exponents
+    return {"cos": angles.cos().to(device, half_dtype(device)), "sin": angles.sin().to(device, half_dtype(device))}
+
+
 def paged_cache(
     device, batch_size: int, capacity: int, page_size: int, num_heads: int, head_dim: int, layers=()
 ) -> dict:
-    """k_cache, v_cache and block_table for `capacity` tokens a request, pages in random order.
-
-    bf16; fp16 without a GPU, as Triton's interpreter cannot multiply bf16 matrices.
-    """
-    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float16
+    """k_cache, v_cache and block_table for `capacity` tokens a request, pages in random order."""
+    dtype = half_dtype(device)
     pages = -(-capacity // page_size)
     shape = (*layers, batch_size * pages, page_size, num_heads, head_dim)
     return {

@@ -31,9 +31,12 @@ move_accepted_kv = _operator("kv.move_accepted_kv")
 organize_draft_results = _operator("tree.organize_draft_results")
 pack_tree_mask = _operator("tree.pack_tree_mask")
 prefill_attention = _operator("attention.prefill_attention")
+rms_norm = _operator("nn.rms_norm")
+rope = _operator("nn.rope")
 sample_children = _operator("verify.sample_children")
 sample_from_logits = _operator("verify.sample_from_logits")
 select_top_k_tokens = _operator("tree.select_top_k_tokens")
+silu_and_mul = _operator("nn.silu_and_mul")
 top_k_renorm = _operator("verify.top_k_renorm")
 top_p_renorm = _operator("verify.top_p_renorm")
 tree_attention = _operator("attention.tree_attention")
@@ -48,6 +51,7 @@ verify_tree_sampled = _operator("verify.verify_tree_sampled")
 verify_tree_topp = _operator("verify.verify_tree_topp")
 verify_tree_typical = _operator("verify.verify_tree_typical")
 verify_tree_traversal = _operator("verify.verify_tree_traversal")
+write_kv = _operator("kv.write_kv")
 
 
 def verify_tree(
@@ -112,9 +116,12 @@ __all__ = [
     "organize_draft_results",
     "pack_tree_mask",
     "prefill_attention",
+    "rms_norm",
+    "rope",
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",
+    "silu_and_mul",
     "top_k_renorm",
     "top_p_renorm",
     "tree_attention",
@@ -130,4 +137,5 @@ __all__ = [
     "verify_tree_topp",
     "verify_tree_typical",
     "verify_tree_traversal",
+    "write_kv",
 ]

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import torch
 
-from ..runtime import check, target
+from ..runtime import check
 from ..runtime.language import tl, triton
+from .fp8 import FP8, check_target
 
 MAX_PAGE_SIZE = 256
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
@@ -55,19 +56,17 @@ def find_pages(pool, slot, is_wanted, PAGE_SIZE: tl.constexpr):
 def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> None:
     """Checks k_cache and v_cache against the query's axes Hq and D, their scales, and the page table in either form.
 
-    Of 8 bits only e4m3 is taken, where the GPU's instructions know it. batch: the axis or number of requests.
+    batch: the axis or number of requests.
     """
     values = args.values
     check_head_dim(args)
-    dtypes = (dtype,) if dtype == torch.float32 else (dtype, torch.float8_e4m3fn)
+    dtypes = (dtype,) if dtype == torch.float32 else (dtype, *FP8)
     for name in ("k_cache", "v_cache"):
         cache = args.tensor(name, ("num_pages", "page_size", "Hkv", "D"), dtypes, contiguous=3)
         check_row_strides(args, name, cache, 1)
     if values["k_cache"].dtype != values["v_cache"].dtype:
         args.fail("v_cache", f"have dtype {values['k_cache'].dtype} like k_cache", values["v_cache"].dtype)
-    if values["k_cache"].element_size() == 1 and not target.has_float8(values["k_cache"].device):
-        name = target.architecture(values["k_cache"].device)
-        args.fail("k_cache", f"have 16 or 32 bits on {name}, whose instructions know no float8_e4m3fn", "float8_e4m3fn")
+    check_target(args.op, "k_cache", values["k_cache"])
     for name in ("k_scale", "v_scale"):
         scale = args.tensor(name, (None,), (torch.float32,), optional=True)
         if scale is not None and len(scale) not in (1, args.size("Hkv")):

@@ -106,6 +106,15 @@ class Arguments:
             self.fail(name, f"be at least {low}" if high is None else f"lie in {low}..{high}", value)
         return value
 
+    def number(self, name: str, low: float | None = None) -> float:
+        """An int or a float, of at least `low`; NaN is neither."""
+        value = self.values.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            self.fail(name, "be a number", type(value).__name__, TypeError)
+        if value != value or (low is not None and value < low):
+            self.fail(name, "be a number" if low is None else f"be at least {low}", value)
+        return value
+
     def choice(self, name: str, options: Sequence[str]) -> str:
         """One of the listed strings."""
         value = self.values.get(name)

@@ -9,7 +9,7 @@ Computes
     keys and values. lse: log of the sum of exp(logits), the sink among them.
 Shapes
     query          [B, Hq, D]                      float  D in 16..256; Hq a multiple of Hkv; rows may be strided
-    k_cache        [num_pages, page_size, Hkv, D]  as query, or float8_e4m3fn with 16-bit queries; page_size a power of
+    k_cache        [num_pages, page_size, Hkv, D]  as query, or fp8 with 16-bit queries; page_size a power of
                                                           two in 1..256; pages may be strided
     v_cache        as k_cache
     block_table    [B, max_pages]                  int    page ids, with

@@ -12,7 +12,7 @@ Shapes
     qo_indptr      [B + 1]                         int    where a request's queries start
     key, value     [Tk, Hkv, D]                    as query, rows may be strided; or a paged cache:
     key_indptr     [B + 1]                         int    where a request's keys start; by default qo_indptr
-    k_cache        [num_pages, page_size, Hkv, D]  as query, or float8_e4m3fn with 16-bit queries; page_size a power of
+    k_cache        [num_pages, page_size, Hkv, D]  as query, or fp8 with 16-bit queries; page_size a power of
                                                           two in 1..256; pages may be strided
     v_cache        as k_cache
     block_table    [B, max_pages]                  int    page ids, with

@@ -14,7 +14,7 @@ Shapes
                                                           the axes B and Nq may be strided; or, with qo_indptr,
                    [T, Hq, D]                             the rows of all requests one after another
     qo_indptr      [B + 1]                         int    where a request's rows start; its draft block has as many keys
-    k_cache        [num_pages, page_size, Hkv, D]  as query, or float8_e4m3fn with 16-bit queries; page_size a power of
+    k_cache        [num_pages, page_size, Hkv, D]  as query, or fp8 with 16-bit queries; page_size a power of
                                                           two in 1..256; pages may be strided
     v_cache        as k_cache
     tree_mask      [B, Nq, W] or [T, W]            int64  bit j % 64 of word j // 64: the row sees draft key j;

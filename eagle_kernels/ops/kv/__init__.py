@@ -1,1 +1,1 @@
-"""The paged KV cache: index lists for drafting, and moving the accepted path."""
+"""The paged KV cache: index lists for drafting, writing new keys and values, moving the accepted path."""

@@ -19,7 +19,7 @@ from op_tests.harness import (
     to_device,
 )
 
-from .cases import in_float64, paged_cache
+from .cases import fp8_of, in_float64, paged_cache
 
 # (queries, keys before them, head_dim, group, kv heads, page size or None, dtype)
 SHAPES = [
@@ -63,6 +63,12 @@ def check(values, case=""):
     return actual
 
 
+NOT_SUPPORTED = {
+    *((str(torch.float8_e4m3fn), target) for target in ("sm_80", "gfx942")),
+    *((str(torch.float8_e4m3fnuz), target) for target in ("sm_80", "sm_90", "sm_100", "gfx950")),
+}
+
+
 def ahead_of_time_cases():
     for dtype in (torch.bfloat16, torch.float32):
         yield f"D=128 {dtype}", make([300], [0], 128, 4, 2, None, dtype)
@@ -70,9 +76,9 @@ def ahead_of_time_cases():
     everything = make([100], [40], 256, 4, 1, 64, torch.float16, form="csr")
     everything |= {"window": 50, "soft_cap": 30.0, "sinks": torch.zeros(4)}
     yield "all that changes logits", everything
-    for name in ("k_cache", "v_cache"):
-        everything[name] = everything[name].to(torch.float8_e4m3fn)
-    yield "float8", everything | {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+    everything |= {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+    for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        yield str(dtype), everything | {name: everything[name].to(dtype) for name in ("k_cache", "v_cache")}
 
 
 def size_sweep():
@@ -119,7 +125,7 @@ def test_soft_cap_sinks_and_scale(device):
 def test_float8_cache(device):
     values = make([40, 9], [30, 0], 64, 4, 2, 16, torch.float16, device=device)
     for name in ("k_cache", "v_cache"):
-        values[name] = values[name].nan_to_num().to(torch.float8_e4m3fn)
+        values[name] = values[name].nan_to_num().to(fp8_of(device))
     values |= {"k_scale": torch.tensor([0.5, 1.5], device=device), "v_scale": torch.tensor([2.0, 0.75], device=device)}
     check(values, "float8")
 

@@ -19,7 +19,7 @@ from op_tests.harness import (
     to_device,
 )
 
-from .cases import in_float64, paged_cache
+from .cases import fp8_of, in_float64, paged_cache
 
 # (queries, draft keys, head_dim, group, kv heads, page size, dtype, prefixes)
 SHAPES = [
@@ -76,6 +76,12 @@ def check(values, case=""):
     return actual
 
 
+NOT_SUPPORTED = {
+    *((str(torch.float8_e4m3fn), target) for target in ("sm_80", "gfx942")),
+    *((str(torch.float8_e4m3fnuz), target) for target in ("sm_80", "sm_90", "sm_100", "gfx950")),
+}
+
+
 def ahead_of_time_cases():
     yield "D=64 float32 csr separate", make(8, 24, 64, 4, 2, 1, torch.float32, [100], form="csr", is_separate=True)
     yield "D=128 bfloat16", make(64, 64, 128, 8, 1, 64, torch.bfloat16, [100])
@@ -89,9 +95,9 @@ def ahead_of_time_cases():
     everything["positions"] = torch.zeros(64, dtype=torch.int64)
     yield "all that changes logits", everything
     yield "deterministic", everything | {"deterministic": True}
-    for name in ("k_cache", "v_cache"):
-        everything[name] = everything[name].to(torch.float8_e4m3fn)
-    yield "float8", everything | {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+    everything |= {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+    for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        yield str(dtype), everything | {name: everything[name].to(dtype) for name in ("k_cache", "v_cache")}
     yield "ragged", ragged([3, 9], 128, 4, 2, 16, torch.bfloat16, [20, 7])
     yield "ragged chains", ragged([3, 9], 128, 4, 2, 16, torch.bfloat16, [20, 7], is_causal=True, is_separate=True)
 
@@ -208,7 +214,7 @@ def test_ragged(form, is_separate, is_causal, device):
 def test_soft_cap_sinks_and_float8(device):
     values = make(6, 6, 64, 4, 2, 16, torch.float16, [300, 5], is_separate=True, device=device)
     for name in ("k_cache", "v_cache"):
-        values[name] = values[name].nan_to_num().to(torch.float8_e4m3fn)
+        values[name] = values[name].nan_to_num().to(fp8_of(device))
     values |= {"k_scale": torch.tensor([0.5, 1.5], device=device), "v_scale": torch.tensor([2.0, 0.75], device=device)}
     values |= {"soft_cap": 10.0, "sinks": torch.randn(8, device=device)}
     check(values, "separate drafts")
