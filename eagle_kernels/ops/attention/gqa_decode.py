@@ -47,7 +47,7 @@ from typing import NamedTuple
 import torch
 
 from ...primitives import paging
-from ...primitives.attention import launch_attention
+from ...primitives.split_attention import launch_attention
 from ...runtime import check, tuning
 from ...runtime.launch import launcher
 

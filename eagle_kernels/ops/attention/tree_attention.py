@@ -60,7 +60,7 @@ from __future__ import annotations
 import torch
 
 from ...primitives import paging
-from ...primitives.attention import launch_attention
+from ...primitives.split_attention import launch_attention
 from ...runtime import check, tuning
 from ...runtime.launch import launcher
 from .gqa_decode import Output
