@@ -19,7 +19,7 @@ from op_tests.harness import (
     to_device,
 )
 
-from .cases import fp8_of, in_float64, paged_cache
+from .cases import beyond_int32, fp8_of, in_float64, paged_cache
 
 # (queries, keys before them, head_dim, group, kv heads, page size or None, dtype)
 SHAPES = [
@@ -210,6 +210,15 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(make([20, 5], [0, 0], 32, 2, 2, None, torch.float32) | change, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.prefill_attention: .*" + message):
         eagle_kernels.raw.prefill_attention(**values)
+
+
+@pytest.mark.gpu
+def test_pages_past_2_31_elements(device):
+    values = make([70, 9], [30, 0], 128, 4, 8, 16, torch.bfloat16, device=device)
+    expected = eagle_kernels.raw.prefill_attention(**values)
+    moved = beyond_int32(values)
+    result = eagle_kernels.raw.prefill_attention(**moved)
+    assert_equal("prefill_attention", "far pages", "output", result.output, expected.output)
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from op_tests.harness import (
     to_device,
 )
 
-from .cases import fp8_of, in_float64, paged_cache
+from .cases import beyond_int32, fp8_of, in_float64, paged_cache
 
 # (queries, draft keys, head_dim, group, kv heads, page size, dtype, prefixes)
 SHAPES = [
@@ -355,6 +355,15 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(values, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.tree_attention: .*" + message):
         eagle_kernels.raw.tree_attention(**values)
+
+
+@pytest.mark.gpu
+def test_pages_past_2_31_elements(device):
+    values = make(6, 6, 128, 4, 8, 16, torch.bfloat16, [100, 33], device=device)
+    expected = eagle_kernels.raw.tree_attention(**values)
+    moved = beyond_int32(values)
+    result = eagle_kernels.raw.tree_attention(**moved)
+    assert_equal("tree_attention", "far pages", "output", result.output, expected.output)
 
 
 @pytest.mark.gpu
