@@ -64,7 +64,7 @@ class Output(NamedTuple):
 # and parts at once.
 LIMITS = {
     "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264, "ordered_shares": 32,
-                "merged_rows": 4, "merged_parts": 4},
+                "merged_rows": 1, "merged_parts": 16},
 }  # fmt: skip
 # gfx942 has 64 KiB of shared memory
 TUNING = {"default": {"num_warps": 4, "num_stages": 3}, "gfx942": {"num_warps": 4, "num_stages": 2}}
