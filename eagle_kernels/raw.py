@@ -2,7 +2,9 @@
 
 from .ops.attention.gqa_decode import gqa_decode
 from .ops.attention.tree_attention import tree_attention
+from .ops.kv.chain_kv_indices import chain_kv_indices
 from .ops.kv.draft_kv_indices import draft_kv_indices
+from .ops.kv.kv_indices import kv_indices
 from .ops.kv.move_accepted_kv import move_accepted_kv
 from .ops.tree.build_tree import build_tree
 from .ops.tree.build_tree_from_scores import build_tree_from_scores
@@ -30,9 +32,11 @@ from .ops.verify.verify_tree_typical import verify_tree_typical
 __all__ = [
     "build_tree",
     "build_tree_from_scores",
+    "chain_kv_indices",
     "compute_tree_statistics",
     "draft_kv_indices",
     "gqa_decode",
+    "kv_indices",
     "min_p_renorm",
     "move_accepted_kv",
     "organize_draft_results",

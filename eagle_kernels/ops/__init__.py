@@ -23,9 +23,11 @@ def _operator(path: str):
 
 build_tree = _operator("tree.build_tree")
 build_tree_from_scores = _operator("tree.build_tree_from_scores")
+chain_kv_indices = _operator("kv.chain_kv_indices")
 compute_tree_statistics = _operator("tree.compute_tree_statistics")
 draft_kv_indices = _operator("kv.draft_kv_indices")
 gqa_decode = _operator("attention.gqa_decode")
+kv_indices = _operator("kv.kv_indices")
 min_p_renorm = _operator("verify.min_p_renorm")
 move_accepted_kv = _operator("kv.move_accepted_kv")
 organize_draft_results = _operator("tree.organize_draft_results")
@@ -103,9 +105,11 @@ __all__ = [
     "VerifyOutput",
     "build_tree",
     "build_tree_from_scores",
+    "chain_kv_indices",
     "compute_tree_statistics",
     "draft_kv_indices",
     "gqa_decode",
+    "kv_indices",
     "min_p_renorm",
     "move_accepted_kv",
     "organize_draft_results",
