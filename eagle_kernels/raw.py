@@ -2,8 +2,10 @@
 
 from .ops.attention.gqa_decode import gqa_decode
 from .ops.attention.tree_attention import tree_attention
+from .ops.kv.assign_req_to_token import assign_req_to_token
 from .ops.kv.chain_kv_indices import chain_kv_indices
 from .ops.kv.draft_kv_indices import draft_kv_indices
+from .ops.kv.extend_cache_locs import extend_cache_locs
 from .ops.kv.kv_indices import kv_indices
 from .ops.kv.move_accepted_kv import move_accepted_kv
 from .ops.tree.build_tree import build_tree
@@ -30,11 +32,13 @@ from .ops.verify.verify_tree_traversal import verify_tree_traversal
 from .ops.verify.verify_tree_typical import verify_tree_typical
 
 __all__ = [
+    "assign_req_to_token",
     "build_tree",
     "build_tree_from_scores",
     "chain_kv_indices",
     "compute_tree_statistics",
     "draft_kv_indices",
+    "extend_cache_locs",
     "gqa_decode",
     "kv_indices",
     "min_p_renorm",

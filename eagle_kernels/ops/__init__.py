@@ -21,11 +21,13 @@ def _operator(path: str):
     return operator(import_module("." + path, __name__), import_module("..reference.ops." + path, __name__))
 
 
+assign_req_to_token = _operator("kv.assign_req_to_token")
 build_tree = _operator("tree.build_tree")
 build_tree_from_scores = _operator("tree.build_tree_from_scores")
 chain_kv_indices = _operator("kv.chain_kv_indices")
 compute_tree_statistics = _operator("tree.compute_tree_statistics")
 draft_kv_indices = _operator("kv.draft_kv_indices")
+extend_cache_locs = _operator("kv.extend_cache_locs")
 gqa_decode = _operator("attention.gqa_decode")
 kv_indices = _operator("kv.kv_indices")
 min_p_renorm = _operator("verify.min_p_renorm")
@@ -103,11 +105,13 @@ __all__ = [
     "CommitOutput",
     "TreeMaskMode",
     "VerifyOutput",
+    "assign_req_to_token",
     "build_tree",
     "build_tree_from_scores",
     "chain_kv_indices",
     "compute_tree_statistics",
     "draft_kv_indices",
+    "extend_cache_locs",
     "gqa_decode",
     "kv_indices",
     "min_p_renorm",
