@@ -4,6 +4,7 @@ from .ops.attention.gqa_decode import gqa_decode
 from .ops.attention.tree_attention import tree_attention
 from .ops.kv.assign_req_to_token import assign_req_to_token
 from .ops.kv.chain_kv_indices import chain_kv_indices
+from .ops.kv.draft_cache_locs import draft_cache_locs
 from .ops.kv.draft_kv_indices import draft_kv_indices
 from .ops.kv.extend_cache_locs import extend_cache_locs
 from .ops.kv.kv_indices import kv_indices
@@ -37,6 +38,7 @@ __all__ = [
     "build_tree_from_scores",
     "chain_kv_indices",
     "compute_tree_statistics",
+    "draft_cache_locs",
     "draft_kv_indices",
     "extend_cache_locs",
     "gqa_decode",

@@ -26,6 +26,7 @@ build_tree = _operator("tree.build_tree")
 build_tree_from_scores = _operator("tree.build_tree_from_scores")
 chain_kv_indices = _operator("kv.chain_kv_indices")
 compute_tree_statistics = _operator("tree.compute_tree_statistics")
+draft_cache_locs = _operator("kv.draft_cache_locs")
 draft_kv_indices = _operator("kv.draft_kv_indices")
 extend_cache_locs = _operator("kv.extend_cache_locs")
 gqa_decode = _operator("attention.gqa_decode")
@@ -110,6 +111,7 @@ __all__ = [
     "build_tree_from_scores",
     "chain_kv_indices",
     "compute_tree_statistics",
+    "draft_cache_locs",
     "draft_kv_indices",
     "extend_cache_locs",
     "gqa_decode",
