@@ -4,6 +4,8 @@ from . import raw, reference
 from .engine import EAGLEConfig, EAGLEInference, generate_token_bitmask
 from .ops import (
     TreeMaskMode,
+    accepted_cache_locs,
+    align_evict_mask_to_page_size,
     assign_req_to_token,
     build_tree,
     build_tree_from_scores,
@@ -42,6 +44,8 @@ __all__ = [
     "EAGLEConfig",
     "EAGLEInference",
     "TreeMaskMode",
+    "accepted_cache_locs",
+    "align_evict_mask_to_page_size",
     "assign_req_to_token",
     "build_tree",
     "build_tree_from_scores",

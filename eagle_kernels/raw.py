@@ -2,6 +2,8 @@
 
 from .ops.attention.gqa_decode import gqa_decode
 from .ops.attention.tree_attention import tree_attention
+from .ops.kv.accepted_cache_locs import accepted_cache_locs
+from .ops.kv.align_evict_mask_to_page_size import align_evict_mask_to_page_size
 from .ops.kv.assign_req_to_token import assign_req_to_token
 from .ops.kv.chain_kv_indices import chain_kv_indices
 from .ops.kv.draft_cache_locs import draft_cache_locs
@@ -33,6 +35,8 @@ from .ops.verify.verify_tree_traversal import verify_tree_traversal
 from .ops.verify.verify_tree_typical import verify_tree_typical
 
 __all__ = [
+    "accepted_cache_locs",
+    "align_evict_mask_to_page_size",
     "assign_req_to_token",
     "build_tree",
     "build_tree_from_scores",

@@ -21,6 +21,8 @@ def _operator(path: str):
     return operator(import_module("." + path, __name__), import_module("..reference.ops." + path, __name__))
 
 
+accepted_cache_locs = _operator("kv.accepted_cache_locs")
+align_evict_mask_to_page_size = _operator("kv.align_evict_mask_to_page_size")
 assign_req_to_token = _operator("kv.assign_req_to_token")
 build_tree = _operator("tree.build_tree")
 build_tree_from_scores = _operator("tree.build_tree_from_scores")
@@ -106,6 +108,8 @@ __all__ = [
     "CommitOutput",
     "TreeMaskMode",
     "VerifyOutput",
+    "accepted_cache_locs",
+    "align_evict_mask_to_page_size",
     "assign_req_to_token",
     "build_tree",
     "build_tree_from_scores",
