@@ -3,7 +3,14 @@
 from .ops.attention.gqa_decode import gqa_decode
 from .ops.attention.prefill_attention import prefill_attention
 from .ops.attention.tree_attention import tree_attention
+from .ops.kv.accepted_cache_locs import accepted_cache_locs
+from .ops.kv.align_evict_mask_to_page_size import align_evict_mask_to_page_size
+from .ops.kv.assign_req_to_token import assign_req_to_token
+from .ops.kv.chain_kv_indices import chain_kv_indices
+from .ops.kv.draft_cache_locs import draft_cache_locs
 from .ops.kv.draft_kv_indices import draft_kv_indices
+from .ops.kv.extend_cache_locs import extend_cache_locs
+from .ops.kv.kv_indices import kv_indices
 from .ops.kv.move_accepted_kv import move_accepted_kv
 from .ops.kv.write_kv import write_kv
 from .ops.nn.rms_norm import rms_norm
@@ -33,11 +40,18 @@ from .ops.verify.verify_tree_traversal import verify_tree_traversal
 from .ops.verify.verify_tree_typical import verify_tree_typical
 
 __all__ = [
+    "accepted_cache_locs",
+    "align_evict_mask_to_page_size",
+    "assign_req_to_token",
     "build_tree",
     "build_tree_from_scores",
+    "chain_kv_indices",
     "compute_tree_statistics",
+    "draft_cache_locs",
     "draft_kv_indices",
+    "extend_cache_locs",
     "gqa_decode",
+    "kv_indices",
     "min_p_renorm",
     "move_accepted_kv",
     "organize_draft_results",

@@ -21,11 +21,18 @@ def _operator(path: str):
     return operator(import_module("." + path, __name__), import_module("..reference.ops." + path, __name__))
 
 
+accepted_cache_locs = _operator("kv.accepted_cache_locs")
+align_evict_mask_to_page_size = _operator("kv.align_evict_mask_to_page_size")
+assign_req_to_token = _operator("kv.assign_req_to_token")
 build_tree = _operator("tree.build_tree")
 build_tree_from_scores = _operator("tree.build_tree_from_scores")
+chain_kv_indices = _operator("kv.chain_kv_indices")
 compute_tree_statistics = _operator("tree.compute_tree_statistics")
+draft_cache_locs = _operator("kv.draft_cache_locs")
 draft_kv_indices = _operator("kv.draft_kv_indices")
+extend_cache_locs = _operator("kv.extend_cache_locs")
 gqa_decode = _operator("attention.gqa_decode")
+kv_indices = _operator("kv.kv_indices")
 min_p_renorm = _operator("verify.min_p_renorm")
 move_accepted_kv = _operator("kv.move_accepted_kv")
 organize_draft_results = _operator("tree.organize_draft_results")
@@ -106,11 +113,18 @@ __all__ = [
     "CommitOutput",
     "TreeMaskMode",
     "VerifyOutput",
+    "accepted_cache_locs",
+    "align_evict_mask_to_page_size",
+    "assign_req_to_token",
     "build_tree",
     "build_tree_from_scores",
+    "chain_kv_indices",
     "compute_tree_statistics",
+    "draft_cache_locs",
     "draft_kv_indices",
+    "extend_cache_locs",
     "gqa_decode",
+    "kv_indices",
     "min_p_renorm",
     "move_accepted_kv",
     "organize_draft_results",

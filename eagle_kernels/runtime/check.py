@@ -137,6 +137,13 @@ class Arguments:
                 at = tuple(wrong[0].tolist())
                 self.fail(name, rule, f"{self.values[name][at].item()} at {list(at)}")
 
+    def integers(self, shape: tuple[int, ...], position: int, *, default=torch.int32, contiguous=None) -> Spec:
+        """An output of integers: of the default dtype, or of that which `out` holds at this position."""
+        out = self.values.get("out")
+        given = next(iter(tuple(out)[position : position + 1]), None) if out is not None else None
+        dtype = given.dtype if isinstance(given, torch.Tensor) and given.dtype in INTEGER else default
+        return self.spec(shape, dtype, contiguous=contiguous)
+
     def spec(self, shape: tuple[int, ...], dtype: torch.dtype, *, contiguous: int | None = None) -> Spec:
         """An output on the device of the arguments."""
         return Spec(shape, dtype, self.device, contiguous)
