@@ -24,8 +24,8 @@ Coins are compared as SGLang 0.5.23 does: strictly, and what has probability 0 i
 siblings carry counts once here and twice there, where it then leaves the target's law. N is at most 1024 in both verify
 ops.
 
-What SGLang keeps account of KV slots with, Triton kernels and functions, is described in sglang_cache_locs.py and has
-its names here too.
+What SGLang keeps account of KV slots with, Triton kernels and functions, is described in sglang_cache_locs.py, norms,
+activation, rotary embedding and renormalising filters in sglang_elementwise.py; both have their names here too.
 
 Not here: segment_packbits, which SGLang itself no longer calls.
 """
@@ -56,6 +56,18 @@ from .sglang_cache_locs import (  # noqa: F401  (names of this module too)
     generate_draft_decode_window_kv_indices,
     get_src_tgt_cache_loc,
     get_target_cache_loc,
+)
+from .sglang_elementwise import (  # noqa: F401
+    apply_rope_with_cos_sin_cache_inplace,
+    fused_add_rmsnorm,
+    gemma_fused_add_rmsnorm,
+    gemma_rmsnorm,
+    rmsnorm,
+    silu_and_mul,
+    top_k_renorm_prob,
+    top_k_renorm_probs,
+    top_p_renorm_prob,
+    top_p_renorm_probs,
 )
 
 
