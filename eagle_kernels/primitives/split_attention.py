@@ -18,6 +18,12 @@ from .shares import Batch, cut, find_share, first_share, prefix_range, share_til
 from .softmax import LOG2_E, add_sink, finish_rows, merge_rows, start_rows, tile_sizes
 
 MERGE_TUNING = {"default": {"num_warps": 4}}
+# Where bits must not depend on the batch. Sums are taken in the order that these numbers tell: one table for all ops,
+# since the root of a tree must have the bits of plain decoding.
+ORDERED_LIMITS = {
+    "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "ordered_shares": 32, "merged_rows": 4,
+                "merged_parts": 4},
+}  # fmt: skip
 
 
 @triton.jit(
@@ -341,6 +347,8 @@ def launch_attention(
     cache = cache_arguments(values)
     batch_size, group_size = len(cache["lengths_ptr"]), num_heads // cache["NUM_KV_HEADS"]
     is_ordered = values["deterministic"]
+    if is_ordered:
+        limits = limits | tuning.row(ORDERED_LIMITS, device)
     tiles = tile_sizes(
         limits["max_rows"] if is_ordered else num_query * group_size, head_dim, query.element_size(), limits
     )

@@ -60,10 +60,10 @@ class Output(NamedTuple):
 
 
 # Of tiles: at most max_rows rows, and tile_bytes of keys. Of shares: at least share_keys keys, about as many as give
-# `programs` programs; where bits must not depend on the batch, at most ordered_shares of a request. Of the merge: rows
-# and parts at once.
+# `programs` programs. Of the merge: rows and parts at once. Deterministic calls have ORDERED_LIMITS instead, with at
+# most ordered_shares of a request.
 LIMITS = {
-    "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264, "ordered_shares": 32,
+    "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264,
                 "merged_rows": 1, "merged_parts": 16},
 }  # fmt: skip
 # gfx942 has 64 KiB of shared memory

@@ -70,7 +70,7 @@ MAX_DRAFT_KEYS = 512
 
 # as in gqa_decode
 LIMITS = {
-    "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264, "ordered_shares": 32,
+    "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264,
                 "merged_rows": 4, "merged_parts": 4},
 }  # fmt: skip
 TUNING = {"default": {"num_warps": 4, "num_stages": 2}}

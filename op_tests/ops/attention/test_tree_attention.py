@@ -223,10 +223,9 @@ def test_soft_cap_sinks_and_float8(device):
     check(values, "drafts in the pool")
 
 
-@pytest.mark.parametrize("num_query", [2, 31, 64])
-def test_deterministic_root_is_plain_decoding(num_query, device):
+@pytest.mark.parametrize(("num_query", "prefix"), [(2, 300), (31, 300), (64, 300), (2, 1500)])
+def test_deterministic_root_is_plain_decoding(num_query, prefix, device):
     """The root of a tree of any size, with any neighbours, has the bits of gqa_decode over the prefix and itself."""
-    prefix = 300
     values = make(num_query, num_query, 32, 4, 1, 16, torch.float32, [prefix, 40], device=device)
     values["tree_mask"][:, 0] = 0
     values["tree_mask"][:, 0, 0] = 1
