@@ -142,7 +142,8 @@ def _prefill_attention_kernel(
         if IS_CAUSAL:
             common_stop, stop = tl.maximum(first_position + 1, 0), tl.maximum(behind + last_token + 1, 0)
         if window is not None:
-            begin = tl.minimum(tl.maximum(first_position - window + 1, 0), stop)
+            # queries before the first key are at positions below 0, where the largest window would wrap around
+            begin = tl.minimum(tl.maximum(tl.maximum(first_position, 0) - window + 1, 0), stop)
         pool_scale = scale
         value_scale = None
         place = 0 if ONE_SCALE else kv_head

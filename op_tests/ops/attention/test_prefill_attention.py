@@ -136,6 +136,10 @@ def test_more_queries_than_keys(device):
     values["key_indptr"] = torch.tensor([0, 4, 8], device=device)
     result = check(values, "few keys")
     assert (result.output[:5] == 0).all() and (result.lse[:5] == float("-inf")).all()
+    values = make([70], [0], 32, 2, 1, None, torch.float32, device=device)
+    values["key_indptr"] = torch.tensor([0, 9], device=device)
+    for window in (4, 2**31 - 1):
+        check(values | {"window": window}, f"few keys, window {window}")
 
 
 def test_a_request_does_not_look_at_others(device):
