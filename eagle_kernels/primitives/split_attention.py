@@ -238,7 +238,7 @@ def _first_draft(first_row, request, stride_batch, stride_token, HAS_BATCH: tl.c
 
 @triton.jit(
     do_not_specialize=[
-        "batch_size", "table_size", "num_query", "num_rows", "num_drafts", "wanted_shares", "reach",
+        "batch_size", "table_size", "num_query", "num_rows", "num_drafts", "wanted_shares", "num_parts", "reach",
         "stride_page_table_request",
     ]
 )  # fmt: skip
@@ -261,6 +261,7 @@ def _merge_kernel(
     num_rows,
     num_drafts,
     wanted_shares,
+    num_parts,
     stride_page_table_request,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -302,7 +303,8 @@ def _merge_kernel(
         row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM)
         for start in range(0, num_shares, BLOCK_PART):
             part = start + tl.arange(0, BLOCK_PART)
-            is_part = is_row[:, None] & (part < num_shares)[None, :]
+            # requests of a malformed page table, that share pages, may have more shares than there are pages for
+            is_part = is_row[:, None] & ((part < num_shares) & (before + part < num_parts))[None, :]
             place = (before + part).to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
             lse = tl.load(partial_lse_ptr + place, mask=is_part, other=float("-inf"))
             output = tl.load(
@@ -356,12 +358,9 @@ def launch_attention(
     num_tiles = cache["NUM_KV_HEADS"] * triton.cdiv(num_query * group_size, tiles["BLOCK_ROW"])
     wanted_shares = max(1, limits["programs"] // max(num_tiles, 1))
     share_tiles_least = max(1, limits["share_keys"] // block_key)
-    # shares that there can be, by the pages that there can be
-    slots = cache["table_size"] * cache["PAGE_SIZE"]
-    if cache["IS_CSR"]:
-        num_shares = triton.cdiv(slots, share_tiles_least * block_key) + batch_size
-    else:
-        num_shares = batch_size * max(1, triton.cdiv(slots, share_tiles_least * block_key))
+    # shares that there can be, by the pages that there can be; in the CSR form requests have those among them
+    most_shares = max(1, triton.cdiv(cache["table_size"] * cache["PAGE_SIZE"], share_tiles_least * block_key))
+    num_shares = batch_size + most_shares - 1 if cache["IS_CSR"] else batch_size * most_shares
     if is_ordered:
         num_shares = min(num_shares, batch_size * limits["ordered_shares"])
     else:
@@ -441,6 +440,7 @@ def launch_attention(
             NUM_HEADS=num_heads,
             BLOCK_MERGED=limits["merged_rows"],
             BLOCK_PART=limits["merged_parts"],
+            num_parts=num_shares,
             **split,
             **tuning.row(MERGE_TUNING, device),
         )
