@@ -17,6 +17,8 @@ from .paging import cache_arguments, request_pages
 from .shares import Batch, cut, find_share, first_share, prefix_range, share_tiles
 from .softmax import LOG2_E, add_sink, finish_rows, merge_rows, start_rows, tile_sizes
 
+# CUDA's limit, of all axes of a grid but the first
+MAX_PROGRAMS = 65535
 MERGE_TUNING = {"default": {"num_warps": 4}}
 # Where bits must not depend on the batch. Sums are taken in the order that these numbers tell: one table for all ops,
 # since the root of a tree must have the bits of plain decoding.
@@ -99,7 +101,7 @@ def _attention_kernel(
     await_predecessor(ENABLE_PDL)
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     row_tile = tl.program_id(0) // NUM_KV_HEADS
-    share = tl.program_id(1)
+    share = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     batch = Batch(
         page_indptr_ptr,
         lengths_ptr,
@@ -403,7 +405,7 @@ def launch_attention(
     launch(
         op,
         _attention_kernel,
-        (num_tiles, num_shares),
+        (num_tiles, min(num_shares, MAX_PROGRAMS), triton.cdiv(num_shares, MAX_PROGRAMS)),
         query_ptr=query,
         tree_mask_ptr=tree_mask,
         draft_key_ptr=draft_key,

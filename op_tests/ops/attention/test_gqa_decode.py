@@ -9,7 +9,9 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.attention.gqa_decode import LIMITS
+from eagle_kernels.primitives import split_attention
 from eagle_kernels.reference.ops.attention.gqa_decode import gqa_decode as reference
+from eagle_kernels.runtime.launch import intercept
 from op_tests.harness import (
     assert_close,
     assert_equal,
@@ -159,6 +161,20 @@ def test_deterministic_bits_do_not_depend_on_the_batch(batch_size, form, device,
         extra["deterministic"] = False
         result = [eagle_kernels.raw.gqa_decode(**values, **extra).output for values in (alone, many)]
         assert not torch.equal(result[0][0], result[1][-1])
+
+
+def test_more_shares_than_an_axis_of_a_grid_has_programs(device, monkeypatch):
+    """Deterministic calls of 2048 requests of long tables; here the limit is lower."""
+    values = make(32, 1, 1, 16, torch.float16, [300, 0, 129, 700], max_pages=260, device=device)
+    values["deterministic"] = True
+    expected = check(values)
+    monkeypatch.setattr(split_attention, "MAX_PROGRAMS", 37)
+    grids = []
+    with intercept(lambda op, kernel, grid, arguments: grids.append(grid)):
+        eagle_kernels.raw.gqa_decode(**values)
+    assert max(grids[0][1:]) == 37
+    result = eagle_kernels.raw.gqa_decode(**values)
+    assert_equal("gqa_decode", "two axes", "output", result.output, expected.output)
 
 
 def test_both_page_tables_agree(device):
