@@ -109,6 +109,7 @@ def _attention_kernel(
         stride_page_table_request,
         table_size,
         batch_size,
+        num_rows,
         num_drafts,
         reach,
     )
@@ -288,6 +289,7 @@ def _merge_kernel(
         stride_page_table_request,
         table_size,
         batch_size,
+        num_rows,
         num_drafts,
         reach,
     )

@@ -43,7 +43,8 @@ Invariants
     A row that sees no key has output 0 and lse -inf (or its sink). Slots past the end or before all windows are not
     read, nor are pages outside the pool, nor draft keys that no row of the tile sees; page ids of seen slots of the
     prefix must lie within the pool. NaN in a query or in a seen key stays in its request and KV head.
-    Ragged: requests of more than max_query rows are attended up to that many; rows of no request are not written.
+    Ragged: of a request of more than max_query rows that many are attended, and see as many draft keys at most; rows of
+    no request are not written.
     deterministic: as in gqa_decode, and not on Nq, on the mask of other rows, or on their number either.
 Grid
     (Hkv * row tiles, shares), one program attends a tile of (token, head of the group) rows of one KV head to a share;

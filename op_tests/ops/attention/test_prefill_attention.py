@@ -157,6 +157,18 @@ def test_a_request_does_not_look_at_others(device):
     assert_equal("prefill_attention", "alone", "output", result.output, before.output[53:])
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_queries_beyond_max_query(page_size, device):
+    """The queries that are attended are what they are where all are."""
+    values = make([20, 3], [10, 0], 32, 2, 1, page_size, torch.float32, device=device)
+    whole = eagle_kernels.raw.prefill_attention(**values)
+    result = eagle_kernels.raw.prefill_attention(**values | {"max_query": 7})
+    expected = reference(**values | {"max_query": 7})
+    for rows in (slice(0, 7), slice(20, 23)):
+        assert_close("prefill_attention", "all", "output", result.output[rows], whole.output[rows])
+        assert_close("prefill_attention", "reference", "output", result.output[rows], expected.output[rows])
+
+
 def test_rows_of_no_request_are_not_written(device):
     values = make([6, 6], [0, 0], 32, 1, 1, None, torch.float32, device=device)
     values["qo_indptr"] = torch.tensor([0, 4, 9], device=device)
