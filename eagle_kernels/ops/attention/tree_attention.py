@@ -19,7 +19,8 @@ Shapes
     v_cache        as k_cache
     tree_mask      [B, Nq, W] or [T, W]            int64  bit j % 64 of word j // 64: the row sees draft key j;
                                                           W >= ceil(Nk / 64), bits from Nk on are ignored
-    num_draft_keys int                                    Nk in 1..512, by default Nq; not with qo_indptr
+    num_draft_keys int                                    Nk in 1..512, by default Nq; at least Nq with is_causal;
+                                                          not with qo_indptr
     draft_key      [B, Nk, Hkv, D] or [T, Hkv, D]  as query; the draft block's keys, all axes but the last two may be
                                                           strided; without it they are in the pool, at the slots
                                                           prefix..prefix + Nk - 1
@@ -102,6 +103,8 @@ def contract(values: dict) -> Output:
         num_keys = num_query
         if values["num_draft_keys"] is not None:
             num_keys = args.integer("num_draft_keys", 1, MAX_DRAFT_KEYS)
+            if values["is_causal"] and num_keys < num_query:
+                args.fail("num_draft_keys", f"be at least Nq = {num_query} with is_causal", num_keys)
     paging.check_row_strides(args, "query", query, len(rows))
     paging.check_cache(args, query.dtype, batch)
     paging.check_logits(args)
