@@ -80,7 +80,7 @@ def test_generation(kind, device):
 @pytest.mark.parametrize("num_prompt", [3, 6])
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
 def test_generation_with_a_preallocated_cache(kind, num_prompt, is_padded, device):
-    """The cache is longer than what it holds, which only the mask tells; windows are filled at once, later, or never."""
+    """The cache is longer than what it holds, which only the mask tells; windows fill at once, later, or never."""
     eager, ours = pair(kind, device)
     tokens = torch.randint(97, (2, num_prompt), device=device)
     mask = torch.ones_like(tokens)
