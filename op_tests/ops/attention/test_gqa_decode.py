@@ -85,8 +85,10 @@ def test_matches_reference(shape, device):
     check(make(*shape, form=form, device=device), str(shape))
 
 
-def test_splits(device):
-    """Long enough for several splits, with requests that fill none, one, or all of them."""
+@pytest.mark.parametrize("programs", [1, 3, 264])
+def test_splits(programs, device, monkeypatch):
+    """Long enough for several splits, with requests that fill none, one, or all of them; of few and of many tiles."""
+    monkeypatch.setitem(LIMITS["default"], "programs", programs)
     check(make(64, 2, 1, 16, torch.float32, [700, 0, 1, 128], device=device), "splits")
 
 

@@ -363,7 +363,7 @@ def test_registration(is_separate, device):
     ("change", "message"),
     [
         ({"num_draft_keys": 0}, "num_draft_keys must lie in 1..512, got 0"),
-        ({"num_draft_keys": 2, "is_causal": True, "tree_mask": None}, "num_draft_keys must be at least Nq = 3 with is_"),
+        ({"num_draft_keys": 2, "is_causal": True, "tree_mask": None}, "num_draft_keys must be at least Nq = 3"),
         ({"num_draft_keys": 65}, "tree_mask must hold a bit for each of 65 draft keys, got 1 words"),
         ({"query": torch.zeros(2, 257, 2, 32)}, "query must have Nq in 1..256, got 257"),
         ({"query": torch.zeros(2, 3, 2, 8)}, "query must have D in 16..256, got 8"),
