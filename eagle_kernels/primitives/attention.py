@@ -105,7 +105,8 @@ def attend_span(
     aligned = span.first // BLOCK_KEY * BLOCK_KEY
     seen_from = span.first  # by all rows
     if span.window is not None:
-        last_position = tl.max(tl.where(queries.is_row, queries.position, 0))
+        # not below 0, where the largest window would wrap around
+        last_position = tl.maximum(tl.max(tl.where(queries.is_row, queries.position, 0)), 0)
         seen_from = tl.maximum(seen_from, last_position - span.window + 1)
     body_begin = tl.cdiv(seen_from, BLOCK_KEY) * BLOCK_KEY
     body_end = tl.minimum(span.stop, span.common_stop) // BLOCK_KEY * BLOCK_KEY

@@ -6,7 +6,8 @@ page table comes in one of two forms, which differ only in where a request's pag
     block_table [B, max_pages], seq_lens [B]                          vLLM
     kv_indptr [B + 1], kv_indices [*], last_page_len [B]              FlashInfer, SGLang
 
-Page ids outside 0..num_pages - 1 and slots outside the table are never dereferenced: those keys do not exist.
+Page ids outside 0..num_pages - 1 and slots outside the table are never dereferenced. Such slots do not exist for
+`find_pages`; whole tiles of a prefix, whose loop has no mask, read other pages of the pool in their place.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ class Batch(NamedTuple):
     stride_page_table_request: Any
     table_size: Any
     batch_size: Any
+    num_rows: Any  # of all requests
     num_drafts: Any  # draft keys of a request whose rows are not ragged
     reach: Any  # no query sees a slot more than this before the end of the prefix; None: all are seen
 
@@ -40,9 +41,12 @@ def prefix_range(batch, request, PAGE_SIZE: tl.constexpr, IS_CSR: tl.constexpr, 
     if IS_DRAFT_COUNTED:
         num_drafts = batch.num_drafts
         if batch.qo_indptr_ptr is not None:
-            first_row = tl.load(batch.qo_indptr_ptr + request, mask=is_live, other=0)
-            num_drafts = (tl.load(batch.qo_indptr_ptr + request + 1, mask=is_live, other=0) - first_row).to(tl.int32)
-        end = tl.maximum(end - tl.maximum(num_drafts, 0), 0)
+            # all of them, those beyond max_query too: they are in the pool
+            first_row = tl.load(batch.qo_indptr_ptr + request, mask=is_live, other=0).to(tl.int64)
+            first_row = tl.minimum(tl.maximum(first_row, 0), batch.num_rows)
+            last_row = tl.load(batch.qo_indptr_ptr + request + 1, mask=is_live, other=0).to(tl.int64)
+            num_drafts = tl.maximum(tl.minimum(last_row, batch.num_rows) - first_row, 0).to(tl.int32)
+        end = tl.maximum(end - num_drafts, 0)
     first = end * 0
     if batch.reach is not None:
         first = tl.maximum(end - batch.reach, 0)

@@ -17,7 +17,15 @@ from .paging import cache_arguments, request_pages
 from .shares import Batch, cut, find_share, first_share, prefix_range, share_tiles
 from .softmax import LOG2_E, add_sink, finish_rows, merge_rows, start_rows, tile_sizes
 
+# CUDA's limit, of all axes of a grid but the first
+MAX_PROGRAMS = 65535
 MERGE_TUNING = {"default": {"num_warps": 4}}
+# Where bits must not depend on the batch. Sums are taken in the order that these numbers tell: one table for all ops,
+# since the root of a tree must have the bits of plain decoding.
+ORDERED_LIMITS = {
+    "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "ordered_shares": 32, "merged_rows": 4,
+                "merged_parts": 4},
+}  # fmt: skip
 
 
 @triton.jit(
@@ -93,7 +101,7 @@ def _attention_kernel(
     await_predecessor(ENABLE_PDL)
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     row_tile = tl.program_id(0) // NUM_KV_HEADS
-    share = tl.program_id(1)
+    share = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     batch = Batch(
         page_indptr_ptr,
         lengths_ptr,
@@ -101,6 +109,7 @@ def _attention_kernel(
         stride_page_table_request,
         table_size,
         batch_size,
+        num_rows,
         num_drafts,
         reach,
     )
@@ -232,7 +241,7 @@ def _first_draft(first_row, request, stride_batch, stride_token, HAS_BATCH: tl.c
 
 @triton.jit(
     do_not_specialize=[
-        "batch_size", "table_size", "num_query", "num_rows", "num_drafts", "wanted_shares", "reach",
+        "batch_size", "table_size", "num_query", "num_rows", "num_drafts", "wanted_shares", "num_parts", "reach",
         "stride_page_table_request",
     ]
 )  # fmt: skip
@@ -255,6 +264,7 @@ def _merge_kernel(
     num_rows,
     num_drafts,
     wanted_shares,
+    num_parts,
     stride_page_table_request,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -279,6 +289,7 @@ def _merge_kernel(
         stride_page_table_request,
         table_size,
         batch_size,
+        num_rows,
         num_drafts,
         reach,
     )
@@ -296,7 +307,8 @@ def _merge_kernel(
         row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM)
         for start in range(0, num_shares, BLOCK_PART):
             part = start + tl.arange(0, BLOCK_PART)
-            is_part = is_row[:, None] & (part < num_shares)[None, :]
+            # requests of a malformed page table, that share pages, may have more shares than there are pages for
+            is_part = is_row[:, None] & ((part < num_shares) & (before + part < num_parts))[None, :]
             place = (before + part).to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
             lse = tl.load(partial_lse_ptr + place, mask=is_part, other=float("-inf"))
             output = tl.load(
@@ -341,6 +353,8 @@ def launch_attention(
     cache = cache_arguments(values)
     batch_size, group_size = len(cache["lengths_ptr"]), num_heads // cache["NUM_KV_HEADS"]
     is_ordered = values["deterministic"]
+    if is_ordered:
+        limits = limits | tuning.row(ORDERED_LIMITS, device)
     tiles = tile_sizes(
         limits["max_rows"] if is_ordered else num_query * group_size, head_dim, query.element_size(), limits
     )
@@ -348,12 +362,9 @@ def launch_attention(
     num_tiles = cache["NUM_KV_HEADS"] * triton.cdiv(num_query * group_size, tiles["BLOCK_ROW"])
     wanted_shares = max(1, limits["programs"] // max(num_tiles, 1))
     share_tiles_least = max(1, limits["share_keys"] // block_key)
-    # shares that there can be, by the pages that there can be
-    slots = cache["table_size"] * cache["PAGE_SIZE"]
-    if cache["IS_CSR"]:
-        num_shares = triton.cdiv(slots, share_tiles_least * block_key) + batch_size
-    else:
-        num_shares = batch_size * max(1, triton.cdiv(slots, share_tiles_least * block_key))
+    # shares that there can be, by the pages that there can be; in the CSR form requests have those among them
+    most_shares = max(1, triton.cdiv(cache["table_size"] * cache["PAGE_SIZE"], share_tiles_least * block_key))
+    num_shares = batch_size + most_shares - 1 if cache["IS_CSR"] else batch_size * most_shares
     if is_ordered:
         num_shares = min(num_shares, batch_size * limits["ordered_shares"])
     else:
@@ -396,7 +407,7 @@ def launch_attention(
     launch(
         op,
         _attention_kernel,
-        (num_tiles, num_shares),
+        (num_tiles, min(num_shares, MAX_PROGRAMS), triton.cdiv(num_shares, MAX_PROGRAMS)),
         query_ptr=query,
         tree_mask_ptr=tree_mask,
         draft_key_ptr=draft_key,
@@ -433,6 +444,7 @@ def launch_attention(
             NUM_HEADS=num_heads,
             BLOCK_MERGED=limits["merged_rows"],
             BLOCK_PART=limits["merged_parts"],
+            num_parts=num_shares,
             **split,
             **tuning.row(MERGE_TUNING, device),
         )

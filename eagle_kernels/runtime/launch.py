@@ -140,6 +140,7 @@ class _Plan:
     plain_types: list
     picked: Callable  # the tensors likewise
     repeats: tuple  # see _repeats
+    distinct_of: Callable  # picks each tensor once out of the tensors
     guards: object  # torch's own check of dtypes, sizes, strides and devices; None where this torch has none
     # what it does
     device: int
@@ -164,13 +165,15 @@ class _Plan:
         plain = self.plain_of(values)
         if [*map(type, plain)] != self.plain_types or plain != self.plain:
             return None
-        tensors = self.picked(values)
-        return tensors if self.guards.check(*tensors) else None
+        tensors = distinct = self.picked(values)
+        if self.repeats:
+            if not all(tensors[place] is tensors[earlier] for place, earlier in self.repeats):
+                return None
+            distinct = self.distinct_of(tensors)
+        return tensors if self.guards.check(*distinct) else None
 
     def accepts(self, pointers: list) -> bool:
-        """Whether these addresses are as well aligned as a plan that may be the latest one wants them, and as equal."""
-        if self.repeats and not all(pointers[place] == pointers[earlier] for place, earlier in self.repeats):
-            return False
+        """Whether these addresses are as well aligned as a plan that may be the latest one wants them."""
         return pointers == self.before[1] or _all_aligned(pointers)
 
     def run(self, tensors: Sequence, pointers: list, kwargs: dict):
@@ -282,6 +285,7 @@ def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointe
     except LookupError:
         return result, None
     values = [*args, *kwargs.values(), *(out if isinstance(out, tuple) else ())]
+    repeats = _repeats(tensors)
     is_plain = [not isinstance(value, (torch.Tensor, tuple)) for value in values]
     plain = _picker([at for at, plainly in enumerate(is_plain) if plainly])
     return result, _Plan(
@@ -292,7 +296,8 @@ def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointe
         plain=plain(values),
         plain_types=[*map(type, plain(values))],
         picked=_picker([at for at, value in enumerate(values) if isinstance(value, torch.Tensor)]),
-        repeats=_repeats(tensors),
+        repeats=repeats,
+        distinct_of=_picker([place for place in range(len(tensors)) if place not in dict(repeats)]),
         guards=_guards(tensors),
         device=tensors[0].get_device(),
         current_stream=language.triton.runtime.driver.active.get_current_stream,
@@ -311,7 +316,11 @@ def _picker(places: list[int]) -> Callable:
 
 
 def _guards(tensors: list):
-    """The check that torch.compile makes of its inputs: a twentieth of the time of the same questions in Python."""
+    """The check that torch.compile makes of its inputs: a twentieth of the time of the same questions in Python.
+
+    Of each tensor once: the check fails where it meets one again.
+    """
+    tensors = list({id(tensor): tensor for tensor in tensors}.values())
     try:
         return torch._C._dynamo.guards.TensorGuards(
             *tensors,

@@ -76,6 +76,24 @@ def test_generation(kind, device):
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("num_prompt", [3, 6])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
+def test_generation_with_a_preallocated_cache(kind, num_prompt, is_padded, device):
+    """The cache is longer than what it holds, which only the mask tells; windows fill at once, later, or never."""
+    eager, ours = pair(kind, device)
+    tokens = torch.randint(97, (2, num_prompt), device=device)
+    mask = torch.ones_like(tokens)
+    mask[1, : num_prompt // 2] = not is_padded
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    options |= {"cache_implementation": "static", "disable_compile": True}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    expected, got = (model.generate(tokens, **options) for model in (eager, ours))
+    assert torch.equal(got.sequences, expected.sequences)
+    for logits, wanted in zip(got.logits, expected.logits):
+        torch.testing.assert_close(logits, wanted, atol=2e-5, rtol=2e-5)
+
+
 def test_what_is_not_supported_is_named():
     query, key = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 3, 16)
     module = torch.nn.Identity()

@@ -27,7 +27,8 @@ def attention(
     key, value     [B, Hkv, Lk, D]
     attention_mask [B, Lk]         which tokens are no padding, wherever that is; None: all
     s_aux          [Hq]            attention sinks
-    -> [B, L, Hq, D] and no attention weights; rows of padding are 0
+    -> [B, L, Hq, D] and no attention weights; rows of padding mean nothing
+    Sequences that are packed into one row, which position_ids tell, are not told apart.
     Raises ValueError for dropout, for masks of any other shape, and for keys and values of different sizes.
     """
     batch_size, _, num_query, head_dim = query.shape

@@ -4,9 +4,9 @@ Computes
     output = softmax(sm_scale * query . key) . value per request and query head over the slots 0..length - 1, of which
     the last is the query's own. Flash-Decoding: keys are cut into shares of about equal size (primitives/shares.py),
     each is attended with an online softmax, and partial results merge by their log-sum-exp.
-    soft_cap: logits become soft_cap * tanh(logits / soft_cap). window: only the last `window` slots are seen. sinks: a
-    logit per query head that takes probability and has no value (gpt-oss). k_scale, v_scale: factors of the cached
-    keys and values. lse: log of the sum of exp(logits), the sink among them.
+    soft_cap: logits become soft_cap * tanh(logits / soft_cap), with an error of about soft_cap * 1e-7. window: only the
+    last `window` slots are seen. sinks: a logit per query head that takes probability and has no value (gpt-oss).
+    k_scale, v_scale: factors of the cached keys and values. lse: log of the sum of exp(logits), the sink among them.
 Shapes
     query          [B, Hq, D]                      float  D in 16..256; Hq a multiple of Hkv; rows may be strided
     k_cache        [num_pages, page_size, Hkv, D]  as query, or fp8 with 16-bit queries; page_size a power of
@@ -60,10 +60,10 @@ class Output(NamedTuple):
 
 
 # Of tiles: at most max_rows rows, and tile_bytes of keys. Of shares: at least share_keys keys, about as many as give
-# `programs` programs; where bits must not depend on the batch, at most ordered_shares of a request. Of the merge: rows
-# and parts at once.
+# `programs` programs. Of the merge: rows and parts at once. Deterministic calls have ORDERED_LIMITS instead, with at
+# most ordered_shares of a request.
 LIMITS = {
-    "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264, "ordered_shares": 32,
+    "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264,
                 "merged_rows": 1, "merged_parts": 16},
 }  # fmt: skip
 # gfx942 has 64 KiB of shared memory

@@ -27,8 +27,8 @@ Shapes
     -> lse         [T, Hq]                         fp32, natural logarithm
 Invariants
     A row that sees no key (there are more queries than keys) has output 0 and lse -inf (or its sink). Keys that no row
-    of a tile sees are not read. Requests of more than max_query queries are attended up to that many; rows of no
-    request are not written. A row's bits depend on its own request alone.
+    of a tile sees are not read. Of a request of more than max_query queries that many are attended, as if all were;
+    rows of no request are not written. A row's bits depend on its own request and on max_query alone.
 Grid
     (row tiles of max_query, Hkv, B), one program attends a tile of (token, head of the group) rows of one KV head; the
     last tiles, which see most keys, come first.
@@ -119,8 +119,9 @@ def _prefill_attention_kernel(
             page_count = length
         else:
             batch = Batch(
-                page_indptr_ptr, lengths_ptr, None, stride_page_table_request, table_size, batch_size, 0, None
-            )
+                page_indptr_ptr, lengths_ptr, None, stride_page_table_request, table_size, batch_size, num_rows, 0,
+                None,
+            )  # fmt: skip
             first_page, page_count, length = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
         pool = Pool(k_ptr, v_ptr, page_table_ptr, first_page, page_count, num_pages, stride_k, stride_v, kv_head)
 
@@ -135,14 +136,17 @@ def _prefill_attention_kernel(
 
         # positions of the tile's first and last row decide what is read, and what needs no mask
         last_token = tl.minimum(((row_tile + 1) * BLOCK_ROW - 1) // GROUP_SIZE, num_tokens - 1)
-        behind = length - num_tokens
+        # queries beyond max_query are not attended, but their keys are there
+        _, num_queries = request_rows(qo_indptr_ptr, request, num_rows, num_rows)
+        behind = length - num_queries
         first_position = behind + row_tile * BLOCK_ROW // GROUP_SIZE
         begin = tl.zeros([], tl.int32)
         common_stop, stop = length, length
         if IS_CAUSAL:
             common_stop, stop = tl.maximum(first_position + 1, 0), tl.maximum(behind + last_token + 1, 0)
         if window is not None:
-            begin = tl.minimum(tl.maximum(first_position - window + 1, 0), stop)
+            # queries before the first key are at positions below 0, where the largest window would wrap around
+            begin = tl.minimum(tl.maximum(tl.maximum(first_position, 0) - window + 1, 0), stop)
         pool_scale = scale
         value_scale = None
         place = 0 if ONE_SCALE else kv_head

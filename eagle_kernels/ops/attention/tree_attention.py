@@ -19,7 +19,8 @@ Shapes
     v_cache        as k_cache
     tree_mask      [B, Nq, W] or [T, W]            int64  bit j % 64 of word j // 64: the row sees draft key j;
                                                           W >= ceil(Nk / 64), bits from Nk on are ignored
-    num_draft_keys int                                    Nk in 1..512, by default Nq; not with qo_indptr
+    num_draft_keys int                                    Nk in 1..512, by default Nq; at least Nq with is_causal;
+                                                          not with qo_indptr
     draft_key      [B, Nk, Hkv, D] or [T, Hkv, D]  as query; the draft block's keys, all axes but the last two may be
                                                           strided; without it they are in the pool, at the slots
                                                           prefix..prefix + Nk - 1
@@ -43,7 +44,8 @@ Invariants
     A row that sees no key has output 0 and lse -inf (or its sink). Slots past the end or before all windows are not
     read, nor are pages outside the pool, nor draft keys that no row of the tile sees; page ids of seen slots of the
     prefix must lie within the pool. NaN in a query or in a seen key stays in its request and KV head.
-    Ragged: requests of more than max_query rows are attended up to that many; rows of no request are not written.
+    Ragged: of a request of more than max_query rows that many are attended, and see as many draft keys at most; rows of
+    no request are not written.
     deterministic: as in gqa_decode, and not on Nq, on the mask of other rows, or on their number either.
 Grid
     (Hkv * row tiles, shares), one program attends a tile of (token, head of the group) rows of one KV head to a share;
@@ -70,7 +72,7 @@ MAX_DRAFT_KEYS = 512
 
 # as in gqa_decode
 LIMITS = {
-    "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264, "ordered_shares": 32,
+    "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264,
                 "merged_rows": 4, "merged_parts": 4},
 }  # fmt: skip
 TUNING = {"default": {"num_warps": 4, "num_stages": 2}}
@@ -101,6 +103,8 @@ def contract(values: dict) -> Output:
         num_keys = num_query
         if values["num_draft_keys"] is not None:
             num_keys = args.integer("num_draft_keys", 1, MAX_DRAFT_KEYS)
+            if values["is_causal"] and num_keys < num_query:
+                args.fail("num_draft_keys", f"be at least Nq = {num_query} with is_causal", num_keys)
     paging.check_row_strides(args, "query", query, len(rows))
     paging.check_cache(args, query.dtype, batch)
     paging.check_logits(args)

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.ops.attention.gqa_decode import LIMITS
+from eagle_kernels.primitives import split_attention
 from eagle_kernels.reference.ops.attention.gqa_decode import gqa_decode as reference
+from eagle_kernels.runtime.launch import intercept
 from op_tests.harness import (
     assert_close,
     assert_equal,
@@ -82,8 +85,10 @@ def test_matches_reference(shape, device):
     check(make(*shape, form=form, device=device), str(shape))
 
 
-def test_splits(device):
-    """Long enough for several splits, with requests that fill none, one, or all of them."""
+@pytest.mark.parametrize("programs", [1, 3, 264])
+def test_splits(programs, device, monkeypatch):
+    """Long enough for several splits, with requests that fill none, one, or all of them; of few and of many tiles."""
+    monkeypatch.setitem(LIMITS["default"], "programs", programs)
     check(make(64, 2, 1, 16, torch.float32, [700, 0, 1, 128], device=device), "splits")
 
 
@@ -131,8 +136,12 @@ def test_all_at_once(device):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 9])
 @pytest.mark.parametrize("form", ["block_table", "csr"])
-def test_deterministic_bits_do_not_depend_on_the_batch(batch_size, form, device):
-    """Neighbours of any length, a wider page table and a place of its own: the same bits."""
+def test_deterministic_bits_do_not_depend_on_the_batch(batch_size, form, device, monkeypatch):
+    """Neighbours of any length, a wider page table and a place of its own: the same bits.
+
+    With so few programs that other calls cut keys by the lengths of the batch.
+    """
+    monkeypatch.setitem(LIMITS["default"], "programs", 6)
     extra = {"sinks": torch.randn(4, device=device), "deterministic": True}
     alone = make(32, 2, 2, 16, torch.float32, [300], device=device)
     expected = eagle_kernels.raw.gqa_decode(**alone, **extra)
@@ -150,6 +159,24 @@ def test_deterministic_bits_do_not_depend_on_the_batch(batch_size, form, device)
     assert_equal("gqa_decode", "in a batch", "output", result.output[-1], expected.output[0])
     assert_equal("gqa_decode", "in a batch", "lse", result.lse[-1], expected.lse[0])
     check(many | extra, "deterministic")
+    if batch_size > 1:
+        extra["deterministic"] = False
+        result = [eagle_kernels.raw.gqa_decode(**values, **extra).output for values in (alone, many)]
+        assert not torch.equal(result[0][0], result[1][-1])
+
+
+def test_more_shares_than_an_axis_of_a_grid_has_programs(device, monkeypatch):
+    """Deterministic calls of 2048 requests of long tables; here the limit is lower."""
+    values = make(32, 1, 1, 16, torch.float16, [300, 0, 129, 700], max_pages=260, device=device)
+    values["deterministic"] = True
+    expected = check(values)
+    monkeypatch.setattr(split_attention, "MAX_PROGRAMS", 37)
+    grids = []
+    with intercept(lambda op, kernel, grid, arguments: grids.append(grid)):
+        eagle_kernels.raw.gqa_decode(**values)
+    assert max(grids[0][1:]) == 37
+    result = eagle_kernels.raw.gqa_decode(**values)
+    assert_equal("gqa_decode", "two axes", "output", result.output, expected.output)
 
 
 def test_both_page_tables_agree(device):
@@ -207,6 +234,24 @@ def test_malformed_csr(device):
     check(values, "malformed indptr")
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_requests_that_share_pages_of_a_csr_table(deterministic, device, monkeypatch):
+    """Malformed, and more shares than the pages have room for: what lies behind the partial results is not read."""
+    values = make(32, 2, 1, 16, torch.float32, [700, 0, 0, 0, 0], form="csr", device=device)
+    count = int(values["kv_indptr"][1])
+    values["kv_indptr"].copy_(torch.tensor([0, count, 0, count, 0, count]))
+    values["last_page_len"].fill_(12)
+    empty = torch.empty
+
+    def followed_by_nan(shape, **options):
+        size = torch.Size(shape).numel()
+        return empty(size + 2**16, **options).fill_(float("nan"))[:size].view(shape)
+
+    monkeypatch.setattr(torch, "empty", followed_by_nan)
+    result = eagle_kernels.raw.gqa_decode(**values, deterministic=deterministic)
+    assert not result.output[::2].isnan().any()
+
+
 def test_nan_stays_in_its_request(device):
     values = make(64, 2, 1, 16, torch.float32, [20, 20], device=device)
     before = eagle_kernels.raw.gqa_decode(**values)
@@ -220,8 +265,8 @@ def test_launches_and_nothing_else(device):
     for form in ("block_table", "csr"):
         values = make(64, 4, 1, 16, torch.float16, [400, 33], form=form, device=device)
         assert_only_launches("attention.gqa_decode", values)
-    short = make(64, 4, 1, 16, torch.float16, [40, 33], device=device)
-    assert_only_launches("attention.gqa_decode", short, launches=1)
+        short = make(64, 4, 1, 16, torch.float16, [20], form=form, device=device)
+        assert_only_launches("attention.gqa_decode", short, launches=1)
 
 
 @pytest.mark.parametrize("form", ["block_table", "csr"])

@@ -136,6 +136,10 @@ def test_more_queries_than_keys(device):
     values["key_indptr"] = torch.tensor([0, 4, 8], device=device)
     result = check(values, "few keys")
     assert (result.output[:5] == 0).all() and (result.lse[:5] == float("-inf")).all()
+    values = make([70], [0], 32, 2, 1, None, torch.float32, device=device)
+    values["key_indptr"] = torch.tensor([0, 9], device=device)
+    for window in (4, 2**31 - 1):
+        check(values | {"window": window}, f"few keys, window {window}")
 
 
 def test_a_request_does_not_look_at_others(device):
@@ -151,6 +155,18 @@ def test_a_request_does_not_look_at_others(device):
     alone |= {name: values[name][53:] for name in ("query", "key", "value")}
     result = eagle_kernels.raw.prefill_attention(**alone)
     assert_equal("prefill_attention", "alone", "output", result.output, before.output[53:])
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_queries_beyond_max_query(page_size, device):
+    """The queries that are attended are what they are where all are."""
+    values = make([20, 3], [10, 0], 32, 2, 1, page_size, torch.float32, device=device)
+    whole = eagle_kernels.raw.prefill_attention(**values)
+    result = eagle_kernels.raw.prefill_attention(**values | {"max_query": 7})
+    expected = reference(**values | {"max_query": 7})
+    for rows in (slice(0, 7), slice(20, 23)):
+        assert_close("prefill_attention", "all", "output", result.output[rows], whole.output[rows])
+        assert_close("prefill_attention", "reference", "output", result.output[rows], expected.output[rows])
 
 
 def test_rows_of_no_request_are_not_written(device):

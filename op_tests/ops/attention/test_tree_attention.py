@@ -67,12 +67,14 @@ def make(num_query, num_keys, head_dim, group_size, num_kv_heads, page_size, dty
     return values | paged
 
 
-def check(values, case=""):
-    """Kernel within twice the reference's own error against float64."""
+def check(values, case="", rows=None):
+    """Kernel within twice the reference's own error against float64; rows: those that are written, None: all."""
     actual, baseline = check_operation("attention.tree_attention", values, case=case, skip=("output", "lse"))
     expected = reference(**in_float64({name: value for name, value in values.items() if name != "deterministic"}))
-    assert_close("tree_attention", case, "output", actual.output, expected.output, baseline.output)
-    assert_close("tree_attention", case, "lse", actual.lse, expected.lse, baseline.lse)
+    written = ... if rows is None else rows
+    for name in ("output", "lse"):
+        results = (getattr(result, name)[written] for result in (actual, expected, baseline))
+        assert_close("tree_attention", case, name, *results)
     return actual
 
 
@@ -211,6 +213,30 @@ def test_ragged(form, is_separate, is_causal, device):
     check(values | {"window": 6, "positions": (starts + depths).to(device)}, "ragged, window")
 
 
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_rows_beyond_max_query(form, is_separate, device):
+    """The rows that are attended are what they are where all are, and the others are not written."""
+    values = ragged([2, 9, 5], 32, 2, 1, 16, torch.float32, [20, 150, 64], form=form, is_separate=is_separate,
+                    is_causal=True, device=device)  # fmt: skip
+    expected = eagle_kernels.raw.tree_attention(**values)
+    values["max_query"] = 4
+    check(values | {"window": 30}, "beyond max_query, window", rows=[*range(6), *range(11, 15)])
+    result = check(values, "beyond max_query", rows=[*range(6), *range(11, 15)])
+    for first, last in ((0, 2), (2, 6), (11, 15)):
+        assert_close("tree_attention", "all", "output", result.output[first:last], expected.output[first:last])
+
+
+@pytest.mark.parametrize("bounds", [[-3, 4, 2**30], [0, 9, 5], [7, 7, 99]])
+def test_malformed_bounds(bounds, device):
+    values = ragged([2, 9], 32, 2, 1, 16, torch.float32, [20, 150], form="csr", is_causal=True, device=device)
+    for name in ("k_cache", "v_cache"):
+        values[name].nan_to_num_(1.0)
+    values["qo_indptr"].copy_(torch.tensor(bounds))
+    first, last = max(bounds[0], 0), min(max(bounds[1:]), 11)
+    check(values, "malformed bounds", rows=list(range(first, last)))
+
+
 def test_soft_cap_sinks_and_float8(device):
     values = make(6, 6, 64, 4, 2, 16, torch.float16, [300, 5], is_separate=True, device=device)
     for name in ("k_cache", "v_cache"):
@@ -223,10 +249,9 @@ def test_soft_cap_sinks_and_float8(device):
     check(values, "drafts in the pool")
 
 
-@pytest.mark.parametrize("num_query", [2, 31, 64])
-def test_deterministic_root_is_plain_decoding(num_query, device):
+@pytest.mark.parametrize(("num_query", "prefix"), [(2, 300), (31, 300), (64, 300), (2, 1500)])
+def test_deterministic_root_is_plain_decoding(num_query, prefix, device):
     """The root of a tree of any size, with any neighbours, has the bits of gqa_decode over the prefix and itself."""
-    prefix = 300
     values = make(num_query, num_query, 32, 4, 1, 16, torch.float32, [prefix, 40], device=device)
     values["tree_mask"][:, 0] = 0
     values["tree_mask"][:, 0, 0] = 1
@@ -338,6 +363,7 @@ def test_registration(is_separate, device):
     ("change", "message"),
     [
         ({"num_draft_keys": 0}, "num_draft_keys must lie in 1..512, got 0"),
+        ({"num_draft_keys": 2, "is_causal": True, "tree_mask": None}, "num_draft_keys must be at least Nq = 3"),
         ({"num_draft_keys": 65}, "tree_mask must hold a bit for each of 65 draft keys, got 1 words"),
         ({"query": torch.zeros(2, 257, 2, 32)}, "query must have Nq in 1..256, got 257"),
         ({"query": torch.zeros(2, 3, 2, 8)}, "query must have D in 16..256, got 8"),

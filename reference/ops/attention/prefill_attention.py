@@ -46,7 +46,7 @@ def prefill_attention(
     else:
         key_bounds = request_bounds(qo_indptr if key_indptr is None else key_indptr, len(key))
     for request, (first, last) in enumerate(request_bounds(qo_indptr, len(query))):
-        last = min(last, first + max_query)
+        num_queries, last = last - first, min(last, first + max_query)
         if key is None:
             table, length = tables[request]
             slots = torch.arange(length, device=query.device)
@@ -58,7 +58,7 @@ def prefill_attention(
             exists = torch.ones(end - begin, dtype=torch.bool, device=query.device)
         num_keys = len(keys)
         places = torch.arange(num_keys, device=query.device)
-        positions = num_keys - (last - first) + torch.arange(last - first, device=query.device)
+        positions = num_keys - num_queries + torch.arange(last - first, device=query.device)
         sees = exists[None, :].expand(last - first, -1)
         if is_causal:
             sees = sees & (places <= positions[:, None])

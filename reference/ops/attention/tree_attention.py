@@ -47,6 +47,7 @@ def tree_attention(
     lse = query.new_full(query.shape[:-1], float("-inf"), dtype=dtype)
     tables = page_tables(page_size, block_table, seq_lens, kv_indptr, kv_indices, last_page_len)
     is_ragged = qo_indptr is not None
+    bounds = request_bounds(qo_indptr, len(query)) if is_ragged else None
     queries = _rows(query, qo_indptr, max_query)
     outputs, lses = _rows(output, qo_indptr, max_query), _rows(lse, qo_indptr, max_query)
     masks = _rows(tree_mask, qo_indptr, max_query)
@@ -60,7 +61,9 @@ def tree_attention(
         else:
             visible = ((masks[request][:, draft // 64] >> (draft % 64)) & 1).bool()
         is_draft_counted = kv_indptr is not None and draft_key is None
-        prefix = max(filled - num_keys, 0) if is_draft_counted else filled
+        # rows beyond max_query are not attended, but their keys are there
+        counted = bounds[request][1] - bounds[request][0] if is_ragged else num_keys
+        prefix = max(filled - counted, 0) if is_draft_counted else filled
         end = filled if is_draft_counted else len(table) * page_size
         slots = torch.arange(prefix, device=device)
         if draft_key is None:
@@ -73,7 +76,7 @@ def tree_attention(
             exists = torch.cat([exists, torch.ones_like(draft, dtype=torch.bool)])
         sees = torch.cat([visible.new_ones(rows, prefix), visible], dim=1) & exists
         if window is not None:
-            first = int(qo_indptr[request]) if is_ragged else request * rows
+            first = bounds[request][0] if is_ragged else request * rows
             own = prefix + torch.arange(rows, device=device) + num_keys - rows
             row_positions = own if positions is None else positions[first : first + rows]
             drafted = prefix + draft
