@@ -84,13 +84,18 @@ def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> 
     if form == "block_table":
         args.tensor("block_table", (batch, "max_pages"), check.INTEGER, contiguous=1)
         args.tensor("seq_lens", (batch,), check.INTEGER)
+        table = "block_table"
         excluded = ("kv_indices", "last_page_len")
     else:
         num_requests = batch if isinstance(batch, int) else args.size(batch)
         args.tensor("kv_indptr", (num_requests + 1,), check.INTEGER)
         args.tensor("kv_indices", (None,), check.INTEGER)
         args.tensor("last_page_len", (num_requests,), check.INTEGER)
+        table = "kv_indices"
         excluded = ("seq_lens",)
+    num_slots = values[table].shape[-1] * page_size
+    if num_slots >= 2**31:
+        args.fail(table, "name less than 2^31 slots", num_slots)
     for name in excluded:
         if values[name] is not None:
             args.fail(name, f"not be given with {form}, the other form of a page table", "a tensor")

@@ -54,8 +54,8 @@ from ...runtime.language import tl, triton
 from ...runtime.launch import is_interpreting, launch, launcher
 from .gqa_decode import Output
 
-# as in gqa_decode
-LIMITS = {"default": {"max_rows": 128, "tile_bytes": 16384}}
+# Of tiles: keys and rows as in gqa_decode, and how many rows still go into a small one.
+LIMITS = {"default": {"few_rows": 32, "max_rows": 128, "tile_bytes": 16384}}
 TUNING = {"default": {"num_warps": 8, "num_stages": 2}}
 
 
@@ -271,7 +271,9 @@ def prefill_attention(
         }
     group_size = num_heads // cache["NUM_KV_HEADS"]
     limits = tuning.row(LIMITS, device)
-    tiles = tile_sizes(max_query * group_size, head_dim, query.element_size(), limits)
+    # two tiles for all lengths, so that no more than two variants are ever compiled
+    rows = limits["few_rows"] if max_query * group_size <= limits["few_rows"] else limits["max_rows"]
+    tiles = tile_sizes(rows, head_dim, query.element_size(), limits)
     launch(
         "prefill_attention",
         _prefill_attention_kernel,

@@ -82,7 +82,7 @@ def ahead_of_time_cases():
 
 
 def size_sweep():
-    for batch_size, count in itertools.product((1, 2, 3, 16, 17), (32, 100, 1024, 4000)):
+    for batch_size, count in itertools.product((1, 2, 3, 16, 17), (1, 3, 5, 9, 32, 100, 1024, 4000)):
         yield make([count] * batch_size, [0] * batch_size, 16, 4, 1, None, torch.float16)
 
 
