@@ -3,7 +3,7 @@
 `python -m op_tests.harness.ahead_of_time compile tree.build_tree` runs in a child process without TRITON_INTERPRET.
 The op's launcher is called with the arguments of `ahead_of_time_cases()` in its test module, once per target with that
 target's tuning rows; its launches are recorded instead of made, compiled, and held against the target's limits. Prints
-one JSON line per compiled kernel.
+one JSON line per compiled kernel, and one per case that the launcher refuses for a target.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _POINTERS = {
     torch.uint16: "*u16",
     torch.uint32: "*u32",
     torch.bool: "*i1",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e4m3fnuz: "*fp8e4b8",
 }
 
 
@@ -61,6 +63,8 @@ def end() -> None:
 
 def compile_for_all_targets(path: str) -> list[dict]:
     """Compiles the op in a child process; one record per kernel, target and set of constants. Raises with its log.
+
+    A case that the launcher refuses for a target, by NotSupported, is a record with the key "refusal".
 
     Waits for one that was begun and is running; one that still stands in line is taken out of it.
     """
@@ -103,8 +107,12 @@ def _compile(path: str) -> None:
         for architecture in TARGETS:
             recorded: list[tuple] = []
             keep = recorded.append
-            with target.assume(architecture), launch_module.intercept(lambda *launch, keep=keep: keep(launch)):
-                getattr(module, name)(**values)
+            try:
+                with target.assume(architecture), launch_module.intercept(lambda *launch, keep=keep: keep(launch)):
+                    getattr(module, name)(**values)
+            except target.NotSupported as refusal:
+                print(json.dumps({"case": case, "target": architecture, "refusal": str(refusal)}), flush=True)
+                continue
             for _, kernel, _, arguments in recorded:
                 source, options = _source(kernel, arguments)
                 key = (architecture, kernel.__name__, str(source.signature), str(source.constants), str(options))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from eagle_kernels.runtime import target
+
 
 def paged_cache(
     lengths: list[int],
@@ -57,6 +59,24 @@ def paged_cache(
         "kv_indices": torch.cat([*tables, torch.full((5,), -1)]).to(device, index_dtype),
         "last_page_len": torch.tensor(last_page_len, dtype=index_dtype, device=device),
     }
+
+
+def beyond_int32(values: dict) -> dict:
+    """The same pages at the end of pools of more than 2^31 elements, with block tables that say so."""
+    moved = dict(values)
+    for name in ("k_cache", "v_cache"):
+        pages = values[name]
+        far = 2**31 // pages[0].numel() + 1
+        moved[name] = pages.new_empty(far + len(pages), *pages.shape[1:])
+        moved[name][far:] = pages
+    moved["block_table"] = torch.where(values["block_table"] >= 0, values["block_table"] + far, -1)
+    return moved
+
+
+def fp8_of(device) -> torch.dtype:
+    """The 8-bit float that kernels on this device know."""
+    kinds = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+    return next(dtype for dtype in kinds if target.has_fp8(torch.device(device), dtype))
 
 
 def in_float64(values: dict) -> dict:

@@ -19,7 +19,7 @@ from op_tests.harness import (
     to_device,
 )
 
-from .cases import in_float64, paged_cache
+from .cases import beyond_int32, fp8_of, in_float64, paged_cache
 
 # (queries, draft keys, head_dim, group, kv heads, page size, dtype, prefixes)
 SHAPES = [
@@ -67,13 +67,21 @@ def make(num_query, num_keys, head_dim, group_size, num_kv_heads, page_size, dty
     return values | paged
 
 
-def check(values, case=""):
-    """Kernel within twice the reference's own error against float64."""
+def check(values, case="", rows=None):
+    """Kernel within twice the reference's own error against float64; rows: those that are written, None: all."""
     actual, baseline = check_operation("attention.tree_attention", values, case=case, skip=("output", "lse"))
-    expected = reference(**in_float64(values))
-    assert_close("tree_attention", case, "output", actual.output, expected.output, baseline.output)
-    assert_close("tree_attention", case, "lse", actual.lse, expected.lse, baseline.lse)
+    expected = reference(**in_float64({name: value for name, value in values.items() if name != "deterministic"}))
+    written = ... if rows is None else rows
+    for name in ("output", "lse"):
+        results = (getattr(result, name)[written] for result in (actual, expected, baseline))
+        assert_close("tree_attention", case, name, *results)
     return actual
+
+
+NOT_SUPPORTED = {
+    *((str(torch.float8_e4m3fn), target) for target in ("sm_80", "gfx942")),
+    *((str(torch.float8_e4m3fnuz), target) for target in ("sm_80", "sm_90", "sm_100", "gfx950")),
+}
 
 
 def ahead_of_time_cases():
@@ -81,6 +89,19 @@ def ahead_of_time_cases():
     yield "D=128 bfloat16", make(64, 64, 128, 8, 1, 64, torch.bfloat16, [100])
     yield "D=256 float16", make(32, 32, 256, 8, 1, 16, torch.float16, [100])
     yield "D=256 float32", make(8, 24, 256, 4, 1, 16, torch.float32, [100])
+    everything = make(64, 64, 128, 8, 1, 64, torch.float16, [100]) | {
+        "window": 50,
+        "soft_cap": 30.0,
+        "sinks": torch.zeros(8),
+    }
+    everything["positions"] = torch.zeros(64, dtype=torch.int64)
+    yield "all that changes logits", everything
+    yield "deterministic", everything | {"deterministic": True}
+    everything |= {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+    for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        yield str(dtype), everything | {name: everything[name].to(dtype) for name in ("k_cache", "v_cache")}
+    yield "ragged", ragged([3, 9], 128, 4, 2, 16, torch.bfloat16, [20, 7])
+    yield "ragged chains", ragged([3, 9], 128, 4, 2, 16, torch.bfloat16, [20, 7], is_causal=True, is_separate=True)
 
 
 def size_sweep():
@@ -120,6 +141,126 @@ def test_chain_equals_one_query_at_a_time(form, is_separate, device):
         plain = eagle_kernels.raw.gqa_decode(values["query"][:, node].contiguous(), **pool)
         assert_close("tree_attention", f"node {node}", "output", result.output[:, node], plain.output)
         assert_close("tree_attention", f"node {node}", "lse", result.lse[:, node], plain.lse)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 33, 64, 300])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_window_of_siblings(window, form, device):
+    """Rows see by depth, not by place: the window may end in the prefix, at its end, or within the tree."""
+    depths = torch.tensor([0, 1, 1, 1, 2, 2, 3, 4])
+    values = make(8, 8, 32, 2, 1, 16, torch.float32, [290, 3, 0], form=form, device=device)
+    lengths = torch.tensor([290, 3, 0])
+    values["positions"] = (lengths[:, None] + depths).flatten().to(device)
+    check(values | {"window": window}, f"window {window}")
+
+
+def test_window_of_draft_levels(device):
+    """Four beams of the third level against the keys of three levels."""
+    values = make(4, 12, 32, 2, 1, 16, torch.float32, [40, 3], is_separate=True, device=device)
+    lengths = torch.tensor([40, 3])
+    values["positions"] = (lengths[:, None] + torch.full((4,), 3)).flatten().to(device)
+    values["key_positions"] = (lengths[:, None] + torch.arange(12) // 4 + 1).flatten().to(device)
+    for window in (1, 2, 3, 20):
+        check(values | {"window": window}, f"window {window}")
+
+
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+@pytest.mark.parametrize("window", [None, 1, 4, 40])
+def test_causal_is_the_mask_of_a_chain(window, is_separate, device):
+    values = make(5, 7, 32, 2, 1, 16, torch.float32, [40, 0], kind="chain", is_separate=is_separate, device=device)
+    masked = dict(values)
+    if window is not None:
+        lengths = torch.tensor([40, 0])
+        masked["positions"] = (lengths[:, None] + torch.arange(5) + 2).flatten().to(device)
+        masked["key_positions"] = (lengths[:, None] + torch.arange(7)).flatten().to(device)
+    del values["tree_mask"]
+    result = check(values | {"is_causal": True, "window": window}, "causal")
+    expected = eagle_kernels.raw.tree_attention(**masked, window=window)
+    assert_equal("tree_attention", "causal", "output", result.output, expected.output)
+
+
+def ragged(counts, head_dim, group_size, num_kv_heads, page_size, dtype, prefixes, *, form="block_table",
+           is_separate=False, is_causal=False, device="cpu"):  # fmt: skip
+    """Requests of `counts` rows each, one after another."""
+    total, num_words = sum(counts), -(-max(counts, default=1) // 64)
+    values = {"query": torch.randn(total, group_size * num_kv_heads, head_dim).to(device, dtype)}
+    bounds = torch.tensor([0, *counts]).cumsum(0)
+    values |= {"qo_indptr": bounds.to(device, torch.int32), "max_query": max(counts)}
+    if is_causal:
+        values["is_causal"] = True
+    else:
+        values["tree_mask"] = pack(torch.rand(total, max(counts)) < 0.4, num_words).to(device)
+    if is_separate:
+        for name in ("draft_key", "draft_value"):
+            values[name] = torch.randn(total, num_kv_heads, head_dim).to(device, dtype)
+    filled = [prefix + (0 if is_separate else count) for prefix, count in zip(prefixes, counts)]
+    paged = paged_cache(filled, page_size, num_kv_heads, head_dim, dtype, form=form, device=device)
+    if "seq_lens" in paged:
+        paged["seq_lens"] = torch.tensor(prefixes, dtype=torch.int32, device=device)
+    return values | paged
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["tree", "chain"])
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_ragged(form, is_separate, is_causal, device):
+    values = ragged([3, 0, 9, 1], 32, 3, 2, 16, torch.float32, [20, 7, 300, 0], form=form, is_separate=is_separate,
+                    is_causal=is_causal, device=device)  # fmt: skip
+    check(values, "ragged")
+    prefixes = torch.tensor([20, 300, 0])
+    starts = torch.repeat_interleave(prefixes, torch.tensor([3, 9, 1]))
+    depths = torch.cat([torch.arange(count) // 2 for count in (3, 9, 1)])
+    check(values | {"window": 6, "positions": (starts + depths).to(device)}, "ragged, window")
+
+
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_rows_beyond_max_query(form, is_separate, device):
+    """The rows that are attended are what they are where all are, and the others are not written."""
+    values = ragged([2, 9, 5], 32, 2, 1, 16, torch.float32, [20, 150, 64], form=form, is_separate=is_separate,
+                    is_causal=True, device=device)  # fmt: skip
+    expected = eagle_kernels.raw.tree_attention(**values)
+    values["max_query"] = 4
+    check(values | {"window": 30}, "beyond max_query, window", rows=[*range(6), *range(11, 15)])
+    result = check(values, "beyond max_query", rows=[*range(6), *range(11, 15)])
+    for first, last in ((0, 2), (2, 6), (11, 15)):
+        assert_close("tree_attention", "all", "output", result.output[first:last], expected.output[first:last])
+
+
+@pytest.mark.parametrize("bounds", [[-3, 4, 2**30], [0, 9, 5], [7, 7, 99]])
+def test_malformed_bounds(bounds, device):
+    values = ragged([2, 9], 32, 2, 1, 16, torch.float32, [20, 150], form="csr", is_causal=True, device=device)
+    for name in ("k_cache", "v_cache"):
+        values[name].nan_to_num_(1.0)
+    values["qo_indptr"].copy_(torch.tensor(bounds))
+    first, last = max(bounds[0], 0), min(max(bounds[1:]), 11)
+    check(values, "malformed bounds", rows=list(range(first, last)))
+
+
+def test_soft_cap_sinks_and_float8(device):
+    values = make(6, 6, 64, 4, 2, 16, torch.float16, [300, 5], is_separate=True, device=device)
+    for name in ("k_cache", "v_cache"):
+        values[name] = values[name].nan_to_num().to(fp8_of(device))
+    values |= {"k_scale": torch.tensor([0.5, 1.5], device=device), "v_scale": torch.tensor([2.0, 0.75], device=device)}
+    values |= {"soft_cap": 10.0, "sinks": torch.randn(8, device=device)}
+    check(values, "separate drafts")
+    values["draft_key"] = values["draft_value"] = None
+    values["seq_lens"] -= torch.tensor([6, 5], device=device, dtype=torch.int32)
+    check(values, "drafts in the pool")
+
+
+@pytest.mark.parametrize(("num_query", "prefix"), [(2, 300), (31, 300), (64, 300), (2, 1500)])
+def test_deterministic_root_is_plain_decoding(num_query, prefix, device):
+    """The root of a tree of any size, with any neighbours, has the bits of gqa_decode over the prefix and itself."""
+    values = make(num_query, num_query, 32, 4, 1, 16, torch.float32, [prefix, 40], device=device)
+    values["tree_mask"][:, 0] = 0
+    values["tree_mask"][:, 0, 0] = 1
+    result = eagle_kernels.raw.tree_attention(**values, deterministic=True)
+    plain = {name: values[name] for name in ("k_cache", "v_cache")}
+    plain |= {"block_table": values["block_table"][:1], "seq_lens": values["seq_lens"][:1] + 1}
+    expected = eagle_kernels.raw.gqa_decode(values["query"][:1, 0].contiguous(), **plain, deterministic=True)
+    assert_equal("tree_attention", "root", "output", result.output[0, 0], expected.output[0])
+    assert_equal("tree_attention", "root", "lse", result.lse[0, 0], expected.lse[0])
 
 
 def test_both_page_tables_and_both_draft_blocks_agree(device):
@@ -205,8 +346,10 @@ def test_fewer_slots_than_draft_keys(device):
 
 def test_launches_and_nothing_else(device):
     for is_separate in (False, True):
-        values = make(3, 4, 32, 2, 1, 16, torch.float16, [20], is_separate=is_separate, device=device)
+        values = make(3, 4, 32, 2, 1, 16, torch.float16, [300], is_separate=is_separate, device=device)
         assert_only_launches("attention.tree_attention", values)
+    short = make(3, 4, 32, 2, 1, 16, torch.float16, [20], device=device)
+    assert_only_launches("attention.tree_attention", short, launches=1)
 
 
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
@@ -220,6 +363,7 @@ def test_registration(is_separate, device):
     ("change", "message"),
     [
         ({"num_draft_keys": 0}, "num_draft_keys must lie in 1..512, got 0"),
+        ({"num_draft_keys": 2, "is_causal": True, "tree_mask": None}, "num_draft_keys must be at least Nq = 3"),
         ({"num_draft_keys": 65}, "tree_mask must hold a bit for each of 65 draft keys, got 1 words"),
         ({"query": torch.zeros(2, 257, 2, 32)}, "query must have Nq in 1..256, got 257"),
         ({"query": torch.zeros(2, 3, 2, 8)}, "query must have D in 16..256, got 8"),
@@ -237,6 +381,15 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(values, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.tree_attention: .*" + message):
         eagle_kernels.raw.tree_attention(**values)
+
+
+@pytest.mark.gpu
+def test_pages_past_2_31_elements(device):
+    values = make(6, 6, 128, 4, 8, 16, torch.bfloat16, [100, 33], device=device)
+    expected = eagle_kernels.raw.tree_attention(**values)
+    moved = beyond_int32(values)
+    result = eagle_kernels.raw.tree_attention(**moved)
+    assert_equal("tree_attention", "far pages", "output", result.output, expected.output)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,450 @@
+"""Attention whose keys are split over programs: the kernels of gqa_decode, and of tree_attention with its draft block.
+
+One kernel attends, tile of rows by tile of rows, to one share of a request's keys (`shares.py`); a second one merges
+the rows of requests that have more than one share.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..runtime import tuning
+from ..runtime.language import tl, triton
+from ..runtime.launch import is_interpreting, launch
+from .attention import Drafts, Pool, Queries, Scales, Span, attend_span, request_rows
+from .dependent_launch import await_predecessor
+from .paging import cache_arguments, request_pages
+from .shares import Batch, cut, find_share, first_share, prefix_range, share_tiles
+from .softmax import LOG2_E, add_sink, finish_rows, merge_rows, start_rows, tile_sizes
+
+# CUDA's limit, of all axes of a grid but the first
+MAX_PROGRAMS = 65535
+MERGE_TUNING = {"default": {"num_warps": 4}}
+# Where bits must not depend on the batch. Sums are taken in the order that these numbers tell: one table for all ops,
+# since the root of a tree must have the bits of plain decoding.
+ORDERED_LIMITS = {
+    "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "ordered_shares": 32, "merged_rows": 4,
+                "merged_parts": 4},
+}  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch_size", "table_size", "num_pages", "num_query", "num_rows", "num_drafts", "num_words", "wanted_shares",
+        "window", "reach", "stride_page_table_request", "stride_k_page", "stride_v_page", "stride_query_batch",
+        "stride_query_token", "stride_draft_key_batch", "stride_draft_key_token", "stride_draft_value_batch",
+        "stride_draft_value_token",
+    ]
+)  # fmt: skip
+def _attention_kernel(
+    # inputs
+    query_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    tree_mask_ptr,
+    draft_key_ptr,
+    draft_value_ptr,
+    qo_indptr_ptr,
+    positions_ptr,
+    key_positions_ptr,
+    page_table_ptr,
+    page_indptr_ptr,
+    lengths_ptr,
+    sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    # outputs
+    output_ptr,
+    lse_ptr,
+    partial_output_ptr,
+    partial_lse_ptr,
+    # sizes
+    scale,
+    soft_cap,
+    window,
+    reach,
+    batch_size,
+    table_size,
+    num_pages,
+    num_query,
+    num_rows,
+    num_drafts,
+    num_words,
+    wanted_shares,
+    stride_page_table_request,
+    stride_k_page,
+    stride_v_page,
+    stride_query_batch,
+    stride_query_token,
+    stride_draft_key_batch,
+    stride_draft_key_token,
+    stride_draft_value_batch,
+    stride_draft_value_token,
+    GROUP_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
+    IS_DRAFT_COUNTED: tl.constexpr,
+    IS_ORDERED: tl.constexpr,
+    IS_WIDENED: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    SHARE_TILES: tl.constexpr,
+    MOST_SHARES: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """One tile of rows of one KV head and one share of the keys; with the request's last share its draft block too."""
+    await_predecessor(ENABLE_PDL)
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    row_tile = tl.program_id(0) // NUM_KV_HEADS
+    share = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
+    batch = Batch(
+        page_indptr_ptr,
+        lengths_ptr,
+        qo_indptr_ptr,
+        stride_page_table_request,
+        table_size,
+        batch_size,
+        num_rows,
+        num_drafts,
+        reach,
+    )
+    size = SHARE_TILES
+    if not MOST_SHARES:
+        size = share_tiles(batch, wanted_shares, SHARE_TILES, BLOCK_KEY, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
+    request, index = find_share(batch, share, size, MOST_SHARES, BLOCK_KEY, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
+    if request < batch_size:
+        first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows)
+        # a tile of rows that a request does not have
+        if row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE:
+            first, prefix = prefix_range(batch, request, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
+            first_tile = first // BLOCK_KEY
+            size, num_shares = cut(batch, request, size, MOST_SHARES, BLOCK_KEY, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
+            begin = tl.maximum((first_tile + index * size) * BLOCK_KEY, first)
+            stop = tl.minimum((first_tile + (index + 1) * size) * BLOCK_KEY, prefix)
+            first_page, page_count, filled = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
+            pool = Pool(
+                k_cache_ptr, v_cache_ptr, page_table_ptr, first_page, page_count, num_pages, stride_k_page,
+                stride_v_page, kv_head,
+            )  # fmt: skip
+
+            row = row_tile * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
+            token = row // GROUP_SIZE
+            head = kv_head * GROUP_SIZE + row % GROUP_SIZE
+            is_row = token < num_tokens
+            column = tl.arange(0, BLOCK_DIM)
+            in_bounds = is_row[:, None] & (column < HEAD_DIM)[None, :]
+            if qo_indptr_ptr is None:
+                query_row = request * stride_query_batch + token.to(tl.int64) * stride_query_token + head
+            else:
+                query_row = (first_row + token) * stride_query_token + head
+            query = tl.load(query_ptr + query_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
+            # of a query without a draft block: it is the last slot
+            position = prefix - 1 + token * 0
+
+            num_keys = tl.zeros([], tl.int32)
+            last_draft = token
+            mask_ptr = None
+            drafts_ptr = None
+            draft_values_ptr = None
+            drafted_ptr = None
+            if HAS_DRAFTS:
+                num_keys += num_drafts
+                if qo_indptr_ptr is not None:
+                    num_keys = num_tokens
+                last_draft = token + (num_keys - num_tokens)
+                position = prefix + last_draft
+                if positions_ptr is not None:
+                    position = tl.load(positions_ptr + first_row + token, mask=is_row, other=0).to(tl.int32)
+                if tree_mask_ptr is not None:
+                    mask_ptr = tree_mask_ptr + (first_row + token) * num_words
+                first_key = first_row
+                if qo_indptr_ptr is None:
+                    first_key = request * num_drafts
+                if draft_key_ptr is not None:
+                    drafts_ptr = (
+                        draft_key_ptr
+                        + _first_draft(
+                            first_row, request, stride_draft_key_batch, stride_draft_key_token, qo_indptr_ptr is None
+                        )
+                        * HEAD_DIM
+                    )
+                    draft_values_ptr = (
+                        draft_value_ptr
+                        + _first_draft(
+                            first_row,
+                            request,
+                            stride_draft_value_batch,
+                            stride_draft_value_token,
+                            qo_indptr_ptr is None,
+                        )
+                        * HEAD_DIM
+                    )
+                if key_positions_ptr is not None:
+                    drafted_ptr = key_positions_ptr + first_key
+            slots_end = page_count * PAGE_SIZE
+            if IS_DRAFT_COUNTED:
+                slots_end = filled
+            num_keys = tl.where(index == num_shares - 1, num_keys, 0)
+            pool_scale = scale
+            value_scale = None
+            place = 0 if ONE_SCALE else kv_head
+            if k_scale_ptr is not None:
+                pool_scale = scale * tl.load(k_scale_ptr + place)
+            if v_scale_ptr is not None:
+                value_scale = tl.load(v_scale_ptr + place)
+
+            row_max, row_sum, accumulator = start_rows(BLOCK_ROW, BLOCK_DIM)
+            row_max, row_sum, accumulator = attend_span(
+                Queries(query, is_row, last_draft, position),
+                pool,
+                Drafts(
+                    drafts_ptr, draft_values_ptr, stride_draft_key_token, stride_draft_value_token, mask_ptr,
+                    drafted_ptr, num_keys, slots_end,
+                ),
+                Span(begin, stop, prefix, prefix, window),
+                Scales(pool_scale, scale, value_scale, soft_cap),
+                row_max, row_sum, accumulator,
+                IS_ORDERED, IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
+            )  # fmt: skip
+
+            if num_shares == 1:
+                if sinks_ptr is not None:
+                    sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
+                    row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
+                output, lse = finish_rows(row_max, row_sum, accumulator)
+                output_row = (first_row + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
+                tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
+                tl.store(
+                    output_ptr + output_row[:, None] * HEAD_DIM + column[None, :],
+                    output.to(output_ptr.dtype.element_ty), mask=in_bounds,
+                )  # fmt: skip
+            elif partial_lse_ptr is not None:
+                output, lse = finish_rows(row_max, row_sum, accumulator)
+                partial_row = (share.to(tl.int64) * num_query + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
+                tl.store(partial_lse_ptr + partial_row, lse, mask=is_row)
+                tl.store(partial_output_ptr + partial_row[:, None] * HEAD_DIM + column[None, :], output, mask=in_bounds)
+
+
+@triton.jit
+def _first_draft(first_row, request, stride_batch, stride_token, HAS_BATCH: tl.constexpr):
+    """Where a request's draft block begins, in rows of HEAD_DIM."""
+    if HAS_BATCH:
+        return request * stride_batch
+    else:
+        return first_row * stride_token
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch_size", "table_size", "num_query", "num_rows", "num_drafts", "wanted_shares", "num_parts", "reach",
+        "stride_page_table_request",
+    ]
+)  # fmt: skip
+def _merge_kernel(
+    # inputs
+    qo_indptr_ptr,
+    page_indptr_ptr,
+    lengths_ptr,
+    sinks_ptr,
+    partial_output_ptr,
+    partial_lse_ptr,
+    # outputs
+    output_ptr,
+    lse_ptr,
+    # sizes
+    reach,
+    batch_size,
+    table_size,
+    num_query,
+    num_rows,
+    num_drafts,
+    wanted_shares,
+    num_parts,
+    stride_page_table_request,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
+    IS_DRAFT_COUNTED: tl.constexpr,
+    SHARE_TILES: tl.constexpr,
+    MOST_SHARES: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_MERGED: tl.constexpr,
+    BLOCK_PART: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Merges the shares of BLOCK_MERGED rows (token, head) of a request that has more than one."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    batch = Batch(
+        page_indptr_ptr,
+        lengths_ptr,
+        qo_indptr_ptr,
+        stride_page_table_request,
+        table_size,
+        batch_size,
+        num_rows,
+        num_drafts,
+        reach,
+    )
+    size = SHARE_TILES
+    if not MOST_SHARES:
+        size = share_tiles(batch, wanted_shares, SHARE_TILES, BLOCK_KEY, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
+    _, num_shares = cut(batch, request, size, MOST_SHARES, BLOCK_KEY, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
+    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows)
+    row = tl.program_id(1) * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
+    is_row = row < num_tokens * NUM_HEADS
+    if (num_shares > 1) & (tl.program_id(1) * BLOCK_MERGED < num_tokens * NUM_HEADS):
+        before = first_share(batch, request, size, MOST_SHARES, BLOCK_KEY, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
+        column = tl.arange(0, BLOCK_DIM)
+        is_column = column < HEAD_DIM
+        row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM)
+        for start in range(0, num_shares, BLOCK_PART):
+            part = start + tl.arange(0, BLOCK_PART)
+            # requests of a malformed page table, that share pages, may have more shares than there are pages for
+            is_part = is_row[:, None] & ((part < num_shares) & (before + part < num_parts))[None, :]
+            place = (before + part).to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
+            lse = tl.load(partial_lse_ptr + place, mask=is_part, other=float("-inf"))
+            output = tl.load(
+                partial_output_ptr + place[:, :, None] * HEAD_DIM + column[None, None, :],
+                mask=is_part[:, :, None] & is_column[None, None, :], other=0.0,
+            )  # fmt: skip
+            row_max, row_sum, accumulator = merge_rows(row_max, row_sum, accumulator, lse, output)
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + row % NUM_HEADS, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
+            row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
+        output, lse = finish_rows(row_max, row_sum, accumulator)
+        output_row = first_row * NUM_HEADS + row
+        tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
+        tl.store(
+            output_ptr + output_row[:, None] * HEAD_DIM + column[None, :], output.to(output_ptr.dtype.element_ty),
+            mask=is_row[:, None] & is_column[None, :],
+        )  # fmt: skip
+
+
+def launch_attention(
+    op: str,
+    values: dict,
+    out: tuple[torch.Tensor, torch.Tensor],
+    *,
+    limits: dict,
+    options: dict,
+    num_query: int,
+    num_drafts: int | None,
+    is_draft_counted: bool,
+) -> None:
+    """Launches the attention that an op's checked arguments describe, into `out`, (output, lse).
+
+    values: the op's arguments, None where it has none. limits, options: tuning rows of the op, see `LIMITS` there.
+    num_query: tokens of a request, at most. num_drafts: draft keys of a request that is not ragged; None: no block.
+    is_draft_counted: the filled slots include the draft block.
+    """
+    query, draft_key, draft_value = values["query"], values.get("draft_key"), values.get("draft_value")
+    qo_indptr, positions, tree_mask = values.get("qo_indptr"), values.get("positions"), values.get("tree_mask")
+    key_positions = values.get("key_positions")
+    window, k_scale = values["window"], values["k_scale"]
+    device, num_heads, head_dim = query.device, *query.shape[-2:]
+    cache = cache_arguments(values)
+    batch_size, group_size = len(cache["lengths_ptr"]), num_heads // cache["NUM_KV_HEADS"]
+    is_ordered = values["deterministic"]
+    if is_ordered:
+        limits = limits | tuning.row(ORDERED_LIMITS, device)
+    tiles = tile_sizes(
+        limits["max_rows"] if is_ordered else num_query * group_size, head_dim, query.element_size(), limits
+    )
+    block_key = tiles["BLOCK_KEY"]
+    num_tiles = cache["NUM_KV_HEADS"] * triton.cdiv(num_query * group_size, tiles["BLOCK_ROW"])
+    wanted_shares = max(1, limits["programs"] // max(num_tiles, 1))
+    share_tiles_least = max(1, limits["share_keys"] // block_key)
+    # shares that there can be, by the pages that there can be; in the CSR form requests have those among them
+    most_shares = max(1, triton.cdiv(cache["table_size"] * cache["PAGE_SIZE"], share_tiles_least * block_key))
+    num_shares = batch_size + most_shares - 1 if cache["IS_CSR"] else batch_size * most_shares
+    if is_ordered:
+        num_shares = min(num_shares, batch_size * limits["ordered_shares"])
+    else:
+        num_shares = min(num_shares, wanted_shares + batch_size - 1)
+    has_parts = num_shares > batch_size
+    partial_shape = (num_shares if has_parts else 0, num_query, num_heads)
+    reach = None if window is None else window - (num_drafts is not None)
+    split = {
+        "partial_output_ptr": torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=device),
+        "partial_lse_ptr": torch.empty(partial_shape, dtype=torch.float32, device=device),
+        "output_ptr": out[0],
+        "lse_ptr": out[1],
+        "qo_indptr_ptr": qo_indptr,
+        "page_indptr_ptr": cache["page_indptr_ptr"],
+        "lengths_ptr": cache["lengths_ptr"],
+        "sinks_ptr": values["sinks"],
+        "reach": reach,
+        "batch_size": batch_size,
+        "table_size": cache["table_size"],
+        "num_query": num_query,
+        "num_rows": out[1].numel() // max(num_heads, 1),
+        "num_drafts": num_drafts or 0,
+        "wanted_shares": wanted_shares,
+        "stride_page_table_request": cache["stride_page_table_request"],
+        "HEAD_DIM": head_dim,
+        "PAGE_SIZE": cache["PAGE_SIZE"],
+        "IS_CSR": cache["IS_CSR"],
+        "IS_DRAFT_COUNTED": is_draft_counted,
+        "SHARE_TILES": share_tiles_least,
+        "MOST_SHARES": limits["ordered_shares"] if is_ordered else 0,
+        "BLOCK_KEY": block_key,
+        "BLOCK_DIM": tiles["BLOCK_DIM"],
+    }
+
+    def stride(tensor, axis):
+        """Of an axis before the last two, in rows of HEAD_DIM."""
+        return 0 if tensor is None or tensor.dim() < axis + 3 else tensor.stride(axis) // head_dim
+
+    token_axis = 0 if qo_indptr is not None or num_drafts is None else 1
+    launch(
+        op,
+        _attention_kernel,
+        (num_tiles, min(num_shares, MAX_PROGRAMS), triton.cdiv(num_shares, MAX_PROGRAMS)),
+        query_ptr=query,
+        tree_mask_ptr=tree_mask,
+        draft_key_ptr=draft_key,
+        draft_value_ptr=draft_value,
+        positions_ptr=positions,
+        key_positions_ptr=positions if key_positions is None else key_positions,
+        k_scale_ptr=k_scale,
+        v_scale_ptr=values["v_scale"],
+        scale=(head_dim**-0.5 if values["sm_scale"] is None else values["sm_scale"]) * LOG2_E,
+        soft_cap=values["soft_cap"],
+        window=window,
+        num_words=0 if tree_mask is None else tree_mask.shape[-1],
+        stride_query_batch=query.stride(0) // head_dim,
+        stride_query_token=query.stride(token_axis) // head_dim,
+        stride_draft_key_batch=stride(draft_key, 0),
+        stride_draft_key_token=stride(draft_key, token_axis),
+        stride_draft_value_batch=stride(draft_value, 0),
+        stride_draft_value_token=stride(draft_value, token_axis),
+        GROUP_SIZE=group_size,
+        HAS_DRAFTS=num_drafts is not None,
+        IS_ORDERED=is_ordered,
+        IS_WIDENED=is_interpreting() and query.dtype == torch.bfloat16,
+        ONE_SCALE=k_scale is None or len(k_scale) == 1,
+        BLOCK_ROW=tiles["BLOCK_ROW"],
+        **{name: cache[name] for name in cache if name not in split},
+        **split,
+        **options,
+    )
+    if has_parts:
+        launch(
+            op,
+            _merge_kernel,
+            (batch_size, triton.cdiv(num_query * num_heads, limits["merged_rows"])),
+            NUM_HEADS=num_heads,
+            BLOCK_MERGED=limits["merged_rows"],
+            BLOCK_PART=limits["merged_parts"],
+            num_parts=num_shares,
+            **split,
+            **tuning.row(MERGE_TUNING, device),
+        )
