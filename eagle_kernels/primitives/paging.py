@@ -6,8 +6,7 @@ page table comes in one of two forms, which differ only in where a request's pag
     block_table [B, max_pages], seq_lens [B]                          vLLM
     kv_indptr [B + 1], kv_indices [*], last_page_len [B]              FlashInfer, SGLang
 
-Page ids outside 0..num_pages - 1 and slots outside the table are never dereferenced. Such slots do not exist for
-`find_pages`; whole tiles of a prefix, whose loop has no mask, read other pages of the pool in their place.
+Page ids outside 0..num_pages - 1 and slots outside the table are never dereferenced.
 """
 
 from __future__ import annotations
@@ -43,15 +42,12 @@ def request_pages(batch, request, is_live, PAGE_SIZE: tl.constexpr, IS_CSR: tl.c
 
 
 @triton.jit
-def find_pages(pool, slot, is_wanted, PAGE_SIZE: tl.constexpr):
-    """(page ids int64, whether the slots exist) for a vector of slots of one request; pool: an `attention.Pool`."""
-    if PAGE_SIZE == 0:
-        return tl.zeros([], tl.int64), is_wanted & (slot >= 0) & (slot < pool.page_count)
-    else:
-        index = slot // PAGE_SIZE
-        is_wanted = is_wanted & (slot >= 0) & (index < pool.page_count)
-        page = tl.load(pool.page_table_ptr + pool.first_page + index, mask=is_wanted, other=-1).to(tl.int64)
-        return page, is_wanted & (page >= 0) & (page < pool.num_pages)
+def find_pages(page_table_ptr, first_page, page_count, num_pages, slot, is_wanted, PAGE_SIZE: tl.constexpr):
+    """(page ids int64, whether the slots exist) for a vector of slots."""
+    index = slot // PAGE_SIZE
+    is_wanted = is_wanted & (slot >= 0) & (index < page_count)
+    page = tl.load(page_table_ptr + first_page + index, mask=is_wanted, other=-1).to(tl.int64)
+    return page, is_wanted & (page >= 0) & (page < num_pages)
 
 
 def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> None:

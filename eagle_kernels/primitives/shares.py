@@ -1,9 +1,9 @@
-"""Who attends to which keys: the prefixes of a batch, cut into shares of about equal size.
+"""Who attends to which keys: the slots of a batch, cut into shares of about equal size.
 
-Keys are counted in tiles of BLOCK_KEY slots, from slot 0 on. A share is at most `share_tiles` tiles of one request, so
-a long request has many shares and a short one has one, and requests of very different lengths end together. Shares are
-numbered request by request. A program finds its own by the lengths of all requests, which it reads itself: nothing is
-planned on the host, and a captured graph serves all lengths.
+Keys are counted in tiles of BLOCK_KEY slots, from slot 0 on; behind the prefix comes the draft block. A share is at
+most `share_tiles` tiles of one request, so a long request has many shares and a short one has one, and requests of very
+different lengths end together. Shares are numbered request by request. A program finds its own by the lengths of all
+requests, which it reads itself: nothing is planned on the host, and a captured graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK_BATCH = tl.constexpr(128)
 
 
 class Batch(NamedTuple):
-    """What tells how many keys each request has; see `request_pages` and `prefix_range`."""
+    """What tells how many keys each request has; see `request_pages` and `slot_range`."""
 
     page_indptr_ptr: Any
     lengths_ptr: Any
@@ -25,32 +25,45 @@ class Batch(NamedTuple):
     stride_page_table_request: Any
     table_size: Any
     batch_size: Any
+    num_query: Any  # rows of a request, at most
     num_rows: Any  # of all requests
     num_drafts: Any  # draft keys of a request whose rows are not ragged
     reach: Any  # no query sees a slot more than this before the end of the prefix; None: all are seen
 
 
 @triton.jit
-def prefix_range(batch, request, PAGE_SIZE: tl.constexpr, IS_CSR: tl.constexpr, IS_DRAFT_COUNTED: tl.constexpr):
-    """(first, end) int32 of the prefix slots that queries of a request, or of each of several, may see.
+def slot_range(
+    batch, request, DRAFTS: tl.constexpr, BLOCK_KEY: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_CSR: tl.constexpr
+):
+    """(first, prefix, stop) int32 of a request, or of each of several: prefix slots first..prefix - 1 may be seen, and
+    the draft block ends at stop - 1.
 
-    IS_DRAFT_COUNTED: the filled slots include the draft block.
+    DRAFTS, where the block is: "" nowhere, "counted" among the filled slots, "behind" them in the pool, "beside": in
+    tensors of its own, with slots from the next multiple of BLOCK_KEY on.
     """
     is_live = request < batch.batch_size
-    _, _, end = request_pages(batch, request, is_live, PAGE_SIZE, IS_CSR)
-    if IS_DRAFT_COUNTED:
-        num_drafts = batch.num_drafts
+    _, page_count, filled = request_pages(batch, request, is_live, PAGE_SIZE, IS_CSR)
+    prefix, stop = filled, filled
+    if DRAFTS != "":
+        num_drafts, num_counted = batch.num_drafts, batch.num_drafts
         if batch.qo_indptr_ptr is not None:
-            # all of them, those beyond max_query too: they are in the pool
             first_row = tl.load(batch.qo_indptr_ptr + request, mask=is_live, other=0).to(tl.int64)
             first_row = tl.minimum(tl.maximum(first_row, 0), batch.num_rows)
             last_row = tl.load(batch.qo_indptr_ptr + request + 1, mask=is_live, other=0).to(tl.int64)
-            num_drafts = tl.maximum(tl.minimum(last_row, batch.num_rows) - first_row, 0).to(tl.int32)
-        end = tl.maximum(end - num_drafts, 0)
-    first = end * 0
+            # those beyond max_query are in the pool too
+            num_counted = tl.maximum(tl.minimum(last_row, batch.num_rows) - first_row, 0).to(tl.int32)
+            num_drafts = tl.minimum(num_counted, batch.num_query)
+        if DRAFTS == "counted":
+            prefix = tl.maximum(filled - num_counted, 0)
+            stop = tl.minimum(prefix + num_drafts, filled)
+        elif DRAFTS == "behind":
+            stop = tl.minimum(prefix + num_drafts, page_count * PAGE_SIZE)
+        else:
+            stop = tl.cdiv(prefix, BLOCK_KEY) * BLOCK_KEY + num_drafts
+    first = prefix * 0
     if batch.reach is not None:
-        first = tl.maximum(end - batch.reach, 0)
-    return first, end
+        first = tl.maximum(prefix - batch.reach, 0)
+    return first, prefix, stop
 
 
 @triton.jit
@@ -58,17 +71,17 @@ def share_tiles(
     batch,
     wanted_shares,
     MIN_TILES: tl.constexpr,
+    DRAFTS: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     IS_CSR: tl.constexpr,
-    IS_DRAFT_COUNTED: tl.constexpr,
 ):
     """How many tiles a share has if there are to be about wanted_shares in the batch; at least MIN_TILES."""
     total = tl.zeros([BLOCK_BATCH], tl.int64)
     for start in range(0, batch.batch_size, BLOCK_BATCH):
         request = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
-        first, end = prefix_range(batch, request, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
-        total += tl.cdiv(end, BLOCK_KEY) - first // BLOCK_KEY
+        first, _, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        total += tl.cdiv(stop, BLOCK_KEY) - first // BLOCK_KEY
     return tl.maximum(tl.cdiv(tl.sum(total), wanted_shares), MIN_TILES).to(tl.int32)
 
 
@@ -78,21 +91,22 @@ def cut(
     request,
     size,
     MOST_SHARES: tl.constexpr,
+    DRAFTS: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     IS_CSR: tl.constexpr,
-    IS_DRAFT_COUNTED: tl.constexpr,
 ):
     """(tiles of a share, number of shares) of a request, or of each of several.
 
     At least one share: somebody has to write the outputs. MOST_SHARES: if not 0, requests that would have more of them
-    have larger ones. Then `size` is a constant and all follows from the request alone.
+    have larger ones. Then `size` is a constant and all follows from the request's prefix alone, whatever the number of
+    drafts; they may add a share or two.
     """
-    first, end = prefix_range(batch, request, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
-    num_tiles = tl.cdiv(end, BLOCK_KEY) - first // BLOCK_KEY
+    first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+    num_tiles = tl.cdiv(stop, BLOCK_KEY) - first // BLOCK_KEY
     own_size = num_tiles * 0 + size
     if MOST_SHARES:
-        own_size = tl.maximum(own_size, tl.cdiv(num_tiles, MOST_SHARES))
+        own_size = tl.maximum(own_size, tl.cdiv(tl.cdiv(prefix, BLOCK_KEY) - first // BLOCK_KEY, MOST_SHARES))
     num_shares = tl.maximum(tl.cdiv(num_tiles, own_size), 1)
     return own_size, tl.where(request < batch.batch_size, num_shares, 0)
 
@@ -103,10 +117,10 @@ def find_share(
     share,
     size,
     MOST_SHARES: tl.constexpr,
+    DRAFTS: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     IS_CSR: tl.constexpr,
-    IS_DRAFT_COUNTED: tl.constexpr,
 ):
     """(request int64, which of its shares) of share number `share`; the request is batch_size if there are fewer."""
     found = tl.zeros([], tl.int64)
@@ -114,7 +128,7 @@ def find_share(
     before = tl.zeros([], tl.int32)
     for start in range(0, batch.batch_size, BLOCK_BATCH):
         request = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
-        _, shares = cut(batch, request, size, MOST_SHARES, BLOCK_KEY, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
+        _, shares = cut(batch, request, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         is_passed = (before + tl.cumsum(shares) <= share) & (request < batch.batch_size)
         found += tl.sum(is_passed.to(tl.int32))
         passed += tl.sum(tl.where(is_passed, shares, 0))
@@ -128,15 +142,15 @@ def first_share(
     request,
     size,
     MOST_SHARES: tl.constexpr,
+    DRAFTS: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     IS_CSR: tl.constexpr,
-    IS_DRAFT_COUNTED: tl.constexpr,
 ):
     """The number of a request's first share."""
     before = tl.zeros([], tl.int32)
     for start in range(0, request.to(tl.int32), BLOCK_BATCH):
         other = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
-        _, shares = cut(batch, other, size, MOST_SHARES, BLOCK_KEY, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
+        _, shares = cut(batch, other, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         before += tl.sum(tl.where(other < request, shares, 0))
     return before

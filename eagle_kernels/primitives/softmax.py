@@ -22,44 +22,39 @@ def start_rows(BLOCK_ROW: tl.constexpr, BLOCK_DIM: tl.constexpr):
 
 
 @triton.jit
-def attend(
-    query,
-    key,
-    value,
-    is_visible,
-    scale,
-    value_scale,
-    soft_cap,
-    row_max,
-    row_sum,
-    accumulator,
-    IS_WIDENED: tl.constexpr,
-):
-    """Rows query [ROW, DIM] attend to one more tile, key and value [KEY, DIM], where is_visible [ROW, KEY] (None: all).
+def multiply_keys(query, key, scale, soft_cap, IS_WIDENED: tl.constexpr):
+    """(logits [ROW, KEY], the factor that brings them to base 2) of rows query [ROW, DIM] and keys [KEY, DIM].
 
     scale includes log2(e) and the scale of the keys. soft_cap (or None): logits become soft_cap * tanh(logits /
-    soft_cap). Keys that nobody sees must be finite (loaded as 0): their weight is 0, but 0 * NaN is NaN. IS_WIDENED:
-    multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
+    soft_cap). IS_WIDENED: multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
     """
     if IS_WIDENED:
-        query, key, value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
+        query, key = query.to(tl.float32), key.to(tl.float32)
     else:
-        key, value = key.to(query.dtype), value.to(query.dtype)  # from 8 bits
-    logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        key = key.to(query.dtype)  # from 8 bits
+    logits = tl.dot(query, tl.trans(key), input_precision="ieee")
     if soft_cap is not None:
-        logits = _soft_capped(logits, soft_cap * 1.4426950408889634)
-    if is_visible is not None:
-        logits = tl.where(is_visible, logits, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(logits, axis=1))
-    anchor = new_max
-    if is_visible is not None:
-        # a row that sees nothing yet would compute -inf - -inf
-        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weight = tl.exp2(logits - anchor[:, None])
+        return _soft_capped(logits * scale, soft_cap * 1.4426950408889634), 1.0
+    else:
+        return logits, scale
+
+
+@triton.jit
+def add_tile(logits, scale, value, value_scale, row_max, row_sum, accumulator, IS_WIDENED: tl.constexpr):
+    """The state of rows after one more tile: logits [ROW, KEY], -inf where a row does not see a key, value [KEY, DIM].
+
+    Values that nobody sees must be finite (loaded as 0): their weight is 0, but 0 * NaN is NaN.
+    """
+    new_max = tl.maximum(row_max, tl.max(logits, axis=1) * scale)
+    # a row that sees nothing yet would compute -inf - -inf
+    anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weight = tl.exp2(logits * scale - anchor[:, None])
     decay = tl.exp2(row_max - anchor)
     row_sum = row_sum * decay + tl.sum(weight, axis=1)
     if value_scale is not None:
         weight *= value_scale
+    if IS_WIDENED:
+        value = value.to(tl.float32)
     accumulator = tl.dot(weight.to(value.dtype), value, accumulator * decay[:, None], input_precision="ieee")
     return new_max, row_sum, accumulator
 
@@ -86,7 +81,7 @@ def finish_rows(row_max, row_sum, accumulator):
     has_keys = row_max != float("-inf")
     has_keys |= row_sum != 0.0  # NaN logits leave the maximum at -inf
     divisor = tl.where(has_keys, row_sum, 1.0)
-    return accumulator / divisor[:, None], tl.where(has_keys, row_max + tl.log2(divisor), float("-inf"))
+    return accumulator * (1.0 / divisor)[:, None], tl.where(has_keys, row_max + tl.log2(divisor), float("-inf"))
 
 
 @triton.jit

@@ -11,10 +11,10 @@ import torch
 from ..runtime import tuning
 from ..runtime.language import tl, triton
 from ..runtime.launch import is_interpreting, launch
-from .attention import Drafts, Pool, Queries, Scales, Span, attend_span, request_rows
+from .attention import Pool, Queries, Span, attend, request_rows
 from .dependent_launch import await_predecessor
 from .paging import cache_arguments, request_pages
-from .shares import Batch, cut, find_share, first_share, prefix_range, share_tiles
+from .shares import Batch, cut, find_share, first_share, share_tiles, slot_range
 from .softmax import LOG2_E, add_sink, finish_rows, merge_rows, start_rows, tile_sizes
 
 # CUDA's limit, of all axes of a grid but the first
@@ -85,9 +85,7 @@ def _attention_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     IS_CSR: tl.constexpr,
-    HAS_DRAFTS: tl.constexpr,
-    IS_DRAFT_COUNTED: tl.constexpr,
-    IS_ORDERED: tl.constexpr,
+    DRAFTS: tl.constexpr,
     IS_WIDENED: tl.constexpr,
     ONE_SCALE: tl.constexpr,
     SHARE_TILES: tl.constexpr,
@@ -97,146 +95,119 @@ def _attention_kernel(
     BLOCK_DIM: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """One tile of rows of one KV head and one share of the keys; with the request's last share its draft block too."""
+    """One tile of rows of one KV head and one share of the keys."""
     await_predecessor(ENABLE_PDL)
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     row_tile = tl.program_id(0) // NUM_KV_HEADS
     share = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     batch = Batch(
-        page_indptr_ptr,
-        lengths_ptr,
-        qo_indptr_ptr,
-        stride_page_table_request,
-        table_size,
-        batch_size,
-        num_rows,
-        num_drafts,
-        reach,
-    )
+        page_indptr_ptr, lengths_ptr, qo_indptr_ptr, stride_page_table_request, table_size, batch_size, num_query,
+        num_rows, num_drafts, reach,
+    )  # fmt: skip
     size = SHARE_TILES
     if not MOST_SHARES:
-        size = share_tiles(batch, wanted_shares, SHARE_TILES, BLOCK_KEY, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
-    request, index = find_share(batch, share, size, MOST_SHARES, BLOCK_KEY, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
-    if request < batch_size:
-        first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows)
-        # a tile of rows that a request does not have
-        if row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE:
-            first, prefix = prefix_range(batch, request, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
-            first_tile = first // BLOCK_KEY
-            size, num_shares = cut(batch, request, size, MOST_SHARES, BLOCK_KEY, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
-            begin = tl.maximum((first_tile + index * size) * BLOCK_KEY, first)
-            stop = tl.minimum((first_tile + (index + 1) * size) * BLOCK_KEY, prefix)
-            first_page, page_count, filled = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
-            pool = Pool(
-                k_cache_ptr, v_cache_ptr, page_table_ptr, first_page, page_count, num_pages, stride_k_page,
-                stride_v_page, kv_head,
-            )  # fmt: skip
+        size = share_tiles(batch, wanted_shares, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+    request, index = find_share(batch, share, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, request < batch_size)
+    # a share that there is not, or a tile of rows that its request does not have
+    if (request < batch_size) & (row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE):
+        first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        size, num_shares = cut(batch, request, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        begin = (first // BLOCK_KEY + index * size) * BLOCK_KEY
+        stop = tl.minimum(begin + size * BLOCK_KEY, stop)
+        first_page, _, _ = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
+        key_scale, value_scale = scale, None
+        scale_place = 0 if ONE_SCALE else kv_head
+        if k_scale_ptr is not None:
+            # keys that are all 0 may have the scale 0
+            key_scale = tl.maximum(scale * tl.load(k_scale_ptr + scale_place), 1e-30)
+        if v_scale_ptr is not None:
+            value_scale = tl.load(v_scale_ptr + scale_place)
+        pool = Pool(
+            k_cache_ptr, v_cache_ptr, page_table_ptr, first_page, num_pages, stride_k_page, stride_v_page, kv_head,
+            key_scale, value_scale,
+        )  # fmt: skip
 
-            row = row_tile * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
-            token = row // GROUP_SIZE
-            head = kv_head * GROUP_SIZE + row % GROUP_SIZE
-            is_row = token < num_tokens
-            column = tl.arange(0, BLOCK_DIM)
-            in_bounds = is_row[:, None] & (column < HEAD_DIM)[None, :]
-            if qo_indptr_ptr is None:
-                query_row = request * stride_query_batch + token.to(tl.int64) * stride_query_token + head
-            else:
-                query_row = (first_row + token) * stride_query_token + head
-            query = tl.load(query_ptr + query_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
-            # of a query without a draft block: it is the last slot
-            position = prefix - 1 + token * 0
+        row = row_tile * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
+        token = row // GROUP_SIZE
+        head = kv_head * GROUP_SIZE + row % GROUP_SIZE
+        is_row = token < num_tokens
+        column = tl.arange(0, BLOCK_DIM)
+        in_bounds = is_row[:, None] & (column < HEAD_DIM)[None, :]
+        query_row = (first_row + token) * stride_query_token + head
+        if qo_indptr_ptr is None:
+            query_row = request * stride_query_batch + token.to(tl.int64) * stride_query_token + head
+        query = tl.load(query_ptr + query_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
 
-            num_keys = tl.zeros([], tl.int32)
-            last_draft = token
-            mask_ptr = None
-            drafts_ptr = None
-            draft_values_ptr = None
-            drafted_ptr = None
-            if HAS_DRAFTS:
-                num_keys += num_drafts
-                if qo_indptr_ptr is not None:
-                    num_keys = num_tokens
-                last_draft = token + (num_keys - num_tokens)
-                position = prefix + last_draft
-                if positions_ptr is not None:
-                    position = tl.load(positions_ptr + first_row + token, mask=is_row, other=0).to(tl.int32)
-                if tree_mask_ptr is not None:
-                    mask_ptr = tree_mask_ptr + (first_row + token) * num_words
+        mask_ptr, last_draft, last_slot, positions_of_drafts_ptr = None, None, None, None
+        # of a query without a draft block: it is the last slot
+        position = prefix - 1 + token * 0
+        if DRAFTS != "":
+            num_keys = num_drafts
+            if qo_indptr_ptr is not None:
+                num_keys = num_tokens
+            last_draft = token + (num_keys - num_tokens)
+            last_slot = prefix + last_draft
+            position = last_slot
+            if positions_ptr is not None:
+                position = tl.load(positions_ptr + first_row + token, mask=is_row, other=0).to(tl.int32)
+            if tree_mask_ptr is not None:
+                # rows that do not exist have the mask of the first one
+                mask_ptr = tree_mask_ptr + (first_row + tl.where(is_row, token, 0)) * num_words
+            if key_positions_ptr is not None:
                 first_key = first_row
                 if qo_indptr_ptr is None:
                     first_key = request * num_drafts
-                if draft_key_ptr is not None:
-                    drafts_ptr = (
-                        draft_key_ptr
-                        + _first_draft(
-                            first_row, request, stride_draft_key_batch, stride_draft_key_token, qo_indptr_ptr is None
-                        )
-                        * HEAD_DIM
-                    )
-                    draft_values_ptr = (
-                        draft_value_ptr
-                        + _first_draft(
-                            first_row,
-                            request,
-                            stride_draft_value_batch,
-                            stride_draft_value_token,
-                            qo_indptr_ptr is None,
-                        )
-                        * HEAD_DIM
-                    )
-                if key_positions_ptr is not None:
-                    drafted_ptr = key_positions_ptr + first_key
-            slots_end = page_count * PAGE_SIZE
-            if IS_DRAFT_COUNTED:
-                slots_end = filled
-            num_keys = tl.where(index == num_shares - 1, num_keys, 0)
-            pool_scale = scale
-            value_scale = None
-            place = 0 if ONE_SCALE else kv_head
-            if k_scale_ptr is not None:
-                pool_scale = scale * tl.load(k_scale_ptr + place)
-            if v_scale_ptr is not None:
-                value_scale = tl.load(v_scale_ptr + place)
+                positions_of_drafts_ptr = key_positions_ptr + first_key
+        last_position = tl.zeros([], tl.int32)
+        if window is not None:
+            last_position = tl.max(tl.where(is_row, position, 0))
 
-            row_max, row_sum, accumulator = start_rows(BLOCK_ROW, BLOCK_DIM)
-            row_max, row_sum, accumulator = attend_span(
-                Queries(query, is_row, last_draft, position),
-                pool,
-                Drafts(
-                    drafts_ptr, draft_values_ptr, stride_draft_key_token, stride_draft_value_token, mask_ptr,
-                    drafted_ptr, num_keys, slots_end,
+        state = start_rows(BLOCK_ROW, BLOCK_DIM)
+        pool_stop = stop
+        if DRAFTS == "beside":
+            pool_stop = tl.minimum(stop, prefix)
+        state = attend(
+            Queries(query, position, last_slot, mask_ptr, num_words, soft_cap),
+            pool,
+            Span(tl.maximum(begin, first), pool_stop, prefix, window, last_position, 0, positions_of_drafts_ptr),
+            state, IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
+        )  # fmt: skip
+        if DRAFTS == "beside":
+            drafts_begin = tl.cdiv(prefix, BLOCK_KEY) * BLOCK_KEY
+            first_key, first_value = first_row * stride_draft_key_token, first_row * stride_draft_value_token
+            if qo_indptr_ptr is None:
+                first_key, first_value = request * stride_draft_key_batch, request * stride_draft_value_batch
+            state = attend(
+                Queries(query, position, last_draft, mask_ptr, num_words, soft_cap),
+                Pool(
+                    draft_key_ptr + first_key * HEAD_DIM, draft_value_ptr + first_value * HEAD_DIM, None, 0, 0,
+                    stride_draft_key_token, stride_draft_value_token, kv_head, scale, None,
                 ),
-                Span(begin, stop, prefix, prefix, window),
-                Scales(pool_scale, scale, value_scale, soft_cap),
-                row_max, row_sum, accumulator,
-                IS_ORDERED, IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
+                Span(
+                    tl.maximum(begin - drafts_begin, 0), stop - drafts_begin, prefix * 0, window, last_position, prefix,
+                    positions_of_drafts_ptr,
+                ),
+                state, IS_WIDENED, 0, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
             )  # fmt: skip
 
-            if num_shares == 1:
-                if sinks_ptr is not None:
-                    sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
-                    row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
-                output, lse = finish_rows(row_max, row_sum, accumulator)
-                output_row = (first_row + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
-                tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
-                tl.store(
-                    output_ptr + output_row[:, None] * HEAD_DIM + column[None, :],
-                    output.to(output_ptr.dtype.element_ty), mask=in_bounds,
-                )  # fmt: skip
-            elif partial_lse_ptr is not None:
-                output, lse = finish_rows(row_max, row_sum, accumulator)
-                partial_row = (share.to(tl.int64) * num_query + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
-                tl.store(partial_lse_ptr + partial_row, lse, mask=is_row)
-                tl.store(partial_output_ptr + partial_row[:, None] * HEAD_DIM + column[None, :], output, mask=in_bounds)
-
-
-@triton.jit
-def _first_draft(first_row, request, stride_batch, stride_token, HAS_BATCH: tl.constexpr):
-    """Where a request's draft block begins, in rows of HEAD_DIM."""
-    if HAS_BATCH:
-        return request * stride_batch
-    else:
-        return first_row * stride_token
+        row_max, row_sum, accumulator = state
+        if num_shares == 1:
+            if sinks_ptr is not None:
+                sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
+                row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
+            output, lse = finish_rows(row_max, row_sum, accumulator)
+            output_row = (first_row + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
+            tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
+            tl.store(
+                output_ptr + output_row[:, None] * HEAD_DIM + column[None, :],
+                output.to(output_ptr.dtype.element_ty), mask=in_bounds,
+            )  # fmt: skip
+        elif partial_lse_ptr is not None:
+            output, lse = finish_rows(row_max, row_sum, accumulator)
+            partial_row = (share.to(tl.int64) * num_query + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
+            tl.store(partial_lse_ptr + partial_row, lse, mask=is_row)
+            tl.store(partial_output_ptr + partial_row[:, None] * HEAD_DIM + column[None, :], output, mask=in_bounds)
 
 
 @triton.jit(
@@ -270,7 +241,7 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     IS_CSR: tl.constexpr,
-    IS_DRAFT_COUNTED: tl.constexpr,
+    DRAFTS: tl.constexpr,
     SHARE_TILES: tl.constexpr,
     MOST_SHARES: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
@@ -283,25 +254,18 @@ def _merge_kernel(
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     batch = Batch(
-        page_indptr_ptr,
-        lengths_ptr,
-        qo_indptr_ptr,
-        stride_page_table_request,
-        table_size,
-        batch_size,
-        num_rows,
-        num_drafts,
-        reach,
-    )
+        page_indptr_ptr, lengths_ptr, qo_indptr_ptr, stride_page_table_request, table_size, batch_size, num_query,
+        num_rows, num_drafts, reach,
+    )  # fmt: skip
     size = SHARE_TILES
     if not MOST_SHARES:
-        size = share_tiles(batch, wanted_shares, SHARE_TILES, BLOCK_KEY, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
-    _, num_shares = cut(batch, request, size, MOST_SHARES, BLOCK_KEY, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
-    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows)
+        size = share_tiles(batch, wanted_shares, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+    _, num_shares = cut(batch, request, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
     row = tl.program_id(1) * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
     is_row = row < num_tokens * NUM_HEADS
     if (num_shares > 1) & (tl.program_id(1) * BLOCK_MERGED < num_tokens * NUM_HEADS):
-        before = first_share(batch, request, size, MOST_SHARES, BLOCK_KEY, PAGE_SIZE, IS_CSR, IS_DRAFT_COUNTED)
+        before = first_share(batch, request, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         column = tl.arange(0, BLOCK_DIM)
         is_column = column < HEAD_DIM
         row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM)
@@ -336,14 +300,14 @@ def launch_attention(
     limits: dict,
     options: dict,
     num_query: int,
-    num_drafts: int | None,
-    is_draft_counted: bool,
+    num_drafts: int,
+    drafts: str,
 ) -> None:
     """Launches the attention that an op's checked arguments describe, into `out`, (output, lse).
 
     values: the op's arguments, None where it has none. limits, options: tuning rows of the op, see `LIMITS` there.
-    num_query: tokens of a request, at most. num_drafts: draft keys of a request that is not ragged; None: no block.
-    is_draft_counted: the filled slots include the draft block.
+    num_query: tokens of a request, at most. num_drafts: draft keys of a request, if ragged at most. drafts: where they
+    are, see `shares.slot_range`.
     """
     query, draft_key, draft_value = values["query"], values.get("draft_key"), values.get("draft_value")
     qo_indptr, positions, tree_mask = values.get("qo_indptr"), values.get("positions"), values.get("tree_mask")
@@ -363,15 +327,22 @@ def launch_attention(
     wanted_shares = max(1, limits["programs"] // max(num_tiles, 1))
     share_tiles_least = max(1, limits["share_keys"] // block_key)
     # shares that there can be, by the pages that there can be; in the CSR form requests have those among them
-    most_shares = max(1, triton.cdiv(cache["table_size"] * cache["PAGE_SIZE"], share_tiles_least * block_key))
-    num_shares = batch_size + most_shares - 1 if cache["IS_CSR"] else batch_size * most_shares
+    most_tiles = triton.cdiv(cache["table_size"] * cache["PAGE_SIZE"], block_key)
+    draft_tiles = triton.cdiv(num_drafts, block_key) if drafts == "beside" else 0
+    if cache["IS_CSR"]:
+        if drafts == "beside":  # behind a tile that the prefix does not fill
+            most_tiles += batch_size * (1 + draft_tiles)
+        num_shares = batch_size + max(1, triton.cdiv(most_tiles, share_tiles_least)) - 1
+    else:
+        num_shares = batch_size * max(1, triton.cdiv(most_tiles + draft_tiles, share_tiles_least))
     if is_ordered:
-        num_shares = min(num_shares, batch_size * limits["ordered_shares"])
+        of_drafts = triton.cdiv(triton.cdiv(num_drafts, block_key) + 1, share_tiles_least)
+        num_shares = min(num_shares, batch_size * (limits["ordered_shares"] + of_drafts))
     else:
         num_shares = min(num_shares, wanted_shares + batch_size - 1)
     has_parts = num_shares > batch_size
     partial_shape = (num_shares if has_parts else 0, num_query, num_heads)
-    reach = None if window is None else window - (num_drafts is not None)
+    reach = None if window is None else window - (drafts != "")
     split = {
         "partial_output_ptr": torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=device),
         "partial_lse_ptr": torch.empty(partial_shape, dtype=torch.float32, device=device),
@@ -386,13 +357,13 @@ def launch_attention(
         "table_size": cache["table_size"],
         "num_query": num_query,
         "num_rows": out[1].numel() // max(num_heads, 1),
-        "num_drafts": num_drafts or 0,
+        "num_drafts": num_drafts,
         "wanted_shares": wanted_shares,
         "stride_page_table_request": cache["stride_page_table_request"],
         "HEAD_DIM": head_dim,
         "PAGE_SIZE": cache["PAGE_SIZE"],
         "IS_CSR": cache["IS_CSR"],
-        "IS_DRAFT_COUNTED": is_draft_counted,
+        "DRAFTS": drafts,
         "SHARE_TILES": share_tiles_least,
         "MOST_SHARES": limits["ordered_shares"] if is_ordered else 0,
         "BLOCK_KEY": block_key,
@@ -403,7 +374,7 @@ def launch_attention(
         """Of an axis before the last two, in rows of HEAD_DIM."""
         return 0 if tensor is None or tensor.dim() < axis + 3 else tensor.stride(axis) // head_dim
 
-    token_axis = 0 if qo_indptr is not None or num_drafts is None else 1
+    token_axis = 0 if query.dim() == 3 else 1
     launch(
         op,
         _attention_kernel,
@@ -427,8 +398,6 @@ def launch_attention(
         stride_draft_value_batch=stride(draft_value, 0),
         stride_draft_value_token=stride(draft_value, token_axis),
         GROUP_SIZE=group_size,
-        HAS_DRAFTS=num_drafts is not None,
-        IS_ORDERED=is_ordered,
         IS_WIDENED=is_interpreting() and query.dtype == torch.bfloat16,
         ONE_SCALE=k_scale is None or len(k_scale) == 1,
         BLOCK_ROW=tiles["BLOCK_ROW"],

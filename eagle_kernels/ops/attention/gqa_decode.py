@@ -120,7 +120,7 @@ def gqa_decode(
         options=tuning.row(TUNING, device),
         num_query=1,
         # the newest token is a draft block of one, as it is for the root of a tree
-        num_drafts=1 if deterministic else None,
-        is_draft_counted=deterministic,
+        num_drafts=1 if deterministic else 0,
+        drafts="counted" if deterministic else "",
     )
     return out

@@ -44,7 +44,7 @@ from __future__ import annotations
 import torch
 
 from ...primitives import paging
-from ...primitives.attention import Drafts, Pool, Queries, Scales, Span, attend_span, request_rows
+from ...primitives.attention import Pool, Queries, Span, attend, request_rows
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.paging import request_pages
 from ...primitives.shares import Batch
@@ -112,18 +112,26 @@ def _prefill_attention_kernel(
     row_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
-    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows)
+    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
     if row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE:
         if PAGE_SIZE == 0:
-            first_page, length = request_rows(key_indptr_ptr, request, num_keys, num_keys)
-            page_count = length
+            first_page, length = request_rows(key_indptr_ptr, request, num_keys, num_keys, True)
         else:
             batch = Batch(
-                page_indptr_ptr, lengths_ptr, None, stride_page_table_request, table_size, batch_size, num_rows, 0,
-                None,
+                page_indptr_ptr, lengths_ptr, None, stride_page_table_request, table_size, batch_size, num_query,
+                num_rows, 0, None,
             )  # fmt: skip
-            first_page, page_count, length = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
-        pool = Pool(k_ptr, v_ptr, page_table_ptr, first_page, page_count, num_pages, stride_k, stride_v, kv_head)
+            first_page, _, length = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
+        key_scale, value_scale = scale, None
+        scale_place = 0 if ONE_SCALE else kv_head
+        if k_scale_ptr is not None:
+            # keys that are all 0 may have the scale 0
+            key_scale = tl.maximum(scale * tl.load(k_scale_ptr + scale_place), 1e-30)
+        if v_scale_ptr is not None:
+            value_scale = tl.load(v_scale_ptr + scale_place)
+        pool = Pool(
+            k_ptr, v_ptr, page_table_ptr, first_page, num_pages, stride_k, stride_v, kv_head, key_scale, value_scale
+        )
 
         row = row_tile * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
         token = row // GROUP_SIZE
@@ -137,32 +145,23 @@ def _prefill_attention_kernel(
         # positions of the tile's first and last row decide what is read, and what needs no mask
         last_token = tl.minimum(((row_tile + 1) * BLOCK_ROW - 1) // GROUP_SIZE, num_tokens - 1)
         # queries beyond max_query are not attended, but their keys are there
-        _, num_queries = request_rows(qo_indptr_ptr, request, num_rows, num_rows)
+        _, num_queries = request_rows(qo_indptr_ptr, request, num_rows, num_rows, True)
         behind = length - num_queries
-        first_position = behind + row_tile * BLOCK_ROW // GROUP_SIZE
+        first_position, last_position = behind + row_tile * BLOCK_ROW // GROUP_SIZE, behind + last_token
         begin = tl.zeros([], tl.int32)
-        common_stop, stop = length, length
+        common_stop, stop, last_slot = length, length, None
         if IS_CAUSAL:
-            common_stop, stop = tl.maximum(first_position + 1, 0), tl.maximum(behind + last_token + 1, 0)
+            common_stop, stop = tl.maximum(first_position + 1, 0), tl.maximum(last_position + 1, 0)
+            last_slot = behind + token
         if window is not None:
             # queries before the first key are at positions below 0, where the largest window would wrap around
             begin = tl.minimum(tl.maximum(tl.maximum(first_position, 0) - window + 1, 0), stop)
-        pool_scale = scale
-        value_scale = None
-        place = 0 if ONE_SCALE else kv_head
-        if k_scale_ptr is not None:
-            pool_scale = scale * tl.load(k_scale_ptr + place)
-        if v_scale_ptr is not None:
-            value_scale = tl.load(v_scale_ptr + place)
-        row_max, row_sum, accumulator = start_rows(BLOCK_ROW, BLOCK_DIM)
-        row_max, row_sum, accumulator = attend_span(
-            Queries(query, is_row, token, behind + token),
+        row_max, row_sum, accumulator = attend(
+            Queries(query, behind + token, last_slot, None, 0, soft_cap),
             pool,
-            Drafts(None, None, 0, 0, None, None, tl.zeros([], tl.int32), page_count * max(PAGE_SIZE, 1)),
-            Span(begin, stop, common_stop, length, window),
-            Scales(pool_scale, scale, value_scale, soft_cap),
-            row_max, row_sum, accumulator,
-            False, IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
+            Span(begin, stop, common_stop, window, last_position, 0, None),
+            start_rows(BLOCK_ROW, BLOCK_DIM),
+            IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
         )  # fmt: skip
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634

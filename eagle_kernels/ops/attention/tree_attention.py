@@ -42,8 +42,8 @@ Shapes
     -> lse         [B, Nq, Hq] or [T, Hq]          fp32, natural logarithm
 Invariants
     A row that sees no key has output 0 and lse -inf (or its sink). Slots past the end or before all windows are not
-    read, nor are pages outside the pool, nor draft keys that no row of the tile sees; page ids of seen slots of the
-    prefix must lie within the pool. NaN in a query or in a seen key stays in its request and KV head.
+    read, nor are pages outside the pool; page ids of seen slots of the prefix must lie within it. Values of draft keys
+    must be finite, seen or not. NaN in a query or in a seen key stays in its request and KV head.
     Ragged: of a request of more than max_query rows that many are attended, and see as many draft keys at most; rows of
     no request are not written.
     deterministic: as in gqa_decode, and not on Nq, on the mask of other rows, or on their number either.
@@ -177,6 +177,7 @@ def tree_attention(
     out = check.allocate("tree_attention", contracted, out)
     device = query.device
     num_query = query.shape[1] if qo_indptr is None else max_query
+    drafts = "beside" if draft_key is not None else "behind" if kv_indptr is None else "counted"
     launch_attention(
         "tree_attention",
         values,
@@ -185,6 +186,6 @@ def tree_attention(
         options=tuning.row(TUNING, device),
         num_query=num_query,
         num_drafts=num_query if num_draft_keys is None else num_draft_keys,
-        is_draft_counted=kv_indptr is not None and draft_key is None,
+        drafts=drafts,
     )
     return out
