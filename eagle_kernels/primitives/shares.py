@@ -134,23 +134,3 @@ def find_share(
         passed += tl.sum(tl.where(is_passed, shares, 0))
         before += tl.sum(shares)
     return found, share - passed
-
-
-@triton.jit
-def first_share(
-    batch,
-    request,
-    size,
-    MOST_SHARES: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-):
-    """The number of a request's first share."""
-    before = tl.zeros([], tl.int32)
-    for start in range(0, request.to(tl.int32), BLOCK_BATCH):
-        other = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
-        _, shares = cut(batch, other, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-        before += tl.sum(tl.where(other < request, shares, 0))
-    return before

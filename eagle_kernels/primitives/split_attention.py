@@ -14,7 +14,7 @@ from ..runtime.launch import is_interpreting, launch
 from .attention import Pool, Queries, Span, attend, request_rows
 from .dependent_launch import await_predecessor
 from .paging import cache_arguments, request_pages
-from .shares import Batch, cut, find_share, first_share, share_tiles, slot_range
+from .shares import Batch, cut, find_share, share_tiles, slot_range
 from .softmax import LOG2_E, add_sink, finish_rows, merge_rows, start_rows, tile_sizes
 
 # CUDA's limit, of all axes of a grid but the first
@@ -56,6 +56,7 @@ def _attention_kernel(
     # outputs
     output_ptr,
     lse_ptr,
+    shares_ptr,
     partial_output_ptr,
     partial_lse_ptr,
     # sizes
@@ -113,6 +114,9 @@ def _attention_kernel(
     if (request < batch_size) & (row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE):
         first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         size, num_shares = cut(batch, request, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        if (index == 0) & (tl.program_id(0) == 0):
+            tl.store(shares_ptr + request * 2, share)
+            tl.store(shares_ptr + request * 2 + 1, num_shares)
         begin = (first // BLOCK_KEY + index * size) * BLOCK_KEY
         stop = tl.minimum(begin + size * BLOCK_KEY, stop)
         first_page, _, _ = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
@@ -203,48 +207,30 @@ def _attention_kernel(
                 output_ptr + output_row[:, None] * HEAD_DIM + column[None, :],
                 output.to(output_ptr.dtype.element_ty), mask=in_bounds,
             )  # fmt: skip
-        elif partial_lse_ptr is not None:
+        else:
             output, lse = finish_rows(row_max, row_sum, accumulator)
             partial_row = (share.to(tl.int64) * num_query + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
             tl.store(partial_lse_ptr + partial_row, lse, mask=is_row)
             tl.store(partial_output_ptr + partial_row[:, None] * HEAD_DIM + column[None, :], output, mask=in_bounds)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch_size", "table_size", "num_query", "num_rows", "num_drafts", "wanted_shares", "num_parts", "reach",
-        "stride_page_table_request",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["num_query", "num_rows", "num_parts"])
 def _merge_kernel(
     # inputs
     qo_indptr_ptr,
-    page_indptr_ptr,
-    lengths_ptr,
     sinks_ptr,
+    shares_ptr,
     partial_output_ptr,
     partial_lse_ptr,
     # outputs
     output_ptr,
     lse_ptr,
     # sizes
-    reach,
-    batch_size,
-    table_size,
     num_query,
     num_rows,
-    num_drafts,
-    wanted_shares,
     num_parts,
-    stride_page_table_request,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    SHARE_TILES: tl.constexpr,
-    MOST_SHARES: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_MERGED: tl.constexpr,
     BLOCK_PART: tl.constexpr,
@@ -253,26 +239,21 @@ def _merge_kernel(
     """Merges the shares of BLOCK_MERGED rows (token, head) of a request that has more than one."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    batch = Batch(
-        page_indptr_ptr, lengths_ptr, qo_indptr_ptr, stride_page_table_request, table_size, batch_size, num_query,
-        num_rows, num_drafts, reach,
-    )  # fmt: skip
-    size = SHARE_TILES
-    if not MOST_SHARES:
-        size = share_tiles(batch, wanted_shares, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-    _, num_shares = cut(batch, request, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
     first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
-    row = tl.program_id(1) * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
-    is_row = row < num_tokens * NUM_HEADS
-    if (num_shares > 1) & (tl.program_id(1) * BLOCK_MERGED < num_tokens * NUM_HEADS):
-        before = first_share(batch, request, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+    is_live = tl.program_id(1) * BLOCK_MERGED < num_tokens * NUM_HEADS
+    before = tl.load(shares_ptr + request * 2, mask=is_live, other=0)
+    num_shares = tl.load(shares_ptr + request * 2 + 1, mask=is_live, other=0)
+    # requests of a malformed table, that share pages, may have more shares than there are programs: nobody told theirs
+    num_shares = tl.where(before >= 0, tl.minimum(num_shares, num_parts - before), 0)
+    if num_shares > 1:
+        row = tl.program_id(1) * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
+        is_row = row < num_tokens * NUM_HEADS
         column = tl.arange(0, BLOCK_DIM)
         is_column = column < HEAD_DIM
         row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM)
         for start in range(0, num_shares, BLOCK_PART):
             part = start + tl.arange(0, BLOCK_PART)
-            # requests of a malformed page table, that share pages, may have more shares than there are pages for
-            is_part = is_row[:, None] & ((part < num_shares) & (before + part < num_parts))[None, :]
+            is_part = is_row[:, None] & (part < num_shares)[None, :]
             place = (before + part).to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
             lse = tl.load(partial_lse_ptr + place, mask=is_part, other=float("-inf"))
             output = tl.load(
@@ -342,31 +323,17 @@ def launch_attention(
         num_shares = min(num_shares, wanted_shares + batch_size - 1)
     has_parts = num_shares > batch_size
     partial_shape = (num_shares if has_parts else 0, num_query, num_heads)
-    reach = None if window is None else window - (drafts != "")
-    split = {
+    shared = {
+        # of each request: the number of its first share, and how many it has
+        "shares_ptr": torch.empty((batch_size, 2), dtype=torch.int32, device=device),
         "partial_output_ptr": torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=device),
         "partial_lse_ptr": torch.empty(partial_shape, dtype=torch.float32, device=device),
         "output_ptr": out[0],
         "lse_ptr": out[1],
         "qo_indptr_ptr": qo_indptr,
-        "page_indptr_ptr": cache["page_indptr_ptr"],
-        "lengths_ptr": cache["lengths_ptr"],
         "sinks_ptr": values["sinks"],
-        "reach": reach,
-        "batch_size": batch_size,
-        "table_size": cache["table_size"],
         "num_query": num_query,
         "num_rows": out[1].numel() // max(num_heads, 1),
-        "num_drafts": num_drafts,
-        "wanted_shares": wanted_shares,
-        "stride_page_table_request": cache["stride_page_table_request"],
-        "HEAD_DIM": head_dim,
-        "PAGE_SIZE": cache["PAGE_SIZE"],
-        "IS_CSR": cache["IS_CSR"],
-        "DRAFTS": drafts,
-        "SHARE_TILES": share_tiles_least,
-        "MOST_SHARES": limits["ordered_shares"] if is_ordered else 0,
-        "BLOCK_KEY": block_key,
         "BLOCK_DIM": tiles["BLOCK_DIM"],
     }
 
@@ -397,12 +364,20 @@ def launch_attention(
         stride_draft_key_token=stride(draft_key, token_axis),
         stride_draft_value_batch=stride(draft_value, 0),
         stride_draft_value_token=stride(draft_value, token_axis),
+        reach=None if window is None else window - (drafts != ""),
+        batch_size=batch_size,
+        num_drafts=num_drafts,
+        wanted_shares=wanted_shares,
         GROUP_SIZE=group_size,
+        DRAFTS=drafts,
         IS_WIDENED=is_interpreting() and query.dtype == torch.bfloat16,
         ONE_SCALE=k_scale is None or len(k_scale) == 1,
+        SHARE_TILES=share_tiles_least,
+        MOST_SHARES=limits["ordered_shares"] if is_ordered else 0,
         BLOCK_ROW=tiles["BLOCK_ROW"],
-        **{name: cache[name] for name in cache if name not in split},
-        **split,
+        BLOCK_KEY=block_key,
+        **cache,
+        **shared,
         **options,
     )
     if has_parts:
@@ -410,10 +385,11 @@ def launch_attention(
             op,
             _merge_kernel,
             (batch_size, triton.cdiv(num_query * num_heads, limits["merged_rows"])),
+            num_parts=num_shares,
             NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
             BLOCK_MERGED=limits["merged_rows"],
             BLOCK_PART=limits["merged_parts"],
-            num_parts=num_shares,
-            **split,
+            **shared,
             **tuning.row(MERGE_TUNING, device),
         )
