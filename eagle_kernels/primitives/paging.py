@@ -92,6 +92,8 @@ def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> 
     num_slots = values[table].shape[-1] * page_size
     if num_slots >= 2**31:
         args.fail(table, "name less than 2^31 slots", num_slots)
+    if values[table].numel() * page_size >= 2**35:
+        args.fail(table, "name less than 2^35 slots in all", values[table].numel() * page_size)
     for name in excluded:
         if values[name] is not None:
             args.fail(name, f"not be given with {form}, the other form of a page table", "a tensor")

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from ..runtime.language import tl, triton
 from .paging import request_pages
 
-BLOCK_BATCH = tl.constexpr(128)
+# within a warp: reductions need no barrier
+BLOCK_BATCH = tl.constexpr(32)
 
 
 class Batch(NamedTuple):
@@ -77,12 +78,12 @@ def share_tiles(
     IS_CSR: tl.constexpr,
 ):
     """How many tiles a share has if there are to be about wanted_shares in the batch; at least MIN_TILES."""
-    total = tl.zeros([BLOCK_BATCH], tl.int64)
+    total = tl.zeros([BLOCK_BATCH], tl.int32)  # `check_cache` sees to it that this is enough
     for start in range(0, batch.batch_size, BLOCK_BATCH):
         request = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
         first, _, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         total += tl.cdiv(stop, BLOCK_KEY) - first // BLOCK_KEY
-    return tl.maximum(tl.cdiv(tl.sum(total), wanted_shares), MIN_TILES).to(tl.int32)
+    return tl.maximum(tl.cdiv(tl.sum(total), wanted_shares), MIN_TILES)
 
 
 @triton.jit
