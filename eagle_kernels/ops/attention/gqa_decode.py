@@ -6,7 +6,8 @@ Computes
     each is attended with an online softmax, and partial results merge by their log-sum-exp.
     soft_cap: logits become soft_cap * tanh(logits / soft_cap), with an error of about soft_cap * 1e-7. window: only the
     last `window` slots are seen. sinks: a logit per query head that takes probability and has no value (gpt-oss).
-    k_scale, v_scale: factors of the cached keys and values. lse: log of the sum of exp(logits), the sink among them.
+    k_scale, v_scale: factors, at least 0, of the cached keys and values. lse: log of the sum of exp(logits), the sink
+    among them.
 Shapes
     query          [B, Hq, D]                      float  D in 16..256; Hq a multiple of Hkv; rows may be strided
     k_cache        [num_pages, page_size, Hkv, D]  as query, or fp8 with 16-bit queries; page_size a power of

@@ -126,6 +126,8 @@ def test_float8_cache(num_scales, device):
     values["k_scale"] = torch.tensor([0.5, 1.75][:num_scales], device=device)
     values["v_scale"] = torch.tensor([1.25, 0.25][:num_scales], device=device)
     check(values, f"float8, {num_scales} scales")
+    values["k_scale"][0] = 0.0  # of a head whose keys are all 0
+    check(values, f"float8, {num_scales} scales, one of them 0")
 
 
 def test_all_at_once(device):
