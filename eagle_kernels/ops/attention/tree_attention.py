@@ -4,8 +4,9 @@ Computes
     output = softmax(sm_scale * query . key) . value per request, query row and head, over every prefix slot
     0..prefix - 1 and the draft keys that the row sees: those whose bit is set in its mask, or (is_causal, for chains)
     those up to its own. Tree attention (SpecInfer, arXiv 2305.09781) on Flash-Decoding: prefix and draft block are cut
-    into shares (primitives/shares.py), the prefix needs no mask, and partial results merge by their log-sum-exp. One op for the target's verification (Nk = Nq = N), for the draft's own levels (Nq = K beams see
-    Nk = level * K keys; all of them share one reading of the prefix), and for chains.
+    into shares (primitives/shares.py), the prefix needs no mask, and partial results merge by their log-sum-exp. One op
+    for the target's verification (Nk = Nq = N), for the draft's own levels (Nq = K beams see Nk = level * K keys; all
+    of them share one reading of the prefix), and for chains.
     soft_cap, sinks, k_scale, v_scale: as in gqa_decode; the scales are those of the pool, separate draft keys have
     none. window: a row at position p sees keys at positions above p - window; siblings share a position.
 Shapes
