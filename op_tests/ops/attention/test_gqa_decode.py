@@ -340,14 +340,38 @@ def test_pools_past_two_billion_elements(device):
     assert_equal("gqa_decode", "far pages", "output", result.output, expected.output)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_long_requests(deterministic, device):
+    """131072 slots beside short and empty requests."""
+    values = make(128, 4, 2, 16, torch.bfloat16, [1 << 17, 5, 0, (1 << 17) - 1], device=device)
+    check(values | {"deterministic": deterministic}, "131072 slots")
+    check(values | {"deterministic": deterministic, "window": 70000}, "131072 slots, window")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_deterministic_bits_in_a_batch_of_64(dtype, device):
+    lengths = torch.randint(0, 5000, (64,)).tolist()
+    lengths[17] = 3333
+    many = make(128, 4, 2, 16, dtype, lengths, device=device)
+    result = eagle_kernels.raw.gqa_decode(**many, deterministic=True)
+    alone = many | {name: many[name][17:18] for name in ("query", "block_table", "seq_lens")}
+    alone["block_table"] = alone["block_table"][:, : -(-3333 // 16)].contiguous()
+    expected = eagle_kernels.raw.gqa_decode(**alone, deterministic=True)
+    assert_equal("gqa_decode", "one of 64", "output", result.output[17], expected.output[0])
+    assert_equal("gqa_decode", "one of 64", "lse", result.lse[17], expected.lse[0])
+
+
 @pytest.mark.full
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 112, 128, 192, 256])
-def test_full_cross(head_dim, dtype, device):
+def test_full_cross(head_dim, dtype, window, device):
     pages = itertools.cycle([1, 16, 32, 64, 128, 256])
     for group_size in (1, 2, 3, 5, 6, 7, 8, 16):
         lengths = torch.randint(0, 1500, (5,)).tolist() + [0, 1, 64, 128]
         form = "csr" if group_size % 2 else "block_table"
         values = make(head_dim, group_size, 2, next(pages), dtype, lengths, form=form, device=device)
-        check(values, f"{head_dim} {group_size} {dtype}")
+        check(values | {"window": window}, f"{head_dim} {group_size} {dtype} {window}")

@@ -409,6 +409,30 @@ def test_graph_replay_with_dead_rows(device):
     check(values, "replay")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+def test_long_prefixes(is_separate, device):
+    """131072 slots beside short and empty prefixes."""
+    values = make(64, 64, 128, 4, 2, 16, torch.bfloat16, [1 << 17, 5, 0, (1 << 17) - 40], is_separate=is_separate,
+                  device=device)  # fmt: skip
+    check(values, "131072 slots")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_deterministic_root_in_a_batch_of_64(dtype, device):
+    """The root of one tree of 64 has the bits of plain decoding alone."""
+    prefixes = torch.randint(0, 5000, (64,)).tolist()
+    values = make(33, 33, 128, 4, 2, 16, dtype, prefixes, device=device)
+    values["tree_mask"][:, 0] = 1
+    result = eagle_kernels.raw.tree_attention(**values, deterministic=True)
+    plain = {name: values[name] for name in ("k_cache", "v_cache")}
+    plain |= {"block_table": values["block_table"][17:18], "seq_lens": values["seq_lens"][17:18] + 1}
+    expected = eagle_kernels.raw.gqa_decode(values["query"][17:18, 0].contiguous(), **plain, deterministic=True)
+    assert_equal("tree_attention", "root of 64", "output", result.output[17, 0], expected.output[0])
+    assert_equal("tree_attention", "root of 64", "lse", result.lse[17, 0], expected.lse[0])
+
+
 CROSS_QUERIES = [1, 2, 31, 32, 33, 64, 65, 129, 256]
 CROSS_DIMS = [64, 80, 128, 256]
 CROSS_HEADS = [(1, 1), (3, 16), (4, 64), (8, 256)]  # (group, page size)
@@ -421,7 +445,8 @@ CROSS_FORMS = [("csr", False), ("block_table", True), ("block_table", False), ("
 @pytest.mark.parametrize("head_dim", CROSS_DIMS)
 @pytest.mark.parametrize("num_query", CROSS_QUERIES)
 def test_full_cross(num_query, head_dim, dtype, device):
-    """Every head layout; the form of the cache turns from test to test, so that all pairs occur."""
+    """Every head layout, as a tree, as a chain, and under a window; the form of the cache turns from test to test, so
+    that all pairs occur."""
     turn = CROSS_QUERIES.index(num_query) + CROSS_DIMS.index(head_dim)
     for index, (group_size, page_size) in enumerate(CROSS_HEADS):
         form, is_separate = CROSS_FORMS[(index + turn) % len(CROSS_FORMS)]
@@ -429,4 +454,12 @@ def test_full_cross(num_query, head_dim, dtype, device):
         num_keys = num_query + int(torch.randint(0, 257, ()))
         values = make(num_query, num_keys, head_dim, group_size, 2, page_size, dtype, prefixes, form=form,
                       is_separate=is_separate, device=device)  # fmt: skip
-        check(values, f"{num_query} {num_keys} {head_dim} {group_size} {page_size} {form} {is_separate}")
+        case = f"{num_query} {num_keys} {head_dim} {group_size} {page_size} {form} {is_separate}"
+        check(values, case)
+        chain = values | {"tree_mask": None, "is_causal": True}
+        check(chain, f"{case} chain")
+        check(chain | {"window": 100}, f"{case} chain, window")
+        starts = torch.tensor(prefixes)[:, None]
+        depths = [torch.arange(count) // 3 for count in (num_query, num_keys)]
+        places = [(starts + depth).flatten().to(device) for depth in depths]
+        check(values | {"window": 100, "positions": places[0], "key_positions": places[1]}, f"{case} window")
