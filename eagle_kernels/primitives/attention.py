@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..runtime.language import tl, triton
+from .fp8 import widen
 from .softmax import add_tile, multiply_keys
 
 
@@ -96,12 +97,13 @@ def attend(
         page = _load_page(pool, start + BLOCK_KEY, span.stop, PAGE_SIZE, BLOCK_KEY)
         key = tl.load(pool.key_ptr + key_row[:, None] * HEAD_DIM + column[None, :], mask=is_read, other=0.0)
         value = tl.load(pool.value_ptr + value_row[:, None] * HEAD_DIM + column[None, :], mask=is_read, other=0.0)
+        key, value = widen(key, queries.query.dtype), widen(value, queries.query.dtype)
         logits, scale = multiply_keys(queries.query, key, pool.key_scale, queries.soft_cap, IS_WIDENED)
         if (start < whole_from) | (start + BLOCK_KEY > whole_until):
             is_seen = _visible(queries, pool, span, start, PAGE_SIZE, BLOCK_KEY)
             logits = tl.where(is_seen, logits, float("-inf"))
         row_max, row_sum, accumulator = add_tile(
-            logits, scale, value.to(queries.query.dtype), pool.value_scale, row_max, row_sum, accumulator, IS_WIDENED
+            logits, scale, value, pool.value_scale, row_max, row_sum, accumulator, IS_WIDENED
         )
     return row_max, row_sum, accumulator
 

@@ -40,6 +40,16 @@ def encode_e4m3(value, IS_FNUZ: tl.constexpr):
     return code.to(tl.uint8)
 
 
+@triton.jit
+def widen(value, dtype: tl.constexpr):
+    """Keys or values as the queries' type. 8 bits go by way of fp16, which holds them all: Triton's compiler for gfx942
+    has no way from them to bf16."""
+    if value.dtype.is_fp8():
+        return value.to(tl.float16).to(dtype)
+    else:
+        return value.to(dtype)
+
+
 def check_target(op: str, name: str, value: torch.Tensor) -> None:
     """Refuses an fp8 tensor on a GPU that has no such type: no kernel there could compute with it."""
     if value.dtype in FP8 and not target.has_fp8(value.device, value.dtype):

@@ -30,8 +30,6 @@ def multiply_keys(query, key, scale, soft_cap, IS_WIDENED: tl.constexpr):
     """
     if IS_WIDENED:
         query, key = query.to(tl.float32), key.to(tl.float32)
-    else:
-        key = key.to(query.dtype)  # from 8 bits
     logits = tl.dot(query, tl.trans(key), input_precision="ieee")
     if soft_cap is not None:
         return _soft_capped(logits * scale, soft_cap * 1.4426950408889634), 1.0

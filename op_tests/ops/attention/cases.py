@@ -79,6 +79,26 @@ def fp8_of(device) -> torch.dtype:
     return next(dtype for dtype in kinds if target.has_fp8(torch.device(device), dtype))
 
 
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+
+
+def with_float8(values: dict, dtype: torch.dtype) -> dict:
+    """The same with caches of 8 bits and a scale of each."""
+    caches = {name: values[name].to(dtype) for name in ("k_cache", "v_cache")}
+    return values | caches | {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+
+
+def of_every_dtype_and_head_dim(make):
+    """Ahead-of-time cases: `make(head_dim, dtype)` with a paged cache, for all head sizes and types of queries and
+    caches."""
+    for head_dim in HEAD_DIMS:
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            yield f"{dtype} D={head_dim}", make(head_dim, dtype)
+        for dtype in FLOAT8:
+            yield f"{dtype} D={head_dim}", with_float8(make(head_dim, torch.bfloat16), dtype)
+
+
 def in_float64(values: dict) -> dict:
     """The same arguments with every float tensor in float64, for the reference as oracle."""
     return {

@@ -22,7 +22,15 @@ from op_tests.harness import (
     to_device,
 )
 
-from .cases import beyond_int32, fp8_of, in_float64, paged_cache
+from .cases import (
+    FLOAT8,
+    beyond_int32,
+    fp8_of,
+    in_float64,
+    of_every_dtype_and_head_dim,
+    paged_cache,
+    with_float8,
+)
 
 # (head_dim, group, kv heads, page size, dtype, lengths): each value of an axis meets each of the next one at least once
 SHAPES = [
@@ -61,17 +69,21 @@ NOT_SUPPORTED = {
 
 
 def ahead_of_time_cases():
-    yield "D=64 float16", make(64, 4, 2, 16, torch.float16, [100])
+    for head_dim, dtype in ((64, torch.float16), (80, torch.bfloat16), (96, torch.float16), (112, torch.float16),
+                            (128, torch.float32), (192, torch.bfloat16), (256, torch.float16), (256, torch.float32),
+                            ):  # fmt: skip
+        yield f"D={head_dim} {dtype}", make(head_dim, 4, 2, 16, dtype, [100])
     yield "D=128 bfloat16 csr", make(128, 8, 1, 1, torch.bfloat16, [100], form="csr")
-    yield "D=128 float32", make(128, 4, 2, 16, torch.float32, [100])
-    yield "D=256 float16", make(256, 8, 1, 16, torch.float16, [100])
-    yield "D=256 float32", make(256, 4, 1, 16, torch.float32, [100])
     everything = make(128, 8, 2, 16, torch.float16, [100]) | {"window": 50, "soft_cap": 30.0, "sinks": torch.zeros(16)}
     yield "all that changes logits", everything
     yield "deterministic", everything | {"deterministic": True}
-    everything |= {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
-    for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
-        yield str(dtype), everything | {name: everything[name].to(dtype) for name in ("k_cache", "v_cache")}
+    everything["query"] = everything["query"].bfloat16()
+    for dtype in FLOAT8:
+        yield str(dtype), with_float8(everything, dtype)
+
+
+def full_ahead_of_time_cases():
+    yield from of_every_dtype_and_head_dim(lambda head_dim, dtype: make(head_dim, 8, 2, 16, dtype, [100]))
 
 
 def size_sweep():

@@ -19,7 +19,15 @@ from op_tests.harness import (
     to_device,
 )
 
-from .cases import beyond_int32, fp8_of, in_float64, paged_cache
+from .cases import (
+    FLOAT8,
+    beyond_int32,
+    fp8_of,
+    in_float64,
+    of_every_dtype_and_head_dim,
+    paged_cache,
+    with_float8,
+)
 
 # (queries, keys before them, head_dim, group, kv heads, page size or None, dtype)
 SHAPES = [
@@ -70,15 +78,20 @@ NOT_SUPPORTED = {
 
 
 def ahead_of_time_cases():
-    for dtype in (torch.bfloat16, torch.float32):
-        yield f"D=128 {dtype}", make([300], [0], 128, 4, 2, None, dtype)
+    for head_dim, dtype in ((80, torch.float16), (96, torch.bfloat16), (112, torch.float16), (128, torch.bfloat16),
+                            (128, torch.float32), (192, torch.bfloat16)):  # fmt: skip
+        yield f"D={head_dim} {dtype}", make([300], [0], head_dim, 4, 2, None, dtype)
     yield "D=64 float16 paged", make([100], [40], 64, 4, 2, 16, torch.float16)
     everything = make([100], [40], 256, 4, 1, 64, torch.float16, form="csr")
     everything |= {"window": 50, "soft_cap": 30.0, "sinks": torch.zeros(4)}
     yield "all that changes logits", everything
-    everything |= {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
-    for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
-        yield str(dtype), everything | {name: everything[name].to(dtype) for name in ("k_cache", "v_cache")}
+    everything["query"] = everything["query"].bfloat16()
+    for dtype in FLOAT8:
+        yield str(dtype), with_float8(everything, dtype)
+
+
+def full_ahead_of_time_cases():
+    yield from of_every_dtype_and_head_dim(lambda head_dim, dtype: make([300], [40], head_dim, 4, 2, 16, dtype))
 
 
 def size_sweep():

@@ -19,7 +19,15 @@ from op_tests.harness import (
     to_device,
 )
 
-from .cases import beyond_int32, fp8_of, in_float64, paged_cache
+from .cases import (
+    FLOAT8,
+    beyond_int32,
+    fp8_of,
+    in_float64,
+    of_every_dtype_and_head_dim,
+    paged_cache,
+    with_float8,
+)
 
 # (queries, draft keys, head_dim, group, kv heads, page size, dtype, prefixes)
 SHAPES = [
@@ -86,8 +94,9 @@ NOT_SUPPORTED = {
 
 def ahead_of_time_cases():
     yield "D=64 float32 csr separate", make(8, 24, 64, 4, 2, 1, torch.float32, [100], form="csr", is_separate=True)
-    yield "D=128 bfloat16", make(64, 64, 128, 8, 1, 64, torch.bfloat16, [100])
-    yield "D=256 float16", make(32, 32, 256, 8, 1, 16, torch.float16, [100])
+    for head_dim, dtype in ((80, torch.float16), (96, torch.bfloat16), (112, torch.float16), (128, torch.bfloat16),
+                            (192, torch.float16), (256, torch.bfloat16)):  # fmt: skip
+        yield f"D={head_dim} {dtype}", make(64, 64, head_dim, 8, 1, 64, dtype, [100])
     yield "D=256 float32", make(8, 24, 256, 4, 1, 16, torch.float32, [100])
     everything = make(64, 64, 128, 8, 1, 64, torch.float16, [100]) | {
         "window": 50,
@@ -97,11 +106,15 @@ def ahead_of_time_cases():
     everything["positions"] = torch.zeros(64, dtype=torch.int64)
     yield "all that changes logits", everything
     yield "deterministic", everything | {"deterministic": True}
-    everything |= {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
-    for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
-        yield str(dtype), everything | {name: everything[name].to(dtype) for name in ("k_cache", "v_cache")}
+    everything["query"] = everything["query"].bfloat16()
+    for dtype in FLOAT8:
+        yield str(dtype), with_float8(everything, dtype)
     yield "ragged", ragged([3, 9], 128, 4, 2, 16, torch.bfloat16, [20, 7])
     yield "ragged chains", ragged([3, 9], 128, 4, 2, 16, torch.bfloat16, [20, 7], is_causal=True, is_separate=True)
+
+
+def full_ahead_of_time_cases():
+    yield from of_every_dtype_and_head_dim(lambda head_dim, dtype: make(64, 64, head_dim, 4, 2, 16, dtype, [100]))
 
 
 def size_sweep():
