@@ -27,7 +27,7 @@ class Pool(NamedTuple):
     first_page: Any
     num_pages: Any
     stride_key: Any  # of a page, in rows of HEAD_DIM
-    stride_value: Any
+    stride_value: Any  # None: that of the keys, so that one computation of places serves both
     kv_head: Any
     key_scale: Any  # of the logits in base 2; includes the scale of the keys
     value_scale: Any
@@ -135,12 +135,15 @@ def _exists(pool, page, PAGE_SIZE: tl.constexpr):
 @triton.jit
 def _slot_rows(pool, page, slot, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr):
     """Where the keys and the values of slots lie, int64 in rows of HEAD_DIM."""
-    if PAGE_SIZE == 0:
-        row = pool.first_page + slot
-        return row * pool.stride_key + pool.kv_head, row * pool.stride_value + pool.kv_head
+    row = pool.kv_head + slot * 0
+    place = pool.first_page + slot
+    if PAGE_SIZE > 0:
+        row, place = pool.kv_head + slot % PAGE_SIZE * NUM_KV_HEADS, page
+    key_row = place * pool.stride_key + row
+    if pool.stride_value is None:
+        return key_row, key_row
     else:
-        row = slot % PAGE_SIZE * NUM_KV_HEADS + pool.kv_head
-        return page * pool.stride_key + row, page * pool.stride_value + row
+        return key_row, place * pool.stride_value + row
 
 
 @triton.jit

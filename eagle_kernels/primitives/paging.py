@@ -144,7 +144,7 @@ def cache_arguments(values: dict) -> dict:
         "page_indptr_ptr": values["kv_indptr"],
         "lengths_ptr": values["last_page_len"] if is_csr else values["seq_lens"],
         "stride_k_page": k_cache.stride(0) // head_dim,
-        "stride_v_page": v_cache.stride(0) // head_dim,
+        "stride_v_page": None if v_cache.stride(0) == k_cache.stride(0) else v_cache.stride(0) // head_dim,
         "stride_page_table_request": 0 if is_csr else block_table.stride(0),
         # a pool without pages has no slots
         "table_size": table.shape[-1] if num_pages else 0,

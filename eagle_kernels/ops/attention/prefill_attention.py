@@ -258,7 +258,7 @@ def prefill_attention(
             "k_ptr": key,
             "v_ptr": value,
             "stride_k": key.stride(0) // head_dim,
-            "stride_v": value.stride(0) // head_dim,
+            "stride_v": None if value.stride(0) == key.stride(0) else value.stride(0) // head_dim,
             "stride_page_table_request": 0,
             "table_size": 0,
             "num_pages": 0,
