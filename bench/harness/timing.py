@@ -41,23 +41,38 @@ class Times(NamedTuple):
     host_p50_us: float
 
 
-def measure(run: Run) -> Times:
-    """Times `run`, which must already have run once (kernels compiled)."""
-    few = _captured(_repeated(run, 5))
-    calls = max(1, min(_MAX_CALLS, round(_SAMPLE_US / _sample_us(few.replay, _head_start) * 5)))
-    eager = _samples_us(_repeated(run, calls))
-    many, once = _captured(_repeated(run, calls)), _captured(run)
-    graph = _samples_us(many.replay, _head_start)
-    # writing twice the cache's size evicts everything in it
-    cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    flush = torch.empty(2 * cache_bytes, dtype=torch.uint8, device="cuda")
-    cold = _samples_us(once.replay, lambda: (flush.zero_(), _head_start()))
-    return Times(*(_quantile(graph, q) / calls for q in (0.2, 0.5, 0.8)), _quantile(eager, 0.5) / calls,
-                 _quantile(cold, 0.5), host_us(run))  # fmt: skip
+class Stopwatch:
+    """Times of one call `run`, which must already have run once (kernels compiled).
+
+    The graph's samples are taken in ROUNDS, so that those who are compared may take turns: what changes on the machine
+    meanwhile meets them all.
+    """
+
+    ROUNDS = 5
+
+    def __init__(self, run: Run):
+        few = _captured(_repeated(run, 5))
+        self._calls = max(1, min(_MAX_CALLS, round(_SAMPLE_US / _sample_us(few.replay, _head_start) * 5)))
+        self._run = run
+        self._graph = _captured(_repeated(run, self._calls))
+        self._samples: list[float] = []
+
+    def take_round(self) -> None:
+        self._samples += _samples_us(self._graph.replay, _head_start, _SAMPLES // self.ROUNDS)
+
+    def times(self) -> Times:
+        graph = (_quantile(self._samples, q) / self._calls for q in (0.2, 0.5, 0.8))
+        eager = _samples_us(_repeated(self._run, self._calls))
+        # writing twice the cache's size evicts everything in it
+        cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        flush = torch.empty(2 * cache_bytes, dtype=torch.uint8, device="cuda")
+        once = _captured(self._run)
+        cold = _samples_us(once.replay, lambda: (flush.zero_(), _head_start()))
+        return Times(*graph, _quantile(eager, 0.5) / self._calls, _quantile(cold, 0.5), host_us(self._run))
 
 
 def quick_us(run: Run) -> float:
-    """About what `measure` would find, to choose among settings by."""
+    """About what a `Stopwatch` would find, to choose among settings by."""
     run()
     replay = _captured(_repeated(run, 10)).replay
     return _quantile([_sample_us(replay, _head_start) for _ in range(5)], 0.5) / 10
@@ -113,8 +128,10 @@ def _repeated(run: Run, calls: int) -> Callable[[], None]:
     return repeat
 
 
-def _samples_us(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> list[float]:
-    return [_sample_us(run, before) for _ in range(_SAMPLES)]
+def _samples_us(
+    run: Callable[[], object], before: Callable[[], object] = lambda: None, count: int = _SAMPLES
+) -> list[float]:
+    return [_sample_us(run, before) for _ in range(count)]
 
 
 def _sample_us(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
