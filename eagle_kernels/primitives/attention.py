@@ -119,7 +119,8 @@ def _load_page(pool, start, stop, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constex
             page = tl.load(table_ptr + start // PAGE_SIZE, mask=start < stop, other=0)
         else:
             slot = start + tl.arange(0, BLOCK_KEY)
-            page = tl.load(table_ptr + slot // PAGE_SIZE, mask=slot < stop, other=0)
+            # unsigned, that a shift may divide
+            page = tl.load(table_ptr + slot.to(tl.uint32) // PAGE_SIZE, mask=slot < stop, other=0)
         return page.to(tl.int64)
 
 
@@ -138,7 +139,7 @@ def _slot_rows(pool, page, slot, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.const
     row = pool.kv_head + slot * 0
     place = pool.first_page + slot
     if PAGE_SIZE > 0:
-        row, place = pool.kv_head + slot % PAGE_SIZE * NUM_KV_HEADS, page
+        row, place = pool.kv_head + (slot.to(tl.uint32) % PAGE_SIZE).to(tl.int32) * NUM_KV_HEADS, page
     key_row = place * pool.stride_key + row
     if pool.stride_value is None:
         return key_row, key_row
