@@ -175,7 +175,7 @@ def _unpacked(queries, first_bit, BLOCK_KEY: tl.constexpr):
     index = first_bit >> 6
     shift = (first_bit & 63).to(tl.uint64)
     low = tl.load(queries.mask_ptr + index, mask=(index >= 0) & (index < queries.num_words), other=0)
-    high = tl.load(queries.mask_ptr + index + 1, mask=index + 1 < queries.num_words, other=0)
+    high = tl.load(queries.mask_ptr + index + 1, mask=(index >= -1) & (index + 1 < queries.num_words), other=0)
     # in two steps, as a shift by 64 is undefined
     word = (low.to(tl.uint64) >> shift) | (high.to(tl.uint64) << 1 << (63 - shift))
     # of the half that has a lane's bit, which is known at compile time, the sign tells the bit: two instructions each

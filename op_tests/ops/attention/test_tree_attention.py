@@ -12,6 +12,7 @@ from eagle_kernels.reference.ops.attention.tree_attention import tree_attention 
 from op_tests.harness import (
     assert_close,
     assert_equal,
+    assert_in_bounds,
     assert_only_launches,
     check_operation,
     check_registration,
@@ -165,6 +166,18 @@ def test_window_of_siblings(window, form, device):
     lengths = torch.tensor([290, 3, 0])
     values["positions"] = (lengths[:, None] + depths).flatten().to(device)
     check(values | {"window": window}, f"window {window}")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter tells the addresses")
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_windows_read_no_mask_of_the_prefix(form, is_separate, device):
+    """The masks begin with the draft block, many words behind the tile where a window begins."""
+    values = make(3, 70, 32, 2, 1, 16, torch.float32, [300, 3, 64], form=form, is_separate=is_separate, device=device)
+    values["positions"] = torch.tensor([300, 3, 64]).repeat_interleave(3).to(device)
+    values["key_positions"] = torch.tensor([300, 3, 64]).repeat_interleave(70).to(device)
+    with assert_in_bounds():
+        check(values | {"window": 100}, "in bounds")
 
 
 def test_window_of_draft_levels(device):
