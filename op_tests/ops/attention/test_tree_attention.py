@@ -275,14 +275,16 @@ def test_soft_cap_sinks_and_float8(device):
     check(values, "drafts in the pool")
 
 
-@pytest.mark.parametrize(("num_query", "prefix"), [(2, 300), (31, 300), (64, 300), (2, 1500)])
-def test_deterministic_root_is_plain_decoding(num_query, prefix, device):
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(("num_query", "prefix"), [(2, 300), (31, 300), (64, 300), (64, 100), (2, 1500)])
+def test_deterministic_root_is_plain_decoding(num_query, prefix, has_sinks, device):
     """The root of a tree of any size, with any neighbours, has the bits of gqa_decode over the prefix and itself."""
     values = make(num_query, num_query, 32, 4, 1, 16, torch.float32, [prefix, 40], device=device)
     values["tree_mask"][:, 0] = 0
     values["tree_mask"][:, 0, 0] = 1
+    values["sinks"] = torch.randn(4, device=device) if has_sinks else None
     result = eagle_kernels.raw.tree_attention(**values, deterministic=True)
-    plain = {name: values[name] for name in ("k_cache", "v_cache")}
+    plain = {name: values[name] for name in ("k_cache", "v_cache", "sinks")}
     plain |= {"block_table": values["block_table"][:1], "seq_lens": values["seq_lens"][:1] + 1}
     expected = eagle_kernels.raw.gqa_decode(values["query"][:1, 0].contiguous(), **plain, deterministic=True)
     assert_equal("tree_attention", "root", "output", result.output[0, 0], expected.output[0])
