@@ -319,6 +319,10 @@ def launch_attention(
     else:
         num_shares = min(num_shares, wanted_shares + batch_size - 1)
     has_parts = num_shares > batch_size
+    # over two axes as evenly as may be: each program of the grid has its partial results
+    layers = max(1, triton.cdiv(num_shares, MAX_PROGRAMS))
+    layer_shares = triton.cdiv(num_shares, layers)
+    num_shares = layers * layer_shares
     partial_shape = (num_shares if has_parts else 0, num_query, num_heads)
     shared = {
         # of each request: the number of its first share, and how many it has
@@ -341,7 +345,7 @@ def launch_attention(
     launch(
         op,
         _attention_kernel,
-        (num_tiles, min(num_shares, MAX_PROGRAMS), triton.cdiv(num_shares, MAX_PROGRAMS)),
+        (num_tiles, layer_shares, layers),
         query_ptr=query,
         tree_mask_ptr=tree_mask,
         draft_key_ptr=draft_key,

@@ -6,10 +6,18 @@ import contextlib
 
 import torch
 
+from eagle_kernels.runtime.launch import is_interpreting
+
 
 @contextlib.contextmanager
 def assert_in_bounds():
-    """A launch whose loads and stores leave its tensors raises an AssertionError that names the nearest one."""
+    """A launch whose loads and stores leave its tensors raises an AssertionError that names the nearest one.
+
+    On a GPU nothing is looked at: there it takes compute-sanitizer.
+    """
+    if not is_interpreting():
+        yield
+        return
     import numpy as np
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 

@@ -168,7 +168,6 @@ def test_window_of_siblings(window, form, device):
     check(values | {"window": window}, f"window {window}")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter tells the addresses")
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
 @pytest.mark.parametrize("form", ["block_table", "csr"])
 def test_windows_read_no_mask_of_the_prefix(form, is_separate, device):
