@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.ops.attention.tree_attention import LIMITS
 from eagle_kernels.reference.ops.attention.tree_attention import tree_attention as reference
 from op_tests.harness import (
     assert_close,
@@ -133,6 +134,24 @@ def test_matches_reference(shape, device):
 def test_splits(device):
     """Long enough for several splits, with prefixes that fill none, one, or all of them."""
     check(make(2, 4, 32, 2, 1, 16, torch.float32, [600, 0, 128], device=device), "splits")
+
+
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+def test_one_request_has_the_shares_that_fit_the_gpu(is_separate, device, monkeypatch):
+    """About as many as there are programs, whatever the number of requests that a program looks at at once."""
+    monkeypatch.setitem(LIMITS["default"], "programs", 8)
+    values = make(2, 2, 64, 2, 1, 16, torch.float32, [2000], is_separate=is_separate, device=device)
+    empty, shares = torch.empty, []
+
+    def noted(shape, **options):
+        tensor = empty(shape, **options)
+        if options["dtype"] == torch.int32:
+            shares.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", noted)
+    eagle_kernels.raw.tree_attention(**values)
+    assert shares[0].tolist() in ([[0, 7]], [[0, 8]])
 
 
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
