@@ -136,7 +136,7 @@ def _exists(pool, page, PAGE_SIZE: tl.constexpr):
 def _slot_rows(pool, page, slot, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr):
     """Where the keys and the values of slots lie, int64 in rows of HEAD_DIM."""
     row = pool.kv_head + slot * 0
-    place = pool.first_page + slot
+    place = pool.first_page + slot.to(tl.int64)
     if PAGE_SIZE > 0:
         row, place = pool.kv_head + slot % PAGE_SIZE * NUM_KV_HEADS, page
     key_row = place * pool.stride_key + row

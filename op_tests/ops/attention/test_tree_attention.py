@@ -335,6 +335,18 @@ def test_strided_views(device):
     check(values | {"query": fused[:, :, :8], "draft_key": drafts[:, :, 0], "draft_value": drafts[:, :, 1]}, "strided")
 
 
+def test_draft_keys_far_apart(device):
+    """More than 2^31 elements from the first to the last, of which few are ever touched."""
+    values = make(2, 300, 16, 2, 1, 16, torch.float16, [20], is_separate=True, device=device)
+    drafts = torch.empty(1, 300, 2**31 // (32 * 290), 2, 1, 16, dtype=torch.float16, device=device)
+    for index, name in enumerate(("draft_key", "draft_value")):
+        far = drafts[:, :, 0, index]
+        far.copy_(values[name])
+        values[name] = far
+    with assert_in_bounds():
+        check(values, "far apart")
+
+
 def test_wider_mask(device):
     """Words past the draft block are ignored, and so are the bits past it in its last word."""
     values = make(3, 4, 32, 2, 1, 16, torch.float32, [5], num_words=3, device=device)
