@@ -317,6 +317,14 @@ def test_bad_input_is_named(change, message, device):
         eagle_kernels.raw.gqa_decode(**values)
 
 
+def test_slots_are_counted_in_int32(device):
+    """With room behind them for the slots of a draft block."""
+    values = make(16, 1, 1, 256, torch.float16, [300], device=device)
+    values["block_table"] = torch.zeros(1, 2**23 - 1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"block_table must name at most 2\^31 - 1024 slots, got 2147483392"):
+        eagle_kernels.raw.gqa_decode(**values)
+
+
 @pytest.mark.gpu
 def test_pages_past_2_31_elements(device):
     values = make(128, 4, 8, 16, torch.bfloat16, [100, 33], device=device)
