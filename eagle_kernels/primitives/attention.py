@@ -137,7 +137,7 @@ def _exists(pool, page, PAGE_SIZE: tl.constexpr):
 def _slot_rows(pool, page, slot, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr):
     """Where the keys and the values of slots lie, int64 in rows of HEAD_DIM."""
     row = pool.kv_head + slot * 0
-    place = pool.first_page + slot
+    place = pool.first_page + slot.to(tl.int64)
     if PAGE_SIZE > 0:
         row, place = pool.kv_head + (slot.to(tl.uint32) % PAGE_SIZE).to(tl.int32) * NUM_KV_HEADS, page
     key_row = place * pool.stride_key + row
@@ -176,7 +176,7 @@ def _unpacked(queries, first_bit, BLOCK_KEY: tl.constexpr):
     index = first_bit >> 6
     shift = (first_bit & 63).to(tl.uint64)
     low = tl.load(queries.mask_ptr + index, mask=(index >= 0) & (index < queries.num_words), other=0)
-    high = tl.load(queries.mask_ptr + index + 1, mask=index + 1 < queries.num_words, other=0)
+    high = tl.load(queries.mask_ptr + index + 1, mask=(index >= -1) & (index + 1 < queries.num_words), other=0)
     # in two steps, as a shift by 64 is undefined
     word = (low.to(tl.uint64) >> shift) | (high.to(tl.uint64) << 1 << (63 - shift))
     # of the half that has a lane's bit, which is known at compile time, the sign tells the bit: two instructions each

@@ -60,7 +60,8 @@ def slot_range(
         elif DRAFTS == "behind":
             stop = tl.minimum(prefix + num_drafts, page_count * PAGE_SIZE)
         else:
-            stop = tl.cdiv(prefix, BLOCK_KEY) * BLOCK_KEY + num_drafts
+            # a request that there is not counts nothing
+            stop = tl.cdiv(prefix, BLOCK_KEY) * BLOCK_KEY + tl.where(is_live, num_drafts, 0)
     first = prefix * 0
     if batch.reach is not None:
         first = tl.maximum(prefix - batch.reach, 0)

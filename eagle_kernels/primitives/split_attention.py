@@ -196,11 +196,13 @@ def _attention_kernel(
             )  # fmt: skip
 
         row_max, row_sum, accumulator = state
+        if sinks_ptr is not None:
+            # to the first share, not to the merged ones: whether there is one more must not change a row's bits
+            is_sink = is_row & (index == 0)
+            sink = tl.load(sinks_ptr + head, mask=is_sink, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+            row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
+        output, lse = finish_rows(row_max, row_sum, accumulator)
         if num_shares == 1:
-            if sinks_ptr is not None:
-                sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
-                row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
-            output, lse = finish_rows(row_max, row_sum, accumulator)
             output_row = (first_row + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
             tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
             tl.store(
@@ -208,7 +210,6 @@ def _attention_kernel(
                 output.to(output_ptr.dtype.element_ty), mask=in_bounds,
             )  # fmt: skip
         else:
-            output, lse = finish_rows(row_max, row_sum, accumulator)
             partial_row = (share.to(tl.int64) * num_query + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
             tl.store(partial_lse_ptr + partial_row, lse, mask=is_row)
             tl.store(partial_output_ptr + partial_row[:, None] * HEAD_DIM + column[None, :], output, mask=in_bounds)
@@ -218,7 +219,6 @@ def _attention_kernel(
 def _merge_kernel(
     # inputs
     qo_indptr_ptr,
-    sinks_ptr,
     shares_ptr,
     partial_output_ptr,
     partial_lse_ptr,
@@ -261,9 +261,6 @@ def _merge_kernel(
                 mask=is_part[:, :, None] & is_column[None, None, :], other=0.0,
             )  # fmt: skip
             row_max, row_sum, accumulator = merge_rows(row_max, row_sum, accumulator, lse, output)
-        if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + row % NUM_HEADS, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
-            row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
         output, lse = finish_rows(row_max, row_sum, accumulator)
         output_row = first_row * NUM_HEADS + row
         tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
@@ -322,6 +319,10 @@ def launch_attention(
     else:
         num_shares = min(num_shares, wanted_shares + batch_size - 1)
     has_parts = num_shares > batch_size
+    # over two axes as evenly as may be: each program of the grid has its partial results
+    layers = max(1, triton.cdiv(num_shares, MAX_PROGRAMS))
+    layer_shares = triton.cdiv(num_shares, layers)
+    num_shares = layers * layer_shares
     partial_shape = (num_shares if has_parts else 0, num_query, num_heads)
     shared = {
         # of each request: the number of its first share, and how many it has
@@ -331,7 +332,6 @@ def launch_attention(
         "output_ptr": out[0],
         "lse_ptr": out[1],
         "qo_indptr_ptr": qo_indptr,
-        "sinks_ptr": values["sinks"],
         "num_query": num_query,
         "num_rows": out[1].numel() // max(num_heads, 1),
         "BLOCK_DIM": tiles["BLOCK_DIM"],
@@ -345,7 +345,7 @@ def launch_attention(
     launch(
         op,
         _attention_kernel,
-        (num_tiles, min(num_shares, MAX_PROGRAMS), triton.cdiv(num_shares, MAX_PROGRAMS)),
+        (num_tiles, layer_shares, layers),
         query_ptr=query,
         tree_mask_ptr=tree_mask,
         draft_key_ptr=draft_key,
@@ -354,6 +354,7 @@ def launch_attention(
         key_positions_ptr=positions if key_positions is None else key_positions,
         k_scale_ptr=k_scale,
         v_scale_ptr=values["v_scale"],
+        sinks_ptr=values["sinks"],
         scale=(head_dim**-0.5 if values["sm_scale"] is None else values["sm_scale"]) * LOG2_E,
         soft_cap=values["soft_cap"],
         window=window,

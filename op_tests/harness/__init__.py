@@ -1,5 +1,6 @@
-"""What every op test needs: comparison, poison, launch rules, CUDA graphs, random trees, ahead-of-time compilation."""
+"""What every op test needs: comparison, poison, bounds, launch rules, CUDA graphs, trees, ahead-of-time compilation."""
 
+from .bounds import assert_in_bounds
 from .compare import TOLERANCE, assert_close, assert_equal
 from .device import to_device
 from .dispatch import assert_only_launches
@@ -13,6 +14,7 @@ __all__ = [
     "Guarded",
     "assert_close",
     "assert_equal",
+    "assert_in_bounds",
     "assert_only_launches",
     "check_operation",
     "check_registration",

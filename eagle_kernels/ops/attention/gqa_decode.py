@@ -29,8 +29,8 @@ Invariants
     read, nor are pages outside the pool; page ids of seen slots must lie within it. NaN in a query or in a seen key
     stays in its request and KV head.
     deterministic: bits depend on the request's own query, keys and length alone, not on the batch, on padding, or on
-    the size of the page table; they are those of the root of a tree in tree_attention. Else they depend on the lengths
-    of the batch as well, which decide how keys are cut.
+    the size of the page table; they are those of the root of a tree in tree_attention whose draft block is in the pool.
+    Else they depend on the lengths of the batch as well, which decide how keys are cut.
 Grid
     (Hkv * row tiles, shares), one program attends the heads of a group to a share; merge: (B, row tiles), one program
     merges rows of a request.

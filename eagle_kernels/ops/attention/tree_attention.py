@@ -41,9 +41,10 @@ Shapes
     -> output      as query
     -> lse         [B, Nq, Hq] or [T, Hq]          fp32, natural logarithm
 Invariants
-    A row that sees no key has output 0 and lse -inf (or its sink). Slots past the end or before all windows are not
-    read, nor are pages outside the pool; page ids of seen slots of the prefix must lie within it. Values of draft keys
-    must be finite, seen or not. NaN in a query or in a seen key stays in its request and KV head.
+    A row that sees no key has output 0 and lse -inf (or its sink). Slots past the end are not read, nor those that a
+    row right behind the prefix would not see for its window, nor pages outside the pool; page ids of the other slots of
+    the prefix must lie within it. Values of draft keys must be finite, seen or not. NaN in a query or in a key that is
+    read stays in its request and KV head.
     Ragged: of a request of more than max_query rows that many are attended, and see as many draft keys at most; rows of
     no request are not written.
     deterministic: as in gqa_decode, and not on Nq, on the mask of other rows, or on their number either.

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.ops.attention.tree_attention import LIMITS
 from eagle_kernels.reference.ops.attention.tree_attention import tree_attention as reference
 from op_tests.harness import (
     assert_close,
     assert_equal,
+    assert_in_bounds,
     assert_only_launches,
     check_operation,
     check_registration,
@@ -135,6 +137,24 @@ def test_splits(device):
 
 
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+def test_one_request_has_the_shares_that_fit_the_gpu(is_separate, device, monkeypatch):
+    """About as many as there are programs, whatever the number of requests that a program looks at at once."""
+    monkeypatch.setitem(LIMITS["default"], "programs", 8)
+    values = make(2, 2, 64, 2, 1, 16, torch.float32, [2000], is_separate=is_separate, device=device)
+    empty, shares = torch.empty, []
+
+    def noted(shape, **options):
+        tensor = empty(shape, **options)
+        if options["dtype"] == torch.int32:
+            shares.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", noted)
+    eagle_kernels.raw.tree_attention(**values)
+    assert shares[0].tolist() in ([[0, 7]], [[0, 8]])
+
+
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
 @pytest.mark.parametrize("form", ["block_table", "csr"])
 def test_chain_equals_one_query_at_a_time(form, is_separate, device):
     """Row i of a chain is plain decoding over the prefix and i + 1 draft keys."""
@@ -165,6 +185,17 @@ def test_window_of_siblings(window, form, device):
     lengths = torch.tensor([290, 3, 0])
     values["positions"] = (lengths[:, None] + depths).flatten().to(device)
     check(values | {"window": window}, f"window {window}")
+
+
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_windows_read_no_mask_of_the_prefix(form, is_separate, device):
+    """The masks begin with the draft block, many words behind the tile where a window begins."""
+    values = make(3, 70, 32, 2, 1, 16, torch.float32, [300, 3, 64], form=form, is_separate=is_separate, device=device)
+    values["positions"] = torch.tensor([300, 3, 64]).repeat_interleave(3).to(device)
+    values["key_positions"] = torch.tensor([300, 3, 64]).repeat_interleave(70).to(device)
+    with assert_in_bounds():
+        check(values | {"window": 100}, "in bounds")
 
 
 def test_window_of_draft_levels(device):
@@ -262,14 +293,16 @@ def test_soft_cap_sinks_and_float8(device):
     check(values, "drafts in the pool")
 
 
-@pytest.mark.parametrize(("num_query", "prefix"), [(2, 300), (31, 300), (64, 300), (2, 1500)])
-def test_deterministic_root_is_plain_decoding(num_query, prefix, device):
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(("num_query", "prefix"), [(2, 300), (31, 300), (64, 300), (64, 100), (2, 1500)])
+def test_deterministic_root_is_plain_decoding(num_query, prefix, has_sinks, device):
     """The root of a tree of any size, with any neighbours, has the bits of gqa_decode over the prefix and itself."""
     values = make(num_query, num_query, 32, 4, 1, 16, torch.float32, [prefix, 40], device=device)
     values["tree_mask"][:, 0] = 0
     values["tree_mask"][:, 0, 0] = 1
+    values["sinks"] = torch.randn(4, device=device) if has_sinks else None
     result = eagle_kernels.raw.tree_attention(**values, deterministic=True)
-    plain = {name: values[name] for name in ("k_cache", "v_cache")}
+    plain = {name: values[name] for name in ("k_cache", "v_cache", "sinks")}
     plain |= {"block_table": values["block_table"][:1], "seq_lens": values["seq_lens"][:1] + 1}
     expected = eagle_kernels.raw.gqa_decode(values["query"][:1, 0].contiguous(), **plain, deterministic=True)
     assert_equal("tree_attention", "root", "output", result.output[0, 0], expected.output[0])
@@ -300,6 +333,18 @@ def test_strided_views(device):
     fused = torch.randn(2, 3, 8 + 4, 64, device=device).half()
     drafts = torch.randn(2, 4, 2, 2, 64, device=device).half()
     check(values | {"query": fused[:, :, :8], "draft_key": drafts[:, :, 0], "draft_value": drafts[:, :, 1]}, "strided")
+
+
+def test_draft_keys_far_apart(device):
+    """More than 2^31 elements from the first to the last, of which few are ever touched."""
+    values = make(2, 300, 16, 2, 1, 16, torch.float16, [20], is_separate=True, device=device)
+    drafts = torch.empty(1, 300, 2**31 // (32 * 290), 2, 1, 16, dtype=torch.float16, device=device)
+    for index, name in enumerate(("draft_key", "draft_value")):
+        far = drafts[:, :, 0, index]
+        far.copy_(values[name])
+        values[name] = far
+    with assert_in_bounds():
+        check(values, "far apart")
 
 
 def test_wider_mask(device):
