@@ -87,14 +87,12 @@ def scan_slice(
     slices that cannot win end early; or None. Not if is_told is false. A slice's key is its own largest one, or one
     that cannot win either way.
     """
-    BLOCK: tl.constexpr = BLOCK_CHUNK * CHUNK
-    NUM_SLICES: tl.constexpr = (VOCAB_SIZE + BLOCK - 1) // BLOCK
     is_plain = not HAS_FILTERS
     if HAS_FILTERS:
         is_plain = ~filters.is_on
     if is_plain:
         key = _slice_winner(row, is_sampled, noise, part, found_ptr, is_told, VOCAB_SIZE, HAS_PENALTIES, BLOCK_CHUNK)
-        tl.store(scratch.keys + key_place * NUM_SLICES + part, key)
+        store_slice_key(scratch.keys, key_place, part, key, VOCAB_SIZE, BLOCK_CHUNK)
     if HAS_FILTERS or HAS_LOGPROBS:
         if HAS_LOGPROBS or (not is_plain):
             summary = open_summary(scratch, place, VOCAB_SIZE)
@@ -160,10 +158,10 @@ def open_summary(scratch, place, VOCAB_SIZE: tl.constexpr):
 
 
 @triton.jit
-def skip_slice(keys_ptr, key_place, part, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
-    """The key of slice `part` of a row that is not read, for those who read the keys before they know."""
+def store_slice_key(keys_ptr, key_place, part, key, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
+    """Keeps the key of slice `part` of a row for `row_winner`; LOWEST_KEY: of a slice that was not read."""
     NUM_SLICES: tl.constexpr = (VOCAB_SIZE + BLOCK_CHUNK * CHUNK - 1) // (BLOCK_CHUNK * CHUNK)
-    tl.store(keys_ptr + key_place * NUM_SLICES + part, LOWEST_KEY)
+    tl.store(keys_ptr + key_place * NUM_SLICES + part, key)
 
 
 @triton.jit

@@ -70,7 +70,7 @@ from ...primitives.filters import load_filters
 from ...primitives.logits import Processors, Row, read_temperature
 from ...primitives.ordering import LOWEST_KEY
 from ...primitives.random import STREAM_TARGET, Noise
-from ...primitives.sampling import Scratch, draw_token, row_winner, scan_slice, skip_slice
+from ...primitives.sampling import Scratch, draw_token, row_winner, scan_slice, store_slice_key
 from ...primitives.tree_walk import (
     check_tree,
     follow,
@@ -199,7 +199,8 @@ def _verify_tree_sampled_scan_kernel(
             if found_ptr is not None:  # of the next level; in the first one nobody prepared the place to tell
                 tl.store(found_ptr + place + batch_size, LOWEST_KEY)
         if (current < 0) & (not is_lister) & (not HAS_DRAW):
-            skip_slice(keys_ptr, place, part, VOCAB_SIZE, BLOCK_CHUNK)
+            # the next step reads the keys before it knows that the walk has ended
+            store_slice_key(keys_ptr, place, part, LOWEST_KEY, VOCAB_SIZE, BLOCK_CHUNK)
     if (current >= 0) & (not is_lister):
         node = request * NUM_NODES + current
         processors = Processors(
