@@ -76,27 +76,25 @@ def attend(
     which of them other rows see, does not change the row's bits.
     """
     row_max, row_sum, accumulator = state
-    lane = tl.arange(0, BLOCK_KEY)
     column = tl.arange(0, BLOCK_DIM)
-    is_column = (column < HEAD_DIM)[None, :]
     begin = span.first // BLOCK_KEY * BLOCK_KEY
     whole_from = span.first  # tiles from here on, and up to there, are seen as they are
     whole_until = tl.minimum(span.stop, span.common_stop)
     if span.window is not None:
         # not below 0, where the largest window would wrap around
         whole_from = tl.maximum(whole_from, tl.maximum(span.last_position, 0) - span.window + 1 - span.origin)
-    page = _load_page(pool, begin, span.stop, PAGE_SIZE, BLOCK_KEY)
+    page = _load_page(pool, span, begin, PAGE_SIZE, BLOCK_KEY)
     for start in range(begin, span.stop, BLOCK_KEY):
-        slot = start + lane
-        is_read = (slot < span.stop) & _exists(pool, page, PAGE_SIZE)
-        if span.window is not None:
-            is_read &= slot >= span.first
-        is_read = is_read[:, None] & is_column
-        key_row, value_row = _slot_rows(pool, page, slot, PAGE_SIZE, NUM_KV_HEADS)
+        is_read = _may_read(pool, span, page, start, PAGE_SIZE, BLOCK_KEY)[:, None]
+        if HEAD_DIM < BLOCK_DIM:
+            is_read &= (column < HEAD_DIM)[None, :]
+        key_row, value_row = _find_rows(pool, page, start, PAGE_SIZE, NUM_KV_HEADS, BLOCK_KEY)
         # one tile ahead: else every tile would wait for its pages before it could ask for its keys
-        page = _load_page(pool, start + BLOCK_KEY, span.stop, PAGE_SIZE, BLOCK_KEY)
-        key = tl.load(pool.key_ptr + key_row[:, None] * HEAD_DIM + column[None, :], mask=is_read, other=0.0)
-        value = tl.load(pool.value_ptr + value_row[:, None] * HEAD_DIM + column[None, :], mask=is_read, other=0.0)
+        page = _load_page(pool, span, start + BLOCK_KEY, PAGE_SIZE, BLOCK_KEY)
+        key_ptr = pool.key_ptr + key_row.to(tl.int64)[:, None] * HEAD_DIM + column[None, :]
+        value_ptr = pool.value_ptr + value_row.to(tl.int64)[:, None] * HEAD_DIM + column[None, :]
+        key = tl.load(key_ptr, mask=is_read, other=0.0)
+        value = tl.load(value_ptr, mask=is_read, other=0.0)
         key, value = widen(key, queries.query.dtype), widen(value, queries.query.dtype)
         logits, scale = multiply_keys(queries.query, key, pool.key_scale, queries.soft_cap, IS_WIDENED)
         if (start < whole_from) | (start + BLOCK_KEY > whole_until):
@@ -109,37 +107,55 @@ def attend(
 
 
 @triton.jit
-def _load_page(pool, start, stop, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constexpr):
-    """The page ids int64 of the tile of slots from `start` on: one where a tile lies on one page, else one per slot."""
+def _load_page(pool, span, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constexpr):
+    """The page ids of the tile of slots from `start` on: one where a tile lies on one page, else one per slot; -1 where
+    there is nothing to read."""
     if PAGE_SIZE == 0:
-        return tl.zeros([], tl.int64)
+        return tl.zeros([], tl.int32)
     else:
-        table_ptr = pool.page_table_ptr + pool.first_page
+        table_ptr = pool.page_table_ptr + pool.first_page + start // PAGE_SIZE
         if PAGE_SIZE >= BLOCK_KEY:
-            page = tl.load(table_ptr + start // PAGE_SIZE, mask=start < stop, other=0)
+            return tl.load(table_ptr, mask=start < span.stop, other=-1)
         else:
-            slot = start + tl.arange(0, BLOCK_KEY)
-            # unsigned, that a shift may divide
-            page = tl.load(table_ptr + slot.to(tl.uint32) // PAGE_SIZE, mask=slot < stop, other=0)
-        return page.to(tl.int64)
+            lane = tl.arange(0, BLOCK_KEY)
+            return tl.load(table_ptr + lane // PAGE_SIZE, mask=_in_span(span, start + lane), other=-1)
 
 
 @triton.jit
-def _exists(pool, page, PAGE_SIZE: tl.constexpr):
-    """Whether pages lie in the pool; those that do not are never read, keys and values are 0 in their place."""
+def _in_span(span, slot):
+    is_in = slot < span.stop
+    if span.window is not None:
+        is_in &= slot >= span.first
+    return is_in
+
+
+@triton.jit
+def _may_read(pool, span, page, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constexpr):
+    """bool [KEY]: the slots of the span whose pages lie in the pool; keys and values of others count as 0."""
+    slot = start + tl.arange(0, BLOCK_KEY)
     if PAGE_SIZE == 0:
-        return True
+        return _in_span(span, slot)
     else:
-        return (page >= 0) & (page < pool.num_pages)
+        # one comparison: negative ids are large
+        is_page = page.to(tl.uint64 if page.dtype == tl.int64 else tl.uint32) < pool.num_pages.to(tl.uint32)
+        if PAGE_SIZE >= BLOCK_KEY:
+            return _in_span(span, slot) & is_page
+        else:
+            return is_page
 
 
 @triton.jit
-def _slot_rows(pool, page, slot, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr):
-    """Where the keys and the values of slots lie, int64 in rows of HEAD_DIM."""
-    row = pool.kv_head + slot * 0
-    place = pool.first_page + slot.to(tl.int64)
-    if PAGE_SIZE > 0:
-        row, place = pool.kv_head + (slot.to(tl.uint32) % PAGE_SIZE).to(tl.int32) * NUM_KV_HEADS, page
+def _find_rows(pool, page, start, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_KEY: tl.constexpr):
+    """uint32 [KEY]: where the keys and the values of the tile lie, in rows of HEAD_DIM; `check_row_strides` sees to it
+    that this is enough."""
+    lane = tl.arange(0, BLOCK_KEY)
+    if PAGE_SIZE == 0:
+        place, row = (pool.first_page + start + lane).to(tl.uint32), pool.kv_head
+    else:
+        place = page.to(tl.uint32)
+        # of small pages the same in every tile, so that it is computed once
+        slot_of_page = lane % PAGE_SIZE if PAGE_SIZE < BLOCK_KEY else start % PAGE_SIZE + lane
+        row = slot_of_page * NUM_KV_HEADS + pool.kv_head
     key_row = place * pool.stride_key + row
     if pool.stride_value is None:
         return key_row, key_row
@@ -152,8 +168,8 @@ def _visible(queries, pool, span, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.
     """bool [ROW, KEY]: which rows see which slots of the tile that begins at `start`."""
     slot = start + tl.arange(0, BLOCK_KEY)
     # read once more: tiles that need no mask do without
-    page = _load_page(pool, start, span.stop, PAGE_SIZE, BLOCK_KEY)
-    is_slot = (slot >= span.first) & (slot < span.stop) & _exists(pool, page, PAGE_SIZE)
+    page = _load_page(pool, span, start, PAGE_SIZE, BLOCK_KEY)
+    is_slot = _may_read(pool, span, page, start, PAGE_SIZE, BLOCK_KEY)
     is_seen = is_slot[None, :]
     if queries.mask_ptr is not None:
         is_seen &= _unpacked(queries, start - span.common_stop, BLOCK_KEY) | (slot < span.common_stop)[None, :]

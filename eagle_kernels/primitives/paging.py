@@ -11,6 +11,8 @@ Page ids outside 0..num_pages - 1 and slots outside the table are never derefere
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..runtime import check
@@ -125,11 +127,18 @@ def check_logits(args: check.Arguments) -> None:
 
 
 def check_row_strides(args: check.Arguments, name: str, value: torch.Tensor, leading: int) -> None:
-    """The `leading` axes step over whole rows of D elements: kernels then know that rows are aligned."""
+    """The `leading` axes step over whole rows of D elements: kernels then know that rows are aligned.
+
+    Kernels count rows in uint32.
+    """
     head_dim = value.shape[-1]
+    rows = math.prod(value.shape[leading:-1])
     for axis in range(leading):
         if value.shape[axis] > 1 and value.stride(axis) % head_dim:
             args.fail(name, f"have strides that are multiples of D = {head_dim}", list(value.stride()))
+        rows += max(value.shape[axis] - 1, 0) * value.stride(axis) // max(head_dim, 1)
+    if rows >= 2**32:
+        args.fail(name, f"span less than 2^32 rows of D = {head_dim} elements", f"{rows} rows")
 
 
 def cache_arguments(values: dict) -> dict:

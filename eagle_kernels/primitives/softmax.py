@@ -94,16 +94,16 @@ def merge_rows(row_max, row_sum, accumulator, lse, output):
     return new_max, row_sum, accumulator
 
 
-def tile_sizes(num_rows: int, head_dim: int, element_bytes: int, limits: dict) -> dict:
+def tile_sizes(num_rows: int, head_dim: int, element_bytes: int, tuned: dict) -> dict:
     """BLOCK_ROW, BLOCK_KEY, BLOCK_DIM for query rows that share a KV head, within an op's tuning row.
 
     A tile of keys takes at most `tile_bytes` of shared memory; fp32 products run on the plain floating-point units,
     where more than 16 rows only cost registers.
     """
     block_dim = max(16, triton.next_power_of_2(head_dim))
-    most_rows = limits["max_rows"] if element_bytes <= 2 else 16
+    block_row = min(max(tuned["min_rows"], triton.next_power_of_2(num_rows)), tuned["max_rows"])
     return {
-        "BLOCK_ROW": min(max(16, triton.next_power_of_2(num_rows)), most_rows),
-        "BLOCK_KEY": min(max(16, limits["tile_bytes"] // (block_dim * element_bytes)), 64),
+        "BLOCK_ROW": block_row if element_bytes <= 2 else 16,
+        "BLOCK_KEY": min(max(16, tuned["tile_bytes"] // (block_dim * element_bytes)), 64),
         "BLOCK_DIM": block_dim,
     }

@@ -19,13 +19,19 @@ from .softmax import LOG2_E, add_sink, finish_rows, merge_rows, start_rows, tile
 
 # CUDA's limit, of all axes of a grid but the first
 MAX_PROGRAMS = 65535
-MERGE_TUNING = {"default": {"num_warps": 4}}
-# Where bits must not depend on the batch. Sums are taken in the order that these numbers tell: one table for all ops,
-# since the root of a tree must have the bits of plain decoding.
-ORDERED_LIMITS = {
-    "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "ordered_shares": 32, "merged_rows": 4,
-                "merged_parts": 4},
+# A row of an op's TUNING has, beside the compiler's options: of tiles, at most max_rows rows, at least min_rows, and
+# tile_bytes of keys; of shares, at least share_keys keys, and about as many shares as give `programs` programs; of the
+# merge, rows and parts at once.
+#
+# Where bits must not depend on the batch, sums are taken in the order that this table tells, with at most
+# ordered_shares shares of a request: one table for all ops, since the root of a tree must have the bits of plain
+# decoding.
+ORDERED_TUNING = {
+    "default": {"max_rows": 64, "min_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264,
+                "ordered_shares": 32, "merged_rows": 4, "merged_parts": 4, "num_warps": 4, "num_stages": 2},
 }  # fmt: skip
+# programs: of all requests together
+MERGE_TUNING = {"default": {"programs": 1024, "num_warps": 4}}
 
 
 @triton.jit(
@@ -236,38 +242,39 @@ def _merge_kernel(
     BLOCK_PART: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Merges the shares of BLOCK_MERGED rows (token, head) of a request that has more than one."""
+    """Merges the shares of a request that has more than one, BLOCK_MERGED rows (token, head) at a time."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
-    is_live = tl.program_id(1) * BLOCK_MERGED < num_tokens * NUM_HEADS
-    before = tl.load(shares_ptr + request * 2, mask=is_live, other=0)
-    num_shares = tl.load(shares_ptr + request * 2 + 1, mask=is_live, other=0)
+    has_rows = num_tokens > 0
+    before = tl.load(shares_ptr + request * 2, mask=has_rows, other=0)
+    num_shares = tl.load(shares_ptr + request * 2 + 1, mask=has_rows, other=0)
     # requests of a malformed table, that share pages, may have more shares than there are programs: nobody told theirs
     num_shares = tl.where(before >= 0, tl.minimum(num_shares, num_parts - before), 0)
     if num_shares > 1:
-        row = tl.program_id(1) * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
-        is_row = row < num_tokens * NUM_HEADS
         column = tl.arange(0, BLOCK_DIM)
         is_column = column < HEAD_DIM
-        row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM)
-        for start in range(0, num_shares, BLOCK_PART):
-            part = start + tl.arange(0, BLOCK_PART)
-            is_part = is_row[:, None] & (part < num_shares)[None, :]
-            place = (before + part).to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
-            lse = tl.load(partial_lse_ptr + place, mask=is_part, other=float("-inf"))
-            output = tl.load(
-                partial_output_ptr + place[:, :, None] * HEAD_DIM + column[None, None, :],
-                mask=is_part[:, :, None] & is_column[None, None, :], other=0.0,
+        for tile in range(tl.program_id(1), tl.cdiv(num_tokens * NUM_HEADS, BLOCK_MERGED), tl.num_programs(1)):
+            row = tile * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
+            is_row = row < num_tokens * NUM_HEADS
+            row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM)
+            for start in range(0, num_shares, BLOCK_PART):
+                part = start + tl.arange(0, BLOCK_PART)
+                is_part = is_row[:, None] & (part < num_shares)[None, :]
+                place = (before + part).to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
+                lse = tl.load(partial_lse_ptr + place, mask=is_part, other=float("-inf"))
+                output = tl.load(
+                    partial_output_ptr + place[:, :, None] * HEAD_DIM + column[None, None, :],
+                    mask=is_part[:, :, None] & is_column[None, None, :], other=0.0,
+                )  # fmt: skip
+                row_max, row_sum, accumulator = merge_rows(row_max, row_sum, accumulator, lse, output)
+            output, lse = finish_rows(row_max, row_sum, accumulator)
+            output_row = first_row * NUM_HEADS + row
+            tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
+            tl.store(
+                output_ptr + output_row[:, None] * HEAD_DIM + column[None, :],
+                output.to(output_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :],
             )  # fmt: skip
-            row_max, row_sum, accumulator = merge_rows(row_max, row_sum, accumulator, lse, output)
-        output, lse = finish_rows(row_max, row_sum, accumulator)
-        output_row = first_row * NUM_HEADS + row
-        tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
-        tl.store(
-            output_ptr + output_row[:, None] * HEAD_DIM + column[None, :], output.to(output_ptr.dtype.element_ty),
-            mask=is_row[:, None] & is_column[None, :],
-        )  # fmt: skip
 
 
 def launch_attention(
@@ -275,15 +282,14 @@ def launch_attention(
     values: dict,
     out: tuple[torch.Tensor, torch.Tensor],
     *,
-    limits: dict,
-    options: dict,
+    tuned: dict,
     num_query: int,
     num_drafts: int,
     drafts: str,
 ) -> None:
     """Launches the attention that an op's checked arguments describe, into `out`, (output, lse).
 
-    values: the op's arguments, None where it has none. limits, options: tuning rows of the op, see `LIMITS` there.
+    values: the op's arguments, None where it has none. tuned: the op's tuning row, see `ORDERED_TUNING`.
     num_query: tokens of a request, at most. num_drafts: draft keys of a request, if ragged at most. drafts: where they
     are, see `shares.slot_range`.
     """
@@ -296,14 +302,12 @@ def launch_attention(
     batch_size, group_size = len(cache["lengths_ptr"]), num_heads // cache["NUM_KV_HEADS"]
     is_ordered = values["deterministic"]
     if is_ordered:
-        limits = limits | tuning.row(ORDERED_LIMITS, device)
-    tiles = tile_sizes(
-        limits["max_rows"] if is_ordered else num_query * group_size, head_dim, query.element_size(), limits
-    )
+        tuned = tuning.row(ORDERED_TUNING, device)
+    tiles = tile_sizes(num_query * group_size, head_dim, query.element_size(), tuned)
     block_key = tiles["BLOCK_KEY"]
     num_tiles = cache["NUM_KV_HEADS"] * triton.cdiv(num_query * group_size, tiles["BLOCK_ROW"])
-    wanted_shares = max(1, limits["programs"] // max(num_tiles, 1))
-    share_tiles_least = max(1, limits["share_keys"] // block_key)
+    wanted_shares = max(1, tuned["programs"] // max(num_tiles, 1))
+    share_tiles_least = max(1, tuned["share_keys"] // block_key)
     # shares that there can be, by the pages that there can be; in the CSR form requests have those among them
     most_tiles = triton.cdiv(cache["table_size"] * cache["PAGE_SIZE"], block_key)
     draft_tiles = triton.cdiv(num_drafts, block_key) if drafts == "beside" else 0
@@ -315,7 +319,7 @@ def launch_attention(
         num_shares = batch_size * max(1, triton.cdiv(most_tiles + draft_tiles, share_tiles_least))
     if is_ordered:
         of_drafts = triton.cdiv(triton.cdiv(num_drafts, block_key) + 1, share_tiles_least)
-        num_shares = min(num_shares, batch_size * (limits["ordered_shares"] + of_drafts))
+        num_shares = min(num_shares, batch_size * (tuned["ordered_shares"] + of_drafts))
     else:
         num_shares = min(num_shares, wanted_shares + batch_size - 1)
     has_parts = num_shares > batch_size
@@ -374,23 +378,25 @@ def launch_attention(
         IS_WIDENED=is_interpreting() and query.dtype == torch.bfloat16,
         ONE_SCALE=k_scale is None or len(k_scale) == 1,
         SHARE_TILES=share_tiles_least,
-        MOST_SHARES=limits["ordered_shares"] if is_ordered else 0,
+        MOST_SHARES=tuned["ordered_shares"] if is_ordered else 0,
         BLOCK_ROW=tiles["BLOCK_ROW"],
         BLOCK_KEY=block_key,
         **cache,
         **shared,
-        **options,
+        **tuning.compiler_options(tuned),
     )
     if has_parts:
+        merging = tuning.row(MERGE_TUNING, device)
+        row_tiles = triton.cdiv(num_query * num_heads, tuned["merged_rows"])
         launch(
             op,
             _merge_kernel,
-            (batch_size, triton.cdiv(num_query * num_heads, limits["merged_rows"])),
+            (batch_size, min(row_tiles, triton.cdiv(merging["programs"], max(batch_size, 1)))),
             num_parts=num_shares,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
-            BLOCK_MERGED=limits["merged_rows"],
-            BLOCK_PART=limits["merged_parts"],
+            BLOCK_MERGED=tuned["merged_rows"],
+            BLOCK_PART=tuned["merged_parts"],
             **shared,
-            **tuning.row(MERGE_TUNING, device),
+            **tuning.compiler_options(merging),
         )

@@ -1,4 +1,4 @@
-"""What every op test needs: comparison, poison, bounds, launch rules, CUDA graphs, trees, ahead-of-time compilation."""
+"""What every op test needs: comparison, poison, bounds, launches, graphs, tuning, trees, ahead-of-time compilation."""
 
 from .bounds import assert_in_bounds
 from .compare import TOLERANCE, assert_close, assert_equal
@@ -8,6 +8,7 @@ from .graphs import replay_in_graph
 from .operation import check_operation
 from .poison import Guarded
 from .registration import check_registration
+from .retune import retune
 
 __all__ = [
     "TOLERANCE",
@@ -19,5 +20,6 @@ __all__ = [
     "check_operation",
     "check_registration",
     "replay_in_graph",
+    "retune",
     "to_device",
 ]

@@ -60,15 +60,10 @@ class Output(NamedTuple):
     lse: torch.Tensor
 
 
-# Of tiles: at most max_rows rows, and tile_bytes of keys. Of shares: at least share_keys keys, about as many as give
-# `programs` programs. Of the merge: rows and parts at once. Deterministic calls have ORDERED_LIMITS instead, with at
-# most ordered_shares of a request.
-LIMITS = {
-    "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264,
-                "merged_rows": 1, "merged_parts": 16},
-}  # fmt: skip
-# gfx942 has 64 KiB of shared memory
-TUNING = {"default": {"num_warps": 4, "num_stages": 3}, "gfx942": {"num_warps": 4, "num_stages": 2}}
+# see `split_attention.ORDERED_TUNING`, which deterministic calls have instead; gfx942 has 64 KiB of shared memory
+_ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": 264, "merged_rows": 1,
+        "merged_parts": 16, "num_warps": 4, "num_stages": 3}  # fmt: skip
+TUNING = {"default": _ROW, "gfx942": _ROW | {"num_stages": 2}}
 
 
 def contract(values: dict) -> Output:
@@ -117,8 +112,7 @@ def gqa_decode(
         "gqa_decode",
         values,
         out,
-        limits=tuning.row(LIMITS, device),
-        options=tuning.row(TUNING, device),
+        tuned=tuning.row(TUNING, device),
         num_query=1,
         # the newest token is a draft block of one, as it is for the root of a tree
         num_drafts=1 if deterministic else 0,

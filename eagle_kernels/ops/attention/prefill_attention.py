@@ -54,9 +54,10 @@ from ...runtime.language import tl, triton
 from ...runtime.launch import is_interpreting, launch, launcher
 from .gqa_decode import Output
 
-# Of tiles: keys and rows as in gqa_decode, and how many rows still go into a small one.
-LIMITS = {"default": {"few_rows": 32, "max_rows": 128, "tile_bytes": 16384}}
-TUNING = {"default": {"num_warps": 8, "num_stages": 2}}
+# see `split_attention.ORDERED_TUNING`; few_rows: how many rows still go into a small tile
+TUNING = {
+    "default": {"few_rows": 32, "min_rows": 16, "max_rows": 128, "tile_bytes": 16384, "num_warps": 8, "num_stages": 2},
+}
 
 
 @triton.jit(
@@ -269,10 +270,10 @@ def prefill_attention(
             "IS_CSR": False,
         }
     group_size = num_heads // cache["NUM_KV_HEADS"]
-    limits = tuning.row(LIMITS, device)
+    tuned = tuning.row(TUNING, device)
     # two tiles for all lengths, so that no more than two variants are ever compiled
-    rows = limits["few_rows"] if max_query * group_size <= limits["few_rows"] else limits["max_rows"]
-    tiles = tile_sizes(rows, head_dim, query.element_size(), limits)
+    rows = tuned["few_rows"] if max_query * group_size <= tuned["few_rows"] else tuned["max_rows"]
+    tiles = tile_sizes(rows, head_dim, query.element_size(), tuned)
     launch(
         "prefill_attention",
         _prefill_attention_kernel,
@@ -298,6 +299,6 @@ def prefill_attention(
         ONE_SCALE=k_scale is None or len(k_scale) == 1,
         **cache,
         **tiles,
-        **tuning.row(TUNING, device),
+        **tuning.compiler_options(tuned),
     )
     return out

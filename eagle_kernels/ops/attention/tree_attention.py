@@ -65,18 +65,27 @@ import torch
 from ...primitives import paging
 from ...primitives.split_attention import launch_attention
 from ...runtime import check, tuning
+from ...runtime.language import triton
 from ...runtime.launch import launcher
 from .gqa_decode import Output
 
 MAX_QUERY = 256
 MAX_DRAFT_KEYS = 512
 
-# as in gqa_decode
-LIMITS = {
-    "default": {"max_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264,
-                "merged_rows": 4, "merged_parts": 4},
+# See `split_attention.ORDERED_TUNING`. From tiles of many rows, which read keys less often, to those of few, which
+# leave more programs: the first one is taken of which the batch has least_programs with PROGRAM_KEYS keys each.
+_ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": 264, "merged_rows": 4,
+        "merged_parts": 4, "least_programs": 0, "num_warps": 4, "num_stages": 2}  # fmt: skip
+TUNING = {
+    "default": (_ROW,),
+    "sm_90": (
+        _ROW | {"max_rows": 256, "programs": 132, "least_programs": 132, "num_warps": 16, "num_stages": 3,
+                "maxnreg": 128},
+        _ROW | {"max_rows": 128, "programs": 132, "least_programs": 64, "num_warps": 8, "num_stages": 4},
+        _ROW | {"tile_bytes": 8192, "programs": 132, "num_stages": 3},
+    ),
 }  # fmt: skip
-TUNING = {"default": {"num_warps": 4, "num_stages": 2}}
+PROGRAM_KEYS = 2048
 
 
 def contract(values: dict) -> Output:
@@ -135,6 +144,24 @@ def contract(values: dict) -> Output:
     return Output(args.spec(tuple(query.shape), query.dtype), args.spec(tuple(query.shape[:-1]), torch.float32))
 
 
+def _choose_tuning(values: dict, num_query: int) -> dict:
+    """The tuning row for the rows and the keys that there can be."""
+    query, k_cache, table = values["query"], values["k_cache"], values["block_table"]
+    num_heads, head_dim = query.shape[-2:]
+    _, page_size, num_kv_heads, _ = k_cache.shape
+    # in the CSR form, of all requests together
+    batch_size, num_pages = (1, len(values["kv_indices"])) if table is None else table.shape
+    spans = batch_size * triton.cdiv(num_pages * page_size, PROGRAM_KEYS) * num_kv_heads
+    *rows, last = tuning.row(TUNING, query.device)
+    for row in rows:
+        num_rows = num_query * (num_heads // max(num_kv_heads, 1))
+        programs = spans * triton.cdiv(num_rows, row["max_rows"])
+        # registers hold so many rows only of heads that are not larger
+        if head_dim <= 128 and num_rows > row["max_rows"] // 2 and programs >= row["least_programs"]:
+            return row
+    return last
+
+
 @launcher
 def tree_attention(
     query: torch.Tensor,
@@ -183,8 +210,7 @@ def tree_attention(
         "tree_attention",
         values,
         out,
-        limits=tuning.row(LIMITS, device),
-        options=tuning.row(TUNING, device),
+        tuned=_choose_tuning(values, num_query),
         num_query=num_query,
         num_drafts=num_query if num_draft_keys is None else num_draft_keys,
         drafts=drafts,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from eagle_kernels.ops.attention.gqa_decode import LIMITS
+from eagle_kernels.ops.attention.gqa_decode import TUNING
 from eagle_kernels.primitives import split_attention
 from eagle_kernels.reference.ops.attention.gqa_decode import gqa_decode as reference
 from eagle_kernels.runtime.launch import intercept
@@ -20,6 +20,7 @@ from op_tests.harness import (
     check_operation,
     check_registration,
     replay_in_graph,
+    retune,
     to_device,
 )
 
@@ -101,7 +102,7 @@ def test_matches_reference(shape, device):
 @pytest.mark.parametrize("programs", [1, 3, 264])
 def test_splits(programs, device, monkeypatch):
     """Long enough for several splits, with requests that fill none, one, or all of them; of few and of many tiles."""
-    monkeypatch.setitem(LIMITS["default"], "programs", programs)
+    retune(monkeypatch, TUNING, programs=programs)
     check(make(64, 2, 1, 16, torch.float32, [700, 0, 1, 128], device=device), "splits")
 
 
@@ -156,7 +157,7 @@ def test_deterministic_bits_do_not_depend_on_the_batch(batch_size, form, device,
 
     With so few programs that other calls cut keys by the lengths of the batch.
     """
-    monkeypatch.setitem(LIMITS["default"], "programs", 6)
+    retune(monkeypatch, TUNING, programs=6)
     extra = {"sinks": torch.randn(4, device=device), "deterministic": True}
     alone = make(32, 2, 2, 16, torch.float32, [300], device=device)
     expected = eagle_kernels.raw.gqa_decode(**alone, **extra)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from eagle_kernels.ops.attention.tree_attention import LIMITS
+from eagle_kernels.ops.attention.tree_attention import TUNING
 from eagle_kernels.reference.ops.attention.tree_attention import tree_attention as reference
 from op_tests.harness import (
     assert_close,
@@ -18,6 +18,7 @@ from op_tests.harness import (
     check_operation,
     check_registration,
     replay_in_graph,
+    retune,
     to_device,
 )
 
@@ -114,6 +115,15 @@ def ahead_of_time_cases():
     yield "ragged", ragged([3, 9], 128, 4, 2, 16, torch.bfloat16, [20, 7])
     yield "ragged chains", ragged([3, 9], 128, 4, 2, 16, torch.bfloat16, [20, 7], is_causal=True, is_separate=True)
 
+    # many rows for many keys have tiles of their own
+    yield "128 rows", make(64, 64, 128, 4, 8, 16, torch.bfloat16, [2100] * 4)
+    yield "256 rows", make(64, 64, 128, 4, 8, 1, torch.bfloat16, [2100] * 9, is_separate=True)
+    many = make(64, 64, 128, 4, 8, 16, torch.float16, [2100] * 9) | {"window": 50, "soft_cap": 30.0}
+    yield "256 rows, more logits", many | {"sinks": torch.zeros(32), "positions": torch.zeros(576, dtype=torch.int64)}
+    many["query"] = many["query"].bfloat16()
+    for dtype in FLOAT8:
+        yield f"256 rows {dtype}", with_float8(many | {"positions": torch.zeros(576, dtype=torch.int64)}, dtype)
+
 
 def full_ahead_of_time_cases():
     yield from of_every_dtype_and_head_dim(lambda head_dim, dtype: make(64, 64, head_dim, 4, 2, 16, dtype, [100]))
@@ -136,10 +146,22 @@ def test_splits(device):
     check(make(2, 4, 32, 2, 1, 16, torch.float32, [600, 0, 128], device=device), "splits")
 
 
+@pytest.mark.parametrize("row", [row for rows in TUNING.values() for row in rows], ids=lambda row: f"{row['max_rows']}")
+def test_every_tuning_row(row, device, monkeypatch):
+    """Tiles that only large batches have."""
+    retune(monkeypatch, TUNING, **({"maxnreg": None} | row | {"least_programs": 0, "programs": 64}))
+    for head_dim, page_size, extra in ((128, 16, {}), (64, 64, {"window": 70}), (80, 1, {"soft_cap": 5.0})):
+        values = make(64, 64, head_dim, 4, 2, page_size, torch.float16, [0, 1, 200], is_separate=head_dim == 64,
+                      device=device)  # fmt: skip
+        if "window" in extra:
+            extra["positions"] = values["seq_lens"].repeat_interleave(64) + torch.arange(64, device=device).repeat(3)
+        check(values | extra, f"{head_dim}")
+
+
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
 def test_one_request_has_the_shares_that_fit_the_gpu(is_separate, device, monkeypatch):
     """About as many as there are programs, whatever the number of requests that a program looks at at once."""
-    monkeypatch.setitem(LIMITS["default"], "programs", 8)
+    retune(monkeypatch, TUNING, programs=8)
     values = make(2, 2, 64, 2, 1, 16, torch.float32, [2000], is_separate=is_separate, device=device)
     empty, shares = torch.empty, []
 
