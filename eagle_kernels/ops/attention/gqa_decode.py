@@ -61,9 +61,13 @@ class Output(NamedTuple):
 
 
 # see `split_attention.ORDERED_TUNING`, which deterministic calls have instead; gfx942 has 64 KiB of shared memory
-_ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": 264, "merged_rows": 1,
+_ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": 264, "merged_rows": 4,
         "merged_parts": 16, "num_warps": 4, "num_stages": 3}  # fmt: skip
-TUNING = {"default": _ROW, "gfx942": _ROW | {"num_stages": 2}}
+TUNING = {
+    "default": _ROW,
+    "gfx942": _ROW | {"num_stages": 2},
+    "sm_90": _ROW | {"share_keys": 64, "programs": 132, "num_stages": 4},
+}
 
 
 def contract(values: dict) -> Output:

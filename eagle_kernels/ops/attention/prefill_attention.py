@@ -55,9 +55,8 @@ from ...runtime.launch import is_interpreting, launch, launcher
 from .gqa_decode import Output
 
 # see `split_attention.ORDERED_TUNING`; few_rows: how many rows still go into a small tile
-TUNING = {
-    "default": {"few_rows": 32, "min_rows": 16, "max_rows": 128, "tile_bytes": 16384, "num_warps": 8, "num_stages": 2},
-}
+_ROW = {"few_rows": 32, "min_rows": 16, "max_rows": 128, "tile_bytes": 16384, "num_warps": 8, "num_stages": 2}
+TUNING = {"default": _ROW, "sm_90": _ROW | {"num_stages": 3}}
 
 
 @triton.jit(

@@ -75,14 +75,16 @@ MAX_DRAFT_KEYS = 512
 # See `split_attention.ORDERED_TUNING`. From tiles of many rows, which read keys less often, to those of few, which
 # leave more programs: the first one is taken of which the batch has least_programs with PROGRAM_KEYS keys each.
 _ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": 264, "merged_rows": 4,
-        "merged_parts": 4, "least_programs": 0, "num_warps": 4, "num_stages": 2}  # fmt: skip
+        "merged_parts": 16, "least_programs": 0, "num_warps": 4, "num_stages": 2}  # fmt: skip
 TUNING = {
     "default": (_ROW,),
     "sm_90": (
         _ROW | {"max_rows": 256, "programs": 132, "least_programs": 132, "num_warps": 16, "num_stages": 3,
                 "maxnreg": 128},
         _ROW | {"max_rows": 128, "programs": 132, "least_programs": 64, "num_warps": 8, "num_stages": 4},
-        _ROW | {"tile_bytes": 8192, "programs": 132, "num_stages": 3},
+        _ROW | {"max_rows": 64, "tile_bytes": 8192, "programs": 132, "merged_parts": 4, "num_stages": 3},
+        # for few rows, or large heads: with the tensor cores' large instructions, though rows may be empty
+        _ROW | {"min_rows": 64, "programs": 132, "num_stages": 4},
     ),
 }  # fmt: skip
 PROGRAM_KEYS = 2048
