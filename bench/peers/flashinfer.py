@@ -24,7 +24,7 @@ def gqa_decode(values: dict) -> Run:
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
     wrapper.plan(
         *(tensor.to(query.device) for tensor in (kv_indptr, kv_indices, last_page_len)),
-        query.shape[1], num_kv_heads, head_dim, page_size, q_data_type=query.dtype, kv_data_type=query.dtype,
+        query.shape[1], num_kv_heads, head_dim, page_size, q_data_type=query.dtype, kv_data_type=k_cache.dtype,
     )  # fmt: skip
     return lambda: {"output": wrapper.run(query, (k_cache, v_cache))}
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..runtime.language import tl, triton
-from .fp8 import widen
 from .softmax import add_tile, multiply_keys
 
 
@@ -29,14 +28,13 @@ class Pool(NamedTuple):
     stride_key: Any  # of a page, in rows of HEAD_DIM
     stride_value: Any  # None: that of the keys, so that one computation of places serves both
     kv_head: Any
-    key_scale: Any  # of the logits in base 2; includes the scale of the keys
-    value_scale: Any
 
 
 class Queries(NamedTuple):
     """A tile of rows: (token, head of the group), the head fastest."""
 
-    query: Any  # [ROW, DIM]
+    query: Any  # [ROW, DIM], of the type that keys and values are widened to
+    scale: Any  # [ROW]: of the logits in base 2; includes the scale of the keys
     position: Any  # [ROW] int32; of no meaning without a window
     last_slot: Any  # [ROW]: causal, the last slot that each row sees; None: the mask tells, or all are seen
     mask_ptr: Any  # [ROW] pointers to words int64, whose first bit is the slot common_stop; None: no mask
@@ -95,14 +93,12 @@ def attend(
         value_ptr = pool.value_ptr + value_row.to(tl.int64)[:, None] * HEAD_DIM + column[None, :]
         key = tl.load(key_ptr, mask=is_read, other=0.0)
         value = tl.load(value_ptr, mask=is_read, other=0.0)
-        key, value = widen(key, queries.query.dtype), widen(value, queries.query.dtype)
-        logits, scale = multiply_keys(queries.query, key, pool.key_scale, queries.soft_cap, IS_WIDENED)
+        key, value = key.to(queries.query.dtype), value.to(queries.query.dtype)
+        logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap, IS_WIDENED)
         if (start < whole_from) | (start + BLOCK_KEY > whole_until):
             is_seen = _visible(queries, pool, span, start, PAGE_SIZE, BLOCK_KEY)
             logits = tl.where(is_seen, logits, float("-inf"))
-        row_max, row_sum, accumulator = add_tile(
-            logits, scale, value, pool.value_scale, row_max, row_sum, accumulator, IS_WIDENED
-        )
+        row_max, row_sum, accumulator = add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED)
     return row_max, row_sum, accumulator
 
 

@@ -41,13 +41,21 @@ def encode_e4m3(value, IS_FNUZ: tl.constexpr):
 
 
 @triton.jit
-def widen(value, dtype: tl.constexpr):
-    """Keys or values as the queries' type. 8 bits go by way of fp16, which holds them all: Triton's compiler for gfx942
-    has no way from them to bf16."""
-    if value.dtype.is_fp8():
-        return value.to(tl.float16).to(dtype)
-    else:
-        return value.to(dtype)
+def match_keys(query, scale, KEY_TYPE: tl.constexpr):
+    """(query [ROW, DIM], scale [ROW] of its logits) to multiply with keys of KEY_TYPE.
+
+    8-bit keys are widened to fp16: it holds them all, and they are there in one step. So a bf16 query becomes fp16 too,
+    in rows that are brought below 2 by powers of two; what fp16 loses of it is 2^-24 of the row's largest element.
+    """
+    if KEY_TYPE.is_fp8() and query.dtype == tl.bfloat16:
+        query = query.to(tl.float32)
+        power = tl.max(tl.abs(query), axis=1).to(tl.int32, bitcast=True) & 0x7F800000
+        # with an inverse that is a normal number too
+        power = tl.minimum(tl.maximum(power, 0x00800000), 0x7E000000)
+        inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
+        query = (query * inverse[:, None]).to(tl.float16)
+        scale *= power.to(tl.float32, bitcast=True)
+    return query, scale
 
 
 def check_target(op: str, name: str, value: torch.Tensor) -> None:

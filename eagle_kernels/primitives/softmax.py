@@ -23,22 +23,24 @@ def start_rows(BLOCK_ROW: tl.constexpr, BLOCK_DIM: tl.constexpr):
 
 @triton.jit
 def multiply_keys(query, key, scale, soft_cap, IS_WIDENED: tl.constexpr):
-    """(logits [ROW, KEY], the factor that brings them to base 2) of rows query [ROW, DIM] and keys [KEY, DIM].
+    """(logits [ROW, KEY], factors [ROW] that bring them to base 2) of rows query [ROW, DIM] and keys [KEY, DIM].
 
-    scale includes log2(e) and the scale of the keys. soft_cap (or None): logits become soft_cap * tanh(logits /
+    scale [ROW] includes log2(e) and the scale of the keys. soft_cap (or None): logits become soft_cap * tanh(logits /
     soft_cap). IS_WIDENED: multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
     """
     if IS_WIDENED:
         query, key = query.to(tl.float32), key.to(tl.float32)
     logits = tl.dot(query, tl.trans(key), input_precision="ieee")
     if soft_cap is not None:
-        return _soft_capped(logits * scale, soft_cap * 1.4426950408889634), 1.0
+        return _soft_capped(logits * scale[:, None], soft_cap * 1.4426950408889634), tl.full(
+            scale.shape, 1.0, tl.float32
+        )
     else:
         return logits, scale
 
 
 @triton.jit
-def add_tile(logits, scale, value, value_scale, row_max, row_sum, accumulator, IS_WIDENED: tl.constexpr):
+def add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED: tl.constexpr):
     """The state of rows after one more tile: logits [ROW, KEY], -inf where a row does not see a key, value [KEY, DIM].
 
     Values that nobody sees must be finite (loaded as 0): their weight is 0, but 0 * NaN is NaN.
@@ -46,11 +48,9 @@ def add_tile(logits, scale, value, value_scale, row_max, row_sum, accumulator, I
     new_max = tl.maximum(row_max, tl.max(logits, axis=1) * scale)
     # a row that sees nothing yet would compute -inf - -inf
     anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weight = tl.exp2(logits * scale - anchor[:, None])
+    weight = tl.exp2(logits * scale[:, None] - anchor[:, None])
     decay = tl.exp2(row_max - anchor)
     row_sum = row_sum * decay + tl.sum(weight, axis=1)
-    if value_scale is not None:
-        weight *= value_scale
     if IS_WIDENED:
         value = value.to(tl.float32)
     accumulator = tl.dot(weight.to(value.dtype), value, accumulator * decay[:, None], input_precision="ieee")

@@ -13,6 +13,7 @@ from ..runtime.language import tl, triton
 from ..runtime.launch import is_interpreting, launch
 from .attention import Pool, Queries, Span, attend, request_rows
 from .dependent_launch import await_predecessor
+from .fp8 import FP8, match_keys
 from .paging import cache_arguments, request_pages
 from .shares import Batch, cut, find_share, share_tiles, slot_range
 from .softmax import LOG2_E, add_sink, finish_rows, merge_rows, start_rows, tile_sizes
@@ -21,7 +22,7 @@ from .softmax import LOG2_E, add_sink, finish_rows, merge_rows, start_rows, tile
 MAX_PROGRAMS = 65535
 # A row of an op's TUNING has, beside the compiler's options: of tiles, at most max_rows rows, at least min_rows, and
 # tile_bytes of keys; of shares, at least share_keys keys, and about as many shares as give `programs` programs; of the
-# merge, rows and parts at once.
+# merge, rows and parts at once. float8: what differs with keys of 8 bits.
 #
 # Where bits must not depend on the batch, sums are taken in the order that this table tells, with at most
 # ordered_shares shares of a request: one table for all ops, since the root of a tree must have the bits of plain
@@ -126,17 +127,11 @@ def _attention_kernel(
         begin = (first // BLOCK_KEY + index * size) * BLOCK_KEY
         stop = tl.minimum(begin + size * BLOCK_KEY, stop)
         first_page, _, _ = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
-        key_scale, value_scale = scale, None
+        key_scale = scale
         scale_place = 0 if ONE_SCALE else kv_head
         if k_scale_ptr is not None:
             # keys that are all 0 may have the scale 0
             key_scale = tl.maximum(scale * tl.load(k_scale_ptr + scale_place), 1e-30)
-        if v_scale_ptr is not None:
-            value_scale = tl.load(v_scale_ptr + scale_place)
-        pool = Pool(
-            k_cache_ptr, v_cache_ptr, page_table_ptr, first_page, num_pages, stride_k_page, stride_v_page, kv_head,
-            key_scale, value_scale,
-        )  # fmt: skip
 
         row = row_tile * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
         token = row // GROUP_SIZE
@@ -173,35 +168,41 @@ def _attention_kernel(
         if window is not None:
             last_position = tl.max(tl.where(is_row, position, 0))
 
-        state = start_rows(BLOCK_ROW, BLOCK_DIM)
+        rows = tl.zeros([BLOCK_ROW], tl.float32)
+        matched, key_scale = match_keys(query, rows + key_scale, k_cache_ptr.dtype.element_ty)
         pool_stop = stop
         if DRAFTS == "beside":
             pool_stop = tl.minimum(stop, prefix)
-        state = attend(
-            Queries(query, position, last_slot, mask_ptr, num_words, soft_cap),
-            pool,
+        row_max, row_sum, accumulator = attend(
+            Queries(matched, key_scale, position, last_slot, mask_ptr, num_words, soft_cap),
+            Pool(
+                k_cache_ptr, v_cache_ptr, page_table_ptr, first_page, num_pages, stride_k_page, stride_v_page, kv_head,
+            ),
             Span(tl.maximum(begin, first), pool_stop, prefix, window, last_position, 0, positions_of_drafts_ptr),
-            state, IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
+            start_rows(BLOCK_ROW, BLOCK_DIM),
+            IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
         )  # fmt: skip
+        if v_scale_ptr is not None:
+            accumulator *= tl.load(v_scale_ptr + scale_place)
         if DRAFTS == "beside":
             drafts_begin = tl.cdiv(prefix, BLOCK_KEY) * BLOCK_KEY
             first_key, first_value = first_row * stride_draft_key_token, first_row * stride_draft_value_token
             if qo_indptr_ptr is None:
                 first_key, first_value = request * stride_draft_key_batch, request * stride_draft_value_batch
-            state = attend(
-                Queries(query, position, last_draft, mask_ptr, num_words, soft_cap),
+            row_max, row_sum, accumulator = attend(
+                Queries(query, rows + scale, position, last_draft, mask_ptr, num_words, soft_cap),
                 Pool(
                     draft_key_ptr + first_key * HEAD_DIM, draft_value_ptr + first_value * HEAD_DIM, None, 0, 0,
-                    stride_draft_key_token, stride_draft_value_token, kv_head, scale, None,
+                    stride_draft_key_token, stride_draft_value_token, kv_head,
                 ),
                 Span(
                     tl.maximum(begin - drafts_begin, 0), stop - drafts_begin, prefix * 0, window, last_position, prefix,
                     positions_of_drafts_ptr,
                 ),
-                state, IS_WIDENED, 0, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
+                (row_max, row_sum, accumulator),
+                IS_WIDENED, 0, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
             )  # fmt: skip
 
-        row_max, row_sum, accumulator = state
         if sinks_ptr is not None:
             # to the first share, not to the merged ones: whether there is one more must not change a row's bits
             is_sink = is_row & (index == 0)
@@ -303,6 +304,8 @@ def launch_attention(
     is_ordered = values["deterministic"]
     if is_ordered:
         tuned = tuning.row(ORDERED_TUNING, device)
+    elif values["k_cache"].dtype in FP8:
+        tuned = tuned | tuned.get("float8", {})
     tiles = tile_sizes(num_query * group_size, head_dim, query.element_size(), tuned)
     block_key = tiles["BLOCK_KEY"]
     num_tiles = cache["NUM_KV_HEADS"] * triton.cdiv(num_query * group_size, tiles["BLOCK_ROW"])

@@ -73,21 +73,23 @@ MAX_QUERY = 256
 MAX_DRAFT_KEYS = 512
 
 # See `split_attention.ORDERED_TUNING`. From tiles of many rows, which read keys less often, to those of few, which
-# leave more programs: the first one is taken of which the batch has least_programs with PROGRAM_KEYS keys each.
-_ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": 264, "merged_rows": 4,
-        "merged_parts": 16, "least_programs": 0, "num_warps": 4, "num_stages": 2}  # fmt: skip
+# leave more programs: the first one is taken for which requests have from_rows rows for a KV head, and the batch
+# least_programs programs, with program_keys keys each.
+_ROW = {"from_rows": 0, "least_programs": 0, "program_keys": 1 << 31, "max_rows": 64, "min_rows": 16,
+        "tile_bytes": 16384, "share_keys": 128, "programs": 264, "merged_rows": 4, "merged_parts": 16, "num_warps": 4,
+        "num_stages": 2}  # fmt: skip
+_MANY = _ROW | {"from_rows": 65, "programs": 132}
 TUNING = {
     "default": (_ROW,),
     "sm_90": (
-        _ROW | {"max_rows": 256, "programs": 132, "least_programs": 132, "num_warps": 16, "num_stages": 3,
-                "maxnreg": 128},
-        _ROW | {"max_rows": 128, "programs": 132, "least_programs": 64, "num_warps": 8, "num_stages": 4},
-        _ROW | {"max_rows": 64, "tile_bytes": 8192, "programs": 132, "merged_parts": 4, "num_stages": 3},
-        # for few rows, or large heads: with the tensor cores' large instructions, though rows may be empty
+        _MANY | {"from_rows": 129, "least_programs": 132, "max_rows": 256, "num_warps": 16, "num_stages": 3,
+                 "maxnreg": 128},
+        _MANY | {"least_programs": 32, "program_keys": 2048, "max_rows": 128, "num_warps": 8, "num_stages": 4},
+        _MANY | {"tile_bytes": 8192, "merged_parts": 4, "num_stages": 3},
+        # for few rows, and for large heads: with the tensor cores' large instructions, though rows may be empty
         _ROW | {"min_rows": 64, "programs": 132, "num_stages": 4},
     ),
 }  # fmt: skip
-PROGRAM_KEYS = 2048
 
 
 def contract(values: dict) -> Output:
@@ -148,18 +150,18 @@ def contract(values: dict) -> Output:
 
 def _choose_tuning(values: dict, num_query: int) -> dict:
     """The tuning row for the rows and the keys that there can be."""
-    query, k_cache, table = values["query"], values["k_cache"], values["block_table"]
+    query, table = values["query"], values["block_table"]
     num_heads, head_dim = query.shape[-2:]
-    _, page_size, num_kv_heads, _ = k_cache.shape
+    _, page_size, num_kv_heads, _ = values["k_cache"].shape
+    num_rows = num_query * (num_heads // max(num_kv_heads, 1))
     # in the CSR form, of all requests together
     batch_size, num_pages = (1, len(values["kv_indices"])) if table is None else table.shape
-    spans = batch_size * triton.cdiv(num_pages * page_size, PROGRAM_KEYS) * num_kv_heads
     *rows, last = tuning.row(TUNING, query.device)
     for row in rows:
-        num_rows = num_query * (num_heads // max(num_kv_heads, 1))
-        programs = spans * triton.cdiv(num_rows, row["max_rows"])
+        row_tiles = batch_size * num_kv_heads * triton.cdiv(num_rows, row["max_rows"])
+        programs = row_tiles * triton.cdiv(num_pages * page_size, row["program_keys"])
         # registers hold so many rows only of heads that are not larger
-        if head_dim <= 128 and num_rows > row["max_rows"] // 2 and programs >= row["least_programs"]:
+        if head_dim <= 128 and num_rows >= row["from_rows"] and programs >= row["least_programs"]:
             return row
     return last
 

@@ -283,7 +283,8 @@ def test_nan_stays_in_its_request(device):
     assert torch.equal(before.output[1], after.output[1])
 
 
-def test_launches_and_nothing_else(device):
+def test_launches_and_nothing_else(device, monkeypatch):
+    retune(monkeypatch, TUNING, share_keys=128)
     for form in ("block_table", "csr"):
         values = make(64, 4, 1, 16, torch.float16, [400, 33], form=form, device=device)
         assert_only_launches("attention.gqa_decode", values)
