@@ -100,16 +100,18 @@ def cut(
 ):
     """(tiles of a share, number of shares) of a request, or of each of several.
 
-    At least one share: somebody has to write the outputs. MOST_SHARES: if not 0, requests that would have more of them
-    have larger ones. Then `size` is a constant and all follows from the request's prefix alone, whatever the number of
-    drafts; they may add a share or two.
+    At least one share: somebody has to write the outputs. size: how many tiles a share has at most. MOST_SHARES: if not
+    0, shares have that size, but for those of requests that would have more shares. Then `size` is a constant and all
+    follows from the request's prefix alone, whatever the number of drafts; they may add a share or two.
     """
     first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
     num_tiles = tl.cdiv(stop, BLOCK_KEY) - first // BLOCK_KEY
-    own_size = num_tiles * 0 + size
     if MOST_SHARES:
-        own_size = tl.maximum(own_size, tl.cdiv(tl.cdiv(prefix, BLOCK_KEY) - first // BLOCK_KEY, MOST_SHARES))
-    num_shares = tl.maximum(tl.cdiv(num_tiles, own_size), 1)
+        own_size = tl.maximum(size, tl.cdiv(tl.cdiv(prefix, BLOCK_KEY) - first // BLOCK_KEY, MOST_SHARES))
+    else:
+        # as evenly as may be: a share of what is left over would still need its program
+        own_size = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, size), 1))
+    num_shares = tl.maximum(tl.cdiv(num_tiles, tl.maximum(own_size, 1)), 1)
     return own_size, tl.where(request < batch.batch_size, num_shares, 0)
 
 
