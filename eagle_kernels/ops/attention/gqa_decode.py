@@ -66,8 +66,8 @@ _ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, 
 TUNING = {
     "default": _ROW,
     "gfx942": _ROW | {"num_stages": 2},
-    # keys of 8 bits are widened on their way into the tensor cores' large instructions, though most rows are empty
-    "sm_90": _ROW | {"share_keys": 64, "programs": 132, "num_stages": 4, "float8": {"min_rows": 64, "programs": 264}},
+    # keys of 8 bits cost instructions rather than memory: fewer warps for a tile, and more tiles at a time
+    "sm_90": _ROW | {"share_keys": 64, "programs": 132, "num_stages": 4, "float8": {"programs": 396, "num_warps": 2}},
 }
 
 
