@@ -104,17 +104,22 @@ def attend(
 
 @triton.jit
 def _load_page(pool, span, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constexpr):
-    """The page ids of the tile of slots from `start` on: one where a tile lies on one page, else one per slot; -1 where
+    """int32: the page id of the tile of slots from `start` on, or, where tiles may cross pages, one per slot; -1 where
     there is nothing to read."""
     if PAGE_SIZE == 0:
         return tl.zeros([], tl.int32)
     else:
-        table_ptr = pool.page_table_ptr + pool.first_page + start // PAGE_SIZE
+        table_ptr = pool.page_table_ptr + pool.first_page
         if PAGE_SIZE >= BLOCK_KEY:
-            return tl.load(table_ptr, mask=start < span.stop, other=-1)
+            page = tl.load(table_ptr + start // PAGE_SIZE, mask=start < span.stop, other=-1)
         else:
             lane = tl.arange(0, BLOCK_KEY)
-            return tl.load(table_ptr + lane // PAGE_SIZE, mask=_in_span(span, start + lane), other=-1)
+            # unsigned: else compilers keep a pointer per lane from tile to tile, in registers that there are not
+            index = (start // PAGE_SIZE + lane // PAGE_SIZE).to(tl.uint32)
+            page = tl.load(table_ptr + index, mask=_in_span(span, start + lane), other=-1)
+        if page.dtype == tl.int64:
+            page = tl.where((page >= 0) & (page < pool.num_pages), page, -1)
+        return page.to(tl.int32)
 
 
 @triton.jit
@@ -133,7 +138,7 @@ def _may_read(pool, span, page, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.co
         return _in_span(span, slot)
     else:
         # one comparison: negative ids are large
-        is_page = page.to(tl.uint64 if page.dtype == tl.int64 else tl.uint32) < pool.num_pages.to(tl.uint32)
+        is_page = page.to(tl.uint32) < pool.num_pages.to(tl.uint32)
         if PAGE_SIZE >= BLOCK_KEY:
             return _in_span(span, slot) & is_page
         else:
