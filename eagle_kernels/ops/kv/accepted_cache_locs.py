@@ -75,20 +75,18 @@ TUNING = {"default": {"BLOCK_ENTRY": 256, "num_warps": 2}}
 
 
 @triton.jit
-def _read_path(accept_index_ptr, accept_token_num_ptr, place, is_wanted, path_width, num_nodes):
-    """The nodes int64 that these entries of accept_index, counted through all its rows, name; -1 for none."""
-    request = place // tl.maximum(path_width, 1)
-    depth = place - request * path_width
+def _read_path(accept_index_ptr, accept_token_num_ptr, request, depth, is_wanted, path_width, num_nodes):
+    """The nodes int32 at these depths of the paths of one or many requests, -1 for none."""
     if accept_index_ptr is None:
-        node = depth
+        node = (depth + request * 0).to(tl.int64)
     else:
-        index = tl.load(accept_index_ptr + place, mask=is_wanted, other=-1)
+        index = tl.load(accept_index_ptr + request * path_width + depth, mask=is_wanted, other=-1)
         node = index.to(tl.int64) - request * num_nodes
     is_node = is_wanted & (node >= 0) & (node < num_nodes)
     if accept_token_num_ptr is not None:
         accepted = tl.load(accept_token_num_ptr + request, mask=is_wanted, other=-1)
         is_node &= depth <= accepted
-    return tl.where(is_node, node, -1)
+    return tl.where(is_node, node, -1).to(tl.int32)
 
 
 @triton.jit
@@ -103,9 +101,9 @@ def _count_free(
     num_nodes,
     PAGE_SIZE: tl.constexpr,
 ):
-    """How many of the last slots of one or many requests are free."""
+    """How many int32 of the last slots of one or many requests are free."""
     has_root = is_wanted & (path_width > 0)
-    root = _read_path(accept_index_ptr, accept_token_num_ptr, request * path_width, has_root, path_width, num_nodes)
+    root = _read_path(accept_index_ptr, accept_token_num_ptr, request, 0, has_root, path_width, num_nodes)
     if free_token_num_ptr is not None:
         count = tl.minimum(read_lengths(free_token_num_ptr, request, is_wanted), num_nodes)
     elif seq_lens_ptr is not None:
@@ -114,8 +112,8 @@ def _count_free(
         kept = (length + PAGE_SIZE - 1) // PAGE_SIZE * PAGE_SIZE - seq_len
         count = tl.maximum(num_nodes - kept, 0)
     else:
-        count = request * 0
-    return tl.where(root >= 0, count, 0)
+        count = (request * 0).to(tl.int64)
+    return tl.where(root >= 0, count, 0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["batch_size", "path_width", "num_verify_tokens", "capacity", "free_capacity"])
@@ -145,79 +143,80 @@ def _accepted_cache_locs_kernel(
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
-    request = tl.program_id(0).to(tl.int64)
+    # `contract` sees to it that int32 is enough for all entries and slots; divisions of int64 would take longer than
+    # all the rest
+    own = tl.program_id(0)
     num_requests = tl.num_programs(0)
-    is_live = request < batch_size  # an empty batch has one program, for its bounds and tails
-    num_nodes = num_verify_tokens.to(tl.int64)
-    width = path_width.to(tl.int64)
+    is_live = own < batch_size  # an empty batch has one program, for its bounds and tails
     entry = tl.arange(0, BLOCK_ENTRY)
 
-    # path entries of all requests lie one after another, so they are counted without regard to whose they are
-    num_before = tl.zeros([BLOCK_ENTRY], tl.int64)
-    num_total = tl.zeros([BLOCK_ENTRY], tl.int64)
-    for start in range(0, batch_size * width, BLOCK_ENTRY):
+    # what lies before the request's lists: of paths and free slots of all requests, before anything is written
+    path_before = tl.zeros([BLOCK_ENTRY], tl.int32)
+    path_total = tl.zeros([BLOCK_ENTRY], tl.int32)
+    for start in range(0, batch_size * path_width, BLOCK_ENTRY):
         place = start + entry
-        node = _read_path(accept_index_ptr, accept_token_num_ptr, place, place < batch_size * width, width, num_nodes)
-        is_node = (node >= 0).to(tl.int64)
-        num_before += tl.where(place < request * width, is_node, 0)
-        num_total += is_node
-    begin = tl.sum(num_before)
-    total = tl.sum(num_total)
+        request = place // path_width
+        node = _read_path(
+            accept_index_ptr, accept_token_num_ptr, request, place - request * path_width,
+            place < batch_size * path_width, path_width, num_verify_tokens,
+        )  # fmt: skip
+        is_node = (node >= 0).to(tl.int32)
+        path_before += tl.where(request < own, is_node, 0)
+        path_total += is_node
+    free_before = tl.zeros([BLOCK_ENTRY], tl.int32)
+    free_total = tl.zeros([BLOCK_ENTRY], tl.int32)
+    for start in range(0, batch_size, BLOCK_ENTRY):
+        request = start + entry
+        counts = _count_free(
+            accept_index_ptr, accept_token_num_ptr, seq_lens_ptr, free_token_num_ptr, request, request < batch_size,
+            path_width, num_verify_tokens, PAGE_SIZE,
+        )  # fmt: skip
+        free_before += tl.where(request < own, counts, 0)
+        free_total += counts
+    num_free = _count_free(
+        accept_index_ptr, accept_token_num_ptr, seq_lens_ptr, free_token_num_ptr, own, is_live,
+        path_width, num_verify_tokens, PAGE_SIZE,
+    )  # fmt: skip
+    path_begin, all_paths = tl.sum(path_before), tl.sum(path_total)
+    free_begin, all_free = tl.sum(free_before), tl.sum(free_total)
 
     # the path: its slots, and as many from the front
-    own_locs_ptr = cache_locs_ptr + request * num_nodes
-    num_own = tl.zeros([], tl.int64)
-    for start in range(0, tl.where(is_live, width, 0), BLOCK_ENTRY):
+    own_locs_ptr = cache_locs_ptr + own * num_verify_tokens
+    num_own = tl.zeros([], tl.int32)
+    for start in range(0, tl.where(is_live, path_width, 0), BLOCK_ENTRY):
         depth = start + entry
         node = _read_path(
-            accept_index_ptr, accept_token_num_ptr, request * width + depth, depth < width, width, num_nodes
-        )
+            accept_index_ptr, accept_token_num_ptr, own + entry * 0, depth, depth < path_width, path_width,
+            num_verify_tokens,
+        )  # fmt: skip
         is_node = node >= 0
-        rank = num_own + tl.cumsum(is_node.to(tl.int64), 0) - 1
+        rank = num_own + tl.cumsum(is_node.to(tl.int32), 0) - 1
         source = tl.load(own_locs_ptr + node, mask=is_node, other=-1).to(tl.int64)
-        target = tl.load(own_locs_ptr + rank, mask=is_node & (rank < num_nodes), other=-1).to(tl.int64)
+        target = tl.load(own_locs_ptr + rank, mask=is_node & (rank < num_verify_tokens), other=-1).to(tl.int64)
         exists = (source >= 0) & (target >= 0)
-        place = begin + rank
+        place = path_begin + rank
         in_bounds = is_node & (place < capacity)
         tl.store(source_locs_ptr + place, tl.where(exists, source, -1), mask=in_bounds)
         tl.store(target_locs_ptr + place, tl.where(exists, target, -1), mask=in_bounds)
-        num_own += tl.sum(is_node.to(tl.int64))
+        num_own += tl.sum(is_node.to(tl.int32))
 
     # free slots: the last ones of the request
-    free_before = tl.zeros([BLOCK_ENTRY], tl.int64)
-    free_total = tl.zeros([BLOCK_ENTRY], tl.int64)
-    for start in range(0, batch_size, BLOCK_ENTRY):
-        other = start + entry.to(tl.int64)
-        counts = _count_free(
-            accept_index_ptr, accept_token_num_ptr, seq_lens_ptr, free_token_num_ptr, other, other < batch_size,
-            width, num_nodes, PAGE_SIZE,
-        )  # fmt: skip
-        free_before += tl.where(other < request, counts, 0)
-        free_total += counts
-    num_free = _count_free(
-        accept_index_ptr, accept_token_num_ptr, seq_lens_ptr, free_token_num_ptr, request, is_live,
-        width, num_nodes, PAGE_SIZE,
-    )  # fmt: skip
-    free_begin = tl.sum(free_before)
-    all_free = tl.sum(free_total)
     for start in range(0, num_free, BLOCK_ENTRY):
         is_free = start + entry < num_free
-        slot = tl.load(own_locs_ptr + num_nodes - num_free + start + entry, mask=is_free, other=-1)
+        slot = tl.load(own_locs_ptr + num_verify_tokens - num_free + start + entry, mask=is_free, other=-1)
         place = free_begin + start + entry
         tl.store(free_locs_ptr + place, tl.maximum(slot, -1), mask=is_free & (place < free_capacity))
 
     if not KEEPS_UNUSED:
-        fill_unused(source_locs_ptr, total, capacity, request, num_requests, -1, BLOCK_ENTRY)
-        fill_unused(target_locs_ptr, total, capacity, request, num_requests, -1, BLOCK_ENTRY)
-        fill_unused(free_locs_ptr, all_free, free_capacity, request, num_requests, -1, BLOCK_ENTRY)
-    end = tl.minimum(begin + num_own, capacity)
-    tl.store(path_indptr_ptr + request + 1, end.to(tl.int32), mask=is_live)
-    free_end = tl.minimum(free_begin + num_free, free_capacity)
-    tl.store(free_indptr_ptr + request + 1, free_end.to(tl.int32), mask=is_live)
-    if request == 0:
+        fill_unused(source_locs_ptr, all_paths, capacity, own, num_requests, -1, BLOCK_ENTRY)
+        fill_unused(target_locs_ptr, all_paths, capacity, own, num_requests, -1, BLOCK_ENTRY)
+        fill_unused(free_locs_ptr, all_free, free_capacity, own, num_requests, -1, BLOCK_ENTRY)
+    tl.store(path_indptr_ptr + own + 1, tl.minimum(path_begin + num_own, capacity), mask=is_live)
+    tl.store(free_indptr_ptr + own + 1, tl.minimum(free_begin + num_free, free_capacity), mask=is_live)
+    if own == 0:
         tl.store(path_indptr_ptr, 0)
         tl.store(free_indptr_ptr, 0)
-        store_overflow(overflow_ptr, total, capacity)
+        store_overflow(overflow_ptr, all_paths, capacity)
         store_overflow(overflow_ptr + 1, all_free, free_capacity)
 
 
@@ -233,6 +232,12 @@ def contract(values: dict) -> Output:
     if accept_token_num is None and accept_index is None:
         args.fail("accept_token_num / accept_index", "be given, one of them at least", "none of them")
     batch_size = args.size("B")
+    # a tile more than that is counted in int32
+    most = MAX_CAPACITY - 1023
+    if cache_locs.shape[0] > most:
+        args.fail("cache_locs", f"hold at most {most} slots", cache_locs.shape[0])
+    if accept_index is not None and accept_index.numel() > most:
+        args.fail("accept_index", f"have at most {most} entries", accept_index.numel())
     if cache_locs.shape[0] != batch_size * num_nodes:
         args.fail("cache_locs", f"hold N slots for each of B = {batch_size} requests", list(cache_locs.shape))
     for name in ("seq_lens", "free_token_num"):
