@@ -28,8 +28,9 @@ Invariants
     and no bound exceeds it. Columns past C and rows outside 0..R - 1 are not read; their entries are -1. Negative
     lengths count as 0.
 Grid
-    (max(B * K, 1), chunks), one program writes every chunks-th block of one branch's prefix to all steps, and its share
-    of the unused tails; chunk 0 writes the branch's draft slots and bounds as well.
+    (max(B * K, 1), chunks, 1), one program writes every chunks-th block of one branch's prefix to all steps, and its
+    share of the unused tails; chunk 0 writes the branch's draft slots and bounds as well. With window_counts_drafts
+    (max(B * K, 1), chunks, num_steps), for each step apart.
 Launches
     1
 Traffic
@@ -49,6 +50,7 @@ from ...primitives.slots import (
     check_capacity,
     check_keep_unused,
     check_rows,
+    fill_unused,
     find_row,
     first_draft_column,
     read_lengths,
@@ -126,6 +128,9 @@ def _draft_kv_indices_kernel(
     branch = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     num_chunks = tl.num_programs(1)
+    # a program has all steps, or where the prefix is another one at every step its own one
+    first_step = tl.program_id(2)
+    stop_step = first_step + 1 if COUNTS_DRAFTS else NUM_STEPS
     request = branch // TOPK
     is_live = request < batch_size  # an empty batch has one program, for its bounds and tails
 
@@ -133,78 +138,66 @@ def _draft_kv_indices_kernel(
     row_ptr, row_exists = find_row(
         req_pool_indices_ptr, req_to_token_ptr, request, is_live, num_rows, stride_req_to_token_row
     )
-    step = tl.arange(0, BLOCK_STEP)
-    is_step = step < NUM_STEPS
-    if COUNTS_DRAFTS:
-        num_drafts = step.to(tl.int64) + 1  # [step]
-    else:
-        num_drafts = tl.zeros([1], tl.int64)  # [1]: the same of the prefix at every step; drafts are added below
-
-    sum_before = tl.zeros([num_drafts.shape[0], BLOCK_BATCH], tl.int64)
-    sum_total = tl.zeros([num_drafts.shape[0], BLOCK_BATCH], tl.int64)
+    num_drafts = first_step + 1
+    # what a window counts that ends with the prefix: no drafts
+    window_drafts = num_drafts if COUNTS_DRAFTS else 0
+    drafts_apart = 0 if COUNTS_DRAFTS else num_drafts
+    before = tl.zeros([BLOCK_BATCH], tl.int64)
+    total = tl.zeros([BLOCK_BATCH], tl.int64)
     for start in range(0, batch_size, BLOCK_BATCH):
         other = start + tl.arange(0, BLOCK_BATCH)
         lengths = read_lengths(seq_lens_ptr, other, other < batch_size)
-        counts = _count(lengths[None, :], num_drafts[:, None], window_size, sink_size)
-        counts = tl.where((other < batch_size)[None, :], counts, 0)
-        sum_before += tl.where((other < request)[None, :], counts, 0)
-        sum_total += counts
-    own_count = _count(seq_len, num_drafts, window_size, sink_size)
-    begin = tl.sum(sum_before, axis=1) * TOPK + (branch % TOPK) * own_count  # where the branch's indices start
-    tail = tl.sum(sum_total, axis=1) * TOPK
+        counts = _count(lengths, window_drafts, window_size, sink_size) + drafts_apart
+        counts = tl.where(other < batch_size, counts, 0)
+        before += tl.where(other < request, counts, 0)
+        total += counts
+    sink, recent, draft_start = _window(seq_len, window_drafts, window_size, sink_size)
+    num_entries = sink + seq_len - recent  # of the prefix
+    own_count = _count(seq_len, window_drafts, window_size, sink_size) + drafts_apart
+    # where the branch's indices start, and where the unused tail does; at a further step all have one more before them
+    begin = tl.sum(before) * TOPK + branch % TOPK * own_count
+    tail = tl.sum(total) * TOPK
     num_branches = batch_size.to(tl.int64) * TOPK
-    if not COUNTS_DRAFTS:
-        begin += branch * (step + 1)
-        tail += num_branches * (step + 1)
-        own_count += step + 1  # from here on all of them are [step]
-    step_row_ptr = kv_indices_ptr + step.to(tl.int64) * stride_kv_indices_step
 
-    # prefix: read once, written to every step; `recent` grows with the steps, so the first one has all that any has
-    sink, recent, draft_start = _window(seq_len, num_drafts, window_size, sink_size)
-    first_recent = tl.min(recent)
-    passed = recent - first_recent
-    num_entries = sink + seq_len - first_recent
-    index = tl.arange(0, BLOCK_INDEX)
-    stop = tl.minimum(num_entries, capacity.to(tl.int64) + NUM_STEPS)
+    # prefix: read once, written to every step
+    index = tl.arange(0, BLOCK_INDEX).to(tl.uint32)  # unsigned: places past the largest capacity do not turn negative
+    skipped = (recent - sink).to(tl.uint32)
+    stop = tl.minimum(num_entries, capacity).to(tl.int32)
     for start in range(chunk * BLOCK_INDEX, stop, num_chunks * BLOCK_INDEX):
         entry = start + index
-        in_sink = entry < sink
-        column = tl.where(in_sink, entry, first_recent + entry - sink)
-        slot = read_slots(row_ptr, column, entry < num_entries, row_exists, row_size)
-        place = begin[:, None] + entry[None, :]
-        is_kept = (entry < num_entries)[None, :]
-        if COUNTS_DRAFTS:
-            is_kept &= in_sink[None, :] | (entry[None, :] >= sink + passed[:, None])
-            place -= tl.where(in_sink[None, :], 0, passed[:, None])
-        in_bounds = is_step[:, None] & is_kept & (place < capacity)
-        tl.store(step_row_ptr[:, None] + place, slot[None, :].to(kv_indices_ptr.dtype.element_ty), mask=in_bounds)
+        column = entry + tl.where(entry < sink.to(tl.uint32), 0, skipped)
+        is_entry = entry < num_entries.to(tl.uint32)
+        slot = read_slots(row_ptr, column, is_entry, row_exists, row_size).to(kv_indices_ptr.dtype.element_ty)
+        for step in range(first_step, stop_step):
+            place = tl.minimum(begin + branch * (step - first_step), capacity).to(tl.uint32) + entry
+            step_ptr = kv_indices_ptr + step * stride_kv_indices_step.to(tl.int64)
+            tl.store(step_ptr + place, slot, mask=is_entry & (place < capacity.to(tl.uint32)))
 
-    # unused tails: all programs share them
-    if not KEEPS_UNUSED:
-        first = tl.min(tl.where(is_step, tail, capacity)) + (branch * num_chunks + chunk) * BLOCK_INDEX
-        for start in range(first, capacity, tl.num_programs(0).to(tl.int64) * num_chunks * BLOCK_INDEX):
-            place = start + index
-            in_bounds = is_step[:, None] & (place[None, :] >= tail[:, None]) & (place < capacity)[None, :]
-            unused = tl.full([BLOCK_STEP, BLOCK_INDEX], -1, kv_indices_ptr.dtype.element_ty)
-            tl.store(step_row_ptr[:, None] + place[None, :], unused, mask=in_bounds)
-
-    if chunk == 0:
-        # draft slots: step s has the branch's draft tokens 0..s, as far as the window reaches back
-        draft = tl.arange(0, BLOCK_STEP)
-        column = first_draft_column(seq_len, branch % TOPK, TOPK, NUM_STEPS, PAGE_SIZE) + draft
-        slot = read_slots(row_ptr, column, is_live & (draft < NUM_STEPS), row_exists, row_size)
-        place = (begin + sink + seq_len - recent - draft_start)[:, None] + draft[None, :]
-        is_kept = (draft[None, :] <= step[:, None]) & (draft[None, :] >= draft_start[:, None])
-        in_bounds = (is_step & is_live)[:, None] & is_kept & (place < capacity)
-        tl.store(step_row_ptr[:, None] + place, slot[None, :].to(kv_indices_ptr.dtype.element_ty), mask=in_bounds)
-
-        # bounds
-        bound_ptr = kv_indptr_ptr + step.to(tl.int64) * stride_kv_indptr_step
-        end = tl.minimum(begin + own_count, capacity)
-        tl.store(bound_ptr + branch + 1, end.to(tl.int32), mask=is_step & is_live)
-        if branch == 0:
-            tl.store(bound_ptr, tl.zeros([BLOCK_STEP], tl.int32), mask=is_step)
-            store_overflow(overflow_ptr, tl.max(tl.where(is_step, tail, 0)), capacity)
+    for step in range(first_step, stop_step):
+        step_ptr = kv_indices_ptr + step * stride_kv_indices_step.to(tl.int64)
+        step_begin, step_tail = begin + branch * (step - first_step), tail + num_branches * (step - first_step)
+        if not KEEPS_UNUSED:
+            # all programs share the unused tail
+            fill_unused(
+                step_ptr, step_tail, capacity, branch * num_chunks + chunk, tl.num_programs(0) * num_chunks, -1,
+                BLOCK_INDEX,
+            )  # fmt: skip
+        if chunk == 0:
+            # draft slots: step s has the branch's draft tokens 0..s, as far as the window reaches back
+            draft = tl.arange(0, BLOCK_STEP)
+            column = first_draft_column(seq_len, branch % TOPK, TOPK, NUM_STEPS, PAGE_SIZE) + draft
+            is_draft = is_live & (draft <= step) & (draft >= draft_start)
+            slot = read_slots(row_ptr, column, is_draft, row_exists, row_size)
+            place = step_begin + num_entries + draft - draft_start
+            tl.store(step_ptr + place, slot.to(kv_indices_ptr.dtype.element_ty), mask=is_draft & (place < capacity))
+            # bounds
+            bound_ptr = kv_indptr_ptr + step * stride_kv_indptr_step.to(tl.int64)
+            end = tl.minimum(step_begin + own_count + (step - first_step), capacity)
+            tl.store(bound_ptr + branch + 1, end.to(tl.int32), mask=is_live)
+            if branch == 0:
+                tl.store(bound_ptr, 0)
+                if step == NUM_STEPS - 1:  # which needs the most
+                    store_overflow(overflow_ptr, step_tail, capacity)
 
 
 def contract(values: dict) -> Output:
@@ -258,12 +251,12 @@ def draft_kv_indices(
     out = check.allocate("draft_kv_indices", contracted, out)
     batch_size, row_size = seq_lens.shape[0], req_to_token.shape[1]
     tuned = dict(tuning.row(TUNING, seq_lens.device))
-    num_chunks = max(1, min(tuned.pop("max_chunks"), -(-row_size // tuned["BLOCK_INDEX"])))
-    block_step = triton.next_power_of_2(num_steps)
+    most_entries = min(row_size, window_size + sink_size) if window_size else row_size
+    num_chunks = max(1, min(tuned.pop("max_chunks"), triton.cdiv(most_entries, tuned["BLOCK_INDEX"])))
     launch(
         "draft_kv_indices",
         _draft_kv_indices_kernel,
-        (max(batch_size * topk, 1), num_chunks),
+        (max(batch_size * topk, 1), num_chunks, num_steps if window_counts_drafts else 1),
         seq_lens_ptr=seq_lens,
         kv_indptr_ptr=out.kv_indptr,
         kv_indices_ptr=out.kv_indices,
@@ -281,9 +274,8 @@ def draft_kv_indices(
         PAGE_SIZE=page_size,
         COUNTS_DRAFTS=window_counts_drafts,
         KEEPS_UNUSED=keep_unused,
-        BLOCK_STEP=block_step,
-        # lengths differ from step to step when the window counts drafts: a tile for them of the same size
-        BLOCK_BATCH=128 if not window_counts_drafts else max(1024 // block_step, 16),
+        BLOCK_STEP=triton.next_power_of_2(num_steps),
+        BLOCK_BATCH=128,
         **tuned,
     )
     return out
