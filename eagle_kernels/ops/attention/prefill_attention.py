@@ -56,13 +56,12 @@ from ...runtime.launch import is_interpreting, launch, launcher
 from .gqa_decode import Output
 
 # see `split_attention.ORDERED_TUNING`; the first one is taken for which requests have from_rows rows for a KV head: no
-# more than these tiles for all lengths, so that few variants are ever compiled
+# more than these two tiles for all lengths, so that few variants are ever compiled
 _ROW = {"from_rows": 33, "min_rows": 128, "max_rows": 128, "tile_bytes": 16384, "num_warps": 8, "num_stages": 2}
 _FEW = {"from_rows": 0, "min_rows": 32, "max_rows": 32}
-_LONG = {"from_rows": 32768, "min_rows": 256, "max_rows": 256, "num_warps": 16, "num_stages": 3, "maxnreg": 128}
 TUNING = {
     "default": (_ROW, _ROW | _FEW),
-    "sm_90": (_ROW | _LONG, _ROW | {"num_stages": 3}, _ROW | {"num_stages": 3} | _FEW),
+    "sm_90": (_ROW | {"num_stages": 3}, _ROW | _FEW | {"num_stages": 3}),
 }
 
 
@@ -275,10 +274,7 @@ def prefill_attention(
         }
     group_size = num_heads // cache["NUM_KV_HEADS"]
     num_rows = max_query * group_size
-    # registers hold more than 128 rows only of heads that are not larger
-    most_rows = 256 if head_dim <= 128 else 128
-    rows = tuning.row(TUNING, device)
-    tuned = next(row for row in rows if num_rows >= row["from_rows"] and row["max_rows"] <= most_rows)
+    tuned = next(row for row in tuning.row(TUNING, device) if num_rows >= row["from_rows"])
     tiles = tile_sizes(num_rows, head_dim, query.element_size(), tuned)
     launch(
         "prefill_attention",
