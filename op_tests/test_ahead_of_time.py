@@ -14,7 +14,8 @@ from .harness.ahead_of_time import PATHS, TARGETS, compile_for_all_targets
 @pytest.mark.parametrize("path", PATHS)
 def test_compiles_for_every_target(path):
     records = compile_for_all_targets(path)
-    refused = {(record["case"], record["target"]) for record in records if "refusal" in record}
+    # cases that are refused begin with what is
+    refused = {(record["case"].split()[0], record["target"]) for record in records if "refusal" in record}
     module = importlib.import_module("op_tests.ops.{}.test_{}".format(*path.split(".")))
     assert refused == getattr(module, "NOT_SUPPORTED", set())
     _check(records)

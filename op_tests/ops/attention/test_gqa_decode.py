@@ -293,6 +293,20 @@ def test_launches_and_nothing_else(device, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["block_table", "csr"])
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+def test_page_ids_that_int32_does_not_hold(page_size, form, device):
+    """Such a page is outside the pool like -1, not the page that its lower half names."""
+    values = make(64, 2, 2, page_size, torch.float32, [300], form=form, index_dtype=torch.int64, device=device)
+    table = values["block_table"][0] if form == "block_table" else values["kv_indices"]
+    page = table[1].item()
+    table[1] = -1
+    expected = eagle_kernels.raw.gqa_decode(**values)
+    table[1] = page + 2**32
+    result = eagle_kernels.raw.gqa_decode(**values)
+    assert_equal("gqa_decode", f"{page_size}", "output", result.output, expected.output)
+
+
+@pytest.mark.parametrize("form", ["block_table", "csr"])
 def test_registration(form, device):
     check_registration("gqa_decode", make(64, 4, 1, 16, torch.float32, [40, 33], form=form, device=device))
 

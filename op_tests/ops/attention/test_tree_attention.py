@@ -122,7 +122,7 @@ def ahead_of_time_cases():
     yield "256 rows, more logits", many | {"sinks": torch.zeros(32), "positions": torch.zeros(576, dtype=torch.int64)}
     many["query"] = many["query"].bfloat16()
     for dtype in FLOAT8:
-        yield f"256 rows {dtype}", with_float8(many | {"positions": torch.zeros(576, dtype=torch.int64)}, dtype)
+        yield f"{dtype} 256 rows", with_float8(many | {"positions": torch.zeros(576, dtype=torch.int64)}, dtype)
 
 
 def full_ahead_of_time_cases():
