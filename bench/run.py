@@ -20,7 +20,7 @@ import torch
 from .harness import results
 from .harness.check import Mismatch, check_provider, expected_outputs
 from .harness.declaration import Benchmark, Case, Unavailable, declared
-from .harness.timing import Times, host_us, measure
+from .harness.timing import Stopwatch, host_us
 
 
 def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark] | None = None) -> int:
@@ -98,28 +98,33 @@ class _Runner:
         lines = []
         for case in cases:
             expected = expected_outputs(self.benchmark, case, self.device) if case.is_checked else None
+            watches: dict[str, Stopwatch] = {}
             for provider in self.providers:
                 if provider in self.red or (expected is not None and not self._check(case, provider, expected)):
                     continue
                 with self._reasons(provider):
-                    times, public_host_us = self._measure(case, provider)
-                    lines.append(results.record(self.benchmark, case, provider, times, commit, run, public_host_us))
+                    call = self.providers[provider](self.benchmark.inputs(case, self.device))
+                    call()
+                    watches[provider] = Stopwatch(call)
+            for _ in range(Stopwatch.ROUNDS):
+                for watch in watches.values():
+                    watch.take_round()
+            while watches:
+                provider = next(iter(watches))
+                with self._reasons(provider):
+                    times = watches.pop(provider).times()
+                    public = self._public_host_us(case) if provider == "eagle_kernels" else None
+                    lines.append(results.record(self.benchmark, case, provider, times, commit, run, public))
                     if directory is not None:
                         results.append(directory, lines[-1])
                 torch.cuda.empty_cache()
         return lines
 
-    def _measure(self, case: Case, provider: str) -> tuple[Times, float | None]:
-        """Times of a provider, and the host's time in a call of the public function if it is ours."""
-        values = self.benchmark.inputs(case, self.device)
-        call = self.providers[provider](values)
-        call()
-        times = measure(call)
-        if provider != "eagle_kernels":
-            return times, None
-        public = self.benchmark.prepare_public(values)
+    def _public_host_us(self, case: Case) -> float:
+        """The host's time in a call of the public function."""
+        public = self.benchmark.prepare_public(self.benchmark.inputs(case, self.device))
         public()
-        return times, host_us(public)
+        return host_us(public)
 
     def _check(self, case: Case, provider: str, expected: dict[str, torch.Tensor]) -> bool:
         """Whether the provider ran and agrees."""

@@ -1,9 +1,21 @@
 """The bare launchers: no dispatcher between the caller and the kernel, GPU tensors only (or Triton's interpreter)."""
 
 from .ops.attention.gqa_decode import gqa_decode
+from .ops.attention.prefill_attention import prefill_attention
 from .ops.attention.tree_attention import tree_attention
+from .ops.kv.accepted_cache_locs import accepted_cache_locs
+from .ops.kv.align_evict_mask_to_page_size import align_evict_mask_to_page_size
+from .ops.kv.assign_req_to_token import assign_req_to_token
+from .ops.kv.chain_kv_indices import chain_kv_indices
+from .ops.kv.draft_cache_locs import draft_cache_locs
 from .ops.kv.draft_kv_indices import draft_kv_indices
+from .ops.kv.extend_cache_locs import extend_cache_locs
+from .ops.kv.kv_indices import kv_indices
 from .ops.kv.move_accepted_kv import move_accepted_kv
+from .ops.kv.write_kv import write_kv
+from .ops.nn.rms_norm import rms_norm
+from .ops.nn.rope import rope
+from .ops.nn.silu_and_mul import silu_and_mul
 from .ops.tree.build_tree import build_tree
 from .ops.tree.build_tree_from_scores import build_tree_from_scores
 from .ops.tree.compute_tree_statistics import compute_tree_statistics
@@ -28,18 +40,29 @@ from .ops.verify.verify_tree_traversal import verify_tree_traversal
 from .ops.verify.verify_tree_typical import verify_tree_typical
 
 __all__ = [
+    "accepted_cache_locs",
+    "align_evict_mask_to_page_size",
+    "assign_req_to_token",
     "build_tree",
     "build_tree_from_scores",
+    "chain_kv_indices",
     "compute_tree_statistics",
+    "draft_cache_locs",
     "draft_kv_indices",
+    "extend_cache_locs",
     "gqa_decode",
+    "kv_indices",
     "min_p_renorm",
     "move_accepted_kv",
     "organize_draft_results",
     "pack_tree_mask",
+    "prefill_attention",
+    "rms_norm",
+    "rope",
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",
+    "silu_and_mul",
     "top_k_renorm",
     "top_p_renorm",
     "tree_attention",
@@ -54,4 +77,5 @@ __all__ = [
     "verify_tree_topp",
     "verify_tree_typical",
     "verify_tree_traversal",
+    "write_kv",
 ]

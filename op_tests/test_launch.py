@@ -334,8 +334,36 @@ def test_what_cannot_be_planned_is_tried_once(pretend, monkeypatch):
     scale, notes, _ = pretend
     x, tried = torch.zeros(4), []
     record = launch_module._record
+
+    def unknown(*args):
+        raise LookupError
+
     monkeypatch.setattr(launch_module, "_record", lambda *args: tried.append(1) or record(*args))
+    monkeypatch.setattr(launch_module._Tensors, "index", unknown)
     launch_module._recording.launches = None
     for _ in range(3):
-        assert scale(x, factor=2, workspace=x, out=torch.zeros(4)) is not x
+        assert scale(x, factor=2, out=torch.zeros(4)) is not x
     assert len(tried) == 1 and notes == ["public"] * 3
+
+
+def test_one_tensor_in_two_places_is_looked_at_as_cheaply_as_others(pretend, monkeypatch):
+    scale, _, _ = pretend
+    split, looked = launch_module._split, []
+    monkeypatch.setattr(launch_module, "_split", lambda *call: looked.append(1) or split(*call))
+    x, y = torch.zeros(4), torch.zeros(4)
+    for tensor in (x, x, y, y, x):
+        scale(tensor, factor=2, out=tensor)
+    assert len(looked) == 2  # to record the plan, and to find it
+    scale(x, factor=2, out=x.view(4))  # the same address is not the same tensor
+    assert len(looked) == 3
+
+
+def test_one_tensor_in_two_places_has_a_plan_of_its_own(pretend):
+    """In place and not, in any order: what is one tensor in one call may be two in the next."""
+    scale, notes, _ = pretend
+    x, y = torch.zeros(4), torch.zeros(4)
+    for source, out in ((x, x), (x, y), (y, y), (y, x), (x, x), (y, x), (x, x), (y, y)):
+        assert scale(source, factor=2, out=out) is out
+        if notes[-1] != "public":
+            assert (notes[-1][9], notes[-1][-1]) == (source.data_ptr(), out.data_ptr())
+    assert notes.count("public") == 2

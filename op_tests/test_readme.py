@@ -44,4 +44,5 @@ def test_every_op_is_listed():
 
 
 def test_it_is_short():
-    assert len(README.splitlines()) <= 220
+    """Its tables have a row for every op; all else is counted."""
+    assert len([line for line in README.splitlines() if not line.startswith("|")]) <= 140

@@ -23,6 +23,12 @@ def page_tables(
     return [(table, max(0, min(length, len(table) * page_size))) for table, length in zip(tables, lengths)]
 
 
+def request_bounds(indptr: torch.Tensor, num_rows: int) -> list[tuple[int, int]]:
+    """(first, last + 1) of each request's rows among num_rows, never outside them."""
+    bounds = [min(max(bound, 0), num_rows) for bound in indptr.tolist()]
+    return [(first, max(first, last)) for first, last in zip(bounds, bounds[1:])]
+
+
 def find_slots(table: torch.Tensor, slots: torch.Tensor, num_pages: int, page_size: int):
     """(page, place in the page, whether the slot exists) for logical slots; those that do not exist point to 0, 0."""
     index = slots // page_size
@@ -39,15 +45,30 @@ def gather(caches: tuple[torch.Tensor, ...], table: torch.Tensor, slots: torch.T
     # a slot that does not exist points to page 0, which a pool without pages does not have
     rows = (cache.new_zeros((len(slots), *cache.shape[2:])) for cache in caches)
     if exists.any():
-        rows = (torch.where(exists[:, None, None], cache[page, place], 0.0) for cache in caches)
+        rows = (cache[page, place].masked_fill(~exists[:, None, None], 0.0) for cache in map(widened, caches))
     return (*rows, exists)
 
 
-def attention(query, key, value, visible, sm_scale):
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Float8 tensors, with which torch computes little, as float32; others as they are."""
+    return tensor.to(torch.float32) if tensor.element_size() == 1 else tensor
+
+
+def scaled_keys(key, value, k_scale, v_scale, dtype):
+    """Keys and values [keys, Hkv, D] times their scales [Hkv] or [1]."""
+    key, value = key.to(dtype), value.to(dtype)
+    if k_scale is not None:
+        key = key * k_scale.to(dtype)[:, None]
+    if v_scale is not None:
+        value = value * v_scale.to(dtype)[:, None]
+    return key, value
+
+
+def attention(query, key, value, visible, sm_scale, soft_cap=None, sinks=None):
     """output [rows, Hq, D] and lse [rows, Hq] of query [rows, Hq, D] over key and value [keys, Hkv, D].
 
-    `visible` is bool [rows, keys]; a row that sees no key has output 0, lse -inf. Computed in float32, or in float64
-    for float64 queries.
+    `visible` is bool [rows, keys]; a row that sees no key has output 0, and lse -inf or its sink. sinks [Hq]: one more
+    logit per head, that has no value. Computed in float32, or in float64 for float64 queries.
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     group_size = query.shape[1] // key.shape[1]
@@ -57,8 +78,12 @@ def attention(query, key, value, visible, sm_scale):
     value = torch.where(visible.any(0)[:, None, None], value, 0.0)
     scale = query.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     logits = torch.einsum("qhd,khd->hqk", query.to(dtype), key) * scale
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
     logits = logits.masked_fill(~visible, float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(dtype)[:, None])
     weights = torch.where(lse[..., None] == float("-inf"), 0.0, torch.exp(logits - lse[..., None]))
     output = torch.einsum("hqk,khd->qhd", weights, value)
     return output.to(query.dtype), lse.transpose(0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +78,7 @@ class Benchmark:
 
     @property
     def mutates(self) -> tuple[str, ...]:
-        """The arguments that the op works on in place; empty for one that returns its outputs."""
+        """The arguments that the op works on in place; empty for one that only returns outputs."""
         return getattr(self._module, "MUTATES", ())
 
     @property
@@ -104,7 +105,7 @@ class Benchmark:
         return self._prepare_call(getattr(self._module, self.op), values)
 
     def _prepare_call(self, function: Callable, values: dict) -> Run:
-        if self.mutates:
+        if "out" not in inspect.signature(function).parameters:
             return lambda: function(**values)
         values = {**values, "out": function(**values)}
         return lambda: function(**values)

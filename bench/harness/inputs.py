@@ -107,14 +107,34 @@ def decisive_logits(winners: torch.Tensor, vocab_size: int, lead: float = 64.0) 
     return logits.scatter_(1, winners[:, None], lead)
 
 
+# query heads, KV heads, head dimension: Llama-3.1-8B, Llama-3.1-70B, Qwen2.5-7B, Qwen3-0.6B, and one without groups
+HEADS = {
+    "32/8/128": (32, 8, 128),
+    "64/8/128": (64, 8, 128),
+    "28/4/128": (28, 4, 128),
+    "16/8/128": (16, 8, 128),
+    "32/32/64": (32, 32, 64),
+}
+SMALL_HEADS = {"4/2/32": (4, 2, 32)}
+
+
+def half_dtype(device) -> torch.dtype:
+    """bf16; fp16 without a GPU, as Triton's interpreter neither multiplies bf16 matrices nor rounds to bf16."""
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float16
+
+
+def rotary_tables(device, num_positions: int, rotary_dim: int) -> dict:
+    """cos and sin [num_positions, rotary_dim / 2] in the dtype of `half_dtype`, as Hugging Face's models use them."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] / 10000.0**exponents
+    return {"cos": angles.cos().to(device, half_dtype(device)), "sin": angles.sin().to(device, half_dtype(device))}
+
+
 def paged_cache(
     device, batch_size: int, capacity: int, page_size: int, num_heads: int, head_dim: int, layers=()
 ) -> dict:
-    """k_cache, v_cache and block_table for `capacity` tokens a request, pages in random order.
-
-    bf16; fp16 without a GPU, as Triton's interpreter cannot multiply bf16 matrices.
-    """
-    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float16
+    """k_cache, v_cache and block_table for `capacity` tokens a request, pages in random order."""
+    dtype = half_dtype(device)
     pages = -(-capacity // page_size)
     shape = (*layers, batch_size * pages, page_size, num_heads, head_dim)
     return {
@@ -130,3 +150,9 @@ def contiguous_cache(values: dict, length: int) -> tuple[torch.Tensor, torch.Ten
         cache[values["block_table"].long()].flatten(1, 2)[:, :length].transpose(1, 2).contiguous()
         for cache in (values["k_cache"], values["v_cache"])
     )
+
+
+def visible_drafts(values: dict) -> torch.Tensor:
+    """tree_mask [B, N, W] as bool [B, N, N]."""
+    node = torch.arange(values["query"].shape[1], device=values["query"].device)
+    return ((values["tree_mask"][:, :, node // 64] >> (node % 64)) & 1).bool()

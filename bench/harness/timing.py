@@ -5,6 +5,8 @@ eager   many calls in a row from Python, divided by their number: the longer one
 host    the host's time in one call, by its own clock: a few calls in a row with nothing before them on the GPU, too few
         to fill its queue, and no wait for their end. What a launch costs Python, however long the kernel runs
 cold    one replay of a graph of one call, after the L2 cache was overwritten; contains the start of the replay, ~1 us
+
+Graphs are launched while the GPU is still busy with something else: a slow host does not show in their times.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ _HOST_CALLS = 8
 _HOST_SAMPLES = 100
 _HOST_US = 2e5
 _CEILING_BYTES = 1 << 30
+# about 100 us, in which the host can launch a graph
+_HEAD_START_CYCLES = 200_000
 
 
 class Times(NamedTuple):
@@ -37,18 +41,41 @@ class Times(NamedTuple):
     host_p50_us: float
 
 
-def measure(run: Run) -> Times:
-    """Times `run`, which must already have run once (kernels compiled)."""
-    calls = max(1, min(_MAX_CALLS, round(_SAMPLE_US / _sample_us(_repeated(run, 5)) * 5)))
-    eager = _samples_us(_repeated(run, calls))
-    many, once = _captured(_repeated(run, calls)), _captured(run)
-    graph = _samples_us(many.replay)
-    # writing twice the cache's size evicts everything in it
-    cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    flush = torch.empty(2 * cache_bytes, dtype=torch.uint8, device="cuda")
-    cold = _samples_us(once.replay, before=flush.zero_)
-    return Times(*(_quantile(graph, q) / calls for q in (0.2, 0.5, 0.8)), _quantile(eager, 0.5) / calls,
-                 _quantile(cold, 0.5), host_us(run))  # fmt: skip
+class Stopwatch:
+    """Times of one call `run`, which must already have run once (kernels compiled).
+
+    The graph's samples are taken in ROUNDS, so that those who are compared may take turns: what changes on the machine
+    meanwhile meets them all.
+    """
+
+    ROUNDS = 5
+
+    def __init__(self, run: Run):
+        few = _captured(_repeated(run, 5))
+        self._calls = max(1, min(_MAX_CALLS, round(_SAMPLE_US / _sample_us(few.replay, _head_start) * 5)))
+        self._run = run
+        self._graph = _captured(_repeated(run, self._calls))
+        self._samples: list[float] = []
+
+    def take_round(self) -> None:
+        self._samples += _samples_us(self._graph.replay, _head_start, _SAMPLES // self.ROUNDS)
+
+    def times(self) -> Times:
+        graph = (_quantile(self._samples, q) / self._calls for q in (0.2, 0.5, 0.8))
+        eager = _samples_us(_repeated(self._run, self._calls))
+        # writing twice the cache's size evicts everything in it
+        cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        flush = torch.empty(2 * cache_bytes, dtype=torch.uint8, device="cuda")
+        once = _captured(self._run)
+        cold = _samples_us(once.replay, lambda: (flush.zero_(), _head_start()))
+        return Times(*graph, _quantile(eager, 0.5) / self._calls, _quantile(cold, 0.5), host_us(self._run))
+
+
+def quick_us(run: Run) -> float:
+    """About what a `Stopwatch` would find, to choose among settings by."""
+    run()
+    replay = _captured(_repeated(run, 10)).replay
+    return _quantile([_sample_us(replay, _head_start) for _ in range(5)], 0.5) / 10
 
 
 def host_us(run: Run) -> float:
@@ -77,7 +104,9 @@ def ceiling_gb_per_s(kind: str) -> float:
         "write": (lambda: target.fill_(1.0), 1),
     }[kind]
     move()
-    return passes * _CEILING_BYTES / _quantile(_samples_us(move), 0.5) / 1e3
+    # as the ops are timed, without the host's share: a ceiling that is too low would flatter them
+    samples = _samples_us(_captured(move).replay, _head_start)
+    return passes * _CEILING_BYTES / _quantile(samples, 0.5) / 1e3
 
 
 def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -101,8 +130,10 @@ def _repeated(run: Run, calls: int) -> Callable[[], None]:
     return repeat
 
 
-def _samples_us(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> list[float]:
-    return [_sample_us(run, before) for _ in range(_SAMPLES)]
+def _samples_us(
+    run: Callable[[], object], before: Callable[[], object] = lambda: None, count: int = _SAMPLES
+) -> list[float]:
+    return [_sample_us(run, before) for _ in range(count)]
 
 
 def _sample_us(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
@@ -114,6 +145,11 @@ def _sample_us(run: Callable[[], object], before: Callable[[], object] = lambda:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e3
+
+
+def _head_start() -> None:
+    """Keeps the GPU busy until the host has launched what follows: else its time in doing so would be measured too."""
+    torch.cuda._sleep(_HEAD_START_CYCLES)
 
 
 def _quantile(samples: list[float], q: float) -> float:

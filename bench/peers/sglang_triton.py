@@ -10,27 +10,43 @@ import importlib.util
 import sys
 from types import ModuleType
 
+import torch
+
+from eagle_kernels.runtime.language import triton
+
 from ..harness.declaration import Run, Unavailable
+from ..harness.inputs import visible_drafts
+from ..harness.timing import quick_us
 from . import FOLDER, sglang_caller
 
-# what spec_tree.py imports from SGLang: questions about the platform, all of which may be answered with no
+# what the files import from SGLang: questions about the platform, most of which may be answered with no, and each other
 _STUBS = (
     "sglang",
+    "sglang.kernels",
+    "sglang.kernels.ops",
+    "sglang.kernels.ops.attention",
     "sglang.srt",
     "sglang.srt.environ",
     "sglang.srt.platforms",
     "sglang.srt.platforms.interface",
     "sglang.srt.utils",
 )
+_NEEDS = {"decode_attention": ("score_mod",), "extend_attention": ("decode_attention", "score_mod")}
+# by file, the questions that are answered with yes; spec_tree's answers lead to the same kernels either way
+_YES = {"extend_attention": ("is_cuda",)}
 
 
 class _Stub(ModuleType):
-    """Has every name, as a function that answers no."""
+    """Has every name, as a function that answers no (or, for the names in `yes`, yes)."""
+
+    def __init__(self, name: str, yes: tuple[str, ...]):
+        super().__init__(name)
+        self._yes = yes
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: False
+        return lambda *args, **kwargs: name in self._yes
 
 
 @functools.cache
@@ -41,17 +57,83 @@ def _module(name: str) -> ModuleType:
         raise Unavailable(f"{file} does not exist")
     spec = importlib.util.spec_from_file_location(f"{__name__}.{name}", file)
     module = importlib.util.module_from_spec(spec)
-    before = {stub: sys.modules[stub] for stub in _STUBS if stub in sys.modules}
-    sys.modules.update({stub: _Stub(stub) for stub in _STUBS})
+    needed = {f"sglang.kernels.ops.attention.{other}": _module(other) for other in _NEEDS.get(name, ())}
+    stand_ins = {stub: _Stub(stub, _YES.get(name, ())) for stub in _STUBS} | needed
+    before = {stub: sys.modules[stub] for stub in stand_ins if stub in sys.modules}
+    sys.modules.update(stand_ins)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise Unavailable(f"{file.name} does not import: {type(error).__name__}: {error}") from None
     finally:
-        for stub in _STUBS:
+        for stub in stand_ins:
             del sys.modules[stub]
         sys.modules.update(before)
     return module
+
+
+def gqa_decode(values: dict) -> Run:
+    """With as many splits as are fastest for the case, which is looked for once."""
+    decode = _module("decode_attention").decode_attention_fwd
+    query, lengths = values["query"], values["seq_lens"]
+    batch_size, num_heads, head_dim = query.shape
+    k_buffer, v_buffer = (values[name].flatten(0, 1) for name in ("k_cache", "v_cache"))
+    kv_indptr, kv_indices = _token_indices(values, lengths.tolist())
+    output = torch.empty_like(query)
+
+    def prepared(num_splits: int) -> Run:
+        logits = torch.empty(batch_size, num_heads, num_splits, head_dim, device=query.device)
+        lse = torch.empty(batch_size, num_heads, num_splits, device=query.device)
+        splits = torch.full((batch_size,), num_splits, dtype=torch.int32, device=query.device)
+
+        def run():
+            decode(query, k_buffer, v_buffer, output, kv_indptr, kv_indices, logits, lse, splits, num_splits,
+                   head_dim**-0.5, 1.0, 1.0)  # fmt: skip
+            return {"output": output}
+
+        return run
+
+    return min((prepared(num_splits) for num_splits in (1, 2, 4, 8, 16, 32, 64)), key=quick_us)
+
+
+def tree_attention(values: dict) -> Run:
+    """extend_attention with a custom mask; it reads the draft block from tensors of its own."""
+    extend = _module("extend_attention").extend_attention_fwd
+    query, prefixes = values["query"].flatten(0, 1), values["seq_lens"].tolist()
+    batch_size, num_nodes, _, head_dim = values["query"].shape
+    caches = [values[name].flatten(0, 1) for name in ("k_cache", "v_cache")]
+    kv_indptr, kv_indices = _token_indices(values, prefixes)
+    _, with_drafts = _token_indices(values, [prefix + num_nodes for prefix in prefixes])
+    bounds = torch.tensor([0, *prefixes]).cumsum(0) + torch.arange(batch_size + 1) * num_nodes
+    places = torch.cat([torch.arange(last - num_nodes, last) for last in bounds[1:].tolist()])
+    drafts = [cache[with_drafts[places.to(query.device)]] for cache in caches]
+    visible = visible_drafts(values)
+    masks = [
+        torch.nn.functional.pad(visible[request], (prefix, 0), value=True).flatten()
+        for request, prefix in enumerate(prefixes)
+    ]
+    sizes = torch.tensor([0, *(len(mask) for mask in masks)])
+    mask, mask_indptr = torch.cat(masks), sizes.cumsum(0).to(query.device)
+    qo_indptr = torch.arange(batch_size + 1, dtype=torch.int32, device=query.device) * num_nodes
+    output = torch.empty_like(query)
+
+    def run():
+        extend(query, *drafts, output, *caches, qo_indptr, kv_indptr, kv_indices, mask, True, mask_indptr, num_nodes,
+               1.0, 1.0, head_dim**-0.5)  # fmt: skip
+        return {"output": output.view_as(values["query"])}
+
+    return run
+
+
+def _token_indices(values: dict, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """kv_indptr [B + 1] int32 and kv_indices int64, one per slot, of the first `lengths` slots of each request."""
+    table, page_size = values["block_table"].long(), values["k_cache"].shape[1]
+    slots = [
+        table[request, torch.arange(length, device=table.device) // page_size] * page_size
+        + torch.arange(length, device=table.device) % page_size
+        for request, length in enumerate(lengths)
+    ]
+    return torch.tensor([0, *lengths]).cumsum(0).to(table.device, torch.int32), torch.cat(slots)
 
 
 def build_tree(values: dict) -> Run:
@@ -64,3 +146,72 @@ def build_tree(values: dict) -> Run:
 def verify_tree_greedy(values: dict) -> Run:
     """With what it leaves to its caller: see sglang_caller."""
     return sglang_caller.verify_tree_greedy(values, _module("spec_tree").verify_tree_greedy_triton)
+
+
+def draft_kv_indices(values: dict) -> Run:
+    """The positions that it sums up are made in the timed call, as its caller does."""
+    kernel = _module("cache_locs").generate_draft_decode_kv_indices
+    if values.get("window_counts_drafts"):
+        raise Unavailable("has another kernel for windows that count drafts")
+    table, seq_lens, topk, num_steps = (values[name] for name in ("req_to_token", "seq_lens", "topk", "num_steps"))
+    batch_size, num_branches = len(seq_lens), len(seq_lens) * topk
+    kv_indptr = torch.zeros(num_steps, num_branches + 1, dtype=torch.int32, device=table.device)
+    kv_indices = torch.full((num_steps, values["capacity"]), -1, dtype=torch.int32, device=table.device)
+    bounds = [triton.next_power_of_2(size) for size in (batch_size, num_steps, num_branches)]
+
+    def run():
+        kernel[num_steps, batch_size, topk](
+            values["req_pool_indices"], table, seq_lens, kv_indices, kv_indptr,
+            seq_lens.repeat_interleave(topk, output_size=num_branches), table.stride(0), kv_indices.stride(0),
+            kv_indptr.stride(0), *bounds, values.get("page_size", 1), values.get("window_size", 0),
+            values.get("sink_size", 0),
+        )  # fmt: skip
+        return {"kv_indptr": kv_indptr, "kv_indices": kv_indices}
+
+    return run
+
+
+def extend_cache_locs(values: dict) -> Run:
+    """Its uniform kernel writes positions as well, the other one does not."""
+    kernels = _module("cache_locs")
+    rows, table, starts, ends = values["req_pool_indices"], values["req_to_token"], values["starts"], values.get("ends")
+    batch_size, columns = len(starts), table.shape[1]
+    if ends is not None:
+        cache_locs = torch.empty(values["capacity"], dtype=torch.int64, device=table.device)
+        bound = triton.next_power_of_2(batch_size)
+
+        def run():
+            kernels.assign_extend_cache_locs[(batch_size,)](rows, table, starts, ends, cache_locs, columns, bound)
+            return {"cache_locs": cache_locs}
+
+        return run
+    num_tokens = values["num_tokens"]
+    cache_locs, positions = torch.empty(2, batch_size * num_tokens, dtype=torch.int64, device=table.device)
+
+    def run():
+        kernels.assign_extend_cache_locs_uniform[(batch_size,)](
+            rows, table, starts, cache_locs, columns, num_tokens, positions_out=positions
+        )
+        return {"cache_locs": cache_locs, "positions": positions}
+
+    return run
+
+
+def draft_cache_locs(values: dict) -> Run:
+    """Where branches lie one after another; the rest it leaves to torch."""
+    if values["page_size"] > 1 and values["topk"] > 1:
+        raise Unavailable("has no kernel for several branches with pages")
+    kernel = _module("cache_locs").assign_draft_cache_locs_contiguous
+    table, seq_lens = values["req_to_token"], values["seq_lens"]
+    topk, num_steps, batch_size = values["topk"], values["num_steps"], len(seq_lens)
+    cache_locs = torch.empty(batch_size * topk, num_steps, dtype=torch.int64, device=table.device)
+    positions = torch.empty(batch_size * topk, dtype=torch.int64, device=table.device)
+
+    def run():
+        kernel[(batch_size,)](
+            values["req_pool_indices"], table, seq_lens, cache_locs, table.shape[1], topk, num_steps,
+            positions=positions, BS=batch_size, WRITE_POSITIONS=True,
+        )  # fmt: skip
+        return {"cache_locs": cache_locs, "positions": positions}
+
+    return run

@@ -1,4 +1,4 @@
-"""The tree ops of SGLang's `sgl_kernel`, in place and with its spellings, on top of ours.
+"""The tree ops of SGLang's `sgl_kernel`, in place and with its spellings, on top of ours; and its lists of KV slots.
 
     import eagle_kernels.integrations.sgl_kernel as sgl_kernel
 
@@ -24,6 +24,9 @@ Coins are compared as SGLang 0.5.23 does: strictly, and what has probability 0 i
 siblings carry counts once here and twice there, where it then leaves the target's law. N is at most 1024 in both verify
 ops.
 
+What SGLang keeps account of KV slots with, Triton kernels and functions, is described in sglang_cache_locs.py, norms,
+activation, rotary embedding and renormalising filters in sglang_elementwise.py; both have their names here too.
+
 Not here: segment_packbits, which SGLang itself no longer calls.
 """
 
@@ -39,6 +42,33 @@ from ..ops import verify_tree_coins as _verify_tree_coins
 from ..ops import verify_tree_greedy as _verify_tree_greedy
 from ..ops.tree.build_tree import TreeMaskMode as _Layout
 from ..ops.tree.tree_from_mask import Output as TreeFromMaskOutput
+from .sglang_cache_locs import (  # noqa: F401  (names of this module too)
+    align_evict_mask_to_page_size,
+    assign_draft_cache_locs_contiguous_func,
+    assign_extend_cache_locs_func,
+    assign_extend_cache_locs_uniform_func,
+    assign_req_to_token_pool_func,
+    create_draft_kv_indices,
+    create_flashinfer_kv_indices_triton,
+    fill_accept_out_cache_loc_func,
+    fill_front_out_cache_loc_func,
+    generate_draft_decode_kv_indices,
+    generate_draft_decode_window_kv_indices,
+    get_src_tgt_cache_loc,
+    get_target_cache_loc,
+)
+from .sglang_elementwise import (  # noqa: F401
+    apply_rope_with_cos_sin_cache_inplace,
+    fused_add_rmsnorm,
+    gemma_fused_add_rmsnorm,
+    gemma_rmsnorm,
+    rmsnorm,
+    silu_and_mul,
+    top_k_renorm_prob,
+    top_k_renorm_probs,
+    top_p_renorm_prob,
+    top_p_renorm_probs,
+)
 
 
 class TreeMaskMode(IntEnum):

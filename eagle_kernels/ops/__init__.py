@@ -21,18 +21,29 @@ def _operator(path: str):
     return operator(import_module("." + path, __name__), import_module("..reference.ops." + path, __name__))
 
 
+accepted_cache_locs = _operator("kv.accepted_cache_locs")
+align_evict_mask_to_page_size = _operator("kv.align_evict_mask_to_page_size")
+assign_req_to_token = _operator("kv.assign_req_to_token")
 build_tree = _operator("tree.build_tree")
 build_tree_from_scores = _operator("tree.build_tree_from_scores")
+chain_kv_indices = _operator("kv.chain_kv_indices")
 compute_tree_statistics = _operator("tree.compute_tree_statistics")
+draft_cache_locs = _operator("kv.draft_cache_locs")
 draft_kv_indices = _operator("kv.draft_kv_indices")
+extend_cache_locs = _operator("kv.extend_cache_locs")
 gqa_decode = _operator("attention.gqa_decode")
+kv_indices = _operator("kv.kv_indices")
 min_p_renorm = _operator("verify.min_p_renorm")
 move_accepted_kv = _operator("kv.move_accepted_kv")
 organize_draft_results = _operator("tree.organize_draft_results")
 pack_tree_mask = _operator("tree.pack_tree_mask")
+prefill_attention = _operator("attention.prefill_attention")
+rms_norm = _operator("nn.rms_norm")
+rope = _operator("nn.rope")
 sample_children = _operator("verify.sample_children")
 sample_from_logits = _operator("verify.sample_from_logits")
 select_top_k_tokens = _operator("tree.select_top_k_tokens")
+silu_and_mul = _operator("nn.silu_and_mul")
 top_k_renorm = _operator("verify.top_k_renorm")
 top_p_renorm = _operator("verify.top_p_renorm")
 tree_attention = _operator("attention.tree_attention")
@@ -47,6 +58,7 @@ verify_tree_sampled = _operator("verify.verify_tree_sampled")
 verify_tree_topp = _operator("verify.verify_tree_topp")
 verify_tree_typical = _operator("verify.verify_tree_typical")
 verify_tree_traversal = _operator("verify.verify_tree_traversal")
+write_kv = _operator("kv.write_kv")
 
 
 def verify_tree(
@@ -101,18 +113,29 @@ __all__ = [
     "CommitOutput",
     "TreeMaskMode",
     "VerifyOutput",
+    "accepted_cache_locs",
+    "align_evict_mask_to_page_size",
+    "assign_req_to_token",
     "build_tree",
     "build_tree_from_scores",
+    "chain_kv_indices",
     "compute_tree_statistics",
+    "draft_cache_locs",
     "draft_kv_indices",
+    "extend_cache_locs",
     "gqa_decode",
+    "kv_indices",
     "min_p_renorm",
     "move_accepted_kv",
     "organize_draft_results",
     "pack_tree_mask",
+    "prefill_attention",
+    "rms_norm",
+    "rope",
     "sample_children",
     "sample_from_logits",
     "select_top_k_tokens",
+    "silu_and_mul",
     "top_k_renorm",
     "top_p_renorm",
     "tree_attention",
@@ -128,4 +151,5 @@ __all__ = [
     "verify_tree_topp",
     "verify_tree_typical",
     "verify_tree_traversal",
+    "write_kv",
 ]

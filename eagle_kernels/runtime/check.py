@@ -106,6 +106,15 @@ class Arguments:
             self.fail(name, f"be at least {low}" if high is None else f"lie in {low}..{high}", value)
         return value
 
+    def number(self, name: str, low: float | None = None) -> float:
+        """An int or a float, of at least `low`; NaN is neither."""
+        value = self.values.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            self.fail(name, "be a number", type(value).__name__, TypeError)
+        if value != value or (low is not None and value < low):
+            self.fail(name, "be a number" if low is None else f"be at least {low}", value)
+        return value
+
     def choice(self, name: str, options: Sequence[str]) -> str:
         """One of the listed strings."""
         value = self.values.get(name)
@@ -127,6 +136,13 @@ class Arguments:
             if len(wrong):
                 at = tuple(wrong[0].tolist())
                 self.fail(name, rule, f"{self.values[name][at].item()} at {list(at)}")
+
+    def integers(self, shape: tuple[int, ...], position: int, *, default=torch.int32, contiguous=None) -> Spec:
+        """An output of integers: of the default dtype, or of that which `out` holds at this position."""
+        out = self.values.get("out")
+        given = next(iter(tuple(out)[position : position + 1]), None) if out is not None else None
+        dtype = given.dtype if isinstance(given, torch.Tensor) and given.dtype in INTEGER else default
+        return self.spec(shape, dtype, contiguous=contiguous)
 
     def spec(self, shape: tuple[int, ...], dtype: torch.dtype, *, contiguous: int | None = None) -> Spec:
         """An output on the device of the arguments."""

@@ -86,7 +86,7 @@ def launcher(function: Callable) -> Callable:
         if plain is None:
             return function(*args, **kwargs)
         pointers = list(map(_data_ptr, tensors))
-        signature = (*plain, *map(_look, tensors, pointers))
+        signature = (*plain, *map(_look, tensors, pointers), _repeats(tensors))
         plan = plans.get(signature)
         if plan is None:
             result, plan = _record(function, args, kwargs, tensors, pointers)
@@ -139,6 +139,8 @@ class _Plan:
     plain: tuple
     plain_types: list
     picked: Callable  # the tensors likewise
+    repeats: tuple  # see _repeats
+    distinct_of: Callable  # picks each tensor once out of the tensors
     guards: object  # torch's own check of dtypes, sizes, strides and devices; None where this torch has none
     # what it does
     device: int
@@ -163,8 +165,12 @@ class _Plan:
         plain = self.plain_of(values)
         if [*map(type, plain)] != self.plain_types or plain != self.plain:
             return None
-        tensors = self.picked(values)
-        return tensors if self.guards.check(*tensors) else None
+        tensors = distinct = self.picked(values)
+        if self.repeats:
+            if not all(tensors[place] is tensors[earlier] for place, earlier in self.repeats):
+                return None
+            distinct = self.distinct_of(tensors)
+        return tensors if self.guards.check(*distinct) else None
 
     def accepts(self, pointers: list) -> bool:
         """Whether these addresses are as well aligned as a plan that may be the latest one wants them."""
@@ -249,6 +255,16 @@ def _look(tensor: torch.Tensor, pointer: int) -> tuple:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), pointer % 16 == 0
 
 
+def _repeats(tensors: list) -> tuple:
+    """(place, earlier place) of each tensor that was met before, as where an op works in place.
+
+    A plan takes the two for one, which only a call that repeats them likewise may do.
+    """
+    places: dict[int, int] = {}
+    pairs = ((place, places.setdefault(id(tensor), place)) for place, tensor in enumerate(tensors))
+    return tuple(pair for pair in pairs if pair[0] != pair[1])
+
+
 def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointers: list) -> tuple:
     """The launcher's result, and the plan of what it did, None if that cannot be told from the arguments alone."""
     _recording.launches = launches = []
@@ -257,8 +273,7 @@ def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointe
     finally:
         _recording.launches = None
     out = kwargs.get("out")
-    # one tensor in two places, here, may be two tensors in the next call
-    if not launches or len(set(map(id, tensors))) != len(tensors) or (out is not None and result is not out):
+    if not launches or (out is not None and result is not out):
         return result, None
     known = _Tensors(tensors, pointers)
     try:
@@ -270,6 +285,7 @@ def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointe
     except LookupError:
         return result, None
     values = [*args, *kwargs.values(), *(out if isinstance(out, tuple) else ())]
+    repeats = _repeats(tensors)
     is_plain = [not isinstance(value, (torch.Tensor, tuple)) for value in values]
     plain = _picker([at for at, plainly in enumerate(is_plain) if plainly])
     return result, _Plan(
@@ -280,6 +296,8 @@ def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointe
         plain=plain(values),
         plain_types=[*map(type, plain(values))],
         picked=_picker([at for at, value in enumerate(values) if isinstance(value, torch.Tensor)]),
+        repeats=repeats,
+        distinct_of=_picker([place for place in range(len(tensors)) if place not in dict(repeats)]),
         guards=_guards(tensors),
         device=tensors[0].get_device(),
         current_stream=language.triton.runtime.driver.active.get_current_stream,
@@ -298,7 +316,11 @@ def _picker(places: list[int]) -> Callable:
 
 
 def _guards(tensors: list):
-    """The check that torch.compile makes of its inputs: a twentieth of the time of the same questions in Python."""
+    """The check that torch.compile makes of its inputs: a twentieth of the time of the same questions in Python.
+
+    Of each tensor once: the check fails where it meets one again.
+    """
+    tensors = list({id(tensor): tensor for tensor in tensors}.values())
     try:
         return torch._C._dynamo.guards.TensorGuards(
             *tensors,

@@ -43,18 +43,19 @@ def backend(device: torch.device) -> str:
 def operator(module: ModuleType, reference_module: ModuleType):
     """The public function of an op, from its op file and its reference.
 
-    The op file offers the launcher (named as the file) and `contract(values)`. An op whose contract returns None
-    works in place, on the arguments that its `MUTATES` names.
+    The op file offers the launcher (named as the file) and `contract(values)`. `MUTATES` names the arguments that an op
+    works on in place; one that returns nothing besides has a contract that returns None, and no `out`.
     """
     name = module.__name__.rpartition(".")[2]
     launcher, reference = getattr(module, name), getattr(reference_module, name)
     mutates = getattr(module, "MUTATES", ())
     result_type = getattr(module, "Output", None)
     signature = inspect.signature(launcher)
+    returns = "out" in signature.parameters
     parameters = [p for p in signature.parameters.values() if p.name != "out"]
     names = [p.name for p in parameters]
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-    reference_takes_out = "out" in inspect.signature(reference).parameters
+    reference_names = inspect.signature(reference).parameters
 
     def bind(args, kwargs) -> dict:
         return {**defaults, **dict(zip(names, args)), **kwargs}
@@ -62,11 +63,13 @@ def operator(module: ModuleType, reference_module: ModuleType):
     def run(values: dict, out=None):
         device = next(value.device for value in values.values() if isinstance(value, torch.Tensor))
         if backend(device) == "triton":
-            return launcher(**values) if mutates else launcher(**values, out=out)
+            return launcher(**values, out=out) if returns else launcher(**values)
         contract = module.contract({**values, "out": out})
+        # what only a launcher has to be told, as whether bits may depend on the batch, a reference does not know
+        values = {name: value for name, value in values.items() if name in reference_names}
         with torch.no_grad():
-            result = reference(**values, out=out) if reference_takes_out else reference(**values)
-            if out is None or mutates:
+            result = reference(**values, out=out) if "out" in reference_names else reference(**values)
+            if out is None:
                 return result
             out = check.allocate(name, contract, out)
             for target, source in zip(_flat(out), _flat(result)):
@@ -90,7 +93,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
             raise
 
     declared = ", ".join(_declare(parameters, mutates))
-    if mutates:
+    if not returns:
         _LIBRARY.define(f"{name}({declared}) -> ()")
         _implement(name, lambda *args, **kwargs: run(bind(args, kwargs)))
         torch.library.register_fake(f"eagle_kernels::{name}", lambda *args, **kwargs: None, lib=_LIBRARY)
@@ -105,7 +108,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
     fields = result_type._fields if result_type else ("output",)
     returned = ", ".join(["Tensor"] * len(fields))
     separator = ", " if "*" in declared else ", *, "
-    buffers = ", ".join(f"Tensor({chr(ord('a') + i)}!) out_{field}" for i, field in enumerate(fields))
+    buffers = ", ".join(f"Tensor({chr(ord('z') - i)}!) out_{field}" for i, field in enumerate(fields))
     _LIBRARY.define(f"{name}({declared}) -> ({returned})" if result_type else f"{name}({declared}) -> {returned}")
     _LIBRARY.define(f"{name}.out({declared}{separator}{buffers}) -> ()")
 

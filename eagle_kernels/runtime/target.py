@@ -11,6 +11,9 @@ import torch
 # Shared memory (LDS) that one program may use, in bytes; the compiler itself does not refuse more on every target.
 SHARED_MEMORY_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536, "gfx950": 163_840}
 
+# 8-bit floats of four exponent bits that an architecture's own instructions read and write.
+FP8_ON = {torch.float8_e4m3fn: "sm_89 and up, gfx950", torch.float8_e4m3fnuz: "gfx942"}
+
 # A switch for whoever suspects it: results are the same without, launches take longer.
 _PDL_IS_WANTED = os.environ.get("EAGLE_KERNELS_PDL", "1") != "0"
 
@@ -30,6 +33,18 @@ def has_dependent_launch(device: torch.device) -> bool:
     """Whether kernels start while the one before ends, see primitives/dependent_launch.py."""
     name = architecture(device)
     return _PDL_IS_WANTED and name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
+
+
+class NotSupported(ValueError):
+    """What an op is asked for is nothing that this architecture can do."""
+
+
+def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the architecture has this type, see FP8_ON; outside of a GPU there are both."""
+    name = architecture(device)
+    if name.startswith("sm_"):
+        return dtype == torch.float8_e4m3fn and int(name.removeprefix("sm_")) >= 89
+    return dtype == {"cpu": dtype, "gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}.get(name)
 
 
 @functools.cache

@@ -5,11 +5,18 @@ There is no runtime autotuning: a first call must not stall, and graph capture m
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .target import architecture
 
 
-def row(table: dict[str, dict], device: torch.device) -> dict:
+def row(table: dict[str, Any], device: torch.device) -> Any:
     """The row of `device`'s architecture, or the default."""
     return table.get(architecture(device), table["default"])
+
+
+def compiler_options(tuned: dict) -> dict:
+    """What of a row is not for the op but for Triton."""
+    return {name: tuned[name] for name in ("num_warps", "num_stages", "maxnreg") if name in tuned}

@@ -1,5 +1,6 @@
-"""What every op test needs: comparison, poison, launch rules, CUDA graphs, random trees, ahead-of-time compilation."""
+"""What every op test needs: comparison, poison, bounds, launches, graphs, tuning, trees, ahead-of-time compilation."""
 
+from .bounds import assert_in_bounds
 from .compare import TOLERANCE, assert_close, assert_equal
 from .device import to_device
 from .dispatch import assert_only_launches
@@ -7,15 +8,18 @@ from .graphs import replay_in_graph
 from .operation import check_operation
 from .poison import Guarded
 from .registration import check_registration
+from .retune import retune
 
 __all__ = [
     "TOLERANCE",
     "Guarded",
     "assert_close",
     "assert_equal",
+    "assert_in_bounds",
     "assert_only_launches",
     "check_operation",
     "check_registration",
     "replay_in_graph",
+    "retune",
     "to_device",
 ]

@@ -3,7 +3,7 @@
 `python -m op_tests.harness.ahead_of_time compile tree.build_tree` runs in a child process without TRITON_INTERPRET.
 The op's launcher is called with the arguments of `ahead_of_time_cases()` in its test module, once per target with that
 target's tuning rows; its launches are recorded instead of made, compiled, and held against the target's limits. Prints
-one JSON line per compiled kernel.
+one JSON line per compiled kernel, and one per case that the launcher refuses for a target.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _POINTERS = {
     torch.uint16: "*u16",
     torch.uint32: "*u32",
     torch.bool: "*i1",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e4m3fnuz: "*fp8e4b8",
 }
 
 
@@ -59,11 +61,17 @@ def end() -> None:
         _pool.pop().shutdown(wait=False, cancel_futures=True)
 
 
-def compile_for_all_targets(path: str) -> list[dict]:
+def compile_for_all_targets(path: str, cases: str = "ahead_of_time_cases") -> list[dict]:
     """Compiles the op in a child process; one record per kernel, target and set of constants. Raises with its log.
+
+    cases: the function of the op's test module that yields them; `full_ahead_of_time_cases` where there is one.
+
+    A case that the launcher refuses for a target, by NotSupported, is a record with the key "refusal".
 
     Waits for one that was begun and is running; one that still stands in line is taken out of it.
     """
+    if cases != "ahead_of_time_cases":
+        return _run_child("compile", path, cases)
     if path in _begun and not _begun[path].cancel():
         return _begun[path].result()
     return _run_child("compile", path)
@@ -82,29 +90,35 @@ def _all_variants() -> dict[str, dict[str, int] | str]:
     return dict(zip(PATHS, _run_child("variants", *PATHS)))
 
 
-def _run_child(task: str, *paths: str) -> list:
+def _run_child(task: str, *arguments: str) -> list:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "op_tests.harness.ahead_of_time", task, *paths]
+    command = [sys.executable, "-m", "op_tests.harness.ahead_of_time", task, *arguments]
     child = subprocess.run(command, env=environment, capture_output=True, text=True)
     if child.returncode != 0:
-        raise AssertionError(f"{task} of {', '.join(paths)} failed:\n{child.stdout[-1000:]}\n{child.stderr[-4000:]}")
+        raise AssertionError(
+            f"{task} of {', '.join(arguments)} failed:\n{child.stdout[-1000:]}\n{child.stderr[-4000:]}"
+        )
     return [json.loads(line) for line in child.stdout.splitlines()]
 
 
-def _compile(path: str) -> None:
+def _compile(path: str, cases: str = "ahead_of_time_cases") -> None:
     from eagle_kernels.runtime import launch as launch_module
     from eagle_kernels.runtime import target
 
     category, _, name = path.rpartition(".")
     module = importlib.import_module("eagle_kernels.ops." + path)
-    cases = importlib.import_module(f"op_tests.ops.{category}.test_{name}").ahead_of_time_cases()
+    tests = importlib.import_module(f"op_tests.ops.{category}.test_{name}")
     done = set()
-    for case, values in cases:
+    for case, values in getattr(tests, cases)():
         for architecture in TARGETS:
             recorded: list[tuple] = []
             keep = recorded.append
-            with target.assume(architecture), launch_module.intercept(lambda *launch, keep=keep: keep(launch)):
-                getattr(module, name)(**values)
+            try:
+                with target.assume(architecture), launch_module.intercept(lambda *launch, keep=keep: keep(launch)):
+                    getattr(module, name)(**values)
+            except target.NotSupported as refusal:
+                print(json.dumps({"case": case, "target": architecture, "refusal": str(refusal)}), flush=True)
+                continue
             for _, kernel, _, arguments in recorded:
                 source, options = _source(kernel, arguments)
                 key = (architecture, kernel.__name__, str(source.signature), str(source.constants), str(options))

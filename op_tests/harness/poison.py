@@ -28,6 +28,12 @@ class Guarded:
         self.tensor = flat[_GUARD_ELEMENTS : _GUARD_ELEMENTS + size].view(shape)
         self._guard_bytes = _GUARD_ELEMENTS * element
 
+    @property
+    def before(self) -> torch.Tensor:
+        """What `.tensor` held at first."""
+        inner = self._before[self._guard_bytes : len(self._before) - self._guard_bytes]
+        return inner.view(self.tensor.dtype).view(self.tensor.shape)
+
     def check(self, op: str, name: str) -> None:
         for side, zone in (("before", slice(None, self._guard_bytes)), ("after", slice(-self._guard_bytes, None))):
             if not torch.equal(self._bytes[zone], self._before[zone]):

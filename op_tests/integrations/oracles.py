@@ -116,3 +116,109 @@ def oracle_reconstruct(mask, seq_lens):
         later = [[k for k in nodes if k > node and parents[k] == parents[node] >= 0] for node in nodes]
         next_sibling.append([min(siblings, default=-1) for siblings in later])
     return positions, next_token, next_sibling
+
+
+# KV slots: one program of SGLang's kernels after another, each writing into lists that stand for its buffers
+
+
+def oracle_draft_indices(table, rows, lens, grid, page_size, window_size, sink_size, indices, indptr):
+    """generate_draft_decode_kv_indices; indices [N][*] and indptr [N][*] are changed in place."""
+    num_steps, num_requests, topk = grid
+    cap = window_size + sink_size if window_size else max([0, *lens])
+    for step, request, branch in itertools.product(range(num_steps), range(num_requests), range(topk)):
+        iters, seq_len = step + 1, lens[request]
+        before = sum(min(length, cap) for length in lens[:request])
+        kept = min(seq_len, cap)
+        sink = min(sink_size, seq_len) if window_size else 0
+        offset = before * topk + request * iters * topk + branch * (kept + iters)
+        for entry in range(kept):
+            column = entry if entry < sink else seq_len - (kept - sink) + entry - sink
+            indices[step][offset + entry] = table[rows[request]][column]
+        for entry in range(iters):
+            column = _chain_column(seq_len, branch, entry, num_steps, topk, page_size)
+            indices[step][offset + kept + entry] = table[rows[request]][column]
+        zone = request * topk + branch or num_requests * topk
+        lengths = [min(length, cap) for length in lens for _ in range(topk)]
+        indptr[step][zone] = sum(lengths[:zone]) + zone * iters
+
+
+def oracle_window_indices(table, rows, lens, grid, page_size, window, indices, indptr):
+    """generate_draft_decode_window_kv_indices, likewise."""
+    num_steps, num_requests, topk = grid
+    for step, request, branch in itertools.product(range(num_steps), range(num_requests), range(topk)):
+        iters, seq_len, zone = step + 1, lens[request], request * topk + branch
+        clipped = [min(length + iters, window) for length in lens for _ in range(topk)]
+        chain = [_chain_column(seq_len, branch, entry, num_steps, topk, page_size) for entry in range(iters)]
+        columns = (list(range(seq_len)) + chain)[-window:]
+        for entry, column in enumerate(columns):
+            indices[step][sum(clipped[:zone]) + entry] = table[rows[request]][column]
+        zone = zone or num_requests * topk
+        indptr[step][zone] = sum(clipped[:zone])
+
+
+def _chain_column(seq_len, branch, entry, num_steps, topk, page_size):
+    if page_size == 1 or topk == 1:
+        return seq_len + branch * num_steps + entry
+    last_page_len = seq_len % page_size
+    pages = (last_page_len + num_steps + page_size - 1) // page_size
+    return seq_len // page_size * page_size + branch * pages * page_size + last_page_len + entry
+
+
+def oracle_flat_indices(table, rows, lens, indptr, starts, indices):
+    """create_flashinfer_kv_indices_triton; indices is changed in place."""
+    for request, length in enumerate(lens):
+        start = starts[request] if starts else 0
+        for entry in range(length):
+            indices[indptr[request] + entry] = table[rows[request]][start + entry]
+
+
+def oracle_pair_indices(table, rows, lens, indices):
+    """create_draft_kv_indices of the naive EAGLE, expand_factor 2; returns kv_indptr, indices is changed in place."""
+    indptr = [0]
+    for request, length in enumerate(lens):
+        offset = 2 * sum(lens[:request]) - request
+        for entry in range(length - 1):
+            indices[offset + entry] = indices[offset + length - 1 + entry] = table[rows[request]][entry]
+        indices[offset + 2 * length - 2] = table[rows[request]][length - 1]
+        indptr += [offset + length - 1, offset + 2 * length - 1]
+    return indptr
+
+
+def oracle_assign(table, rows, starts, ends, slots):
+    """assign_req_to_token_pool; table is changed in place."""
+    taken = 0
+    for row, start, end in zip(rows, starts, ends):
+        table[row][start:end] = slots[taken : taken + end - start]
+        taken += end - start
+
+
+def oracle_extend(table, rows, starts, ends):
+    """assign_extend_cache_locs: what is written, from the front."""
+    return [slot for row, start, end in zip(rows, starts, ends) for slot in table[row][start:end]]
+
+
+def oracle_fill_accept(accept_index, slots, accepted):
+    """fill_accept_out_cache_loc; accepted is changed in place."""
+    for entry, index in enumerate(accept_index):
+        if index > -1:
+            accepted[sum(other != -1 for other in accept_index[:entry])] = slots[index]
+
+
+def oracle_target(slots, accept_length, num_free, num_tokens):
+    """get_target_cache_loc: tgt_cache_loc and to_free_slots."""
+    targets, freed = [], []
+    for request, (accepted, free) in enumerate(zip(accept_length, num_free)):
+        window = slots[request * num_tokens : (request + 1) * num_tokens]
+        targets += window[: accepted + 1]
+        freed += window[num_tokens - free :]
+    return targets, freed
+
+
+def oracle_align(seq_lens, mask, page_size, num_tokens):
+    """align_evict_mask_to_page_size; mask is changed in place."""
+    for request, seq_len in enumerate(seq_lens):
+        first = request * num_tokens
+        num_false = mask[first : first + num_tokens].count(False)
+        start = (seq_len + num_false - 1) // page_size * page_size - seq_len
+        for place in range(max(start, 0), min(start + page_size, num_tokens)):
+            mask[first + place] = False

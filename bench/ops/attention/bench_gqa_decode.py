@@ -1,4 +1,4 @@
-"""gqa_decode over batch sizes and lengths: 32 query heads, 8 KV heads of 128."""
+"""gqa_decode over batch sizes, lengths, page sizes and head layouts; bf16 keys, and 8-bit ones."""
 
 from __future__ import annotations
 
@@ -6,50 +6,74 @@ import sys
 
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.harness.inputs import contiguous_cache, paged_cache
-from bench.peers import flashinfer
+from bench.harness import Benchmark, Case, Floor
+from bench.harness.inputs import HEADS, SMALL_HEADS, contiguous_cache, paged_cache
+from bench.peers import flashinfer, sglang_triton
 from bench.run import main
 
-PAGE_SIZE = 16
+
+def make(device, batch_size, length, page_size, num_heads, num_kv_heads, head_dim, is_float8, is_deterministic):
+    values = paged_cache(device, batch_size, length, page_size, num_kv_heads, head_dim)
+    values["query"] = torch.randn(batch_size, num_heads, head_dim, device=device).to(values["k_cache"].dtype)
+    values["seq_lens"] = torch.full((batch_size,), length, dtype=torch.int32, device=device)
+    if is_float8:
+        values |= {name: values[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+        values |= {name: torch.ones(1, device=device) for name in ("k_scale", "v_scale")}
+    if is_deterministic:
+        values["deterministic"] = True
+    return values
 
 
-def make(device, batch_size, length, num_heads, num_kv_heads, head_dim):
-    values = paged_cache(device, batch_size, length, PAGE_SIZE, num_kv_heads, head_dim)
-    query = torch.randn(batch_size, num_heads, head_dim, device=device).to(values["k_cache"].dtype)
-    return values | {"query": query, "seq_lens": torch.full((batch_size,), length, dtype=torch.int32, device=device)}
-
-
-def count_bytes(batch_size, length, num_heads, num_kv_heads, head_dim):
-    return 2 * 2 * batch_size * head_dim * (length * num_kv_heads + num_heads)
+def count_bytes(batch_size, length, page_size, num_heads, num_kv_heads, head_dim, is_float8, is_deterministic):
+    key_bytes = 1 if is_float8 else 2
+    return 2 * batch_size * head_dim * (key_bytes * length * num_kv_heads + 2 * num_heads)
 
 
 def prepare_torch(values):
     """Scaled dot product attention on contiguous keys and values: no pages to follow."""
     key, value = contiguous_cache(values, int(values["seq_lens"][0]))
     query = values["query"][:, :, None]
+    key, value = key.to(query.dtype), value.to(query.dtype)
     attention = torch.nn.functional.scaled_dot_product_attention
     return lambda: {"output": attention(query, key, value, enable_gqa=True)[:, :, 0]}
 
 
-def _case(batch_size, length, num_heads=32, num_kv_heads=8, head_dim=128):
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    return Case(f"B={batch_size} L={length}", {"batch_size": batch_size, "length": length} | sizes)
+def _case(batch_size, length, page_size=16, heads="32/8/128", is_float8=False, is_deterministic=False):
+    num_heads, num_kv_heads, head_dim = (HEADS | SMALL_HEADS)[heads]
+    sizes = {"batch_size": batch_size, "length": length, "page_size": page_size, "num_heads": num_heads}
+    sizes |= {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    sizes |= {"is_float8": is_float8, "is_deterministic": is_deterministic}
+    name = f"B={batch_size} L={length} page {page_size} heads {heads}"
+    name += " float8" if is_float8 else ""
+    name += " deterministic" if is_deterministic else ""
+    is_headline = heads == "32/8/128" and page_size == 16 and (batch_size, length) in ((8, 8192), (32, 8192))
+    # the reference gathers every key in float32
+    return Case(name, sizes, batch_size * length <= 1 << 17, is_headline)
 
+
+_SHAPES = [
+    (batch_size, length * 1024)
+    for batch_size, lengths in ((1, (1, 8, 32, 128)), (8, (1, 8, 32)), (32, (1, 4, 8)), (128, (1, 4)))
+    for length in lengths
+]
 
 BENCHMARK = Benchmark(
     path="attention.gqa_decode",
     cases=[
-        _case(batch_size, length * 1024)
-        for batch_size, lengths in ((1, (1, 8, 32, 128)), (8, (1, 8, 32)), (32, (1, 4, 8)), (128, (1, 4)))
-        for length in lengths
+        *(_case(*shape, page_size) for page_size in (1, 16) for shape in _SHAPES),
+        *(_case(*shape, heads=heads) for heads in list(HEADS)[1:] for shape in _SHAPES),
+        *(_case(*shape, is_float8=True) for shape in ((8, 8192), (32, 8192))),
+        *(_case(*shape, is_deterministic=True) for shape in ((1, 8192), (8, 8192), (32, 8192))),
     ],
-    small_cases=[_case(2, 40, num_heads=4, num_kv_heads=2, head_dim=32)],
+    small_cases=[_case(2, 40, heads="4/2/32"), _case(2, 300, page_size=1, heads="4/2/32")],
     make=make,
     count_bytes=count_bytes,
     providers={"torch": prepare_torch},
-    peers={"flashinfer": flashinfer.gqa_decode},
-)
+    peers={"flashinfer": flashinfer.gqa_decode, "sglang_triton": sglang_triton.gqa_decode},
+    floor=Floor("read", 0.0),
+    sweep=[_case(batch_size, 1 << exponent) for batch_size in (1, 8, 32) for exponent in range(9, 18)
+           if batch_size << exponent <= 1 << 20 and (batch_size, 1 << exponent) not in _SHAPES],
+)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,4 +1,4 @@
-"""tree_attention of a verify step, the tree's keys behind the prefix: 32 query heads, 8 KV heads of 128."""
+"""tree_attention of a verify step, the tree's keys behind the prefix, over head layouts and page sizes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import sys
 
 import torch
 
-from bench.harness import Benchmark, Case
-from bench.harness.inputs import contiguous_cache, drafts, paged_cache
+from bench.harness import Benchmark, Case, Floor
+from bench.harness.inputs import HEADS, SMALL_HEADS, contiguous_cache, drafts, paged_cache, visible_drafts
+from bench.peers import flashinfer, sglang_triton
 from bench.run import main
 from eagle_kernels import reference
 
-PAGE_SIZE = 16
 # the tree that nodes come from: enough candidates for 64 of them
 TOPK, SPEC_STEPS = 8, 5
 
 
-def make(device, batch_size, prefix, num_nodes, num_heads, num_kv_heads, head_dim):
-    values = paged_cache(device, batch_size, prefix + num_nodes, PAGE_SIZE, num_kv_heads, head_dim)
+def make(device, batch_size, prefix, num_nodes, page_size, num_heads, num_kv_heads, head_dim):
+    values = paged_cache(device, batch_size, prefix + num_nodes, page_size, num_kv_heads, head_dim)
     tree = reference.ops.tree.build_tree.build_tree(**drafts("cpu", batch_size, TOPK, SPEC_STEPS, num_nodes))
     query = torch.randn(batch_size, num_nodes, num_heads, head_dim, device=device)
     return values | {
@@ -28,7 +28,7 @@ def make(device, batch_size, prefix, num_nodes, num_heads, num_kv_heads, head_di
     }
 
 
-def count_bytes(batch_size, prefix, num_nodes, num_heads, num_kv_heads, head_dim):
+def count_bytes(batch_size, prefix, num_nodes, page_size, num_heads, num_kv_heads, head_dim):
     return 2 * 2 * batch_size * head_dim * ((prefix + num_nodes) * num_kv_heads + num_nodes * num_heads)
 
 
@@ -36,34 +36,44 @@ def prepare_torch(values):
     """Scaled dot product attention on contiguous keys and values, with a bool mask over the prefix and the tree."""
     num_nodes, prefix = values["num_draft_keys"], int(values["seq_lens"][0])
     key, value = contiguous_cache(values, prefix + num_nodes)
-    node = torch.arange(num_nodes, device=key.device)
-    visible = ((values["tree_mask"][:, :, node // 64] >> (node % 64)) & 1).bool()
-    mask = torch.nn.functional.pad(visible, (prefix, 0), value=True)[:, None]
+    mask = torch.nn.functional.pad(visible_drafts(values), (prefix, 0), value=True)[:, None]
     query = values["query"].transpose(1, 2)
     attention = torch.nn.functional.scaled_dot_product_attention
     return lambda: {"output": attention(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)}
 
 
-def _case(batch_size, prefix, num_nodes, num_heads=32, num_kv_heads=8, head_dim=128):
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    name = f"B={batch_size} L={prefix} N={num_nodes}"
-    return Case(name, {"batch_size": batch_size, "prefix": prefix, "num_nodes": num_nodes} | sizes)
+def _case(batch_size, prefix, num_nodes, page_size=16, heads="32/8/128"):
+    num_heads, num_kv_heads, head_dim = (HEADS | SMALL_HEADS)[heads]
+    sizes = {"batch_size": batch_size, "prefix": prefix, "num_nodes": num_nodes, "page_size": page_size}
+    sizes |= {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    name = f"B={batch_size} L={prefix} N={num_nodes} page {page_size} heads {heads}"
+    is_headline = heads == "32/8/128" and (batch_size, prefix) == (8, 8192)
+    # the reference gathers every key in float32
+    return Case(name, sizes, batch_size * prefix * num_nodes <= 1 << 20, is_headline)
 
+
+_SHAPES = [
+    (batch_size, prefix * 1024, num_nodes)
+    for batch_size, prefix, num_nodes in (
+        (1, 1, 64), (1, 8, 64), (1, 32, 64), (8, 1, 64), (8, 8, 64), (32, 1, 64), (32, 4, 64),
+        (8, 8, 8), (32, 4, 8),
+    )
+]  # fmt: skip
 
 BENCHMARK = Benchmark(
     path="attention.tree_attention",
     cases=[
-        _case(batch_size, prefix * 1024, num_nodes)
-        for batch_size, prefix, num_nodes in (
-            (1, 1, 64), (1, 8, 64), (1, 32, 64), (8, 1, 64), (8, 8, 64), (32, 1, 64), (32, 4, 64),
-            (8, 8, 8), (32, 4, 8),
-        )
+        *(_case(*shape) for shape in _SHAPES),
+        *(_case(*shape, heads=heads) for heads in list(HEADS)[1:] for shape in _SHAPES),
+        *(_case(*shape, page_size=1) for shape in _SHAPES),
     ],
-    small_cases=[_case(2, 20, 12, num_heads=4, num_kv_heads=2, head_dim=32)],
+    small_cases=[_case(2, 20, 12, heads="4/2/32"), _case(2, 300, 12, page_size=1, heads="4/2/32")],
     make=make,
     count_bytes=count_bytes,
     providers={"torch": prepare_torch},
-)  # fmt: skip
+    peers={"flashinfer": flashinfer.tree_attention, "sglang_triton": sglang_triton.tree_attention},
+    floor=Floor("read", 0.0),
+)
 
 if __name__ == "__main__":
     sys.exit(main(benchmarks=[BENCHMARK]))

@@ -6,14 +6,15 @@ import sys
 
 import torch
 
-from bench.harness import Benchmark, Case
+from bench.harness import Benchmark, Case, Unavailable
+from bench.peers import sglang_triton
 from bench.run import main
 
 TOPK = 8
 NUM_STEPS = 5
 
 
-def make(device, batch_size, prefix):
+def make(device, batch_size, prefix, **window):
     columns = prefix + TOPK * NUM_STEPS
     slots = torch.randperm(batch_size * columns, device=device).to(torch.int32)
     return {
@@ -22,22 +23,33 @@ def make(device, batch_size, prefix):
         "seq_lens": torch.full((batch_size,), prefix, device=device),
         "topk": TOPK,
         "num_steps": NUM_STEPS,
-        "capacity": batch_size * TOPK * (prefix + NUM_STEPS),
-    }
+        "capacity": batch_size * TOPK * (_kept(prefix, **window) + NUM_STEPS),
+    } | window
 
 
-def count_bytes(batch_size, prefix):
-    """Each prefix read once, every step's indices and bounds written."""
-    written = NUM_STEPS * (batch_size * TOPK * (prefix + NUM_STEPS) + batch_size * TOPK + 1)
-    return 4 * (batch_size * prefix + written)
+def _kept(prefix, window_size=0, sink_size=0, window_counts_drafts=False):
+    """How many tokens of the prefix are listed at the first step."""
+    if window_size == 0:
+        return prefix
+    return min(prefix, window_size + sink_size - window_counts_drafts)
+
+
+def count_bytes(batch_size, prefix, **window):
+    """What is listed of each prefix read once, every step's indices and bounds written."""
+    kept = _kept(prefix, **window)
+    written = NUM_STEPS * (batch_size * TOPK * (kept + NUM_STEPS) + batch_size * TOPK + 1)
+    return 4 * (batch_size * kept + written)
 
 
 def prepare_torch(values):
     """Step by step; the totals are known on the host, as repeat_interleave would wait for the device without them."""
+    if values.get("window_counts_drafts"):
+        raise Unavailable("has no windows that count drafts")
     table, capacity = values["req_to_token"], values["capacity"]
-    device = table.device
+    device, sink = table.device, values.get("sink_size", 0)
+    most = values["window_size"] + sink if values.get("window_size") else table.shape[1]
     num_branches = len(values["seq_lens"]) * TOPK
-    total = int(values["seq_lens"].sum()) * TOPK
+    total = int(values["seq_lens"].clamp(max=most).sum()) * TOPK
     branch = torch.arange(num_branches, device=device)
     kv_indptr = torch.zeros(NUM_STEPS, num_branches + 1, dtype=torch.int32, device=device)
     kv_indices = torch.empty(NUM_STEPS, capacity, dtype=torch.int32, device=device)
@@ -45,13 +57,14 @@ def prepare_torch(values):
     def run():
         lengths = values["seq_lens"].repeat_interleave(TOPK, output_size=num_branches)
         rows = values["req_pool_indices"].repeat_interleave(TOPK, output_size=num_branches)
+        kept = lengths.clamp(max=most)
         for step in range(NUM_STEPS):
             size = total + num_branches * (step + 1)
-            kv_indptr[step, 1:] = (lengths + step + 1).cumsum(0)
-            owner = branch.repeat_interleave(lengths + step + 1, output_size=size)
+            kv_indptr[step, 1:] = (kept + step + 1).cumsum(0)
+            owner = branch.repeat_interleave(kept + step + 1, output_size=size)
             place = torch.arange(size, device=device) - kv_indptr[step].gather(0, owner)
-            is_prefix = place < lengths[owner]
-            column = torch.where(is_prefix, place, place + owner % TOPK * NUM_STEPS)
+            column = torch.where(place < sink, place, place + (lengths - kept)[owner])
+            column = torch.where(place < kept[owner], column, column + owner % TOPK * NUM_STEPS)
             kv_indices[step, :size] = table[rows[owner], column]
             kv_indices[step, size:] = -1
         return {"kv_indptr": kv_indptr, "kv_indices": kv_indices}
@@ -59,20 +72,33 @@ def prepare_torch(values):
     return run
 
 
-def _case(batch_size, prefix):
+def _case(batch_size, prefix, **window):
+    name = f"B={batch_size} L={prefix}"
+    if window:
+        kind = " of prefix and drafts" if window.get("window_counts_drafts") else ""
+        name += f" window {window['window_size']}+{window.get('sink_size', 0)}{kind}"
     # the reference makes Python lists
     is_checked = batch_size * prefix <= 8192
-    return Case(f"B={batch_size} L={prefix}", {"batch_size": batch_size, "prefix": prefix}, is_checked)
+    is_headline = name == "B=8 L=1024"
+    return Case(name, {"batch_size": batch_size, "prefix": prefix} | window, is_checked, is_headline)
 
+
+SINK = {"window_size": 1024, "sink_size": 4}
+MOVING = {"window_size": 1024, "window_counts_drafts": True}
 
 BENCHMARK = Benchmark(
     path="kv.draft_kv_indices",
-    cases=[_case(batch_size, prefix) for prefix in (1024, 8192) for batch_size in (1, 8, 32)],
-    small_cases=[_case(3, 20)],
+    cases=[
+        *(_case(batch_size, prefix) for prefix in (1024, 8192) for batch_size in (1, 8, 32)),
+        *(_case(batch_size, 8192, **window) for window in (SINK, MOVING) for batch_size in (1, 8, 32)),
+    ],
+    small_cases=[_case(3, 20), _case(3, 20, window_size=6, sink_size=2),
+                 _case(3, 20, window_size=6, window_counts_drafts=True)],
     make=make,
     count_bytes=count_bytes,
     providers={"torch": prepare_torch},
-)
+    peers={"sglang_triton": sglang_triton.draft_kv_indices},
+)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main(benchmarks=[BENCHMARK]))

@@ -2,20 +2,32 @@
 
 Computes
     output = softmax(sm_scale * query . key) . value per request, query row and head, over every prefix slot
-    0..prefix - 1 and the draft keys whose bit is set in the row's mask; lse = log of the sum of exp(sm_scale * query .
-    key). Tree attention (SpecInfer, arXiv 2305.09781) on Flash-Decoding: the prefix is split over programs and needs no
-    mask, the last split also handles the draft block, and the partial results merge by their log-sum-exp.
+    0..prefix - 1 and the draft keys that the row sees: those whose bit is set in its mask, or (is_causal, for chains)
+    those up to its own. Tree attention (SpecInfer, arXiv 2305.09781) on Flash-Decoding: prefix and draft block are cut
+    into shares (primitives/shares.py), the prefix needs no mask, and partial results merge by their log-sum-exp. One op
+    for the target's verification (Nk = Nq = N), for the draft's own levels (Nq = K beams see Nk = level * K keys; all
+    of them share one reading of the prefix), and for chains.
+    soft_cap, sinks, k_scale, v_scale: as in gqa_decode; the scales are those of the pool, separate draft keys have
+    none. window: a row at position p sees keys at positions above p - window; siblings share a position.
 Shapes
     query          [B, Nq, Hq, D]                  float  Nq in 1..256; D in 16..256; Hq a multiple of Hkv;
-                                                          the axes B and Nq may be strided
-    k_cache        [num_pages, page_size, Hkv, D]  as query; page_size a power of two in 1..256; pages may be strided
+                                                          the axes B and Nq may be strided; or, with qo_indptr,
+                   [T, Hq, D]                             the rows of all requests one after another
+    qo_indptr      [B + 1]                         int    where a request's rows start; its draft block has as many keys
+    k_cache        [num_pages, page_size, Hkv, D]  as query, or fp8 with 16-bit queries; page_size a power of
+                                                          two in 1..256; pages may be strided
     v_cache        as k_cache
-    tree_mask      [B, Nq, W]                      int64  bit j % 64 of word j // 64: the row sees draft key j;
+    tree_mask      [B, Nq, W] or [T, W]            int64  bit j % 64 of word j // 64: the row sees draft key j;
                                                           W >= ceil(Nk / 64), bits from Nk on are ignored
-    num_draft_keys int                                    Nk in 1..512
-    draft_key      [B, Nk, Hkv, D]                 as query; the draft block's keys, B and Nk may be strided; without
-                                                          it they are in the pool, at the slots prefix..prefix + Nk - 1
+    num_draft_keys int                                    Nk in 1..512, by default Nq; at least Nq with is_causal;
+                                                          not with qo_indptr
+    draft_key      [B, Nk, Hkv, D] or [T, Hkv, D]  as query; the draft block's keys, all axes but the last two may be
+                                                          strided; without it they are in the pool, at the slots
+                                                          prefix..prefix + Nk - 1
     draft_value    as draft_key
+    positions      [B * Nq] or [T]                 int    of rows, at or past the prefix; needed with window and
+                                                          tree_mask; chains: by default they follow the prefix
+    key_positions  [B * Nk]                        int    of draft keys, where they are not those of the rows
     block_table    [B, max_pages]                  int    page ids, with
     seq_lens       [B]                             int    prefix
     kv_indptr      [B + 1]                         int    or: where a request's page ids start, with
@@ -23,184 +35,135 @@ Shapes
     last_page_len  [B]                             int    filled slots of the last page; all filled slots,
                                                           (pages - 1) * page_size + last_page_len, are the prefix, and
                                                           without draft_key the draft block
-    -> output      [B, Nq, Hq, D]                  as query
-    -> lse         [B, Nq, Hq]                     fp32, natural logarithm
+    sinks          [Hq]                            float  or None
+    k_scale        [1] or [Hkv]                    fp32   or None
+    v_scale        as k_scale
+    -> output      as query
+    -> lse         [B, Nq, Hq] or [T, Hq]          fp32, natural logarithm
 Invariants
-    A row that sees no key has output 0 and lse -inf. Slots past the end, past the table, or on a page outside the pool,
-    and draft keys that no row of the tile sees, are not read and do not count. NaN in a query or in a visible key stays
-    in its request and KV head.
-    A row's bits depend on its own request, on the number of splits, and on nothing else in the batch; the number of
-    splits follows from the shapes (B and the capacity of the page table among them), the dtype and the tuning row.
+    A row that sees no key has output 0 and lse -inf (or its sink). Slots past the end are not read, nor those that a
+    row right behind the prefix would not see for its window, nor pages outside the pool; page ids of the other slots of
+    the prefix must lie within it. Values of draft keys must be finite, seen or not. NaN in a query or in a key that is
+    read stays in its request and KV head.
+    Ragged: of a request of more than max_query rows that many are attended, and see as many draft keys at most; rows of
+    no request are not written.
+    deterministic: as in gqa_decode, and not on Nq, on the mask of other rows, or on their number either.
 Grid
-    (B, Hkv * row tiles, splits), one program attends a tile of (token, head of the group) rows of one KV head to one
-    share of the keys; merge: (B * Nq * Hq,), one program writes one row.
+    (Hkv * row tiles, shares), one program attends a tile of (token, head of the group) rows of one KV head to a share;
+    merge: (B, row tiles), one program merges rows of a request.
 Launches
-    2
+    2; 1 if no request can have more than one share
 Traffic
     2 * element bytes * Hkv * D per slot and draft key, 2 * element bytes * B * Nq * Hq * D, 8 B per mask word, and for
-    the partial results 2 * 4 B * splits * B * Nq * Hq * (D + 1).
+    the partial results of requests with more than one share 2 * 4 B * shares * Nq * Hq * (D + 1).
 """
 
 from __future__ import annotations
 
 import torch
 
-from ...primitives import paging, softmax
-from ...primitives.dependent_launch import await_predecessor
-from ...primitives.paging import attend_split, find_pages, load_paged, request_pages
-from ...primitives.softmax import attend, finish_rows, start_rows
+from ...primitives import paging
+from ...primitives.split_attention import launch_attention
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import is_interpreting, launch, launcher
-from .gqa_decode import LIMITS, TUNING, Output, merge_partials
+from ...runtime.language import triton
+from ...runtime.launch import launcher
+from .gqa_decode import Output
 
 MAX_QUERY = 256
 MAX_DRAFT_KEYS = 512
 
-
-@triton.jit(
-    do_not_specialize=["stride_query_batch", "stride_query_token", "stride_draft_key_batch", "stride_draft_key_token",
-                       "stride_draft_value_batch", "stride_draft_value_token", "stride_k_page", "stride_v_page",
-                       "stride_page_table_request", "table_size", "num_pages", "num_query", "num_draft_keys",
-                       "num_words"]
-)  # fmt: skip
-def _tree_attention_kernel(
-    # inputs
-    query_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    tree_mask_ptr,
-    draft_key_ptr,
-    draft_value_ptr,
-    page_table_ptr,
-    page_indptr_ptr,
-    lengths_ptr,
-    # outputs
-    partial_output_ptr,
-    partial_lse_ptr,
-    # sizes
-    scale,
-    stride_query_batch,
-    stride_query_token,
-    stride_draft_key_batch,
-    stride_draft_key_token,
-    stride_draft_value_batch,
-    stride_draft_value_token,
-    stride_k_page,
-    stride_v_page,
-    stride_page_table_request,
-    table_size,
-    num_pages,
-    num_query,
-    num_draft_keys,
-    num_words,
-    GROUP_SIZE: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    IS_CSR: tl.constexpr,
-    IS_DRAFT_IN_POOL: tl.constexpr,
-    IS_WIDENED: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    await_predecessor(ENABLE_PDL)
-    request = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1) % NUM_KV_HEADS
-    row_tile = tl.program_id(1) // NUM_KV_HEADS
-    split = tl.program_id(2)
-    num_splits = tl.num_programs(2)
-
-    column = tl.arange(0, BLOCK_DIM)
-    is_column = (column < HEAD_DIM)[None, :]
-    row = row_tile * BLOCK_ROW + tl.arange(0, BLOCK_ROW)  # (token, head of the group), the head fastest
-    token = row // GROUP_SIZE
-    head = kv_head * GROUP_SIZE + row % GROUP_SIZE
-    is_row = token < num_query
-    in_bounds = is_row[:, None] & is_column
-    query_row = request * stride_query_batch + token.to(tl.int64) * stride_query_token + head
-    query = tl.load(query_ptr + query_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
-
-    first_page, page_count, filled = request_pages(
-        request, page_indptr_ptr, lengths_ptr, stride_page_table_request, table_size, PAGE_SIZE, IS_CSR
-    )
-    if IS_CSR and IS_DRAFT_IN_POOL:
-        prefix = tl.maximum(filled - num_draft_keys, 0)
-        slots_end = filled
-    else:
-        prefix = filled
-        slots_end = page_count * PAGE_SIZE
-
-    row_max, row_sum, accumulator = start_rows(BLOCK_ROW, BLOCK_DIM)
-    row_max, row_sum, accumulator = attend_split(
-        query, k_cache_ptr, v_cache_ptr, page_table_ptr, first_page, page_count, num_pages, stride_k_page,
-        stride_v_page, kv_head, prefix, split, num_splits, scale, row_max, row_sum, accumulator, SPLIT_KEYS,
-        PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, IS_WIDENED, BLOCK_KEY, BLOCK_DIM,
-    )  # fmt: skip
-
-    # the draft block, in the last split only; BLOCK_KEY divides 64, so one mask word covers a tile of keys
-    mask_row = (request * num_query + token) * num_words
-    for start in range(0, tl.where(split == num_splits - 1, num_draft_keys, 0), BLOCK_KEY):
-        draft = start + tl.arange(0, BLOCK_KEY)
-        word = tl.load(tree_mask_ptr + mask_row + start // 64, mask=is_row, other=0)
-        is_visible = ((word[:, None] >> (draft & 63).to(tl.int64)[None, :]) & 1) != 0
-        is_visible &= (draft < num_draft_keys)[None, :]
-        is_seen = tl.max(is_visible.to(tl.int32), axis=0) != 0
-        if IS_DRAFT_IN_POOL:
-            slot = prefix + draft
-            page, exists = find_pages(
-                page_table_ptr, first_page, page_count, num_pages, slot, is_seen & (slot < slots_end), PAGE_SIZE
-            )
-            key = load_paged(
-                k_cache_ptr, page, slot, exists, kv_head, stride_k_page, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM
-            )
-            value = load_paged(
-                v_cache_ptr, page, slot, exists, kv_head, stride_v_page, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM
-            )
-            is_visible &= exists[None, :]
-        else:
-            is_read = is_seen[:, None] & is_column
-            wide = draft.to(tl.int64)
-            key_row = request * stride_draft_key_batch + wide * stride_draft_key_token + kv_head
-            value_row = request * stride_draft_value_batch + wide * stride_draft_value_token + kv_head
-            key = tl.load(draft_key_ptr + key_row[:, None] * HEAD_DIM + column[None, :], mask=is_read, other=0.0)
-            value = tl.load(draft_value_ptr + value_row[:, None] * HEAD_DIM + column[None, :], mask=is_read, other=0.0)
-        row_max, row_sum, accumulator = attend(
-            query, key, value, is_visible, scale, row_max, row_sum, accumulator, IS_WIDENED
-        )
-
-    output, lse = finish_rows(row_max, row_sum, accumulator)
-    output_row = (request * num_query + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
-    place = output_row * num_splits + split
-    tl.store(partial_lse_ptr + place, lse, mask=is_row)
-    is_written = in_bounds & (lse != float("-inf"))[:, None]
-    tl.store(partial_output_ptr + place[:, None] * HEAD_DIM + column[None, :], output, mask=is_written)
+# See `split_attention.ORDERED_TUNING`. From tiles of many rows, which read keys less often, to those of few, which
+# leave more programs: the first one is taken for which requests have from_rows rows for a KV head, and the batch
+# least_programs programs, with program_keys keys each.
+_ROW = {"from_rows": 0, "least_programs": 0, "program_keys": 1 << 31, "max_rows": 64, "min_rows": 16,
+        "tile_bytes": 16384, "share_keys": 128, "programs": 264, "merged_rows": 4, "merged_parts": 16, "num_warps": 4,
+        "num_stages": 2}  # fmt: skip
+_MANY = _ROW | {"from_rows": 65, "programs": 132}
+TUNING = {
+    "default": (_ROW,),
+    "sm_90": (
+        _MANY | {"from_rows": 129, "least_programs": 132, "max_rows": 256, "num_warps": 16, "num_stages": 3,
+                 "maxnreg": 128},
+        _MANY | {"least_programs": 32, "program_keys": 2048, "max_rows": 128, "num_warps": 8, "num_stages": 4},
+        _MANY | {"tile_bytes": 8192, "merged_parts": 4, "num_stages": 3},
+        # for few rows, and for large heads: with the tensor cores' large instructions, though rows may be empty
+        _ROW | {"min_rows": 64, "programs": 132, "num_stages": 4},
+    ),
+}  # fmt: skip
 
 
 def contract(values: dict) -> Output:
     """Checks the arguments of `tree_attention` and describes its outputs."""
     args = check.Arguments("tree_attention", values)
-    num_draft_keys = args.integer("num_draft_keys", 1, MAX_DRAFT_KEYS)
-    query = args.tensor("query", ("B", "Nq", "Hq", "D"), check.FLOAT, contiguous=2)
-    paging.check_row_strides(args, "query", query, 2)
-    shape = tuple(query.shape)
-    if not 1 <= args.size("Nq") <= MAX_QUERY:
-        args.fail("query", f"have Nq in 1..{MAX_QUERY}", args.size("Nq"))
-    paging.check_cache(args, query.dtype)
-    tree_mask = args.tensor("tree_mask", ("B", "Nq", None), (torch.int64,))
-    if tree_mask.shape[2] * 64 < num_draft_keys:
-        args.fail("tree_mask", f"hold a bit for each of {num_draft_keys} draft keys", f"{tree_mask.shape[2]} words")
+    is_ragged = values["qo_indptr"] is not None
+    if is_ragged:
+        query = args.tensor("query", ("T", "Hq", "D"), check.FLOAT, contiguous=2)
+        batch = len(args.tensor("qo_indptr", (None,), check.INTEGER)) - 1
+        if batch < 0:
+            args.fail("qo_indptr", "have at least one element", 0)
+        num_query, rows = args.integer("max_query", 1, MAX_QUERY), ("T",)
+        if values["num_draft_keys"] is not None:
+            args.fail("num_draft_keys", "not be given with qo_indptr, which tells it", values["num_draft_keys"])
+        if values["key_positions"] is not None:
+            args.fail("key_positions", "not be given with qo_indptr: keys are at the positions of the rows", "a tensor")
+        num_keys = "T"
+    else:
+        query = args.tensor("query", ("B", "Nq", "Hq", "D"), check.FLOAT, contiguous=2)
+        batch, num_query, rows = "B", args.size("Nq"), ("B", "Nq")
+        if values["max_query"] is not None:
+            args.fail("max_query", "be given with qo_indptr, else Nq tells it", values["max_query"])
+        if not 1 <= num_query <= MAX_QUERY:
+            args.fail("query", f"have Nq in 1..{MAX_QUERY}", num_query)
+        num_keys = num_query
+        if values["num_draft_keys"] is not None:
+            num_keys = args.integer("num_draft_keys", 1, MAX_DRAFT_KEYS)
+            if values["is_causal"] and num_keys < num_query:
+                args.fail("num_draft_keys", f"be at least Nq = {num_query} with is_causal", num_keys)
+    paging.check_row_strides(args, "query", query, len(rows))
+    paging.check_cache(args, query.dtype, batch)
+    paging.check_logits(args)
+    num_rows = query.shape[0] if is_ragged else args.size("B") * num_query
+    if bool(values["is_causal"]) == (values["tree_mask"] is not None):
+        args.fail("tree_mask", "be given, or is_causal be True, and not both", f"is_causal={values['is_causal']}")
+    tree_mask = args.tensor("tree_mask", (*rows, None), (torch.int64,), optional=True)
+    most_keys = num_query if is_ragged else num_keys
+    if tree_mask is not None and tree_mask.shape[-1] * 64 < most_keys:
+        args.fail("tree_mask", f"hold a bit for each of {most_keys} draft keys", f"{tree_mask.shape[-1]} words")
     if (values["draft_key"] is None) != (values["draft_value"] is None):
         missing, given = ("draft_key", "draft_value")[:: 1 if values["draft_key"] is None else -1]
         args.fail(missing, f"be given with {given}", None)
     for name in ("draft_key", "draft_value"):
-        draft = args.tensor(name, ("B", num_draft_keys, "Hkv", "D"), (query.dtype,), optional=True, contiguous=2)
+        shape = ("T", "Hkv", "D") if is_ragged else ("B", num_keys, "Hkv", "D")
+        draft = args.tensor(name, shape, (query.dtype,), optional=True, contiguous=2)
         if draft is not None:
-            paging.check_row_strides(args, name, draft, 2)
-    return Output(args.spec(shape, query.dtype), args.spec(shape[:3], torch.float32))
+            paging.check_row_strides(args, name, draft, len(rows))
+    positions = args.tensor("positions", (num_rows,), check.INTEGER, optional=True)
+    if not is_ragged:
+        args.tensor("key_positions", (args.size("B") * num_keys,), check.INTEGER, optional=True)
+    if values["window"] is not None:
+        if positions is None and tree_mask is not None:
+            args.fail("positions", "be given with window and tree_mask: depths are not in the mask", None)
+        if positions is not None and num_keys not in (num_query, "T") and values["key_positions"] is None:
+            args.fail("key_positions", "be given with window where rows and draft keys differ", None)
+    return Output(args.spec(tuple(query.shape), query.dtype), args.spec(tuple(query.shape[:-1]), torch.float32))
+
+
+def _choose_tuning(values: dict, num_query: int) -> dict:
+    """The tuning row for the rows and the keys that there can be."""
+    query, table = values["query"], values["block_table"]
+    num_heads, head_dim = query.shape[-2:]
+    _, page_size, num_kv_heads, _ = values["k_cache"].shape
+    num_rows = num_query * (num_heads // max(num_kv_heads, 1))
+    # in the CSR form, of all requests together
+    batch_size, num_pages = (1, len(values["kv_indices"])) if table is None else table.shape
+    *rows, last = tuning.row(TUNING, query.device)
+    for row in rows:
+        row_tiles = batch_size * num_kv_heads * triton.cdiv(num_rows, row["max_rows"])
+        programs = row_tiles * triton.cdiv(num_pages * page_size, row["program_keys"])
+        # registers hold so many rows only of heads that are not larger
+        if head_dim <= 128 and num_rows >= row["from_rows"] and programs >= row["least_programs"]:
+            return row
+    return last
 
 
 @launcher
@@ -208,69 +171,52 @@ def tree_attention(
     query: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    tree_mask: torch.Tensor,
+    tree_mask: torch.Tensor | None = None,
     *,
-    num_draft_keys: int,
+    num_draft_keys: int | None = None,
     draft_key: torch.Tensor | None = None,
     draft_value: torch.Tensor | None = None,
+    qo_indptr: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    key_positions: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     seq_lens: torch.Tensor | None = None,
     kv_indptr: torch.Tensor | None = None,
     kv_indices: torch.Tensor | None = None,
     last_page_len: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    is_causal: bool = False,
+    max_query: int | None = None,
     sm_scale: float | None = None,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    deterministic: bool = False,
     out: Output | None = None,
 ) -> Output:
     """Attends draft tokens to their prefix and their ancestors; shapes and layouts are in the module's docstring.
 
     num_draft_keys: Nk, keys of the draft block: the tree's nodes, or the beams of all levels drafted so far.
     draft_key, draft_value: the draft block; without them it is read from the pool, behind the prefix.
+    max_query: with qo_indptr, the most rows that a request can have.
     The page table is either block_table with seq_lens, or kv_indptr with kv_indices and last_page_len.
     sm_scale: factor of the logits, by default 1 / sqrt(D).
+    deterministic: a row's bits do not depend on the batch around it; takes longer.
     """
-    contracted = contract(locals())
+    values = locals()
+    contracted = contract(values)
     out = check.allocate("tree_attention", contracted, out)
-    batch_size, num_query, num_heads, head_dim = query.shape
     device = query.device
-    limits = tuning.row(LIMITS, device)
-    cache = paging.cache_arguments(k_cache, v_cache, block_table, seq_lens, kv_indptr, kv_indices, last_page_len)
-    num_kv_heads = cache["NUM_KV_HEADS"]
-    group_size = num_heads // num_kv_heads
-    tiles = softmax.tile_sizes(num_query * group_size, head_dim, query.element_size(), limits)
-    num_tiles = num_kv_heads * -(-num_query * group_size // tiles["BLOCK_ROW"])
-    num_splits = softmax.split_count(batch_size * num_tiles, paging.max_keys(cache, batch_size), limits)
-    scale = head_dim**-0.5 if sm_scale is None else sm_scale
-    partial_shape = (batch_size, num_query, num_heads, num_splits)
-    partial_output = torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=device)
-    partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=device)
-    is_draft_in_pool = draft_key is None
-    launch(
+    num_query = query.shape[1] if qo_indptr is None else max_query
+    drafts = "beside" if draft_key is not None else "behind" if kv_indptr is None else "counted"
+    launch_attention(
         "tree_attention",
-        _tree_attention_kernel,
-        (batch_size, num_tiles, num_splits),
-        query_ptr=query,
-        tree_mask_ptr=tree_mask,
-        draft_key_ptr=draft_key,
-        draft_value_ptr=draft_value,
-        partial_output_ptr=partial_output,
-        partial_lse_ptr=partial_lse,
-        scale=scale * softmax.LOG2_E,
-        stride_query_batch=query.stride(0) // head_dim,
-        stride_query_token=query.stride(1) // head_dim,
-        stride_draft_key_batch=0 if is_draft_in_pool else draft_key.stride(0) // head_dim,
-        stride_draft_key_token=0 if is_draft_in_pool else draft_key.stride(1) // head_dim,
-        stride_draft_value_batch=0 if is_draft_in_pool else draft_value.stride(0) // head_dim,
-        stride_draft_value_token=0 if is_draft_in_pool else draft_value.stride(1) // head_dim,
+        values,
+        out,
+        tuned=_choose_tuning(values, num_query),
         num_query=num_query,
-        num_draft_keys=num_draft_keys,
-        num_words=tree_mask.shape[2],
-        GROUP_SIZE=group_size,
-        SPLIT_KEYS=limits["split_keys"],
-        IS_DRAFT_IN_POOL=is_draft_in_pool,
-        IS_WIDENED=is_interpreting() and query.dtype == torch.bfloat16,
-        **cache,
-        **tiles,
-        **tuning.row(TUNING, device),
+        num_drafts=num_query if num_draft_keys is None else num_draft_keys,
+        drafts=drafts,
     )
-    merge_partials("tree_attention", partial_output, partial_lse, out)
     return out

@@ -5,6 +5,10 @@ Computes
     prefix tokens, then of its s + 1 own draft tokens (SGLang's generate_draft_decode_kv_indices). Draft token j of
     branch k is in column seq_len + k * num_steps + j of the request's row where page_size or topk is 1; else every
     branch has its own pages: seq_len // P * P + k * ceil((seq_len % P + num_steps) / P) * P + seq_len % P + j.
+    A window of W tokens drops what lies before it, but for the first sink_size tokens of the prefix:
+    of the prefix           the last W tokens of the prefix stay, and all drafts: the same prefix at every step
+    window_counts_drafts    the last W of prefix and drafts together stay (generate_draft_decode_window_kv_indices): the
+                            window moves on by a token each step, past the first drafts too where it is short
 Shapes
     req_pool_indices  [B]                       int    the request's row of req_to_token
     req_to_token      [R, C]                    int    the pool slot of every token; rows may be strided
@@ -13,19 +17,24 @@ Shapes
     num_steps         int
     capacity          int                              room for the indices of one step
     page_size         int                              P
+    window_size       int                              W, 0 for no window
+    sink_size         int                              0 without a window
     -> kv_indptr      [num_steps, B * K + 1]    int32  where a branch's indices start, limited to capacity
-    -> kv_indices     [num_steps, capacity]     int32  pool slots, -1 in the unused tail
+    -> kv_indices     [num_steps, capacity]     int32  pool slots, -1 in the unused tail; int64 if `out` is
     -> overflow       [1]                       int32  the room that the last step needs if it exceeds capacity, else 0
+    Rows of the two matrices in `out` may be strided.
 Invariants
-    Every output is written whole. Indices past `capacity` are not written, and no bound exceeds it. Columns past C and
-    rows outside 0..R - 1 are not read; their entries are -1. Negative lengths count as 0.
+    Every output is written whole, but for the unused tail with keep_unused. Indices past `capacity` are not written,
+    and no bound exceeds it. Columns past C and rows outside 0..R - 1 are not read; their entries are -1. Negative
+    lengths count as 0.
 Grid
-    (max(B * K, 1), chunks), one program writes every chunks-th block of one branch's prefix to all steps, and its share
-    of the unused tails; chunk 0 writes the branch's draft slots and bounds as well.
+    (max(B * K, 1), chunks, 1), one program writes every chunks-th block of one branch's prefix to all steps, and its
+    share of the unused tails; chunk 0 writes the branch's draft slots and bounds as well. With window_counts_drafts
+    (max(B * K, 1), chunks, num_steps), for each step apart.
 Launches
     1
 Traffic
-    K * (index bytes * sum(seq_len)) read, 4 B * num_steps * (capacity + B * K + 1) written.
+    K * (index bytes * sum of the prefix tokens kept) read, 4 B * num_steps * (capacity + B * K + 1) written.
 """
 
 from __future__ import annotations
@@ -35,6 +44,20 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
+from ...primitives.slots import (
+    MAX_CAPACITY,
+    ROW_SIZES,
+    check_capacity,
+    check_keep_unused,
+    check_rows,
+    fill_unused,
+    find_row,
+    first_draft_column,
+    read_lengths,
+    read_slots,
+    row_arguments,
+    store_overflow,
+)
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -54,19 +77,24 @@ TUNING = {"default": {"BLOCK_INDEX": 512, "max_chunks": 32, "num_warps": 4}}
 
 
 @triton.jit
-def _read_lengths(seq_lens_ptr, request, is_live):
-    """Prefix lengths, limited so that no sum of them leaves int64."""
-    length = tl.load(seq_lens_ptr + request, mask=is_live, other=0).to(tl.int64)
-    return tl.minimum(tl.maximum(length, 0), 2147483647)
+def _window(seq_len, num_drafts, window_size, sink_size):
+    """What a branch keeps whose window counts so many drafts: (tokens of the sink, prefix and drafts from where on)."""
+    sink = tl.minimum(seq_len, sink_size)
+    first = seq_len + num_drafts - window_size
+    return sink, tl.minimum(tl.maximum(first, sink), seq_len), tl.maximum(first - seq_len, 0)
 
 
 @triton.jit
-def _read_slots(table_row_ptr, column, is_wanted, row_exists, row_size):
-    """The pool slots in these columns of a request's row, -1 where there are none."""
-    return tl.load(table_row_ptr + column, mask=is_wanted & row_exists & (column < row_size), other=-1).to(tl.int32)
+def _count(seq_len, num_drafts, window_size, sink_size):
+    """How many indices that are."""
+    sink, recent, draft = _window(seq_len, num_drafts, window_size, sink_size)
+    return sink + seq_len - recent + num_drafts - draft
 
 
-@triton.jit(do_not_specialize=["batch_size", "num_rows", "row_size", "stride_req_to_token_row", "capacity"])
+@triton.jit(
+    do_not_specialize=[*ROW_SIZES, "batch_size", "capacity", "window_size", "sink_size", "stride_kv_indptr_step",
+                       "stride_kv_indices_step"]
+)  # fmt: skip
 def _draft_kv_indices_kernel(
     # inputs
     req_pool_indices_ptr,
@@ -77,14 +105,20 @@ def _draft_kv_indices_kernel(
     kv_indices_ptr,
     overflow_ptr,
     # sizes
-    batch_size,
     num_rows,
     row_size,
     stride_req_to_token_row,
+    batch_size,
     capacity,
+    window_size,
+    sink_size,
+    stride_kv_indptr_step,
+    stride_kv_indices_step,
     TOPK: tl.constexpr,
     NUM_STEPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    COUNTS_DRAFTS: tl.constexpr,
+    KEEPS_UNUSED: tl.constexpr,
     BLOCK_STEP: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     BLOCK_INDEX: tl.constexpr,
@@ -94,72 +128,76 @@ def _draft_kv_indices_kernel(
     branch = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     num_chunks = tl.num_programs(1)
+    # a program has all steps, or where the prefix is another one at every step its own one
+    first_step = tl.program_id(2)
+    stop_step = first_step + 1 if COUNTS_DRAFTS else NUM_STEPS
     request = branch // TOPK
     is_live = request < batch_size  # an empty batch has one program, for its bounds and tails
 
-    seq_len = _read_lengths(seq_lens_ptr, request, is_live)
-    row = tl.load(req_pool_indices_ptr + request, mask=is_live, other=-1).to(tl.int64)
-    row_exists = (row >= 0) & (row < num_rows)
-    table_row_ptr = req_to_token_ptr + row * stride_req_to_token_row
-
-    length_before = tl.zeros([BLOCK_BATCH], dtype=tl.int64)
-    length_total = tl.zeros([BLOCK_BATCH], dtype=tl.int64)
+    seq_len = read_lengths(seq_lens_ptr, request, is_live)
+    row_ptr, row_exists = find_row(
+        req_pool_indices_ptr, req_to_token_ptr, request, is_live, num_rows, stride_req_to_token_row
+    )
+    num_drafts = first_step + 1
+    # what a window counts that ends with the prefix: no drafts
+    window_drafts = num_drafts if COUNTS_DRAFTS else 0
+    drafts_apart = 0 if COUNTS_DRAFTS else num_drafts
+    before = tl.zeros([BLOCK_BATCH], tl.int64)
+    total = tl.zeros([BLOCK_BATCH], tl.int64)
     for start in range(0, batch_size, BLOCK_BATCH):
         other = start + tl.arange(0, BLOCK_BATCH)
-        length = _read_lengths(seq_lens_ptr, other, other < batch_size)
-        length_before += tl.where(other < request, length, 0)
-        length_total += length
-    prefix_before = tl.sum(length_before) * TOPK + (branch % TOPK) * seq_len
-    prefix_total = tl.sum(length_total) * TOPK
+        lengths = read_lengths(seq_lens_ptr, other, other < batch_size)
+        counts = _count(lengths, window_drafts, window_size, sink_size) + drafts_apart
+        counts = tl.where(other < batch_size, counts, 0)
+        before += tl.where(other < request, counts, 0)
+        total += counts
+    sink, recent, draft_start = _window(seq_len, window_drafts, window_size, sink_size)
+    num_entries = sink + seq_len - recent  # of the prefix
+    own_count = _count(seq_len, window_drafts, window_size, sink_size) + drafts_apart
+    # where the branch's indices start, and where the unused tail does; at a further step all have one more before them
+    begin = tl.sum(before) * TOPK + branch % TOPK * own_count
+    tail = tl.sum(total) * TOPK
     num_branches = batch_size.to(tl.int64) * TOPK
 
-    step = tl.arange(0, BLOCK_STEP)
-    step_row = step.to(tl.int64) * capacity
-    is_step = step < NUM_STEPS
-    begin = prefix_before + branch * (step + 1)  # [step], where the branch's indices start
-
     # prefix: read once, written to every step
-    index = tl.arange(0, BLOCK_INDEX)
-    for start in range(chunk * BLOCK_INDEX, tl.minimum(seq_len, capacity), num_chunks * BLOCK_INDEX):
-        column = start + index
-        slot = _read_slots(table_row_ptr, column, column < seq_len, row_exists, row_size)
-        place = begin[:, None] + column[None, :]
-        in_bounds = is_step[:, None] & (column < seq_len)[None, :] & (place < capacity)
-        tl.store(kv_indices_ptr + step_row[:, None] + place, slot[None, :], mask=in_bounds)
+    index = tl.arange(0, BLOCK_INDEX).to(tl.uint32)  # unsigned: places past the largest capacity do not turn negative
+    skipped = (recent - sink).to(tl.uint32)
+    stop = tl.minimum(num_entries, capacity).to(tl.int32)
+    for start in range(chunk * BLOCK_INDEX, stop, num_chunks * BLOCK_INDEX):
+        entry = start + index
+        column = entry + tl.where(entry < sink.to(tl.uint32), 0, skipped)
+        is_entry = entry < num_entries.to(tl.uint32)
+        slot = read_slots(row_ptr, column, is_entry, row_exists, row_size).to(kv_indices_ptr.dtype.element_ty)
+        for step in range(first_step, stop_step):
+            place = tl.minimum(begin + branch * (step - first_step), capacity).to(tl.uint32) + entry
+            step_ptr = kv_indices_ptr + step * stride_kv_indices_step.to(tl.int64)
+            tl.store(step_ptr + place, slot, mask=is_entry & (place < capacity.to(tl.uint32)))
 
-    # unused tails: all programs share them
-    tail = prefix_total + num_branches * (step + 1)
-    smallest_tail = prefix_total + num_branches
-    first = smallest_tail + (branch * num_chunks + chunk) * BLOCK_INDEX
-    for start in range(first, capacity, tl.num_programs(0).to(tl.int64) * num_chunks * BLOCK_INDEX):
-        place = start + index
-        in_bounds = is_step[:, None] & (place[None, :] >= tail[:, None]) & (place < capacity)[None, :]
-        unused = tl.full([BLOCK_STEP, BLOCK_INDEX], -1, tl.int32)
-        tl.store(kv_indices_ptr + step_row[:, None] + place[None, :], unused, mask=in_bounds)
-
-    if chunk == 0:
-        # draft slots: step s has the branch's draft tokens 0..s
-        draft = tl.arange(0, BLOCK_STEP)
-        if (PAGE_SIZE == 1) or (TOPK == 1):
-            first_column = seq_len + (branch % TOPK) * NUM_STEPS
-        else:
-            in_page = seq_len % PAGE_SIZE
-            pages = (in_page + NUM_STEPS + PAGE_SIZE - 1) // PAGE_SIZE
-            first_column = seq_len + (branch % TOPK) * pages * PAGE_SIZE
-        slot = _read_slots(table_row_ptr, first_column + draft, draft < NUM_STEPS, row_exists, row_size)
-        place = (begin + seq_len)[:, None] + draft[None, :]
-        in_bounds = (is_step & is_live)[:, None] & (draft[None, :] <= step[:, None]) & (place < capacity)
-        tl.store(kv_indices_ptr + step_row[:, None] + place, slot[None, :], mask=in_bounds)
-
-        # bounds
-        bound_row = kv_indptr_ptr + step.to(tl.int64) * (num_branches + 1)
-        end = tl.minimum(begin + seq_len + step + 1, capacity)
-        tl.store(bound_row + branch + 1, end.to(tl.int32), mask=is_step & is_live)
-        if branch == 0:
-            tl.store(bound_row, tl.zeros([BLOCK_STEP], tl.int32), mask=is_step)
-            needed = prefix_total + num_branches * NUM_STEPS
-            overflow = tl.where(needed > capacity, tl.minimum(needed, 2147483647), 0)
-            tl.store(overflow_ptr, overflow.to(tl.int32))
+    for step in range(first_step, stop_step):
+        step_ptr = kv_indices_ptr + step * stride_kv_indices_step.to(tl.int64)
+        step_begin, step_tail = begin + branch * (step - first_step), tail + num_branches * (step - first_step)
+        if not KEEPS_UNUSED:
+            # all programs share the unused tail
+            fill_unused(
+                step_ptr, step_tail, capacity, branch * num_chunks + chunk, tl.num_programs(0) * num_chunks, -1,
+                BLOCK_INDEX,
+            )  # fmt: skip
+        if chunk == 0:
+            # draft slots: step s has the branch's draft tokens 0..s, as far as the window reaches back
+            draft = tl.arange(0, BLOCK_STEP)
+            column = first_draft_column(seq_len, branch % TOPK, TOPK, NUM_STEPS, PAGE_SIZE) + draft
+            is_draft = is_live & (draft <= step) & (draft >= draft_start)
+            slot = read_slots(row_ptr, column, is_draft, row_exists, row_size)
+            place = step_begin + num_entries + draft - draft_start
+            tl.store(step_ptr + place, slot.to(kv_indices_ptr.dtype.element_ty), mask=is_draft & (place < capacity))
+            # bounds
+            bound_ptr = kv_indptr_ptr + step * stride_kv_indptr_step.to(tl.int64)
+            end = tl.minimum(step_begin + own_count + (step - first_step), capacity)
+            tl.store(bound_ptr + branch + 1, end.to(tl.int32), mask=is_live)
+            if branch == 0:
+                tl.store(bound_ptr, 0)
+                if step == NUM_STEPS - 1:  # which needs the most
+                    store_overflow(overflow_ptr, step_tail, capacity)
 
 
 def contract(values: dict) -> Output:
@@ -167,14 +205,19 @@ def contract(values: dict) -> Output:
     args = check.Arguments("draft_kv_indices", values)
     topk = args.integer("topk", 1)
     num_steps = args.integer("num_steps", 1, MAX_STEPS)
-    capacity = args.integer("capacity", 0, 2**31 - 1)
+    capacity = check_capacity(args)
     args.integer("page_size", 1)
-    args.tensor("req_pool_indices", ("B",), check.INTEGER)
-    args.tensor("req_to_token", ("R", "C"), check.INTEGER, contiguous=1)
+    window_size = args.integer("window_size", 0, MAX_CAPACITY)
+    if args.integer("sink_size", 0, MAX_CAPACITY) > 0 and window_size == 0:
+        args.fail("sink_size", "be 0 without a window_size", values["sink_size"])
+    if values["window_counts_drafts"] and window_size == 0:
+        args.fail("window_counts_drafts", "come with a window_size", True)
+    check_keep_unused(args)
+    check_rows(args)
     args.tensor("seq_lens", ("B",), check.INTEGER)
     return Output(
-        args.spec((num_steps, args.size("B") * topk + 1), torch.int32),
-        args.spec((num_steps, capacity), torch.int32),
+        args.spec((num_steps, args.size("B") * topk + 1), torch.int32, contiguous=1),
+        args.integers((num_steps, capacity), 1, contiguous=1),
         args.spec((1,), torch.int32),
     )
 
@@ -189,39 +232,48 @@ def draft_kv_indices(
     num_steps: int,
     capacity: int,
     page_size: int = 1,
+    window_size: int = 0,
+    sink_size: int = 0,
+    window_counts_drafts: bool = False,
+    keep_unused: bool = False,
     out: Output | None = None,
 ) -> Output:
     """Lists the KV slots of every draft step and branch; shapes and layouts are in the module's docstring.
 
     topk: K, branches a request. num_steps: draft steps, 1..64.
-    capacity: room for the indices of one step; K * (sum of seq_lens + B * num_steps) suffices, and `overflow` tells on
-    the device when it was less.
+    capacity: room for the indices of one step; K * (sum of seq_lens + B * num_steps) suffices, with a window
+    K * B * (window_size + sink_size + num_steps), and `overflow` tells on the device when it was less.
     page_size: of the KV pool; it decides where a branch's draft slots are, the indices are token slots all the same.
+    window_size, sink_size, window_counts_drafts: what of the prefix, and of the drafts, a branch attends to.
+    keep_unused: with `out` only, what lies behind a step's indices stays as it is instead of -1.
     """
     contracted = contract(locals())
     out = check.allocate("draft_kv_indices", contracted, out)
-    batch_size = seq_lens.shape[0]
-    num_rows, row_size = req_to_token.shape
+    batch_size, row_size = seq_lens.shape[0], req_to_token.shape[1]
     tuned = dict(tuning.row(TUNING, seq_lens.device))
-    num_chunks = max(1, min(tuned.pop("max_chunks"), -(-row_size // tuned["BLOCK_INDEX"])))
+    most_entries = min(row_size, window_size + sink_size) if window_size else row_size
+    num_chunks = max(1, min(tuned.pop("max_chunks"), triton.cdiv(most_entries, tuned["BLOCK_INDEX"])))
     launch(
         "draft_kv_indices",
         _draft_kv_indices_kernel,
-        (max(batch_size * topk, 1), num_chunks),
-        req_pool_indices_ptr=req_pool_indices,
-        req_to_token_ptr=req_to_token,
+        (max(batch_size * topk, 1), num_chunks, num_steps if window_counts_drafts else 1),
         seq_lens_ptr=seq_lens,
         kv_indptr_ptr=out.kv_indptr,
         kv_indices_ptr=out.kv_indices,
         overflow_ptr=out.overflow,
+        **row_arguments(req_pool_indices, req_to_token),
         batch_size=batch_size,
-        num_rows=num_rows,
-        row_size=row_size,
-        stride_req_to_token_row=req_to_token.stride(0),
         capacity=capacity,
+        # without a window one that nothing lies before: the kernel has no other case for it
+        window_size=window_size or MAX_CAPACITY,
+        sink_size=sink_size,
+        stride_kv_indptr_step=out.kv_indptr.stride(0),
+        stride_kv_indices_step=out.kv_indices.stride(0),
         TOPK=topk,
         NUM_STEPS=num_steps,
         PAGE_SIZE=page_size,
+        COUNTS_DRAFTS=window_counts_drafts,
+        KEEPS_UNUSED=keep_unused,
         BLOCK_STEP=triton.next_power_of_2(num_steps),
         BLOCK_BATCH=128,
         **tuned,

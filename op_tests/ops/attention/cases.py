@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from eagle_kernels.runtime import target
+
 
 def paged_cache(
     lengths: list[int],
@@ -57,6 +59,44 @@ def paged_cache(
         "kv_indices": torch.cat([*tables, torch.full((5,), -1)]).to(device, index_dtype),
         "last_page_len": torch.tensor(last_page_len, dtype=index_dtype, device=device),
     }
+
+
+def beyond_int32(values: dict) -> dict:
+    """The same pages at the end of pools of more than 2^31 elements, with block tables that say so."""
+    moved = dict(values)
+    for name in ("k_cache", "v_cache"):
+        pages = values[name]
+        far = 2**31 // pages[0].numel() + 1
+        moved[name] = pages.new_empty(far + len(pages), *pages.shape[1:])
+        moved[name][far:] = pages
+    moved["block_table"] = torch.where(values["block_table"] >= 0, values["block_table"] + far, -1)
+    return moved
+
+
+def fp8_of(device) -> torch.dtype:
+    """The 8-bit float that kernels on this device know."""
+    kinds = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+    return next(dtype for dtype in kinds if target.has_fp8(torch.device(device), dtype))
+
+
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+
+
+def with_float8(values: dict, dtype: torch.dtype) -> dict:
+    """The same with caches of 8 bits and a scale of each."""
+    caches = {name: values[name].to(dtype) for name in ("k_cache", "v_cache")}
+    return values | caches | {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+
+
+def of_every_dtype_and_head_dim(make):
+    """Ahead-of-time cases: `make(head_dim, dtype)` with a paged cache, for all head sizes and types of queries and
+    caches."""
+    for head_dim in HEAD_DIMS:
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            yield f"{dtype} D={head_dim}", make(head_dim, dtype)
+        for dtype in FLOAT8:
+            yield f"{dtype} D={head_dim}", with_float8(make(head_dim, torch.bfloat16), dtype)
 
 
 def in_float64(values: dict) -> dict:

@@ -8,18 +8,31 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.ops.attention.gqa_decode import TUNING
+from eagle_kernels.primitives import split_attention
 from eagle_kernels.reference.ops.attention.gqa_decode import gqa_decode as reference
+from eagle_kernels.runtime.launch import intercept
 from op_tests.harness import (
     assert_close,
     assert_equal,
+    assert_in_bounds,
     assert_only_launches,
     check_operation,
     check_registration,
     replay_in_graph,
+    retune,
     to_device,
 )
 
-from .cases import in_float64, paged_cache
+from .cases import (
+    FLOAT8,
+    beyond_int32,
+    fp8_of,
+    in_float64,
+    of_every_dtype_and_head_dim,
+    paged_cache,
+    with_float8,
+)
 
 # (head_dim, group, kv heads, page size, dtype, lengths): each value of an axis meets each of the next one at least once
 SHAPES = [
@@ -45,18 +58,34 @@ def make(head_dim, group_size, num_kv_heads, page_size, dtype, lengths, *, devic
 def check(values, case=""):
     """Kernel within twice the reference's own error against float64."""
     actual, baseline = check_operation("attention.gqa_decode", values, case=case, skip=("output", "lse"))
-    expected = reference(**in_float64(values))
+    expected = reference(**in_float64({name: value for name, value in values.items() if name != "deterministic"}))
     assert_close("gqa_decode", case, "output", actual.output, expected.output, baseline.output)
     assert_close("gqa_decode", case, "lse", actual.lse, expected.lse, baseline.lse)
     return actual
 
 
+NOT_SUPPORTED = {
+    *((str(torch.float8_e4m3fn), target) for target in ("sm_80", "gfx942")),
+    *((str(torch.float8_e4m3fnuz), target) for target in ("sm_80", "sm_90", "sm_100", "gfx950")),
+}
+
+
 def ahead_of_time_cases():
-    yield "D=64 float16", make(64, 4, 2, 16, torch.float16, [100])
+    for head_dim, dtype in ((64, torch.float16), (80, torch.bfloat16), (96, torch.float16), (112, torch.float16),
+                            (128, torch.float32), (192, torch.bfloat16), (256, torch.float16), (256, torch.float32),
+                            ):  # fmt: skip
+        yield f"D={head_dim} {dtype}", make(head_dim, 4, 2, 16, dtype, [100])
     yield "D=128 bfloat16 csr", make(128, 8, 1, 1, torch.bfloat16, [100], form="csr")
-    yield "D=128 float32", make(128, 4, 2, 16, torch.float32, [100])
-    yield "D=256 float16", make(256, 8, 1, 16, torch.float16, [100])
-    yield "D=256 float32", make(256, 4, 1, 16, torch.float32, [100])
+    everything = make(128, 8, 2, 16, torch.float16, [100]) | {"window": 50, "soft_cap": 30.0, "sinks": torch.zeros(16)}
+    yield "all that changes logits", everything
+    yield "deterministic", everything | {"deterministic": True}
+    everything["query"] = everything["query"].bfloat16()
+    for dtype in FLOAT8:
+        yield str(dtype), with_float8(everything, dtype)
+
+
+def full_ahead_of_time_cases():
+    yield from of_every_dtype_and_head_dim(lambda head_dim, dtype: make(head_dim, 8, 2, 16, dtype, [100]))
 
 
 def size_sweep():
@@ -70,9 +99,100 @@ def test_matches_reference(shape, device):
     check(make(*shape, form=form, device=device), str(shape))
 
 
-def test_splits(device):
-    """Long enough for several splits, with requests that fill none, one, or all of them."""
+@pytest.mark.parametrize("programs", [1, 3, 264])
+def test_splits(programs, device, monkeypatch):
+    """Long enough for several splits, with requests that fill none, one, or all of them; of few and of many tiles."""
+    retune(monkeypatch, TUNING, programs=programs)
     check(make(64, 2, 1, 16, torch.float32, [700, 0, 1, 128], device=device), "splits")
+
+
+@pytest.mark.parametrize("window", [1, 16, 17, 100, 700, 2000])
+def test_window(window, device):
+    """Slots before the window may hold anything, and their pages may be gone."""
+    values = make(32, 2, 1, 16, torch.float32, [700, 0, 1, 130, 64], device=device)
+    for request, length in enumerate(values["seq_lens"].tolist()):
+        values["block_table"][request, : max(length - window, 0) // 16] = -1
+    check(values | {"window": window}, f"window {window}")
+
+
+@pytest.mark.parametrize("soft_cap", [5.0, 50.0])
+def test_soft_cap(soft_cap, device):
+    values = make(64, 4, 2, 16, torch.float32, [300, 7], device=device)
+    values["query"] *= 20
+    check(values | {"soft_cap": soft_cap}, f"soft cap {soft_cap}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_sinks(dtype, device):
+    """A request without keys has the sink's lse and output 0."""
+    values = make(32, 3, 2, 16, dtype, [400, 5, 0], device=device)
+    values["sinks"] = torch.linspace(-2, 8, 6, device=device).to(dtype)
+    result = check(values, "sinks")
+    assert (result.output[2] == 0).all()
+    assert_close("gqa_decode", "no keys", "lse", result.lse[2], values["sinks"].float())
+
+
+@pytest.mark.parametrize("num_scales", [1, 2])
+def test_float8_cache(num_scales, device):
+    values = make(64, 4, 2, 16, torch.float16, [300, 17], device=device)
+    for name in ("k_cache", "v_cache"):
+        values[name] = values[name].nan_to_num().to(fp8_of(device))
+    values["k_scale"] = torch.tensor([0.5, 1.75][:num_scales], device=device)
+    values["v_scale"] = torch.tensor([1.25, 0.25][:num_scales], device=device)
+    check(values, f"float8, {num_scales} scales")
+    values["k_scale"][0] = 0.0  # of a head whose keys are all 0
+    check(values, f"float8, {num_scales} scales, one of them 0")
+
+
+def test_all_at_once(device):
+    values = make(80, 5, 2, 32, torch.float16, [333, 40, 0], form="csr", device=device)
+    values |= {"window": 200, "soft_cap": 20.0, "sm_scale": 0.2, "sinks": torch.randn(10, device=device).half()}
+    check(values, "all at once")
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 9])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_deterministic_bits_do_not_depend_on_the_batch(batch_size, form, device, monkeypatch):
+    """Neighbours of any length, a wider page table and a place of its own: the same bits.
+
+    With so few programs that other calls cut keys by the lengths of the batch.
+    """
+    retune(monkeypatch, TUNING, programs=6)
+    extra = {"sinks": torch.randn(4, device=device), "deterministic": True}
+    alone = make(32, 2, 2, 16, torch.float32, [300], device=device)
+    expected = eagle_kernels.raw.gqa_decode(**alone, **extra)
+    lengths = [900, 0, 7, 128, 64, 300, 511, 1][: batch_size - 1]
+    many = make(32, 2, 2, 16, torch.float32, [*lengths, 300], form=form, device=device)
+    many["query"][-1] = alone["query"][0]
+    pages = alone["block_table"][0].long()
+    if form == "block_table":
+        own = many["block_table"][-1, : len(pages)].long()
+    else:
+        own = many["kv_indices"][many["kv_indptr"][-2] : many["kv_indptr"][-1]].long()
+    for name in ("k_cache", "v_cache"):
+        many[name][own] = alone[name][pages]
+    result = eagle_kernels.raw.gqa_decode(**many, **extra)
+    assert_equal("gqa_decode", "in a batch", "output", result.output[-1], expected.output[0])
+    assert_equal("gqa_decode", "in a batch", "lse", result.lse[-1], expected.lse[0])
+    check(many | extra, "deterministic")
+    if batch_size > 1:
+        extra["deterministic"] = False
+        result = [eagle_kernels.raw.gqa_decode(**values, **extra).output for values in (alone, many)]
+        assert not torch.equal(result[0][0], result[1][-1])
+
+
+def test_more_shares_than_an_axis_of_a_grid_has_programs(device, monkeypatch):
+    """Deterministic calls of 2048 requests of long tables; here the limit is lower."""
+    values = make(32, 1, 1, 16, torch.float16, [300, 0, 129, 700], max_pages=260, device=device)
+    values["deterministic"] = True
+    expected = check(values)
+    monkeypatch.setattr(split_attention, "MAX_PROGRAMS", 37)
+    grids = []
+    with intercept(lambda op, kernel, grid, arguments: grids.append(grid)):
+        eagle_kernels.raw.gqa_decode(**values)
+    assert 1 < max(grids[0][1:]) <= 37 and min(grids[0][1:]) > 1
+    result = eagle_kernels.raw.gqa_decode(**values)
+    assert_equal("gqa_decode", "two axes", "output", result.output, expected.output)
 
 
 def test_both_page_tables_agree(device):
@@ -130,6 +250,30 @@ def test_malformed_csr(device):
     check(values, "malformed indptr")
 
 
+@pytest.mark.parametrize("max_programs", [split_attention.MAX_PROGRAMS, 5])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_requests_that_share_pages_of_a_csr_table(deterministic, max_programs, device, monkeypatch):
+    """Malformed, and more shares than the pages have room for: what lies behind the partial results is not read, nor
+    written by programs of a last, incomplete layer of the grid."""
+    monkeypatch.setattr(split_attention, "MAX_PROGRAMS", max_programs)
+    values = make(32, 2, 1, 16, torch.float32, [700, 0, 0, 0, 0], form="csr", device=device)
+    count = int(values["kv_indptr"][1])
+    values["last_page_len"].fill_(12)
+    expected = eagle_kernels.raw.gqa_decode(**values, deterministic=deterministic)
+    values["kv_indptr"].copy_(torch.tensor([0, count, 0, count, 0, count]))
+    empty = torch.empty
+
+    def among_poison(shape, **options):
+        size = torch.Size(shape).numel()
+        poison = float("nan") if options["dtype"].is_floating_point else -(2**30)
+        return empty(size + 2**17, **options).fill_(poison)[2**16 : size + 2**16].view(shape)
+
+    monkeypatch.setattr(torch, "empty", among_poison)
+    with assert_in_bounds():
+        result = eagle_kernels.raw.gqa_decode(**values, deterministic=deterministic)
+    assert_close("gqa_decode", "first", "output", result.output[0], expected.output[0])
+
+
 def test_nan_stays_in_its_request(device):
     values = make(64, 2, 1, 16, torch.float32, [20, 20], device=device)
     before = eagle_kernels.raw.gqa_decode(**values)
@@ -139,10 +283,27 @@ def test_nan_stays_in_its_request(device):
     assert torch.equal(before.output[1], after.output[1])
 
 
-def test_launches_and_nothing_else(device):
+def test_launches_and_nothing_else(device, monkeypatch):
+    retune(monkeypatch, TUNING, share_keys=128)
     for form in ("block_table", "csr"):
-        values = make(64, 4, 1, 16, torch.float16, [40, 33], form=form, device=device)
+        values = make(64, 4, 1, 16, torch.float16, [400, 33], form=form, device=device)
         assert_only_launches("attention.gqa_decode", values)
+        short = make(64, 4, 1, 16, torch.float16, [20], form=form, device=device)
+        assert_only_launches("attention.gqa_decode", short, launches=1)
+
+
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+def test_page_ids_that_int32_does_not_hold(page_size, form, device):
+    """Such a page is outside the pool like -1, not the page that its lower half names."""
+    values = make(64, 2, 2, page_size, torch.float32, [300], form=form, index_dtype=torch.int64, device=device)
+    table = values["block_table"][0] if form == "block_table" else values["kv_indices"]
+    page = table[1].item()
+    table[1] = -1
+    expected = eagle_kernels.raw.gqa_decode(**values)
+    table[1] = page + 2**32
+    result = eagle_kernels.raw.gqa_decode(**values)
+    assert_equal("gqa_decode", f"{page_size}", "output", result.output, expected.output)
 
 
 @pytest.mark.parametrize("form", ["block_table", "csr"])
@@ -170,6 +331,23 @@ def test_bad_input_is_named(change, message, device):
     values = to_device(values, device)
     with pytest.raises((ValueError, TypeError), match="eagle_kernels.gqa_decode: .*" + message):
         eagle_kernels.raw.gqa_decode(**values)
+
+
+def test_slots_are_counted_in_int32(device):
+    """With room behind them for the slots of a draft block."""
+    values = make(16, 1, 1, 256, torch.float16, [300], device=device)
+    values["block_table"] = torch.zeros(1, 2**23 - 1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"block_table must name at most 2\^31 - 1024 slots, got 2147483392"):
+        eagle_kernels.raw.gqa_decode(**values)
+
+
+@pytest.mark.gpu
+def test_pages_past_2_31_elements(device):
+    values = make(128, 4, 8, 16, torch.bfloat16, [100, 33], device=device)
+    expected = eagle_kernels.raw.gqa_decode(**values)
+    moved = beyond_int32(values)
+    result = eagle_kernels.raw.gqa_decode(**moved)
+    assert_equal("gqa_decode", "far pages", "output", result.output, expected.output)
 
 
 @pytest.mark.gpu
@@ -203,14 +381,38 @@ def test_pools_past_two_billion_elements(device):
     assert_equal("gqa_decode", "far pages", "output", result.output, expected.output)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_long_requests(deterministic, device):
+    """131072 slots beside short and empty requests."""
+    values = make(128, 4, 2, 16, torch.bfloat16, [1 << 17, 5, 0, (1 << 17) - 1], device=device)
+    check(values | {"deterministic": deterministic}, "131072 slots")
+    check(values | {"deterministic": deterministic, "window": 70000}, "131072 slots, window")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_deterministic_bits_in_a_batch_of_64(dtype, device):
+    lengths = torch.randint(0, 5000, (64,)).tolist()
+    lengths[17] = 3333
+    many = make(128, 4, 2, 16, dtype, lengths, device=device)
+    result = eagle_kernels.raw.gqa_decode(**many, deterministic=True)
+    alone = many | {name: many[name][17:18] for name in ("query", "block_table", "seq_lens")}
+    alone["block_table"] = alone["block_table"][:, : -(-3333 // 16)].contiguous()
+    expected = eagle_kernels.raw.gqa_decode(**alone, deterministic=True)
+    assert_equal("gqa_decode", "one of 64", "output", result.output[17], expected.output[0])
+    assert_equal("gqa_decode", "one of 64", "lse", result.lse[17], expected.lse[0])
+
+
 @pytest.mark.full
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 112, 128, 192, 256])
-def test_full_cross(head_dim, dtype, device):
+def test_full_cross(head_dim, dtype, window, device):
     pages = itertools.cycle([1, 16, 32, 64, 128, 256])
     for group_size in (1, 2, 3, 5, 6, 7, 8, 16):
         lengths = torch.randint(0, 1500, (5,)).tolist() + [0, 1, 64, 128]
         form = "csr" if group_size % 2 else "block_table"
         values = make(head_dim, group_size, 2, next(pages), dtype, lengths, form=form, device=device)
-        check(values, f"{head_dim} {group_size} {dtype}")
+        check(values | {"window": window}, f"{head_dim} {group_size} {dtype} {window}")

@@ -8,18 +8,29 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.ops.attention.tree_attention import TUNING
 from eagle_kernels.reference.ops.attention.tree_attention import tree_attention as reference
 from op_tests.harness import (
     assert_close,
     assert_equal,
+    assert_in_bounds,
     assert_only_launches,
     check_operation,
     check_registration,
     replay_in_graph,
+    retune,
     to_device,
 )
 
-from .cases import in_float64, paged_cache
+from .cases import (
+    FLOAT8,
+    beyond_int32,
+    fp8_of,
+    in_float64,
+    of_every_dtype_and_head_dim,
+    paged_cache,
+    with_float8,
+)
 
 # (queries, draft keys, head_dim, group, kv heads, page size, dtype, prefixes)
 SHAPES = [
@@ -67,20 +78,55 @@ def make(num_query, num_keys, head_dim, group_size, num_kv_heads, page_size, dty
     return values | paged
 
 
-def check(values, case=""):
-    """Kernel within twice the reference's own error against float64."""
+def check(values, case="", rows=None):
+    """Kernel within twice the reference's own error against float64; rows: those that are written, None: all."""
     actual, baseline = check_operation("attention.tree_attention", values, case=case, skip=("output", "lse"))
-    expected = reference(**in_float64(values))
-    assert_close("tree_attention", case, "output", actual.output, expected.output, baseline.output)
-    assert_close("tree_attention", case, "lse", actual.lse, expected.lse, baseline.lse)
+    expected = reference(**in_float64({name: value for name, value in values.items() if name != "deterministic"}))
+    written = ... if rows is None else rows
+    for name in ("output", "lse"):
+        results = (getattr(result, name)[written] for result in (actual, expected, baseline))
+        assert_close("tree_attention", case, name, *results)
     return actual
+
+
+NOT_SUPPORTED = {
+    *((str(torch.float8_e4m3fn), target) for target in ("sm_80", "gfx942")),
+    *((str(torch.float8_e4m3fnuz), target) for target in ("sm_80", "sm_90", "sm_100", "gfx950")),
+}
 
 
 def ahead_of_time_cases():
     yield "D=64 float32 csr separate", make(8, 24, 64, 4, 2, 1, torch.float32, [100], form="csr", is_separate=True)
-    yield "D=128 bfloat16", make(64, 64, 128, 8, 1, 64, torch.bfloat16, [100])
-    yield "D=256 float16", make(32, 32, 256, 8, 1, 16, torch.float16, [100])
+    for head_dim, dtype in ((80, torch.float16), (96, torch.bfloat16), (112, torch.float16), (128, torch.bfloat16),
+                            (192, torch.float16), (256, torch.bfloat16)):  # fmt: skip
+        yield f"D={head_dim} {dtype}", make(64, 64, head_dim, 8, 1, 64, dtype, [100])
     yield "D=256 float32", make(8, 24, 256, 4, 1, 16, torch.float32, [100])
+    everything = make(64, 64, 128, 8, 1, 64, torch.float16, [100]) | {
+        "window": 50,
+        "soft_cap": 30.0,
+        "sinks": torch.zeros(8),
+    }
+    everything["positions"] = torch.zeros(64, dtype=torch.int64)
+    yield "all that changes logits", everything
+    yield "deterministic", everything | {"deterministic": True}
+    everything["query"] = everything["query"].bfloat16()
+    for dtype in FLOAT8:
+        yield str(dtype), with_float8(everything, dtype)
+    yield "ragged", ragged([3, 9], 128, 4, 2, 16, torch.bfloat16, [20, 7])
+    yield "ragged chains", ragged([3, 9], 128, 4, 2, 16, torch.bfloat16, [20, 7], is_causal=True, is_separate=True)
+
+    # many rows for many keys have tiles of their own
+    yield "128 rows", make(64, 64, 128, 4, 8, 16, torch.bfloat16, [2100] * 4)
+    yield "256 rows", make(64, 64, 128, 4, 8, 1, torch.bfloat16, [2100] * 9, is_separate=True)
+    many = make(64, 64, 128, 4, 8, 16, torch.float16, [2100] * 9) | {"window": 50, "soft_cap": 30.0}
+    yield "256 rows, more logits", many | {"sinks": torch.zeros(32), "positions": torch.zeros(576, dtype=torch.int64)}
+    many["query"] = many["query"].bfloat16()
+    for dtype in FLOAT8:
+        yield f"{dtype} 256 rows", with_float8(many | {"positions": torch.zeros(576, dtype=torch.int64)}, dtype)
+
+
+def full_ahead_of_time_cases():
+    yield from of_every_dtype_and_head_dim(lambda head_dim, dtype: make(64, 64, head_dim, 4, 2, 16, dtype, [100]))
 
 
 def size_sweep():
@@ -98,6 +144,36 @@ def test_matches_reference(shape, device):
 def test_splits(device):
     """Long enough for several splits, with prefixes that fill none, one, or all of them."""
     check(make(2, 4, 32, 2, 1, 16, torch.float32, [600, 0, 128], device=device), "splits")
+
+
+@pytest.mark.parametrize("row", [row for rows in TUNING.values() for row in rows], ids=lambda row: f"{row['max_rows']}")
+def test_every_tuning_row(row, device, monkeypatch):
+    """Tiles that only large batches have."""
+    retune(monkeypatch, TUNING, **({"maxnreg": None} | row | {"least_programs": 0, "programs": 64}))
+    for head_dim, page_size, extra in ((128, 16, {}), (64, 64, {"window": 70}), (80, 1, {"soft_cap": 5.0})):
+        values = make(64, 64, head_dim, 4, 2, page_size, torch.float16, [0, 1, 200], is_separate=head_dim == 64,
+                      device=device)  # fmt: skip
+        if "window" in extra:
+            extra["positions"] = values["seq_lens"].repeat_interleave(64) + torch.arange(64, device=device).repeat(3)
+        check(values | extra, f"{head_dim}")
+
+
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+def test_one_request_has_the_shares_that_fit_the_gpu(is_separate, device, monkeypatch):
+    """About as many as there are programs, whatever the number of requests that a program looks at at once."""
+    retune(monkeypatch, TUNING, programs=8)
+    values = make(2, 2, 64, 2, 1, 16, torch.float32, [2000], is_separate=is_separate, device=device)
+    empty, shares = torch.empty, []
+
+    def noted(shape, **options):
+        tensor = empty(shape, **options)
+        if options["dtype"] == torch.int32:
+            shares.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", noted)
+    eagle_kernels.raw.tree_attention(**values)
+    assert shares[0].tolist() in ([[0, 7]], [[0, 8]])
 
 
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
@@ -122,6 +198,139 @@ def test_chain_equals_one_query_at_a_time(form, is_separate, device):
         assert_close("tree_attention", f"node {node}", "lse", result.lse[:, node], plain.lse)
 
 
+@pytest.mark.parametrize("window", [1, 2, 5, 33, 64, 300])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_window_of_siblings(window, form, device):
+    """Rows see by depth, not by place: the window may end in the prefix, at its end, or within the tree."""
+    depths = torch.tensor([0, 1, 1, 1, 2, 2, 3, 4])
+    values = make(8, 8, 32, 2, 1, 16, torch.float32, [290, 3, 0], form=form, device=device)
+    lengths = torch.tensor([290, 3, 0])
+    values["positions"] = (lengths[:, None] + depths).flatten().to(device)
+    check(values | {"window": window}, f"window {window}")
+
+
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_windows_read_no_mask_of_the_prefix(form, is_separate, device):
+    """The masks begin with the draft block, many words behind the tile where a window begins."""
+    values = make(3, 70, 32, 2, 1, 16, torch.float32, [300, 3, 64], form=form, is_separate=is_separate, device=device)
+    values["positions"] = torch.tensor([300, 3, 64]).repeat_interleave(3).to(device)
+    values["key_positions"] = torch.tensor([300, 3, 64]).repeat_interleave(70).to(device)
+    with assert_in_bounds():
+        check(values | {"window": 100}, "in bounds")
+
+
+def test_window_of_draft_levels(device):
+    """Four beams of the third level against the keys of three levels."""
+    values = make(4, 12, 32, 2, 1, 16, torch.float32, [40, 3], is_separate=True, device=device)
+    lengths = torch.tensor([40, 3])
+    values["positions"] = (lengths[:, None] + torch.full((4,), 3)).flatten().to(device)
+    values["key_positions"] = (lengths[:, None] + torch.arange(12) // 4 + 1).flatten().to(device)
+    for window in (1, 2, 3, 20):
+        check(values | {"window": window}, f"window {window}")
+
+
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+@pytest.mark.parametrize("window", [None, 1, 4, 40])
+def test_causal_is_the_mask_of_a_chain(window, is_separate, device):
+    values = make(5, 7, 32, 2, 1, 16, torch.float32, [40, 0], kind="chain", is_separate=is_separate, device=device)
+    masked = dict(values)
+    if window is not None:
+        lengths = torch.tensor([40, 0])
+        masked["positions"] = (lengths[:, None] + torch.arange(5) + 2).flatten().to(device)
+        masked["key_positions"] = (lengths[:, None] + torch.arange(7)).flatten().to(device)
+    del values["tree_mask"]
+    result = check(values | {"is_causal": True, "window": window}, "causal")
+    expected = eagle_kernels.raw.tree_attention(**masked, window=window)
+    assert_equal("tree_attention", "causal", "output", result.output, expected.output)
+
+
+def ragged(counts, head_dim, group_size, num_kv_heads, page_size, dtype, prefixes, *, form="block_table",
+           is_separate=False, is_causal=False, device="cpu"):  # fmt: skip
+    """Requests of `counts` rows each, one after another."""
+    total, num_words = sum(counts), -(-max(counts, default=1) // 64)
+    values = {"query": torch.randn(total, group_size * num_kv_heads, head_dim).to(device, dtype)}
+    bounds = torch.tensor([0, *counts]).cumsum(0)
+    values |= {"qo_indptr": bounds.to(device, torch.int32), "max_query": max(counts)}
+    if is_causal:
+        values["is_causal"] = True
+    else:
+        values["tree_mask"] = pack(torch.rand(total, max(counts)) < 0.4, num_words).to(device)
+    if is_separate:
+        for name in ("draft_key", "draft_value"):
+            values[name] = torch.randn(total, num_kv_heads, head_dim).to(device, dtype)
+    filled = [prefix + (0 if is_separate else count) for prefix, count in zip(prefixes, counts)]
+    paged = paged_cache(filled, page_size, num_kv_heads, head_dim, dtype, form=form, device=device)
+    if "seq_lens" in paged:
+        paged["seq_lens"] = torch.tensor(prefixes, dtype=torch.int32, device=device)
+    return values | paged
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["tree", "chain"])
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_ragged(form, is_separate, is_causal, device):
+    values = ragged([3, 0, 9, 1], 32, 3, 2, 16, torch.float32, [20, 7, 300, 0], form=form, is_separate=is_separate,
+                    is_causal=is_causal, device=device)  # fmt: skip
+    check(values, "ragged")
+    prefixes = torch.tensor([20, 300, 0])
+    starts = torch.repeat_interleave(prefixes, torch.tensor([3, 9, 1]))
+    depths = torch.cat([torch.arange(count) // 2 for count in (3, 9, 1)])
+    check(values | {"window": 6, "positions": (starts + depths).to(device)}, "ragged, window")
+
+
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_rows_beyond_max_query(form, is_separate, device):
+    """The rows that are attended are what they are where all are, and the others are not written."""
+    values = ragged([2, 9, 5], 32, 2, 1, 16, torch.float32, [20, 150, 64], form=form, is_separate=is_separate,
+                    is_causal=True, device=device)  # fmt: skip
+    expected = eagle_kernels.raw.tree_attention(**values)
+    values["max_query"] = 4
+    check(values | {"window": 30}, "beyond max_query, window", rows=[*range(6), *range(11, 15)])
+    result = check(values, "beyond max_query", rows=[*range(6), *range(11, 15)])
+    for first, last in ((0, 2), (2, 6), (11, 15)):
+        assert_close("tree_attention", "all", "output", result.output[first:last], expected.output[first:last])
+
+
+@pytest.mark.parametrize("bounds", [[-3, 4, 2**30], [0, 9, 5], [7, 7, 99]])
+def test_malformed_bounds(bounds, device):
+    values = ragged([2, 9], 32, 2, 1, 16, torch.float32, [20, 150], form="csr", is_causal=True, device=device)
+    for name in ("k_cache", "v_cache"):
+        values[name].nan_to_num_(1.0)
+    values["qo_indptr"].copy_(torch.tensor(bounds))
+    first, last = max(bounds[0], 0), min(max(bounds[1:]), 11)
+    check(values, "malformed bounds", rows=list(range(first, last)))
+
+
+def test_soft_cap_sinks_and_float8(device):
+    values = make(6, 6, 64, 4, 2, 16, torch.float16, [300, 5], is_separate=True, device=device)
+    for name in ("k_cache", "v_cache"):
+        values[name] = values[name].nan_to_num().to(fp8_of(device))
+    values |= {"k_scale": torch.tensor([0.5, 1.5], device=device), "v_scale": torch.tensor([2.0, 0.75], device=device)}
+    values |= {"soft_cap": 10.0, "sinks": torch.randn(8, device=device)}
+    check(values, "separate drafts")
+    values["draft_key"] = values["draft_value"] = None
+    values["seq_lens"] -= torch.tensor([6, 5], device=device, dtype=torch.int32)
+    check(values, "drafts in the pool")
+
+
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(("num_query", "prefix"), [(2, 300), (31, 300), (64, 300), (64, 100), (2, 1500)])
+def test_deterministic_root_is_plain_decoding(num_query, prefix, has_sinks, device):
+    """The root of a tree of any size, with any neighbours, has the bits of gqa_decode over the prefix and itself."""
+    values = make(num_query, num_query, 32, 4, 1, 16, torch.float32, [prefix, 40], device=device)
+    values["tree_mask"][:, 0] = 0
+    values["tree_mask"][:, 0, 0] = 1
+    values["sinks"] = torch.randn(4, device=device) if has_sinks else None
+    result = eagle_kernels.raw.tree_attention(**values, deterministic=True)
+    plain = {name: values[name] for name in ("k_cache", "v_cache", "sinks")}
+    plain |= {"block_table": values["block_table"][:1], "seq_lens": values["seq_lens"][:1] + 1}
+    expected = eagle_kernels.raw.gqa_decode(values["query"][:1, 0].contiguous(), **plain, deterministic=True)
+    assert_equal("tree_attention", "root", "output", result.output[0, 0], expected.output[0])
+    assert_equal("tree_attention", "root", "lse", result.lse[0, 0], expected.lse[0])
+
+
 def test_both_page_tables_and_both_draft_blocks_agree(device):
     torch.manual_seed(1)
     in_pool = make(4, 8, 32, 4, 1, 16, torch.float32, [40, 3], device=device)
@@ -137,7 +346,7 @@ def test_both_page_tables_and_both_draft_blocks_agree(device):
             for table, prefix in zip(in_pool["block_table"], in_pool["seq_lens"].tolist())
         ])  # fmt: skip
     result = eagle_kernels.raw.tree_attention(**separate)
-    assert_equal("tree_attention", "separate", "output", result.output, expected.output)
+    assert_close("tree_attention", "separate", "output", result.output, expected.output)
 
 
 def test_strided_views(device):
@@ -146,6 +355,18 @@ def test_strided_views(device):
     fused = torch.randn(2, 3, 8 + 4, 64, device=device).half()
     drafts = torch.randn(2, 4, 2, 2, 64, device=device).half()
     check(values | {"query": fused[:, :, :8], "draft_key": drafts[:, :, 0], "draft_value": drafts[:, :, 1]}, "strided")
+
+
+def test_draft_keys_far_apart(device):
+    """More than 2^31 elements from the first to the last, of which few are ever touched."""
+    values = make(2, 300, 16, 2, 1, 16, torch.float16, [20], is_separate=True, device=device)
+    drafts = torch.empty(1, 300, 2**31 // (32 * 290), 2, 1, 16, dtype=torch.float16, device=device)
+    for index, name in enumerate(("draft_key", "draft_value")):
+        far = drafts[:, :, 0, index]
+        far.copy_(values[name])
+        values[name] = far
+    with assert_in_bounds():
+        check(values, "far apart")
 
 
 def test_wider_mask(device):
@@ -187,11 +408,10 @@ def test_dead_rows(form, device):
     assert torch.equal(result.output[0], before.output[0])
 
 
-def test_draft_keys_that_nobody_sees_are_not_read(device):
+def test_draft_keys_that_nobody_sees_may_be_nan(device):
     values = make(2, 4, 32, 2, 1, 1, torch.float32, [3], device=device)
     values["tree_mask"].fill_(0b0101)
-    for cache in (values["k_cache"], values["v_cache"]):
-        cache[values["block_table"][0, 4].long()] = float("nan")  # draft key 1
+    values["k_cache"][values["block_table"][0, 4].long()] = float("nan")  # draft key 1
     assert not check(values, "unseen").output.isnan().any()
 
 
@@ -205,8 +425,10 @@ def test_fewer_slots_than_draft_keys(device):
 
 def test_launches_and_nothing_else(device):
     for is_separate in (False, True):
-        values = make(3, 4, 32, 2, 1, 16, torch.float16, [20], is_separate=is_separate, device=device)
+        values = make(3, 4, 32, 2, 1, 16, torch.float16, [300], is_separate=is_separate, device=device)
         assert_only_launches("attention.tree_attention", values)
+    short = make(3, 4, 32, 2, 1, 16, torch.float16, [20], device=device)
+    assert_only_launches("attention.tree_attention", short, launches=1)
 
 
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
@@ -220,6 +442,7 @@ def test_registration(is_separate, device):
     ("change", "message"),
     [
         ({"num_draft_keys": 0}, "num_draft_keys must lie in 1..512, got 0"),
+        ({"num_draft_keys": 2, "is_causal": True, "tree_mask": None}, "num_draft_keys must be at least Nq = 3"),
         ({"num_draft_keys": 65}, "tree_mask must hold a bit for each of 65 draft keys, got 1 words"),
         ({"query": torch.zeros(2, 257, 2, 32)}, "query must have Nq in 1..256, got 257"),
         ({"query": torch.zeros(2, 3, 2, 8)}, "query must have D in 16..256, got 8"),
@@ -240,6 +463,15 @@ def test_bad_input_is_named(change, message, device):
 
 
 @pytest.mark.gpu
+def test_pages_past_2_31_elements(device):
+    values = make(6, 6, 128, 4, 8, 16, torch.bfloat16, [100, 33], device=device)
+    expected = eagle_kernels.raw.tree_attention(**values)
+    moved = beyond_int32(values)
+    result = eagle_kernels.raw.tree_attention(**moved)
+    assert_equal("tree_attention", "far pages", "output", result.output, expected.output)
+
+
+@pytest.mark.gpu
 def test_graph_replay_with_dead_rows(device):
     values = make(16, 16, 128, 4, 2, 16, torch.bfloat16, [300] * 8, max_pages=40, device=device)
     out = eagle_kernels.raw.tree_attention(**values)
@@ -257,6 +489,30 @@ def test_graph_replay_with_dead_rows(device):
     check(values, "replay")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+def test_long_prefixes(is_separate, device):
+    """131072 slots beside short and empty prefixes."""
+    values = make(64, 64, 128, 4, 2, 16, torch.bfloat16, [1 << 17, 5, 0, (1 << 17) - 40], is_separate=is_separate,
+                  device=device)  # fmt: skip
+    check(values, "131072 slots")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_deterministic_root_in_a_batch_of_64(dtype, device):
+    """The root of one tree of 64 has the bits of plain decoding alone."""
+    prefixes = torch.randint(0, 5000, (64,)).tolist()
+    values = make(33, 33, 128, 4, 2, 16, dtype, prefixes, device=device)
+    values["tree_mask"][:, 0] = 1
+    result = eagle_kernels.raw.tree_attention(**values, deterministic=True)
+    plain = {name: values[name] for name in ("k_cache", "v_cache")}
+    plain |= {"block_table": values["block_table"][17:18], "seq_lens": values["seq_lens"][17:18] + 1}
+    expected = eagle_kernels.raw.gqa_decode(values["query"][17:18, 0].contiguous(), **plain, deterministic=True)
+    assert_equal("tree_attention", "root of 64", "output", result.output[17, 0], expected.output[0])
+    assert_equal("tree_attention", "root of 64", "lse", result.lse[17, 0], expected.lse[0])
+
+
 CROSS_QUERIES = [1, 2, 31, 32, 33, 64, 65, 129, 256]
 CROSS_DIMS = [64, 80, 128, 256]
 CROSS_HEADS = [(1, 1), (3, 16), (4, 64), (8, 256)]  # (group, page size)
@@ -269,7 +525,8 @@ CROSS_FORMS = [("csr", False), ("block_table", True), ("block_table", False), ("
 @pytest.mark.parametrize("head_dim", CROSS_DIMS)
 @pytest.mark.parametrize("num_query", CROSS_QUERIES)
 def test_full_cross(num_query, head_dim, dtype, device):
-    """Every head layout; the form of the cache turns from test to test, so that all pairs occur."""
+    """Every head layout, as a tree, as a chain, and under a window; the form of the cache turns from test to test, so
+    that all pairs occur."""
     turn = CROSS_QUERIES.index(num_query) + CROSS_DIMS.index(head_dim)
     for index, (group_size, page_size) in enumerate(CROSS_HEADS):
         form, is_separate = CROSS_FORMS[(index + turn) % len(CROSS_FORMS)]
@@ -277,4 +534,12 @@ def test_full_cross(num_query, head_dim, dtype, device):
         num_keys = num_query + int(torch.randint(0, 257, ()))
         values = make(num_query, num_keys, head_dim, group_size, 2, page_size, dtype, prefixes, form=form,
                       is_separate=is_separate, device=device)  # fmt: skip
-        check(values, f"{num_query} {num_keys} {head_dim} {group_size} {page_size} {form} {is_separate}")
+        case = f"{num_query} {num_keys} {head_dim} {group_size} {page_size} {form} {is_separate}"
+        check(values, case)
+        chain = values | {"tree_mask": None, "is_causal": True}
+        check(chain, f"{case} chain")
+        check(chain | {"window": 100}, f"{case} chain, window")
+        starts = torch.tensor(prefixes)[:, None]
+        depths = [torch.arange(count) // 3 for count in (num_query, num_keys)]
+        places = [(starts + depth).flatten().to(device) for depth in depths]
+        check(values | {"window": 100, "positions": places[0], "key_positions": places[1]}, f"{case} window")

@@ -1,1 +1,1 @@
-"""The paged KV cache: index lists for drafting, and moving the accepted path."""
+"""The paged KV cache: lists of slots for drafting, for attention, after verification; writing and moving."""

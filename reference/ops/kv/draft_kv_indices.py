@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from ...slots import Rows, first_draft_column, lengths, packed
+
 
 class Output(NamedTuple):
     kv_indptr: torch.Tensor
@@ -22,37 +24,35 @@ def draft_kv_indices(
     num_steps: int,
     capacity: int,
     page_size: int = 1,
+    window_size: int = 0,
+    sink_size: int = 0,
+    window_counts_drafts: bool = False,
+    keep_unused: bool = False,
+    out: Output | None = None,
 ) -> Output:
-    """See eagle_kernels/ops/kv/draft_kv_indices.py."""
-    num_rows, row_size = req_to_token.shape
-    rows = req_to_token.tolist()
-    requests = list(zip(req_pool_indices.tolist(), [max(length, 0) for length in seq_lens.tolist()]))
-    kv_indptr = torch.zeros(num_steps, len(requests) * topk + 1, dtype=torch.int32)
-    kv_indices = torch.full((num_steps, capacity), -1, dtype=torch.int32)
-    needed = 0
+    """See eagle_kernels/ops/kv/draft_kv_indices.py; `out` is read for keep_unused, not written."""
+    rows, device = Rows(req_pool_indices, req_to_token), seq_lens.device
+    kv_indptr, kv_indices, overflow = [], [], 0
     for step in range(num_steps):
-        indices: list[int] = []
-        bounds = [0]
-        for row, seq_len in requests:
+        lists = []
+        for request, seq_len in enumerate(lengths(seq_lens)):
             for branch in range(topk):
-                first = _first_draft_column(seq_len, branch, topk, num_steps, page_size)
-                columns = [*range(seq_len), *range(first, first + step + 1)]
-                exists = 0 <= row < num_rows
-                indices += [rows[row][column] if exists and column < row_size else -1 for column in columns]
-                bounds.append(min(len(indices), capacity))
-        kv_indptr[step] = torch.tensor(bounds, dtype=torch.int32)
-        kept = indices[:capacity]
-        kv_indices[step, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
-        needed = len(indices)
-    overflow = torch.tensor([needed if needed > capacity else 0], dtype=torch.int32)
-    device = seq_lens.device
-    return Output(kv_indptr.to(device), kv_indices.to(device), overflow.to(device))
-
-
-def _first_draft_column(seq_len: int, branch: int, topk: int, num_steps: int, page_size: int) -> int:
-    """Branches lie one after another; with pages and several branches, each starts on pages of its own."""
-    if page_size == 1 or topk == 1:
-        return seq_len + branch * num_steps
-    in_page = seq_len % page_size
-    pages = -(-(in_page + num_steps) // page_size)
-    return seq_len // page_size * page_size + branch * pages * page_size + in_page
+                first = first_draft_column(seq_len, branch, topk, num_steps, page_size)
+                prefix, drafts = list(range(seq_len)), list(range(first, first + step + 1))
+                if window_size > 0:
+                    seen = len(prefix) + len(drafts) if window_counts_drafts else len(prefix)
+                    in_window = set(range(seen - window_size, seq_len + len(drafts)))
+                    kept = [place for place in range(seq_len) if place < sink_size or place in in_window]
+                    drafts = [column for place, column in enumerate(drafts, seq_len) if place in in_window]
+                    prefix = kept
+                lists.append(rows.slots(request, prefix + drafts))
+        unused = out.kv_indices[step].tolist() if keep_unused else -1
+        bounds, entries, overflow = packed(lists, capacity, unused=unused)
+        kv_indptr.append(bounds)
+        kv_indices.append(entries)
+    dtype = out.kv_indices.dtype if keep_unused else torch.int32
+    return Output(
+        torch.tensor(kv_indptr, dtype=torch.int32, device=device),
+        torch.tensor(kv_indices, dtype=dtype, device=device).view(num_steps, capacity),
+        torch.tensor([overflow], dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,74 @@
+"""chain_kv_indices for the root and its one draft, and for chains of four."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from bench.harness import Benchmark, Case
+from bench.run import main
+
+
+def make(device, batch_size, length, num_tokens):
+    slots = torch.randperm(batch_size * length, device=device).to(torch.int32)
+    return {
+        "req_pool_indices": torch.randperm(batch_size, device=device),
+        "req_to_token": slots.view(batch_size, length),
+        "kv_lens": torch.full((batch_size,), length, device=device),
+        "num_verify_tokens": num_tokens,
+        "capacity": batch_size * _count(length, num_tokens),
+    }
+
+
+def _count(length, num_tokens):
+    return num_tokens * length - num_tokens * (num_tokens - 1) // 2
+
+
+def count_bytes(batch_size, length, num_tokens):
+    """Each row read once, all lists and bounds written."""
+    return 4 * (batch_size * (length + _count(length, num_tokens) + num_tokens) + 1)
+
+
+def prepare_torch(values):
+    """The total is known on the host, as repeat_interleave would wait for the device without it."""
+    table, capacity, num_tokens = values["req_to_token"], values["capacity"], values["num_verify_tokens"]
+    num_lists, device = len(values["kv_lens"]) * num_tokens, table.device
+    kv_indptr = torch.zeros(num_lists + 1, dtype=torch.int32, device=device)
+    which, entry = torch.arange(num_lists, device=device), torch.arange(capacity, device=device)
+    token = torch.arange(num_tokens, device=device)
+
+    def run():
+        lengths = (values["kv_lens"][:, None] - num_tokens + 1 + token).flatten()
+        kv_indptr[1:] = lengths.cumsum(0)
+        owner = which.repeat_interleave(lengths, output_size=capacity)
+        column = entry - kv_indptr.gather(0, owner)
+        kv_indices = table[values["req_pool_indices"][owner // num_tokens], column]
+        return {"kv_indptr": kv_indptr, "kv_indices": kv_indices}
+
+    return run
+
+
+def _case(batch_size, length, num_tokens):
+    sizes = {"batch_size": batch_size, "length": length, "num_tokens": num_tokens}
+    is_headline = (batch_size, length, num_tokens) == (8, 1024, 2)
+    # the reference makes Python lists
+    return Case(f"B={batch_size} L={length} N={num_tokens}", sizes, batch_size * length <= 65536, is_headline)
+
+
+BENCHMARK = Benchmark(
+    path="kv.chain_kv_indices",
+    cases=[
+        _case(batch_size, length, num_tokens)
+        for length in (1024, 8192)
+        for num_tokens in (2, 4)
+        for batch_size in (1, 8, 32)
+    ],
+    small_cases=[_case(3, 20, 2), _case(2, 9, 4)],
+    make=make,
+    count_bytes=count_bytes,
+    providers={"torch": prepare_torch},
+)
+
+if __name__ == "__main__":
+    sys.exit(main(benchmarks=[BENCHMARK]))

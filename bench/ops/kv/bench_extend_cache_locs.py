@@ -1,0 +1,83 @@
+"""extend_cache_locs for the nodes of a verification, as many of every request, and for ranges told by their ends."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from bench.harness import Benchmark, Case
+from bench.peers import sglang_triton
+from bench.run import main
+
+PREFIX = 8192
+
+
+def make(device, batch_size, num_tokens, is_uniform):
+    columns = PREFIX + num_tokens
+    slots = torch.randperm(batch_size * columns, device=device).to(torch.int32)
+    starts = torch.full((batch_size,), PREFIX, device=device)
+    values = {
+        "req_pool_indices": torch.randperm(batch_size, device=device),
+        "req_to_token": slots.view(batch_size, columns),
+        "starts": starts,
+    }
+    if is_uniform:
+        return values | {"num_tokens": num_tokens}
+    return values | {"ends": starts + num_tokens, "capacity": batch_size * num_tokens}
+
+
+def count_bytes(batch_size, num_tokens, is_uniform):
+    """Slots read as int32, slots and positions written as int64."""
+    return batch_size * num_tokens * (4 + 8 + 8) + 4 * (batch_size + 1)
+
+
+def prepare_torch(values):
+    """The number of slots is known on the host, as repeat_interleave would wait for the device without it."""
+    table, starts, ends = values["req_to_token"], values["starts"], values.get("ends")
+    rows = values["req_pool_indices"]
+    if ends is None:
+        offset = torch.arange(values["num_tokens"], device=table.device)
+
+        def run():
+            positions = starts[:, None] + offset
+            cache_locs = table[rows[:, None], positions].long()
+            return {"cache_locs": cache_locs.flatten(), "positions": positions.flatten()}
+
+        return run
+    request = torch.arange(len(starts), device=table.device)
+    entry = torch.arange(values["capacity"], device=table.device)
+
+    def run():
+        counts = ends - starts
+        owner = request.repeat_interleave(counts, output_size=len(entry))
+        positions = starts[owner] + entry - (counts.cumsum(0) - counts)[owner]
+        return {"cache_locs": table[rows[owner], positions].long(), "positions": positions}
+
+    return run
+
+
+def _case(batch_size, num_tokens, is_uniform=True):
+    sizes = {"batch_size": batch_size, "num_tokens": num_tokens, "is_uniform": is_uniform}
+    is_headline = (batch_size, num_tokens, is_uniform) == (8, 64, True)
+    kind = "uniform" if is_uniform else "ragged"
+    return Case(f"B={batch_size} {num_tokens} tokens {kind}", sizes, is_headline=is_headline)
+
+
+BENCHMARK = Benchmark(
+    path="kv.extend_cache_locs",
+    cases=[
+        _case(batch_size, num_tokens, is_uniform)
+        for is_uniform in (True, False)
+        for num_tokens in (8, 64)
+        for batch_size in (1, 8, 32, 128)
+    ],
+    small_cases=[_case(3, 8), _case(3, 8, False)],
+    make=make,
+    count_bytes=count_bytes,
+    providers={"torch": prepare_torch},
+    peers={"sglang_triton": sglang_triton.extend_cache_locs},
+)
+
+if __name__ == "__main__":
+    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,0 +1,70 @@
+"""kv_indices: slots of prefixes, and their pages."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from bench.harness import Benchmark, Case
+from bench.run import main
+
+
+def make(device, batch_size, prefix, page_size):
+    pages = torch.randperm(batch_size * prefix // page_size, device=device).view(batch_size, -1, 1)
+    slots = pages * page_size + torch.arange(page_size, device=device)
+    return {
+        "req_pool_indices": torch.randperm(batch_size, device=device),
+        "req_to_token": slots.flatten(1).to(torch.int32),
+        "seq_lens": torch.full((batch_size,), prefix, device=device),
+        "capacity": batch_size * prefix // page_size,
+        "page_size": page_size,
+    }
+
+
+def count_bytes(batch_size, prefix, page_size):
+    """One slot a page read, the indices, bounds and last lengths written."""
+    num_indices = batch_size * prefix // page_size
+    return 4 * (2 * num_indices + 2 * batch_size + 1)
+
+
+def prepare_torch(values):
+    """Row by row of the owner; the total is known on the host, as repeat_interleave would wait for the device."""
+    table, capacity, page_size = values["req_to_token"], values["capacity"], values["page_size"]
+    batch_size, device = len(values["seq_lens"]), table.device
+    kv_indptr = torch.zeros(batch_size + 1, dtype=torch.int32, device=device)
+    request, entry = torch.arange(batch_size, device=device), torch.arange(capacity, device=device)
+
+    def run():
+        counts = (values["seq_lens"] + page_size - 1) // page_size
+        kv_indptr[1:] = counts.cumsum(0)
+        owner = request.repeat_interleave(counts, output_size=capacity)
+        column = (entry - kv_indptr.gather(0, owner)) * page_size
+        kv_indices = table[values["req_pool_indices"][owner], column] // page_size
+        last_page_len = values["seq_lens"] - (counts - 1) * page_size
+        return {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "last_page_len": last_page_len}
+
+    return run
+
+
+def _case(batch_size, prefix, page_size=1):
+    sizes = {"batch_size": batch_size, "prefix": prefix, "page_size": page_size}
+    is_headline = (batch_size, prefix, page_size) == (8, 1024, 1)
+    # the reference makes Python lists
+    return Case(f"B={batch_size} L={prefix} P={page_size}", sizes, batch_size * prefix <= 65536, is_headline)
+
+
+BENCHMARK = Benchmark(
+    path="kv.kv_indices",
+    cases=[
+        *(_case(batch_size, prefix) for prefix in (1024, 8192) for batch_size in (1, 8, 32)),
+        *(_case(batch_size, 8192, 16) for batch_size in (1, 8, 32)),
+    ],
+    small_cases=[_case(3, 20), _case(3, 20, 4)],
+    make=make,
+    count_bytes=count_bytes,
+    providers={"torch": prepare_torch},
+)
+
+if __name__ == "__main__":
+    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,0 +1,124 @@
+"""The norms, the activation, the rotary embedding and the renormalising filters of `sgl_kernel`, on top of ours.
+
+Names, argument order and rounding are those of `sgl_kernel.elementwise` and `sgl_kernel.sampling`: norms are rounded
+once, at the end. `enable_pdl` is taken and ignored: our launches decide for themselves. `sgl_kernel.py` has these names
+too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import ops
+from ..ops.nn.rms_norm import Output as _NormOutput
+from ..ops.nn.rope import Output as _RopeOutput
+
+
+def rmsnorm(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    out: torch.Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> torch.Tensor:
+    """input [T, H] normed; into `out` where it is given."""
+    return _norm(input, weight, eps, 0.0, out)
+
+
+def gemma_rmsnorm(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    out: torch.Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> torch.Tensor:
+    """As rmsnorm, with 1 + weight."""
+    return _norm(input, weight, eps, 1.0, out)
+
+
+def fused_add_rmsnorm(
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:
+    """residual += input, input = norm(residual), in place."""
+    _add_norm(input, residual, weight, eps, 0.0)
+
+
+def gemma_fused_add_rmsnorm(
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:
+    """As fused_add_rmsnorm, with 1 + weight."""
+    _add_norm(input, residual, weight, eps, 1.0)
+
+
+def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """silu of the first half of each row times its second half: input [..., 2 I] -> [..., I]."""
+    rows = input.view(-1, input.shape[-1])
+    if out is None:
+        return ops.silu_and_mul(rows).view(*input.shape[:-1], -1)
+    ops.silu_and_mul(rows, out=out.view(-1, out.shape[-1]))
+    return out
+
+
+def apply_rope_with_cos_sin_cache_inplace(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool = True,
+    fused_set_kv_buffer_arg=None,
+    enable_pdl: bool | None = None,
+) -> None:
+    """Turns query [T, Hq * head_size] and key [T, Hkv * head_size] in place.
+
+    cos_sin_cache [max_positions, rotary_dim] fp32: cosines, then sines. fused_set_kv_buffer_arg is refused: write_kv
+    turns and writes in one launch.
+    """
+    if fused_set_kv_buffer_arg is not None:
+        name = "apply_rope_with_cos_sin_cache_inplace"
+        raise ValueError(f"{name}: fused_set_kv_buffer_arg must be None, got a value; eagle_kernels.write_kv does this")
+    heads = [tensor.view(len(tensor), -1, head_size) for tensor in (query, key)]
+    cos, sin = cos_sin_cache.chunk(2, dim=1)
+    ops.rope(*heads, positions, cos, sin, is_interleaved=not is_neox, out=_RopeOutput(*heads))
+
+
+def top_k_renorm_prob(probs: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
+    """The k most likely tokens of probs [T, V] fp32, renormalised."""
+    return ops.top_k_renorm(probs, _per_row(probs, top_k, torch.int32))
+
+
+def top_p_renorm_prob(probs: torch.Tensor, top_p: torch.Tensor | float) -> torch.Tensor:
+    """The fewest most likely tokens of probs [T, V] fp32 that hold top_p, renormalised."""
+    return ops.top_p_renorm(probs, _per_row(probs, top_p, torch.float32))
+
+
+top_k_renorm_probs, top_p_renorm_probs = top_k_renorm_prob, top_p_renorm_prob
+
+
+def _norm(rows, weight, eps, weight_offset, out):
+    options = {"eps": eps, "weight_offset": weight_offset, "round_normalized": False}
+    if out is None:
+        return ops.rms_norm(rows, weight, **options).output
+    ops.rms_norm(rows, weight, **options, out=_NormOutput(out, rows[:0]))
+    return out
+
+
+def _add_norm(rows, residual, weight, eps, weight_offset):
+    ops.rms_norm(
+        rows, weight, residual, eps=eps, weight_offset=weight_offset, round_normalized=False,
+        out=_NormOutput(rows, residual),
+    )  # fmt: skip
+
+
+def _per_row(probs, value, dtype):
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.full((len(probs),), value, dtype=dtype, device=probs.device)

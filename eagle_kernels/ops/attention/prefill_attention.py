@@ -1,0 +1,306 @@
+"""Causal attention of whole prompts, or of chunks of them behind what is cached already: a flash kernel.
+
+Computes
+    output = softmax(sm_scale * query . key) . value per query row and head. The queries of a request are the last ones
+    of its keys: of n queries and m keys, query i is at position m - n + i, and sees the keys up to its own (is_causal)
+    or all. FlashAttention (arXiv 2205.14135, 2307.08691): a program keeps a tile of query rows and reads the keys once,
+    tile by tile; only tiles on the diagonal and at the edge of a window are masked.
+    soft_cap, window, sinks, k_scale, v_scale, lse: as in gqa_decode.
+Shapes
+    query          [T, Hq, D]                      float  rows of all requests one after another, which may be strided;
+                                                          D in 16..256; Hq a multiple of Hkv
+    qo_indptr      [B + 1]                         int    where a request's queries start
+    key, value     [Tk, Hkv, D]                    as query, rows may be strided; or a paged cache:
+    key_indptr     [B + 1]                         int    where a request's keys start; by default qo_indptr
+    k_cache        [num_pages, page_size, Hkv, D]  as query, or fp8 with 16-bit queries; page_size a power of
+                                                          two in 1..256; pages may be strided
+    v_cache        as k_cache
+    block_table    [B, max_pages]                  int    page ids, with
+    seq_lens       [B]                             int    keys, the queries' own among them
+    kv_indptr      [B + 1]                         int    or: where a request's page ids start, with
+    kv_indices     [*]                             int    page ids, and
+    last_page_len  [B]                             int    filled slots of the last page
+    sinks          [Hq]                            float  or None
+    k_scale        [1] or [Hkv]                    fp32   or None; of a paged cache
+    v_scale        as k_scale
+    -> output      [T, Hq, D]                      as query
+    -> lse         [T, Hq]                         fp32, natural logarithm
+Invariants
+    A row that sees no key (there are more queries than keys) has output 0 and lse -inf (or its sink). Keys that no row
+    of a tile sees are not read. Of a request of more than max_query queries that many are attended, as if all were;
+    rows of no request are not written. A row's bits depend on its own request and on max_query alone.
+Grid
+    (row tiles of max_query, Hkv, B), one program attends a tile of (token, head of the group) rows of one KV head; the
+    last tiles, which see most keys, come first.
+Launches
+    1
+Traffic
+    element bytes * D * (2 * Hq * T + 2 * Hkv * keys): queries and output once, keys and values once (and again for
+    every tile of rows, out of the cache).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...primitives import paging
+from ...primitives.attention import Pool, Queries, Span, attend, request_rows
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.fp8 import match_keys
+from ...primitives.paging import request_pages
+from ...primitives.shares import Batch
+from ...primitives.softmax import LOG2_E, add_sink, finish_rows, start_rows, tile_sizes
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import is_interpreting, launch, launcher
+from .gqa_decode import Output
+
+# see `split_attention.ORDERED_TUNING`; the first one is taken for which requests have from_rows rows for a KV head: no
+# more than these two tiles for all lengths, so that few variants are ever compiled
+_ROW = {"from_rows": 33, "min_rows": 128, "max_rows": 128, "tile_bytes": 16384, "num_warps": 8, "num_stages": 2}
+_FEW = {"from_rows": 0, "min_rows": 32, "max_rows": 32}
+TUNING = {
+    "default": (_ROW, _ROW | _FEW),
+    "sm_90": (_ROW | {"num_stages": 3}, _ROW | _FEW | {"num_stages": 3}),
+}
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch_size", "table_size", "num_pages", "num_query", "num_rows", "num_keys", "window",
+        "stride_page_table_request", "stride_k", "stride_v", "stride_query",
+    ]
+)  # fmt: skip
+def _prefill_attention_kernel(
+    # inputs
+    query_ptr,
+    qo_indptr_ptr,
+    k_ptr,
+    v_ptr,
+    key_indptr_ptr,
+    page_table_ptr,
+    page_indptr_ptr,
+    lengths_ptr,
+    sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    # outputs
+    output_ptr,
+    lse_ptr,
+    # sizes
+    scale,
+    soft_cap,
+    window,
+    batch_size,
+    table_size,
+    num_pages,
+    num_query,
+    num_rows,
+    num_keys,
+    stride_page_table_request,
+    stride_k,
+    stride_v,
+    stride_query,
+    GROUP_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    IS_WIDENED: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    row_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
+    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
+    if row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE:
+        if PAGE_SIZE == 0:
+            first_page, length = request_rows(key_indptr_ptr, request, num_keys, num_keys, True)
+        else:
+            batch = Batch(
+                page_indptr_ptr, lengths_ptr, None, stride_page_table_request, table_size, batch_size, num_query,
+                num_rows, 0, None,
+            )  # fmt: skip
+            first_page, _, length = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
+        key_scale = scale
+        scale_place = 0 if ONE_SCALE else kv_head
+        if k_scale_ptr is not None:
+            # keys that are all 0 may have the scale 0
+            key_scale = tl.maximum(scale * tl.load(k_scale_ptr + scale_place), 1e-30)
+
+        row = row_tile * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
+        token = row // GROUP_SIZE
+        head = kv_head * GROUP_SIZE + row % GROUP_SIZE
+        is_row = token < num_tokens
+        column = tl.arange(0, BLOCK_DIM)
+        in_bounds = is_row[:, None] & (column < HEAD_DIM)[None, :]
+        query_row = (first_row + token) * stride_query + head
+        query = tl.load(query_ptr + query_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
+
+        # positions of the tile's first and last row decide what is read, and what needs no mask
+        last_token = tl.minimum(((row_tile + 1) * BLOCK_ROW - 1) // GROUP_SIZE, num_tokens - 1)
+        # queries beyond max_query are not attended, but their keys are there
+        _, num_queries = request_rows(qo_indptr_ptr, request, num_rows, num_rows, True)
+        behind = length - num_queries
+        first_position, last_position = behind + row_tile * BLOCK_ROW // GROUP_SIZE, behind + last_token
+        begin = tl.zeros([], tl.int32)
+        common_stop, stop, last_slot = length, length, None
+        if IS_CAUSAL:
+            common_stop, stop = tl.maximum(first_position + 1, 0), tl.maximum(last_position + 1, 0)
+            last_slot = behind + token
+        if window is not None:
+            # queries before the first key are at positions below 0, where the largest window would wrap around
+            begin = tl.minimum(tl.maximum(tl.maximum(first_position, 0) - window + 1, 0), stop)
+        query, logit_scale = match_keys(query, tl.zeros([BLOCK_ROW], tl.float32) + key_scale, k_ptr.dtype.element_ty)
+        row_max, row_sum, accumulator = attend(
+            Queries(query, logit_scale, behind + token, last_slot, None, 0, soft_cap),
+            Pool(k_ptr, v_ptr, page_table_ptr, first_page, num_pages, stride_k, stride_v, kv_head),
+            Span(begin, stop, common_stop, window, last_position, 0, None),
+            start_rows(BLOCK_ROW, BLOCK_DIM),
+            IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
+        )  # fmt: skip
+        if v_scale_ptr is not None:
+            accumulator *= tl.load(v_scale_ptr + scale_place)
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
+            row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
+        output, lse = finish_rows(row_max, row_sum, accumulator)
+        output_row = (first_row + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
+        tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
+        tl.store(
+            output_ptr + output_row[:, None] * HEAD_DIM + column[None, :], output.to(output_ptr.dtype.element_ty),
+            mask=in_bounds,
+        )  # fmt: skip
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `prefill_attention` and describes its outputs."""
+    args = check.Arguments("prefill_attention", values)
+    query = args.tensor("query", ("T", "Hq", "D"), check.FLOAT, contiguous=2)
+    paging.check_row_strides(args, "query", query, 1)
+    batch_size = len(args.tensor("qo_indptr", (None,), check.INTEGER)) - 1
+    if batch_size < 0:
+        args.fail("qo_indptr", "have at least one element", 0)
+    args.integer("max_query", 1)
+    if args.exactly_one("key", "k_cache") == "k_cache":
+        paging.check_cache(args, query.dtype, batch_size)
+        unused = ("value", "key_indptr")
+    else:
+        paging.check_head_dim(args)
+        for name in ("key", "value"):
+            rows = args.tensor(name, ("Tk", "Hkv", "D"), (query.dtype,), contiguous=2)
+            paging.check_row_strides(args, name, rows, 1)
+        paging.check_group(args)
+        args.tensor("key_indptr", (batch_size + 1,), check.INTEGER, optional=True)
+        if values["key_indptr"] is None and args.size("Tk") != args.size("T"):
+            args.fail("key_indptr", "be given where keys are not as many as queries", None)
+        unused = (
+            "v_cache",
+            "block_table",
+            "seq_lens",
+            "kv_indptr",
+            "kv_indices",
+            "last_page_len",
+            "k_scale",
+            "v_scale",
+        )
+    for name in unused:
+        if values[name] is not None:
+            args.fail(name, f"not be given with {'key' if values['key'] is not None else 'k_cache'}", "a tensor")
+    paging.check_logits(args)
+    return Output(args.spec(tuple(query.shape), query.dtype), args.spec(tuple(query.shape[:2]), torch.float32))
+
+
+@launcher
+def prefill_attention(
+    query: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    key_indptr: torch.Tensor | None = None,
+    *,
+    k_cache: torch.Tensor | None = None,
+    v_cache: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    last_page_len: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    max_query: int,
+    is_causal: bool = True,
+    sm_scale: float | None = None,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    out: Output | None = None,
+) -> Output:
+    """Attends prompts, or chunks of them, to themselves and what lies before; shapes are in the module's docstring.
+
+    Keys and values are either `key` and `value`, or a paged cache with one of the two forms of a page table.
+    max_query: the most queries that a request can have.
+    sm_scale: factor of the logits, by default 1 / sqrt(D).
+    """
+    values = locals()
+    contracted = contract(values)
+    out = check.allocate("prefill_attention", contracted, out)
+    device, (num_heads, head_dim) = query.device, query.shape[1:]
+    batch_size = len(qo_indptr) - 1
+    if key is None:
+        cache = paging.cache_arguments(values)
+        cache |= {"k_ptr": cache.pop("k_cache_ptr"), "v_ptr": cache.pop("v_cache_ptr"), "num_keys": 0}
+        cache |= {"stride_k": cache.pop("stride_k_page"), "stride_v": cache.pop("stride_v_page")}
+    else:
+        cache = dict.fromkeys(("page_table_ptr", "page_indptr_ptr", "lengths_ptr")) | {
+            "k_ptr": key,
+            "v_ptr": value,
+            "stride_k": key.stride(0) // head_dim,
+            "stride_v": None if value.stride(0) == key.stride(0) else value.stride(0) // head_dim,
+            "stride_page_table_request": 0,
+            "table_size": 0,
+            "num_pages": 0,
+            "num_keys": len(key),
+            "PAGE_SIZE": 0,
+            "NUM_KV_HEADS": key.shape[1],
+            "HEAD_DIM": head_dim,
+            "IS_CSR": False,
+        }
+    group_size = num_heads // cache["NUM_KV_HEADS"]
+    num_rows = max_query * group_size
+    tuned = next(row for row in tuning.row(TUNING, device) if num_rows >= row["from_rows"])
+    tiles = tile_sizes(num_rows, head_dim, query.element_size(), tuned)
+    launch(
+        "prefill_attention",
+        _prefill_attention_kernel,
+        (triton.cdiv(max_query * group_size, tiles["BLOCK_ROW"]), cache["NUM_KV_HEADS"], batch_size),
+        query_ptr=query,
+        qo_indptr_ptr=qo_indptr,
+        key_indptr_ptr=qo_indptr if key_indptr is None else key_indptr,
+        sinks_ptr=sinks,
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
+        output_ptr=out.output,
+        lse_ptr=out.lse,
+        scale=(head_dim**-0.5 if sm_scale is None else sm_scale) * LOG2_E,
+        soft_cap=soft_cap,
+        window=window,
+        batch_size=batch_size,
+        num_query=max_query,
+        num_rows=len(query),
+        stride_query=query.stride(0) // head_dim,
+        GROUP_SIZE=group_size,
+        IS_CAUSAL=is_causal,
+        IS_WIDENED=is_interpreting() and query.dtype == torch.bfloat16,
+        ONE_SCALE=k_scale is None or len(k_scale) == 1,
+        **cache,
+        **tiles,
+        **tuning.compiler_options(tuned),
+    )
+    return out

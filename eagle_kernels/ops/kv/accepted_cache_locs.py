@@ -1,0 +1,319 @@
+"""After verification: which slots' KV moves where so that the accepted path is contiguous, and which slots are free.
+
+Computes
+    Node i of request b was verified at slot cache_locs[b * N + i]. The nodes of the path, root first, move to the
+    first of the request's N slots: source_locs lists the slots of the path, target_locs as many from the front
+    (SGLang's fill_accept_out_cache_loc, fill_front_out_cache_loc). source_locs alone are the accepted slots where they
+    lie, for pools that do not move. Without accept_index the tree is a chain, whose path is its first nodes.
+    The slots behind the path are free, but for the rest of the page that its last token is in: of the request's N, in
+    the order of their tokens, all from token ceil((seq_len + a + 1) / P) * P on, a = accept_token_num (SGLang's
+    get_src_tgt_cache_loc and get_target_cache_loc). free_token_num says instead how many of the last slots are.
+Shapes
+    cache_locs         [B * N]          int    slots of the nodes; or of the requests' next N tokens, node 0 first
+    accept_token_num   [B]              int    accepted drafts, the bonus and the root not counted; None: the path is
+                                               as long as accept_index has nodes
+    accept_index       [B, W]           int    b * N + node, -1 padded; None: a chain, W = N
+    seq_lens           [B]              int    committed length before this step; None: nothing is free
+    free_token_num     [B]              int    in place of seq_lens
+    num_verify_tokens  int                     N
+    page_size          int                     P
+    capacity           int                     room for the path's slots; None: B * W, enough always
+    free_capacity      int                     room for free slots; None: B * N, enough always (0 if nothing is free)
+    -> path_indptr     [B + 1]          int32  where a request's path starts, limited to capacity
+    -> source_locs     [capacity]       int64  slots to copy from, -1 in the unused tail; int32 if `out` is
+    -> target_locs     [capacity]       int64  slots to copy to, likewise
+    -> free_indptr     [B + 1]          int32  where a request's free slots start, limited to free_capacity
+    -> free_locs       [free_capacity]  int64  free slots, -1 in the unused tail; int32 if `out` is
+    -> overflow        [2]              int32  the room that paths and free slots need if it exceeds theirs, else 0
+Invariants
+    Every output is written whole, but for unused tails with keep_unused. What exceeds a capacity is not written, and
+    no bound exceeds it. Path entries outside the request's N nodes are left out, so a dead request, whose entries are
+    -1 or whose accept_token_num is negative, moves nothing; one whose first entry is left out frees nothing either.
+    Slots below 0 are -1, and of a pair one of whose slots is -1 both are. No slot is free that is a target, unless
+    free_token_num says so. Along an ascending path a slot is a source, if at all, before it is a target: a mover may go
+    through a request's pairs in order.
+Grid
+    (max(B, 1),), one program lists what belongs to one request and its share of the unused tails.
+Launches
+    1
+Traffic
+    per request 4 W + 8 N + 16 bytes read; 16 capacity + 8 free_capacity + 8 (B + 2) written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.slots import (
+    MAX_CAPACITY,
+    check_capacity,
+    check_keep_unused,
+    fill_unused,
+    read_lengths,
+    store_overflow,
+)
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+
+class Output(NamedTuple):
+    """What `accepted_cache_locs` returns."""
+
+    path_indptr: torch.Tensor
+    source_locs: torch.Tensor
+    target_locs: torch.Tensor
+    free_indptr: torch.Tensor
+    free_locs: torch.Tensor
+    overflow: torch.Tensor
+
+
+TUNING = {"default": {"BLOCK_ENTRY": 256, "num_warps": 2}}
+
+
+@triton.jit
+def _read_path(accept_index_ptr, accept_token_num_ptr, request, depth, is_wanted, path_width, num_nodes):
+    """The nodes int32 at these depths of the paths of one or many requests, -1 for none."""
+    if accept_index_ptr is None:
+        node = (depth + request * 0).to(tl.int64)
+    else:
+        index = tl.load(accept_index_ptr + request * path_width + depth, mask=is_wanted, other=-1)
+        node = index.to(tl.int64) - request * num_nodes
+    is_node = is_wanted & (node >= 0) & (node < num_nodes)
+    if accept_token_num_ptr is not None:
+        accepted = tl.load(accept_token_num_ptr + request, mask=is_wanted, other=-1)
+        is_node &= depth <= accepted
+    return tl.where(is_node, node, -1).to(tl.int32)
+
+
+@triton.jit
+def _count_free(
+    accept_index_ptr,
+    accept_token_num_ptr,
+    seq_lens_ptr,
+    free_token_num_ptr,
+    request,
+    is_wanted,
+    path_width,
+    num_nodes,
+    PAGE_SIZE: tl.constexpr,
+):
+    """How many int32 of the last slots of one or many requests are free."""
+    has_root = is_wanted & (path_width > 0)
+    root = _read_path(accept_index_ptr, accept_token_num_ptr, request, 0, has_root, path_width, num_nodes)
+    if free_token_num_ptr is not None:
+        count = tl.minimum(read_lengths(free_token_num_ptr, request, is_wanted), num_nodes)
+    elif seq_lens_ptr is not None:
+        seq_len = read_lengths(seq_lens_ptr, request, is_wanted)
+        length = seq_len + read_lengths(accept_token_num_ptr, request, is_wanted) + 1
+        kept = (length + PAGE_SIZE - 1) // PAGE_SIZE * PAGE_SIZE - seq_len
+        count = tl.maximum(num_nodes - kept, 0)
+    else:
+        count = (request * 0).to(tl.int64)
+    return tl.where(root >= 0, count, 0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["batch_size", "path_width", "num_verify_tokens", "capacity", "free_capacity"])
+def _accepted_cache_locs_kernel(
+    # inputs
+    cache_locs_ptr,
+    accept_token_num_ptr,
+    accept_index_ptr,
+    seq_lens_ptr,
+    free_token_num_ptr,
+    # outputs
+    path_indptr_ptr,
+    source_locs_ptr,
+    target_locs_ptr,
+    free_indptr_ptr,
+    free_locs_ptr,
+    overflow_ptr,
+    # sizes
+    batch_size,
+    path_width,
+    num_verify_tokens,
+    capacity,
+    free_capacity,
+    PAGE_SIZE: tl.constexpr,
+    KEEPS_UNUSED: tl.constexpr,
+    BLOCK_ENTRY: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    # `contract` sees to it that int32 is enough for all entries and slots; divisions of int64 would take longer than
+    # all the rest
+    own = tl.program_id(0)
+    num_requests = tl.num_programs(0)
+    is_live = own < batch_size  # an empty batch has one program, for its bounds and tails
+    entry = tl.arange(0, BLOCK_ENTRY)
+
+    # what lies before the request's lists: of paths and free slots of all requests, before anything is written
+    path_before = tl.zeros([BLOCK_ENTRY], tl.int32)
+    path_total = tl.zeros([BLOCK_ENTRY], tl.int32)
+    for start in range(0, batch_size * path_width, BLOCK_ENTRY):
+        place = start + entry
+        request = place // path_width
+        node = _read_path(
+            accept_index_ptr, accept_token_num_ptr, request, place - request * path_width,
+            place < batch_size * path_width, path_width, num_verify_tokens,
+        )  # fmt: skip
+        is_node = (node >= 0).to(tl.int32)
+        path_before += tl.where(request < own, is_node, 0)
+        path_total += is_node
+    free_before = tl.zeros([BLOCK_ENTRY], tl.int32)
+    free_total = tl.zeros([BLOCK_ENTRY], tl.int32)
+    for start in range(0, batch_size, BLOCK_ENTRY):
+        request = start + entry
+        counts = _count_free(
+            accept_index_ptr, accept_token_num_ptr, seq_lens_ptr, free_token_num_ptr, request, request < batch_size,
+            path_width, num_verify_tokens, PAGE_SIZE,
+        )  # fmt: skip
+        free_before += tl.where(request < own, counts, 0)
+        free_total += counts
+    num_free = _count_free(
+        accept_index_ptr, accept_token_num_ptr, seq_lens_ptr, free_token_num_ptr, own, is_live,
+        path_width, num_verify_tokens, PAGE_SIZE,
+    )  # fmt: skip
+    path_begin, all_paths = tl.sum(path_before), tl.sum(path_total)
+    free_begin, all_free = tl.sum(free_before), tl.sum(free_total)
+
+    # the path: its slots, and as many from the front
+    own_locs_ptr = cache_locs_ptr + own * num_verify_tokens
+    num_own = tl.zeros([], tl.int32)
+    for start in range(0, tl.where(is_live, path_width, 0), BLOCK_ENTRY):
+        depth = start + entry
+        node = _read_path(
+            accept_index_ptr, accept_token_num_ptr, own + entry * 0, depth, depth < path_width, path_width,
+            num_verify_tokens,
+        )  # fmt: skip
+        is_node = node >= 0
+        rank = num_own + tl.cumsum(is_node.to(tl.int32), 0) - 1
+        source = tl.load(own_locs_ptr + node, mask=is_node, other=-1).to(tl.int64)
+        target = tl.load(own_locs_ptr + rank, mask=is_node & (rank < num_verify_tokens), other=-1).to(tl.int64)
+        exists = (source >= 0) & (target >= 0)
+        place = path_begin + rank
+        in_bounds = is_node & (place < capacity)
+        tl.store(source_locs_ptr + place, tl.where(exists, source, -1), mask=in_bounds)
+        tl.store(target_locs_ptr + place, tl.where(exists, target, -1), mask=in_bounds)
+        num_own += tl.sum(is_node.to(tl.int32))
+
+    # free slots: the last ones of the request
+    for start in range(0, num_free, BLOCK_ENTRY):
+        is_free = start + entry < num_free
+        slot = tl.load(own_locs_ptr + num_verify_tokens - num_free + start + entry, mask=is_free, other=-1)
+        place = free_begin + start + entry
+        tl.store(free_locs_ptr + place, tl.maximum(slot, -1), mask=is_free & (place < free_capacity))
+
+    if not KEEPS_UNUSED:
+        fill_unused(source_locs_ptr, all_paths, capacity, own, num_requests, -1, BLOCK_ENTRY)
+        fill_unused(target_locs_ptr, all_paths, capacity, own, num_requests, -1, BLOCK_ENTRY)
+        fill_unused(free_locs_ptr, all_free, free_capacity, own, num_requests, -1, BLOCK_ENTRY)
+    tl.store(path_indptr_ptr + own + 1, tl.minimum(path_begin + num_own, capacity), mask=is_live)
+    tl.store(free_indptr_ptr + own + 1, tl.minimum(free_begin + num_free, free_capacity), mask=is_live)
+    if own == 0:
+        tl.store(path_indptr_ptr, 0)
+        tl.store(free_indptr_ptr, 0)
+        store_overflow(overflow_ptr, all_paths, capacity)
+        store_overflow(overflow_ptr + 1, all_free, free_capacity)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `accepted_cache_locs` and describes its outputs."""
+    args = check.Arguments("accepted_cache_locs", values)
+    num_nodes = args.integer("num_verify_tokens", 1, MAX_CAPACITY)
+    args.integer("page_size", 1)
+    check_keep_unused(args)
+    cache_locs = args.tensor("cache_locs", (None,), check.INTEGER)
+    accept_token_num = args.tensor("accept_token_num", ("B",), check.INTEGER, optional=True)
+    accept_index = args.tensor("accept_index", ("B", "W"), check.INTEGER, optional=True)
+    if accept_token_num is None and accept_index is None:
+        args.fail("accept_token_num / accept_index", "be given, one of them at least", "none of them")
+    batch_size = args.size("B")
+    # a tile more than that is counted in int32
+    most = MAX_CAPACITY - 1023
+    if cache_locs.shape[0] > most:
+        args.fail("cache_locs", f"hold at most {most} slots", cache_locs.shape[0])
+    if accept_index is not None and accept_index.numel() > most:
+        args.fail("accept_index", f"have at most {most} entries", accept_index.numel())
+    if cache_locs.shape[0] != batch_size * num_nodes:
+        args.fail("cache_locs", f"hold N slots for each of B = {batch_size} requests", list(cache_locs.shape))
+    for name in ("seq_lens", "free_token_num"):
+        args.tensor(name, ("B",), check.INTEGER, optional=True)
+    is_freed = values["seq_lens"] is not None or values["free_token_num"] is not None
+    if values["seq_lens"] is not None:
+        if values["free_token_num"] is not None:
+            args.fail("free_token_num", "not be given with seq_lens, which tell it", "a tensor")
+        if accept_token_num is None:
+            args.fail("seq_lens", "come with accept_token_num, to tell what is free", "a tensor")
+    capacity, free_capacity = values["capacity"], values["free_capacity"]
+    if capacity is None:
+        capacity = batch_size * (num_nodes if accept_index is None else args.size("W"))
+    else:
+        check_capacity(args)
+    if free_capacity is None:
+        free_capacity = batch_size * num_nodes if is_freed else 0
+    else:
+        check_capacity(args, "free_capacity")
+    return Output(
+        args.spec((batch_size + 1,), torch.int32),
+        args.integers((capacity,), 1, default=torch.int64),
+        args.integers((capacity,), 2, default=torch.int64),
+        args.spec((batch_size + 1,), torch.int32),
+        args.integers((free_capacity,), 4, default=torch.int64),
+        args.spec((2,), torch.int32),
+    )
+
+
+@launcher
+def accepted_cache_locs(
+    cache_locs: torch.Tensor,
+    accept_token_num: torch.Tensor | None = None,
+    accept_index: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    free_token_num: torch.Tensor | None = None,
+    *,
+    num_verify_tokens: int,
+    page_size: int = 1,
+    capacity: int | None = None,
+    free_capacity: int | None = None,
+    keep_unused: bool = False,
+    out: Output | None = None,
+) -> Output:
+    """Lists the moves that make accepted paths contiguous, and the slots that are free; see the module's docstring.
+
+    num_verify_tokens: N, nodes of each request's tree, which cache_locs and accept_index count in.
+    page_size: pages that are in part in use are not freed.
+    capacity, free_capacity: room for paths and for free slots; `overflow` tells on the device when it was too little.
+    keep_unused: with `out` only, what lies behind the lists stays as it is instead of -1.
+    """
+    contracted = contract(locals())
+    out = check.allocate("accepted_cache_locs", contracted, out)
+    batch_size = cache_locs.shape[0] // num_verify_tokens
+    launch(
+        "accepted_cache_locs",
+        _accepted_cache_locs_kernel,
+        (max(batch_size, 1),),
+        cache_locs_ptr=cache_locs,
+        accept_token_num_ptr=accept_token_num,
+        accept_index_ptr=accept_index,
+        seq_lens_ptr=seq_lens,
+        free_token_num_ptr=free_token_num,
+        path_indptr_ptr=out.path_indptr,
+        source_locs_ptr=out.source_locs,
+        target_locs_ptr=out.target_locs,
+        free_indptr_ptr=out.free_indptr,
+        free_locs_ptr=out.free_locs,
+        overflow_ptr=out.overflow,
+        batch_size=batch_size,
+        path_width=num_verify_tokens if accept_index is None else accept_index.shape[1],
+        num_verify_tokens=num_verify_tokens,
+        capacity=out.source_locs.shape[0],
+        free_capacity=out.free_locs.shape[0],
+        PAGE_SIZE=page_size,
+        KEEPS_UNUSED=keep_unused,
+        **tuning.row(TUNING, cache_locs.device),
+    )
+    return out

@@ -1,0 +1,93 @@
+"""Keeps the slots of the page in which a request's accepted tokens end, in place: only whole pages can be freed.
+
+Computes
+    evict_mask marks the drafts of a request that are not accepted; k of N are not marked, and the accepted tokens are
+    the first of them, as in a chain. The request's tokens then end in the page that begins at token
+    ceil((seq_len + k) / P - 1) * P; the marks of its tokens are cleared (SGLang's align_evict_mask_to_page_size).
+
+        P = 4, seq_len = 5, k = 2:  page        4 5 6 7|8 9 10
+                                    mask            0 0 1|1 1 1    (tokens 5 to 10)
+                                    cleared         0 0 0|1 1 1
+Shapes
+    seq_lens    [B]     int   committed length before this step
+    evict_mask  [B, N]  bool  in place: whether the slot of each draft is to be freed
+    page_size   int           P
+Invariants
+    Marks are cleared, never set. Negative lengths count as 0. A request without a token, committed or accepted, has no
+    page to keep.
+Grid
+    (B,), one program clears the marks of one request.
+Launches
+    1
+Traffic
+    N bytes read and at most min(N, P) written per request, and its length.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.slots import read_lengths
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+MUTATES = ("evict_mask",)
+
+TUNING = {"default": {"BLOCK_TOKEN": 128, "num_warps": 1}}
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _align_evict_mask_to_page_size_kernel(
+    seq_lens_ptr,
+    evict_mask_ptr,
+    num_tokens,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_TOKEN: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    mask_row_ptr = evict_mask_ptr + request * num_tokens
+    token = tl.arange(0, BLOCK_TOKEN)
+    num_kept = tl.zeros([BLOCK_TOKEN], tl.int64)
+    for start in range(0, num_tokens, BLOCK_TOKEN):
+        place = start + token
+        is_marked = tl.load(mask_row_ptr + place, mask=place < num_tokens, other=1)
+        num_kept += tl.where(is_marked == 0, 1, 0)
+
+    seq_len = read_lengths(seq_lens_ptr, request, True)
+    length = seq_len + tl.sum(num_kept)
+    page = tl.where(length > 0, (length - 1) // PAGE_SIZE * PAGE_SIZE, -PAGE_SIZE)  # where the last page begins
+    for start in range(tl.maximum(page - seq_len, 0), tl.minimum(page - seq_len + PAGE_SIZE, num_tokens), BLOCK_TOKEN):
+        place = start + token
+        in_page = (place < page - seq_len + PAGE_SIZE) & (place < num_tokens)
+        tl.store(mask_row_ptr + place, tl.zeros([BLOCK_TOKEN], tl.int1), mask=in_page)
+
+
+def contract(values: dict) -> None:
+    """Checks the arguments of `align_evict_mask_to_page_size`."""
+    args = check.Arguments("align_evict_mask_to_page_size", values)
+    args.integer("page_size", 1)
+    args.tensor("seq_lens", ("B",), check.INTEGER)
+    args.tensor("evict_mask", ("B", "N"), (torch.bool,))
+
+
+@launcher
+def align_evict_mask_to_page_size(seq_lens: torch.Tensor, evict_mask: torch.Tensor, *, page_size: int) -> None:
+    """Clears the marks of every request's last page in part in use, in place; see the module's docstring.
+
+    page_size: P, of the KV pool.
+    """
+    contract(locals())
+    launch(
+        "align_evict_mask_to_page_size",
+        _align_evict_mask_to_page_size_kernel,
+        (seq_lens.shape[0],),
+        seq_lens_ptr=seq_lens,
+        evict_mask_ptr=evict_mask,
+        num_tokens=evict_mask.shape[1],
+        PAGE_SIZE=page_size,
+        **tuning.row(TUNING, seq_lens.device),
+    )

@@ -1,0 +1,113 @@
+"""Writes newly allocated slots into the rows of req_to_token, in place: the inverse of `extend_cache_locs`.
+
+Computes
+    Request b's tokens starts[b] .. ends[b] - 1 get the next ends[b] - starts[b] slots of cache_locs, which holds those
+    of all requests one after another (SGLang's assign_req_to_token_pool).
+Shapes
+    req_pool_indices  [B]     int    the request's row of req_to_token
+    req_to_token      [R, C]  int    in place; rows may be strided
+    starts            [B]     int    the first token that gets a slot
+    ends              [B]     int    behind the last one
+    cache_locs        [T]     int    slots of all requests
+Invariants
+    Nothing outside the columns starts..ends - 1 of the requests' rows is written. A slot for a column past C or for a
+    row outside 0..R - 1 is passed over, and a column for which cache_locs is too short keeps what it holds. Negative
+    starts and ends count as 0, a range that ends before it starts is empty. Requests must not share the columns that
+    they write.
+Grid
+    (B, chunks), one program writes every chunks-th block of one request's range.
+Launches
+    1
+Traffic
+    per slot its element size read from cache_locs and that of req_to_token written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.slots import ROW_SIZES, check_rows, find_row, read_lengths, row_arguments
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+MUTATES = ("req_to_token",)
+
+TUNING = {"default": {"BLOCK_SLOT": 256, "max_chunks": 32, "num_warps": 4}}
+
+
+@triton.jit(do_not_specialize=[*ROW_SIZES, "num_slots"])
+def _assign_req_to_token_kernel(
+    req_pool_indices_ptr,
+    req_to_token_ptr,
+    starts_ptr,
+    ends_ptr,
+    cache_locs_ptr,
+    num_rows,
+    row_size,
+    stride_req_to_token_row,
+    num_slots,
+    BLOCK_BATCH: tl.constexpr,
+    BLOCK_SLOT: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    row_ptr, row_exists = find_row(
+        req_pool_indices_ptr, req_to_token_ptr, request, True, num_rows, stride_req_to_token_row
+    )
+    first = read_lengths(starts_ptr, request, True)
+    last = read_lengths(ends_ptr, request, True)
+    sum_before = tl.zeros([BLOCK_BATCH], tl.int64)
+    for start in range(0, request, BLOCK_BATCH):
+        other = start + tl.arange(0, BLOCK_BATCH)
+        is_before = other < request
+        counts = read_lengths(ends_ptr, other, is_before) - read_lengths(starts_ptr, other, is_before)
+        sum_before += tl.maximum(counts, 0)
+    begin = tl.sum(sum_before)
+
+    # a row that is too short takes no more, nor can there be more than there are slots
+    stop = tl.minimum(tl.minimum(last, row_size) - first, num_slots)
+    slots = tl.arange(0, BLOCK_SLOT)
+    for start in range(tl.program_id(1) * BLOCK_SLOT, stop, tl.num_programs(1) * BLOCK_SLOT):
+        entry = start + slots
+        is_slot = row_exists & (entry < stop) & (begin + entry < num_slots)
+        slot = tl.load(cache_locs_ptr + begin + entry, mask=is_slot)
+        tl.store(row_ptr + first + entry, slot, mask=is_slot)
+
+
+def contract(values: dict) -> None:
+    """Checks the arguments of `assign_req_to_token`."""
+    args = check.Arguments("assign_req_to_token", values)
+    check_rows(args)
+    args.tensor("starts", ("B",), check.INTEGER)
+    args.tensor("ends", ("B",), check.INTEGER)
+    args.tensor("cache_locs", (None,), check.INTEGER)
+
+
+@launcher
+def assign_req_to_token(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    cache_locs: torch.Tensor,
+) -> None:
+    """Gives every request's tokens starts..ends - 1 their slots, in place; see the module's docstring."""
+    contract(locals())
+    num_slots = cache_locs.shape[0]
+    tuned = dict(tuning.row(TUNING, req_to_token.device))
+    num_chunks = max(1, min(tuned.pop("max_chunks"), -(-num_slots // tuned["BLOCK_SLOT"])))
+    launch(
+        "assign_req_to_token",
+        _assign_req_to_token_kernel,
+        (req_pool_indices.shape[0], num_chunks),
+        starts_ptr=starts,
+        ends_ptr=ends,
+        cache_locs_ptr=cache_locs,
+        **row_arguments(req_pool_indices, req_to_token),
+        num_slots=num_slots,
+        BLOCK_BATCH=128,
+        **tuned,
+    )

@@ -1,0 +1,191 @@
+"""KV indices that make one request of every token of a chain: each token's list ends with the token itself.
+
+Computes
+    A chain of N tokens is verified by attention that knows one query a request: token n of request b becomes row
+    b * N + n, which attends to the slots of the first kv_lens[b] - N + 1 + n tokens of the request, itself the last.
+    With N = 2 these are the indices of SGLang's naive EAGLE (create_draft_kv_indices with expand_factor 2), where the
+    root and its one draft are decoded as two requests.
+Shapes
+    req_pool_indices   [B]          int    the request's row of req_to_token
+    req_to_token       [R, C]       int    the pool slot of every token; rows may be strided
+    kv_lens            [B]          int    tokens of the request, the chain's N included
+    num_verify_tokens  int                 N
+    capacity           int                 room for all indices
+    -> kv_indptr       [B * N + 1]  int32  where a row's indices start, limited to capacity
+    -> kv_indices      [capacity]   int32  pool slots, -1 in the unused tail; int64 if `out` is
+    -> overflow        [1]          int32  the room that was needed if it exceeds capacity, else 0
+Invariants
+    Every output is written whole, but for the unused tail with keep_unused. Indices past `capacity` are not written,
+    and no bound exceeds it. Columns past C and rows outside 0..R - 1 are not read; their entries are -1. A request of
+    fewer than N tokens has empty lists for those that are missing, its first ones; negative lengths count as 0.
+Grid
+    (max(B * N, 1), chunks), one program writes every chunks-th block of one row's indices and its share of the unused
+    tail; chunk 0 writes the bound as well.
+Launches
+    1
+Traffic
+    element size * (number of indices) read, 4 B * (capacity + B * N + 2) written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.slots import (
+    MAX_CAPACITY,
+    ROW_SIZES,
+    check_capacity,
+    check_keep_unused,
+    check_rows,
+    fill_unused,
+    find_row,
+    read_lengths,
+    read_slots,
+    row_arguments,
+    store_overflow,
+)
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+
+class Output(NamedTuple):
+    """What `chain_kv_indices` returns."""
+
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    overflow: torch.Tensor
+
+
+TUNING = {"default": {"BLOCK_INDEX": 512, "max_chunks": 32, "num_warps": 4}}
+
+
+@triton.jit
+def _count(kv_len, num_tokens, chain_length):
+    """Indices of the first num_tokens tokens of a chain: the sum of their lists' lengths."""
+    num_empty = tl.maximum(chain_length - 1 - kv_len, 0)  # the request has not as many tokens
+    num_lists = tl.maximum(num_tokens - num_empty, 0)
+    shortest = kv_len - chain_length + 1 + num_empty
+    return num_lists * shortest + num_lists * (num_lists - 1) // 2
+
+
+@triton.jit(do_not_specialize=[*ROW_SIZES, "batch_size", "num_verify_tokens", "capacity"])
+def _chain_kv_indices_kernel(
+    # inputs
+    req_pool_indices_ptr,
+    req_to_token_ptr,
+    kv_lens_ptr,
+    # outputs
+    kv_indptr_ptr,
+    kv_indices_ptr,
+    overflow_ptr,
+    # sizes
+    num_rows,
+    row_size,
+    stride_req_to_token_row,
+    batch_size,
+    num_verify_tokens,
+    capacity,
+    KEEPS_UNUSED: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    BLOCK_INDEX: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    query = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    num_chunks = tl.num_programs(1)
+    chain_length = num_verify_tokens.to(tl.int64)
+    request = query // chain_length
+    token = query % chain_length
+    is_live = request < batch_size  # an empty batch has one program, for its bound and tail
+
+    row_ptr, row_exists = find_row(
+        req_pool_indices_ptr, req_to_token_ptr, request, is_live, num_rows, stride_req_to_token_row
+    )
+    kv_len = read_lengths(kv_lens_ptr, request, is_live)
+    sum_before = tl.zeros([BLOCK_BATCH], tl.int64)
+    sum_total = tl.zeros([BLOCK_BATCH], tl.int64)
+    for start in range(0, batch_size, BLOCK_BATCH):
+        other = start + tl.arange(0, BLOCK_BATCH)
+        counts = _count(read_lengths(kv_lens_ptr, other, other < batch_size), chain_length, chain_length)
+        sum_before += tl.where(other < request, counts, 0)
+        sum_total += counts
+    begin = tl.sum(sum_before) + _count(kv_len, token, chain_length)
+    total = tl.sum(sum_total)
+    count = tl.maximum(kv_len - chain_length + 1 + token, 0)
+
+    index = tl.arange(0, BLOCK_INDEX)
+    for start in range(chunk * BLOCK_INDEX, tl.minimum(count, capacity), num_chunks * BLOCK_INDEX):
+        column = start + index
+        slot = read_slots(row_ptr, column, column < count, row_exists, row_size)
+        place = begin + column
+        tl.store(kv_indices_ptr + place, slot, mask=(column < count) & (place < capacity))
+    if not KEEPS_UNUSED:
+        part = query * num_chunks + chunk
+        fill_unused(kv_indices_ptr, total, capacity, part, tl.num_programs(0) * num_chunks, -1, BLOCK_INDEX)
+
+    if chunk == 0:
+        tl.store(kv_indptr_ptr + query + 1, tl.minimum(begin + count, capacity).to(tl.int32), mask=is_live)
+        if query == 0:
+            tl.store(kv_indptr_ptr, 0)
+            store_overflow(overflow_ptr, total, capacity)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `chain_kv_indices` and describes its outputs."""
+    args = check.Arguments("chain_kv_indices", values)
+    num_verify_tokens = args.integer("num_verify_tokens", 1, MAX_CAPACITY)
+    capacity = check_capacity(args)
+    check_keep_unused(args)
+    check_rows(args)
+    args.tensor("kv_lens", ("B",), check.INTEGER)
+    return Output(
+        args.spec((args.size("B") * num_verify_tokens + 1,), torch.int32),
+        args.integers((capacity,), 1),
+        args.spec((1,), torch.int32),
+    )
+
+
+@launcher
+def chain_kv_indices(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    kv_lens: torch.Tensor,
+    *,
+    num_verify_tokens: int,
+    capacity: int,
+    keep_unused: bool = False,
+    out: Output | None = None,
+) -> Output:
+    """Lists the slots that every token of a chain attends to; shapes and layouts are in the module's docstring.
+
+    num_verify_tokens: N, tokens of a chain, its root included.
+    capacity: room for all indices; N * (sum of kv_lens) suffices, and `overflow` tells on the device when it was less.
+    keep_unused: with `out` only, what lies behind the indices stays as it is instead of -1.
+    """
+    contracted = contract(locals())
+    out = check.allocate("chain_kv_indices", contracted, out)
+    batch_size, row_size = kv_lens.shape[0], req_to_token.shape[1]
+    tuned = dict(tuning.row(TUNING, kv_lens.device))
+    num_chunks = max(1, min(tuned.pop("max_chunks"), -(-row_size // tuned["BLOCK_INDEX"])))
+    launch(
+        "chain_kv_indices",
+        _chain_kv_indices_kernel,
+        (max(batch_size * num_verify_tokens, 1), num_chunks),
+        kv_lens_ptr=kv_lens,
+        kv_indptr_ptr=out.kv_indptr,
+        kv_indices_ptr=out.kv_indices,
+        overflow_ptr=out.overflow,
+        **row_arguments(req_pool_indices, req_to_token),
+        batch_size=batch_size,
+        num_verify_tokens=num_verify_tokens,
+        capacity=capacity,
+        KEEPS_UNUSED=keep_unused,
+        BLOCK_BATCH=128,
+        **tuned,
+    )
+    return out

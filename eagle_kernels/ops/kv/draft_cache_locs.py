@@ -1,0 +1,241 @@
+"""Where the draft steps write their KV: a slot for every step of every branch, and copies of the prefix's last page.
+
+Computes
+    The slots of draft tokens 0 .. num_steps - 1 of branch z = b * K + k, which `draft_kv_indices` lists for reading:
+    columns seq_len + k * num_steps + j of the request's row where page_size or topk is 1 (SGLang's
+    assign_draft_cache_locs_contiguous); else every branch has its own pages, and a part of the columns is left out:
+
+        P = 4, num_steps = 5, seq_len = 9, K = 2: p prefix, x draft, . unused, c copy
+        p p p p p p p p|p x x x x x . .|c x x x x x . .
+          whole pages  |   branch 0    |   branch 1
+
+    There attention that reads whole pages needs the prefix's partial last page in front of every branch, but branch 0,
+    whose first page it is. source_locs and target_locs list what to copy for that: for each branch k >= 1 the
+    seq_len % P slots behind the last full page, and the slots in front of the branch (SGLang's
+    duplicate_prefix_tail_to_draft_branches).
+Shapes
+    req_pool_indices  [B]                     int    the request's row of req_to_token
+    req_to_token      [R, C]                  int    the pool slot of every token; rows may be strided
+    seq_lens          [B]                     int    prefix length
+    topk              int                            K
+    num_steps         int
+    page_size         int                            P
+    capacity          int                            room for all copies; None: B * (K - 1) * (P - 1), enough always
+    -> cache_locs     [B * K, num_steps]      int64  pool slots; [num_steps, B * K] if is_step_major; int32 if `out` is
+    -> positions      [B * K]                 int64  seq_len, the position of a branch's first draft; int32 if `out` is
+    -> copy_indptr    [B + 1]                 int32  where a request's copies start, limited to capacity
+    -> source_locs    [capacity]              int64  slots to copy from, -1 in the unused tail; int32 if `out` is
+    -> target_locs    [capacity]              int64  slots to copy to, likewise
+    -> overflow       [1]                     int32  the room that the copies need if it exceeds capacity, else 0
+Invariants
+    Every output is written whole. Copies past `capacity` are not written, and no bound exceeds it. Columns past C and
+    rows outside 0..R - 1 are not read; their slots are -1, and of a copy one of whose slots is -1 both are. Copies of a
+    request are listed branch by branch. Negative lengths count as 0. With page_size or topk 1 there are no copies.
+Grid
+    (max(B * K, 1),), one program writes what belongs to one branch and its share of the unused tails.
+Launches
+    1
+Traffic
+    element size * (B * K * num_steps + 2 * copies) read, 8 B * (B * K * (num_steps + 1) + 2 * capacity) written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.slots import (
+    MAX_CAPACITY,
+    ROW_SIZES,
+    check_capacity,
+    check_rows,
+    fill_unused,
+    find_row,
+    first_draft_column,
+    read_lengths,
+    read_slots,
+    row_arguments,
+    store_overflow,
+)
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+
+class Output(NamedTuple):
+    """What `draft_cache_locs` returns."""
+
+    cache_locs: torch.Tensor
+    positions: torch.Tensor
+    copy_indptr: torch.Tensor
+    source_locs: torch.Tensor
+    target_locs: torch.Tensor
+    overflow: torch.Tensor
+
+
+MAX_STEPS = 64
+
+TUNING = {"default": {"BLOCK_SLOT": 256, "num_warps": 1}}
+
+
+@triton.jit(
+    do_not_specialize=[*ROW_SIZES, "batch_size", "capacity", "stride_cache_locs_branch", "stride_cache_locs_step"]
+)
+def _draft_cache_locs_kernel(
+    # inputs
+    req_pool_indices_ptr,
+    req_to_token_ptr,
+    seq_lens_ptr,
+    # outputs
+    cache_locs_ptr,
+    positions_ptr,
+    copy_indptr_ptr,
+    source_locs_ptr,
+    target_locs_ptr,
+    overflow_ptr,
+    # sizes
+    num_rows,
+    row_size,
+    stride_req_to_token_row,
+    batch_size,
+    capacity,
+    stride_cache_locs_branch,
+    stride_cache_locs_step,
+    TOPK: tl.constexpr,
+    NUM_STEPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_STEP: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    BLOCK_SLOT: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    branch = tl.program_id(0).to(tl.int64)
+    request = branch // TOPK
+    rank = branch % TOPK
+    is_live = request < batch_size  # an empty batch has one program, for its bound and tails
+
+    seq_len = read_lengths(seq_lens_ptr, request, is_live)
+    row_ptr, row_exists = find_row(
+        req_pool_indices_ptr, req_to_token_ptr, request, is_live, num_rows, stride_req_to_token_row
+    )
+    step = tl.arange(0, BLOCK_STEP)
+    is_step = is_live & (step < NUM_STEPS)
+    first_column = first_draft_column(seq_len, rank, TOPK, NUM_STEPS, PAGE_SIZE)
+    slot = read_slots(row_ptr, first_column + step, is_step, row_exists, row_size)
+    place = branch * stride_cache_locs_branch + step.to(tl.int64) * stride_cache_locs_step
+    tl.store(cache_locs_ptr + place, slot, mask=is_step)
+    tl.store(positions_ptr + branch, seq_len, mask=is_live)
+
+    # copies of the prefix's partial last page, seq_len % P slots for each branch but the first
+    begin = tl.zeros([], tl.int64)
+    count = tl.zeros([], tl.int64)
+    total = tl.zeros([], tl.int64)
+    if (PAGE_SIZE > 1) and (TOPK > 1):
+        sum_before = tl.zeros([BLOCK_BATCH], tl.int64)
+        sum_total = tl.zeros([BLOCK_BATCH], tl.int64)
+        for start in range(0, batch_size, BLOCK_BATCH):
+            other = start + tl.arange(0, BLOCK_BATCH)
+            counts = read_lengths(seq_lens_ptr, other, other < batch_size) % PAGE_SIZE
+            sum_before += tl.where(other < request, counts, 0)
+            sum_total += counts
+        count = seq_len % PAGE_SIZE
+        begin = tl.sum(sum_before) * (TOPK - 1)
+        total = tl.sum(sum_total) * (TOPK - 1)
+        slots = tl.arange(0, BLOCK_SLOT)
+        for start in range(0, tl.where(rank > 0, count, 0), BLOCK_SLOT):
+            entry = start + slots
+            is_copied = entry < count
+            source = read_slots(row_ptr, seq_len - count + entry, is_copied, row_exists, row_size)
+            target = read_slots(row_ptr, first_column - count + entry, is_copied, row_exists, row_size)
+            exists = (source >= 0) & (target >= 0)
+            copy = begin + (rank - 1) * count + entry
+            in_bounds = is_copied & (copy < capacity)
+            tl.store(source_locs_ptr + copy, tl.where(exists, source, -1), mask=in_bounds)
+            tl.store(target_locs_ptr + copy, tl.where(exists, target, -1), mask=in_bounds)
+    fill_unused(source_locs_ptr, total, capacity, branch, tl.num_programs(0), -1, BLOCK_SLOT)
+    fill_unused(target_locs_ptr, total, capacity, branch, tl.num_programs(0), -1, BLOCK_SLOT)
+    if rank == 0:
+        end = tl.minimum(begin + count * (TOPK - 1), capacity)
+        tl.store(copy_indptr_ptr + request + 1, end.to(tl.int32), mask=is_live)
+        if request == 0:
+            tl.store(copy_indptr_ptr, 0)
+            store_overflow(overflow_ptr, total, capacity)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `draft_cache_locs` and describes its outputs."""
+    args = check.Arguments("draft_cache_locs", values)
+    topk = args.integer("topk", 1)
+    num_steps = args.integer("num_steps", 1, MAX_STEPS)
+    page_size = args.integer("page_size", 1)
+    check_rows(args)
+    args.tensor("seq_lens", ("B",), check.INTEGER)
+    num_branches = args.size("B") * topk
+    if values["capacity"] is not None:
+        capacity = check_capacity(args)
+    else:
+        capacity = args.size("B") * (topk - 1) * (page_size - 1)
+        if capacity > MAX_CAPACITY:
+            args.fail("capacity", f"be given where B * (topk - 1) * (page_size - 1) exceeds {MAX_CAPACITY}", None)
+    return Output(
+        args.integers(
+            (num_steps, num_branches) if values["is_step_major"] else (num_branches, num_steps), 0, default=torch.int64
+        ),
+        args.integers((num_branches,), 1, default=torch.int64),
+        args.spec((args.size("B") + 1,), torch.int32),
+        args.integers((capacity,), 3, default=torch.int64),
+        args.integers((capacity,), 4, default=torch.int64),
+        args.spec((1,), torch.int32),
+    )
+
+
+@launcher
+def draft_cache_locs(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    topk: int,
+    num_steps: int,
+    page_size: int = 1,
+    capacity: int | None = None,
+    is_step_major: bool = False,
+    out: Output | None = None,
+) -> Output:
+    """Lists the slots that the draft steps write, and what to copy before; see the module's docstring.
+
+    topk: K, branches a request. num_steps: draft steps, 1..64.
+    capacity: room for the copies; (K - 1) * (sum of seq_lens % P) suffices, and `overflow` tells on the device when it
+    was less. None: room for any lengths.
+    is_step_major: lays the slots out step by step, so that those of one step lie together.
+    """
+    contracted = contract(locals())
+    out = check.allocate("draft_cache_locs", contracted, out)
+    batch_size, num_branches = seq_lens.shape[0], seq_lens.shape[0] * topk
+    launch(
+        "draft_cache_locs",
+        _draft_cache_locs_kernel,
+        (max(num_branches, 1),),
+        seq_lens_ptr=seq_lens,
+        cache_locs_ptr=out.cache_locs,
+        positions_ptr=out.positions,
+        copy_indptr_ptr=out.copy_indptr,
+        source_locs_ptr=out.source_locs,
+        target_locs_ptr=out.target_locs,
+        overflow_ptr=out.overflow,
+        **row_arguments(req_pool_indices, req_to_token),
+        batch_size=batch_size,
+        capacity=out.source_locs.shape[0],
+        stride_cache_locs_branch=1 if is_step_major else num_steps,
+        stride_cache_locs_step=num_branches if is_step_major else 1,
+        TOPK=topk,
+        NUM_STEPS=num_steps,
+        PAGE_SIZE=page_size,
+        BLOCK_STEP=triton.next_power_of_2(num_steps),
+        BLOCK_BATCH=128,
+        **tuning.row(TUNING, seq_lens.device),
+    )
+    return out

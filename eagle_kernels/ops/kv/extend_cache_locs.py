@@ -1,0 +1,206 @@
+"""Slots and positions of a range of every request's tokens, packed: the inverse of `assign_req_to_token`.
+
+Computes
+    The slots of the tokens starts[b] .. ends[b] - 1 of request b, those of all requests one after another, and the
+    tokens' positions beside them (SGLang's assign_extend_cache_locs). With num_tokens every request has that many, from
+    starts[b] on (its uniform variant), as when N nodes are to be verified behind each prefix.
+Shapes
+    req_pool_indices  [B]          int    the request's row of req_to_token
+    req_to_token      [R, C]       int    the pool slot of every token; rows may be strided
+    starts            [B]          int    the first token
+    ends              [B]          int    behind the last one; or
+    num_tokens        int                 tokens of every request
+    capacity          int                 room for all slots, with ends; with num_tokens it is B * num_tokens
+    -> indptr         [B + 1]      int32  where a request's slots start, limited to capacity
+    -> cache_locs     [capacity]   int64  pool slots, -1 in the unused tail; int32 if `out` is
+    -> positions      [capacity]   int64  of the tokens, 0 in the unused tail, which every table of positions has; int32
+                                          if `out` is
+    -> overflow       [1]          int32  the room that was needed if it exceeds capacity, else 0
+Invariants
+    Every output is written whole, but for the unused tail with keep_unused. Entries past `capacity` are not written,
+    and no bound exceeds it. Columns past C and rows outside 0..R - 1 are not read; their slots are -1. Negative starts
+    and ends count as 0, a range that ends before it starts is empty.
+Grid
+    (max(B, 1), chunks), one program writes every chunks-th block of one request's range and its share of the unused
+    tail; chunk 0 writes the bound as well.
+Launches
+    1
+Traffic
+    element size * (number of slots) read, 16 B * capacity + 4 B * (B + 2) written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.slots import (
+    MAX_CAPACITY,
+    ROW_SIZES,
+    check_capacity,
+    check_keep_unused,
+    check_rows,
+    fill_unused,
+    find_row,
+    read_lengths,
+    read_slots,
+    row_arguments,
+    store_overflow,
+)
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+
+class Output(NamedTuple):
+    """What `extend_cache_locs` returns."""
+
+    indptr: torch.Tensor
+    cache_locs: torch.Tensor
+    positions: torch.Tensor
+    overflow: torch.Tensor
+
+
+TUNING = {"default": {"BLOCK_SLOT": 256, "max_chunks": 32, "num_warps": 4}}
+
+
+@triton.jit(do_not_specialize=[*ROW_SIZES, "batch_size", "num_tokens", "capacity"])
+def _extend_cache_locs_kernel(
+    # inputs
+    req_pool_indices_ptr,
+    req_to_token_ptr,
+    starts_ptr,
+    ends_ptr,
+    # outputs
+    indptr_ptr,
+    cache_locs_ptr,
+    positions_ptr,
+    overflow_ptr,
+    # sizes
+    num_rows,
+    row_size,
+    stride_req_to_token_row,
+    batch_size,
+    num_tokens,
+    capacity,
+    KEEPS_UNUSED: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    BLOCK_SLOT: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    num_chunks = tl.num_programs(1)
+    is_live = request < batch_size  # an empty batch has one program, for its bound and tail
+
+    row_ptr, row_exists = find_row(
+        req_pool_indices_ptr, req_to_token_ptr, request, is_live, num_rows, stride_req_to_token_row
+    )
+    first = read_lengths(starts_ptr, request, is_live)
+    if ends_ptr is None:
+        count = tl.where(is_live, num_tokens, 0).to(tl.int64)
+        begin = request * num_tokens
+        total = batch_size.to(tl.int64) * num_tokens
+    else:
+        count = tl.maximum(read_lengths(ends_ptr, request, is_live) - first, 0)
+        sum_before = tl.zeros([BLOCK_BATCH], tl.int64)
+        sum_total = tl.zeros([BLOCK_BATCH], tl.int64)
+        for start in range(0, batch_size, BLOCK_BATCH):
+            other = start + tl.arange(0, BLOCK_BATCH)
+            is_other = other < batch_size
+            counts = read_lengths(ends_ptr, other, is_other) - read_lengths(starts_ptr, other, is_other)
+            counts = tl.maximum(counts, 0)
+            sum_before += tl.where(other < request, counts, 0)
+            sum_total += counts
+        begin = tl.sum(sum_before)
+        total = tl.sum(sum_total)
+
+    slots = tl.arange(0, BLOCK_SLOT)
+    for start in range(chunk * BLOCK_SLOT, tl.minimum(count, capacity), num_chunks * BLOCK_SLOT):
+        entry = start + slots
+        slot = read_slots(row_ptr, first + entry, entry < count, row_exists, row_size)
+        place = begin + entry
+        in_bounds = (entry < count) & (place < capacity)
+        tl.store(cache_locs_ptr + place, slot, mask=in_bounds)
+        tl.store(positions_ptr + place, first + entry, mask=in_bounds)
+    if not KEEPS_UNUSED:
+        part = request * num_chunks + chunk
+        num_parts = tl.num_programs(0) * num_chunks
+        fill_unused(cache_locs_ptr, total, capacity, part, num_parts, -1, BLOCK_SLOT)
+        fill_unused(positions_ptr, total, capacity, part, num_parts, 0, BLOCK_SLOT)
+
+    if chunk == 0:
+        tl.store(indptr_ptr + request + 1, tl.minimum(begin + count, capacity).to(tl.int32), mask=is_live)
+        if request == 0:
+            tl.store(indptr_ptr, 0)
+            store_overflow(overflow_ptr, total, capacity)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `extend_cache_locs` and describes its outputs."""
+    args = check.Arguments("extend_cache_locs", values)
+    check_keep_unused(args)
+    check_rows(args)
+    args.tensor("starts", ("B",), check.INTEGER)
+    if args.exactly_one("ends", "num_tokens") == "ends":
+        args.tensor("ends", ("B",), check.INTEGER)
+        capacity = check_capacity(args)
+    else:
+        if values["capacity"] is not None:
+            args.fail("capacity", "not be given with num_tokens, which tell it", values["capacity"])
+        capacity = args.size("B") * args.integer("num_tokens", 0, MAX_CAPACITY)
+    return Output(
+        args.spec((args.size("B") + 1,), torch.int32),
+        args.integers((capacity,), 1, default=torch.int64),
+        args.integers((capacity,), 2, default=torch.int64),
+        args.spec((1,), torch.int32),
+    )
+
+
+@launcher
+def extend_cache_locs(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor | None = None,
+    *,
+    num_tokens: int | None = None,
+    capacity: int | None = None,
+    keep_unused: bool = False,
+    out: Output | None = None,
+) -> Output:
+    """Lists slots and positions of a range of every request's tokens; shapes are in the module's docstring.
+
+    ends, capacity: ranges of different lengths, and room for all of them; the sum of ends - starts suffices, and
+    `overflow` tells on the device when it was less.
+    num_tokens: in place of both, as many tokens of every request.
+    keep_unused: with `out` only, what lies behind the slots and positions stays as it is instead of -1 and 0.
+    """
+    contracted = contract(locals())
+    out = check.allocate("extend_cache_locs", contracted, out)
+    batch_size, capacity = starts.shape[0], out.cache_locs.shape[0]
+    tuned = dict(tuning.row(TUNING, starts.device))
+    longest = min(req_to_token.shape[1], capacity) if num_tokens is None else num_tokens
+    num_chunks = max(1, min(tuned.pop("max_chunks"), -(-longest // tuned["BLOCK_SLOT"])))
+    launch(
+        "extend_cache_locs",
+        _extend_cache_locs_kernel,
+        (max(batch_size, 1), num_chunks),
+        starts_ptr=starts,
+        ends_ptr=ends,
+        indptr_ptr=out.indptr,
+        cache_locs_ptr=out.cache_locs,
+        positions_ptr=out.positions,
+        overflow_ptr=out.overflow,
+        **row_arguments(req_pool_indices, req_to_token),
+        batch_size=batch_size,
+        num_tokens=num_tokens or 0,
+        capacity=capacity,
+        KEEPS_UNUSED=keep_unused,
+        BLOCK_BATCH=128,
+        **tuned,
+    )
+    return out

@@ -1,0 +1,171 @@
+"""Root mean square norm of rows, with the addition of a residual before it.
+
+Computes
+    y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in fp32. With a residual, x is x + residual, rounded to
+    its dtype, and is returned as well: the stream that the next layer adds to.
+    round_normalized: x / sqrt(...) is rounded to the dtype of x before it meets the weight, as Llama's norm in Hugging
+    Face does, and Qwen's and Mistral's; else y is rounded once, as Gemma's (there weight_offset = 1) and OLMo 2's.
+Shapes
+    x            [T, H] or [T, heads, H]  fp32 / fp16 / bf16, unit stride along H; H in 1..65536
+    residual     as x, optional
+    weight       [H]                      as x
+    -> output    as x                     contiguous, unless `out` is not
+    -> residual  as x                     x + residual; without a residual it has no rows, [0, H] or [0, heads, H]
+Invariants
+    A row's bits depend on that row alone, so a NaN stays in its row. Any of the outputs may be any of the inputs
+    (`out=Output(x, residual)` works in place): a program reads its row before it writes.
+Grid
+    (T, heads), one program norms one row.
+Launches
+    1
+Traffic
+    2 * element bytes per element of x, with a residual 4 * element bytes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.strides import row_unit
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+
+class Output(NamedTuple):
+    """What `rms_norm` returns."""
+
+    output: torch.Tensor
+    residual: torch.Tensor
+
+
+MAX_HIDDEN = 65536
+
+TUNING = {"default": {"columns_per_warp": 512, "max_warps": 16}}
+
+
+@triton.jit(
+    do_not_specialize=["stride_x_token", "stride_x_head", "stride_residual_token", "stride_residual_head",
+                       "stride_output_token", "stride_output_head", "stride_sum_token", "stride_sum_head"]
+)  # fmt: skip
+def _rms_norm_kernel(
+    # inputs
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    # outputs
+    output_ptr,
+    sum_ptr,
+    # sizes
+    eps,
+    weight_offset,
+    stride_x_token,
+    stride_x_head,
+    stride_residual_token,
+    stride_residual_head,
+    stride_output_token,
+    stride_output_head,
+    stride_sum_token,
+    stride_sum_head,
+    UNIT: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BLOCK_HIDDEN)
+    is_column = column < HIDDEN_SIZE
+    dtype = output_ptr.dtype.element_ty
+
+    x_row_ptr = x_ptr + (token * stride_x_token + head * stride_x_head) * UNIT
+    x = tl.load(x_row_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    # asked for before the sum is waited for
+    weight = tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual_row_ptr = residual_ptr + (token * stride_residual_token + head * stride_residual_head) * UNIT
+        residual = tl.load(residual_row_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+        total = (x + residual).to(dtype)
+        sum_row_ptr = sum_ptr + (token * stride_sum_token + head * stride_sum_head) * UNIT
+        tl.store(sum_row_ptr + column, total, mask=is_column)
+        x = total.to(tl.float32)
+
+    mean_square = tl.math.div_rn(tl.sum(x * x), HIDDEN_SIZE * 1.0)
+    normalized = x * tl.math.div_rn(1.0, tl.math.sqrt_rn(mean_square + eps))
+    if IS_ROUNDED:
+        normalized = normalized.to(dtype).to(tl.float32)
+    output = normalized * (weight_offset + weight)
+    output_row_ptr = output_ptr + (token * stride_output_token + head * stride_output_head) * UNIT
+    tl.store(output_row_ptr + column, output.to(dtype), mask=is_column)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `rms_norm` and describes its outputs."""
+    args = check.Arguments("rms_norm", values)
+    x = values["x"]
+    axes = ("T", "heads", "H") if isinstance(x, torch.Tensor) and x.dim() == 3 else ("T", "H")
+    x = args.tensor("x", axes, check.FLOAT, contiguous=1)
+    if not 1 <= args.size("H") <= MAX_HIDDEN:
+        args.fail("x", f"have H in 1..{MAX_HIDDEN}", args.size("H"))
+    args.tensor("weight", ("H",), (x.dtype,))
+    residual = args.tensor("residual", axes, (x.dtype,), contiguous=1, optional=True)
+    args.number("eps", 0.0)
+    args.number("weight_offset")
+    num_tokens = 0 if residual is None else args.size("T")
+    return Output(
+        args.spec(tuple(x.shape), x.dtype, contiguous=1),
+        args.spec((num_tokens, *x.shape[1:]), x.dtype, contiguous=1),
+    )
+
+
+@launcher
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_normalized: bool = True,
+    out: Output | None = None,
+) -> Output:
+    """Norms each row of x, or of x + residual; shapes and rounding are in the module's docstring.
+
+    weight_offset: added to the weight, 1 for Gemma.
+    round_normalized: where Hugging Face's model rounds; False for Gemma and OLMo 2.
+    """
+    contracted = contract(locals())
+    out = check.allocate("rms_norm", contracted, out)
+    tensors = [x, out.output] if residual is None else [x, out.output, residual, out.residual]
+    unit = row_unit(*tensors)
+    strides = {}
+    for name, tensor in zip(("x", "output", "residual", "sum"), (x, out.output, residual, out.residual)):
+        steps = (0, 0) if tensor is None else tensor.stride()
+        strides[f"stride_{name}_token"] = steps[0] // unit
+        strides[f"stride_{name}_head"] = steps[1] // unit if x.dim() == 3 else 0
+    tuned = tuning.row(TUNING, x.device)
+    block_hidden = triton.next_power_of_2(x.shape[-1])
+    launch(
+        "rms_norm",
+        _rms_norm_kernel,
+        (x.shape[0], x.shape[1] if x.dim() == 3 else 1),
+        x_ptr=x,
+        residual_ptr=residual,
+        weight_ptr=weight,
+        output_ptr=out.output,
+        sum_ptr=None if residual is None else out.residual,
+        eps=float(eps),
+        weight_offset=float(weight_offset),
+        UNIT=unit,
+        HIDDEN_SIZE=x.shape[-1],
+        IS_ROUNDED=bool(round_normalized),
+        BLOCK_HIDDEN=block_hidden,
+        num_warps=min(max(block_hidden // tuned["columns_per_warp"], 1), tuned["max_warps"]),
+        **strides,
+    )
+    return out

@@ -1,0 +1,168 @@
+"""Rotary position embedding of queries and keys.
+
+Computes
+    Of each head the first rotary_dim coordinates, in pairs (a, b), become (a cos - b sin, b cos + a sin); the others
+    stay. Pairs are coordinates i and rotary_dim / 2 + i (GPT-NeoX, Llama), or 2 i and 2 i + 1 where is_interleaved
+    (GPT-J). rotary_dim is twice the tables' columns, so partial rotary embedding is a matter of the tables; so is every
+    scaling of frequencies (linear, llama3, yarn with its attention factor).
+    Rounding follows PyTorch's rules of types: tables of the heads' dtype round each product, as in Hugging Face's
+    models; fp32 tables round once, at the end.
+Shapes
+    query      [T, Hq, D]                       fp32 / fp16 / bf16, D in 1..1024; tokens and heads may be strided by
+    key        [T, Hkv, D]                      as query                       whole rows of D (a fused projection)
+    positions  [T]                              int
+    cos        [max_positions, rotary_dim / 2]  as query, or fp32; rows may be strided, so a table that holds both side
+    sin        as cos                           by side is given as its two halves
+    -> query   [T, Hq, D]                       as query, contiguous, unless `out` is not
+    -> key     [T, Hkv, D]                      as query
+Invariants
+    Heads of a token whose position is outside 0..max_positions - 1 are copied as they are. An element depends on its
+    own pair and angle alone. out=Output(query, key) works in place.
+    Bits are those of PyTorch's `a * cos - b * sin`: products are not fused into sums.
+Grid
+    (T, head tiles), one program turns a few query heads or a few key heads of one token.
+Launches
+    1
+Traffic
+    2 * element bytes * T * (Hq + Hkv) * D, and a row of each table per token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...primitives import rotary
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.rotary import load_angles, move_heads
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+
+class Output(NamedTuple):
+    """What `rope` returns."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+
+
+TUNING = {"default": {"tile_elements": 1024, "num_warps": 4}}
+
+
+@triton.jit(
+    do_not_specialize=["num_positions", "stride_cos_position", "stride_sin_position", "stride_query_token",
+                       "stride_query_head", "stride_key_token", "stride_key_head", "stride_output_query_token",
+                       "stride_output_query_head", "stride_output_key_token", "stride_output_key_head"]
+)  # fmt: skip
+def _rope_kernel(
+    # inputs
+    query_ptr,
+    key_ptr,
+    positions_ptr,
+    cos_ptr,
+    sin_ptr,
+    # outputs
+    output_query_ptr,
+    output_key_ptr,
+    # sizes
+    num_positions,
+    stride_cos_position,
+    stride_sin_position,
+    stride_query_token,
+    stride_query_head,
+    stride_key_token,
+    stride_key_head,
+    stride_output_query_token,
+    stride_output_query_head,
+    stride_output_key_token,
+    stride_output_key_head,
+    NUM_QUERY_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    BLOCK_HEAD: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    token = tl.program_id(0).to(tl.int64)
+    first_head = tl.program_id(1) * BLOCK_HEAD
+    first_key = tl.cdiv(NUM_QUERY_HEADS, BLOCK_HEAD) * BLOCK_HEAD
+    cos, sin, is_known = load_angles(
+        cos_ptr, sin_ptr, positions_ptr, token, num_positions, stride_cos_position, stride_sin_position, ROTARY_DIM
+    )
+    head = first_head.to(tl.int64) + tl.arange(0, BLOCK_HEAD)
+    if first_head < first_key:
+        source_row = token * stride_query_token + head * stride_query_head
+        target_row = token * stride_output_query_token + head * stride_output_query_head
+        is_head = head < NUM_QUERY_HEADS
+        move_heads(
+            query_ptr, output_query_ptr, source_row, target_row, is_head, cos, sin, is_known, 1.0,
+            HEAD_DIM, ROTARY_DIM, IS_INTERLEAVED, None,
+        )  # fmt: skip
+    else:
+        head -= first_key
+        source_row = token * stride_key_token + head * stride_key_head
+        target_row = token * stride_output_key_token + head * stride_output_key_head
+        is_head = head < NUM_KV_HEADS
+        move_heads(
+            key_ptr, output_key_ptr, source_row, target_row, is_head, cos, sin, is_known, 1.0,
+            HEAD_DIM, ROTARY_DIM, IS_INTERLEAVED, None,
+        )  # fmt: skip
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `rope` and describes its outputs."""
+    args = check.Arguments("rope", values)
+    query = rotary.check_heads(args, "query", "Hq", check.FLOAT)
+    key = rotary.check_heads(args, "key", "Hkv", (query.dtype,))
+    rotary.check_tables(args, query.dtype)
+    return Output(*(args.spec(tuple(heads.shape), query.dtype, contiguous=1) for heads in (query, key)))
+
+
+@launcher
+def rope(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    is_interleaved: bool = False,
+    out: Output | None = None,
+) -> Output:
+    """Turns queries and keys by the angles of their positions; shapes and layouts are in the module's docstring.
+
+    is_interleaved: pairs are neighbours (GPT-J) instead of the two halves (GPT-NeoX, Llama).
+    """
+    contracted = contract(locals())
+    out = check.allocate("rope", contracted, out)
+    rotary.check_out("rope", **{"out.query": out.query, "out.key": out.key})
+    num_tokens, num_query_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    tuned = dict(tuning.row(TUNING, query.device))
+    block_head = rotary.tile_of_heads(max(num_query_heads, num_kv_heads), head_dim, tuned.pop("tile_elements"))
+    launch(
+        "rope",
+        _rope_kernel,
+        (num_tokens, triton.cdiv(num_query_heads, block_head) + triton.cdiv(num_kv_heads, block_head)),
+        query_ptr=query,
+        key_ptr=key,
+        output_query_ptr=out.query,
+        output_key_ptr=out.key,
+        NUM_QUERY_HEADS=num_query_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        IS_INTERLEAVED=bool(is_interleaved),
+        BLOCK_HEAD=block_head,
+        enable_fp_fusion=False,
+        **rotary.table_arguments(positions, cos, sin),
+        **rotary.head_strides("query", query),
+        **rotary.head_strides("key", key),
+        **rotary.head_strides("output_query", out.query),
+        **rotary.head_strides("output_key", out.key),
+        **tuned,
+    )
+    return out

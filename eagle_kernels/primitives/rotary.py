@@ -1,0 +1,173 @@
+"""Heads on their way from one place to another, turned by rotary position embedding: what rope and write_kv share.
+
+A head's first rotary_dim coordinates turn in pairs, pair i of a token at position t by the angle whose cosine and sine
+stand in row t, column i of two tables; the other coordinates stay. Two layouts of pairs are in use:
+
+    halves       coordinates i and rotary_dim / 2 + i     GPT-NeoX, Llama (Hugging Face's rotate_half)
+    interleaved  coordinates 2 i and 2 i + 1              GPT-J, Cohere (Hugging Face's rotate_every_two)
+
+first * cos - second * sin and second * cos + first * sin follow PyTorch's rules of types: with tables of the heads' own
+dtype every product is rounded to it, as Hugging Face's models do; with fp32 tables all is fp32 up to one rounding at
+the end. Kernels that rotate are compiled without fusing products into sums (`enable_fp_fusion=False`), so bits are
+those of PyTorch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..runtime import check
+from ..runtime.language import tl, triton
+from .fp8 import encode_e4m3
+from .paging import check_row_strides
+
+MAX_HEAD_DIM = 1024
+
+
+@triton.jit
+def load_angles(
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    token,
+    num_positions,
+    stride_cos_position,
+    stride_sin_position,
+    ROTARY_DIM: tl.constexpr,
+):
+    """(cos [PAIR], sin [PAIR], whether the tables know the token's position); without tables what nobody reads."""
+    if ROTARY_DIM > 0:
+        pair = tl.arange(0, triton.next_power_of_2(ROTARY_DIM // 2))
+        position = tl.load(positions_ptr + token).to(tl.int64)
+        is_known = (position >= 0) & (position < num_positions)
+        in_bounds = is_known & (pair < ROTARY_DIM // 2)
+        cos = tl.load(cos_ptr + position * stride_cos_position + pair, mask=in_bounds, other=0.0)
+        sin = tl.load(sin_ptr + position * stride_sin_position + pair, mask=in_bounds, other=0.0)
+        return cos, sin, is_known
+    else:
+        return 0.0, 0.0, False
+
+
+@triton.jit
+def _product(left, right, dtype: tl.constexpr):
+    """fp32 left * right, rounded to dtype on the way."""
+    return (left * right).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _rotate(first, second, cos, sin):
+    """The turned pair, in the dtype of the heads."""
+    heads_dtype: tl.constexpr = first.dtype
+    tables_dtype: tl.constexpr = cos.dtype
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    cos, sin = cos.to(tl.float32), sin.to(tl.float32)
+    turned_first = _product(first, cos, tables_dtype) - _product(second, sin, tables_dtype)
+    turned_second = _product(second, cos, tables_dtype) + _product(first, sin, tables_dtype)
+    return turned_first.to(heads_dtype), turned_second.to(heads_dtype)
+
+
+@triton.jit
+def _store(place_ptr, value, mask, scale, FP8: tl.constexpr):
+    """value, or value / scale as bytes of an 8-bit float."""
+    if FP8 is None:
+        tl.store(place_ptr, value, mask=mask)
+    else:
+        value = tl.math.div_rn(value.to(tl.float32), scale)
+        tl.store(place_ptr, encode_e4m3(value, FP8 == "float8_e4m3fnuz"), mask=mask)
+
+
+@triton.jit
+def move_heads(
+    source_ptr,
+    target_ptr,
+    source_row,
+    target_row,
+    is_head,
+    cos,
+    sin,
+    is_known,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Moves heads [HEAD] from row source_row to row target_row, both int64, a row being HEAD_DIM elements.
+
+    cos, sin, is_known: of `load_angles`; a token whose position the tables do not know is moved as it is.
+    scale: [HEAD, 1] or a number. FP8: name of the 8-bit float to write; None: elements keep their dtype, unscaled.
+    Source and target may be one: a program reads an element before it writes there, and no other program reads it.
+    """
+    source_ptr += source_row[:, None] * HEAD_DIM
+    target_ptr += target_row[:, None] * HEAD_DIM
+    is_head = is_head[:, None]
+    if ROTARY_DIM > 0:
+        pair = tl.arange(0, triton.next_power_of_2(ROTARY_DIM // 2))[None, :]
+        in_bounds = is_head & (pair < ROTARY_DIM // 2)
+        if IS_INTERLEAVED:
+            first_column, second_column = 2 * pair, 2 * pair + 1
+        else:
+            first_column, second_column = pair, ROTARY_DIM // 2 + pair
+        first = tl.load(source_ptr + first_column, mask=in_bounds)  # [HEAD, PAIR]
+        second = tl.load(source_ptr + second_column, mask=in_bounds)
+        turned_first, turned_second = _rotate(first, second, cos[None, :], sin[None, :])
+        _store(target_ptr + first_column, tl.where(is_known, turned_first, first), in_bounds, scale, FP8)
+        _store(target_ptr + second_column, tl.where(is_known, turned_second, second), in_bounds, scale, FP8)
+    if ROTARY_DIM < HEAD_DIM:
+        column = ROTARY_DIM + tl.arange(0, triton.next_power_of_2(HEAD_DIM - ROTARY_DIM))[None, :]
+        in_bounds = is_head & (column < HEAD_DIM)
+        value = tl.load(source_ptr + column, mask=in_bounds)  # [HEAD, column]
+        _store(target_ptr + column, value, in_bounds, scale, FP8)
+
+
+def check_heads(args: check.Arguments, name: str, heads: str, dtypes) -> torch.Tensor:
+    """A tensor [T, heads, D]; tokens and heads may be strided by whole rows of D, as in a fused projection."""
+    value = args.tensor(name, ("T", heads, "D"), dtypes, contiguous=1)
+    if not 1 <= args.size("D") <= MAX_HEAD_DIM:
+        args.fail(name, f"have D in 1..{MAX_HEAD_DIM}", args.size("D"))
+    check_row_strides(args, name, value, 2)
+    return value
+
+
+def check_out(op: str, **heads: torch.Tensor) -> None:
+    """The caller's buffers, too, are strided by whole rows of D."""
+    for name, value in heads.items():
+        check_row_strides(check.Arguments(op, {}), name, value, 2)
+
+
+def check_tables(args: check.Arguments, dtype: torch.dtype) -> None:
+    """positions, cos and sin for heads of this dtype; T and D are bound before."""
+    args.tensor("positions", ("T",), check.INTEGER)
+    dtypes = (dtype,) if dtype == torch.float32 else (dtype, torch.float32)
+    cos = args.tensor("cos", ("max_positions", "rotary_dim / 2"), dtypes, contiguous=1)
+    args.tensor("sin", ("max_positions", "rotary_dim / 2"), (cos.dtype,), contiguous=1)
+    num_pairs = args.size("rotary_dim / 2")
+    if not 1 <= num_pairs <= args.size("D") // 2:
+        args.fail("cos", f"have a column per pair, 1..D / 2 = {args.size('D') // 2} of them", num_pairs)
+
+
+def head_strides(name: str, heads: torch.Tensor) -> dict[str, int]:
+    """The strides of heads [T, heads, D] as kernels take them: in rows of D."""
+    head_dim = heads.shape[2]
+    return {
+        f"stride_{name}_token": heads.stride(0) // head_dim,
+        f"stride_{name}_head": heads.stride(1) // head_dim,
+    }
+
+
+def table_arguments(positions: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None) -> dict:
+    """The launch arguments that describe checked tables, or that there are none."""
+    return {
+        "positions_ptr": positions,
+        "cos_ptr": cos,
+        "sin_ptr": sin,
+        "num_positions": 0 if cos is None else cos.shape[0],
+        "stride_cos_position": 0 if cos is None else cos.stride(0),
+        "stride_sin_position": 0 if sin is None else sin.stride(0),
+        "ROTARY_DIM": 0 if cos is None else 2 * cos.shape[1],
+    }
+
+
+def tile_of_heads(num_heads: int, head_dim: int, tile_elements: int) -> int:
+    """How many heads a program moves: a power of two, about tile_elements in all."""
+    return max(1, min(triton.next_power_of_2(num_heads), tile_elements // triton.next_power_of_2(head_dim)))

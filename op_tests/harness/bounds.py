@@ -1,0 +1,70 @@
+"""Whether kernels stay within the tensors that they are given: Triton's interpreter sees every address."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from eagle_kernels.runtime.launch import is_interpreting
+
+
+@contextlib.contextmanager
+def assert_in_bounds():
+    """A launch whose loads and stores leave its tensors raises an AssertionError that names the nearest one.
+
+    On a GPU nothing is looked at: there it takes compute-sanitizer.
+    """
+    if not is_interpreting():
+        yield
+        return
+    import numpy as np
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    call = GridExecutor.__call__
+    spans: list[tuple[str, int, int]] = []
+    outside: list[int] = []
+
+    def look(pointers, mask):
+        is_wanted = np.broadcast_to(mask.data.astype(bool), pointers.data.shape)
+        addresses = pointers.data[is_wanted].astype(np.int64)
+        is_inside = np.zeros(addresses.shape, bool)
+        for _, first, stop in spans:
+            is_inside |= (addresses >= first) & (addresses < stop)
+        outside.extend(addresses[~is_inside].tolist())
+        return is_inside.all()
+
+    def looking_load(self, pointers, mask, other, *rest):
+        if not look(pointers, mask):
+            mask = type(mask)(np.zeros_like(mask.data), mask.dtype)
+        return load(self, pointers, mask, other, *rest)
+
+    def looking_store(self, pointers, value, mask, *rest):
+        if look(pointers, mask):
+            store(self, pointers, value, mask, *rest)
+
+    def looking_call(self, *args, **arguments):
+        spans[:] = [_span(name, value) for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+        call(self, *args, **arguments)
+        if outside:
+            distances = [(min(abs(outside[0] - first), abs(outside[0] - stop)), name) for name, first, stop in spans]
+            distance, name = min(distances)
+            raise AssertionError(f"{len(outside)} addresses lie in no tensor, the first {distance} bytes from {name}")
+
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = looking_load, looking_store
+    GridExecutor.__call__ = looking_call
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
+        GridExecutor.__call__ = call
+
+
+def _span(name: str, tensor: torch.Tensor) -> tuple[str, int, int]:
+    """(name, address of the first element, address behind the last one)."""
+    first = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return name, first, first
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return name, first, first + (last + 1) * tensor.element_size()

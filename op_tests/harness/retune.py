@@ -1,0 +1,16 @@
+"""Other numbers in a tuning table, for all architectures alike, that a test may ask for what it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eagle_kernels.runtime import launch
+
+
+def retune(monkeypatch: Any, table: dict, **numbers: int) -> None:
+    """Every row of an op's tuning `table`, or every one of several, with these numbers."""
+    monkeypatch.setattr(launch, "_can_plan", lambda: False)  # earlier calls have planned with the numbers of then
+    for architecture, rows in table.items():
+        is_one = isinstance(rows, dict)
+        changed = tuple(row | numbers for row in ((rows,) if is_one else rows))
+        monkeypatch.setitem(table, architecture, changed[0] if is_one else changed)

@@ -1,0 +1,289 @@
+"""prefill_attention against float64: prompts and chunks, paged and not, windows, poisoned pools and neighbours."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.ops.attention.prefill_attention import TUNING
+from eagle_kernels.reference.ops.attention.prefill_attention import prefill_attention as reference
+from op_tests.harness import (
+    assert_close,
+    assert_equal,
+    assert_only_launches,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+    retune,
+    to_device,
+)
+
+from .cases import (
+    FLOAT8,
+    beyond_int32,
+    fp8_of,
+    in_float64,
+    of_every_dtype_and_head_dim,
+    paged_cache,
+    with_float8,
+)
+
+# (queries, keys before them, head_dim, group, kv heads, page size or None, dtype)
+SHAPES = [
+    ([1, 3, 40], [0, 0, 0], 16, 1, 2, None, torch.float32),
+    ([33, 64], [31, 0], 64, 2, 1, 16, torch.float16),
+    ([65, 0, 7], [0, 5, 100], 80, 3, 1, 1, torch.float32),
+    ([130], [0], 96, 5, 1, None, torch.float16),
+    ([9, 1], [120, 63], 112, 7, 1, 128, torch.float32),
+    ([70, 31], [3, 64], 128, 4, 2, 64, torch.float16),
+    ([20], [40], 128, 8, 1, None, torch.float32),
+    ([12], [30], 192, 16, 1, 32, torch.float16),
+    ([50], [10], 256, 6, 1, 256, torch.float16),
+]
+
+
+def make(counts, before, head_dim, group_size, num_kv_heads, page_size, dtype, *, form="block_table", device="cpu",
+         is_strided=False):  # fmt: skip
+    lengths = [count + earlier for count, earlier in zip(counts, before)]
+    heads = group_size * num_kv_heads
+    bounds = torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+    values = {"query": torch.randn(sum(counts), heads, head_dim).to(device, dtype), "qo_indptr": bounds}
+    values["max_query"] = max([1, *counts])
+    if page_size is not None:
+        return values | paged_cache(lengths, page_size, num_kv_heads, head_dim, dtype, form=form, device=device,
+                                    is_strided=is_strided)  # fmt: skip
+    both = torch.randn(sum(lengths), 2, num_kv_heads, head_dim).to(device, dtype)
+    values |= {"key": both[:, 0], "value": both[:, 1]}
+    if not is_strided:
+        values |= {name: values[name].contiguous() for name in ("key", "value")}
+    if any(before):
+        values["key_indptr"] = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    return values
+
+
+def check(values, case=""):
+    """Kernel within twice the reference's own error against float64."""
+    actual, baseline = check_operation("attention.prefill_attention", values, case=case, skip=("output", "lse"))
+    expected = reference(**in_float64(values))
+    assert_close("prefill_attention", case, "output", actual.output, expected.output, baseline.output)
+    assert_close("prefill_attention", case, "lse", actual.lse, expected.lse, baseline.lse)
+    return actual
+
+
+NOT_SUPPORTED = {
+    *((str(torch.float8_e4m3fn), target) for target in ("sm_80", "gfx942")),
+    *((str(torch.float8_e4m3fnuz), target) for target in ("sm_80", "sm_90", "sm_100", "gfx950")),
+}
+
+
+def ahead_of_time_cases():
+    for head_dim, dtype in ((80, torch.float16), (96, torch.bfloat16), (112, torch.float16), (128, torch.bfloat16),
+                            (128, torch.float32), (192, torch.bfloat16)):  # fmt: skip
+        yield f"D={head_dim} {dtype}", make([300], [0], head_dim, 4, 2, None, dtype)
+    yield "D=64 float16 paged", make([100], [40], 64, 4, 2, 16, torch.float16)
+    everything = make([100], [40], 256, 4, 1, 64, torch.float16, form="csr")
+    everything |= {"window": 50, "soft_cap": 30.0, "sinks": torch.zeros(4)}
+    yield "all that changes logits", everything
+    everything["query"] = everything["query"].bfloat16()
+    for dtype in FLOAT8:
+        yield str(dtype), with_float8(everything, dtype)
+
+
+def full_ahead_of_time_cases():
+    yield from of_every_dtype_and_head_dim(lambda head_dim, dtype: make([300], [40], head_dim, 4, 2, 16, dtype))
+
+
+def size_sweep():
+    for batch_size, count in itertools.product((1, 2, 3, 16, 17), (1, 3, 5, 9, 32, 100, 1024, 4000)):
+        yield make([count] * batch_size, [0] * batch_size, 16, 4, 1, None, torch.float16)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, device):
+    form = "csr" if SHAPES.index(shape) % 2 else "block_table"
+    check(make(*shape, form=form, device=device), str(shape))
+
+
+@pytest.mark.parametrize("window", [1, 16, 50, 64, 65, 500])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_window(window, page_size, device):
+    values = make([70, 5, 33], [0, 90, 130], 32, 2, 1, page_size, torch.float32, device=device)
+    check(values | {"window": window}, f"window {window}")
+
+
+def test_every_key_is_seen_without_causality(device):
+    values = make([7, 70], [0, 20], 32, 2, 2, None, torch.float32, device=device)
+    check(values | {"is_causal": False}, "not causal")
+    check(values | {"is_causal": False, "window": 40}, "not causal, window")
+
+
+def test_chunks_are_the_prompt(device):
+    """A prompt in three chunks, each behind what is cached, gives what the whole prompt gives."""
+    values = make([90], [0], 32, 4, 1, 16, torch.float32, device=device)
+    whole = eagle_kernels.raw.prefill_attention(**values)
+    for first, last in ((0, 20), (20, 64), (64, 90)):
+        chunk = values | {"query": values["query"][first:last], "max_query": last - first}
+        chunk["qo_indptr"] = torch.tensor([0, last - first], device=device)
+        chunk["seq_lens"] = torch.tensor([last], device=device)
+        result = eagle_kernels.raw.prefill_attention(**chunk)
+        assert_close("prefill_attention", f"chunk {first}", "output", result.output, whole.output[first:last])
+
+
+def test_soft_cap_sinks_and_scale(device):
+    values = make([40, 9], [3, 0], 64, 3, 2, None, torch.float16, device=device)
+    check(values | {"soft_cap": 8.0, "sinks": torch.randn(6, device=device), "sm_scale": 0.3}, "soft cap, sinks")
+
+
+def test_float8_cache(device):
+    values = make([40, 9], [30, 0], 64, 4, 2, 16, torch.float16, device=device)
+    for name in ("k_cache", "v_cache"):
+        values[name] = values[name].nan_to_num().to(fp8_of(device))
+    values |= {"k_scale": torch.tensor([0.5, 1.5], device=device), "v_scale": torch.tensor([2.0, 0.75], device=device)}
+    check(values, "float8")
+
+
+def test_more_queries_than_keys(device):
+    """The first queries see nothing."""
+    values = make([9, 4], [0, 0], 32, 2, 1, None, torch.float32, device=device)
+    values["key_indptr"] = torch.tensor([0, 4, 8], device=device)
+    result = check(values, "few keys")
+    assert (result.output[:5] == 0).all() and (result.lse[:5] == float("-inf")).all()
+    values = make([70], [0], 32, 2, 1, None, torch.float32, device=device)
+    values["key_indptr"] = torch.tensor([0, 9], device=device)
+    for window in (4, 2**31 - 1):
+        check(values | {"window": window}, f"few keys, window {window}")
+
+
+def test_a_request_does_not_look_at_others(device):
+    """NaN in one request's queries, keys and values stays there, and bits do not depend on the batch."""
+    values = make([20, 33, 5], [0, 0, 0], 32, 2, 1, None, torch.float32, device=device)
+    before = eagle_kernels.raw.prefill_attention(**values)
+    for name in ("query", "key", "value"):
+        values[name][20:53] = float("nan")
+    after = eagle_kernels.raw.prefill_attention(**values)
+    for rows in (slice(0, 20), slice(53, 58)):
+        assert_equal("prefill_attention", "neighbours", "output", after.output[rows], before.output[rows])
+    alone = make([5], [0], 32, 2, 1, None, torch.float32, device=device)
+    alone |= {name: values[name][53:] for name in ("query", "key", "value")}
+    result = eagle_kernels.raw.prefill_attention(**alone)
+    assert_equal("prefill_attention", "alone", "output", result.output, before.output[53:])
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_queries_beyond_max_query(page_size, device):
+    """The queries that are attended are what they are where all are."""
+    values = make([20, 3], [10, 0], 32, 2, 1, page_size, torch.float32, device=device)
+    whole = eagle_kernels.raw.prefill_attention(**values)
+    result = eagle_kernels.raw.prefill_attention(**values | {"max_query": 7})
+    expected = reference(**values | {"max_query": 7})
+    for rows in (slice(0, 7), slice(20, 23)):
+        assert_close("prefill_attention", "all", "output", result.output[rows], whole.output[rows])
+        assert_close("prefill_attention", "reference", "output", result.output[rows], expected.output[rows])
+
+
+def test_rows_of_no_request_are_not_written(device):
+    values = make([6, 6], [0, 0], 32, 1, 1, None, torch.float32, device=device)
+    values["qo_indptr"] = torch.tensor([0, 4, 9], device=device)
+    values["key_indptr"] = values["qo_indptr"]
+    out = eagle_kernels.raw.prefill_attention(**values)
+    out.output.fill_(7.0)
+    eagle_kernels.raw.prefill_attention(**values, out=out)
+    assert (out.output[9:] == 7.0).all() and (out.output[:9] != 7.0).any()
+
+
+def test_strided_rows(device):
+    values = make([20, 3], [10, 0], 64, 4, 2, None, torch.float16, is_strided=True, device=device)
+    fused = torch.randn(23, 12, 64, device=device).half()
+    check(values | {"query": fused[:, :8]}, "strided")
+    check(make([20, 3], [10, 0], 64, 4, 2, 16, torch.float16, is_strided=True, device=device), "strided pages")
+
+
+def test_bfloat16(device):
+    check(make([40], [5], 64, 2, 1, 16, torch.bfloat16, device=device), "bfloat16")
+
+
+def test_empty_batch(device):
+    result = eagle_kernels.raw.prefill_attention(**make([], [], 32, 2, 1, None, torch.float16, device=device))
+    assert result.output.shape == (0, 2, 32)
+
+
+def test_launches_and_nothing_else(device):
+    for page_size in (None, 16):
+        values = make([40, 5], [0, 9], 64, 4, 1, page_size, torch.float16, device=device)
+        assert_only_launches("attention.prefill_attention", values)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_registration(page_size, device):
+    values = make([20, 3], [0, 5], 32, 2, 1, page_size, torch.float32, device=device)
+    check_registration("prefill_attention", values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_query": 0}, "max_query must be at least 1, got 0"),
+        ({"query": torch.zeros(25, 2, 8)}, "query must have D in 16..256, got 8"),
+        ({"query": torch.zeros(25, 3, 32)}, "query must have Hq that is a multiple of Hkv = 2, got 3"),
+        ({"key": torch.zeros(25, 2, 64)}, "key must have D = 32"),
+        ({"key": torch.zeros(24, 2, 32), "value": torch.zeros(24, 2, 32)}, "key_indptr must be given where keys"),
+        ({"qo_indptr": torch.zeros(0, dtype=torch.int32)}, "qo_indptr must have at least one element"),
+        ({"key": None, "value": None}, "key / k_cache must be given exactly once"),
+        ({"k_scale": torch.ones(1)}, "k_scale must not be given with key"),
+        ({"window": 0}, "window must lie in 1.."),
+        ({"soft_cap": 0.0}, "soft_cap must be a positive finite number or None, got 0.0"),
+    ],
+)
+def test_bad_input_is_named(change, message, device):
+    values = to_device(make([20, 5], [0, 0], 32, 2, 2, None, torch.float32) | change, device)
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.prefill_attention: .*" + message):
+        eagle_kernels.raw.prefill_attention(**values)
+
+
+@pytest.mark.gpu
+def test_pages_past_2_31_elements(device):
+    values = make([70, 9], [30, 0], 128, 4, 8, 16, torch.bfloat16, device=device)
+    expected = eagle_kernels.raw.prefill_attention(**values)
+    moved = beyond_int32(values)
+    result = eagle_kernels.raw.prefill_attention(**moved)
+    assert_equal("prefill_attention", "far pages", "output", result.output, expected.output)
+
+
+@pytest.mark.parametrize("row", [row for rows in TUNING.values() for row in rows], ids=lambda row: f"{row['max_rows']}")
+def test_every_tuning_row(row, device, monkeypatch):
+    """Tiles of many rows, and those of few."""
+    retune(monkeypatch, TUNING, **(row | {"from_rows": 0}))
+    for head_dim, page_size, extra in ((128, 16, {}), (64, None, {"window": 70}), (80, 1, {"soft_cap": 5.0})):
+        values = make([90, 1, 33], [0, 70, 64], head_dim, 4, 2, page_size, torch.float16, device=device)
+        check(values | extra, f"{head_dim}")
+
+
+@pytest.mark.gpu
+def test_graph_replay(device):
+    values = make([100, 28], [0, 100], 128, 4, 2, 16, torch.bfloat16, device=device)
+    out = eagle_kernels.raw.prefill_attention(**values)
+
+    def change():
+        values["query"].normal_()
+        values["qo_indptr"].copy_(torch.tensor([0, 28, 128]))
+        values["seq_lens"].copy_(torch.tensor([60, 120]))
+
+    replay_in_graph(lambda: eagle_kernels.raw.prefill_attention(**values, out=out), change=change)
+    eager = eagle_kernels.raw.prefill_attention(**values)
+    assert_equal("prefill_attention", "replay", "output", out.output, eager.output)
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("window", [None, 100])
+def test_full_cross(window, head_dim, dtype, device):
+    for group_size, page_size in ((1, None), (3, 16), (4, 64), (8, 256), (16, 1), (7, None)):
+        counts = torch.randint(0, 700, (3,)).tolist() + [1, 64]
+        before = torch.randint(0, 700, (4,)).tolist() + [0]
+        values = make(counts, before, head_dim, group_size, 2, page_size, dtype, device=device) | {"window": window}
+        check(values, f"{head_dim} {group_size} {page_size} {window}")

@@ -1,0 +1,163 @@
+"""align_evict_mask_to_page_size against its reference: examples, every phase of a page, nothing else cleared."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.reference.ops.kv.align_evict_mask_to_page_size import align_evict_mask_to_page_size as reference
+from op_tests.harness import (
+    Guarded,
+    assert_equal,
+    assert_only_launches,
+    check_registration,
+    replay_in_graph,
+    to_device,
+)
+
+from .cases import BATCH_SIZES, PAGE_SIZES
+
+# (batch, drafts, page_size, longest prefix)
+SHAPES = [
+    (1, 1, 1, 5),
+    (3, 8, 1, 20),
+    (5, 6, 4, 30),
+    (3, 16, 16, 40),
+    (2, 300, 64, 70),
+    (2, 64, 256, 600),
+    (4, 33, 3, 9),
+]
+
+
+def make(batch_size, num_drafts, page_size, longest, *, dtype=torch.int64, is_chain=True, device="cpu"):
+    num_kept = torch.randint(0, num_drafts + 1, (batch_size, 1))
+    mask = torch.arange(num_drafts)[None] >= num_kept
+    if not is_chain:
+        mask = mask[:, torch.randperm(num_drafts)].contiguous()
+    return {
+        "seq_lens": torch.randint(0, longest + 1, (batch_size,)).to(device=device, dtype=dtype),
+        "evict_mask": mask.to(device),
+        "page_size": page_size,
+    }
+
+
+def check(values, case=""):
+    """The mask after the launcher equals that after the reference, between untouched guard zones."""
+    expected = values["evict_mask"].clone()
+    seq_lens = values["seq_lens"].clone()
+    guarded = Guarded(expected.shape, torch.bool, expected.device)
+    guarded.tensor.copy_(expected)
+    reference(**values | {"evict_mask": expected})
+    assert eagle_kernels.raw.align_evict_mask_to_page_size(**values | {"evict_mask": guarded.tensor}) is None
+    assert_equal("align_evict_mask_to_page_size", case, "evict_mask", guarded.tensor, expected)
+    assert_equal("align_evict_mask_to_page_size", case, "seq_lens", values["seq_lens"], seq_lens)
+    guarded.check("align_evict_mask_to_page_size", "evict_mask")
+    return expected
+
+
+def ahead_of_time_cases():
+    yield "int64", make(3, 8, 4, 20)
+    yield "int32", make(3, 8, 4, 20, dtype=torch.int32)
+
+
+def size_sweep():
+    for batch_size, longest in itertools.product((1, 2, 3, 16, 17, 64), (1, 100, 1024)):
+        yield make(batch_size, 8, 16, longest)
+
+
+@pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "any marks"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, dtype, is_chain, device):
+    check(make(*shape, dtype=dtype, is_chain=is_chain, device=device), str(shape))
+
+
+def test_worked_examples(device):
+    """SGLang's: pages of 4, six drafts."""
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]], device=device).bool()
+    seq_lens = torch.tensor([5, 6, 7], device=device)
+    eagle_kernels.raw.align_evict_mask_to_page_size(seq_lens, mask, page_size=4)
+    assert mask.long().tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+def test_every_phase_of_a_page(page_size, device):
+    """All lengths around a page and all numbers of accepted drafts; whole pages are evicted, and all but the first."""
+    num_drafts, longest = 7, 2 * page_size + 1
+    cases = list(itertools.product(range(longest + 1), range(num_drafts + 1)))
+    seq_lens, num_kept = torch.tensor(cases, device=device).unbind(1)
+    places = torch.arange(num_drafts, device=device)[None]
+    values = {"seq_lens": seq_lens.contiguous(), "evict_mask": places >= num_kept[:, None], "page_size": page_size}
+    aligned = check(values, "phases")
+    ends = -(-(seq_lens + num_kept) // page_size) * page_size  # of the last page in use
+    assert torch.equal(aligned, seq_lens[:, None] + places >= ends[:, None])
+
+
+def test_negative_and_huge_lengths(device):
+    values = make(4, 6, 4, 20, device=device)
+    values["seq_lens"].copy_(torch.tensor([-5, 2**40, 2**31 - 1, -(2**40)]))
+    check(values, "lengths")
+
+
+def test_a_dead_row_stays_marked(device):
+    """No token, committed or accepted: there is no page to keep."""
+    mask = torch.ones(2, 6, dtype=torch.bool, device=device)
+    eagle_kernels.raw.align_evict_mask_to_page_size(torch.tensor([0, 1], device=device), mask, page_size=4)
+    assert mask.long().tolist() == [[1] * 6, [0, 0, 0, 1, 1, 1]]
+
+
+def test_empty(device):
+    check(make(0, 6, 4, 20, device=device), "no requests")
+    check(make(3, 0, 4, 20, device=device), "no drafts")
+
+
+def test_launches_and_nothing_else(device):
+    assert_only_launches("kv.align_evict_mask_to_page_size", make(3, 8, 4, 20, device=device))
+
+
+def test_registration(device):
+    check_registration("align_evict_mask_to_page_size", make(3, 8, 4, 20, device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"page_size": 0}, "page_size must be at least 1, got 0"),
+        ({"evict_mask": torch.zeros(3, 8)}, "evict_mask must have dtype bool, got float32"),
+        ({"evict_mask": torch.zeros(24, dtype=torch.bool)}, r"evict_mask must have shape \[B, N\], got \[24\]"),
+        ({"evict_mask": torch.zeros(2, 8, dtype=torch.bool)}, "evict_mask must have B = 3"),
+        ({"seq_lens": torch.zeros(3)}, "seq_lens must have dtype int32 or int64, got float32"),
+    ],
+)
+def test_bad_input_is_named(change, message, device):
+    values = to_device(make(3, 8, 4, 20) | change, device)
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.align_evict_mask_to_page_size: .*" + message):
+        eagle_kernels.raw.align_evict_mask_to_page_size(**values)
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values = make(8, 16, 16, 200, device=device)
+
+    def change():
+        values["evict_mask"].copy_(make(8, 16, 16, 200)["evict_mask"])
+        values["evict_mask"][3:].fill_(True)
+        values["seq_lens"][3:].zero_()
+        change.before = values["evict_mask"].clone()
+
+    replay_in_graph(lambda: eagle_kernels.raw.align_evict_mask_to_page_size(**values), change=change)
+    reference(**values | {"evict_mask": change.before})
+    assert_equal("align_evict_mask_to_page_size", "replay", "evict_mask", values["evict_mask"], change.before)
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_drafts", [1, 4, 8, 64, 256])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+def test_full_cross(num_drafts, page_size, batch_size, device):
+    for is_chain in (True, False):
+        check(make(batch_size, num_drafts, page_size, 700, is_chain=is_chain, device=device))

@@ -1,0 +1,451 @@
+"""write_kv against its reference, bit by bit, over whole pools: page sizes, rotation, 8-bit floats, dead slots."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.reference.ops.kv.write_kv import write_kv as reference
+from eagle_kernels.runtime import launch, target
+from op_tests.harness import (
+    Guarded,
+    assert_close,
+    assert_equal,
+    assert_only_launches,
+    check_registration,
+    replay_in_graph,
+    to_device,
+)
+
+from ..attention.cases import in_float64
+from ..nn.tables import make_tables
+
+CACHES = ("k_cache", "v_cache")
+FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+
+# (page_size, query heads, KV heads, head_dim, dtype, dtype of the caches); page sizes need not be powers of two
+SHAPES = [
+    (1, 4, 2, 64, torch.float16, torch.float16),
+    (16, 5, 1, 80, torch.float32, torch.float32),
+    (64, 8, 8, 33, torch.float16, FN),
+    (256, 2, 2, 128, torch.float32, FNUZ),
+    (3, 32, 4, 96, torch.float16, torch.float16),
+    (16, 9, 3, 256, torch.float32, FN),
+    (16, 1, 1, 1, torch.float32, torch.float32),
+    (1, 16, 1, 576, torch.float16, FNUZ),
+]
+
+
+def make(page_size, num_heads, num_kv_heads, head_dim, dtype, cache_dtype, *, slots=None, rotary_dim=None,
+         table_dtype=None, has_query=True, has_scales=None, num_pages=None, index_dtype=torch.int64, is_strided=False,
+         device="cpu", **options):  # fmt: skip
+    """Random heads, and caches of random bits, NaN included. `slots` None: three scattered ones and one of -1.
+
+    Skips the test on a GPU that has no such type as cache_dtype.
+    """
+    if cache_dtype in (FN, FNUZ) and not target.has_fp8(torch.device(device), cache_dtype):
+        pytest.skip(f"{target.architecture(torch.device(device))} has no {cache_dtype}")
+    if slots is None:
+        num_pages = num_pages or max(3, -(-8 // page_size))
+        slots = [*torch.randperm(num_pages * page_size)[:3].tolist(), -1]
+    num_pages = num_pages or max(slots) // page_size + 2
+    size = torch.empty(0, dtype=cache_dtype).element_size()
+    bits = torch.randint(256, (num_pages, 2, page_size, num_kv_heads, head_dim * size), dtype=torch.uint8)
+    pool = bits.to(device).view(cache_dtype)
+    caches = (pool[:, 0], pool[:, 1]) if is_strided else (pool[:, 0].contiguous(), pool[:, 1].contiguous())
+    values = {
+        "key": torch.randn(len(slots), num_kv_heads, head_dim).to(dtype),
+        "value": torch.randn(len(slots), num_kv_heads, head_dim).to(dtype),
+        "slots": torch.tensor(slots, dtype=index_dtype),
+    }
+    rotary_dim = head_dim // 2 * 2 if rotary_dim is None else rotary_dim
+    if rotary_dim:
+        values["cos"], values["sin"] = make_tables(50, rotary_dim, table_dtype or dtype)
+        values["positions"] = torch.randint(50, (len(slots),), dtype=index_dtype)
+        if has_query:
+            values["query"] = torch.randn(len(slots), num_heads, head_dim).to(dtype)
+    if has_scales if has_scales is not None else cache_dtype in (FN, FNUZ):
+        values["k_scale"] = torch.tensor(0.01)
+        values["v_scale"] = 0.005 + torch.rand(num_kv_heads)
+    return to_device(values, device) | dict(zip(CACHES, caches)) | options
+
+
+def as_bits(cache):
+    return cache.contiguous().view(torch.uint8)
+
+
+def check(values, case="", out=None):
+    """Pools, query and inputs after the launcher are, bit by bit, what they are after the reference."""
+    expected = values | {name: values[name].clone() for name in CACHES}
+    inputs = {name: value.clone() for name, value in values.items() if isinstance(value, torch.Tensor)}
+    query = reference(**expected)
+    guard = Guarded(query.shape, query.dtype, query.device)
+    result = eagle_kernels.raw.write_kv(**values, out=guard.tensor if out is None else out)
+    guard.check("write_kv", "output")
+    assert_equal("write_kv", case, "output", result, query)
+    for name, before in inputs.items():
+        if name in CACHES:
+            assert_equal("write_kv", case, name, as_bits(values[name]), as_bits(expected[name]))
+        elif not (name == "query" and out is not None):
+            assert_equal("write_kv", case, f"(input) {name}", values[name], before)
+    return result
+
+
+# what an architecture has no type for is refused
+NOT_SUPPORTED = {("float8_e4m3fn", name) for name in ("sm_80", "gfx942")} | {
+    ("float8_e4m3fnuz", name) for name in ("sm_80", "sm_90", "sm_100", "gfx950")
+}
+
+
+def ahead_of_time_cases():
+    shape = (16, 32, 8, 128)
+    yield "bfloat16", make(*shape, torch.bfloat16, torch.bfloat16)
+    yield "float16 interleaved", make(*shape, torch.float16, torch.float16, is_interleaved=True, rotary_dim=64)
+    yield "float32 without tables", make(1, 4, 2, 80, torch.float32, torch.float32, rotary_dim=0)
+    for dtype in (FN, FNUZ):
+        yield str(dtype).removeprefix("torch."), make(*shape, torch.bfloat16, dtype, table_dtype=torch.float32)
+
+
+def order_case():
+    return make(4, 9, 3, 64, torch.float32, torch.float32)
+
+
+def size_sweep():
+    for num_tokens, num_pages in itertools.product((1, 2, 3, 16, 17, 64, 257), (300, 7, 4096)):
+        values = make(1, 4, 2, 16, torch.float16, torch.float16, slots=[0] * num_tokens, num_pages=num_pages)
+        yield values
+        yield make(1, 4, 2, 16, torch.float16, torch.float16, slots=[0] * num_tokens, num_pages=5, is_strided=True)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, is_interleaved, device):
+    index = SHAPES.index(shape)
+    options = {"table_dtype": torch.float32 if index % 3 == 0 else None, "has_query": index % 4 != 1}
+    index_dtype = (torch.int64, torch.int32)[index % 2]
+    values = make(*shape, **options, index_dtype=index_dtype, is_interleaved=is_interleaved, device=device)
+    check(values, f"{shape} {is_interleaved}")
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float16, FN], ids=str)
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+def test_page_sizes(page_size, cache_dtype, device):
+    """First and last slots of the pool and of pages in it; half of each head turned."""
+    slots = sorted({0, page_size - 1, page_size, 2 * page_size, 3 * page_size - 1, 5 * page_size - 1})
+    shape = (page_size, 2, 2, 16, torch.float16, cache_dtype)
+    check(make(*shape, slots=slots, rotary_dim=8, num_pages=5, device=device), f"{page_size} {cache_dtype}")
+
+
+def test_bfloat16(device):
+    """Without tables elements keep their bits, NaN too; turned, the interpreter cuts off where a GPU rounds."""
+    values = make(16, 4, 2, 64, torch.bfloat16, torch.bfloat16, rotary_dim=0, device=device)
+    values["key"].view(torch.int16)[:, 0].random_(-(2**15), 2**15)
+    check(values, "bfloat16")
+    values = make(16, 4, 2, 64, torch.bfloat16, torch.bfloat16, rotary_dim=32, device=device)
+    if values["key"].is_cuda:
+        check(values, "bfloat16 turned")
+    expected = {name: value for name, value in in_float64(values).items() if value is not None}
+    result, want = eagle_kernels.raw.write_kv(**values), reference(**expected)
+    assert_close("write_kv", "bfloat16 turned", "output", result, want)
+    is_written = values["slots"] >= 0
+    for name in CACHES:
+        rows, want = (v[name].flatten(0, 1)[values["slots"][is_written]] for v in (values, expected))
+        assert_close("write_kv", "bfloat16 turned", name, rows, want)
+
+
+def test_within_twice_pytorch_s_error(device):
+    for dtype, table_dtype in ((torch.float32, None), (torch.float16, None), (torch.float16, torch.float32)):
+        values = make(16, 4, 2, 64, dtype, dtype, table_dtype=table_dtype, device=device)
+        wide, same = in_float64(values), {name: value.clone() for name, value in values.items()}
+        results = [function(**v) for function, v in ((eagle_kernels.raw.write_kv, values), (reference, wide),
+                                                     (reference, same))]  # fmt: skip
+        assert_close("write_kv", str(dtype), "output", *results)
+        slots = values["slots"][values["slots"] >= 0]
+        for name in CACHES:
+            rows = [v[name].flatten(0, 1)[slots] for v in (values, wide, same)]
+            assert_close("write_kv", str(dtype), name, *rows)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("cache_dtype", [torch.float16, FN], ids=str)
+def test_is_rope_and_then_a_write(cache_dtype, is_interleaved, device):
+    values = make(16, 4, 2, 80, torch.float16, cache_dtype, rotary_dim=32, is_interleaved=is_interleaved, device=device)
+    apart = {name: values[name].clone() for name in CACHES}
+    result = eagle_kernels.raw.write_kv(**values)
+    tables = {name: values.pop(name) for name in ("positions", "cos", "sin", "is_interleaved")}
+    turned = eagle_kernels.raw.rope(values.pop("query"), values.pop("key"), **tables)
+    eagle_kernels.raw.write_kv(**values | apart, key=turned.key)
+    assert_equal("write_kv", "apart", "query", result, turned.query)
+    for name in CACHES:
+        assert_equal("write_kv", "apart", name, as_bits(values[name]), as_bits(apart[name]))
+
+
+def test_is_what_the_engine_writes(device):
+    """Slots of a block table: the rows that KVPool finds, and what its `write` puts there."""
+    from eagle_kernels.engine.kv_pool import KVPool
+    from eagle_kernels.engine.models.protocol import KVShape
+
+    pool = KVPool(KVShape(1, 2, 16), [5, 20, 33], 16, torch.float32, device)
+    rows = pool.rows(torch.tensor([[4], [17], [32]], device=device))
+    key, value = (torch.randn(3, 1, 2, 16, device=device) for _ in range(2))
+    ours = pool.k_cache[0].clone(), pool.v_cache[0].clone()
+    pool.write(0, rows, key, value)
+    eagle_kernels.raw.write_kv(key[:, 0], value[:, 0], *ours, rows[:, 0])
+    assert_equal("write_kv", "engine", "k_cache", ours[0], pool.k_cache[0])
+    assert_equal("write_kv", "engine", "v_cache", ours[1], pool.v_cache[0])
+
+
+def test_strided_pools_and_fused_projections(device):
+    """Keys and values of a page side by side in one pool; query, key and value are parts of one tensor."""
+    for cache_dtype in (torch.float16, FN):
+        values = make(16, 6, 2, 64, torch.float16, cache_dtype, is_strided=True, device=device)
+        fused = torch.randn(4, 10, 64, device=device).half()
+        parts = {"query": fused[:, :6], "key": fused[:, 6:8], "value": fused[:, 8:]}
+        check(values | parts, f"strided {cache_dtype}")
+        one_strided = {"k_cache": values["k_cache"].contiguous(), "v_cache": values["v_cache"]}
+        check(values | parts | one_strided, f"values strided {cache_dtype}")
+
+
+def test_the_query_in_place(device):
+    values = make(16, 6, 2, 64, torch.float16, torch.float16, device=device)
+    fused = torch.randn(4, 10, 64, device=device).half()
+    values |= {"query": fused[:, :6], "key": fused[:, 6:8], "value": fused[:, 8:]}
+    rest = fused[:, 6:].clone()
+    assert check(values, "in place", out=values["query"]) is values["query"]
+    assert torch.equal(fused[:, 6:], rest)
+
+
+DEAD = [-1, -7, 48, 49, 2**31 - 1]
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("cache_dtype", [torch.float32, FN], ids=str)
+def test_dead_slots_are_not_written(cache_dtype, index_dtype, device):
+    """The pools lie between guard zones; live rows keep the bits that they have without the dead ones."""
+    dead = DEAD + ([2**40, -(2**40)] if index_dtype == torch.int64 else [])
+    shape = (16, 2, 2, 16, torch.float32, cache_dtype)
+    values = make(*shape, slots=[5, *dead, 33], num_pages=3, index_dtype=index_dtype, device=device)
+    guards = {name: Guarded(values[name].shape, cache_dtype, values[name].device) for name in CACHES}
+    for name, guard in guards.items():
+        as_bytes = guard.tensor.view(torch.uint8)
+        as_bytes.copy_(values[name].view(torch.uint8))
+        values[name] = guard.tensor
+    check(values, "dead slots")
+    for name, guard in guards.items():
+        guard.check("write_kv", name)
+    live = [0, -1]
+    alone = {name: values[name].clone() for name in CACHES}
+    alone |= {name: values[name][live] for name in ("key", "value", "slots", "query", "positions")}
+    result = eagle_kernels.raw.write_kv(**values | alone)
+    assert_equal("write_kv", "alone", "output", result, eagle_kernels.raw.write_kv(**values)[live])
+    for name in CACHES:
+        assert_equal("write_kv", "alone", name, as_bits(alone[name]), as_bits(values[name]))
+
+
+def test_positions_outside_the_tables(device):
+    values = make(16, 2, 2, 16, torch.float32, torch.float32, slots=[1, 2, 3, 4], device=device)
+    values["positions"][1:] = torch.tensor([-1, 50, 2**40])
+    check(values, "positions")
+    assert torch.equal(values["k_cache"][0, 2:5], values["key"][1:])
+
+
+def test_nothing_to_write(device):
+    for slots in ([], [-1, -1]):
+        values = make(16, 2, 2, 16, torch.float16, torch.float16, slots=slots, num_pages=2, device=device)
+        assert check(values, "nothing").shape == (len(slots), 2, 16)
+    values = make(16, 2, 2, 16, torch.float16, FN, slots=[0, 1], num_pages=1, device=device)
+    empty = {name: values[name][:0] for name in CACHES}
+    check(values | empty, "a pool of no pages")
+
+
+def every_value():
+    """All values of fp16; for both kinds of 8-bit floats all values, all middles between two, and their neighbours."""
+    halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).float()
+    edges = []
+    for dtype in (FN, FNUZ):
+        known = torch.arange(256).to(torch.uint8).view(dtype).float()
+        known = known[known.isfinite()].sort().values
+        edges += [known, (known[1:] + known[:-1]) / 2]
+    edges = torch.cat(edges)
+    for _ in range(2):
+        edges = torch.cat((edges, edges.nextafter(torch.tensor(1e9)), edges.nextafter(torch.tensor(-1e9))))
+    special = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 3e38, -3e38, float("inf"), float("-inf"), float("nan")])
+    values = torch.cat((halves, edges, special))
+    return torch.nn.functional.pad(values, (0, -len(values) % 1024)).view(-1, 1, 1024)
+
+
+@pytest.mark.parametrize("dtype", [FN, FNUZ], ids=str)
+def test_every_8_bit_float_is_rounded_as_by_pytorch(dtype, device):
+    """Nearest, ties to even, limited to the largest value; NaN stays NaN, whatever its sign."""
+    if not target.has_fp8(device, dtype):
+        pytest.skip(f"{target.architecture(device)} has no {dtype}")
+    key = every_value().to(device)
+    caches = [torch.empty(len(key), 1, 1, 1024, dtype=dtype, device=device) for _ in range(2)]
+    eagle_kernels.raw.write_kv(key, key, *caches, torch.arange(len(key), device=device))
+    largest = torch.finfo(dtype).max
+    expected = key.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    expected[key.isnan()] = 0
+    for cache in caches:
+        bits = as_bits(cache).view(expected.shape)
+        assert (bits[key.isnan()].view(dtype).float().isnan()).all()
+        assert_equal("write_kv", str(dtype), "bits", bits.masked_fill(key.isnan(), 0), expected)
+
+
+@pytest.mark.parametrize("form", ["scalar", "one", "per head", "none"])
+def test_scales(form, device):
+    """What is read back times its scale is within half a step: 2^-4 of it, or 2^-10 of the scale."""
+    values = make(16, 1, 3, 64, torch.float32, FN, rotary_dim=0, has_scales=False, slots=[3, 17, 20], device=device)
+    scale = {"scalar": torch.tensor(0.02), "one": torch.tensor([0.02]), "per head": torch.tensor([0.01, 0.02, 0.04])}
+    scale = scale[form].to(device) if form in scale else None
+    check(values | {"k_scale": scale, "v_scale": scale}, form)
+    factor = torch.ones(1, device=device) if scale is None else scale
+    for name, heads in (("k_cache", "key"), ("v_cache", "value")):
+        rows = values[name].float().flatten(0, 1)[values["slots"]] * factor.reshape(-1, 1)
+        allowed = values[heads].abs() * 2.0**-4 + factor.reshape(-1, 1) * 2.0**-10
+        assert ((rows - values[heads]).abs() <= allowed).all()
+
+
+def test_one_scale_alone(device):
+    values = make(16, 1, 2, 16, torch.float16, FN, rotary_dim=0, device=device)
+    for name in ("k_scale", "v_scale"):
+        check({key: value for key, value in values.items() if key != name}, f"without {name}")
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx950"])
+def test_8_bit_floats_that_a_gpu_has_not_are_refused(architecture):
+    """Before anything is compiled, in one line that says who has them; references know them everywhere."""
+    has_fn = architecture in ("sm_89", "sm_90", "sm_120", "gfx950")
+    for dtype, is_known in ((FN, has_fn), (FNUZ, architecture == "gfx942"), (torch.float16, True)):
+        values, launched = make(16, 1, 2, 16, torch.float16, dtype), []
+        with target.assume(architecture), launch.intercept(lambda *record, seen=launched: seen.append(record)):
+            if is_known:
+                eagle_kernels.raw.write_kv(**values)
+            else:
+                name = str(dtype).removeprefix("torch.")
+                rule = rf"must have a dtype that {architecture} has \(float8_e4m3fn: sm_89 and up, gfx950; .*{name}"
+                with pytest.raises(target.NotSupported, match=f"^eagle_kernels.write_kv: k_cache {rule}$"):
+                    eagle_kernels.raw.write_kv(**values)
+        assert len(launched) == is_known
+
+
+def test_launches_and_nothing_else(device):
+    assert_only_launches("kv.write_kv", make(16, 4, 2, 64, torch.float16, torch.float16, device=device))
+    assert_only_launches("kv.write_kv", make(16, 4, 2, 64, torch.float16, FN, has_query=False, device=device))
+
+
+@pytest.mark.parametrize("has_query", [False, True])
+@pytest.mark.parametrize("rotary_dim", [0, 16])
+def test_registration(rotary_dim, has_query, device):
+    if has_query and not rotary_dim:
+        return
+    values = make(4, 2, 1, 16, torch.float32, torch.float32, rotary_dim=rotary_dim, has_query=has_query, device=device)
+    for name in CACHES:
+        values[name].zero_()  # opcheck takes NaN for a change
+    check_registration("write_kv", values)
+
+
+def test_compiles_into_one_graph(device):
+    """An op that changes two arguments and returns a tensor: torch.compile sees all of it."""
+    values = make(4, 2, 1, 16, torch.float32, torch.float32, device=device)
+    apart = values | {name: values[name].clone() for name in CACHES}
+    expected = eagle_kernels.write_kv(**values) + 1
+    compiled = torch.compile(lambda v: eagle_kernels.write_kv(**v) + 1, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(apart), expected)
+    for name in CACHES:
+        assert_equal("write_kv", "compiled", name, as_bits(apart[name]), as_bits(values[name]))
+
+
+SMALL = (16, 4, 2, 64, torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": torch.zeros(4, 2, 64).double()}, "key must have dtype float16 or bfloat16 or float32, got float64"),
+        ({"key": torch.zeros(4, 128)}, "key must have shape"),
+        ({"value": torch.zeros(4, 1, 64)}, "value must have Hkv = 2 in axis 1"),
+        ({"value": torch.zeros(4, 2, 65)[..., 1:]}, "value must have strides that are multiples of D = 64"),
+        ({"k_cache": torch.zeros(3, 16, 2, 32)}, "k_cache must have D = 64 in axis 3"),
+        ({"k_cache": torch.zeros(3, 16, 2, 64).half()}, "k_cache must have dtype float32 or float8_e4m3fn or .*"),
+        ({"k_cache": torch.zeros(3, 16, 2, 64).to(torch.float8_e5m2)}, "k_cache must have dtype .* got float8_e5m2"),
+        ({"v_cache": torch.zeros(3, 16, 2, 64).to(FN)}, "v_cache must have dtype torch.float32 like k_cache, got .*fn"),
+        ({"v_cache": torch.zeros(3, 2, 16, 64).transpose(1, 2)}, "v_cache must be contiguous in its last 3 axes"),
+        ({"v_cache": torch.zeros(4, 16, 2, 64)}, "v_cache must have num_pages = 3"),
+        ({name: torch.zeros(3, 0, 2, 64) for name in CACHES}, "k_cache must have a page size of at least 1, got 0"),
+        ({"slots": torch.zeros(4)}, "slots must have dtype int32 or int64, got float32"),
+        ({"slots": torch.zeros(5, dtype=torch.int64)}, "slots must have T = 4 in axis 0"),
+        ({"k_scale": torch.ones(1)}, "k_scale must come with caches of 8-bit floats, got torch.float32"),
+        ({"v_scale": torch.ones(3)}, "v_scale must have 1 or Hkv = 2 elements"),
+        ({"v_scale": torch.ones(1).half()}, "v_scale must have dtype float32, got float16"),
+        ({"v_scale": 1.0}, "v_scale must be a tensor, got float"),
+        ({"positions": None}, "positions must be a tensor, got NoneType"),
+        ({"cos": None}, "cos must be a tensor, got NoneType"),
+        ({"positions": None, "cos": None, "sin": None}, "query must come with positions, cos and sin"),
+        ({"query": torch.zeros(4, 4, 32)}, "query must have D = 64 in axis 2"),
+        ({"out": torch.zeros(4, 2, 64)}, "out must have shape"),
+        ({"cos": torch.zeros(50, 40), "sin": torch.zeros(50, 40)}, "cos must have a column per pair, 1..D / 2 = 32"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(change, message, device):
+    values = make(*SMALL, num_pages=3) | change
+    with pytest.raises((ValueError, TypeError), match="^eagle_kernels.write_kv: " + message):
+        eagle_kernels.raw.write_kv(**to_device(values, device))
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    for cache_dtype in (torch.bfloat16, FN):
+        if cache_dtype == FN and not target.has_fp8(device, FN):
+            continue
+        values = make(16, 32, 8, 128, torch.bfloat16, cache_dtype, slots=list(range(8)), num_pages=4, device=device)
+        out = eagle_kernels.raw.write_kv(**values)
+        before = {}
+
+        def change(values=values, before=before):
+            values["key"].normal_()
+            values["query"].normal_()
+            values["slots"].copy_(torch.tensor([63, 9, -1, 2**40, 40, 64, -1, 17]))
+            values["positions"][5:] = -1
+            before.update({name: values[name].clone() for name in CACHES})
+
+        replay_in_graph(lambda values=values, out=out: eagle_kernels.raw.write_kv(**values, out=out), change=change)
+        assert_equal("write_kv", "replay", "output", out, reference(**values | before))
+        for name in CACHES:
+            assert_equal("write_kv", "replay", name, as_bits(values[name]), as_bits(before[name]))
+
+
+@pytest.mark.gpu
+def test_pools_past_two_billion_elements(device):
+    """Pages beyond 2^31 elements are reached, and the same rows of another pool are as they are there."""
+    near = make(16, 4, 1, 128, torch.float16, torch.float16, slots=[3, 40], num_pages=3, device=device)
+    num_pages = 2**20 + 3
+    far = torch.zeros(num_pages, 2, 16, 1, 128, dtype=torch.float16, device=device)
+    shift = (num_pages - 3) * 16
+    moved = near | {"k_cache": far[:, 0], "v_cache": far[:, 1], "slots": near["slots"] + shift}
+    eagle_kernels.raw.write_kv(**near)
+    eagle_kernels.raw.write_kv(**moved)
+    for index, name in enumerate(CACHES):
+        for slot in (3, 40):
+            row = far[num_pages - 3 + slot // 16, index, slot % 16]
+            assert_equal("write_kv", "far pages", name, row, near[name][slot // 16, slot % 16])
+    far[-3:] = 0
+    assert not any(part.any() for part in far.split(2**17))
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128, 256])
+def test_full_cross(page_size, dtype, device):
+    for head_dim, num_kv_heads, is_interleaved in itertools.product((64, 80, 128, 256), (1, 3, 8), (False, True)):
+        for cache_dtype in (dtype, FN, FNUZ):
+            if cache_dtype != dtype and not target.has_fp8(device, cache_dtype):
+                continue
+            slots = torch.randperm(20 * page_size)[:17].tolist()
+            for rotary_dim in (0, 32, head_dim):
+                shape = (page_size, 4 * num_kv_heads, num_kv_heads, head_dim, dtype, cache_dtype)
+                options = {"slots": slots, "num_pages": 20, "rotary_dim": rotary_dim, "is_interleaved": is_interleaved}
+                check(make(*shape, **options, device=device), f"{shape} {rotary_dim}")

@@ -1,0 +1,267 @@
+"""rms_norm against float64 and Hugging Face's norms: odd sizes, strided rows, residuals, and in place."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.reference.ops.nn.rms_norm import Output
+from eagle_kernels.reference.ops.nn.rms_norm import rms_norm as reference
+from op_tests.harness import (
+    assert_close,
+    assert_equal,
+    assert_only_launches,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+    to_device,
+)
+
+from ..attention.cases import in_float64
+
+PATH = "nn.rms_norm"
+SIZES = (1, 2, 3, 31, 64, 129, 512, 4096, 5120, 5121, 8192)
+
+
+def make(num_tokens, hidden_size, dtype, *, heads=(), has_residual=False, device="cpu", **options):
+    shape = (num_tokens, *heads, hidden_size)
+    values = {"x": torch.randn(shape).to(dtype), "weight": (1.0 + 0.2 * torch.randn(hidden_size)).to(dtype)}
+    if has_residual:
+        values["residual"] = (3.0 * torch.randn(shape)).to(dtype)
+    return to_device(values, device) | options
+
+
+def check(values, case=""):
+    """Kernel within twice the reference's own error against float64; the new residual, a single sum, exactly."""
+    # the interpreter does not round to bfloat16, it cuts off
+    is_exact = values["x"].dtype != torch.bfloat16 or values["x"].is_cuda
+    actual, baseline = check_operation(PATH, values, case=case, skip=("output",) if is_exact else Output._fields)
+    expected = reference(**in_float64(values))
+    for name, got, want, base in zip(Output._fields, actual, expected, baseline):
+        if got.numel():
+            assert_close("rms_norm", case, name, got, want, base)
+    return actual
+
+
+def ahead_of_time_cases():
+    yield "H=4096 float16", make(2, 4096, torch.float16)
+    yield "H=5120 bfloat16 residual", make(2, 5120, torch.bfloat16, has_residual=True)
+    yield "H=8192 float32 residual", make(2, 8192, torch.float32, has_residual=True, round_normalized=False)
+    yield "H=128 heads", make(2, 128, torch.bfloat16, heads=(4,), weight_offset=1.0)
+    yield "H=5121", make(2, 5121, torch.bfloat16)
+    yield "H=65536", make(1, 65536, torch.bfloat16, has_residual=True)
+
+
+def order_case():
+    return make(5, 100, torch.float32, heads=(3,), has_residual=True)
+
+
+def size_sweep():
+    for num_tokens in (1, 2, 3, 16, 17, 64, 257, 4096):
+        wide = torch.zeros(num_tokens, 64 + 8 * num_tokens, dtype=torch.float16)
+        values = make(num_tokens, 64, torch.float16)
+        yield values
+        yield values | {"x": wide[:, :64]}
+        yield values | {"x": torch.zeros(num_tokens, 64 + num_tokens, dtype=torch.float16)[:, :64]}
+
+
+@pytest.mark.parametrize("hidden_size", SIZES)
+def test_matches_reference(hidden_size, device):
+    """Every size with both dtypes; with a residual, an offset and either rounding at least once each."""
+    index = SIZES.index(hidden_size)
+    for dtype, flip in ((torch.float32, 0), (torch.float16, 1)):
+        options = {"weight_offset": float(index % 3 == 2), "round_normalized": bool((index // 2 + flip) % 2)}
+        values = make(3, hidden_size, dtype, has_residual=(index + flip) % 2 == 0, device=device, **options)
+        check(values, f"H = {hidden_size} {dtype} {options}")
+
+
+def test_bfloat16(device):
+    for has_residual in (False, True):
+        check(make(3, 200, torch.bfloat16, has_residual=has_residual, device=device), "bfloat16")
+
+
+def test_the_longest_row(device):
+    check(make(1, 65536, torch.float32, device=device), "H = 65536")
+
+
+def test_norms_of_heads(device):
+    """Queries of a fused projection: [T, heads, H] with strides of its own on both axes, and not all of the heads."""
+    fused = torch.randn(4, 9, 80, device=device).half()
+    weight = torch.randn(80, device=device).half()
+    result = check({"x": fused[:, 2:7], "weight": weight}, "heads")
+    flat = eagle_kernels.raw.rms_norm(fused[:, 2:7].reshape(-1, 80), weight)
+    assert_equal("rms_norm", "heads", "output", result.output.view(-1, 80), flat.output)
+
+
+@pytest.mark.parametrize("width", [576, 513])
+def test_strided_rows(width, device):
+    """Rows of a wider tensor, aligned to 16 bytes and not."""
+    x, residual = (torch.randn(5, width, device=device).half()[:, :512] for _ in range(2))
+    check({"x": x, "weight": torch.randn(512, device=device).half(), "residual": residual}, f"of {width}")
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_in_place(has_residual, device):
+    """`out` may be the inputs, or the inputs the other way round; also where their rows are strided."""
+    values = make(4, 300, torch.float32, has_residual=has_residual, device=device)
+    expected = eagle_kernels.raw.rms_norm(**values)
+    for swapped in (False, True) if has_residual else (False,):
+        wide = [torch.full((4, 320), float("nan"), device=device) for _ in range(2)]
+        x, residual = (tensor[:, :300] for tensor in wide)
+        x.copy_(values["x"])
+        out = Output(x, residual[:0])
+        if has_residual:
+            residual.copy_(values["residual"])
+            out = Output(residual, x) if swapped else Output(x, residual)
+        given = values | {"x": x} | ({"residual": residual} if has_residual else {})
+        result = eagle_kernels.raw.rms_norm(**given, out=out)
+        assert result.output is out.output
+        assert_equal("rms_norm", "in place", "output", out.output, expected.output)
+        assert_equal("rms_norm", "in place", "residual", out.residual, expected.residual)
+        assert all(tensor[:, 300:].isnan().all() for tensor in wide)
+
+
+def test_without_tokens(device):
+    for has_residual in (False, True):
+        result = eagle_kernels.raw.rms_norm(**make(0, 64, torch.float16, has_residual=has_residual, device=device))
+        assert result.output.shape == result.residual.shape == (0, 64)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_a_row_knows_no_other(device):
+    """A NaN, an infinity and zeros stay in their rows; the others keep their bits in any company."""
+    values = make(6, 130, torch.float32, has_residual=True, device=device)
+    before = eagle_kernels.raw.rms_norm(**values)
+    values["x"][1, 5], values["x"][2, 7], values["residual"][3, 9] = float("nan"), float("inf"), float("-inf")
+    values["x"][4], values["residual"][4] = 0.0, 0.0
+    after = eagle_kernels.raw.rms_norm(**values)
+    assert after.output[1].isnan().all() and not after.output[4].any()
+    assert after.output[2].isnan().sum() == 1 and after.output[3].isnan().sum() == 1
+    for row in (0, 5):
+        assert torch.equal(after.output[row], before.output[row])
+        alone = {name: values[name][row : row + 1] for name in ("x", "residual")}
+        assert torch.equal(eagle_kernels.raw.rms_norm(**values | alone).output[0], before.output[row])
+
+
+# sums of squares of small whole numbers are exact in any order, so nothing but the order of the rounding is left
+def whole_numbers(shape, dtype, device):
+    return torch.randint(-8, 9, shape).to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_bits_are_those_of_hugging_face_s_llama(dtype, device):
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    norm = llama.LlamaRMSNorm(256, eps=1e-5).to(device, dtype)
+    norm.weight.data.normal_()
+    x, residual = (whole_numbers((4, 256), dtype, device) for _ in range(2))
+    x[x == 0] = 1.0
+    # too small to be seen in the rounded sum, large enough to be seen in the norm of an unrounded one
+    too_small = torch.full_like(x, torch.finfo(dtype).eps / 4)
+    for addend in (residual, too_small):
+        result = eagle_kernels.raw.rms_norm(x, norm.weight.data, addend, eps=1e-5)
+        assert_equal("rms_norm", "Llama", "residual", result.residual, addend + x)
+        check_bits("Llama", result.output, norm(addend + x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_bits_are_those_of_hugging_face_s_gemma(dtype, device):
+    gemma = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
+    norm = gemma.Gemma2RMSNorm(256, eps=1e-6).to(device, dtype)
+    norm.weight.data.normal_()
+    x = whole_numbers((4, 256), dtype, device)
+    options = {"weight_offset": 1.0, "round_normalized": False}
+    result = eagle_kernels.raw.rms_norm(x, norm.weight.data, **options)
+    check_bits("Gemma", result.output, norm(x))
+
+
+def check_bits(case, output, expected):
+    """Equal on the CPU; on a GPU torch's rsqrt is an approximation, which ours is not."""
+    if output.is_cuda:
+        assert_close("rms_norm", case, "output", output, expected.detach().double())
+    else:
+        assert_equal("rms_norm", case, "output", output, expected.detach())
+
+
+def test_the_engine_s_norm_is_the_same(device):
+    from eagle_kernels.engine.models.llama import RMSNorm
+
+    norm = RMSNorm(256, eps=1e-6).to(device)
+    norm.weight.data.normal_()
+    x = whole_numbers((4, 256), torch.float32, device)
+    check_bits("engine", eagle_kernels.raw.rms_norm(x, norm.weight.data).output, norm(x))
+
+
+def test_launches_and_nothing_else(device):
+    for has_residual in (False, True):
+        assert_only_launches(PATH, make(3, 64, torch.float16, has_residual=has_residual, device=device))
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_registration(has_residual, device):
+    check_registration("rms_norm", make(3, 64, torch.float32, has_residual=has_residual, device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"x": torch.zeros(3, 64).double()}, ValueError, "x must have dtype .* or float32, got float64"),
+        ({"x": torch.zeros(64)}, ValueError, "x must have shape"),
+        ({"x": torch.zeros(3, 0)}, ValueError, "x must have H in 1..65536, got 0"),
+        ({"x": torch.zeros(3, 65537)}, ValueError, "x must have H in 1..65536, got 65537"),
+        ({"x": torch.zeros(64, 3).T}, ValueError, "x must be contiguous in its last 1 axes"),
+        ({"weight": torch.zeros(65)}, ValueError, "weight must have H = 64 in axis 0"),
+        ({"weight": torch.zeros(64).half()}, ValueError, "weight must have dtype float32, got float16"),
+        ({"residual": torch.zeros(2, 64)}, ValueError, "residual must have T = 3 in axis 0"),
+        ({"eps": -1.0}, ValueError, "eps must be at least 0.0, got -1.0"),
+        ({"eps": float("nan")}, ValueError, "eps must be at least 0.0, got nan"),
+        ({"eps": torch.ones(())}, TypeError, "eps must be a number, got Tensor"),
+        ({"weight_offset": None}, TypeError, "weight_offset must be a number, got NoneType"),
+        ({"out": (torch.zeros(3, 64), torch.zeros(3, 64))}, ValueError, "out.residual must have shape"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(change, kind, message, device):
+    values = make(3, 64, torch.float32) | change
+    if "out" in values:
+        values["out"] = tuple(tensor.to(device) for tensor in values["out"])
+    with pytest.raises(kind, match="^eagle_kernels.rms_norm: " + message):
+        eagle_kernels.raw.rms_norm(**to_device(values, device))
+
+
+@pytest.mark.gpu
+def test_graph_replay(device):
+    values = make(8, 4096, torch.bfloat16, has_residual=True, device=device)
+    out = eagle_kernels.raw.rms_norm(**values)
+
+    def change():
+        values["x"].normal_()
+        values["residual"].normal_()
+        values["x"][5:].fill_(float("nan"))
+
+    replay_in_graph(lambda: eagle_kernels.raw.rms_norm(**values, out=out), change=change)
+    eager = eagle_kernels.raw.rms_norm(**values)
+    assert_equal("rms_norm", "replay", "output", out.output, eager.output)
+    assert_equal("rms_norm", "replay", "residual", out.residual, eager.residual)
+
+
+@pytest.mark.gpu
+def test_rows_past_two_billion_elements(device):
+    x = torch.zeros(2**19 + 1, 4096, dtype=torch.bfloat16, device=device)
+    x[-1].normal_()
+    weight = torch.randn(4096, device=device).bfloat16()
+    expected = eagle_kernels.raw.rms_norm(x[-1:].clone(), weight)
+    eagle_kernels.raw.rms_norm(x, weight, out=(x, x[:0]))
+    assert not x[:-1].any()
+    assert_equal("rms_norm", "far rows", "output", x[-1:], expected.output)
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("hidden_size", [1, 7, 64, 127, 128, 1024, 2880, 4096, 5120, 6144, 8192, 18432, 65536])
+def test_full_cross(hidden_size, dtype, device):
+    for num_tokens, has_residual, is_rounded in itertools.product((1, 33), (False, True), (False, True)):
+        values = make(num_tokens, hidden_size, dtype, has_residual=has_residual, device=device)
+        check(values | {"round_normalized": is_rounded}, f"{hidden_size} {dtype} {has_residual}")

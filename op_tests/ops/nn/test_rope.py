@@ -1,0 +1,312 @@
+"""rope against float64, PyTorch's rounding and Hugging Face's functions: both layouts, partial, scaled, in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.reference.ops.nn.rope import Output
+from eagle_kernels.reference.ops.nn.rope import rope as reference
+from op_tests.harness import (
+    assert_close,
+    assert_equal,
+    assert_only_launches,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+    to_device,
+)
+
+from ..attention.cases import in_float64
+from .tables import make_tables
+
+PATH = "nn.rope"
+
+# (query heads, KV heads, head_dim, rotary_dim, dtype, dtype of the tables)
+SHAPES = [
+    (1, 1, 2, 2, torch.float32, torch.float32),
+    (5, 1, 64, 64, torch.float16, torch.float32),
+    (6, 2, 80, 32, torch.float32, torch.float32),
+    (8, 8, 96, 96, torch.float16, torch.float16),
+    (9, 3, 128, 128, torch.float32, torch.float32),
+    (16, 1, 128, 64, torch.float16, torch.float16),
+    (2, 1, 112, 110, torch.float16, torch.float32),
+    (3, 3, 33, 6, torch.float32, torch.float32),
+    (32, 4, 256, 256, torch.float16, torch.float16),
+]
+
+
+def make(num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, dtype, table_dtype, *, num_positions=50,
+         index_dtype=torch.int64, device="cpu", **options):  # fmt: skip
+    cos, sin = make_tables(num_positions, rotary_dim, table_dtype)
+    values = {
+        "query": torch.randn(num_tokens, num_heads, head_dim).to(dtype),
+        "key": torch.randn(num_tokens, num_kv_heads, head_dim).to(dtype),
+        "positions": torch.randint(num_positions, (num_tokens,), dtype=index_dtype),
+        "cos": cos,
+        "sin": sin,
+    }
+    return to_device(values, device) | options
+
+
+def check(values, case=""):
+    """Bits of the reference, where the interpreter can make them, and within twice its error against float64."""
+    is_exact = values["query"].dtype != torch.bfloat16 or values["query"].is_cuda
+    actual, baseline = check_operation(PATH, values, case=case, skip=() if is_exact else Output._fields)
+    expected = reference(**in_float64(values))
+    for name, got, want, base in zip(Output._fields, actual, expected, baseline):
+        if got.numel():
+            assert_close("rope", case, name, got, want, base)
+    return actual
+
+
+def ahead_of_time_cases():
+    yield "D=128 bfloat16", make(2, 32, 8, 128, 128, torch.bfloat16, torch.bfloat16)
+    yield "D=128 bfloat16, fp32 tables", make(2, 32, 8, 128, 128, torch.bfloat16, torch.float32)
+    yield "D=80 float16 partial", make(2, 32, 8, 80, 32, torch.float16, torch.float16)
+    yield "D=64 float32 interleaved", make(2, 8, 8, 64, 64, torch.float32, torch.float32, is_interleaved=True)
+    yield "D=256 bfloat16 interleaved", make(2, 16, 1, 256, 64, torch.bfloat16, torch.float32, is_interleaved=True)
+
+
+def order_case():
+    return make(3, 9, 3, 64, 48, torch.float32, torch.float32)
+
+
+def size_sweep():
+    for num_tokens in (1, 2, 3, 16, 17, 64, 257, 4096):
+        for num_positions in (1, 50, 131072):
+            tables = torch.zeros(num_positions, 16).half()
+            heads = torch.zeros(num_tokens, 6, 32).half()
+            positions = torch.zeros(num_tokens, dtype=torch.int64)
+            yield {"query": heads[:, :4], "key": heads[:, 4:], "positions": positions, "cos": tables, "sin": tables}
+            yield {"query": heads, "key": heads, "positions": positions, "cos": tables[:, :8], "sin": tables[:, 8:]} | {
+                "cos": torch.zeros(num_positions, 32).half()[:, :16],
+                "sin": torch.zeros(num_positions, 48).half()[:, :16],
+            }
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, is_interleaved, device):
+    check(make(3, *shape, is_interleaved=is_interleaved, device=device), f"{shape} {is_interleaved}")
+
+
+def test_bfloat16(device):
+    for table_dtype in (torch.bfloat16, torch.float32):
+        check(make(3, 4, 2, 64, 32, torch.bfloat16, table_dtype, device=device), f"bfloat16 {table_dtype}")
+
+
+def test_fused_projections_and_fused_tables(device):
+    """Query and key are parts of one tensor, the tables two halves of one, positions int32."""
+    fused = torch.randn(4, 8 + 2 + 2, 64, device=device).half()
+    tables = torch.cat(make_tables(50, 64, torch.float16), dim=-1).to(device)
+    positions = torch.tensor([0, 49, 7, 7], dtype=torch.int32, device=device)
+    cos, sin = tables.chunk(2, dim=-1)
+    check({"query": fused[:, :8], "key": fused[:, 8:10], "positions": positions, "cos": cos, "sin": sin}, "fused")
+    by_head = torch.randn(4, 6, 3 * 64, device=device).half()  # GPT-NeoX: query, key and value of a head together
+    query, key = by_head[..., :64], by_head[..., 64:128]
+    check({"query": query, "key": key, "positions": positions, "cos": cos, "sin": sin}, "by head")
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_in_place(is_interleaved, device):
+    shape = (8, 2, 80, 32, torch.float16, torch.float32)
+    values = make(3, *shape, is_interleaved=is_interleaved, device=device)
+    expected = eagle_kernels.raw.rope(**values)
+    fused = torch.cat((values["query"], values["key"], torch.full_like(values["key"], float("nan"))), dim=1)
+    query, key = fused[:, :8], fused[:, 8:10]
+    result = eagle_kernels.raw.rope(**values | {"query": query, "key": key}, out=Output(query, key))
+    for name in Output._fields:
+        assert_equal("rope", "in place", name, getattr(result, name), getattr(expected, name))
+    assert result.query is query and fused[:, 10:].isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_positions_outside_the_tables(device):
+    """Such tokens are copied as they are, -0, NaN and infinities too, and the others keep their bits."""
+    values = make(5, 2, 1, 32, 32, torch.float32, torch.float32, device=device)
+    before = eagle_kernels.raw.rope(**values)
+    values["positions"][1:4] = torch.tensor([-1, 50, 2**40])
+    values["query"][1, 0, :4] = torch.tensor([-0.0, float("nan"), float("inf"), 0.0])
+    after = check_operation(PATH, values, case="outside")[0]
+    as_bits = torch.int32
+    assert torch.equal(after.query[1:4].view(as_bits), values["query"][1:4].view(as_bits))
+    assert torch.equal(after.key[1:4].view(as_bits), values["key"][1:4].view(as_bits))
+    for row in (0, 4):
+        assert torch.equal(after.query[row], before.query[row]) and torch.equal(after.key[row], before.key[row])
+
+
+def test_nothing_to_turn(device):
+    shape = (32, 32, torch.float16, torch.float16)
+    for num_tokens, num_heads, num_kv_heads in ((0, 4, 2), (3, 0, 2), (3, 4, 0), (3, 0, 0)):
+        values = make(num_tokens, num_heads, num_kv_heads, *shape, device=device)
+        check(values, f"{num_tokens} tokens, {num_heads} and {num_kv_heads} heads")
+    values = make(3, 4, 2, *shape, device=device)
+    empty = values["cos"][:0]
+    result = check(values | {"cos": empty, "sin": empty}, "tables of no position")
+    assert_equal("rope", "no position", "query", result.query, values["query"])
+
+
+SCALED = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "llama3": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("scaling", SCALED)
+def test_bits_are_those_of_hugging_face_s_llama(scaling, dtype, device):
+    """Frequencies of every kind come as tables; rounding is that of the model, whose tables have its own dtype."""
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = llama.LlamaConfig(
+        hidden_size=4 * 64, num_attention_heads=4, max_position_embeddings=256, rope_parameters=SCALED[scaling]
+    )
+    embedding = llama.LlamaRotaryEmbedding(config).to(device)
+    query, key = (torch.randn(5, heads, 64, device=device).to(dtype) for heads in (4, 2))
+    positions = torch.tensor([0, 1, 100, 255, 17], device=device)
+    # their tensors are [batch, heads, tokens, D], and their tables hold each column twice
+    expected = llama.apply_rotary_pos_emb(
+        query.transpose(0, 1)[None], key.transpose(0, 1)[None], *embedding(query, positions[None])
+    )
+    cos, sin = (table[0, :, :32] for table in embedding(query, torch.arange(256, device=device)[None]))
+    result = eagle_kernels.raw.rope(query, key, positions, cos, sin)
+    for name, theirs in zip(Output._fields, expected):
+        assert_equal("rope", f"Llama {scaling}", name, getattr(result, name), theirs[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_bits_are_those_of_hugging_face_s_partial_and_interleaved_models(dtype, device):
+    neox = pytest.importorskip("transformers.models.gpt_neox.modeling_gpt_neox")
+    gptj = pytest.importorskip("transformers.models.gptj.modeling_gptj")
+    values = make(4, 4, 2, 80, 32, dtype, dtype, device=device)
+    query, key, positions, cos, sin = values.values()
+    cos_rows, sin_rows = cos[positions][None], sin[positions][None]  # [1, T, pairs]
+    theirs = neox.apply_rotary_pos_emb(
+        query.transpose(0, 1)[None], key.transpose(0, 1)[None],
+        torch.cat((cos_rows, cos_rows), -1), torch.cat((sin_rows, sin_rows), -1),
+    )  # fmt: skip
+    result = eagle_kernels.raw.rope(**values)
+    assert_equal("rope", "GPT-NeoX", "query", result.query, theirs[0][0].transpose(0, 1))
+    assert_equal("rope", "GPT-NeoX", "key", result.key, theirs[1][0].transpose(0, 1))
+
+    result = eagle_kernels.raw.rope(**values, is_interleaved=True)
+    for name, heads in (("query", query), ("key", key)):
+        turned = gptj.apply_rotary_pos_emb(heads[None, ..., :32], sin_rows, cos_rows)[0]
+        expected = torch.cat((turned, heads[..., 32:]), dim=-1)
+        assert_equal("rope", "GPT-J", name, getattr(result, name), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_bits_are_those_of_the_engine(dtype, device):
+    """`rotate` in fp32 whatever the dtype of the heads: tables in fp32."""
+    from eagle_kernels.engine.models.llama import Rotary, rotate
+
+    rotary = Rotary(64, 10000.0).to(device)
+    query, key = (torch.randn(5, heads, 64, device=device).to(dtype) for heads in (4, 2))
+    positions = torch.tensor([0, 1, 100, 255, 17], device=device)
+    cos, sin = (table[0, :, 0, :32] for table in rotary(torch.arange(256, device=device)[None]))
+    result = eagle_kernels.raw.rope(query, key, positions, cos, sin)
+    angles = rotary(positions[None])
+    assert_equal("rope", "engine", "query", result.query, rotate(query[None], angles)[0])
+    assert_equal("rope", "engine", "key", result.key, rotate(key[None], angles)[0])
+
+
+def test_launches_and_nothing_else(device):
+    values = make(3, 4, 2, 64, 32, torch.float16, torch.float32, device=device)
+    assert_only_launches(PATH, values)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_registration(is_interleaved, device):
+    values = make(3, 4, 2, 64, 32, torch.float32, torch.float32, is_interleaved=is_interleaved, device=device)
+    check_registration("rope", values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(3, 4, 64).double()}, "query must have dtype .* or float32, got float64"),
+        ({"query": torch.zeros(3, 256)}, "query must have shape"),
+        ({"query": torch.zeros(3, 4, 1025)}, "query must have D in 1..1024, got 1025"),
+        ({"query": torch.zeros(3, 64, 4).mT}, "query must be contiguous in its last 1 axes"),
+        ({"query": torch.zeros(3, 4, 65)[..., :64]}, "query must have strides that are multiples of D = 64"),
+        ({"key": torch.zeros(2, 2, 64)}, "key must have T = 3 in axis 0"),
+        ({"key": torch.zeros(3, 2, 64).half()}, "key must have dtype float32, got float16"),
+        ({"positions": torch.zeros(3)}, "positions must have dtype int32 or int64, got float32"),
+        ({"cos": torch.zeros(50, 33), "sin": torch.zeros(50, 33)}, "cos must have a column per pair, 1..D / 2 = 32"),
+        ({"cos": torch.zeros(50, 0), "sin": torch.zeros(50, 0)}, "cos must have a column per pair, .* got 0"),
+        ({"cos": torch.zeros(50, 32).half()}, "cos must have dtype float32, got float16"),
+        ({"sin": torch.zeros(50, 32)}, "sin must have rotary_dim / 2 = 16 in axis 1"),
+        ({"sin": torch.zeros(49, 16)}, "sin must have max_positions = 50 in axis 0"),
+        ({"out": (torch.zeros(3, 4, 64), torch.zeros(3, 2, 65)[..., 1:])}, "out.key must have strides that are"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(change, message, device):
+    values = make(3, 4, 2, 64, 32, torch.float32, torch.float32) | change
+    if "out" in values:
+        values["out"] = tuple(to_device(dict(enumerate(values["out"])), device).values())
+    values = to_device(values, device)
+    with pytest.raises((ValueError, TypeError), match="^eagle_kernels.rope: .*" + message):
+        eagle_kernels.raw.rope(**values)
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values = make(8, 32, 8, 128, 128, torch.bfloat16, torch.bfloat16, device=device)
+    out = eagle_kernels.raw.rope(**values)
+
+    def change():
+        values["query"].normal_()
+        values["positions"].copy_(torch.tensor([3, 1, 49, 0, 7, -1, -1, 2**40]))
+
+    replay_in_graph(lambda: eagle_kernels.raw.rope(**values, out=out), change=change)
+    eager = eagle_kernels.raw.rope(**values)
+    for name in Output._fields:
+        assert_equal("rope", "replay", name, getattr(out, name), getattr(eager, name))
+    check(values, "replay")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_hundred_runs_in_place_give_equal_bits(is_interleaved, device):
+    values = make(64, 32, 8, 128, 96, torch.bfloat16, torch.float32, is_interleaved=is_interleaved, device=device)
+    expected = eagle_kernels.raw.rope(**values)
+    for _ in range(100):
+        query, key = values["query"].clone(), values["key"].clone()
+        eagle_kernels.raw.rope(**values | {"query": query, "key": key}, out=Output(query, key))
+        assert torch.equal(query, expected.query) and torch.equal(key, expected.key)
+
+
+@pytest.mark.gpu
+def test_heads_past_two_billion_elements(device):
+    shape = (32, 2, 128, 128, torch.bfloat16, torch.bfloat16)
+    small = make(1, *shape, device=device)
+    expected = eagle_kernels.raw.rope(**small)
+    values = small | {
+        "query": torch.zeros(2**19 + 1, 32, 128, dtype=torch.bfloat16, device=device),
+        "key": torch.zeros(2**19 + 1, 2, 128, dtype=torch.bfloat16, device=device),
+        "positions": torch.zeros(2**19 + 1, dtype=torch.int64, device=device),
+    }
+    for name in ("query", "key", "positions"):
+        values[name][-1] = small[name][0]
+    result = eagle_kernels.raw.rope(**values, out=Output(values["query"], values["key"]))
+    assert_equal("rope", "far rows", "query", result.query[-1:], expected.query)
+    assert_equal("rope", "far rows", "key", result.key[-1:], expected.key)
+    assert not result.query[:-1].any()
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 112, 128, 192, 256, 512])
+def test_full_cross(head_dim, dtype, device):
+    for num_heads, num_kv_heads in ((1, 1), (6, 2), (32, 8), (20, 20), (64, 1)):
+        for rotary_dim in (2, head_dim // 2, head_dim):
+            for table_dtype in {dtype, torch.float32}:
+                for is_interleaved in (False, True):
+                    shape = (num_heads, num_kv_heads, head_dim, rotary_dim, dtype, table_dtype)
+                    values = make(17, *shape, is_interleaved=is_interleaved, device=device)
+                    check(values, f"{shape} {is_interleaved}")

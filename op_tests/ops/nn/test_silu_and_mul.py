@@ -1,0 +1,180 @@
+"""silu_and_mul against float64 and PyTorch: packed and apart, odd sizes, strided rows, and in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import eagle_kernels
+from eagle_kernels.reference.ops.nn.silu_and_mul import silu_and_mul as reference
+from op_tests.harness import (
+    assert_close,
+    assert_equal,
+    assert_only_launches,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+    to_device,
+)
+
+from ..attention.cases import in_float64
+
+PATH = "nn.silu_and_mul"
+SIZES = (1, 3, 8, 127, 1024, 1025, 2880)
+
+
+def make(num_tokens, num_columns, dtype, *, is_packed=True, device="cpu"):
+    packed = (3.0 * torch.randn(num_tokens, 2 * num_columns)).to(device, dtype)
+    if is_packed:
+        return {"gate": packed}
+    return {"gate": packed[:, :num_columns].contiguous(), "up": packed[:, num_columns:].contiguous()}
+
+
+def check(values, case=""):
+    """Kernel within twice PyTorch's own error against float64."""
+    actual, baseline = check_operation(PATH, values, case=case, skip=("output",))
+    assert_close("silu_and_mul", case, "output", actual, reference(**in_float64(values)), baseline)
+    return actual
+
+
+def ahead_of_time_cases():
+    yield "packed bfloat16", make(2, 14336, torch.bfloat16)
+    yield "apart float16", make(2, 14336, torch.float16, is_packed=False)
+    yield "packed float32", make(2, 14336, torch.float32)
+    yield "packed odd", make(2, 2881, torch.bfloat16)
+
+
+def order_case():
+    return make(3, 2050, torch.float32)
+
+
+def size_sweep():
+    for num_tokens in (1, 2, 3, 16, 17, 64, 257, 4096):
+        yield make(num_tokens, 64, torch.float16)
+        yield {"gate": torch.zeros(num_tokens, 128 + num_tokens, dtype=torch.float16)[:, :128]}
+
+
+@pytest.mark.parametrize("num_columns", SIZES)
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_matches_reference(num_columns, is_packed, device):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        values = make(3, num_columns, dtype, is_packed=is_packed, device=device)
+        check(values, f"I = {num_columns} {dtype}")
+
+
+def test_both_forms_agree(device):
+    packed = make(3, 1100, torch.float16, device=device)["gate"]
+    expected = eagle_kernels.raw.silu_and_mul(packed)
+    for gate, up in ((packed[:, :1100], packed[:, 1100:]), packed.contiguous().chunk(2, dim=-1)):
+        assert_equal("silu_and_mul", "forms", "output", eagle_kernels.raw.silu_and_mul(gate, up), expected)
+
+
+@pytest.mark.parametrize("width", [400, 399])
+def test_strided_rows(width, device):
+    """Rows of wider tensors, aligned to 16 bytes and not."""
+    wide = torch.randn(5, width, device=device).half()
+    check({"gate": wide[:, 8:328]}, f"of {width}")
+    check({"gate": wide[:, 8:168], "up": wide[:, 200:360]}, f"apart, of {width}")
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_large_gates(device):
+    """Far out silu is 0 or the gate itself; nothing overflows on the way. NaN stays with its element."""
+    gate = torch.tensor([[-1e30, -200.0, -90.0, -0.0, 0.0, 90.0, 1e30, float("inf"), 1.0, 2.0]], device=device)
+    up = torch.tensor([[2.0] * 8 + [float("nan"), 3.0]], device=device)
+    result = eagle_kernels.raw.silu_and_mul(gate, up)
+    assert_close("silu_and_mul", "large", "output", result, F.silu(gate.double()) * up.double())
+    assert result.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_in_place(is_packed, device):
+    values = make(4, 1100, torch.float32, is_packed=is_packed, device=device)
+    expected = eagle_kernels.raw.silu_and_mul(**values)
+    rest = values["gate"][:, 1100:].clone()
+    out = values["gate"][:, :1100]
+    assert eagle_kernels.raw.silu_and_mul(**values, out=out) is out
+    assert_equal("silu_and_mul", "in place", "output", out, expected)
+    assert_equal("silu_and_mul", "in place", "(input) up", values["gate"][:, 1100:], rest)
+
+
+def test_without_tokens_or_columns(device):
+    for num_tokens, num_columns in ((0, 64), (3, 0)):
+        values = make(num_tokens, num_columns, torch.float16, device=device)
+        assert eagle_kernels.raw.silu_and_mul(**values).shape == (num_tokens, num_columns)
+
+
+def test_rounds_where_pytorch_rounds(device):
+    """F.silu(gate) * up of the engine's MLP and of Hugging Face's models: silu is rounded before the product.
+
+    The last bit of the fp32 exponential is a matter of the machine, and may once in a while show in fp16.
+    """
+    gate, up = make(3, 1000, torch.float16, is_packed=False, device=device).values()
+    result, expected = eagle_kernels.raw.silu_and_mul(gate, up), F.silu(gate) * up
+    assert (result != expected).sum() <= 3
+
+
+def test_a_row_knows_no_other(device):
+    values = make(6, 130, torch.float32, device=device)
+    before = eagle_kernels.raw.silu_and_mul(**values)
+    values["gate"][1:5] = float("nan")
+    after = eagle_kernels.raw.silu_and_mul(**values)
+    assert after[1:5].isnan().all() and torch.equal(after[[0, 5]], before[[0, 5]])
+    assert torch.equal(eagle_kernels.raw.silu_and_mul(values["gate"][5:])[0], before[5])
+
+
+def test_launches_and_nothing_else(device):
+    for is_packed in (True, False):
+        assert_only_launches(PATH, make(3, 64, torch.float16, is_packed=is_packed, device=device))
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_registration(is_packed, device):
+    check_registration("silu_and_mul", make(3, 64, torch.float32, is_packed=is_packed, device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"gate": torch.zeros(3, 64).long()}, ValueError, "gate must have dtype .* or float32, got int64"),
+        ({"gate": torch.zeros(64)}, ValueError, "gate must have shape"),
+        ({"gate": torch.zeros(3, 65)}, ValueError, "gate must have an even number of columns, .* got 65"),
+        ({"gate": torch.zeros(64, 3).T}, ValueError, "gate must be contiguous in its last 1 axes"),
+        ({"up": torch.zeros(3, 65)}, ValueError, "up must have I = 64 in axis 1"),
+        ({"up": torch.zeros(3, 64).half()}, ValueError, "up must have dtype float32, got float16"),
+        ({"out": torch.zeros(3, 33)}, ValueError, "out must have shape"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(change, kind, message, device):
+    values = make(3, 32, torch.float32) | change
+    with pytest.raises(kind, match="^eagle_kernels.silu_and_mul: " + message):
+        eagle_kernels.raw.silu_and_mul(**to_device(values, device))
+
+
+@pytest.mark.gpu
+def test_graph_replay(device):
+    values = make(8, 14336, torch.bfloat16, device=device)
+    out = eagle_kernels.raw.silu_and_mul(**values)
+    replay_in_graph(lambda: eagle_kernels.raw.silu_and_mul(**values, out=out), change=values["gate"].normal_)
+    assert_equal("silu_and_mul", "replay", "output", out, eagle_kernels.raw.silu_and_mul(**values))
+
+
+@pytest.mark.gpu
+def test_rows_past_two_billion_elements(device):
+    gate = torch.zeros(2**17 + 1, 2**14, dtype=torch.bfloat16, device=device)
+    gate[-1].normal_()
+    result = eagle_kernels.raw.silu_and_mul(gate)
+    assert not result[:-1].any()
+    assert_equal("silu_and_mul", "far rows", "output", result[-1:], eagle_kernels.raw.silu_and_mul(gate[-1:].clone()))
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_full_cross(dtype, device):
+    for num_columns in (1, 7, 64, 1000, 5504, 14336, 28672):
+        for num_tokens in (1, 33):
+            for is_packed in (True, False):
+                values = make(num_tokens, num_columns, dtype, is_packed=is_packed, device=device)
+                check(values, f"{num_columns} {dtype}")

@@ -1,0 +1,24 @@
+"""Reference of assign_req_to_token: one slot after another."""
+
+from __future__ import annotations
+
+import torch
+
+from ...slots import lengths
+
+
+def assign_req_to_token(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    cache_locs: torch.Tensor,
+) -> None:
+    """See eagle_kernels/ops/kv/assign_req_to_token.py."""
+    num_rows, row_size = req_to_token.shape
+    slots, taken = cache_locs.tolist(), 0
+    for row, first, last in zip(req_pool_indices.tolist(), lengths(starts), lengths(ends)):
+        for column in range(first, last):
+            if 0 <= row < num_rows and column < row_size and taken < len(slots):
+                req_to_token[row, column] = slots[taken]
+            taken += 1

@@ -1,0 +1,47 @@
+"""Reference of extend_cache_locs: one request after another."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...slots import Rows, lengths, packed
+
+
+class Output(NamedTuple):
+    indptr: torch.Tensor
+    cache_locs: torch.Tensor
+    positions: torch.Tensor
+    overflow: torch.Tensor
+
+
+def extend_cache_locs(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor | None = None,
+    *,
+    num_tokens: int | None = None,
+    capacity: int | None = None,
+    keep_unused: bool = False,
+    out: Output | None = None,
+) -> Output:
+    """See eagle_kernels/ops/kv/extend_cache_locs.py; `out` is read for keep_unused, not written."""
+    rows, device, first_tokens = Rows(req_pool_indices, req_to_token), starts.device, lengths(starts)
+    if num_tokens is not None:
+        capacity = len(rows) * num_tokens
+        last_tokens = [first + num_tokens for first in first_tokens]
+    else:
+        last_tokens = lengths(ends)
+    positions = [list(range(first, last)) for first, last in zip(first_tokens, last_tokens)]
+    slots = [rows.slots(request, tokens) for request, tokens in enumerate(positions)]
+    unused = (out.cache_locs.tolist(), out.positions.tolist()) if keep_unused else (-1, 0)
+    indptr, slots, overflow = packed(slots, capacity, unused=unused[0])
+    _, positions, _ = packed(positions, capacity, unused=unused[1])
+    return Output(
+        torch.tensor(indptr, dtype=torch.int32, device=device),
+        torch.tensor(slots, dtype=torch.int64, device=device),
+        torch.tensor(positions, dtype=torch.int64, device=device),
+        torch.tensor([overflow], dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,33 @@
+"""Reference of rms_norm: the formula, step by step as Hugging Face's models round."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Output(NamedTuple):
+    output: torch.Tensor
+    residual: torch.Tensor
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_normalized: bool = True,
+) -> Output:
+    """See eagle_kernels/ops/nn/rms_norm.py. Float64 tensors are computed in float64."""
+    total = x[:0].clone()
+    if residual is not None:
+        total = x = x + residual
+    wide = x if x.dtype == torch.float64 else x.float()
+    normalized = wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if round_normalized:
+        normalized = normalized.to(x.dtype).to(wide.dtype)
+    output = normalized * (weight_offset + weight.to(wide.dtype))
+    return Output(output.to(x.dtype), total)

@@ -1,0 +1,53 @@
+"""Rows of req_to_token, and lists of what stands in them, one request after another."""
+
+from __future__ import annotations
+
+import torch
+
+LARGEST = 2**31 - 1
+
+
+def lengths(tensor: torch.Tensor) -> list[int]:
+    """Lengths, or places in a row: 0 at least."""
+    return [min(max(length, 0), LARGEST) for length in tensor.tolist()]
+
+
+class Rows:
+    """The rows of req_to_token that belong to the requests of a batch."""
+
+    def __init__(self, req_pool_indices: torch.Tensor, req_to_token: torch.Tensor):
+        self._table = req_to_token.tolist()
+        self._row_of = req_pool_indices.tolist()
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def slots(self, request: int, columns) -> list[int]:
+        """The slots in these columns of a request's row, -1 where there are none."""
+        row_index = self._row_of[request]
+        row = self._table[row_index] if 0 <= row_index < len(self._table) else []
+        return [max(row[column], -1) if 0 <= column < len(row) else -1 for column in columns]
+
+
+def packed(lists: list[list[int]], capacity: int, *, unused=-1) -> tuple[list[int], list[int], int]:
+    """(bounds, entries, overflow): the lists one after another, cut at `capacity`, and what the rest of it holds.
+
+    unused: one number, or as many as there are entries, of which each stays where no list reaches.
+    """
+    bounds, entries = [0], []
+    for part in lists:
+        entries += part
+        bounds.append(min(len(entries), capacity))
+    needed = len(entries)
+    rest = [unused] * capacity if isinstance(unused, int) else list(unused)
+    entries = entries[:capacity]
+    return bounds, entries + rest[len(entries) :], min(needed, LARGEST) if needed > capacity else 0
+
+
+def first_draft_column(seq_len: int, branch: int, topk: int, num_steps: int, page_size: int) -> int:
+    """Branches lie one after another; with pages and several branches, each starts on pages of its own."""
+    if page_size == 1 or topk == 1:
+        return seq_len + branch * num_steps
+    in_page = seq_len % page_size
+    pages = -(-(in_page + num_steps) // page_size)
+    return seq_len // page_size * page_size + branch * pages * page_size + in_page
