@@ -32,9 +32,8 @@ def multiply_keys(query, key, scale, soft_cap, IS_WIDENED: tl.constexpr):
         query, key = query.to(tl.float32), key.to(tl.float32)
     logits = tl.dot(query, tl.trans(key), input_precision="ieee")
     if soft_cap is not None:
-        return _soft_capped(logits * scale[:, None], soft_cap * 1.4426950408889634), tl.full(
-            scale.shape, 1.0, tl.float32
-        )
+        capped = _soft_capped(logits * scale[:, None], soft_cap * 1.4426950408889634)
+        return capped, tl.full(scale.shape, 1.0, tl.float32)
     else:
         return logits, scale
 

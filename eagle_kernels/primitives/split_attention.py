@@ -127,11 +127,9 @@ def _attention_kernel(
         begin = (first // BLOCK_KEY + index * size) * BLOCK_KEY
         stop = tl.minimum(begin + size * BLOCK_KEY, stop)
         first_page, _, _ = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
-        key_scale = scale
-        scale_place = 0 if ONE_SCALE else kv_head
-        if k_scale_ptr is not None:
-            # keys that are all 0 may have the scale 0
-            key_scale = tl.maximum(scale * tl.load(k_scale_ptr + scale_place), 1e-30)
+        if k_scale_ptr is not None and not ONE_SCALE:
+            k_scale_ptr += kv_head
+            v_scale_ptr += kv_head
 
         row = row_tile * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
         token = row // GROUP_SIZE
@@ -168,13 +166,12 @@ def _attention_kernel(
         if window is not None:
             last_position = tl.max(tl.where(is_row, position, 0))
 
-        rows = tl.zeros([BLOCK_ROW], tl.float32)
-        matched, key_scale = match_keys(query, rows + key_scale, k_cache_ptr.dtype.element_ty)
+        matched, logit_scale = match_keys(query, scale, k_scale_ptr, k_cache_ptr.dtype.element_ty)
         pool_stop = stop
         if DRAFTS == "beside":
             pool_stop = tl.minimum(stop, prefix)
         row_max, row_sum, accumulator = attend(
-            Queries(matched, key_scale, position, last_slot, mask_ptr, num_words, soft_cap),
+            Queries(matched, logit_scale, position, last_slot, mask_ptr, num_words, soft_cap),
             Pool(
                 k_cache_ptr, v_cache_ptr, page_table_ptr, first_page, num_pages, stride_k_page, stride_v_page, kv_head,
             ),
@@ -183,14 +180,15 @@ def _attention_kernel(
             IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
         )  # fmt: skip
         if v_scale_ptr is not None:
-            accumulator *= tl.load(v_scale_ptr + scale_place)
+            accumulator *= tl.load(v_scale_ptr)
         if DRAFTS == "beside":
             drafts_begin = tl.cdiv(prefix, BLOCK_KEY) * BLOCK_KEY
             first_key, first_value = first_row * stride_draft_key_token, first_row * stride_draft_value_token
             if qo_indptr_ptr is None:
                 first_key, first_value = request * stride_draft_key_batch, request * stride_draft_value_batch
+            query, logit_scale = match_keys(query, scale, None, query.dtype)
             row_max, row_sum, accumulator = attend(
-                Queries(query, rows + scale, position, last_draft, mask_ptr, num_words, soft_cap),
+                Queries(query, logit_scale, position, last_draft, mask_ptr, num_words, soft_cap),
                 Pool(
                     draft_key_ptr + first_key * HEAD_DIM, draft_value_ptr + first_value * HEAD_DIM, None, 0, 0,
                     stride_draft_key_token, stride_draft_value_token, kv_head,

@@ -32,8 +32,8 @@ Invariants
     the size of the page table; they are those of the root of a tree in tree_attention whose draft block is in the pool.
     Else they depend on the lengths of the batch as well, which decide how keys are cut.
 Grid
-    (Hkv * row tiles, shares), one program attends the heads of a group to a share; merge: (B, row tiles), one program
-    merges rows of a request.
+    (Hkv * row tiles, shares), one program attends the heads of a group to a share; merge: (B, programs), one program
+    merges every programs-th tile of a request's rows.
 Launches
     2; 1 if no request can have more than one share
 Traffic

@@ -128,11 +128,9 @@ def _prefill_attention_kernel(
                 num_rows, 0, None,
             )  # fmt: skip
             first_page, _, length = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
-        key_scale = scale
-        scale_place = 0 if ONE_SCALE else kv_head
-        if k_scale_ptr is not None:
-            # keys that are all 0 may have the scale 0
-            key_scale = tl.maximum(scale * tl.load(k_scale_ptr + scale_place), 1e-30)
+        if k_scale_ptr is not None and not ONE_SCALE:
+            k_scale_ptr += kv_head
+            v_scale_ptr += kv_head
 
         row = row_tile * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
         token = row // GROUP_SIZE
@@ -157,7 +155,7 @@ def _prefill_attention_kernel(
         if window is not None:
             # queries before the first key are at positions below 0, where the largest window would wrap around
             begin = tl.minimum(tl.maximum(tl.maximum(first_position, 0) - window + 1, 0), stop)
-        query, logit_scale = match_keys(query, tl.zeros([BLOCK_ROW], tl.float32) + key_scale, k_ptr.dtype.element_ty)
+        query, logit_scale = match_keys(query, scale, k_scale_ptr, k_ptr.dtype.element_ty)
         row_max, row_sum, accumulator = attend(
             Queries(query, logit_scale, behind + token, last_slot, None, 0, soft_cap),
             Pool(k_ptr, v_ptr, page_table_ptr, first_page, num_pages, stride_k, stride_v, kv_head),
@@ -166,7 +164,7 @@ def _prefill_attention_kernel(
             IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
         )  # fmt: skip
         if v_scale_ptr is not None:
-            accumulator *= tl.load(v_scale_ptr + scale_place)
+            accumulator *= tl.load(v_scale_ptr)
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
             row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)

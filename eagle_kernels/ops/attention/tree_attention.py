@@ -50,7 +50,7 @@ Invariants
     deterministic: as in gqa_decode, and not on Nq, on the mask of other rows, or on their number either.
 Grid
     (Hkv * row tiles, shares), one program attends a tile of (token, head of the group) rows of one KV head to a share;
-    merge: (B, row tiles), one program merges rows of a request.
+    merge: (B, programs), one program merges every programs-th tile of a request's rows.
 Launches
     2; 1 if no request can have more than one share
 Traffic
@@ -153,7 +153,7 @@ def _choose_tuning(values: dict, num_query: int) -> dict:
     query, table = values["query"], values["block_table"]
     num_heads, head_dim = query.shape[-2:]
     _, page_size, num_kv_heads, _ = values["k_cache"].shape
-    num_rows = num_query * (num_heads // max(num_kv_heads, 1))
+    num_rows = num_query * (num_heads // num_kv_heads)
     # in the CSR form, of all requests together
     batch_size, num_pages = (1, len(values["kv_indices"])) if table is None else table.shape
     *rows, last = tuning.row(TUNING, query.device)

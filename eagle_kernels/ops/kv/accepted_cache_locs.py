@@ -25,6 +25,7 @@ Shapes
     -> free_indptr     [B + 1]          int32  where a request's free slots start, limited to free_capacity
     -> free_locs       [free_capacity]  int64  free slots, -1 in the unused tail; int32 if `out` is
     -> overflow        [2]              int32  the room that paths and free slots need if it exceeds theirs, else 0
+    B * N and B * W are at most 2^31 - 1024.
 Invariants
     Every output is written whole, but for unused tails with keep_unused. What exceeds a capacity is not written, and
     no bound exceeds it. Path entries outside the request's N nodes are left out, so a dead request, whose entries are

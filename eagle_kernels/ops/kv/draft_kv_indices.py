@@ -34,7 +34,8 @@ Grid
 Launches
     1
 Traffic
-    K * (index bytes * sum of the prefix tokens kept) read, 4 B * num_steps * (capacity + B * K + 1) written.
+    K * (index bytes * sum of the prefix tokens kept) read, with window_counts_drafts once a step;
+    4 B * num_steps * (capacity + B * K + 1) written.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 
 import pytest
 import torch
 
 import eagle_kernels
-from eagle_kernels.ops.attention.gqa_decode import TUNING
+from eagle_kernels.ops.attention.gqa_decode import TUNING, contract
 from eagle_kernels.primitives import split_attention
 from eagle_kernels.reference.ops.attention.gqa_decode import gqa_decode as reference
 from eagle_kernels.runtime.launch import intercept
@@ -339,6 +340,22 @@ def test_slots_are_counted_in_int32(device):
     values["block_table"] = torch.zeros(1, 2**23 - 1, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match=r"block_table must name at most 2\^31 - 1024 slots, got 2147483392"):
         eagle_kernels.raw.gqa_decode(**values)
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_rows_are_counted_in_uint32(name):
+    """From the first to the last one of a pool, whatever lies between its pages."""
+    values = dict.fromkeys(inspect.signature(eagle_kernels.raw.gqa_decode).parameters)
+    values |= make(16, 1, 1, 16, torch.float16, [17])
+    values = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+    for gap, is_refused in ((2**30 - 5, False), (2**30 - 4, True)):
+        strides = (16 * gap, 16, 16, 1)
+        values[name] = torch.empty_strided(values[name].shape, strides, dtype=torch.float16, device="meta")
+        if is_refused:
+            with pytest.raises(ValueError, match=name + r" must span less than 2\^32 rows of D = 16 elements"):
+                contract(values)
+        else:
+            contract(values)
 
 
 @pytest.mark.gpu

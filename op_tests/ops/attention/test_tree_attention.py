@@ -90,8 +90,13 @@ def check(values, case="", rows=None):
 
 
 NOT_SUPPORTED = {
-    *((str(torch.float8_e4m3fn), target) for target in ("sm_80", "gfx942")),
-    *((str(torch.float8_e4m3fnuz), target) for target in ("sm_80", "sm_90", "sm_100", "gfx950")),
+    (f"{dtype}{rows}", target)
+    for dtype, targets in (
+        (torch.float8_e4m3fn, ("sm_80", "gfx942")),
+        (torch.float8_e4m3fnuz, ("sm_80", "sm_90", "sm_100", "gfx950")),
+    )
+    for target in targets
+    for rows in ("", " 256 rows")
 }
 
 
