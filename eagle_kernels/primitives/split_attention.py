@@ -27,10 +27,9 @@ MAX_PROGRAMS = 65535
 # Where bits must not depend on the batch, sums are taken in the order that this table tells, with at most
 # ordered_shares shares of a request: one table for all ops, since the root of a tree must have the bits of plain
 # decoding.
-ORDERED_TUNING = {
-    "default": {"max_rows": 64, "min_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264,
-                "ordered_shares": 32, "merged_rows": 4, "merged_parts": 4, "num_warps": 4, "num_stages": 2},
-}  # fmt: skip
+_ORDERED = {"max_rows": 64, "min_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264,
+            "ordered_shares": 32, "merged_rows": 4, "merged_parts": 4, "num_warps": 4, "num_stages": 2}  # fmt: skip
+ORDERED_TUNING = {"default": _ORDERED, "sm_90": _ORDERED | {"num_stages": 3}}
 # programs: of all requests together
 MERGE_TUNING = {"default": {"programs": 1024, "num_warps": 4}}
 
