@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from ..ops.tree.build_tree import MAX_NODES, TreeMaskMode
@@ -41,6 +42,11 @@ class EAGLEConfig:
     max_length          most tokens of a request, prompt included; None: what the models were made for
     page_size           tokens per page of the KV pools, a power of two up to 256
     tree_mask_mode      layout in which the tree mask is built (`eagle_kernels.TreeMaskMode`)
+    max_batch           most requests that step together; others wait
+    kv_cache_bytes      for the KV pools of both models; None: what max_batch requests of full length need, but at most
+                        half of the device's free memory (1 GiB on the CPU)
+    prefill_chunk       most prompt tokens that are read between two steps
+    cuda_graph          capture steps as CUDA graphs; None: on a GPU, where the masks' layout and the models allow it
 
     For timing, with text that is not the target's:
     accept_policy       `normal`; `accept_all`, `reject_all`, `simulate` plant tokens in the place of the target's, so
@@ -62,6 +68,10 @@ class EAGLEConfig:
     max_length: int | None = None
     page_size: int = 16
     tree_mask_mode: str = TreeMaskMode.PACKED
+    max_batch: int = 32
+    kv_cache_bytes: int | None = None
+    prefill_chunk: int = 2048
+    cuda_graph: bool | None = None
     accept_policy: str = "normal"
     simulated_accept_length: float | None = None
     simulated_accept_rates: tuple[float, ...] | None = None
@@ -102,7 +112,29 @@ class EAGLEConfig:
         self._require(str(self.tree_mask_mode) in modes, "tree_mask_mode", f"be one of {modes}")
         if self.tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
             self._require(self.num_verify_tokens <= 32, "num_draft_tokens", "be at most 32 for qlen_only_bitpacking")
+        self._require_integer("max_batch", 1)
+        self._require_integer("kv_cache_bytes", 1, is_optional=True)
+        self._require_integer("prefill_chunk", 1)
+        self._require(self.cuda_graph in (None, True, False), "cuda_graph", "be True, False or None")
+        can_be_captured = self.tree_mask_mode != TreeMaskMode.FULL_MASK
+        rule = "not be True with tree_mask_mode='full_mask', whose size the host must know at each step"
+        self._require(can_be_captured or self.cuda_graph is not True, "cuda_graph", rule)
         self._check_accept_policy()
+
+    @classmethod
+    def naive_eagle(cls, **others: Any) -> EAGLEConfig:
+        """One draft a step, the head's best: little to verify, so it pays in large batches too."""
+        return cls(topk=1, num_steps=1, num_draft_tokens=2, **others)
+
+    @classmethod
+    def chain(cls, num_drafts: int, **others: Any) -> EAGLEConfig:
+        """`num_drafts` drafts, one after another."""
+        return cls(topk=1, num_steps=num_drafts, num_draft_tokens=num_drafts + 1, **others)
+
+    @classmethod
+    def tree(cls, topk: int = 8, num_steps: int = 5, num_draft_tokens: int = 64, **others: Any) -> EAGLEConfig:
+        """A tree of `num_draft_tokens` nodes, root included."""
+        return cls(topk=topk, num_steps=num_steps, num_draft_tokens=num_draft_tokens, **others)
 
     @property
     def num_verify_tokens(self) -> int:

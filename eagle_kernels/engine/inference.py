@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import operator
-import time
+import threading
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .batch_state import BatchState
 from .config import EAGLEConfig
-from .kv_pool import KVPool, PromptAttend
+from .kv_pool import KVPool, PrefillAttend, bytes_per_page
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.protocol import DraftModel, TargetModel
+from .models.tokenizer import Tokenizer, load_tokenizer
 from .output import GenerationOutput, GenerationStats, TokenEvent
+from .request import Request, StopStrings
 from .requests import Prompts, Seeds, read_max_new_tokens, read_prompts, read_seeds
-from .step import BatchState, Sampling, Stepper
-from .timing import PhaseTimer, synchronize
+from .sampling import SAMPLING_FIELDS, SamplingParams
+from .scheduler import Scheduler, overshoot
+from .step import Stepper
+from .step_runner import StepRunner
+from .stream import TextStream, TokenStream
+
+_CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))
+# of a configuration, what makes one step differ from another one, and what pools and rows are made by
+_STEP_FIELDS = (
+    "topk", "num_steps", "num_draft_tokens", "tree_mask_mode", "accept_policy", "simulated_accept_length",
+    "simulated_accept_rates", "cuda_graph",
+)  # fmt: skip
+_POOL_FIELDS = ("page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
+# of the CPU's memory, where nobody says otherwise
+_CPU_CACHE_BYTES = 1 << 30
 
 
 class EAGLEInference:
@@ -30,10 +46,14 @@ class EAGLEInference:
     decoding, so with one seed the text is the same with and without speculation wherever the target's logits do not
     depend on how many rows are computed together (fp32 in practice; in bf16 a near-tie may part them).
 
+    Three ways to use it: `generate`; `stream`, for `for` and `async for`; and `submit`, `step`, `collect`, for a server
+    that lets requests join and leave between steps. All share one batch and one pool of pages.
+
     draft_model   an EAGLE head or any `DraftModel`; a plain language model (`TargetModel`) drafts without features
     target_model  any `TargetModel` (`engine/models/protocol.py`)
     config        tree, sampling, limits
     device        where both models already are; None: the target's
+    tokenizer     for stop strings and `stream_text`
     """
 
     def __init__(
@@ -42,11 +62,14 @@ class EAGLEInference:
         target_model: TargetModel,
         config: EAGLEConfig | None = None,
         device: str | torch.device | None = None,
+        tokenizer: Tokenizer | None = None,
     ):
         self.target = target_model
         self.draft = draft_model if hasattr(draft_model, "token_shift") else CausalDraft(draft_model)
         self.config = config or EAGLEConfig()
+        self.tokenizer = tokenizer
         self.device = target_model.device
+        self.lock = threading.RLock()
         if device is not None and not _is_same_device(torch.device(device), self.device):
             raise ValueError(f"EAGLEInference: device must be where the models are, on {self.device}, got {device}")
         for name, is_same in (("device", _is_same_device), ("dtype", operator.eq)):
@@ -67,7 +90,11 @@ class EAGLEInference:
                 "may part; torch.set_float32_matmul_precision('highest') keeps them together",
                 stacklevel=2,
             )
+        self._scheduler: Scheduler | None = None
+        self._scheduler_key: tuple = ()
+        self._runners: dict[tuple, StepRunner] = {}
         self._plain_step_ms: dict[int, float] = {}
+        self._num_submitted = 0
 
     @classmethod
     def from_pretrained(
@@ -79,12 +106,17 @@ class EAGLEInference:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> EAGLEInference:
-        """Loads both model folders (Hugging Face layout) onto `device`; end tokens come from the target's folder."""
+        """Loads both model folders (Hugging Face layout) onto `device`; end tokens and the tokenizer, if there is one,
+        come from the target's folder."""
         target_model = load_target(target, device, dtype)
         config = config or EAGLEConfig()
         if config.eos_token_ids is None:
             config = replace(config, eos_token_ids=read_eos_token_ids(target))
-        return cls(load_draft(draft, target_model, device, dtype), target_model, config, device)
+        try:
+            tokenizer = load_tokenizer(target)
+        except ValueError:  # needed for text alone, which says so
+            tokenizer = None
+        return cls(load_draft(draft, target_model, device, dtype), target_model, config, device, tokenizer)
 
     def generate(
         self,
@@ -93,14 +125,14 @@ class EAGLEInference:
         *,
         seeds: Seeds = None,
         speculative: bool = True,
-        **overrides,
+        **overrides: Any,
     ) -> GenerationOutput:
         """Generates up to `max_new_tokens` tokens per prompt; unpacks as `output_ids, stats`.
 
         input_ids    one prompt ([L] ids) or several (a list of lists, or a tensor or array [B, L]); lengths may differ
         seeds        one for all or one per prompt; None: fresh ones from torch's generator, returned in stats.seeds
         speculative  False: plain decoding on the same code path and pool
-        overrides    any `EAGLEConfig` field for this call, e.g. temperature=0.8
+        overrides    any field of `EAGLEConfig` or `SamplingParams` for this call, e.g. temperature=0.8
         Returns new tokens only: a list per prompt, one list for one prompt. A request ends after its first end token,
         or with exactly max_new_tokens.
         """
@@ -116,23 +148,177 @@ class EAGLEInference:
         *,
         seeds: Seeds = None,
         speculative: bool = True,
-        **overrides,
+        **overrides: Any,
     ) -> TokenStream:
-        """As `generate`, but an iterator of `TokenEvent` that yields tokens as they are committed.
+        """As `generate`, but an iterator of `TokenEvent`, for `for` and `async for`, that yields tokens as they are
+        committed. `.output()` of the exhausted iterator is what `generate` returns."""
+        config, wanted = self._split(overrides)
+        prompts, is_single = read_prompts(input_ids)
+        wanted["max_new_tokens"] = read_max_new_tokens(max_new_tokens)
+        for index, prompt in enumerate(prompts):
+            reason = self._unfit(prompt, wanted["max_new_tokens"], config, speculative)
+            if reason:
+                raise ValueError(f"generate: {reason}".replace("the prompt", f"prompt {index}"))
+        requests = [
+            self._request(index, prompt, _params(config, wanted | {"seed": seed}), config)
+            for index, (prompt, seed) in enumerate(zip(prompts, read_seeds(seeds, len(prompts))))
+        ]
+        with self.lock:
+            scheduler = self._scheduler_for(config, speculative)
+        for request in requests:
+            reason = scheduler.why_never(request)
+            if reason:
+                raise ValueError(f"generate: prompt {request.id}: {reason}")
+        return TokenStream(self, scheduler, requests, is_single)
 
-        `.output()` of the exhausted iterator is what `generate` returns.
-        """
-        config = replace(self.config, **overrides) if overrides else self.config
-        return TokenStream(self, input_ids, max_new_tokens, seeds, speculative, config)
+    def stream_text(self, text: str, max_new_tokens: int = 128, **options: Any) -> TextStream:
+        """The text that follows `text`, in pieces, for `for` and `async for`; options are those of `stream`."""
+        if self.tokenizer is None:
+            raise ValueError("EAGLEInference: stream_text needs the tokenizer of the target, which was not given")
+        return TextStream(self.stream(self.tokenizer.encode(text), max_new_tokens, **options), self.tokenizer)
+
+    def submit(self, prompt: list[int] | Tensor, params: SamplingParams | None = None) -> Request:
+        """A request joins at the next `step`. One that cannot ever run is returned as finished, with its `error`."""
+        (prompt,), is_single = read_prompts(prompt)
+        if not is_single:
+            raise ValueError("EAGLEInference: submit takes one prompt, [L] token ids")
+        with self.lock:
+            scheduler = self._scheduler_for(self.config, speculative=True)
+            params = params or _params(self.config, {})
+            request = self._request(self._num_submitted, prompt, params, self.config)
+            self._num_submitted += 1
+            reason = self._unfit(prompt, params.max_new_tokens, self.config, speculative=True)
+            reason = reason or scheduler.why_never(request)
+            if reason:
+                request.finish_reason, request.error = "error", reason
+            else:
+                scheduler.submit(request)
+        return request
+
+    def step(self) -> list[TokenEvent]:
+        """Advances all submitted requests; returns the tokens that have become known (of the step before)."""
+        with self.lock:
+            return self._scheduler.step() if self._scheduler and self._scheduler.has_work else []
+
+    def collect(self) -> None:
+        """Steps until all submitted requests have ended; `Request` tells what each brought."""
+        while self.has_work:
+            self.step()
+
+    def abort(self, request: Request) -> None:
+        """Ends a request wherever it is; its row and pages are free at once."""
+        with self.lock:
+            if self._scheduler is not None:
+                self._scheduler.abort(request)
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_work
 
     @torch.inference_mode()
     def next_token_logits(self, token_ids: list[int]) -> Tensor:
         """The target's logits [V] fp32 for the token after these, from one causal pass without drafts."""
         tokens = torch.tensor([token_ids], device=self.device)
         positions = torch.arange(len(token_ids), device=self.device)[None]
-        pool = KVPool(self.target.kv_shape, [len(token_ids)], self.config.page_size, self.target.dtype, self.device)
-        attend = PromptAttend(pool, 0, len(token_ids))
+        num_pages = -(-len(token_ids) // self.config.page_size)
+        pool = KVPool(self.target.kv_shape, num_pages, self.config.page_size, self.target.dtype, self.device)
+        table = torch.arange(num_pages, dtype=torch.int32, device=self.device)[None]
+        attend = PrefillAttend(pool, table, 0, len(token_ids))
         return self.target.forward(tokens, positions, attend, last_only=True).logits[0, -1].float()
+
+    def plain_step_ms(self, num_requests: int) -> float | None:
+        """Measured time of a plain step of so many requests; None if none was measured."""
+        return self._plain_step_ms.get(num_requests)
+
+    def note_plain_step(self, stats: GenerationStats) -> None:
+        if stats.num_draft_tokens == 1 and stats.batch_steps:
+            self._plain_step_ms[stats.num_requests] = stats.step_ms
+
+    def _split(self, overrides: dict[str, Any]) -> tuple[EAGLEConfig, dict[str, Any]]:
+        """The configuration of a call, and what of its requests is not in there."""
+        unknown = sorted(overrides.keys() - {*_CONFIG_FIELDS, *SAMPLING_FIELDS} | overrides.keys() & {"seed"})
+        if unknown:
+            raise ValueError(f"generate: there is no field {unknown[0]} in EAGLEConfig or SamplingParams")
+        of_config = {name: value for name, value in overrides.items() if name in _CONFIG_FIELDS}
+        others = {name: value for name, value in overrides.items() if name not in _CONFIG_FIELDS}
+        return replace(self.config, **of_config) if of_config else self.config, others
+
+    def _request(self, index: int, prompt: list[int], params: SamplingParams, config: EAGLEConfig) -> Request:
+        stop = None
+        if params.stop:
+            if self.tokenizer is None:
+                raise ValueError("EAGLEInference: stop strings need the tokenizer of the target, which was not given")
+            stop = StopStrings(params.stop, self.tokenizer)
+        seed = read_seeds(params.seed, 1)[0]
+        ends = frozenset(config.eos_token_ids or ()) | frozenset(params.stop_token_ids)
+        return Request(index, prompt, params, seed, ends, _stop=stop)
+
+    def _unfit(self, prompt: list[int], max_new_tokens: int, config: EAGLEConfig, speculative: bool) -> str | None:
+        """Why a prompt cannot be generated from; None: it can."""
+        if not prompt:
+            return "the prompt is empty; it must hold at least one token"
+        worst = max(prompt) if min(prompt) >= 0 else min(prompt)
+        if not 0 <= worst < self.target.vocab_size:
+            return f"token ids must lie in 0..{self.target.vocab_size - 1}, the prompt holds {worst}"
+        limit = self._limit(config, speculative)
+        if len(prompt) + max_new_tokens > limit:
+            return (
+                f"the prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} exceed the {limit} tokens that "
+                "the models and max_length allow"
+            )
+        return None
+
+    def _limit(self, config: EAGLEConfig, speculative: bool) -> int:
+        limit = self.target.max_length
+        if speculative:
+            limit = min(limit, self.draft.max_length)
+        return min(limit, config.max_length or limit)
+
+    def _scheduler_for(self, config: EAGLEConfig, speculative: bool) -> Scheduler:
+        """The engine's batch, set to this configuration; made anew, while it is empty, where its pools do not fit."""
+        if speculative:
+            self._check_topk(config)
+        # plain decoding shares the pools of its speculative twin
+        stepper = Stepper(self.target, self.draft, config)
+        needed = self._limit(config, speculative=False) + overshoot(stepper)
+        max_pages = -(-needed // config.page_size)
+        key = tuple(getattr(config, name) for name in _POOL_FIELDS)
+        scheduler = self._scheduler
+        if scheduler is None or self._scheduler_key != key or scheduler.state.block_table.shape[1] < max_pages:
+            if scheduler is not None and scheduler.has_work:
+                raise RuntimeError(
+                    "EAGLEInference: requests that run hold the pools of another configuration; collect or abort them "
+                    "before this one is used"
+                )
+            self._scheduler, self._scheduler_key, self._runners = None, key, {}
+            state = BatchState(
+                self.target,
+                self.draft,
+                num_rows=config.max_batch,
+                num_pages=self._num_pages(config, max_pages),
+                max_pages=max_pages,
+                page_size=config.page_size,
+            )
+            scheduler = self._scheduler = Scheduler(state, config.prefill_chunk)
+        step_key = (speculative, *(getattr(config, name) for name in _STEP_FIELDS))
+        if step_key not in self._runners:
+            stepper = stepper if speculative else Stepper(self.target, None, config)
+            use_graphs = self.device.type == "cuda" and stepper.can_be_captured
+            if config.cuda_graph is not None:
+                use_graphs = config.cuda_graph and self.device.type == "cuda"
+            self._runners[step_key] = StepRunner(stepper, scheduler.state, use_graphs)
+        scheduler.use(self._runners[step_key])
+        return scheduler
+
+    def _num_pages(self, config: EAGLEConfig, max_pages: int) -> int:
+        """As kv_cache_bytes says, but no more than max_batch requests of full length can use."""
+        shapes = (self.target.kv_shape, self.draft.kv_shape)
+        page_bytes = sum(bytes_per_page(shape, config.page_size, self.target.dtype) for shape in shapes)
+        budget = config.kv_cache_bytes
+        if budget is None:
+            is_gpu = self.device.type == "cuda"
+            budget = torch.cuda.mem_get_info(self.device)[0] // 2 if is_gpu else _CPU_CACHE_BYTES
+        return max(1, min(budget // page_bytes, config.max_batch * max_pages))
 
     def _check_topk(self, config: EAGLEConfig) -> None:
         if config.topk >= self.draft.draft_vocab_size:
@@ -142,143 +328,10 @@ class EAGLEInference:
             )
 
 
-class TokenStream(Iterator[TokenEvent]):
-    """The tokens of one generate call, in the order in which they are committed."""
-
-    def __init__(self, engine: EAGLEInference, input_ids, max_new_tokens, seeds, speculative, config):
-        self._engine, self._config = engine, config
-        self._speculative, self._max_new_tokens = speculative, read_max_new_tokens(max_new_tokens)
-        self._prompts, self._is_single = read_prompts(input_ids)
-        self._check(speculative)
-        self._seeds = read_seeds(seeds, len(self._prompts))
-        self._eos = frozenset(config.eos_token_ids or ())
-        self._tokens: list[list[int]] = [[] for _ in self._prompts]
-        self._stats = GenerationStats(
-            num_requests=len(self._prompts),
-            num_steps=config.num_steps if speculative else 0,
-            num_draft_tokens=config.num_verify_tokens if speculative else 1,
-            seeds=self._seeds,
-            prompt_tokens=sum(len(prompt) for prompt in self._prompts),
-            accepted_per_depth=[0] * (config.num_steps if speculative else 0),
-            finish_reasons=[None] * len(self._prompts),
-        )
-        self._events = self._run()
-
-    def __next__(self) -> TokenEvent:
-        return next(self._events)
-
-    def output(self) -> GenerationOutput:
-        """Tokens and statistics, whole once the iterator is exhausted."""
-        return GenerationOutput(self._tokens[0] if self._is_single else self._tokens, self._stats)
-
-    def _check(self, speculative: bool) -> None:
-        engine, config = self._engine, self._config
-        limit = engine.target.max_length
-        if speculative:
-            engine._check_topk(config)
-            limit = min(limit, engine.draft.max_length)
-        limit = min(limit, config.max_length or limit)
-        for index, prompt in enumerate(self._prompts):
-            if not prompt:
-                raise ValueError(f"generate: prompt {index} is empty; it must hold at least one token")
-            worst = max(prompt) if min(prompt) >= 0 else min(prompt)
-            if not 0 <= worst < engine.target.vocab_size:
-                raise ValueError(
-                    f"generate: token ids must lie in 0..{engine.target.vocab_size - 1}, prompt {index} holds {worst}"
-                )
-            if len(prompt) + self._max_new_tokens > limit:
-                raise ValueError(
-                    f"generate: prompt {index} of {len(prompt)} tokens + max_new_tokens={self._max_new_tokens} exceed "
-                    f"the {limit} tokens that the models and max_length allow"
-                )
-
-    def _run(self) -> Iterator[TokenEvent]:
-        stepper, stats = self._stepper(), self._stats
-        start_s = time.perf_counter()
-        with torch.inference_mode():
-            state = self._prefill(stepper)
-            first_tokens = state.roots.tolist()
-        synchronize(self._engine.device)  # the draft's own prefill may still be running
-        stats.prefill_time_s = time.perf_counter() - start_s
-        live = list(range(len(self._prompts)))
-        for request, token in enumerate(first_tokens):
-            yield from self._emit(request, [token], accepted=0)
-        while live := [request for request in live if stats.finish_reasons[request] is None]:
-            start_s = time.perf_counter()
-            with torch.inference_mode():
-                state.is_live = _as_flags(live, len(self._prompts), self._engine.device)
-                result = stepper.step(state)
-                tokens, accepted = result.tokens.tolist(), result.accepted.tolist()
-            stats.decode_time_s += time.perf_counter() - start_s
-            stats.batch_steps += 1
-            for request in live:
-                self._count(accepted[request])
-                yield from self._emit(request, tokens[request][: accepted[request] + 1], accepted[request])
-        stats.phase_time_ms = stepper.timer.total_ms()
-        if not self._speculative and stats.batch_steps:
-            self._engine._plain_step_ms[len(self._prompts)] = stats.step_ms
-        stats.plain_step_ms = self._engine._plain_step_ms.get(len(self._prompts))
-
-    def _stepper(self) -> Stepper:
-        engine, config = self._engine, self._config
-        draft = engine.draft if self._speculative else None
-        # a request may overshoot its limit by one step, and a finished one stays where it stopped
-        ends = [len(prompt) + self._max_new_tokens + self._stats.num_steps + 1 for prompt in self._prompts]
-        target_pool = self._pool(engine.target, [end + self._stats.num_draft_tokens for end in ends])
-        draft_pool = None
-        if draft is not None:
-            tree_rows = max((config.num_steps - 1) * config.topk, config.num_steps + 1)
-            draft_pool = self._pool(draft, [end + 1 + tree_rows for end in ends])
-        return Stepper(engine.target, draft, config, target_pool, draft_pool, PhaseTimer(engine.device))
-
-    def _pool(self, model: TargetModel | DraftModel, capacities: list[int]) -> KVPool:
-        engine = self._engine
-        return KVPool(model.kv_shape, capacities, self._config.page_size, engine.target.dtype, engine.device)
-
-    def _prefill(self, stepper: Stepper) -> BatchState:
-        device, batch_size = self._engine.device, len(self._prompts)
-        config, sampling = self._config, None
-        if config.temperature > 0:
-
-            def full(value, is_on, dtype=torch.float32):
-                return torch.full((batch_size,), value, dtype=dtype, device=device) if is_on else None
-
-            sampling = Sampling(
-                temperature=full(config.temperature, True),
-                top_k=full(config.top_k, config.top_k > 0, torch.int64),
-                top_p=full(config.top_p, config.top_p < 1),
-                min_p=full(config.min_p, config.min_p > 0),
-            )
-        prompts = [torch.tensor(prompt, device=device) for prompt in self._prompts]
-        return stepper.prefill(prompts, torch.tensor(self._seeds, device=device), sampling)
-
-    def _emit(self, request: int, tokens: list[int], accepted: int) -> Iterator[TokenEvent]:
-        """Commits tokens until an end token or the limit."""
-        text = self._tokens[request]
-        for index, token in enumerate(tokens):
-            text.append(token)
-            self._stats.generated_tokens += 1
-            if token in self._eos:
-                self._stats.finish_reasons[request] = "eos"
-            elif len(text) == self._max_new_tokens:
-                self._stats.finish_reasons[request] = "length"
-            yield TokenEvent(request, token, index < accepted)
-            if self._stats.finish_reasons[request]:
-                return
-
-    def _count(self, accepted: int) -> None:
-        stats = self._stats
-        stats.steps += 1
-        stats.drafted += stats.num_draft_tokens - 1
-        stats.accepted += accepted
-        for depth in range(accepted):
-            stats.accepted_per_depth[depth] += 1
-
-
-def _as_flags(live: list[int], batch_size: int, device: torch.device) -> Tensor:
-    flags = torch.zeros(batch_size, dtype=torch.int64)
-    flags[live] = 1
-    return flags.to(device)
+def _params(config: EAGLEConfig, values: dict[str, Any]) -> SamplingParams:
+    """The configuration's sampling, and what a call says of its own."""
+    shared = {name: getattr(config, name) for name in SAMPLING_FIELDS if name in _CONFIG_FIELDS}
+    return SamplingParams(**shared | values)
 
 
 def _is_same_device(one: torch.device, other: torch.device) -> bool:

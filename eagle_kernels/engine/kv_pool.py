@@ -1,107 +1,161 @@
-"""Paged keys and values of one model, and the `attend` functions that models call to write and read them."""
+"""Paged keys and values of one model, who owns which page, and the `attend` functions that write and read them."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
 from .models.protocol import KVShape
 
 
+class PageAllocator:
+    """Hands out page ids 0 .. num_pages - 1; lives on the host, so that nobody waits for the device to learn them."""
+
+    def __init__(self, num_pages: int):
+        self.num_pages = num_pages
+        self._free = deque(range(num_pages))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` page ids, the longest free ones first; None if there are not so many."""
+        if count > len(self._free):
+            return None
+        return [self._free.popleft() for _ in range(count)]
+
+    def free(self, pages: Sequence[int]) -> None:
+        self._free.extend(pages)
+
+
 class KVPool:
-    """Pages for a batch: `k_cache, v_cache [L, num_pages, page_size, Hkv, D]` and `block_table [B, max_pages]`.
+    """The pages of one model: `k_cache, v_cache [L, num_pages, page_size, Hkv, D]`."""
 
-    Request b holds `capacities[b]` slots; slot s lies in page `block_table[b, s // page_size]`. Unused table entries
-    are -1.
-    """
-
-    def __init__(
-        self, shape: KVShape, capacities: Sequence[int], page_size: int, dtype: torch.dtype, device: torch.device
-    ):
-        pages = [-(-capacity // page_size) for capacity in capacities]
-        size = (shape.num_layers, sum(pages), page_size, shape.num_kv_heads, shape.head_dim)
+    def __init__(self, shape: KVShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device):
+        size = (shape.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim)
         self.k_cache = torch.zeros(size, dtype=dtype, device=device)
         self.v_cache = torch.zeros(size, dtype=dtype, device=device)
         self.page_size = page_size
-        table = torch.full((len(pages), max(pages)), -1, dtype=torch.int32)
-        first = 0
-        for request, count in enumerate(pages):
-            table[request, :count] = torch.arange(first, first + count)
-            first += count
-        self.block_table = table.to(device)
 
-    def rows(self, slots: Tensor, requests: slice = slice(None)) -> Tensor:
-        """Rows int64 in a layer's caches, seen as [num_pages * page_size, Hkv, D], of slots [B, T]."""
-        pages = self.block_table[requests].to(torch.int64).gather(1, slots // self.page_size)
-        return pages * self.page_size + slots % self.page_size
-
-    def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores key, value [B, T, Hkv, D] at rows [B, T]."""
-        self.k_cache[layer].flatten(0, 1)[rows] = key
-        self.v_cache[layer].flatten(0, 1)[rows] = value
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Stores key, value [B, T, Hkv, D] at slots [B * T]; those of -1 are dropped."""
+        ops.write_kv(key.flatten(0, 1), value.flatten(0, 1), self.k_cache[layer], self.v_cache[layer], slots)
 
 
-class PromptAttend:
-    """`attend` of a prompt: one request, causal, written at slots 0..T-1."""
+def bytes_per_page(shape: KVShape, page_size: int, dtype: torch.dtype) -> int:
+    return 2 * shape.num_layers * page_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
-    def __init__(self, pool: KVPool, request: int, num_tokens: int):
-        self._pool = pool
-        slots = torch.arange(num_tokens, device=pool.block_table.device)[None]
-        self._rows = pool.rows(slots, slice(request, request + 1))
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self._pool.write(layer, self._rows, key, value)
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+def find_slots(block_table: Tensor, first: Tensor, count: int, page_size: int) -> Tensor:
+    """Slots int64 [B, count] of the tokens first[b] .. first[b] + count - 1 of each request.
+
+    block_table  [B, max_pages] int32 page ids, -1 where there is none; slot s is row s % page_size of page
+                 s // page_size of a pool. Tokens without a page have slot -1.
+    """
+    token = first[:, None] + torch.arange(count, device=first.device)
+    index = token // page_size
+    page = block_table.gather(1, index.clamp(max=block_table.shape[1] - 1)).to(torch.int64)
+    is_there = (page >= 0) & (index < block_table.shape[1])
+    return torch.where(is_there, page * page_size + token % page_size, -1)
+
+
+class PrefillAttend:
+    """`attend` of a part of a prompt: one request, causal, tokens start .. start + T - 1 behind those before them.
+
+    block_table  [1, max_pages], the request's row
+    """
+
+    def __init__(self, pool: KVPool, block_table: Tensor, start: int, num_tokens: int):
+        self._pool, self._block_table, self._num_tokens = pool, block_table, num_tokens
+        device = block_table.device
+        first = torch.full((1,), start, dtype=torch.int64, device=device)
+        self._slots = find_slots(block_table, first, num_tokens, pool.page_size).flatten()
+        self._seq_lens = first + num_tokens
+        self._bounds = torch.arange(2, dtype=torch.int64, device=device) * num_tokens
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None) -> Tensor:
+        self._pool.write(layer, self._slots, key, value)
+        return ops.prefill_attention(
+            query[0],
+            self._bounds,
+            k_cache=self._pool.k_cache[layer],
+            v_cache=self._pool.v_cache[layer],
+            block_table=self._block_table,
+            seq_lens=self._seq_lens,
+            max_query=self._num_tokens,
+            window=window,
+        ).output[None]
 
 
 class TreeAttend:
-    """`attend` of T tree rows per request: they see the committed prefix, and the draft slots that the mask names.
+    """`attend` of T tree rows per request: they see the committed prefix, and the draft keys that the mask names.
 
-    lengths     [B] committed slots
-    first       the draft slot of row 0: slots first .. first + T - 1 behind the prefix are written
-    tree_mask   [B, T, W] packed words over draft slots 0 .. first + T - 1
+    block_table    [B, max_pages]
+    lengths        [B]          committed tokens
+    slots          [B, T]       where the rows' own keys go; draft keys before them have been written
+    tree_mask      [B, T, W]    packed words over draft keys 0 .. num_draft_keys - 1; None: a chain, causal
+    positions      [B, T]       of the rows, and
+    key_positions  [B, num_draft_keys] of the draft keys, None where they are the rows; for sliding windows
     """
 
-    def __init__(self, pool: KVPool, lengths: Tensor, first: int, num_rows: int, tree_mask: Tensor):
-        self._pool = pool
-        self._lengths = lengths
-        self._num_draft_keys = first + num_rows
+    def __init__(
+        self,
+        pool: KVPool,
+        block_table: Tensor,
+        lengths: Tensor,
+        slots: Tensor,
+        num_draft_keys: int,
+        tree_mask: Tensor | None,
+        positions: Tensor,
+        key_positions: Tensor | None = None,
+    ):
+        self._pool, self._block_table, self._lengths = pool, block_table, lengths
+        self._slots = slots.flatten().contiguous()
+        self._num_draft_keys = num_draft_keys
         self.tree_mask = tree_mask
-        slots = lengths[:, None] + torch.arange(first, first + num_rows, device=lengths.device)
-        self._rows = pool.rows(slots)
+        self._positions, self._key_positions = positions, key_positions
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self._pool.write(layer, self._rows, key, value)
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None) -> Tensor:
+        self._pool.write(layer, self._slots, key, value)
+        positions = {}
+        if window is not None:
+            positions["positions"] = self._positions.flatten().contiguous()
+            if self._key_positions is not None:
+                positions["key_positions"] = self._key_positions.flatten().contiguous()
         return ops.tree_attention(
-            query.contiguous(),
+            query,
             self._pool.k_cache[layer],
             self._pool.v_cache[layer],
             self.tree_mask,
             num_draft_keys=self._num_draft_keys,
-            block_table=self._pool.block_table,
+            is_causal=self.tree_mask is None,
+            block_table=self._block_table,
             seq_lens=self._lengths,
+            window=window,
+            **positions,
         ).output
 
 
 class DecodeAttend:
-    """`attend` of plain decoding: one new row per request, behind its prefix."""
+    """`attend` of plain decoding: one new row per request, behind its prefix; slots [B, 1]."""
 
-    def __init__(self, pool: KVPool, lengths: Tensor):
-        self._pool = pool
+    def __init__(self, pool: KVPool, block_table: Tensor, lengths: Tensor, slots: Tensor):
+        self._pool, self._block_table = pool, block_table
         self._seq_lens = lengths + 1
-        self._rows = pool.rows(lengths[:, None])
+        self._slots = slots.flatten().contiguous()
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self._pool.write(layer, self._rows, key, value)
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None) -> Tensor:
+        self._pool.write(layer, self._slots, key, value)
         return ops.gqa_decode(
-            query[:, 0].contiguous(),
+            query[:, 0],
             self._pool.k_cache[layer],
             self._pool.v_cache[layer],
-            block_table=self._pool.block_table,
+            block_table=self._block_table,
             seq_lens=self._seq_lens,
+            window=window,
         ).output[:, None]

@@ -1,6 +1,7 @@
 """One speculative step of a batch: draft a tree, verify it, keep the accepted path.
 
-A step never waits for the device, except with masks of layout `full_mask`, whose size the host must know.
+A step never waits for the device and changes its batch in place, so that it can be captured in a CUDA graph as it is;
+only masks of layout `full_mask`, whose size the host must know, are not captured.
 
 Positions, for a request with n committed tokens t_0 .. t_{n-1} and root t_n (sampled, not yet in the target's KV):
 the target reads node of depth d at position n + d. The draft reads token t_i at position and slot i - token_shift, for
@@ -10,190 +11,145 @@ tokens at position n + i - token_shift.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops
+from .batch_state import BatchState
 from .config import EAGLEConfig
-from .kv_pool import DecodeAttend, KVPool, PromptAttend, TreeAttend
+from .kv_pool import DecodeAttend, TreeAttend, find_slots
 from .models.protocol import DraftModel, TargetModel
+from .sampling import Features
 from .timing import PhaseTimer
 
 
-class Sampling(NamedTuple):
-    """Sampling parameters of a batch, [B] each; None: the filter is off."""
-
-    temperature: Tensor
-    top_k: Tensor | None
-    top_p: Tensor | None
-    min_p: Tensor | None
-
-
-@dataclass
-class BatchState:
-    """What a step starts from and leaves behind.
-
-    lengths         [B] int64   committed tokens in the target's KV; the root not counted
-    roots           [B] int64   last committed token
-    is_live         [B] int64   1, or 0 once the request has ended: the row is then computed in place and never grows
-    seeds           [B] int64
-    sampling                    None: greedy
-    draft_logits    [B, Vd]     what the draft says after the root
-    draft_hidden    [B, H]      the draft's own state there
-    """
-
-    lengths: Tensor
-    roots: Tensor
-    is_live: Tensor
-    seeds: Tensor
-    sampling: Sampling | None
-    draft_logits: Tensor | None = None
-    draft_hidden: Tensor | None = None
-
-
 class StepResult(NamedTuple):
-    """tokens [B, S + 1] int64, accepted drafts then the bonus, -1 padded; accepted [B] int32 drafts.
+    """What the host reads after a step; of rows that are not live nothing means anything.
 
-    Rows that are not live have tokens -1 and a count that means nothing.
+    tokens    [B, S + 2] int64  how many tokens the step brought, then these: accepted drafts and the bonus; -1 padded
+    logprobs  [B, S + 1] fp32   of these tokens; None where no request asked for them
     """
 
     tokens: Tensor
-    accepted: Tensor
+    logprobs: Tensor | None
+
+
+class _Committed(NamedTuple):
+    """Verification's verdict and what it leads to, from either verification op; see `ops.verify_commit`."""
+
+    accept_index: Tensor
+    accept_token_num: Tensor
+    new_seq_lens: Tensor
+    bonus_tokens: Tensor
+    accept_lengths: Tensor
+    tokens: Tensor
+    hidden_rows: Tensor
+    last_row: Tensor
+    logprobs: Tensor | None
 
 
 class Stepper:
-    """Prefills a batch and steps it. Without a draft a step is plain decoding: a tree that is its root."""
+    """Steps a batch with one configuration. Without a draft a step is plain decoding: a tree that is its root."""
 
     def __init__(
         self,
         target: TargetModel,
         draft: DraftModel | None,
         config: EAGLEConfig,
-        target_pool: KVPool,
-        draft_pool: KVPool | None,
-        timer: PhaseTimer,
     ):
         self.target, self.draft, self.config = target, draft, config
-        self.target_pool, self.draft_pool, self.timer = target_pool, draft_pool, timer
         self.num_steps = config.num_steps if draft else 0
         self.num_nodes = config.num_verify_tokens if draft else 1
-        self._capture = draft.aux_layers if draft else ()
+        self.aux_layers = draft.aux_layers if draft else ()
         self._policy = {}
         if draft and config.accept_policy != "normal":
             self._policy["accept_policy"] = config.accept_policy
         if draft and config.simulated_rates is not None:
             self._policy["simulated_rates"] = torch.tensor(config.simulated_rates, device=target.device)
-        if draft:
-            # Of an accepted path, root included: each row sees itself and the rows before it.
-            rows, page_table = self.num_steps + 1, target_pool.block_table
-            causal = torch.ones(len(page_table), rows, rows, dtype=torch.bool, device=page_table.device).tril()
-            self._causal_words = ops.pack_tree_mask(causal)
 
-    def prefill(self, prompts: list[Tensor], seeds: Tensor, sampling: Sampling | None) -> BatchState:
-        """Runs the prompts (each [L] int64) and draws the token that follows; that token is the first root."""
-        device = seeds.device
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        outputs = [
-            self.target.forward(
-                prompt[None],
-                torch.arange(len(prompt), device=device)[None],
-                PromptAttend(self.target_pool, request, len(prompt)),
-                capture=self._capture,
-                last_only=True,
-            )
-            for request, prompt in enumerate(prompts)
-        ]
-        logits = torch.cat([output.logits[:, -1] for output in outputs])
-        greedy = Sampling(torch.zeros(len(prompts), device=device), None, None, None)
-        roots = ops.sample_from_logits(logits, lengths, seeds, *(sampling or greedy))
-        state = BatchState(lengths, roots, torch.ones_like(lengths), seeds, sampling)
-        if self.draft:
-            rows = [
-                self._prefill_draft(request, torch.cat([prompt, roots[request, None]]), outputs[request].features)
-                for request, prompt in enumerate(prompts)
-            ]
-            state.draft_logits = torch.cat([row.logits[:, -1] for row in rows])
-            state.draft_hidden = torch.cat([row.hidden[:, -1] for row in rows])
-        return state
+    @property
+    def can_be_captured(self) -> bool:
+        return self.draft is None or self.config.tree_mask_mode != ops.TreeMaskMode.FULL_MASK
 
-    def _prefill_draft(self, request: int, tokens: Tensor, features: Tensor | None):
-        """Draft rows of t_shift .. t_n: each token beside the feature of the token before it."""
-        shift = self.draft.token_shift
-        num_rows = len(tokens) - shift
-        if features is None:
-            features = torch.zeros(1, len(tokens) - 1, 0, device=tokens.device, dtype=self.target.dtype)
-        no_feature = features.new_zeros(1, 1 - shift, features.shape[-1])
-        return self.draft.forward(
-            tokens[None, shift:],
-            torch.cat([no_feature, features], dim=1),
-            torch.arange(num_rows, device=tokens.device)[None],
-            PromptAttend(self.draft_pool, request, num_rows),
-            from_target=True,
-        )
-
-    def step(self, state: BatchState) -> StepResult:
-        """Advances every live request by its accepted drafts and one token of the target."""
-        with self.timer.phase("draft"):
-            tree = self._draft_tree(state) if self.draft else self._root_only(state)
-        with self.timer.phase("verify"):
-            logits, features = self._run_target(state, tree)
-        with self.timer.phase("sample"):
-            verdict = self._verify(state, tree, logits)
-        with self.timer.phase("bookkeeping"):
-            commit = ops.verify_commit(*verdict[:3], state.lengths, state.is_live)
+    def step(self, state: BatchState, num_rows: int, features: Features, timer: PhaseTimer) -> StepResult:
+        """Advances the live ones of the first `num_rows` rows by their accepted drafts and one token of the target."""
+        with timer.phase("draft"):
+            batch = _Batch(self, state, slice(0, num_rows))
+            tree = self._draft_tree(batch) if self.draft else self._root_only(batch)
+        with timer.phase("verify"):
+            logits, target_features = self._run_target(batch, tree)
+        with timer.phase("sample"):
+            committed = self._verify(batch, tree, logits, features)
+        with timer.phase("bookkeeping"):
             if self.draft:
                 ops.move_accepted_kv(
-                    self.target_pool.k_cache,
-                    self.target_pool.v_cache,
-                    self.target_pool.block_table,
-                    state.lengths,
-                    verdict.accept_index,
-                    verdict.accept_token_num,
+                    state.target_pool.k_cache,
+                    state.target_pool.v_cache,
+                    batch.block_table,
+                    batch.lengths,
+                    committed.accept_index,
+                    committed.accept_token_num,
                     num_verify_tokens=self.num_nodes,
                 )
         if self.draft:
-            with self.timer.phase("draft"):
-                self._extend_draft(state, commit, features)
-        with self.timer.phase("bookkeeping"):
-            state.roots = torch.where(state.is_live > 0, commit.bonus_tokens, state.roots)
-            state.lengths = commit.new_seq_lens
-        return StepResult(commit.tokens, verdict.accept_token_num)
+            with timer.phase("draft"):
+                self._extend_draft(batch, committed, target_features)
+        with timer.phase("bookkeeping"):
+            state.sampling.count(features, batch.rows, committed.tokens)
+            batch.roots.copy_(torch.where(batch.is_live > 0, committed.bonus_tokens, batch.roots))
+            batch.lengths.copy_(committed.new_seq_lens)
+            tokens = torch.cat([committed.accept_lengths[:, None].to(torch.int64), committed.tokens], dim=1)
+        return StepResult(tokens, committed.logprobs)
 
-    def _draft_tree(self, state: BatchState) -> ops.BuildTreeOutput:
+    def draw_first(self, logits: Tensor, state: BatchState, row: int, length: int, features: Features) -> StepResult:
+        """The token behind a prompt of `length` tokens, by the logits [1, V] of its last one: the row's first root."""
+        none = torch.full((1, 1), -1, device=logits.device)
+        rows = slice(row, row + 1)
+        drawn = ops.verify_tree_sampled(
+            torch.zeros_like(none), torch.zeros_like(none), none, none,
+            logits,
+            torch.full((1,), length - 1, device=logits.device),
+            **state.sampling.arguments(features, rows),
+            spec_steps=0,
+            return_logprobs=features.logprobs,
+        )  # fmt: skip
+        root = drawn.predicts.to(torch.int64)
+        state.roots[rows] = root
+        state.sampling.count(features, rows, root[:, None])
+        return StepResult(torch.stack([torch.ones_like(root), root], 1), drawn.logprobs if features.logprobs else None)
+
+    def _draft_tree(self, batch: _Batch) -> ops.BuildTreeOutput:
         """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4): expand the best beams level by level, then rerank."""
         config, topk = self.config, self.config.topk
-        batch_size = len(state.lengths)
-        draft_lengths = self._draft_lengths(state)
-        scores, tokens, parent_slots = [], [], [torch.full_like(state.lengths, -1)[:, None]]
+        size = len(batch.lengths)
+        scores, tokens, parent_slots = [], [], [torch.full_like(batch.lengths, -1)[:, None]]
         offsets = self.draft.draft_to_target
-        level = ops.select_top_k_tokens(state.draft_logits, draft_to_target=offsets, topk=topk, level=0)
-        hidden = state.draft_hidden[:, None].expand(-1, topk, -1)
+        level = ops.select_top_k_tokens(batch.draft_logits, draft_to_target=offsets, topk=topk, level=0)
+        hidden = batch.draft_hidden[:, None].expand(-1, topk, -1)
         for depth in range(1, self.num_steps):
             scores.append(level.candidate_scores)
             tokens.append(level.candidate_tokens)
             parent_slots.append(level.parent_slots)
-            positions = (draft_lengths + depth - 1)[:, None].expand(batch_size, topk)
             output = self.draft.forward(
                 level.tokens,
                 hidden,
-                positions.clamp(max=self.draft.max_length - 1),
-                TreeAttend(self.draft_pool, draft_lengths, (depth - 1) * topk, topk, level.ancestors),
+                batch.draft_positions[:, depth - 1 : depth].expand(size, topk),
+                batch.level_attend(depth, topk, level.ancestors),
                 from_target=False,
             )
             level = ops.select_top_k_tokens(
                 output.logits.flatten(0, 1), level.scores, level.ancestors, offsets, topk=topk, level=depth
             )
-            hidden = output.hidden.gather(1, level.parents[..., None].expand(-1, -1, output.hidden.shape[-1]))
+            hidden = output.hidden.flatten(0, 1)[level.hidden_rows]
         tree = ops.build_tree_from_scores(
-            state.roots,
+            batch.roots,
             torch.cat([*scores, level.candidate_scores], dim=1),
             torch.cat([*tokens, level.candidate_tokens], dim=1),
             torch.cat(parent_slots, dim=1),
-            state.lengths,
-            self._full_mask_size(state),
+            batch.lengths,
+            self._full_mask_size(batch),
             topk=topk,
             spec_steps=self.num_steps,
             num_verify_tokens=self.num_nodes,
@@ -201,73 +157,141 @@ class Stepper:
         )
         return ops.BuildTreeOutput(*tree[: len(ops.BuildTreeOutput._fields)])
 
-    def _full_mask_size(self, state: BatchState) -> int | None:
+    def _full_mask_size(self, batch: _Batch) -> int | None:
         """Only the full-mask layout needs the host to know the lengths."""
-        return int(state.lengths.sum()) if self.config.tree_mask_mode == ops.TreeMaskMode.FULL_MASK else None
+        return int(batch.lengths.sum()) if self.config.tree_mask_mode == ops.TreeMaskMode.FULL_MASK else None
 
-    def _root_only(self, state: BatchState) -> ops.BuildTreeOutput:
-        none = state.roots.new_empty(len(state.roots), 0)
-        root_slot = torch.full_like(state.roots, -1)[:, None]
+    def _root_only(self, batch: _Batch) -> ops.BuildTreeOutput:
+        none = batch.roots.new_empty(len(batch.roots), 0)
+        root_slot = torch.full_like(batch.roots, -1)[:, None]
         return ops.build_tree(
-            state.roots, root_slot, none, none, state.lengths, topk=1, spec_steps=1, num_verify_tokens=1
+            batch.roots, root_slot, none, none, batch.lengths, topk=1, spec_steps=1, num_verify_tokens=1
         )
 
-    def _run_target(self, state: BatchState, tree: ops.BuildTreeOutput) -> tuple[Tensor, Tensor]:
+    def _run_target(self, batch: _Batch, tree: ops.BuildTreeOutput) -> tuple[Tensor, Tensor]:
         """Logits [B * N, V] and features [B, N, F] of all nodes; their KV lands behind the committed prefix."""
-        shape = (len(state.lengths), self.num_nodes)
+        shape = (len(batch.lengths), self.num_nodes)
+        # Drafts past the last position are never kept (the token limit comes first) but must not index out of range.
+        positions = tree.positions.view(shape).clamp(max=self.target.max_length - 1)
+        slots = batch.slots[:, : self.num_nodes]
         if self.draft:
             mode = self.config.tree_mask_mode
             words = tree.tree_mask
             if mode != ops.TreeMaskMode.PACKED:
                 sizes = {"num_verify_tokens": self.num_nodes, "tree_mask_mode": mode}
-                words = ops.pack_tree_mask(words, state.lengths, **sizes)
-            attend = TreeAttend(self.target_pool, state.lengths, 0, self.num_nodes, words)
+                words = ops.pack_tree_mask(words, batch.lengths, **sizes)
+            attend = TreeAttend(
+                batch.target_pool, batch.block_table, batch.lengths, slots, self.num_nodes, words, tree.positions
+            )
         else:
-            attend = DecodeAttend(self.target_pool, state.lengths)
-        # Drafts past the last position are never kept (the token limit comes first) but must not index out of range.
-        positions = tree.positions.view(shape).clamp(max=self.target.max_length - 1)
-        output = self.target.forward(tree.draft_tokens.view(shape), positions, attend, capture=self._capture)
+            attend = DecodeAttend(batch.target_pool, batch.block_table, batch.lengths, slots)
+        output = self.target.forward(tree.draft_tokens.view(shape), positions, attend, capture=self.aux_layers)
         features = output.features
         if features is None:
             features = output.logits.new_zeros(*shape, 0)
         return output.logits.flatten(0, 1), features
 
-    def _verify(self, state: BatchState, tree: ops.BuildTreeOutput, logits: Tensor) -> ops.VerifyOutput:
+    def _verify(self, batch: _Batch, tree: ops.BuildTreeOutput, logits: Tensor, features: Features) -> _Committed:
         links = (tree.draft_tokens.view_as(tree.retrieve_index), tree.retrieve_index)
         links += (tree.retrieve_next_token, tree.retrieve_next_sibling)
-        if state.sampling is None:
-            coins = {}
-            if self._policy.get("accept_policy") == "simulate":
-                coins = {"positions": tree.positions, "seeds": state.seeds}
-            return ops.verify_tree(*links, logits, **coins, **self._policy, spec_steps=self.num_steps)
-        return ops.verify_tree(
-            *links,
-            logits,
-            positions=tree.positions,
-            seeds=state.seeds,
-            **state.sampling._asdict(),
-            **self._policy,
-            spec_steps=self.num_steps,
+        if features.draws:
+            drawn = ops.verify_tree_sampled(
+                *links,
+                logits,
+                tree.positions,
+                **batch.sampling_arguments(features),
+                **self._policy,
+                seq_lens=batch.lengths,
+                is_live=batch.is_live,
+                spec_steps=self.num_steps,
+                return_logprobs=features.logprobs,
+            )
+            drawn = drawn._asdict() | {"logprobs": drawn.logprobs if features.logprobs else None}
+            return _Committed(**{name: drawn[name] for name in _Committed._fields})
+        coins = {}
+        if self._policy.get("accept_policy") == "simulate":
+            coins = {"positions": tree.positions, "seeds": batch.seeds}
+        verdict = ops.verify_tree_greedy(
+            *links, target_logits=logits, **coins, **self._policy, spec_steps=self.num_steps
         )
+        commit = ops.verify_commit(*verdict[:3], batch.lengths, batch.is_live)
+        return _Committed(verdict.accept_index, verdict.accept_token_num, *commit, None)
 
-    def _extend_draft(self, state: BatchState, commit: ops.CommitOutput, features: Tensor) -> None:
+    def _extend_draft(self, batch: _Batch, committed: _Committed, features: Tensor) -> None:
         """Gives the draft the target's true features of the accepted path; its tree rows are overwritten.
 
         Row d reads the token that follows path node d beside that node's feature; rows past the path are padding that
         only later rows see.
         """
-        num_rows = commit.tokens.shape[1]
-        draft_lengths = self._draft_lengths(state)
-        row = torch.arange(num_rows, device=commit.tokens.device)
         output = self.draft.forward(
-            commit.tokens.clamp(min=0),
-            features.flatten(0, 1)[commit.hidden_rows],
-            (draft_lengths[:, None] + row).clamp(max=self.draft.max_length - 1),
-            TreeAttend(self.draft_pool, draft_lengths, 0, num_rows, self._causal_words),
+            committed.tokens.clamp(min=0),
+            features.flatten(0, 1)[committed.hidden_rows],
+            batch.draft_positions,
+            batch.path_attend(),
             from_target=True,
         )
-        state.draft_logits = output.logits.flatten(0, 1)[commit.last_row]
-        state.draft_hidden = output.hidden.flatten(0, 1)[commit.last_row]
+        torch.index_select(output.logits.flatten(0, 1), 0, committed.last_row, out=batch.draft_logits)
+        torch.index_select(output.hidden.flatten(0, 1), 0, committed.last_row, out=batch.draft_hidden)
 
-    def _draft_lengths(self, state: BatchState) -> Tensor:
-        return state.lengths + 1 - self.draft.token_shift
+
+class _Batch:
+    """The rows of a step, and where their new keys go.
+
+    slots            [B, M] int64  of the tokens behind the committed ones, for the target's nodes
+    draft_lengths    [B]           rows that the draft holds
+    draft_positions  [B, S + 1]    of the rows behind those
+    """
+
+    def __init__(self, stepper: Stepper, state: BatchState, rows: slice):
+        self._sampling, self._draft_pool, self.rows = state.sampling, state.draft_pool, rows
+        self.target_pool = state.target_pool
+        self.lengths, self.roots, self.is_live = state.lengths[rows], state.roots[rows], state.is_live[rows]
+        self.block_table, self.seeds = state.block_table[rows], state.sampling.seeds[rows]
+        draft, config, page_size = stepper.draft, stepper.config, state.target_pool.page_size
+        if draft is None:
+            self.slots = find_slots(self.block_table, self.lengths, 1, page_size)
+            return
+        self.draft_logits, self.draft_hidden = state.draft_logits[rows], state.draft_hidden[rows]
+        behind = 1 - draft.token_shift
+        count = rows_behind(config, draft.token_shift)
+        self.slots = find_slots(self.block_table, self.lengths, count, page_size)
+        self._draft_slots = self.slots[:, behind:]
+        self.draft_lengths = self.lengths + behind if behind else self.lengths
+        depth = torch.arange(stepper.num_steps + 1, device=self.lengths.device)
+        self.draft_positions = (self.draft_lengths[:, None] + depth).clamp(max=draft.max_length - 1)
+
+    def sampling_arguments(self, features: Features) -> dict[str, Tensor]:
+        return self._sampling.arguments(features, self.rows)
+
+    def level_attend(self, depth: int, topk: int, ancestors: Tensor) -> TreeAttend:
+        """Of the beams of level `depth`, which see those of the levels before."""
+        first, positions = (depth - 1) * topk, self.draft_positions
+        return TreeAttend(
+            self._draft_pool,
+            self.block_table,
+            self.draft_lengths,
+            self._draft_slots[:, first : first + topk],
+            first + topk,
+            ancestors,
+            positions[:, depth - 1 : depth].expand(-1, topk),
+            positions[:, :depth, None].expand(-1, -1, topk),
+        )
+
+    def path_attend(self) -> TreeAttend:
+        """Of the accepted path, which is a chain."""
+        num_rows = self.draft_positions.shape[1]
+        return TreeAttend(
+            self._draft_pool,
+            self.block_table,
+            self.draft_lengths,
+            self._draft_slots[:, :num_rows],
+            num_rows,
+            None,
+            self.draft_positions,
+        )
+
+
+def rows_behind(config: EAGLEConfig, token_shift: int) -> int:
+    """Slots behind a request's committed tokens that a step may write, in either pool."""
+    levels = (config.num_steps - 1) * config.topk
+    return max(config.num_verify_tokens, 1 - token_shift + max(levels, config.num_steps + 1))

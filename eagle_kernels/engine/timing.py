@@ -1,9 +1,10 @@
-"""Time per phase of a step: device events on a GPU (read once, at the end), the wall clock elsewhere."""
+"""Time per phase of a step: device events on a GPU, inside a captured graph too, the wall clock elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -15,35 +16,40 @@ def synchronize(device: torch.device) -> None:
 
 
 class PhaseTimer:
-    """Adds up named phases: `with timer.phase("verify"): ...`."""
+    """The phases of one step: `with timer.phase("verify"): ...` inside, `read_ms()` once it is done.
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    is_captured: the step is captured in a CUDA graph, whose replays then record the events anew. Between a replay and
+    `read_ms` no other replay may begin.
+    """
+
+    def __init__(self, device: torch.device, is_captured: bool = False):
+        self._device, self._is_captured = device, is_captured
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._total_ms: dict[str, float] = {}
+        self._host_ms: list[tuple[str, float]] = []
 
     @contextlib.contextmanager
-    def phase(self, name: str):
-        if self._device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            # Not the current device's stream: the models may be on another device.
-            start.record(torch.cuda.current_stream(self._device))
-            yield
-            end.record(torch.cuda.current_stream(self._device))
-            self._events.append((name, start, end))
-        else:
+    def phase(self, name: str) -> Iterator[None]:
+        if self._device.type != "cuda":
             start_s = time.perf_counter()
             yield
-            self._add(name, 1e3 * (time.perf_counter() - start_s))
+            self._host_ms.append((name, 1e3 * (time.perf_counter() - start_s)))
+            return
+        start, end = self._event(), self._event()
+        # Not the current device's stream: the models may be on another device.
+        start.record(torch.cuda.current_stream(self._device))
+        yield
+        end.record(torch.cuda.current_stream(self._device))
+        self._events.append((name, start, end))
 
-    def total_ms(self) -> dict[str, float]:
-        """Milliseconds of each phase so far; waits for the device."""
-        if self._events:
-            synchronize(self._device)
-            for name, start, end in self._events:
-                self._add(name, start.elapsed_time(end))
-            self._events.clear()
-        return dict(self._total_ms)
+    def read_ms(self) -> dict[str, float]:
+        """Milliseconds of each phase of the last step, which the device must have finished."""
+        total_ms: dict[str, float] = {}
+        timed = [(name, start.elapsed_time(end)) for name, start, end in self._events]
+        for name, elapsed_ms in [*timed, *self._host_ms]:
+            total_ms[name] = total_ms.get(name, 0.0) + elapsed_ms
+        return total_ms
 
-    def _add(self, name: str, elapsed_ms: float) -> None:
-        self._total_ms[name] = self._total_ms.get(name, 0.0) + elapsed_ms
+    def _event(self) -> torch.cuda.Event:
+        if self._is_captured:
+            return torch.cuda.Event(enable_timing=True, external=True)
+        return torch.cuda.Event(enable_timing=True)

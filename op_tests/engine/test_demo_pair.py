@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine.kv_pool import TreeAttend
+from eagle_kernels.engine.kv_pool import TreeAttend, find_slots
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.step import Stepper
@@ -142,25 +142,26 @@ def feed_back_normed(engine, monkeypatch):
 def skip_draft_extend(engine, monkeypatch):
     """Accepted rows keep the draft's own guess of the hidden state instead of the target's true feature."""
 
-    def extend_from_guesses(self, state, commit, features):
-        tokens, features = commit.tokens, features.flatten(0, 1)[commit.hidden_rows]
-        lengths, batch_size = self._draft_lengths(state), len(tokens)
+    def extend_from_guesses(self, batch, committed, features):
+        tokens, features = committed.tokens, features.flatten(0, 1)[committed.hidden_rows]
         outputs, hidden = [], features[:, :1]
         for row in range(tokens.shape[1]):
-            mask = torch.full((batch_size, 1, 1), (1 << (row + 1)) - 1, device=tokens.device)
+            mask = torch.full((len(tokens), 1, 1), (1 << (row + 1)) - 1, device=tokens.device)
+            positions = batch.draft_positions[:, row : row + 1]
+            slots = find_slots(batch.block_table, batch.draft_lengths + row, 1, batch.target_pool.page_size)
             output = self.draft.forward(
                 tokens[:, row : row + 1].clamp(min=0),
                 hidden,
-                (lengths + row)[:, None],
-                TreeAttend(self.draft_pool, lengths, row, 1, mask),
+                positions,
+                TreeAttend(batch._draft_pool, batch.block_table, batch.draft_lengths, slots, row + 1, mask, positions),
                 from_target=row == 0,
             )
             outputs.append(output)
             hidden = output.hidden
-        request = torch.arange(batch_size, device=tokens.device)
-        last = (commit.accept_lengths - 1).clamp(min=0).to(torch.int64)
-        state.draft_logits = torch.cat([output.logits for output in outputs], dim=1)[request, last]
-        state.draft_hidden = torch.cat([output.hidden for output in outputs], dim=1)[request, last]
+        request = torch.arange(len(tokens), device=tokens.device)
+        last = (committed.accept_lengths - 1).clamp(min=0).to(torch.int64)
+        batch.draft_logits.copy_(torch.cat([output.logits for output in outputs], dim=1)[request, last])
+        batch.draft_hidden.copy_(torch.cat([output.hidden for output in outputs], dim=1)[request, last])
 
     monkeypatch.setattr(Stepper, "_extend_draft", extend_from_guesses)
 

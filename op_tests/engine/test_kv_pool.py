@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle_kernels import ops
-from eagle_kernels.engine.kv_pool import KVPool, PromptAttend, TreeAttend
+from eagle_kernels.engine.kv_pool import KVPool, PageAllocator, PrefillAttend, TreeAttend, find_slots
 from eagle_kernels.engine.models.llama import Llama, LlamaConfig
 
 CONFIG = {
@@ -45,30 +45,44 @@ def test_moved_drafts_equal_a_fresh_prefill(page_size, device):
     drafts = torch.randint(CONFIG["vocab_size"], (len(PATHS), num_nodes), device=device)
     lengths = torch.tensor(PREFIXES, device=device)
 
+    table = torch.arange(len(PATHS) * 60, dtype=torch.int32, device=device).view(len(PATHS), 60)
+
     def prefilled(sequences):
-        pool = KVPool(model.kv_shape, [60] * len(PATHS), page_size, torch.float32, torch.device(device))
+        pool = KVPool(model.kv_shape, table.numel(), page_size, torch.float32, torch.device(device))
         for request, tokens in enumerate(sequences):
             count = tokens.shape[1]
-            run(model, PromptAttend(pool, request, count), tokens, torch.arange(count, device=device)[None])
+            attend = PrefillAttend(pool, table[request : request + 1], 0, count)
+            run(model, attend, tokens, torch.arange(count, device=device)[None])
         return pool
 
     pool = prefilled(prompts)
     positions = lengths[:, None] + depths.to(device)
-    run(model, TreeAttend(pool, lengths, 0, num_nodes, words.contiguous().to(device)), drafts, positions)
+    slots = find_slots(table, lengths, num_nodes, page_size)
+    words = words.contiguous().to(device)
+    run(model, TreeAttend(pool, table, lengths, slots, num_nodes, words, positions), drafts, positions)
     accept_index = torch.full((len(PATHS), most), -1, dtype=torch.int32)
     for request, path in enumerate(PATHS):
         accept_index[request, : len(path)] = torch.tensor(path) + request * num_nodes
     accepted = torch.tensor([len(path) - 1 for path in PATHS], dtype=torch.int32, device=device)
     ops.move_accepted_kv(
-        pool.k_cache, pool.v_cache, pool.block_table, lengths, accept_index.to(device), accepted,
+        pool.k_cache, pool.v_cache, table, lengths, accept_index.to(device), accepted,
         num_verify_tokens=num_nodes,
     )  # fmt: skip
 
     sequences = [torch.cat([prompt[0], draft[path]])[None] for prompt, draft, path in zip(prompts, drafts, PATHS)]
     fresh = prefilled(sequences)
     for request, tokens in enumerate(sequences):
-        slots = torch.arange(tokens.shape[1], device=device)[None]
-        rows = pool.rows(slots, slice(request, request + 1))[0]
+        begin = torch.zeros(1, dtype=torch.int64, device=device)
+        rows = find_slots(table[request : request + 1], begin, tokens.shape[1], page_size)[0]
         for name in ("k_cache", "v_cache"):
             moved, expected = (getattr(each, name).flatten(1, 2)[:, rows] for each in (pool, fresh))
             torch.testing.assert_close(moved, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_pages_are_handed_out_and_taken_back():
+    pages = PageAllocator(5)
+    first = pages.allocate(3)
+    assert pages.allocate(3) is None and pages.num_free == 2
+    pages.free(first[:2])
+    again = pages.allocate(4)
+    assert sorted([*again, first[2]]) == list(range(5)) and pages.num_free == 0

@@ -183,19 +183,13 @@ def test_is_rope_and_then_a_write(cache_dtype, is_interleaved, device):
         assert_equal("write_kv", "apart", name, as_bits(values[name]), as_bits(apart[name]))
 
 
-def test_is_what_the_engine_writes(device):
-    """Slots of a block table: the rows that KVPool finds, and what its `write` puts there."""
-    from eagle_kernels.engine.kv_pool import KVPool
-    from eagle_kernels.engine.models.protocol import KVShape
+def test_slots_of_a_block_table(device):
+    """Those that the engine finds: the reference writes at the same rows of the same pages."""
+    from eagle_kernels.engine.kv_pool import find_slots
 
-    pool = KVPool(KVShape(1, 2, 16), [5, 20, 33], 16, torch.float32, device)
-    rows = pool.rows(torch.tensor([[4], [17], [32]], device=device))
-    key, value = (torch.randn(3, 1, 2, 16, device=device) for _ in range(2))
-    ours = pool.k_cache[0].clone(), pool.v_cache[0].clone()
-    pool.write(0, rows, key, value)
-    eagle_kernels.raw.write_kv(key[:, 0], value[:, 0], *ours, rows[:, 0])
-    assert_equal("write_kv", "engine", "k_cache", ours[0], pool.k_cache[0])
-    assert_equal("write_kv", "engine", "v_cache", ours[1], pool.v_cache[0])
+    table = torch.tensor([[5, -1, -1], [2, 0, -1], [1, 4, 3]], dtype=torch.int32, device=device)
+    slots = find_slots(table, torch.tensor([4, 15, 47], device=device), 2, 16)
+    assert slots.tolist() == [[84, 85], [47, 0], [63, -1]]
 
 
 def test_strided_pools_and_fused_projections(device):

@@ -1,0 +1,73 @@
+"""What a batch is from step to step: tensors that stay where they are, so that a CUDA graph can name them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kv_pool import KVPool
+from .models.protocol import DraftModel, TargetModel
+from .sampling import RowSampling
+
+
+class BatchState:
+    """R rows, each a request's or dead. A step reads rows 0 .. n - 1 and leaves them as the next one needs them.
+
+    lengths       [R] int64       committed tokens in the target's KV; the root not counted
+    roots         [R] int64       last committed token
+    is_live       [R] int64       0: the row is computed in place, writes no key and never grows
+    block_table   [R, max_pages]  int32, of both models' pools; -1: no page
+    draft_logits  [R, Vd]         what the draft says after the root
+    draft_hidden  [R, H]          the draft's own state there
+    target_pool, draft_pool       keys and values; a request's pages have the same ids in both
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft: DraftModel,
+        *,
+        num_rows: int,
+        num_pages: int,
+        max_pages: int,
+        page_size: int,
+    ):
+        device = target.device
+        self.target_pool, self.draft_pool = (
+            KVPool(model.kv_shape, num_pages, page_size, target.dtype, device) for model in (target, draft)
+        )
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.num_rows = num_rows
+        self.lengths, self.roots, self.is_live = zeros(num_rows), zeros(num_rows), zeros(num_rows)
+        self.block_table = zeros(num_rows, max_pages, dtype=torch.int32).fill_(-1)
+        self.sampling = RowSampling(num_rows, target.vocab_size, device)
+        self.draft_logits = zeros(num_rows, draft.draft_vocab_size, dtype=target.dtype)
+        self.draft_hidden: Tensor | None = None  # until the first prompt tells how wide it is
+
+    def set_draft(self, row: int, logits: Tensor, hidden: Tensor) -> None:
+        """logits [Vd] and hidden [H] of a row."""
+        if self.draft_hidden is None:
+            self.draft_hidden = hidden.new_zeros(self.num_rows, *hidden.shape)
+        self.draft_logits[row] = logits
+        self.draft_hidden[row] = hidden
+
+    def clear(self, row: int) -> None:
+        """The row is nobody's."""
+        self.is_live[row] = 0
+        self.lengths[row] = 0
+        self.block_table[row] = -1
+
+    def move(self, row: int, to: int) -> None:
+        """Row `to` becomes what `row` is, which is nobody's from then on."""
+        for tensor in self.tensors():
+            tensor[to] = tensor[row]
+        self.clear(row)
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that belongs to rows."""
+        held = [self.lengths, self.roots, self.is_live, self.block_table, self.draft_logits]
+        held += [] if self.draft_hidden is None else [self.draft_hidden]
+        return held + self.sampling.tensors()

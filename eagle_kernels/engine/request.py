@@ -1,0 +1,97 @@
+"""One request from its prompt to its last token, as its owner sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .models.tokenizer import Tokenizer
+from .output import TokenEvent
+from .sampling import SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """What `EAGLEInference.submit` returns; the engine fills it while it steps.
+
+    id              counts the requests of an engine
+    prompt          [L] token ids
+    params          as asked for; `seed` is the one in use
+    output_ids      new tokens so far
+    logprobs        of these, where params.logprobs asks for them
+    finish_reason   None: not yet; "eos" (a stop token id), "stop" (a stop string), "length", "abort", or "error", with
+    error           why
+    accepted        how many drafts each step of it accepted
+    """
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    end_token_ids: frozenset[int]
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    accepted: list[int] = field(default_factory=list)
+    _stop: StopStrings | None = None
+    # events that its owner has not collected yet
+    _events: list[TokenEvent] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def text(self) -> str | None:
+        """The output up to a stop string; None without stop strings, where decoding is the caller's."""
+        return None if self._stop is None else self._stop.text
+
+    def collect(self) -> list[TokenEvent]:
+        """The tokens since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def push(self, tokens: list[int], accepted: int, logprobs: list[float] | None) -> list[TokenEvent]:
+        """Takes what a step brought, `accepted` drafts and a token of the target, until the request ends."""
+        events = []
+        for index, token in enumerate(tokens):
+            self.output_ids.append(token)
+            if self.params.logprobs and logprobs is not None:
+                self.logprobs.append(logprobs[index])
+            events.append(TokenEvent(self.id, token, index < accepted))
+            if token in self.end_token_ids:
+                self.finish_reason = "eos"
+            elif self._stop is not None and self._stop.push(token):
+                self.finish_reason = "stop"
+            elif len(self.output_ids) == self.params.max_new_tokens:
+                self.finish_reason = "length"
+            if self.is_finished:
+                if self._stop is not None and self.finish_reason != "stop":
+                    self._stop.finish()
+                break
+        self._events += events
+        return events
+
+
+class StopStrings:
+    """Decodes a request's tokens one by one and looks for strings that end it, wherever they begin and end."""
+
+    def __init__(self, strings: tuple[str, ...], tokenizer: Tokenizer):
+        self._strings = strings
+        self._detokenizer = tokenizer.detokenizer()
+        self.text = ""
+
+    def push(self, token: int) -> bool:
+        """Whether this token completes one; the text then ends before the earliest of them."""
+        piece = self._detokenizer.push([token])
+        # a string that this token completes ends in its piece
+        begin = max(0, len(self.text) - max(map(len, self._strings)) + 1)
+        self.text += piece
+        found = [place for place in (self.text.find(string, begin) for string in self._strings) if place >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+        return bool(found)
+
+    def finish(self) -> None:
+        """No token follows."""
+        self.text += self._detokenizer.finish()

@@ -1,0 +1,191 @@
+"""What a request may ask of its tokens, and the same for the rows of a batch, as tensors on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .values import is_integer
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are drawn, and what ends it. Every value is checked here.
+
+    temperature         0: greedy
+    top_k, top_p, min_p filters, in this order; 0, 1.0 and 0.0 turn them off
+    repetition_penalty  divides positive logits of tokens in prompt or output, multiplies negative ones; 1: off
+    frequency_penalty   subtracted from a token's logit once per occurrence in the output; 0: off
+    presence_penalty    subtracted from the logit of every token of the output; 0: off
+    seed                64 bits; None: a fresh one, which the request tells
+    max_new_tokens      a request ends with exactly so many tokens, or with
+    stop_token_ids      the first of these that it emits, or
+    stop                the first token that completes one of these strings (needs the engine's tokenizer); the text
+                        ends before the string, the tokens end with it
+    logprobs            keep the log-probability of every token, among those that the filters left
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    max_new_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            is_number = (is_integer(value) or isinstance(value, float)) and -float("inf") < value < float("inf")
+            self._require(is_number, name, "be a finite number")
+        self._require(self.temperature >= 0, "temperature", "be at least 0")
+        self._require(is_integer(self.top_k) and self.top_k >= 0, "top_k", "be an int of at least 0 (0: off)")
+        self._require(0 < self.top_p <= 1, "top_p", "lie in (0, 1] (1: off)")
+        self._require(0 <= self.min_p <= 1, "min_p", "lie in 0..1 (0: off)")
+        self._require(self.repetition_penalty > 0, "repetition_penalty", "be above 0 (1: off)")
+        is_seed = self.seed is None or (is_integer(self.seed) and -(2**63) <= self.seed < 2**63)
+        self._require(is_seed, "seed", "be None or an int of 64 bits")
+        is_count = is_integer(self.max_new_tokens) and self.max_new_tokens >= 1
+        self._require(is_count, "max_new_tokens", "be an int of at least 1")
+        for name, is_kind, kind in (
+            ("stop_token_ids", is_integer, "token ids"),
+            ("stop", lambda text: isinstance(text, str) and text != "", "strings that are not empty"),
+        ):
+            value = getattr(self, name)
+            is_list = isinstance(value, (tuple, list, set, frozenset)) and all(map(is_kind, value))
+            self._require(is_list, name, f"be a tuple of {kind}")
+            object.__setattr__(self, name, tuple(value))
+        self._require(isinstance(self.logprobs, bool), "logprobs", "be True or False")
+
+    @property
+    def has_filters(self) -> bool:
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    def _require(self, holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"SamplingParams: {name} must {rule}, got {getattr(self, name)!r}")
+
+
+SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
+
+
+class Features(NamedTuple):
+    """Which parts of verification the requests of a step need: together with the batch's size, what a graph is for."""
+
+    sampling: bool = False
+    filters: bool = False
+    penalties: bool = False
+    logprobs: bool = False
+
+    @classmethod
+    def of(cls, requests: list[SamplingParams]) -> Features:
+        return cls(
+            any(params.temperature > 0 for params in requests),
+            any(params.has_filters for params in requests),
+            any(params.has_penalties for params in requests),
+            any(params.logprobs for params in requests),
+        )
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens come from `verify_tree_sampled`, which serves greedy rows too, not from the greedy walk."""
+        return any(self)
+
+
+# name, dtype, and the value that is off
+_NUMBERS = (
+    ("temperature", torch.float32, 0.0),
+    ("top_k", torch.int32, 0),
+    ("top_p", torch.float32, 1.0),
+    ("min_p", torch.float32, 0.0),
+    ("repetition_penalty", torch.float32, 1.0),
+    ("frequency_penalty", torch.float32, 0.0),
+    ("presence_penalty", torch.float32, 0.0),
+)
+_FILTERS, _PENALTIES = ("top_k", "top_p", "min_p"), ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+class RowSampling:
+    """The sampling parameters of the rows of a batch: tensors [R] that stay where they are.
+
+    seeds          [R] int64
+    prompt_mask    [R, ceil(V / 32)] int32 bits of the tokens in the prompt, and
+    output_counts  [R, V] int32, of the committed output; both None until a request has a penalty
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
+        self.vocab_size = vocab_size
+        self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.numbers = {name: torch.full((num_rows,), off, dtype=dtype, device=device) for name, dtype, off in _NUMBERS}
+        self.prompt_mask: Tensor | None = None
+        self.output_counts: Tensor | None = None
+
+    def add_penalties(self) -> None:
+        """Makes room for the tokens of all rows."""
+        if self.prompt_mask is None:
+            shape, device = (len(self.seeds), self.vocab_size), self.seeds.device
+            self.output_counts = torch.zeros(shape, dtype=torch.int32, device=device)
+            words = (shape[0], -(-shape[1] // 32))
+            self.prompt_mask = torch.zeros(words, dtype=torch.int32, device=device)
+
+    def set_row(self, row: int, params: SamplingParams, seed: int, prompt: list[int]) -> None:
+        """The request that row `row` belongs to from now on."""
+        self.seeds[row] = seed
+        for name, tensor in self.numbers.items():
+            tensor[row] = getattr(params, name)
+        if params.has_penalties:
+            self.add_penalties()
+            self.output_counts[row] = 0
+            self.prompt_mask[row] = _bits(prompt, self.prompt_mask.shape[1]).to(self.prompt_mask.device)
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that belongs to rows."""
+        held = [self.seeds, *self.numbers.values(), self.prompt_mask, self.output_counts]
+        return [tensor for tensor in held if tensor is not None]
+
+    def arguments(self, features: Features, rows: slice) -> dict[str, Tensor]:
+        """Of `verify_tree_sampled`, for these rows."""
+        names = ["temperature"]
+        names += _FILTERS if features.filters else ()
+        names += _PENALTIES if features.penalties else ()
+        values = {name: self.numbers[name][rows] for name in names} | {"seeds": self.seeds[rows]}
+        if features.penalties:
+            values |= {"prompt_mask": self.prompt_mask[rows], "output_counts": self.output_counts[rows]}
+        return values
+
+    def count(self, features: Features, rows: slice, tokens: Tensor) -> None:
+        """Adds committed tokens [B, T], -1 for none, to the output of these rows."""
+        if features.penalties:
+            is_token = (tokens >= 0).to(torch.int32)
+            self.output_counts[rows].scatter_add_(1, tokens.clamp(min=0).to(torch.int64), is_token)
+
+
+def _bits(tokens: list[int], num_words: int) -> Tensor:
+    """int32 [num_words]: bit v % 32 of word v // 32 is set for every token v."""
+    words: dict[int, int] = {}
+    for token in set(tokens):
+        words[token // 32] = words.get(token // 32, 0) | 1 << token % 32
+    mask = torch.zeros(num_words, dtype=torch.int64)
+    for word, value in words.items():
+        mask[word] = value - (1 << 32) * (value >> 31)
+    return mask.to(torch.int32)
+
+
+def read_params(values: dict[str, Any]) -> SamplingParams:
+    """Of keyword arguments; one that there is not is named."""
+    unknown = sorted(values.keys() - set(SAMPLING_FIELDS))
+    if unknown:
+        raise ValueError(f"SamplingParams: there is no {unknown[0]}; there are {', '.join(SAMPLING_FIELDS)}")
+    return SamplingParams(**values)

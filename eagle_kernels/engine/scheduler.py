@@ -1,0 +1,292 @@
+"""Requests and the rows that they step in: who waits, who runs, and what the host learns one step late.
+
+A step is three things. `prepare` gives free rows to those who wait and reads their prompts, a part at a time; `launch`
+queues one step of all rows, and a copy of its tokens to pinned memory; `read_back` looks at the tokens of the step
+before, while the device works on this one. So the device never waits for the host. The price is that a request that
+ends is stepped once more, and what that step brought is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .batch_state import BatchState
+from .kv_pool import PageAllocator, PrefillAttend
+from .models.protocol import DraftOutput
+from .output import TokenEvent
+from .request import Request
+from .sampling import Features
+from .step import Stepper, StepResult, rows_behind
+from .step_runner import StepRunner
+
+# every so many steps the host waits for one, to read the times of its phases
+TIMED_STEPS = 32
+
+
+@dataclass(eq=False)
+class _Row:
+    """A request's place in the batch. Its prompt is read up to `num_read`; it runs once all of it is."""
+
+    request: Request
+    pages: list[int]
+    index: int
+    # [1, max_pages]; in the batch only once the prompt is read: rows that do not run must write no key
+    block_table: Tensor
+    num_read: int = 0
+    is_running: bool = False
+    # launches that the host has not read yet: it gets a token of each at least
+    num_pending: int = 0
+
+
+class _Launch(NamedTuple):
+    """What the host will read: tokens [B, S + 2] as in StepResult, on the host once `event` is done."""
+
+    tokens: Tensor
+    logprobs: Tensor | None
+    event: torch.cuda.Event | None
+    rows: list[tuple[int, _Row]]  # with the row of the tensors that each had
+    is_step: bool
+
+
+class Scheduler:
+    """The rows, pages and requests of one engine. `runner` steps them: it may change while nobody runs."""
+
+    def __init__(self, state: BatchState, prefill_chunk: int):
+        self.state, self._prefill_chunk = state, prefill_chunk
+        self.pages = PageAllocator(state.target_pool.k_cache.shape[1])
+        self.runner: StepRunner | None = None
+        self.num_steps = 0
+        self.phases_ms: list[dict[str, float]] = []
+        self._waiting: deque[Request] = deque()
+        self._rows: list[_Row | None] = [None] * state.num_rows
+        self._unread: deque[_Launch] = deque()
+        # without a device that works on its own, a step is done when it was launched
+        self._lag = 1 if state.lengths.device.type == "cuda" else 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._unread or any(self._rows))
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether `prepare` has a prompt to read now; those that wait for a row or for pages are not."""
+        return any(row is not None and not row.is_running for row in self._rows) or self._can_admit()
+
+    def use(self, runner: StepRunner) -> None:
+        """Steps with `runner` from now on."""
+        if runner is not self.runner and self.has_work:
+            raise RuntimeError(
+                "EAGLEInference: requests that run were submitted with another configuration; collect or abort them "
+                "before this one is used"
+            )
+        self.runner = runner
+
+    def _pages_for(self, request: Request) -> int:
+        """Pages that a request takes, with what its steps write behind its last token."""
+        num_tokens = len(request.prompt) + request.params.max_new_tokens
+        return -(-(num_tokens + overshoot(self.runner.stepper)) // self.state.target_pool.page_size)
+
+    def _can_admit(self) -> bool:
+        if not self._waiting or None not in self._rows:
+            return False
+        return self._pages_for(self._waiting[0]) <= self.pages.num_free
+
+    def submit(self, request: Request) -> None:
+        """The request waits for a row and for its pages."""
+        self._waiting.append(request)
+
+    def why_never(self, request: Request) -> str | None:
+        """Why a request would wait for ever; None: it would not."""
+        needed, page_size = self._pages_for(request), self.state.target_pool.page_size
+        if needed <= min(self.pages.num_pages, self.state.block_table.shape[1]):
+            return None
+        return (
+            f"{len(request.prompt)} tokens + max_new_tokens={request.params.max_new_tokens} need {needed} pages of "
+            f"{page_size} tokens, the pool has {self.pages.num_pages}; kv_cache_bytes makes it larger"
+        )
+
+    def abort(self, request: Request) -> None:
+        """Ends a request wherever it is; what it has brought stays."""
+        if request.is_finished:
+            return
+        request.finish_reason = "abort"
+        if request in self._waiting:
+            self._waiting.remove(request)
+        for row in self._rows:
+            if row is not None and row.request is request:
+                self._release(row)
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenEvent]:
+        """Advances everything by one step; returns the tokens that the host has learned of meanwhile."""
+        self.prepare()
+        has_launched = self._launch()
+        # times must be read before the next step overwrites them, so this step is waited for
+        is_timed = has_launched and (self._lag == 0 or self.num_steps % TIMED_STEPS == 1)
+        lag = self._lag if has_launched and not is_timed else 0
+        events = []
+        while len(self._unread) > lag:
+            events += self._read_back()
+        if is_timed:
+            self.phases_ms.append(self.runner.phases_ms())
+        return events
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Admits who waits, first come, first served; reads prompts, at most `prefill_chunk` tokens of all together."""
+        while self._can_admit():
+            request = self._waiting.popleft()
+            pages = self.pages.allocate(self._pages_for(request))
+            index = self._rows.index(None)
+            table = torch.full((1, self.state.block_table.shape[1]), -1, dtype=torch.int32)
+            table[0, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            self._rows[index] = _Row(request, pages, index, table.to(self.state.block_table.device))
+            self.state.sampling.set_row(index, request.params, request.seed, request.prompt)
+        budget = self._prefill_chunk
+        for row in list(self._rows):
+            if row is not None and not row.is_running and budget > 0:
+                budget -= self._read_prompt(row, budget)
+        self._compact()
+
+    def _read_prompt(self, row: _Row, most: int) -> int:
+        """The next part of a prompt, in both models; behind the last one the row's first token is drawn."""
+        prompt, start, stepper = row.request.prompt, row.num_read, self.runner.stepper
+        stop = min(len(prompt), start + most)
+        is_last = stop == len(prompt)
+        # the token behind this part is what the draft reads beside the part's last feature
+        tokens = torch.tensor(prompt[start : stop + 1], device=self.state.roots.device)
+        output = stepper.target.forward(
+            tokens[None, : stop - start],
+            torch.arange(start, stop, device=tokens.device)[None],
+            PrefillAttend(self.state.target_pool, row.block_table, start, stop - start),
+            capture=stepper.aux_layers,
+            last_only=True,
+        )
+        row.num_read = stop
+        if is_last:
+            features = Features.of([row.request.params])
+            first = stepper.draw_first(output.logits[:, -1], self.state, row.index, len(prompt), features)
+            tokens = torch.cat([tokens, self.state.roots[row.index, None]])
+            self._push(first, [(0, row)], is_step=False)
+        if stepper.draft is not None:
+            drafted = self._read_draft_prompt(stepper, row, tokens, output.features, start, stop)
+            if is_last:
+                self.state.set_draft(row.index, drafted.logits[0, -1], drafted.hidden[0, -1])
+        if is_last:
+            self.state.block_table[row.index] = row.block_table[0]
+            self.state.lengths[row.index] = len(prompt)
+            self.state.is_live[row.index] = 1
+            row.is_running = True
+        return stop - start
+
+    def _read_draft_prompt(
+        self, stepper: Stepper, row: _Row, tokens: Tensor, features: Tensor | None, start: int, stop: int
+    ) -> DraftOutput:
+        """Draft rows start .. stop - 1, row i being token i + token_shift beside the feature of the token before it;
+        without a shift the root's row comes last."""
+        shift = stepper.draft.token_shift
+        num_rows = stop - start + (1 - shift if stop == len(row.request.prompt) else 0)
+        if features is None:
+            features = torch.zeros(1, num_rows, 0, device=tokens.device, dtype=stepper.target.dtype)
+        return stepper.draft.forward(
+            tokens[None, shift : shift + num_rows],
+            features,
+            torch.arange(start, start + num_rows, device=tokens.device)[None],
+            PrefillAttend(self.state.draft_pool, row.block_table, start, num_rows),
+            from_target=True,
+        )
+
+    def _compact(self) -> None:
+        """Moves the last rows to free ones before them, where that makes the batch smaller."""
+        while True:
+            used = [row for row in self._rows if row is not None]
+            if not used or used[-1].index < len(used):
+                return
+            row, to = used[-1], self._rows.index(None)
+            self.state.move(row.index, to)
+            self._rows[row.index], self._rows[to], row.index = None, row, to
+
+    def _launch(self) -> bool:
+        """Queues a step of all rows that run, unless none may need one."""
+        running = [row for row in self._rows if row is not None and row.is_running and self._needs_step(row)]
+        if not running:
+            return False
+        features = Features.of([row.request.params for row in running])
+        result = self.runner.run(1 + max(row.index for row in running), features)
+        self.num_steps += 1
+        self._push(result, [(row.index, row) for row in running], is_step=True)
+        return True
+
+    def drain(self) -> None:
+        """Reads what is left of steps that nobody needed."""
+        while self._unread and not any(row is not None and row.is_running for row in self._rows):
+            self._read_back()
+
+    def take_phase_times_ms(self, num_steps: int) -> dict[str, float]:
+        """Device time of each phase over `num_steps` steps, by those that were timed since the last call."""
+        timed, self.phases_ms = self.phases_ms, []
+        names = timed[0] if timed else ()
+        return {name: sum(phases[name] for phases in timed) / len(timed) * num_steps for name in names}
+
+    def _needs_step(self, row: _Row) -> bool:
+        """Not one whose last tokens are on their way for certain."""
+        return len(row.request.output_ids) + row.num_pending < row.request.params.max_new_tokens
+
+    def _push(self, result: StepResult, rows: list[tuple[int, _Row]], is_step: bool) -> None:
+        """Queues the copy of a result to the host."""
+        for _, row in rows:
+            row.num_pending += 1
+        if result.tokens.device.type != "cuda":
+            self._unread.append(_Launch(result.tokens, result.logprobs, None, rows, is_step))
+            return
+        event = torch.cuda.Event()
+        tokens, logprobs = _to_host(result.tokens), None if result.logprobs is None else _to_host(result.logprobs)
+        event.record(torch.cuda.current_stream(result.tokens.device))
+        self._unread.append(_Launch(tokens, logprobs, event, rows, is_step))
+
+    def _read_back(self) -> list[TokenEvent]:
+        """The tokens of the oldest launch; rows of requests that have ended are freed."""
+        launch = self._unread.popleft()
+        if launch.event is not None:
+            launch.event.synchronize()
+        tokens = launch.tokens.tolist()
+        logprobs = None if launch.logprobs is None else launch.logprobs.tolist()
+        events = []
+        for index, row in launch.rows:
+            row.num_pending -= 1
+            request = row.request
+            if request.is_finished:
+                continue
+            count = tokens[index][0]
+            accepted = count - 1
+            if launch.is_step:
+                request.accepted.append(accepted)
+            events += request.push(tokens[index][1 : 1 + count], accepted, logprobs and logprobs[index])
+            if request.is_finished:
+                self._release(row)
+        return events
+
+    def _release(self, row: _Row) -> None:
+        self.pages.free(row.pages)
+        self._rows[row.index] = None
+        with torch.inference_mode():
+            self.state.clear(row.index)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, on its way."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def overshoot(stepper: Stepper) -> int:
+    """Slots that a request may need past its last token: what a step brings beyond it, the step that runs before the
+    host knows of the end, and what steps write behind the committed tokens."""
+    if stepper.draft is None:
+        return 3
+    return 2 * (stepper.num_steps + 1) + rows_behind(stepper.config, stepper.draft.token_shift)
