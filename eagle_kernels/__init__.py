@@ -1,7 +1,7 @@
 """eagle_kernels: Triton kernels for speculative decoding with token trees, each paired with a PyTorch reference."""
 
 from . import raw, reference
-from .engine import EAGLEConfig, EAGLEInference, generate_token_bitmask
+from .engine import EAGLEConfig, EAGLEInference, SamplingParams, generate_token_bitmask
 from .ops import (
     TreeMaskMode,
     accepted_cache_locs,
@@ -48,6 +48,7 @@ from .ops import (
 __all__ = [
     "EAGLEConfig",
     "EAGLEInference",
+    "SamplingParams",
     "TreeMaskMode",
     "accepted_cache_locs",
     "align_evict_mask_to_page_size",

@@ -4,12 +4,16 @@ from .config import EAGLEConfig
 from .grammar import generate_token_bitmask
 from .inference import EAGLEInference
 from .output import GenerationOutput, GenerationStats, TokenEvent
+from .request import Request
+from .sampling import SamplingParams
 
 __all__ = [
     "EAGLEConfig",
     "EAGLEInference",
     "GenerationOutput",
     "GenerationStats",
+    "Request",
+    "SamplingParams",
     "TokenEvent",
     "generate_token_bitmask",
 ]

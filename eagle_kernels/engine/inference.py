@@ -13,20 +13,23 @@ import torch
 from torch import Tensor
 
 from .batch_state import BatchState
+from .benchmark import BenchmarkResult, benchmark
 from .config import EAGLEConfig
-from .kv_pool import KVPool, PrefillAttend, bytes_per_page
+from .inputs import Prompts, Seeds, read_max_new_tokens, read_prompts, read_seeds
+from .kv_pool import KVPool, PrefillAttend
+from .memory import count_pages, workspace_bytes
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer, load_tokenizer
 from .output import GenerationOutput, GenerationStats, TokenEvent
 from .request import Request, StopStrings
-from .requests import Prompts, Seeds, read_max_new_tokens, read_prompts, read_seeds
 from .sampling import SAMPLING_FIELDS, SamplingParams
 from .scheduler import Scheduler, overshoot
 from .step import Stepper
 from .step_runner import StepRunner
 from .stream import TextStream, TokenStream
+from .warmup import warm_up
 
 _CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))
 # of a configuration, what makes one step differ from another one, and what pools and rows are made by
@@ -35,8 +38,6 @@ _STEP_FIELDS = (
     "simulated_accept_rates", "cuda_graph",
 )  # fmt: skip
 _POOL_FIELDS = ("page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
-# of the CPU's memory, where nobody says otherwise
-_CPU_CACHE_BYTES = 1 << 30
 
 
 class EAGLEInference:
@@ -179,9 +180,10 @@ class EAGLEInference:
 
     def submit(self, prompt: list[int] | Tensor, params: SamplingParams | None = None) -> Request:
         """A request joins at the next `step`. One that cannot ever run is returned as finished, with its `error`."""
-        (prompt,), is_single = read_prompts(prompt)
+        prompts, is_single = read_prompts(prompt)
         if not is_single:
             raise ValueError("EAGLEInference: submit takes one prompt, [L] token ids")
+        (prompt,) = prompts
         with self.lock:
             scheduler = self._scheduler_for(self.config, speculative=True)
             params = params or _params(self.config, {})
@@ -210,6 +212,45 @@ class EAGLEInference:
         with self.lock:
             if self._scheduler is not None:
                 self._scheduler.abort(request)
+
+    def benchmark(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int = 128,
+        *,
+        batch_size: int = 1,
+        seeds: Seeds = 0,
+        progress: bool | None = None,
+        **overrides: Any,
+    ) -> BenchmarkResult:
+        """Decodes the prompts, batch_size at a time, with and without speculation: speed, acceptance, latencies.
+
+        progress    show a bar; None: where stderr is a terminal
+        overrides   as of `generate`: `for topk in [2, 4, 8]: stats = engine.benchmark(prompts, topk=topk)`
+        """
+        prompts, _ = read_prompts(prompts)
+        if not prompts or batch_size < 1:
+            raise ValueError(
+                f"benchmark: needs prompts and a batch_size of at least 1, got {len(prompts)}, {batch_size}"
+            )
+        return benchmark(
+            self, prompts, max_new_tokens, batch_size, read_seeds(seeds, len(prompts)), progress, overrides
+        )
+
+    def warmup(self, *params: SamplingParams, speculative: bool = True) -> None:
+        """Compiles and captures what requests like `params`, in any mixture and number, will need.
+
+        Without params: those of the configuration. Afterwards no step compiles anything.
+        """
+        with self.lock:
+            scheduler = self._scheduler_for(self.config, speculative)
+            params = params or (_params(self.config, {}),)
+            warm_up(self, scheduler, params, self._limit(self.config, speculative), speculative)
+
+    def workspace_bytes(self, config: EAGLEConfig | None = None) -> dict[str, int]:
+        """Bytes that a configuration (None: the engine's) needs beside the weights; see `memory.workspace_bytes`."""
+        config = config or self.config
+        return workspace_bytes(self.target, self.draft, config, self._max_pages(config))
 
     @property
     def has_work(self) -> bool:
@@ -278,10 +319,7 @@ class EAGLEInference:
         """The engine's batch, set to this configuration; made anew, while it is empty, where its pools do not fit."""
         if speculative:
             self._check_topk(config)
-        # plain decoding shares the pools of its speculative twin
-        stepper = Stepper(self.target, self.draft, config)
-        needed = self._limit(config, speculative=False) + overshoot(stepper)
-        max_pages = -(-needed // config.page_size)
+        max_pages = self._max_pages(config)
         key = tuple(getattr(config, name) for name in _POOL_FIELDS)
         scheduler = self._scheduler
         if scheduler is None or self._scheduler_key != key or scheduler.state.block_table.shape[1] < max_pages:
@@ -295,14 +333,14 @@ class EAGLEInference:
                 self.target,
                 self.draft,
                 num_rows=config.max_batch,
-                num_pages=self._num_pages(config, max_pages),
+                num_pages=count_pages(self.target, self.draft, config, max_pages),
                 max_pages=max_pages,
                 page_size=config.page_size,
             )
             scheduler = self._scheduler = Scheduler(state, config.prefill_chunk)
         step_key = (speculative, *(getattr(config, name) for name in _STEP_FIELDS))
         if step_key not in self._runners:
-            stepper = stepper if speculative else Stepper(self.target, None, config)
+            stepper = Stepper(self.target, self.draft if speculative else None, config)
             use_graphs = self.device.type == "cuda" and stepper.can_be_captured
             if config.cuda_graph is not None:
                 use_graphs = config.cuda_graph and self.device.type == "cuda"
@@ -310,15 +348,10 @@ class EAGLEInference:
         scheduler.use(self._runners[step_key])
         return scheduler
 
-    def _num_pages(self, config: EAGLEConfig, max_pages: int) -> int:
-        """As kv_cache_bytes says, but no more than max_batch requests of full length can use."""
-        shapes = (self.target.kv_shape, self.draft.kv_shape)
-        page_bytes = sum(bytes_per_page(shape, config.page_size, self.target.dtype) for shape in shapes)
-        budget = config.kv_cache_bytes
-        if budget is None:
-            is_gpu = self.device.type == "cuda"
-            budget = torch.cuda.mem_get_info(self.device)[0] // 2 if is_gpu else _CPU_CACHE_BYTES
-        return max(1, min(budget // page_bytes, config.max_batch * max_pages))
+    def _max_pages(self, config: EAGLEConfig) -> int:
+        """Of one request of full length; plain decoding shares the pools of its speculative twin."""
+        needed = self._limit(config, speculative=False) + overshoot(Stepper(self.target, self.draft, config))
+        return -(-needed // config.page_size)
 
     def _check_topk(self, config: EAGLEConfig) -> None:
         if config.topk >= self.draft.draft_vocab_size:

@@ -61,12 +61,11 @@ class Scheduler:
         self.pages = PageAllocator(state.target_pool.k_cache.shape[1])
         self.runner: StepRunner | None = None
         self.num_steps = 0
-        self.phases_ms: list[dict[str, float]] = []
+        self._phases_ms: deque[dict[str, float]] = deque(maxlen=256)
         self._waiting: deque[Request] = deque()
         self._rows: list[_Row | None] = [None] * state.num_rows
         self._unread: deque[_Launch] = deque()
-        # without a device that works on its own, a step is done when it was launched
-        self._lag = 1 if state.lengths.device.type == "cuda" else 0
+        self._lag = host_lag(state.lengths.device)
 
     @property
     def has_work(self) -> bool:
@@ -133,7 +132,7 @@ class Scheduler:
         while len(self._unread) > lag:
             events += self._read_back()
         if is_timed:
-            self.phases_ms.append(self.runner.phases_ms())
+            self._phases_ms.append(self.runner.phases_ms())
         return events
 
     @torch.inference_mode()
@@ -229,7 +228,8 @@ class Scheduler:
 
     def take_phase_times_ms(self, num_steps: int) -> dict[str, float]:
         """Device time of each phase over `num_steps` steps, by those that were timed since the last call."""
-        timed, self.phases_ms = self.phases_ms, []
+        timed = list(self._phases_ms)
+        self._phases_ms.clear()
         names = timed[0] if timed else ()
         return {name: sum(phases[name] for phases in timed) / len(timed) * num_steps for name in names}
 
@@ -282,6 +282,11 @@ def _to_host(tensor: Tensor) -> Tensor:
     """A copy in pinned memory, on its way."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def host_lag(device: torch.device) -> int:
+    """How many steps the host is behind; where nothing works on its own, a step is done when it was launched."""
+    return 1 if device.type == "cuda" else 0
 
 
 def overshoot(stepper: Stepper) -> int:

@@ -13,6 +13,11 @@ from .step import Stepper, StepResult
 from .timing import PhaseTimer
 
 
+def buckets(most: int) -> list[int]:
+    """The numbers of rows that graphs are captured for."""
+    return sorted({bucket_of(num_rows, most) for num_rows in range(1, most + 1)})
+
+
 def bucket_of(num_rows: int, most: int) -> int:
     """The number of rows that a graph is captured for: the next power of two, or `most`."""
     return min(most, 1 << (num_rows - 1).bit_length())
@@ -46,6 +51,16 @@ class StepRunner:
         captured.graph.replay()
         self._timer = captured.timer
         return captured.result
+
+    def warm_up(self, num_rows: int, features: Features) -> None:
+        """What `run` would compile and capture on its first call."""
+        if features.penalties:
+            self._state.sampling.add_penalties()
+        if self._use_graphs:
+            self._captured(bucket_of(num_rows, self._state.num_rows), features)
+        else:
+            with _nobody(self._state):
+                self.stepper.step(self._state, num_rows, features, PhaseTimer(self.stepper.target.device))
 
     def phases_ms(self) -> dict[str, float]:
         """Of the last step, which the device must have finished."""

@@ -25,6 +25,7 @@ class TokenStream(Iterator[TokenEvent], AsyncIterator[TokenEvent]):
 
     def __init__(self, engine: EAGLEInference, scheduler: Scheduler, requests: list[Request], is_single: bool):
         self._engine, self._scheduler, self.requests, self._is_single = engine, scheduler, requests, is_single
+        self._runner = scheduler.runner
         stepper = scheduler.runner.stepper
         self._stats = GenerationStats(
             num_requests=len(requests),
@@ -59,6 +60,7 @@ class TokenStream(Iterator[TokenEvent], AsyncIterator[TokenEvent]):
         try:
             start_s = time.perf_counter()
             with engine.lock:
+                scheduler.use(self._runner)
                 for request in self.requests:
                     scheduler.submit(request)
                 while scheduler.is_reading:

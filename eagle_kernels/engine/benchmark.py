@@ -1,0 +1,171 @@
+"""Speed of a set of prompts with and without speculation, side by side: `EAGLEInference.benchmark`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .output import GenerationStats
+
+if TYPE_CHECKING:
+    from .inference import EAGLEInference
+
+
+@dataclass
+class RunStats:
+    """One way of decoding all prompts. Times of a request count from when its batch was submitted.
+
+    tokens_per_second   new tokens of all batches over the whole time, prompts included
+    decode_tokens_per_second  those after the first one of each request, over the time after the prompts
+    mean_accept_length  tokens a step of a request, bonus included
+    accepted_per_depth  [num_steps] share of the steps in which the draft at depth 1, 2, ... was accepted
+    step_ms             mean wall time of a batch's step
+    phase_ms            device time of a step's draft / verify / sample / bookkeeping
+    ttft_ms             time to first token: p50, p95, p99 over requests
+    inter_token_ms      time between tokens, likewise; what a step brings at once shares the time since the step before
+    peak_memory_bytes   most that torch held on the GPU; None on the CPU
+    """
+
+    tokens: int
+    tokens_per_second: float
+    decode_tokens_per_second: float
+    mean_accept_length: float
+    accepted_per_depth: list[float]
+    step_ms: float
+    phase_ms: dict[str, float]
+    ttft_ms: dict[str, float]
+    inter_token_ms: dict[str, float]
+    peak_memory_bytes: int | None
+
+
+@dataclass
+class BenchmarkResult:
+    """speedup: tokens a second of decoding, speculative over plain. identical: batches whose texts agree, of all."""
+
+    prompts: int
+    batch_size: int
+    max_new_tokens: int
+    speculative: RunStats
+    plain: RunStats
+    identical: float
+
+    @property
+    def speedup(self) -> float:
+        return self.speculative.decode_tokens_per_second / self.plain.decode_tokens_per_second
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"speedup": self.speedup}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+
+class _Run:
+    """Collects what the batches of one way of decoding bring."""
+
+    def __init__(self, engine: EAGLEInference):
+        self._engine = engine
+        self._stats: list[GenerationStats] = []
+        self._ttft_ms: list[float] = []
+        self._gaps_ms: list[float] = []
+        self._total_s = 0.0
+
+    def add(self, prompts: list[list[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
+        start_s = time.perf_counter()
+        stream = self._engine.stream(prompts, max_new_tokens, **options)
+        last_s: dict[int, float] = {}
+        pending = [0] * len(prompts)
+        for event in stream:
+            now_s, request = time.perf_counter(), event.request
+            if request not in last_s:
+                self._ttft_ms.append(1e3 * (now_s - start_s))
+                last_s[request] = now_s
+                continue
+            pending[request] += 1
+            if not event.is_draft:  # the last one of its step, with those before it
+                gap_ms = 1e3 * (now_s - last_s[request]) / pending[request]
+                self._gaps_ms += [gap_ms] * pending[request]
+                last_s[request], pending[request] = now_s, 0
+        self._total_s += time.perf_counter() - start_s
+        tokens, stats = stream.output()
+        self._stats.append(stats)
+        return tokens
+
+    def result(self) -> RunStats:
+        stats, device = self._stats, self._engine.device
+        tokens, requests = sum(s.generated_tokens for s in stats), sum(s.num_requests for s in stats)
+        steps, batch_steps = sum(s.steps for s in stats), sum(s.batch_steps for s in stats)
+        decode_s = sum(s.decode_time_s for s in stats)
+        phases = {name for s in stats for name in s.phase_time_ms}
+        depths = zip(*(s.accepted_per_depth for s in stats), strict=True)
+        return RunStats(
+            tokens=tokens,
+            tokens_per_second=tokens / self._total_s,
+            decode_tokens_per_second=(tokens - requests) / decode_s if decode_s else 0.0,
+            mean_accept_length=1 + sum(s.accepted for s in stats) / max(1, steps),
+            accepted_per_depth=[sum(counts) / max(1, steps) for counts in depths],
+            step_ms=1e3 * decode_s / max(1, batch_steps),
+            phase_ms={
+                name: sum(s.phase_time_ms.get(name, 0.0) for s in stats) / max(1, batch_steps)
+                for name in sorted(phases)
+            },
+            ttft_ms=_percentiles(self._ttft_ms),
+            inter_token_ms=_percentiles(self._gaps_ms),
+            peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        )
+
+
+def benchmark(
+    engine: EAGLEInference,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    seeds: Sequence[int],
+    progress: bool | None,
+    options: dict[str, Any],
+) -> BenchmarkResult:
+    """Decodes every batch both ways, one right after the other, so that what changes on the machine meets both."""
+    batches = [slice(start, start + batch_size) for start in range(0, len(prompts), batch_size)]
+    first = [list(prompt) for prompt in prompts[batches[0]]]
+    for speculative in (True, False):  # compiles, captures, and warms up
+        engine.generate(first, min(8, max_new_tokens), seeds=0, speculative=speculative, **options)
+    if engine.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(engine.device)
+    runs = {True: _Run(engine), False: _Run(engine)}
+    identical = 0
+    for batch in _progress(batches, progress):
+        texts = [
+            run.add([list(prompt) for prompt in prompts[batch]], max_new_tokens, seeds=seeds[batch],
+                    speculative=speculative, **options)
+            for speculative, run in runs.items()
+        ]  # fmt: skip
+        identical += texts[0] == texts[1]
+    return BenchmarkResult(
+        len(prompts), batch_size, max_new_tokens, runs[True].result(), runs[False].result(), identical / len(batches)
+    )
+
+
+def _percentiles(samples: list[float]) -> dict[str, float]:
+    if not samples:
+        return {}
+    values = torch.tensor(samples, dtype=torch.float64)
+    return {name: values.quantile(q).item() for name, q in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))}
+
+
+def _progress(batches: list[slice], wanted: bool | None):
+    """With a bar on a terminal, or where one is asked for."""
+    if wanted is False or (wanted is None and not sys.stderr.isatty()):
+        return batches
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        if wanted:
+            raise ValueError("benchmark: a progress bar needs tqdm: pip install tqdm") from None
+        return batches
+    return tqdm(batches, unit="batch")

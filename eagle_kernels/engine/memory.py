@@ -1,0 +1,46 @@
+"""How many bytes a configuration needs, before anything is allocated."""
+
+from __future__ import annotations
+
+import torch
+
+from .config import EAGLEConfig
+from .kv_pool import bytes_per_page
+from .models.protocol import DraftModel, TargetModel
+
+# of the CPU's memory, for KV pools, where nobody says otherwise
+_CPU_CACHE_BYTES = 1 << 30
+
+
+def count_pages(target: TargetModel, draft: DraftModel, config: EAGLEConfig, max_pages: int) -> int:
+    """Pages of the pools: what kv_cache_bytes pays for, but no more than max_batch requests of max_pages can use."""
+    budget = config.kv_cache_bytes
+    if budget is None:
+        is_gpu = target.device.type == "cuda"
+        budget = torch.cuda.mem_get_info(target.device)[0] // 2 if is_gpu else _CPU_CACHE_BYTES
+    return max(1, min(budget // _page_bytes(target, draft, config), config.max_batch * max_pages))
+
+
+def workspace_bytes(target: TargetModel, draft: DraftModel, config: EAGLEConfig, max_pages: int) -> dict[str, int]:
+    """Bytes beside the weights, by what they are for, and their `total`.
+
+    kv_cache  the pools of both models
+    rows      what the rows of a batch are from step to step, without penalties (4 more a token of the vocabulary)
+    step      the largest tensors of one step: logits, and the features that the draft reads
+    """
+    element, rows, nodes = target.dtype.itemsize, config.max_batch, config.num_verify_tokens
+    # the draft's own state: of a head about as wide as the target's, of a language model nothing
+    hidden_size = target.hidden_size if draft.aux_layers else 0
+    sizes = {
+        "kv_cache": count_pages(target, draft, config, max_pages) * _page_bytes(target, draft, config),
+        "rows": rows * (4 * max_pages + 60 + element * (draft.draft_vocab_size + hidden_size)),
+        "step": rows * element * (
+            nodes * (target.vocab_size + len(draft.aux_layers) * target.hidden_size)
+            + max(config.topk, config.num_steps + 1) * draft.draft_vocab_size
+        ),
+    }  # fmt: skip
+    return sizes | {"total": sum(sizes.values())}
+
+
+def _page_bytes(target: TargetModel, draft: DraftModel, config: EAGLEConfig) -> int:
+    return sum(bytes_per_page(model.kv_shape, config.page_size, target.dtype) for model in (target, draft))

@@ -1,0 +1,359 @@
+"""Requests that join and leave between steps: each has the text that it has alone, whatever runs beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.models.tokenizer import ByteTokenizer
+from op_tests.engine.toys import ToyModel, random_llama
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PARAMS = [
+    SamplingParams(max_new_tokens=9),
+    SamplingParams(max_new_tokens=14, temperature=1.0, seed=3),
+    SamplingParams(max_new_tokens=1, temperature=0.7, top_k=10, seed=4),
+    SamplingParams(max_new_tokens=11, temperature=0.9, top_p=0.8, min_p=0.05, seed=5, logprobs=True),
+    SamplingParams(max_new_tokens=12, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2),
+    SamplingParams(max_new_tokens=10, temperature=1.2, repetition_penalty=1.1, presence_penalty=0.5, seed=6),
+    SamplingParams(max_new_tokens=7, logprobs=True),
+]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_llama(device=DEVICE)
+
+
+@pytest.fixture(scope="module", params=["stranger", "itself"])
+def draft(request, target):
+    if request.param == "itself":
+        return target
+    return random_llama(hidden_size=16, num_layers=1, seed=1, device=DEVICE)
+
+
+@pytest.fixture(params=[0, 1], ids=["at once", "a step late"])
+def lag(request, monkeypatch):
+    """How many steps the host is behind; a CPU never is by itself."""
+    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: request.param)
+    return request.param
+
+
+def make(draft, target, **config):
+    return EAGLEInference(draft, target, EAGLEConfig(**{"topk": 3, "num_steps": 3, "max_batch": 3} | config))
+
+
+def prompt_of(number: int) -> list[int]:
+    return [(7 * number + 3 * index) % 61 for index in range(1 + number * 5 % 23)]
+
+
+def alone(engine, prompt, params, **options):
+    """Plain decoding of one request by itself: tokens and log-probabilities."""
+    wanted = {name: getattr(params, name) for name in params.__dataclass_fields__ if name != "seed"}
+    stream = engine.stream(prompt, seeds=params.seed or 0, speculative=False, **wanted, **options)
+    for _ in stream:
+        pass
+    return stream.requests[0].output_ids, stream.requests[0].logprobs
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_requests_join_and_leave(target, draft, lag, page_size):
+    engine = make(draft, target, page_size=page_size)
+    expected = [alone(engine, prompt_of(number), PARAMS[number % len(PARAMS)]) for number in range(14)]
+    waiting, requests, events = list(range(14)), [], []
+    coin = random.Random(page_size)
+    while waiting or engine.has_work:
+        for _ in range(coin.randrange(3) if requests else 1):
+            if waiting:
+                number = waiting.pop(0)
+                requests.append(engine.submit(prompt_of(number), PARAMS[number % len(PARAMS)]))
+        events += engine.step()
+    for number, (request, (tokens, logprobs)) in enumerate(zip(requests, expected)):
+        assert request.output_ids == tokens, f"request {number}"
+        assert request.finish_reason == "length" and request.error is None
+        assert [event.token_id for event in events if event.request == request.id] == tokens
+        assert [event.token_id for event in request.collect()] == tokens and request.collect() == []
+        assert request.logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert len(logprobs) == (len(tokens) if request.params.logprobs else 0)
+    pages = engine._scheduler.pages
+    assert pages.num_free == pages.num_pages
+    assert not engine._scheduler.state.is_live.any() and (engine._scheduler.state.block_table == -1).all()
+
+
+def test_rows_move_up(target, draft):
+    """The first request ends early, the last one goes on in its row; text and speed do not notice."""
+    engine = make(draft, target)
+    lengths, widths = [2, 4, 30], []
+    want = [engine.generate(prompt_of(number), count)[0] for number, count in enumerate(lengths)]
+    requests = [
+        engine.submit(prompt_of(number), SamplingParams(max_new_tokens=count)) for number, count in enumerate(lengths)
+    ]
+    runner = engine._scheduler.runner
+    run = runner.run
+    runner.run = lambda num_rows, features: widths.append(num_rows) or run(num_rows, features)
+    engine.collect()
+    assert [request.output_ids for request in requests] == want
+    assert widths[0] == 3 and widths[-1] == 1
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16])
+def test_prompts_in_parts(target, draft, chunk):
+    whole, parts = make(draft, target), make(draft, target, prefill_chunk=chunk)
+    prompts = [prompt_of(4), prompt_of(9), prompt_of(2)]
+    want, stats = whole.generate(prompts, 10, temperature=0.8, seeds=3)
+    got, other = parts.generate(prompts, 10, temperature=0.8, seeds=3)
+    assert got == want and other.accepted == stats.accepted
+
+
+def test_steps_go_on_while_a_prompt_is_read(target, draft):
+    engine = make(draft, target, prefill_chunk=4)
+    first = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40))
+    engine.step()
+    second = engine.submit(prompt_of(4) * 3, SamplingParams(max_new_tokens=4))
+    before = len(first.output_ids)
+    for _ in range(3):
+        engine.step()
+        assert not second.output_ids
+    assert len(first.output_ids) >= before + 3
+    engine.collect()
+    assert second.output_ids == engine.generate(prompt_of(4) * 3, 4)[0]
+
+
+def test_an_end_token_of_one_request(target, draft, lag):
+    engine = make(draft, target)
+    (whole, _) = alone(engine, prompt_of(1), PARAMS[1])
+    end = whole[5]
+    requests = [
+        engine.submit(prompt_of(1), SamplingParams(max_new_tokens=14, temperature=1.0, seed=3, stop_token_ids=(end,))),
+        engine.submit(prompt_of(1), PARAMS[1]),
+    ]
+    engine.collect()
+    assert requests[0].output_ids == whole[: whole.index(end) + 1] and requests[0].finish_reason == "eos"
+    assert requests[1].output_ids == whole
+
+
+class LetterTokenizer(ByteTokenizer):
+    """Every id below 61 is a letter, some are two."""
+
+    def encode(self, text):
+        return [ord(letter) - 64 for letter in text]
+
+    def decode(self, token_ids):
+        return "".join(chr(64 + token) * (2 if token % 5 == 0 else 1) for token in token_ids)
+
+    def detokenizer(self):
+        decode = self.decode
+
+        class Detokenizer:
+            def push(self, token_ids):
+                return decode(token_ids)
+
+            def finish(self):
+                return ""
+
+        return Detokenizer()
+
+
+def test_stop_strings(target, draft, lag):
+    """At every place of the text, within a token and over several; text ends before the string, tokens with it."""
+    tokenizer = LetterTokenizer()
+    engine = EAGLEInference(draft, target, EAGLEConfig(topk=3, num_steps=3), tokenizer=tokenizer)
+    whole, _ = engine.generate(prompt_of(1), 12, temperature=1.0, seeds=3)
+    text = tokenizer.decode(whole)
+    for begin in range(len(text) - 2):
+        for size in (1, 3):
+            stop = text[begin : begin + size]
+            params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, stop=(stop, "~~"))
+            request = engine.submit(prompt_of(1), params)
+            engine.collect()
+            assert request.finish_reason == "stop" and request.text == text[: text.index(stop)]
+            ends = text.index(stop) + len(stop)
+            shown = tokenizer.decode(request.output_ids)
+            assert text.startswith(shown) and len(shown) >= ends > len(tokenizer.decode(request.output_ids[:-1]))
+            pieces = list(engine.stream_text(tokenizer.decode([1]), 12, stop=(stop,), temperature=1.0, seeds=3))
+            assert stop not in "".join(pieces)
+    with pytest.raises(ValueError, match="stop strings need the tokenizer"):
+        make(draft, target).submit([1], SamplingParams(stop=("a",)))
+
+
+def test_who_cannot_run_fails_alone(target, draft):
+    engine = make(draft, target, kv_cache_bytes=40_000, page_size=4)
+    engine.submit([1], SamplingParams(max_new_tokens=1))
+    engine.collect()
+    num_pages = engine._scheduler.pages.num_pages
+    assert num_pages < 3 * (256 // 4), "the pool holds everyone, so the case proves little"
+    fine = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=5))
+    too_long = engine.submit([1] * 250, SamplingParams(max_new_tokens=10))
+    empty = engine.submit([], SamplingParams())
+    strange = engine.submit([1, 99], SamplingParams())
+    engine.collect()
+    assert fine.finish_reason == "length" and len(fine.output_ids) == 5
+    assert "exceed the 256 tokens" in too_long.error and too_long.finish_reason == "error"
+    assert "must hold at least one token" in empty.error and "the prompt holds 99" in strange.error
+    tiny = make(draft, target, kv_cache_bytes=10_000, page_size=4)
+    full = tiny.submit([1] * 100, SamplingParams(max_new_tokens=100))
+    assert "kv_cache_bytes makes it larger" in full.error and not tiny.has_work
+    with pytest.raises(ValueError, match="kv_cache_bytes makes it larger"):
+        tiny.generate([1] * 100, 100)
+
+
+def test_abort(target, draft, lag):
+    """In line, while its prompt is read, and in mid-flight; the others do not notice."""
+    engine = make(draft, target, max_batch=2, prefill_chunk=8)
+    want = engine.generate(prompt_of(1), 20)[0]
+    running, staying, reading, waiting = (
+        engine.submit(prompt, SamplingParams(max_new_tokens=20))
+        for prompt in (prompt_of(2), prompt_of(1), prompt_of(4) * 2, prompt_of(3))
+    )
+    for _ in range(4):
+        engine.step()
+    assert running.output_ids and not reading.output_ids and not running.is_finished
+    engine.abort(running)
+    engine.abort(waiting)
+    engine.step()
+    engine.abort(reading)
+    engine.abort(reading)
+    kept = list(running.output_ids)
+    engine.collect()
+    assert staying.output_ids == want
+    assert running.output_ids == kept and running.finish_reason == waiting.finish_reason == "abort"
+    pages = engine._scheduler.pages
+    assert pages.num_free == pages.num_pages
+
+
+def test_a_stream_that_is_given_up(target, draft, lag):
+    engine = make(draft, target)
+    stream = engine.stream([prompt_of(1), prompt_of(2)], 30)
+    next(stream)
+    stream.close()
+    assert not engine.has_work
+    assert {request.finish_reason for request in stream.requests} == {"abort"}
+    assert stream.output().stats.finish_reasons == ["abort", "abort"]
+
+
+def test_streams_side_by_side(target, draft, lag):
+    engine = make(draft, target)
+    want = [engine.generate(prompt_of(number), 12)[0] for number in range(5)]
+
+    async def read(number):
+        return [event.token_id async for event in engine.stream(prompt_of(number), 12)]
+
+    async def read_all():
+        return await asyncio.gather(*map(read, range(5)))
+
+    assert asyncio.run(read_all()) == want
+
+
+def test_another_configuration_waits_for_an_empty_batch(target, draft):
+    engine = make(draft, target)
+    request = engine.submit([1, 2], SamplingParams(max_new_tokens=9))
+    engine.step()
+    for change in ({"topk": 2}, {"page_size": 4}, {"speculative": False}):
+        with pytest.raises(RuntimeError, match="another configuration"):
+            engine.generate([1], 2, **change)
+    engine.generate([3], 5)  # the same one shares the batch
+    engine.collect()
+    assert len(request.output_ids) == 9
+    engine.generate([1], 2, topk=2, page_size=4)
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.gpu)])
+def test_many_short_requests_through_a_small_pool(count):
+    toy = ToyModel(device=DEVICE)
+    engine = EAGLEInference(toy, toy, EAGLEConfig(topk=2, num_steps=2, max_batch=8, kv_cache_bytes=60_000, page_size=4))
+    coin = random.Random(0)
+    requests = [
+        engine.submit([coin.randrange(40)] * coin.randrange(1, 9), SamplingParams(max_new_tokens=coin.randrange(1, 9)))
+        for _ in range(count)
+    ]
+    aborted = set()
+    while engine.has_work:
+        engine.step()
+        if coin.random() < 0.1:
+            aborted.add(coin.randrange(count))
+            engine.abort(requests[max(aborted)])
+    pages = engine._scheduler.pages
+    assert pages.num_free == pages.num_pages and len(set(pages._free)) == pages.num_pages
+    texts: dict[tuple, list[int]] = {}
+    for request in requests:
+        assert request.finish_reason in ("length", "abort")
+        if request.finish_reason == "length":
+            # equal prompts have equal text, however much of it was asked for
+            known = texts.setdefault(tuple(request.prompt), request.output_ids)
+            size = min(len(known), len(request.output_ids))
+            assert (
+                known[:size] == request.output_ids[:size] and len(request.output_ids) == request.params.max_new_tokens
+            )
+
+
+def test_warmup_and_workspace(target, draft):
+    engine = make(draft, target)
+    want = engine.generate(prompt_of(3), 6, temperature=1.0, seeds=2)[0]
+    engine.warmup(*PARAMS)
+    engine.warmup(speculative=False)
+    assert engine.generate(prompt_of(3), 6, temperature=1.0, seeds=2)[0] == want
+    sizes = engine.workspace_bytes()
+    pool = engine._scheduler.state
+    held = [pool.target_pool.k_cache, pool.target_pool.v_cache, pool.draft_pool.k_cache, pool.draft_pool.v_cache]
+    assert sizes["kv_cache"] == sum(tensor.numel() * tensor.element_size() for tensor in held)
+    rows = sum(tensor.numel() * tensor.element_size() for tensor in pool.tensors())
+    penalties = sum(pool.sampling.tensors()[index].numel() * 4 for index in (-1, -2))
+    assert sizes["rows"] == rows - penalties
+    assert sizes["total"] == sizes["kv_cache"] + sizes["rows"] + sizes["step"]
+    request = engine.submit([1], SamplingParams(max_new_tokens=3))
+    with pytest.raises(RuntimeError, match="warmup needs an empty batch"):
+        engine.warmup()
+    engine.collect()
+    assert request.finish_reason == "length"
+
+
+def test_benchmark(target):
+    engine = make(target, target, num_steps=2, topk=1)
+    for topk in (1, 2):
+        stats = engine.benchmark([prompt_of(number) for number in range(3)], 13, batch_size=2, topk=topk)
+        assert stats.identical == 1.0 and stats.prompts == 3
+        assert stats.speculative.tokens == stats.plain.tokens == 39
+        assert stats.plain.mean_accept_length == 1.0 and stats.plain.accepted_per_depth == []
+        assert stats.speculative.mean_accept_length > 2.5
+        for run in (stats.speculative, stats.plain):
+            assert run.decode_tokens_per_second > 0 and run.tokens_per_second > 0
+            assert set(run.phase_ms) == {"draft", "verify", "sample", "bookkeeping"}
+            for times in (run.ttft_ms, run.inter_token_ms):
+                assert 0 < times["p50"] <= times["p95"] <= times["p99"]
+        assert stats.to_dict()["speedup"] == stats.speedup
+        assert '"mean_accept_length"' in stats.to_json()
+    with pytest.raises(ValueError, match="batch_size of at least 1"):
+        engine.benchmark([[1]], batch_size=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -1}, "temperature must be at least 0, got -1"),
+        ({"temperature": float("nan")}, "temperature must be a finite number, got nan"),
+        ({"top_k": 1.5}, r"top_k must be an int of at least 0 \(0: off\), got 1.5"),
+        ({"top_p": 0}, r"top_p must lie in \(0, 1\]"),
+        ({"min_p": 2}, "min_p must lie in 0..1"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"seed": 2**63}, "seed must be None or an int of 64 bits"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an int of at least 1, got 0"),
+        ({"stop": "abc"}, "stop must be a tuple of strings that are not empty, got 'abc'"),
+        ({"stop": ("",)}, "stop must be a tuple"),
+        ({"stop_token_ids": ("a",)}, "stop_token_ids must be a tuple of token ids"),
+        ({"logprobs": 1}, "logprobs must be True or False, got 1"),
+    ],
+)
+def test_bad_parameters_are_named(values, message):
+    with pytest.raises(ValueError, match="SamplingParams: " + message):
+        SamplingParams(**values)
+
+
+def test_unknown_options_are_named(target, draft):
+    with pytest.raises(ValueError, match="there is no field temprature in EAGLEConfig or SamplingParams"):
+        make(draft, target).generate([1], temprature=1.0)
+    with pytest.raises(ValueError, match="submit takes one prompt"):
+        make(draft, target).submit([[1], [2]])
