@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from .models.causal_attend import causal_attend
 from .models.protocol import KVShape
 
 
@@ -53,10 +53,9 @@ class PromptAttend:
         slots = torch.arange(num_tokens, device=pool.block_table.device)[None]
         self._rows = pool.rows(slots, slice(request, request + 1))
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
         self._pool.write(layer, self._rows, key, value)
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+        return causal_attend(layer, query, key, value, window)
 
 
 class TreeAttend:
@@ -65,17 +64,29 @@ class TreeAttend:
     lengths     [B] committed slots
     first       the draft slot of row 0: slots first .. first + T - 1 behind the prefix are written
     tree_mask   [B, T, W] packed words over draft slots 0 .. first + T - 1
+    positions       [B, T] of the rows, and
+    key_positions   [B, first + T] of the draft slots, by default those of the rows: for layers with a sliding window
     """
 
-    def __init__(self, pool: KVPool, lengths: Tensor, first: int, num_rows: int, tree_mask: Tensor):
+    def __init__(
+        self,
+        pool: KVPool,
+        lengths: Tensor,
+        first: int,
+        num_rows: int,
+        tree_mask: Tensor,
+        positions: Tensor | None = None,
+        key_positions: Tensor | None = None,
+    ):
         self._pool = pool
         self._lengths = lengths
         self._num_draft_keys = first + num_rows
         self.tree_mask = tree_mask
+        self._positions, self._key_positions = positions, key_positions
         slots = lengths[:, None] + torch.arange(first, first + num_rows, device=lengths.device)
         self._rows = pool.rows(slots)
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
         self._pool.write(layer, self._rows, key, value)
         return ops.tree_attention(
             query.contiguous(),
@@ -85,7 +96,16 @@ class TreeAttend:
             num_draft_keys=self._num_draft_keys,
             block_table=self._pool.block_table,
             seq_lens=self._lengths,
+            **({} if window is None else self._window_arguments(window)),
         ).output
+
+    def _window_arguments(self, window: int) -> dict:
+        key_positions = self._key_positions
+        return {
+            "window": window,
+            "positions": self._positions.flatten().contiguous(),
+            "key_positions": None if key_positions is None else key_positions.flatten().contiguous(),
+        }
 
 
 class DecodeAttend:
@@ -96,7 +116,7 @@ class DecodeAttend:
         self._seq_lens = lengths + 1
         self._rows = pool.rows(lengths[:, None])
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
         self._pool.write(layer, self._rows, key, value)
         return ops.gqa_decode(
             query[:, 0].contiguous(),
@@ -104,4 +124,5 @@ class DecodeAttend:
             self._pool.v_cache[layer],
             block_table=self._pool.block_table,
             seq_lens=self._seq_lens,
+            window=window,
         ).output[:, None]

@@ -176,11 +176,20 @@ class Stepper:
             tokens.append(level.candidate_tokens)
             parent_slots.append(level.parent_slots)
             positions = (draft_lengths + depth - 1)[:, None].expand(batch_size, topk)
+            key_positions = draft_lengths[:, None] + torch.arange(depth * topk, device=draft_lengths.device) // topk
             output = self.draft.forward(
                 level.tokens,
                 hidden,
                 positions.clamp(max=self.draft.max_length - 1),
-                TreeAttend(self.draft_pool, draft_lengths, (depth - 1) * topk, topk, level.ancestors),
+                TreeAttend(
+                    self.draft_pool,
+                    draft_lengths,
+                    (depth - 1) * topk,
+                    topk,
+                    level.ancestors,
+                    positions,
+                    key_positions,
+                ),
                 from_target=False,
             )
             level = ops.select_top_k_tokens(
@@ -221,7 +230,7 @@ class Stepper:
             if mode != ops.TreeMaskMode.PACKED:
                 sizes = {"num_verify_tokens": self.num_nodes, "tree_mask_mode": mode}
                 words = ops.pack_tree_mask(words, state.lengths, **sizes)
-            attend = TreeAttend(self.target_pool, state.lengths, 0, self.num_nodes, words)
+            attend = TreeAttend(self.target_pool, state.lengths, 0, self.num_nodes, words, tree.positions)
         else:
             attend = DecodeAttend(self.target_pool, state.lengths)
         # Drafts past the last position are never kept (the token limit comes first) but must not index out of range.
@@ -258,12 +267,12 @@ class Stepper:
         """
         num_rows = commit.tokens.shape[1]
         draft_lengths = self._draft_lengths(state)
-        row = torch.arange(num_rows, device=commit.tokens.device)
+        positions = draft_lengths[:, None] + torch.arange(num_rows, device=commit.tokens.device)
         output = self.draft.forward(
             commit.tokens.clamp(min=0),
             features.flatten(0, 1)[commit.hidden_rows],
-            (draft_lengths[:, None] + row).clamp(max=self.draft.max_length - 1),
-            TreeAttend(self.draft_pool, draft_lengths, 0, num_rows, self._causal_words),
+            positions.clamp(max=self.draft.max_length - 1),
+            TreeAttend(self.draft_pool, draft_lengths, 0, num_rows, self._causal_words, positions),
             from_target=True,
         )
         state.draft_logits = output.logits.flatten(0, 1)[commit.last_row]

@@ -30,10 +30,11 @@ class Attend(Protocol):
         query   [B, T, Hq, D], RoPE already applied
         key     [B, T, Hkv, D], RoPE already applied
         value   [B, T, Hkv, D]
+        window  the layer's sliding window: a row at position p sees keys at positions above p - window; None: all
     Returns [B, T, Hq, D]: softmax(query keyᵀ / sqrt(D)) value; query head h reads key-value head h // (Hq // Hkv).
     """
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor: ...
 
 
 class KVShape(NamedTuple):
