@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
-from eagle_kernels.engine.models.llama import Llama, LlamaConfig
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.training.unrolled import causal_attend
 
@@ -30,9 +31,9 @@ HEAD = WIDTHS | {
 TARGET_IDS = torch.arange(3, 43, 2)
 
 
-def make_target(num_layers: int = 6, **changes) -> Llama:
+def make_target(num_layers: int = 6, **changes) -> Decoder:
     torch.manual_seed(1)
-    return Llama(LlamaConfig.from_dict(WIDTHS | {"num_hidden_layers": num_layers} | changes))
+    return Decoder(DecoderConfig.from_dict(WIDTHS | {"num_hidden_layers": num_layers} | changes))
 
 
 def make_head(own_embedding: bool = False, **changes) -> EagleHead:

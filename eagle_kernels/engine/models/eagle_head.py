@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from ..values import is_integer
-from .llama import MLP, Attention, LlamaConfig, RMSNorm, Rotary, read_section
+from .decoder_config import DecoderConfig, read_section
+from .layers import MLP, Attention, RMSNorm
 from .protocol import Attend, DraftOutput, KVShape, ModelError, TargetModel
+from .rotary import Angles, Rotary
 
-# Variants of the head that other trainers can write, with the one value that is implemented, as `llama.IMPLEMENTED`;
+# Variants of the head that other trainers can write, with the one value that is implemented, as in decoder_config.py;
 # the keys occur at the top level and inside `eagle_config`.
 IMPLEMENTED = {
     "num_hidden_layers": 1,
@@ -39,8 +41,8 @@ IMPLEMENTED = {
 
 
 @dataclass(kw_only=True)
-class EagleConfig(LlamaConfig):
-    """A head's config.json: the Llama keys of its one layer, and these.
+class EagleConfig(DecoderConfig):
+    """A head's config.json: the keys of its one decoder layer, and these.
 
     draft_vocab_size        rows of lm_head; None: the target's vocabulary
     target_hidden_size      width of one target stream; None: hidden_size
@@ -102,11 +104,11 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, embedding: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: Attend) -> Tensor:
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         pair = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
-        hidden = residual + self.self_attn(pair, rotary, attend, layer=0)
+        hidden = residual + self.self_attn(pair, angles, attend, layer=0)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -126,7 +128,7 @@ class EagleHead(nn.Module):
         self.midlayer = EagleLayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary = Rotary(config.head_dim, config.rope_theta)
+        self.rotary = Rotary(config)
         whole = config.draft_vocab_size == config.vocab_size
         self.register_buffer("d2t", None if whole else torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", None if whole else torch.zeros(config.vocab_size, dtype=torch.bool))
