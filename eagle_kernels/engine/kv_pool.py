@@ -78,7 +78,7 @@ class PrefillAttend:
         self._seq_lens = first + num_tokens
         self._bounds = torch.arange(2, dtype=torch.int64, device=device) * num_tokens
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
         self._pool.write(layer, self._slots, key, value)
         return ops.prefill_attention(
             query[0],
@@ -120,7 +120,7 @@ class TreeAttend:
         self.tree_mask = tree_mask
         self._positions, self._key_positions = positions, key_positions
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
         self._pool.write(layer, self._slots, key, value)
         positions = {}
         if window is not None:
@@ -149,7 +149,7 @@ class DecodeAttend:
         self._seq_lens = lengths + 1
         self._slots = slots.flatten().contiguous()
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
         self._pool.write(layer, self._slots, key, value)
         return ops.gqa_decode(
             query[:, 0],

@@ -19,7 +19,8 @@ pytest.importorskip("safetensors")
 from eagle_kernels import EAGLEInference
 from eagle_kernels.engine import cli
 from eagle_kernels.engine.cli import main
-from eagle_kernels.engine.models.llama import Llama, LlamaConfig
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.loading import demo_pair, save_folder
 from eagle_kernels.runtime import language
 from eagle_kernels.runtime.library import backend
@@ -321,7 +322,7 @@ def test_a_bad_index_is_named(capsys, tmp_path, index):
 @pytest.mark.parametrize(("changes", "message"), [({"hidden_size": 128}, "128"), ({"vocab_size": 300}, "300")])
 def test_a_draft_of_another_target_is_refused(capsys, tmp_path, changes, message):
     config = json.loads((TARGET / "config.json").read_text()) | changes
-    save_folder(Llama(LlamaConfig.from_dict(config)), config, tmp_path)
+    save_folder(Decoder(DecoderConfig.from_dict(config)), config, tmp_path)
     assert message in complaint(capsys, "--target", tmp_path, "--draft", DRAFT)
 
 

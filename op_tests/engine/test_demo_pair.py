@@ -108,10 +108,9 @@ def test_drafting_pays_greedy_and_sampled(pair, prompts, temperature, least):
 
 def swap_concatenation(engine, monkeypatch):
     """Hidden state before embedding."""
-    projections = engine.draft.midlayer.self_attn
-    for projection in (projections.q_proj, projections.k_proj, projections.v_proj):
-        first, second = projection.weight.chunk(2, dim=1)
-        projection.weight.data = torch.cat([second, first], dim=1)
+    projection = engine.draft.midlayer.self_attn.qkv_proj
+    first, second = projection.weight.chunk(2, dim=1)
+    projection.weight.data = torch.cat([second, first], dim=1)
 
 
 def shift_features(engine, monkeypatch):

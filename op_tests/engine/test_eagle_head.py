@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
-from eagle_kernels.engine.models.llama import Llama, LlamaConfig
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.training.unrolled import causal_attend
 
@@ -30,9 +31,9 @@ HEAD = WIDTHS | {
 TARGET_IDS = torch.arange(3, 43, 2)
 
 
-def make_target(num_layers: int = 6, **changes) -> Llama:
+def make_target(num_layers: int = 6, **changes) -> Decoder:
     torch.manual_seed(1)
-    return Llama(LlamaConfig.from_dict(WIDTHS | {"num_hidden_layers": num_layers} | changes))
+    return Decoder(DecoderConfig.from_dict(WIDTHS | {"num_hidden_layers": num_layers} | changes))
 
 
 def make_head(own_embedding: bool = False, **changes) -> EagleHead:
@@ -178,9 +179,12 @@ def test_shared_embedding_is_not_part_of_the_head():
     ("change", "message"),
     [
         ({"num_hidden_layers": 2}, "num_hidden_layers=2"),
-        ({"norm_before_fc": True}, "norm_before_fc=True"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
-        ({"speculators_model_type": "eagle3"}, "speculators_model_type='eagle3'"),
+        ({"logit_scale": 0.5}, "logit_scale=0.5"),
+        ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step=4"),
+        ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm=False is not implemented for EAGLE-3"),
+        ({"truncated_vocab_size": 30}, "truncated_vocab_size=30 contradicts draft_vocab_size=20"),
+        ({"fc_norm": True, "eagle_config": {"use_aux_hidden_state": False}}, "need use_aux_hidden_state=True"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-2, 1, 3]}}, "names no stream of the target"),
         ({"draft_vocab_size": 51}, "draft_vocab_size=51 exceeds"),
     ],
 )

@@ -7,7 +7,8 @@ import torch
 
 from eagle_kernels import ops
 from eagle_kernels.engine.kv_pool import KVPool, PageAllocator, PrefillAttend, TreeAttend, find_slots
-from eagle_kernels.engine.models.llama import Llama, LlamaConfig
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
 
 CONFIG = {
     "model_type": "llama",
@@ -34,7 +35,7 @@ def run(model, attend, tokens, positions):
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_moved_drafts_equal_a_fresh_prefill(page_size, device):
-    model = Llama(LlamaConfig.from_dict(CONFIG)).to(device).eval()
+    model = Decoder(DecoderConfig.from_dict(CONFIG)).to(device).eval()
     num_nodes, most = len(PARENTS), max(len(path) for path in PATHS)
     ancestors = torch.eye(num_nodes, dtype=torch.bool)
     for node, parent in enumerate(PARENTS[1:], start=1):

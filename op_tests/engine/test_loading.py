@@ -10,9 +10,10 @@ import torch
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
-from eagle_kernels.engine.models import loading  # noqa: E402
+from eagle_kernels.engine.models import checkpoint, loading  # noqa: E402
+from eagle_kernels.engine.models.decoder import Decoder  # noqa: E402
+from eagle_kernels.engine.models.decoder_config import DecoderConfig  # noqa: E402
 from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead  # noqa: E402
-from eagle_kernels.engine.models.llama import Llama, LlamaConfig  # noqa: E402
 from eagle_kernels.engine.models.loading import load_draft, load_target, save_folder  # noqa: E402
 from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
 
@@ -47,7 +48,7 @@ def edit_tensors(folder, edit):
 @pytest.fixture
 def target_folder(tmp_path):
     torch.manual_seed(0)
-    save_folder(Llama(LlamaConfig.from_dict(TARGET)), TARGET, tmp_path / "target")
+    save_folder(Decoder(DecoderConfig.from_dict(TARGET)), TARGET, tmp_path / "target")
     return tmp_path / "target"
 
 
@@ -111,7 +112,7 @@ def test_sharded_target(target_folder):
 
 def test_tied_target_is_stored_once(tmp_path):
     config = TARGET | {"tie_word_embeddings": True}
-    save_folder(Llama(LlamaConfig.from_dict(config)), config, tmp_path)
+    save_folder(Decoder(DecoderConfig.from_dict(config)), config, tmp_path)
     assert "lm_head.weight" not in safetensors_torch.load_file(tmp_path / "model.safetensors")
     target = load_target(tmp_path)
     assert target.lm_head.weight is target.get_input_embeddings().weight
@@ -134,6 +135,43 @@ def test_stored_rope_frequencies_are_ignored(target_folder):
     load_target(target_folder)
 
 
+def test_a_tied_output_that_is_stored_as_well_is_not_read(tmp_path):
+    config = TARGET | {"tie_word_embeddings": True}
+    save_folder(Decoder(DecoderConfig.from_dict(config)), config, tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(40, 16)}))
+    target = load_target(tmp_path)
+    assert target.lm_head.weight is target.get_input_embeddings().weight and target.lm_head.weight.any()
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(target_folder, monkeypatch):
+    target = load_target(target_folder)
+    needed = sum(parameter.numel() for parameter in target.parameters()) * 2
+    monkeypatch.setattr(checkpoint, "free_memory_bytes", lambda device: needed)
+    load_target(target_folder, dtype=torch.bfloat16)
+    monkeypatch.setattr(checkpoint.Checkpoint, "read", None)
+    with pytest.raises(ModelError, match=r"the weights take 0.00 GiB as torch.float32, but cpu has 0.00 GiB free"):
+        load_target(target_folder)
+
+
+def test_free_memory_is_known(device):
+    assert checkpoint.free_memory_bytes(torch.device(device)) > 2**20
+    assert checkpoint.free_memory_bytes(torch.device("meta")) is None
+
+
+def test_a_terminal_is_told_the_shard(target_folder, monkeypatch, capsys):
+    load_target(target_folder)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    load_target(target_folder)
+    assert capsys.readouterr().err == "\rloading 1/1 model.safetensors\033[K\r\033[K"
+
+
+def test_a_damaged_file_is_named(target_folder):
+    (target_folder / "model.safetensors").write_bytes(b"not what it says")
+    with pytest.raises(ModelError, match="model.safetensors cannot be read"):
+        load_target(target_folder)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -145,7 +183,7 @@ def test_stored_rope_frequencies_are_ignored(target_folder):
         ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.zeros(16, dtype=torch.int64)}),
-            "model.norm.weight has dtype torch.int64",
+            "model.norm.weight has dtype I64",
         ),
         (
             lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.0" in name],
@@ -179,8 +217,8 @@ def test_faults_below_the_loader_carry_the_folder(target_folder, draft_folder):
     edit_tensors(draft_folder, lambda tensors: tensors["d2t"].fill_(40))
     with pytest.raises(ModelError, match="draft: d2t: draft id 0 maps to target id 40"):
         load_draft(draft_folder, target)
-    edit_config(draft_folder, norm_before_fc=True)
-    with pytest.raises(ModelError, match="draft: config.json: norm_before_fc=True"):
+    edit_config(draft_folder, logit_scale=2.0)
+    with pytest.raises(ModelError, match="draft: config.json: logit_scale=2.0"):
         load_draft(draft_folder, target)
 
 

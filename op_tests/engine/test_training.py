@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("safetensors")
 
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
-from eagle_kernels.engine.models.llama import Llama, LlamaConfig
 from eagle_kernels.engine.models.loading import load_draft, load_target
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer
 from eagle_kernels.engine.training import acceptance, demo_pair, unrolled
@@ -191,7 +192,7 @@ def test_transformers_reads_the_target_alike(trained):
 def test_the_real_sizes_fit_the_repository():
     recipe = make_recipe()
     with torch.device("meta"):
-        target = Llama(LlamaConfig.from_dict(recipe.target_config))
+        target = Decoder(DecoderConfig.from_dict(recipe.target_config))
         head = EagleHead(EagleConfig.from_dict(recipe.head_config))
     parameters = demo_pair.count_parameters(target), demo_pair.count_parameters(head)
     assert parameters == (4_263_680, 1_049_600)

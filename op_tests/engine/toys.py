@@ -1,10 +1,12 @@
-"""Small models: a toy of thirty lines that shows all that the protocol asks, and random Llamas."""
+"""Small models: a toy of thirty lines that shows all that the protocol asks, and random decoders."""
 
 from __future__ import annotations
 
 import torch
 
-from eagle_kernels.engine.models.llama import Llama, LlamaConfig
+from eagle_kernels.engine.models.causal_attend import causal_attend
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.protocol import KVShape, TargetOutput
 
 
@@ -37,9 +39,9 @@ class ToyModel:
         return TargetOutput(hidden[:, -1:] @ self.head if last_only else hidden @ self.head, features)
 
 
-def random_llama(*, hidden_size=32, num_layers=2, vocab_size=61, max_length=256, seed=0, device="cpu") -> Llama:
+def random_llama(*, hidden_size=32, num_layers=2, vocab_size=61, max_length=256, seed=0, device="cpu") -> Decoder:
     torch.manual_seed(seed)
-    config = LlamaConfig.from_dict(
+    config = DecoderConfig.from_dict(
         {
             "model_type": "llama",
             "vocab_size": vocab_size,
@@ -53,7 +55,7 @@ def random_llama(*, hidden_size=32, num_layers=2, vocab_size=61, max_length=256,
             "max_position_embeddings": max_length,
         }
     )
-    model = Llama(config).to(device).eval()
+    model = Decoder(config).to(device).eval()
     for parameter in model.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -63,12 +65,7 @@ def random_llama(*, hidden_size=32, num_layers=2, vocab_size=61, max_length=256,
 def plain_logits(engine, tokens: list[int]) -> torch.Tensor:
     """Logits [L, V] of one causal pass, without pool or tree."""
 
-    def attend(layer, query, key, value):
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return output.transpose(1, 2)
-
     with torch.inference_mode():
         ids = torch.tensor([tokens], device=engine.device)
         positions = torch.arange(len(tokens), device=engine.device)[None]
-        return engine.target.forward(ids, positions, attend).logits[0].float()
+        return engine.target.forward(ids, positions, causal_attend).logits[0].float()

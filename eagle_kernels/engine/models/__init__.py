@@ -1,1 +1,1 @@
-"""Models the engine can run: the contract (`protocol`), a Llama target, an EAGLE-3 head, and how they are loaded."""
+"""Models the engine can run: the contract (`protocol`), a decoder, an EAGLE-3 head, and how they are loaded."""

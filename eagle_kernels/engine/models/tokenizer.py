@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from .loading import read_eos_token_ids, read_json
+from .checkpoint import read_json
+from .loading import read_eos_token_ids
 from .protocol import ModelError
 
 

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.decoder import Decoder
+from ..models.decoder_config import DecoderConfig
 from ..models.eagle_head import EagleConfig, EagleHead
-from ..models.llama import Llama, LlamaConfig
 from ..models.loading import save_folder
 from .acceptance import NEW_TOKENS, measure_acceptance
 from .corpus import END_OF_TEXT, VOCAB_SIZE, held_out_prompts, read_corpus, token_stream
@@ -53,17 +54,17 @@ def initialise(module: nn.Module, num_layers: int, seed: int) -> None:
             nn.init.normal_(parameter, std=deviation, generator=generator)
 
 
-def train_target(run: Run, recipe: Recipe, stream: Tensor) -> Llama:
+def train_target(run: Run, recipe: Recipe, stream: Tensor) -> Decoder:
     """The trained target, frozen, its fp32 weights rounded to the bf16 values that will be saved."""
-    config = LlamaConfig.from_dict(recipe.target_config)
-    target = Llama(config)
+    config = DecoderConfig.from_dict(recipe.target_config)
+    target = Decoder(config)
     initialise(target, config.num_hidden_layers, recipe.seed)
     target.to(run.device)
     run.fit(recipe.target, target, stream, recipe.window + 1, recipe.seed, lambda tokens: target_loss(target, tokens))
     return target.bfloat16().float().requires_grad_(False)
 
 
-def train_head(run: Run, recipe: Recipe, target: Llama, stream: Tensor) -> EagleHead:
+def train_head(run: Run, recipe: Recipe, target: Decoder, stream: Tensor) -> EagleHead:
     """The head trained against `target`, rounded in the same way."""
     head = EagleHead(EagleConfig.from_dict(recipe.head_config))
     initialise(head, num_layers=1, seed=recipe.seed + 1)

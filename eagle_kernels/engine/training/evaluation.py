@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..models.decoder import Decoder
 from ..models.eagle_head import EagleHead
-from ..models.llama import Llama
 from .corpus import windows
 from .recipe import Recipe
 from .trainer import mixed_precision
@@ -26,7 +26,7 @@ def evaluation_batches(stream: Tensor, recipe: Recipe, batch_size: int, length: 
 
 
 @torch.no_grad()
-def held_out_loss(target: Llama, stream: Tensor, recipe: Recipe) -> float:
+def held_out_loss(target: Decoder, stream: Tensor, recipe: Recipe) -> float:
     """Nats per byte on held-out windows; each starts without context, which costs a little."""
     losses, sizes = [], []
     for tokens in evaluation_batches(stream, recipe, recipe.target.batch_size, recipe.window + 1):
@@ -37,7 +37,7 @@ def held_out_loss(target: Llama, stream: Tensor, recipe: Recipe) -> float:
 
 
 @torch.no_grad()
-def accuracy_by_depth(head: EagleHead, target: Llama, stream: Tensor, recipe: Recipe) -> list[float]:
+def accuracy_by_depth(head: EagleHead, target: Decoder, stream: Tensor, recipe: Recipe) -> list[float]:
     """Share of held-out rows at which the head's first choice is the target's, given a true token at each depth."""
     hits = torch.zeros(recipe.depths, dtype=torch.int64)
     rows = torch.zeros(recipe.depths, dtype=torch.int64)

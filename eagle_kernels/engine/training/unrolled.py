@@ -13,19 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..models.causal_attend import causal_attend
+from ..models.decoder import Decoder
 from ..models.eagle_head import EagleHead
-from ..models.llama import Llama
+from ..models.protocol import ModelError
 from .corpus import END_OF_TEXT
 
 DEPTH_DISCOUNT = 0.8  # weight of depth i is DEPTH_DISCOUNT**i
-
-
-def causal_attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """`protocol.Attend` over the sequence itself, without a cache."""
-    attended = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, enable_gqa=True
-    )
-    return attended.transpose(1, 2)
 
 
 class UnrolledAttend:
@@ -39,7 +33,9 @@ class UnrolledAttend:
         self._first: tuple[Tensor, Tensor] | None = None  # depth-0 key and value, [B, Hq, T, D]
         self._later: list[tuple[Tensor, Tensor]] = []  # those of depths 1..i
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+        if window is not None:
+            raise ModelError(f"heads with a sliding window cannot be trained yet, got window={window}")
         group = query.shape[2] // key.shape[2]
         expanded = tuple(x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (key, value))
         if self._first is None:
@@ -65,7 +61,7 @@ def positions_of(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
 
 
-def target_loss(target: Llama, tokens: Tensor) -> Tensor:
+def target_loss(target: Decoder, tokens: Tensor) -> Tensor:
     """Mean cross-entropy of the next token, nats; tokens [B, T + 1]."""
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     logits = target(inputs, positions_of(inputs), causal_attend).logits
@@ -93,13 +89,13 @@ def draft_vocabulary_of(head: EagleHead) -> Tensor:
 
 
 @torch.no_grad()
-def observe(target: Llama, head: EagleHead, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def observe(target: Decoder, head: EagleHead, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The target's logits [B, T, V] in fp32 and the features [B, T, F] that the head reads."""
     logits, features = target(tokens, positions_of(tokens), causal_attend, capture=head.aux_layers)
     return logits.float(), features
 
 
-def head_loss(head: EagleHead, target: Llama, tokens: Tensor, depths: int) -> Tensor:
+def head_loss(head: EagleHead, target: Decoder, tokens: Tensor, depths: int) -> Tensor:
     """Discounted soft cross-entropy to the target's distribution over the draft vocabulary; tokens [B, T].
 
     Rows whose most likely token lies outside the draft vocabulary count as 0, as in the published training code: the

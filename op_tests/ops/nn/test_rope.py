@@ -199,21 +199,6 @@ def test_bits_are_those_of_hugging_face_s_partial_and_interleaved_models(dtype, 
         assert_equal("rope", "GPT-J", name, getattr(result, name), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_bits_are_those_of_the_engine(dtype, device):
-    """`rotate` in fp32 whatever the dtype of the heads: tables in fp32."""
-    from eagle_kernels.engine.models.llama import Rotary, rotate
-
-    rotary = Rotary(64, 10000.0).to(device)
-    query, key = (torch.randn(5, heads, 64, device=device).to(dtype) for heads in (4, 2))
-    positions = torch.tensor([0, 1, 100, 255, 17], device=device)
-    cos, sin = (table[0, :, 0, :32] for table in rotary(torch.arange(256, device=device)[None]))
-    result = eagle_kernels.raw.rope(query, key, positions, cos, sin)
-    angles = rotary(positions[None])
-    assert_equal("rope", "engine", "query", result.query, rotate(query[None], angles)[0])
-    assert_equal("rope", "engine", "key", result.key, rotate(key[None], angles)[0])
-
-
 def test_launches_and_nothing_else(device):
     values = make(3, 4, 2, 64, 32, torch.float16, torch.float32, device=device)
     assert_only_launches(PATH, values)

@@ -1,0 +1,240 @@
+"""Model folders as files: config.json, the tensors beside it, and the modules that are filled from them.
+
+Shapes are known from the files' headers before anything is allocated. Tensors then go one by one from the file to the
+device and into their place, in their final dtype, so a load needs the weights' memory and that of one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .protocol import ModelError
+
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there, whole or by its index
+
+# How safetensors calls the types that files of torch.save hold as well.
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+}
+
+
+class StoredTensor(NamedTuple):
+    """What a file says of a tensor, and how it is called there; `dtype` is a name of safetensors, as BF16."""
+
+    file_name: str
+    name: str
+    shape: list[int]
+    dtype: str
+
+    @property
+    def is_floating_point(self) -> bool:
+        return self.dtype.startswith(("F", "BF"))
+
+
+class Checkpoint:
+    """`model.safetensors` or `pytorch_model.bin` of a folder, or its shards.
+
+    `tensors` are what will be read, by the name that the module has for each: drop from it what is not, rename what is
+    called otherwise in the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.index, self.file_names = _file_names(folder)
+        self.tensors: dict[str, StoredTensor] = {}
+        for file_name in self.file_names:
+            with self._open(file_name, "cpu") as file:
+                names = file.keys()  # no mapping: cannot be iterated over
+                for name in names:
+                    # Old checkpoints carry the RoPE frequencies, which are derived from the config.
+                    if not name.endswith("rotary_emb.inv_freq"):
+                        header = file.get_slice(name)
+                        self.tensors[name] = StoredTensor(file_name, name, header.get_shape(), header.get_dtype())
+
+    def read(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with its name, on the device, shard by shard; says on a terminal which one it is at."""
+        is_watched = sys.stderr.isatty()
+        for number, file_name in enumerate(self.file_names, start=1):
+            if is_watched:
+                line = f"\rloading {number}/{len(self.file_names)} {file_name}\033[K"
+                print(line, end="", file=sys.stderr, flush=True)
+            with self._open(file_name, str(device)) as file:
+                for name, stored in self.tensors.items():
+                    if stored.file_name == file_name:
+                        yield name, file.get_tensor(stored.name)
+        if is_watched:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def _open(self, file_name: str, device: str):
+        if not (self.folder / file_name).is_file():
+            raise ModelError(f"{file_name}, named by {self.index}, is missing")
+        if file_name.endswith(".bin"):
+            return _PickledFile(self.folder / file_name, device)
+        safe_open = safetensors().safe_open
+        from safetensors import SafetensorError
+
+        try:
+            return safe_open(self.folder / file_name, framework="pt", device=device)
+        except SafetensorError as error:
+            raise ModelError(f"{file_name} cannot be read: {error}") from None
+
+
+class _PickledFile:
+    """A file of torch.save, read without running code of it, in the words of an open safetensors file."""
+
+    def __init__(self, path: Path, device: str) -> None:
+        self._device = device
+        try:
+            self._tensors = torch.load(path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ModelError(f"{path.name} cannot be read: {reason}") from None
+        is_table = isinstance(self._tensors, dict)
+        if not (is_table and all(isinstance(tensor, Tensor) for tensor in self._tensors.values())):
+            raise ModelError(f"{path.name} holds no dictionary of tensors")
+
+    def __enter__(self) -> _PickledFile:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._tensors = {}
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> _PickledHeader:
+        return _PickledHeader(self._tensors[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name].to(self._device)
+
+
+class _PickledHeader(NamedTuple):
+    tensor: Tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return _DTYPE_NAMES.get(self.tensor.dtype) or str(self.tensor.dtype).removeprefix("torch.").upper()
+
+
+def fill(module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    """Moves a module built on the meta device to `device` and gives it the checkpoint's tensors, floating-point ones
+    as `dtype`; leaves it frozen, in eval mode. Names, shapes and memory are checked before anything is allocated."""
+    module.to(dtype)
+    expected = module.state_dict()
+    _refuse("missing", expected.keys() - checkpoint.tensors.keys())
+    _refuse("unexpected", checkpoint.tensors.keys() - expected.keys())
+    for name, stored in checkpoint.tensors.items():
+        wanted = expected[name]
+        if stored.shape != list(wanted.shape):
+            raise ModelError(f"tensor {name} has shape {stored.shape}, config.json asks for {list(wanted.shape)}")
+        if stored.is_floating_point != wanted.is_floating_point():
+            raise ModelError(f"tensor {name} has dtype {stored.dtype}, {wanted.dtype} was expected")
+    needed = sum(tensor.nbytes for tensor in expected.values())
+    free = free_memory_bytes(device)
+    if free is not None and needed > free:
+        raise ModelError(
+            f"the weights take {needed / 2**30:.2f} GiB as {dtype}, but {device} has {free / 2**30:.2f} GiB free"
+        )
+    places = module.to_empty(device=device).requires_grad_(False).eval().state_dict()
+    for name, tensor in checkpoint.read(device):
+        places[name].copy_(tensor)
+
+
+def free_memory_bytes(device: torch.device) -> int | None:
+    """Memory that can be had on the device now; None where nobody says."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    table = Path("/proc/meminfo")
+    if device.type == "cpu" and table.is_file():
+        for line in table.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Put the folder in front of every complaint about its contents."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ModelError("there is no such folder")
+    if not (folder / "config.json").is_file():
+        raise ModelError("config.json is missing")
+    return read_json(folder / "config.json")
+
+
+def read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
+    """The JSON object in a file; {} where an optional one does not exist."""
+    if is_optional and not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not even UTF-8
+        raise ModelError(f"{path.name} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path.name} holds no JSON object")
+    return content
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """One safetensors file; floating-point tensors are rounded to bf16."""
+    stored = {
+        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
+    # Not `save_file`: it leaves the file readable by its owner alone.
+    path.write_bytes(safetensors().torch.save(stored, metadata={"format": "pt"}))
+
+
+def safetensors() -> Any:
+    """The package, with its part for torch."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ModelError("model files need safetensors: pip install 'eagle_kernels[models]'") from None
+    return safetensors
+
+
+def _file_names(folder: Path) -> tuple[str, list[str]]:
+    """The index, which need not be there, and the files that hold tensors."""
+    for name in WEIGHT_FILES:
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return index.name, [name]
+        if index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            if not (isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())):
+                raise ModelError(f"{index.name}: weight_map must be an object that names the file of each tensor")
+            return index.name, sorted(set(weight_map.values()))
+    raise ModelError("neither model.safetensors nor model.safetensors.index.json nor pytorch_model.bin is there")
+
+
+def _refuse(fault: str, names: set[str]) -> None:
+    if names:
+        shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise ModelError(f"{fault} tensors: {shown}")

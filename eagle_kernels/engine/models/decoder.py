@@ -1,0 +1,128 @@
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3: one class, whose config says what differs.
+
+Parameter names outside are Hugging Face's, so its checkpoints load unchanged. Attention itself is the caller's
+(`protocol.Attend`): the module holds no cache and no mask, reads no tensor on the host, and may be captured in a CUDA
+graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .decoder_config import DecoderConfig
+from .layers import MLP, Attention, RMSNorm
+from .protocol import FINAL_NORM, Attend, KVShape, TargetOutput
+from .rotary import Angles, Rotary
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP.
+
+    The residual stream [B, T, H] travels as a sum that is not formed yet, stream + delta: the next norm forms it.
+    """
+
+    def __init__(self, config: DecoderConfig, window: int | None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, input_size=config.hidden_size, window=window)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, stream: Tensor, delta: Tensor | None, angles: Angles, attend: Attend, layer: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(the stream that came in, now formed, and the stream and delta that go out)."""
+        entering, normed = self.input_layernorm.add(stream, delta)
+        delta = self.self_attn(normed, angles, attend, layer)
+        stream, normed = self.post_attention_layernorm.add(entering, delta)
+        return entering, stream, self.mlp(normed)
+
+
+class DecoderBackbone(nn.Module):
+    """Everything below the language-model head; exists so that parameters carry the published prefix `model.`."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, window) for window in config.windows)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = Rotary(config)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, capture: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The normed output [B, T, H], and the captured streams side by side."""
+        angles = self.rotary(positions)
+        stream, delta = self.embed_tokens(input_ids), None
+        captured = {}
+        for index, layer in enumerate(self.layers):
+            entering, stream, delta = layer(stream, delta, angles, attend, index)
+            if index in capture:
+                captured[index] = entering
+        captured[len(self.layers)], captured[FINAL_NORM] = self.norm.add(stream, delta)
+        features = torch.cat([captured[index] for index in capture], dim=-1) if capture else None
+        return captured[FINAL_NORM], features
+
+
+class Decoder(nn.Module):
+    """A target of any of the families (`protocol.TargetModel`); also what the demo trainer trains."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = DecoderBackbone(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Point the output at the embedding where the config says so; needed again after parameters are replaced."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def max_length(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(self.config.num_hidden_layers, self.config.num_key_value_heads, self.config.head_dim)
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        capture: Sequence[int] = (),
+        last_only: bool = False,
+    ) -> TargetOutput:
+        """See `protocol.TargetModel.forward`. `capture` = num_hidden_layers is the stream *before* the final norm."""
+        normed, features = self.model(input_ids, positions, attend, capture)
+        if last_only:
+            normed = normed[:, -1:]
+        return TargetOutput(self.lm_head(normed), features)

@@ -1,0 +1,246 @@
+"""What a Hugging Face config.json says about a decoder: one table of families, one dataclass of what they come down to.
+
+What does not change the computation is ignored; what would and is not implemented is refused by name. Where a key is
+absent, the family's own default in transformers holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from ..values import is_integer
+from .protocol import ModelError
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the models of one `model_type` differ.
+
+    qkv_bias, o_bias, mlp_bias   whether the projections have a bias, or the key of config.json that says so
+    has_qk_norms                 an RMS norm of each query and key head, before RoPE
+    sliding                      "none", "all" layers where `sliding_window` is set, or "by layer"
+    defaults                     of keys that config.json leaves out, where they are not those of `DecoderConfig`
+    """
+
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    has_qk_norms: bool = False
+    sliding: str = "none"
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+
+FAMILIES = {
+    "llama": Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": Family(
+        sliding="all",
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    ),
+    "qwen2": Family(qkv_bias=True, sliding="by layer", defaults=_QWEN),
+    "qwen3": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        has_qk_norms=True,
+        sliding="by layer",
+        defaults=_QWEN | {"head_dim": 128},
+    ),
+}
+
+# Keys that change the computation, with the one value that is implemented. An absent or null key means that value.
+IMPLEMENTED = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None}
+
+# Scalings of the rotary frequencies, and the keys that each cannot do without.
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+
+
+def read_section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """The JSON object under a key of config.json; {} where the key is absent or null."""
+    section = config.get(name)
+    if section is not None and not isinstance(section, dict):
+        raise ModelError(f"config.json: {name} must be an object, got {section!r}")
+    return section or {}
+
+
+def read_size(config: dict[str, Any], name: str) -> int:
+    """The positive integer under a key of config.json."""
+    value = config.get(name)
+    if not (is_integer(value) and value > 0):
+        raise ModelError(f"config.json: {name} must be a positive integer, got {value!r}")
+    return value
+
+
+def check_fields(config: Any) -> None:
+    """Numbers of a dataclass are numbers, sizes are positive."""
+    for item in fields(config):
+        value, kind = getattr(config, item.name), item.type.removesuffix(" | None")
+        if value is None and kind != item.type:
+            continue
+        if kind == "int":
+            read_size({item.name: value}, item.name)
+        if kind == "float" and not (is_integer(value) or isinstance(value, float)):
+            raise ModelError(f"config.json: {item.name} must be a number, got {value!r}")
+        if kind == "bool" and not isinstance(value, bool):
+            raise ModelError(f"config.json: {item.name} must be true or false, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """`rope_scaling` or, since transformers 5, `rope_parameters`; the names are theirs. `rotary.py` says what is used
+    by which type."""
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    original_max_position_embeddings: int | None = None
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], max_length: int) -> RopeConfig:
+        """Of a whole config.json; `max_length` is what the model was pretrained for where nothing else is said."""
+        name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        section = read_section(config, name)
+        rope_type = section.get("rope_type", section.get("type", "default"))
+        nested = [key for key, value in section.items() if isinstance(value, dict)]
+        if nested:
+            raise ModelError(f"config.json: {name} that differ by layer ({', '.join(nested)}) are not implemented")
+        if rope_type not in ROPE_TYPES:
+            raise ModelError(
+                f"config.json: {name} of type {rope_type!r} is not implemented (only {', '.join(ROPE_TYPES)})"
+            )
+        if section.get("partial_rotary_factor") not in (None, 1.0):
+            value = section["partial_rotary_factor"]
+            raise ModelError(f"config.json: partial_rotary_factor={value!r} is not implemented (only 1.0)")
+        missing = [key for key in ROPE_TYPES[rope_type] if section.get(key) is None]
+        if missing:
+            raise ModelError(f"config.json: {name} of type {rope_type!r} lacks {', '.join(missing)}")
+        known = {item.name for item in fields(cls)}
+        values = {key: value for key, value in section.items() if key in known and value is not None}
+        values["rope_type"] = rope_type
+        if config.get("rope_theta") is not None:
+            values.setdefault("rope_theta", config["rope_theta"])
+        length = "original_max_position_embeddings"
+        if config.get(length) is not None:  # goes before the section's own
+            values[length] = config[length]
+        read_size({length: values.setdefault(length, max_length)}, length)
+        if rope_type == "yarn":
+            values.setdefault("factor", max_length / values[length])
+        return cls(**values)
+
+
+@dataclass(kw_only=True)
+class DecoderConfig:
+    """The part of a config.json that decides the computation. Names are Hugging Face's, apart from the last five:
+
+    qkv_bias, o_bias   of the projections into and out of attention
+    has_qk_norms       an RMS norm of each query and key head
+    windows            of each layer: the keys it sees, its own among them; None: all
+    rope               frequencies of the rotary embedding
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None  # None: one per query head
+    head_dim: int | None = None  # None: hidden_size // num_attention_heads
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    mlp_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    has_qk_norms: bool = False
+    windows: tuple[int | None, ...] = ()
+    rope: RopeConfig = RopeConfig()
+
+    def __post_init__(self) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        check_fields(self)
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        self.windows = self.windows or (None,) * self.num_hidden_layers
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ModelError(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs")
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> DecoderConfig:
+        """Read a parsed config.json; refuse by name what would change the result and is not implemented."""
+        return cls(**cls._read(config))
+
+    @classmethod
+    def _read(cls, config: dict[str, Any]) -> dict[str, Any]:
+        model_type = config.get("model_type") or "llama"
+        if model_type not in FAMILIES:
+            raise ModelError(f"config.json: model_type={model_type!r} is not implemented (only {', '.join(FAMILIES)})")
+        for name, implemented in IMPLEMENTED.items():
+            value = config.get(name)
+            if value is not None and value != implemented:
+                raise ModelError(f"config.json: {name}={value!r} is not implemented (only {implemented!r})")
+        family = FAMILIES[model_type]
+        config = family.defaults | config
+        own = ("qkv_bias", "o_bias", "mlp_bias", "has_qk_norms", "windows", "rope")  # said in other words
+        known = {item.name for item in fields(cls)} - set(own)
+        values = {name: value for name, value in config.items() if name in known and value is not None}
+        for item in fields(cls):
+            if item.default is MISSING and item.name not in values:
+                raise ModelError(f"config.json: {item.name} is missing")
+        for name in ("qkv_bias", "o_bias", "mlp_bias"):
+            bias = getattr(family, name)
+            values[name] = config.get(bias) or False if isinstance(bias, str) else bias
+        values["has_qk_norms"] = family.has_qk_norms
+        values["windows"] = _windows(config, family, read_size(config, "num_hidden_layers"))
+        values.setdefault("max_position_embeddings", cls.max_position_embeddings)
+        values["rope"] = RopeConfig.from_dict(config, read_size(values, "max_position_embeddings"))
+        return values
+
+
+def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer, None for those that see everything."""
+    window = config.get("sliding_window")
+    first = 0
+    if family.sliding == "by layer":
+        window = window if config.get("use_sliding_window") else None
+        first = config.get("max_window_layers") or 0
+    if window is not None:
+        if family.sliding == "none":
+            raise ModelError(f"config.json: sliding_window={window!r} is not implemented for this model_type")
+        window = read_size(config, "sliding_window")
+    computed = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(num_layers)]
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        layer_types = computed
+    if family.sliding != "by layer" and layer_types != computed:
+        raise ModelError(f"config.json: layer_types={layer_types!r} is not implemented for this model_type")
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise ModelError(f"config.json: layer_types must name each of {num_layers} layers, got {layer_types!r}")
+    for layer_type in layer_types:
+        if layer_type not in ("sliding_attention", "full_attention"):
+            raise ModelError(f"config.json: layer_types: {layer_type!r} is not implemented")
+        if layer_type == "sliding_attention" and window is None:
+            raise ModelError("config.json: layer_types name sliding_attention, but no sliding window is in use")
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)

@@ -1,0 +1,99 @@
+"""Rotary position embedding: the frequencies of each scaling, and their angles in a table that is made once.
+
+Frequencies are those of transformers (modeling_rope_utils.py) to the bit: its formulas in its order, in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .decoder_config import DecoderConfig, RopeConfig
+
+
+class Angles(NamedTuple):
+    """What turns the heads of B * T rows: positions [B * T], and cos and sin [max_length, D / 2] fp32 to look up."""
+
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+class Rotary(nn.Module):
+    """The half-split form: coordinate c turns with coordinate c + D / 2. positions [B, T] int64 -> `Angles`."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
+        # On the CPU whatever the model's device: another's cos may differ in the last bit.
+        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device="cpu")
+        angles = positions[:, None] * frequencies
+        table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+        self.register_buffer("table", table, persistent=False)
+
+    def _apply(self, function, recurse: bool = True) -> Rotary:
+        # The table follows the module to its device, but `.to(bfloat16)` must not round it, nor `to_empty` drop it.
+        self.table = self.table.to(function(self.table.new_empty(0)).device)
+        return self
+
+    def forward(self, positions: Tensor) -> Angles:
+        return Angles(positions.flatten().contiguous(), *self.table.chunk(2, dim=-1))
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """([D / 2] fp32 on the CPU, the factor of cos and sin)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    frequencies = 1.0 / rope.rope_theta**exponents
+    if rope.rope_type == "linear":
+        return frequencies / rope.factor, 1.0
+    if rope.rope_type == "llama3":
+        return _llama3(rope, frequencies), 1.0
+    if rope.rope_type == "yarn":
+        return _yarn(rope, rope.rope_theta**exponents, head_dim), _yarn_attention_factor(rope)
+    return frequencies, 1.0
+
+
+def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Llama 3.1: long waves are stretched by `factor`, short ones stay, those between are interpolated."""
+    length, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    is_long = wavelengths > length / low
+    stretched = torch.where(is_long, frequencies / rope.factor, frequencies)
+    share = (length / wavelengths - low) / (high - low)
+    between = (1 - share) * stretched / rope.factor + share * stretched
+    return torch.where(is_long | (wavelengths < length / high), stretched, between)
+
+
+def _yarn(rope: RopeConfig, wavelengths: Tensor, head_dim: int) -> Tensor:
+    """YaRN (arXiv 2309.00071): pairs that turn more than beta_fast times in the original length stay, those that turn
+    less than beta_slow times are stretched by `factor`, a ramp lies between."""
+
+    def pair_that_turns(times: float) -> float:
+        length = rope.original_max_position_embeddings
+        return head_dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+
+    first, last = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    kept = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
+    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    """The attention temperature of YaRN, which cos and sin carry."""
+
+    def scale(mscale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)

@@ -1,0 +1,110 @@
+"""config.json of a decoder: what is read, what is ignored, and one line by name for what is not implemented."""
+
+from __future__ import annotations
+
+import pytest
+
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.protocol import ModelError
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def read(**changes) -> DecoderConfig:
+    return DecoderConfig.from_dict(CONFIG | changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma"}, r"model_type='gemma' is not implemented \(only llama, mistral, qwen2, qwen3\)"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"attention_bias": "yes"}, "qkv_bias must be true or false, got 'yes'"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, got 0"),
+        ({"hidden_size": True}, "hidden_size must be a positive integer, got True"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number, got '1e-5'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
+        ({"num_key_value_heads": 4}, "not a multiple"),
+        ({"head_dim": 15}, "head_dim=15 is odd"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters of type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling of type 'linear' lacks factor"),
+        ({"rope_scaling": LLAMA3 | {"factor": "8"}}, "factor must be a number, got '8'"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"differ by layer \(full_attention\)"),
+        ({"sliding_window": 4096}, "sliding_window=4096 is not implemented for this model_type"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 4}, "layer_types=.* is not implemented"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types must name each of 4 layers"),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 4}, "'chunked_attention' is not implemented"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 4}, "no sliding window is in use"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(change, message):
+    with pytest.raises(ModelError, match=message) as caught:
+        read(**change)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_changes_nothing_is_ignored():
+    ignored = {"attention_dropout": 0.1, "pretraining_tp": 2, "use_cache": False, "initializer_range": 0.1, "x": {}}
+    ignored |= {"qkv_bias": True, "windows": [1], "rope": 3, "has_qk_norms": True}  # our own words, not Hugging Face's
+    assert read(**ignored) == read()
+
+
+def test_defaults_are_the_familys_own():
+    required = {name: CONFIG[name] for name in CONFIG if name not in ("model_type", "num_key_value_heads")}
+    config = DecoderConfig.from_dict(required)
+    assert (config.num_key_value_heads, config.head_dim, config.rope.rope_theta) == (6, 8, 10000.0)
+    mistral = read(model_type="mistral", head_dim=16)
+    assert (mistral.windows, mistral.max_position_embeddings) == ((4096,) * 4, 131072)
+    assert read(model_type="mistral", sliding_window=None).windows == (None,) * 4
+    qwen = read(model_type="qwen3")
+    assert (qwen.head_dim, qwen.has_qk_norms, qwen.qkv_bias, qwen.o_bias) == (128, True, False, False)
+    assert read(model_type="qwen2").qkv_bias and not read(model_type="qwen2").o_bias
+
+
+def test_defaults_agree_with_transformers():
+    transformers = pytest.importorskip("transformers")
+    for model_type in ("llama", "mistral", "qwen2", "qwen3"):
+        theirs = transformers.AutoConfig.for_model(model_type).to_dict()
+        required = ("model_type", "vocab_size", "hidden_size", "intermediate_size")
+        required += ("num_hidden_layers", "num_attention_heads")
+        absent = DecoderConfig.from_dict({name: theirs[name] for name in required})
+        assert absent == DecoderConfig.from_dict(theirs), model_type
+
+
+def test_windows_by_layer():
+    sliding = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7}
+    assert read(**sliding, max_window_layers=3).windows == (None, None, None, 7)
+    assert read(**sliding).windows == (None,) * 4  # transformers' default: from layer 28 on
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert read(**sliding, max_window_layers=3, layer_types=kinds).windows == (7, None, 7, None)
+    assert read(**sliding | {"use_sliding_window": False}, max_window_layers=0).windows == (None,) * 4
+
+
+def test_both_places_of_the_rotary_parameters():
+    assert read(rope_theta=5000.0).rope.rope_theta == 5000.0
+    moved = {"rope_type": "default", "rope_theta": 7000}
+    assert read(rope_theta=None, rope_parameters=moved).rope.rope_theta == 7000
+    assert read(rope_theta=5.0, rope_parameters=moved).rope.rope_theta == 7000
+    old = read(rope_theta=5000.0, rope_scaling=LLAMA3, max_position_embeddings=64, rope_parameters=moved).rope
+    assert (old.rope_type, old.rope_theta, old.original_max_position_embeddings) == ("llama3", 5000.0, 64)
+    outside = read(rope_scaling=LLAMA3 | {"original_max_position_embeddings": 16}, original_max_position_embeddings=32)
+    assert outside.rope.original_max_position_embeddings == 32
+    implied = read(rope_scaling={"type": "yarn", "original_max_position_embeddings": 512})
+    assert implied.rope.factor == 2048 / 512

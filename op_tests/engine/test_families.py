@@ -1,0 +1,153 @@
+"""Every family, rotary scaling, bias and window against transformers' own model of the same folder, in fp32."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.models.causal_attend import causal_attend
+from eagle_kernels.engine.models.loading import load_target, save_folder
+from op_tests.engine.toys import ToyModel
+
+transformers = pytest.importorskip("transformers", reason="the models to compare with are those of transformers")
+
+SIZES = {
+    "vocab_size": 83,
+    "hidden_size": 60,
+    "intermediate_size": 76,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,  # deliberately neither hidden_size / num_attention_heads nor a power of two
+    "max_position_embeddings": 96,
+    "initializer_range": 0.15,  # attention far from uniform
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+THETA = {"rope_theta": 3000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | THETA
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24} | THETA
+SLIDING = {"use_sliding_window": True, "sliding_window": 5}
+
+CASES = {
+    "llama": ("Llama", {}),
+    "llama tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama one key head": ("Llama", {"num_key_value_heads": 1, "rope_parameters": THETA}),
+    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0} | THETA}),
+    "llama llama3": ("Llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 40}}),
+    "llama yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama yarn, not truncated": ("Llama", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 8.0}}),
+    "llama yarn, attention factor": ("Llama", {"rope_parameters": YARN | {"attention_factor": 0.7}}),
+    "llama yarn, mscale": ("Llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
+    "llama yarn, one ramp": ("Llama", {"rope_parameters": YARN | {"beta_fast": 1.5, "beta_slow": 1.4}}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral window": ("Mistral", {"sliding_window": 5}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2 window": ("Qwen2", SLIDING | {"max_window_layers": 1}),
+    "qwen2 yarn": ("Qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3 biases": ("Qwen3", {"attention_bias": True}),
+    "qwen3 layer types": ("Qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+}
+
+
+def make(family: str, changes: dict, folder) -> torch.nn.Module:
+    """A random model of transformers, which has written itself to `folder`."""
+    torch.manual_seed(0)
+    changes = dict(changes)
+    if "layer_types" in changes:
+        changes["num_hidden_layers"] = len(changes["layer_types"])
+    config = getattr(transformers, family + "Config")(**SIZES | changes)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, family + "ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.5)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(params=CASES.items(), ids=CASES)
+def pair(request, tmp_path):
+    """(transformers' model, ours read from its folder)."""
+    _, (family, changes) = request.param
+    theirs = make(family, changes, tmp_path)
+    return theirs, load_target(tmp_path)
+
+
+@torch.no_grad()
+def test_the_model_is_that_of_transformers(pair, tmp_path):
+    theirs, ours = pair
+    input_ids = torch.randint(SIZES["vocab_size"], (3, 33))
+    positions = torch.arange(33).expand(3, -1)
+    expected = theirs(input_ids, output_hidden_states=True)
+    capture = tuple(range(ours.config.num_hidden_layers))
+    logits, features = ours(input_ids, positions, causal_attend, capture=capture)
+    streams = torch.cat([expected.hidden_states[layer] for layer in capture], dim=-1)
+    torch.testing.assert_close(features, streams, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, expected.logits, atol=3e-5, rtol=1e-5)
+    # the tables are theirs to the bit
+    table = torch.cat([part[0, :, :12] for part in theirs.model.rotary_emb(logits, positions[:1])], dim=-1)
+    assert torch.equal(ours.model.rotary.table[:33], table)
+
+
+def test_greedy_text_is_that_of_transformers(pair):
+    """Plain and speculative; the model as its own draft, whose levels and extensions have windows as well."""
+    theirs, ours = pair
+    prompts = torch.randint(1, SIZES["vocab_size"], (2, 11))
+    expected = theirs.generate(prompts, max_new_tokens=16, do_sample=False, attention_mask=torch.ones_like(prompts))
+    expected = expected[:, 11:].tolist()
+    trees = {"topk": 2, "num_steps": 4, "num_draft_tokens": 9}, {"topk": 1, "num_steps": 4, "num_draft_tokens": 5}
+    for tree in trees:
+        engine = EAGLEInference(ours, ours, EAGLEConfig(**tree, page_size=4))
+        output = engine.generate(prompts, 16)
+        assert output.output_ids == expected
+    assert output.stats.mean_accept_length == 5  # a chain of the model's own guesses: all are right
+    assert engine.generate(prompts, 16, speculative=False).output_ids == expected
+    stranger = EAGLEInference(ToyModel(vocab_size=SIZES["vocab_size"]), ours, EAGLEConfig(**trees[0]))
+    assert stranger.generate(prompts, 16).output_ids == expected
+
+
+@torch.no_grad()
+def test_transformers_reads_what_is_saved(pair, tmp_path):
+    """The way back: `save_folder` writes published names, biases and norms among them (in bf16)."""
+    theirs, ours = pair
+    config = json.loads((tmp_path / "config.json").read_text())
+    save_folder(ours, config, tmp_path / "again")
+    again = type(theirs).from_pretrained(tmp_path / "again", dtype=torch.float32)
+    assert again.state_dict().keys() == theirs.state_dict().keys()
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, theirs.state_dict()[name].bfloat16().float()), name
+
+
+@torch.no_grad()
+def test_folders_of_older_transformers(tmp_path):
+    """rope_theta at the top and the scaling in rope_scaling, under `type`, as transformers 4 wrote them."""
+    make("Llama", {"rope_parameters": YARN}, tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    input_ids, positions = torch.randint(SIZES["vocab_size"], (1, 40)), torch.arange(40)[None]
+    expected = load_target(tmp_path)(input_ids, positions, causal_attend).logits
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope | {"type": rope.pop("rope_type")}
+    path.write_text(json.dumps(config))
+    assert torch.equal(load_target(tmp_path)(input_ids, positions, causal_attend).logits, expected)
+
+
+@torch.no_grad()
+def test_shards_of_transformers(tmp_path):
+    theirs = make("Qwen3", {}, tmp_path / "whole")
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
+    whole, shards = load_target(tmp_path / "whole"), load_target(tmp_path / "shards")
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, shards.state_dict()[name]), name

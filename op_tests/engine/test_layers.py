@@ -1,0 +1,102 @@
+"""Layers of a decoder: the ops and the code for training agree, and fused projections keep their published names."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from eagle_kernels import ops
+from eagle_kernels.engine.models import layers
+from eagle_kernels.engine.models.causal_attend import causal_attend
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 61,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "attention_bias": True,
+    "max_position_embeddings": 32,
+}
+
+
+def make(device="cpu") -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig.from_dict(CONFIG))
+    for name, parameter in model.named_parameters():
+        torch.nn.init.uniform_(parameter, 0.5, 1.5) if "norm" in name else torch.nn.init.normal_(parameter, std=0.3)
+    return model.to(device)
+
+
+def logits_of(model: Decoder) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    input_ids = torch.randint(CONFIG["vocab_size"], (2, 9), generator=generator).to(model.device)
+    positions = torch.arange(9, device=model.device).expand(2, -1)
+    return model(input_ids, positions, causal_attend).logits
+
+
+def test_kernels_and_training_agree(device, monkeypatch):
+    """The kernels, interpreted where there is no GPU; training differentiates every parameter."""
+    model = make(device)
+    trained = logits_of(model)
+    trained.square().sum().backward()
+    assert all(parameter.grad.isfinite().all() and parameter.grad.any() for parameter in model.parameters())
+    monkeypatch.setenv("EAGLE_KERNELS_BACKEND", "triton")
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(model), trained, atol=2e-5, rtol=1e-5)
+
+
+def test_what_chooses_between_them(device):
+    weight = torch.nn.Parameter(torch.ones(2, device=device))
+    assert layers.library(weight) is not ops
+    assert layers.library(weight.detach()) is ops
+    with torch.no_grad():
+        assert layers.library(weight) is ops
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+            assert layers.library(weight) is not ops
+            assert logits_of(make(device)).isfinite().all()
+
+
+def test_state_dicts_have_the_published_names():
+    model = make()
+    state = model.state_dict()
+    attention = "model.layers.0.self_attn."
+    published = {f"{attention}{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")}
+    published |= {f"{attention}{part}_norm.weight" for part in "qk"}
+    assert {name for name in state if name.startswith(attention)} == published
+    assert not any("qkv" in name or "gate_up" in name for name in state)
+    fused = model.model.layers[0].self_attn.qkv_proj
+    assert state[attention + "k_proj.weight"].data_ptr() == fused.weight[80:].data_ptr()
+    assert model.model.layers[0].self_attn.state_dict().keys() == {name.removeprefix(attention) for name in published}
+
+
+def test_state_dicts_come_back():
+    model = make()
+    again = Decoder(DecoderConfig.from_dict(CONFIG))
+    again.load_state_dict(pickle.loads(pickle.dumps(model.state_dict())))
+    assert torch.equal(logits_of(again), logits_of(model))
+    state = model.state_dict()
+    del state["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(RuntimeError, match="layers.1.mlp.gate_up_proj.weight"):
+        again.load_state_dict(state)
+
+
+@pytest.mark.gpu
+def test_a_forward_pass_is_captured_in_a_graph():
+    model = make("cuda").bfloat16()
+    with torch.no_grad():
+        expected = logits_of(model)
+        input_ids = torch.randint(CONFIG["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(1)).cuda()
+        positions = torch.arange(9, device="cuda").expand(2, -1)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = model(input_ids, positions, causal_attend).logits
+        graph.replay()
+        torch.testing.assert_close(logits, expected)
