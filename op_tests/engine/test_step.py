@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine import timing
+from eagle_kernels.engine import step, timing
+from eagle_kernels.engine.kv_pool import TreeAttend
 from eagle_kernels.engine.step import Stepper
 from op_tests.engine.toys import ToyModel, random_llama
 
@@ -18,6 +19,24 @@ def test_a_chain_longer_than_a_mask_word(device):
     text, stats = engine.generate([1, 2, 3], 1 + 2 * 71)
     assert text == engine.generate([1, 2, 3], 1 + 2 * 71, speculative=False)[0]
     assert stats.steps == 2 and stats.mean_accept_length == 71
+
+
+def test_draft_slots_have_the_positions_of_the_rows_that_wrote_them(monkeypatch, device):
+    """A window on a draft's levels reads them: own slots as the rows say, earlier ones as they were."""
+    levels = [torch.empty(2, 0, dtype=torch.int64, device=device)]
+
+    class Watched(TreeAttend):
+        def __init__(self, pool, lengths, first, num_rows, tree_mask, positions, key_positions=None):
+            super().__init__(pool, lengths, first, num_rows, tree_mask, positions, key_positions)
+            if key_positions is not None:
+                before = levels[-1] if first else levels[0]
+                assert torch.equal(key_positions, torch.cat([before, positions], dim=1))
+                levels.append(key_positions)
+
+    monkeypatch.setattr(step, "TreeAttend", Watched)
+    toy = ToyModel(device=device)
+    EAGLEInference(toy, toy, EAGLEConfig(topk=3, num_steps=4)).generate([[1, 2, 3], [4]], 8)
+    assert len(levels) > 3
 
 
 @pytest.mark.gpu
