@@ -31,7 +31,7 @@ def read(**changes) -> DecoderConfig:
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        ({"attention_bias": "yes"}, "qkv_bias must be true or false, got 'yes'"),
+        ({"attention_bias": "yes"}, "attention_bias must be true or false, got 'yes'"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, got 0"),
         ({"hidden_size": True}, "hidden_size must be a positive integer, got True"),

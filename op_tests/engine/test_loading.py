@@ -143,6 +143,17 @@ def test_a_tied_output_that_is_stored_as_well_is_not_read(tmp_path):
     assert target.lm_head.weight is target.get_input_embeddings().weight and target.lm_head.weight.any()
 
 
+def test_parts_of_a_fused_projection_are_stored_apart(target_folder, tmp_path):
+    """A bf16 model is saved without a conversion, so what is written are views of one tensor."""
+    target = load_target(target_folder, dtype=torch.bfloat16)
+    save_folder(target, TARGET, tmp_path / "again")
+    again = safetensors_torch.load_file(tmp_path / "again" / "model.safetensors")
+    for name, tensor in safetensors_torch.load_file(target_folder / "model.safetensors").items():
+        assert torch.equal(again[name], tensor), name
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (target_folder, tmp_path / "again")]
+    assert sizes[0] == sizes[1]
+
+
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(target_folder, monkeypatch):
     target = load_target(target_folder)
     needed = sum(parameter.numel() for parameter in target.parameters()) * 2

@@ -77,6 +77,14 @@ def read_size(config: dict[str, Any], name: str) -> int:
     return value
 
 
+def read_flag(config: dict[str, Any], name: str) -> bool:
+    """The boolean under a key of config.json; False where the key is absent or null."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ModelError(f"config.json: {name} must be true or false, got {value!r}")
+    return bool(value)
+
+
 def check_fields(config: Any) -> None:
     """Numbers of a dataclass are numbers, sizes are positive."""
     for item in fields(config):
@@ -87,8 +95,8 @@ def check_fields(config: Any) -> None:
             read_size({item.name: value}, item.name)
         if kind == "float" and not (is_integer(value) or isinstance(value, float)):
             raise ModelError(f"config.json: {item.name} must be a number, got {value!r}")
-        if kind == "bool" and not isinstance(value, bool):
-            raise ModelError(f"config.json: {item.name} must be true or false, got {value!r}")
+        if kind == "bool":
+            read_flag({item.name: value}, item.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +219,7 @@ class DecoderConfig:
                 raise ModelError(f"config.json: {item.name} is missing")
         for name in ("qkv_bias", "o_bias", "mlp_bias"):
             bias = getattr(family, name)
-            values[name] = config.get(bias) or False if isinstance(bias, str) else bias
+            values[name] = read_flag(config, bias) if isinstance(bias, str) else bias
         values["has_qk_norms"] = family.has_qk_norms
         values["windows"] = _windows(config, family, read_size(config, "num_hidden_layers"))
         values.setdefault("max_position_embeddings", cls.max_position_embeddings)
@@ -224,7 +232,7 @@ def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[i
     window = config.get("sliding_window")
     first = 0
     if family.sliding == "by layer":
-        window = window if config.get("use_sliding_window") else None
+        window = window if read_flag(config, "use_sliding_window") else None
         first = config.get("max_window_layers") or 0
     if window is not None:
         if family.sliding == "none":
