@@ -26,10 +26,12 @@ def test_draft_slots_have_the_positions_of_the_rows_that_wrote_them(monkeypatch,
     levels = [torch.empty(2, 0, dtype=torch.int64, device=device)]
 
     class Watched(TreeAttend):
-        def __init__(self, pool, lengths, first, num_rows, tree_mask, positions, key_positions=None):
-            super().__init__(pool, lengths, first, num_rows, tree_mask, positions, key_positions)
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            positions, key_positions = self._positions, self._key_positions
             if key_positions is not None:
-                before = levels[-1] if first else levels[0]
+                key_positions = key_positions.flatten(1)
+                before = levels[-1] if key_positions.shape[1] > positions.shape[1] else levels[0]
                 assert torch.equal(key_positions, torch.cat([before, positions], dim=1))
                 levels.append(key_positions)
 
