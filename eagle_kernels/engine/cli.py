@@ -1,4 +1,4 @@
-"""`python -m eagle_kernels generate "def quicksort(items):"` and `python -m eagle_kernels env`."""
+"""`python -m eagle_kernels generate "def quicksort(items):"`, `... inspect DRAFT` and `... env`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ..runtime.library import backend
 from ..runtime.target import architecture
 from .config import EAGLEConfig
 from .inference import EAGLEInference, TokenStream
+from .inspection import inspect_head, read_prompts_file
 from .models.loading import demo_pair
 from .models.tokenizer import Tokenizer, load_tokenizer
 from .output import GenerationOutput, GenerationStats
@@ -60,15 +61,28 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--accept-policy", choices=ACCEPT_POLICIES, default="normal", help="to time given acceptance")
     generate.add_argument("--simulated-accept-length", type=float, help="of simulate: mean tokens a step, with bonus")
     generate.add_argument("--simulated-accept-rates", type=_numbers, help="or: share of steps that reach depth 1,2,...")
-    generate.add_argument("--device", default="auto", help="cuda, cpu, cuda:1, ... (auto: cuda where there is one)")
-    generate.add_argument("--dtype", choices=_DTYPES, default="float32")
+    _add_machine_arguments(generate)
     generate.add_argument("--target", type=Path, help="model folder (default: the embedded pair)")
-    generate.add_argument("--draft", type=Path, help="EAGLE-3 head folder (default: the embedded pair)")
-    generate.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    generate.add_argument("--draft", type=Path, help="EAGLE head folder (default: the embedded pair)")
+
+    inspect = commands.add_parser("inspect", help="what a draft head is, and whether it fits a target")
+    inspect.set_defaults(run=_inspect)
+    inspect.add_argument("draft", type=Path, nargs="?", help="EAGLE head folder (default: the embedded pair)")
+    inspect.add_argument("--target", type=Path, help="model folder to hold it against")
+    inspect.add_argument("--sweep", default="none", help="prompts (.json list, or one a line): measure layer ids +-1")
+    inspect.add_argument("--num-prompts", type=int, default=8, help="most prompts of --sweep (default: 8)")
+    inspect.add_argument("--max-new-tokens", type=int, default=64, help="per prompt of --sweep (default: 64)")
+    _add_machine_arguments(inspect)
 
     environment = commands.add_parser("env", help="versions, devices, backend, cache folder")
     environment.set_defaults(run=_environment)
     return parser
+
+
+def _add_machine_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", default="auto", help="cuda, cpu, cuda:1, ... (auto: cuda where there is one)")
+    command.add_argument("--dtype", choices=_DTYPES, default="float32")
+    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -207,6 +221,23 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
         raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs that torch can use")
     return device
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    """0, or 1 where the head is faulty or does not fit."""
+    if arguments.draft is None and arguments.target is not None:
+        raise ValueError("--target needs the folder of the head before it")
+    target, draft = (arguments.target, arguments.draft) if arguments.draft else demo_pair()
+    report = inspect_head(
+        draft,
+        target,
+        prompts=None if arguments.sweep == "none" else read_prompts_file(arguments.sweep)[: arguments.num_prompts],
+        max_new_tokens=arguments.max_new_tokens,
+        device=_device(arguments.device),
+        dtype=_DTYPES[arguments.dtype],
+    )
+    print(json.dumps(report.to_dict(), indent=2) if arguments.json else _lines(report.rows()))
+    return 1 if report.misfits else 0
 
 
 def _environment(arguments: argparse.Namespace) -> int:

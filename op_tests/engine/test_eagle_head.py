@@ -179,9 +179,12 @@ def test_shared_embedding_is_not_part_of_the_head():
     ("change", "message"),
     [
         ({"num_hidden_layers": 2}, "num_hidden_layers=2"),
-        ({"norm_before_fc": True}, "norm_before_fc=True"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
-        ({"speculators_model_type": "eagle3"}, "speculators_model_type='eagle3'"),
+        ({"logit_scale": 0.5}, "logit_scale=0.5"),
+        ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step=4"),
+        ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm=False is not implemented for EAGLE-3"),
+        ({"truncated_vocab_size": 30}, "truncated_vocab_size=30 contradicts draft_vocab_size=20"),
+        ({"fc_norm": True, "eagle_config": {"use_aux_hidden_state": False}}, "need use_aux_hidden_state=True"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-2, 1, 3]}}, "names no stream of the target"),
         ({"draft_vocab_size": 51}, "draft_vocab_size=51 exceeds"),
     ],
 )

@@ -228,8 +228,8 @@ def test_faults_below_the_loader_carry_the_folder(target_folder, draft_folder):
     edit_tensors(draft_folder, lambda tensors: tensors["d2t"].fill_(40))
     with pytest.raises(ModelError, match="draft: d2t: draft id 0 maps to target id 40"):
         load_draft(draft_folder, target)
-    edit_config(draft_folder, norm_before_fc=True)
-    with pytest.raises(ModelError, match="draft: config.json: norm_before_fc=True"):
+    edit_config(draft_folder, logit_scale=2.0)
+    with pytest.raises(ModelError, match="draft: config.json: logit_scale=2.0"):
         load_draft(draft_folder, target)
 
 

@@ -1,4 +1,4 @@
-"""Tensors in files: the safetensors of a model folder, and the modules that are filled from them.
+"""Model folders as files: config.json, the tensors beside it, and the modules that are filled from them.
 
 Shapes are known from the files' headers before anything is allocated. Tensors then go one by one from the file to the
 device and into their place, in their final dtype, so a load needs the weights' memory and that of one tensor.
@@ -7,8 +7,10 @@ device and into their place, in their final dtype, so a load needs the weights' 
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +19,25 @@ from torch import Tensor, nn
 
 from .protocol import ModelError
 
-INDEX = "model.safetensors.index.json"
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there, whole or by its index
+
+# How safetensors calls the types that files of torch.save hold as well.
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+}
 
 
 class StoredTensor(NamedTuple):
-    """What a file's header says of a tensor; `dtype` is a name of safetensors, as BF16."""
+    """What a file says of a tensor, and how it is called there; `dtype` is a name of safetensors, as BF16."""
 
     file_name: str
+    name: str
     shape: list[int]
     dtype: str
 
@@ -33,11 +47,15 @@ class StoredTensor(NamedTuple):
 
 
 class Checkpoint:
-    """`model.safetensors` of a folder, or its shards. `tensors` are what will be read; drop from it what is not."""
+    """`model.safetensors` or `pytorch_model.bin` of a folder, or its shards.
+
+    `tensors` are what will be read, by the name that the module has for each: drop from it what is not, rename what is
+    called otherwise in the file.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.file_names = _file_names(folder)
+        self.index, self.file_names = _file_names(folder)
         self.tensors: dict[str, StoredTensor] = {}
         for file_name in self.file_names:
             with self._open(file_name, "cpu") as file:
@@ -46,7 +64,7 @@ class Checkpoint:
                     # Old checkpoints carry the RoPE frequencies, which are derived from the config.
                     if not name.endswith("rotary_emb.inv_freq"):
                         header = file.get_slice(name)
-                        self.tensors[name] = StoredTensor(file_name, header.get_shape(), header.get_dtype())
+                        self.tensors[name] = StoredTensor(file_name, name, header.get_shape(), header.get_dtype())
 
     def read(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its name, on the device, shard by shard; says on a terminal which one it is at."""
@@ -56,22 +74,64 @@ class Checkpoint:
                 line = f"\rloading {number}/{len(self.file_names)} {file_name}\033[K"
                 print(line, end="", file=sys.stderr, flush=True)
             with self._open(file_name, str(device)) as file:
-                names = [name for name in self.tensors if self.tensors[name].file_name == file_name]
-                for name in names:
-                    yield name, file.get_tensor(name)
+                for name, stored in self.tensors.items():
+                    if stored.file_name == file_name:
+                        yield name, file.get_tensor(stored.name)
         if is_watched:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
     def _open(self, file_name: str, device: str):
+        if not (self.folder / file_name).is_file():
+            raise ModelError(f"{file_name}, named by {self.index}, is missing")
+        if file_name.endswith(".bin"):
+            return _PickledFile(self.folder / file_name, device)
         safe_open = safetensors().safe_open
         from safetensors import SafetensorError
 
-        if not (self.folder / file_name).is_file():
-            raise ModelError(f"{file_name}, named by {INDEX}, is missing")
         try:
             return safe_open(self.folder / file_name, framework="pt", device=device)
         except SafetensorError as error:
             raise ModelError(f"{file_name} cannot be read: {error}") from None
+
+
+class _PickledFile:
+    """A file of torch.save, read without running code of it, in the words of an open safetensors file."""
+
+    def __init__(self, path: Path, device: str) -> None:
+        self._device = device
+        try:
+            self._tensors = torch.load(path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ModelError(f"{path.name} cannot be read: {reason}") from None
+        is_table = isinstance(self._tensors, dict)
+        if not (is_table and all(isinstance(tensor, Tensor) for tensor in self._tensors.values())):
+            raise ModelError(f"{path.name} holds no dictionary of tensors")
+
+    def __enter__(self) -> _PickledFile:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._tensors = {}
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> _PickledHeader:
+        return _PickledHeader(self._tensors[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name].to(self._device)
+
+
+class _PickledHeader(NamedTuple):
+    tensor: Tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return _DTYPE_NAMES.get(self.tensor.dtype) or str(self.tensor.dtype).removeprefix("torch.").upper()
 
 
 def fill(module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
@@ -111,6 +171,23 @@ def free_memory_bytes(device: torch.device) -> int | None:
     return None
 
 
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Put the folder in front of every complaint about its contents."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ModelError("there is no such folder")
+    if not (folder / "config.json").is_file():
+        raise ModelError("config.json is missing")
+    return read_json(folder / "config.json")
+
+
 def read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
     """The JSON object in a file; {} where an optional one does not exist."""
     if is_optional and not path.is_file():
@@ -143,16 +220,18 @@ def safetensors() -> Any:
     return safetensors
 
 
-def _file_names(folder: Path) -> list[str]:
-    index = folder / INDEX
-    if (folder / "model.safetensors").is_file():
-        return ["model.safetensors"]
-    if not index.is_file():
-        raise ModelError(f"neither model.safetensors nor {INDEX} is there (.bin files are not read)")
-    weight_map = read_json(index).get("weight_map")
-    if not (isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())):
-        raise ModelError(f"{INDEX}: weight_map must be an object that names the file of each tensor")
-    return sorted(set(weight_map.values()))
+def _file_names(folder: Path) -> tuple[str, list[str]]:
+    """The index, which need not be there, and the files that hold tensors."""
+    for name in WEIGHT_FILES:
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return index.name, [name]
+        if index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            if not (isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())):
+                raise ModelError(f"{index.name}: weight_map must be an object that names the file of each tensor")
+            return index.name, sorted(set(weight_map.values()))
+    raise ModelError("neither model.safetensors nor model.safetensors.index.json nor pytorch_model.bin is there")
 
 
 def _refuse(fault: str, names: set[str]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .decoder_config import DecoderConfig
 from .layers import MLP, Attention, RMSNorm
-from .protocol import Attend, KVShape, TargetOutput
+from .protocol import FINAL_NORM, Attend, KVShape, TargetOutput
 from .rotary import Angles, Rotary
 
 
@@ -62,9 +62,9 @@ class DecoderBackbone(nn.Module):
             entering, stream, delta = layer(stream, delta, angles, attend, index)
             if index in capture:
                 captured[index] = entering
-        captured[len(self.layers)], normed = self.norm.add(stream, delta)
+        captured[len(self.layers)], captured[FINAL_NORM] = self.norm.add(stream, delta)
         features = torch.cat([captured[index] for index in capture], dim=-1) if capture else None
-        return normed, features
+        return captured[FINAL_NORM], features
 
 
 class Decoder(nn.Module):
@@ -84,6 +84,9 @@ class Decoder(nn.Module):
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
 
     @property
     def vocab_size(self) -> int:
@@ -118,8 +121,7 @@ class Decoder(nn.Module):
         capture: Sequence[int] = (),
         last_only: bool = False,
     ) -> TargetOutput:
-        """See `protocol.TargetModel.forward`. `capture` = num_hidden_layers is the stream *before* the final norm,
-        where Hugging Face's `hidden_states[-1]` is the one after it."""
+        """See `protocol.TargetModel.forward`. `capture` = num_hidden_layers is the stream *before* the final norm."""
         normed, features = self.model(input_ids, positions, attend, capture)
         if last_only:
             normed = normed[:, -1:]

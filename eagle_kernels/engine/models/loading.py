@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,13 @@ import torch
 from torch import nn
 
 from ..values import is_integer
-from .checkpoint import Checkpoint, fill, read_json, save_tensors
+from .checkpoint import Checkpoint, fill, naming, read_config, read_json, save_tensors
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
-from .eagle_head import EagleConfig, EagleHead
-from .protocol import ModelError, TargetModel
+from .draft_loading import load_draft
+from .protocol import ModelError
+
+__all__ = ["demo_pair", "load_draft", "load_target", "read_eos_token_ids", "read_json", "save_folder"]
 
 DEMO_PAIR_FOLDER = Path(__file__).resolve().parents[2] / "assets" / "demo_pair"
 
@@ -24,8 +24,8 @@ DEMO_PAIR_FOLDER = Path(__file__).resolve().parents[2] / "assets" / "demo_pair"
 def load_target(folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
     """A decoder of any family of `decoder_config.FAMILIES`, frozen, in eval mode, its weights converted to `dtype`."""
     folder = Path(folder)
-    with _naming(folder):
-        config = DecoderConfig.from_dict(_read_config(folder))
+    with naming(folder):
+        config = DecoderConfig.from_dict(read_config(folder))
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             target = Decoder(config)
@@ -36,27 +36,6 @@ def load_target(folder: str | Path, device: str | torch.device = "cpu", dtype: t
         fill(target, checkpoint, torch.device(device), dtype)
         target.tie_weights()
         return target
-
-
-def load_draft(
-    folder: str | Path,
-    target: TargetModel,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> EagleHead:
-    """An EAGLE-3 head, frozen, in eval mode, bound to `target` (whose embedding it shares unless it holds its own)."""
-    folder = Path(folder)
-    with _naming(folder):
-        config = EagleConfig.from_dict(_read_config(folder))
-        checkpoint = Checkpoint(folder)
-        if config.draft_vocab_size == config.vocab_size:
-            # Some trainers write the identity mapping; a head over the whole vocabulary has none.
-            checkpoint.tensors.pop("d2t", None)
-            checkpoint.tensors.pop("t2d", None)
-        with torch.device("meta"):
-            head = EagleHead(config, own_embedding="embed_tokens.weight" in checkpoint.tensors)
-        fill(head, checkpoint, torch.device(device), dtype)
-        return head.bind(target)
 
 
 def demo_pair() -> tuple[Path, Path]:
@@ -73,7 +52,7 @@ def demo_pair() -> tuple[Path, Path]:
 def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
     """The end tokens that a model folder names; generation_config.json first, where chat models list their own."""
     folder = Path(folder)
-    with _naming(folder):
+    with naming(folder):
         config = read_json(folder / "config.json", is_optional=True)
         eos = read_json(folder / "generation_config.json", is_optional=True).get(
             "eos_token_id", config.get("eos_token_id")
@@ -94,20 +73,3 @@ def save_folder(module: nn.Module, config: dict[str, Any], folder: str | Path) -
         tensors.pop("lm_head.weight", None)
     save_tensors(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    """Put the folder in front of every complaint about its contents."""
-    try:
-        yield
-    except ModelError as error:
-        raise ModelError(f"{folder}: {error}") from None
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise ModelError("there is no such folder")
-    if not (folder / "config.json").is_file():
-        raise ModelError("config.json is missing")
-    return read_json(folder / "config.json")

@@ -15,6 +15,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+# In `capture`: the stream after the final norm, which the language-model head reads (Hugging Face's hidden_states[-1]).
+FINAL_NORM = -1
+
 
 class ModelError(ValueError):
     """A model, its files or its configuration cannot be used; the message is one line that says what to change."""
@@ -67,8 +70,8 @@ class TargetModel(Protocol):
     kv_shape                  what to allocate
     device, dtype             of the weights
 
-    A draft head without an embedding of its own also calls `get_input_embeddings() -> nn.Embedding`, the Hugging Face
-    name; other drafts never ask for it.
+    A draft head without an embedding of its own also calls `get_input_embeddings() -> nn.Embedding`, one without an
+    output of its own `get_output_embeddings() -> nn.Linear`, the Hugging Face names; other drafts never ask for them.
     """
 
     @property
@@ -103,7 +106,7 @@ class TargetModel(Protocol):
         input_ids   [B, T] int64
         positions   [B, T] int64, the absolute position of each row; rows of a tree may share one
         capture     which residual streams to return as features, concatenated in this order: 0 is the embedding
-                    output, i the output of layer i - 1. All are taken before the final norm.
+                    output, i the output of layer i - 1, all before the final norm; FINAL_NORM the stream after it
         last_only   compute logits of the last row only (a prompt needs no others)
         """
         ...

@@ -1,0 +1,143 @@
+"""EAGLE heads from their folders, in any of the published formats (`head_formats.py`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checkpoint import Checkpoint, StoredTensor, fill, naming, read_config
+from .draft_head import IN_THE_FILE, DraftHead, HeadConfig
+from .eagle1_head import Eagle1Config, Eagle1Head
+from .eagle_head import EagleConfig, EagleHead
+from .head_formats import AuxLayers, HeadFormat, kind_of, recognise, remarks_on, rename, written_aux_layers
+from .protocol import FINAL_NORM, ModelError, TargetModel
+
+_logger = logging.getLogger(__name__)
+
+
+class HeadFile(NamedTuple):
+    """A head as its folder holds it, not yet bound to a target.
+
+    head          frozen, in eval mode
+    format_name   which of the published formats
+    kind          `EAGLE-1` (EAGLE-2's network too) or `EAGLE-3`
+    dtypes        of its floating-point tensors in the file, in the words of safetensors, as BF16
+    written_aux   the auxiliary layer ids as config.json has them
+    remarks       what config.json leaves open and how it was read, a line each
+    """
+
+    head: DraftHead
+    format_name: str
+    kind: str
+    dtypes: list[str]
+    written_aux: AuxLayers
+    remarks: list[str]
+
+
+def load_draft(
+    folder: str | Path,
+    target: TargetModel,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    aux_layers: Sequence[int] | None = None,
+) -> DraftHead:
+    """An EAGLE head, frozen, in eval mode, bound to `target`, from which it takes an embedding or lm_head it lacks.
+
+    aux_layers   hidden_states indices to read in place of those that config.json names
+    One line of logging names the format and the auxiliary layers as written and as read.
+    """
+    folder = Path(folder)
+    file = read_head(folder, device, dtype)
+    head = file.head
+    with naming(folder):
+        if aux_layers is not None:
+            head.use_aux_layers(aux_layers)
+        head.bind(target)
+    written = tell_aux_layers(file) if aux_layers is None else "aux layers given by the caller"
+    _logger.info(
+        "%s: %s format, %s, %s = %s", folder, file.format_name, file.kind, written, tell_capture(head.aux_layers)
+    )
+    for remark in file.remarks:
+        _logger.warning("%s: %s", folder, remark)
+    return head
+
+
+def tell_aux_layers(file: HeadFile) -> str:
+    """The auxiliary layers as config.json has them."""
+    if file.head.config.aux_layers == (FINAL_NORM,):
+        return "the target's last feature"
+    if file.written_aux.written is None:
+        return "default aux layers"
+    return f"aux layers {list(file.written_aux.written)} ({file.written_aux.meaning})"
+
+
+def tell_capture(aux_layers: Sequence[int]) -> str:
+    """`capture` of these streams in words."""
+    if tuple(aux_layers) == (FINAL_NORM,):
+        return "the stream after the final norm"
+    return f"hidden_states {list(aux_layers)}"
+
+
+def read_head(folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> HeadFile:
+    """The head of a folder, its floating-point tensors converted to `dtype`."""
+    folder = Path(folder)
+    with naming(folder):
+        config = read_config(folder)
+        form = recognise(config)
+        checkpoint = Checkpoint(folder)
+        kind = kind_of(config, checkpoint.tensors)
+        tensors = checkpoint.tensors = _renamed(form, kind, checkpoint.tensors)
+        dtypes = sorted({stored.dtype for stored in tensors.values() if stored.is_floating_point})
+        settings = _settings(config, kind, tensors)
+        if settings.draft_vocab_size == settings.vocab_size:
+            # Some trainers write the identity mapping; a head over the whole vocabulary has none.
+            tensors.pop("d2t", None)
+            tensors.pop("t2d", None)
+        if settings.aux_layers == (FINAL_NORM,) and kind == "EAGLE-3":
+            tensors.pop("fc.weight", None)  # SGLang's class always has one, and does not call it then
+        if settings.tie_word_embeddings and "embed_tokens.weight" in tensors:
+            tensors.setdefault("lm_head.weight", tensors["embed_tokens.weight"])
+        own = {"own_embedding": "embed_tokens.weight" in tensors, "own_output": "lm_head.weight" in tensors}
+        with torch.device("meta"):
+            head = (Eagle1Head if kind == "EAGLE-1" else EagleHead)(settings, **own)
+        is_t2d_absent = head.d2t is not None and "t2d" not in tensors
+        if is_t2d_absent:
+            head.t2d = None
+        fill(head, checkpoint, torch.device(device), dtype)
+        if is_t2d_absent:  # ModelOpt leaves it out; d2t says it all
+            head.t2d = _drafted_tokens(head.d2t, settings.vocab_size)
+        return HeadFile(head, form.name, kind, dtypes, written_aux_layers(config), remarks_on(form, config))
+
+
+def _settings(config: dict[str, Any], kind: str, names: Collection[str]) -> HeadConfig:
+    """config.json, and for what it need not say, the tensors that are there."""
+    seen = {setting: any(name.endswith(end) for name in names) for setting, end in IN_THE_FILE.items()}
+    if kind == "EAGLE-3":
+        return EagleConfig.from_dict(seen | config)
+    if config.get("bias") is None and config.get("fusion_bias") is None:
+        seen["fc_bias"] = "fc.bias" in names
+    return Eagle1Config.from_dict(seen | config)
+
+
+def _renamed(form: HeadFormat, kind: str, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    renamed: dict[str, StoredTensor] = {}
+    for name, stored in tensors.items():
+        ours = rename(form, kind, name)
+        if ours in renamed:
+            raise ModelError(f"tensor {name}: another one is {ours} already")
+        renamed[ours] = stored
+    return renamed
+
+
+def _drafted_tokens(d2t: Tensor, vocab_size: int) -> Tensor:
+    """t2d [V] bool of offsets [Vd]; those that leave the vocabulary are for `bind` to complain of."""
+    target_ids = d2t + torch.arange(len(d2t), device=d2t.device)
+    t2d = torch.zeros(vocab_size, dtype=torch.bool, device=d2t.device)
+    t2d[target_ids[(target_ids >= 0) & (target_ids < vocab_size)]] = True
+    return t2d

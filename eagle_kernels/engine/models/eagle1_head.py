@@ -1,0 +1,66 @@
+"""The draft head of EAGLE-1 (Li et al., arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858), one and the same network.
+
+One row stands for (feature f_j of token t_j, token t_{j+1}) at draft position j and predicts t_{j+2}:
+
+    x      = fc(cat(embed(t_{j+1}), f_j))                   embedding first
+    u      = x + attention(x)                               a Llama layer that has no input_layernorm
+    out    = u + mlp(post_attention_layernorm(u))
+    logits = lm_head(out)                                   no final norm; the target's own lm_head
+
+f_j is what the target's lm_head reads, so the stream *after* its final norm, and `out` guesses f_{j+1}: it is fed back
+as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .draft_head import DraftHead, HeadConfig
+from .layers import MLP, Attention, RMSNorm
+from .protocol import Attend, DraftOutput
+from .rotary import Angles
+
+
+@dataclass(kw_only=True)
+class Eagle1Config(HeadConfig):
+    """As `HeadConfig`; `fc_bias` says whether fc has a bias (published heads of Llama 3 have none)."""
+
+    kind = "EAGLE-1"
+
+    fc_bias: bool = True
+
+
+class Eagle1Layer(nn.Module):
+    """A Llama layer without input_layernorm. [B, T, H] -> [B, T, H]."""
+
+    def __init__(self, config: Eagle1Config) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, input_size=config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        hidden = hidden + self.self_attn(hidden, angles, attend, layer=0)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle1Head(DraftHead):
+    """An EAGLE-1 or EAGLE-2 head."""
+
+    config: Eagle1Config
+
+    def __init__(self, config: Eagle1Config, *, own_embedding: bool = False, own_output: bool = False) -> None:
+        super().__init__(config, own_embedding=own_embedding, own_output=own_output)
+        self.fc = nn.Linear(config.hidden_size + config.target_hidden_size, config.hidden_size, bias=config.fc_bias)
+        self.layers = nn.ModuleList([Eagle1Layer(config)])
+
+    def forward(
+        self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
+    ) -> DraftOutput:
+        """See `protocol.DraftModel.forward`; a target's feature and the head's guess of one are read alike."""
+        hidden = self.fc(torch.cat((self.embed(input_ids), hidden), dim=-1))
+        out = self.layers[0](hidden, self.rotary(positions), attend)
+        return DraftOutput(self.project(out), out)

@@ -1,0 +1,220 @@
+"""The four published formats of EAGLE heads, and how each is turned into our names.
+
+| format | recognised by | tensors that differ |
+|---|---|---|
+| official (SafeAILab) | no other fits | `midlayer.*`, in EAGLE-1 and EAGLE-2 `layers.0.*` |
+| SpecForge/SGLang | `eagle_config`, or `LlamaForCausalLMEagle`, `...Eagle3` | `aux_norm_low`, `mid`, `high` |
+| vLLM speculators | `speculators_model_type` | `layers.0.*`; in EAGLE-1 `fusion_fc`, `transformer.*` |
+| NVIDIA ModelOpt | keys of its own in `eagle_config` | `input_embeds_norm`, `hidden_norm`, `eagle_lm_head` |
+
+Auxiliary layer ids inside `eagle_config` (SpecForge, ModelOpt) name the layers whose *output* is read, ids beside
+`hidden_size` (speculators, vLLM) are hidden_states indices. hidden_states[i] is what layer i reads, so the output of
+layer i - 1: the conventions differ by one, and a head that reads the wrong streams still writes correct text, only
+slower. The official files name none. `d2t` holds offsets in all four formats.
+
+`norm_output` is read as SGLang and vLLM read it: the head feeds back its output after the final norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..values import is_integer
+from .decoder_config import read_section
+from .protocol import FINAL_NORM, ModelError
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+# Keys of `eagle_config` that only ModelOpt writes.
+_MODELOPT_KEYS = {
+    "use_input_layernorm_in_first_layer",
+    "use_last_layernorm",
+    "use_mtp_layernorm",
+    "next_layer_regular",
+    "parallel_draft_step",
+    "parallel_draft_heads_num_layers",
+}
+
+# Other names of what our configurations call the second.
+_SYNONYMS = {
+    "truncated_vocab_size": "draft_vocab_size",
+    "use_aux_norm": "fc_norm",
+    "input_norm": "norm_before_fc",
+    "fusion_bias": "fc_bias",
+    "bias": "fc_bias",
+}
+
+# Variants of a head that trainers can write, with the one value that is implemented. An absent or null key means that
+# value.
+_IMPLEMENTED = {
+    "num_hidden_layers": 1,
+    "logit_scale": 1.0,
+    "layernorms": False,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
+
+# As above, by kind of network: EAGLE-1 has neither an input norm nor a final one.
+_IMPLEMENTED_BY_KIND = {
+    "EAGLE-1": {"use_input_layernorm_in_first_layer": False, "use_last_layernorm": False},
+    "EAGLE-3": {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True},
+}
+
+
+@dataclass(frozen=True)
+class HeadFormat:
+    """One format.
+
+    name            for people
+    is_written_by   does this parsed config.json come from here
+    section         the object inside config.json that holds the rest of the keys; its values go before those beside it
+    tensor_names    (beginning of a name in the file, ours)
+    """
+
+    name: str
+    is_written_by: Callable[[dict[str, Any]], bool]
+    section: str = "eagle_config"
+    tensor_names: tuple[tuple[str, str], ...] = ()
+
+
+def _is_specforge(config: dict[str, Any]) -> bool:
+    architectures = config.get("architectures") or []
+    return bool(config.get("eagle_config")) or any(
+        name in ("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3") for name in architectures
+    )
+
+
+FORMATS = (  # the first that fits
+    HeadFormat(
+        "vLLM speculators",
+        lambda config: config.get("speculators_model_type") is not None,
+        section="transformer_layer_config",
+        tensor_names=(("fusion_fc.", "fc."), ("transformer.", "layers.0.")),
+    ),
+    HeadFormat(
+        "NVIDIA ModelOpt",
+        lambda config: bool(_MODELOPT_KEYS & read_section(config, "eagle_config").keys()),
+        tensor_names=(
+            ("hidden_norm.", "midlayer.hidden_norm."),
+            ("input_embeds_norm.", "midlayer.input_layernorm."),
+            ("eagle_lm_head.", "lm_head."),
+        ),
+    ),
+    HeadFormat(
+        "SpecForge/SGLang",
+        _is_specforge,
+        tensor_names=(
+            ("aux_norm_low.", "fc_norm.0."),
+            ("aux_norm_mid.", "fc_norm.1."),
+            ("aux_norm_high.", "fc_norm.2."),
+        ),
+    ),
+    HeadFormat("official (SafeAILab)", lambda config: True),
+)
+
+
+class AuxLayers(NamedTuple):
+    """Which streams of the target a head reads, as its config.json says it.
+
+    written   the ids in the file, None where it names none
+    meaning   what they number
+    indices   the same as hidden_states indices, () where the file names none
+    """
+
+    written: tuple[int, ...] | None
+    meaning: str
+    indices: tuple[int, ...]
+
+
+def recognise(config: dict[str, Any]) -> HeadFormat:
+    """The format of a parsed config.json."""
+    return next(form for form in FORMATS if form.is_written_by(config))
+
+
+def kind_of(config: dict[str, Any], tensor_names: Iterable[str]) -> str:
+    """`EAGLE-3` or `EAGLE-1` (whose network is EAGLE-2's too): by what config.json says, else by the tensors."""
+    declared = config.get("speculators_model_type")
+    if declared not in (None, "eagle", "eagle3"):
+        raise ModelError(f"config.json: speculators_model_type={declared!r} is no EAGLE head")
+    architectures = config.get("architectures") or []
+    if declared == "eagle3" or any("Eagle3" in str(name) for name in architectures):
+        return "EAGLE-3"
+    if declared == "eagle":
+        return "EAGLE-1"
+    names = list(tensor_names)
+    if any("hidden_norm." in name for name in names):
+        return "EAGLE-3"
+    if not any(name.endswith("fc.weight") for name in names):
+        raise ModelError("this is no EAGLE head: there is neither a hidden_norm nor an fc")
+    return "EAGLE-1"
+
+
+def rename(form: HeadFormat, kind: str, name: str) -> str:
+    """Our name of a tensor of the file."""
+    name = name.removeprefix("model.")
+    for theirs, ours in form.tensor_names:
+        if name.startswith(theirs):
+            name = ours + name.removeprefix(theirs)
+            break
+    if kind == "EAGLE-3" and name.startswith("layers.0."):
+        name = "midlayer." + name.removeprefix("layers.0.")
+    return name
+
+
+def flatten(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """config.json of any format as one flat object with the names of our configurations; `aux_layers` as indices."""
+    form = recognise(config)
+    values = {
+        **config,
+        **{key: value for key, value in read_section(config, form.section).items() if value is not None},
+    }
+    for theirs, ours in _SYNONYMS.items():
+        value = values.pop(theirs, None)
+        if value is None:
+            continue
+        if values.get(ours) not in (None, value):
+            raise ModelError(f"config.json: {theirs}={value!r} contradicts {ours}={values[ours]!r}")
+        values[ours] = value
+    for name, implemented in (_IMPLEMENTED | _IMPLEMENTED_BY_KIND[kind]).items():
+        value = values.get(name)
+        if value is not None and value != implemented:
+            raise ModelError(f"config.json: {name}={value!r} is not implemented for {kind} (only {implemented!r})")
+    reads_last = kind == "EAGLE-1" or values.get("use_aux_hidden_state") is False
+    # this file's name for what checkpoints say in their own ways
+    values["aux_layers"] = (FINAL_NORM,) if reads_last else written_aux_layers(config).indices or None
+    return values
+
+
+def written_aux_layers(config: dict[str, Any]) -> AuxLayers:
+    """The auxiliary layers that config.json names, in its own numbers and as hidden_states indices."""
+    inside, beside = read_section(config, "eagle_config").get(LAYER_IDS), config.get(LAYER_IDS)
+    ids, offset, meaning = (beside, 0, "hidden_states") if inside is None else (inside, 1, "layer outputs")
+    if ids is None:
+        return AuxLayers(None, "", ())
+    if not (isinstance(ids, list) and ids and all(map(is_integer, ids))):
+        raise ModelError(f"config.json: {LAYER_IDS} must be a list of integers, got {ids!r}")
+    if inside is not None and beside not in (None, inside, [layer + offset for layer in inside]):
+        raise ModelError(f"config.json: {LAYER_IDS} {beside} contradicts {inside} of eagle_config")
+    indices = tuple(layer + offset for layer in ids)
+    if min(indices) < 0:
+        raise ModelError(f"config.json: {LAYER_IDS} {ids} names no stream of the target")
+    return AuxLayers(tuple(ids), meaning, indices)
+
+
+def remarks_on(form: HeadFormat, config: dict[str, Any]) -> list[str]:
+    """What config.json leaves open, or says in words that others use for something else; a line each."""
+    remarks = []
+    if form.name == "vLLM speculators" and config.get("norm_before_residual") is None:
+        remarks.append(
+            "config.json does not say norm_before_residual: False is taken, speculators' own default, where vLLM takes "
+            "True; write it"
+        )
+    if form.name == "SpecForge/SGLang" and config.get("norm_output"):
+        remarks.append(
+            "norm_output=True is read as SGLang does, the output is fed back after the final norm; SpecForge's own "
+            "option of that name is another"
+        )
+    return remarks

@@ -1,0 +1,237 @@
+"""Loading heads: layer ids of both conventions, what is refused and how, and heads at work in the engine."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+
+from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.models.draft_loading import read_head
+from eagle_kernels.engine.models.eagle1_head import Eagle1Config, Eagle1Head
+from eagle_kernels.engine.models.loading import load_draft
+from eagle_kernels.engine.models.protocol import ModelError
+from op_tests.engine import heads
+from op_tests.engine.heads import DRAFT_VOCAB, HIDDEN, STREAMS, TARGET_IDS, TARGET_VOCAB, WRITERS
+from op_tests.engine.toys import plain_logits, random_llama
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11], [4]]
+SAMPLING = {"greedy": {}, "sampled": {"temperature": 0.9, "top_k": 30}}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_llama(num_layers=8, vocab_size=TARGET_VOCAB)
+
+
+@pytest.fixture
+def eagle3(tmp_path):
+    return heads.write_specforge(tmp_path / "head", heads.eagle3_tensors())
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        ("official (SafeAILab)", "EAGLE-3, default aux layers = hidden_states [2, 4, 5]"),
+        ("SpecForge/SGLang", "EAGLE-3, aux layers [1, 3, 4] (layer outputs) = hidden_states [2, 4, 5]"),
+        ("vLLM speculators", "EAGLE-3, aux layers [2, 4, 5] (hidden_states) = hidden_states [2, 4, 5]"),
+        ("NVIDIA ModelOpt", "EAGLE-3, aux layers [1, 3, 4] (layer outputs) = hidden_states [2, 4, 5]"),
+    ],
+)
+def test_layer_ids_are_converted_and_logged(tmp_path, target, caplog, form, told):
+    folder = WRITERS[form](tmp_path / "head", heads.eagle3_tensors())
+    with caplog.at_level(logging.INFO):
+        assert load_draft(folder, target).aux_layers == STREAMS
+    assert [record.message for record in caplog.records] == [f"{folder}: {form} format, {told}"]
+
+
+def test_eagle1_says_what_it_reads(tmp_path, target, caplog):
+    folder = heads.write_official(tmp_path, heads.eagle1_tensors())
+    with caplog.at_level(logging.INFO):
+        load_draft(folder, target)
+    assert caplog.messages[0].endswith("EAGLE-1, the target's last feature = the stream after the final norm")
+
+
+def test_ids_beside_the_sizes_are_indices(tmp_path, target):
+    """As vLLM reads them, whatever the architecture is called."""
+    folder = heads.write_official(tmp_path, heads.eagle3_tensors(), **{LAYER_IDS: [1, 4, 6]})
+    assert load_draft(folder, target).aux_layers == (1, 4, 6)
+
+
+def test_layer_ids_can_be_overridden(eagle3, target, caplog):
+    with caplog.at_level(logging.INFO):
+        assert load_draft(eagle3, target, aux_layers=(1, 3, 4)).aux_layers == (1, 3, 4)
+    assert "aux layers given by the caller = hidden_states [1, 3, 4]" in caplog.text
+    with pytest.raises(ModelError, match="aux_layers must be 3 indices, got"):
+        load_draft(eagle3, target, aux_layers=(1, 3))
+    with pytest.raises(ModelError, match="leave a target of 8 layers"):
+        load_draft(eagle3, target, aux_layers=(1, 3, 9))
+
+
+def test_what_config_leaves_open_is_told(tmp_path, target, caplog):
+    folder = heads.write_speculators(tmp_path / "a", heads.eagle3_tensors(), norm_before_residual=None)
+    assert load_draft(folder, target).config.norm_before_residual is False
+    assert "config.json does not say norm_before_residual: False is taken" in caplog.text
+    load_draft(heads.write_specforge(tmp_path / "b", heads.eagle3_tensors(), norm_output=True), target)
+    assert "norm_output=True is read as SGLang does" in caplog.text
+
+
+@pytest.mark.parametrize("form", WRITERS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d2t: d2t.index_fill(0, torch.tensor([7]), 60), "d2t: draft id 7 maps to target id 67, outside the 61"),
+        (lambda d2t: d2t.index_fill(0, torch.tensor([0]), -1), "d2t: draft id 0 maps to target id -1, outside the 61"),
+        (lambda d2t: d2t.index_fill(0, torch.tensor([5]), 0), "draft id 5 maps to target id 5, not above its predeces"),
+        (lambda d2t: d2t[:-1], r"tensor d2t has shape \[22\], config.json asks for \[23\]"),
+        (lambda d2t: d2t.float(), "tensor d2t has dtype F32, torch.int64 was expected"),
+    ],
+)
+def test_faults_of_the_draft_vocabulary(tmp_path, target, form, change, message):
+    tensors = heads.eagle3_tensors()
+    folder = WRITERS[form](tmp_path / "head", tensors)
+    heads.edit_tensors(folder, d2t=change(tensors["d2t"]).contiguous())
+    with pytest.raises(ModelError, match=message):
+        load_draft(folder, target)
+
+
+def test_target_ids_in_the_place_of_offsets_are_named(eagle3, target):
+    heads.edit_tensors(eagle3, d2t=TARGET_IDS)
+    with pytest.raises(ModelError, match="look like target ids themselves, where offsets"):
+        load_draft(eagle3, target)
+
+
+def test_t2d_must_agree_and_may_be_absent(eagle3, target):
+    stored = load_draft(eagle3, target).t2d
+    heads.edit_tensors(eagle3, t2d=None)
+    assert torch.equal(load_draft(eagle3, target).t2d, stored)
+    wrong = stored.clone()
+    wrong[int(TARGET_IDS[2])] = False
+    heads.edit_tensors(eagle3, t2d=wrong)
+    with pytest.raises(ModelError, match=f"t2d: target id {int(TARGET_IDS[2])} is False, but d2t makes it True"):
+        load_draft(eagle3, target)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        ({"midlayer.mlp.up_proj.weight": None}, {}, "head: missing tensors: midlayer.mlp.up_proj.weight"),
+        ({"extra": torch.zeros(1)}, {}, "head: unexpected tensors: extra"),
+        (
+            {"fc.weight": torch.zeros(32, 64)},
+            {},
+            r"tensor fc.weight has shape \[32, 64\], config.json asks for \[32, 96",
+        ),
+        ({"norm.weight": torch.zeros(32, dtype=torch.int8)}, {}, "tensor norm.weight has dtype I8"),
+        ({"lm_head.weight": None}, {}, "a head over 23 of 61 tokens cannot share the target's output"),
+        ({"layers.0.hidden_norm.weight": torch.ones(32)}, {}, "another one is midlayer.hidden_norm.weight already"),
+        ({"fc_norm.0.weight": torch.ones(32)}, {}, "unexpected tensors: fc_norm.0.weight"),
+        ({}, {"speculators_model_type": "dflash"}, "speculators_model_type='dflash' is no EAGLE head"),
+        ({}, {"num_hidden_layers": 2}, "num_hidden_layers=2 is not implemented for EAGLE-3"),
+        ({}, {LAYER_IDS: [5, 6, 7]}, r"\[5, 6, 7\] contradicts \[1, 3, 4\] of eagle_config"),
+        ({}, {"target_hidden_size": 48}, "config.json asks for"),
+    ],
+)
+def test_refusals_name_what_is_wrong(eagle3, target, tensors, config, message):
+    heads.edit_tensors(eagle3, **tensors)
+    heads.edit_config(eagle3, **config)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_draft(eagle3, target)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith(str(eagle3))
+
+
+def test_every_misfit_is_found(tmp_path, target):
+    """Another vocabulary, another width, too few layers: all at once."""
+    head = read_head(heads.write_specforge(tmp_path, heads.eagle3_tensors())).head
+    small = random_llama(num_layers=3, hidden_size=16, vocab_size=40)
+    found = "\n".join(head.misfits(small))
+    for text in ("vocab_size 61 is not the target's 40", "features of width 32, the target's are 16"):
+        assert text in found
+    assert "leave a target of 3 layers" in found and "must hold embed_tokens.weight" in found
+    assert head.misfits(target) == []
+
+
+def test_rope_theta_is_the_heads_own(tmp_path, target):
+    """10000 unless said, in either place, whatever the target has."""
+    tensors = heads.eagle3_tensors()
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(7, 3 * HIDDEN, generator=generator)
+    embedding = target.get_input_embeddings()(torch.arange(7))
+    for index, (config, theta) in enumerate(
+        [({}, 1e4), ({"rope_theta": 5e5}, 5e5), ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6)]
+    ):
+        head = load_draft(heads.write_official(tmp_path / str(index), tensors, **config), target)
+        engine = EAGLEInference(head, target, EAGLEConfig(topk=1, num_steps=1))
+        with torch.inference_mode():
+            logits = _one_pass(engine, torch.arange(7), features)
+        want, _ = heads.eagle3_formula(tensors, embedding, features, 0, from_target=True, theta=theta)
+        torch.testing.assert_close(logits, want, atol=2e-4, rtol=2e-4)
+
+
+def _one_pass(engine, ids, features):
+    from eagle_kernels.engine.models.causal_attend import causal_attend
+
+    positions = torch.arange(len(ids))[None]
+    return engine.draft(ids[None], features[None], positions, causal_attend, from_target=True).logits[0]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("form", WRITERS)
+@pytest.mark.parametrize("kind", ["EAGLE-1", "EAGLE-3"])
+def test_text_is_that_of_plain_decoding(tmp_path, target, form, kind, sampling):
+    tensors = heads.eagle1_tensors() if kind == "EAGLE-1" else heads.eagle3_tensors()
+    head = load_draft(WRITERS[form](tmp_path, tensors), target)
+    engine = EAGLEInference(head, target, EAGLEConfig(topk=3, num_steps=3, **SAMPLING[sampling]))
+    text, stats = engine.generate(PROMPTS, 12, seeds=3)
+    assert text == engine.generate(PROMPTS, 12, seeds=3, speculative=False)[0]
+    assert stats.drafted > 0
+
+
+@torch.inference_mode()
+def test_the_engine_feeds_eagle1_the_last_features(target):
+    """After every step each draft row read (f_j, t_{j+1}) at position j, f_j the true feature after the final norm."""
+    seen = {}
+
+    class Recorder(Eagle1Head):
+        def forward(self, input_ids, hidden, positions, attend, *, from_target):
+            if from_target:
+                for row in range(input_ids.shape[1]):
+                    seen[int(positions[0, row])] = (int(input_ids[0, row]), hidden[0, row])
+            return super().forward(input_ids, hidden, positions, attend, from_target=from_target)
+
+    head = Recorder(Eagle1Config.from_dict(heads.WIDTHS), own_embedding=False)
+    engine = EAGLEInference(head, target, EAGLEConfig(topk=2, num_steps=2))
+    prompt = [3, 1, 4, 1, 5]
+    tokens = prompt + engine.generate(prompt, 10)[0]
+    logits = plain_logits(engine, tokens)
+    for position in range(len(tokens) - 1):
+        token, feature = seen[position]
+        assert token == tokens[position + 1]
+        torch.testing.assert_close(target.lm_head(feature), logits[position], atol=1e-3, rtol=1e-3)
+
+
+def test_a_perfect_eagle1_head_accepts_everything(target):
+    """A target without layers is a Markov chain, which a head that hands on the embedding guesses every time."""
+    chain = random_llama(num_layers=1, vocab_size=TARGET_VOCAB, seed=4)
+    head = Eagle1Head(Eagle1Config.from_dict(heads.WIDTHS | {"bias": False}))
+    with torch.no_grad():
+        for module in (chain.model.layers[0], head.layers[0]):
+            module.self_attn.o_proj.weight.zero_()
+            module.mlp.down_proj.weight.zero_()
+        head.fc.weight.copy_(torch.cat((torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)), dim=1))
+    engine = EAGLEInference(head, chain, EAGLEConfig(topk=1, num_steps=4))
+    text, stats = engine.generate(PROMPTS, 16)
+    assert text == engine.generate(PROMPTS, 16, speculative=False)[0]
+    assert stats.mean_accept_length == 5.0
+
+
+def test_the_heads_own_positions_are_a_limit(eagle3, target):
+    head = load_draft(eagle3, target)
+    assert head.max_length == 96 < target.max_length
+    with pytest.raises(ValueError, match="exceed the 96 tokens"):
+        EAGLEInference(head, target, EAGLEConfig(topk=2, num_steps=2)).generate([1] * 90, 7)
+    assert head.draft_vocab_size == DRAFT_VOCAB
