@@ -134,6 +134,12 @@ def test_t2d_must_agree_and_may_be_absent(eagle3, target):
         ({}, {"num_hidden_layers": 2}, "num_hidden_layers=2 is not implemented for EAGLE-3"),
         ({}, {LAYER_IDS: [5, 6, 7]}, r"\[5, 6, 7\] contradicts \[1, 3, 4\] of eagle_config"),
         ({}, {"target_hidden_size": 48}, "config.json asks for"),
+        ({}, {"qkv_bias": True}, "missing tensors: midlayer.self_attn.k_proj.bias"),
+        (
+            {},
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+            "sliding_window=64 is not implemented for heads",
+        ),
     ],
 )
 def test_refusals_name_what_is_wrong(eagle3, target, tensors, config, message):
