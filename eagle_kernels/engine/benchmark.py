@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -46,24 +47,45 @@ class RunStats:
 
 @dataclass
 class BenchmarkResult:
-    """speedup: tokens a second of decoding, speculative over plain. identical: batches whose texts agree, of all."""
+    """speedup: tokens a second of decoding, speculative over plain. identical: share of the batches whose texts agree;
+    None with an accept_policy, where they differ by design."""
 
     prompts: int
     batch_size: int
     max_new_tokens: int
     speculative: RunStats
     plain: RunStats
-    identical: float
+    identical: float | None
 
     @property
     def speedup(self) -> float:
-        return self.speculative.decode_tokens_per_second / self.plain.decode_tokens_per_second
+        plain = self.plain.decode_tokens_per_second
+        return self.speculative.decode_tokens_per_second / plain if plain else math.nan
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"speedup": self.speedup}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """For people: what, and its figures."""
+        rows = [("prompts", f"{self.prompts}, {self.batch_size} together, {self.max_new_tokens} tokens each")]
+        for name, run in (("speculative", self.speculative), ("plain", self.plain)):
+            rows.append((name, f"{run.decode_tokens_per_second:.1f} tokens/s, {run.step_ms:.2f} ms a step"))
+            phases = ", ".join(f"{phase} {time_ms:.3f}" for phase, time_ms in run.phase_ms.items())
+            rows.append(("  phases of a step, ms", phases))
+            for label, times in (("first token", run.ttft_ms), ("between tokens", run.inter_token_ms)):
+                rows.append((f"  {label}, ms", ", ".join(f"{quantile} {time:.2f}" for quantile, time in times.items())))
+            if run.peak_memory_bytes is not None:
+                rows.append(("  peak memory", f"{run.peak_memory_bytes / 2**20:.0f} MiB"))
+        per_depth = ", ".join(f"{share:.0%}" for share in self.speculative.accepted_per_depth)
+        rows.append(("mean acceptance length", f"{self.speculative.mean_accept_length:.2f} (bonus included)"))
+        rows.append(("accepted at depth 1, 2, ...", per_depth))
+        rows.append(("speedup", f"{self.speedup:.2f}x"))
+        if self.identical is not None:
+            rows.append(("identical", f"{self.identical:.0%} of the batches"))
+        return rows
 
 
 class _Run:
@@ -146,9 +168,9 @@ def benchmark(
             for speculative, run in runs.items()
         ]  # fmt: skip
         identical += texts[0] == texts[1]
-    return BenchmarkResult(
-        len(prompts), batch_size, max_new_tokens, runs[True].result(), runs[False].result(), identical / len(batches)
-    )
+    is_normal = options.get("accept_policy", engine.config.accept_policy) == "normal"
+    share = identical / len(batches) if is_normal else None
+    return BenchmarkResult(len(prompts), batch_size, max_new_tokens, runs[True].result(), runs[False].result(), share)
 
 
 def _percentiles(samples: list[float]) -> dict[str, float]:

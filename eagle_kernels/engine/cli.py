@@ -1,4 +1,4 @@
-"""`python -m eagle_kernels generate "def quicksort(items):"`, `... inspect DRAFT` and `... env`."""
+"""`python -m eagle_kernels generate "def quicksort(items):"`, `... benchmark`, `... inspect DRAFT` and `... env`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    defaults = EAGLEConfig()
     description = "Speculative decoding with token trees."
     parser = argparse.ArgumentParser(prog="python -m eagle_kernels", description=description)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -50,20 +49,19 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("prompt")
     generate.add_argument("--max-new-tokens", type=int, default=128)
     generate.add_argument("--compare", action="store_true", help="also decode plainly: speed, and do texts agree")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
-    generate.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: off")
-    generate.add_argument("--top-p", type=float, default=1.0, help="sample from the smallest set of this mass; 1: off")
-    generate.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the best; 0: off")
     generate.add_argument("--seed", type=int, help="of the sampling noise; default: a fresh one, printed")
-    generate.add_argument("--topk", type=int, default=defaults.topk, help="branching of the draft tree")
-    generate.add_argument("--num-steps", type=int, default=defaults.num_steps, help="levels of the draft tree")
-    generate.add_argument("--num-draft-tokens", type=int, help="nodes verified a step, with root (default: 32)")
-    generate.add_argument("--accept-policy", choices=ACCEPT_POLICIES, default="normal", help="to time given acceptance")
-    generate.add_argument("--simulated-accept-length", type=float, help="of simulate: mean tokens a step, with bonus")
-    generate.add_argument("--simulated-accept-rates", type=_numbers, help="or: share of steps that reach depth 1,2,...")
+    _add_config_arguments(generate)
     _add_machine_arguments(generate)
-    generate.add_argument("--target", type=Path, help="model folder (default: the embedded pair)")
-    generate.add_argument("--draft", type=Path, help="EAGLE head folder (default: the embedded pair)")
+
+    benchmark = commands.add_parser("benchmark", help="speed and acceptance of prompts, with and without speculation")
+    benchmark.set_defaults(run=_benchmark)
+    benchmark.add_argument("prompts", help="file of prompts: a .json list, or one a line")
+    benchmark.add_argument("--num-prompts", type=int, default=80, help="most prompts of the file (default: 80)")
+    benchmark.add_argument("--max-new-tokens", type=int, default=128)
+    benchmark.add_argument("--batch-size", type=int, default=1, help="prompts that are decoded together")
+    benchmark.add_argument("--seed", type=int, default=0, help="of the sampling noise")
+    _add_config_arguments(benchmark)
+    _add_machine_arguments(benchmark)
 
     inspect = commands.add_parser("inspect", help="what a draft head is, and whether it fits a target")
     inspect.set_defaults(run=_inspect)
@@ -79,6 +77,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_config_arguments(command: argparse.ArgumentParser) -> None:
+    defaults = EAGLEConfig()
+    command.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
+    command.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: off")
+    command.add_argument("--top-p", type=float, default=1.0, help="sample from the smallest set of this mass; 1: off")
+    command.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the best; 0: off")
+    command.add_argument("--topk", type=int, default=defaults.topk, help="branching of the draft tree")
+    command.add_argument("--num-steps", type=int, default=defaults.num_steps, help="levels of the draft tree")
+    command.add_argument("--num-draft-tokens", type=int, help="nodes verified a step, with root (default: 32)")
+    command.add_argument("--accept-policy", choices=ACCEPT_POLICIES, default="normal", help="to time given acceptance")
+    command.add_argument("--simulated-accept-length", type=float, help="of simulate: mean tokens a step, with bonus")
+    command.add_argument("--simulated-accept-rates", type=_numbers, help="or: share of steps that reach depth 1,2,...")
+    command.add_argument("--target", type=Path, help="model folder (default: the embedded pair)")
+    command.add_argument("--draft", type=Path, help="EAGLE head folder (default: the embedded pair)")
+
+
 def _add_machine_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", default="auto", help="cuda, cpu, cuda:1, ... (auto: cuda where there is one)")
     command.add_argument("--dtype", choices=_DTYPES, default="float32")
@@ -89,7 +103,7 @@ def _numbers(text: str) -> tuple[float, ...]:
     return tuple(float(number) for number in text.split(","))
 
 
-def _generate(arguments: argparse.Namespace) -> int:
+def _load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokenizer]:
     if (arguments.target is None) != (arguments.draft is None):
         raise ValueError("--target and --draft belong together: a head fits the one target it was trained for")
     target, draft = (arguments.target, arguments.draft) if arguments.target else demo_pair()
@@ -105,10 +119,12 @@ def _generate(arguments: argparse.Namespace) -> int:
         simulated_accept_length=arguments.simulated_accept_length,
         simulated_accept_rates=arguments.simulated_accept_rates,
     )
-    engine = EAGLEInference.from_pretrained(
-        draft, target, config, device=_device(arguments.device), dtype=_DTYPES[arguments.dtype]
-    )
-    tokenizer = load_tokenizer(target)
+    device, dtype = _device(arguments.device), _DTYPES[arguments.dtype]
+    return EAGLEInference.from_pretrained(draft, target, config, device=device, dtype=dtype), load_tokenizer(target)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    engine, tokenizer = _load_engine(arguments)
     prompt = tokenizer.encode(arguments.prompt)
     if not prompt:
         raise ValueError("the prompt is empty; it must hold at least one token")
@@ -128,7 +144,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         text = tokenizer.decode(token_ids)
         print(json.dumps({"prompt": arguments.prompt, "text": text, "token_ids": token_ids, **report}, indent=2))
     else:
-        print("\n" + _table(report, stats, config))
+        print("\n" + _table(report, stats, engine.config))
     return 0
 
 
@@ -203,6 +219,20 @@ def _table(report: dict, stats: GenerationStats, config: EAGLEConfig) -> str:
             there = report["plain_text_from_there"][:40]
             rows.append(("identical", f"no, from token {report['parts_at']} ({gap}); plain goes on with {there!r}"))
     return _lines(rows)
+
+
+def _benchmark(arguments: argparse.Namespace) -> int:
+    engine, tokenizer = _load_engine(arguments)
+    prompts = [tokenizer.encode(text) for text in read_prompts_file(arguments.prompts)][: arguments.num_prompts]
+    result = engine.benchmark(
+        prompts, arguments.max_new_tokens, batch_size=arguments.batch_size, seeds=arguments.seed,
+        progress=False if arguments.json else None,
+    )  # fmt: skip
+    if arguments.json:
+        print(result.to_json())
+        return 0
+    print(_lines(result.rows()))
+    return 0
 
 
 def _lines(rows: list[tuple[str, str]]) -> str:

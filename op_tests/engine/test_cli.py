@@ -337,3 +337,17 @@ def test_as_a_program_from_another_folder(tmp_path):
     assert result.returncode == 0, result.stderr
     text, table = split_report(result.stdout)
     assert text.startswith("def f(") and table["tokens"].startswith("8 ")
+
+
+def test_benchmark(tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("import os\n\ndef f(x):\nclass A:\n", encoding="utf-8")
+    command = ["benchmark", str(file), "--max-new-tokens", "8", "--num-prompts", "2", "--topk", "2", "--num-steps", "3"]
+    assert main([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["prompts"] == 2 and report["identical"] == 1.0 and report["speculative"]["tokens"] == 16
+    assert main([*command, "--accept-policy", "reject_all"]) == 0
+    shown = capsys.readouterr().out
+    assert "mean acceptance length: 1.00" in shown and "identical" not in shown
+    assert main(["benchmark", str(tmp_path / "none.txt")]) == 1
+    assert "none.txt" in capsys.readouterr().err

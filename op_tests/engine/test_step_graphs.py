@@ -1,0 +1,158 @@
+"""Steps as CUDA graphs: what they bring is what the same steps bring one launch after another."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.step_runner import bucket_of, buckets
+from op_tests.engine.test_scheduler import PARAMS, alone, make, prompt_of
+from op_tests.engine.toys import random_llama
+
+TREES = [(1, 1, 2), (1, 5, 6), (2, 3, None), (4, 4, 16), (8, 5, 64)]
+
+
+def test_buckets():
+    assert buckets(1) == [1] and buckets(6) == [1, 2, 4, 6] and buckets(8) == [1, 2, 4, 8]
+    assert [bucket_of(number, 6) for number in range(1, 7)] == [1, 2, 4, 4, 6, 6]
+
+
+def test_masks_that_the_host_must_size_are_not_captured():
+    with pytest.raises(ValueError, match="cuda_graph must not be True with tree_mask_mode='full_mask'"):
+        EAGLEConfig(tree_mask_mode="full_mask", cuda_graph=True)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_llama(device="cuda")
+
+
+@pytest.fixture(scope="module", params=["stranger", "itself"])
+def draft(request, target):
+    if request.param == "itself":
+        return target
+    return random_llama(hidden_size=16, num_layers=1, seed=1, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("topk, num_steps, nodes", TREES)
+def test_a_graph_is_its_launches(target, draft, topk, num_steps, nodes, page_size):
+    tree = {"topk": topk, "num_steps": num_steps, "num_draft_tokens": nodes, "page_size": page_size}
+    for sampling in ({}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}):
+        texts = []
+        for cuda_graph in (True, False):
+            engine = make(draft, target, **tree, cuda_graph=cuda_graph)
+            texts.append(engine.generate([prompt_of(number) for number in range(3)], 20, seeds=3, **sampling))
+        plain = engine.generate([prompt_of(number) for number in range(3)], 20, seeds=3, speculative=False, **sampling)
+        assert texts[0].output_ids == texts[1].output_ids == plain.output_ids
+        assert texts[0].stats.accepted == texts[1].stats.accepted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accept_policy", ["accept_all", "reject_all", "simulate"])
+def test_policies(target, draft, accept_policy):
+    policy = {"accept_policy": accept_policy}
+    if accept_policy == "simulate":
+        policy["simulated_accept_length"] = 2.2
+    counts = []
+    for cuda_graph in (True, False):
+        engine = make(draft, target, topk=1, cuda_graph=cuda_graph, **policy)
+        counts.append(engine.generate([prompt_of(number) for number in range(3)], 24, seeds=3).stats.accepted)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.gpu
+def test_requests_join_and_leave(target, draft):
+    """Through every number of rows, in any mixture of features, one after another."""
+    engine = make(draft, target, max_batch=6)
+    expected = [alone(engine, prompt_of(number), PARAMS[number % len(PARAMS)]) for number in range(40)]
+    coin, waiting, requests = random.Random(0), list(range(40)), []
+    while waiting or engine.has_work:
+        for _ in range(coin.randrange(4) if requests else 1):
+            if waiting:
+                number = waiting.pop(0)
+                requests.append(engine.submit(prompt_of(number), PARAMS[number % len(PARAMS)]))
+        engine.step()
+    for number, (request, (tokens, logprobs)) in enumerate(zip(requests, expected)):
+        assert request.output_ids == tokens, f"request {number}"
+        assert request.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("speculative", [True, False])
+def test_nothing_compiles_after_warmup(target, draft, speculative):
+    from triton import knobs
+
+    engine = make(draft, target, max_batch=4)
+    engine.warmup(*PARAMS, speculative=speculative)
+    runner = engine._scheduler.runner
+    captured, compiled = set(runner._graphs), []
+    assert {num_rows for num_rows, _ in captured} == {1, 2, 4}
+    knobs.runtime.jit_post_compile_hook = lambda **arguments: compiled.append(arguments["repr"])
+    try:
+        coin = random.Random(1)
+        for number in range(30):
+            count = coin.randrange(1, 6)
+            for params in coin.sample(PARAMS, count):
+                wanted = {name: getattr(params, name) for name in params.__dataclass_fields__ if name != "seed"}
+                engine.generate(prompt_of(number), seeds=number, speculative=speculative, **wanted)
+            if speculative:
+                for other in range(count):
+                    engine.submit(prompt_of(number + other), coin.choice(PARAMS))
+                engine.collect()
+    finally:
+        knobs.runtime.jit_post_compile_hook = None
+    assert not compiled and set(runner._graphs) == captured
+
+
+@pytest.mark.gpu
+def test_phases_are_timed_inside_the_graph(target, draft):
+    engine = make(draft, target)
+    _, stats = engine.generate(prompt_of(1), 60)
+    assert set(stats.phase_time_ms) == {"draft", "verify", "sample", "bookkeeping"}
+    assert all(time_ms > 0 for time_ms in stats.phase_time_ms.values())
+    assert sum(stats.phase_time_ms.values()) < 1.5e3 * stats.decode_time_s
+
+
+@pytest.mark.gpu
+def test_a_step_of_the_scheduler_never_waits(target, draft):
+    """Between the first tokens and the last ones; a timed step is waited for."""
+    engine = make(draft, target)
+    requests = [engine.submit(prompt_of(number), SamplingParams(max_new_tokens=40)) for number in range(3)]
+    for _ in range(2):  # reads prompts, captures, and is timed
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            engine._scheduler.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    engine.collect()
+    plain = [engine.generate(prompt_of(number), 40, speculative=False)[0] for number in range(3)]
+    assert [request.output_ids for request in requests] == plain
+
+
+@pytest.mark.gpu
+def test_two_engines_share_a_device(target, draft):
+    one, two = make(draft, target), make(draft, target, topk=2)
+    want = one.generate(prompt_of(3), 20, speculative=False)[0]
+    streams = [engine.stream(prompt_of(3), 20) for engine in (one, two)]
+    for _ in range(20):
+        for stream in streams:
+            next(stream, None)
+    assert [stream.output().output_ids for stream in streams] == [want, want]
+
+
+@pytest.mark.gpu
+def test_bfloat16_pair_in_graphs():
+    """A pair in bf16: graphs and launches have the same bits, so the same text."""
+    target = random_llama(device="cuda").bfloat16()
+    texts = []
+    for cuda_graph in (True, False):
+        engine = EAGLEInference(target, target, EAGLEConfig(topk=4, num_steps=3, cuda_graph=cuda_graph))
+        texts.append(engine.generate([prompt_of(number) for number in range(4)], 40)[0])
+    assert texts[0] == texts[1]
