@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     """Runs the command line; a `bench_X.py` passes its own benchmark. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__.partition("\n")[0])
     parser.add_argument("--op", action="append", help="name of an op; may be given several times")
+    parser.add_argument("--app", help="in place of ops: a benchmark of the whole engine; its own options follow")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--peers", action="store_true", help="run installed packages of other projects as well")
     parser.add_argument("--sweep", action="store_true", help="also the sizes that only plots are made of")
@@ -35,7 +36,15 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     parser.add_argument("--results", default=str(results.DIRECTORY), help="folder for JSON lines, or none")
     parser.add_argument("--commit", default=results.checkout_commit(), help="recorded with results; git's by default")
     parser.add_argument("--check-only", action="store_true", help="check the small cases, time nothing")
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if options.app is not None:
+        from .apps import APPS  # they import the engine
+
+        if options.app not in APPS:
+            parser.error(f"no app {options.app}; there are {', '.join(APPS)}")
+        return APPS[options.app](rest, None if options.results == "none" else Path(options.results), options.commit)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
 
     benchmarks = list(benchmarks or declared())
     unknown = set(options.op or ()) - {benchmark.op for benchmark in benchmarks}

@@ -1,0 +1,284 @@
+"""How fast a step is, end to end: `python -m bench.run --app generation [--shape small] [--only plain tree ...]`.
+
+A target of the shape of Llama-3.1-8B and an EAGLE-3 head, random weights in bf16, prompts of 512 tokens, simulated
+acceptance where drafts are timed. Prints a table and appends JSON lines to `results/<gpu>/generation.jsonl`.
+
+    plain        a step of plain decoding, beside its floor (the weights at the bandwidth of a read) and a bare loop of
+                 the same forward pass and an argmax in a graph
+    tree         steps of 64, 16 and 8 nodes at batch 1, 8 and 32
+    outside      the same with models that cost nothing: drafting, tree, verification, KV moves, bookkeeping
+    throughput   plain, naive_eagle, chain and tree at batch 1, 2, 4, ... 256, and where each stops paying
+    gap          between the device work of consecutive steps, from a trace
+    huggingface  generate of transformers with the same weights, eager and compiled with a static cache
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.kv_pool import DecodeAttend, find_slots
+
+from ..harness import results
+from ..harness.timing import ceiling_gb_per_s
+from .random_models import SHAPES, Hollow, random_head, random_target, target_config
+
+PROMPT_TOKENS = 512
+SECTIONS = ("plain", "tree", "outside", "throughput", "gap", "huggingface")
+# batch, tree, mean tokens a step that are simulated
+TREES = ((1, (8, 5, 64), 4.0), (8, (4, 4, 16), 3.0), (32, (4, 3, 8), 2.5))
+PRESETS = {
+    "plain": (None, 1.0),
+    "naive_eagle": ((1, 1, 2), 1.7),
+    "chain 3": ((1, 3, 4), 2.6),
+    "tree 8/5/64": ((8, 5, 64), 4.0),
+}
+
+
+class Bench:
+    """The models, and the lines that were measured."""
+
+    def __init__(self, shape: str, device: torch.device, steps: int, prompt_tokens: int):
+        self.device, self.steps, self.prompt_tokens, self.shape = device, steps, prompt_tokens, shape
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.target = random_target(shape, device, self.dtype)
+        self.draft = random_head(shape, device, self.dtype)
+        self.lines: list[dict] = []
+
+    def engine(self, batch_size: int, tree: tuple | None, accept: float, target=None, draft=None) -> EAGLEInference:
+        config = {"max_batch": batch_size, "eos_token_ids": ()}
+        if tree is not None:
+            topk, num_steps, nodes = tree
+            config |= {"topk": topk, "num_steps": num_steps, "num_draft_tokens": nodes}
+            config |= {"accept_policy": "simulate", "simulated_accept_length": accept}
+        return EAGLEInference(draft or self.draft, target or self.target, EAGLEConfig(**config))
+
+    def step_ms(self, engine: EAGLEInference, batch_size: int, is_plain: bool, **sampling) -> tuple[float, float]:
+        """(time of a step, tokens of a request in it), of a full batch behind its prompts."""
+        most = self.steps + 24
+        count = most * (1 if is_plain else engine.config.num_steps + 1)
+        room = SHAPES[self.shape]["max_position_embeddings"] - self.prompt_tokens
+        wanted = {"seeds": 0, "speculative": not is_plain} | sampling
+        prompts = torch.randint(SHAPES[self.shape]["vocab_size"], (batch_size, self.prompt_tokens)).tolist()
+        stream = engine.stream(prompts, min(count, room), **wanted)
+        next(stream)  # the prompts are read, the first step is captured
+        scheduler = engine._scheduler
+        for _ in range(8):
+            scheduler.step()
+        self._synchronize()
+        before = sum(len(request.accepted) + sum(request.accepted) for request in stream.requests)
+        start_s, first = time.perf_counter(), scheduler.num_steps
+        for _ in range(self.steps):
+            scheduler.step()
+        self._synchronize()
+        elapsed_ms = 1e3 * (time.perf_counter() - start_s)
+        num_steps = scheduler.num_steps - first
+        tokens = sum(len(request.accepted) + sum(request.accepted) for request in stream.requests) - before
+        stream.close()
+        return elapsed_ms / num_steps, tokens / num_steps / batch_size
+
+    def record(self, section: str, case: str, provider: str, step_ms: float, **numbers) -> dict:
+        line = {"op": "generation", "section": section, "case": case, "provider": provider}
+        line |= {"step_ms": round(step_ms, 4)} | {name: round(value, 4) for name, value in numbers.items()}
+        self.lines.append(line)
+        shown = ", ".join(f"{name} {value:.2f}" for name, value in numbers.items())
+        print(f"{section:12} {case:34} {provider:22} {step_ms:9.3f} ms   {shown}", flush=True)
+        return line
+
+    def floor_ms(self) -> float | None:
+        if self.device.type != "cuda":
+            return None
+        read = [p for name, p in self.target.named_parameters() if "embed_tokens" not in name]
+        return sum(p.numel() * p.element_size() for p in read) / ceiling_gb_per_s("read") / 1e6
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def plain(bench: Bench) -> None:
+    floor = bench.floor_ms()
+    for batch_size in (1, 8, 32):
+        engine = bench.engine(batch_size, None, 1.0)
+        step_ms, _ = bench.step_ms(engine, batch_size, is_plain=True)
+        against = {} if floor is None else {"of_floor": step_ms / floor}
+        bench.record(
+            "plain", f"B={batch_size}", "eagle_kernels", step_ms, tokens_per_s=1e3 * batch_size / step_ms, **against
+        )
+        if bench.device.type == "cuda":
+            loop_ms = _bare_loop_ms(bench, batch_size)
+            bench.record("plain", f"B={batch_size}", "bare loop", loop_ms, ratio=step_ms / loop_ms)
+
+
+@torch.inference_mode()
+def _bare_loop_ms(bench: Bench, batch_size: int) -> float:
+    """The target's forward pass and an argmax, in a graph that is replayed with nothing between."""
+    engine = bench.engine(batch_size, None, 1.0)
+    stream = engine.stream([[0] * bench.prompt_tokens] * batch_size, 64, seeds=0, speculative=False)
+    next(stream)
+    state = engine._scheduler.state
+    table, lengths, roots = state.block_table[:batch_size], state.lengths[:batch_size], state.roots[:batch_size]
+
+    def step():
+        slots = find_slots(table, lengths, 1, state.target_pool.page_size)
+        attend = DecodeAttend(state.target_pool, table, lengths, slots)
+        logits = bench.target.forward(roots[:, None], lengths[:, None], attend).logits
+        roots.copy_(logits[:, 0].argmax(-1))
+        lengths.add_(1)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    for _ in range(32):
+        graph.replay()
+    torch.cuda.synchronize()
+    elapsed_ms = 1e3 * (time.perf_counter() - start_s) / 32
+    stream.close()
+    return elapsed_ms
+
+
+def tree(bench: Bench) -> None:
+    for batch_size, shape, accept in TREES:
+        plain_ms, _ = bench.step_ms(bench.engine(batch_size, None, 1.0), batch_size, is_plain=True)
+        engine = bench.engine(batch_size, shape, accept)
+        step_ms, length = bench.step_ms(engine, batch_size, is_plain=False)
+        case = f"B={batch_size} K/S/N={'/'.join(map(str, shape))}"
+        numbers = {"accept_length": length, "tokens_per_s": 1e3 * batch_size * length / step_ms}
+        bench.record("tree", case, "eagle_kernels", step_ms, **numbers, of_plain=step_ms / plain_ms)
+
+
+def outside(bench: Bench) -> None:
+    for batch_size in (1, 32):
+        engine = bench.engine(batch_size, (8, 5, 64), 4.0, Hollow(bench.target), Hollow(bench.draft))
+        for name, sampling in (("greedy", {}), ("top-k 50 top-p 0.9", {"temperature": 1.0, "top_k": 50, "top_p": 0.9})):
+            step_ms, length = bench.step_ms(engine, batch_size, is_plain=False, **sampling)
+            bench.record(
+                "outside", f"B={batch_size} K/S/N=8/5/64 {name}", "eagle_kernels", step_ms, accept_length=length
+            )
+
+
+def throughput(bench: Bench) -> None:
+    batch_size = 1
+    while batch_size <= (256 if bench.device.type == "cuda" else 2):
+        for name, (shape, accept) in PRESETS.items():
+            engine = bench.engine(batch_size, shape, accept)
+            step_ms, length = bench.step_ms(engine, batch_size, is_plain=shape is None)
+            tokens = 1e3 * batch_size * length / step_ms
+            bench.record("throughput", f"B={batch_size}", name, step_ms, accept_length=length, tokens_per_s=tokens)
+            del engine
+        batch_size *= 2
+
+
+def gap(bench: Bench) -> None:
+    """Time from the end of the last kernel or copy of one graph to the first of the next, from a trace."""
+    if bench.device.type != "cuda":
+        return
+    for name, shape, accept in (("plain", None, 1.0), ("tree 8/5/64", (8, 5, 64), 4.0)):
+        engine = bench.engine(1, shape, accept)
+        stream = engine.stream([[0] * bench.prompt_tokens], 400, seeds=0, speculative=shape is not None)
+        next(stream)
+        for _ in range(8):
+            engine._scheduler.step()
+        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+            for _ in range(20):
+                engine._scheduler.step()
+            torch.cuda.synchronize()
+        stream.close()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            profile.export_chrome_trace(str(file))
+            events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+        gaps = _gaps_us(events)
+        middle = sorted(gaps)[len(gaps) // 2]
+        bench.record("gap", name, "eagle_kernels", middle / 1e3, worst_us=max(gaps), median_us=middle)
+
+
+def _gaps_us(events: list[dict]) -> list[float]:
+    """Between the device work of one graph launch and of the next one."""
+    graphs: dict[int, list[float]] = {}
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "graph id" in event.get("args", {}):
+            start, end = event["ts"], event["ts"] + event["dur"]
+            span = graphs.setdefault(event["args"]["correlation"], [start, end])
+            span[:] = min(span[0], start), max(span[1], end)
+    spans = sorted(span for span in graphs.values())
+    return [later[0] - earlier[1] for earlier, later in zip(spans, spans[1:])]
+
+
+def huggingface(bench: Bench) -> None:
+    """The same weights in transformers' own class: views of ours, so that both fit."""
+    if bench.device.type != "cuda":
+        return
+    try:
+        import transformers
+    except ImportError:
+        print("huggingface: transformers is not installed")
+        return
+    config = transformers.LlamaConfig(**{k: v for k, v in target_config(bench.shape).items() if k != "model_type"})
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(bench.dtype)
+    model.load_state_dict(bench.target.state_dict(), assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config, device=bench.device)
+    model.eval()
+    for batch_size in (1, 8):
+        ours_ms, _ = bench.step_ms(bench.engine(batch_size, None, 1.0), batch_size, is_plain=True)
+        prompts = torch.randint(config.vocab_size, (batch_size, bench.prompt_tokens), device=bench.device)
+        for name, options in (("eager", {}), ("compiled, static cache", {"cache_implementation": "static"})):
+            step_ms = _slope_ms(lambda count, options=options: _generate(model, prompts, count, options))
+            bench.record("huggingface", f"B={batch_size}", name, step_ms, of_ours=step_ms / ours_ms)
+
+
+def _generate(model, prompts: torch.Tensor, count: int, options: dict) -> None:
+    mask = torch.ones_like(prompts)
+    model.generate(prompts, attention_mask=mask, min_new_tokens=count, max_new_tokens=count, do_sample=False,
+                   pad_token_id=0, **options)  # fmt: skip
+
+
+def _slope_ms(run: Callable[[int], None]) -> float:
+    """Milliseconds a token costs, without what a call costs by itself."""
+    short, long = 16, 48
+    run(short)
+    run(long)
+    times = []
+    for count in (short, long):
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        run(count)
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start_s))
+    return (times[1] - times[0]) / (long - short)
+
+
+def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
+    """Runs the sections that are asked for; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.run --app generation")
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--steps", type=int, default=40, help="steps that are timed (default: 40)")
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and options.shape != "small":
+        print("a model of this size needs a GPU; --shape small runs anywhere")
+        return 2
+    bench = Bench(options.shape, device, options.steps, options.prompt_tokens)
+    run = results.new_run()
+    for section in options.only:
+        first = len(bench.lines)
+        globals()[section](bench)
+        for line in bench.lines[first:]:
+            if directory is not None and device.type == "cuda":
+                about = {"shape": options.shape, "gpu": torch.cuda.get_device_name(), "commit": commit, "run": run}
+                results.append(directory, line | about)
+    return 0

@@ -1,0 +1,102 @@
+"""Models of published shapes with random weights: speed does not depend on what the weights are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
+from eagle_kernels.engine.models.protocol import DraftOutput, TargetOutput
+
+SHAPES = {
+    "llama-3.1-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 8192,
+        "draft_vocab_size": 32000,
+    },
+    "small": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 1024,
+        "draft_vocab_size": 256,
+    },
+}
+
+
+def target_config(shape: str) -> dict:
+    """A config.json."""
+    sizes = {name: value for name, value in SHAPES[shape].items() if name != "draft_vocab_size"}
+    return {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False} | sizes
+
+
+def random_target(shape: str, device: torch.device, dtype: torch.dtype) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_dict(target_config(shape)))
+    return _filled(model, device, dtype)
+
+
+def random_head(shape: str, device: torch.device, dtype: torch.dtype) -> EagleHead:
+    """An EAGLE-3 head whose draft vocabulary is spread evenly over the target's."""
+    sizes = SHAPES[shape]
+    config = target_config(shape) | {"num_hidden_layers": 1, "draft_vocab_size": sizes["draft_vocab_size"]}
+    with torch.device("meta"):
+        head = EagleHead(EagleConfig.from_dict(config))
+    head = _filled(head, device, dtype)
+    draft_ids = torch.arange(sizes["draft_vocab_size"], device=device)
+    step = sizes["vocab_size"] // sizes["draft_vocab_size"]
+    head.d2t.copy_(draft_ids * (step - 1))
+    head.t2d.zero_()[draft_ids * step] = True
+    return head
+
+
+def _filled(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    module = module.to(dtype).to_empty(device=device).requires_grad_(False).eval()
+    generator = torch.Generator(device).manual_seed(0)
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=0.02, generator=generator)
+        else:
+            parameter.fill_(1.0)
+    return module
+
+
+class Hollow:
+    """A model whose forward costs nothing: what a step takes with it is the step's own. Also a draft's.
+
+    Answers with random logits and features that are made once, for each shape that is asked for.
+    """
+
+    def __init__(self, model: Decoder | EagleHead):
+        self._model = model
+        self._made: dict[tuple[int, ...], Tensor] = {}
+
+    def __getattr__(self, name: str):
+        return getattr(self._model, name)
+
+    def forward(self, input_ids, *arguments, capture=(), last_only=False, from_target=None):
+        model, shape = self._model, input_ids.shape
+        if from_target is None:
+            logits = self._random(shape[0], 1 if last_only else shape[1], model.vocab_size)
+            features = self._random(*shape, len(capture) * model.hidden_size) if capture else None
+            return TargetOutput(logits, features)
+        return DraftOutput(self._random(*shape, model.draft_vocab_size), self._random(*shape, model.config.hidden_size))
+
+    def _random(self, *shape: int) -> Tensor:
+        if shape not in self._made:
+            self._made[shape] = torch.randn(shape, dtype=torch.float32, device=self._model.device).to(self._model.dtype)
+        return self._made[shape]
