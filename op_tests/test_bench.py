@@ -393,3 +393,29 @@ def test_a_record_names_its_run_and_its_floor(monkeypatch):
     assert json.loads(json.dumps(made)) == made
     assert results.new_run() != results.new_run()
     assert results.table([made]).splitlines()[1].split()[-2:] == ["5.0%", "5.00"]
+
+
+def test_an_app_runs_without_a_gpu_on_a_small_shape(capsys):
+    command = ["--app", "generation", "--shape", "small", "--steps", "1", "--prompt-tokens", "3", "--results", "none"]
+    assert run.main([*command, "--only", "tree"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["tree", "B=1"], ["tree", "B=8"], ["tree", "B=32"]]
+    assert all("of_plain" in line for line in lines)
+    with pytest.raises(SystemExit):
+        run.main(["--app", "nothing"])
+    with pytest.raises(SystemExit):
+        run.main(["--op", "build_tree", "--shape", "small"])
+
+
+def test_gaps_are_between_graphs():
+    """Kernels of one graph may overlap; what is no graph's does not count."""
+    from bench.apps.generation import _gaps_us
+
+    def event(correlation, start, duration):
+        about = {"correlation": correlation, "graph id": 1}
+        return {"cat": "kernel", "ts": start, "dur": duration, "args": about}
+
+    events = [event(1, 0, 10), event(1, 5, 7), event(2, 20, 5), event(2, 26, 4), event(3, 31, 1)]
+    events += [{"cat": "cpu_op", "ts": 0, "dur": 99, "args": {}}]
+    events += [{"cat": "kernel", "ts": 13, "dur": 1, "args": {"correlation": 9}}]
+    assert _gaps_us(events) == [8, 1]

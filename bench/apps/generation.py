@@ -54,6 +54,9 @@ class Bench:
 
     def engine(self, batch_size: int, tree: tuple | None, accept: float, target=None, draft=None) -> EAGLEInference:
         config = {"max_batch": batch_size, "eos_token_ids": ()}
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # of the engine before
+            config["kv_cache_bytes"] = int(0.8 * torch.cuda.mem_get_info()[0])
         if tree is not None:
             topk, num_steps, nodes = tree
             config |= {"topk": topk, "num_steps": num_steps, "num_draft_tokens": nodes}
@@ -235,14 +238,14 @@ def huggingface(bench: Bench) -> None:
         ours_ms, _ = bench.step_ms(bench.engine(batch_size, None, 1.0), batch_size, is_plain=True)
         prompts = torch.randint(config.vocab_size, (batch_size, bench.prompt_tokens), device=bench.device)
         for name, options in (("eager", {}), ("compiled, static cache", {"cache_implementation": "static"})):
-            step_ms = _slope_ms(lambda count, options=options: _generate(model, prompts, count, options))
+            step_ms = _slope_ms(_generator(model, prompts, options))
             bench.record("huggingface", f"B={batch_size}", name, step_ms, of_ours=step_ms / ours_ms)
 
 
-def _generate(model, prompts: torch.Tensor, count: int, options: dict) -> None:
-    mask = torch.ones_like(prompts)
-    model.generate(prompts, attention_mask=mask, min_new_tokens=count, max_new_tokens=count, do_sample=False,
-                   pad_token_id=0, **options)  # fmt: skip
+def _generator(model, prompts: torch.Tensor, options: dict) -> Callable[[int], None]:
+    """run(count) generates so many tokens."""
+    fixed = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "pad_token_id": 0} | options
+    return lambda count: model.generate(prompts, min_new_tokens=count, max_new_tokens=count, **fixed)
 
 
 def _slope_ms(run: Callable[[int], None]) -> float:
