@@ -9,6 +9,9 @@ from .kv_pool import KVPool
 from .models.protocol import DraftModel, TargetModel
 from .sampling import RowSampling
 
+# plain steps after which the draft reads what it missed
+MEMORY = 16
+
 
 class BatchState:
     """R rows, each a request's or dead. A step reads rows 0 .. n - 1 and leaves them as the next one needs them.
@@ -19,6 +22,9 @@ class BatchState:
     block_table   [R, max_pages]  int32, of both models' pools; -1: no page
     draft_logits  [R, Vd]         what the draft says after the root
     draft_hidden  [R, H]          the draft's own state there
+    num_behind    [R] int64       committed tokens that the draft has not read, of plain steps: with them it comes back
+    missed_tokens    [R, MEMORY] int64   these, and
+    missed_features  [R, MEMORY, F]      the target's features beside them; both None until a plain step keeps them
     target_pool, draft_pool       keys and values; a request's pages have the same ids in both
     """
 
@@ -45,6 +51,9 @@ class BatchState:
         self.block_table = zeros(num_rows, max_pages, dtype=torch.int32).fill_(-1)
         self.sampling = RowSampling(num_rows, target.vocab_size, device)
         self.draft_logits = zeros(num_rows, draft.draft_vocab_size, dtype=target.dtype)
+        self.num_behind = zeros(num_rows)
+        self.missed_tokens: Tensor | None = None
+        self.missed_features: Tensor | None = None
         self.draft_hidden: Tensor | None = None  # until the first prompt tells how wide it is
 
     def set_draft(self, row: int, logits: Tensor, hidden: Tensor) -> None:
@@ -54,8 +63,16 @@ class BatchState:
         self.draft_logits[row] = logits
         self.draft_hidden[row] = hidden
 
+    def keep_what_drafts_miss(self, feature_size: int) -> None:
+        """Makes room for the tokens and features of plain steps."""
+        if self.missed_features is None:
+            device, dtype = self.lengths.device, self.draft_logits.dtype
+            self.missed_tokens = torch.zeros(self.num_rows, MEMORY, dtype=torch.int64, device=device)
+            self.missed_features = torch.zeros(self.num_rows, MEMORY, feature_size, dtype=dtype, device=device)
+
     def clear(self, row: int) -> None:
         """The row is nobody's."""
+        self.num_behind[row] = 0
         self.is_live[row] = 0
         self.lengths[row] = 0
         self.block_table[row] = -1
@@ -69,5 +86,5 @@ class BatchState:
     def tensors(self) -> list[Tensor]:
         """Everything that belongs to rows."""
         held = [self.lengths, self.roots, self.is_live, self.block_table, self.draft_logits]
-        held += [] if self.draft_hidden is None else [self.draft_hidden]
-        return held + self.sampling.tensors()
+        held += [self.num_behind, self.draft_hidden, self.missed_tokens, self.missed_features]
+        return [tensor for tensor in held if tensor is not None] + self.sampling.tensors()

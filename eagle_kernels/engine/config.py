@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
@@ -14,6 +14,8 @@ from ..primitives.paging import MAX_PAGE_SIZE
 from .values import is_integer
 
 DEFAULT_MAX_DRAFT_TOKENS = 32
+# (topk, num_steps, num_draft_tokens) that adaptive="auto" tries beside the configuration's own
+SMALLER_TREES = ((1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16))
 
 
 def rates_of_mean_length(mean: float, spec_steps: int) -> list[float]:
@@ -46,6 +48,11 @@ class EAGLEConfig:
     kv_cache_bytes      for the KV pools of both models; None: what max_batch requests of full length need, but at most
                         half of the device's free memory (1 GiB on the CPU)
     prefill_chunk       most prompt tokens that are read between two steps
+    max_spec_batch      most requests that are stepped speculatively; more are decoded plainly. None: any number
+    adaptive            the tree by the number of requests: ((8, (8, 5, 64)), (32, (1, 3, 4)), (64, None)) has trees of
+                        (topk, num_steps, num_draft_tokens) for up to 8 and up to 32 requests, and plain decoding from
+                        there on (None, and past the last entry). "auto": whichever of plain decoding, this tree and
+                        some smaller ones brings most tokens a second, as measured. None: always this tree
     cuda_graph          capture steps as CUDA graphs; None: on a GPU, where the masks' layout and the models allow it
 
     For timing, with text that is not the target's:
@@ -72,6 +79,8 @@ class EAGLEConfig:
     kv_cache_bytes: int | None = None
     prefill_chunk: int = 2048
     cuda_graph: bool | None = None
+    max_spec_batch: int | None = None
+    adaptive: str | tuple | None = None
     accept_policy: str = "normal"
     simulated_accept_length: float | None = None
     simulated_accept_rates: tuple[float, ...] | None = None
@@ -120,6 +129,8 @@ class EAGLEConfig:
         rule = "not be True with tree_mask_mode='full_mask', whose size the host must know at each step"
         self._require(can_be_captured or self.cuda_graph is not True, "cuda_graph", rule)
         self._check_accept_policy()
+        self._require_integer("max_spec_batch", 0, is_optional=True)
+        self._check_adaptive()
 
     @classmethod
     def naive_eagle(cls, **others: Any) -> EAGLEConfig:
@@ -146,6 +157,43 @@ class EAGLEConfig:
     @property
     def _num_candidates(self) -> int:
         return self.topk + (self.num_steps - 1) * self.topk**2
+
+    @property
+    def trees(self) -> tuple[tuple[int | None, EAGLEConfig | None], ...]:
+        """What steps choose from: the most requests that each is for (None: any number), and a configuration that does
+        not choose; None in its place: plain decoding."""
+        own = (self.topk, self.num_steps, self.num_verify_tokens)
+        if self.adaptive is None:
+            return ((self.max_spec_batch, self._with_tree(own)),)
+        if self.adaptive == "auto":
+            smaller = [tree for tree in SMALLER_TREES if tree[2] < own[2] and tree[1] <= own[1]]
+            return tuple((None, self._with_tree(tree)) for tree in (*smaller, own))
+        return tuple((most, None if tree is None else self._with_tree(tree)) for most, tree in self.adaptive)
+
+    def _with_tree(self, tree: tuple[int, int, int]) -> EAGLEConfig:
+        topk, num_steps, num_draft_tokens = tree
+        simulated = {}
+        if self.simulated_accept_length is not None:
+            simulated["simulated_accept_length"] = min(self.simulated_accept_length, num_steps + 1)
+        if self.simulated_accept_rates is not None:
+            simulated["simulated_accept_rates"] = tuple(self.simulated_accept_rates[:num_steps])
+        shape = {"topk": topk, "num_steps": num_steps, "num_draft_tokens": num_draft_tokens}
+        return replace(self, **shape, **simulated, adaptive=None, max_spec_batch=None)
+
+    def _check_adaptive(self) -> None:
+        if self.adaptive is None or self.adaptive == "auto":
+            return
+        is_table = isinstance(self.adaptive, (tuple, list)) and len(self.adaptive) > 0
+        is_table = is_table and all(isinstance(entry, (tuple, list)) and len(entry) == 2 for entry in self.adaptive)
+        limits = [entry[0] for entry in self.adaptive] if is_table else []
+        is_table = is_table and all(map(is_integer, limits)) and limits == sorted(set(limits)) and limits[0] > 0
+        trees = [entry[1] for entry in self.adaptive if entry[1] is not None] if is_table else []
+        is_table = is_table and all(isinstance(tree, (tuple, list)) and len(tree) == 3 for tree in trees)
+        rule = "be None, 'auto' or ((most requests, (topk, num_steps, num_draft_tokens) or None), ...), ascending"
+        self._require(is_table, "adaptive", rule)
+        self._require(self.max_spec_batch is None, "max_spec_batch", "not be given with a table, which says it")
+        for tree in trees:
+            self._with_tree(tree)  # which checks it
 
     @property
     def simulated_rates(self) -> list[float] | None:

@@ -27,7 +27,7 @@ from .request import Request, StopStrings
 from .sampling import SAMPLING_FIELDS, SamplingParams
 from .scheduler import Scheduler, overshoot
 from .step import Stepper
-from .step_runner import StepRunner
+from .steps import Steps, make_steps
 from .stream import TextStream, TokenStream
 from .warmup import warm_up
 
@@ -35,7 +35,7 @@ _CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))
 # of a configuration, what makes one step differ from another one, and what pools and rows are made by
 _STEP_FIELDS = (
     "topk", "num_steps", "num_draft_tokens", "tree_mask_mode", "accept_policy", "simulated_accept_length",
-    "simulated_accept_rates", "cuda_graph",
+    "simulated_accept_rates", "cuda_graph", "max_spec_batch", "adaptive",
 )  # fmt: skip
 _POOL_FIELDS = ("page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
 
@@ -93,7 +93,7 @@ class EAGLEInference:
             )
         self._scheduler: Scheduler | None = None
         self._scheduler_key: tuple = ()
-        self._runners: dict[tuple, StepRunner] = {}
+        self._steps: dict[tuple, Steps] = {}
         self._plain_step_ms: dict[int, float] = {}
         self._num_submitted = 0
 
@@ -206,6 +206,16 @@ class EAGLEInference:
         """Steps until all submitted requests have ended; `Request` tells what each brought."""
         while self.has_work:
             self.step()
+
+    @property
+    def is_speculating(self) -> bool:
+        """False: requests go on by plain decoding from the next step on, until it is True again."""
+        return self._scheduler is None or self._scheduler.is_speculating
+
+    @is_speculating.setter
+    def is_speculating(self, value: bool) -> None:
+        with self.lock:
+            self._scheduler_for(self.config, speculative=True).is_speculating = value
 
     def abort(self, request: Request) -> None:
         """Ends a request wherever it is; its row and pages are free at once."""
@@ -328,7 +338,7 @@ class EAGLEInference:
                     "EAGLEInference: requests that run hold the pools of another configuration; collect or abort them "
                     "before this one is used"
                 )
-            self._scheduler, self._scheduler_key, self._runners = None, key, {}
+            self._scheduler, self._scheduler_key, self._steps = None, key, {}
             state = BatchState(
                 self.target,
                 self.draft,
@@ -339,18 +349,17 @@ class EAGLEInference:
             )
             scheduler = self._scheduler = Scheduler(state, config.prefill_chunk)
         step_key = (speculative, *(getattr(config, name) for name in _STEP_FIELDS))
-        if step_key not in self._runners:
-            stepper = Stepper(self.target, self.draft if speculative else None, config)
-            use_graphs = self.device.type == "cuda" and stepper.can_be_captured
-            if config.cuda_graph is not None:
-                use_graphs = config.cuda_graph and self.device.type == "cuda"
-            self._runners[step_key] = StepRunner(stepper, scheduler.state, use_graphs)
-        scheduler.use(self._runners[step_key])
+        if step_key not in self._steps:
+            draft = self.draft if speculative else None
+            self._steps[step_key] = make_steps(self.target, draft, config, scheduler.state)
+        scheduler.use(self._steps[step_key])
         return scheduler
 
     def _max_pages(self, config: EAGLEConfig) -> int:
         """Of one request of full length; plain decoding shares the pools of its speculative twin."""
-        needed = self._limit(config, speculative=False) + overshoot(Stepper(self.target, self.draft, config))
+        trees = [config, *(tree for _, tree in config.trees if tree is not None)]
+        behind = max(overshoot(Stepper(self.target, self.draft, tree)) for tree in trees)
+        needed = self._limit(config, speculative=False) + behind
         return -(-needed // config.page_size)
 
     def _check_topk(self, config: EAGLEConfig) -> None:

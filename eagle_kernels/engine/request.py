@@ -20,7 +20,8 @@ class Request:
     logprobs        of these, where params.logprobs asks for them
     finish_reason   None: not yet; "eos" (a stop token id), "stop" (a stop string), "length", "abort", or "error", with
     error           why
-    accepted        how many drafts each step of it accepted
+    accepted        how many drafts each step of it accepted, and
+    drafted         how many were verified in all of them
     """
 
     id: int
@@ -33,6 +34,7 @@ class Request:
     finish_reason: str | None = None
     error: str | None = None
     accepted: list[int] = field(default_factory=list)
+    drafted: int = 0
     _stop: StopStrings | None = None
     # events that its owner has not collected yet
     _events: list[TokenEvent] = field(default_factory=list)

@@ -8,14 +8,14 @@ ends is stepped once more, and what that step brought is dropped.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .batch_state import BatchState
+from .batch_state import MEMORY, BatchState
 from .kv_pool import PageAllocator, PrefillAttend
 from .models.protocol import DraftOutput
 from .output import TokenEvent
@@ -23,6 +23,7 @@ from .request import Request
 from .sampling import Features
 from .step import Stepper, StepResult, rows_behind
 from .step_runner import StepRunner
+from .steps import Steps
 
 # every so many steps the host waits for one, to read the times of its phases
 TIMED_STEPS = 32
@@ -43,23 +44,30 @@ class _Row:
     num_pending: int = 0
 
 
-class _Launch(NamedTuple):
-    """What the host will read: tokens [B, S + 2] as in StepResult, on the host once `event` is done."""
+@dataclass(eq=False)
+class _Launch:
+    """What the host will read: a result that is there once `event` is done."""
 
-    tokens: Tensor
-    logprobs: Tensor | None
+    result: StepResult
     event: torch.cuda.Event | None
     rows: list[tuple[int, _Row]]  # with the row of the tensors that each had
-    is_step: bool
+    number: int | None  # of the runner; None: the first token of a prompt
+    before: _Launch | None = None  # the step right before
+    step_ms: float | None = None
 
 
 class Scheduler:
-    """The rows, pages and requests of one engine. `runner` steps them: it may change while nobody runs."""
+    """The rows, pages and requests of one engine. `steps` may change while nobody runs."""
 
     def __init__(self, state: BatchState, prefill_chunk: int):
         self.state, self._prefill_chunk = state, prefill_chunk
         self.pages = PageAllocator(state.target_pool.k_cache.shape[1])
-        self.runner: StepRunner | None = None
+        self.steps: Steps | None = None
+        self.is_speculating = True
+        self._last_runner: StepRunner | None = None
+        # plain steps since the draft has read what it missed, and the event behind the last step, if nothing followed
+        self._num_missed = 0
+        self._last_step: _Launch | None = None
         self.num_steps = 0
         self._phases_ms: deque[dict[str, float]] = deque(maxlen=256)
         self._waiting: deque[Request] = deque()
@@ -76,19 +84,20 @@ class Scheduler:
         """Whether `prepare` has a prompt to read now; those that wait for a row or for pages are not."""
         return any(row is not None and not row.is_running for row in self._rows) or self._can_admit()
 
-    def use(self, runner: StepRunner) -> None:
-        """Steps with `runner` from now on."""
-        if runner is not self.runner and self.has_work:
+    def use(self, steps: Steps) -> None:
+        """Steps so from now on."""
+        if steps is not self.steps and self.has_work:
             raise RuntimeError(
                 "EAGLEInference: requests that run were submitted with another configuration; collect or abort them "
                 "before this one is used"
             )
-        self.runner = runner
+        self.steps = steps
 
     def _pages_for(self, request: Request) -> int:
         """Pages that a request takes, with what its steps write behind its last token."""
-        num_tokens = len(request.prompt) + request.params.max_new_tokens
-        return -(-(num_tokens + overshoot(self.runner.stepper)) // self.state.target_pool.page_size)
+        behind = max(overshoot(runner.stepper) for runner in self.steps.runners)
+        num_tokens = len(request.prompt) + request.params.max_new_tokens + behind
+        return -(-num_tokens // self.state.target_pool.page_size)
 
     def _can_admit(self) -> bool:
         if not self._waiting or None not in self._rows:
@@ -132,7 +141,7 @@ class Scheduler:
         while len(self._unread) > lag:
             events += self._read_back()
         if is_timed:
-            self._phases_ms.append(self.runner.phases_ms())
+            self._phases_ms.append(self._last_runner.phases_ms())
         return events
 
     @torch.inference_mode()
@@ -154,7 +163,7 @@ class Scheduler:
 
     def _read_prompt(self, row: _Row, most: int) -> int:
         """The next part of a prompt, in both models; behind the last one the row's first token is drawn."""
-        prompt, start, stepper = row.request.prompt, row.num_read, self.runner.stepper
+        prompt, start, stepper = row.request.prompt, row.num_read, self.steps.runners[0].stepper
         stop = min(len(prompt), start + most)
         is_last = stop == len(prompt)
         # the token behind this part is what the draft reads beside the part's last feature
@@ -171,8 +180,9 @@ class Scheduler:
             features = Features.of([row.request.params])
             first = stepper.draw_first(output.logits[:, -1], self.state, row.index, len(prompt), features)
             tokens = torch.cat([tokens, self.state.roots[row.index, None]])
-            self._push(first, [(0, row)], is_step=False)
-        if stepper.draft is not None:
+            self._push(first, [(0, row)])
+            self._last_step = None
+        if stepper.any_draft is not None:
             drafted = self._read_draft_prompt(stepper, row, tokens, output.features, start, stop)
             if is_last:
                 self.state.set_draft(row.index, drafted.logits[0, -1], drafted.hidden[0, -1])
@@ -188,11 +198,11 @@ class Scheduler:
     ) -> DraftOutput:
         """Draft rows start .. stop - 1, row i being token i + token_shift beside the feature of the token before it;
         without a shift the root's row comes last."""
-        shift = stepper.draft.token_shift
+        shift = stepper.any_draft.token_shift
         num_rows = stop - start + (1 - shift if stop == len(row.request.prompt) else 0)
         if features is None:
             features = torch.zeros(1, num_rows, 0, device=tokens.device, dtype=stepper.target.dtype)
-        return stepper.draft.forward(
+        return stepper.any_draft.forward(
             tokens[None, shift : shift + num_rows],
             features,
             torch.arange(start, start + num_rows, device=tokens.device)[None],
@@ -215,10 +225,22 @@ class Scheduler:
         running = [row for row in self._rows if row is not None and row.is_running and self._needs_step(row)]
         if not running:
             return False
-        features = Features.of([row.request.params for row in running])
-        result = self.runner.run(1 + max(row.index for row in running), features)
+        number = self.steps.choice.choose(len(running)) if self.is_speculating else 0
+        runner = self._last_runner = self.steps.runners[number]
+        num_rows = 1 + max(row.index for row in running)
+        if self._num_missed and (runner.stepper.draft is not None or self._num_missed == MEMORY):
+            self.steps.runners[0].catch_up(num_rows)
+            self._num_missed, self._last_step = 0, None
+        self._num_missed += runner.stepper.resting_draft is not None
+        start_s = time.perf_counter()
+        result = runner.run(num_rows, Features.of([row.request.params for row in running]))
         self.num_steps += 1
-        self._push(result, [(row.index, row) for row in running], is_step=True)
+        launch = self._push(result, [(row.index, row) for row in running], number)
+        # on a device what lies between the ends of two steps, if nothing else does; the host has no such device
+        launch.before = self._last_step
+        if launch.event is None:
+            launch.step_ms = 1e3 * (time.perf_counter() - start_s)
+        self._last_step = launch
         return True
 
     def drain(self) -> None:
@@ -237,25 +259,27 @@ class Scheduler:
         """Not one whose last tokens are on their way for certain."""
         return len(row.request.output_ids) + row.num_pending < row.request.params.max_new_tokens
 
-    def _push(self, result: StepResult, rows: list[tuple[int, _Row]], is_step: bool) -> None:
-        """Queues the copy of a result to the host."""
+    def _push(self, result: StepResult, rows: list[tuple[int, _Row]], number: int | None = None) -> _Launch:
+        """Queues the copy of a result to the host; number: of the runner, None for the first token of a prompt."""
         for _, row in rows:
             row.num_pending += 1
-        if result.tokens.device.type != "cuda":
-            self._unread.append(_Launch(result.tokens, result.logprobs, None, rows, is_step))
-            return
-        event = torch.cuda.Event()
-        tokens, logprobs = _to_host(result.tokens), None if result.logprobs is None else _to_host(result.logprobs)
-        event.record(torch.cuda.current_stream(result.tokens.device))
-        self._unread.append(_Launch(tokens, logprobs, event, rows, is_step))
+        event = None
+        if result.tokens.device.type == "cuda":
+            result = StepResult(*(None if tensor is None else _to_host(tensor) for tensor in result))
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self.state.lengths.device))
+        self._unread.append(_Launch(result, event, rows, number))
+        return self._unread[-1]
 
     def _read_back(self) -> list[TokenEvent]:
         """The tokens of the oldest launch; rows of requests that have ended are freed."""
         launch = self._unread.popleft()
         if launch.event is not None:
             launch.event.synchronize()
-        tokens = launch.tokens.tolist()
-        logprobs = None if launch.logprobs is None else launch.logprobs.tolist()
+        tokens = launch.result.tokens.tolist()
+        logprobs = None if launch.result.logprobs is None else launch.result.logprobs.tolist()
+        if launch.number is not None:
+            self._note(launch, tokens)
         events = []
         for index, row in launch.rows:
             row.num_pending -= 1
@@ -264,12 +288,22 @@ class Scheduler:
                 continue
             count = tokens[index][0]
             accepted = count - 1
-            if launch.is_step:
+            if launch.number is not None:
                 request.accepted.append(accepted)
+                request.drafted += self.steps.runners[launch.number].stepper.num_nodes - 1
             events += request.push(tokens[index][1 : 1 + count], accepted, logprobs and logprobs[index])
             if request.is_finished:
                 self._release(row)
         return events
+
+    def _note(self, launch: _Launch, tokens: list[list[int]]) -> None:
+        """Tells how fast a step was."""
+        before = launch.before
+        if launch.event is not None and before is not None and before.number == launch.number:
+            launch.step_ms = before.event.elapsed_time(launch.event)
+        launch.before = None
+        counts = [tokens[index][0] for index, _ in launch.rows]
+        self.steps.choice.note(launch.number, len(counts), launch.step_ms, sum(counts) / len(counts))
 
     def _release(self, row: _Row) -> None:
         self.pages.free(row.pages)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .batch_state import BatchState
+from .batch_state import MEMORY, BatchState
 from .config import EAGLEConfig
 from .kv_pool import DecodeAttend, TreeAttend, find_slots
 from .models.protocol import DraftModel, TargetModel
@@ -51,18 +51,26 @@ class _Committed(NamedTuple):
 
 
 class Stepper:
-    """Steps a batch with one configuration. Without a draft a step is plain decoding: a tree that is its root."""
+    """Steps a batch with one configuration. Without a draft a step is plain decoding: a tree that is its root.
+
+    is_plain: plain steps that keep for the draft what it misses, so that it can come back (`catch_up`).
+    """
 
     def __init__(
         self,
         target: TargetModel,
         draft: DraftModel | None,
         config: EAGLEConfig,
+        is_plain: bool = False,
     ):
-        self.target, self.draft, self.config = target, draft, config
+        self.target, self.config = target, config
+        self.draft = None if is_plain else draft
+        self.resting_draft = draft if is_plain else None
+        self.any_draft = draft
+        self.aux_layers = () if draft is None else draft.aux_layers
+        draft = self.draft
         self.num_steps = config.num_steps if draft else 0
         self.num_nodes = config.num_verify_tokens if draft else 1
-        self.aux_layers = draft.aux_layers if draft else ()
         self._policy = {}
         if draft and config.accept_policy != "normal":
             self._policy["accept_policy"] = config.accept_policy
@@ -97,11 +105,33 @@ class Stepper:
             with timer.phase("draft"):
                 self._extend_draft(batch, committed, target_features)
         with timer.phase("bookkeeping"):
+            if self.resting_draft:
+                batch.keep_for_draft(committed.bonus_tokens, target_features)
             state.sampling.count(features, batch.rows, committed.tokens)
             batch.roots.copy_(torch.where(batch.is_live > 0, committed.bonus_tokens, batch.roots))
             batch.lengths.copy_(committed.new_seq_lens)
             tokens = torch.cat([committed.accept_lengths[:, None].to(torch.int64), committed.tokens], dim=1)
         return StepResult(tokens, committed.logprobs)
+
+    def catch_up(self, state: BatchState, num_rows: int) -> None:
+        """The resting draft reads what the first `num_rows` rows have for it."""
+        draft, pool, rows = self.resting_draft, state.draft_pool, slice(0, num_rows)
+        count, table = state.num_behind[rows], state.block_table[rows]
+        first = state.lengths[rows] + (1 - draft.token_shift) - count
+        positions = first[:, None] + torch.arange(MEMORY, device=first.device)
+        slots = find_slots(table, first, MEMORY, pool.page_size)
+        # rows past what was missed are padding that only later rows see, in slots that hold nothing yet
+        output = draft.forward(
+            state.missed_tokens[rows],
+            state.missed_features[rows],
+            positions.clamp(max=draft.max_length - 1),
+            TreeAttend(pool, table, first, slots, MEMORY, None, positions),
+            from_target=True,
+        )
+        last = torch.arange(num_rows, device=first.device) * MEMORY + (count - 1).clamp(min=0)
+        for kept, read in ((state.draft_logits, output.logits), (state.draft_hidden, output.hidden)):
+            kept[rows].copy_(torch.where((count > 0)[:, None], read.flatten(0, 1)[last], kept[rows]))
+        count.zero_()
 
     def draw_first(self, logits: Tensor, state: BatchState, row: int, length: int, features: Features) -> StepResult:
         """The token behind a prompt of `length` tokens, by the logits [1, V] of its last one: the row's first root."""
@@ -244,7 +274,7 @@ class _Batch:
 
     def __init__(self, stepper: Stepper, state: BatchState, rows: slice):
         self._sampling, self._draft_pool, self.rows = state.sampling, state.draft_pool, rows
-        self.target_pool = state.target_pool
+        self.target_pool, self._state = state.target_pool, state
         self.lengths, self.roots, self.is_live = state.lengths[rows], state.roots[rows], state.is_live[rows]
         self.block_table, self.seeds = state.block_table[rows], state.sampling.seeds[rows]
         draft, config, page_size = stepper.draft, stepper.config, state.target_pool.page_size
@@ -259,6 +289,14 @@ class _Batch:
         self.draft_lengths = self.lengths + behind if behind else self.lengths
         depth = torch.arange(stepper.num_steps + 1, device=self.lengths.device)
         self.draft_positions = (self.draft_lengths[:, None] + depth).clamp(max=draft.max_length - 1)
+
+    def keep_for_draft(self, roots: Tensor, features: Tensor) -> None:
+        """The new roots [B] and, beside each, the feature [B, 1, F] of the token before it."""
+        count = self._state.num_behind[self.rows]
+        row, place = torch.arange(len(count), device=count.device), count.clamp(max=MEMORY - 1)
+        self._state.missed_tokens[self.rows][row, place] = roots.clamp(min=0)
+        self._state.missed_features[self.rows][row, place] = features[:, 0]
+        count.add_(self.is_live)
 
     def sampling_arguments(self, features: Features) -> dict[str, Tensor]:
         return self._sampling.arguments(features, self.rows)

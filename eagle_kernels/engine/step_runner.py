@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,10 @@ class StepRunner:
     def __init__(self, stepper: Stepper, state: BatchState, use_graphs: bool):
         self.stepper, self._state, self._use_graphs = stepper, state, use_graphs
         self._graphs: dict[tuple[int, Features], _Captured] = {}
+        self._catch_ups: dict[int, torch.cuda.CUDAGraph] = {}
         self._timer: PhaseTimer | None = None
+        if stepper.resting_draft:
+            state.keep_what_drafts_miss(len(stepper.aux_layers) * stepper.target.hidden_size)
         self._memory = torch.cuda.graph_pool_handle() if use_graphs else None
 
     def run(self, num_rows: int, features: Features) -> StepResult:
@@ -52,15 +56,27 @@ class StepRunner:
         self._timer = captured.timer
         return captured.result
 
+    def catch_up(self, num_rows: int) -> None:
+        """Lets the draft read what it missed of the first `num_rows` rows or more."""
+        if not self._use_graphs:
+            self.stepper.catch_up(self._state, num_rows)
+            return
+        num_rows = bucket_of(num_rows, self._state.num_rows)
+        if num_rows not in self._catch_ups:
+            self._catch_ups[num_rows], _ = self._record(lambda: self.stepper.catch_up(self._state, num_rows))
+        self._catch_ups[num_rows].replay()
+
     def warm_up(self, num_rows: int, features: Features) -> None:
         """What `run` would compile and capture on its first call."""
         if features.penalties:
             self._state.sampling.add_penalties()
         if self._use_graphs:
             self._captured(bucket_of(num_rows, self._state.num_rows), features)
-        else:
-            with _nobody(self._state):
+        with _nobody(self._state):
+            if not self._use_graphs:
                 self.stepper.step(self._state, num_rows, features, PhaseTimer(self.stepper.target.device))
+            if self.stepper.resting_draft:
+                self.catch_up(num_rows)
 
     def phases_ms(self) -> dict[str, float]:
         """Of the last step, which the device must have finished."""
@@ -74,15 +90,21 @@ class StepRunner:
 
     def _capture(self, num_rows: int, features: Features) -> _Captured:
         device = self.stepper.target.device
+        timers = [PhaseTimer(device), PhaseTimer(device, is_captured=True)]
+        timer = timers[1]
+        graph, result = self._record(lambda: self.stepper.step(self._state, num_rows, features, timers.pop(0)))
+        return _Captured(graph, result, timer)
+
+    def _record(self, run: Callable[[], StepResult | None]) -> tuple[torch.cuda.CUDAGraph, StepResult | None]:
+        """A graph of what `run` launches."""
         # compile, and let libraries allocate, on rows that are nobody's: a step changes those that are somebody's
         with _nobody(self._state):
-            self.stepper.step(self._state, num_rows, features, PhaseTimer(device))
-        timer = PhaseTimer(device, is_captured=True)
+            run()
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(self.stepper.target.device)
         with torch.cuda.graph(graph, pool=self._memory):
-            result = self.stepper.step(self._state, num_rows, features, timer)
-        return _Captured(graph, result, timer)
+            result = run()
+        return graph, result
 
 
 class _nobody:
@@ -93,8 +115,10 @@ class _nobody:
 
     def __enter__(self) -> None:
         self._kept: list[tuple[Tensor, Tensor]] = [(tensor, tensor.clone()) for tensor in self._state.tensors()]
-        for row_tensor, value in ((self._state.is_live, 0), (self._state.lengths, 0), (self._state.block_table, -1)):
-            row_tensor.fill_(value)
+        state = self._state
+        for tensor in (state.is_live, state.lengths, state.num_behind):
+            tensor.zero_()
+        state.block_table.fill_(-1)
 
     def __exit__(self, *_) -> None:
         for tensor, kept in self._kept:

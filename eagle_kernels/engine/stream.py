@@ -25,12 +25,12 @@ class TokenStream(Iterator[TokenEvent], AsyncIterator[TokenEvent]):
 
     def __init__(self, engine: EAGLEInference, scheduler: Scheduler, requests: list[Request], is_single: bool):
         self._engine, self._scheduler, self.requests, self._is_single = engine, scheduler, requests, is_single
-        self._runner = scheduler.runner
-        stepper = scheduler.runner.stepper
+        self._steps = scheduler.steps
+        steppers = [runner.stepper for runner in scheduler.steps.runners]
         self._stats = GenerationStats(
             num_requests=len(requests),
-            num_steps=stepper.num_steps,
-            num_draft_tokens=stepper.num_nodes,
+            num_steps=max(stepper.num_steps for stepper in steppers),
+            num_draft_tokens=max(stepper.num_nodes for stepper in steppers),
             seeds=[request.seed for request in requests],
             prompt_tokens=sum(len(request.prompt) for request in requests),
         )
@@ -60,7 +60,7 @@ class TokenStream(Iterator[TokenEvent], AsyncIterator[TokenEvent]):
         try:
             start_s = time.perf_counter()
             with engine.lock:
-                scheduler.use(self._runner)
+                scheduler.use(self._steps)
                 for request in self.requests:
                     scheduler.submit(request)
                 while scheduler.is_reading:
@@ -91,7 +91,7 @@ class TokenStream(Iterator[TokenEvent], AsyncIterator[TokenEvent]):
         counts = [count for request in self.requests for count in request.accepted]
         stats.generated_tokens = sum(len(request.output_ids) for request in self.requests)
         stats.steps, stats.accepted = len(counts), sum(counts)
-        stats.drafted = stats.steps * (stats.num_draft_tokens - 1)
+        stats.drafted = sum(request.drafted for request in self.requests)
         stats.accepted_per_depth = [sum(count > depth for count in counts) for depth in range(stats.num_steps)]
         stats.finish_reasons = [request.finish_reason for request in self.requests]
         stats.plain_step_ms = self._engine.plain_step_ms(stats.num_requests)

@@ -36,4 +36,5 @@ def warm_up(
     with torch.inference_mode():
         for features in sorted(mixtures):
             for num_rows in buckets(scheduler.state.num_rows):
-                scheduler.runner.warm_up(num_rows, features)
+                for runner in scheduler.steps.runners:
+                    runner.warm_up(num_rows, features)

@@ -1,0 +1,101 @@
+"""How many drafts a step makes: always the same, by a table of batch sizes, or whatever has been fastest so far."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+# Of the automatic choice: steps of each tree that are measured before it is judged, and again when one that is not in
+# use is looked at: after so many steps, or as many more as keep the time that this loses below a share of all.
+PROBE_STEPS = 4
+PROBE_AFTER = 256
+PROBE_SHARE = 0.01
+# of a new measurement
+WEIGHT = 0.1
+
+
+class Choice(Protocol):
+    """Which of several steppers steps next; number 0 is plain decoding."""
+
+    def choose(self, num_rows: int) -> int:
+        """For a step of so many requests."""
+
+    def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
+        """What such a step took, None where nobody knows, and how many tokens it brought a request."""
+
+
+class ByBatchSize:
+    """table: (most requests, number), ascending; more requests than the last entry has are decoded plainly."""
+
+    def __init__(self, table: tuple[tuple[int | None, int], ...]):
+        self._table = table
+
+    def choose(self, num_rows: int) -> int:
+        for most, number in self._table:
+            if most is None or num_rows <= most:
+                return number
+        return 0
+
+    def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
+        pass
+
+
+class Fastest:
+    """The number with most tokens a second at this batch size: step times by batch size, tokens over all of them.
+
+    The others are measured again now and then, so that a change of the texts is noticed; the slower, the more rarely.
+    most_rows: above, plain decoding alone.
+    """
+
+    def __init__(self, count: int, most_rows: int | None):
+        self._count, self._most_rows = count, most_rows
+        self._tokens: dict[int, float] = {0: 1.0}
+        self._step_ms: dict[tuple[int, int], float] = {}
+        self._num_seen: dict[tuple[int, int], int] = {}
+        self._num_unseen: dict[tuple[int, int], int] = {}
+        self._probe: tuple[int, int, int] | None = None  # batch size class, number, steps left
+
+    def choose(self, num_rows: int) -> int:
+        if self._most_rows is not None and num_rows > self._most_rows:
+            return 0
+        size = num_rows.bit_length()
+        if self._probe is not None and self._probe[0] == size:
+            return self._probe[1]
+        for number in range(self._count):
+            if self._num_seen.get((size, number), 0) < PROBE_STEPS:
+                return number
+        speeds = [self._speed(size, number) for number in range(self._count)]
+        best = max(range(self._count), key=speeds.__getitem__)
+        for number, speed in enumerate(speeds):
+            key = (size, number)
+            self._num_unseen[key] = 0 if number == best else self._num_unseen.get(key, 0) + 1
+            # time that the best one would not have taken for the same tokens, in steps of its own
+            lost_steps = 0.0
+            if speed:
+                lost_ms = self._tokens.get(number, 1.0) * (1 / speed - 1 / speeds[best])
+                lost_steps = PROBE_STEPS * lost_ms / self._step_ms[size, best]
+            if self._num_unseen[key] > max(PROBE_AFTER, lost_steps * (self._count - 1) / PROBE_SHARE):
+                self._num_unseen[key] = 0
+                self._probe = (*key, PROBE_STEPS)
+                return number
+        return best
+
+    def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
+        size = num_rows.bit_length()
+        key = (size, number)
+        self._num_seen[key] = self._num_seen.get(key, 0) + 1
+        if number:
+            self._tokens[number] = _mean(self._tokens.get(number), tokens)
+        # the first one compiles, or follows a step of another kind
+        if step_ms is not None and self._num_seen[key] > 1:
+            self._step_ms[key] = _mean(self._step_ms.get(key), step_ms)
+        if self._probe is not None and self._probe[:2] == key:
+            left = self._probe[2] - 1
+            self._probe = (*key, left) if left else None
+
+    def _speed(self, size: int, number: int) -> float:
+        step_ms = self._step_ms.get((size, number))
+        return self._tokens.get(number, 1.0) / step_ms if step_ms else 0.0
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else old + WEIGHT * (new - old)

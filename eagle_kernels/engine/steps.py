@@ -1,0 +1,37 @@
+"""The kinds of steps that a configuration chooses from, each with its graphs, and who chooses."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .batch_state import BatchState
+from .config import EAGLEConfig
+from .models.protocol import DraftModel, TargetModel
+from .speculation import ByBatchSize, Choice, Fastest
+from .step import Stepper
+from .step_runner import StepRunner
+
+
+class Steps(NamedTuple):
+    """runners: number 0 decodes plainly. With a draft it keeps what the draft misses, so that others can follow."""
+
+    runners: tuple[StepRunner, ...]
+    choice: Choice
+
+
+def make_steps(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, state: BatchState) -> Steps:
+    """Of a configuration; without a draft plain decoding alone."""
+    plain = Stepper(target, draft, config, is_plain=True)
+    steppers, table = [plain], []
+    for most_rows, tree in config.trees if draft is not None else ():
+        table.append((most_rows, 0 if tree is None else len(steppers)))
+        if tree is not None:
+            steppers.append(Stepper(target, draft, tree))
+    is_automatic = draft is not None and config.adaptive == "auto"
+    choice = Fastest(len(steppers), config.max_spec_batch) if is_automatic else ByBatchSize(tuple(table))
+    return Steps(tuple(_runner(stepper, state) for stepper in steppers), choice)
+
+
+def _runner(stepper: Stepper, state: BatchState) -> StepRunner:
+    is_gpu, wanted = stepper.target.device.type == "cuda", stepper.config.cuda_graph
+    return StepRunner(stepper, state, is_gpu and (stepper.can_be_captured if wanted is None else wanted))

@@ -1,0 +1,193 @@
+"""How many drafts a step makes: the text does not notice, and plain decoding is never lost from sight."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from eagle_kernels import EAGLEConfig, SamplingParams
+from eagle_kernels.engine import batch_state, step
+from eagle_kernels.engine.speculation import PROBE_AFTER, PROBE_STEPS, ByBatchSize, Fastest
+from op_tests.engine.test_scheduler import make, prompt_of
+from op_tests.engine.toys import random_llama
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_llama(device=DEVICE)
+
+
+class Scripted:
+    """Chooses at random, and remembers what it was told."""
+
+    def __init__(self, count, seed):
+        self._coin, self._count, self.noted = random.Random(seed), count, []
+
+    def choose(self, num_rows):
+        return self._coin.randrange(self._count)
+
+    def note(self, number, num_rows, step_ms, tokens):
+        self.noted.append((number, tokens))
+
+
+@pytest.mark.parametrize("memory", [1, 3, 16])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 20}])
+def test_any_mixture_of_steps_has_the_text_of_plain_decoding(target, monkeypatch, memory, sampling):
+    """The target as its own draft, which accepts everything, if it has read all that plain steps passed over."""
+    for module in (batch_state, step):
+        monkeypatch.setattr(module, "MEMORY", memory)
+    monkeypatch.setattr("eagle_kernels.engine.scheduler.MEMORY", memory)
+    engine = make(target, target, adaptive=((8, (1, 3, 4)),), topk=1, num_steps=3)
+    want = [
+        engine.generate(prompt_of(number), 30, seeds=number, speculative=False, **sampling)[0] for number in range(5)
+    ]
+    requests = []
+    engine.submit([1], SamplingParams(max_new_tokens=1))
+    engine.collect()
+    choice = Scripted(2, memory)
+    engine._scheduler.steps = engine._scheduler.steps._replace(choice=choice)
+    engine._steps = dict.fromkeys(engine._steps, engine._scheduler.steps)
+    for number in range(5):
+        requests.append(engine.submit(prompt_of(number), SamplingParams(max_new_tokens=30, seed=number, **sampling)))
+        engine.step()
+        engine.step()
+    engine.collect()
+    assert [request.output_ids for request in requests] == want
+    assert {number for number, _ in choice.noted} == {0, 1}
+    if not sampling:
+        # a chain of the target's own argmax is accepted whole; plain steps bring one token
+        assert {tokens for number, tokens in choice.noted if number} == {4.0}
+        assert {tokens for number, tokens in choice.noted if not number} == {1.0}
+
+
+def test_a_table_by_batch_size():
+    table = ByBatchSize(((2, 1), (4, 2), (8, 0), (None, 3)))
+    assert [table.choose(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 100)] == [1, 1, 2, 2, 0, 0, 3, 3]
+    assert ByBatchSize(((2, 1),)).choose(3) == 0 and ByBatchSize(()).choose(1) == 0
+
+
+def test_trees_by_the_number_of_requests(target):
+    engine = make(target, target, max_batch=4, adaptive=((1, (2, 3, 8)), (2, (1, 2, 3)), (3, None)))
+    prompts = [prompt_of(number) for number in range(4)]
+    want = [engine.generate(prompt, 12 + 6 * number)[0] for number, prompt in enumerate(prompts)]
+    requests = [
+        engine.submit(prompt, SamplingParams(max_new_tokens=12 + 6 * number)) for number, prompt in enumerate(prompts)
+    ]
+    chosen = []
+    choice = engine._scheduler.steps.choice
+    choose = choice.choose
+    choice.choose = lambda num_rows: chosen.append((num_rows, choose(num_rows))) or chosen[-1][1]
+    engine.collect()
+    assert [request.output_ids for request in requests] == want
+    assert set(chosen) == {(4, 0), (3, 0), (2, 2), (1, 1)}
+
+
+def test_max_spec_batch(target):
+    engine = make(target, target, max_spec_batch=2, topk=1, num_steps=3)
+    _, stats = engine.generate([prompt_of(number) for number in range(3)], 12)
+    assert stats.accepted == 0 and stats.drafted == 0
+    _, stats = engine.generate([prompt_of(number) for number in range(2)], 13)
+    assert stats.mean_accept_length == 4
+
+
+def test_the_switch(target):
+    """Off and on while requests run; drafts are as good as ever afterwards."""
+    engine = make(target, target, topk=1, num_steps=3)
+    want = engine.generate(prompt_of(1), 60, speculative=False)[0]
+    request = engine.submit(prompt_of(1), SamplingParams(max_new_tokens=60))
+    for is_on, steps in ((True, 3), (False, 20), (True, 3), (False, 1), (True, 1)):
+        engine.is_speculating = is_on
+        assert engine.is_speculating == is_on
+        before = len(request.accepted)
+        for _ in range(steps):
+            engine.step()
+        assert set(request.accepted[before + 1 :]) <= {3 if is_on else 0}
+    engine.collect()
+    assert request.output_ids == want
+
+
+def simulate(choice, num_steps, step_ms, tokens, num_rows=4):
+    """Time and tokens of a request in so many steps, and the numbers that were chosen."""
+    total_ms, total, chosen = 0.0, 0.0, []
+    for _ in range(num_steps):
+        number = choice.choose(num_rows)
+        choice.note(number, num_rows, step_ms[number], tokens[number])
+        total_ms, total = total_ms + step_ms[number], total + tokens[number]
+        chosen.append(number)
+    return total_ms, total, chosen
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "tokens", "best"),
+    [
+        ((6.0, 7.0, 9.0), (1.0, 1.5, 4.0), 2),
+        ((6.0, 7.0, 9.0), (1.0, 1.5, 1.6), 1),
+        ((6.0, 12.0, 30.0), (1.0, 1.5, 3.0), 0),
+        ((6.0, 6.1, 60.0), (1.0, 1.0, 1.0), 0),
+    ],
+)
+def test_the_fastest_is_found_and_probing_is_cheap(step_ms, tokens, best):
+    choice = Fastest(3, None)
+    simulate(choice, 3 * PROBE_STEPS + 1, step_ms, tokens)
+    total_ms, total, chosen = simulate(choice, 40 * PROBE_AFTER, step_ms, tokens)
+    assert max(set(chosen), key=chosen.count) == best and set(chosen) == {0, 1, 2}
+    assert total / total_ms >= 0.98 * tokens[best] / step_ms[best]
+
+
+def test_a_change_of_the_texts_is_noticed():
+    choice = Fastest(2, None)
+    _, _, chosen = simulate(choice, 400, (6.0, 9.0), (1.0, 1.0))
+    assert chosen[-1] == 0
+    _, _, chosen = simulate(choice, 6000, (6.0, 9.0), (1.0, 4.0))
+    assert chosen[-1] == 1
+    _, _, chosen = simulate(choice, 60, (6.0, 9.0), (1.0, 1.0))
+    assert chosen[-1] == 0
+
+
+def test_sizes_are_judged_apart():
+    choice = Fastest(2, 64)
+    few, many = ((6.0, 7.0), (1.0, 2.0)), ((20.0, 60.0), (1.0, 2.0))
+    for _ in range(50):
+        simulate(choice, 1, *few, num_rows=1)
+        simulate(choice, 1, *many, num_rows=32)
+    assert choice.choose(1) == 1 and choice.choose(32) == 0 and choice.choose(65) == 0
+
+
+def test_automatic_choice_keeps_the_text(target):
+    draft = random_llama(hidden_size=16, num_layers=1, seed=1, device=DEVICE)
+    engine = make(draft, target, adaptive="auto", topk=4, num_steps=4, num_draft_tokens=16)
+    assert [tree.num_verify_tokens for _, tree in engine.config.trees] == [2, 4, 8, 16]
+    for sampling in ({}, {"temperature": 0.8}):
+        text, stats = engine.generate([prompt_of(number) for number in range(3)], 40, seeds=1, **sampling)
+        plain, _ = engine.generate(
+            [prompt_of(number) for number in range(3)], 40, seeds=1, speculative=False, **sampling
+        )
+        assert text == plain and stats.steps > 0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"adaptive": "fast"}, "adaptive must be None, 'auto' or"),
+        ({"adaptive": ()}, "adaptive must be None"),
+        ({"adaptive": ((8, (1, 2)),)}, "adaptive must be None"),
+        ({"adaptive": ((8, (1, 3, 4)), (8, None))}, "adaptive must be None"),
+        ({"adaptive": ((8, (0, 3, 4)),)}, "topk must lie in 1..16, got 0"),
+        ({"adaptive": ((8, None),), "max_spec_batch": 4}, "max_spec_batch must not be given with a table"),
+        ({"max_spec_batch": -1}, "max_spec_batch"),
+    ],
+)
+def test_bad_tables_are_named(values, message):
+    with pytest.raises(ValueError, match="EAGLEConfig: .*" + message):
+        EAGLEConfig(**values)
+
+
+def test_presets():
+    naive, chain, tree = EAGLEConfig.naive_eagle(), EAGLEConfig.chain(3), EAGLEConfig.tree(page_size=64)
+    assert (naive.topk, naive.num_steps, naive.num_verify_tokens) == (1, 1, 2)
+    assert (chain.topk, chain.num_steps, chain.num_verify_tokens) == (1, 3, 4)
+    assert (tree.topk, tree.num_steps, tree.num_verify_tokens, tree.page_size) == (8, 5, 64, 64)
