@@ -341,6 +341,11 @@ class EAGLEInference:
         step_key = (speculative, *(getattr(config, name) for name in _STEP_FIELDS))
         if step_key not in self._runners:
             stepper = Stepper(self.target, self.draft if speculative else None, config)
+            if config.cuda_graph and not stepper.can_be_captured:
+                raise ValueError(
+                    "EAGLEInference: cuda_graph must not be True here: the forward of one of the models waits for the "
+                    "device, so its steps run eagerly"
+                )
             use_graphs = self.device.type == "cuda" and stepper.can_be_captured
             if config.cuda_graph is not None:
                 use_graphs = config.cuda_graph and self.device.type == "cuda"
