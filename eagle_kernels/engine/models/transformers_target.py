@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...primitives.paging import MAX_HEAD_DIM, MIN_HEAD_DIM
 from .protocol import FINAL_NORM, Attend, KVShape, ModelError, TargetOutput
 
 # The name (attn_implementation) of our attention in transformers. It has no entry in AttentionMaskInterface:
@@ -69,7 +70,7 @@ class TransformersTarget:
                 module.warn_if_padding_and_no_attention_mask = _warn_of_nothing
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
         num_layers = self.config.num_hidden_layers
-        self._hook(_find_layers(model, num_layers))
+        self._hook(*_find_layers(model, num_layers))
         self.max_length = _max_length(self.config)
         self.can_be_captured = not (
             any(getattr(self.config, name, None) for name in _EXPERTS)
@@ -124,11 +125,12 @@ class TransformersTarget:
         features = torch.cat([call.streams[index] for index in capture], dim=-1) if capture else None
         return TargetOutput(logits.to(self.dtype), features)
 
-    def _hook(self, layers: Sequence[nn.Module]) -> None:
+    @staticmethod
+    def _hook(decoder: nn.Module, layers: nn.ModuleList) -> None:
         layers[0].register_forward_pre_hook(_keep_first, with_kwargs=True)
         for index, layer in enumerate(layers, start=1):
             layer.register_forward_hook(partial(_keep, index))
-        self.model.base_model.register_forward_hook(partial(_keep, FINAL_NORM))
+        decoder.register_forward_hook(partial(_keep, FINAL_NORM))
 
     def _check_config(self) -> None:
         """Refuses what config.json says and no layer would tell."""
@@ -160,13 +162,18 @@ class TransformersTarget:
             )
         shapes = {(layer.num_kv_heads, layer.head_dim) for layer in seen.values()}
         if len(shapes) > 1:
-            raise ModelError(f"{self._name}: layers with different keys, (heads, size) {sorted(shapes)}")
+            raise ModelError(
+                f"{self._name}: layers of different (key heads, size) {sorted(shapes)}"
+            )
+        (shape,) = shapes
+        if not MIN_HEAD_DIM <= shape[1] <= MAX_HEAD_DIM:
+            raise ModelError(f"{self._name}: heads of size {shape[1]}; {MIN_HEAD_DIM}..{MAX_HEAD_DIM} are supported")
         window = getattr(self.config, "sliding_window", None)
         layer_types = getattr(self.config, "layer_types", None) or ["sliding_attention" if window else ""] * num_layers
         for layer, layer_type in enumerate(layer_types[:num_layers]):
             if layer_type == "sliding_attention" and seen[layer].window is None:
                 raise ModelError(f"{self._name}: layer {layer} does not tell its attention the sliding window")
-        return KVShape(num_layers, *shapes.pop())
+        return KVShape(num_layers, *shape)
 
 
 class _Layer(NamedTuple):
@@ -243,12 +250,13 @@ def _warn_of_nothing(*_: Any) -> None:
     """In place of a search for padding."""
 
 
-def _find_layers(model: nn.Module, num_layers: int) -> Sequence[nn.Module]:
-    """The decoder layers: the list whose i-th module holds the attention of layer i."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            if all(index in _layers_within(layer) for index, layer in enumerate(module)):
-                return module
+def _find_layers(model: nn.Module, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
+    """The decoder, which ends with the final norm, and the list whose i-th module holds the attention of layer i."""
+    for decoder in model.modules():
+        for layers in decoder.children():
+            if isinstance(layers, nn.ModuleList) and len(layers) == num_layers:
+                if all(index in _layers_within(layer) for index, layer in enumerate(layers)):
+                    return decoder, layers
     raise ModelError(f"{type(model).__name__}: its layers, or their layer_idx, were not found")
 
 
