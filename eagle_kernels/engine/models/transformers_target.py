@@ -70,7 +70,12 @@ class TransformersTarget:
                 module.warn_if_padding_and_no_attention_mask = _warn_of_nothing
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
         num_layers = self.config.num_hidden_layers
-        self._hook(*_find_layers(model, num_layers))
+        decoder, layers = _find_layers(model, num_layers)
+        if any(isinstance(part, nn.Conv1d) for part in layers.modules()):
+            raise ModelError(
+                f"{self._name}: layers with convolutions over time keep a state, which the pool cannot hold"
+            )
+        _hook(decoder, layers)
         self.max_length = _max_length(self.config)
         self.can_be_captured = not (
             any(getattr(self.config, name, None) for name in _EXPERTS)
@@ -80,7 +85,7 @@ class TransformersTarget:
         capture = (*range(num_layers + 1), FINAL_NORM)
         tokens = torch.arange(2, device=self.device)[None]
         with torch.inference_mode():
-            logits, features = self.forward(tokens, tokens, partial(_note_layer, seen), capture=capture)
+            logits, features = self.forward(tokens, tokens, partial(_note_layer, self._name, seen), capture=capture)
         self.vocab_size = logits.shape[-1]
         self.hidden_size = self.config.hidden_size
         if features.shape != (1, 2, len(capture) * self.hidden_size):
@@ -125,13 +130,6 @@ class TransformersTarget:
         features = torch.cat([call.streams[index] for index in capture], dim=-1) if capture else None
         return TargetOutput(logits.to(self.dtype), features)
 
-    @staticmethod
-    def _hook(decoder: nn.Module, layers: nn.ModuleList) -> None:
-        layers[0].register_forward_pre_hook(_keep_first, with_kwargs=True)
-        for index, layer in enumerate(layers, start=1):
-            layer.register_forward_hook(partial(_keep, index))
-        decoder.register_forward_hook(partial(_keep, FINAL_NORM))
-
     def _check_config(self) -> None:
         """Refuses what config.json says and no layer would tell."""
         config = self.config
@@ -142,7 +140,8 @@ class TransformersTarget:
             "attention to later tokens": not getattr(config, "is_causal", True)
             or getattr(config, "use_bidirectional_attention", False),
         }
-        unfit |= {name: True for name in getattr(config, "layer_types", None) or () if name not in _LAYER_TYPES}
+        for layer_type in getattr(config, "layer_types", None) or ():
+            unfit[f"a layer of type {layer_type}"] = layer_type not in _LAYER_TYPES
         for name, is_there in unfit.items():
             if is_there:
                 raise ModelError(f"{self._name}: {name} is not supported")
@@ -162,9 +161,7 @@ class TransformersTarget:
             )
         shapes = {(layer.num_kv_heads, layer.head_dim) for layer in seen.values()}
         if len(shapes) > 1:
-            raise ModelError(
-                f"{self._name}: layers of different (key heads, size) {sorted(shapes)}"
-            )
+            raise ModelError(f"{self._name}: layers of different (key heads, size) {sorted(shapes)}")
         (shape,) = shapes
         if not MIN_HEAD_DIM <= shape[1] <= MAX_HEAD_DIM:
             raise ModelError(f"{self._name}: heads of size {shape[1]}; {MIN_HEAD_DIM}..{MAX_HEAD_DIM} are supported")
@@ -185,6 +182,7 @@ class _Layer(NamedTuple):
 
 
 def _note_layer(
+    name: str,
     seen: dict[int, _Layer],
     layer: int,
     query: Tensor,
@@ -196,9 +194,9 @@ def _note_layer(
     """A `protocol.Attend` that only notes what it is asked; the output means nothing."""
     if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
         sizes = [tensor.shape[-1] for tensor in (query, key, value)]
-        raise ModelError(f"query, key and value heads of different sizes {sizes} are not supported")
+        raise ModelError(f"{name}: query, key and value heads of different sizes {sizes} are not supported")
     if layer in seen:
-        raise ModelError(f"layer {layer} attends more than once, which is not supported")
+        raise ModelError(f"{name}: layer {layer} attends more than once, which is not supported")
     seen[layer] = _Layer(key.shape[-2], key.shape[-1], window)
     return query
 
@@ -230,6 +228,14 @@ def _attention(
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     options = {"sm_scale": scaling, "soft_cap": softcap, "sinks": s_aux}
     return call.attend(module.layer_idx, query.contiguous(), key, value, window=sliding_window, **options), None
+
+
+def _hook(decoder: nn.Module, layers: nn.ModuleList) -> None:
+    """Lets every stream that `capture` can name come by `_CALL`."""
+    layers[0].register_forward_pre_hook(_keep_first, with_kwargs=True)
+    for index, layer in enumerate(layers, start=1):
+        layer.register_forward_hook(partial(_keep, index))
+    decoder.register_forward_hook(partial(_keep, FINAL_NORM))
 
 
 def _keep(index: int, module: nn.Module, args: tuple, output: Any) -> None:
