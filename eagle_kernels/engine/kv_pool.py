@@ -1,9 +1,13 @@
-"""Paged keys and values of one model, who owns which page, and the `attend` functions that write and read them."""
+"""Paged keys and values of one model, who owns which page, and the `attend` functions that write and read them.
+
+The ops take what `protocol.Attend` says of scales, soft caps and sinks by the same names.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +82,9 @@ class PrefillAttend:
         self._seq_lens = first + num_tokens
         self._bounds = torch.arange(2, dtype=torch.int64, device=device) * num_tokens
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None, **options: Any
+    ) -> Tensor:
         self._pool.write(layer, self._slots, key, value)
         return ops.prefill_attention(
             query[0],
@@ -89,6 +95,7 @@ class PrefillAttend:
             seq_lens=self._seq_lens,
             max_query=self._num_tokens,
             window=window,
+            **options,
         ).output[None]
 
 
@@ -120,7 +127,9 @@ class TreeAttend:
         self.tree_mask = tree_mask
         self._positions, self._key_positions = positions, key_positions
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None, **options: Any
+    ) -> Tensor:
         self._pool.write(layer, self._slots, key, value)
         positions = {}
         if window is not None:
@@ -138,6 +147,7 @@ class TreeAttend:
             seq_lens=self._lengths,
             window=window,
             **positions,
+            **options,
         ).output
 
 
@@ -149,7 +159,9 @@ class DecodeAttend:
         self._seq_lens = lengths + 1
         self._slots = slots.flatten().contiguous()
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None, **options: Any
+    ) -> Tensor:
         self._pool.write(layer, self._slots, key, value)
         return ops.gqa_decode(
             query[:, 0],
@@ -158,4 +170,5 @@ class DecodeAttend:
             block_table=self._block_table,
             seq_lens=self._seq_lens,
             window=window,
+            **options,
         ).output[:, None]

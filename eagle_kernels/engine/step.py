@@ -79,6 +79,8 @@ class Stepper:
 
     @property
     def can_be_captured(self) -> bool:
+        if not all(getattr(model, "can_be_captured", True) for model in (self.target, self.any_draft)):
+            return False
         return self.draft is None or self.config.tree_mask_mode != ops.TreeMaskMode.FULL_MASK
 
     def step(self, state: BatchState, num_rows: int, features: Features, timer: PhaseTimer) -> StepResult:

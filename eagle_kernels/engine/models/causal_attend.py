@@ -7,15 +7,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def causal_attend(layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+def causal_attend(
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None = None,
+    *,
+    sm_scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """`protocol.Attend` over the sequence itself."""
-    visible = None
-    if window is not None:
-        rows = torch.arange(query.shape[1], device=query.device)
-        distance = rows[:, None] - rows
-        visible = (distance >= 0) & (distance < window)
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=visible, is_causal=visible is None, enable_gqa=True
-    )
-    return output.transpose(1, 2)
+    if soft_cap is None and sinks is None:
+        visible = None if window is None else _visible(query, window)
+        output = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, is_causal=visible is None, scale=sm_scale, enable_gqa=True
+        )
+        return output.transpose(1, 2)
+    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
+    scores = (query @ key.transpose(2, 3)).float() * (query.shape[-1] ** -0.5 if sm_scale is None else sm_scale)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~_visible(query, window), float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    probs = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    return (probs @ value).transpose(1, 2)
+
+
+def _visible(query: Tensor, window: int | None) -> Tensor:
+    """[T, T] bool: which key each row of query [B, Hq, T, D] sees."""
+    rows = torch.arange(query.shape[2], device=query.device)
+    distance = rows[:, None] - rows
+    return (distance >= 0) & (distance < (len(rows) if window is None else window))

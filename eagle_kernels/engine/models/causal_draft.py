@@ -30,6 +30,10 @@ class CausalDraft:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
+    @property
+    def can_be_captured(self) -> bool:
+        return getattr(self.model, "can_be_captured", True)
+
     def forward(
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
     ) -> DraftOutput:

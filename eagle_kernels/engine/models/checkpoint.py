@@ -139,23 +139,27 @@ def fill(module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype:
     as `dtype`; leaves it frozen, in eval mode. Names, shapes and memory are checked before anything is allocated."""
     module.to(dtype)
     expected = module.state_dict()
-    _refuse("missing", expected.keys() - checkpoint.tensors.keys())
-    _refuse("unexpected", checkpoint.tensors.keys() - expected.keys())
+    refuse_names("missing", expected.keys() - checkpoint.tensors.keys())
+    refuse_names("unexpected", checkpoint.tensors.keys() - expected.keys())
     for name, stored in checkpoint.tensors.items():
         wanted = expected[name]
         if stored.shape != list(wanted.shape):
             raise ModelError(f"tensor {name} has shape {stored.shape}, config.json asks for {list(wanted.shape)}")
         if stored.is_floating_point != wanted.is_floating_point():
             raise ModelError(f"tensor {name} has dtype {stored.dtype}, {wanted.dtype} was expected")
-    needed = sum(tensor.nbytes for tensor in expected.values())
+    check_memory(sum(tensor.nbytes for tensor in expected.values()), device, dtype)
+    places = module.to_empty(device=device).requires_grad_(False).eval().state_dict()
+    for name, tensor in checkpoint.read(device):
+        places[name].copy_(tensor)
+
+
+def check_memory(needed: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuses weights of `needed` bytes that the device has no room for."""
     free = free_memory_bytes(device)
     if free is not None and needed > free:
         raise ModelError(
             f"the weights take {needed / 2**30:.2f} GiB as {dtype}, but {device} has {free / 2**30:.2f} GiB free"
         )
-    places = module.to_empty(device=device).requires_grad_(False).eval().state_dict()
-    for name, tensor in checkpoint.read(device):
-        places[name].copy_(tensor)
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
@@ -234,7 +238,7 @@ def _file_names(folder: Path) -> tuple[str, list[str]]:
     raise ModelError("neither model.safetensors nor model.safetensors.index.json nor pytorch_model.bin is there")
 
 
-def _refuse(fault: str, names: set[str]) -> None:
+def refuse_names(fault: str, names: set[str]) -> None:
     if names:
         shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise ModelError(f"{fault} tensors: {shown}")

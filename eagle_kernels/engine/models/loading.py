@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,29 @@ import torch
 from torch import nn
 
 from ..values import is_integer
-from .checkpoint import Checkpoint, fill, naming, read_config, read_json, save_tensors
+from .checkpoint import Checkpoint, check_memory, fill, naming, read_config, read_json, refuse_names, save_tensors
 from .decoder import Decoder
-from .decoder_config import DecoderConfig
+from .decoder_config import FAMILIES, DecoderConfig
 from .draft_loading import load_draft
-from .protocol import ModelError
+from .protocol import ModelError, TargetModel
+from .transformers_target import TransformersTarget
 
 __all__ = ["demo_pair", "load_draft", "load_target", "read_eos_token_ids", "read_json", "save_folder"]
 
 DEMO_PAIR_FOLDER = Path(__file__).resolve().parents[2] / "assets" / "demo_pair"
 
 
-def load_target(folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
-    """A decoder of any family of `decoder_config.FAMILIES`, frozen, in eval mode, its weights converted to `dtype`."""
+def load_target(
+    folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> TargetModel:
+    """A decoder of any family of `decoder_config.FAMILIES`, or another causal language model behind transformers' own
+    class (`transformers_target.py`), frozen, in eval mode, its weights converted to `dtype`."""
     folder = Path(folder)
     with naming(folder):
-        config = DecoderConfig.from_dict(read_config(folder))
+        content = read_config(folder)
+        if (content.get("model_type") or "llama") not in FAMILIES:
+            return _load_through_transformers(folder, torch.device(device), dtype)
+        config = DecoderConfig.from_dict(content)
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
             target = Decoder(config)
@@ -36,6 +44,28 @@ def load_target(folder: str | Path, device: str | torch.device = "cpu", dtype: t
         fill(target, checkpoint, torch.device(device), dtype)
         target.tie_weights()
         return target
+
+
+def _load_through_transformers(folder: Path, device: torch.device, dtype: torch.dtype) -> TransformersTarget:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise ModelError(
+            f"config.json: model_type is none of {', '.join(FAMILIES)}; other models need transformers: "
+            "pip install 'eagle_kernels[transformers]'"
+        ) from None
+    stored = Checkpoint(folder).tensors.values()
+    check_memory(sum(math.prod(tensor.shape) for tensor in stored) * dtype.itemsize, device, dtype)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (KeyError, OSError, RuntimeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"transformers cannot load it: {reason}") from None
+    # tensors that transformers makes up where the files have none
+    refuse_names("missing", set(report["missing_keys"]))
+    return TransformersTarget(model.to(device))
 
 
 def demo_pair() -> tuple[Path, Path]:

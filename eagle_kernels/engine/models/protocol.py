@@ -34,10 +34,25 @@ class Attend(Protocol):
         key     [B, T, Hkv, D], RoPE already applied
         value   [B, T, Hkv, D]
         window  the layer's sliding window: a row at position p sees keys at positions above p - window; None: all
-    Returns [B, T, Hq, D]: softmax(query keyᵀ / sqrt(D)) value; query head h reads key-value head h // (Hq // Hkv).
+    and, of models other than the native ones,
+        sm_scale  what query keyᵀ is multiplied by; None: 1 / sqrt(D)
+        soft_cap  scores become soft_cap · tanh(score / soft_cap); None: they stay
+        sinks     [Hq], a score per query head that takes part in the softmax and brings no value; None: none
+    Returns [B, T, Hq, D]: softmax(query keyᵀ · sm_scale) value; query head h reads key-value head h // (Hq // Hkv).
     """
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor: ...
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        *,
+        sm_scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 class KVShape(NamedTuple):
@@ -72,6 +87,7 @@ class TargetModel(Protocol):
 
     A draft head without an embedding of its own also calls `get_input_embeddings() -> nn.Embedding`, one without an
     output of its own `get_output_embeddings() -> nn.Linear`, the Hugging Face names; other drafts never ask for them.
+    A model whose forward waits for the device has `can_be_captured = False`: its steps are no CUDA graphs.
     """
 
     @property

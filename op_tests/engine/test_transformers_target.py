@@ -1,0 +1,319 @@
+"""Stock models of transformers behind the adapter, in fp32: their text, their hidden states, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.models import checkpoint
+from eagle_kernels.engine.models.causal_attend import causal_attend
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.eagle1_head import Eagle1Config, Eagle1Head
+from eagle_kernels.engine.models.loading import load_target
+from eagle_kernels.engine.models.protocol import FINAL_NORM, KVShape, ModelError
+from eagle_kernels.engine.models.transformers_target import TransformersTarget
+from op_tests.engine.toys import ToyModel
+
+transformers = pytest.importorskip("transformers", reason="the models are those of transformers")
+
+VOCAB, WIDTH = 83, 64
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,  # attention far from uniform
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}
+
+# family of transformers, what its config says beside SIZES
+CASES = {
+    "gpt2": ("GPT2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gemma2": ("Gemma2", CAPS | {"sliding_window": 4, "query_pre_attn_scalar": 9, "num_hidden_layers": 4}),
+    "qwen3 moe": ("Qwen3Moe", EXPERTS | {"num_experts": 4, "norm_topk_prob": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
+    "gpt oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}),  # sinks
+    "opt": ("OPT", {"ffn_dim": 40, "word_embed_proj_dim": WIDTH}),
+    "gpt neox": ("GPTNeoX", {"rotary_pct": 0.5}),
+    "granite": ("Granite", {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "logits_scaling": 3.0}),
+}
+FINAL_NORMS = ("ln_f", "norm", "decoder.final_layer_norm", "final_layer_norm")
+MOE = {"qwen3 moe", "mixtral", "gpt oss"}
+
+
+def make(family: str, changes: dict) -> torch.nn.Module:
+    """A random model of transformers with its own eager attention."""
+    torch.manual_seed(0)
+    config = getattr(transformers, family + "Config")(**SIZES | changes)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "sinks")):
+                parameter.normal_(std=0.3)
+            elif "norm" in name or "ln_" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif "emb" not in name and "wte" not in name:
+                parameter.mul_(2)  # a layer changes more than the embedding, which is often the output too, repeats
+    return model
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request, tmp_path_factory):
+    """(name, the stock model on the CPU, the adapter read from its folder on the device under test)."""
+    theirs, folder = make(*CASES[request.param]), tmp_path_factory.mktemp("model")
+    theirs.save_pretrained(folder)
+    return request.param, theirs, load_target(folder, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+@torch.no_grad()
+def test_logits_and_hidden_states_are_those_of_transformers(pair):
+    _, theirs, ours = pair
+    assert isinstance(ours, TransformersTarget) and type(ours.model) is type(theirs)
+    tokens = torch.randint(VOCAB, (2, 19))
+    expected = theirs(tokens, output_hidden_states=True)
+    num_layers = theirs.config.num_hidden_layers
+    # theirs end with the normed stream, so the one before the norm is compared by way of the norm
+    capture = (1, FINAL_NORM, 0, *range(2, num_layers + 1))
+    rows = tokens.to(ours.device), torch.arange(19, device=ours.device).expand(2, -1)
+    logits, features = (tensor.cpu() for tensor in ours.forward(*rows, causal_attend, capture=capture))
+    torch.testing.assert_close(logits, expected.logits, atol=1e-4, rtol=1e-4)
+    streams = dict(zip(capture, features.split(WIDTH, dim=-1)))
+    (norm,) = [part for path, part in theirs.base_model.named_modules() if path in FINAL_NORMS]
+    streams[FINAL_NORM], before = norm(streams.pop(num_layers)), streams[FINAL_NORM]
+    torch.testing.assert_close(before, streams[FINAL_NORM], atol=1e-4, rtol=1e-4)
+    for layer, stream in streams.items():
+        torch.testing.assert_close(stream, expected.hidden_states[layer], atol=1e-4, rtol=1e-4)
+    last = ours.forward(*rows, causal_attend, last_only=True)
+    assert last.features is None
+    torch.testing.assert_close(last.logits.cpu(), logits[:, -1:], atol=1e-5, rtol=1e-5)
+
+
+def test_greedy_text_is_that_of_transformers(pair):
+    """Plain and speculative, trees and chains; the model as its own draft, and drafts of a stranger."""
+    _, theirs, ours = pair
+    prompts = torch.randint(1, VOCAB, (2, 9))
+    expected = theirs.generate(prompts, max_new_tokens=14, do_sample=False, attention_mask=torch.ones_like(prompts))
+    expected = expected[:, 9:].tolist()
+    assert len(set(expected[0] + expected[1])) > 5, "a text of few tokens proves little"
+    stranger = ToyModel(vocab_size=VOCAB, device=ours.device)
+    tree, chain = EAGLEConfig(topk=2, num_steps=3, num_draft_tokens=8, page_size=4), EAGLEConfig.chain(4)
+    for config in tree, chain:
+        for draft in stranger, ours:
+            assert EAGLEInference(draft, ours, config).generate(prompts, 14).output_ids == expected
+    engine = EAGLEInference(ours, ours, chain)
+    assert engine.generate(prompts, 11).stats.mean_accept_length == 5  # all of its own guesses are right
+    assert engine.generate(prompts, 14, speculative=False).output_ids == expected
+
+
+def test_sampled_text_is_that_of_plain_decoding(pair):
+    _, _, ours = pair
+    engine = EAGLEInference(ours, ours, EAGLEConfig(topk=3, num_steps=2, temperature=0.9, top_p=0.95, prefill_chunk=4))
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [9]]
+    text = engine.generate(prompts, 10, seeds=[3, 4]).output_ids
+    assert text == engine.generate(prompts, 10, seeds=[3, 4], speculative=False).output_ids
+    stranger = EAGLEInference(ToyModel(vocab_size=VOCAB, device=ours.device), ours, engine.config)
+    assert text == stranger.generate(prompts, 10, seeds=[3, 4]).output_ids
+
+
+def test_what_the_engine_is_told(pair):
+    name, theirs, ours = pair
+    assert (ours.vocab_size, ours.hidden_size, ours.max_length) == (VOCAB, WIDTH, 64)
+    heads = (4, 16) if name in ("gpt2", "opt", "gpt neox") else (2, 16)  # those have no key-value heads of their own
+    assert ours.kv_shape == KVShape(theirs.config.num_hidden_layers, *heads)
+    assert ours.get_input_embeddings() is ours.model.get_input_embeddings()
+    assert ours.get_output_embeddings() is ours.model.get_output_embeddings()
+    assert not any(parameter.requires_grad for parameter in ours.model.parameters())
+    assert ours.can_be_captured == (name not in MOE)
+
+
+class Reads(TorchDispatchMode):
+    """Counts what would wait for a device: values, and sizes that depend on values."""
+
+    names = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in self.names:
+            self.found.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_what_may_be_captured_reads_nothing(pair):
+    """Rows of a tree, whose positions are no sequence, and ids of padding."""
+    _, _, ours = pair
+    tokens, positions = (torch.tensor([ids], device=ours.device) for ids in ([0, 4, 0], [7, 8, 8]))
+    with Reads() as reads:
+        ours.forward(tokens, positions, lambda layer, query, key, value, **_: query, capture=(1, FINAL_NORM))
+    assert not reads.found or not ours.can_be_captured
+
+
+def test_graphs_of_models_that_wait_are_refused(pair):
+    name, _, ours = pair
+    toy = ToyModel(vocab_size=VOCAB, device=ours.device)
+    config = EAGLEConfig(topk=2, num_steps=2, cuda_graph=True)
+    for draft, target in (toy, ours), (ours, toy):
+        engine = EAGLEInference(draft, target, config)
+        if name not in MOE:
+            assert len(engine.generate([1, 2], 2).output_ids) == 2
+            continue
+        with pytest.raises(ValueError, match="cuda_graph must not be True here: .* waits for the device"):
+            engine.generate([1, 2], 2)
+    if name in MOE:
+        assert len(engine.generate([1, 2], 2, speculative=False).output_ids) == 2, "the toy alone may be captured"
+
+
+def test_an_eagle_head_reads_its_features_and_shares_its_weights(pair):
+    """A head without tokens of its own, so embedding and output are the target's modules."""
+    _, _, ours = pair
+    torch.manual_seed(0)
+    sizes = {name: SIZES[name] for name in ("vocab_size", "intermediate_size", "num_attention_heads")}
+    config = {"hidden_size": WIDTH, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_hidden_layers": 1}
+    head = Eagle1Head(Eagle1Config.from_dict({"model_type": "llama"} | sizes | config)).to(ours.device).eval()
+    engine = EAGLEInference(head, ours, EAGLEConfig(topk=2, num_steps=3))
+    assert head.embed(torch.zeros(1, 1, dtype=torch.int64, device=ours.device)).shape == (1, 1, WIDTH)
+    text = engine.generate([[5, 6, 7], [1]], 8).output_ids
+    assert text == engine.generate([[5, 6, 7], [1]], 8, speculative=False).output_ids
+
+
+def test_a_native_family_through_the_adapter(tmp_path, device):
+    make("Llama", {}).save_pretrained(tmp_path)
+    native = load_target(tmp_path, device)
+    stock = TransformersTarget(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).to(device))
+    assert isinstance(native, Decoder)
+    for name in ("vocab_size", "hidden_size", "max_length", "kv_shape", "device", "dtype"):
+        assert getattr(native, name) == getattr(stock, name), name
+    prompts = [[1, 2, 3, 4, 5], [6]]
+    for sampling in {}, {"temperature": 1.0, "seeds": 5}:
+        texts = [
+            EAGLEInference(draft, target, EAGLEConfig(topk=2, num_steps=3)).generate(prompts, 12, **sampling).output_ids
+            for draft, target in ((native, native), (native, stock), (stock, native))
+        ]
+        assert texts[0] == texts[1] == texts[2]
+
+
+def test_forwards_of_several_threads_do_not_mix(device):
+    targets = [TransformersTarget(make("Llama", {"num_hidden_layers": count}).to(device)) for count in (1, 2)]
+    tokens = torch.arange(12, device=device)[None]
+
+    @torch.no_grad()
+    def run(index):
+        seen = []
+
+        def attend(layer, query, key, value, **options):
+            seen.append(layer)
+            return causal_attend(layer, query, key, value, **options)
+
+        return targets[index].forward(tokens, tokens, attend, capture=(0,)).logits, seen
+
+    alone = [run(index) for index in (0, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        for index, (logits, seen) in zip([0, 1] * 8, pool.map(run, [0, 1] * 8)):
+            assert torch.equal(logits, alone[index][0]) and seen == list(range(index + 1))
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 1e4}
+
+
+def test_frequencies_that_depend_on_the_batch():
+    """longrope changes them for all rows from its original length on: requests end there."""
+    rope = {"rope_parameters": LONG | {"original_max_position_embeddings": 24}, "head_dim": 16}
+    target = TransformersTarget(make("Phi3", rope | {"original_max_position_embeddings": 24}))
+    assert target.max_length == 24 and not target.can_be_captured
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    target = TransformersTarget(make("Llama", dynamic))
+    assert target.max_length == 64 and not target.can_be_captured
+
+
+MLA = {
+    "head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("Bloom", {}, "BloomForCausalLM: its forward takes no position_ids"),
+        ("GPTJ", {"rotary_dim": 8}, "GPTJForCausalLM: layer 0 of 3 does not attend through transformers' AttentionInt"),
+        ("GPT2", {"add_cross_attention": True}, "GPT2LMHeadModel: cross attention is not supported"),
+        ("GPT2", {"hidden_size": 32}, r"GPT2LMHeadModel: heads of size 8; 16\.\.256 are supported"),
+        ("Gemma2", {"use_bidirectional_attention": True}, "Gemma2ForCausalLM: attention to later tokens is not"),
+        (
+            "Llama4Text",
+            {"num_local_experts": 2},
+            "Llama4ForCausalLM: a layer of type chunked_attention is not",
+        ),
+        ("Qwen3Next", {"num_hidden_layers": 4}, "Qwen3NextForCausalLM: a layer of type linear_attention is not"),
+        ("FalconH1", {}, "FalconH1ForCausalLM: a layer of type hybrid is not supported"),
+        ("DeepseekV3", MLA, r"DeepseekV3ForCausalLM: query, key and value heads of different sizes \[24, 24, 16\]"),
+        ("Gemma4Text", {"sliding_window": 4}, r"Gemma4ForCausalLM: layers of different \(key heads, size\) \["),
+        ("DiffLlama", {}, "DiffLlamaForCausalLM: layer 0 attends more than once"),
+        ("Doge", {}, "DogeAttention: a mask or a bias of its own is not supported"),
+    ],
+)
+def test_what_the_adapter_cannot_honour_is_refused(family, changes, message):
+    with pytest.raises(ModelError, match=message):
+        TransformersTarget(make(family, changes))
+
+
+def test_a_window_that_attention_is_not_told_is_refused():
+    model = make("Llama", {})
+    model.config.sliding_window = 4
+    with pytest.raises(ModelError, match="layer 0 does not tell its attention the sliding window"):
+        TransformersTarget(model)
+
+
+def test_a_state_beside_keys_and_values_is_refused():
+    model = make("Llama", {})
+    model.model.layers[1].conv1d = torch.nn.Conv1d(WIDTH, WIDTH, 4)
+    with pytest.raises(ModelError, match="layers with convolutions over time keep a state, which the pool cannot hold"):
+        TransformersTarget(model)
+
+
+def test_the_stock_model_is_run_by_its_adapter_alone():
+    target = TransformersTarget(make("Llama", {}))
+    with pytest.raises(ModelError, match="call forward of its TransformersTarget"):
+        target.model(torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_folders_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
+    make("GPT2", {}).save_pretrained(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)
+        with pytest.raises(ModelError, match=r"none of llama, .*; other models need .*eagle_kernels\[transformers\]"):
+            load_target(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "free_memory_bytes", lambda device: 1000)
+        with pytest.raises(ModelError, match="the weights take 0.00 GiB as torch.float16, but cpu has 0.00 GiB free"):
+            load_target(tmp_path, dtype=torch.float16)
+    assert load_target(tmp_path, dtype=torch.float16).dtype == torch.float16
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"n_layer": 4}))
+    with pytest.raises(ModelError, match=r"missing tensors: transformer\.h\.3\..* and 8 more"):
+        load_target(tmp_path)
+    path.write_text(json.dumps(config | {"model_type": "nothing like it"}))
+    with pytest.raises(ModelError, match="transformers cannot load it: .*nothing like it"):
+        load_target(tmp_path)
+    path.write_text(json.dumps(config | {"model_type": None}))
+    with pytest.raises(ModelError, match="config.json: "):  # as Llama, as ever
+        load_target(tmp_path)
