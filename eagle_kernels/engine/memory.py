@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .batch_state import MEMORY
 from .config import EAGLEConfig
 from .kv_pool import bytes_per_page
 from .models.protocol import DraftModel, TargetModel
@@ -31,9 +32,10 @@ def workspace_bytes(target: TargetModel, draft: DraftModel, config: EAGLEConfig,
     element, rows, nodes = target.dtype.itemsize, config.max_batch, config.num_verify_tokens
     # the draft's own state: of a head about as wide as the target's, of a language model nothing
     hidden_size = target.hidden_size if draft.aux_layers else 0
+    missed = MEMORY * (8 + element * len(draft.aux_layers) * target.hidden_size)
     sizes = {
         "kv_cache": count_pages(target, draft, config, max_pages) * _page_bytes(target, draft, config),
-        "rows": rows * (4 * max_pages + 60 + element * (draft.draft_vocab_size + hidden_size)),
+        "rows": rows * (4 * max_pages + 68 + missed + element * (draft.draft_vocab_size + hidden_size)),
         "step": rows * element * (
             nodes * (target.vocab_size + len(draft.aux_layers) * target.hidden_size)
             + max(config.topk, config.num_steps + 1) * draft.draft_vocab_size

@@ -36,7 +36,7 @@ def _runner(stepper: Stepper, state: BatchState) -> StepRunner:
     is_gpu, wanted = stepper.target.device.type == "cuda", stepper.config.cuda_graph
     if wanted and not stepper.can_be_captured:
         raise ValueError(
-            "EAGLEInference: cuda_graph must not be True here: the forward of one of the models waits for the device, so "
-            "its steps run eagerly"
+            "EAGLEInference: cuda_graph must not be True here: the forward of one of the models waits for the device, "
+            "so its steps run eagerly"
         )
     return StepRunner(stepper, state, is_gpu and (stepper.can_be_captured if wanted is None else wanted))

@@ -92,7 +92,7 @@ def test_rows_move_up(target, draft):
     requests = [
         engine.submit(prompt_of(number), SamplingParams(max_new_tokens=count)) for number, count in enumerate(lengths)
     ]
-    runner = engine._scheduler.runner
+    _, runner = engine._scheduler.steps.runners
     run = runner.run
     runner.run = lambda num_rows, features: widths.append(num_rows) or run(num_rows, features)
     engine.collect()
