@@ -109,12 +109,12 @@ def teaches(example: Example) -> bool:
     return bool(example.is_learnt[1:].any())
 
 
-def prompts_of(example: Example, tokenizer: Tokenizer, chat: ChatFormat) -> list[list[int]]:
+def prompts_of(example: Example, tokenizer: Tokenizer, chat: ChatFormat, most: int) -> list[list[int]]:
     """What the target is asked for: each answer of a conversation after what went before it as it was written, or the
-    continuation of a text."""
+    continuation of a text after at most `most` tokens. Prompts of conversations are whole, however long."""
     if not example.turns:
         half = len(example.tokens) // 2 if example.turns is None else 0
-        return [example.tokens[: min(TEXT_PROMPT_TOKENS, half)].tolist()] if half else []
+        return [example.tokens[: min(TEXT_PROMPT_TOKENS, half, most)].tolist()] if half else []
     asked = [index for index, turn in enumerate(example.turns) if turn.is_answer]
     if not example.turns[-1].is_answer:
         asked.append(len(example.turns))

@@ -60,20 +60,29 @@ def fit_head(
 ) -> Accuracy:
     """Trains the head; returns what it got right in the last stretch that was reported."""
     accuracy = Accuracy(options.depths, run.device)
-
-    def loss_of(piece: Piece) -> Tensor:
-        tokens, is_learnt = (tensor.to(run.device) for tensor in piece.batch)
-        lesson = study(target, head, tokens)
-        logits = unroll(head, tokens, lesson.features, options.depths)
-        watched = accuracy.watch(logits, head, lesson.choices, is_learnt)
-        return lesson_loss(lesson, teachable(head, lesson) & is_learnt, watched, piece.counts.to(run.device))
-
     size = options.batch_size * options.accumulate
     mean_length = sum(len(example.tokens) for example in train) / len(train)
     stage = Stage("head", steps, size, options.learning_rate, options.weight_decay, options.clip_norm)
     pieces_of = shuffled_pieces(train, options)
-    run.fit(stage, head, pieces_of, loss_of, size * mean_length, tell=accuracy.tell, after_step=after_step)
+    run.fit(
+        stage,
+        head,
+        pieces_of,
+        lambda piece: piece_loss(head, target, piece, accuracy),
+        size * mean_length,
+        tell=accuracy.tell,
+        after_step=after_step,
+    )
     return accuracy
+
+
+def piece_loss(head: EagleHead, target: Decoder, piece: Piece, accuracy: Accuracy) -> Tensor:
+    """The part of the step's loss that comes from this piece."""
+    tokens, is_learnt, counts = (tensor.to(target.device) for tensor in (*piece.batch, piece.counts))
+    lesson = study(target, head, tokens)
+    logits = unroll(head, tokens, lesson.features, depths=len(counts))
+    watched = accuracy.watch(logits, head, lesson.choices, is_learnt)
+    return lesson_loss(lesson, teachable(head, lesson) & is_learnt, watched, counts)
 
 
 def shuffled_pieces(train: list[Example], options: HeadOptions) -> Pieces:

@@ -79,7 +79,8 @@ def train_head(
     deadline = began + (math.inf if options.time_budget is None else options.time_budget)
 
     if options.regenerate:
-        prompts = [prompt for example in train for prompt in prompts_of(example, tokenizer, chat)]
+        room = options.window - options.answer_tokens
+        prompts = [prompt for example in train for prompt in prompts_of(example, tokenizer, chat, room)]
         train = _regenerate(target_folder, target, prompts, output, options, aux_layers, facts, deadline)
     if not train:
         raise ValueError("train-head: nothing is left to learn from")
@@ -87,7 +88,9 @@ def train_head(
     head, config = _new_head(target_folder, target, train, options, aux_layers)
     steps = options.steps or math.ceil(options.epochs * len(train) / (options.batch_size * options.accumulate))
     facts |= {**options.deciding(), "steps": steps}
-    prompts = [prompt for example in held_out for prompt in prompts_of(example, tokenizer, chat)[:1]]
+    prompts = [prompt for example in held_out for prompt in prompts_of(example, tokenizer, chat, options.window)[:1]]
+    if not prompts:
+        raise ValueError("train-head: no held-out example has a prompt; hold out more (--held-out)")
     validations: dict[int, list[dict[str, Any]]] = {}
 
     def validate(step: int) -> None:
