@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +20,14 @@ from eagle_kernels.engine.inference import EAGLEInference
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.draft_loading import read_head
+from eagle_kernels.engine.models.eagle_head import EagleConfig
 from eagle_kernels.engine.models.head_formats import recognise
 from eagle_kernels.engine.models.loading import load_draft, load_target, save_folder
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer
 from eagle_kernels.engine.training import chat, head_data, unrolled
+from eagle_kernels.engine.training.answers import answer_prompts
 from eagle_kernels.engine.training.head_fitting import Accuracy, Piece, piece_loss, shuffled_pieces
-from eagle_kernels.engine.training.head_recipe import HeadOptions, default_aux_layers
+from eagle_kernels.engine.training.head_recipe import HeadOptions, default_aux_layers, head_config
 from eagle_kernels.engine.training.train_head import _new_head, _settle, train_head
 from eagle_kernels.engine.training.trainer import EXIT_UNFINISHED, tell_changes
 
@@ -171,6 +174,20 @@ def test_regenerated_answers_are_the_targets_own(trained, target_folder, text_fi
     assert (tmp_path / "answers.jsonl").read_text() == "\n".join(lines[:3]) + "\n"
     assert main(arguments_of(target_folder, text_file, tmp_path, **options | {"answer_tokens": 20})) == 1
     assert "other settings (answer_tokens 24, now 20)" in capsys.readouterr().err
+
+
+def test_sampled_answers_do_not_depend_on_the_batch(target_folder, tmp_path):
+    """Nor on where the run was cut off: every prompt has a seed of its own."""
+    target = load_target(target_folder)
+    config = EagleConfig.from_dict(head_config(target_folder, target, HeadOptions(), (1, 2, 3), 257))
+    prompts = [[1, 2, 3], [7], [7], [9, 8]]
+    sampled = {"max_new_tokens": 6, "temperature": 1.0, "seed": 5, "end_token_ids": (256,), "deadline": math.inf}
+    path = tmp_path / "answers.jsonl"
+    answers = answer_prompts(target, config, prompts, path, "{}", batch_size=4, **sampled)
+    assert len({*map(tuple, answers)}) == 4
+    path.write_text("\n".join(path.read_text().splitlines()[:2]) + "\n")
+    assert answer_prompts(target, config, prompts, path, "{}", batch_size=2, **sampled) == answers
+    assert answer_prompts(target, config, prompts, path, "{}", batch_size=1, **sampled | {"deadline": 0}) == answers
 
 
 def test_an_interrupted_run_ends_with_the_same_weights(target_folder, text_file, tmp_path, capsys):
