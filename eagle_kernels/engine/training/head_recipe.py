@@ -27,8 +27,8 @@ class HeadOptions:
 
     steps: int | None = _option(None, "optimizer steps (default: as many as --epochs take)")
     epochs: int = _option(2, "passes over the data")
-    batch_size: int = _option(4, "windows computed together")
-    accumulate: int = _option(1, "batches a step: the step sees batch-size * accumulate windows")
+    batch_size: int = _option(2, "windows computed together")
+    accumulate: int = _option(4, "batches a step: the step sees batch-size * accumulate windows")
     learning_rate: float = _option(1e-4, "after a linear warm-up; falls to 0 along a cosine", kind=float, low=0)
     weight_decay: float = _option(0.0, "of matrices", kind=float, low=0)
     clip_norm: float = _option(0.5, "of the gradient", kind=float, low=0)
@@ -148,8 +148,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
             command.add_argument(name, action="store_true", help=text)
             continue
         default = "" if item.default is None else f" (default: {item.default})"
-        read = (lambda ids: tuple(map(int, ids.split(",")))) if kind is tuple else kind
-        command.add_argument(name, type=read, default=item.default, help=text + default)
+        command.add_argument(
+            name, type=_layer_ids if kind is tuple else kind, default=item.default, help=text + default
+        )
+
+
+def _layer_ids(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def read_options(arguments: argparse.Namespace) -> HeadOptions:

@@ -66,7 +66,8 @@ def train_head(
         raise ValueError("train-head: --dtype float16 would need its losses scaled; take bfloat16")
     if (output / "config.json").is_file() and not (output / "checkpoint").is_dir():
         raise ValueError(f"{output} holds another model; choose a folder of its own")
-    output.mkdir(parents=True, exist_ok=True)
+    # there from the beginning: it tells a folder of ours, also before anything was saved
+    (output / "checkpoint").mkdir(parents=True, exist_ok=True)
     target = load_target(target_folder, device, dtype)
     options, aux_layers = _settle(options, target)
     tokenizer = load_tokenizer(target_folder)
@@ -137,7 +138,8 @@ def train_head(
 def rows_of(record: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) lines for people."""
     accuracy = ", ".join(f"{share:.1%}" for share in record["accuracy_by_depth"])
-    rows = [("head", record["output"]), ("final loss", f"{record['final_loss']:.4f}"), ("accuracy by depth", accuracy)]
+    rows = [("head", record["output"]), ("final loss", f"{record['final_loss']:.4f}")]
+    rows += [("accuracy by depth", accuracy)] if accuracy else []  # a finished run that is only measured again has none
     return rows + [(row["tree"], f"{row['mean_accept_length']:.2f} tokens a step") for row in record["acceptance"]]
 
 
