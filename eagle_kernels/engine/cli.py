@@ -1,4 +1,4 @@
-"""`python -m eagle_kernels generate "def quicksort(items):"`, `... benchmark`, `... inspect DRAFT` and `... env`."""
+"""`python -m eagle_kernels generate "def quicksort(items):"`, and the other commands."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from .inspection import inspect_head, read_prompts_file
 from .models.loading import demo_pair
 from .models.tokenizer import Tokenizer, load_tokenizer
 from .output import GenerationOutput, GenerationStats
+from .training.head_recipe import add_options, read_options
+from .training.train_head import rows_of, train_head
+from .training.trainer import EXIT_UNFINISHED, TimeBudgetReached
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GREEN, _PLAIN = "\033[32m", "\033[0m"
@@ -71,6 +74,15 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--num-prompts", type=int, default=8, help="most prompts of --sweep (default: 8)")
     inspect.add_argument("--max-new-tokens", type=int, default=64, help="per prompt of --sweep (default: 64)")
     _add_machine_arguments(inspect)
+
+    train = commands.add_parser("train-head", help="train an EAGLE-3 head for a target")
+    train.set_defaults(run=_train_head)
+    train.add_argument("--target", type=Path, required=True, help="model folder")
+    train.add_argument("--data", type=Path, required=True, nargs="+", help=".txt or .jsonl files")
+    train.add_argument("--output", type=Path, required=True, help="folder of the head; the same command goes on there")
+    add_options(train)
+    _add_machine_arguments(train)
+    train.set_defaults(dtype=None)  # bfloat16 on GPUs, else float32
 
     environment = commands.add_parser("env", help="versions, devices, backend, cache folder")
     environment.set_defaults(run=_environment)
@@ -268,6 +280,21 @@ def _inspect(arguments: argparse.Namespace) -> int:
     )
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else _lines(report.rows()))
     return 1 if report.misfits else 0
+
+
+def _train_head(arguments: argparse.Namespace) -> int:
+    """0, or EXIT_UNFINISHED where the time budget ended the run, which the same command continues."""
+    device = _device(arguments.device)
+    dtype = _DTYPES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    try:
+        record = train_head(
+            arguments.target, arguments.data, arguments.output, read_options(arguments), device=device, dtype=dtype
+        )
+    except TimeBudgetReached as reached:
+        print(f"time budget used up at {reached}; give the same command again to go on", file=sys.stderr)
+        return EXIT_UNFINISHED
+    print(json.dumps(record, indent=2) if arguments.json else _lines(rows_of(record)))
+    return 0
 
 
 def _environment(arguments: argparse.Namespace) -> int:

@@ -32,6 +32,11 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_with_spans(self, text: str, *, is_complete: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids, and the characters [begin, end) of the text that each stands for; a text that `is_complete` holds
+        the marks of its beginning and end itself, and gets none."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def detokenizer(self) -> Detokenizer: ...
@@ -46,6 +51,10 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def encode_with_spans(self, text: str, *, is_complete: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        spans = [(index, index + 1) for index, character in enumerate(text) for _ in character.encode("utf-8")]
+        return self.encode(text), spans
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return _text_bytes(token_ids).decode("utf-8", errors="replace")
@@ -88,6 +97,10 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
+
+    def encode_with_spans(self, text: str, *, is_complete: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        encoding = self._tokenizer.encode(text, add_special_tokens=not is_complete)
+        return encoding.ids, encoding.offsets
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)

@@ -7,6 +7,7 @@ tells.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 
 from ..config import EAGLEConfig
 from ..inference import EAGLEInference
+from ..models.decoder import Decoder
+from ..models.draft_head import DraftHead
 from ..models.loading import load_draft, load_target
 from ..models.tokenizer import load_tokenizer
 from ..output import GenerationStats
@@ -32,9 +35,21 @@ def measure_acceptance(folder: Path, device: torch.device, new_tokens: int = NEW
     draft = load_draft(folder / "draft", target, device)
     tokenizer = load_tokenizer(folder / "target")
     prompts = [tokenizer.encode(text) for text in json.loads((folder / "prompts.json").read_text(encoding="utf-8"))]
-    engines = [EAGLEInference(draft, target, tree) for tree in TREES]
+    return acceptance_rows(draft, target, prompts, TREES, TEMPERATURES, new_tokens)
+
+
+def acceptance_rows(
+    draft: DraftHead,
+    target: Decoder,
+    prompts: list[list[int]],
+    trees: Sequence[EAGLEConfig],
+    temperatures: Sequence[float],
+    new_tokens: int,
+) -> list[dict[str, Any]]:
+    """A row for each temperature and tree; the texts are held against those of plain decoding."""
+    engines = [EAGLEInference(draft, target, tree) for tree in trees]
     rows = []
-    for temperature in TEMPERATURES:
+    for temperature in temperatures:
         plain_texts, _ = _generate(engines[0], prompts, new_tokens, temperature, speculative=False)
         for engine in engines:
             texts, stats = _generate(engine, prompts, new_tokens, temperature)
@@ -50,7 +65,7 @@ def measure_acceptance(folder: Path, device: torch.device, new_tokens: int = NEW
                     "mean_accept_length": round(1 + sum(accepted) / steps, 4),
                     "accepted_per_depth": [round(count / steps, 4) for count in accepted],
                     "identical_to_plain": texts == plain_texts,
-                    "device": device_name(device),
+                    "device": device_name(target.device),
                 }
             )
     return rows

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import sys
 import sysconfig
@@ -34,24 +33,12 @@ from .corpus import END_OF_TEXT, VOCAB_SIZE, held_out_prompts, read_corpus, toke
 from .evaluation import accuracy_by_depth, held_out_loss
 from .model_card import write_model_card
 from .recipe import Recipe, make_recipe
-from .trainer import Run, TimeBudgetReached, device_name
-from .unrolled import draft_vocabulary_of, head_loss, target_loss
+from .trainer import EXIT_UNFINISHED, Run, TimeBudgetReached, device_name, initialise, random_windows
+from .unrolled import head_loss, most_frequent, set_draft_vocabulary, start_from_output_of, target_loss
 
 # The pair lives in the repository and in every wheel.
 MAX_PARAMETERS = 5_900_000
 MAX_FILE_MIB = 11.5
-
-EXIT_UNFINISHED = 75  # stopped at the time budget; EX_TEMPFAIL of sysexits.h, "try again"
-
-
-def initialise(module: nn.Module, num_layers: int, seed: int) -> None:
-    """Normal weights of deviation 0.02; projections that end in the residual stream shrink with the depth (GPT-2)."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in module.named_parameters():
-        if parameter.ndim >= 2:
-            ends_in_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            deviation = 0.02 / math.sqrt(2 * num_layers) if ends_in_residual else 0.02
-            nn.init.normal_(parameter, std=deviation, generator=generator)
 
 
 def train_target(run: Run, recipe: Recipe, stream: Tensor) -> Decoder:
@@ -60,7 +47,14 @@ def train_target(run: Run, recipe: Recipe, stream: Tensor) -> Decoder:
     target = Decoder(config)
     initialise(target, config.num_hidden_layers, recipe.seed)
     target.to(run.device)
-    run.fit(recipe.target, target, stream, recipe.window + 1, recipe.seed, lambda tokens: target_loss(target, tokens))
+    window = recipe.window + 1
+    run.fit(
+        recipe.target,
+        target,
+        random_windows(stream, recipe.target, window, recipe.seed),
+        lambda tokens: target_loss(target, tokens),
+        recipe.target.batch_size * window,
+    )
     return target.bfloat16().float().requires_grad_(False)
 
 
@@ -68,19 +62,15 @@ def train_head(run: Run, recipe: Recipe, target: Decoder, stream: Tensor) -> Eag
     """The head trained against `target`, rounded in the same way."""
     head = EagleHead(EagleConfig.from_dict(recipe.head_config))
     initialise(head, num_layers=1, seed=recipe.seed + 1)
-    draft_vocabulary = choose_draft_vocabulary(stream, head.draft_vocab_size)
-    head.d2t.copy_(draft_vocabulary - torch.arange(head.draft_vocab_size))
-    head.t2d[draft_vocabulary] = True
+    set_draft_vocabulary(head, choose_draft_vocabulary(stream, head.draft_vocab_size))
     head.to(run.device).bind(target)
-    with torch.no_grad():
-        head.lm_head.weight.copy_(target.lm_head.weight[draft_vocabulary_of(head)])
+    start_from_output_of(target, head)
     run.fit(
         recipe.head,
         head,
-        stream,
-        recipe.window,
-        recipe.seed + 1,
+        random_windows(stream, recipe.head, recipe.window, recipe.seed + 1),
         lambda tokens: head_loss(head, target, tokens, recipe.depths),
+        recipe.head.batch_size * recipe.window,
     )
     return head.bfloat16().float().requires_grad_(False)
 
@@ -89,7 +79,7 @@ def choose_draft_vocabulary(stream: Tensor, size: int) -> Tensor:
     """The `size` most frequent tokens, ties to the lower id, ascending [size] int64; the end of text is always one."""
     frequency = torch.bincount(stream.cpu().int(), minlength=VOCAB_SIZE)
     frequency[END_OF_TEXT] = len(stream)
-    return frequency.sort(descending=True, stable=True).indices[:size].sort().values
+    return most_frequent(frequency, size)
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -7,7 +7,8 @@ predicts there, i.e. t_{j+2+i}. It attends to the depth-0 rows up to j, and to i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +17,23 @@ from torch import Tensor
 from ..models.causal_attend import causal_attend
 from ..models.decoder import Decoder
 from ..models.eagle_head import EagleHead
-from ..models.protocol import ModelError
-from .corpus import END_OF_TEXT
+from ..models.protocol import FINAL_NORM, ModelError
 
 DEPTH_DISCOUNT = 0.8  # weight of depth i is DEPTH_DISCOUNT**i
+LOGIT_ROWS = 1024  # rows whose logits over the whole vocabulary exist at once
+
+
+class Lesson(NamedTuple):
+    """What the target says of tokens [B, T].
+
+    features   [B, T, F] of the streams that the head reads
+    choices    [B, T] int64, its most likely next token
+    probs      [B, T, Vd] fp32, its distribution over the draft vocabulary, renormalised
+    """
+
+    features: Tensor
+    choices: Tensor
+    probs: Tensor
 
 
 class UnrolledAttend:
@@ -72,20 +86,39 @@ def unroll(head: EagleHead, tokens: Tensor, features: Tensor, depths: int) -> It
     """The head's logits at each depth i: [B, T - 1 - i, Vd], whose row j stands against the target's row j + 1 + i.
 
     tokens [B, T], features [B, T, F] of the same rows. The last i rows of depth i would need tokens beyond the window:
-    they run on padding, no other row sees them, and they are cut off.
+    they run on padding (any token will do), no other row sees them, and they are cut off.
     """
     attend = UnrolledAttend()
     hidden = features[:, :-1]
     positions = positions_of(tokens[:, 1:])
     for depth in range(depths):
-        inputs = F.pad(tokens[:, 1 + depth :], (0, depth), value=END_OF_TEXT)
+        inputs = F.pad(tokens[:, 1 + depth :], (0, depth))
         logits, hidden = head(inputs, hidden, positions + depth, attend, from_target=depth == 0)
         yield logits[:, : logits.shape[1] - depth].float()
 
 
 def draft_vocabulary_of(head: EagleHead) -> Tensor:
     """Target ids of the draft ids, [Vd] int64."""
-    return head.d2t + torch.arange(head.draft_vocab_size, device=head.d2t.device)
+    draft_ids = torch.arange(head.draft_vocab_size, device=head.device)
+    return draft_ids if head.d2t is None else head.d2t + draft_ids
+
+
+def most_frequent(frequency: Tensor, size: int) -> Tensor:
+    """The `size` most frequent tokens of frequency [V], ties to the lower id, ascending [size] int64."""
+    return frequency.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def set_draft_vocabulary(head: EagleHead, target_ids: Tensor) -> None:
+    """Write ascending target ids [Vd] int64 into d2t, as offsets, and t2d."""
+    head.d2t.copy_(target_ids - torch.arange(len(target_ids)))
+    head.t2d.zero_()
+    head.t2d[target_ids] = True
+
+
+@torch.no_grad()
+def start_from_output_of(target: Decoder, head: EagleHead) -> None:
+    """The head's output starts as the target's, row by row."""
+    head.lm_head.weight.copy_(target.lm_head.weight[draft_vocabulary_of(head)])
 
 
 @torch.no_grad()
@@ -95,18 +128,49 @@ def observe(target: Decoder, head: EagleHead, tokens: Tensor) -> tuple[Tensor, T
     return logits.float(), features
 
 
-def head_loss(head: EagleHead, target: Decoder, tokens: Tensor, depths: int) -> Tensor:
-    """Discounted soft cross-entropy to the target's distribution over the draft vocabulary; tokens [B, T].
+@torch.no_grad()
+def study(target: Decoder, head: EagleHead, tokens: Tensor) -> Lesson:
+    """As `observe`, for vocabularies that do not fit: logits [B, T, V] are never there together, and the target
+    computes as in the engine, in its own dtype."""
+    with torch.autocast(tokens.device.type, enabled=False):
+        capture = (*head.aux_layers, FINAL_NORM)
+        streams = target(tokens, positions_of(tokens), causal_attend, capture=capture, last_only=True).features
+        features, normed = streams.split((streams.shape[-1] - target.hidden_size, target.hidden_size), dim=-1)
+        target_ids = draft_vocabulary_of(head)
+        choices, probs = [], []
+        for rows in normed.flatten(0, 1).split(LOGIT_ROWS):
+            logits = target.lm_head(rows)
+            choices.append(logits.argmax(-1))
+            probs.append(logits[:, target_ids].float().softmax(-1))
+    shape = tokens.shape
+    return Lesson(features, torch.cat(choices).view(shape), torch.cat(probs).unflatten(0, shape))
 
-    Rows whose most likely token lies outside the draft vocabulary count as 0, as in the published training code: the
-    renormalised rest of such a distribution is no teacher.
-    """
+
+def head_loss(head: EagleHead, target: Decoder, tokens: Tensor, depths: int) -> Tensor:
+    """`lesson_loss` of whole windows: tokens [B, T], of which every row counts."""
     target_logits, features = observe(target, head, tokens)
     target_probs = target_logits[..., draft_vocabulary_of(head)].softmax(-1)
-    teaches = head.t2d[target_logits.argmax(-1)]
-    loss = torch.zeros((), device=tokens.device)
-    for depth, logits in enumerate(unroll(head, tokens, features, depths)):
+    lesson = Lesson(features, target_logits.argmax(-1), target_probs)
+    return lesson_loss(lesson, teachable(head, lesson), unroll(head, tokens, features, depths))
+
+
+def teachable(head: EagleHead, lesson: Lesson) -> Tensor:
+    """[B, T] bool: rows that teach. Where the most likely token lies outside the draft vocabulary, the renormalised
+    rest of the distribution is no teacher."""
+    return torch.ones_like(lesson.choices, dtype=torch.bool) if head.t2d is None else head.t2d[lesson.choices]
+
+
+def lesson_loss(lesson: Lesson, teaches: Tensor, logits: Iterable[Tensor], counts: Tensor | None = None) -> Tensor:
+    """Discounted soft cross-entropy to the target's distribution over the draft vocabulary.
+
+    logits    of each depth, as `unroll` yields them
+    teaches   [B, T] bool: other rows add 0, but count, as in the published training code
+    counts    [depths]: what the sum over the rows of each depth is divided by; None: all rows that there are
+    """
+    loss = torch.zeros((), device=teaches.device)
+    for depth, depth_logits in enumerate(logits):
         rows = slice(1 + depth, None)
-        cross_entropy = -(target_probs[:, rows] * logits.log_softmax(-1)).sum(-1)
-        loss = loss + DEPTH_DISCOUNT**depth * (cross_entropy * teaches[:, rows]).mean()
+        cross_entropy = -(lesson.probs[:, rows] * depth_logits.log_softmax(-1)).sum(-1)
+        taught = cross_entropy * teaches[:, rows]
+        loss = loss + DEPTH_DISCOUNT**depth * (taught.mean() if counts is None else taught.sum() / counts[depth])
     return loss
