@@ -124,7 +124,9 @@ class _Run:
         tokens, requests = sum(s.generated_tokens for s in stats), sum(s.num_requests for s in stats)
         steps, batch_steps = sum(s.steps for s in stats), sum(s.batch_steps for s in stats)
         decode_s = sum(s.decode_time_s for s in stats)
-        phases = {name for s in stats for name in s.phase_time_ms}
+        timed = [s for s in stats if s.phase_time_ms]
+        timed_steps = sum(s.batch_steps for s in timed)
+        phases = {name for s in timed for name in s.phase_time_ms}
         depths = zip(*(s.accepted_per_depth for s in stats), strict=True)
         return RunStats(
             tokens=tokens,
@@ -134,7 +136,7 @@ class _Run:
             accepted_per_depth=[sum(counts) / max(1, steps) for counts in depths],
             step_ms=1e3 * decode_s / max(1, batch_steps),
             phase_ms={
-                name: sum(s.phase_time_ms.get(name, 0.0) for s in stats) / max(1, batch_steps)
+                name: sum(s.phase_time_ms.get(name, 0.0) for s in timed) / max(1, timed_steps)
                 for name in sorted(phases)
             },
             ttft_ms=_percentiles(self._ttft_ms),
@@ -157,6 +159,8 @@ def benchmark(
     first = [list(prompt) for prompt in prompts[batches[0]]]
     for speculative in (True, False):  # compiles, captures, and warms up
         engine.generate(first, min(8, max_new_tokens), seeds=0, speculative=speculative, **options)
+        if engine.device.type == "cuda":
+            engine.warm_up_like(options, speculative, batch_size)
     if engine.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(engine.device)
     runs = {True: _Run(engine), False: _Run(engine)}

@@ -96,6 +96,9 @@ class EAGLEInference:
         self._steps: dict[tuple, Steps] = {}
         self._plain_step_ms: dict[int, float] = {}
         self._num_submitted = 0
+        self._is_speculating = True
+        # events of submitted requests that `step` has not returned yet
+        self._outbox: list[TokenEvent] = []
 
     @classmethod
     def from_pretrained(
@@ -194,13 +197,18 @@ class EAGLEInference:
             if reason:
                 request.finish_reason, request.error = "error", reason
             else:
+                request.outbox = self._outbox
                 scheduler.submit(request)
         return request
 
     def step(self) -> list[TokenEvent]:
-        """Advances all submitted requests; returns the tokens that have become known (of the step before)."""
+        """Advances all requests; returns the tokens of submitted ones that have become known since the last call."""
         with self.lock:
-            return self._scheduler.step() if self._scheduler and self._scheduler.has_work else []
+            if self._scheduler is not None and self._scheduler.has_work:
+                self._scheduler.step()
+            events = list(self._outbox)
+            self._outbox.clear()
+            return events
 
     def collect(self) -> None:
         """Steps until all submitted requests have ended; `Request` tells what each brought."""
@@ -210,12 +218,13 @@ class EAGLEInference:
     @property
     def is_speculating(self) -> bool:
         """False: requests go on by plain decoding from the next step on, until it is True again."""
-        return self._scheduler is None or self._scheduler.is_speculating
+        return self._is_speculating
 
     @is_speculating.setter
     def is_speculating(self, value: bool) -> None:
-        with self.lock:
-            self._scheduler_for(self.config, speculative=True).is_speculating = value
+        self._is_speculating = value
+        if self._scheduler is not None:
+            self._scheduler.is_speculating = value
 
     def abort(self, request: Request) -> None:
         """Ends a request wherever it is; its row and pages are free at once."""
@@ -247,15 +256,32 @@ class EAGLEInference:
             self, prompts, max_new_tokens, batch_size, read_seeds(seeds, len(prompts)), progress, overrides
         )
 
-    def warmup(self, *params: SamplingParams, speculative: bool = True) -> None:
+    def warmup(
+        self, *params: SamplingParams, speculative: bool = True, most_requests: int | None = None, **overrides: Any
+    ) -> None:
         """Compiles and captures what requests like `params`, in any mixture and number, will need.
 
         Without params: those of the configuration. Afterwards no step compiles anything.
+        most_requests   at once; None: max_batch of the configuration
+        overrides       fields of `EAGLEConfig`, for calls that have them
         """
+        config, others = self._split(overrides)
+        if others:
+            raise ValueError(f"warmup: {sorted(others)[0]} belongs into a SamplingParams")
         with self.lock:
-            scheduler = self._scheduler_for(self.config, speculative)
-            params = params or (_params(self.config, {}),)
-            warm_up(self, scheduler, params, self._limit(self.config, speculative), speculative)
+            scheduler = self._scheduler_for(config, speculative)
+            warm_up(
+                self, scheduler, params or (_params(config, {}),), limit=self._limit(config, speculative),
+                most_rows=most_requests or config.max_batch, speculative=speculative, config=overrides,
+            )  # fmt: skip
+
+    def warm_up_like(self, options: dict[str, Any], speculative: bool, most_requests: int) -> None:
+        """`warmup` for calls of `generate` with these options."""
+        config, wanted = self._split(options)
+        wanted = {name: value for name, value in wanted.items() if name != "stop"}
+        overrides = {name: value for name, value in options.items() if name in _CONFIG_FIELDS}
+        params = _params(config, wanted)
+        self.warmup(params, speculative=speculative, most_requests=most_requests, **overrides)
 
     def workspace_bytes(self, config: EAGLEConfig | None = None) -> dict[str, int]:
         """Bytes that a configuration (None: the engine's) needs beside the weights; see `memory.workspace_bytes`."""
@@ -264,7 +290,7 @@ class EAGLEInference:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_work
+        return bool(self._outbox) or (self._scheduler is not None and self._scheduler.has_work)
 
     @torch.inference_mode()
     def next_token_logits(self, token_ids: list[int]) -> Tensor:
@@ -338,7 +364,9 @@ class EAGLEInference:
                     "EAGLEInference: requests that run hold the pools of another configuration; collect or abort them "
                     "before this one is used"
                 )
+            # the old pools go before there are new ones
             self._scheduler, self._scheduler_key, self._steps = None, key, {}
+            scheduler = None
             state = BatchState(
                 self.target,
                 self.draft,
@@ -348,6 +376,7 @@ class EAGLEInference:
                 page_size=config.page_size,
             )
             scheduler = self._scheduler = Scheduler(state, config.prefill_chunk)
+            scheduler.is_speculating = self._is_speculating
         step_key = (speculative, *(getattr(config, name) for name in _STEP_FIELDS))
         if step_key not in self._steps:
             draft = self.draft if speculative else None
@@ -359,7 +388,8 @@ class EAGLEInference:
         """Of one request of full length; plain decoding shares the pools of its speculative twin."""
         trees = [config, *(tree for _, tree in config.trees if tree is not None)]
         behind = max(overshoot(Stepper(self.target, self.draft, tree)) for tree in trees)
-        needed = self._limit(config, speculative=False) + behind
+        # with some to spare, so that another tree does not ask for other pools
+        needed = self._limit(config, speculative=False) + -(-behind // 256) * 256
         return -(-needed // config.page_size)
 
     def _check_topk(self, config: EAGLEConfig) -> None:

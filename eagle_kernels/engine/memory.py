@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from .batch_state import MEMORY
 from .config import EAGLEConfig
 from .kv_pool import bytes_per_page
+from .models.checkpoint import free_memory_bytes
 from .models.protocol import DraftModel, TargetModel
 
 # of the CPU's memory, for KV pools, where nobody says otherwise
@@ -18,7 +17,7 @@ def count_pages(target: TargetModel, draft: DraftModel, config: EAGLEConfig, max
     budget = config.kv_cache_bytes
     if budget is None:
         is_gpu = target.device.type == "cuda"
-        budget = torch.cuda.mem_get_info(target.device)[0] // 2 if is_gpu else _CPU_CACHE_BYTES
+        budget = free_memory_bytes(target.device) // 2 if is_gpu else _CPU_CACHE_BYTES
     return max(1, min(budget // _page_bytes(target, draft, config), config.max_batch * max_pages))
 
 

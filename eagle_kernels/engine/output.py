@@ -22,10 +22,10 @@ class GenerationStats:
     comes from the prefill and belongs to no step. Acceptance counts what verification accepted, also where an end token
     or the token limit then cut the text.
 
-    drafted             draft tokens verified: steps * (num_draft_tokens - 1)
+    drafted             draft tokens verified: of a tree that stays the same, steps * (num_draft_tokens - 1)
     accepted            draft tokens accepted
     accepted_per_depth  [num_steps] in how many steps the draft at depth 1, 2, ... was accepted
-    finish_reasons      per request: "eos" or "length"
+    finish_reasons      per request: as in `Request`
     seeds               per request, also those that the engine chose
     phase_time_ms       device time of draft / verify / sample / bookkeeping
     plain_step_ms       measured time of one plain decoding step at this batch size, None if none was measured

@@ -13,7 +13,7 @@ from .sampling import SamplingParams
 class Request:
     """What `EAGLEInference.submit` returns; the engine fills it while it steps.
 
-    id              counts the requests of an engine
+    id              counts the submitted requests of an engine; of a stream: which of its prompts
     prompt          [L] token ids
     params          as asked for; `seed` is the one in use
     output_ids      new tokens so far
@@ -36,8 +36,9 @@ class Request:
     accepted: list[int] = field(default_factory=list)
     drafted: int = 0
     _stop: StopStrings | None = None
-    # events that its owner has not collected yet
+    # events that its owner has not collected yet; of submitted requests a list of the engine has them as well
     _events: list[TokenEvent] = field(default_factory=list)
+    outbox: list[TokenEvent] | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -47,6 +48,11 @@ class Request:
     def text(self) -> str | None:
         """The output up to a stop string; None without stop strings, where decoding is the caller's."""
         return None if self._stop is None else self._stop.text
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `collect` has something to return."""
+        return bool(self._events)
 
     def collect(self) -> list[TokenEvent]:
         """The tokens since the last call."""
@@ -72,6 +78,8 @@ class Request:
                     self._stop.finish()
                 break
         self._events += events
+        if self.outbox is not None:
+            self.outbox += events
         return events
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .values import is_integer
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -44,10 +46,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
-            is_number = (is_integer(value) or isinstance(value, float)) and -float("inf") < value < float("inf")
+            # rows hold them in fp32
+            is_number = (is_integer(value) or isinstance(value, float)) and -_LARGEST <= value <= _LARGEST
             self._require(is_number, name, "be a finite number")
         self._require(self.temperature >= 0, "temperature", "be at least 0")
-        self._require(is_integer(self.top_k) and self.top_k >= 0, "top_k", "be an int of at least 0 (0: off)")
+        is_count = is_integer(self.top_k) and 0 <= self.top_k < 2**31
+        self._require(is_count, "top_k", "be an int of at least 0 (0: off), below 2^31")
         self._require(0 < self.top_p <= 1, "top_p", "lie in (0, 1] (1: off)")
         self._require(0 <= self.min_p <= 1, "min_p", "lie in 0..1 (0: off)")
         self._require(self.repetition_penalty > 0, "repetition_penalty", "be above 0 (1: off)")

@@ -8,8 +8,10 @@ ends is stepped once more, and what that step brought is dropped.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +39,7 @@ class _Row:
     pages: list[int]
     index: int
     # [1, max_pages]; in the batch only once the prompt is read: rows that do not run must write no key
-    block_table: Tensor
+    block_table: Tensor | None = None
     num_read: int = 0
     is_running: bool = False
     # launches that the host has not read yet: it gets a token of each at least
@@ -52,7 +54,7 @@ class _Launch:
     event: torch.cuda.Event | None
     rows: list[tuple[int, _Row]]  # with the row of the tensors that each had
     number: int | None  # of the runner; None: the first token of a prompt
-    before: _Launch | None = None  # the step right before
+    start: torch.cuda.Event | None = None  # of a step that has run before
     step_ms: float | None = None
 
 
@@ -65,9 +67,10 @@ class Scheduler:
         self.steps: Steps | None = None
         self.is_speculating = True
         self._last_runner: StepRunner | None = None
-        # plain steps since the draft has read what it missed, and the event behind the last step, if nothing followed
+        # plain steps since the draft has read what it missed
         self._num_missed = 0
-        self._last_step: _Launch | None = None
+        # steps until the next one is waited for, to read the times of its phases
+        self._until_timed = 0
         self.num_steps = 0
         self._phases_ms: deque[dict[str, float]] = deque(maxlen=256)
         self._waiting: deque[Request] = deque()
@@ -91,13 +94,19 @@ class Scheduler:
                 "EAGLEInference: requests that run were submitted with another configuration; collect or abort them "
                 "before this one is used"
             )
-        self.steps = steps
+        if steps is not self.steps:
+            self.steps, self._num_missed = steps, 0
 
     def _pages_for(self, request: Request) -> int:
         """Pages that a request takes, with what its steps write behind its last token."""
         behind = max(overshoot(runner.stepper) for runner in self.steps.runners)
         num_tokens = len(request.prompt) + request.params.max_new_tokens + behind
         return -(-num_tokens // self.state.target_pool.page_size)
+
+    def most_tokens(self) -> int:
+        """Of a request that has the pool for itself, its prompt included."""
+        behind = max(overshoot(runner.stepper) for runner in self.steps.runners)
+        return self.pages.num_pages * self.state.target_pool.page_size - behind
 
     def _can_admit(self) -> bool:
         if not self._waiting or None not in self._rows:
@@ -134,8 +143,9 @@ class Scheduler:
         """Advances everything by one step; returns the tokens that the host has learned of meanwhile."""
         self.prepare()
         has_launched = self._launch()
-        # times must be read before the next step overwrites them, so this step is waited for
-        is_timed = has_launched and (self._lag == 0 or self.num_steps % TIMED_STEPS == 1)
+        # times must be read before the next step overwrites them, so this step is waited for, and the device with it
+        is_timed = has_launched and (self._lag == 0 or self._until_timed == 0)
+        self._until_timed = TIMED_STEPS if is_timed else self._until_timed - has_launched
         lag = self._lag if has_launched and not is_timed else 0
         events = []
         while len(self._unread) > lag:
@@ -151,14 +161,17 @@ class Scheduler:
             request = self._waiting.popleft()
             pages = self.pages.allocate(self._pages_for(request))
             index = self._rows.index(None)
-            table = torch.full((1, self.state.block_table.shape[1]), -1, dtype=torch.int32)
-            table[0, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-            self._rows[index] = _Row(request, pages, index, table.to(self.state.block_table.device))
-            self.state.sampling.set_row(index, request.params, request.seed, request.prompt)
+            row = self._rows[index] = _Row(request, pages, index)
+            with self._failing_alone(row):
+                table = torch.full((1, self.state.block_table.shape[1]), -1, dtype=torch.int32)
+                table[0, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+                row.block_table = table.to(self.state.block_table.device)
+                self.state.sampling.set_row(index, request.params, request.seed, request.prompt)
         budget = self._prefill_chunk
         for row in list(self._rows):
             if row is not None and not row.is_running and budget > 0:
-                budget -= self._read_prompt(row, budget)
+                with self._failing_alone(row):
+                    budget -= self._read_prompt(row, budget)
         self._compact()
 
     def _read_prompt(self, row: _Row, most: int) -> int:
@@ -175,13 +188,10 @@ class Scheduler:
             capture=stepper.aux_layers,
             last_only=True,
         )
-        row.num_read = stop
         if is_last:
             features = Features.of([row.request.params])
             first = stepper.draw_first(output.logits[:, -1], self.state, row.index, len(prompt), features)
             tokens = torch.cat([tokens, self.state.roots[row.index, None]])
-            self._push(first, [(0, row)])
-            self._last_step = None
         if stepper.any_draft is not None:
             drafted = self._read_draft_prompt(stepper, row, tokens, output.features, start, stop)
             if is_last:
@@ -190,7 +200,9 @@ class Scheduler:
             self.state.block_table[row.index] = row.block_table[0]
             self.state.lengths[row.index] = len(prompt)
             self.state.is_live[row.index] = 1
+            self._push(first, [(0, row)])
             row.is_running = True
+        row.num_read = stop
         return stop - start
 
     def _read_draft_prompt(
@@ -230,23 +242,38 @@ class Scheduler:
         num_rows = 1 + max(row.index for row in running)
         if self._num_missed and (runner.stepper.draft is not None or self._num_missed == MEMORY):
             self.steps.runners[0].catch_up(num_rows)
-            self._num_missed, self._last_step = 0, None
+            self._num_missed = 0
+        features = Features.of([row.request.params for row in running])
+        is_known = runner.has_run(num_rows, features)  # else it compiles, which is no step's time
+        start, start_s = self._event(), time.perf_counter()
+        result = runner.run(num_rows, features)
+        elapsed_ms = 1e3 * (time.perf_counter() - start_s)
         self._num_missed += runner.stepper.resting_draft is not None
-        start_s = time.perf_counter()
-        result = runner.run(num_rows, Features.of([row.request.params for row in running]))
         self.num_steps += 1
         launch = self._push(result, [(row.index, row) for row in running], number)
-        # on a device what lies between the ends of two steps, if nothing else does; the host has no such device
-        launch.before = self._last_step
-        if launch.event is None:
-            launch.step_ms = 1e3 * (time.perf_counter() - start_s)
-        self._last_step = launch
+        if is_known:
+            launch.start, launch.step_ms = start, elapsed_ms if start is None else None
         return True
 
     def drain(self) -> None:
         """Reads what is left of steps that nobody needed."""
         while self._unread and not any(row is not None and row.is_running for row in self._rows):
             self._read_back()
+
+    @contextlib.contextmanager
+    def _failing_alone(self, row: _Row) -> Iterator[None]:
+        """What goes wrong inside, for want of memory say, ends this request and no other."""
+        try:
+            yield
+        except Exception as error:
+            row.request.finish_reason = "error"
+            row.request.error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self._release(row)
+
+    def start_timing(self) -> None:
+        """Forgets the phases of steps so far; the next step is timed."""
+        self._phases_ms.clear()
+        self._until_timed = 0
 
     def take_phase_times_ms(self, num_steps: int) -> dict[str, float]:
         """Device time of each phase over `num_steps` steps, by those that were timed since the last call."""
@@ -263,26 +290,34 @@ class Scheduler:
         """Queues the copy of a result to the host; number: of the runner, None for the first token of a prompt."""
         for _, row in rows:
             row.num_pending += 1
-        event = None
         if result.tokens.device.type == "cuda":
             result = StepResult(*(None if tensor is None else _to_host(tensor) for tensor in result))
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self.state.lengths.device))
-        self._unread.append(_Launch(result, event, rows, number))
+        self._unread.append(_Launch(result, self._event(), rows, number))
         return self._unread[-1]
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Of everything queued so far; None where nothing queues."""
+        device = self.state.lengths.device
+        if device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
 
     def _read_back(self) -> list[TokenEvent]:
         """The tokens of the oldest launch; rows of requests that have ended are freed."""
-        launch = self._unread.popleft()
+        launch = self._unread[0]
         if launch.event is not None:
             launch.event.synchronize()
+        self._unread.popleft()
+        for _, row in launch.rows:
+            row.num_pending -= 1
         tokens = launch.result.tokens.tolist()
         logprobs = None if launch.result.logprobs is None else launch.result.logprobs.tolist()
         if launch.number is not None:
             self._note(launch, tokens)
         events = []
         for index, row in launch.rows:
-            row.num_pending -= 1
             request = row.request
             if request.is_finished:
                 continue
@@ -291,17 +326,16 @@ class Scheduler:
             if launch.number is not None:
                 request.accepted.append(accepted)
                 request.drafted += self.steps.runners[launch.number].stepper.num_nodes - 1
-            events += request.push(tokens[index][1 : 1 + count], accepted, logprobs and logprobs[index])
-            if request.is_finished:
+            with self._failing_alone(row):
+                events += request.push(tokens[index][1 : 1 + count], accepted, logprobs and logprobs[index])
+            if request.is_finished and row in self._rows:
                 self._release(row)
         return events
 
     def _note(self, launch: _Launch, tokens: list[list[int]]) -> None:
         """Tells how fast a step was."""
-        before = launch.before
-        if launch.event is not None and before is not None and before.number == launch.number:
-            launch.step_ms = before.event.elapsed_time(launch.event)
-        launch.before = None
+        if launch.start is not None:
+            launch.step_ms = launch.start.elapsed_time(launch.event)
         counts = [tokens[index][0] for index, _ in launch.rows]
         self.steps.choice.note(launch.number, len(counts), launch.step_ms, sum(counts) / len(counts))
 

@@ -57,7 +57,7 @@ class Fastest:
     def choose(self, num_rows: int) -> int:
         if self._most_rows is not None and num_rows > self._most_rows:
             return 0
-        size = num_rows.bit_length()
+        size = _size_class(num_rows)
         if self._probe is not None and self._probe[0] == size:
             return self._probe[1]
         for number in range(self._count):
@@ -80,13 +80,11 @@ class Fastest:
         return best
 
     def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
-        size = num_rows.bit_length()
-        key = (size, number)
+        key = (_size_class(num_rows), number)
         self._num_seen[key] = self._num_seen.get(key, 0) + 1
         if number:
             self._tokens[number] = _mean(self._tokens.get(number), tokens)
-        # the first one compiles, or follows a step of another kind
-        if step_ms is not None and self._num_seen[key] > 1:
+        if step_ms is not None:
             self._step_ms[key] = _mean(self._step_ms.get(key), step_ms)
         if self._probe is not None and self._probe[:2] == key:
             left = self._probe[2] - 1
@@ -95,6 +93,11 @@ class Fastest:
     def _speed(self, size: int, number: int) -> float:
         step_ms = self._step_ms.get((size, number))
         return self._tokens.get(number, 1.0) / step_ms if step_ms else 0.0
+
+
+def _size_class(num_rows: int) -> int:
+    """The same for all numbers of requests that share a graph."""
+    return (num_rows - 1).bit_length()
 
 
 def _mean(old: float | None, new: float) -> float:

@@ -143,7 +143,8 @@ class Stepper:
             torch.zeros_like(none), torch.zeros_like(none), none, none,
             logits,
             torch.full((1,), length - 1, device=logits.device),
-            **state.sampling.arguments(features, rows),
+            # copies: a row's own address is aligned like no other row's, and kernels are compiled for alignments
+            **{name: values.clone() for name, values in state.sampling.arguments(features, rows).items()},
             spec_steps=0,
             return_logprobs=features.logprobs,
         )  # fmt: skip

@@ -41,13 +41,19 @@ class StepRunner:
         self.stepper, self._state, self._use_graphs = stepper, state, use_graphs
         self._graphs: dict[tuple[int, Features], _Captured] = {}
         self._catch_ups: dict[int, torch.cuda.CUDAGraph] = {}
+        self._have_run: set[tuple[int, Features]] = set()
         self._timer: PhaseTimer | None = None
         if stepper.resting_draft:
             state.keep_what_drafts_miss(len(stepper.aux_layers) * stepper.target.hidden_size)
         self._memory = torch.cuda.graph_pool_handle() if use_graphs else None
 
+    def has_run(self, num_rows: int, features: Features) -> bool:
+        """Whether `run` has nothing left to compile or to capture."""
+        return (bucket_of(num_rows, self._state.num_rows), features) in self._have_run
+
     def run(self, num_rows: int, features: Features) -> StepResult:
         """Steps the first `num_rows` rows or more; the result is overwritten by the next run."""
+        self._have_run.add((bucket_of(num_rows, self._state.num_rows), features))
         if not self._use_graphs:
             self._timer = PhaseTimer(self.stepper.target.device)
             return self.stepper.step(self._state, num_rows, features, self._timer)
@@ -100,9 +106,11 @@ class StepRunner:
         # compile, and let libraries allocate, on rows that are nobody's: a step changes those that are somebody's
         with _nobody(self._state):
             run()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self.stepper.target.device)
-        with torch.cuda.graph(graph, pool=self._memory):
+        device, graph = self.stepper.target.device, torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(device)
+        # a stream of this device, whichever is current; other threads may go on meanwhile
+        capture = {"pool": self._memory, "stream": torch.cuda.Stream(device), "capture_error_mode": "thread_local"}
+        with torch.cuda.device(device), torch.cuda.graph(graph, **capture):
             result = run()
         return graph, result
 

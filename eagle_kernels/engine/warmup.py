@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,22 +19,34 @@ _PROMPT_LENGTHS = (1, 512)
 
 
 def warm_up(
-    engine: EAGLEInference, scheduler: Scheduler, params: Sequence[SamplingParams], limit: int, speculative: bool
+    engine: EAGLEInference,
+    scheduler: Scheduler,
+    params: Sequence[SamplingParams],
+    *,
+    limit: int,
+    most_rows: int,
+    speculative: bool,
+    config: dict[str, Any],
 ) -> None:
-    """What requests like `params`, in any mixture and number, need of `scheduler`; limit: longest request."""
+    """What requests like `params`, in any mixture and up to `most_rows` at once, need of `scheduler`.
+
+    limit: longest request. config: fields of the configuration that this is for.
+    """
     if scheduler.has_work:
         raise RuntimeError("EAGLEInference: warmup needs an empty batch; collect or abort the requests in it")
-    prompts = [[0] * min(length, limit - 2) for length in _PROMPT_LENGTHS]
+    # of one request: what fits in the pool with it, and with as many more as prompts there are
+    room = scheduler.most_tokens() // len(_PROMPT_LENGTHS) - 2
+    prompts = [[0] * max(1, min(length, limit - 2, room)) for length in _PROMPT_LENGTHS]
     mixtures: set[Features] = set()
     for request in params:
         options = {name: getattr(request, name) for name in SAMPLING_FIELDS}
         options |= {"max_new_tokens": 2, "stop_token_ids": (), "stop": ()}
         del options["seed"]
-        engine.generate(prompts, **options, seeds=0, speculative=speculative)
+        engine.generate(prompts, **config | options, seeds=0, speculative=speculative)
         features = Features.of([request])
         mixtures |= {features} | {Features(*map(max, zip(features, mixture))) for mixture in mixtures}
     with torch.inference_mode():
         for features in sorted(mixtures):
-            for num_rows in buckets(scheduler.state.num_rows):
+            for num_rows in buckets(min(most_rows, scheduler.state.num_rows)):
                 for runner in scheduler.steps.runners:
                     runner.warm_up(num_rows, features)

@@ -235,6 +235,49 @@ def test_a_stream_that_is_given_up(target, draft, lag):
     assert stream.output().stats.finish_reasons == ["abort", "abort"]
 
 
+def test_a_stream_that_is_forgotten(target, draft, lag):
+    """Nothing but its owner holds it, so it ends there and then, not whenever a collector comes along."""
+    engine = make(draft, target)
+    for event in engine.stream([prompt_of(1), prompt_of(2)], 30):
+        assert event.token_id >= 0
+        break
+    assert not engine.has_work
+    engine.generate(prompt_of(1), 3, topk=2)
+
+
+def test_what_goes_wrong_for_one_request_is_its_own(target, draft, lag, monkeypatch):
+    """In a part of a prompt, and where its tokens are taken."""
+    engine = make(draft, target, prefill_chunk=8)
+    want = engine.generate(prompt_of(1), 12)[0]
+    fine = engine.submit(prompt_of(1), SamplingParams(max_new_tokens=12))
+    engine.step()
+    forward, broken = target.forward, prompt_of(4) * 2
+
+    def out_of_memory(input_ids, *arguments, **keywords):
+        if input_ids.shape[0] == 1 and broken[8 : 8 + input_ids.shape[1]] == input_ids[0].tolist():
+            raise RuntimeError("out of memory\nand much more")
+        return forward(input_ids, *arguments, **keywords)
+
+    monkeypatch.setattr(target, "forward", out_of_memory)
+    failed = engine.submit(broken, SamplingParams(max_new_tokens=5))
+    strange = engine.submit(prompt_of(2), SamplingParams(max_new_tokens=5))
+    monkeypatch.setattr(strange, "push", lambda *arguments: 1 / 0)
+    engine.collect()
+    assert failed.finish_reason == "error" and failed.error == "RuntimeError: out of memory"
+    assert strange.finish_reason == "error" and strange.error == "ZeroDivisionError: division by zero"
+    assert fine.output_ids == want
+    pages = engine._scheduler.pages
+    assert pages.num_free == pages.num_pages and not engine.has_work
+
+
+def test_a_server_loses_no_events_to_streams(target, draft, lag):
+    engine = make(draft, target)
+    request = engine.submit(prompt_of(1), SamplingParams(max_new_tokens=6))
+    engine.generate(prompt_of(2), 20)
+    assert request.is_finished and engine.has_work
+    assert [event.token_id for event in engine.step()] == request.output_ids and not engine.has_work
+
+
 def test_streams_side_by_side(target, draft, lag):
     engine = make(draft, target)
     want = [engine.generate(prompt_of(number), 12)[0] for number in range(5)]
@@ -334,8 +377,10 @@ def test_benchmark(target):
     ("values", "message"),
     [
         ({"temperature": -1}, "temperature must be at least 0, got -1"),
+        ({"top_k": 2**31}, r"top_k must be an int of at least 0 \(0: off\), below 2\^31"),
+        ({"presence_penalty": 1e39}, "presence_penalty must be a finite number"),
         ({"temperature": float("nan")}, "temperature must be a finite number, got nan"),
-        ({"top_k": 1.5}, r"top_k must be an int of at least 0 \(0: off\), got 1.5"),
+        ({"top_k": 1.5}, r"top_k must be an int of at least 0 \(0: off\), below 2\^31, got 1.5"),
         ({"top_p": 0}, r"top_p must lie in \(0, 1\]"),
         ({"min_p": 2}, "min_p must lie in 0..1"),
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),

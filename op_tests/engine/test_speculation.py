@@ -110,6 +110,25 @@ def test_the_switch(target):
     assert request.output_ids == want
 
 
+def test_the_switch_outlives_pools_and_configurations(target):
+    engine = make(target, target, topk=1, num_steps=3)
+    stream = engine.stream(prompt_of(1), 30, topk=2)
+    next(stream)
+    engine.is_speculating = False  # while another configuration runs
+    stream.close()
+    _, stats = engine.generate(prompt_of(1), 10, max_batch=2)
+    assert stats.drafted == 0 and not engine.is_speculating
+
+
+def test_plain_decoding_after_steps_that_drafts_have_missed(target):
+    """As many as the memory holds: the next one would have read them, if there were a draft."""
+    engine = make(target, target, max_spec_batch=0)
+    engine.generate(prompt_of(1), 1 + batch_state.MEMORY)
+    want = engine.generate(prompt_of(1), 5)[0]
+    engine.generate(prompt_of(1), 1 + batch_state.MEMORY)
+    assert engine.generate(prompt_of(1), 5, speculative=False)[0] == want
+
+
 def simulate(choice, num_steps, step_ms, tokens, num_rows=4):
     """Time and tokens of a request in so many steps, and the numbers that were chosen."""
     total_ms, total, chosen = 0.0, 0.0, []
