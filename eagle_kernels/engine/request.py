@@ -39,6 +39,8 @@ class Request:
     # events that its owner has not collected yet; of submitted requests a list of the engine has them as well
     _events: list[TokenEvent] = field(default_factory=list)
     outbox: list[TokenEvent] | None = None
+    # what was raised, if that is why
+    exception: Exception | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -58,6 +60,11 @@ class Request:
         """The tokens since the last call."""
         events, self._events = self._events, []
         return events
+
+    def fail(self, error: Exception) -> None:
+        """Ends here, for what was raised."""
+        self.finish_reason, self.exception = "error", error
+        self.error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def push(self, tokens: list[int], accepted: int, logprobs: list[float] | None) -> list[TokenEvent]:
         """Takes what a step brought, `accepted` drafts and a token of the target, until the request ends."""

@@ -266,8 +266,7 @@ class Scheduler:
         try:
             yield
         except Exception as error:
-            row.request.finish_reason = "error"
-            row.request.error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            row.request.fail(error)
             self._release(row)
 
     def start_timing(self) -> None:

@@ -88,6 +88,8 @@ class _Run:
                     yield from request.collect()
             for request in requests:
                 yield from request.collect()
+                if request.exception is not None:
+                    raise request.exception
         finally:
             with engine.lock:
                 for request in requests:

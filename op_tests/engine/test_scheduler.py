@@ -268,6 +268,9 @@ def test_what_goes_wrong_for_one_request_is_its_own(target, draft, lag, monkeypa
     assert fine.output_ids == want
     pages = engine._scheduler.pages
     assert pages.num_free == pages.num_pages and not engine.has_work
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.generate(broken, 5)
+    assert not engine.has_work
 
 
 def test_a_server_loses_no_events_to_streams(target, draft, lag):
