@@ -30,7 +30,6 @@ class RunStats:
     phase_ms            device time of a step's draft / verify / sample / bookkeeping
     ttft_ms             time to first token: p50, p95, p99 over requests
     inter_token_ms      time between tokens, likewise; what a step brings at once shares the time since the step before
-    peak_memory_bytes   most that torch held on the GPU; None on the CPU
     """
 
     tokens: int
@@ -42,13 +41,13 @@ class RunStats:
     phase_ms: dict[str, float]
     ttft_ms: dict[str, float]
     inter_token_ms: dict[str, float]
-    peak_memory_bytes: int | None
 
 
 @dataclass
 class BenchmarkResult:
     """speedup: tokens a second of decoding, speculative over plain. identical: share of the batches whose texts agree;
-    None with an accept_policy, where they differ by design."""
+    None with an accept_policy, where they differ by design. peak_memory_bytes: most that torch held on the GPU, for
+    both ways, which share their pools; None on the CPU."""
 
     prompts: int
     batch_size: int
@@ -56,6 +55,7 @@ class BenchmarkResult:
     speculative: RunStats
     plain: RunStats
     identical: float | None
+    peak_memory_bytes: int | None
 
     @property
     def speedup(self) -> float:
@@ -77,12 +77,12 @@ class BenchmarkResult:
             rows.append(("  phases of a step, ms", phases))
             for label, times in (("first token", run.ttft_ms), ("between tokens", run.inter_token_ms)):
                 rows.append((f"  {label}, ms", ", ".join(f"{quantile} {time:.2f}" for quantile, time in times.items())))
-            if run.peak_memory_bytes is not None:
-                rows.append(("  peak memory", f"{run.peak_memory_bytes / 2**20:.0f} MiB"))
         per_depth = ", ".join(f"{share:.0%}" for share in self.speculative.accepted_per_depth)
         rows.append(("mean acceptance length", f"{self.speculative.mean_accept_length:.2f} (bonus included)"))
         rows.append(("accepted at depth 1, 2, ...", per_depth))
         rows.append(("speedup", f"{self.speedup:.2f}x"))
+        if self.peak_memory_bytes is not None:
+            rows.append(("peak memory", f"{self.peak_memory_bytes / 2**20:.0f} MiB"))
         if self.identical is not None:
             rows.append(("identical", f"{self.identical:.0%} of the batches"))
         return rows
@@ -120,7 +120,7 @@ class _Run:
         return tokens
 
     def result(self) -> RunStats:
-        stats, device = self._stats, self._engine.device
+        stats = self._stats
         tokens, requests = sum(s.generated_tokens for s in stats), sum(s.num_requests for s in stats)
         steps, batch_steps = sum(s.steps for s in stats), sum(s.batch_steps for s in stats)
         decode_s = sum(s.decode_time_s for s in stats)
@@ -141,7 +141,6 @@ class _Run:
             },
             ttft_ms=_percentiles(self._ttft_ms),
             inter_token_ms=_percentiles(self._gaps_ms),
-            peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         )
 
 
@@ -160,7 +159,7 @@ def benchmark(
     for speculative in (True, False):  # compiles, captures, and warms up
         engine.generate(first, min(8, max_new_tokens), seeds=0, speculative=speculative, **options)
         if engine.device.type == "cuda":
-            engine.warm_up_like(options, speculative, batch_size)
+            engine.warmup(speculative=speculative, most_requests=batch_size, **options)
     if engine.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(engine.device)
     runs = {True: _Run(engine), False: _Run(engine)}
@@ -174,7 +173,9 @@ def benchmark(
         identical += texts[0] == texts[1]
     is_normal = options.get("accept_policy", engine.config.accept_policy) == "normal"
     share = identical / len(batches) if is_normal else None
-    return BenchmarkResult(len(prompts), batch_size, max_new_tokens, runs[True].result(), runs[False].result(), share)
+    peak = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else None
+    results = runs[True].result(), runs[False].result()
+    return BenchmarkResult(len(prompts), batch_size, max_new_tokens, *results, share, peak)
 
 
 def _percentiles(samples: list[float]) -> dict[str, float]:

@@ -263,25 +263,18 @@ class EAGLEInference:
 
         Without params: those of the configuration. Afterwards no step compiles anything.
         most_requests   at once; None: max_batch of the configuration
-        overrides       fields of `EAGLEConfig`, for calls that have them
+        overrides       of calls of `generate` that have them
         """
-        config, others = self._split(overrides)
-        if others:
-            raise ValueError(f"warmup: {sorted(others)[0]} belongs into a SamplingParams")
+        config, wanted = self._split(overrides)
+        if params and wanted:
+            raise ValueError(f"warmup: {sorted(wanted)[0]} belongs into the SamplingParams that are given")
         with self.lock:
             scheduler = self._scheduler_for(config, speculative)
             warm_up(
-                self, scheduler, params or (_params(config, {}),), limit=self._limit(config, speculative),
-                most_rows=most_requests or config.max_batch, speculative=speculative, config=overrides,
+                self, scheduler, params or (_params(config, wanted),), limit=self._limit(config, speculative),
+                most_rows=most_requests or config.max_batch, speculative=speculative,
+                config={name: value for name, value in overrides.items() if name in _CONFIG_FIELDS},
             )  # fmt: skip
-
-    def warm_up_like(self, options: dict[str, Any], speculative: bool, most_requests: int) -> None:
-        """`warmup` for calls of `generate` with these options."""
-        config, wanted = self._split(options)
-        wanted = {name: value for name, value in wanted.items() if name != "stop"}
-        overrides = {name: value for name, value in options.items() if name in _CONFIG_FIELDS}
-        params = _params(config, wanted)
-        self.warmup(params, speculative=speculative, most_requests=most_requests, **overrides)
 
     def workspace_bytes(self, config: EAGLEConfig | None = None) -> dict[str, int]:
         """Bytes that a configuration (None: the engine's) needs beside the weights; see `memory.workspace_bytes`."""

@@ -99,14 +99,16 @@ class Scheduler:
 
     def _pages_for(self, request: Request) -> int:
         """Pages that a request takes, with what its steps write behind its last token."""
-        behind = max(overshoot(runner.stepper) for runner in self.steps.runners)
-        num_tokens = len(request.prompt) + request.params.max_new_tokens + behind
+        num_tokens = len(request.prompt) + request.params.max_new_tokens + self._overshoot()
         return -(-num_tokens // self.state.target_pool.page_size)
 
     def most_tokens(self) -> int:
         """Of a request that has the pool for itself, its prompt included."""
-        behind = max(overshoot(runner.stepper) for runner in self.steps.runners)
-        return self.pages.num_pages * self.state.target_pool.page_size - behind
+        return self.pages.num_pages * self.state.target_pool.page_size - self._overshoot()
+
+    def _overshoot(self) -> int:
+        """Of whichever steps a request will meet."""
+        return max(overshoot(runner.stepper) for runner in self.steps.runners)
 
     def _can_admit(self) -> bool:
         if not self._waiting or None not in self._rows:

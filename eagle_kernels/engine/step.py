@@ -87,7 +87,7 @@ class Stepper:
         """Advances the live ones of the first `num_rows` rows by their accepted drafts and one token of the target."""
         with timer.phase("draft"):
             batch = _Batch(self, state, slice(0, num_rows))
-            tree = self._draft_tree(batch) if self.draft else self._root_only(batch)
+            tree = self._draft_tree(batch) if self.draft else _root_only(batch.roots, batch.lengths)
         with timer.phase("verify"):
             logits, target_features = self._run_target(batch, tree)
         with timer.phase("sample"):
@@ -137,17 +137,18 @@ class Stepper:
 
     def draw_first(self, logits: Tensor, state: BatchState, row: int, length: int, features: Features) -> StepResult:
         """The token behind a prompt of `length` tokens, by the logits [1, V] of its last one: the row's first root."""
-        none = torch.full((1, 1), -1, device=logits.device)
+        last = torch.full((1,), length - 1, device=logits.device)
+        tree = _root_only(torch.zeros_like(last), last)
         rows = slice(row, row + 1)
         drawn = ops.verify_tree_sampled(
-            torch.zeros_like(none), torch.zeros_like(none), none, none,
+            *_links(tree),
             logits,
-            torch.full((1,), length - 1, device=logits.device),
+            tree.positions,
             # copies: a row's own address is aligned like no other row's, and kernels are compiled for alignments
             **{name: values.clone() for name, values in state.sampling.arguments(features, rows).items()},
             spec_steps=0,
             return_logprobs=features.logprobs,
-        )  # fmt: skip
+        )
         root = drawn.predicts.to(torch.int64)
         state.roots[rows] = root
         state.sampling.count(features, rows, root[:, None])
@@ -194,13 +195,6 @@ class Stepper:
         """Only the full-mask layout needs the host to know the lengths."""
         return int(batch.lengths.sum()) if self.config.tree_mask_mode == ops.TreeMaskMode.FULL_MASK else None
 
-    def _root_only(self, batch: _Batch) -> ops.BuildTreeOutput:
-        none = batch.roots.new_empty(len(batch.roots), 0)
-        root_slot = torch.full_like(batch.roots, -1)[:, None]
-        return ops.build_tree(
-            batch.roots, root_slot, none, none, batch.lengths, topk=1, spec_steps=1, num_verify_tokens=1
-        )
-
     def _run_target(self, batch: _Batch, tree: ops.BuildTreeOutput) -> tuple[Tensor, Tensor]:
         """Logits [B * N, V] and features [B, N, F] of all nodes; their KV lands behind the committed prefix."""
         shape = (len(batch.lengths), self.num_nodes)
@@ -214,10 +208,10 @@ class Stepper:
                 sizes = {"num_verify_tokens": self.num_nodes, "tree_mask_mode": mode}
                 words = ops.pack_tree_mask(words, batch.lengths, **sizes)
             attend = TreeAttend(
-                batch.target_pool, batch.block_table, batch.lengths, slots, self.num_nodes, words, tree.positions
+                batch.state.target_pool, batch.block_table, batch.lengths, slots, self.num_nodes, words, tree.positions
             )
         else:
-            attend = DecodeAttend(batch.target_pool, batch.block_table, batch.lengths, slots)
+            attend = DecodeAttend(batch.state.target_pool, batch.block_table, batch.lengths, slots)
         output = self.target.forward(tree.draft_tokens.view(shape), positions, attend, capture=self.aux_layers)
         features = output.features
         if features is None:
@@ -225,11 +219,9 @@ class Stepper:
         return output.logits.flatten(0, 1), features
 
     def _verify(self, batch: _Batch, tree: ops.BuildTreeOutput, logits: Tensor, features: Features) -> _Committed:
-        links = (tree.draft_tokens.view_as(tree.retrieve_index), tree.retrieve_index)
-        links += (tree.retrieve_next_token, tree.retrieve_next_sibling)
         if features.draws:
             drawn = ops.verify_tree_sampled(
-                *links,
+                *_links(tree),
                 logits,
                 tree.positions,
                 **batch.sampling_arguments(features),
@@ -245,7 +237,7 @@ class Stepper:
         if self._policy.get("accept_policy") == "simulate":
             coins = {"positions": tree.positions, "seeds": batch.seeds}
         verdict = ops.verify_tree_greedy(
-            *links, target_logits=logits, **coins, **self._policy, spec_steps=self.num_steps
+            *_links(tree), target_logits=logits, **coins, **self._policy, spec_steps=self.num_steps
         )
         commit = ops.verify_commit(*verdict[:3], batch.lengths, batch.is_live)
         return _Committed(verdict.accept_index, verdict.accept_token_num, *commit, None)
@@ -267,6 +259,19 @@ class Stepper:
         torch.index_select(output.hidden.flatten(0, 1), 0, committed.last_row, out=batch.draft_hidden)
 
 
+def _root_only(roots: Tensor, lengths: Tensor) -> ops.BuildTreeOutput:
+    """A tree without drafts: [B] roots behind [B] committed tokens."""
+    none = roots.new_empty(len(roots), 0)
+    root_slot = torch.full_like(roots, -1)[:, None]
+    return ops.build_tree(roots, root_slot, none, none, lengths, topk=1, spec_steps=1, num_verify_tokens=1)
+
+
+def _links(tree: ops.BuildTreeOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tree as verification takes it."""
+    candidates = tree.draft_tokens.view_as(tree.retrieve_index)
+    return candidates, tree.retrieve_index, tree.retrieve_next_token, tree.retrieve_next_sibling
+
+
 class _Batch:
     """The rows of a step, and where their new keys go.
 
@@ -276,8 +281,7 @@ class _Batch:
     """
 
     def __init__(self, stepper: Stepper, state: BatchState, rows: slice):
-        self._sampling, self._draft_pool, self.rows = state.sampling, state.draft_pool, rows
-        self.target_pool, self._state = state.target_pool, state
+        self.state, self.rows = state, rows
         self.lengths, self.roots, self.is_live = state.lengths[rows], state.roots[rows], state.is_live[rows]
         self.block_table, self.seeds = state.block_table[rows], state.sampling.seeds[rows]
         draft, config, page_size = stepper.draft, stepper.config, state.target_pool.page_size
@@ -295,20 +299,20 @@ class _Batch:
 
     def keep_for_draft(self, roots: Tensor, features: Tensor) -> None:
         """The new roots [B] and, beside each, the feature [B, 1, F] of the token before it."""
-        count = self._state.num_behind[self.rows]
+        count = self.state.num_behind[self.rows]
         row, place = torch.arange(len(count), device=count.device), count.clamp(max=MEMORY - 1)
-        self._state.missed_tokens[self.rows][row, place] = roots.clamp(min=0)
-        self._state.missed_features[self.rows][row, place] = features[:, 0]
+        self.state.missed_tokens[self.rows][row, place] = roots.clamp(min=0)
+        self.state.missed_features[self.rows][row, place] = features[:, 0]
         count.add_(self.is_live)
 
     def sampling_arguments(self, features: Features) -> dict[str, Tensor]:
-        return self._sampling.arguments(features, self.rows)
+        return self.state.sampling.arguments(features, self.rows)
 
     def level_attend(self, depth: int, topk: int, ancestors: Tensor) -> TreeAttend:
         """Of the beams of level `depth`, which see those of the levels before."""
         first, positions = (depth - 1) * topk, self.draft_positions
         return TreeAttend(
-            self._draft_pool,
+            self.state.draft_pool,
             self.block_table,
             self.draft_lengths,
             self._draft_slots[:, first : first + topk],
@@ -322,7 +326,7 @@ class _Batch:
         """Of the accepted path, which is a chain."""
         num_rows = self.draft_positions.shape[1]
         return TreeAttend(
-            self._draft_pool,
+            self.state.draft_pool,
             self.block_table,
             self.draft_lengths,
             self._draft_slots[:, :num_rows],

@@ -10,15 +10,9 @@ from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.rotary import Rotary
+from op_tests.engine.test_decoder_config import CONFIG as SIZES
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
+CONFIG = SIZES | {
     "head_dim": 16,  # deliberately not hidden_size / num_attention_heads
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 128,

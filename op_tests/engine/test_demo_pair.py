@@ -147,12 +147,14 @@ def skip_draft_extend(engine, monkeypatch):
         for row in range(tokens.shape[1]):
             mask = torch.full((len(tokens), 1, 1), (1 << (row + 1)) - 1, device=tokens.device)
             positions = batch.draft_positions[:, row : row + 1]
-            slots = find_slots(batch.block_table, batch.draft_lengths + row, 1, batch.target_pool.page_size)
+            slots = find_slots(batch.block_table, batch.draft_lengths + row, 1, batch.state.target_pool.page_size)
             output = self.draft.forward(
                 tokens[:, row : row + 1].clamp(min=0),
                 hidden,
                 positions,
-                TreeAttend(batch._draft_pool, batch.block_table, batch.draft_lengths, slots, row + 1, mask, positions),
+                TreeAttend(
+                    batch.state.draft_pool, batch.block_table, batch.draft_lengths, slots, row + 1, mask, positions
+                ),
                 from_target=row == 0,
             )
             outputs.append(output)

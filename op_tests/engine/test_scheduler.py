@@ -351,6 +351,8 @@ def test_warmup_and_workspace(target, draft):
     assert sizes["rows"] == rows - penalties
     assert sizes["total"] == sizes["kv_cache"] + sizes["rows"] + sizes["step"]
     request = engine.submit([1], SamplingParams(max_new_tokens=3))
+    with pytest.raises(ValueError, match="warmup: logprobs belongs into the SamplingParams"):
+        engine.warmup(SamplingParams(), logprobs=True)
     with pytest.raises(RuntimeError, match="warmup needs an empty batch"):
         engine.warmup()
     engine.collect()
