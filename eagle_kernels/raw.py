@@ -10,6 +10,7 @@ from .ops.kv.chain_kv_indices import chain_kv_indices
 from .ops.kv.draft_cache_locs import draft_cache_locs
 from .ops.kv.draft_kv_indices import draft_kv_indices
 from .ops.kv.extend_cache_locs import extend_cache_locs
+from .ops.kv.find_slots import find_slots
 from .ops.kv.kv_indices import kv_indices
 from .ops.kv.move_accepted_kv import move_accepted_kv
 from .ops.kv.write_kv import write_kv
@@ -50,6 +51,7 @@ __all__ = [
     "draft_cache_locs",
     "draft_kv_indices",
     "extend_cache_locs",
+    "find_slots",
     "gqa_decode",
     "kv_indices",
     "min_p_renorm",

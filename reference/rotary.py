@@ -8,7 +8,11 @@ import torch
 def rotate(
     heads: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool
 ) -> torch.Tensor:
-    """heads [T, heads, D] turned by rows `positions` of cos and sin; positions without a row leave them as they are."""
+    """heads [T, heads, D] turned by rows `positions` of cos and sin; positions without a row leave them as they are.
+
+    positions: [T], or [B, T / B].
+    """
+    positions = positions.flatten()
     num_positions, num_pairs = cos.shape
     is_known = (positions >= 0) & (positions < num_positions)
     if not is_known.any():

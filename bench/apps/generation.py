@@ -6,8 +6,9 @@ acceptance where drafts are timed. Prints a table and appends JSON lines to `res
     plain        a step of plain decoding, beside its floor (the weights at the bandwidth of a read) and a bare loop of
                  the same forward pass and an argmax in a graph
     tree         steps of 64, 16 and 8 nodes at batch 1, 8 and 32
-    outside      the same with models that cost nothing: drafting, tree, verification, KV moves, bookkeeping
-    throughput   plain, naive_eagle, chain and tree at batch 1, 2, 4, ... 256, and where each stops paying
+    outside      the same with models that cost nothing: drafting, tree, verification, KV moves, bookkeeping; the graph
+                 alone, and with the host, which otherwise works while the device does
+    throughput   plain, naive_eagle, chain, tree and the automatic choice at batch 1, 2, 4, ... 256
     gap          between the device work of consecutive steps, from a trace
     huggingface  generate of transformers with the same weights, eager and compiled with a static cache
 """
@@ -15,16 +16,20 @@ acceptance where drafts are timed. Prints a table and appends JSON lines to `res
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine.kv_pool import DecodeAttend, find_slots
+from eagle_kernels import EAGLEConfig, EAGLEInference, ops
+from eagle_kernels.engine.kv_pool import DecodeAttend
+from eagle_kernels.engine.sampling import Features
+from eagle_kernels.engine.stream import TokenStream
 
 from ..harness import results
 from ..harness.timing import ceiling_gb_per_s
@@ -35,11 +40,16 @@ SECTIONS = ("plain", "tree", "outside", "throughput", "gap", "huggingface")
 # batch, tree, mean tokens a step that are simulated
 TREES = ((1, (8, 5, 64), 4.0), (8, (4, 4, 16), 3.0), (32, (4, 3, 8), 2.5))
 PRESETS = {
-    "plain": (None, 1.0),
-    "naive_eagle": ((1, 1, 2), 1.7),
-    "chain 3": ((1, 3, 4), 2.6),
-    "tree 8/5/64": ((8, 5, 64), 4.0),
+    "plain": {},
+    "naive_eagle": {"tree": (1, 1, 2), "accept": 1.7},
+    "chain 3": {"tree": (1, 3, 4), "accept": 2.6},
+    "tree 8/5/64": {"tree": (8, 5, 64), "accept": 4.0},
+    # chains of 1 and 3 accept as much as above, all trees as if their paths were such chains
+    "adaptive": {"tree": (8, 5, 64), "accept": (0.7, 0.5, 0.4, 0.3, 0.2), "adaptive": "auto"},
 }
+WARM_STEPS = 8
+# of the steps that are timed in one go
+MOST_S = 2.0
 
 
 class Bench:
@@ -52,40 +62,79 @@ class Bench:
         self.draft = random_head(shape, device, self.dtype)
         self.lines: list[dict] = []
 
-    def engine(self, batch_size: int, tree: tuple | None, accept: float, target=None, draft=None) -> EAGLEInference:
-        config = {"max_batch": batch_size, "eos_token_ids": ()}
+    def engine(
+        self,
+        batch_size: int,
+        tree: tuple[int, int, int] | None = None,
+        accept: float | tuple[float, ...] = 1.0,
+        target=None,
+        draft=None,
+        **config,
+    ) -> EAGLEInference:
+        """accept: mean tokens of a step, or P(at least 1, 2, .. drafts accepted)."""
+        config |= {"max_batch": batch_size, "eos_token_ids": ()}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of the engine before
             config["kv_cache_bytes"] = int(0.8 * torch.cuda.mem_get_info()[0])
         if tree is not None:
-            topk, num_steps, nodes = tree
-            config |= {"topk": topk, "num_steps": num_steps, "num_draft_tokens": nodes}
-            config |= {"accept_policy": "simulate", "simulated_accept_length": accept}
+            config |= dict(zip(("topk", "num_steps", "num_draft_tokens"), tree))
+            name = "rates" if isinstance(accept, tuple) else "length"
+            config |= {"accept_policy": "simulate", f"simulated_accept_{name}": accept}
         return EAGLEInference(draft or self.draft, target or self.target, EAGLEConfig(**config))
 
-    def step_ms(self, engine: EAGLEInference, batch_size: int, is_plain: bool, **sampling) -> tuple[float, float]:
-        """(time of a step, tokens of a request in it), of a full batch behind its prompts."""
-        most = self.steps + 24
-        count = most * (1 if is_plain else engine.config.num_steps + 1)
+    @contextlib.contextmanager
+    def running(
+        self, engine: EAGLEInference, batch_size: int, is_plain: bool, **sampling
+    ) -> Iterator[tuple[TokenStream, int]]:
+        """A full batch behind its prompts, warm, and how many more steps may be taken and timed."""
+        most = 2 * self.steps + WARM_STEPS + 16
+        per_step = 1 if is_plain else 1 + max((tree.num_steps for _, tree in engine.config.trees if tree), default=0)
         room = SHAPES[self.shape]["max_position_embeddings"] - self.prompt_tokens
         wanted = {"seeds": 0, "speculative": not is_plain} | sampling
         prompts = torch.randint(SHAPES[self.shape]["vocab_size"], (batch_size, self.prompt_tokens)).tolist()
-        stream = engine.stream(prompts, min(count, room), **wanted)
+        stream = engine.stream(prompts, min(most * per_step, room), **wanted)
         next(stream)  # the prompts are read, the first step is captured
         scheduler = engine._scheduler
-        for _ in range(8):
+        for _ in range(WARM_STEPS):
+            start_s = time.perf_counter()
             scheduler.step()
-        self._synchronize()
-        before = sum(len(request.accepted) + sum(request.accepted) for request in stream.requests)
-        start_s, first = time.perf_counter(), scheduler.num_steps
-        for _ in range(self.steps):
-            scheduler.step()
-        self._synchronize()
-        elapsed_ms = 1e3 * (time.perf_counter() - start_s)
-        num_steps = scheduler.num_steps - first
-        tokens = sum(len(request.accepted) + sum(request.accepted) for request in stream.requests) - before
-        stream.close()
-        return elapsed_ms / num_steps, tokens / num_steps / batch_size
+            self._synchronize()
+            last_s = time.perf_counter() - start_s
+        try:
+            yield stream, min(self.steps, max(6, int(MOST_S / last_s)))
+        finally:
+            stream.close()
+
+    def step_ms(self, engine: EAGLEInference, batch_size: int, is_plain: bool, **sampling) -> tuple[float, float]:
+        """(time of a step, tokens of a request in it), the host's part included."""
+        with self.running(engine, batch_size, is_plain, **sampling) as (stream, steps):
+            scheduler = engine._scheduler
+            if engine.config.adaptive == "auto":  # each of its trees is measured first
+                for _ in range(4 * len(scheduler.steps.runners)):
+                    scheduler.step()
+            self._synchronize()
+            before = _tokens_of(stream)
+            start_s, first = time.perf_counter(), scheduler.num_steps
+            for _ in range(steps):
+                scheduler.step()
+            self._synchronize()
+            elapsed_ms = 1e3 * (time.perf_counter() - start_s)
+            num_steps = scheduler.num_steps - first
+            return elapsed_ms / num_steps, (_tokens_of(stream) - before) / num_steps / batch_size
+
+    def device_ms(self, engine: EAGLEInference, batch_size: int, is_plain: bool, **sampling) -> float:
+        """Time of a step's graph, one behind another: what is left when the host is not waited for."""
+        with self.running(engine, batch_size, is_plain, **sampling) as (stream, steps):
+            runner = engine._scheduler._last_runner
+            features = Features.of([request.params for request in stream.requests])
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for number in range(8 + steps):
+                if number == 8:
+                    start.record()
+                runner.run(batch_size, features)
+            end.record()
+            self._synchronize()
+            return start.elapsed_time(end) / steps
 
     def record(self, section: str, case: str, provider: str, step_ms: float, **numbers) -> dict:
         line = {"op": "generation", "section": section, "case": case, "provider": provider}
@@ -106,10 +155,15 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
 
+def _tokens_of(stream: TokenStream) -> int:
+    """What steps have brought; the first token of a prompt is none of theirs."""
+    return sum(len(request.accepted) + sum(request.accepted) for request in stream.requests)
+
+
 def plain(bench: Bench) -> None:
     floor = bench.floor_ms()
     for batch_size in (1, 8, 32):
-        engine = bench.engine(batch_size, None, 1.0)
+        engine = bench.engine(batch_size)
         step_ms, _ = bench.step_ms(engine, batch_size, is_plain=True)
         against = {} if floor is None else {"of_floor": step_ms / floor}
         bench.record(
@@ -123,14 +177,14 @@ def plain(bench: Bench) -> None:
 @torch.inference_mode()
 def _bare_loop_ms(bench: Bench, batch_size: int) -> float:
     """The target's forward pass and an argmax, in a graph that is replayed with nothing between."""
-    engine = bench.engine(batch_size, None, 1.0)
+    engine = bench.engine(batch_size)
     stream = engine.stream([[0] * bench.prompt_tokens] * batch_size, 64, seeds=0, speculative=False)
     next(stream)
     state = engine._scheduler.state
     table, lengths, roots = state.block_table[:batch_size], state.lengths[:batch_size], state.roots[:batch_size]
 
     def step():
-        slots = find_slots(table, lengths, 1, state.target_pool.page_size)
+        slots = ops.find_slots(table, lengths, count=1, page_size=state.target_pool.page_size).slots
         attend = DecodeAttend(state.target_pool, table, lengths, slots)
         logits = bench.target.forward(roots[:, None], lengths[:, None], attend).logits
         roots.copy_(logits[:, 0].argmax(-1))
@@ -153,7 +207,7 @@ def _bare_loop_ms(bench: Bench, batch_size: int) -> float:
 
 def tree(bench: Bench) -> None:
     for batch_size, shape, accept in TREES:
-        plain_ms, _ = bench.step_ms(bench.engine(batch_size, None, 1.0), batch_size, is_plain=True)
+        plain_ms, _ = bench.step_ms(bench.engine(batch_size), batch_size, is_plain=True)
         engine = bench.engine(batch_size, shape, accept)
         step_ms, length = bench.step_ms(engine, batch_size, is_plain=False)
         case = f"B={batch_size} K/S/N={'/'.join(map(str, shape))}"
@@ -165,20 +219,25 @@ def outside(bench: Bench) -> None:
     for batch_size in (1, 32):
         engine = bench.engine(batch_size, (8, 5, 64), 4.0, Hollow(bench.target), Hollow(bench.draft))
         for name, sampling in (("greedy", {}), ("top-k 50 top-p 0.9", {"temperature": 1.0, "top_k": 50, "top_p": 0.9})):
+            case = f"B={batch_size} K/S/N=8/5/64 {name}"
+            if bench.device.type == "cuda":
+                device_ms = bench.device_ms(engine, batch_size, is_plain=False, **sampling)
+                bench.record("outside", case, "eagle_kernels", device_ms)
             step_ms, length = bench.step_ms(engine, batch_size, is_plain=False, **sampling)
-            bench.record(
-                "outside", f"B={batch_size} K/S/N=8/5/64 {name}", "eagle_kernels", step_ms, accept_length=length
-            )
+            bench.record("outside", case, "with the host", step_ms, accept_length=length)
 
 
 def throughput(bench: Bench) -> None:
     batch_size = 1
     while batch_size <= (256 if bench.device.type == "cuda" else 2):
-        for name, (shape, accept) in PRESETS.items():
-            engine = bench.engine(batch_size, shape, accept)
-            step_ms, length = bench.step_ms(engine, batch_size, is_plain=shape is None)
-            tokens = 1e3 * batch_size * length / step_ms
-            bench.record("throughput", f"B={batch_size}", name, step_ms, accept_length=length, tokens_per_s=tokens)
+        plain_speed = None
+        for name, tree in PRESETS.items():
+            engine = bench.engine(batch_size, **tree)
+            step_ms, length = bench.step_ms(engine, batch_size, is_plain=not tree)
+            speed = 1e3 * batch_size * length / step_ms
+            plain_speed = plain_speed or speed
+            numbers = {"accept_length": length, "tokens_per_s": speed, "of_plain": speed / plain_speed}
+            bench.record("throughput", f"B={batch_size}", name, step_ms, **numbers)
             del engine
         batch_size *= 2
 
@@ -208,15 +267,18 @@ def gap(bench: Bench) -> None:
 
 
 def _gaps_us(events: list[dict]) -> list[float]:
-    """Between the device work of one graph launch and of the next one."""
-    graphs: dict[int, list[float]] = {}
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "graph id" in event.get("args", {}):
-            start, end = event["ts"], event["ts"] + event["dur"]
-            span = graphs.setdefault(event["args"]["correlation"], [start, end])
-            span[:] = min(span[0], start), max(span[1], end)
-    spans = sorted(span for span in graphs.values())
-    return [later[0] - earlier[1] for earlier, later in zip(spans, spans[1:])]
+    """How long the device has nothing to do before each graph: kernels of one launch share its number."""
+    work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    work.sort(key=lambda event: event["ts"])
+    counts = collections.Counter(event["args"].get("correlation") for event in work)
+    gaps, seen, busy_until = [], set(), None
+    for event in work:
+        launch = event["args"].get("correlation")
+        if counts[launch] > 1 and launch not in seen and busy_until is not None:
+            gaps.append(max(0.0, event["ts"] - busy_until))
+        seen.add(launch)
+        busy_until = max(busy_until or 0.0, event["ts"] + event["dur"])
+    return gaps
 
 
 def huggingface(bench: Bench) -> None:
@@ -235,7 +297,7 @@ def huggingface(bench: Bench) -> None:
     model.model.rotary_emb = type(model.model.rotary_emb)(config, device=bench.device)
     model.eval()
     for batch_size in (1, 8):
-        ours_ms, _ = bench.step_ms(bench.engine(batch_size, None, 1.0), batch_size, is_plain=True)
+        ours_ms, _ = bench.step_ms(bench.engine(batch_size), batch_size, is_plain=True)
         prompts = torch.randint(config.vocab_size, (batch_size, bench.prompt_tokens), device=bench.device)
         for name, options in (("eager", {}), ("compiled, static cache", {"cache_implementation": "static"})):
             step_ms = _slope_ms(_generator(model, prompts, options))

@@ -10,6 +10,11 @@ from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
 from eagle_kernels.engine.models.protocol import DraftOutput, TargetOutput
 
+# Standard deviation of a draft's logits: the best one takes most of the probability, as a trained head's does, and
+# trees are deep. With all tokens nearly equal the best 64 paths would all end on the first two levels.
+LOGITS_STD = 8.0
+WEIGHT_STD = 0.02
+
 SHAPES = {
     "llama-3.1-8b": {
         "vocab_size": 128256,
@@ -57,6 +62,7 @@ def random_head(shape: str, device: torch.device, dtype: torch.dtype) -> EagleHe
     with torch.device("meta"):
         head = EagleHead(EagleConfig.from_dict(config))
     head = _filled(head, device, dtype)
+    head.lm_head.weight *= LOGITS_STD / (WEIGHT_STD * sizes["hidden_size"] ** 0.5)
     draft_ids = torch.arange(sizes["draft_vocab_size"], device=device)
     step = sizes["vocab_size"] // sizes["draft_vocab_size"]
     head.d2t.copy_(draft_ids * (step - 1))
@@ -69,7 +75,7 @@ def _filled(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -
     generator = torch.Generator(device).manual_seed(0)
     for parameter in module.parameters():
         if parameter.dim() > 1:
-            parameter.normal_(std=0.02, generator=generator)
+            parameter.normal_(std=WEIGHT_STD, generator=generator)
         else:
             parameter.fill_(1.0)
     return module
@@ -94,9 +100,10 @@ class Hollow:
             logits = self._random(shape[0], 1 if last_only else shape[1], model.vocab_size)
             features = self._random(*shape, len(capture) * model.hidden_size) if capture else None
             return TargetOutput(logits, features)
-        return DraftOutput(self._random(*shape, model.draft_vocab_size), self._random(*shape, model.config.hidden_size))
+        logits = self._random(*shape, model.draft_vocab_size, scale=LOGITS_STD)
+        return DraftOutput(logits, self._random(*shape, model.config.hidden_size))
 
-    def _random(self, *shape: int) -> Tensor:
+    def _random(self, *shape: int, scale: float = 1.0) -> Tensor:
         if shape not in self._made:
-            self._made[shape] = torch.randn(shape, dtype=torch.float32, device=self._model.device).to(self._model.dtype)
+            self._made[shape] = (scale * torch.randn(shape, device=self._model.device)).to(self._model.dtype)
         return self._made[shape]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .models.protocol import KVShape
+from .models.protocol import Angles, KVShape
 
 
 class PageAllocator:
@@ -46,26 +46,22 @@ class KVPool:
         self.v_cache = torch.zeros(size, dtype=dtype, device=device)
         self.page_size = page_size
 
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores key, value [B, T, Hkv, D] at slots [B * T]; those of -1 are dropped."""
-        ops.write_kv(key.flatten(0, 1), value.flatten(0, 1), self.k_cache[layer], self.v_cache[layer], slots)
+    def write(
+        self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor, angles: Angles | None
+    ) -> Tensor:
+        """Stores key, value [B, T, Hkv, D] at slots [B, T]; those of -1 are dropped. Returns the query [B, T, Hq, D].
+
+        angles: what query and key are turned by before; None: nothing.
+        """
+        rows, caches = (key.flatten(0, 1), value.flatten(0, 1)), (self.k_cache[layer], self.v_cache[layer])
+        if angles is None:
+            ops.write_kv(*rows, *caches, slots)
+            return query
+        return ops.write_kv(*rows, *caches, slots, query=query.flatten(0, 1), **angles._asdict()).view(query.shape)
 
 
 def bytes_per_page(shape: KVShape, page_size: int, dtype: torch.dtype) -> int:
     return 2 * shape.num_layers * page_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
-
-
-def find_slots(block_table: Tensor, first: Tensor, count: int, page_size: int) -> Tensor:
-    """Slots int64 [B, count] of the tokens first[b] .. first[b] + count - 1 of each request.
-
-    block_table  [B, max_pages] int32 page ids, -1 where there is none; slot s is row s % page_size of page
-                 s // page_size of a pool. Tokens without a page have slot -1.
-    """
-    token = first[:, None] + torch.arange(count, device=first.device)
-    index = token // page_size
-    page = block_table.gather(1, index.clamp(max=block_table.shape[1] - 1)).to(torch.int64)
-    is_there = (page >= 0) & (index < block_table.shape[1])
-    return torch.where(is_there, page * page_size + token % page_size, -1)
 
 
 class PrefillAttend:
@@ -78,14 +74,22 @@ class PrefillAttend:
         self._pool, self._block_table, self._num_tokens = pool, block_table, num_tokens
         device = block_table.device
         first = torch.full((1,), start, dtype=torch.int64, device=device)
-        self._slots = find_slots(block_table, first, num_tokens, pool.page_size).flatten()
+        self._slots = ops.find_slots(block_table, first, count=num_tokens, page_size=pool.page_size).slots
         self._seq_lens = first + num_tokens
         self._bounds = torch.arange(2, dtype=torch.int64, device=device) * num_tokens
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None, **options: Any
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        *,
+        angles: Angles | None = None,
+        **options: Any,
     ) -> Tensor:
-        self._pool.write(layer, self._slots, key, value)
+        query = self._pool.write(layer, self._slots, query, key, value, angles)
         return ops.prefill_attention(
             query[0],
             self._bounds,
@@ -122,15 +126,23 @@ class TreeAttend:
         key_positions: Tensor | None = None,
     ):
         self._pool, self._block_table, self._lengths = pool, block_table, lengths
-        self._slots = slots.flatten().contiguous()
+        self._slots = slots
         self._num_draft_keys = num_draft_keys
         self.tree_mask = tree_mask
         self._positions, self._key_positions = positions, key_positions
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None, **options: Any
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        *,
+        angles: Angles | None = None,
+        **options: Any,
     ) -> Tensor:
-        self._pool.write(layer, self._slots, key, value)
+        query = self._pool.write(layer, self._slots, query, key, value, angles)
         positions = {}
         if window is not None:
             positions["positions"] = self._positions.flatten().contiguous()
@@ -157,12 +169,20 @@ class DecodeAttend:
     def __init__(self, pool: KVPool, block_table: Tensor, lengths: Tensor, slots: Tensor):
         self._pool, self._block_table = pool, block_table
         self._seq_lens = lengths + 1
-        self._slots = slots.flatten().contiguous()
+        self._slots = slots
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None, **options: Any
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        *,
+        angles: Angles | None = None,
+        **options: Any,
     ) -> Tensor:
-        self._pool.write(layer, self._slots, key, value)
+        query = self._pool.write(layer, self._slots, query, key, value, angles)
         return ops.gqa_decode(
             query[:, 0],
             self._pool.k_cache[layer],

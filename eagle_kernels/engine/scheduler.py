@@ -322,13 +322,13 @@ class Scheduler:
             request = row.request
             if request.is_finished:
                 continue
-            count = tokens[index][0]
-            accepted = count - 1
+            brought = _before_padding(tokens[index])
+            accepted = len(brought) - 1
             if launch.number is not None:
                 request.accepted.append(accepted)
                 request.drafted += self.steps.runners[launch.number].stepper.num_nodes - 1
             with self._failing_alone(row):
-                events += request.push(tokens[index][1 : 1 + count], accepted, logprobs and logprobs[index])
+                events += request.push(brought, accepted, logprobs and logprobs[index])
             if request.is_finished and row in self._rows:
                 self._release(row)
         return events
@@ -337,7 +337,7 @@ class Scheduler:
         """Tells how fast a step was."""
         if launch.start is not None:
             launch.step_ms = launch.start.elapsed_time(launch.event)
-        counts = [tokens[index][0] for index, _ in launch.rows]
+        counts = [len(_before_padding(tokens[index])) for index, _ in launch.rows]
         self.steps.choice.note(launch.number, len(counts), launch.step_ms, sum(counts) / len(counts))
 
     def _release(self, row: _Row) -> None:
@@ -345,6 +345,11 @@ class Scheduler:
         self._rows[row.index] = None
         with torch.inference_mode():
             self.state.clear(row.index)
+
+
+def _before_padding(tokens: list[int]) -> list[int]:
+    """The tokens of a row before the first -1."""
+    return tokens[: tokens.index(-1)] if tokens[-1] < 0 else tokens
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import ops
 from .batch_state import MEMORY, BatchState
 from .config import EAGLEConfig
-from .kv_pool import DecodeAttend, TreeAttend, find_slots
+from .kv_pool import DecodeAttend, TreeAttend
 from .models.protocol import DraftModel, TargetModel
 from .sampling import Features
 from .timing import PhaseTimer
@@ -28,7 +28,7 @@ from .timing import PhaseTimer
 class StepResult(NamedTuple):
     """What the host reads after a step; of rows that are not live nothing means anything.
 
-    tokens    [B, S + 2] int64  how many tokens the step brought, then these: accepted drafts and the bonus; -1 padded
+    tokens    [B, S + 1] int64  what the step brought: accepted drafts and the bonus, -1 padded
     logprobs  [B, S + 1] fp32   of these tokens; None where no request asked for them
     """
 
@@ -43,7 +43,6 @@ class _Committed(NamedTuple):
     accept_token_num: Tensor
     new_seq_lens: Tensor
     bonus_tokens: Tensor
-    accept_lengths: Tensor
     tokens: Tensor
     hidden_rows: Tensor
     last_row: Tensor
@@ -110,23 +109,24 @@ class Stepper:
             if self.resting_draft:
                 batch.keep_for_draft(committed.bonus_tokens, target_features)
             state.sampling.count(features, batch.rows, committed.tokens)
-            batch.roots.copy_(torch.where(batch.is_live > 0, committed.bonus_tokens, batch.roots))
+            # of rows that are not live -1, which is no token
+            torch.clamp(committed.bonus_tokens, min=0, out=batch.roots)
             batch.lengths.copy_(committed.new_seq_lens)
-            tokens = torch.cat([committed.accept_lengths[:, None].to(torch.int64), committed.tokens], dim=1)
-        return StepResult(tokens, committed.logprobs)
+        return StepResult(committed.tokens, committed.logprobs)
 
     def catch_up(self, state: BatchState, num_rows: int) -> None:
         """The resting draft reads what the first `num_rows` rows have for it."""
         draft, pool, rows = self.resting_draft, state.draft_pool, slice(0, num_rows)
         count, table = state.num_behind[rows], state.block_table[rows]
         first = state.lengths[rows] + (1 - draft.token_shift) - count
-        positions = first[:, None] + torch.arange(MEMORY, device=first.device)
-        slots = find_slots(table, first, MEMORY, pool.page_size)
+        slots, positions = ops.find_slots(
+            table, first, count=MEMORY, page_size=pool.page_size, max_length=draft.max_length
+        )
         # rows past what was missed are padding that only later rows see, in slots that hold nothing yet
         output = draft.forward(
             state.missed_tokens[rows],
             state.missed_features[rows],
-            positions.clamp(max=draft.max_length - 1),
+            positions,
             TreeAttend(pool, table, first, slots, MEMORY, None, positions),
             from_target=True,
         )
@@ -152,20 +152,18 @@ class Stepper:
         root = drawn.predicts.to(torch.int64)
         state.roots[rows] = root
         state.sampling.count(features, rows, root[:, None])
-        return StepResult(torch.stack([torch.ones_like(root), root], 1), drawn.logprobs if features.logprobs else None)
+        return StepResult(root[:, None], drawn.logprobs if features.logprobs else None)
 
     def _draft_tree(self, batch: _Batch) -> ops.BuildTreeOutput:
         """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4): expand the best beams level by level, then rerank."""
         config, topk = self.config, self.config.topk
-        size = len(batch.lengths)
-        scores, tokens, parent_slots = [], [], [torch.full_like(batch.lengths, -1)[:, None]]
-        offsets = self.draft.draft_to_target
-        level = ops.select_top_k_tokens(batch.draft_logits, draft_to_target=offsets, topk=topk, level=0)
+        size, offsets = len(batch.lengths), self.draft.draft_to_target
+        candidates = _Candidates(size, topk, self.num_steps, batch.lengths.device)
+        level = ops.select_top_k_tokens(
+            batch.draft_logits, draft_to_target=offsets, topk=topk, level=0, out=candidates.level(0)
+        )
         hidden = batch.draft_hidden[:, None].expand(-1, topk, -1)
         for depth in range(1, self.num_steps):
-            scores.append(level.candidate_scores)
-            tokens.append(level.candidate_tokens)
-            parent_slots.append(level.parent_slots)
             output = self.draft.forward(
                 level.tokens,
                 hidden,
@@ -174,14 +172,15 @@ class Stepper:
                 from_target=False,
             )
             level = ops.select_top_k_tokens(
-                output.logits.flatten(0, 1), level.scores, level.ancestors, offsets, topk=topk, level=depth
-            )
+                output.logits.flatten(0, 1), level.scores, level.ancestors, offsets,
+                topk=topk, level=depth, out=candidates.level(depth),
+            )  # fmt: skip
             hidden = output.hidden.flatten(0, 1)[level.hidden_rows]
         tree = ops.build_tree_from_scores(
             batch.roots,
-            torch.cat([*scores, level.candidate_scores], dim=1),
-            torch.cat([*tokens, level.candidate_tokens], dim=1),
-            torch.cat(parent_slots, dim=1),
+            candidates.scores,
+            candidates.tokens,
+            candidates.parent_slots,
             batch.lengths,
             self._full_mask_size(batch),
             topk=topk,
@@ -240,7 +239,8 @@ class Stepper:
             *_links(tree), target_logits=logits, **coins, **self._policy, spec_steps=self.num_steps
         )
         commit = ops.verify_commit(*verdict[:3], batch.lengths, batch.is_live)
-        return _Committed(verdict.accept_index, verdict.accept_token_num, *commit, None)
+        commit = {name: getattr(commit, name) for name in _Committed._fields if name in commit._fields}
+        return _Committed(verdict.accept_index, verdict.accept_token_num, **commit, logprobs=None)
 
     def _extend_draft(self, batch: _Batch, committed: _Committed, features: Tensor) -> None:
         """Gives the draft the target's true features of the accepted path; its tree rows are overwritten.
@@ -257,6 +257,36 @@ class Stepper:
         )
         torch.index_select(output.logits.flatten(0, 1), 0, committed.last_row, out=batch.draft_logits)
         torch.index_select(output.hidden.flatten(0, 1), 0, committed.last_row, out=batch.draft_hidden)
+
+
+class _Candidates:
+    """What the levels of a draft propose, side by side as `build_tree_from_scores` reads it.
+
+    scores, tokens  [B, C]  C = K + (S - 1) * K * K
+    parent_slots    [B, P]  P = K * (S - 1) + 1, the root's -1 first
+    """
+
+    def __init__(self, size: int, topk: int, num_steps: int, device: torch.device):
+        self._size, self._topk, self._num_steps, self._device = size, topk, num_steps, device
+        num_candidates = topk + (num_steps - 1) * topk * topk
+        self.scores = torch.empty(size, num_candidates, device=device)
+        self.tokens = torch.empty(size, num_candidates, dtype=torch.int64, device=device)
+        self.parent_slots = torch.full((size, 1 + (num_steps - 1) * topk), -1, device=device)
+
+    def level(self, level: int) -> tuple[Tensor, ...]:
+        """Where `select_top_k_tokens` writes one level."""
+        topk = self._topk
+        begin = topk + (level - 1) * topk * topk if level else 0
+        end = topk + level * topk * topk
+        beams = torch.empty(4, self._size, topk, dtype=torch.int64, device=self._device)
+        scores = torch.empty(self._size, topk, device=self._device)
+        num_words = -(-(level + 1) * topk // 64)
+        ancestors = torch.empty(self._size, topk, num_words, dtype=torch.int64, device=self._device)
+        tokens, parents, hidden_rows, parent_slots = beams
+        if level < self._num_steps - 1:  # nobody reads the last level's
+            parent_slots = self.parent_slots[:, 1 + level * topk : 1 + (level + 1) * topk]
+        candidates = self.scores[:, begin:end], self.tokens[:, begin:end]
+        return scores, tokens, parents, hidden_rows, parent_slots, *candidates, ancestors
 
 
 def _root_only(roots: Tensor, lengths: Tensor) -> ops.BuildTreeOutput:
@@ -284,18 +314,19 @@ class _Batch:
         self.state, self.rows = state, rows
         self.lengths, self.roots, self.is_live = state.lengths[rows], state.roots[rows], state.is_live[rows]
         self.block_table, self.seeds = state.block_table[rows], state.sampling.seeds[rows]
-        draft, config, page_size = stepper.draft, stepper.config, state.target_pool.page_size
+        draft, page_size = stepper.draft, state.target_pool.page_size
         if draft is None:
-            self.slots = find_slots(self.block_table, self.lengths, 1, page_size)
+            self.slots = ops.find_slots(self.block_table, self.lengths, count=1, page_size=page_size).slots
             return
         self.draft_logits, self.draft_hidden = state.draft_logits[rows], state.draft_hidden[rows]
         behind = 1 - draft.token_shift
-        count = rows_behind(config, draft.token_shift)
-        self.slots = find_slots(self.block_table, self.lengths, count, page_size)
+        count = rows_behind(stepper.config, draft.token_shift)
+        self.slots, positions = ops.find_slots(
+            self.block_table, self.lengths, count=count, page_size=page_size, max_length=draft.max_length
+        )
         self._draft_slots = self.slots[:, behind:]
         self.draft_lengths = self.lengths + behind if behind else self.lengths
-        depth = torch.arange(stepper.num_steps + 1, device=self.lengths.device)
-        self.draft_positions = (self.draft_lengths[:, None] + depth).clamp(max=draft.max_length - 1)
+        self.draft_positions = positions[:, behind : behind + stepper.num_steps + 1]
 
     def keep_for_draft(self, roots: Tensor, features: Tensor) -> None:
         """The new roots [B] and, beside each, the feature [B, 1, F] of the token before it."""

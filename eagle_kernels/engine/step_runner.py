@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .batch_state import BatchState
+from .models.protocol import ModelError
 from .sampling import Features
 from .step import Stepper, StepResult
 from .timing import PhaseTimer
@@ -110,8 +111,14 @@ class StepRunner:
         torch.cuda.synchronize(device)
         # a stream of this device, whichever is current; other threads may go on meanwhile
         capture = {"pool": self._memory, "stream": torch.cuda.Stream(device), "capture_error_mode": "thread_local"}
-        with torch.cuda.device(device), torch.cuda.graph(graph, **capture):
-            result = run()
+        try:
+            with torch.cuda.device(device), torch.cuda.graph(graph, **capture):
+                result = run()
+        except Exception as error:
+            raise ModelError(
+                "EAGLEInference: a step cannot be captured as a CUDA graph, as when a model waits for the device "
+                f"({error}); cuda_graph=False runs it one launch after another"
+            ) from error
         return graph, result
 
 

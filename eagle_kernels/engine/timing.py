@@ -18,6 +18,7 @@ def synchronize(device: torch.device) -> None:
 class PhaseTimer:
     """The phases of one step: `with timer.phase("verify"): ...` inside, `read_ms()` once it is done.
 
+    Each begins where the one before it ended: nothing is queued between two phases.
     is_captured: the step is captured in a CUDA graph, whose replays then record the events anew. Between a replay and
     `read_ms` no other replay may begin.
     """
@@ -34,12 +35,9 @@ class PhaseTimer:
             yield
             self._host_ms.append((name, 1e3 * (time.perf_counter() - start_s)))
             return
-        start, end = self._event(), self._event()
-        # Not the current device's stream: the models may be on another device.
-        start.record(torch.cuda.current_stream(self._device))
+        start = self._events[-1][2] if self._events else self._mark()
         yield
-        end.record(torch.cuda.current_stream(self._device))
-        self._events.append((name, start, end))
+        self._events.append((name, start, self._mark()))
 
     def read_ms(self) -> dict[str, float]:
         """Milliseconds of each phase of the last step, which the device must have finished."""
@@ -49,7 +47,8 @@ class PhaseTimer:
             total_ms[name] = total_ms.get(name, 0.0) + elapsed_ms
         return total_ms
 
-    def _event(self) -> torch.cuda.Event:
-        if self._is_captured:
-            return torch.cuda.Event(enable_timing=True, external=True)
-        return torch.cuda.Event(enable_timing=True)
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True, **({"external": True} if self._is_captured else {}))
+        # Not the current device's stream: the models may be on another device.
+        event.record(torch.cuda.current_stream(self._device))
+        return event

@@ -31,6 +31,7 @@ compute_tree_statistics = _operator("tree.compute_tree_statistics")
 draft_cache_locs = _operator("kv.draft_cache_locs")
 draft_kv_indices = _operator("kv.draft_kv_indices")
 extend_cache_locs = _operator("kv.extend_cache_locs")
+find_slots = _operator("kv.find_slots")
 gqa_decode = _operator("attention.gqa_decode")
 kv_indices = _operator("kv.kv_indices")
 min_p_renorm = _operator("verify.min_p_renorm")
@@ -123,6 +124,7 @@ __all__ = [
     "draft_cache_locs",
     "draft_kv_indices",
     "extend_cache_locs",
+    "find_slots",
     "gqa_decode",
     "kv_indices",
     "min_p_renorm",

@@ -20,6 +20,7 @@ from ..runtime import check
 from ..runtime.language import tl, triton
 from .fp8 import encode_e4m3
 from .paging import check_row_strides
+from .strides import check_tokens, of_token, token_arguments
 
 MAX_HEAD_DIM = 1024
 
@@ -30,6 +31,9 @@ def load_angles(
     sin_ptr,
     positions_ptr,
     token,
+    num_positions_columns,
+    stride_positions_row,
+    stride_positions_column,
     num_positions,
     stride_cos_position,
     stride_sin_position,
@@ -38,7 +42,8 @@ def load_angles(
     """(cos [PAIR], sin [PAIR], whether the tables know the token's position); without tables what nobody reads."""
     if ROTARY_DIM > 0:
         pair = tl.arange(0, triton.next_power_of_2(ROTARY_DIM // 2))
-        position = tl.load(positions_ptr + token).to(tl.int64)
+        place = of_token(token, num_positions_columns, stride_positions_row, stride_positions_column)
+        position = tl.load(positions_ptr + place).to(tl.int64)
         is_known = (position >= 0) & (position < num_positions)
         in_bounds = is_known & (pair < ROTARY_DIM // 2)
         cos = tl.load(cos_ptr + position * stride_cos_position + pair, mask=in_bounds, other=0.0)
@@ -137,7 +142,7 @@ def check_out(op: str, **heads: torch.Tensor) -> None:
 
 def check_tables(args: check.Arguments, dtype: torch.dtype) -> None:
     """positions, cos and sin for heads of this dtype; T and D are bound before."""
-    args.tensor("positions", ("T",), check.INTEGER)
+    check_tokens(args, "positions")
     dtypes = (dtype,) if dtype == torch.float32 else (dtype, torch.float32)
     cos = args.tensor("cos", ("max_positions", "rotary_dim / 2"), dtypes, contiguous=1)
     args.tensor("sin", ("max_positions", "rotary_dim / 2"), (cos.dtype,), contiguous=1)
@@ -158,7 +163,7 @@ def head_strides(name: str, heads: torch.Tensor) -> dict[str, int]:
 def table_arguments(positions: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None) -> dict:
     """The launch arguments that describe checked tables, or that there are none."""
     return {
-        "positions_ptr": positions,
+        **token_arguments("positions", positions),
         "cos_ptr": cos,
         "sin_ptr": sin,
         "num_positions": 0 if cos is None else cos.shape[0],

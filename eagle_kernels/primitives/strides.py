@@ -1,4 +1,4 @@
-"""Strides of rows, told to a kernel so that it still knows where rows begin.
+"""Strides: of rows, told to a kernel so that it still knows where they begin; and of numbers that tokens have.
 
 A stride is no constant of a kernel, which would compile anew for each one. But then the compiler knows nothing about
 it, takes it that a row may begin anywhere, and loads element by element. Counted in units of 16 bytes a stride tells
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from ..runtime import check
+from ..runtime.language import tl, triton
+
 
 def row_unit(*tensors: torch.Tensor) -> int:
     """The elements in 16 bytes if every row of these tensors (of one dtype) begins at a multiple of that, else 1."""
@@ -18,3 +21,35 @@ def row_unit(*tensors: torch.Tensor) -> int:
             if size > 1 and stride % unit:
                 return 1
     return unit
+
+
+# sizes of a kernel that `of_token` reads, for a tensor called `name`
+def token_sizes(name: str) -> list[str]:
+    return [f"num_{name}_columns", f"stride_{name}_row", f"stride_{name}_column"]
+
+
+@triton.jit
+def of_token(token, num_columns, stride_row, stride_column):
+    """Where token's number lies in a tensor [T], or [B, T / B] with any strides, int64."""
+    row = token // num_columns
+    return row.to(tl.int64) * stride_row + (token % num_columns).to(tl.int64) * stride_column
+
+
+def check_tokens(args: check.Arguments, name: str) -> None:
+    """Integers [T], or [B, T / B] with any strides; T is bound before."""
+    value = args.values[name]
+    if not isinstance(value, torch.Tensor) or value.dim() != 2:
+        args.tensor(name, ("T",), check.INTEGER, contiguous=0)
+        return
+    args.tensor(name, (None, None), check.INTEGER, contiguous=0)
+    if value.numel() != args.size("T"):
+        args.fail(name, f"have a number for each of T = {args.size('T')} tokens", f"shape {list(value.shape)}")
+
+
+def token_arguments(name: str, tensor: torch.Tensor | None) -> dict:
+    """The launch arguments of a tensor that `check_tokens` has passed, or that there is none."""
+    sizes = (1, 0, 0)
+    if tensor is not None:
+        *rows, num_columns = tensor.shape
+        sizes = max(num_columns, 1), tensor.stride(0) if rows else 0, tensor.stride(-1)
+    return {f"{name}_ptr": tensor} | dict(zip(token_sizes(name), sizes))

@@ -9,6 +9,7 @@ from torch import Tensor
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.layers import rotate
 from eagle_kernels.engine.models.rotary import Rotary
 from op_tests.engine.test_decoder_config import CONFIG as SIZES
 
@@ -28,7 +29,10 @@ class DenseAttend:
         self.cache: dict[int, tuple[Tensor, Tensor]] = {}
         self.visible: Tensor | None = None
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None, angles=None
+    ) -> Tensor:
+        query, key = rotate(query, key, angles)
         if layer in self.cache:
             key, value = (torch.cat(pair, dim=1) for pair in zip(self.cache[layer], (key, value), strict=True))
         self.cache[layer] = (key, value)

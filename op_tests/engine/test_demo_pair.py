@@ -11,8 +11,8 @@ import json
 import pytest
 import torch
 
-from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine.kv_pool import TreeAttend, find_slots
+from eagle_kernels import EAGLEConfig, EAGLEInference, ops
+from eagle_kernels.engine.kv_pool import TreeAttend
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.step import Stepper
@@ -147,7 +147,8 @@ def skip_draft_extend(engine, monkeypatch):
         for row in range(tokens.shape[1]):
             mask = torch.full((len(tokens), 1, 1), (1 << (row + 1)) - 1, device=tokens.device)
             positions = batch.draft_positions[:, row : row + 1]
-            slots = find_slots(batch.block_table, batch.draft_lengths + row, 1, batch.state.target_pool.page_size)
+            pages = batch.state.target_pool.page_size
+            slots = ops.find_slots(batch.block_table, batch.draft_lengths + row, count=1, page_size=pages).slots
             output = self.draft.forward(
                 tokens[:, row : row + 1].clamp(min=0),
                 hidden,
@@ -160,7 +161,7 @@ def skip_draft_extend(engine, monkeypatch):
             outputs.append(output)
             hidden = output.hidden
         request = torch.arange(len(tokens), device=tokens.device)
-        last = (committed.accept_lengths - 1).clamp(min=0).to(torch.int64)
+        last = committed.accept_token_num.to(torch.int64)
         batch.draft_logits.copy_(torch.cat([output.logits for output in outputs], dim=1)[request, last])
         batch.draft_hidden.copy_(torch.cat([output.hidden for output in outputs], dim=1)[request, last])
 

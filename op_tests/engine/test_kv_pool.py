@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle_kernels import ops
-from eagle_kernels.engine.kv_pool import KVPool, PageAllocator, PrefillAttend, TreeAttend, find_slots
+from eagle_kernels.engine.kv_pool import KVPool, PageAllocator, PrefillAttend, TreeAttend
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 
@@ -58,7 +58,7 @@ def test_moved_drafts_equal_a_fresh_prefill(page_size, device):
 
     pool = prefilled(prompts)
     positions = lengths[:, None] + depths.to(device)
-    slots = find_slots(table, lengths, num_nodes, page_size)
+    slots = ops.find_slots(table, lengths, count=num_nodes, page_size=page_size).slots
     words = words.contiguous().to(device)
     run(model, TreeAttend(pool, table, lengths, slots, num_nodes, words, positions), drafts, positions)
     accept_index = torch.full((len(PATHS), most), -1, dtype=torch.int32)
@@ -74,7 +74,8 @@ def test_moved_drafts_equal_a_fresh_prefill(page_size, device):
     fresh = prefilled(sequences)
     for request, tokens in enumerate(sequences):
         begin = torch.zeros(1, dtype=torch.int64, device=device)
-        rows = find_slots(table[request : request + 1], begin, tokens.shape[1], page_size)[0]
+        own = table[request : request + 1]
+        rows = ops.find_slots(own, begin, count=tokens.shape[1], page_size=page_size).slots[0]
         for name in ("k_cache", "v_cache"):
             moved, expected = (getattr(each, name).flatten(1, 2)[:, rows] for each in (pool, fresh))
             torch.testing.assert_close(moved, expected, atol=2e-5, rtol=1e-5)

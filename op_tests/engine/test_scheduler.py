@@ -10,6 +10,7 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
+from eagle_kernels.engine.scheduler import host_lag
 from op_tests.engine.toys import ToyModel, random_llama
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,7 +119,7 @@ def test_steps_go_on_while_a_prompt_is_read(target, draft):
     for _ in range(3):
         engine.step()
         assert not second.output_ids
-    assert len(first.output_ids) >= before + 3
+    assert len(first.output_ids) >= before + 3 - host_lag(target.device)
     engine.collect()
     assert second.output_ids == engine.generate(prompt_of(4) * 3, 4)[0]
 

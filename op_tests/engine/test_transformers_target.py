@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -84,13 +85,15 @@ def pair(request, tmp_path_factory):
 def test_logits_and_hidden_states_are_those_of_transformers(pair):
     _, theirs, ours = pair
     assert isinstance(ours, TransformersTarget) and type(ours.model) is type(theirs)
-    tokens = torch.randint(VOCAB, (2, 19))
+    # on the same device: matrix products of another round elsewhere
+    theirs = copy.deepcopy(theirs).to(ours.device)
+    tokens = torch.randint(VOCAB, (2, 19), device=ours.device)
     expected = theirs(tokens, output_hidden_states=True)
     num_layers = theirs.config.num_hidden_layers
     # theirs end with the normed stream, so the one before the norm is compared by way of the norm
     capture = (1, FINAL_NORM, 0, *range(2, num_layers + 1))
-    rows = tokens.to(ours.device), torch.arange(19, device=ours.device).expand(2, -1)
-    logits, features = (tensor.cpu() for tensor in ours.forward(*rows, causal_attend, capture=capture))
+    positions = torch.arange(19, device=ours.device).expand(2, -1)
+    logits, features = ours.forward(tokens, positions, causal_attend, capture=capture)
     torch.testing.assert_close(logits, expected.logits, atol=1e-4, rtol=1e-4)
     streams = dict(zip(capture, features.split(WIDTH, dim=-1)))
     (norm,) = [part for path, part in theirs.base_model.named_modules() if path in FINAL_NORMS]
@@ -98,9 +101,9 @@ def test_logits_and_hidden_states_are_those_of_transformers(pair):
     torch.testing.assert_close(before, streams[FINAL_NORM], atol=1e-4, rtol=1e-4)
     for layer, stream in streams.items():
         torch.testing.assert_close(stream, expected.hidden_states[layer], atol=1e-4, rtol=1e-4)
-    last = ours.forward(*rows, causal_attend, last_only=True)
+    last = ours.forward(tokens, positions, causal_attend, last_only=True)
     assert last.features is None
-    torch.testing.assert_close(last.logits.cpu(), logits[:, -1:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(last.logits, logits[:, -1:], atol=1e-5, rtol=1e-5)
 
 
 def test_greedy_text_is_that_of_transformers(pair):

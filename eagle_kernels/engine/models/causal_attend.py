@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .layers import rotate
+from .protocol import Angles
+
 
 def causal_attend(
     layer: int,
@@ -14,11 +17,14 @@ def causal_attend(
     value: Tensor,
     window: int | None = None,
     *,
+    angles: Angles | None = None,
     sm_scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`protocol.Attend` over the sequence itself."""
+    if angles is not None:
+        query, key = rotate(query, key, angles)
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     if soft_cap is None and sinks is None:
         visible = None if window is None else _visible(query, window)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from .decoder_config import DecoderConfig
 from .layers import MLP, Attention, RMSNorm
-from .protocol import FINAL_NORM, Attend, KVShape, TargetOutput
-from .rotary import Angles, Rotary
+from .protocol import FINAL_NORM, Angles, Attend, KVShape, TargetOutput
+from .rotary import Rotary
 
 
 class DecoderLayer(nn.Module):

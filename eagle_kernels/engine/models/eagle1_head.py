@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from .draft_head import DraftHead, HeadConfig
 from .layers import MLP, Attention, RMSNorm
-from .protocol import Attend, DraftOutput
-from .rotary import Angles
+from .protocol import Angles, Attend, DraftOutput
 
 
 @dataclass(kw_only=True)

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from .draft_head import DraftHead, HeadConfig
 from .layers import MLP, Attention, RMSNorm
-from .protocol import Attend, DraftOutput, ModelError
-from .rotary import Angles
+from .protocol import Angles, Attend, DraftOutput, ModelError
 
 
 @dataclass(kw_only=True)

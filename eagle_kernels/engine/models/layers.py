@@ -16,8 +16,7 @@ from ...reference.ops.nn.rms_norm import rms_norm
 from ...reference.ops.nn.rope import rope
 from ...reference.ops.nn.silu_and_mul import silu_and_mul
 from .decoder_config import DecoderConfig
-from .protocol import Attend
-from .rotary import Angles
+from .protocol import Angles, Attend
 
 _DIFFERENTIABLE = SimpleNamespace(rms_norm=rms_norm, rope=rope, silu_and_mul=silu_and_mul)
 
@@ -105,8 +104,7 @@ class Attention(nn.Module):
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj.split(x))
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query, key, angles)
-        return self.o_proj(attend(layer, query, key, value, window=self.window).flatten(-2))
+        return self.o_proj(attend(layer, query, key, value, window=self.window, angles=angles).flatten(-2))
 
 
 def rotate(query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:

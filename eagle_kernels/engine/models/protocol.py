@@ -23,6 +23,14 @@ class ModelError(ValueError):
     """A model, its files or its configuration cannot be used; the message is one line that says what to change."""
 
 
+class Angles(NamedTuple):
+    """What turns the heads of B * T rows: positions [B, T], and cos and sin [max_length, D / 2] fp32 to look up."""
+
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
 class Attend(Protocol):
     """Writes the keys and values of the new tokens into the KV pool and attends over everything each query may see.
 
@@ -30,10 +38,12 @@ class Attend(Protocol):
 
     Arguments
         layer   index below `KVShape.num_layers`
-        query   [B, T, Hq, D], RoPE already applied
-        key     [B, T, Hkv, D], RoPE already applied
+        query   [B, T, Hq, D]
+        key     [B, T, Hkv, D]
         value   [B, T, Hkv, D]
         window  the layer's sliding window: a row at position p sees keys at positions above p - window; None: all
+        angles  RoPE that is still to be applied to query and key, which takes no launch beside writing them; None: it
+                has been, or there is none
     and, of models other than the native ones,
         sm_scale  what query keyᵀ is multiplied by; None: 1 / sqrt(D)
         soft_cap  scores become soft_cap · tanh(score / soft_cap); None: they stay
@@ -49,6 +59,7 @@ class Attend(Protocol):
         value: Tensor,
         window: int | None = None,
         *,
+        angles: Angles | None = None,
         sm_scale: float | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,

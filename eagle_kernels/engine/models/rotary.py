@@ -6,20 +6,12 @@ Frequencies are those of transformers (modeling_rope_utils.py) to the bit: its f
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .decoder_config import DecoderConfig, RopeConfig
-
-
-class Angles(NamedTuple):
-    """What turns the heads of B * T rows: positions [B * T], and cos and sin [max_length, D / 2] fp32 to look up."""
-
-    positions: Tensor
-    cos: Tensor
-    sin: Tensor
+from .protocol import Angles
 
 
 class Rotary(nn.Module):
@@ -40,7 +32,7 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, positions: Tensor) -> Angles:
-        return Angles(positions.flatten().contiguous(), *self.table.chunk(2, dim=-1))
+        return Angles(positions, *self.table.chunk(2, dim=-1))
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

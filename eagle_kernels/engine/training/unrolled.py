@@ -17,7 +17,8 @@ from torch import Tensor
 from ..models.causal_attend import causal_attend
 from ..models.decoder import Decoder
 from ..models.eagle_head import EagleHead
-from ..models.protocol import FINAL_NORM, ModelError
+from ..models.layers import rotate
+from ..models.protocol import FINAL_NORM, Angles, ModelError
 
 DEPTH_DISCOUNT = 0.8  # weight of depth i is DEPTH_DISCOUNT**i
 LOGIT_ROWS = 1024  # rows whose logits over the whole vocabulary exist at once
@@ -47,9 +48,20 @@ class UnrolledAttend:
         self._first: tuple[Tensor, Tensor] | None = None  # depth-0 key and value, [B, Hq, T, D]
         self._later: list[tuple[Tensor, Tensor]] = []  # those of depths 1..i
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        *,
+        angles: Angles | None = None,
+    ) -> Tensor:
         if window is not None:
             raise ModelError(f"heads with a sliding window cannot be trained yet, got window={window}")
+        if angles is not None:
+            query, key = rotate(query, key, angles)
         group = query.shape[2] // key.shape[2]
         expanded = tuple(x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (key, value))
         if self._first is None:

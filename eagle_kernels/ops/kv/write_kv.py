@@ -10,9 +10,9 @@ Shapes
     value      [T, Hkv, D]                       as key                            whole rows of D (a fused projection)
     k_cache    [num_pages, page_size, Hkv, D]    as key, or float8_e4m3fn / float8_e4m3fnuz; in place; pages may be
     v_cache    as k_cache                                                          strided
-    slots      [T]                               int
+    slots      [T]                               int, or [B, T / B] with any strides
     query      [T, Hq, D]                        as key, optional; only with tables, strided as key
-    positions  [T]                               int, with
+    positions  as slots                          int, with
     cos        [max_positions, rotary_dim / 2]   as key, or fp32, and
     sin        as cos                            optional all three, see rope.py
     k_scale    [], [1] or [Hkv]                  fp32 > 0, optional; only with 8-bit caches
@@ -41,6 +41,7 @@ from ...primitives import fp8, rotary
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.paging import check_row_strides
 from ...primitives.rotary import load_angles, move_heads
+from ...primitives.strides import check_tokens, of_token, token_arguments, token_sizes
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -51,10 +52,11 @@ TUNING = {"default": {"tile_elements": 1024, "num_warps": 4}}
 
 
 @triton.jit(
-    do_not_specialize=["num_pages", "num_positions", "stride_cos_position", "stride_sin_position", "stride_key_token",
-                       "stride_key_head", "stride_value_token", "stride_value_head", "stride_query_token",
-                       "stride_query_head", "stride_output_token", "stride_output_head", "stride_k_page",
-                       "stride_v_page", "stride_k_scale_head", "stride_v_scale_head"]
+    do_not_specialize=[*token_sizes("slots"), *token_sizes("positions"), "num_pages", "num_positions",
+                       "stride_cos_position", "stride_sin_position", "stride_key_token", "stride_key_head",
+                       "stride_value_token", "stride_value_head", "stride_query_token", "stride_query_head",
+                       "stride_output_token", "stride_output_head", "stride_k_page", "stride_v_page",
+                       "stride_k_scale_head", "stride_v_scale_head"]
 )  # fmt: skip
 def _write_kv_kernel(
     # inputs
@@ -72,7 +74,13 @@ def _write_kv_kernel(
     v_cache_ptr,
     output_ptr,
     # sizes
+    num_slots_columns,
+    stride_slots_row,
+    stride_slots_column,
     num_pages,
+    num_positions_columns,
+    stride_positions_row,
+    stride_positions_column,
     num_positions,
     stride_cos_position,
     stride_sin_position,
@@ -102,7 +110,8 @@ def _write_kv_kernel(
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     num_kv_tiles = tl.cdiv(NUM_KV_HEADS, BLOCK_HEAD)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
+    place = of_token(tl.program_id(0), num_slots_columns, stride_slots_row, stride_slots_column)
+    slot = tl.load(slots_ptr + place).to(tl.int64)
     page = slot // PAGE_SIZE
     is_written = (slot >= 0) & (page < num_pages)
     row_in_page = (slot % PAGE_SIZE) * NUM_KV_HEADS
@@ -112,8 +121,9 @@ def _write_kv_kernel(
         head = tile * BLOCK_HEAD + block
         is_head = (head < NUM_KV_HEADS) & is_written
         cos, sin, is_known = load_angles(
-            cos_ptr, sin_ptr, positions_ptr, token, num_positions, stride_cos_position, stride_sin_position, ROTARY_DIM
-        )
+            cos_ptr, sin_ptr, positions_ptr, tl.program_id(0), num_positions_columns, stride_positions_row,
+            stride_positions_column, num_positions, stride_cos_position, stride_sin_position, ROTARY_DIM,
+        )  # fmt: skip
         move_heads(
             key_ptr, k_cache_ptr, token * stride_key_token + head * stride_key_head,
             page * stride_k_page + row_in_page + head, is_head, cos, sin, is_known,
@@ -130,8 +140,9 @@ def _write_kv_kernel(
     elif NUM_QUERY_HEADS > 0:
         head = (tile - 2 * num_kv_tiles) * BLOCK_HEAD + block
         cos, sin, is_known = load_angles(
-            cos_ptr, sin_ptr, positions_ptr, token, num_positions, stride_cos_position, stride_sin_position, ROTARY_DIM
-        )
+            cos_ptr, sin_ptr, positions_ptr, tl.program_id(0), num_positions_columns, stride_positions_row,
+            stride_positions_column, num_positions, stride_cos_position, stride_sin_position, ROTARY_DIM,
+        )  # fmt: skip
         move_heads(
             query_ptr, output_ptr, token * stride_query_token + head * stride_query_head,
             token * stride_output_token + head * stride_output_head, head < NUM_QUERY_HEADS, cos, sin, is_known,
@@ -154,7 +165,7 @@ def contract(values: dict) -> check.Spec:
     key = rotary.check_heads(args, "key", "Hkv", check.FLOAT)
     rotary.check_heads(args, "value", "Hkv", (key.dtype,))
     _check_caches(args, key.dtype)
-    args.tensor("slots", ("T",), check.INTEGER)
+    check_tokens(args, "slots")
     tables = ("positions", "cos", "sin")
     has_tables = any(values[name] is not None for name in tables)
     if has_tables:
@@ -226,7 +237,7 @@ def write_kv(
         key_ptr=key,
         value_ptr=value,
         query_ptr=query,
-        slots_ptr=slots,
+        **token_arguments("slots", slots),
         k_scale_ptr=k_scale,
         v_scale_ptr=v_scale,
         k_cache_ptr=k_cache.view(torch.uint8) if is_fp8 else k_cache,

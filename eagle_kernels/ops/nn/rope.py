@@ -10,7 +10,7 @@ Computes
 Shapes
     query      [T, Hq, D]                       fp32 / fp16 / bf16, D in 1..1024; tokens and heads may be strided by
     key        [T, Hkv, D]                      as query                       whole rows of D (a fused projection)
-    positions  [T]                              int
+    positions  [T]                              int, or [B, T / B] with any strides
     cos        [max_positions, rotary_dim / 2]  as query, or fp32; rows may be strided, so a table that holds both side
     sin        as cos                           by side is given as its two halves
     -> query   [T, Hq, D]                       as query, contiguous, unless `out` is not
@@ -36,6 +36,7 @@ import torch
 from ...primitives import rotary
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.rotary import load_angles, move_heads
+from ...primitives.strides import token_sizes
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -52,9 +53,10 @@ TUNING = {"default": {"tile_elements": 1024, "num_warps": 4}}
 
 
 @triton.jit(
-    do_not_specialize=["num_positions", "stride_cos_position", "stride_sin_position", "stride_query_token",
-                       "stride_query_head", "stride_key_token", "stride_key_head", "stride_output_query_token",
-                       "stride_output_query_head", "stride_output_key_token", "stride_output_key_head"]
+    do_not_specialize=[*token_sizes("positions"), "num_positions", "stride_cos_position", "stride_sin_position",
+                       "stride_query_token", "stride_query_head", "stride_key_token", "stride_key_head",
+                       "stride_output_query_token", "stride_output_query_head", "stride_output_key_token",
+                       "stride_output_key_head"]
 )  # fmt: skip
 def _rope_kernel(
     # inputs
@@ -67,6 +69,9 @@ def _rope_kernel(
     output_query_ptr,
     output_key_ptr,
     # sizes
+    num_positions_columns,
+    stride_positions_row,
+    stride_positions_column,
     num_positions,
     stride_cos_position,
     stride_sin_position,
@@ -91,8 +96,9 @@ def _rope_kernel(
     first_head = tl.program_id(1) * BLOCK_HEAD
     first_key = tl.cdiv(NUM_QUERY_HEADS, BLOCK_HEAD) * BLOCK_HEAD
     cos, sin, is_known = load_angles(
-        cos_ptr, sin_ptr, positions_ptr, token, num_positions, stride_cos_position, stride_sin_position, ROTARY_DIM
-    )
+        cos_ptr, sin_ptr, positions_ptr, tl.program_id(0), num_positions_columns, stride_positions_row,
+        stride_positions_column, num_positions, stride_cos_position, stride_sin_position, ROTARY_DIM,
+    )  # fmt: skip
     head = first_head.to(tl.int64) + tl.arange(0, BLOCK_HEAD)
     if first_head < first_key:
         source_row = token * stride_query_token + head * stride_query_head

@@ -20,8 +20,9 @@ Shapes
     -> candidate_tokens  [B, C]        int64  their tokens, target ids
     -> ancestors         [B, K, W]     int64  new beam j takes draft slot level * K + j; its parent's slots and its own;
                                               W = ceil((level + 1) * K / 64)
-    Rows of out.candidate_scores and out.candidate_tokens may be strided: slices of one buffer [B, K + (S - 1) * K * K]
-    that holds the candidates of all levels, as organize_draft_results reads it.
+    Rows of out.candidate_scores, out.candidate_tokens and out.parent_slots may be strided: slices of buffers
+    [B, K + (S - 1) * K * K] that hold the candidates of all levels, and of parent_list, as build_tree_from_scores
+    reads them.
 Invariants
     A beam's candidates are ordered by logit, then by ascending id; beams by score, then by ascending flat id. NaN
     counts as -inf, +inf as the largest finite fp32, -0.0 equals 0.0. A row of -inf alone proposes ids 0 .. K - 1 with
@@ -103,6 +104,7 @@ def _select_top_k_tokens_scan_kernel(
         "num_input_words",
         "stride_candidate_scores_request",
         "stride_candidate_tokens_request",
+        "stride_parent_slots_request",
     ]
 )
 def _select_top_k_tokens_kernel(
@@ -131,6 +133,7 @@ def _select_top_k_tokens_kernel(
     num_input_words,
     stride_candidate_scores_request,
     stride_candidate_tokens_request,
+    stride_parent_slots_request,
     TOPK: tl.constexpr,
     NUM_BEAMS: tl.constexpr,
     BLOCK_SLOT: tl.constexpr,
@@ -184,7 +187,7 @@ def _select_top_k_tokens_kernel(
     tl.store(hidden_rows_ptr + kept, request * NUM_BEAMS + beam, mask=is_kept)
     # candidates of the levels before: TOPK and, from level 1 on, TOPK * TOPK of each
     first_candidate = tl.where(level > 0, TOPK + (level - 1) * TOPK * TOPK, 0)
-    tl.store(parent_slots_ptr + kept, flat + first_candidate, mask=is_kept)
+    tl.store(parent_slots_ptr + request * stride_parent_slots_request + place, flat + first_candidate, mask=is_kept)
     slot = level * TOPK + place
     num_words = tl.cdiv((level + 1) * TOPK, 64)
     for word in range(0, num_words):
@@ -225,7 +228,7 @@ def contract(values: dict) -> Output:
         tokens=beam,
         parents=beam,
         hidden_rows=beam,
-        parent_slots=beam,
+        parent_slots=args.spec((batch_size, topk), torch.int64, contiguous=1),
         candidate_scores=args.spec((batch_size, num_candidates), torch.float32, contiguous=1),
         candidate_tokens=args.spec((batch_size, num_candidates), torch.int64, contiguous=1),
         ancestors=args.spec((batch_size, topk, num_words), torch.int64),
@@ -247,7 +250,7 @@ def select_top_k_tokens(
 
     topk: K, beams per request and candidates per beam, 1..16.
     level: 0 for the root's own logits, i for the logits of the beams that level i - 1 returned.
-    out: eight tensors to write into; the rows of the candidates' may be strided.
+    out: eight tensors to write into; the rows of the candidates' and of parent_slots may be strided.
     """
     out = check.allocate("select_top_k_tokens", contract(locals()), out)
     device, (num_rows, vocab_size) = logits.device, logits.shape
@@ -295,6 +298,7 @@ def select_top_k_tokens(
         num_input_words=0 if ancestors is None else ancestors.shape[2],
         stride_candidate_scores_request=out.candidate_scores.stride(0),
         stride_candidate_tokens_request=out.candidate_tokens.stride(0),
+        stride_parent_slots_request=out.parent_slots.stride(0),
         TOPK=topk,
         NUM_BEAMS=num_beams,
         BLOCK_SLOT=triton.next_power_of_2(triton.cdiv(num_chunks, NUM_LANES)),

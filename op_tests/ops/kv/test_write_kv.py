@@ -183,13 +183,19 @@ def test_is_rope_and_then_a_write(cache_dtype, is_interleaved, device):
         assert_equal("write_kv", "apart", name, as_bits(values[name]), as_bits(apart[name]))
 
 
-def test_slots_of_a_block_table(device):
-    """Those that the engine finds: the reference writes at the same rows of the same pages."""
-    from eagle_kernels.engine.kv_pool import find_slots
-
-    table = torch.tensor([[5, -1, -1], [2, 0, -1], [1, 4, 3]], dtype=torch.int32, device=device)
-    slots = find_slots(table, torch.tensor([4, 15, 47], device=device), 2, 16)
-    assert slots.tolist() == [[84, 85], [47, 0], [63, -1]]
+def test_slots_and_positions_of_rows_of_tokens(device):
+    """[B, T / B] with any strides: a part of a table, and one number for all tokens of a row."""
+    values = make(16, 4, 2, 32, torch.float16, torch.float16, slots=[3, 40, -1, 17, 2, 33], device=device)
+    for dtype in (torch.int32, torch.int64):
+        wide = torch.full((2, 7), 5, dtype=dtype, device=device)
+        wide[:, 2:5] = values["slots"].view(2, 3)
+        place = torch.tensor([[11], [7]], dtype=dtype, device=device)
+        rows = {"slots": wide[:, 2:5], "positions": place.expand(2, 3)}
+        result = check(values | rows, f"rows {dtype}")
+        flat = {"slots": values["slots"].clone(), "positions": place.repeat_interleave(3)}
+        assert_equal("write_kv", "rows", "output", result, check(values | flat, "flat"))
+        check(values | {"slots": wide[:, 2:5], "positions": values["positions"]}, "slots alone")
+        check(values | {"slots": wide[:, 2:5].t().contiguous().t()}, "columns")
 
 
 def test_strided_pools_and_fused_projections(device):
@@ -371,6 +377,8 @@ SMALL = (16, 4, 2, 64, torch.float32, torch.float32)
         ({name: torch.zeros(3, 0, 2, 64) for name in CACHES}, "k_cache must have a page size of at least 1, got 0"),
         ({"slots": torch.zeros(4)}, "slots must have dtype int32 or int64, got float32"),
         ({"slots": torch.zeros(5, dtype=torch.int64)}, "slots must have T = 4 in axis 0"),
+        ({"slots": torch.zeros(2, 3).long()}, "slots must have a number for each of T = 4 tokens, got .*2, 3"),
+        ({"positions": torch.zeros(1, 2, 2).long()}, r"positions must have shape \[T\], got"),
         ({"k_scale": torch.ones(1)}, "k_scale must come with caches of 8-bit floats, got torch.float32"),
         ({"v_scale": torch.ones(3)}, "v_scale must have 1 or Hkv = 2 elements"),
         ({"v_scale": torch.ones(1).half()}, "v_scale must have dtype float32, got float16"),

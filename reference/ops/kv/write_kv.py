@@ -31,6 +31,7 @@ def write_kv(
         if query is not None:
             turned_query = rotate(query, positions, cos, sin, is_interleaved)
     num_pages, page_size = k_cache.shape[:2]
+    slots = slots.flatten()
     is_written = (slots >= 0) & (slots < num_pages * page_size)
     slots = slots[is_written].to(torch.int64)
     for cache, rows, scale in ((k_cache, key, k_scale), (v_cache, value, v_scale)):

@@ -1,0 +1,122 @@
+"""Slots and positions of the next tokens of every request, through its page table: where a step writes its keys.
+
+Computes
+    Token t of a request lies at slot page * page_size + t % page_size, with page = block_table[b, t // page_size].
+    Listed are the tokens first[b] .. first[b] + count - 1; with max_length their positions are limited to
+    max_length - 1, which every table of positions has (tokens past it are drafts that are never kept).
+Shapes
+    block_table   [B, max_pages]  int    page ids; below 0: no page; rows may be strided
+    first         [B]             int    the first token
+    count         int                    tokens of every request
+    page_size     int                    tokens of a page, at least 1
+    max_length    int                    or None: positions are not limited
+    -> slots      [B, count]      int64  -1 for tokens without a page: below 0, past the table, or at a negative id
+    -> positions  [B, count]      int64  of the tokens
+Invariants
+    Every output is written whole. Entries outside the table are not read. A token depends on its own request alone.
+Grid
+    (B, chunks), one program lists BLOCK_TOKEN tokens of one request.
+Launches
+    1
+Traffic
+    element size * pages of the tokens read, 16 B * B * count written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+
+class Output(NamedTuple):
+    """What `find_slots` returns."""
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+
+
+TUNING = {"default": {"BLOCK_TOKEN": 128, "num_warps": 1}}
+
+
+@triton.jit(do_not_specialize=["max_pages", "stride_block_table_request", "count", "max_length", "page_size"])
+def _find_slots_kernel(
+    # inputs
+    block_table_ptr,
+    first_ptr,
+    # outputs
+    slots_ptr,
+    positions_ptr,
+    # sizes
+    max_pages,
+    stride_block_table_request,
+    count,
+    page_size,
+    max_length,
+    BLOCK_TOKEN: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK_TOKEN + tl.arange(0, BLOCK_TOKEN)
+    in_row = place < count
+    token = tl.load(first_ptr + request).to(tl.int64) + place
+    index = token // page_size
+    is_seen = in_row & (token >= 0) & (index < max_pages)
+    page = tl.load(block_table_ptr + request * stride_block_table_request + index, mask=is_seen, other=-1).to(tl.int64)
+    slot = tl.where(page >= 0, page * page_size + token % page_size, -1)
+    position = token
+    if max_length is not None:
+        position = tl.minimum(token, max_length - 1)
+    tl.store(slots_ptr + request * count + place, slot, mask=in_row)
+    tl.store(positions_ptr + request * count + place, position, mask=in_row)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `find_slots` and describes its outputs."""
+    args = check.Arguments("find_slots", values)
+    args.tensor("block_table", ("B", "max_pages"), check.INTEGER, contiguous=1)
+    args.tensor("first", ("B",), check.INTEGER)
+    count = args.integer("count", 0, 1 << 20)
+    args.integer("page_size", 1)
+    if values["max_length"] is not None:
+        args.integer("max_length", 1)
+    spec = args.spec((args.size("B"), count), torch.int64)
+    return Output(spec, spec)
+
+
+@launcher
+def find_slots(
+    block_table: torch.Tensor,
+    first: torch.Tensor,
+    *,
+    count: int,
+    page_size: int,
+    max_length: int | None = None,
+    out: Output | None = None,
+) -> Output:
+    """Lists slots and positions of `count` tokens of every request; shapes are in the module's docstring."""
+    contracted = contract(locals())
+    out = check.allocate("find_slots", contracted, out)
+    tuned = tuning.row(TUNING, first.device)
+    launch(
+        "find_slots",
+        _find_slots_kernel,
+        (first.shape[0], triton.cdiv(count, tuned["BLOCK_TOKEN"])),
+        block_table_ptr=block_table,
+        first_ptr=first,
+        slots_ptr=out.slots,
+        positions_ptr=out.positions,
+        max_pages=block_table.shape[1],
+        stride_block_table_request=block_table.stride(0),
+        count=count,
+        page_size=page_size,
+        max_length=max_length,
+        **tuned,
+    )
+    return out
