@@ -14,6 +14,7 @@ from .ops.kv.find_slots import find_slots
 from .ops.kv.kv_indices import kv_indices
 from .ops.kv.move_accepted_kv import move_accepted_kv
 from .ops.kv.write_kv import write_kv
+from .ops.nn.linear_decode import linear_decode
 from .ops.nn.rms_norm import rms_norm
 from .ops.nn.rope import rope
 from .ops.nn.silu_and_mul import silu_and_mul
@@ -54,6 +55,7 @@ __all__ = [
     "find_slots",
     "gqa_decode",
     "kv_indices",
+    "linear_decode",
     "min_p_renorm",
     "move_accepted_kv",
     "organize_draft_results",

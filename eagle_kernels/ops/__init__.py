@@ -34,6 +34,7 @@ extend_cache_locs = _operator("kv.extend_cache_locs")
 find_slots = _operator("kv.find_slots")
 gqa_decode = _operator("attention.gqa_decode")
 kv_indices = _operator("kv.kv_indices")
+linear_decode = _operator("nn.linear_decode")
 min_p_renorm = _operator("verify.min_p_renorm")
 move_accepted_kv = _operator("kv.move_accepted_kv")
 organize_draft_results = _operator("tree.organize_draft_results")
@@ -127,6 +128,7 @@ __all__ = [
     "find_slots",
     "gqa_decode",
     "kv_indices",
+    "linear_decode",
     "min_p_renorm",
     "move_accepted_kv",
     "organize_draft_results",

@@ -1,0 +1,55 @@
+"""linear_decode on the projections of Llama-3.1-8B, over tokens."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from bench.harness import Benchmark, Case, Floor
+from bench.harness.inputs import half_dtype
+from bench.run import main
+
+PROJECTIONS = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "lm_head": (128256, 4096),
+}
+
+
+def make(device, num_tokens, num_outputs, num_columns):
+    # drawn in the dtype: the vocabulary's weights in fp32 would take 2 GiB more
+    dtype = half_dtype(device)
+    weight = torch.empty(num_outputs, num_columns, dtype=dtype, device=device).normal_()
+    return {"weight": weight, "x": torch.randn(num_tokens, num_columns, device=device).to(dtype) / num_columns**0.5}
+
+
+def count_bytes(num_tokens, num_outputs, num_columns):
+    return 2 * (num_outputs * num_columns + num_tokens * (num_columns + num_outputs))
+
+
+def prepare_torch(values):
+    """cuBLAS."""
+    x, weight = values["x"], values["weight"]
+    return lambda: torch.nn.functional.linear(x, weight)
+
+
+def _case(num_tokens, num_outputs, num_columns, name=""):
+    sizes = {"num_tokens": num_tokens, "num_outputs": num_outputs, "num_columns": num_columns}
+    return Case(f"T={num_tokens} N={num_outputs} K={num_columns}" + (f" {name}" if name else ""), sizes)
+
+
+BENCHMARK = Benchmark(
+    path="nn.linear_decode",
+    cases=[_case(tokens, *size, name) for name, size in PROJECTIONS.items() for tokens in (1, 2, 4, 8, 16)],
+    small_cases=[_case(1, 70, 96), _case(3, 70, 97)],
+    make=make,
+    count_bytes=count_bytes,
+    providers={"torch": prepare_torch},
+    floor=Floor("read", 0.0),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(benchmarks=[BENCHMARK]))

@@ -1,0 +1,271 @@
+"""A linear layer for the few tokens of a decoding step: the weights are read once, as fast as memory gives them.
+
+Computes
+    x @ weight.T + bias, with products and sums in fp32 (no TF32), rounded once.
+Shapes
+    x       [T, K]  fp32 / fp16 / bf16, unit stride along K; T in 0..16, K >= 1
+    weight  [N, K]  as x, unit stride along K
+    bias    [N]     as x, optional
+    -> out  [T, N]  as x, contiguous, unless `out` is not
+Invariants
+    A row's bits depend on that row and its T = 1 or T > 1 alone: not on the other rows, so a NaN stays in its row, nor,
+    from 2 on, on how many there are. One row alone is summed up in another order, so its last bit may be another one.
+    An output's bits depend on no other row of weight. Sums are made in one order, without atomics.
+    The first tile of weight is read before the kernel directly before this one in the stream has ended, if it is one of
+    this package (primitives/dependent_launch.py): that kernel must not write weight. x and bias it may. out may not
+    overlap x.
+Grid
+    (output blocks,), one program makes one block of outputs of all rows, and reads its rows of weight from end to end.
+Launches
+    1
+Traffic
+    element bytes * (N * K + T * (K + N)), and N more with a bias.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.strides import row_unit
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import is_interpreting, launch, launcher
+
+MAX_ROWS = 16
+
+# The first one is taken that allows so many rows and is for so many outputs. Two tokens and more must get the same one:
+# a row's bits follow from it. block_column counts elements of two bytes; those of a tile that every warp has 16 bytes
+# of in each row are 256 * num_warps. uses_dot: on the tensor cores, for any number of rows, else for one row.
+_ONE = {"max_rows": 1, "least_outputs": 0, "uses_dot": False, "block_output": 8, "block_column": 1024,
+        "num_warps": 4, "num_stages": 2}  # fmt: skip
+_MANY = {"max_rows": MAX_ROWS, "least_outputs": 0, "uses_dot": True, "block_output": 32, "block_column": 256,
+         "num_warps": 4, "num_stages": 2}  # fmt: skip
+TUNING = {
+    "default": (_ONE, _MANY),
+    "sm_90": (_ONE | {"num_stages": 3}, _MANY | {"num_stages": 4}),
+}
+
+
+@triton.jit
+def _load_weight(weight_row_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
+    """A tile of weights, of which nothing is read twice: they leave the caches to what is."""
+    if IS_EVEN:
+        return tl.load(weight_row_ptr + start + column, eviction_policy="evict_first")
+    else:
+        is_column = start + column < NUM_COLUMNS
+        return tl.load(weight_row_ptr + start + column, mask=is_column, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_row(x_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
+    if IS_EVEN:
+        return tl.load(x_ptr + start + column)
+    else:
+        return tl.load(x_ptr + start + column, mask=start + column < NUM_COLUMNS, other=0.0)
+
+
+@triton.jit
+def _add_products(total, weight, x, VECTOR: tl.constexpr):
+    """total [OUTPUT, COLUMN // VECTOR] plus the products of weight [OUTPUT, COLUMN] and x [COLUMN].
+
+    A thread loads VECTOR neighbours at once; it keeps one sum of them, where one for each would take its registers.
+    """
+    NUM_OUTPUTS: tl.constexpr = weight.shape[0]
+    NUM_VECTORS: tl.constexpr = weight.shape[1] // VECTOR
+    products = weight.to(tl.float32) * x.to(tl.float32)[None, :]
+    return total + tl.sum(tl.reshape(products, (NUM_OUTPUTS, NUM_VECTORS, VECTOR)), axis=2)
+
+
+@triton.jit(do_not_specialize=["num_outputs", "stride_weight_output"])
+def _linear_decode_row_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    output_ptr,
+    num_outputs,
+    stride_weight_output,
+    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    BLOCK_OUTPUT: tl.constexpr,
+    BLOCK_COLUMN: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """One row of x: products and sums on the plain floating-point units, the next tiles on their way meanwhile."""
+    output = tl.program_id(0) * BLOCK_OUTPUT + tl.arange(0, BLOCK_OUTPUT)
+    # past the end the last row once more: cheaper than a mask on every load
+    weight_row = tl.minimum(output, num_outputs - 1).to(tl.int64)
+    column = tl.arange(0, BLOCK_COLUMN)
+    weight_row_ptr = weight_ptr + (weight_row * stride_weight_output * UNIT)[:, None]
+    first_weight = _load_weight(weight_row_ptr, 0, column[None, :], NUM_COLUMNS, IS_EVEN)
+    await_predecessor(ENABLE_PDL)
+
+    total = tl.zeros([BLOCK_OUTPUT, BLOCK_COLUMN // VECTOR], tl.float32)
+    for start in tl.range(BLOCK_COLUMN, NUM_COLUMNS, BLOCK_COLUMN, num_stages=NUM_STAGES):
+        weight = _load_weight(weight_row_ptr, start, column[None, :], NUM_COLUMNS, IS_EVEN)
+        total = _add_products(total, weight, _load_row(x_ptr, start, column, NUM_COLUMNS, IS_EVEN), VECTOR)
+    # last, so that the loop has asked for its tiles before anything waits for x
+    x = _load_row(x_ptr, 0, column, NUM_COLUMNS, IS_EVEN)
+    result = tl.sum(_add_products(total, first_weight, x, VECTOR), axis=1)
+
+    is_output = output < num_outputs
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(output_ptr + output, result.to(output_ptr.dtype.element_ty), mask=is_output)
+
+
+@triton.jit
+def _load_rows(x_row_ptr, is_row, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
+    is_read = is_row
+    if not IS_EVEN:
+        is_read &= start + column < NUM_COLUMNS
+    return tl.load(x_row_ptr + start + column, mask=is_read, other=0.0)
+
+
+@triton.jit
+def _multiply(x, weight, total, IS_WIDENED: tl.constexpr):
+    """total [PART, ROW, OUTPUT] plus x [PART, ROW, COLUMN] times weight [PART, OUTPUT, COLUMN].
+
+    IS_WIDENED: multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
+    """
+    if IS_WIDENED:
+        x, weight = x.to(tl.float32), weight.to(tl.float32)
+    return tl.dot(x, tl.permute(weight, (0, 2, 1)), total, input_precision="ieee")
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_outputs", "stride_x_row", "stride_weight_output", "stride_output_row"]
+)  # fmt: skip
+def _linear_decode_rows_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    output_ptr,
+    num_rows,
+    num_outputs,
+    stride_x_row,
+    stride_weight_output,
+    stride_output_row,
+    UNIT: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_WIDENED: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    BLOCK_OUTPUT: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_COLUMN: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Up to BLOCK_ROW rows on the tensor cores. Every warp has columns of its own, a part, which keeps all of them busy
+    with few outputs; the parts' sums are added up last."""
+    output = tl.program_id(0) * BLOCK_OUTPUT + tl.arange(0, BLOCK_OUTPUT)
+    # past the end the last row once more: cheaper than a mask on every load
+    weight_row = tl.minimum(output, num_outputs - 1).to(tl.int64)
+    part, lane = tl.arange(0, NUM_PARTS), tl.arange(0, BLOCK_COLUMN)
+    column = part[:, None, None] * BLOCK_COLUMN + lane[None, None, :]
+    weight_row_ptr = weight_ptr + (weight_row * stride_weight_output * UNIT)[None, :, None]
+    first_weight = _load_weight(weight_row_ptr, 0, column, NUM_COLUMNS, IS_EVEN)
+    await_predecessor(ENABLE_PDL)
+
+    row = tl.arange(0, BLOCK_ROW)
+    is_row = (row < num_rows)[None, :, None]
+    x_row_ptr = x_ptr + (row.to(tl.int64) * stride_x_row * UNIT)[None, :, None]
+    total = tl.zeros([NUM_PARTS, BLOCK_ROW, BLOCK_OUTPUT], tl.float32)
+    STEP: tl.constexpr = NUM_PARTS * BLOCK_COLUMN
+    for start in tl.range(STEP, NUM_COLUMNS, STEP, num_stages=NUM_STAGES):
+        weight = _load_weight(weight_row_ptr, start, column, NUM_COLUMNS, IS_EVEN)
+        x = _load_rows(x_row_ptr, is_row, start, column, NUM_COLUMNS, IS_EVEN)
+        total = _multiply(x, weight, total, IS_WIDENED)
+    # last, as above
+    x = _load_rows(x_row_ptr, is_row, 0, column, NUM_COLUMNS, IS_EVEN)
+    result = tl.sum(_multiply(x, first_weight, total, IS_WIDENED), axis=0)
+
+    is_output = output < num_outputs
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    output_row_ptr = output_ptr + (row.to(tl.int64) * stride_output_row * UNIT)[:, None]
+    is_stored = (row < num_rows)[:, None] & is_output[None, :]
+    tl.store(output_row_ptr + output[None, :], result.to(output_ptr.dtype.element_ty), mask=is_stored)
+
+
+def contract(values: dict) -> check.Spec:
+    """Checks the arguments of `linear_decode` and describes its output."""
+    args = check.Arguments("linear_decode", values)
+    x = args.tensor("x", ("T", "K"), check.FLOAT, contiguous=1)
+    if args.size("T") > MAX_ROWS:
+        args.fail("x", f"have T in 0..{MAX_ROWS}", args.size("T"))
+    if args.size("K") < 1:
+        args.fail("x", "have K of at least 1", args.size("K"))
+    args.tensor("weight", ("N", "K"), (x.dtype,), contiguous=1)
+    args.tensor("bias", ("N",), (x.dtype,), optional=True)
+    return args.spec((args.size("T"), args.size("N")), x.dtype, contiguous=1)
+
+
+def _choose_tuning(num_rows: int, num_outputs: int, device: torch.device) -> dict:
+    *rows, last = tuning.row(TUNING, device)
+    for row in rows:
+        if num_rows <= row["max_rows"] and num_outputs >= row["least_outputs"]:
+            return row
+    return last
+
+
+@launcher
+def linear_decode(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x @ weight.T + bias for up to 16 rows; shapes are in the module's docstring.
+
+    weight: must not be written by the kernel directly before this one in the stream, see Invariants.
+    """
+    out = check.allocate("linear_decode", contract(locals()), out)
+    (num_rows, num_columns), num_outputs = x.shape, weight.shape[0]
+    tuned = _choose_tuning(num_rows, num_outputs, x.device)
+    unit = row_unit(x, weight, out)
+    block_output = tuned["block_output"]
+    step = min(tuned["block_column"] * 2 // x.element_size(), triton.next_power_of_2(num_columns))
+    arguments = {
+        "x_ptr": x,
+        "weight_ptr": weight,
+        "bias_ptr": bias,
+        "output_ptr": out,
+        "num_outputs": num_outputs,
+        "stride_weight_output": weight.stride(0) // unit,
+        "UNIT": unit,
+        "NUM_COLUMNS": num_columns,
+        "BLOCK_OUTPUT": block_output,
+        "NUM_STAGES": tuned["num_stages"],
+        "num_warps": tuned["num_warps"],
+    }
+    grid = (triton.cdiv(num_outputs, block_output) if num_rows else 0,)
+    if tuned["uses_dot"]:
+        block_column = max(step // tuned["num_warps"], 16)  # tensor cores take no fewer
+        launch(
+            "linear_decode",
+            _linear_decode_rows_kernel,
+            grid,
+            num_rows=num_rows,
+            stride_x_row=x.stride(0) // unit,
+            stride_output_row=out.stride(0) // unit,
+            IS_EVEN=num_columns % (tuned["num_warps"] * block_column) == 0,
+            IS_WIDENED=is_interpreting() and x.dtype == torch.bfloat16,
+            BLOCK_ROW=MAX_ROWS,
+            NUM_PARTS=tuned["num_warps"],
+            BLOCK_COLUMN=block_column,
+            **arguments,
+        )
+    else:
+        block_column = max(step, 16 // x.element_size())
+        launch(
+            "linear_decode",
+            _linear_decode_row_kernel,
+            grid,
+            VECTOR=16 // x.element_size(),
+            IS_EVEN=num_columns % block_column == 0,
+            BLOCK_COLUMN=block_column,
+            **arguments,
+        )
+    return out

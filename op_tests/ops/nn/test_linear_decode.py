@@ -1,0 +1,285 @@
+"""linear_decode against float64 and PyTorch's sums in fp32: one row and several, odd sizes, strides, biases."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.ops.nn import linear_decode as module
+from eagle_kernels.reference.ops.nn.linear_decode import linear_decode as reference
+from op_tests.harness import (
+    assert_close,
+    assert_equal,
+    assert_only_launches,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+    to_device,
+)
+from op_tests.harness.retune import retune
+
+from ..attention.cases import in_float64
+
+PATH = "nn.linear_decode"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# (N, K): below every tile and one more than a tile; not a multiple of 16 bytes; several tiles, the last one partial
+SIZES = ((1, 1), (5, 3), (33, 16), (40, 1025), (65, 1096), (7, 2048), (32, 3000))
+
+
+def make(num_rows, num_outputs, num_columns, dtype, *, has_bias=False, device="cpu"):
+    # weights come first: the kernel directly before the op must not write them
+    values = {"weight": torch.randn(num_outputs, num_columns).to(device, dtype)}
+    if has_bias:
+        values["bias"] = (5.0 * torch.randn(num_outputs)).to(device, dtype)
+    values["x"] = (torch.randn(num_rows, num_columns) / num_columns**0.5).to(device, dtype)
+    return values
+
+
+def check(values, case=""):
+    """Kernel within twice the error of fp32 sums in PyTorch's order."""
+    actual, baseline = check_operation(PATH, values, case=case, skip=("output",))
+    assert_close("linear_decode", case, "output", actual, reference(**in_float64(values)), baseline)
+    return actual
+
+
+def ahead_of_time_cases():
+    for num_rows, dtype in itertools.product((1, 8), DTYPES):
+        yield f"T={num_rows} {dtype}", make(num_rows, 64, 4096, dtype, has_bias=dtype == torch.float16)
+        yield f"T={num_rows} {dtype} partial tile", make(num_rows, 64, 3592, dtype)
+    for num_rows in (1, 8):
+        yield f"T={num_rows} odd", make(num_rows, 64, 4097, torch.bfloat16)
+
+
+def order_case():
+    return make(3, 100, 70, torch.float32, has_bias=True)
+
+
+def size_sweep():
+    for num_rows in range(1, 17):
+        for num_outputs in (1, 16, 33, 1000):
+            yield make(num_rows, num_outputs, 64, torch.float16)
+        wide = torch.zeros(num_rows, 64 + 8 * num_rows, dtype=torch.float16)
+        yield make(num_rows, 16, 64, torch.float16) | {"x": wide[:, :64]}
+        odd = torch.zeros(num_rows, 65 + 2 * num_rows, dtype=torch.float16)
+        yield make(num_rows, 16, 64, torch.float16) | {"x": odd[:, :64]}
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 3, 16])
+def test_matches_reference(num_rows, size, device):
+    for index, dtype in enumerate(DTYPES):
+        has_bias = (num_rows + index) % 2 == 0
+        check(make(num_rows, *size, dtype, has_bias=has_bias, device=device), f"T = {num_rows} {size} {dtype}")
+
+
+@pytest.mark.parametrize("num_rows", range(1, 17))
+def test_every_number_of_rows(num_rows, device):
+    check(make(num_rows, 37, 80, torch.float16, has_bias=True, device=device), f"T = {num_rows}")
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("gap", [8, 3])
+def test_strided_rows(num_rows, gap, device):
+    """Rows of wider tensors, aligned to 16 bytes and not, as the first heads of a fused projection are."""
+    values = make(num_rows, 24, 320, torch.float16, device=device)
+    for name in ("weight", "x"):
+        wide = torch.full((len(values[name]), 320 + gap), float("nan"), dtype=torch.float16, device=device)
+        check(values | {name: wide[:, :320].copy_(values[name])}, f"{name} of {320 + gap}")
+
+
+def test_out_of_a_wider_tensor(device):
+    for num_rows in (1, 4):
+        values = make(num_rows, 37, 64, torch.float32, has_bias=True, device=device)
+        wide = torch.full((num_rows, 50), float("nan"), device=device)
+        out = wide[:, :37]
+        expected = eagle_kernels.raw.linear_decode(**values)
+        assert eagle_kernels.raw.linear_decode(**values, out=out) is out
+        assert_equal("linear_decode", "out", "output", out, expected)
+        assert wide[:, 37:].isnan().all()
+
+
+def test_without_outputs_or_rows(device):
+    for num_rows, num_outputs in ((1, 0), (4, 0), (0, 32)):
+        values = make(num_rows, num_outputs, 64, torch.float16, device=device)
+        assert eagle_kernels.raw.linear_decode(**values).shape == (num_rows, num_outputs)
+
+
+def test_sums_are_fp32(device):
+    """Products and sums that no fp16 holds, and a difference that it would lose; TF32 would lose the fp32 one."""
+    weight, x = torch.ones(16, 512, device=device), torch.ones(2, 512, device=device)
+    weight[:, :2] = torch.tensor([60000.0, -60000.0])
+    x[:, :2] = 2.0
+    for rows in (x[:1], x):
+        result = eagle_kernels.raw.linear_decode(rows.half(), weight.half())
+        assert (result == 510).all()
+    weight = torch.full((16, 16), 1.0 + 2.0**-20, device=device)
+    for rows in (torch.ones(1, 16, device=device), torch.ones(2, 16, device=device)):
+        assert (eagle_kernels.raw.linear_decode(rows, weight) == 16 + 2.0**-16).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_a_row_knows_no_other(device):
+    """From two rows on, a row keeps its bits in any company and at any place; NaN and infinity stay in theirs.
+
+    The interpreter multiplies by NumPy, which sums up the same at the same place only.
+    """
+    values = make(6, 50, 1100, torch.float32, has_bias=True, device=device)
+    before = eagle_kernels.raw.linear_decode(**values)
+    x = values["x"].clone()
+    x[1, 5], x[2, 7], x[3] = float("nan"), float("inf"), 0.0
+    after = eagle_kernels.raw.linear_decode(**values | {"x": x})
+    assert after[1].isnan().all() and not after[2].isfinite().any()
+    assert torch.equal(after[3], values["bias"])
+    assert torch.equal(after[[0, 4, 5]], before[[0, 4, 5]])
+    companies = [[0, 1], [0, 1, 2]]
+    if device.type == "cuda":
+        companies += [[5, 0], [1, 5, 2], [5] * 16]
+    for company in companies:
+        result = eagle_kernels.raw.linear_decode(**values | {"x": values["x"][company]})
+        assert torch.equal(result, before[company])
+
+
+def test_one_row_is_summed_in_another_order(device):
+    """The same up to rounding."""
+    for dtype in (torch.float32, torch.float16):
+        values = make(2, 50, 1100, dtype, device=device)
+        both = eagle_kernels.raw.linear_decode(**values)
+        alone = eagle_kernels.raw.linear_decode(**values | {"x": values["x"][1:]})
+        assert_close("linear_decode", "alone", "output", alone, both[1:])
+
+
+def test_a_row_of_weight_knows_no_other(device):
+    """An output keeps its bits in any block; NaN among the weights makes NaN of its output alone.
+
+    Whole numbers, whose sums are exact: the interpreter's order of summation depends on the place.
+    """
+    for num_rows in (1, 4):
+        values = make(num_rows, 50, 700, torch.float32, device=device)
+        if device.type == "cpu":
+            values = {name: (100 * tensor).round() for name, tensor in values.items()}
+        before = eagle_kernels.raw.linear_decode(**values)
+        order = torch.randperm(50, device=device)
+        weight = values["weight"][order]
+        weight[order == 7] = float("nan")
+        after = eagle_kernels.raw.linear_decode(values["x"].clone(), weight)
+        assert after[:, order == 7].isnan().all()
+        assert torch.equal(after[:, order != 7], before[:, order[order != 7]])
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"block_output": 16, "block_column": 512, "num_warps": 2},
+        {"block_output": 4, "block_column": 2048, "num_warps": 8},
+        {"uses_dot": True, "block_output": 64, "num_warps": 4, "num_stages": 3},
+    ],
+    ids=str,
+)
+def test_tuning_changes_rounding_alone(numbers, device, monkeypatch):
+    retune(monkeypatch, module.TUNING, **numbers)
+    for num_rows in (1, 4):
+        check(make(num_rows, 70, 3000, torch.float16, has_bias=True, device=device), f"T = {num_rows} {numbers}")
+
+
+def test_rows_are_tuned_alike():
+    """A row's bits follow from the tuning, so two rows and sixteen must get the same, and one row its own."""
+    for rows in module.TUNING.values():
+        assert {row["max_rows"] for row in rows} <= {1, module.MAX_ROWS} and rows[-1]["max_rows"] == module.MAX_ROWS
+        assert all(row["uses_dot"] for row in rows if row["max_rows"] > 1)
+
+
+def test_launches_and_nothing_else(device):
+    for num_rows in (1, 3):
+        assert_only_launches(PATH, make(num_rows, 40, 64, torch.float16, has_bias=True, device=device))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_registration(num_rows, has_bias, device):
+    check_registration("linear_decode", make(num_rows, 40, 64, torch.float32, has_bias=has_bias, device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"x": torch.zeros(3, 64).double()}, ValueError, "x must have dtype .* or float32, got float64"),
+        ({"x": torch.zeros(64)}, ValueError, "x must have shape"),
+        ({"x": torch.zeros(17, 64)}, ValueError, r"x must have T in 0\.\.16, got 17"),
+        ({"x": torch.zeros(3, 0)}, ValueError, "x must have K of at least 1, got 0"),
+        ({"x": torch.zeros(64, 3).T}, ValueError, "x must be contiguous in its last 1 axes"),
+        ({"weight": torch.zeros(32, 65)}, ValueError, "weight must have K = 64 in axis 1"),
+        ({"weight": torch.zeros(32, 64).half()}, ValueError, "weight must have dtype float32, got float16"),
+        ({"weight": torch.zeros(64, 32).T}, ValueError, "weight must be contiguous in its last 1 axes"),
+        ({"bias": torch.zeros(33)}, ValueError, "bias must have N = 32 in axis 0"),
+        ({"bias": torch.zeros(32).half()}, ValueError, "bias must have dtype float32, got float16"),
+        ({"out": torch.zeros(3, 33)}, ValueError, "out must have shape"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(change, kind, message, device):
+    values = make(3, 32, 64, torch.float32) | change
+    with pytest.raises(kind, match="^eagle_kernels.linear_decode: " + message):
+        eagle_kernels.raw.linear_decode(**to_device(values, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_graph_replay(num_rows, device):
+    values = make(num_rows, 4096, 4096, torch.bfloat16, device=device)
+    out = eagle_kernels.raw.linear_decode(**values)
+    replay_in_graph(lambda: eagle_kernels.raw.linear_decode(**values, out=out), change=values["x"].normal_)
+    assert_equal("linear_decode", "replay", "output", out, eagle_kernels.raw.linear_decode(**values))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_waits_for_x(num_rows, device):
+    """A chain in which each input is the output before: an early read of it would show, and so would a late one.
+
+    With the weights of whole numbers and a shift of places all sums are exact. A hundred runs give the same bits.
+    """
+    size = 2048
+    weights = [torch.eye(size, device=device).roll(shift, 0).bfloat16() for shift in range(1, 9)]
+    start = torch.randint(-100, 100, (num_rows, size), device=device).bfloat16()
+    buffers = [torch.empty_like(start) for _ in range(2)]
+
+    def rounds():
+        x = start
+        for index, weight in enumerate(weights * 8):
+            x = eagle_kernels.raw.linear_decode(x, weight, out=buffers[index % 2])
+
+    rounds()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rounds()
+    expected = start.roll(8 * sum(range(1, 9)), 1)
+    for _ in range(100):
+        for buffer in buffers:
+            buffer.fill_(float("nan"))
+        graph.replay()
+        assert_equal("linear_decode", "chained", "output", buffers[1], expected)
+
+
+@pytest.mark.gpu
+def test_weights_past_two_billion_elements(device):
+    """The last rows of weight are as they are alone."""
+    weight = torch.zeros(2**19 + 3, 4096, dtype=torch.bfloat16, device=device)
+    weight[-64:].normal_()
+    for num_rows in (1, 8):
+        x = torch.randn(num_rows, 4096, device=device).bfloat16()
+        result = eagle_kernels.raw.linear_decode(x, weight)
+        assert not result[:, :-64].any()
+        last = eagle_kernels.raw.linear_decode(x, weight[-64:])
+        assert_equal("linear_decode", "far rows", "output", result[:, -64:].contiguous(), last)
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_full_cross(dtype, device):
+    for num_outputs, num_columns in itertools.product((1, 64, 1000, 6144), (1, 7, 64, 896, 2880, 3584, 4096, 14336)):
+        for num_rows, has_bias in itertools.product((1, 2, 8, 16), (False, True)):
+            values = make(num_rows, num_outputs, num_columns, dtype, has_bias=has_bias, device=device)
+            check(values, f"T = {num_rows} {num_outputs} x {num_columns} {dtype}")
