@@ -64,6 +64,21 @@ def test_what_chooses_between_them(device):
             assert logits_of(make(device)).isfinite().all()
 
 
+def test_few_rows_go_through_linear_decode(device, monkeypatch):
+    """On a GPU, up to 16 of them; elsewhere, with more, and in training PyTorch multiplies."""
+    linear = layers.Linear(24, 40).to(device)
+    taken = []
+    decode = ops.linear_decode
+    monkeypatch.setattr(ops, "linear_decode", lambda x, *others: taken.append(len(x)) or decode(x, *others))
+    for shape in ((1, 1), (2, 8), (4, 4), (1, 17), (3, 6)):
+        x = torch.randn(*shape, 24, device=device)
+        with torch.no_grad():
+            result = linear(x)
+        torch.testing.assert_close(result, torch.nn.functional.linear(x, linear.weight, linear.bias))
+        assert linear(x).requires_grad
+    assert taken == ([1, 16, 16] if linear.weight.is_cuda else [])
+
+
 def test_state_dicts_have_the_published_names():
     model = make()
     state = model.state_dict()

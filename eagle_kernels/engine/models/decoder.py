@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .decoder_config import DecoderConfig
-from .layers import MLP, Attention, RMSNorm
+from .layers import MLP, Attention, Linear, RMSNorm
 from .protocol import FINAL_NORM, Angles, Attend, KVShape, TargetOutput
 from .rotary import Rotary
 
@@ -74,7 +74,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = DecoderBackbone(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:

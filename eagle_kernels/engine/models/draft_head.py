@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .decoder_config import DecoderConfig
 from .head_formats import flatten
+from .layers import Linear
 from .protocol import FINAL_NORM, KVShape, ModelError, TargetModel
 from .rotary import Rotary
 
@@ -78,7 +79,7 @@ class DraftHead(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_output else None
+        self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_output else None
         self.rotary = Rotary(config)
         whole = config.draft_vocab_size == config.vocab_size
         self.register_buffer("d2t", None if whole else torch.zeros(config.draft_vocab_size, dtype=torch.int64))

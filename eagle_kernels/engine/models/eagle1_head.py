@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .draft_head import DraftHead, HeadConfig
-from .layers import MLP, Attention, RMSNorm
+from .layers import MLP, Attention, Linear, RMSNorm
 from .protocol import Angles, Attend, DraftOutput
 
 
@@ -53,7 +53,7 @@ class Eagle1Head(DraftHead):
 
     def __init__(self, config: Eagle1Config, *, own_embedding: bool = False, own_output: bool = False) -> None:
         super().__init__(config, own_embedding=own_embedding, own_output=own_output)
-        self.fc = nn.Linear(config.hidden_size + config.target_hidden_size, config.hidden_size, bias=config.fc_bias)
+        self.fc = Linear(config.hidden_size + config.target_hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([Eagle1Layer(config)])
 
     def forward(

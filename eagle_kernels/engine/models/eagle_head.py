@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .draft_head import DraftHead, HeadConfig
-from .layers import MLP, Attention, RMSNorm
+from .layers import MLP, Attention, Linear, RMSNorm
 from .protocol import Angles, Attend, DraftOutput, ModelError
 
 
@@ -85,7 +85,7 @@ class EagleHead(DraftHead):
         super().__init__(config, own_embedding=own_embedding, own_output=own_output)
         width, streams = config.target_hidden_size, config.num_aux_layers
         reads_streams = config.use_aux_hidden_state
-        self.fc = nn.Linear(streams * width, config.hidden_size, bias=False) if reads_streams else None
+        self.fc = Linear(streams * width, config.hidden_size, bias=False) if reads_streams else None
         self.input_norm = RMSNorm(streams * width, config.rms_norm_eps) if config.norm_before_fc else None
         stream_norms = (RMSNorm(width, config.rms_norm_eps) for _ in range(streams))
         self.fc_norm = nn.ModuleList(stream_norms) if config.fc_norm else None

@@ -18,6 +18,8 @@ from ...reference.ops.nn.silu_and_mul import silu_and_mul
 from .decoder_config import DecoderConfig
 from .protocol import Angles, Attend
 
+# that `ops.linear_decode` takes
+MOST_ROWS = 16
 _DIFFERENTIABLE = SimpleNamespace(rms_norm=rms_norm, rope=rope, silu_and_mul=silu_and_mul)
 
 
@@ -26,6 +28,16 @@ def library(*tensors: Tensor) -> SimpleNamespace:
     references, which PyTorch can differentiate and run in mixed precision."""
     is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return _DIFFERENTIABLE if is_trained or torch.is_autocast_enabled(tensors[0].device.type) else ops
+
+
+class Linear(nn.Linear):
+    """Of the few tokens of a decoding step on a GPU by `ops.linear_decode`, else as PyTorch does it. [B, T, K]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_decoding = x.is_cuda and x.shape[:2].numel() <= MOST_ROWS
+        if not is_decoding or library(x, self.weight) is not ops:
+            return super().forward(x)
+        return ops.linear_decode(x.flatten(0, 1), self.weight, self.bias).unflatten(0, x.shape[:2])
 
 
 class RMSNorm(nn.Module):
@@ -49,7 +61,7 @@ class RMSNorm(nn.Module):
         return stream.view_as(delta), normed.view_as(delta)
 
 
-class FusedLinear(nn.Linear):
+class FusedLinear(Linear):
     """Several projections of one input as one: `parts` names them, with their output sizes, in order.
 
     Its state dict holds the parts, as views, where they would be as modules beside it. The module around it has to
@@ -95,7 +107,7 @@ class Attention(nn.Module):
         self.window = window
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = FusedLinear(input_size, parts, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.o_bias)
+        self.o_proj = Linear(query_size, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norms else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norms else None
         self.register_load_state_dict_pre_hook(join_parts)
@@ -120,7 +132,7 @@ class MLP(nn.Module):
         super().__init__()
         parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
         self.gate_up_proj = FusedLinear(config.hidden_size, parts, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.register_load_state_dict_pre_hook(join_parts)
 
     def forward(self, x: Tensor) -> Tensor:

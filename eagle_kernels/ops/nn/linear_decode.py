@@ -41,9 +41,17 @@ _ONE = {"max_rows": 1, "least_outputs": 0, "uses_dot": False, "block_output": 8,
         "num_warps": 4, "num_stages": 2}  # fmt: skip
 _MANY = {"max_rows": MAX_ROWS, "least_outputs": 0, "uses_dot": True, "block_output": 32, "block_column": 256,
          "num_warps": 4, "num_stages": 2}  # fmt: skip
+_HOPPER = _MANY | {"block_output": 16, "block_column": 512, "num_stages": 4}
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/linear_decode.txt
 TUNING = {
     "default": (_ONE, _MANY),
-    "sm_90": (_ONE | {"num_stages": 3}, _MANY | {"num_stages": 4}),
+    "sm_90": (
+        _ONE | {"block_output": 4, "block_column": 2048, "num_warps": 8},
+        _HOPPER | {"least_outputs": 16384},
+        # programs of fewer stages, of which one more fits on an SM: all at once
+        _HOPPER | {"least_outputs": 5120, "num_stages": 3},
+        _HOPPER,
+    ),
 }
 
 
