@@ -64,11 +64,11 @@ def random_llama(*, hidden_size=32, num_layers=2, vocab_size=61, max_length=256,
     return model
 
 
-def random_head(target: Decoder, seed=0) -> EagleHead:
-    """An EAGLE-3 head, bound to a `random_llama` of at least six layers; it guesses nothing right but by chance."""
+def random_head(target: Decoder, *, aux_layers=heads.STREAMS, seed=0) -> EagleHead:
+    """An EAGLE-3 head, bound to a `random_llama` that has these streams; it guesses nothing right but by chance."""
     sizes = {"draft_vocab_size": heads.DRAFT_VOCAB, "max_position_embeddings": target.max_length}
     head = EagleHead(EagleConfig.from_dict(heads.WIDTHS | sizes))
-    head.use_aux_layers(heads.STREAMS)
+    head.use_aux_layers(aux_layers)
     head.load_state_dict(heads.eagle3_tensors(seed=seed))
     return head.to(target.device).eval().requires_grad_(False).bind(target)
 
