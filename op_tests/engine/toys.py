@@ -7,7 +7,9 @@ import torch
 from eagle_kernels.engine.models.causal_attend import causal_attend
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
 from eagle_kernels.engine.models.protocol import KVShape, TargetOutput
+from op_tests.engine import heads
 
 
 class ToyModel:
@@ -60,6 +62,15 @@ def random_llama(*, hidden_size=32, num_layers=2, vocab_size=61, max_length=256,
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.3)
     return model
+
+
+def random_head(target: Decoder, *, aux_layers=heads.STREAMS, seed=0) -> EagleHead:
+    """An EAGLE-3 head, bound to a `random_llama` that has these streams; it guesses nothing right but by chance."""
+    sizes = {"draft_vocab_size": heads.DRAFT_VOCAB, "max_position_embeddings": target.max_length}
+    head = EagleHead(EagleConfig.from_dict(heads.WIDTHS | sizes))
+    head.use_aux_layers(aux_layers)
+    head.load_state_dict(heads.eagle3_tensors(seed=seed))
+    return head.to(target.device).eval().requires_grad_(False).bind(target)
 
 
 def plain_logits(engine, tokens: list[int]) -> torch.Tensor:

@@ -1,0 +1,113 @@
+"""adaptive="auto" in an engine: with drafts that are always wrong it ends up plain, with perfect ones it speculates."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.models.protocol import DraftOutput, KVShape
+from op_tests.engine.toys import random_llama
+
+PROMPT, LENGTH = [3, 1, 4, 1, 5], 120
+# milliseconds of a plain step, and what each node more adds to them: where nobody measures on a GPU
+PLAIN_MS, NODE_MS = 6.0, 0.2
+
+
+class Prophet:
+    """Knows the text that follows one prompt, and says it, or its opposite; as a draft it costs next to nothing."""
+
+    aux_layers, draft_to_target, token_shift = (), None, 0
+
+    def __init__(self, text: list[int], vocab_size: int, is_right: bool, device):
+        self.vocab_size = self.draft_vocab_size = vocab_size
+        self.max_length, self.kv_shape = 256, KVShape(num_layers=1, num_kv_heads=1, head_dim=16)
+        tokens = torch.tensor((text + [0] * self.max_length)[: self.max_length + 1], device=device)
+        says = torch.nn.functional.one_hot(tokens, vocab_size).float()
+        self._logits = 40 * says if is_right else -40 * says
+
+    def forward(self, input_ids, hidden, positions, attend, *, from_target):
+        return DraftOutput(self._logits[(positions + 1).clamp(max=self.max_length)], hidden)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_llama(num_layers=4, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def text(target):
+    plain = EAGLEInference(target, target, EAGLEConfig())
+    return PROMPT + plain.generate(PROMPT, LENGTH, speculative=False)[0]
+
+
+def make(target, text, is_right):
+    draft = Prophet(text, target.vocab_size, is_right, target.device)
+    config = EAGLEConfig(adaptive="auto", topk=4, num_steps=4, num_draft_tokens=16, max_batch=4, max_length=220)
+    return EAGLEInference(draft, target, config)
+
+
+def choices(engine, text, num_requests: int, step_ms=None) -> list[int]:
+    """Nodes of one step after another while so many requests run that know no end; step_ms: of so many nodes."""
+    requests = [engine.submit(PROMPT, SamplingParams(max_new_tokens=LENGTH)) for _ in range(num_requests)]
+    steps, chosen = engine._scheduler.steps, []
+    nodes = [runner.stepper.num_nodes for runner in steps.runners]
+    assert nodes == [1, 2, 4, 8, 16]
+    choose, note = type(steps.choice).choose, type(steps.choice).note
+
+    def noted(number, num_rows, measured_ms, tokens):
+        note(steps.choice, number, num_rows, measured_ms if step_ms is None else step_ms(nodes[number]), tokens)
+
+    def chose(num_rows):
+        chosen.append(nodes[choose(steps.choice, num_rows)])
+        return nodes.index(chosen[-1])
+
+    steps.choice.choose, steps.choice.note = chose, noted
+    engine.collect()
+    assert all(request.output_ids == text[len(PROMPT) :] for request in requests)
+    return chosen
+
+
+def settle(engine, text, num_requests, step_ms=None) -> Counter:
+    """What is chosen of so many nodes, and how often, once all have been tried."""
+    choices(engine, text, num_requests, step_ms)
+    return Counter(choices(engine, text, num_requests, step_ms))
+
+
+def planted_ms(num_nodes: int) -> float:
+    return PLAIN_MS + NODE_MS * (num_nodes - 1)
+
+
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_useless_drafts_are_given_up(target, text, num_requests):
+    seen = settle(make(target, text, False), text, num_requests, planted_ms)
+    assert seen[1] >= 0.9 * seen.total(), seen
+
+
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_perfect_drafts_are_kept(target, text, num_requests):
+    """Trees of 4, 8 and 16 nodes bring 4, 4 and 5 tokens in 6.6, 7.4 and 9 ms: the chain of three drafts is best."""
+    seen = settle(make(target, text, True), text, num_requests, planted_ms)
+    assert seen[4] >= 0.8 * seen.total(), seen
+
+
+def test_drafts_that_no_longer_pay_are_given_up(target, text):
+    """One engine and one draft, and verification that becomes dear."""
+    engine = make(target, text, True)
+    assert settle(engine, text, 1, planted_ms)[1] < 10
+    dear = settle(engine, text, 1, lambda num_nodes: PLAIN_MS * num_nodes**2)
+    assert dear[1] >= 0.9 * dear.total(), dear
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_right", [False, True])
+def test_by_the_times_of_this_gpu(target, text, is_right):
+    engine = make(target, text, is_right)
+    engine.warmup()
+    seen = settle(engine, text, 1)
+    if is_right:
+        assert seen[1] <= 0.2 * seen.total(), seen
+    else:
+        assert seen[1] >= 0.8 * seen.total(), seen

@@ -1,0 +1,79 @@
+"""The soak run itself: it is quiet where all is well, and loud where something was broken on purpose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eagle_kernels import ops
+from eagle_kernels.engine.kv_pool import PageAllocator
+from eagle_kernels.engine.request import Request
+from eagle_kernels.engine.sampling import RowSampling
+from op_tests.engine import soak
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def test_a_round_is_fine(monkeypatch, capsys):
+    monkeypatch.setitem(soak.TICKS, "cpu", 20)
+    assert soak.main(["--minutes", "0", "--seed", "3", "--device", DEVICE]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("fine: ") and "1 rounds" in told
+    counts = soak.run(4, DEVICE, 0, rounds=[1]).counts
+    assert counts["rounds"] == 1 and counts["'length'"] > 1 and counts["tokens"] > 20
+    assert counts["ties of the target"] <= 1
+
+
+def skip(*arguments, **keywords):
+    """What was to be done is not."""
+
+
+def keep_one(free):
+    return lambda self, pages: free(self, pages[1:] if len(pages) > 3 else pages)
+
+
+def push_more(push):
+    """Takes a token more than was asked for, where a step brings one."""
+
+    def pushed(self, tokens, accepted, logprobs):
+        events = push(self, tokens, accepted, logprobs)
+        if self.is_finished and len(events) < len(tokens):
+            self.output_ids.append(tokens[len(events)])
+        return events
+
+    return pushed
+
+
+# with what is told of it
+DEFECTS = {
+    "accepted keys stay where they are": (ops, "move_accepted_kv", lambda old: skip, "MISMATCH token "),
+    "output tokens are not counted": (RowSampling, "count", lambda old: skip, "MISMATCH token "),
+    "a page is lost": (PageAllocator, "free", keep_one, "pages, but free or in use are"),
+    "a token past the end": (Request, "push", push_more, "MISMATCH "),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_what_is_broken_is_found(defect, monkeypatch, capsys):
+    owner, name, make, words = DEFECTS[defect]
+    monkeypatch.setattr(owner, name, make(getattr(owner, name)))
+    status = soak.main(["--minutes", "1", "--seed", "3", "--device", DEVICE])
+    told = capsys.readouterr().out
+    assert status == 1 and words in told and "--seed 3 --round" in told and "EAGLEConfig(" in told, told
+
+
+def test_only_ties_are_forgiven():
+    """Where the target's two best logits all but meet either may come; elsewhere the second is a mistake."""
+    run = soak.Soak(1, DEVICE)
+    request = run.plain.submit([3, 1, 4], soak.SamplingParams(max_new_tokens=2))
+    run.plain.collect()
+    first, second = run.plain.next_token_logits([3, 1, 4, request.output_ids[0]]).topk(2).indices.tolist()
+    assert request.output_ids[1] == first
+    judge = soak._Round(run, None, run.plain)
+    assert judge.is_close(request, 1, {first}) and not judge.is_close(request, 1, {first, second})
+    logits = run.plain.next_token_logits([3, 1, 4, request.output_ids[0]]).clone()
+    logits[second] = logits[first] - soak.ROUNDING / 4
+    run.plain.next_token_logits = lambda tokens: logits
+    assert judge.is_close(request, 1, {first, second})
+    third = int(logits.topk(3).indices[-1])
+    assert not judge.is_close(request, 1, {first, third})
