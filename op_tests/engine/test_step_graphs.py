@@ -37,6 +37,11 @@ def draft(request, target):
     return random_llama(hidden_size=16, num_layers=1, seed=1, device="cuda")
 
 
+def has_graphs(engine) -> bool:
+    """Whether the last speculative steps were replays; without this question a test of graphs may see none."""
+    return bool(engine._scheduler.steps.runners[1]._graphs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("topk, num_steps, nodes", TREES)
@@ -47,9 +52,11 @@ def test_a_graph_is_its_launches(target, draft, topk, num_steps, nodes, page_siz
         for cuda_graph in (True, False):
             engine = make(draft, target, **tree, cuda_graph=cuda_graph)
             texts.append(engine.generate([prompt_of(number) for number in range(3)], 20, seeds=3, **sampling))
+            assert has_graphs(engine) == cuda_graph
         plain = engine.generate([prompt_of(number) for number in range(3)], 20, seeds=3, speculative=False, **sampling)
         assert texts[0].output_ids == texts[1].output_ids == plain.output_ids
-        assert texts[0].stats.accepted == texts[1].stats.accepted
+        assert texts[0].stats.accepted_per_depth == texts[1].stats.accepted_per_depth
+        assert draft is not target or texts[0].stats.accepted > 0
 
 
 @pytest.mark.gpu
@@ -58,11 +65,18 @@ def test_policies(target, draft, accept_policy):
     policy = {"accept_policy": accept_policy}
     if accept_policy == "simulate":
         policy["simulated_accept_length"] = 2.2
-    counts = []
+    runs = []
     for cuda_graph in (True, False):
         engine = make(draft, target, topk=1, cuda_graph=cuda_graph, **policy)
-        counts.append(engine.generate([prompt_of(number) for number in range(3)], 24, seeds=3).stats.accepted)
-    assert counts[0] == counts[1]
+        text, stats = engine.generate([prompt_of(number) for number in range(3)], 24, seeds=3)
+        assert has_graphs(engine) == cuda_graph
+        runs.append((text, stats.steps, stats.accepted_per_depth))
+    assert runs[0] == runs[1]
+    _, steps, accepted = runs[0]
+    if accept_policy == "simulate":  # a draft or two, by coins
+        assert accepted[0] == steps > accepted[1] and accepted[2] == 0
+    else:
+        assert accepted == [steps if accept_policy == "accept_all" else 0] * 3
 
 
 @pytest.mark.gpu
@@ -77,6 +91,8 @@ def test_requests_join_and_leave(target, draft):
                 number = waiting.pop(0)
                 requests.append(engine.submit(prompt_of(number), PARAMS[number % len(PARAMS)]))
         engine.step()
+    graphs = engine._scheduler.steps.runners[1]._graphs
+    assert len({num_rows for num_rows, _ in graphs}) > 2 and len({features for _, features in graphs}) > 2
     for number, (request, (tokens, logprobs)) in enumerate(zip(requests, expected)):
         assert request.output_ids == tokens, f"request {number}"
         assert request.logprobs == pytest.approx(logprobs, abs=1e-4)
@@ -127,8 +143,10 @@ def test_a_step_of_the_scheduler_never_waits(target, draft):
         engine.step()
     torch.cuda.set_sync_debug_mode("error")
     try:
+        before = engine._scheduler.num_steps
         for _ in range(3):
             engine._scheduler.step()
+        assert engine._scheduler.num_steps == before + 3
     finally:
         torch.cuda.set_sync_debug_mode("default")
     engine.collect()
@@ -155,4 +173,5 @@ def test_bfloat16_pair_in_graphs():
     for cuda_graph in (True, False):
         engine = EAGLEInference(target, target, EAGLEConfig(topk=4, num_steps=3, cuda_graph=cuda_graph))
         texts.append(engine.generate([prompt_of(number) for number in range(4)], 40)[0])
+        assert has_graphs(engine) == cuda_graph
     assert texts[0] == texts[1]
