@@ -7,6 +7,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.verify import verify_tree_greedy as op
+from eagle_kernels.ops.verify import verify_tree_sampled as sampled
 from eagle_kernels.reference.accept_policy import simulated_acceptance
 from eagle_kernels.runtime import launch
 from op_tests.harness import assert_only_launches, check_operation, check_registration, to_device
@@ -66,6 +67,26 @@ def test_reaches_the_wished_depth(shape, policy, form, device):
     values = make(*shape, policy=policy, form=form, device=device)
     output, _ = check_operation(PATH, values, case=f"{shape} {policy} {form}")
     assert output.accept_token_num.tolist() == wished_depths(values)
+
+
+@pytest.mark.parametrize("way", ["all rows", "level by level"])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}], ids=["plain", "top_k"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sampled_walks_reach_it_too(shape, policy, filters, way, device, monkeypatch):
+    """Whichever way rows are drawn: all at once, by launches of their own, or by the next level's scan."""
+    monkeypatch.setattr(launch, "_knows_triton", lambda: False)
+    monkeypatch.setattr(sampled, "draws_all_rows", lambda *sizes: way == "all rows")
+    values = make(*shape, policy=policy, form="logits", device=device)
+    batch_size = len(values["candidates"])
+    numbers = {"seeds": torch.arange(batch_size) * 1_000_003 - 7, "temperature": torch.full((batch_size,), 0.9)}
+    numbers |= {name: torch.full((batch_size,), value) for name, value in filters.items()}
+    numbers["positions"] = torch.arange(values["candidates"].numel())
+    values |= {name: values.get(name, value.to(device)) for name, value in numbers.items()}
+    values["seq_lens"] = torch.arange(batch_size, device=device) + 5
+    output, _ = check_operation("verify.verify_tree_sampled", values, case=f"{shape} {policy} {way}")
+    if policy != "simulate":
+        assert output.accept_token_num.tolist() == wished_depths(values)
 
 
 @pytest.mark.parametrize("policy", ["accept_all", "simulate"])

@@ -26,7 +26,6 @@ from .output import GenerationOutput, GenerationStats, TokenEvent
 from .request import Request, StopStrings
 from .sampling import SAMPLING_FIELDS, SamplingParams
 from .scheduler import Scheduler, overshoot
-from .step import Stepper
 from .steps import Steps, make_steps
 from .stream import TextStream, TokenStream
 from .warmup import warm_up
@@ -380,7 +379,7 @@ class EAGLEInference:
     def _max_pages(self, config: EAGLEConfig) -> int:
         """Of one request of full length; plain decoding shares the pools of its speculative twin."""
         trees = [config, *(tree for _, tree in config.trees if tree is not None)]
-        behind = max(overshoot(Stepper(self.target, self.draft, tree)) for tree in trees)
+        behind = max(overshoot(tree, self.draft.token_shift) for tree in trees)
         # with some to spare, so that another tree does not ask for other pools
         needed = self._limit(config, speculative=False) + -(-behind // 256) * 256
         return -(-needed // config.page_size)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .batch_state import MEMORY, BatchState
+from .config import EAGLEConfig
 from .kv_pool import PageAllocator, PrefillAttend
 from .models.protocol import DraftOutput
 from .output import TokenEvent
@@ -29,6 +30,8 @@ from .steps import Steps
 
 # every so many steps the host waits for one, to read the times of its phases
 TIMED_STEPS = 32
+# see `overshoot`
+PLAIN_OVERSHOOT = 3
 
 
 @dataclass(eq=False)
@@ -108,7 +111,11 @@ class Scheduler:
 
     def _overshoot(self) -> int:
         """Of whichever steps a request will meet."""
-        return max(overshoot(runner.stepper) for runner in self.steps.runners)
+        steppers = (runner.stepper for runner in self.steps.runners)
+        return max(
+            PLAIN_OVERSHOOT if stepper.draft is None else overshoot(stepper.config, stepper.draft.token_shift)
+            for stepper in steppers
+        )
 
     def _can_admit(self) -> bool:
         if not self._waiting or None not in self._rows:
@@ -363,9 +370,7 @@ def host_lag(device: torch.device) -> int:
     return 1 if device.type == "cuda" else 0
 
 
-def overshoot(stepper: Stepper) -> int:
+def overshoot(config: EAGLEConfig, token_shift: int) -> int:
     """Slots that a request may need past its last token: what a step brings beyond it, the step that runs before the
     host knows of the end, and what steps write behind the committed tokens."""
-    if stepper.draft is None:
-        return 3
-    return 2 * (stepper.num_steps + 1) + rows_behind(stepper.config, stepper.draft.token_shift)
+    return 2 * (config.num_steps + 1) + rows_behind(config, token_shift)

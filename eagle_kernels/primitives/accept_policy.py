@@ -118,17 +118,18 @@ def plant_path(
     BLOCK_NODE: tl.constexpr,
 ):
     """The target's tokens `predicted` [node] with planted ones at the nodes that they lead to."""
-    nodes = tl.arange(0, BLOCK_NODE)
-    depth = tl.zeros([], dtype=tl.int32)
-    node = tl.zeros([], dtype=tl.int32)
-    is_walking = depth < SPEC_STEPS
-    while is_walking:
-        token = plant(
-            tl.sum(tl.where(nodes == node, predicted, 0)), node, depth, tokens, links, request,
-            seeds_ptr, positions_ptr, simulated_rates_ptr, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
-        )  # fmt: skip
-        predicted = tl.where(nodes == node, token, predicted)
-        node = find_child(tokens, links, node, token, BLOCK_NODE)
-        depth += 1
-        is_walking = (node > 0) & (depth < SPEC_STEPS)
+    if ACCEPT_POLICY != "normal":
+        nodes = tl.arange(0, BLOCK_NODE)
+        depth = tl.zeros([], dtype=tl.int32)
+        node = tl.zeros([], dtype=tl.int32)
+        is_walking = depth < SPEC_STEPS
+        while is_walking:
+            token = plant(
+                tl.sum(tl.where(nodes == node, predicted, 0)), node, depth, tokens, links, request,
+                seeds_ptr, positions_ptr, simulated_rates_ptr, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
+            )  # fmt: skip
+            predicted = tl.where(nodes == node, token, predicted)
+            node = find_child(tokens, links, node, token, BLOCK_NODE)
+            depth += 1
+            is_walking = (node > 0) & (depth < SPEC_STEPS)
     return predicted

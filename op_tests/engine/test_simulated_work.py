@@ -262,10 +262,9 @@ def test_the_walk_reads_as_many_rows(depth, topk, scans, device, monkeypatch):
         assert real[1] == [2] * (depth + 1) + [0] * (NUM_STEPS - depth)
 
 
-@pytest.mark.xfail(strict=True, reason="a policy walks level by level where sampling without it does not")
 @pytest.mark.parametrize("filters", [{}, {"top_k": torch.tensor([5, 5])}], ids=["plain", "top_k"])
 def test_sampled_walks_launch_as_much(filters, device):
-    """Without penalties and log-probabilities, of few rows: 3 launches that read all of them, with a policy 2 S + 2."""
+    """Without penalties and log-probabilities too, where few rows are all drawn at once."""
     values = paths_of(2, 3) | {"positions": torch.arange(2 * (1 + NUM_STEPS * 3)), "seeds": torch.tensor([5, 6])}
     values |= {"temperature": torch.ones(2), **filters}
     values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}

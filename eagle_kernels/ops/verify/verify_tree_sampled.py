@@ -47,10 +47,10 @@ Grid
                             row lists the node's children meanwhile. Without filters the programs of the next scan draw,
                             and step the walk themselves; with them the last draw writes the outputs.
     all rows, then walk     all at once, where this takes less time: few rows, which leave most of the GPU idle. Shapes
-                            alone decide (`draws_all_rows`), and both give the same bits. Penalties, log-probabilities
-                            and policies go level by level, as they need the path.
+                            alone decide (`draws_all_rows`), and both give the same bits. Penalties and
+                            log-probabilities go level by level, as they need the path.
 Launches
-    S + 2; 2 S + 2 with filters, penalties, log-probabilities or a policy; 3 for all rows
+    S + 2; 2 S + 2 with filters, penalties or log-probabilities; 3 for all rows
 Traffic
     V * element size per visited node (at most S + 1 of N; all rows: N), and what filters gather. Extra memory: level by
     level V / 7 bytes per request with filters, else 8 bytes per slice and visited node, 4 N bytes per request and level
@@ -64,7 +64,7 @@ from typing import NamedTuple
 import torch
 
 from ...primitives import logits, sampling
-from ...primitives.accept_policy import check_policy, plant
+from ...primitives.accept_policy import check_policy, plant, plant_path
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.filters import load_filters
 from ...primitives.logits import Processors, Row, read_temperature
@@ -133,6 +133,7 @@ def _verify_tree_sampled_scan_kernel(
     output_counts_ptr,
     logit_bias_ptr,
     token_bitmask_ptr,
+    simulated_rates_ptr,
     # scratch
     path_ptr,
     children_ptr,
@@ -146,6 +147,7 @@ def _verify_tree_sampled_scan_kernel(
     stride_logits_row,
     level,
     batch_size,
+    SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
     ALL_ROWS: tl.constexpr,
@@ -154,6 +156,7 @@ def _verify_tree_sampled_scan_kernel(
     HAS_PENALTIES: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
     IS_JOINT: tl.constexpr,
+    ACCEPT_POLICY: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     STREAM: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -186,7 +189,17 @@ def _verify_tree_sampled_scan_kernel(
     else:
         above = place - batch_size
         children = tl.load(children_ptr + above * NUM_NODES + nodes, mask=nodes < NUM_NODES, other=-1)
-        current = match_child(children, row_winner(keys_ptr, above, VOCAB_SIZE, BLOCK_CHUNK))
+        token = row_winner(keys_ptr, above, VOCAB_SIZE, BLOCK_CHUNK)
+        if ACCEPT_POLICY != "normal":
+            _, tokens, links = load_nodes(
+                candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+                request, NUM_NODES, BLOCK_NODE,
+            )  # fmt: skip
+            token = plant(
+                token, tl.load(path_ptr + above), level - 1, tokens, links, request, seeds_ptr, positions_ptr,
+                simulated_rates_ptr, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
+            )  # fmt: skip
+        current = match_child(children, token)
     if not ALL_ROWS:
         if is_lister:
             children = load_children(
@@ -320,7 +333,7 @@ def _verify_tree_sampled_draw_kernel(
             Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, place if ALL_ROWS else request,
             VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, BLOCK_CHUNK,
         )  # fmt: skip
-        if ACCEPT_POLICY != "normal":
+        if ACCEPT_POLICY != "normal" and not ALL_ROWS:  # which are planted where they are walked over
             _, tokens, links = load_nodes(
                 candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
                 request, NUM_NODES, BLOCK_NODE,
@@ -360,6 +373,9 @@ def _verify_tree_sampled_path_kernel(
     retrieve_index_ptr,
     retrieve_next_token_ptr,
     retrieve_next_sibling_ptr,
+    positions_ptr,
+    seeds_ptr,
+    simulated_rates_ptr,
     seq_lens_ptr,
     is_live_ptr,
     path_ptr,
@@ -381,6 +397,7 @@ def _verify_tree_sampled_path_kernel(
     NUM_NODES: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
     ALL_ROWS: tl.constexpr,
+    ACCEPT_POLICY: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
@@ -390,21 +407,37 @@ def _verify_tree_sampled_path_kernel(
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     depth = tl.arange(0, BLOCK_DEPTH)
-    if ALL_ROWS:
-        node = tl.arange(0, BLOCK_NODE)
-        first_row = request * NUM_NODES
+    if ALL_ROWS or ACCEPT_POLICY != "normal":
         retrieved, tokens, links = load_nodes(
             candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
             request, NUM_NODES, BLOCK_NODE,
         )  # fmt: skip
+    if ALL_ROWS:
+        node = tl.arange(0, BLOCK_NODE)
+        first_row = request * NUM_NODES
         predicted = tl.load(drawn_ptr + first_row + node, mask=node < NUM_NODES, other=-1)
+        predicted = plant_path(
+            predicted, tokens, links, request, seeds_ptr, positions_ptr, simulated_rates_ptr,
+            SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
+        )  # fmt: skip
         depth_of = follow(retrieved, tokens, links, predicted, request, SPEC_STEPS, NUM_NODES, BLOCK_NODE)
-        path = tl.max(tl.where(depth_of[None, :] == depth[:, None], node[None, :], -1), axis=1)
-        drawn = tl.load(drawn_ptr + first_row + path, mask=path >= 0, other=-1)
+        # [depth, node]
+        is_there = depth_of[None, :] == depth[:, None]
+        path = tl.max(tl.where(is_there, node[None, :], -1), axis=1)
+        drawn = tl.max(tl.where(is_there, predicted[None, :], -1), axis=1)
     else:
         place = depth.to(tl.int64) * batch_size + request
         path = tl.load(path_ptr + place, mask=depth <= SPEC_STEPS, other=-1)
         drawn = row_winner(keys_ptr, place, VOCAB_SIZE, BLOCK_CHUNK, path >= 0)
+        if ACCEPT_POLICY != "normal":
+            for level in range(SPEC_STEPS):
+                is_here = depth == level
+                token = plant(
+                    tl.sum(tl.where(is_here, drawn, 0)), tl.sum(tl.where(is_here, path, 0)), level, tokens, links,
+                    request, seeds_ptr, positions_ptr, simulated_rates_ptr,
+                    SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
+                )  # fmt: skip
+                drawn = tl.where(is_here & (path >= 0), token, drawn)
     _store_outputs(
         Output(
             predicts_ptr, accept_index_ptr, accept_token_num_ptr, None, None, new_seq_lens_ptr,
@@ -537,7 +570,7 @@ def verify_tree_sampled(
     out = check.allocate("verify_tree_sampled", contracted, out)
     device, (batch_size, num_nodes) = candidates.device, candidates.shape
     has_filters = sampling.has_filters(values)
-    needs_path = logits.has_penalties(values) or return_logprobs or accept_policy != "normal"
+    needs_path = logits.has_penalties(values) or return_logprobs
     all_rows = not needs_path and draws_all_rows(target_logits, batch_size, spec_steps, has_filters)
     has_draw = needs_path or has_filters or all_rows
     num_levels, num_places = (1, batch_size * num_nodes) if all_rows else (spec_steps + 1, batch_size)
@@ -566,9 +599,12 @@ def verify_tree_sampled(
         "top_k_ptr": top_k,
         "top_p_ptr": top_p,
         "min_p_ptr": min_p,
+        "simulated_rates_ptr": simulated_rates,
         "stride_logits_row": target_logits.stride(0),
         "batch_size": batch_size,
+        "SPEC_STEPS": spec_steps,
         "ALL_ROWS": all_rows,
+        "ACCEPT_POLICY": accept_policy,
         "STREAM": STREAM_TARGET,
     }  # fmt: skip
     scan = shared | {
@@ -578,10 +614,8 @@ def verify_tree_sampled(
         "num_warps": sampling.scan_tuning(values, device)["num_warps"],
     }
     draw = shared | walk | {
-        "simulated_rates_ptr": simulated_rates,
         "logprobs_ptr": out.logprobs,
         "raw_logprobs_ptr": out.raw_logprobs,
-        "ACCEPT_POLICY": accept_policy,
         **tuning.row(DRAW_TUNING, device),
     }  # fmt: skip
     num_listers = 0 if all_rows else 1
@@ -600,6 +634,10 @@ def verify_tree_sampled(
             path_ptr=scratch["path_ptr"],
             drawn_ptr=scratch["drawn_ptr"],
             keys_ptr=scratch["keys_ptr"],
+            positions_ptr=positions,
+            seeds_ptr=seeds,
+            simulated_rates_ptr=simulated_rates,
+            ACCEPT_POLICY=accept_policy,
             batch_size=batch_size,
             VOCAB_SIZE=constants["VOCAB_SIZE"],
             ALL_ROWS=all_rows,
