@@ -9,8 +9,12 @@ from typing import Protocol
 PROBE_STEPS = 4
 PROBE_AFTER = 256
 PROBE_SHARE = 0.01
-# of a new measurement
-WEIGHT = 0.1
+# Of a new step time at the least; GPUs take about the same time for the same work.
+TIME_WEIGHT = 0.25
+# requests whose tokens in a step are averaged over
+TOKEN_ROWS = 64
+# A tree this much slower than a smaller one is not tried with more requests, which only make it dearer.
+HOPELESS = 0.8
 
 
 class Choice(Protocol):
@@ -43,13 +47,15 @@ class Fastest:
     """The number with most tokens a second at this batch size: step times by batch size, tokens over all of them.
 
     The others are measured again now and then, so that a change of the texts is noticed; the slower, the more rarely.
-    most_rows: above, plain decoding alone.
+    Numbers stand for trees of ever more nodes. most_rows: above, plain decoding alone.
     """
 
     def __init__(self, count: int, most_rows: int | None):
         self._count, self._most_rows = count, most_rows
         self._tokens: dict[int, float] = {0: 1.0}
+        self._rows_seen: dict[int, int] = {}
         self._step_ms: dict[tuple[int, int], float] = {}
+        self._num_timed: dict[tuple[int, int], int] = {}
         self._num_seen: dict[tuple[int, int], int] = {}
         self._num_unseen: dict[tuple[int, int], int] = {}
         self._probe: tuple[int, int, int] | None = None  # batch size class, number, steps left
@@ -60,13 +66,14 @@ class Fastest:
         size = _size_class(num_rows)
         if self._probe is not None and self._probe[0] == size:
             return self._probe[1]
-        for number in range(self._count):
+        hopeful = [number for number in range(self._count) if not self._is_hopeless(size, number)]
+        for number in hopeful:
             if self._num_seen.get((size, number), 0) < PROBE_STEPS:
                 return number
         speeds = [self._speed(size, number) for number in range(self._count)]
         best = max(range(self._count), key=speeds.__getitem__)
-        for number, speed in enumerate(speeds):
-            key = (size, number)
+        for number in hopeful:
+            key, speed = (size, number), speeds[number]
             self._num_unseen[key] = 0 if number == best else self._num_unseen.get(key, 0) + 1
             # time that the best one would not have taken for the same tokens, in steps of its own
             lost_steps = 0.0
@@ -83,12 +90,23 @@ class Fastest:
         key = (_size_class(num_rows), number)
         self._num_seen[key] = self._num_seen.get(key, 0) + 1
         if number:
-            self._tokens[number] = _mean(self._tokens.get(number), tokens)
+            seen = self._rows_seen[number] = self._rows_seen.get(number, 0) + num_rows
+            weight = max(num_rows / seen, min(1.0, num_rows / TOKEN_ROWS))
+            self._tokens[number] = _mean(self._tokens.get(number, tokens), tokens, weight)
         if step_ms is not None:
-            self._step_ms[key] = _mean(self._step_ms.get(key), step_ms)
+            timed = self._num_timed[key] = self._num_timed.get(key, 0) + 1
+            self._step_ms[key] = _mean(self._step_ms.get(key, step_ms), step_ms, max(1 / timed, TIME_WEIGHT))
         if self._probe is not None and self._probe[:2] == key:
             left = self._probe[2] - 1
             self._probe = (*key, left) if left else None
+
+    def _is_hopeless(self, size: int, number: int) -> bool:
+        """Whether it has lost, with as many tokens as it brings by now, against a smaller tree in a smaller batch."""
+        for fewer in range(size - 1, -1, -1):
+            speed = self._speed(fewer, number)
+            if speed:
+                return any(speed < HOPELESS * self._speed(fewer, other) for other in range(number))
+        return False
 
     def _speed(self, size: int, number: int) -> float:
         step_ms = self._step_ms.get((size, number))
@@ -100,5 +118,5 @@ def _size_class(num_rows: int) -> int:
     return (num_rows - 1).bit_length()
 
 
-def _mean(old: float | None, new: float) -> float:
-    return new if old is None else old + WEIGHT * (new - old)
+def _mean(old: float, new: float, weight: float) -> float:
+    return old + weight * (new - old)

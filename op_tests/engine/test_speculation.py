@@ -176,6 +176,27 @@ def test_sizes_are_judged_apart():
     assert choice.choose(1) == 1 and choice.choose(32) == 0 and choice.choose(65) == 0
 
 
+def test_a_tree_that_has_lost_is_not_tried_with_more_requests():
+    """Unless it is seen to be better after all, where it was tried before."""
+    choice = Fastest(3, None)
+    simulate(choice, 30, (6.0, 7.0, 30.0), (1.0, 1.8, 4.0), num_rows=4)
+    _, _, chosen = simulate(choice, 30, (8.0, 9.0, 120.0), (1.0, 1.8, 4.0), num_rows=16)
+    assert set(chosen) == {0, 1}
+    simulate(choice, 3000, (6.0, 7.0, 7.5), (1.0, 1.8, 4.0), num_rows=4)
+    _, _, chosen = simulate(choice, 30, (8.0, 9.0, 10.0), (1.0, 1.8, 4.0), num_rows=16)
+    assert chosen[-1] == 2
+    _, _, chosen = simulate(Fastest(3, None), 30, (8.0, 9.0, 120.0), (1.0, 1.8, 4.0), num_rows=16)
+    assert set(chosen) == {0, 1, 2}, "nothing is known of smaller batches"
+
+
+def test_times_settle_within_a_few_steps():
+    """The first steps of a batch that is still filling say little about a full one."""
+    choice = Fastest(2, None)
+    simulate(choice, 2 * PROBE_STEPS, (6.0, 7.0), (1.0, 1.3))
+    _, _, chosen = simulate(choice, 20, (6.0, 9.0), (1.0, 1.3))
+    assert chosen[0] == 1 and chosen[-1] == 0
+
+
 def test_automatic_choice_keeps_the_text(target):
     draft = random_llama(hidden_size=16, num_layers=1, seed=1, device=DEVICE)
     engine = make(draft, target, adaptive="auto", topk=4, num_steps=4, num_draft_tokens=16)
