@@ -47,17 +47,18 @@ class KVPool:
         self.page_size = page_size
 
     def write(
-        self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor, angles: Angles | None
-    ) -> Tensor:
+        self, layer: int, slots: Tensor, query: Tensor | None, key: Tensor, value: Tensor, angles: Angles | None
+    ) -> Tensor | None:
         """Stores key, value [B, T, Hkv, D] at slots [B, T]; those of -1 are dropped. Returns the query [B, T, Hq, D].
 
         angles: what query and key are turned by before; None: nothing.
         """
         rows, caches = (key.flatten(0, 1), value.flatten(0, 1)), (self.k_cache[layer], self.v_cache[layer])
-        if angles is None:
-            ops.write_kv(*rows, *caches, slots)
+        tables = {} if angles is None else angles._asdict()
+        if angles is None or query is None:
+            ops.write_kv(*rows, *caches, slots, **tables)
             return query
-        return ops.write_kv(*rows, *caches, slots, query=query.flatten(0, 1), **angles._asdict()).view(query.shape)
+        return ops.write_kv(*rows, *caches, slots, query=query.flatten(0, 1), **tables).view(query.shape)
 
 
 def bytes_per_page(shape: KVShape, page_size: int, dtype: torch.dtype) -> int:
@@ -161,6 +162,10 @@ class TreeAttend:
             **positions,
             **options,
         ).output
+
+    def store(self, layer: int, key: Tensor, value: Tensor, *, angles: Angles | None = None) -> None:
+        """See `protocol.StoringAttend`."""
+        self._pool.write(layer, self._slots, None, key, value, angles)
 
 
 class DecodeAttend:

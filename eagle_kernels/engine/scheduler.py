@@ -249,8 +249,9 @@ class Scheduler:
         number = self.steps.choice.choose(len(running)) if self.is_speculating else 0
         runner = self._last_runner = self.steps.runners[number]
         num_rows = 1 + max(row.index for row in running)
-        if self._num_missed and (runner.stepper.draft is not None or self._num_missed == MEMORY):
-            self.steps.runners[0].catch_up(num_rows)
+        is_wanted = runner.stepper.draft is not None
+        if self._num_missed and (is_wanted or self._num_missed == MEMORY):
+            self.steps.runners[0].catch_up(num_rows, is_wanted)
             self._num_missed = 0
         features = Features.of([row.request.params for row in running])
         is_known = runner.has_run(num_rows, features)  # else it compiles, which is no step's time

@@ -114,8 +114,11 @@ class Stepper:
             batch.lengths.copy_(committed.new_seq_lens)
         return StepResult(committed.tokens, committed.logprobs)
 
-    def catch_up(self, state: BatchState, num_rows: int) -> None:
-        """The resting draft reads what the first `num_rows` rows have for it."""
+    def catch_up(self, state: BatchState, num_rows: int, is_wanted: bool) -> None:
+        """The resting draft reads what the first `num_rows` rows have for it.
+
+        is_wanted: it drafts next. Else a plain step follows, and then it reads that one, so keys are enough by now.
+        """
         draft, pool, rows = self.resting_draft, state.draft_pool, slice(0, num_rows)
         count, table = state.num_behind[rows], state.block_table[rows]
         first = state.lengths[rows] + (1 - draft.token_shift) - count
@@ -123,13 +126,13 @@ class Stepper:
             table, first, count=MEMORY, page_size=pool.page_size, max_length=draft.max_length
         )
         # rows past what was missed are padding that only later rows see, in slots that hold nothing yet
-        output = draft.forward(
-            state.missed_tokens[rows],
-            state.missed_features[rows],
-            positions,
-            TreeAttend(pool, table, first, slots, MEMORY, None, positions),
-            from_target=True,
-        )
+        attend = TreeAttend(pool, table, first, slots, MEMORY, None, positions)
+        missed = state.missed_tokens[rows], state.missed_features[rows], positions, attend
+        if not is_wanted and hasattr(draft, "store"):
+            draft.store(*missed)
+            count.zero_()
+            return
+        output = draft.forward(*missed, from_target=True)
         last = torch.arange(num_rows, device=first.device) * MEMORY + (count - 1).clamp(min=0)
         for kept, read in ((state.draft_logits, output.logits), (state.draft_hidden, output.hidden)):
             kept[rows].copy_(torch.where((count > 0)[:, None], read.flatten(0, 1)[last], kept[rows]))

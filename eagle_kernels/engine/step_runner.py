@@ -41,7 +41,7 @@ class StepRunner:
     def __init__(self, stepper: Stepper, state: BatchState, use_graphs: bool):
         self.stepper, self._state, self._use_graphs = stepper, state, use_graphs
         self._graphs: dict[tuple[int, Features], _Captured] = {}
-        self._catch_ups: dict[int, torch.cuda.CUDAGraph] = {}
+        self._catch_ups: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._have_run: set[tuple[int, Features]] = set()
         self._timer: PhaseTimer | None = None
         if stepper.resting_draft:
@@ -63,15 +63,16 @@ class StepRunner:
         self._timer = captured.timer
         return captured.result
 
-    def catch_up(self, num_rows: int) -> None:
-        """Lets the draft read what it missed of the first `num_rows` rows or more."""
+    def catch_up(self, num_rows: int, is_wanted: bool) -> None:
+        """Lets the draft read what it missed of the first `num_rows` rows or more; see `Stepper.catch_up`."""
         if not self._use_graphs:
-            self.stepper.catch_up(self._state, num_rows)
+            self.stepper.catch_up(self._state, num_rows, is_wanted)
             return
         num_rows = bucket_of(num_rows, self._state.num_rows)
-        if num_rows not in self._catch_ups:
-            self._catch_ups[num_rows], _ = self._record(lambda: self.stepper.catch_up(self._state, num_rows))
-        self._catch_ups[num_rows].replay()
+        key = (num_rows, is_wanted)
+        if key not in self._catch_ups:
+            self._catch_ups[key], _ = self._record(lambda: self.stepper.catch_up(self._state, *key))
+        self._catch_ups[key].replay()
 
     def warm_up(self, num_rows: int, features: Features) -> None:
         """What `run` would compile and capture on its first call."""
@@ -82,8 +83,8 @@ class StepRunner:
         with _nobody(self._state):
             if not self._use_graphs:
                 self.stepper.step(self._state, num_rows, features, PhaseTimer(self.stepper.target.device))
-            if self.stepper.resting_draft:
-                self.catch_up(num_rows)
+            for is_wanted in (True, False) if self.stepper.resting_draft else ():
+                self.catch_up(num_rows, is_wanted)
 
     def phases_ms(self) -> dict[str, float]:
         """Of the last step, which the device must have finished."""

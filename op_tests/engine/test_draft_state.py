@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.causal_attend import causal_attend
+from eagle_kernels.engine.models.layers import rotate
 from op_tests.engine.toys import random_head, random_llama
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [4]]
@@ -45,9 +46,10 @@ def run_anew(forward, *inputs, **options) -> Anew:
     """`forward` over one whole sequence, without a pool."""
     kept = []
 
-    def attend(layer, query, key, value, window=None, **others):
+    def attend(layer, query, key, value, window=None, *, angles):
+        query, key = rotate(query, key, angles)
         kept.append((key[0], value[0]))
-        return causal_attend(layer, query, key, value, window, **others)
+        return causal_attend(layer, query, key, value, window)
 
     output = forward(*inputs, attend, **options)
     return Anew(*(torch.stack(tensors) for tensors in zip(*kept)), output)

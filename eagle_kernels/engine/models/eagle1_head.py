@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .draft_head import DraftHead, HeadConfig
 from .layers import MLP, Attention, Linear, RMSNorm
-from .protocol import Angles, Attend, DraftOutput
+from .protocol import Angles, Attend, DraftOutput, StoringAttend
 
 
 @dataclass(kw_only=True)
@@ -60,6 +60,13 @@ class Eagle1Head(DraftHead):
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
     ) -> DraftOutput:
         """See `protocol.DraftModel.forward`; a target's feature and the head's guess of one are read alike."""
-        hidden = self.fc(torch.cat((self.embed(input_ids), hidden), dim=-1))
+        hidden = self._fuse(input_ids, hidden)
         out = self.layers[0](hidden, self.rotary(positions), attend)
         return DraftOutput(self.project(out), out)
+
+    def store(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: StoringAttend) -> None:
+        """See `protocol.DraftModel`."""
+        self.layers[0].self_attn.store(self._fuse(input_ids, hidden), self.rotary(positions), attend, layer=0)
+
+    def _fuse(self, input_ids: Tensor, hidden: Tensor) -> Tensor:
+        return self.fc(torch.cat((self.embed(input_ids), hidden), dim=-1))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .draft_head import DraftHead, HeadConfig
 from .layers import MLP, Attention, Linear, RMSNorm
-from .protocol import Angles, Attend, DraftOutput, ModelError
+from .protocol import Angles, Attend, DraftOutput, ModelError, StoringAttend
 
 
 @dataclass(kw_only=True)
@@ -71,9 +71,14 @@ class EagleLayer(nn.Module):
     def forward(self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: Attend) -> Tensor:
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
-        pair = torch.cat((self.input_layernorm(embedding), normed), dim=-1)
-        hidden = residual + self.self_attn(pair, angles, attend, layer=0)
+        hidden = residual + self.self_attn(self._pair(embedding, normed), angles, attend, layer=0)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def store(self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: StoringAttend) -> None:
+        self.self_attn.store(self._pair(embedding, self.hidden_norm(hidden)), angles, attend, layer=0)
+
+    def _pair(self, embedding: Tensor, normed: Tensor) -> Tensor:
+        return torch.cat((self.input_layernorm(embedding), normed), dim=-1)
 
 
 class EagleHead(DraftHead):
@@ -110,3 +115,7 @@ class EagleHead(DraftHead):
         out = self.midlayer(self.embed(input_ids), hidden, self.rotary(positions), attend)
         normed = self.norm(out)
         return DraftOutput(self.project(normed), normed if self.config.norm_output else out)
+
+    def store(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: StoringAttend) -> None:
+        """See `protocol.DraftModel`."""
+        self.midlayer.store(self.embed(input_ids), self._fuse(hidden), self.rotary(positions), attend)

@@ -16,7 +16,7 @@ from ...reference.ops.nn.rms_norm import rms_norm
 from ...reference.ops.nn.rope import rope
 from ...reference.ops.nn.silu_and_mul import silu_and_mul
 from .decoder_config import DecoderConfig
-from .protocol import Angles, Attend
+from .protocol import Angles, Attend, StoringAttend
 
 # that `ops.linear_decode` takes
 MOST_ROWS = 16
@@ -76,6 +76,12 @@ class FusedLinear(Linear):
         """The outputs of the parts, views."""
         return self(x).split(list(self.parts.values()), dim=-1)
 
+    def split_rest(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of the parts but the first one."""
+        size, *others = self.parts.values()
+        bias = None if self.bias is None else self.bias[size:]
+        return nn.functional.linear(x, self.weight[size:], bias).split(others, dim=-1)
+
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         around, dot, _ = prefix.removesuffix(".").rpartition(".")
         for kind, parameter in self.named_parameters():
@@ -117,6 +123,13 @@ class Attention(nn.Module):
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         return self.o_proj(attend(layer, query, key, value, window=self.window, angles=angles).flatten(-2))
+
+    def store(self, x: Tensor, angles: Angles, attend: StoringAttend, layer: int) -> None:
+        """Writes keys and values as `forward` does, and attends to nothing."""
+        key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj.split_rest(x))
+        if self.k_norm is not None:
+            key = self.k_norm(key)
+        attend.store(layer, key, value, angles=angles)
 
 
 def rotate(query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:

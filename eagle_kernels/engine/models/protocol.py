@@ -66,6 +66,14 @@ class Attend(Protocol):
     ) -> Tensor: ...
 
 
+class StoringAttend(Attend, Protocol):
+    """What `DraftModel.store` is given."""
+
+    def store(self, layer: int, key: Tensor, value: Tensor, *, angles: Angles | None = None) -> None:
+        """Writes the keys and values, as a call does, and attends to nothing."""
+        ...
+
+
 class KVShape(NamedTuple):
     """The KV cache one token of the model needs: `num_layers` × 2 × `num_kv_heads` × `head_dim` numbers."""
 
@@ -151,7 +159,11 @@ class DraftModel(Protocol):
     token_shift         1 for EAGLE: the row of token t_i carries the feature of t_{i-1} and sits at draft position
                         i - 1, so t_0 has no row. 0 for a plain language model: t_i sits at position i.
 
-    A draft that says its `device` and `dtype` as a target does is checked against the target.
+    A draft that says its `device` and `dtype` as a target does is checked against the target. One of a single layer,
+    whose keys depend on no attention, may have
+        store(input_ids, hidden, positions, attend: StoringAttend) -> None
+    which writes what `forward(..., from_target=True)` writes and computes nothing else: plain decoding, while it goes
+    on, then costs little more than without a draft that may come back.
     """
 
     @property
