@@ -188,7 +188,9 @@ def kernels_of(engine, **sampling) -> Counter:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         engine.collect()
         torch.cuda.synchronize()
-    return Counter(event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    # within a graph the driver copies by an engine or by a kernel of its own, as it likes
+    return Counter("copy" if name.startswith(("Memcpy DtoD", "memcpy32_post")) else name for name in names)
 
 
 @pytest.mark.gpu
