@@ -37,7 +37,7 @@ def prepare_torch(values):
         page = table.gather(1, index.clamp(max=table.shape[1] - 1)).long()
         has_page = (page >= 0) & (index < table.shape[1])
         slots = torch.where(has_page, page * page_size + tokens % page_size, -1)
-        return slots, tokens.clamp(max=values["max_length"] - 1)
+        return {"slots": slots, "positions": tokens.clamp(max=values["max_length"] - 1)}
 
     return run
 
