@@ -55,8 +55,11 @@ MOST_S = 2.0
 class Bench:
     """The models, and the lines that were measured."""
 
-    def __init__(self, shape: str, device: torch.device, steps: int, prompt_tokens: int):
+    def __init__(
+        self, shape: str, device: torch.device, steps: int, prompt_tokens: int, batches: Sequence[int] | None = None
+    ):
         self.device, self.steps, self.prompt_tokens, self.shape = device, steps, prompt_tokens, shape
+        self.batches = batches
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.target = random_target(shape, device, self.dtype)
         self.draft = random_head(shape, device, self.dtype)
@@ -228,8 +231,7 @@ def outside(bench: Bench) -> None:
 
 
 def throughput(bench: Bench) -> None:
-    batch_size = 1
-    while batch_size <= (256 if bench.device.type == "cuda" else 2):
+    for batch_size in bench.batches or [2**i for i in range(9 if bench.device.type == "cuda" else 2)]:
         plain_speed = None
         for name, tree in PRESETS.items():
             engine = bench.engine(batch_size, **tree)
@@ -239,7 +241,6 @@ def throughput(bench: Bench) -> None:
             numbers = {"accept_length": length, "tokens_per_s": speed, "of_plain": speed / plain_speed}
             bench.record("throughput", f"B={batch_size}", name, step_ms, **numbers)
             del engine
-        batch_size *= 2
 
 
 def gap(bench: Bench) -> None:
@@ -296,7 +297,7 @@ def huggingface(bench: Bench) -> None:
     model.load_state_dict(bench.target.state_dict(), assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config, device=bench.device)
     model.eval()
-    for batch_size in (1, 8):
+    for batch_size in bench.batches or (1, 8):
         ours_ms, _ = bench.step_ms(bench.engine(batch_size), batch_size, is_plain=True)
         prompts = torch.randint(config.vocab_size, (batch_size, bench.prompt_tokens), device=bench.device)
         for name, options in (("eager", {}), ("compiled, static cache", {"cache_implementation": "static"})):
@@ -332,12 +333,13 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--steps", type=int, default=40, help="steps that are timed (default: 40)")
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
+    parser.add_argument("--batches", nargs="+", type=int, help="of throughput and huggingface (default: all of theirs)")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and options.shape != "small":
         print("a model of this size needs a GPU; --shape small runs anywhere")
         return 2
-    bench = Bench(options.shape, device, options.steps, options.prompt_tokens)
+    bench = Bench(options.shape, device, options.steps, options.prompt_tokens, options.batches)
     run = results.new_run()
     for section in options.only:
         first = len(bench.lines)
