@@ -22,7 +22,9 @@ def sources(folder: Path) -> list[Path]:
 
 
 KERNEL_FILES = sources(PACKAGE / "ops") + sources(PACKAGE / "primitives")
-READ_EARLY = {"linear_decode": {"weight"}}  # what the docstring says that the kernel directly before must not write
+READ_EARLY = {
+    "linear_decode": "weight"
+}  # of which the caller says by prefetch_* that the kernel before does not write it
 
 
 def parse(path: Path) -> ast.Module:
@@ -129,18 +131,24 @@ def test_launches_are_by_keyword(path):
 
 @pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_kernels_first_wait_for_the_kernel_before(path):
-    """They may start while it still runs (primitives/dependent_launch.py); until they wait they may read READ_EARLY."""
+    """They may start while it runs (primitives/dependent_launch.py), and read early what they are told to prefetch."""
     for function in ast.walk(parse(path)):
-        if isinstance(function, ast.FunctionDef) and function.name.endswith("_kernel"):
-            body = function.body[1:] if ast.get_docstring(function) else function.body
-            until = [ast.unparse(statement) for statement in body].index("await_predecessor(ENABLE_PDL)")
-            assert until == 0 or path.stem in READ_EARLY, f"{path}:{function.lineno}"
-            early = [node for statement in body[:until] for node in ast.walk(statement)]
-            pointers = {node.id for node in early if isinstance(node, ast.Name) and node.id.endswith("_ptr")}
-            named = {pointer.split("_")[0] for pointer in pointers}
-            assert named <= READ_EARLY.get(path.stem, set()), f"{path}:{function.lineno} reads {pointers} early"
-            called = {node.func.attr for node in early if isinstance(node, ast.Call) and hasattr(node.func, "attr")}
-            assert not {name for name in called if "store" in name or "atomic" in name}, f"{path}:{function.lineno}"
+        if not isinstance(function, ast.FunctionDef) or not function.name.endswith("_kernel"):
+            continue
+        body = function.body[1:] if ast.get_docstring(function) else function.body
+        first, *others = [ast.unparse(statement) for statement in body]
+        if path.stem not in READ_EARLY:
+            assert first == "await_predecessor(ENABLE_PDL)", f"{path}:{function.lineno}"
+            continue
+        told = f"PREFETCH_{READ_EARLY[path.stem].upper()}"
+        assert first == f"await_predecessor(ENABLE_PDL and (not {told}))", f"{path}:{function.lineno}"
+        until = 1 + others.index(f"await_predecessor(ENABLE_PDL and {told})")
+        early = [node for statement in body[1:until] for node in ast.walk(statement)]
+        pointers = {node.id for node in early if isinstance(node, ast.Name) and node.id.endswith("_ptr")}
+        named = {pointer.split("_")[0] for pointer in pointers}
+        assert named == {READ_EARLY[path.stem]}, f"{path}:{function.lineno} reads {pointers} early"
+        called = {node.func.attr for node in early if isinstance(node, ast.Call) and hasattr(node.func, "attr")}
+        assert not {name for name in called if "store" in name or "atomic" in name}, f"{path}:{function.lineno}"
 
 
 def test_top_level_holds_nothing_else():

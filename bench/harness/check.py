@@ -20,7 +20,7 @@ class Mismatch(Exception):
 def expected_outputs(benchmark: Benchmark, case: Case, device: torch.device) -> dict[str, torch.Tensor]:
     """What the reference makes of the case's inputs."""
     values = benchmark.inputs(case, device)
-    # what only changes how kernels work, `deterministic`, it does not know
+    # what only changes how kernels work, `deterministic` or `prefetch_weight`, it does not know
     known = inspect.signature(benchmark.reference).parameters
     given = {name: value for name, value in values.items() if name in known}
     return _named(benchmark, benchmark.reference(**given), values)

@@ -5,12 +5,12 @@ its programs are on the GPU already when the last program of the kernel before e
 this package calls `await_predecessor` before it reads or writes what another kernel may touch; and a kernel that does
 not know about it, launched after one of ours, waits for our end as ever.
 
-Nearly all begin with it, and so do nothing early, whatever ran before. One that streams weights may ask for the first
-of them above it, so that they are on their way while the kernel before ends. What it may not have seen then is what the
-kernel directly before it wrote, and nothing older: that one let it come up only after its own wait, when all before
-had ended. So such an op says that the kernel directly before must not write what is read early, and writes nothing
-there itself. For the same reason the two steps stay together in one function: were a successor let up before the wait,
-a chain of such kernels could run ahead of any number of others.
+They begin with it, and so do nothing early, whatever ran before. One that streams weights may be told to prefetch: then
+it waits a little later, when it has asked for the first of them, so that they are on their way while the kernel before
+ends. What it may not have seen then is what the kernel directly before it wrote, and nothing older: that one let it
+come up only after its own wait, when all before had ended. So the caller answers for it that this one kernel does not
+write what is prefetched. For the same reason the two steps stay together in one function: were a successor let up
+before the wait, a chain of such kernels could run ahead of any number of others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..runtime.language import tl, triton
 def await_predecessor(ENABLE_PDL: tl.constexpr):
     """Waits until all that the kernels before wrote can be seen; then lets the kernel after this one come up.
 
-    Called once, by every program, outside of branches and loops.
+    Called by every program, outside of branches and loops, and once with a true ENABLE_PDL where the GPU can.
     """
     if ENABLE_PDL:
         tl.extra.cuda.gdc_wait()

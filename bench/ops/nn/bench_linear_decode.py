@@ -23,7 +23,8 @@ def make(device, num_tokens, num_outputs, num_columns):
     # drawn in the dtype: the vocabulary's weights in fp32 would take 2 GiB more
     dtype = half_dtype(device)
     weight = torch.empty(num_outputs, num_columns, dtype=dtype, device=device).normal_()
-    return {"weight": weight, "x": torch.randn(num_tokens, num_columns, device=device).to(dtype) / num_columns**0.5}
+    x = torch.randn(num_tokens, num_columns, device=device).to(dtype) / num_columns**0.5
+    return {"weight": weight, "x": x, "prefetch_weight": True}
 
 
 def count_bytes(num_tokens, num_outputs, num_columns):

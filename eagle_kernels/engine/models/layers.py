@@ -12,32 +12,37 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
+from ...ops.nn.linear_decode import MAX_ROWS
 from ...reference.ops.nn.rms_norm import rms_norm
 from ...reference.ops.nn.rope import rope
 from ...reference.ops.nn.silu_and_mul import silu_and_mul
 from .decoder_config import DecoderConfig
 from .protocol import Angles, Attend, StoringAttend
 
-# that `ops.linear_decode` takes
-MOST_ROWS = 16
 _DIFFERENTIABLE = SimpleNamespace(rms_norm=rms_norm, rope=rope, silu_and_mul=silu_and_mul)
 
 
 def library(*tensors: Tensor) -> SimpleNamespace:
-    """Where to take `rms_norm`, `rope` and `silu_and_mul` of these tensors from: `ops`, or, for training, from the
-    references, which PyTorch can differentiate and run in mixed precision."""
+    """Where to take the operators on these tensors from: `ops`, or, for training, the references, or PyTorch where that
+    has the same, which can be differentiated and run in mixed precision."""
     is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return _DIFFERENTIABLE if is_trained or torch.is_autocast_enabled(tensors[0].device.type) else ops
 
 
-class Linear(nn.Linear):
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Of the few tokens of a decoding step on a GPU by `ops.linear_decode`, else as PyTorch does it. [B, T, K]."""
+    is_decoding = x.is_cuda and x.shape[:2].numel() <= MAX_ROWS
+    if not is_decoding or library(x, weight) is not ops:
+        return nn.functional.linear(x, weight, bias)
+    # a step writes no weights
+    return ops.linear_decode(x.flatten(0, 1), weight, bias, prefetch_weight=True).unflatten(0, x.shape[:2])
+
+
+class Linear(nn.Linear):
+    """See `linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        is_decoding = x.is_cuda and x.shape[:2].numel() <= MOST_ROWS
-        if not is_decoding or library(x, self.weight) is not ops:
-            return super().forward(x)
-        return ops.linear_decode(x.flatten(0, 1), self.weight, self.bias).unflatten(0, x.shape[:2])
+        return linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -80,7 +85,7 @@ class FusedLinear(Linear):
         """The outputs of the parts but the first one."""
         size, *others = self.parts.values()
         bias = None if self.bias is None else self.bias[size:]
-        return nn.functional.linear(x, self.weight[size:], bias).split(others, dim=-1)
+        return linear(x, self.weight[size:], bias).split(others, dim=-1)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         around, dot, _ = prefix.removesuffix(".").rpartition(".")

@@ -6,14 +6,15 @@ Shapes
     x       [T, K]  fp32 / fp16 / bf16, unit stride along K; T in 0..16, K >= 1
     weight  [N, K]  as x, unit stride along K
     bias    [N]     as x, optional
+    prefetch_weight bool    read the first tile of weight before the kernel directly before this one has ended, where
+                            the GPU can (primitives/dependent_launch.py): for weights that nobody writes
     -> out  [T, N]  as x, contiguous, unless `out` is not
 Invariants
     A row's bits depend on that row and its T = 1 or T > 1 alone: not on the other rows, so a NaN stays in its row, nor,
     from 2 on, on how many there are. One row alone is summed up in another order, so its last bit may be another one.
     An output's bits depend on no other row of weight. Sums are made in one order, without atomics.
-    The first tile of weight is read before the kernel directly before this one in the stream has ended, if it is one of
-    this package (primitives/dependent_launch.py): that kernel must not write weight. x and bias it may. out may not
-    overlap x.
+    out may not overlap x. With prefetch_weight the kernel directly before this one in the stream may write x and bias,
+    but not weight.
 Grid
     (output blocks,), one program makes one block of outputs of all rows, and reads its rows of weight from end to end.
 Launches
@@ -100,16 +101,18 @@ def _linear_decode_row_kernel(
     BLOCK_OUTPUT: tl.constexpr,
     BLOCK_COLUMN: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    PREFETCH_WEIGHT: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """One row of x: products and sums on the plain floating-point units, the next tiles on their way meanwhile."""
+    await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
     output = tl.program_id(0) * BLOCK_OUTPUT + tl.arange(0, BLOCK_OUTPUT)
     # past the end the last row once more: cheaper than a mask on every load
     weight_row = tl.minimum(output, num_outputs - 1).to(tl.int64)
     column = tl.arange(0, BLOCK_COLUMN)
     weight_row_ptr = weight_ptr + (weight_row * stride_weight_output * UNIT)[:, None]
     first_weight = _load_weight(weight_row_ptr, 0, column[None, :], NUM_COLUMNS, IS_EVEN)
-    await_predecessor(ENABLE_PDL)
+    await_predecessor(ENABLE_PDL and PREFETCH_WEIGHT)
 
     total = tl.zeros([BLOCK_OUTPUT, BLOCK_COLUMN // VECTOR], tl.float32)
     for start in tl.range(BLOCK_COLUMN, NUM_COLUMNS, BLOCK_COLUMN, num_stages=NUM_STAGES):
@@ -141,7 +144,11 @@ def _multiply(x, weight, total, IS_WIDENED: tl.constexpr):
     """
     if IS_WIDENED:
         x, weight = x.to(tl.float32), weight.to(tl.float32)
-    return tl.dot(x, tl.permute(weight, (0, 2, 1)), total, input_precision="ieee")
+    weight = tl.permute(weight, (0, 2, 1))
+    if x.dtype == tl.float32:
+        # sums of tiles, and a sum of these, are nearer than one sum of all: so they are not to be made into one
+        return total + tl.dot(x, weight, input_precision="ieee", max_num_imprecise_acc=x.shape[2])
+    return tl.dot(x, weight, total, input_precision="ieee")
 
 
 @triton.jit(
@@ -166,10 +173,12 @@ def _linear_decode_rows_kernel(
     NUM_PARTS: tl.constexpr,
     BLOCK_COLUMN: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    PREFETCH_WEIGHT: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Up to BLOCK_ROW rows on the tensor cores. Every warp has columns of its own, a part, which keeps all of them busy
     with few outputs; the parts' sums are added up last."""
+    await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
     output = tl.program_id(0) * BLOCK_OUTPUT + tl.arange(0, BLOCK_OUTPUT)
     # past the end the last row once more: cheaper than a mask on every load
     weight_row = tl.minimum(output, num_outputs - 1).to(tl.int64)
@@ -177,7 +186,7 @@ def _linear_decode_rows_kernel(
     column = part[:, None, None] * BLOCK_COLUMN + lane[None, None, :]
     weight_row_ptr = weight_ptr + (weight_row * stride_weight_output * UNIT)[None, :, None]
     first_weight = _load_weight(weight_row_ptr, 0, column, NUM_COLUMNS, IS_EVEN)
-    await_predecessor(ENABLE_PDL)
+    await_predecessor(ENABLE_PDL and PREFETCH_WEIGHT)
 
     row = tl.arange(0, BLOCK_ROW)
     is_row = (row < num_rows)[None, :, None]
@@ -195,7 +204,7 @@ def _linear_decode_rows_kernel(
     is_output = output < num_outputs
     if bias_ptr is not None:
         result += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    output_row_ptr = output_ptr + (row.to(tl.int64) * stride_output_row * UNIT)[:, None]
+    output_row_ptr = output_ptr + (row.to(tl.int64) * stride_output_row)[:, None]
     is_stored = (row < num_rows)[:, None] & is_output[None, :]
     tl.store(output_row_ptr + output[None, :], result.to(output_ptr.dtype.element_ty), mask=is_stored)
 
@@ -223,16 +232,21 @@ def _choose_tuning(num_rows: int, num_outputs: int, device: torch.device) -> dic
 
 @launcher
 def linear_decode(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    prefetch_weight: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x @ weight.T + bias for up to 16 rows; shapes are in the module's docstring.
 
-    weight: must not be written by the kernel directly before this one in the stream, see Invariants.
+    prefetch_weight: faster, but then the kernel directly before must not write weight, see Invariants.
     """
     out = check.allocate("linear_decode", contract(locals()), out)
     (num_rows, num_columns), num_outputs = x.shape, weight.shape[0]
     tuned = _choose_tuning(num_rows, num_outputs, x.device)
-    unit = row_unit(x, weight, out)
+    unit = row_unit(x, weight)
     block_output = tuned["block_output"]
     step = min(tuned["block_column"] * 2 // x.element_size(), triton.next_power_of_2(num_columns))
     arguments = {
@@ -246,6 +260,7 @@ def linear_decode(
         "NUM_COLUMNS": num_columns,
         "BLOCK_OUTPUT": block_output,
         "NUM_STAGES": tuned["num_stages"],
+        "PREFETCH_WEIGHT": prefetch_weight,
         "num_warps": tuned["num_warps"],
     }
     grid = (triton.cdiv(num_outputs, block_output) if num_rows else 0,)
@@ -257,7 +272,7 @@ def linear_decode(
             grid,
             num_rows=num_rows,
             stride_x_row=x.stride(0) // unit,
-            stride_output_row=out.stride(0) // unit,
+            stride_output_row=out.stride(0),
             IS_EVEN=num_columns % (tuned["num_warps"] * block_column) == 0,
             IS_WIDENED=is_interpreting() and x.dtype == torch.bfloat16,
             BLOCK_ROW=MAX_ROWS,

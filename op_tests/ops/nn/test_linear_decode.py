@@ -30,7 +30,6 @@ SIZES = ((1, 1), (5, 3), (33, 16), (40, 1025), (65, 1096), (7, 2048), (32, 3000)
 
 
 def make(num_rows, num_outputs, num_columns, dtype, *, has_bias=False, device="cpu"):
-    # weights come first: the kernel directly before the op must not write them
     values = {"weight": torch.randn(num_outputs, num_columns).to(device, dtype)}
     if has_bias:
         values["bias"] = (5.0 * torch.randn(num_outputs)).to(device, dtype)
@@ -51,6 +50,7 @@ def ahead_of_time_cases():
         yield f"T={num_rows} {dtype} partial tile", make(num_rows, 64, 3592, dtype)
     for num_rows in (1, 8):
         yield f"T={num_rows} odd", make(num_rows, 64, 4097, torch.bfloat16)
+        yield f"T={num_rows} prefetched", make(num_rows, 64, 4096, torch.bfloat16) | {"prefetch_weight": True}
 
 
 def order_case():
@@ -88,6 +88,14 @@ def test_strided_rows(num_rows, gap, device):
     for name in ("weight", "x"):
         wide = torch.full((len(values[name]), 320 + gap), float("nan"), dtype=torch.float16, device=device)
         check(values | {name: wide[:, :320].copy_(values[name])}, f"{name} of {320 + gap}")
+
+
+def test_prefetched_weights_are_the_same(device):
+    for num_rows in (1, 4):
+        values = make(num_rows, 37, 3000, torch.float16, has_bias=True, device=device)
+        expected = eagle_kernels.raw.linear_decode(**values)
+        result = eagle_kernels.raw.linear_decode(**values, prefetch_weight=True)
+        assert_equal("linear_decode", f"T = {num_rows}", "output", result, expected)
 
 
 def test_out_of_a_wider_tensor(device):
@@ -193,7 +201,8 @@ def test_rows_are_tuned_alike():
 
 def test_launches_and_nothing_else(device):
     for num_rows in (1, 3):
-        assert_only_launches(PATH, make(num_rows, 40, 64, torch.float16, has_bias=True, device=device))
+        values = make(num_rows, 40, 64, torch.float16, has_bias=True, device=device)
+        assert_only_launches(PATH, values)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -248,7 +257,7 @@ def test_waits_for_x(num_rows, device):
     def rounds():
         x = start
         for index, weight in enumerate(weights * 8):
-            x = eagle_kernels.raw.linear_decode(x, weight, out=buffers[index % 2])
+            x = eagle_kernels.raw.linear_decode(x, weight, prefetch_weight=True, out=buffers[index % 2])
 
     rounds()
     graph = torch.cuda.CUDAGraph()
@@ -260,6 +269,38 @@ def test_waits_for_x(num_rows, device):
             buffer.fill_(float("nan"))
         graph.replay()
         assert_equal("linear_decode", "chained", "output", buffers[1], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_waits_for_weights(num_rows, device):
+    """Unless told that they are there, it reads no weights before the kernel that writes them has ended."""
+    size, rounds = 2048, 32
+    shift = torch.eye(size, device=device).roll(1, 0).bfloat16()
+    start = torch.randint(-100, 100, (16, size), device=device).bfloat16()
+    x = torch.zeros(num_rows, size, device=device, dtype=torch.bfloat16)
+    x[:, 0] = 1.0
+    weights = [torch.empty_like(start) for _ in range(rounds)]
+    outputs = [torch.empty(num_rows, 16, device=device, dtype=torch.bfloat16) for _ in range(rounds)]
+
+    def run():
+        before = start
+        for weight, output in zip(weights, outputs):
+            eagle_kernels.raw.linear_decode(before, shift, out=weight)
+            eagle_kernels.raw.linear_decode(x, weight, out=output)
+            before = weight
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(100):
+        for buffer in weights:
+            buffer.fill_(float("nan"))
+        graph.replay()
+        for number, output in enumerate(outputs):
+            expected = start.roll(number + 1, 1)[:, 0].expand(num_rows, -1)
+            assert_equal("linear_decode", f"weights {number}", "output", output, expected.contiguous())
 
 
 @pytest.mark.gpu
