@@ -65,19 +65,15 @@ def bytes_per_page(shape: KVShape, page_size: int, dtype: torch.dtype) -> int:
     return 2 * shape.num_layers * page_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
 
-class PrefillAttend:
-    """`attend` of a part of a prompt: one request, causal, tokens start .. start + T - 1 behind those before them.
+class _PoolAttend:
+    """A layer's new keys and values are written into the pool, and its queries read them from there with all others.
 
-    block_table  [1, max_pages], the request's row
+    block_table  [B, max_pages]
+    slots        [B, T]  where the new ones go
     """
 
-    def __init__(self, pool: KVPool, block_table: Tensor, start: int, num_tokens: int):
-        self._pool, self._block_table, self._num_tokens = pool, block_table, num_tokens
-        device = block_table.device
-        first = torch.full((1,), start, dtype=torch.int64, device=device)
-        self._slots = ops.find_slots(block_table, first, count=num_tokens, page_size=pool.page_size).slots
-        self._seq_lens = first + num_tokens
-        self._bounds = torch.arange(2, dtype=torch.int64, device=device) * num_tokens
+    def __init__(self, pool: KVPool, block_table: Tensor, slots: Tensor):
+        self._pool, self._block_table, self._slots = pool, block_table, slots
 
     def __call__(
         self,
@@ -91,20 +87,37 @@ class PrefillAttend:
         **options: Any,
     ) -> Tensor:
         query = self._pool.write(layer, self._slots, query, key, value, angles)
-        return ops.prefill_attention(
-            query[0],
-            self._bounds,
-            k_cache=self._pool.k_cache[layer],
-            v_cache=self._pool.v_cache[layer],
-            block_table=self._block_table,
-            seq_lens=self._seq_lens,
-            max_query=self._num_tokens,
-            window=window,
-            **options,
-        ).output[None]
+        caches = {"k_cache": self._pool.k_cache[layer], "v_cache": self._pool.v_cache[layer]}
+        return self._read(query, **caches, block_table=self._block_table, window=window, **options)
+
+    def store(self, layer: int, key: Tensor, value: Tensor, *, angles: Angles | None = None) -> None:
+        """See `protocol.StoringAttend`."""
+        self._pool.write(layer, self._slots, None, key, value, angles)
+
+    def _read(self, query: Tensor, **options: Any) -> Tensor:
+        raise NotImplementedError
 
 
-class TreeAttend:
+class PrefillAttend(_PoolAttend):
+    """`attend` of a part of a prompt: one request, causal, tokens start .. start + T - 1 behind those before them.
+
+    block_table  [1, max_pages], the request's row
+    """
+
+    def __init__(self, pool: KVPool, block_table: Tensor, start: int, num_tokens: int):
+        device = block_table.device
+        first = torch.full((1,), start, dtype=torch.int64, device=device)
+        slots = ops.find_slots(block_table, first, count=num_tokens, page_size=pool.page_size).slots
+        super().__init__(pool, block_table, slots)
+        self._seq_lens, self._num_tokens = first + num_tokens, num_tokens
+        self._bounds = torch.arange(2, dtype=torch.int64, device=device) * num_tokens
+
+    def _read(self, query: Tensor, **options: Any) -> Tensor:
+        sizes = {"seq_lens": self._seq_lens, "max_query": self._num_tokens}
+        return ops.prefill_attention(query[0], self._bounds, **sizes, **options).output[None]
+
+
+class TreeAttend(_PoolAttend):
     """`attend` of T tree rows per request: they see the committed prefix, and the draft keys that the mask names.
 
     block_table    [B, max_pages]
@@ -126,74 +139,32 @@ class TreeAttend:
         positions: Tensor,
         key_positions: Tensor | None = None,
     ):
-        self._pool, self._block_table, self._lengths = pool, block_table, lengths
-        self._slots = slots
-        self._num_draft_keys = num_draft_keys
+        super().__init__(pool, block_table, slots)
+        self._lengths, self._num_draft_keys = lengths, num_draft_keys
         self.tree_mask = tree_mask
         self._positions, self._key_positions = positions, key_positions
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None = None,
-        *,
-        angles: Angles | None = None,
-        **options: Any,
-    ) -> Tensor:
-        query = self._pool.write(layer, self._slots, query, key, value, angles)
-        positions = {}
-        if window is not None:
-            positions["positions"] = self._positions.flatten().contiguous()
+    def _read(self, query: Tensor, **options: Any) -> Tensor:
+        if options["window"] is not None:
+            options["positions"] = self._positions.flatten().contiguous()
             if self._key_positions is not None:
-                positions["key_positions"] = self._key_positions.flatten().contiguous()
+                options["key_positions"] = self._key_positions.flatten().contiguous()
         return ops.tree_attention(
             query,
-            self._pool.k_cache[layer],
-            self._pool.v_cache[layer],
-            self.tree_mask,
+            tree_mask=self.tree_mask,
             num_draft_keys=self._num_draft_keys,
             is_causal=self.tree_mask is None,
-            block_table=self._block_table,
             seq_lens=self._lengths,
-            window=window,
-            **positions,
             **options,
         ).output
 
-    def store(self, layer: int, key: Tensor, value: Tensor, *, angles: Angles | None = None) -> None:
-        """See `protocol.StoringAttend`."""
-        self._pool.write(layer, self._slots, None, key, value, angles)
 
-
-class DecodeAttend:
+class DecodeAttend(_PoolAttend):
     """`attend` of plain decoding: one new row per request, behind its prefix; slots [B, 1]."""
 
     def __init__(self, pool: KVPool, block_table: Tensor, lengths: Tensor, slots: Tensor):
-        self._pool, self._block_table = pool, block_table
+        super().__init__(pool, block_table, slots)
         self._seq_lens = lengths + 1
-        self._slots = slots
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None = None,
-        *,
-        angles: Angles | None = None,
-        **options: Any,
-    ) -> Tensor:
-        query = self._pool.write(layer, self._slots, query, key, value, angles)
-        return ops.gqa_decode(
-            query[:, 0],
-            self._pool.k_cache[layer],
-            self._pool.v_cache[layer],
-            block_table=self._block_table,
-            seq_lens=self._seq_lens,
-            window=window,
-            **options,
-        ).output[:, None]
+    def _read(self, query: Tensor, **options: Any) -> Tensor:
+        return ops.gqa_decode(query[:, 0], seq_lens=self._seq_lens, **options).output[:, None]

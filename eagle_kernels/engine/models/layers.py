@@ -97,9 +97,9 @@ class FusedLinear(Linear):
 
 def join_parts(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_) -> None:
     """A hook before `load_state_dict`: the parts of the module's fused projections become one tensor each."""
-    for name, linear in module.named_children():
-        for kind in ("weight", "bias") if isinstance(linear, FusedLinear) else ():
-            parts = [f"{prefix}{part}.{kind}" for part in linear.parts]
+    for name, child in module.named_children():
+        for kind in ("weight", "bias") if isinstance(child, FusedLinear) else ():
+            parts = [f"{prefix}{part}.{kind}" for part in child.parts]
             if all(part in state_dict for part in parts):
                 state_dict[f"{prefix}{name}.{kind}"] = torch.cat([state_dict.pop(part) for part in parts])
 
