@@ -264,17 +264,28 @@ def test_the_walk_reads_as_many_rows(depth, topk, scans, device, monkeypatch):
         assert real[1] == [2] * (depth + 1) + [0] * (NUM_STEPS - depth)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": torch.tensor([5, 5])}], ids=["plain", "top_k"])
-def test_sampled_walks_launch_as_much(filters, device):
-    """Without penalties and log-probabilities too, where few rows are all drawn at once."""
+WALKS = {
+    "all rows": ({}, True, ["scan", "draw", "path"]),
+    "level by level": ({}, False, ["scan"] * (NUM_STEPS + 1) + ["path"]),
+    "with filters": ({"top_k": torch.tensor([5, 5])}, False, ["scan", "draw"] * (NUM_STEPS + 1)),
+}
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="needs triton")
+@pytest.mark.parametrize("walk", WALKS)
+def test_sampled_walks_launch_as_much(walk, device, monkeypatch):
+    """Without penalties and log-probabilities too, which need launches of their own."""
+    filters, is_at_once, kernels = WALKS[walk]
+    monkeypatch.setattr(sampled, "draws_all_rows", lambda *sizes: is_at_once)
     values = paths_of(2, 3) | {"positions": torch.arange(2 * (1 + NUM_STEPS * 3)), "seeds": torch.tensor([5, 6])}
     values |= {"temperature": torch.ones(2), **filters}
     values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
     rates = torch.tensor([1.0, 1.0, 0.0], device=device)
-    kernels = []
+    launches = []
     for policy in ({}, {"accept_policy": "simulate", "simulated_rates": rates}):
         launched = []
         with launch.intercept(lambda op, kernel, grid, arguments, to=launched: to.append((kernel.__name__, grid))):
             sampled.verify_tree_sampled(**values, **policy)
-        kernels.append(launched)
-    assert kernels[0] == kernels[1]
+        launches.append(launched)
+    assert launches[0] == launches[1]
+    assert [name for name, _ in launches[0]] == [f"_verify_tree_sampled_{kernel}_kernel" for kernel in kernels]
