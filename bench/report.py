@@ -1,7 +1,7 @@
 """Makes the tables of the results: `python -m bench.report` writes them, `--check` tells whether they are up to date.
 
-`results/<gpu>/README.md` holds every case; README.md, between its two marks, the headline cases. A row is of one run:
-the newest in which our provider was timed on that case. Nobody types a number.
+`results/<gpu>/README.md` holds every case; README.md, between two marks each, the headline cases and the steps of the
+engine. A row is of one run: the newest in which our provider was timed on that case. Nobody types a number.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from .harness import results
 from .harness.declaration import Benchmark, Case, declared
 
 ROOT = Path(__file__).parent.parent
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+OPS, ENGINE = "bench", "engine"  # what stands between <!-- bench:begin --> and <!-- bench:end -->, and so on
 OURS = "eagle_kernels"
+# numbers of a step of the engine that its table shows
+_SHOWN = ("tokens_per_s", "accept_length", "of_floor", "of_plain", "of_ours", "ratio", "worst_us")
 # of a benchmark that marks no headline case: the first ones that a peer was timed on, or the very first
 _MAX_UNMARKED = 2
 
@@ -51,19 +53,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> dict[Path, str]:
     """The whole text of every file that holds tables."""
-    files, headlines = {}, []
+    files, headlines, steps = {}, [], []
     for folder in sorted(path for path in directory.iterdir() if path.is_dir()):
         sections = [(b, newest_rows(folder / f"{b.op}.jsonl", b.cases)) for b in benchmarks]
         sections = [(benchmark, rows) for benchmark, rows in sections if rows]
         if sections:
             files[folder / "README.md"] = _full_report(sections)
             headlines.append(_headline_table(sections))
-    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{readme} must hold {BEGIN} and, after it, {END}")
-    files[readme] = "".join([before, begin, "\n", "\n\n".join(headlines) or "No results yet.", "\n", end, after])
+        shapes: dict[str, list[dict]] = {}
+        for line in _lines(folder / "generation.jsonl"):
+            shapes.setdefault(line["shape"], []).append(line)
+        steps += map(_engine_tables, shapes.values())
+    text = readme.read_text(encoding="utf-8")
+    for mark, tables in ((OPS, headlines), (ENGINE, steps)):
+        text = _put(readme, text, mark, "\n\n".join(tables) or "No results yet.")
+    files[readme] = text
     return files
+
+
+def _put(file: Path, text: str, mark: str, tables: str) -> str:
+    """The text with these tables between its two marks."""
+    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
+    before, found, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"{file} must hold {begin} and, after it, {end}")
+    return f"{before}{begin}\n{tables}\n{end}{after}"
+
+
+def _lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
 def newest_rows(file: Path, cases: Iterable[Case]) -> list[tuple[Case, Row]]:
@@ -73,7 +92,7 @@ def newest_rows(file: Path, cases: Iterable[Case]) -> list[tuple[Case, Row]]:
     Cases that are no longer declared are history.
     """
     runs: dict[str, dict[tuple, Row]] = {}
-    for line in map(json.loads, file.read_text(encoding="utf-8").splitlines() if file.exists() else ()):
+    for line in _lines(file):
         of_case = runs.setdefault(line["case"], {})
         run = ("run", line["run"]) if line.get("run") else ("commit", line["commit"])
         # taken out and put back: the run that was written to last comes last
@@ -119,6 +138,25 @@ def _headline_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) ->
             theirs = [best, _time(_graph(row, best)), _ratio(row, best)] if best else ["-"] * 3
             table.append([f"`{benchmark.op}`", case.name, *ours, *theirs, f"`{row[OURS]['commit']}`"])
     return f"{_machine(sections)}, times in µs:\n\n{_markdown(table)}"
+
+
+def _engine_tables(lines: Sequence[dict]) -> str:
+    """Steps of the engine, and its throughput by batch size and preset: the newest line of each case and provider."""
+    newest = {(line["section"], line["case"], line["provider"]): line for line in lines}
+    steps = [["section", "case", "provider", "ms a step", "numbers", "at commit"]]
+    speeds: dict[str, dict[str, str]] = {}
+    for (section, case, provider), line in newest.items():
+        if section == "throughput":
+            speeds.setdefault(case, {})[provider] = f"{line['tokens_per_s']:.0f} ({line['of_plain']:.2f}×)"
+            continue
+        numbers = [f"{name} {line[name]:.4g}" for name in _SHOWN if name in line]
+        steps.append([section, case, provider, f"{line['step_ms']:.3f}", ", ".join(numbers), f"`{line['commit']}`"])
+    presets = list(dict.fromkeys(name for row in speeds.values() for name in row))
+    throughput = [["tokens/s (of plain)", *presets]]
+    throughput += [[case, *(row.get(name, "-") for name in presets)] for case, row in speeds.items()]
+    return f"{lines[0]['gpu']}, a target of the shape of {lines[0]['shape']}:\n\n" + "\n\n".join(
+        _markdown(table) for table in (steps, throughput) if len(table) > 1
+    )
 
 
 def _headlines(benchmark: Benchmark, rows: list[tuple[Case, Row]]) -> list[tuple[Case, Row]]:

@@ -30,8 +30,9 @@ def line(provider, graph_us, *, case="first", op="build_tree", **fields):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A README with the two marks, and results of which the command line's `declared` knows two cases."""
-    (tmp_path / "README.md").write_text(f"before\n{report.BEGIN}\n{report.END}\nafter\n")
+    """A README with the marks, and results of which the command line's `declared` knows two cases."""
+    marks = [f"<!-- {mark}:{side} -->" for mark in (report.OPS, report.ENGINE) for side in ("begin", "end")]
+    (tmp_path / "README.md").write_text("\n".join(["before", *marks, "after", ""]))
     (tmp_path / "results").mkdir()
     return tmp_path
 
@@ -101,6 +102,25 @@ def test_tables(folder, monkeypatch):
     assert "| second | abc | 10.00 | 9.00 | 50.00 | - | - | 50.0% | - | - | 4.50 (0.45×) | - | - |" in full
 
 
+def test_steps_of_the_engine(folder, monkeypatch):
+    """The newest line of each case and provider; throughput as one table of batch sizes and presets."""
+
+    def step(section, case, provider, step_ms, **numbers):
+        about = {"shape": "llama", "gpu": GPU, "commit": "abc", "run": "a"}
+        return {"op": "generation", "section": section, "case": case, "provider": provider, "step_ms": step_ms} | (
+            about | numbers
+        )
+
+    write(folder, step("plain", "B=1", "eagle_kernels", 6.0), step("plain", "B=1", "eagle_kernels", 5.3741, ratio=1.0))
+    for provider, speed, of_plain in (("plain", 186.1, 1.0), ("chain", 377.8, 2.031)):
+        write(folder, step("throughput", "B=1", provider, 5.0, tokens_per_s=speed, of_plain=of_plain))
+    assert call_report(folder, monkeypatch) == 0
+    readme = (folder / "README.md").read_text()
+    assert "| plain | B=1 | eagle_kernels | 5.374 | ratio 1 | `abc` |" in readme and "6.000" not in readme
+    assert "| tokens/s (of plain) | plain | chain |" in readme
+    assert "| B=1 | 186 (1.00×) | 378 (2.03×) |" in readme
+
+
 def test_check_goes_red_when_a_number_is_edited_or_is_new(folder, monkeypatch, capsys):
     write(folder, line("eagle_kernels", 4.0, run="a"), line("torch", 100.0, run="a"))
     assert call_report(folder, monkeypatch, "--check") == 1
@@ -119,7 +139,7 @@ def test_check_goes_red_when_a_number_is_edited_or_is_new(folder, monkeypatch, c
 
 
 def test_a_readme_without_marks_is_refused(folder, monkeypatch):
-    (folder / "README.md").write_text(f"before {report.BEGIN}")
+    (folder / "README.md").write_text("before <!-- bench:begin -->")
     with pytest.raises(ValueError, match="must hold <!-- bench:begin --> and, after it, <!-- bench:end -->"):
         call_report(folder, monkeypatch)
 
