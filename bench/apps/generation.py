@@ -9,7 +9,7 @@ acceptance where drafts are timed. Prints a table and appends JSON lines to `res
     outside      the same with models that cost nothing: drafting, tree, verification, KV moves, bookkeeping; the graph
                  alone, and with the host, which otherwise works while the device does
     throughput   plain, naive_eagle, chain, tree and the automatic choice at batch 1, 2, 4, ... 256
-    gap          between the device work of consecutive steps, from a trace
+    gap          how long the device is idle between the work of consecutive steps, from a trace
     huggingface  generate of transformers with the same weights, eager and compiled with a static cache
 """
 
@@ -244,7 +244,7 @@ def throughput(bench: Bench) -> None:
 
 
 def gap(bench: Bench) -> None:
-    """Time from the end of the last kernel or copy of one graph to the first of the next, from a trace."""
+    """How long the device has nothing to do before each graph, kernels and copies being work, from a trace."""
     if bench.device.type != "cuda":
         return
     for name, shape, accept in (("plain", None, 1.0), ("tree 8/5/64", (8, 5, 64), 4.0)):
