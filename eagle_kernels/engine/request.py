@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass, field
 
 from .models.tokenizer import Tokenizer
@@ -65,6 +66,10 @@ class Request:
         """Ends here, for what was raised."""
         self.finish_reason, self.exception = "error", error
         self.error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        # frames hold the activations and pools of the step that failed, for as long as somebody holds the request
+        origin = _Origin("\n" + "".join(traceback.format_exception(error)))
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__, error.__context__, error.__cause__ = None, None, origin
 
     def push(self, tokens: list[int], accepted: int, logprobs: list[float] | None) -> list[TokenEvent]:
         """Takes what a step brought, `accepted` drafts and a token of the target, until the request ends."""
@@ -88,6 +93,10 @@ class Request:
         if self.outbox is not None:
             self.outbox += events
         return events
+
+
+class _Origin(Exception):
+    """Where an error was raised, in words."""
 
 
 class StopStrings:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -272,6 +274,45 @@ def test_what_goes_wrong_for_one_request_is_its_own(target, draft, lag, monkeypa
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.generate(broken, 5)
     assert not engine.has_work
+
+
+class Activation:
+    """Something large that a forward pass holds."""
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_has_failed_holds_no_memory(target, draft, monkeypatch, is_stream):
+    """Of the frames that it was raised in, or raised from, only the places stay, in words."""
+    engine, held = make(draft, target), []
+
+    def out_of_memory(*arguments, **keywords):
+        activation = Activation()
+        held.append(weakref.ref(activation))
+        try:
+            raise KeyError(activation)
+        except KeyError as error:
+            raise RuntimeError("out of memory") from error
+
+    monkeypatch.setattr(target, "forward", out_of_memory)
+    gc.disable()  # what is in no cycle goes at once
+    try:
+        try:
+            raise ValueError("of the caller, who keeps its traceback")
+        except ValueError as error:
+            if is_stream:
+                stream = engine.stream([1, 2], 5)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    next(stream)
+                (request,) = stream.requests
+            else:
+                request = engine.submit([1, 2], SamplingParams(max_new_tokens=5))
+                engine.collect()
+            assert error.__traceback__ is not None
+        assert len(held) == 1 and held[0]() is None
+    finally:
+        gc.enable()
+    assert request.error == "RuntimeError: out of memory"
+    assert "in out_of_memory" in str(request.exception.__cause__)
 
 
 def test_a_server_loses_no_events_to_streams(target, draft, lag):
