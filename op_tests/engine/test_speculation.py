@@ -189,6 +189,28 @@ def test_a_tree_that_has_lost_is_not_tried_with_more_requests():
     assert set(chosen) == {0, 1, 2}, "nothing is known of smaller batches"
 
 
+def test_a_tree_that_has_lost_is_tried_with_more_requests_in_time():
+    """Their texts may be others: here drafts bring nothing alone, and four tokens a step in a batch."""
+    choice = Fastest(2, None)
+    simulate(choice, 2 * PROBE_STEPS, (6.0, 9.0), (1.0, 1.1), num_rows=1)
+    total_ms, total, chosen = simulate(choice, 20_000, (6.5, 9.5), (1.0, 4.0), num_rows=4)
+    assert 0 < chosen.index(1) < 5 * PROBE_AFTER and total / total_ms > 0.95 * 4.0 / 9.5
+
+
+@pytest.mark.parametrize("node_ms", [0.02, 0.2, 1.0])
+def test_useless_drafts_cost_little_at_any_size(node_ms):
+    """Of ever more requests, each of which makes every node dearer, known from the smaller batches or not."""
+
+    def step_ms(num_rows):
+        return tuple(6.0 + node_ms * (nodes - 1) * num_rows for nodes in (1, 2, 4, 8, 16))
+
+    for sizes in ((1, 2, 4, 8, 16, 32, 64), (1, 64)):
+        choice = Fastest(5, None)
+        for num_rows in sizes:
+            total_ms, total, _ = simulate(choice, 10_000, step_ms(num_rows), (1.0,) * 5, num_rows)
+            assert 6.0 * total / total_ms >= 0.98
+
+
 def test_times_settle_within_a_few_steps():
     """The first steps of a batch that is still filling say little about a full one."""
     choice = Fastest(2, None)
