@@ -47,7 +47,8 @@ class EAGLEInference:
     depend on how many rows are computed together (fp32 in practice; in bf16 a near-tie may part them).
 
     Three ways to use it: `generate`; `stream`, for `for` and `async for`; and `submit`, `step`, `collect`, for a server
-    that lets requests join and leave between steps. All share one batch and one pool of pages.
+    that lets requests join and leave between steps. All share one batch and one pool of pages. While `is_speculating`
+    is set to False, requests go on by plain decoding.
 
     draft_model   an EAGLE head or any `DraftModel`; a plain language model (`TargetModel`) drafts without features
     target_model  any `TargetModel` (`engine/models/protocol.py`)
@@ -95,7 +96,7 @@ class EAGLEInference:
         self._steps: dict[tuple, Steps] = {}
         self._plain_step_ms: dict[int, float] = {}
         self._num_submitted = 0
-        self._is_speculating = True
+        self.is_speculating = True
         # events of submitted requests that `step` has not returned yet
         self._outbox: list[TokenEvent] = []
 
@@ -204,7 +205,7 @@ class EAGLEInference:
         """Advances all requests; returns the tokens of submitted ones that have become known since the last call."""
         with self.lock:
             if self._scheduler is not None and self._scheduler.has_work:
-                self._scheduler.step()
+                self._scheduler.step(self.is_speculating)
             events = list(self._outbox)
             self._outbox.clear()
             return events
@@ -213,17 +214,6 @@ class EAGLEInference:
         """Steps until all submitted requests have ended; `Request` tells what each brought."""
         while self.has_work:
             self.step()
-
-    @property
-    def is_speculating(self) -> bool:
-        """False: requests go on by plain decoding from the next step on, until it is True again."""
-        return self._is_speculating
-
-    @is_speculating.setter
-    def is_speculating(self, value: bool) -> None:
-        self._is_speculating = value
-        if self._scheduler is not None:
-            self._scheduler.is_speculating = value
 
     def abort(self, request: Request) -> None:
         """Ends a request wherever it is; its row and pages are free at once."""
@@ -368,7 +358,6 @@ class EAGLEInference:
                 page_size=config.page_size,
             )
             scheduler = self._scheduler = Scheduler(state, config.prefill_chunk)
-            scheduler.is_speculating = self._is_speculating
         step_key = (speculative, *(getattr(config, name) for name in _STEP_FIELDS))
         if step_key not in self._steps:
             draft = self.draft if speculative else None

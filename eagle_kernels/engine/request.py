@@ -71,7 +71,7 @@ class Request:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__, error.__context__, error.__cause__ = None, None, origin
 
-    def push(self, tokens: list[int], accepted: int, logprobs: list[float] | None) -> list[TokenEvent]:
+    def push(self, tokens: list[int], accepted: int, logprobs: list[float] | None) -> None:
         """Takes what a step brought, `accepted` drafts and a token of the target, until the request ends."""
         events = []
         for index, token in enumerate(tokens):
@@ -92,7 +92,6 @@ class Request:
         self._events += events
         if self.outbox is not None:
             self.outbox += events
-        return events
 
 
 class _Origin(Exception):

@@ -81,7 +81,7 @@ class _Run:
                 with engine.lock:
                     # another stream's step may have brought something
                     if not any(request.has_news for request in requests):
-                        scheduler.step()
+                        scheduler.step(engine.is_speculating)
                 stats.decode_time_s += time.perf_counter() - start_s
                 stats.batch_steps = scheduler.num_steps - first_step
                 for request in requests:

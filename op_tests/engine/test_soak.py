@@ -36,10 +36,11 @@ def push_more(push):
     """Takes a token more than was asked for, where a step brings one."""
 
     def pushed(self, tokens, accepted, logprobs):
-        events = push(self, tokens, accepted, logprobs)
-        if self.is_finished and len(events) < len(tokens):
-            self.output_ids.append(tokens[len(events)])
-        return events
+        before = len(self.output_ids)
+        push(self, tokens, accepted, logprobs)
+        taken = len(self.output_ids) - before
+        if self.is_finished and taken < len(tokens):
+            self.output_ids.append(tokens[taken])
 
     return pushed
 
