@@ -242,9 +242,9 @@ class Scheduler:
         running = [row for row in self._rows if row is not None and row.is_running and self._needs_step(row)]
         if not running:
             return False
-        number = self.steps.choice.choose(len(running)) if is_speculating else 0
-        runner = self._last_runner = self.steps.runners[number]
         num_rows = 1 + max(row.index for row in running)
+        number = self.steps.choice.choose(num_rows) if is_speculating else 0
+        runner = self._last_runner = self.steps.runners[number]
         is_wanted = runner.stepper.draft is not None
         if self._num_missed and (is_wanted or self._num_missed == MEMORY):
             self.steps.runners[0].catch_up(num_rows, is_wanted)
@@ -339,8 +339,9 @@ class Scheduler:
         """Tells how fast a step was."""
         if launch.start is not None:
             launch.step_ms = launch.start.elapsed_time(launch.event)
-        counts = [len(_before_padding(tokens[index])) for index, _ in launch.rows]
-        self.steps.choice.note(launch.number, len(counts), launch.step_ms, sum(counts) / len(counts))
+        indices = [index for index, _ in launch.rows]
+        counts = [len(_before_padding(tokens[index])) for index in indices]
+        self.steps.choice.note(launch.number, 1 + max(indices), launch.step_ms, sum(counts) / len(counts))
 
     def _release(self, row: _Row) -> None:
         self.pages.free(row.pages)

@@ -11,7 +11,7 @@ PROBE_AFTER = 256
 PROBE_SHARE = 0.01
 # Of a new step time at the least; GPUs take about the same time for the same work.
 TIME_WEIGHT = 0.25
-# requests whose tokens in a step are averaged over
+# rows whose tokens in a step are averaged over
 TOKEN_ROWS = 64
 # A tree this much slower than a smaller one is not tried first thing with more requests, which only make it dearer.
 HOPELESS = 0.8
@@ -21,14 +21,14 @@ class Choice(Protocol):
     """Which of several steppers steps next; number 0 is plain decoding."""
 
     def choose(self, num_rows: int) -> int:
-        """For a step of so many requests."""
+        """For a step of so many rows: the requests that step, and those that happen to lie between them."""
 
     def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
         """What such a step took, None where nobody knows, and how many tokens it brought a request."""
 
 
 class ByBatchSize:
-    """table: (most requests, number), ascending; more requests than the last entry has are decoded plainly."""
+    """table: (most rows, number), ascending; more rows than the last entry has are decoded plainly."""
 
     def __init__(self, table: tuple[tuple[int | None, int], ...]):
         self._table = table
@@ -127,7 +127,7 @@ class Fastest:
 
 
 def _size_class(num_rows: int) -> int:
-    """The same for all numbers of requests that share a graph."""
+    """The same for all numbers of rows that share a graph."""
     return (num_rows - 1).bit_length()
 
 
