@@ -22,12 +22,13 @@ from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer, load_tokenizer
-from .output import GenerationOutput, GenerationStats, TokenEvent
+from .output import GenerationOutput, TokenEvent
 from .request import Request, StopStrings
 from .sampling import SAMPLING_FIELDS, SamplingParams
 from .scheduler import Scheduler, overshoot
 from .steps import Steps, make_steps
 from .stream import TextStream, TokenStream
+from .values import is_integer
 from .warmup import warm_up
 
 _CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))
@@ -167,13 +168,17 @@ class EAGLEInference:
             self._request(index, prompt, _params(config, wanted | {"seed": seed}), config)
             for index, (prompt, seed) in enumerate(zip(prompts, read_seeds(seeds, len(prompts))))
         ]
-        with self.lock:
+
+        def find_scheduler() -> Scheduler:
             scheduler = self._scheduler_for(config, speculative)
-        for request in requests:
-            reason = scheduler.why_never(request)
-            if reason:
-                raise ValueError(f"generate: prompt {request.id}: {reason}")
-        return TokenStream(self, scheduler, requests, is_single)
+            for request in requests:
+                reason = scheduler.why_never(request)
+                if reason:
+                    raise ValueError(f"generate: prompt {request.id}: {reason}")
+            return scheduler
+
+        with self.lock:
+            return TokenStream(self, find_scheduler, requests, is_single)
 
     def stream_text(self, text: str, max_new_tokens: int = 128, **options: Any) -> TextStream:
         """The text that follows `text`, in pieces, for `for` and `async for`; options are those of `stream`."""
@@ -254,9 +259,12 @@ class EAGLEInference:
         most_requests   at once; None: max_batch of the configuration
         overrides       of calls of `generate` that have them
         """
-        config, wanted = self._split(overrides)
+        config, wanted = self._split(overrides, "warmup")
         if params and wanted:
-            raise ValueError(f"warmup: {sorted(wanted)[0]} belongs into the SamplingParams that are given")
+            name, value = min(wanted.items())
+            raise ValueError(f"warmup: {name} belongs into the SamplingParams that are given, got {name}={value!r}")
+        if most_requests is not None and not (is_integer(most_requests) and most_requests >= 1):
+            raise ValueError(f"warmup: most_requests must be None or an int of at least 1, got {most_requests!r}")
         with self.lock:
             scheduler = self._scheduler_for(config, speculative)
             warm_up(
@@ -289,15 +297,15 @@ class EAGLEInference:
         """Measured time of a plain step of so many requests; None if none was measured."""
         return self._plain_step_ms.get(num_requests)
 
-    def note_plain_step(self, stats: GenerationStats) -> None:
-        if stats.num_draft_tokens == 1 and stats.batch_steps:
-            self._plain_step_ms[stats.num_requests] = stats.step_ms
+    def note_plain_step(self, num_requests: int, step_ms: float) -> None:
+        """What a plain step of so many requests takes that has nothing left to compile."""
+        self._plain_step_ms[num_requests] = step_ms
 
-    def _split(self, overrides: dict[str, Any]) -> tuple[EAGLEConfig, dict[str, Any]]:
+    def _split(self, overrides: dict[str, Any], caller: str = "generate") -> tuple[EAGLEConfig, dict[str, Any]]:
         """The configuration of a call, and what of its requests is not in there."""
         unknown = sorted(overrides.keys() - {*_CONFIG_FIELDS, *SAMPLING_FIELDS} | overrides.keys() & {"seed"})
         if unknown:
-            raise ValueError(f"generate: there is no field {unknown[0]} in EAGLEConfig or SamplingParams")
+            raise ValueError(f"{caller}: there is no field {unknown[0]} in EAGLEConfig or SamplingParams")
         of_config = {name: value for name, value in overrides.items() if name in _CONFIG_FIELDS}
         others = {name: value for name, value in overrides.items() if name not in _CONFIG_FIELDS}
         return replace(self.config, **of_config) if of_config else self.config, others

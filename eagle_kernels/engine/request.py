@@ -40,7 +40,7 @@ class Request:
     # events that its owner has not collected yet; of submitted requests a list of the engine has them as well
     _events: list[TokenEvent] = field(default_factory=list)
     outbox: list[TokenEvent] | None = None
-    # what was raised, if that is why
+    # what was raised, if that is why, until somebody is told
     exception: Exception | None = None
 
     @property
@@ -70,6 +70,15 @@ class Request:
         origin = _Origin("\n" + "".join(traceback.format_exception(error)))
         traceback.clear_frames(error.__traceback__)
         error.__traceback__, error.__context__, error.__cause__ = None, None, origin
+
+    def raise_error(self) -> None:
+        """Raises what ended it, if something did; once, since it holds every frame that it passes from then on."""
+        error, self.exception = self.exception, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
 
     def push(self, tokens: list[int], accepted: int, logprobs: list[float] | None) -> None:
         """Takes what a step brought, `accepted` drafts and a token of the target, until the request ends."""

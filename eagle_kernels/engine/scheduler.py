@@ -73,6 +73,8 @@ class Scheduler:
         # steps until the next one is waited for, to read the times of its phases
         self._until_timed = 0
         self.num_steps = 0
+        # of these, such as had something to compile or to capture
+        self.num_cold_steps = 0
         self._phases_ms: deque[dict[str, float]] = deque(maxlen=256)
         self._waiting: deque[Request] = deque()
         self._rows: list[_Row | None] = [None] * state.num_rows
@@ -256,6 +258,7 @@ class Scheduler:
         elapsed_ms = 1e3 * (time.perf_counter() - start_s)
         self._num_missed += runner.stepper.resting_draft is not None
         self.num_steps += 1
+        self.num_cold_steps += not is_known
         launch = self._push(result, [(row.index, row) for row in running], number)
         if is_known:
             launch.start, launch.step_ms = start, elapsed_ms if start is None else None
