@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.sampling import Features
 from eagle_kernels.engine.step_runner import StepRunner, bucket_of, buckets
+from eagle_kernels.runtime import launch
 from op_tests.engine.test_scheduler import PARAMS, alone, make, prompt_of
 from op_tests.engine.toys import ToyModel, random_llama
 
@@ -184,31 +187,49 @@ def test_requests_join_and_leave(target, draft):
         assert request.logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """The kernels that are compiled from now on, as in a process that has run none; afterwards all is as it was."""
+    from triton import knobs
+    from triton.runtime.jit import JITFunction
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("eagle_kernels")]
+    for kernel in [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]:
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    # plans would launch what was compiled for them before
+    monkeypatch.setattr(launch, "_knows_triton", lambda: False)
+    seen: list[str] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **arguments: seen.append(arguments["repr"]))
+    return seen
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("speculative", [True, False])
-def test_nothing_compiles_after_warmup(target, draft, speculative):
-    from triton import knobs
-
+def test_nothing_compiles_after_warmup(target, draft, speculative, compiled):
     engine = make(draft, target, max_batch=4)
     engine.warmup(*PARAMS, speculative=speculative)
+    assert compiled, "the hook is not called"
+    compiled.clear()
     runners = engine._scheduler.steps.runners
-    captured, compiled = [set(runner._graphs) for runner in runners], []
-    assert all({num_rows for num_rows, _ in graphs} == {1, 2, 4} for graphs in captured)
-    knobs.runtime.jit_post_compile_hook = lambda **arguments: compiled.append(arguments["repr"])
-    try:
-        coin = random.Random(1)
-        for number in range(30):
-            count = coin.randrange(1, 6)
-            for params in coin.sample(PARAMS, count):
-                wanted = {name: getattr(params, name) for name in params.__dataclass_fields__ if name != "seed"}
-                engine.generate(prompt_of(number), seeds=number, speculative=speculative, **wanted)
-            if speculative:
-                for other in range(count):
-                    engine.submit(prompt_of(number + other), coin.choice(PARAMS))
-                engine.collect()
-    finally:
-        knobs.runtime.jit_post_compile_hook = None
-    assert not compiled and [set(runner._graphs) for runner in runners] == captured
+    captured = [(set(runner._graphs), set(runner._catch_ups)) for runner in runners]
+    assert all({num_rows for num_rows, _ in graphs} == {1, 2, 4} for graphs, _ in captured)
+    catch_ups = {(num_rows, is_wanted) for num_rows in (1, 2, 4) for is_wanted in (True, False)}
+    assert captured[0][1] == (catch_ups if speculative else set())
+    coin = random.Random(1)
+    for number in range(30):
+        engine.is_speculating = coin.random() < 0.7  # drafts that have rested catch up
+        count = coin.randrange(1, 6)
+        for params in coin.sample(PARAMS, count):
+            wanted = {name: getattr(params, name) for name in params.__dataclass_fields__ if name != "seed"}
+            engine.generate(prompt_of(number), seeds=number, speculative=speculative, **wanted)
+        if speculative:
+            for other in range(count):
+                engine.submit(prompt_of(number + other), coin.choice(PARAMS))
+            engine.step()
+            engine.is_speculating = True
+            engine.collect()
+    assert not compiled
+    assert [(set(runner._graphs), set(runner._catch_ups)) for runner in runners] == captured
 
 
 @pytest.mark.gpu
