@@ -29,7 +29,7 @@ from .steps import Steps
 
 # every so many steps the host waits for one, to read the times of its phases
 TIMED_STEPS = 32
-# see `overshoot`
+# `overshoot` of steps without drafts, which bring one token and write one slot: 2 * (0 + 1) + 1
 PLAIN_OVERSHOOT = 3
 
 
