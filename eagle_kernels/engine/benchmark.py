@@ -88,7 +88,7 @@ class BenchmarkResult:
         return rows
 
 
-class _Run:
+class _Decoding:
     """Collects what the batches of one way of decoding bring."""
 
     def __init__(self, engine: EAGLEInference):
@@ -162,7 +162,7 @@ def benchmark(
             engine.warmup(speculative=speculative, most_requests=batch_size, **options)
     if engine.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(engine.device)
-    runs = {True: _Run(engine), False: _Run(engine)}
+    runs = {True: _Decoding(engine), False: _Decoding(engine)}
     identical = 0
     for batch in _progress(batches, progress):
         texts = [

@@ -22,12 +22,13 @@ from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer, load_tokenizer
-from .output import GenerationOutput, GenerationStats, TokenEvent
+from .output import GenerationOutput, TokenEvent
 from .request import Request, StopStrings
 from .sampling import SAMPLING_FIELDS, SamplingParams
 from .scheduler import Scheduler, overshoot
 from .steps import Steps, make_steps
 from .stream import TextStream, TokenStream
+from .values import is_integer
 from .warmup import warm_up
 
 _CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))
@@ -47,7 +48,8 @@ class EAGLEInference:
     depend on how many rows are computed together (fp32 in practice; in bf16 a near-tie may part them).
 
     Three ways to use it: `generate`; `stream`, for `for` and `async for`; and `submit`, `step`, `collect`, for a server
-    that lets requests join and leave between steps. All share one batch and one pool of pages.
+    that lets requests join and leave between steps. All share one batch and one pool of pages. While `is_speculating`
+    is set to False, requests go on by plain decoding.
 
     draft_model   an EAGLE head or any `DraftModel`; a plain language model (`TargetModel`) drafts without features
     target_model  any `TargetModel` (`engine/models/protocol.py`)
@@ -95,7 +97,7 @@ class EAGLEInference:
         self._steps: dict[tuple, Steps] = {}
         self._plain_step_ms: dict[int, float] = {}
         self._num_submitted = 0
-        self._is_speculating = True
+        self.is_speculating = True
         # events of submitted requests that `step` has not returned yet
         self._outbox: list[TokenEvent] = []
 
@@ -166,13 +168,17 @@ class EAGLEInference:
             self._request(index, prompt, _params(config, wanted | {"seed": seed}), config)
             for index, (prompt, seed) in enumerate(zip(prompts, read_seeds(seeds, len(prompts))))
         ]
-        with self.lock:
+
+        def find_scheduler() -> Scheduler:
             scheduler = self._scheduler_for(config, speculative)
-        for request in requests:
-            reason = scheduler.why_never(request)
-            if reason:
-                raise ValueError(f"generate: prompt {request.id}: {reason}")
-        return TokenStream(self, scheduler, requests, is_single)
+            for request in requests:
+                reason = scheduler.why_never(request)
+                if reason:
+                    raise ValueError(f"generate: prompt {request.id}: {reason}")
+            return scheduler
+
+        with self.lock:
+            return TokenStream(self, find_scheduler, requests, is_single)
 
     def stream_text(self, text: str, max_new_tokens: int = 128, **options: Any) -> TextStream:
         """The text that follows `text`, in pieces, for `for` and `async for`; options are those of `stream`."""
@@ -204,7 +210,7 @@ class EAGLEInference:
         """Advances all requests; returns the tokens of submitted ones that have become known since the last call."""
         with self.lock:
             if self._scheduler is not None and self._scheduler.has_work:
-                self._scheduler.step()
+                self._scheduler.step(self.is_speculating)
             events = list(self._outbox)
             self._outbox.clear()
             return events
@@ -213,17 +219,6 @@ class EAGLEInference:
         """Steps until all submitted requests have ended; `Request` tells what each brought."""
         while self.has_work:
             self.step()
-
-    @property
-    def is_speculating(self) -> bool:
-        """False: requests go on by plain decoding from the next step on, until it is True again."""
-        return self._is_speculating
-
-    @is_speculating.setter
-    def is_speculating(self, value: bool) -> None:
-        self._is_speculating = value
-        if self._scheduler is not None:
-            self._scheduler.is_speculating = value
 
     def abort(self, request: Request) -> None:
         """Ends a request wherever it is; its row and pages are free at once."""
@@ -264,9 +259,12 @@ class EAGLEInference:
         most_requests   at once; None: max_batch of the configuration
         overrides       of calls of `generate` that have them
         """
-        config, wanted = self._split(overrides)
+        config, wanted = self._split(overrides, "warmup")
         if params and wanted:
-            raise ValueError(f"warmup: {sorted(wanted)[0]} belongs into the SamplingParams that are given")
+            name, value = min(wanted.items())
+            raise ValueError(f"warmup: {name} belongs into the SamplingParams that are given, got {name}={value!r}")
+        if most_requests is not None and not (is_integer(most_requests) and most_requests >= 1):
+            raise ValueError(f"warmup: most_requests must be None or an int of at least 1, got {most_requests!r}")
         with self.lock:
             scheduler = self._scheduler_for(config, speculative)
             warm_up(
@@ -299,15 +297,15 @@ class EAGLEInference:
         """Measured time of a plain step of so many requests; None if none was measured."""
         return self._plain_step_ms.get(num_requests)
 
-    def note_plain_step(self, stats: GenerationStats) -> None:
-        if stats.num_draft_tokens == 1 and stats.batch_steps:
-            self._plain_step_ms[stats.num_requests] = stats.step_ms
+    def note_plain_step(self, num_requests: int, step_ms: float) -> None:
+        """What a plain step of so many requests takes that has nothing left to compile."""
+        self._plain_step_ms[num_requests] = step_ms
 
-    def _split(self, overrides: dict[str, Any]) -> tuple[EAGLEConfig, dict[str, Any]]:
+    def _split(self, overrides: dict[str, Any], caller: str = "generate") -> tuple[EAGLEConfig, dict[str, Any]]:
         """The configuration of a call, and what of its requests is not in there."""
         unknown = sorted(overrides.keys() - {*_CONFIG_FIELDS, *SAMPLING_FIELDS} | overrides.keys() & {"seed"})
         if unknown:
-            raise ValueError(f"generate: there is no field {unknown[0]} in EAGLEConfig or SamplingParams")
+            raise ValueError(f"{caller}: there is no field {unknown[0]} in EAGLEConfig or SamplingParams")
         of_config = {name: value for name, value in overrides.items() if name in _CONFIG_FIELDS}
         others = {name: value for name, value in overrides.items() if name not in _CONFIG_FIELDS}
         return replace(self.config, **of_config) if of_config else self.config, others
@@ -368,7 +366,6 @@ class EAGLEInference:
                 page_size=config.page_size,
             )
             scheduler = self._scheduler = Scheduler(state, config.prefill_chunk)
-            scheduler.is_speculating = self._is_speculating
         step_key = (speculative, *(getattr(config, name) for name in _STEP_FIELDS))
         if step_key not in self._steps:
             draft = self.draft if speculative else None

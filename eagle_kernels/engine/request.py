@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass, field
 
 from .models.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ class Request:
     # events that its owner has not collected yet; of submitted requests a list of the engine has them as well
     _events: list[TokenEvent] = field(default_factory=list)
     outbox: list[TokenEvent] | None = None
-    # what was raised, if that is why
+    # what was raised, if that is why, until somebody is told
     exception: Exception | None = None
 
     @property
@@ -65,8 +66,21 @@ class Request:
         """Ends here, for what was raised."""
         self.finish_reason, self.exception = "error", error
         self.error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        # frames hold the activations and pools of the step that failed, for as long as somebody holds the request
+        origin = _Origin("\n" + "".join(traceback.format_exception(error)))
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__, error.__context__, error.__cause__ = None, None, origin
 
-    def push(self, tokens: list[int], accepted: int, logprobs: list[float] | None) -> list[TokenEvent]:
+    def raise_error(self) -> None:
+        """Raises what ended it, if something did; once, since it holds every frame that it passes from then on."""
+        error, self.exception = self.exception, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
+
+    def push(self, tokens: list[int], accepted: int, logprobs: list[float] | None) -> None:
         """Takes what a step brought, `accepted` drafts and a token of the target, until the request ends."""
         events = []
         for index, token in enumerate(tokens):
@@ -87,7 +101,10 @@ class Request:
         self._events += events
         if self.outbox is not None:
             self.outbox += events
-        return events
+
+
+class _Origin(Exception):
+    """Where an error was raised, in words."""
 
 
 class StopStrings:

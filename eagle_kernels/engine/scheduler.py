@@ -21,7 +21,6 @@ from .batch_state import MEMORY, BatchState
 from .config import EAGLEConfig
 from .kv_pool import PageAllocator, PrefillAttend
 from .models.protocol import DraftOutput
-from .output import TokenEvent
 from .request import Request
 from .sampling import Features
 from .step import Stepper, StepResult, rows_behind
@@ -30,7 +29,7 @@ from .steps import Steps
 
 # every so many steps the host waits for one, to read the times of its phases
 TIMED_STEPS = 32
-# see `overshoot`
+# `overshoot` of steps without drafts, which bring one token and write one slot: 2 * (0 + 1) + 1
 PLAIN_OVERSHOOT = 3
 
 
@@ -68,13 +67,14 @@ class Scheduler:
         self.state, self._prefill_chunk = state, prefill_chunk
         self.pages = PageAllocator(state.target_pool.k_cache.shape[1])
         self.steps: Steps | None = None
-        self.is_speculating = True
         self._last_runner: StepRunner | None = None
         # plain steps since the draft has read what it missed
         self._num_missed = 0
         # steps until the next one is waited for, to read the times of its phases
         self._until_timed = 0
         self.num_steps = 0
+        # of these, such as had something to compile or to capture
+        self.num_cold_steps = 0
         self._phases_ms: deque[dict[str, float]] = deque(maxlen=256)
         self._waiting: deque[Request] = deque()
         self._rows: list[_Row | None] = [None] * state.num_rows
@@ -148,20 +148,18 @@ class Scheduler:
                 self._release(row)
 
     @torch.inference_mode()
-    def step(self) -> list[TokenEvent]:
-        """Advances everything by one step; returns the tokens that the host has learned of meanwhile."""
+    def step(self, is_speculating: bool = True) -> None:
+        """Advances everything by one step, without drafts if they are not to be; requests learn of their tokens."""
         self.prepare()
-        has_launched = self._launch()
+        has_launched = self._launch(is_speculating)
         # times must be read before the next step overwrites them, so this step is waited for, and the device with it
         is_timed = has_launched and (self._lag == 0 or self._until_timed == 0)
         self._until_timed = TIMED_STEPS if is_timed else self._until_timed - has_launched
         lag = self._lag if has_launched and not is_timed else 0
-        events = []
         while len(self._unread) > lag:
-            events += self._read_back()
+            self._read_back()
         if is_timed:
             self._phases_ms.append(self._last_runner.phases_ms())
-        return events
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -241,14 +239,14 @@ class Scheduler:
             self.state.move(row.index, to)
             self._rows[row.index], self._rows[to], row.index = None, row, to
 
-    def _launch(self) -> bool:
+    def _launch(self, is_speculating: bool) -> bool:
         """Queues a step of all rows that run, unless none may need one."""
         running = [row for row in self._rows if row is not None and row.is_running and self._needs_step(row)]
         if not running:
             return False
-        number = self.steps.choice.choose(len(running)) if self.is_speculating else 0
-        runner = self._last_runner = self.steps.runners[number]
         num_rows = 1 + max(row.index for row in running)
+        number = self.steps.choice.choose(num_rows) if is_speculating else 0
+        runner = self._last_runner = self.steps.runners[number]
         is_wanted = runner.stepper.draft is not None
         if self._num_missed and (is_wanted or self._num_missed == MEMORY):
             self.steps.runners[0].catch_up(num_rows, is_wanted)
@@ -260,6 +258,7 @@ class Scheduler:
         elapsed_ms = 1e3 * (time.perf_counter() - start_s)
         self._num_missed += runner.stepper.resting_draft is not None
         self.num_steps += 1
+        self.num_cold_steps += not is_known
         launch = self._push(result, [(row.index, row) for row in running], number)
         if is_known:
             launch.start, launch.step_ms = start, elapsed_ms if start is None else None
@@ -313,7 +312,7 @@ class Scheduler:
         event.record(torch.cuda.current_stream(device))
         return event
 
-    def _read_back(self) -> list[TokenEvent]:
+    def _read_back(self) -> None:
         """The tokens of the oldest launch; rows of requests that have ended are freed."""
         launch = self._unread[0]
         if launch.event is not None:
@@ -325,7 +324,6 @@ class Scheduler:
         logprobs = None if launch.result.logprobs is None else launch.result.logprobs.tolist()
         if launch.number is not None:
             self._note(launch, tokens)
-        events = []
         for index, row in launch.rows:
             request = row.request
             if request.is_finished:
@@ -336,17 +334,17 @@ class Scheduler:
                 request.accepted.append(accepted)
                 request.drafted += self.steps.runners[launch.number].stepper.num_nodes - 1
             with self._failing_alone(row):
-                events += request.push(brought, accepted, logprobs and logprobs[index])
+                request.push(brought, accepted, logprobs and logprobs[index])
             if request.is_finished and row in self._rows:
                 self._release(row)
-        return events
 
     def _note(self, launch: _Launch, tokens: list[list[int]]) -> None:
         """Tells how fast a step was."""
         if launch.start is not None:
             launch.step_ms = launch.start.elapsed_time(launch.event)
-        counts = [len(_before_padding(tokens[index])) for index, _ in launch.rows]
-        self.steps.choice.note(launch.number, len(counts), launch.step_ms, sum(counts) / len(counts))
+        indices = [index for index, _ in launch.rows]
+        counts = [len(_before_padding(tokens[index])) for index in indices]
+        self.steps.choice.note(launch.number, 1 + max(indices), launch.step_ms, sum(counts) / len(counts))
 
     def _release(self, row: _Row) -> None:
         self.pages.free(row.pages)

@@ -11,9 +11,9 @@ PROBE_AFTER = 256
 PROBE_SHARE = 0.01
 # Of a new step time at the least; GPUs take about the same time for the same work.
 TIME_WEIGHT = 0.25
-# requests whose tokens in a step are averaged over
+# rows whose tokens in a step are averaged over
 TOKEN_ROWS = 64
-# A tree this much slower than a smaller one is not tried with more requests, which only make it dearer.
+# A tree this much slower than a smaller one is not tried first thing with more requests, which only make it dearer.
 HOPELESS = 0.8
 
 
@@ -21,14 +21,14 @@ class Choice(Protocol):
     """Which of several steppers steps next; number 0 is plain decoding."""
 
     def choose(self, num_rows: int) -> int:
-        """For a step of so many requests."""
+        """For a step of so many rows: the requests that step, and those that happen to lie between them."""
 
     def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
         """What such a step took, None where nobody knows, and how many tokens it brought a request."""
 
 
 class ByBatchSize:
-    """table: (most requests, number), ascending; more requests than the last entry has are decoded plainly."""
+    """table: (most rows, number), ascending; more rows than the last entry has are decoded plainly."""
 
     def __init__(self, table: tuple[tuple[int | None, int], ...]):
         self._table = table
@@ -47,7 +47,8 @@ class Fastest:
     """The number with most tokens a second at this batch size: step times by batch size, tokens over all of them.
 
     The others are measured again now and then, so that a change of the texts is noticed; the slower, the more rarely.
-    Numbers stand for trees of ever more nodes. most_rows: above, plain decoding alone.
+    One that has lost in smaller batches is first measured then, as rarely as what it took there suggests: larger ones
+    may have other texts. Numbers stand for trees of ever more nodes. most_rows: above, plain decoding alone.
     """
 
     def __init__(self, count: int, most_rows: int | None):
@@ -66,20 +67,15 @@ class Fastest:
         size = _size_class(num_rows)
         if self._probe is not None and self._probe[0] == size:
             return self._probe[1]
-        hopeful = [number for number in range(self._count) if not self._is_hopeless(size, number)]
-        for number in hopeful:
-            if self._num_seen.get((size, number), 0) < PROBE_STEPS:
+        numbers = range(self._count)
+        for number in numbers:
+            if self._num_seen.get((size, number), 0) < PROBE_STEPS and not self._is_hopeless(size, number):
                 return number
-        speeds = [self._speed(size, number) for number in range(self._count)]
-        best = max(range(self._count), key=speeds.__getitem__)
-        for number in hopeful:
-            key, speed = (size, number), speeds[number]
+        best = max(numbers, key=lambda number: self._speed(size, number))
+        for number in numbers:
+            key = size, number
             self._num_unseen[key] = 0 if number == best else self._num_unseen.get(key, 0) + 1
-            # time that the best one would not have taken for the same tokens, in steps of its own
-            lost_steps = 0.0
-            if speed:
-                lost_ms = self._tokens.get(number, 1.0) * (1 / speed - 1 / speeds[best])
-                lost_steps = PROBE_STEPS * lost_ms / self._step_ms[size, best]
+            lost_steps = PROBE_STEPS * self._lost_steps(size, number, best)
             if self._num_unseen[key] > max(PROBE_AFTER, lost_steps * (self._count - 1) / PROBE_SHARE):
                 self._num_unseen[key] = 0
                 self._probe = (*key, PROBE_STEPS)
@@ -108,13 +104,30 @@ class Fastest:
                 return any(speed < HOPELESS * self._speed(fewer, other) for other in range(number))
         return False
 
+    def _lost_steps(self, size: int, number: int, best: int) -> float:
+        """Time of a step that the best one would not take for the same tokens, in steps of its own; 0: not known."""
+        step_ms, best_ms = self._step_ms.get((size, number)), self._step_ms.get((size, best))
+        if best_ms is None:
+            return 0.0
+        if step_ms is None:
+            step_ms = best_ms + self._extra_ms(size, number, best)
+        return step_ms / best_ms - self._tokens.get(number, 1.0) / self._tokens.get(best, 1.0)
+
+    def _extra_ms(self, size: int, number: int, best: int) -> float:
+        """What a step may take longer than the best one's: what it took in the next smaller batch, for each request."""
+        for fewer in range(size - 1, -1, -1):
+            times = [self._step_ms.get((fewer, each)) for each in (number, best)]
+            if None not in times:
+                return (times[0] - times[1]) * 2 ** (size - fewer)
+        return 0.0
+
     def _speed(self, size: int, number: int) -> float:
         step_ms = self._step_ms.get((size, number))
         return self._tokens.get(number, 1.0) / step_ms if step_ms else 0.0
 
 
 def _size_class(num_rows: int) -> int:
-    """The same for all numbers of requests that share a graph."""
+    """The same for all numbers of rows that share a graph."""
     return (num_rows - 1).bit_length()
 
 

@@ -46,18 +46,19 @@ class StepRunner:
         self._timer: PhaseTimer | None = None
         if stepper.resting_draft:
             state.keep_what_drafts_miss(len(stepper.aux_layers) * stepper.target.hidden_size)
+        # of all graphs, and the stream that they are captured on
         self._memory = torch.cuda.graph_pool_handle() if use_graphs else None
+        self._stream = torch.cuda.Stream(stepper.target.device) if use_graphs else None
 
     def has_run(self, num_rows: int, features: Features) -> bool:
         """Whether `run` has nothing left to compile or to capture."""
-        return (bucket_of(num_rows, self._state.num_rows), features) in self._have_run
+        key = bucket_of(num_rows, self._state.num_rows), features
+        return key in self._graphs or key in self._have_run
 
     def run(self, num_rows: int, features: Features) -> StepResult:
         """Steps the first `num_rows` rows or more; the result is overwritten by the next run."""
-        self._have_run.add((bucket_of(num_rows, self._state.num_rows), features))
         if not self._use_graphs:
-            self._timer = PhaseTimer(self.stepper.target.device)
-            return self.stepper.step(self._state, num_rows, features, self._timer)
+            return self._run_eagerly(num_rows, features)
         captured = self._captured(bucket_of(num_rows, self._state.num_rows), features)
         captured.graph.replay()
         self._timer = captured.timer
@@ -71,7 +72,7 @@ class StepRunner:
         num_rows = bucket_of(num_rows, self._state.num_rows)
         key = (num_rows, is_wanted)
         if key not in self._catch_ups:
-            self._catch_ups[key], _ = self._record(lambda: self.stepper.catch_up(self._state, *key))
+            self._catch_ups[key], _ = self._record(lambda: self.stepper.catch_up(self._state, *key), "a catch-up")
         self._catch_ups[key].replay()
 
     def warm_up(self, num_rows: int, features: Features) -> None:
@@ -82,13 +83,19 @@ class StepRunner:
             self._captured(bucket_of(num_rows, self._state.num_rows), features)
         with _nobody(self._state):
             if not self._use_graphs:
-                self.stepper.step(self._state, num_rows, features, PhaseTimer(self.stepper.target.device))
+                self._run_eagerly(num_rows, features)
             for is_wanted in (True, False) if self.stepper.resting_draft else ():
                 self.catch_up(num_rows, is_wanted)
 
     def phases_ms(self) -> dict[str, float]:
         """Of the last step, which the device must have finished."""
         return self._timer.read_ms()
+
+    def _run_eagerly(self, num_rows: int, features: Features) -> StepResult:
+        self._timer = PhaseTimer(self.stepper.target.device)
+        result = self.stepper.step(self._state, num_rows, features, self._timer)
+        self._have_run.add((bucket_of(num_rows, self._state.num_rows), features))
+        return result
 
     def _captured(self, num_rows: int, features: Features) -> _Captured:
         key = (num_rows, features)
@@ -100,24 +107,30 @@ class StepRunner:
         device = self.stepper.target.device
         timers = [PhaseTimer(device), PhaseTimer(device, is_captured=True)]
         timer = timers[1]
-        graph, result = self._record(lambda: self.stepper.step(self._state, num_rows, features, timers.pop(0)))
+        graph, result = self._record(
+            lambda: self.stepper.step(self._state, num_rows, features, timers.pop(0)), "a step"
+        )
         return _Captured(graph, result, timer)
 
-    def _record(self, run: Callable[[], StepResult | None]) -> tuple[torch.cuda.CUDAGraph, StepResult | None]:
-        """A graph of what `run` launches."""
+    def _record(
+        self, run: Callable[[], StepResult | None], what: str
+    ) -> tuple[torch.cuda.CUDAGraph, StepResult | None]:
+        """A graph of what `run` launches; what: in words."""
         # compile, and let libraries allocate, on rows that are nobody's: a step changes those that are somebody's
         with _nobody(self._state):
             run()
         device, graph = self.stepper.target.device, torch.cuda.CUDAGraph()
         torch.cuda.synchronize(device)
-        # a stream of this device, whichever is current; other threads may go on meanwhile
-        capture = {"pool": self._memory, "stream": torch.cuda.Stream(device), "capture_error_mode": "thread_local"}
+        # on this device, whichever is current; other threads may go on meanwhile
+        capture = {"pool": self._memory, "stream": self._stream, "capture_error_mode": "thread_local"}
         try:
             with torch.cuda.device(device), torch.cuda.graph(graph, **capture):
                 result = run()
+        except torch.OutOfMemoryError:  # says by itself what would help
+            raise
         except Exception as error:
             raise ModelError(
-                "EAGLEInference: a step cannot be captured as a CUDA graph, as when a model waits for the device "
+                f"EAGLEInference: {what} cannot be captured as a CUDA graph, as when a model waits for the device "
                 f"({error}); cuda_graph=False runs it one launch after another"
             ) from error
         return graph, result

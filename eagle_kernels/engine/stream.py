@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING
 
 from .models.tokenizer import Tokenizer
@@ -21,11 +21,19 @@ class TokenStream(Iterator[TokenEvent], AsyncIterator[TokenEvent]):
     """Steps the engine until its own requests have ended; those of others that share the batch advance with them.
 
     A stream that is given up (`close`, or forgotten) aborts its requests.
+
+    find_scheduler  the engine's for these requests: until a stream begins another one may take its place
     """
 
-    def __init__(self, engine: EAGLEInference, scheduler: Scheduler, requests: list[Request], is_single: bool):
+    def __init__(
+        self,
+        engine: EAGLEInference,
+        find_scheduler: Callable[[], Scheduler],
+        requests: list[Request],
+        is_single: bool,
+    ):
         self.requests, self._is_single = requests, is_single
-        self._run = _Run(engine, scheduler, requests)
+        self._run = _Run(engine, find_scheduler, requests)
         self._events = self._run.events()
 
     def __next__(self) -> TokenEvent:
@@ -40,6 +48,8 @@ class TokenStream(Iterator[TokenEvent], AsyncIterator[TokenEvent]):
     def close(self) -> None:
         """Aborts what has not ended."""
         self._events.close()
+        for request in self.requests:  # of a stream that has not begun
+            request.finish_reason = request.finish_reason or "abort"
 
     def output(self) -> GenerationOutput:
         """Tokens and statistics, whole once the iterator is exhausted."""
@@ -50,10 +60,9 @@ class TokenStream(Iterator[TokenEvent], AsyncIterator[TokenEvent]):
 class _Run:
     """What a stream does; apart from it, so that nothing but its owner holds a stream, and it ends when forgotten."""
 
-    def __init__(self, engine: EAGLEInference, scheduler: Scheduler, requests: list[Request]):
-        self._engine, self._scheduler, self._requests = engine, scheduler, requests
-        self._steps = scheduler.steps
-        steppers = [runner.stepper for runner in scheduler.steps.runners]
+    def __init__(self, engine: EAGLEInference, find_scheduler: Callable[[], Scheduler], requests: list[Request]):
+        self._engine, self._find_scheduler, self._requests = engine, find_scheduler, requests
+        steppers = [runner.stepper for runner in find_scheduler().steps.runners]
         self._stats = GenerationStats(
             num_requests=len(requests),
             num_steps=max(stepper.num_steps for stepper in steppers),
@@ -63,47 +72,50 @@ class _Run:
         )
 
     def events(self) -> Iterator[TokenEvent]:
-        scheduler, stats, engine, requests = self._scheduler, self._stats, self._engine, self._requests
-        first_step = scheduler.num_steps
+        stats, engine, requests = self._stats, self._engine, self._requests
+        start_s = time.perf_counter()
+        with engine.lock:
+            scheduler = self._find_scheduler()
+            scheduler.start_timing()
+            for request in requests:
+                scheduler.submit(request)
+            first_step, first_cold, cold_s = scheduler.num_steps, scheduler.num_cold_steps, 0.0
         try:
-            start_s = time.perf_counter()
-            with engine.lock:
-                scheduler.use(self._steps)
-                scheduler.start_timing()
-                for request in requests:
-                    scheduler.submit(request)
-            while self._reads_prompts():
+            while self._reads_prompts(scheduler):
                 pass
             synchronize(engine.device)
             stats.prefill_time_s = time.perf_counter() - start_s
             while not all(request.is_finished for request in requests):
-                start_s = time.perf_counter()
+                start_s, num_cold = time.perf_counter(), scheduler.num_cold_steps
                 with engine.lock:
                     # another stream's step may have brought something
                     if not any(request.has_news for request in requests):
-                        scheduler.step()
-                stats.decode_time_s += time.perf_counter() - start_s
+                        scheduler.step(engine.is_speculating)
+                elapsed_s = time.perf_counter() - start_s
+                stats.decode_time_s += elapsed_s
+                cold_s += elapsed_s if scheduler.num_cold_steps > num_cold else 0.0
                 stats.batch_steps = scheduler.num_steps - first_step
                 for request in requests:
                     yield from request.collect()
             for request in requests:
                 yield from request.collect()
-                if request.exception is not None:
-                    raise request.exception
+                request.raise_error()
         finally:
             with engine.lock:
                 for request in requests:
                     scheduler.abort(request)
                 scheduler.drain()
                 stats.phase_time_ms = scheduler.take_phase_times_ms(stats.batch_steps)
-            engine.note_plain_step(self.counted())
+            num_warm = stats.batch_steps - (scheduler.num_cold_steps - first_cold)
+            if stats.num_draft_tokens == 1 and num_warm > 0:
+                engine.note_plain_step(stats.num_requests, 1e3 * (stats.decode_time_s - cold_s) / num_warm)
 
-    def _reads_prompts(self) -> bool:
+    def _reads_prompts(self, scheduler: Scheduler) -> bool:
         """Reads a part of the prompts that can be read now; whether there was one."""
         with self._engine.lock:
-            is_reading = self._scheduler.is_reading
+            is_reading = scheduler.is_reading
             if is_reading:
-                self._scheduler.prepare()
+                scheduler.prepare()
         return is_reading
 
     def counted(self) -> GenerationStats:

@@ -59,10 +59,15 @@ def _layer_shapes(prefix: str, input_size: int) -> dict[str, tuple[int, ...]]:
     return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
 
 
-def eagle1_tensors(*, bias: bool = True, embedding: bool = True, seed: int = 0) -> dict[str, Tensor]:
+def eagle1_tensors(
+    *, bias: bool = True, qkv_bias: bool = False, embedding: bool = True, seed: int = 0
+) -> dict[str, Tensor]:
     shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), **_layer_shapes("layers.0", HIDDEN)}
     if bias:
         shapes["fc.bias"] = (HIDDEN,)
+    for part in "qkv" if qkv_bias else "":
+        name = f"layers.0.self_attn.{part}_proj."
+        shapes[name + "bias"] = shapes[name + "weight"][:1]
     if embedding:
         shapes["embed_tokens.weight"] = (TARGET_VOCAB, HIDDEN)
     return _weights(shapes, seed)

@@ -64,8 +64,8 @@ def test_what_chooses_between_them(device):
             assert logits_of(make(device)).isfinite().all()
 
 
-def test_few_rows_go_through_linear_decode(device, monkeypatch):
-    """On a GPU, up to 16 of them; elsewhere, with more, and in training PyTorch multiplies."""
+def rows_of_linear_decode(monkeypatch, device) -> list[int]:
+    """Rows of the products that go through it, of five; all are those of PyTorch, and trained by it."""
     linear = layers.Linear(24, 40).to(device)
     taken = []
     decode = ops.linear_decode
@@ -76,7 +76,17 @@ def test_few_rows_go_through_linear_decode(device, monkeypatch):
             result = linear(x)
         torch.testing.assert_close(result, torch.nn.functional.linear(x, linear.weight, linear.bias))
         assert linear(x).requires_grad
-    assert taken == ([1, 16, 16] if linear.weight.is_cuda else [])
+    return taken
+
+
+@pytest.mark.gpu
+def test_few_rows_go_through_linear_decode(monkeypatch):
+    """Up to 16 of them; with more, and in training, PyTorch multiplies."""
+    assert rows_of_linear_decode(monkeypatch, "cuda") == [1, 16, 16]
+
+
+def test_pytorch_multiplies_on_a_cpu(monkeypatch):
+    assert rows_of_linear_decode(monkeypatch, "cpu") == []
 
 
 def test_state_dicts_have_the_published_names():

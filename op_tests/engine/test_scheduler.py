@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import pkgutil
 import random
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from eagle_kernels.engine.scheduler import host_lag
+from eagle_kernels.engine.step import Stepper
 from op_tests.engine.toys import ToyModel, random_llama
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -246,6 +251,80 @@ def test_a_stream_that_is_forgotten(target, draft, lag):
     engine.generate(prompt_of(1), 3, topk=2)
 
 
+def test_a_stream_that_never_begins(target, draft):
+    engine = make(draft, target)
+    stream = engine.stream([prompt_of(1), prompt_of(2)], 30)
+    stream.close()
+    assert stream.output().stats.finish_reasons == ["abort", "abort"] and next(stream, None) is None
+    assert not engine.has_work
+
+
+def test_a_stream_holds_no_pools_before_and_after(target, draft):
+    """It begins with those that the engine has then, and lets go of them when it has ended."""
+    engine = make(draft, target)
+    early, ended = engine.stream(prompt_of(1), 5), engine.stream(prompt_of(1), 5)
+    want = list(ended)
+    held = weakref.ref(engine._scheduler.state)
+    engine.generate(prompt_of(2), 3, page_size=4)
+    gc.collect()
+    assert held() is None and ended.output().output_ids == [event.token_id for event in want]
+    running = engine.submit(prompt_of(2), SamplingParams(max_new_tokens=3))
+    assert list(early) == want and early.requests[0].finish_reason == "length"
+    engine.collect()
+    assert running.finish_reason == "length"
+
+
+def test_a_stream_is_checked_again_when_it_begins(target, draft):
+    """What fitted into the pools that there were may wait for ever for the next ones."""
+    engine = make(draft, target)
+    stream = engine.stream(prompt_of(1), 100)
+    engine.submit([1], SamplingParams(max_new_tokens=9))
+    with pytest.raises(RuntimeError, match="another configuration"):
+        next(engine.stream(prompt_of(1), 5, topk=2))
+    engine.collect()
+    engine._scheduler.pages.num_pages = 1
+    with pytest.raises(ValueError, match="prompt 0: .* kv_cache_bytes makes it larger"):
+        next(stream)
+
+
+def test_a_stream_is_made_under_the_lock(target, draft, monkeypatch):
+    """Another thread may change the configuration at any other time."""
+    engine, is_locked = make(draft, target), []
+    for name in ("TokenStream", "Scheduler.why_never"):
+        path = f"eagle_kernels.engine.inference.{name}"
+        made = pkgutil.resolve_name(path)
+        monkeypatch.setattr(path, lambda *args, made=made: is_locked.append(engine.lock._is_owned()) or made(*args))
+    stream = engine.stream(prompt_of(1), 5)
+    assert len(is_locked) > 1 and all(is_locked)
+    stream.close()
+
+
+def test_what_compiles_is_no_step_of_plain_decoding(target, draft, monkeypatch):
+    """By a clock that only steps move: new ones by seconds, others by 6 ms."""
+    clock, seen, step = SimpleNamespace(now_s=0.0), set(), Stepper.step
+    clock.perf_counter = lambda: clock.now_s
+
+    def stepped(self, state, num_rows, features, timer):
+        clock.now_s += 0.006 if (num_rows, features) in seen else 5.0
+        seen.add((num_rows, features))
+        return step(self, state, num_rows, features, timer)
+
+    monkeypatch.setattr(Stepper, "step", stepped)
+    monkeypatch.setattr("eagle_kernels.engine.stream.time", clock)
+    for is_warm in (False, True):
+        engine = make(draft, target, cuda_graph=False)
+        seen.clear()
+        if is_warm:
+            engine.warmup(speculative=False)
+            assert engine.plain_step_ms(2) is None
+        for num_requests in (1, 2):
+            prompts = [prompt_of(1)] * num_requests
+            assert engine.generate(prompts, 2, speculative=False).stats.batch_steps == 1
+            assert (engine.plain_step_ms(num_requests) is not None) == is_warm
+            engine.generate(prompts, 8, speculative=False)
+            assert engine.plain_step_ms(num_requests) == pytest.approx(6.0)
+
+
 def test_what_goes_wrong_for_one_request_is_its_own(target, draft, lag, monkeypatch):
     """In a part of a prompt, and where its tokens are taken."""
     engine = make(draft, target, prefill_chunk=8)
@@ -272,6 +351,47 @@ def test_what_goes_wrong_for_one_request_is_its_own(target, draft, lag, monkeypa
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.generate(broken, 5)
     assert not engine.has_work
+
+
+class Activation:
+    """Something large that a forward pass holds."""
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_has_failed_holds_no_memory(target, draft, monkeypatch, is_stream):
+    """Of the frames that it was raised in, or raised from, only the places stay, in words."""
+    engine, held = make(draft, target), []
+
+    def out_of_memory(*arguments, **keywords):
+        activation = Activation()
+        held.append(weakref.ref(activation))
+        try:
+            raise KeyError(activation)
+        except KeyError as error:
+            raise RuntimeError("out of memory") from error
+
+    monkeypatch.setattr(target, "forward", out_of_memory)
+    gc.disable()  # what is in no cycle goes at once
+    try:
+        try:
+            raise ValueError("of the caller, who keeps its traceback")
+        except ValueError as error:
+            if is_stream:
+                stream = engine.stream([1, 2], 5)
+                with pytest.raises(RuntimeError, match="out of memory") as raised:
+                    next(stream)
+                (request,), origin = stream.requests, raised.value.__cause__
+                assert request.exception is None, "it holds the frames of the stream"
+            else:
+                request = engine.submit([1, 2], SamplingParams(max_new_tokens=5))
+                engine.collect()
+                origin = request.exception.__cause__
+            assert error.__traceback__ is not None
+        assert len(held) == 1 and held[0]() is None
+    finally:
+        gc.enable()
+    assert request.error == "RuntimeError: out of memory"
+    assert "in out_of_memory" in str(origin)
 
 
 def test_a_server_loses_no_events_to_streams(target, draft, lag):
@@ -352,8 +472,15 @@ def test_warmup_and_workspace(target, draft):
     assert sizes["rows"] == rows - penalties
     assert sizes["total"] == sizes["kv_cache"] + sizes["rows"] + sizes["step"]
     request = engine.submit([1], SamplingParams(max_new_tokens=3))
-    with pytest.raises(ValueError, match="warmup: logprobs belongs into the SamplingParams"):
-        engine.warmup(SamplingParams(), logprobs=True)
+    for options, message in (
+        ({"logprobs": True}, "logprobs belongs into the SamplingParams that are given, got logprobs=True"),
+        ({"nonsense": 1}, "there is no field nonsense in EAGLEConfig or SamplingParams"),
+        ({"most_requests": 0}, "most_requests must be None or an int of at least 1, got 0"),
+        ({"most_requests": -3}, "most_requests must be None or an int of at least 1, got -3"),
+        ({"most_requests": 2.0}, "most_requests must be None or an int of at least 1, got 2.0"),
+    ):
+        with pytest.raises(ValueError, match="warmup: " + message):
+            engine.warmup(SamplingParams(), **options)
     with pytest.raises(RuntimeError, match="warmup needs an empty batch"):
         engine.warmup()
     engine.collect()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ def test_a_round_is_fine(monkeypatch, capsys):
     monkeypatch.setitem(soak.TICKS, "cpu", 20)
     assert soak.main(["--minutes", "0", "--seed", "3", "--device", DEVICE]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("fine: ") and "1 rounds" in told
+    assert told.startswith("fine: ") and re.search(r"\b1 rounds", told)
     counts = soak.run(4, DEVICE, 0, rounds=[1]).counts
     assert counts["rounds"] == 1 and counts["'length'"] > 1 and counts["tokens"] > 20
     assert counts["ties of the target"] <= 1
@@ -36,10 +38,11 @@ def push_more(push):
     """Takes a token more than was asked for, where a step brings one."""
 
     def pushed(self, tokens, accepted, logprobs):
-        events = push(self, tokens, accepted, logprobs)
-        if self.is_finished and len(events) < len(tokens):
-            self.output_ids.append(tokens[len(events)])
-        return events
+        before = len(self.output_ids)
+        push(self, tokens, accepted, logprobs)
+        taken = len(self.output_ids) - before
+        if self.is_finished and taken < len(tokens):
+            self.output_ids.append(tokens[taken])
 
     return pushed
 
@@ -49,7 +52,7 @@ DEFECTS = {
     "accepted keys stay where they are": (ops, "move_accepted_kv", lambda old: skip, "MISMATCH token "),
     "output tokens are not counted": (RowSampling, "count", lambda old: skip, "MISMATCH token "),
     "a page is lost": (PageAllocator, "free", keep_one, "pages, but free or in use are"),
-    "a token past the end": (Request, "push", push_more, "MISMATCH "),
+    "a token past the end": (Request, "push", push_more, "MISMATCH token None"),
 }
 
 

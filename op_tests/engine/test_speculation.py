@@ -9,7 +9,9 @@ import torch
 
 from eagle_kernels import EAGLEConfig, SamplingParams
 from eagle_kernels.engine import batch_state, step
+from eagle_kernels.engine.scheduler import TIMED_STEPS
 from eagle_kernels.engine.speculation import PROBE_AFTER, PROBE_STEPS, ByBatchSize, Fastest
+from eagle_kernels.engine.step_runner import bucket_of
 from op_tests.engine.test_scheduler import make, prompt_of
 from op_tests.engine.toys import random_llama
 
@@ -32,6 +34,85 @@ class Scripted:
 
     def note(self, number, num_rows, step_ms, tokens):
         self.noted.append((number, tokens))
+
+
+class Recording:
+    """Always one number; keeps what it is asked and told."""
+
+    def __init__(self, number=0):
+        self._number, self.asked, self.noted = number, [], []
+
+    def choose(self, num_rows):
+        self.asked.append(num_rows)
+        return self._number
+
+    def note(self, number, num_rows, step_ms, tokens):
+        self.noted.append((number, num_rows, step_ms))
+
+    @classmethod
+    def of(cls, engine, number=0):
+        """The choice of an engine from now on."""
+        engine.generate([1], 1)
+        scheduler, choice = engine._scheduler, cls(number)
+        scheduler.steps = scheduler.steps._replace(choice=choice)
+        engine._steps = dict.fromkeys(engine._steps, scheduler.steps)
+        return choice
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_step_is_timed_once_it_has_run(target, number):
+    """The first one of its size compiles; after `warmup` none does."""
+    cold, warm = (make(target, target, max_batch=4) for _ in range(2))
+    warm.warmup()
+    for engine in (cold, warm):
+        choice, seen = Recording.of(engine, number), set()
+        for num_requests in (1, 3, 4):
+            for index in range(num_requests):
+                engine.submit(prompt_of(index), SamplingParams(max_new_tokens=9))
+            engine.collect()
+        for noted, num_rows, step_ms in choice.noted:
+            size = bucket_of(num_rows, 4)
+            is_new = engine is cold and size not in seen
+            assert noted == number and (step_ms is None if is_new else step_ms > 0)
+            seen.add(size)
+        assert seen >= {1, 4} and len(choice.noted) > 5
+
+
+def test_the_rows_of_a_step_are_those_of_its_graph(target, monkeypatch):
+    """A request between two others whose prompt is still being read makes the graph as large as if it stepped."""
+    engine = make(target, target, prefill_chunk=4)
+    choice, widths = Recording.of(engine), []
+    (runner, _) = engine._scheduler.steps.runners
+    run = runner.run
+    monkeypatch.setattr(runner, "run", lambda num_rows, features: widths.append(num_rows) or run(num_rows, features))
+    ending, _, staying = (
+        engine.submit(prompt, SamplingParams(max_new_tokens=count)) for prompt, count in (([1], 3), ([2], 6), ([3], 30))
+    )
+    while not ending.is_finished:
+        engine.step()
+    engine.submit(prompt_of(4) * 3, SamplingParams(max_new_tokens=2))
+    engine.collect()
+    assert [num_rows for _, num_rows, _ in choice.noted] == choice.asked == widths
+    assert len(staying.output_ids) == 30
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_which_steps_are_waited_for(target, monkeypatch, lag):
+    """The first, and one after every so many others; where the host is never behind, all."""
+    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: lag)
+    engine = make(target, target)
+    for _ in range(2):
+        engine.submit([1], SamplingParams(max_new_tokens=80))
+        scheduler, timed = engine._scheduler, []
+        scheduler.start_timing()
+        first = scheduler.num_steps
+        while scheduler.has_work:
+            count = len(scheduler._phases_ms)
+            scheduler.step(is_speculating=False)
+            if len(scheduler._phases_ms) > count:
+                timed.append(scheduler.num_steps - first - 1)
+                assert not scheduler._unread
+        assert timed == list(range(0, 79, TIMED_STEPS + 1 if lag else 1))
 
 
 @pytest.mark.parametrize("memory", [1, 3, 16])
@@ -187,6 +268,28 @@ def test_a_tree_that_has_lost_is_not_tried_with_more_requests():
     assert chosen[-1] == 2
     _, _, chosen = simulate(Fastest(3, None), 30, (8.0, 9.0, 120.0), (1.0, 1.8, 4.0), num_rows=16)
     assert set(chosen) == {0, 1, 2}, "nothing is known of smaller batches"
+
+
+def test_a_tree_that_has_lost_is_tried_with_more_requests_in_time():
+    """Their texts may be others: here drafts bring nothing alone, and four tokens a step in a batch."""
+    choice = Fastest(2, None)
+    simulate(choice, 2 * PROBE_STEPS, (6.0, 9.0), (1.0, 1.1), num_rows=1)
+    total_ms, total, chosen = simulate(choice, 20_000, (6.5, 9.5), (1.0, 4.0), num_rows=4)
+    assert 0 < chosen.index(1) < 5 * PROBE_AFTER and total / total_ms > 0.95 * 4.0 / 9.5
+
+
+@pytest.mark.parametrize("node_ms", [0.02, 0.2, 1.0])
+def test_useless_drafts_cost_little_at_any_size(node_ms):
+    """Of ever more requests, each of which makes every node dearer, known from the smaller batches or not."""
+
+    def step_ms(num_rows):
+        return tuple(6.0 + node_ms * (nodes - 1) * num_rows for nodes in (1, 2, 4, 8, 16))
+
+    for sizes in ((1, 2, 4, 8, 16, 32, 64), (1, 64)):
+        choice = Fastest(5, None)
+        for num_rows in sizes:
+            total_ms, total, _ = simulate(choice, 10_000, step_ms(num_rows), (1.0,) * 5, num_rows)
+            assert 6.0 * total / total_ms >= 0.98
 
 
 def test_times_settle_within_a_few_steps():

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.step_runner import bucket_of, buckets
+from eagle_kernels.engine.batch_state import BatchState
+from eagle_kernels.engine.models.causal_draft import CausalDraft
+from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.engine.sampling import Features
+from eagle_kernels.engine.step_runner import StepRunner, bucket_of, buckets
+from eagle_kernels.runtime import launch
 from op_tests.engine.test_scheduler import PARAMS, alone, make, prompt_of
-from op_tests.engine.toys import random_llama
+from op_tests.engine.toys import ToyModel, random_llama
 
 TREES = [(1, 1, 2), (1, 5, 6), (2, 3, None), (4, 4, 16), (8, 5, 64)]
 
@@ -23,6 +31,87 @@ def test_buckets():
 def test_masks_that_the_host_must_size_are_not_captured():
     with pytest.raises(ValueError, match="cuda_graph must not be True with tree_mask_mode='full_mask'"):
         EAGLEConfig(tree_mask_mode="full_mask", cuda_graph=True)
+
+
+class StandInStepper:
+    """Runs nothing; a step fails while it is captured, as long as there is an `error`."""
+
+    resting_draft, aux_layers, config = True, (), None
+
+    def __init__(self):
+        self.target = SimpleNamespace(device=torch.device("cpu"), hidden_size=1)
+        self.error: Exception | None = None
+
+    def step(self, *_):
+        if self.error is not None and StandInGraph.is_capturing:
+            raise self.error
+
+    def catch_up(self, *_):
+        self.step()
+
+
+class StandInGraph:
+    """A graph, its capture and its stream, where there is no device."""
+
+    is_capturing, streams = False, []
+
+    def __init__(self, *_, stream=None, **__):
+        if stream is not None:
+            self.streams.append(stream)
+
+    def __enter__(self):
+        StandInGraph.is_capturing = True
+
+    def __exit__(self, *_):
+        StandInGraph.is_capturing = False
+
+    def replay(self):
+        pass
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A runner of graphs."""
+    monkeypatch.setattr(StandInGraph, "streams", [])
+    for name in ("CUDAGraph", "graph", "device"):
+        monkeypatch.setattr(torch.cuda, name, StandInGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    toy = ToyModel()
+    state = BatchState(toy, CausalDraft(toy), num_rows=4, num_pages=1, max_pages=1, page_size=16)
+    return StepRunner(StandInStepper(), state, use_graphs=True)
+
+
+PLAIN = Features.of([SamplingParams()])
+
+
+def test_what_has_been_captured_has_run(stand_in):
+    """A capture that failed is tried again, and has not run before that; a warm one has."""
+    stand_in.stepper.error = RuntimeError("waits")
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"a step cannot be captured .* \(waits\); cuda_graph=False"):
+            stand_in.run(3, PLAIN)
+        assert not stand_in.has_run(3, PLAIN)
+    with pytest.raises(ModelError, match="a catch-up cannot be captured"):
+        stand_in.catch_up(1, True)
+    stand_in.stepper.error = None
+    stand_in.warm_up(3, PLAIN)
+    assert stand_in.has_run(3, PLAIN) and stand_in.has_run(4, PLAIN) and not stand_in.has_run(2, PLAIN)
+    stand_in.run(2, PLAIN)
+    assert stand_in.has_run(2, PLAIN)
+
+
+def test_graphs_share_a_stream(stand_in):
+    for num_rows in (1, 2, 4):
+        stand_in.warm_up(num_rows, PLAIN)
+    assert len(StandInGraph.streams) == 3 + 2 * 3 and len(set(StandInGraph.streams)) == 1
+
+
+def test_want_of_memory_while_capturing_is_called_so(stand_in):
+    stand_in.stepper.error = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        stand_in.run(1, PLAIN)
 
 
 @pytest.fixture(scope="module")
@@ -98,31 +187,49 @@ def test_requests_join_and_leave(target, draft):
         assert request.logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """The kernels that are compiled from now on, as in a process that has run none; afterwards all is as it was."""
+    from triton import knobs
+    from triton.runtime.jit import JITFunction
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("eagle_kernels")]
+    for kernel in [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]:
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    # plans would launch what was compiled for them before
+    monkeypatch.setattr(launch, "_knows_triton", lambda: False)
+    seen: list[str] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **arguments: seen.append(arguments["repr"]))
+    return seen
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("speculative", [True, False])
-def test_nothing_compiles_after_warmup(target, draft, speculative):
-    from triton import knobs
-
+def test_nothing_compiles_after_warmup(target, draft, speculative, compiled):
     engine = make(draft, target, max_batch=4)
     engine.warmup(*PARAMS, speculative=speculative)
+    assert compiled, "the hook is not called"
+    compiled.clear()
     runners = engine._scheduler.steps.runners
-    captured, compiled = [set(runner._graphs) for runner in runners], []
-    assert all({num_rows for num_rows, _ in graphs} == {1, 2, 4} for graphs in captured)
-    knobs.runtime.jit_post_compile_hook = lambda **arguments: compiled.append(arguments["repr"])
-    try:
-        coin = random.Random(1)
-        for number in range(30):
-            count = coin.randrange(1, 6)
-            for params in coin.sample(PARAMS, count):
-                wanted = {name: getattr(params, name) for name in params.__dataclass_fields__ if name != "seed"}
-                engine.generate(prompt_of(number), seeds=number, speculative=speculative, **wanted)
-            if speculative:
-                for other in range(count):
-                    engine.submit(prompt_of(number + other), coin.choice(PARAMS))
-                engine.collect()
-    finally:
-        knobs.runtime.jit_post_compile_hook = None
-    assert not compiled and [set(runner._graphs) for runner in runners] == captured
+    captured = [(set(runner._graphs), set(runner._catch_ups)) for runner in runners]
+    assert all({num_rows for num_rows, _ in graphs} == {1, 2, 4} for graphs, _ in captured)
+    catch_ups = {(num_rows, is_wanted) for num_rows in (1, 2, 4) for is_wanted in (True, False)}
+    assert captured[0][1] == (catch_ups if speculative else set())
+    coin = random.Random(1)
+    for number in range(30):
+        engine.is_speculating = coin.random() < 0.7  # drafts that have rested catch up
+        count = coin.randrange(1, 6)
+        for params in coin.sample(PARAMS, count):
+            wanted = {name: getattr(params, name) for name in params.__dataclass_fields__ if name != "seed"}
+            engine.generate(prompt_of(number), seeds=number, speculative=speculative, **wanted)
+        if speculative:
+            for other in range(count):
+                engine.submit(prompt_of(number + other), coin.choice(PARAMS))
+            engine.step()
+            engine.is_speculating = True
+            engine.collect()
+    assert not compiled
+    assert [(set(runner._graphs), set(runner._catch_ups)) for runner in runners] == captured
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import torch
 from eagle_kernels.engine.models.causal_attend import causal_attend
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.eagle1_head import Eagle1Config, Eagle1Head
 from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
 from eagle_kernels.engine.models.protocol import KVShape, TargetOutput
 from op_tests.engine import heads
@@ -70,6 +71,14 @@ def random_head(target: Decoder, *, aux_layers=heads.STREAMS, seed=0) -> EagleHe
     head = EagleHead(EagleConfig.from_dict(heads.WIDTHS | sizes))
     head.use_aux_layers(aux_layers)
     head.load_state_dict(heads.eagle3_tensors(seed=seed))
+    return head.to(target.device).eval().requires_grad_(False).bind(target)
+
+
+def random_eagle1_head(target: Decoder, *, seed=0) -> Eagle1Head:
+    """An EAGLE-1 head with all the biases there are, likewise."""
+    options = {"max_position_embeddings": target.max_length, "qkv_bias": True}
+    head = Eagle1Head(Eagle1Config.from_dict(heads.WIDTHS | options))
+    head.load_state_dict(heads.eagle1_tensors(qkv_bias=True, embedding=False, seed=seed))
     return head.to(target.device).eval().requires_grad_(False).bind(target)
 
 

@@ -1,4 +1,4 @@
-"""Reference of find_slots: one request after another."""
+"""Reference of find_slots: one gather from the page table."""
 
 from __future__ import annotations
 
