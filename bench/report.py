@@ -1,6 +1,6 @@
 """Makes the tables of the results: `python -m bench.report` writes them, `--check` tells whether they are up to date.
 
-`results/<gpu>/README.md` holds every case; README.md, between two marks each, the headline cases and the steps of the
+`results/<gpu>/README.md` holds every case; README.md, between its two marks, the headline cases and the steps of the
 engine. A row is of one run: the newest in which our provider was timed on that case. Nobody types a number.
 """
 
@@ -16,7 +16,7 @@ from .harness import results
 from .harness.declaration import Benchmark, Case, declared
 
 ROOT = Path(__file__).parent.parent
-OPS, ENGINE = "bench", "engine"  # what stands between <!-- bench:begin --> and <!-- bench:end -->, and so on
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 OURS = "eagle_kernels"
 # numbers of a step of the engine that its table shows
 _SHOWN = ("tokens_per_s", "accept_length", "of_floor", "of_plain", "of_ours", "ratio", "worst_us")
@@ -64,21 +64,13 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
         for line in _lines(folder / "generation.jsonl"):
             shapes.setdefault(line["shape"], []).append(line)
         steps += map(_engine_tables, shapes.values())
-    text = readme.read_text(encoding="utf-8")
-    for mark, tables in ((OPS, headlines), (ENGINE, steps)):
-        text = _put(readme, text, mark, "\n\n".join(tables) or "No results yet.")
-    files[readme] = text
+    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{readme} must hold {BEGIN} and, after it, {END}")
+    tables = "\n\n".join(headlines + steps) or "No results yet."
+    files[readme] = f"{before}{begin}\n{tables}\n{end}{after}"
     return files
-
-
-def _put(file: Path, text: str, mark: str, tables: str) -> str:
-    """The text with these tables between its two marks."""
-    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
-    before, found, rest = text.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not found or not found_end:
-        raise ValueError(f"{file} must hold {begin} and, after it, {end}")
-    return f"{before}{begin}\n{tables}\n{end}{after}"
 
 
 def _lines(file: Path) -> list[dict]:
@@ -154,9 +146,9 @@ def _engine_tables(lines: Sequence[dict]) -> str:
     presets = list(dict.fromkeys(name for row in speeds.values() for name in row))
     throughput = [["tokens/s (of plain)", *presets]]
     throughput += [[case, *(row.get(name, "-") for name in presets)] for case, row in speeds.items()]
-    return f"{lines[0]['gpu']}, a target of the shape of {lines[0]['shape']}:\n\n" + "\n\n".join(
-        _markdown(table) for table in (steps, throughput) if len(table) > 1
-    )
+    about = f"The engine on {lines[0]['gpu']}, shape of {lines[0]['shape']}, random weights, simulated acceptance"
+    tables = [_markdown(table) for table in (steps, throughput) if len(table) > 1]
+    return "\n\n".join([f"{about} (`--app generation`):", *tables])
 
 
 def _headlines(benchmark: Benchmark, rows: list[tuple[Case, Row]]) -> list[tuple[Case, Row]]:

@@ -30,9 +30,8 @@ def line(provider, graph_us, *, case="first", op="build_tree", **fields):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A README with the marks, and results of which the command line's `declared` knows two cases."""
-    marks = [f"<!-- {mark}:{side} -->" for mark in (report.OPS, report.ENGINE) for side in ("begin", "end")]
-    (tmp_path / "README.md").write_text("\n".join(["before", *marks, "after", ""]))
+    """A README with the two marks, and results of which the command line's `declared` knows two cases."""
+    (tmp_path / "README.md").write_text(f"before\n{report.BEGIN}\n{report.END}\nafter\n")
     (tmp_path / "results").mkdir()
     return tmp_path
 
@@ -139,7 +138,7 @@ def test_check_goes_red_when_a_number_is_edited_or_is_new(folder, monkeypatch, c
 
 
 def test_a_readme_without_marks_is_refused(folder, monkeypatch):
-    (folder / "README.md").write_text("before <!-- bench:begin -->")
+    (folder / "README.md").write_text(f"before {report.BEGIN}")
     with pytest.raises(ValueError, match="must hold <!-- bench:begin --> and, after it, <!-- bench:end -->"):
         call_report(folder, monkeypatch)
 
