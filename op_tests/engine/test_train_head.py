@@ -329,4 +329,17 @@ def test_misfits_are_refused(target_folder, text_file, tmp_path):
         train_head(target_folder, [text_file], tmp_path, HeadOptions(window=256), **CPU)
     with pytest.raises(ValueError, match="--dtype float16"):
         train_head(target_folder, [text_file], tmp_path, HeadOptions(), device=CPU["device"], dtype=torch.float16)
+    with pytest.raises(ValueError, match="--draft-vocab-size must be at most the 257 tokens of the target, got 258"):
+        train_head(target_folder, [text_file], tmp_path, HeadOptions(window=32, draft_vocab_size=258), **CPU)
     assert tell_changes('{"a": 1, "b": {}}', '{"a": 2, "b": {"c": 1}}') == "a 1, now 2, b"
+
+
+def test_a_target_behind_transformers_is_refused_first(text_file, tmp_path, capsys):
+    """Before its weights are loaded, and before there is an output folder."""
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    assert main(arguments_of(tmp_path / "gpt2", text_file, tmp_path / "head")) == 1
+    assert capsys.readouterr().err == (
+        "error: train-head: --target must be one of llama, mistral, qwen2, qwen3; got model_type='gpt2'\n"
+    )
+    assert not (tmp_path / "head").exists()
