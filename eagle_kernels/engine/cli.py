@@ -19,6 +19,7 @@ from .config import EAGLEConfig
 from .inference import EAGLEInference, TokenStream
 from .inspection import inspect_head, read_prompts_file
 from .models.loading import demo_pair
+from .models.placement import read_device
 from .models.tokenizer import Tokenizer, load_tokenizer
 from .output import GenerationOutput, GenerationStats
 from .training.head_recipe import add_options, read_options
@@ -254,15 +255,7 @@ def _lines(rows: list[tuple[str, str]]) -> str:
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
-        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs that torch can use")
-    return device
+    return read_device("--device", name, others="auto, ")
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
