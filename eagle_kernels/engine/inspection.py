@@ -140,7 +140,8 @@ def inspect_head(
             raise ValueError("a sweep of the layer ids needs the target (--target)")
         report.misfits = file.head.vocabulary_faults()
         return report
-    target_model = load_target(target, device, dtype)
+    # without a sweep it is held against names and sizes, which need no memory
+    target_model = load_target(target, "meta" if prompts is None else device, dtype)
     report.target = str(target)
     _hold_against(report, file.head, target_model)
     if prompts is not None and report.hidden_states == [FINAL_NORM]:

@@ -12,6 +12,7 @@ pytest.importorskip("safetensors")
 
 from eagle_kernels.engine.cli import main
 from eagle_kernels.engine.inspection import SweepRow, _judge, inspect_head, read_prompts_file, sweep_aux_layers
+from eagle_kernels.engine.models.checkpoint import Checkpoint
 from eagle_kernels.engine.models.loading import demo_pair, load_draft, save_folder
 from eagle_kernels.engine.models.protocol import ModelError
 from op_tests.engine import heads
@@ -121,6 +122,14 @@ def test_the_sweep_of_a_head_that_is_never_accepted_tells_nothing(tmp_path):
 def test_the_sweep_judges_with_a_margin(lengths, verdict):
     (told,) = _judge([SweepRow(shift, (shift + 1,), length) for shift, length in zip((-1, 0, 1), lengths)])
     assert verdict in told
+
+
+def test_weights_of_the_target_are_read_for_a_sweep_alone(capsys, monkeypatch):
+    read, folders = Checkpoint.read, []
+    monkeypatch.setattr(Checkpoint, "read", lambda file, device: [folders.append(file.folder), *read(file, device)][1:])
+    assert inspect(DRAFT, "--target", TARGET) == 0
+    assert dict(read_rows(capsys.readouterr().out))["fits the target"] == "yes" and set(folders) == {DRAFT}
+    assert inspect_head(DRAFT, TARGET, prompts=["a"], max_new_tokens=2).sweep and TARGET in folders
 
 
 @pytest.mark.parametrize("form", WRITERS)
