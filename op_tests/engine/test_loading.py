@@ -26,6 +26,7 @@ WIDTHS = {
     "intermediate_size": 24,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 16,
 }
 TARGET = WIDTHS | {"num_hidden_layers": 3}
 DRAFT = WIDTHS | {
