@@ -113,7 +113,7 @@ def read_head(folder: str | Path, device: str | torch.device = "cpu", dtype: tor
         fill(head, checkpoint, device, dtype)
         if is_t2d_absent:  # ModelOpt leaves it out; d2t says it all
             head.t2d = _drafted_tokens(head.d2t, settings.vocab_size)
-        return HeadFile(head, form.name, kind, dtypes, written_aux_layers(config), remarks_on(form, config))
+        return HeadFile(head, form.name, kind, dtypes, written_aux_layers(config), remarks_on(form, kind, config))
 
 
 def _settings(config: dict[str, Any], kind: str, names: Collection[str]) -> HeadConfig:
