@@ -211,6 +211,19 @@ def test_an_interrupted_run_ends_with_the_same_weights(target_folder, text_file,
     assert "learning_rate 0.01, now 0.5" in error and "steps 4, now 5" in error and "depths" not in error
 
 
+def test_training_in_bf16(target_folder, text_file, tmp_path, capsys):
+    """Matrix products in bf16, weights in fp32; the file is bf16, and the head that was measured is it."""
+    options = SMALL | {"steps": 30, "validation_prompts": 1, "validation_tokens": 4, "dtype": "bfloat16", "json": True}
+    assert main(arguments_of(target_folder, text_file, tmp_path, **options)) == 0
+    captured = capsys.readouterr()
+    losses = [float(line.split("loss ")[1].split()[0]) for line in captured.err.splitlines() if "loss " in line]
+    assert len(losses) == 30 and all(map(math.isfinite, losses)) and losses[-1] < 0.8 * losses[0]
+    assert json.loads(captured.out)["dtype"] == "torch.bfloat16"
+    trained = torch.load(tmp_path / "checkpoint/head.pt")["module"]
+    assert {tensor.dtype for tensor in trained.values() if tensor.is_floating_point()} == {torch.float32}
+    assert read_head(tmp_path).dtypes == ["BF16"]
+
+
 def test_pieces_add_up_to_the_whole_batch(target_folder):
     """Gradients of 2 batches of 2 are those of 1 batch of 4: lengths, masks and padding differ between them."""
     target = load_target(target_folder)
