@@ -308,7 +308,7 @@ def _lines(rows: list[tuple[str, str]]) -> str:
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return read_device("--device", name, others="auto, ")
+    return read_device("--device", name, "auto")
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ def load_target(
     On the device `meta` a decoder is the names and sizes that its files tell, whose weights are not read; behind
     transformers there is no such, and the model is on the CPU then.
     """
-    folder, device = Path(folder), read_placement("load_target", device, dtype)
+    folder, device = Path(folder), read_placement("load_target", device, dtype, "meta")
     with naming(folder):
         content = read_config(folder)
         if (content.get("model_type") or "llama") not in FAMILIES:
