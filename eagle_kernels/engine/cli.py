@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -18,12 +21,14 @@ from ..runtime.target import architecture
 from .config import EAGLEConfig
 from .inference import EAGLEInference, TokenStream
 from .inspection import inspect_head, read_prompts_file
+from .models import draft_loading
 from .models.loading import demo_pair
+from .models.placement import read_device
 from .models.tokenizer import Tokenizer, load_tokenizer
 from .output import GenerationOutput, GenerationStats
 from .training.head_recipe import add_options, read_options
 from .training.train_head import rows_of, train_head
-from .training.trainer import EXIT_UNFINISHED, TimeBudgetReached
+from .training.trainer import EXIT_UNFINISHED, TimeBudgetReached, device_name
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GREEN, _PLAIN = "\033[32m", "\033[0m"
@@ -101,6 +106,19 @@ def _add_config_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--accept-policy", choices=ACCEPT_POLICIES, default="normal", help="to time given acceptance")
     command.add_argument("--simulated-accept-length", type=float, help="of simulate: mean tokens a step, with bonus")
     command.add_argument("--simulated-accept-rates", type=_numbers, help="or: share of steps that reach depth 1,2,...")
+    command.add_argument(
+        "--adaptive", action="store_true", help="the fastest of some trees, as measured (default: off)"
+    )
+    command.add_argument(
+        "--max-batch",
+        type=int,
+        default=defaults.max_batch,
+        help="most requests that step together (default: %(default)s)",
+    )
+    command.add_argument(
+        "--page-size", type=int, default=defaults.page_size, help="tokens a page of the KV pools (default: %(default)s)"
+    )
+    command.add_argument("--eager", action="store_true", help="no CUDA graphs (default: graphs on GPUs)")
     command.add_argument("--target", type=Path, help="model folder (default: the embedded pair)")
     command.add_argument("--draft", type=Path, help="EAGLE head folder (default: the embedded pair)")
 
@@ -112,7 +130,10 @@ def _add_machine_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(number) for number in text.split(","))
+    try:
+        return tuple(float(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between them, got {text!r}") from None
 
 
 def _load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokenizer]:
@@ -130,9 +151,29 @@ def _load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokeniz
         accept_policy=arguments.accept_policy,
         simulated_accept_length=arguments.simulated_accept_length,
         simulated_accept_rates=arguments.simulated_accept_rates,
+        adaptive="auto" if arguments.adaptive else None,
+        max_batch=arguments.max_batch,
+        page_size=arguments.page_size,
+        cuda_graph=False if arguments.eager else None,
     )
     device, dtype = _device(arguments.device), _DTYPES[arguments.dtype]
-    return EAGLEInference.from_pretrained(draft, target, config, device=device, dtype=dtype), load_tokenizer(target)
+    with _telling_of_the_head() if arguments.draft else nullcontext():
+        engine = EAGLEInference.from_pretrained(draft, target, config, device=device, dtype=dtype)
+    return engine, load_tokenizer(target)
+
+
+@contextmanager
+def _telling_of_the_head() -> Iterator[None]:
+    """Says on stderr which format a head has and how its layer ids were read: the text would not tell wrong ones."""
+    logger, handler = logging.getLogger(draft_loading.__name__), logging.StreamHandler()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -241,10 +282,23 @@ def _benchmark(arguments: argparse.Namespace) -> int:
         progress=False if arguments.json else None,
     )  # fmt: skip
     if arguments.json:
-        print(result.to_json())
+        print(json.dumps(result.to_dict() | _conditions(engine), indent=2))
         return 0
     print(_lines(result.rows()))
     return 0
+
+
+def _conditions(engine: EAGLEInference) -> dict:
+    """What a speed was measured with."""
+    config = engine.config
+    names = ("topk", "num_steps", "adaptive", "temperature", "accept_policy", "page_size", "max_batch", "cuda_graph")
+    triton = language.triton.__version__ if language.AVAILABLE else None
+    return {name: getattr(config, name) for name in names} | {
+        "num_draft_tokens": config.num_verify_tokens,
+        "dtype": str(engine.target.dtype).removeprefix("torch."),
+        "device": device_name(engine.device),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton},
+    }
 
 
 def _lines(rows: list[tuple[str, str]]) -> str:
@@ -254,15 +308,7 @@ def _lines(rows: list[tuple[str, str]]) -> str:
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
-        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs that torch can use")
-    return device
+    return read_device("--device", name, "auto")
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

@@ -58,6 +58,9 @@ class EAGLEInference:
     tokenizer     for stop strings and `stream_text`
     """
 
+    # why there is none, where there is none
+    _tokenizer_fault = "it was not given"
+
     def __init__(
         self,
         draft_model: DraftModel | TargetModel,
@@ -117,11 +120,14 @@ class EAGLEInference:
         config = config or EAGLEConfig()
         if config.eos_token_ids is None:
             config = replace(config, eos_token_ids=read_eos_token_ids(target))
+        tokenizer, fault = None, cls._tokenizer_fault
         try:
             tokenizer = load_tokenizer(target)
-        except ValueError:  # needed for text alone, which says so
-            tokenizer = None
-        return cls(load_draft(draft, target_model, device, dtype), target_model, config, device, tokenizer)
+        except ValueError as error:  # needed for text alone, which says so
+            fault = str(error)
+        engine = cls(load_draft(draft, target_model, device, dtype), target_model, config, device, tokenizer)
+        engine._tokenizer_fault = fault
+        return engine
 
     def generate(
         self,
@@ -183,7 +189,7 @@ class EAGLEInference:
     def stream_text(self, text: str, max_new_tokens: int = 128, **options: Any) -> TextStream:
         """The text that follows `text`, in pieces, for `for` and `async for`; options are those of `stream`."""
         if self.tokenizer is None:
-            raise ValueError("EAGLEInference: stream_text needs the tokenizer of the target, which was not given")
+            raise ValueError(f"EAGLEInference: stream_text needs the tokenizer of the target: {self._tokenizer_fault}")
         return TextStream(self.stream(self.tokenizer.encode(text), max_new_tokens, **options), self.tokenizer)
 
     def submit(self, prompt: list[int] | Tensor, params: SamplingParams | None = None) -> Request:
@@ -314,7 +320,9 @@ class EAGLEInference:
         stop = None
         if params.stop:
             if self.tokenizer is None:
-                raise ValueError("EAGLEInference: stop strings need the tokenizer of the target, which was not given")
+                raise ValueError(
+                    f"EAGLEInference: stop strings need the tokenizer of the target: {self._tokenizer_fault}"
+                )
             stop = StopStrings(params.stop, self.tokenizer)
         seed = read_seeds(params.seed, 1)[0]
         ends = frozenset(config.eos_token_ids or ()) | frozenset(params.stop_token_ids)

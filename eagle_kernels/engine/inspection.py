@@ -25,6 +25,8 @@ from .models.tokenizer import load_tokenizer
 SHIFTS = (-1, 0, 1)
 # A chain: it leans on every draft, so wrong streams cost it more than a tree.
 SWEEP_STEPS = 5
+# Of the best mean length, and its lead over the next: below these the ids have not been told apart.
+LEAST_LENGTH, LEAST_LEAD = 1.05, 0.05
 
 _OPTIONS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm", "fc_bias")
 
@@ -138,7 +140,8 @@ def inspect_head(
             raise ValueError("a sweep of the layer ids needs the target (--target)")
         report.misfits = file.head.vocabulary_faults()
         return report
-    target_model = load_target(target, device, dtype)
+    # without a sweep it is held against names and sizes, which need no memory
+    target_model = load_target(target, "meta" if prompts is None else device, dtype)
     report.target = str(target)
     _hold_against(report, file.head, target_model)
     if prompts is not None and report.hidden_states == [FINAL_NORM]:
@@ -225,7 +228,13 @@ def sweep_aux_layers(
 def _judge(sweep: list[SweepRow]) -> list[str]:
     """What the sweep says about the ids."""
     measured = [row for row in sweep if row.mean_accept_length is not None]
-    best = max(measured, key=lambda row: (row.mean_accept_length, row.shift == 0))
+    best, *others = sorted(measured, key=lambda row: -row.mean_accept_length)
+    if best.mean_accept_length < LEAST_LENGTH:
+        return ["the sweep cannot tell: the head is accepted (almost) never"]
+    if not others:
+        return ["the sweep cannot tell: no other layer ids fit the target"]
+    if best.mean_accept_length < (1 + LEAST_LEAD) * others[0].mean_accept_length:
+        return ["the sweep cannot tell: the lengths are too close"]
     if best.shift == 0:
         return ["the sweep finds the layer ids right as they are"]
     return [

@@ -19,6 +19,7 @@ pytest.importorskip("safetensors")
 from eagle_kernels import EAGLEInference
 from eagle_kernels.engine import cli
 from eagle_kernels.engine.cli import main
+from eagle_kernels.engine.config import EAGLEConfig
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.loading import demo_pair, save_folder
@@ -165,8 +166,50 @@ def test_drafts_are_green_on_a_terminal_only(capsys, monkeypatch):
 def test_folders_can_be_named(capsys):
     assert generate("--max-new-tokens", 12) == 0
     text = split_report(capsys.readouterr().out)[0]
-    assert generate("--max-new-tokens", 12, "--target", TARGET, "--draft", DRAFT) == 0
-    assert split_report(capsys.readouterr().out)[0] == text
+    for _ in range(2):  # what listens to the loader leaves it as it was
+        assert generate("--max-new-tokens", 12, "--target", TARGET, "--draft", DRAFT) == 0
+        captured = capsys.readouterr()
+        assert split_report(captured.out)[0] == text
+        assert captured.err == (
+            f"{DRAFT}: SpecForge/SGLang format, EAGLE-3, aux layers [0, 2, 4] (layer outputs) = "
+            "hidden_states [1, 3, 5]\n"
+        )
+
+
+def test_limits_of_the_engine_can_be_given(capsys, monkeypatch):
+    seen = []
+
+    def load(*arguments, **keywords):
+        seen.append(arguments[2])
+        raise ValueError("seen")
+
+    monkeypatch.setattr(EAGLEInference, "from_pretrained", load)
+    options = ("--adaptive", "--max-batch", 3, "--page-size", 64, "--eager")
+    assert generate() == generate(*options) == main(["benchmark", "file", *map(str, options)]) == 1
+    names = ("adaptive", "max_batch", "page_size", "cuda_graph")
+    default, *given = [tuple(getattr(config, name) for name in names) for config in seen]
+    assert default == tuple(getattr(EAGLEConfig(), name) for name in names)
+    assert given == [("auto", 3, 64, False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["generate", "a", "--simulated-accept-rates", "1,x"],
+            "--simulated-accept-rates: must be numbers with commas between them, got '1,x'",
+        ),
+        (
+            ["train-head", "--target", "a", "--data", "b", "--output", "c", "--aux-layers", "1,x"],
+            "--aux-layers: must be layer ids with commas between them, got '1,x'",
+        ),
+    ],
+    ids=["rates", "layers"],
+)
+def test_lists_are_named_by_their_rule(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_env_prints_versions_and_backend(capsys):
@@ -346,6 +389,9 @@ def test_benchmark(tmp_path, capsys):
     assert main([*command, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["prompts"] == 2 and report["identical"] == 1.0 and report["speculative"]["tokens"] == 16
+    assert (report["topk"], report["num_steps"], report["num_draft_tokens"]) == (2, 3, 11)
+    assert report["dtype"] == "float32" and report["device"] and report["versions"]["torch"] == torch.__version__
+    assert report["adaptive"] is None and report["batch_size"] == 1
     assert main([*command, "--accept-policy", "reject_all"]) == 0
     shown = capsys.readouterr().out
     assert "mean acceptance length: 1.00" in shown and "identical" not in shown

@@ -10,7 +10,7 @@ from eagle_kernels.engine.models.protocol import ModelError
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 97,
-    "hidden_size": 48,
+    "hidden_size": 96,
     "intermediate_size": 80,
     "num_hidden_layers": 4,
     "num_attention_heads": 6,
@@ -39,6 +39,9 @@ def read(**changes) -> DecoderConfig:
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
         ({"num_key_value_heads": 4}, "not a multiple"),
         ({"head_dim": 15}, "head_dim=15 is odd"),
+        ({"head_dim": 8}, "head_dim must lie in 16..256, got 8"),
+        ({"head_dim": 258}, "head_dim must lie in 16..256, got 258"),
+        ({"hidden_size": 48}, "head_dim must lie in 16..256, got 8"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters of type 'longrope'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
@@ -69,7 +72,7 @@ def test_what_changes_nothing_is_ignored():
 def test_defaults_are_the_familys_own():
     required = {name: CONFIG[name] for name in CONFIG if name not in ("model_type", "num_key_value_heads")}
     config = DecoderConfig.from_dict(required)
-    assert (config.num_key_value_heads, config.head_dim, config.rope.rope_theta) == (6, 8, 10000.0)
+    assert (config.num_key_value_heads, config.head_dim, config.rope.rope_theta) == (6, 16, 10000.0)
     mistral = read(model_type="mistral", head_dim=16)
     assert (mistral.windows, mistral.max_position_embeddings) == ((4096,) * 4, 131072)
     assert read(model_type="mistral", sliding_window=None).windows == (None,) * 4

@@ -19,7 +19,7 @@ WIDTHS = {
     "intermediate_size": 56,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 12,  # deliberately not hidden_size / num_attention_heads
+    "head_dim": 24,  # deliberately not hidden_size / num_attention_heads
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 64,
 }
@@ -64,11 +64,11 @@ def published_formula(weights: dict[str, Tensor], embedding: Tensor, hidden: Ten
         (norm(embedding, "midlayer.input_layernorm.weight"), norm(hidden, "midlayer.hidden_norm.weight")), -1
     )
     query, key, value = (
-        (pair @ weights[f"midlayer.self_attn.{name}_proj.weight"].T).view(len(pair), heads, 12)
+        (pair @ weights[f"midlayer.self_attn.{name}_proj.weight"].T).view(len(pair), heads, 24)
         for name, heads in (("q", 4), ("k", 2), ("v", 2))
     )
     key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
-    scores = torch.einsum("thd,shd->hts", turn(query), turn(key)) / 12**0.5
+    scores = torch.einsum("thd,shd->hts", turn(query), turn(key)) / 24**0.5
     probs = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1) > 0, float("-inf")).softmax(-1)
     attended = torch.einsum("hts,shd->thd", probs, value).flatten(1)
     u = hidden + attended @ weights["midlayer.self_attn.o_proj.weight"].T

@@ -80,6 +80,12 @@ def test_what_config_leaves_open_is_told(tmp_path, target, caplog):
     assert "norm_output=True is read as SGLang does" in caplog.text
 
 
+def test_eagle1_leaves_nothing_open(tmp_path, target, caplog):
+    load_draft(heads.write_speculators(tmp_path / "a", heads.eagle1_tensors()), target)
+    load_draft(heads.write_specforge(tmp_path / "b", heads.eagle1_tensors(), norm_output=True), target)
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("form", WRITERS)
 @pytest.mark.parametrize(
     ("change", "message"),

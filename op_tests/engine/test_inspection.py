@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("safetensors")
 
 from eagle_kernels.engine.cli import main
-from eagle_kernels.engine.inspection import inspect_head, read_prompts_file, sweep_aux_layers
+from eagle_kernels.engine.inspection import SweepRow, _judge, inspect_head, read_prompts_file, sweep_aux_layers
+from eagle_kernels.engine.models.checkpoint import Checkpoint
 from eagle_kernels.engine.models.loading import demo_pair, load_draft, save_folder
 from eagle_kernels.engine.models.protocol import ModelError
 from op_tests.engine import heads
@@ -96,6 +97,39 @@ def test_the_sweep_names_ids_of_the_other_convention(capsys, tmp_path):
         tmp_path / "draft", random_llama(num_layers=6, hidden_size=256, vocab_size=257), aux_layers=(1, 3, 5)
     )
     assert head.aux_layers == (1, 3, 5)
+
+
+def test_the_sweep_of_a_head_that_is_never_accepted_tells_nothing(tmp_path):
+    shutil.copytree(DRAFT, tmp_path / "draft")
+    noise = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    heads.edit_tensors(tmp_path / "draft", **{"lm_head.weight": noise})
+    report = inspect_head(tmp_path / "draft", TARGET, prompts=["import os\n"], max_new_tokens=8)
+    assert [row.mean_accept_length < 1.05 for row in report.sweep] == [True] * 3
+    assert report.remarks == ["the sweep cannot tell: the head is accepted (almost) never"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "verdict"),
+    [
+        ((1.0, 1.04, None), "cannot tell: the head is accepted"),
+        ((1.49, 1.50, 1.2), "cannot tell: the lengths are too close"),
+        ((None, 1.50, 1.51), "cannot tell: the lengths are too close"),
+        ((None, 3.0, None), "cannot tell: no other layer ids fit"),
+        ((2.8, 3.0, 2.0), "finds the layer ids right"),
+        ((2.8, 2.0, 2.5), "better when shifted by -1"),
+    ],
+)
+def test_the_sweep_judges_with_a_margin(lengths, verdict):
+    (told,) = _judge([SweepRow(shift, (shift + 1,), length) for shift, length in zip((-1, 0, 1), lengths)])
+    assert verdict in told
+
+
+def test_weights_of_the_target_are_read_for_a_sweep_alone(capsys, monkeypatch):
+    read, folders = Checkpoint.read, []
+    monkeypatch.setattr(Checkpoint, "read", lambda file, device: [folders.append(file.folder), *read(file, device)][1:])
+    assert inspect(DRAFT, "--target", TARGET) == 0
+    assert dict(read_rows(capsys.readouterr().out))["fits the target"] == "yes" and set(folders) == {DRAFT}
+    assert inspect_head(DRAFT, TARGET, prompts=["a"], max_new_tokens=2).sweep and TARGET in folders
 
 
 @pytest.mark.parametrize("form", WRITERS)

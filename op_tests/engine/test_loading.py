@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
+from eagle_kernels import EAGLEInference  # noqa: E402
 from eagle_kernels.engine.models import checkpoint, loading  # noqa: E402
 from eagle_kernels.engine.models.decoder import Decoder  # noqa: E402
 from eagle_kernels.engine.models.decoder_config import DecoderConfig  # noqa: E402
@@ -24,6 +26,7 @@ WIDTHS = {
     "intermediate_size": 24,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 16,
 }
 TARGET = WIDTHS | {"num_hidden_layers": 3}
 DRAFT = WIDTHS | {
@@ -246,3 +249,35 @@ def test_demo_pair_names_the_command_that_makes_it(tmp_path, monkeypatch):
     for part in ("target", "draft"):
         (tmp_path / part).mkdir()
     assert loading.demo_pair() == (tmp_path / "target", tmp_path / "draft")
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        ({"dtype": "bf16"}, "dtype must be torch.float32, torch.bfloat16 or torch.float16, got 'bf16'"),
+        ({"dtype": torch.int8}, "dtype must be torch.float32, torch.bfloat16 or torch.float16, got torch.int8"),
+        ({"device": torch.bfloat16}, "cpu, cuda or cuda:N, got torch.bfloat16"),
+        ({"device": "nonsense"}, "cpu, cuda or cuda:N, got 'nonsense'"),
+        ({"device": "cuda:99"}, "device cuda:99: this machine has"),
+    ],
+)
+def test_placements_are_checked_by_name(target_folder, draft_folder, placement, message):
+    target = load_target(target_folder)
+    for caller, load in (
+        ("load_target", lambda: load_target(target_folder, **placement)),
+        ("load_draft", lambda: load_draft(draft_folder, target, **placement)),
+        ("load_target", lambda: EAGLEInference.from_pretrained(draft_folder, target_folder, **placement)),
+    ):
+        with pytest.raises(ValueError, match=f"{caller}: .*{re.escape(message)}"):
+            load()
+
+
+def test_on_meta_a_target_is_names_and_sizes(target_folder, draft_folder, monkeypatch):
+    monkeypatch.setattr(checkpoint.Checkpoint, "read", None)
+    target = load_target(target_folder, "meta")
+    assert target.device.type == "meta" and target.kv_shape.num_layers == 3
+    with pytest.raises(ValueError, match="load_draft: device must be cpu, cuda or cuda:N, got 'meta'"):
+        load_draft(draft_folder, target, "meta")
+    edit_tensors(target_folder, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ModelError, match="missing tensors: lm_head.weight"):
+        load_target(target_folder, "meta")

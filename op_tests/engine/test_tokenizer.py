@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 
 import pytest
 
@@ -89,3 +91,23 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(ModelError, match="not a folder"):
         load_tokenizer(tmp_path / "absent")
+
+
+def test_text_says_why_there_is_no_tokenizer(tmp_path):
+    pytest.importorskip("safetensors")
+    pytest.importorskip("tokenizers")
+    from eagle_kernels import EAGLEInference, SamplingParams
+    from eagle_kernels.engine.models.loading import demo_pair
+
+    target, draft = demo_pair()
+    shutil.copytree(target, tmp_path / "target")
+    config = json.loads((target / "config.json").read_text()) | {"tokenizer_class": "another"}
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "target" / "tokenizer_config.json").unlink()
+    (tmp_path / "target" / "tokenizer.json").write_text("{")
+    engine = EAGLEInference.from_pretrained(draft, tmp_path / "target")
+    path = re.escape(str(tmp_path / "target" / "tokenizer.json"))
+    with pytest.raises(ValueError, match=f"stream_text needs the tokenizer of the target: {path} cannot be read: "):
+        engine.stream_text("a")
+    with pytest.raises(ValueError, match=f"stop strings need the tokenizer of the target: {path} cannot be read: "):
+        engine.submit([1], SamplingParams(stop=("a",)))

@@ -211,6 +211,19 @@ def test_an_interrupted_run_ends_with_the_same_weights(target_folder, text_file,
     assert "learning_rate 0.01, now 0.5" in error and "steps 4, now 5" in error and "depths" not in error
 
 
+def test_training_in_bf16(target_folder, text_file, tmp_path, capsys):
+    """Matrix products in bf16, weights in fp32; the file is bf16, and the head that was measured is it."""
+    options = SMALL | {"steps": 30, "validation_prompts": 1, "validation_tokens": 4, "dtype": "bfloat16", "json": True}
+    assert main(arguments_of(target_folder, text_file, tmp_path, **options)) == 0
+    captured = capsys.readouterr()
+    losses = [float(line.split("loss ")[1].split()[0]) for line in captured.err.splitlines() if "loss " in line]
+    assert len(losses) == 30 and all(map(math.isfinite, losses)) and losses[-1] < 0.8 * losses[0]
+    assert json.loads(captured.out)["dtype"] == "torch.bfloat16"
+    trained = torch.load(tmp_path / "checkpoint/head.pt")["module"]
+    assert {tensor.dtype for tensor in trained.values() if tensor.is_floating_point()} == {torch.float32}
+    assert read_head(tmp_path).dtypes == ["BF16"]
+
+
 def test_pieces_add_up_to_the_whole_batch(target_folder):
     """Gradients of 2 batches of 2 are those of 1 batch of 4: lengths, masks and padding differ between them."""
     target = load_target(target_folder)
@@ -329,4 +342,17 @@ def test_misfits_are_refused(target_folder, text_file, tmp_path):
         train_head(target_folder, [text_file], tmp_path, HeadOptions(window=256), **CPU)
     with pytest.raises(ValueError, match="--dtype float16"):
         train_head(target_folder, [text_file], tmp_path, HeadOptions(), device=CPU["device"], dtype=torch.float16)
+    with pytest.raises(ValueError, match="--draft-vocab-size must be at most the 257 tokens of the target, got 258"):
+        train_head(target_folder, [text_file], tmp_path, HeadOptions(window=32, draft_vocab_size=258), **CPU)
     assert tell_changes('{"a": 1, "b": {}}', '{"a": 2, "b": {"c": 1}}') == "a 1, now 2, b"
+
+
+def test_a_target_behind_transformers_is_refused_first(text_file, tmp_path, capsys):
+    """Before its weights are loaded, and before there is an output folder."""
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    assert main(arguments_of(tmp_path / "gpt2", text_file, tmp_path / "head")) == 1
+    assert capsys.readouterr().err == (
+        "error: train-head: --target must be one of llama, mistral, qwen2, qwen3; got model_type='gpt2'\n"
+    )
+    assert not (tmp_path / "head").exists()

@@ -317,6 +317,7 @@ def test_folders_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
         with pytest.raises(ModelError, match="the weights take 0.00 GiB as torch.float16, but cpu has 0.00 GiB free"):
             load_target(tmp_path, dtype=torch.float16)
     assert load_target(tmp_path, dtype=torch.float16).dtype == torch.float16
+    assert load_target(tmp_path, "meta").device.type == "cpu", "the adapter runs two tokens"
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"n_layer": 4}))

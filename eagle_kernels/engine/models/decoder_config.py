@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from ...primitives.paging import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..values import is_integer
 from .protocol import ModelError
 
@@ -194,6 +195,8 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ModelError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs")
+        if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM:
+            raise ModelError(f"head_dim must lie in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {self.head_dim}")
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> DecoderConfig:

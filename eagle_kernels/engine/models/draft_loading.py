@@ -15,6 +15,7 @@ from .draft_head import IN_THE_FILE, DraftHead, HeadConfig
 from .eagle1_head import Eagle1Config, Eagle1Head
 from .eagle_head import EagleConfig, EagleHead
 from .head_formats import AuxLayers, HeadFormat, kind_of, recognise, remarks_on, rename, written_aux_layers
+from .placement import read_placement
 from .protocol import FINAL_NORM, ModelError, TargetModel
 
 _logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def tell_capture(aux_layers: Sequence[int]) -> str:
 
 def read_head(folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> HeadFile:
     """The head of a folder, its floating-point tensors converted to `dtype`."""
-    folder = Path(folder)
+    folder, device = Path(folder), read_placement("load_draft", device, dtype)
     with naming(folder):
         config = read_config(folder)
         form = recognise(config)
@@ -109,10 +110,10 @@ def read_head(folder: str | Path, device: str | torch.device = "cpu", dtype: tor
         is_t2d_absent = head.d2t is not None and "t2d" not in tensors
         if is_t2d_absent:
             head.t2d = None
-        fill(head, checkpoint, torch.device(device), dtype)
+        fill(head, checkpoint, device, dtype)
         if is_t2d_absent:  # ModelOpt leaves it out; d2t says it all
             head.t2d = _drafted_tokens(head.d2t, settings.vocab_size)
-        return HeadFile(head, form.name, kind, dtypes, written_aux_layers(config), remarks_on(form, config))
+        return HeadFile(head, form.name, kind, dtypes, written_aux_layers(config), remarks_on(form, kind, config))
 
 
 def _settings(config: dict[str, Any], kind: str, names: Collection[str]) -> HeadConfig:

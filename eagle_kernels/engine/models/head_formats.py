@@ -204,9 +204,11 @@ def written_aux_layers(config: dict[str, Any]) -> AuxLayers:
     return AuxLayers(tuple(ids), meaning, indices)
 
 
-def remarks_on(form: HeadFormat, config: dict[str, Any]) -> list[str]:
+def remarks_on(form: HeadFormat, kind: str, config: dict[str, Any]) -> list[str]:
     """What config.json leaves open, or says in words that others use for something else; a line each."""
     remarks = []
+    if kind == "EAGLE-1":  # has none of these options
+        return remarks
     if form.name == "vLLM speculators" and config.get("norm_before_residual") is None:
         remarks.append(
             "config.json does not say norm_before_residual: False is taken, speculators' own default, where vLLM takes "

@@ -15,6 +15,7 @@ from .checkpoint import Checkpoint, check_memory, fill, naming, read_config, rea
 from .decoder import Decoder
 from .decoder_config import FAMILIES, DecoderConfig
 from .draft_loading import load_draft
+from .placement import read_placement
 from .protocol import ModelError, TargetModel
 from .transformers_target import TransformersTarget
 
@@ -27,12 +28,16 @@ def load_target(
     folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> TargetModel:
     """A decoder of any family of `decoder_config.FAMILIES`, or another causal language model behind transformers' own
-    class (`transformers_target.py`), frozen, in eval mode, its weights converted to `dtype`."""
-    folder = Path(folder)
+    class (`transformers_target.py`), frozen, in eval mode, its weights converted to `dtype`.
+
+    On the device `meta` a decoder is the names and sizes that its files tell, whose weights are not read; behind
+    transformers there is no such, and the model is on the CPU then.
+    """
+    folder, device = Path(folder), read_placement("load_target", device, dtype, "meta")
     with naming(folder):
         content = read_config(folder)
         if (content.get("model_type") or "llama") not in FAMILIES:
-            return _load_through_transformers(folder, torch.device(device), dtype)
+            return _load_through_transformers(folder, torch.device("cpu") if device.type == "meta" else device, dtype)
         config = DecoderConfig.from_dict(content)
         checkpoint = Checkpoint(folder)
         with torch.device("meta"):
@@ -41,7 +46,7 @@ def load_target(
             # allocated once, and read once where a checkpoint holds it twice
             target.lm_head.weight = None
             checkpoint.tensors.pop("lm_head.weight", None)
-        fill(target, checkpoint, torch.device(device), dtype)
+        fill(target, checkpoint, device, dtype)
         target.tie_weights()
         return target
 

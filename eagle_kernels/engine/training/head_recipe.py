@@ -154,7 +154,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def _layer_ids(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be layer ids with commas between them, got {text!r}") from None
 
 
 def read_options(arguments: argparse.Namespace) -> HeadOptions:

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
+from ..models.checkpoint import naming, read_config
 from ..models.decoder import Decoder
+from ..models.decoder_config import FAMILIES
 from ..models.eagle_head import EagleConfig, EagleHead
 from ..models.loading import load_draft, load_target, read_eos_token_ids, save_folder
 from ..models.tokenizer import load_tokenizer
@@ -66,6 +68,7 @@ def train_head(
         raise ValueError("train-head: --dtype float16 would need its losses scaled; take bfloat16")
     if (output / "config.json").is_file() and not (output / "checkpoint").is_dir():
         raise ValueError(f"{output} holds another model; choose a folder of its own")
+    _check_family(target_folder)
     # there from the beginning: it tells a folder of ours, also before anything was saved
     (output / "checkpoint").mkdir(parents=True, exist_ok=True)
     target = load_target(target_folder, device, dtype)
@@ -143,6 +146,14 @@ def rows_of(record: dict[str, Any]) -> list[tuple[str, str]]:
     return rows + [(row["tree"], f"{row['mean_accept_length']:.2f} tokens a step") for row in record["acceptance"]]
 
 
+def _check_family(target_folder: Path) -> None:
+    """The head takes sizes and rotary embedding from a decoder of ours."""
+    with naming(target_folder):
+        model_type = read_config(target_folder).get("model_type") or "llama"
+    if model_type not in FAMILIES:
+        raise ValueError(f"train-head: --target must be one of {', '.join(FAMILIES)}; got {model_type=}")
+
+
 def _settle(options: HeadOptions, target: Decoder) -> tuple[HeadOptions, tuple[int, ...]]:
     """The options with the target's limits in place of None, and the auxiliary layers."""
     window = options.window or min(MOST_WINDOW, target.max_length)
@@ -156,7 +167,12 @@ def _settle(options: HeadOptions, target: Decoder) -> tuple[HeadOptions, tuple[i
             f"train-head: --validation-tokens must be below the {target.max_length} positions of the target, got "
             f"{options.validation_tokens}"
         )
-    vocabulary = min(options.draft_vocab_size or MOST_DRAFT_VOCAB, target.vocab_size)
+    vocabulary = options.draft_vocab_size or min(MOST_DRAFT_VOCAB, target.vocab_size)
+    if vocabulary > target.vocab_size:
+        raise ValueError(
+            f"train-head: --draft-vocab-size must be at most the {target.vocab_size} tokens of the target, got "
+            f"{vocabulary}"
+        )
     aux_layers, is_official = default_aux_layers(target.kv_shape.num_layers)
     if options.aux_layers is not None:
         aux_layers = options.aux_layers
