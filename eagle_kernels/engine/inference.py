@@ -159,6 +159,8 @@ class EAGLEInference:
         committed. `.output()` of the exhausted iterator is what `generate` returns."""
         config, wanted = self._split(overrides)
         prompts, is_single = read_prompts(input_ids)
+        if not prompts:
+            raise ValueError("generate: input_ids must hold at least one prompt, got []")
         wanted["max_new_tokens"] = read_max_new_tokens(max_new_tokens)
         for index, prompt in enumerate(prompts):
             reason = self._unfit(prompt, wanted["max_new_tokens"], config, speculative)
@@ -189,9 +191,9 @@ class EAGLEInference:
     def submit(self, prompt: list[int] | Tensor, params: SamplingParams | None = None) -> Request:
         """A request joins at the next `step`. One that cannot ever run is returned as finished, with its `error`."""
         prompts, is_single = read_prompts(prompt)
-        if not is_single:
+        if prompts and not is_single:
             raise ValueError("EAGLEInference: submit takes one prompt, [L] token ids")
-        (prompt,) = prompts
+        (prompt,) = prompts or [[]]
         with self.lock:
             scheduler = self._scheduler_for(self.config, speculative=True)
             params = params or _params(self.config, {})
@@ -242,10 +244,10 @@ class EAGLEInference:
         overrides   as of `generate`: `for topk in [2, 4, 8]: stats = engine.benchmark(prompts, topk=topk)`
         """
         prompts, _ = read_prompts(prompts)
-        if not prompts or batch_size < 1:
-            raise ValueError(
-                f"benchmark: needs prompts and a batch_size of at least 1, got {len(prompts)}, {batch_size}"
-            )
+        if not prompts:
+            raise ValueError("benchmark: prompts must hold at least one prompt, got []")
+        if not (is_integer(batch_size) and batch_size >= 1):
+            raise ValueError(f"benchmark: batch_size must be an int of at least 1, got {batch_size!r}")
         return benchmark(
             self, prompts, max_new_tokens, batch_size, read_seeds(seeds, len(prompts)), progress, overrides
         )

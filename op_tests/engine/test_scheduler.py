@@ -502,8 +502,11 @@ def test_benchmark(target):
                 assert 0 < times["p50"] <= times["p95"] <= times["p99"]
         assert stats.to_dict()["speedup"] == stats.speedup
         assert '"mean_accept_length"' in stats.to_json()
-    with pytest.raises(ValueError, match="batch_size of at least 1"):
-        engine.benchmark([[1]], batch_size=0)
+    for batch_size in (0, 2.0):
+        with pytest.raises(ValueError, match=f"batch_size must be an int of at least 1, got {batch_size}"):
+            engine.benchmark([[1]], batch_size=batch_size)
+    with pytest.raises(ValueError, match=r"benchmark: prompts must hold at least one prompt, got \[\]"):
+        engine.benchmark([])
 
 
 @pytest.mark.parametrize(
