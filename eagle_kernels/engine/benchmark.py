@@ -45,9 +45,10 @@ class RunStats:
 
 @dataclass
 class BenchmarkResult:
-    """speedup: tokens a second of decoding, speculative over plain. identical: share of the batches whose texts agree;
-    None with an accept_policy, where they differ by design. peak_memory_bytes: most that torch held on the GPU, for
-    both ways, which share their pools; None on the CPU."""
+    """batch_size: prompts that were decoded together, all of them where there were fewer than asked for; a last batch
+    may have less. speedup: tokens a second of decoding, speculative over plain. identical: share of the batches whose
+    texts agree; None with an accept_policy, where they differ by design. peak_memory_bytes: most that torch held on the
+    GPU, for both ways, which share their pools; None on the CPU."""
 
     prompts: int
     batch_size: int
@@ -155,6 +156,12 @@ def benchmark(
 ) -> BenchmarkResult:
     """Decodes every batch both ways, one right after the other, so that what changes on the machine meets both."""
     batches = [slice(start, start + batch_size) for start in range(0, len(prompts), batch_size)]
+    for batch in batches:
+        if not engine.stream(prompts[batch], max_new_tokens, seeds=seeds[batch], **options).fits_together():
+            raise ValueError(
+                f"benchmark: batch_size must be so small that max_batch={options['max_batch']} and the pools hold a "
+                f"batch with its {max_new_tokens} tokens each, got {batch_size}; kv_cache_bytes makes the pools larger"
+            )
     first = [list(prompt) for prompt in prompts[batches[0]]]
     for speculative in (True, False):  # compiles, captures, and warms up
         engine.generate(first, min(8, max_new_tokens), seeds=0, speculative=speculative, **options)

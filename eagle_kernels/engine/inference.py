@@ -240,6 +240,7 @@ class EAGLEInference:
     ) -> BenchmarkResult:
         """Decodes the prompts, batch_size at a time, with and without speculation: speed, acceptance, latencies.
 
+        batch_size  may be more than max_batch, which is raised to it
         progress    show a bar; None: where stderr is a terminal
         overrides   as of `generate`: `for topk in [2, 4, 8]: stats = engine.benchmark(prompts, topk=topk)`
         """
@@ -248,6 +249,8 @@ class EAGLEInference:
             raise ValueError("benchmark: prompts must hold at least one prompt, got []")
         if not (is_integer(batch_size) and batch_size >= 1):
             raise ValueError(f"benchmark: batch_size must be an int of at least 1, got {batch_size!r}")
+        batch_size = min(batch_size, len(prompts))
+        overrides.setdefault("max_batch", max(self.config.max_batch, batch_size))
         return benchmark(
             self, prompts, max_new_tokens, batch_size, read_seeds(seeds, len(prompts)), progress, overrides
         )

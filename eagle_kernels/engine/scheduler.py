@@ -136,6 +136,10 @@ class Scheduler:
             f"{page_size} tokens, the pool has {self.pages.num_pages}; kv_cache_bytes makes it larger"
         )
 
+    def holds(self, requests: list[Request]) -> bool:
+        """Whether an empty batch has rows and pages for all of them at once."""
+        return len(requests) <= len(self._rows) and sum(map(self._pages_for, requests)) <= self.pages.num_pages
+
     def abort(self, request: Request) -> None:
         """Ends a request wherever it is; what it has brought stays."""
         if request.is_finished:

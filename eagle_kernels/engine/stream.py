@@ -45,6 +45,10 @@ class TokenStream(Iterator[TokenEvent], AsyncIterator[TokenEvent]):
             raise StopAsyncIteration
         return event
 
+    def fits_together(self) -> bool:
+        """Whether none of its requests would wait for another one, with the batch for themselves."""
+        return self._run.fits_together()
+
     def close(self) -> None:
         """Aborts what has not ended."""
         self._events.close()
@@ -109,6 +113,10 @@ class _Run:
             num_warm = stats.batch_steps - (scheduler.num_cold_steps - first_cold)
             if stats.num_draft_tokens == 1 and num_warm > 0:
                 engine.note_plain_step(stats.num_requests, 1e3 * (stats.decode_time_s - cold_s) / num_warm)
+
+    def fits_together(self) -> bool:
+        with self._engine.lock:
+            return self._find_scheduler().holds(self._requests)
 
     def _reads_prompts(self, scheduler: Scheduler) -> bool:
         """Reads a part of the prompts that can be read now; whether there was one."""

@@ -509,6 +509,31 @@ def test_benchmark(target):
         engine.benchmark([])
 
 
+def test_a_benchmark_is_as_wide_as_it_says(target, monkeypatch):
+    """Wider than max_batch, no wider than there are prompts; a batch that would wait for itself is refused."""
+    widths, step = [], Stepper.step
+
+    def stepped(self, state, num_rows, features, timer):
+        widths.append(num_rows)
+        return step(self, state, num_rows, features, timer)
+
+    monkeypatch.setattr(Stepper, "step", stepped)
+    engine = make(target, target, num_steps=2, topk=1, max_batch=2)
+    prompts = [prompt_of(number) for number in range(5)]
+    for batch_size, width in ((1, 1), (4, 4), (9, 5)):
+        widths.clear()
+        stats = engine.benchmark(prompts, 8, batch_size=batch_size)
+        assert stats.batch_size == max(widths) == width
+        assert dict(stats.rows())["prompts"] == f"5, {width} together, 8 tokens each"
+    assert engine.config.max_batch == 2
+    widths.clear()
+    for options, held in (({"max_batch": 2}, "max_batch=2"), ({"kv_cache_bytes": 120_000}, "max_batch=4")):
+        message = f"benchmark: batch_size must be so small that {held} and the pools hold .* got 4; kv_cache_bytes"
+        with pytest.raises(ValueError, match=message):
+            engine.benchmark(prompts, 100, batch_size=4, **options)
+    assert not widths and not engine.has_work
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
