@@ -102,20 +102,13 @@ class _Decoding:
     def add(self, prompts: list[list[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
         start_s = time.perf_counter()
         stream = self._engine.stream(prompts, max_new_tokens, **options)
-        last_s: dict[int, float] = {}
-        pending = [0] * len(prompts)
+        arrivals: list[list[tuple[float, bool]]] = [[] for _ in prompts]
         for event in stream:
-            now_s, request = time.perf_counter(), event.request
-            if request not in last_s:
-                self._ttft_ms.append(1e3 * (now_s - start_s))
-                last_s[request] = now_s
-                continue
-            pending[request] += 1
-            if not event.is_draft:  # the last one of its step, with those before it
-                gap_ms = 1e3 * (now_s - last_s[request]) / pending[request]
-                self._gaps_ms += [gap_ms] * pending[request]
-                last_s[request], pending[request] = now_s, 0
+            arrivals[event.request].append((time.perf_counter(), event.is_draft))
         self._total_s += time.perf_counter() - start_s
+        for (first_s, _), *others in arrivals:
+            self._ttft_ms.append(1e3 * (first_s - start_s))
+            self._gaps_ms += _gaps_ms(first_s, others)
         tokens, stats = stream.output()
         self._stats.append(stats)
         return tokens
@@ -183,6 +176,17 @@ def benchmark(
     peak = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else None
     results = runs[True].result(), runs[False].result()
     return BenchmarkResult(len(prompts), batch_size, max_new_tokens, *results, share, peak)
+
+
+def _gaps_ms(last_s: float, arrivals: list[tuple[float, bool]]) -> list[float]:
+    """Before each token of a request but the first, by when it came, and whether a draft had guessed it."""
+    gaps_ms, num_pending = [], 0
+    for index, (now_s, is_draft) in enumerate(arrivals, 1):
+        num_pending += 1
+        if not is_draft or index == len(arrivals):  # the last one of its step, with those before it
+            gaps_ms += [1e3 * (now_s - last_s) / num_pending] * num_pending
+            last_s, num_pending = now_s, 0
+    return gaps_ms
 
 
 def _percentiles(samples: list[float]) -> dict[str, float]:

@@ -273,6 +273,11 @@ class Scheduler:
         while self._unread and not any(row is not None and row.is_running for row in self._rows):
             self._read_back()
 
+    def read_what_is_done(self) -> None:
+        """Reads what the device has finished, without waiting for more."""
+        while self._unread and (self._unread[0].event is None or self._unread[0].event.query()):
+            self._read_back()
+
     @contextlib.contextmanager
     def _failing_alone(self, row: _Row) -> Iterator[None]:
         """What goes wrong inside, for want of memory say, ends this request and no other."""

@@ -88,7 +88,11 @@ class _Run:
             while self._reads_prompts(scheduler):
                 pass
             synchronize(engine.device)
+            with engine.lock:  # the first tokens, which are known: the first step, which is timed, would keep them back
+                scheduler.read_what_is_done()
             stats.prefill_time_s = time.perf_counter() - start_s
+            for request in requests:
+                yield from request.collect()
             while not all(request.is_finished for request in requests):
                 start_s, num_cold = time.perf_counter(), scheduler.num_cold_steps
                 with engine.lock:

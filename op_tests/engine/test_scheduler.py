@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.benchmark import _Decoding
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from eagle_kernels.engine.scheduler import host_lag
 from eagle_kernels.engine.step import Stepper
@@ -532,6 +533,57 @@ def test_a_benchmark_is_as_wide_as_it_says(target, monkeypatch):
         with pytest.raises(ValueError, match=message):
             engine.benchmark(prompts, 100, batch_size=4, **options)
     assert not widths and not engine.has_work
+
+
+class StepClock:
+    """Time that only steps of a batch take: 6 ms each."""
+
+    def __init__(self, monkeypatch):
+        self.now_s, step = 0.0, Stepper.step
+
+        def stepped(*arguments):
+            self.now_s += 0.006
+            return step(*arguments)
+
+        monkeypatch.setattr(Stepper, "step", stepped)
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+def test_latencies_are_those_of_steps(target, lag, monkeypatch):
+    """First tokens need none; what a step brings shares its time, also where the end of the text cuts it short."""
+    clock = StepClock(monkeypatch)
+    monkeypatch.setattr("eagle_kernels.engine.benchmark.time", clock)
+    # itself as the draft: a step brings 3 tokens, the last one 1 of them here
+    decoding = _Decoding(make(target, target, num_steps=2, topk=1))
+    tokens = decoding.add([prompt_of(1), prompt_of(2)], 5, seeds=0)
+    assert list(map(len, tokens)) == [5, 5] and decoding._ttft_ms == [0.0, 0.0]
+    assert decoding._gaps_ms == pytest.approx(2 * [2.0, 2.0, 2.0, 6.0])
+
+
+def test_first_tokens_come_before_steps(target, draft, lag):
+    """As soon as the prompts are read; of one that ends there, nothing is stepped."""
+    engine = make(draft, target)
+    stream = engine.stream([prompt_of(1), prompt_of(2)], 5)
+    assert [next(stream).request for _ in range(2)] == [0, 1] and engine._scheduler.num_steps == 0
+    rest = list(stream)
+    assert len(rest) == 8 and not engine.has_work
+    first = stream.requests[0].output_ids[0]
+    before = engine._scheduler.num_steps
+    ended = engine.stream(prompt_of(1), 5, stop_token_ids=(first,))
+    assert [event.token_id for event in ended] == [first] and engine._scheduler.num_steps == before
+    assert ended.output().stats.finish_reasons == ["eos"] and not engine.has_work
+    # beside one that steps already
+    running = engine.submit(prompt_of(3), SamplingParams(max_new_tokens=40))
+    for _ in range(3):
+        engine.step()
+    before = engine._scheduler.num_steps
+    joined = engine.stream(prompt_of(1), 5)
+    assert next(joined).token_id == first and engine._scheduler.num_steps == before
+    assert [first, *(event.token_id for event in joined)] == stream.requests[0].output_ids
+    engine.collect()
+    assert running.output_ids == engine.generate(prompt_of(3), 40, speculative=False)[0]
 
 
 @pytest.mark.parametrize(
