@@ -156,10 +156,11 @@ def benchmark(
                 f"batch with its {max_new_tokens} tokens each, got {batch_size}; kv_cache_bytes makes the pools larger"
             )
     first = [list(prompt) for prompt in prompts[batches[0]]]
+    sampling = {"temperature": engine.config.temperature}  # else all that is common would be warmed
     for speculative in (True, False):  # compiles, captures, and warms up
         engine.generate(first, min(8, max_new_tokens), seeds=0, speculative=speculative, **options)
         if engine.device.type == "cuda":
-            engine.warmup(speculative=speculative, most_requests=batch_size, **options)
+            engine.warmup(speculative=speculative, most_requests=batch_size, **sampling | options)
     if engine.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(engine.device)
     runs = {True: _Decoding(engine), False: _Decoding(engine)}

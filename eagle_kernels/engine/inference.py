@@ -29,7 +29,7 @@ from .scheduler import Scheduler, overshoot
 from .steps import Steps, make_steps
 from .stream import TextStream, TokenStream
 from .values import is_integer
-from .warmup import warm_up
+from .warmup import COMMON_PARAMS, warm_up
 
 _CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))
 # of a configuration, what makes one step differ from another one, and what pools and rows are made by
@@ -260,9 +260,11 @@ class EAGLEInference:
     ) -> None:
         """Compiles and captures what requests like `params`, in any mixture and number, will need.
 
-        Without params: those of the configuration. Afterwards no step compiles anything.
+        Without params: greedy ones, sampled ones and sampled ones with filters, each with and without logprobs.
+        Afterwards no step compiles anything. Penalties need params that have them; `warmup(SamplingParams())` is for
+        greedy requests alone, with a sixth of the graphs.
         most_requests   at once; None: max_batch of the configuration
-        overrides       of calls of `generate` that have them
+        overrides       of calls of `generate` that have them; with sampling among them only what such calls need
         """
         config, wanted = self._split(overrides, "warmup")
         if params and wanted:
@@ -270,10 +272,13 @@ class EAGLEInference:
             raise ValueError(f"warmup: {name} belongs into the SamplingParams that are given, got {name}={value!r}")
         if most_requests is not None and not (is_integer(most_requests) and most_requests >= 1):
             raise ValueError(f"warmup: most_requests must be None or an int of at least 1, got {most_requests!r}")
+        if not params:
+            says_how = not overrides.keys().isdisjoint(SAMPLING_FIELDS)
+            params = (_params(config, wanted),) if says_how else COMMON_PARAMS
         with self.lock:
             scheduler = self._scheduler_for(config, speculative)
             warm_up(
-                self, scheduler, params or (_params(config, wanted),), limit=self._limit(config, speculative),
+                self, scheduler, params, limit=self._limit(config, speculative),
                 most_rows=most_requests or config.max_batch, speculative=speculative,
                 config={name: value for name, value in overrides.items() if name in _CONFIG_FIELDS},
             )  # fmt: skip

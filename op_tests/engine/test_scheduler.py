@@ -15,8 +15,10 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.benchmark import _Decoding
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
+from eagle_kernels.engine.sampling import Features
 from eagle_kernels.engine.scheduler import host_lag
 from eagle_kernels.engine.step import Stepper
+from eagle_kernels.engine.warmup import COMMON_PARAMS
 from op_tests.engine.toys import ToyModel, random_llama
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -486,6 +488,67 @@ def test_warmup_and_workspace(target, draft):
         engine.warmup()
     engine.collect()
     assert request.finish_reason == "length"
+
+
+COMMON = [
+    {"logprobs": logprobs, "seed": 3, **drawn}
+    for logprobs in (False, True)
+    for drawn in ({}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 5}, {"temperature": 0.9, "min_p": 0.2})
+]
+
+
+def mixed_requests(engine, coin: random.Random, count: int) -> None:
+    """Runs so many that ask for what is common, some together; drafts rest and come back meanwhile."""
+    for number in range(count):
+        params = SamplingParams(max_new_tokens=coin.randrange(1, 9), **coin.choice(COMMON))
+        engine.submit(prompt_of(number), params)
+        for _ in range(coin.randrange(4)):
+            engine.is_speculating = coin.random() < 0.7
+            engine.step()
+    engine.is_speculating = True
+    engine.collect()
+
+
+@pytest.mark.parametrize("adaptive", [None, "auto"])
+def test_after_a_bare_warmup_no_common_request_is_cold(target, adaptive):
+    engine = make(target, target, adaptive=adaptive)
+    engine.warmup()
+    assert engine._scheduler.num_steps == 0, "those that choose would count steps that nobody timed"
+    mixed_requests(engine, random.Random(2), 16)
+    assert engine._scheduler.num_steps > 16 and engine._scheduler.num_cold_steps == 0
+
+
+def steps_known(runner) -> set[Features]:
+    """The sets of features that it has nothing left to compile or to capture for."""
+    return {features for _, features in [*runner._have_run, *runner._graphs]}
+
+
+def test_how_to_warm_less(target):
+    """Given params, or sampling among the overrides, it is these alone."""
+    for params, options, warmed in (
+        ([SamplingParams()], {}, {Features()}),
+        ([], {"temperature": 0.5}, {Features(sampling=True)}),
+        ([], {"temperature": 0.5, "top_k": 0, "logprobs": True}, {Features(sampling=True, logprobs=True)}),
+        ([], {"topk": 2}, {Features.of([params]) for params in COMMON_PARAMS}),
+    ):
+        engine = make(target, target, max_batch=1)
+        engine.warmup(*params, **options)
+        for runner in engine._scheduler.steps.runners:
+            assert steps_known(runner) == warmed
+
+
+def test_what_does_nothing_needs_no_step_of_its_own(target):
+    """A step is chosen by what requests need, not by what they name."""
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0, "repetition_penalty": 1, "frequency_penalty": 0.0}
+    for temperature, others, features in (
+        (0.8, off, Features(sampling=True)),
+        (0.0, off, Features()),
+        (0.0, {"top_k": 5, "top_p": 0.5, "min_p": 0.1}, Features()),  # of greedy requests filters change nothing
+        (0.8, off | {"top_p": 0.5}, Features(sampling=True, filters=True)),
+    ):
+        engine = make(target, target)
+        engine.generate(prompt_of(1), 4, temperature=temperature, seeds=1, **others)
+        assert steps_known(engine._scheduler.steps.runners[1]) == {features}
 
 
 def test_benchmark(target):
