@@ -45,9 +45,10 @@ class RunStats:
 
 @dataclass
 class BenchmarkResult:
-    """speedup: tokens a second of decoding, speculative over plain. identical: share of the batches whose texts agree;
-    None with an accept_policy, where they differ by design. peak_memory_bytes: most that torch held on the GPU, for
-    both ways, which share their pools; None on the CPU."""
+    """batch_size: prompts that were decoded together, all of them where there were fewer than asked for; a last batch
+    may have less. speedup: tokens a second of decoding, speculative over plain. identical: share of the batches whose
+    texts agree; None with an accept_policy, where they differ by design. peak_memory_bytes: most that torch held on the
+    GPU, for both ways, which share their pools; None on the CPU."""
 
     prompts: int
     batch_size: int
@@ -101,20 +102,13 @@ class _Decoding:
     def add(self, prompts: list[list[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
         start_s = time.perf_counter()
         stream = self._engine.stream(prompts, max_new_tokens, **options)
-        last_s: dict[int, float] = {}
-        pending = [0] * len(prompts)
+        arrivals: list[list[tuple[float, bool]]] = [[] for _ in prompts]
         for event in stream:
-            now_s, request = time.perf_counter(), event.request
-            if request not in last_s:
-                self._ttft_ms.append(1e3 * (now_s - start_s))
-                last_s[request] = now_s
-                continue
-            pending[request] += 1
-            if not event.is_draft:  # the last one of its step, with those before it
-                gap_ms = 1e3 * (now_s - last_s[request]) / pending[request]
-                self._gaps_ms += [gap_ms] * pending[request]
-                last_s[request], pending[request] = now_s, 0
+            arrivals[event.request].append((time.perf_counter(), event.is_draft))
         self._total_s += time.perf_counter() - start_s
+        for (first_s, _), *others in arrivals:
+            self._ttft_ms.append(1e3 * (first_s - start_s))
+            self._gaps_ms += _gaps_ms(first_s, others)
         tokens, stats = stream.output()
         self._stats.append(stats)
         return tokens
@@ -155,11 +149,18 @@ def benchmark(
 ) -> BenchmarkResult:
     """Decodes every batch both ways, one right after the other, so that what changes on the machine meets both."""
     batches = [slice(start, start + batch_size) for start in range(0, len(prompts), batch_size)]
+    for batch in batches:
+        if not engine.stream(prompts[batch], max_new_tokens, seeds=seeds[batch], **options).fits_together():
+            raise ValueError(
+                f"benchmark: batch_size must be so small that max_batch={options['max_batch']} and the pools hold a "
+                f"batch with its {max_new_tokens} tokens each, got {batch_size}; kv_cache_bytes makes the pools larger"
+            )
     first = [list(prompt) for prompt in prompts[batches[0]]]
+    sampling = {"temperature": engine.config.temperature}  # else all that is common would be warmed
     for speculative in (True, False):  # compiles, captures, and warms up
         engine.generate(first, min(8, max_new_tokens), seeds=0, speculative=speculative, **options)
         if engine.device.type == "cuda":
-            engine.warmup(speculative=speculative, most_requests=batch_size, **options)
+            engine.warmup(speculative=speculative, most_requests=batch_size, **sampling | options)
     if engine.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(engine.device)
     runs = {True: _Decoding(engine), False: _Decoding(engine)}
@@ -176,6 +177,17 @@ def benchmark(
     peak = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else None
     results = runs[True].result(), runs[False].result()
     return BenchmarkResult(len(prompts), batch_size, max_new_tokens, *results, share, peak)
+
+
+def _gaps_ms(last_s: float, arrivals: list[tuple[float, bool]]) -> list[float]:
+    """Before each token of a request but the first, by when it came, and whether a draft had guessed it."""
+    gaps_ms, num_pending = [], 0
+    for index, (now_s, is_draft) in enumerate(arrivals, 1):
+        num_pending += 1
+        if not is_draft or index == len(arrivals):  # the last one of its step, with those before it
+            gaps_ms += [1e3 * (now_s - last_s) / num_pending] * num_pending
+            last_s, num_pending = now_s, 0
+    return gaps_ms
 
 
 def _percentiles(samples: list[float]) -> dict[str, float]:

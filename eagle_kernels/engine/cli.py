@@ -275,8 +275,9 @@ def _table(report: dict, stats: GenerationStats, config: EAGLEConfig) -> str:
 
 
 def _benchmark(arguments: argparse.Namespace) -> int:
+    texts = _first_prompts(arguments.prompts, arguments)
     engine, tokenizer = _load_engine(arguments)
-    prompts = [tokenizer.encode(text) for text in read_prompts_file(arguments.prompts)][: arguments.num_prompts]
+    prompts = [tokenizer.encode(text) for text in texts]
     result = engine.benchmark(
         prompts, arguments.max_new_tokens, batch_size=arguments.batch_size, seeds=arguments.seed,
         progress=False if arguments.json else None,
@@ -301,6 +302,13 @@ def _conditions(engine: EAGLEInference) -> dict:
     }
 
 
+def _first_prompts(path: str, arguments: argparse.Namespace) -> list[str]:
+    """The prompts of a file, as many as are wanted at most."""
+    if arguments.num_prompts < 1:
+        raise ValueError(f"--num-prompts must be at least 1, got {arguments.num_prompts}")
+    return read_prompts_file(path)[: arguments.num_prompts]
+
+
 def _lines(rows: list[tuple[str, str]]) -> str:
     return "\n".join(f"{name}: {value}" for name, value in rows)
 
@@ -319,7 +327,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     report = inspect_head(
         draft,
         target,
-        prompts=None if arguments.sweep == "none" else read_prompts_file(arguments.sweep)[: arguments.num_prompts],
+        prompts=None if arguments.sweep == "none" else _first_prompts(arguments.sweep, arguments),
         max_new_tokens=arguments.max_new_tokens,
         device=_device(arguments.device),
         dtype=_DTYPES[arguments.dtype],

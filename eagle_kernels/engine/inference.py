@@ -29,7 +29,7 @@ from .scheduler import Scheduler, overshoot
 from .steps import Steps, make_steps
 from .stream import TextStream, TokenStream
 from .values import is_integer
-from .warmup import warm_up
+from .warmup import COMMON_PARAMS, warm_up
 
 _CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))
 # of a configuration, what makes one step differ from another one, and what pools and rows are made by
@@ -165,6 +165,8 @@ class EAGLEInference:
         committed. `.output()` of the exhausted iterator is what `generate` returns."""
         config, wanted = self._split(overrides)
         prompts, is_single = read_prompts(input_ids)
+        if not prompts:
+            raise ValueError("generate: input_ids must hold at least one prompt, got []")
         wanted["max_new_tokens"] = read_max_new_tokens(max_new_tokens)
         for index, prompt in enumerate(prompts):
             reason = self._unfit(prompt, wanted["max_new_tokens"], config, speculative)
@@ -195,9 +197,9 @@ class EAGLEInference:
     def submit(self, prompt: list[int] | Tensor, params: SamplingParams | None = None) -> Request:
         """A request joins at the next `step`. One that cannot ever run is returned as finished, with its `error`."""
         prompts, is_single = read_prompts(prompt)
-        if not is_single:
+        if prompts and not is_single:
             raise ValueError("EAGLEInference: submit takes one prompt, [L] token ids")
-        (prompt,) = prompts
+        (prompt,) = prompts or [[]]
         with self.lock:
             scheduler = self._scheduler_for(self.config, speculative=True)
             params = params or _params(self.config, {})
@@ -244,14 +246,17 @@ class EAGLEInference:
     ) -> BenchmarkResult:
         """Decodes the prompts, batch_size at a time, with and without speculation: speed, acceptance, latencies.
 
+        batch_size  may be more than max_batch, which is raised to it
         progress    show a bar; None: where stderr is a terminal
         overrides   as of `generate`: `for topk in [2, 4, 8]: stats = engine.benchmark(prompts, topk=topk)`
         """
         prompts, _ = read_prompts(prompts)
-        if not prompts or batch_size < 1:
-            raise ValueError(
-                f"benchmark: needs prompts and a batch_size of at least 1, got {len(prompts)}, {batch_size}"
-            )
+        if not prompts:
+            raise ValueError("benchmark: prompts must hold at least one prompt, got []")
+        if not (is_integer(batch_size) and batch_size >= 1):
+            raise ValueError(f"benchmark: batch_size must be an int of at least 1, got {batch_size!r}")
+        batch_size = min(batch_size, len(prompts))
+        overrides.setdefault("max_batch", max(self.config.max_batch, batch_size))
         return benchmark(
             self, prompts, max_new_tokens, batch_size, read_seeds(seeds, len(prompts)), progress, overrides
         )
@@ -261,9 +266,11 @@ class EAGLEInference:
     ) -> None:
         """Compiles and captures what requests like `params`, in any mixture and number, will need.
 
-        Without params: those of the configuration. Afterwards no step compiles anything.
+        Without params: greedy ones, sampled ones and sampled ones with filters, each with and without logprobs.
+        Afterwards no step compiles anything. Penalties need params that have them; `warmup(SamplingParams())` is for
+        greedy requests alone, with a sixth of the graphs.
         most_requests   at once; None: max_batch of the configuration
-        overrides       of calls of `generate` that have them
+        overrides       of calls of `generate` that have them; with sampling among them only what such calls need
         """
         config, wanted = self._split(overrides, "warmup")
         if params and wanted:
@@ -271,10 +278,13 @@ class EAGLEInference:
             raise ValueError(f"warmup: {name} belongs into the SamplingParams that are given, got {name}={value!r}")
         if most_requests is not None and not (is_integer(most_requests) and most_requests >= 1):
             raise ValueError(f"warmup: most_requests must be None or an int of at least 1, got {most_requests!r}")
+        if not params:
+            says_how = not overrides.keys().isdisjoint(SAMPLING_FIELDS)
+            params = (_params(config, wanted),) if says_how else COMMON_PARAMS
         with self.lock:
             scheduler = self._scheduler_for(config, speculative)
             warm_up(
-                self, scheduler, params or (_params(config, wanted),), limit=self._limit(config, speculative),
+                self, scheduler, params, limit=self._limit(config, speculative),
                 most_rows=most_requests or config.max_batch, speculative=speculative,
                 config={name: value for name, value in overrides.items() if name in _CONFIG_FIELDS},
             )  # fmt: skip

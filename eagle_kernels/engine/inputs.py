@@ -15,13 +15,13 @@ Seeds = int | Sequence[int] | Tensor | None
 
 
 def read_prompts(input_ids: Prompts) -> tuple[list[list[int]], bool]:
-    """Prompts as lists, and whether there was a single one without a batch axis."""
+    """Prompts as lists, and whether there was a single one without a batch axis; an empty list holds none."""
     rows = _plain(input_ids)
     if not isinstance(rows, list):
         raise ValueError(
             f"generate: input_ids must be integer ids [L] or [B, L], got {_shown(rows)}; a tokenizer makes them of text"
         )
-    is_single = not any(isinstance(row, list) for row in rows)
+    is_single = bool(rows) and not any(isinstance(row, list) for row in rows)
     prompts = [rows] if is_single else rows
     for index, prompt in enumerate(prompts):
         others = [token for token in prompt if not is_integer(token)] if isinstance(prompt, list) else [prompt]

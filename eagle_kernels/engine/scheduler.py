@@ -136,6 +136,10 @@ class Scheduler:
             f"{page_size} tokens, the pool has {self.pages.num_pages}; kv_cache_bytes makes it larger"
         )
 
+    def holds(self, requests: list[Request]) -> bool:
+        """Whether an empty batch has rows and pages for all of them at once."""
+        return len(requests) <= len(self._rows) and sum(map(self._pages_for, requests)) <= self.pages.num_pages
+
     def abort(self, request: Request) -> None:
         """Ends a request wherever it is; what it has brought stays."""
         if request.is_finished:
@@ -267,6 +271,11 @@ class Scheduler:
     def drain(self) -> None:
         """Reads what is left of steps that nobody needed."""
         while self._unread and not any(row is not None and row.is_running for row in self._rows):
+            self._read_back()
+
+    def read_what_is_done(self) -> None:
+        """Reads what the device has finished, without waiting for more."""
+        while self._unread and (self._unread[0].event is None or self._unread[0].event.query()):
             self._read_back()
 
     @contextlib.contextmanager

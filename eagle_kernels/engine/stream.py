@@ -45,6 +45,10 @@ class TokenStream(Iterator[TokenEvent], AsyncIterator[TokenEvent]):
             raise StopAsyncIteration
         return event
 
+    def fits_together(self) -> bool:
+        """Whether none of its requests would wait for another one, with the batch for themselves."""
+        return self._run.fits_together()
+
     def close(self) -> None:
         """Aborts what has not ended."""
         self._events.close()
@@ -84,7 +88,11 @@ class _Run:
             while self._reads_prompts(scheduler):
                 pass
             synchronize(engine.device)
+            with engine.lock:  # the first tokens, which are known: the first step, which is timed, would keep them back
+                scheduler.read_what_is_done()
             stats.prefill_time_s = time.perf_counter() - start_s
+            for request in requests:
+                yield from request.collect()
             while not all(request.is_finished for request in requests):
                 start_s, num_cold = time.perf_counter(), scheduler.num_cold_steps
                 with engine.lock:
@@ -109,6 +117,10 @@ class _Run:
             num_warm = stats.batch_steps - (scheduler.num_cold_steps - first_cold)
             if stats.num_draft_tokens == 1 and num_warm > 0:
                 engine.note_plain_step(stats.num_requests, 1e3 * (stats.decode_time_s - cold_s) / num_warm)
+
+    def fits_together(self) -> bool:
+        with self._engine.lock:
+            return self._find_scheduler().holds(self._requests)
 
     def _reads_prompts(self, scheduler: Scheduler) -> bool:
         """Reads a part of the prompts that can be read now; whether there was one."""

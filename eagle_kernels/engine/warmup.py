@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 # prompts of few and of many tokens take different kernels
 _PROMPT_LENGTHS = (1, 512)
+# what requests commonly ask for; of values that are on nothing is compiled for one more than for another
+COMMON_PARAMS = tuple(
+    SamplingParams(**drawn, logprobs=logprobs)
+    for drawn in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01})
+    for logprobs in (False, True)
+)
 
 
 def warm_up(
@@ -40,7 +46,8 @@ def warm_up(
     mixtures: set[Features] = set()
     for request in params:
         options = {name: getattr(request, name) for name in SAMPLING_FIELDS}
-        options |= {"max_new_tokens": 2, "stop_token_ids": (), "stop": ()}
+        # prompts and first tokens alone: steps come below, and a choice among them must learn nothing from zeros
+        options |= {"max_new_tokens": 1, "stop_token_ids": (), "stop": ()}
         del options["seed"]
         engine.generate(prompts, **config | options, seeds=0, speculative=speculative)
         features = Features.of([request])

@@ -397,3 +397,7 @@ def test_benchmark(tmp_path, capsys):
     assert "mean acceptance length: 1.00" in shown and "identical" not in shown
     assert main(["benchmark", str(tmp_path / "none.txt")]) == 1
     assert "none.txt" in capsys.readouterr().err
+    for command in (["benchmark", str(file)], ["inspect", "--sweep", str(file)]):
+        for count in ("0", "-1"):
+            assert main([*command, "--num-prompts", count]) == 1
+            assert capsys.readouterr().err == f"error: --num-prompts must be at least 1, got {count}\n"

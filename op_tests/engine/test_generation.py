@@ -213,7 +213,8 @@ def test_tensors_and_lists(target, stranger):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"input_ids": []}, "prompt 0 is empty"),
+        ({"input_ids": []}, r"input_ids must hold at least one prompt, got \[\]"),
+        ({"input_ids": [[]]}, "prompt 0 is empty"),
         ({"input_ids": [[1], []]}, "prompt 1 is empty"),
         ({"input_ids": [1, 61]}, r"token ids must lie in 0..60, prompt 0 holds 61"),
         ({"input_ids": [-1]}, r"token ids must lie in 0..60, prompt 0 holds -1"),

@@ -39,6 +39,12 @@ def test_several_prompts(input_ids):
     assert read_prompts(input_ids) == ([[1, 2], [3, 4]], False)
 
 
+@pytest.mark.parametrize("input_ids", [[], (), torch.empty(0, 3, dtype=torch.int64), numpy.empty(0)])
+def test_no_prompt(input_ids):
+    """Not an empty one."""
+    assert read_prompts(input_ids) == ([], False)
+
+
 @pytest.mark.parametrize(
     ("input_ids", "message"),
     [

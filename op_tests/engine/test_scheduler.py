@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.benchmark import _Decoding
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
+from eagle_kernels.engine.sampling import Features
 from eagle_kernels.engine.scheduler import host_lag
 from eagle_kernels.engine.step import Stepper
+from eagle_kernels.engine.warmup import COMMON_PARAMS
 from op_tests.engine.toys import ToyModel, random_llama
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -487,6 +490,67 @@ def test_warmup_and_workspace(target, draft):
     assert request.finish_reason == "length"
 
 
+COMMON = [
+    {"logprobs": logprobs, "seed": 3, **drawn}
+    for logprobs in (False, True)
+    for drawn in ({}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 5}, {"temperature": 0.9, "min_p": 0.2})
+]
+
+
+def mixed_requests(engine, coin: random.Random, count: int) -> None:
+    """Runs so many that ask for what is common, some together; drafts rest and come back meanwhile."""
+    for number in range(count):
+        params = SamplingParams(max_new_tokens=coin.randrange(1, 9), **coin.choice(COMMON))
+        engine.submit(prompt_of(number), params)
+        for _ in range(coin.randrange(4)):
+            engine.is_speculating = coin.random() < 0.7
+            engine.step()
+    engine.is_speculating = True
+    engine.collect()
+
+
+@pytest.mark.parametrize("adaptive", [None, "auto"])
+def test_after_a_bare_warmup_no_common_request_is_cold(target, adaptive):
+    engine = make(target, target, adaptive=adaptive)
+    engine.warmup()
+    assert engine._scheduler.num_steps == 0, "those that choose would count steps that nobody timed"
+    mixed_requests(engine, random.Random(2), 16)
+    assert engine._scheduler.num_steps > 16 and engine._scheduler.num_cold_steps == 0
+
+
+def steps_known(runner) -> set[Features]:
+    """The sets of features that it has nothing left to compile or to capture for."""
+    return {features for _, features in [*runner._have_run, *runner._graphs]}
+
+
+def test_how_to_warm_less(target):
+    """Given params, or sampling among the overrides, it is these alone."""
+    for params, options, warmed in (
+        ([SamplingParams()], {}, {Features()}),
+        ([], {"temperature": 0.5}, {Features(sampling=True)}),
+        ([], {"temperature": 0.5, "top_k": 0, "logprobs": True}, {Features(sampling=True, logprobs=True)}),
+        ([], {"topk": 2}, {Features.of([params]) for params in COMMON_PARAMS}),
+    ):
+        engine = make(target, target, max_batch=1)
+        engine.warmup(*params, **options)
+        for runner in engine._scheduler.steps.runners:
+            assert steps_known(runner) == warmed
+
+
+def test_what_does_nothing_needs_no_step_of_its_own(target):
+    """A step is chosen by what requests need, not by what they name."""
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0, "repetition_penalty": 1, "frequency_penalty": 0.0}
+    for temperature, others, features in (
+        (0.8, off, Features(sampling=True)),
+        (0.0, off, Features()),
+        (0.0, {"top_k": 5, "top_p": 0.5, "min_p": 0.1}, Features()),  # of greedy requests filters change nothing
+        (0.8, off | {"top_p": 0.5}, Features(sampling=True, filters=True)),
+    ):
+        engine = make(target, target)
+        engine.generate(prompt_of(1), 4, temperature=temperature, seeds=1, **others)
+        assert steps_known(engine._scheduler.steps.runners[1]) == {features}
+
+
 def test_benchmark(target):
     engine = make(target, target, num_steps=2, topk=1)
     for topk in (1, 2):
@@ -502,8 +566,87 @@ def test_benchmark(target):
                 assert 0 < times["p50"] <= times["p95"] <= times["p99"]
         assert stats.to_dict()["speedup"] == stats.speedup
         assert '"mean_accept_length"' in stats.to_json()
-    with pytest.raises(ValueError, match="batch_size of at least 1"):
-        engine.benchmark([[1]], batch_size=0)
+    for batch_size in (0, 2.0):
+        with pytest.raises(ValueError, match=f"batch_size must be an int of at least 1, got {batch_size}"):
+            engine.benchmark([[1]], batch_size=batch_size)
+    with pytest.raises(ValueError, match=r"benchmark: prompts must hold at least one prompt, got \[\]"):
+        engine.benchmark([])
+
+
+def test_a_benchmark_is_as_wide_as_it_says(target, monkeypatch):
+    """Wider than max_batch, no wider than there are prompts; a batch that would wait for itself is refused."""
+    widths, step = [], Stepper.step
+
+    def stepped(self, state, num_rows, features, timer):
+        widths.append(num_rows)
+        return step(self, state, num_rows, features, timer)
+
+    monkeypatch.setattr(Stepper, "step", stepped)
+    engine = make(target, target, num_steps=2, topk=1, max_batch=2)
+    prompts = [prompt_of(number) for number in range(5)]
+    for batch_size, width in ((1, 1), (4, 4), (9, 5)):
+        widths.clear()
+        stats = engine.benchmark(prompts, 8, batch_size=batch_size)
+        assert stats.batch_size == max(widths) == width
+        assert dict(stats.rows())["prompts"] == f"5, {width} together, 8 tokens each"
+    assert engine.config.max_batch == 2
+    widths.clear()
+    for options, held in (({"max_batch": 2}, "max_batch=2"), ({"kv_cache_bytes": 120_000}, "max_batch=4")):
+        message = f"benchmark: batch_size must be so small that {held} and the pools hold .* got 4; kv_cache_bytes"
+        with pytest.raises(ValueError, match=message):
+            engine.benchmark(prompts, 100, batch_size=4, **options)
+    assert not widths and not engine.has_work
+
+
+class StepClock:
+    """Time that only steps of a batch take: 6 ms each."""
+
+    def __init__(self, monkeypatch):
+        self.now_s, step = 0.0, Stepper.step
+
+        def stepped(*arguments):
+            self.now_s += 0.006
+            return step(*arguments)
+
+        monkeypatch.setattr(Stepper, "step", stepped)
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+def test_latencies_are_those_of_steps(target, lag, monkeypatch):
+    """First tokens need none; what a step brings shares its time, also where the end of the text cuts it short."""
+    clock = StepClock(monkeypatch)
+    monkeypatch.setattr("eagle_kernels.engine.benchmark.time", clock)
+    # itself as the draft: a step brings 3 tokens, the last one 1 of them here
+    decoding = _Decoding(make(target, target, num_steps=2, topk=1))
+    tokens = decoding.add([prompt_of(1), prompt_of(2)], 5, seeds=0)
+    assert list(map(len, tokens)) == [5, 5] and decoding._ttft_ms == [0.0, 0.0]
+    assert decoding._gaps_ms == pytest.approx(2 * [2.0, 2.0, 2.0, 6.0])
+
+
+def test_first_tokens_come_before_steps(target, draft, lag):
+    """As soon as the prompts are read; of one that ends there, nothing is stepped."""
+    engine = make(draft, target)
+    stream = engine.stream([prompt_of(1), prompt_of(2)], 5)
+    assert [next(stream).request for _ in range(2)] == [0, 1] and engine._scheduler.num_steps == 0
+    rest = list(stream)
+    assert len(rest) == 8 and not engine.has_work
+    first = stream.requests[0].output_ids[0]
+    before = engine._scheduler.num_steps
+    ended = engine.stream(prompt_of(1), 5, stop_token_ids=(first,))
+    assert [event.token_id for event in ended] == [first] and engine._scheduler.num_steps == before
+    assert ended.output().stats.finish_reasons == ["eos"] and not engine.has_work
+    # beside one that steps already
+    running = engine.submit(prompt_of(3), SamplingParams(max_new_tokens=40))
+    for _ in range(3):
+        engine.step()
+    before = engine._scheduler.num_steps
+    joined = engine.stream(prompt_of(1), 5)
+    assert next(joined).token_id == first and engine._scheduler.num_steps == before
+    assert [first, *(event.token_id for event in joined)] == stream.requests[0].output_ids
+    engine.collect()
+    assert running.output_ids == engine.generate(prompt_of(3), 40, speculative=False)[0]
 
 
 @pytest.mark.parametrize(

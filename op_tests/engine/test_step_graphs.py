@@ -17,7 +17,7 @@ from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.sampling import Features
 from eagle_kernels.engine.step_runner import StepRunner, bucket_of, buckets
 from eagle_kernels.runtime import launch
-from op_tests.engine.test_scheduler import PARAMS, alone, make, prompt_of
+from op_tests.engine.test_scheduler import PARAMS, alone, make, mixed_requests, prompt_of
 from op_tests.engine.toys import ToyModel, random_llama
 
 TREES = [(1, 1, 2), (1, 5, 6), (2, 3, None), (4, 4, 16), (8, 5, 64)]
@@ -228,6 +228,23 @@ def test_nothing_compiles_after_warmup(target, draft, speculative, compiled):
             engine.step()
             engine.is_speculating = True
             engine.collect()
+    assert not compiled
+    assert [(set(runner._graphs), set(runner._catch_ups)) for runner in runners] == captured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adaptive", [None, "auto"])
+def test_a_bare_warmup_is_for_what_is_common(target, draft, adaptive, compiled):
+    """Greedy, sampled, with filters and with logprobs, in any mixture, while drafts rest and come back."""
+    engine = make(draft, target, max_batch=4, adaptive=adaptive)
+    engine.warmup()
+    assert compiled, "the hook is not called"
+    compiled.clear()
+    runners = engine._scheduler.steps.runners
+    captured = [(set(runner._graphs), set(runner._catch_ups)) for runner in runners]
+    assert len(runners) > (2 if adaptive else 1)
+    assert all(len(graphs) == 6 * 3 for graphs, _ in captured), "of six sets of features at three sizes"
+    mixed_requests(engine, random.Random(3), 80)
     assert not compiled
     assert [(set(runner._graphs), set(runner._catch_ups)) for runner in runners] == captured
 

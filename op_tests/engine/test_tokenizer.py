@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
 
 import pytest
 
+from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer
+from op_tests.engine.toys import random_llama
 
 TEXTS = ["", "def f(x):\n    return x\n", "naïve — 日本語 🦅", "a\x00b"]
 
@@ -70,6 +73,58 @@ def test_file_tokenizer_round_trip_and_stream(byte_level_folder, size):
     pieces = [detokenizer.push(token_ids[start : start + size]) for start in range(0, len(token_ids), size)]
     assert "".join(pieces) + detokenizer.finish() == text
     assert any(pieces)
+
+
+@pytest.fixture
+def engine(byte_level_folder):
+    """One whose text is noise in such a tokenizer's ids: ends of characters without beginnings, and the end of text."""
+    target = random_llama(vocab_size=300)
+    config = EAGLEConfig(topk=2, num_steps=2, temperature=1.0)
+    return EAGLEInference(target, target, config, tokenizer=load_tokenizer(byte_level_folder))
+
+
+PROMPT = "the eagle 🦅"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_streamed_text_is_that_of_all_tokens(engine, seed):
+    stream = engine.stream_text(PROMPT, 30, seeds=seed)
+    pieces = list(stream)
+    token_ids = engine.generate(engine.tokenizer.encode(PROMPT), 30, seeds=seed).output_ids
+    assert stream.output().output_ids == token_ids
+    assert all(pieces) and len(pieces) > 5 and "".join(pieces) == engine.tokenizer.decode(token_ids)
+
+
+def test_streamed_text_ends_before_a_stop_string(engine):
+    *pieces, _ = engine.stream_text(PROMPT, 40, seeds=1)  # the last one may be what the end left of a character
+    whole = "".join(pieces)
+    for begin in range(1, len(whole) - 1, 9):
+        stop = whole[begin : begin + 2]
+        stream = engine.stream_text(PROMPT, 40, seeds=1, stop=(stop,))
+        assert "".join(stream) == whole[: whole.index(stop)]
+        assert stream.output().stats.finish_reasons == ["stop"]
+
+
+def test_text_for_async_for(engine):
+    """Side by side, each with the text that it has in a `for`; one that is left early ends there."""
+    want = ["".join(engine.stream_text(PROMPT, 20, seeds=seed)) for seed in range(3)]
+
+    async def read(seed):
+        return "".join([piece async for piece in engine.stream_text(PROMPT, 20, seeds=seed)])
+
+    async def leave():
+        stream = engine.stream_text(PROMPT, 20, seeds=0)
+        async for piece in stream:
+            assert piece and want[0].startswith(piece)
+            break
+        stream.close()
+        return stream.output().stats.finish_reasons
+
+    async def run():
+        return await asyncio.gather(*map(read, range(3)), leave())
+
+    assert asyncio.run(run()) == [*want, ["abort"]]
+    assert not engine.has_work
 
 
 @pytest.mark.parametrize(
