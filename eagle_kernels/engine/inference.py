@@ -17,7 +17,7 @@ from .benchmark import BenchmarkResult, benchmark
 from .config import EAGLEConfig
 from .inputs import Prompts, Seeds, read_max_new_tokens, read_prompts, read_seeds
 from .kv_pool import KVPool, PrefillAttend
-from .memory import count_pages, workspace_bytes
+from .memory import check_fits, count_pages, workspace_bytes
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.protocol import DraftModel, TargetModel
@@ -276,7 +276,12 @@ class EAGLEInference:
     def workspace_bytes(self, config: EAGLEConfig | None = None) -> dict[str, int]:
         """Bytes that a configuration (None: the engine's) needs beside the weights; see `memory.workspace_bytes`."""
         config = config or self.config
-        return workspace_bytes(self.target, self.draft, config, self._max_pages(config))
+        with self.lock:
+            max_pages, num_pages = self._max_pages(config), None
+            if self._has_pools_for(config):  # which may have been made when more or less memory was free
+                state, num_pages = self._scheduler.state, self._scheduler.pages.num_pages
+                max_pages = state.block_table.shape[1]
+        return workspace_bytes(self.target, self.draft, config, max_pages, num_pages)
 
     @property
     def has_work(self) -> bool:
@@ -346,9 +351,8 @@ class EAGLEInference:
         if speculative:
             self._check_topk(config)
         max_pages = self._max_pages(config)
-        key = tuple(getattr(config, name) for name in _POOL_FIELDS)
-        scheduler = self._scheduler
-        if scheduler is None or self._scheduler_key != key or scheduler.state.block_table.shape[1] < max_pages:
+        key, scheduler = _pool_key(config), self._scheduler
+        if not self._has_pools_for(config):
             if scheduler is not None and scheduler.has_work:
                 raise RuntimeError(
                     "EAGLEInference: requests that run hold the pools of another configuration; collect or abort them "
@@ -357,11 +361,13 @@ class EAGLEInference:
             # the old pools go before there are new ones
             self._scheduler, self._scheduler_key, self._steps = None, key, {}
             scheduler = None
+            num_pages = count_pages(self.target, self.draft, config, max_pages)
+            check_fits(self.target, self.draft, config, max_pages, num_pages)
             state = BatchState(
                 self.target,
                 self.draft,
                 num_rows=config.max_batch,
-                num_pages=count_pages(self.target, self.draft, config, max_pages),
+                num_pages=num_pages,
                 max_pages=max_pages,
                 page_size=config.page_size,
             )
@@ -372,6 +378,11 @@ class EAGLEInference:
             self._steps[step_key] = make_steps(self.target, draft, config, scheduler.state)
         scheduler.use(self._steps[step_key])
         return scheduler
+
+    def _has_pools_for(self, config: EAGLEConfig) -> bool:
+        if self._scheduler is None or self._scheduler_key != _pool_key(config):
+            return False
+        return self._scheduler.state.block_table.shape[1] >= self._max_pages(config)
 
     def _max_pages(self, config: EAGLEConfig) -> int:
         """Of one request of full length; plain decoding shares the pools of its speculative twin."""
@@ -393,6 +404,10 @@ def _params(config: EAGLEConfig, values: dict[str, Any]) -> SamplingParams:
     """The configuration's sampling, and what a call says of its own."""
     shared = {name: getattr(config, name) for name in SAMPLING_FIELDS if name in _CONFIG_FIELDS}
     return SamplingParams(**shared | values)
+
+
+def _pool_key(config: EAGLEConfig) -> tuple:
+    return tuple(getattr(config, name) for name in _POOL_FIELDS)
 
 
 def _is_same_device(one: torch.device, other: torch.device) -> bool:

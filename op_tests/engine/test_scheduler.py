@@ -487,6 +487,29 @@ def test_warmup_and_workspace(target, draft):
     assert request.finish_reason == "length"
 
 
+def test_pools_and_rows_must_fit_into_free_memory(target, monkeypatch):
+    """Before anything is allocated; the engine goes on with what fits."""
+    engine = make(target, target, max_batch=2)
+    want = engine.generate(prompt_of(1), 4).output_ids
+    for options in ({"kv_cache_bytes": 1 << 50, "max_batch": 10**9}, {"kv_cache_bytes": 1, "max_batch": 10**10}):
+        with pytest.raises(ValueError, match=r"kv_cache_bytes and the rows of max_batch=10+ must fit .* GiB free on c"):
+            engine.generate(prompt_of(1), 4, **options)
+        assert not engine.has_work and engine.generate(prompt_of(1), 4).output_ids == want
+    monkeypatch.setattr("eagle_kernels.engine.memory.free_memory_bytes", lambda device: None)
+    assert engine.generate(prompt_of(1), 4, max_batch=1).output_ids == want, "where nobody says what is free"
+
+
+def test_the_workspace_of_pools_that_there_are_is_theirs(target, monkeypatch):
+    """Half of what is free is less once they are there."""
+    engine = make(target, target)
+    before = engine.workspace_bytes()
+    engine.generate(prompt_of(1), 2)
+    monkeypatch.setattr("eagle_kernels.engine.memory._CPU_CACHE_BYTES", 1 << 16)
+    monkeypatch.setattr("eagle_kernels.engine.memory.free_memory_bytes", lambda device: 1 << 17)
+    assert engine.workspace_bytes() == before
+    assert engine.workspace_bytes(EAGLEConfig(max_batch=2))["kv_cache"] <= 1 << 16
+
+
 def test_benchmark(target):
     engine = make(target, target, num_steps=2, topk=1)
     for topk in (1, 2):
