@@ -48,12 +48,14 @@ class EAGLEConfig:
     kv_cache_bytes      for the KV pools of both models; None: what max_batch requests of full length need, but at most
                         half of the device's free memory (1 GiB on the CPU)
     prefill_chunk       most prompt tokens that are read between two steps
-    max_spec_batch      most requests that are stepped speculatively; more are decoded plainly. None: any number
+    max_spec_batch      most requests that are stepped speculatively; more are decoded plainly. None: any number; 0:
+                        the draft is not asked for anything, nor for how long a request may be
     adaptive            the tree by the number of requests: ((8, (8, 5, 64)), (32, (1, 3, 4)), (64, None)) has trees of
                         (topk, num_steps, num_draft_tokens) for up to 8 and up to 32 requests, and plain decoding from
                         there on (None, and past the last entry). "auto": whichever of plain decoding, this tree and
                         some smaller ones brings most tokens a second, as measured. None: always this tree
-    cuda_graph          capture steps as CUDA graphs; None: on a GPU, where the masks' layout and the models allow it
+    cuda_graph          capture steps as CUDA graphs; None: on a GPU, where the masks' layout and the models allow it.
+                        The CPU has none: there True only refuses models that could not be captured on a GPU
 
     For timing, with text that is not the target's:
     accept_policy       `normal`; `accept_all`, `reject_all`, `simulate` plant tokens in the place of the target's, so
@@ -169,6 +171,11 @@ class EAGLEConfig:
             smaller = [tree for tree in SMALLER_TREES if tree[2] < own[2] and tree[1] <= own[1]]
             return tuple((None, self._with_tree(tree)) for tree in (*smaller, own))
         return tuple((most, None if tree is None else self._with_tree(tree)) for most, tree in self.adaptive)
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether any step may have drafts; where none has, the draft reads nothing and sets no limit."""
+        return self.max_spec_batch != 0 and any(tree is not None for _, tree in self.trees)
 
     def _with_tree(self, tree: tuple[int, int, int]) -> EAGLEConfig:
         topk, num_steps, num_draft_tokens = tree

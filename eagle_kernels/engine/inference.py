@@ -26,7 +26,7 @@ from .output import GenerationOutput, TokenEvent
 from .request import Request, StopStrings
 from .sampling import SAMPLING_FIELDS, SamplingParams
 from .scheduler import Scheduler, overshoot
-from .steps import Steps, make_steps
+from .steps import Steps, make_steps, tell_who_waits
 from .stream import TextStream, TokenStream
 from .values import is_integer
 from .warmup import warm_up
@@ -86,6 +86,7 @@ class EAGLEInference:
                 f"{target_model.vocab_size}"
             )
         self._check_topk(self.config)
+        tell_who_waits(target_model, self.draft, self.config)
         if target_model.dtype == torch.float32 and self.device.type == "cuda" and _rounds_fp32_matmuls():
             warnings.warn(
                 "EAGLEInference: torch rounds the inputs of fp32 matmuls (TF32 or less), so speculative and plain text "
@@ -332,17 +333,17 @@ class EAGLEInference:
         worst = max(prompt) if min(prompt) >= 0 else min(prompt)
         if not 0 <= worst < self.target.vocab_size:
             return f"token ids must lie in 0..{self.target.vocab_size - 1}, the prompt holds {worst}"
-        limit = self._limit(config, speculative)
-        if len(prompt) + max_new_tokens > limit:
-            return (
-                f"the prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} exceed the {limit} tokens that "
-                "the models and max_length allow"
-            )
-        return None
+        limit, plain = (self._limit(config, is_speculative) for is_speculative in (speculative, False))
+        if len(prompt) + max_new_tokens <= limit:
+            return None
+        reason = f"the prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} exceed the {limit} tokens that "
+        if limit == plain:
+            return reason + "the target and max_length allow"
+        return reason + f"the draft allows; {plain} without it, by speculative=False or max_spec_batch=0"
 
     def _limit(self, config: EAGLEConfig, speculative: bool) -> int:
         limit = self.target.max_length
-        if speculative:
+        if speculative and config.may_speculate:
             limit = min(limit, self.draft.max_length)
         return min(limit, config.max_length or limit)
 
@@ -374,7 +375,7 @@ class EAGLEInference:
             scheduler = self._scheduler = Scheduler(state, config.prefill_chunk)
         step_key = (speculative, *(getattr(config, name) for name in _STEP_FIELDS))
         if step_key not in self._steps:
-            draft = self.draft if speculative else None
+            draft = self.draft if speculative and config.may_speculate else None
             self._steps[step_key] = make_steps(self.target, draft, config, scheduler.state)
         scheduler.use(self._steps[step_key])
         return scheduler
