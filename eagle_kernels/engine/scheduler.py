@@ -321,7 +321,7 @@ class Scheduler:
         for _, row in launch.rows:
             row.num_pending -= 1
         tokens = launch.result.tokens.tolist()
-        logprobs = None if launch.result.logprobs is None else launch.result.logprobs.tolist()
+        logprobs = [None if kind is None else kind.tolist() for kind in launch.result[1:]]
         if launch.number is not None:
             self._note(launch, tokens)
         for index, row in launch.rows:
@@ -332,9 +332,12 @@ class Scheduler:
             accepted = len(brought) - 1
             if launch.number is not None:
                 request.accepted.append(accepted)
-                request.drafted += self.steps.runners[launch.number].stepper.num_nodes - 1
+                stepper = self.steps.runners[launch.number].stepper
+                request.levels += stepper.num_steps
+                request.drafted += stepper.num_nodes - 1
             with self._failing_alone(row):
-                request.push(brought, accepted, logprobs and logprobs[index])
+                of_kind = logprobs[request.params.logprobs == "raw"]
+                request.push(brought, accepted, of_kind and of_kind[index])
             if request.is_finished and row in self._rows:
                 self._release(row)
 

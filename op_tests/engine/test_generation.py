@@ -175,6 +175,28 @@ def test_streaming_yields_the_same_tokens(target, stranger):
     assert drafted == 6 * 3  # two full steps of three drafts for three requests; the ninth token is the bonus
 
 
+def test_log_probabilities_come_with_the_tokens(target, stranger):
+    """As they are drawn, or by the logits as they are; a list per prompt, and beside each token of a stream."""
+    sampling = {"temperature": 0.7, "top_k": 5, "seeds": 3}
+    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2))
+    silent = engine.generate(PROMPTS, 8, **sampling)
+    assert silent.logprobs is None
+    outputs = {kind: engine.generate(PROMPTS, 8, logprobs=kind, **sampling) for kind in (True, "raw")}
+    for kind, (texts, _) in outputs.items():
+        assert texts == silent.output_ids
+        for prompt, text, logprobs in zip(PROMPTS, texts, outputs[kind].logprobs, strict=True):
+            logits = plain_logits(engine, prompt + text)[len(prompt) - 1 : -1]
+            if kind is True:
+                logits = logits / 0.7
+                logits[logits < logits.topk(5).values[:, -1:]] = -torch.inf
+            want = logits.log_softmax(-1)[range(8), text].tolist()
+            assert logprobs == pytest.approx(want, abs=1e-4)
+    stream = engine.stream(PROMPTS[0], 8, logprobs="raw", **sampling)
+    events = [event.logprob for event in stream]
+    assert events == stream.output().logprobs == pytest.approx(outputs["raw"].logprobs[0], abs=1e-4)
+    assert {event.logprob for event in engine.stream(PROMPTS[0], 4)} == {None}
+
+
 def test_statistics_add_up(target, stranger):
     engine = EAGLEInference(stranger, target, EAGLEConfig(topk=4, num_steps=3, num_draft_tokens=10))
     _, before = engine.generate(PROMPTS, 12)

@@ -545,7 +545,8 @@ def test_benchmark(target):
         ({"stop": "abc"}, "stop must be a tuple of strings that are not empty, got 'abc'"),
         ({"stop": ("",)}, "stop must be a tuple"),
         ({"stop_token_ids": ("a",)}, "stop_token_ids must be a tuple of token ids"),
-        ({"logprobs": 1}, "logprobs must be True or False, got 1"),
+        ({"logprobs": 1}, "logprobs must be True, False or 'raw', got 1"),
+        ({"logprobs": "all"}, "logprobs must be True, False or 'raw', got 'all'"),
     ],
 )
 def test_bad_parameters_are_named(values, message):

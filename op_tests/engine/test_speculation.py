@@ -209,6 +209,19 @@ def test_a_draft_that_is_never_asked_sets_no_limit(target, plain):
     assert request.error is None
 
 
+def test_the_rate_of_steps_of_several_kinds(target):
+    """Of what each step could accept: plain ones nothing, a chain its drafts. The target accepts all of itself."""
+    engine = make(target, target, topk=1, num_steps=3, adaptive=((1, (1, 3, 4)), (2, (1, 1, 2)), (8, None)))
+    prompts = [prompt_of(number) for number in range(3)]
+    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=8 + 8 * n)) for n, prompt in enumerate(prompts)]
+    engine.collect()
+    assert all(request.levels == sum(request.accepted) for request in requests)
+    assert {0, 1, 3} == {count for request in requests for count in request.accepted}
+    assert engine.generate(prompts[0], 9).stats.acceptance_rate == 1.0
+    stats = engine.generate(prompts[:2], 9).stats
+    assert (stats.levels, stats.acceptance_rate) == (stats.steps, 1.0) and stats.num_steps == 3
+
+
 def test_the_switch(target):
     """Off and on while requests run; drafts are as good as ever afterwards."""
     engine = make(target, target, topk=1, num_steps=3)
