@@ -353,6 +353,49 @@ def test_what_goes_wrong_for_one_request_is_its_own(target, draft, lag, monkeypa
     assert not engine.has_work
 
 
+class Odd(RuntimeError):
+    """Cannot be copied."""
+
+    def __init__(self, text, number):
+        super().__init__(f"{text} {number}")
+
+
+@pytest.mark.parametrize("broken", ["run", "catch_up"])
+@pytest.mark.parametrize("error", [MemoryError("no room"), Odd("no room", 7)])
+def test_a_step_that_breaks_off_ends_its_requests_alone(target, draft, lag, monkeypatch, error, broken):
+    """They say why and leave rows and pages; who waits, and who comes later, does not notice."""
+    engine = make(draft, target, max_batch=2)
+    want = engine.generate(prompt_of(3), 9).output_ids
+    first, second, waiting = (
+        engine.submit(prompt_of(number), SamplingParams(max_new_tokens=9)) for number in (1, 2, 3)
+    )
+    engine.is_speculating = False  # so that the draft has to catch up
+    engine.step()
+    engine.is_speculating = True
+
+    def breaks(*arguments):
+        raise error
+
+    with monkeypatch.context() as patches:
+        for runner in engine._scheduler.steps.runners:
+            patches.setattr(runner, broken, breaks)
+        engine.step()
+    assert first.finish_reason == second.finish_reason == "error" and not waiting.is_finished
+    assert "no room" in first.error and "no room" in second.error and first.exception is error
+    for request in (first, second):
+        assert "in breaks" in str(request.exception.__cause__) and request.exception.__traceback__ is None
+    assert second.exception is not error and isinstance(second.exception, (MemoryError, RuntimeError))
+    engine.collect()
+    assert waiting.output_ids == want and engine.generate(prompt_of(3), 9).output_ids == want
+    pages = engine._scheduler.pages
+    assert pages.num_free == pages.num_pages and not engine._scheduler.state.is_live.any()
+    stream = engine.stream([prompt_of(1), prompt_of(2)], 9)
+    monkeypatch.setattr(engine._scheduler.steps.runners[1], "run", breaks)
+    with pytest.raises(type(error), match="no room"):
+        list(stream)
+    assert not engine.has_work
+
+
 class Activation:
     """Something large that a forward pass holds."""
 
