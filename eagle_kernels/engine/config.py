@@ -60,6 +60,7 @@ class EAGLEConfig:
     For timing, with text that is not the target's:
     accept_policy       `normal`; `accept_all`, `reject_all`, `simulate` plant tokens in the place of the target's, so
                         that the path of first children is taken to its end, not at all, or as deep as coins say.
+                        `simulate` by itself where one of the next two is given.
                         Planted tokens may be end tokens: eos_token_ids=() lets every request reach its length
     simulated_accept_length  of `simulate`: mean tokens a step, bonus included, 1..num_steps + 1; or
     simulated_accept_rates   of `simulate`: P(at least 1, 2, .. num_steps drafts accepted), not increasing. Where the
@@ -142,6 +143,8 @@ class EAGLEConfig:
     @classmethod
     def chain(cls, num_drafts: int, **others: Any) -> EAGLEConfig:
         """`num_drafts` drafts, one after another."""
+        if not is_integer(num_drafts) or num_drafts < 1:
+            raise ValueError(f"EAGLEConfig.chain: num_drafts must be an int of at least 1, got {num_drafts!r}")
         return cls(topk=1, num_steps=num_drafts, num_draft_tokens=num_drafts + 1, **others)
 
     @classmethod
@@ -212,6 +215,8 @@ class EAGLEConfig:
     def _check_accept_policy(self) -> None:
         self._require(self.accept_policy in ACCEPT_POLICIES, "accept_policy", f"be one of {list(ACCEPT_POLICIES)}")
         length, rates = self.simulated_accept_length, self.simulated_accept_rates
+        if self.accept_policy == "normal" and (length, rates) != (None, None):
+            object.__setattr__(self, "accept_policy", "simulate")
         if self.accept_policy != "simulate":
             for name in ("simulated_accept_length", "simulated_accept_rates"):
                 self._require(getattr(self, name) is None, name, "come with accept_policy='simulate'")

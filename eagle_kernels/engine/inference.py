@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import warnings
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ _STEP_FIELDS = (
     "simulated_accept_rates", "cuda_graph", "max_spec_batch", "adaptive",
 )  # fmt: skip
 _POOL_FIELDS = ("page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
+# of models that are of another library, or none at all, some are missing
+_DRAFT_MEMBERS = ("forward", "max_length", "kv_shape")
+_TARGET_MEMBERS = (*_DRAFT_MEMBERS, "vocab_size", "hidden_size", "device", "dtype")
 
 
 class EAGLEInference:
@@ -66,6 +70,9 @@ class EAGLEInference:
         device: str | torch.device | None = None,
         tokenizer: Tokenizer | None = None,
     ):
+        _check_model("target_model", target_model, _TARGET_MEMBERS)
+        _check_model("draft_model", draft_model, _DRAFT_MEMBERS)
+        _check_config(config)
         self.target = target_model
         self.draft = draft_model if hasattr(draft_model, "token_shift") else CausalDraft(draft_model)
         self.config = config or EAGLEConfig()
@@ -86,6 +93,7 @@ class EAGLEInference:
                 f"{target_model.vocab_size}"
             )
         self._check_topk(self.config)
+        self._check_tokens("EAGLEConfig: eos_token_ids", self.config.eos_token_ids or ())
         tell_who_waits(target_model, self.draft, self.config)
         if target_model.dtype == torch.float32 and self.device.type == "cuda" and _rounds_fp32_matmuls():
             warnings.warn(
@@ -114,6 +122,7 @@ class EAGLEInference:
     ) -> EAGLEInference:
         """Loads both model folders (Hugging Face layout) onto `device`; end tokens and the tokenizer, if there is one,
         come from the target's folder."""
+        _check_config(config)
         target_model = load_target(target, device, dtype)
         config = config or EAGLEConfig()
         if config.eos_token_ids is None:
@@ -193,6 +202,8 @@ class EAGLEInference:
         if not is_single:
             raise ValueError("EAGLEInference: submit takes one prompt, [L] token ids")
         (prompt,) = prompts
+        if not (params is None or isinstance(params, SamplingParams)):
+            raise ValueError(f"EAGLEInference: params must be None or SamplingParams, got {params!r}")
         with self.lock:
             scheduler = self._scheduler_for(self.config, speculative=True)
             params = params or _params(self.config, {})
@@ -223,6 +234,8 @@ class EAGLEInference:
 
     def abort(self, request: Request) -> None:
         """Ends a request wherever it is; its row and pages are free at once."""
+        if not isinstance(request, Request):
+            raise ValueError(f"EAGLEInference: request must be what submit returned, got {request!r}")
         with self.lock:
             if self._scheduler is not None:
                 self._scheduler.abort(request)
@@ -276,6 +289,7 @@ class EAGLEInference:
 
     def workspace_bytes(self, config: EAGLEConfig | None = None) -> dict[str, int]:
         """Bytes that a configuration (None: the engine's) needs beside the weights; see `memory.workspace_bytes`."""
+        _check_config(config)
         config = config or self.config
         with self.lock:
             max_pages, num_pages = self._max_pages(config), None
@@ -283,6 +297,17 @@ class EAGLEInference:
                 state, num_pages = self._scheduler.state, self._scheduler.pages.num_pages
                 max_pages = state.block_table.shape[1]
         return workspace_bytes(self.target, self.draft, config, max_pages, num_pages)
+
+    @property
+    def is_speculating(self) -> bool:
+        """Whether steps may have drafts; may be set at any time."""
+        return self._is_speculating
+
+    @is_speculating.setter
+    def is_speculating(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise ValueError(f"EAGLEInference: is_speculating must be True or False, got {value!r}")
+        self._is_speculating = value
 
     @property
     def has_work(self) -> bool:
@@ -309,12 +334,21 @@ class EAGLEInference:
 
     def _split(self, overrides: dict[str, Any], caller: str = "generate") -> tuple[EAGLEConfig, dict[str, Any]]:
         """The configuration of a call, and what of its requests is not in there."""
+        if caller == "generate" and "seed" in overrides:
+            raise ValueError("generate: takes seeds=, one for all or one per prompt, not seed=")
         unknown = sorted(overrides.keys() - {*_CONFIG_FIELDS, *SAMPLING_FIELDS} | overrides.keys() & {"seed"})
         if unknown:
             raise ValueError(f"{caller}: there is no field {unknown[0]} in EAGLEConfig or SamplingParams")
         of_config = {name: value for name, value in overrides.items() if name in _CONFIG_FIELDS}
         others = {name: value for name, value in overrides.items() if name not in _CONFIG_FIELDS}
-        return replace(self.config, **of_config) if of_config else self.config, others
+        config = replace(self.config, **of_config) if of_config else self.config
+        wanted = of_config.get("accept_policy", config.accept_policy)
+        if wanted != config.accept_policy:
+            raise ValueError(
+                f"{caller}: accept_policy must be 'simulate' where simulated_accept_length or simulated_accept_rates is "
+                f"given, here or to the engine, got {wanted!r}"
+            )
+        return config, others
 
     def _request(self, index: int, prompt: list[int], params: SamplingParams, config: EAGLEConfig) -> Request:
         stop = None
@@ -322,6 +356,8 @@ class EAGLEInference:
             if self.tokenizer is None:
                 raise ValueError("EAGLEInference: stop strings need the tokenizer of the target, which was not given")
             stop = StopStrings(params.stop, self.tokenizer)
+        self._check_tokens("SamplingParams: stop_token_ids", params.stop_token_ids)
+        self._check_tokens("EAGLEConfig: eos_token_ids", config.eos_token_ids or ())
         seed = read_seeds(params.seed, 1)[0]
         ends = frozenset(config.eos_token_ids or ()) | frozenset(params.stop_token_ids)
         return Request(index, prompt, params, seed, ends, _stop=stop)
@@ -393,6 +429,12 @@ class EAGLEInference:
         needed = self._limit(config, speculative=False) + -(-behind // 256) * 256
         return -(-needed // config.page_size)
 
+    def _check_tokens(self, name: str, token_ids: Iterable[int]) -> None:
+        """None that the target never emits."""
+        for token in token_ids:
+            if not 0 <= token < self.target.vocab_size:
+                raise ValueError(f"{name} must lie in 0..{self.target.vocab_size - 1}, got {token}")
+
     def _check_topk(self, config: EAGLEConfig) -> None:
         if config.topk >= self.draft.draft_vocab_size:
             raise ValueError(
@@ -405,6 +447,22 @@ def _params(config: EAGLEConfig, values: dict[str, Any]) -> SamplingParams:
     """The configuration's sampling, and what a call says of its own."""
     shared = {name: getattr(config, name) for name in SAMPLING_FIELDS if name in _CONFIG_FIELDS}
     return SamplingParams(**shared | values)
+
+
+def _check_model(name: str, model: Any, members: tuple[str, ...]) -> None:
+    missing = [member for member in members if not hasattr(model, member)]
+    if missing:
+        kind = "a TargetModel" if members is _TARGET_MEMBERS else "a DraftModel or a TargetModel"
+        value = repr(model) if isinstance(model, (str, Path)) else type(model).__name__
+        raise ValueError(
+            f"EAGLEInference: {name} must be {kind}, which has {missing[0]}, got {value}; TransformersTarget(model) "
+            "makes one of a model of transformers, EAGLEInference.from_pretrained loads folders"
+        )
+
+
+def _check_config(config: Any) -> None:
+    if not (config is None or isinstance(config, EAGLEConfig)):
+        raise ValueError(f"EAGLEInference: config must be None or an EAGLEConfig, got {config!r}")
 
 
 def _pool_key(config: EAGLEConfig) -> tuple:
