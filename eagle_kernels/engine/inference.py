@@ -345,8 +345,8 @@ class EAGLEInference:
         wanted = of_config.get("accept_policy", config.accept_policy)
         if wanted != config.accept_policy:
             raise ValueError(
-                f"{caller}: accept_policy must be 'simulate' where simulated_accept_length or simulated_accept_rates is "
-                f"given, here or to the engine, got {wanted!r}"
+                f"{caller}: accept_policy must be 'simulate' where simulated_accept_length or simulated_accept_rates "
+                f"is given, here or to the engine, got {wanted!r}"
             )
         return config, others
 
