@@ -48,16 +48,19 @@ class EAGLEConfig:
     kv_cache_bytes      for the KV pools of both models; None: what max_batch requests of full length need, but at most
                         half of the device's free memory (1 GiB on the CPU)
     prefill_chunk       most prompt tokens that are read between two steps
-    max_spec_batch      most requests that are stepped speculatively; more are decoded plainly. None: any number
+    max_spec_batch      most requests that are stepped speculatively; more are decoded plainly. None: any number; 0:
+                        the draft is not asked for anything, nor for how long a request may be
     adaptive            the tree by the number of requests: ((8, (8, 5, 64)), (32, (1, 3, 4)), (64, None)) has trees of
                         (topk, num_steps, num_draft_tokens) for up to 8 and up to 32 requests, and plain decoding from
                         there on (None, and past the last entry). "auto": whichever of plain decoding, this tree and
                         some smaller ones brings most tokens a second, as measured. None: always this tree
-    cuda_graph          capture steps as CUDA graphs; None: on a GPU, where the masks' layout and the models allow it
+    cuda_graph          capture steps as CUDA graphs; None: on a GPU, where the masks' layout and the models allow it.
+                        The CPU has none: there True only refuses models that could not be captured on a GPU
 
     For timing, with text that is not the target's:
     accept_policy       `normal`; `accept_all`, `reject_all`, `simulate` plant tokens in the place of the target's, so
                         that the path of first children is taken to its end, not at all, or as deep as coins say.
+                        `simulate` by itself where one of the next two is given.
                         Planted tokens may be end tokens: eos_token_ids=() lets every request reach its length
     simulated_accept_length  of `simulate`: mean tokens a step, bonus included, 1..num_steps + 1; or
     simulated_accept_rates   of `simulate`: P(at least 1, 2, .. num_steps drafts accepted), not increasing. Where the
@@ -140,6 +143,8 @@ class EAGLEConfig:
     @classmethod
     def chain(cls, num_drafts: int, **others: Any) -> EAGLEConfig:
         """`num_drafts` drafts, one after another."""
+        if not is_integer(num_drafts) or num_drafts < 1:
+            raise ValueError(f"EAGLEConfig.chain: num_drafts must be an int of at least 1, got {num_drafts!r}")
         return cls(topk=1, num_steps=num_drafts, num_draft_tokens=num_drafts + 1, **others)
 
     @classmethod
@@ -169,6 +174,11 @@ class EAGLEConfig:
             smaller = [tree for tree in SMALLER_TREES if tree[2] < own[2] and tree[1] <= own[1]]
             return tuple((None, self._with_tree(tree)) for tree in (*smaller, own))
         return tuple((most, None if tree is None else self._with_tree(tree)) for most, tree in self.adaptive)
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether any step may have drafts; where none has, the draft reads nothing and sets no limit."""
+        return self.max_spec_batch != 0 and any(tree is not None for _, tree in self.trees)
 
     def _with_tree(self, tree: tuple[int, int, int]) -> EAGLEConfig:
         topk, num_steps, num_draft_tokens = tree
@@ -205,6 +215,8 @@ class EAGLEConfig:
     def _check_accept_policy(self) -> None:
         self._require(self.accept_policy in ACCEPT_POLICIES, "accept_policy", f"be one of {list(ACCEPT_POLICIES)}")
         length, rates = self.simulated_accept_length, self.simulated_accept_rates
+        if self.accept_policy == "normal" and (length, rates) != (None, None):
+            object.__setattr__(self, "accept_policy", "simulate")
         if self.accept_policy != "simulate":
             for name in ("simulated_accept_length", "simulated_accept_rates"):
                 self._require(getattr(self, name) is None, name, "come with accept_policy='simulate'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import warnings
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from .benchmark import BenchmarkResult, benchmark
 from .config import EAGLEConfig
 from .inputs import Prompts, Seeds, read_max_new_tokens, read_prompts, read_seeds
 from .kv_pool import KVPool, PrefillAttend
-from .memory import count_pages, workspace_bytes
+from .memory import check_fits, count_pages, workspace_bytes
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.protocol import DraftModel, TargetModel
@@ -26,7 +27,7 @@ from .output import GenerationOutput, TokenEvent
 from .request import Request, StopStrings
 from .sampling import SAMPLING_FIELDS, SamplingParams
 from .scheduler import Scheduler, overshoot
-from .steps import Steps, make_steps
+from .steps import Steps, make_steps, tell_who_waits
 from .stream import TextStream, TokenStream
 from .values import is_integer
 from .warmup import COMMON_PARAMS, warm_up
@@ -38,6 +39,9 @@ _STEP_FIELDS = (
     "simulated_accept_rates", "cuda_graph", "max_spec_batch", "adaptive",
 )  # fmt: skip
 _POOL_FIELDS = ("page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
+# of models that are of another library, or none at all, some are missing
+_DRAFT_MEMBERS = ("forward", "max_length", "kv_shape")
+_TARGET_MEMBERS = (*_DRAFT_MEMBERS, "vocab_size", "hidden_size", "device", "dtype")
 
 
 class EAGLEInference:
@@ -69,6 +73,9 @@ class EAGLEInference:
         device: str | torch.device | None = None,
         tokenizer: Tokenizer | None = None,
     ):
+        _check_model("target_model", target_model, _TARGET_MEMBERS)
+        _check_model("draft_model", draft_model, _DRAFT_MEMBERS)
+        _check_config(config)
         self.target = target_model
         self.draft = draft_model if hasattr(draft_model, "token_shift") else CausalDraft(draft_model)
         self.config = config or EAGLEConfig()
@@ -89,6 +96,8 @@ class EAGLEInference:
                 f"{target_model.vocab_size}"
             )
         self._check_topk(self.config)
+        self._check_tokens("EAGLEConfig: eos_token_ids", self.config.eos_token_ids or ())
+        tell_who_waits(target_model, self.draft, self.config)
         if target_model.dtype == torch.float32 and self.device.type == "cuda" and _rounds_fp32_matmuls():
             warnings.warn(
                 "EAGLEInference: torch rounds the inputs of fp32 matmuls (TF32 or less), so speculative and plain text "
@@ -116,6 +125,7 @@ class EAGLEInference:
     ) -> EAGLEInference:
         """Loads both model folders (Hugging Face layout) onto `device`; end tokens and the tokenizer, if there is one,
         come from the target's folder."""
+        _check_config(config)
         target_model = load_target(target, device, dtype)
         config = config or EAGLEConfig()
         if config.eos_token_ids is None:
@@ -200,6 +210,8 @@ class EAGLEInference:
         if prompts and not is_single:
             raise ValueError("EAGLEInference: submit takes one prompt, [L] token ids")
         (prompt,) = prompts or [[]]
+        if not (params is None or isinstance(params, SamplingParams)):
+            raise ValueError(f"EAGLEInference: params must be None or SamplingParams, got {params!r}")
         with self.lock:
             scheduler = self._scheduler_for(self.config, speculative=True)
             params = params or _params(self.config, {})
@@ -230,6 +242,8 @@ class EAGLEInference:
 
     def abort(self, request: Request) -> None:
         """Ends a request wherever it is; its row and pages are free at once."""
+        if not isinstance(request, Request):
+            raise ValueError(f"EAGLEInference: request must be what submit returned, got {request!r}")
         with self.lock:
             if self._scheduler is not None:
                 self._scheduler.abort(request)
@@ -291,8 +305,25 @@ class EAGLEInference:
 
     def workspace_bytes(self, config: EAGLEConfig | None = None) -> dict[str, int]:
         """Bytes that a configuration (None: the engine's) needs beside the weights; see `memory.workspace_bytes`."""
+        _check_config(config)
         config = config or self.config
-        return workspace_bytes(self.target, self.draft, config, self._max_pages(config))
+        with self.lock:
+            max_pages, num_pages = self._max_pages(config), None
+            if self._has_pools_for(config):  # which may have been made when more or less memory was free
+                state, num_pages = self._scheduler.state, self._scheduler.pages.num_pages
+                max_pages = state.block_table.shape[1]
+        return workspace_bytes(self.target, self.draft, config, max_pages, num_pages)
+
+    @property
+    def is_speculating(self) -> bool:
+        """Whether steps may have drafts; may be set at any time."""
+        return self._is_speculating
+
+    @is_speculating.setter
+    def is_speculating(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise ValueError(f"EAGLEInference: is_speculating must be True or False, got {value!r}")
+        self._is_speculating = value
 
     @property
     def has_work(self) -> bool:
@@ -319,12 +350,21 @@ class EAGLEInference:
 
     def _split(self, overrides: dict[str, Any], caller: str = "generate") -> tuple[EAGLEConfig, dict[str, Any]]:
         """The configuration of a call, and what of its requests is not in there."""
+        if caller == "generate" and "seed" in overrides:
+            raise ValueError("generate: takes seeds=, one for all or one per prompt, not seed=")
         unknown = sorted(overrides.keys() - {*_CONFIG_FIELDS, *SAMPLING_FIELDS} | overrides.keys() & {"seed"})
         if unknown:
             raise ValueError(f"{caller}: there is no field {unknown[0]} in EAGLEConfig or SamplingParams")
         of_config = {name: value for name, value in overrides.items() if name in _CONFIG_FIELDS}
         others = {name: value for name, value in overrides.items() if name not in _CONFIG_FIELDS}
-        return replace(self.config, **of_config) if of_config else self.config, others
+        config = replace(self.config, **of_config) if of_config else self.config
+        wanted = of_config.get("accept_policy", config.accept_policy)
+        if wanted != config.accept_policy:
+            raise ValueError(
+                f"{caller}: accept_policy must be 'simulate' where simulated_accept_length or simulated_accept_rates "
+                f"is given, here or to the engine, got {wanted!r}"
+            )
+        return config, others
 
     def _request(self, index: int, prompt: list[int], params: SamplingParams, config: EAGLEConfig) -> Request:
         stop = None
@@ -334,6 +374,8 @@ class EAGLEInference:
                     f"EAGLEInference: stop strings need the tokenizer of the target: {self._tokenizer_fault}"
                 )
             stop = StopStrings(params.stop, self.tokenizer)
+        self._check_tokens("SamplingParams: stop_token_ids", params.stop_token_ids)
+        self._check_tokens("EAGLEConfig: eos_token_ids", config.eos_token_ids or ())
         seed = read_seeds(params.seed, 1)[0]
         ends = frozenset(config.eos_token_ids or ()) | frozenset(params.stop_token_ids)
         return Request(index, prompt, params, seed, ends, _stop=stop)
@@ -345,17 +387,17 @@ class EAGLEInference:
         worst = max(prompt) if min(prompt) >= 0 else min(prompt)
         if not 0 <= worst < self.target.vocab_size:
             return f"token ids must lie in 0..{self.target.vocab_size - 1}, the prompt holds {worst}"
-        limit = self._limit(config, speculative)
-        if len(prompt) + max_new_tokens > limit:
-            return (
-                f"the prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} exceed the {limit} tokens that "
-                "the models and max_length allow"
-            )
-        return None
+        limit, plain = (self._limit(config, is_speculative) for is_speculative in (speculative, False))
+        if len(prompt) + max_new_tokens <= limit:
+            return None
+        reason = f"the prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} exceed the {limit} tokens that "
+        if limit == plain:
+            return reason + "the target and max_length allow"
+        return reason + f"the draft allows; {plain} without it, by speculative=False or max_spec_batch=0"
 
     def _limit(self, config: EAGLEConfig, speculative: bool) -> int:
         limit = self.target.max_length
-        if speculative:
+        if speculative and config.may_speculate:
             limit = min(limit, self.draft.max_length)
         return min(limit, config.max_length or limit)
 
@@ -364,9 +406,8 @@ class EAGLEInference:
         if speculative:
             self._check_topk(config)
         max_pages = self._max_pages(config)
-        key = tuple(getattr(config, name) for name in _POOL_FIELDS)
-        scheduler = self._scheduler
-        if scheduler is None or self._scheduler_key != key or scheduler.state.block_table.shape[1] < max_pages:
+        key, scheduler = _pool_key(config), self._scheduler
+        if not self._has_pools_for(config):
             if scheduler is not None and scheduler.has_work:
                 raise RuntimeError(
                     "EAGLEInference: requests that run hold the pools of another configuration; collect or abort them "
@@ -375,21 +416,28 @@ class EAGLEInference:
             # the old pools go before there are new ones
             self._scheduler, self._scheduler_key, self._steps = None, key, {}
             scheduler = None
+            num_pages = count_pages(self.target, self.draft, config, max_pages)
+            check_fits(self.target, self.draft, config, max_pages, num_pages)
             state = BatchState(
                 self.target,
                 self.draft,
                 num_rows=config.max_batch,
-                num_pages=count_pages(self.target, self.draft, config, max_pages),
+                num_pages=num_pages,
                 max_pages=max_pages,
                 page_size=config.page_size,
             )
             scheduler = self._scheduler = Scheduler(state, config.prefill_chunk)
         step_key = (speculative, *(getattr(config, name) for name in _STEP_FIELDS))
         if step_key not in self._steps:
-            draft = self.draft if speculative else None
+            draft = self.draft if speculative and config.may_speculate else None
             self._steps[step_key] = make_steps(self.target, draft, config, scheduler.state)
         scheduler.use(self._steps[step_key])
         return scheduler
+
+    def _has_pools_for(self, config: EAGLEConfig) -> bool:
+        if self._scheduler is None or self._scheduler_key != _pool_key(config):
+            return False
+        return self._scheduler.state.block_table.shape[1] >= self._max_pages(config)
 
     def _max_pages(self, config: EAGLEConfig) -> int:
         """Of one request of full length; plain decoding shares the pools of its speculative twin."""
@@ -398,6 +446,12 @@ class EAGLEInference:
         # with some to spare, so that another tree does not ask for other pools
         needed = self._limit(config, speculative=False) + -(-behind // 256) * 256
         return -(-needed // config.page_size)
+
+    def _check_tokens(self, name: str, token_ids: Iterable[int]) -> None:
+        """None that the target never emits."""
+        for token in token_ids:
+            if not 0 <= token < self.target.vocab_size:
+                raise ValueError(f"{name} must lie in 0..{self.target.vocab_size - 1}, got {token}")
 
     def _check_topk(self, config: EAGLEConfig) -> None:
         if config.topk >= self.draft.draft_vocab_size:
@@ -411,6 +465,26 @@ def _params(config: EAGLEConfig, values: dict[str, Any]) -> SamplingParams:
     """The configuration's sampling, and what a call says of its own."""
     shared = {name: getattr(config, name) for name in SAMPLING_FIELDS if name in _CONFIG_FIELDS}
     return SamplingParams(**shared | values)
+
+
+def _check_model(name: str, model: Any, members: tuple[str, ...]) -> None:
+    missing = [member for member in members if not hasattr(model, member)]
+    if missing:
+        kind = "a TargetModel" if members is _TARGET_MEMBERS else "a DraftModel or a TargetModel"
+        value = repr(model) if isinstance(model, (str, Path)) else type(model).__name__
+        raise ValueError(
+            f"EAGLEInference: {name} must be {kind}, which has {missing[0]}, got {value}; TransformersTarget(model) "
+            "makes one of a model of transformers, EAGLEInference.from_pretrained loads folders"
+        )
+
+
+def _check_config(config: Any) -> None:
+    if not (config is None or isinstance(config, EAGLEConfig)):
+        raise ValueError(f"EAGLEInference: config must be None or an EAGLEConfig, got {config!r}")
+
+
+def _pool_key(config: EAGLEConfig) -> tuple:
+    return tuple(getattr(config, name) for name in _POOL_FIELDS)
 
 
 def _is_same_device(one: torch.device, other: torch.device) -> bool:

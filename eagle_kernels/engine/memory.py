@@ -21,8 +21,10 @@ def count_pages(target: TargetModel, draft: DraftModel, config: EAGLEConfig, max
     return max(1, min(budget // _page_bytes(target, draft, config), config.max_batch * max_pages))
 
 
-def workspace_bytes(target: TargetModel, draft: DraftModel, config: EAGLEConfig, max_pages: int) -> dict[str, int]:
-    """Bytes beside the weights, by what they are for, and their `total`.
+def workspace_bytes(
+    target: TargetModel, draft: DraftModel, config: EAGLEConfig, max_pages: int, num_pages: int | None = None
+) -> dict[str, int]:
+    """Bytes beside the weights, by what they are for, and their `total`; num_pages: of pools that there are.
 
     kv_cache  the pools of both models
     rows      what the rows of a batch are from step to step, without penalties (4 more a token of the vocabulary)
@@ -32,8 +34,10 @@ def workspace_bytes(target: TargetModel, draft: DraftModel, config: EAGLEConfig,
     # the draft's own state: of a head about as wide as the target's, of a language model nothing
     hidden_size = target.hidden_size if draft.aux_layers else 0
     missed = MEMORY * (8 + element * len(draft.aux_layers) * target.hidden_size)
+    if num_pages is None:
+        num_pages = count_pages(target, draft, config, max_pages)
     sizes = {
-        "kv_cache": count_pages(target, draft, config, max_pages) * _page_bytes(target, draft, config),
+        "kv_cache": num_pages * _page_bytes(target, draft, config),
         "rows": rows * (4 * max_pages + 68 + missed + element * (draft.draft_vocab_size + hidden_size)),
         "step": rows * element * (
             nodes * (target.vocab_size + len(draft.aux_layers) * target.hidden_size)
@@ -41,6 +45,18 @@ def workspace_bytes(target: TargetModel, draft: DraftModel, config: EAGLEConfig,
         ),
     }  # fmt: skip
     return sizes | {"total": sum(sizes.values())}
+
+
+def check_fits(target: TargetModel, draft: DraftModel, config: EAGLEConfig, max_pages: int, num_pages: int) -> None:
+    """Pools and rows must find room before either is allocated."""
+    sizes = workspace_bytes(target, draft, config, max_pages, num_pages)
+    free = free_memory_bytes(target.device)
+    if free is not None and sizes["kv_cache"] + sizes["rows"] > free:
+        pools, rows, free = (f"{size / 2**30:.2f} GiB" for size in (sizes["kv_cache"], sizes["rows"], free))
+        raise ValueError(
+            f"EAGLEInference: kv_cache_bytes and the rows of max_batch={config.max_batch} must fit into free memory, "
+            f"got {pools} and {rows} with {free} free on {target.device}"
+        )
 
 
 def _page_bytes(target: TargetModel, draft: DraftModel, config: EAGLEConfig) -> int:

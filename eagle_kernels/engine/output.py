@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 
 class TokenEvent(NamedTuple):
-    """One committed token of a stream: which request, which token, and whether an accepted draft had guessed it."""
+    """One committed token of a stream: which request, which token, and whether an accepted draft had guessed it;
+    logprob: where `SamplingParams.logprobs` asks for it."""
 
     request: int
     token_id: int
     is_draft: bool
+    logprob: float | None = None
 
 
 @dataclass
@@ -22,6 +24,7 @@ class GenerationStats:
     comes from the prefill and belongs to no step. Acceptance counts what verification accepted, also where an end token
     or the token limit then cut the text.
 
+    levels              draft tokens that steps could accept: of each the levels of its own tree, of a plain one 0
     drafted             draft tokens verified: of a tree that stays the same, steps * (num_draft_tokens - 1)
     accepted            draft tokens accepted
     accepted_per_depth  [num_steps] in how many steps the draft at depth 1, 2, ... was accepted
@@ -39,6 +42,7 @@ class GenerationStats:
     generated_tokens: int = 0
     steps: int = 0
     batch_steps: int = 0
+    levels: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_per_depth: list[int] = field(default_factory=list)
@@ -56,8 +60,7 @@ class GenerationStats:
     @property
     def acceptance_rate(self) -> float:
         """Accepted drafts over the most a step can accept."""
-        most = self.steps * self.num_steps
-        return self.accepted / most if most else 0.0
+        return self.accepted / self.levels if self.levels else 0.0
 
     @property
     def draft_efficiency(self) -> float:
@@ -91,8 +94,25 @@ class GenerationStats:
         return {**vars(self), **{name: getattr(self, name) for name in properties}}
 
 
-class GenerationOutput(NamedTuple):
-    """`output_ids, stats = engine.generate(...)`: the new tokens (a list per request; one list for one prompt)."""
-
+class _TokensAndStats(NamedTuple):
     output_ids: list[list[int]] | list[int]
     stats: GenerationStats
+
+
+class GenerationOutput(_TokensAndStats):
+    """`output_ids, stats = engine.generate(...)`: the new tokens (a list per request; one list for one prompt).
+
+    logprobs    of these, likewise; None unless `SamplingParams.logprobs` asks for them. Not unpacked
+    """
+
+    logprobs: list[list[float]] | list[float] | None
+
+    def __new__(
+        cls,
+        output_ids: list[list[int]] | list[int],
+        stats: GenerationStats,
+        logprobs: list[list[float]] | list[float] | None = None,
+    ) -> GenerationOutput:
+        output = super().__new__(cls, output_ids, stats)
+        output.logprobs = logprobs
+        return output

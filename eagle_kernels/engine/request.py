@@ -21,7 +21,8 @@ class Request:
     logprobs        of these, where params.logprobs asks for them
     finish_reason   None: not yet; "eos" (a stop token id), "stop" (a stop string), "length", "abort", or "error", with
     error           why
-    accepted        how many drafts each step of it accepted, and
+    accepted        how many drafts each step of it accepted,
+    levels          how many all of them could, each by its own tree, and
     drafted         how many were verified in all of them
     """
 
@@ -35,6 +36,7 @@ class Request:
     finish_reason: str | None = None
     error: str | None = None
     accepted: list[int] = field(default_factory=list)
+    levels: int = 0
     drafted: int = 0
     _stop: StopStrings | None = None
     # events that its owner has not collected yet; of submitted requests a list of the engine has them as well
@@ -85,9 +87,10 @@ class Request:
         events = []
         for index, token in enumerate(tokens):
             self.output_ids.append(token)
-            if self.params.logprobs and logprobs is not None:
-                self.logprobs.append(logprobs[index])
-            events.append(TokenEvent(self.id, token, index < accepted))
+            logprob = logprobs[index] if self.params.logprobs and logprobs is not None else None
+            if logprob is not None:
+                self.logprobs.append(logprob)
+            events.append(TokenEvent(self.id, token, index < accepted, logprob))
             if token in self.end_token_ids:
                 self.finish_reason = "eos"
             elif self._stop is not None and self._stop.push(token):

@@ -27,7 +27,9 @@ class SamplingParams:
     stop_token_ids      the first of these that it emits, or
     stop                the first token that completes one of these strings (needs the engine's tokenizer); the text
                         ends before the string, the tokens end with it
-    logprobs            keep the log-probability of every token, among those that the filters left
+    logprobs            keep the log-probability of every token: True among those that the filters left, as it was
+                        drawn (greedy: among all, at temperature 1); "raw" by the target's logits as they are, without
+                        penalties, temperature and filters
     """
 
     temperature: float = 0.0
@@ -41,7 +43,7 @@ class SamplingParams:
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    logprobs: bool = False
+    logprobs: bool | str = False
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
@@ -67,7 +69,7 @@ class SamplingParams:
             is_list = isinstance(value, (tuple, list, set, frozenset)) and all(map(is_kind, value))
             self._require(is_list, name, f"be a tuple of {kind}")
             object.__setattr__(self, name, tuple(value))
-        self._require(isinstance(self.logprobs, bool), "logprobs", "be True or False")
+        self._require(isinstance(self.logprobs, bool) or self.logprobs == "raw", "logprobs", "be True, False or 'raw'")
 
     @property
     def has_filters(self) -> bool:
@@ -99,7 +101,7 @@ class Features(NamedTuple):
             any(params.temperature > 0 for params in requests),
             any(params.has_filters for params in requests),
             any(params.has_penalties for params in requests),
-            any(params.logprobs for params in requests),
+            any(bool(params.logprobs) for params in requests),
         )
 
     @property

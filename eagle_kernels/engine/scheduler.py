@@ -9,6 +9,7 @@ ends is stepped once more, and what that step brought is dropped.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -248,6 +249,12 @@ class Scheduler:
         running = [row for row in self._rows if row is not None and row.is_running and self._needs_step(row)]
         if not running:
             return False
+        num_launched = self.num_steps
+        with self._failing_alone(*running):
+            self._launch_rows(running, is_speculating)
+        return self.num_steps > num_launched
+
+    def _launch_rows(self, running: list[_Row], is_speculating: bool) -> None:
         num_rows = 1 + max(row.index for row in running)
         number = self.steps.choice.choose(num_rows) if is_speculating else 0
         runner = self._last_runner = self.steps.runners[number]
@@ -260,13 +267,12 @@ class Scheduler:
         start, start_s = self._event(), time.perf_counter()
         result = runner.run(num_rows, features)
         elapsed_ms = 1e3 * (time.perf_counter() - start_s)
+        launch = self._push(result, [(row.index, row) for row in running], number)
         self._num_missed += runner.stepper.resting_draft is not None
         self.num_steps += 1
         self.num_cold_steps += not is_known
-        launch = self._push(result, [(row.index, row) for row in running], number)
         if is_known:
             launch.start, launch.step_ms = start, elapsed_ms if start is None else None
-        return True
 
     def drain(self) -> None:
         """Reads what is left of steps that nobody needed."""
@@ -279,13 +285,15 @@ class Scheduler:
             self._read_back()
 
     @contextlib.contextmanager
-    def _failing_alone(self, row: _Row) -> Iterator[None]:
-        """What goes wrong inside, for want of memory say, ends this request and no other."""
+    def _failing_alone(self, *rows: _Row) -> Iterator[None]:
+        """What goes wrong inside, for want of memory say, ends these requests and no other: a step that broke off may
+        have changed any of its rows."""
         try:
             yield
         except Exception as error:
-            row.request.fail(error)
-            self._release(row)
+            for row in rows:
+                row.request.fail(error if row is rows[0] else _twin(error))
+                self._release(row)
 
     def start_timing(self) -> None:
         """Forgets the phases of steps so far; the next step is timed."""
@@ -330,7 +338,7 @@ class Scheduler:
         for _, row in launch.rows:
             row.num_pending -= 1
         tokens = launch.result.tokens.tolist()
-        logprobs = None if launch.result.logprobs is None else launch.result.logprobs.tolist()
+        logprobs = [None if kind is None else kind.tolist() for kind in launch.result[1:]]
         if launch.number is not None:
             self._note(launch, tokens)
         for index, row in launch.rows:
@@ -341,9 +349,12 @@ class Scheduler:
             accepted = len(brought) - 1
             if launch.number is not None:
                 request.accepted.append(accepted)
-                request.drafted += self.steps.runners[launch.number].stepper.num_nodes - 1
+                stepper = self.steps.runners[launch.number].stepper
+                request.levels += stepper.num_steps
+                request.drafted += stepper.num_nodes - 1
             with self._failing_alone(row):
-                request.push(brought, accepted, logprobs and logprobs[index])
+                of_kind = logprobs[request.params.logprobs == "raw"]
+                request.push(brought, accepted, of_kind and of_kind[index])
             if request.is_finished and row in self._rows:
                 self._release(row)
 
@@ -362,13 +373,24 @@ class Scheduler:
             self.state.clear(row.index)
 
 
+def _twin(error: Exception) -> Exception:
+    """Another one for another request, since what is raised holds the frames that it passes."""
+    try:
+        twin = copy.copy(error)
+    except Exception:  # of a class that is made of something else than its arguments
+        twin = RuntimeError(f"{type(error).__name__}: {error}")
+    twin.__cause__ = error.__cause__  # where, in words
+    return twin
+
+
 def _before_padding(tokens: list[int]) -> list[int]:
     """The tokens of a row before the first -1."""
     return tokens[: tokens.index(-1)] if tokens[-1] < 0 else tokens
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, on its way."""
+    """A copy in pinned memory, on its way. That memory is not new each step: PyTorch's caching allocator for the host
+    notes the stream of the copy, and hands a freed block out again once the stream has passed it."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 

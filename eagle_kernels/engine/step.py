@@ -29,11 +29,13 @@ class StepResult(NamedTuple):
     """What the host reads after a step; of rows that are not live nothing means anything.
 
     tokens    [B, S + 1] int64  what the step brought: accepted drafts and the bonus, -1 padded
-    logprobs  [B, S + 1] fp32   of these tokens; None where no request asked for them
+    logprobs  [B, S + 1] fp32   of these tokens, among those that the filters left, and
+    raw_logprobs                by the logits as given; both None where no request asked for either
     """
 
     tokens: Tensor
     logprobs: Tensor | None
+    raw_logprobs: Tensor | None
 
 
 class _Committed(NamedTuple):
@@ -46,7 +48,8 @@ class _Committed(NamedTuple):
     tokens: Tensor
     hidden_rows: Tensor
     last_row: Tensor
-    logprobs: Tensor | None
+    logprobs: Tensor | None = None
+    raw_logprobs: Tensor | None = None
 
 
 class Stepper:
@@ -112,7 +115,7 @@ class Stepper:
             # of rows that are not live -1, which is no token
             torch.clamp(committed.bonus_tokens, min=0, out=batch.roots)
             batch.lengths.copy_(committed.new_seq_lens)
-        return StepResult(committed.tokens, committed.logprobs)
+        return StepResult(committed.tokens, committed.logprobs, committed.raw_logprobs)
 
     def catch_up(self, state: BatchState, num_rows: int, is_wanted: bool) -> None:
         """The resting draft reads what the first `num_rows` rows have for it.
@@ -155,7 +158,8 @@ class Stepper:
         root = drawn.predicts.to(torch.int64)
         state.roots[rows] = root
         state.sampling.count(features, rows, root[:, None])
-        return StepResult(root[:, None], drawn.logprobs if features.logprobs else None)
+        logprobs = (drawn.logprobs, drawn.raw_logprobs) if features.logprobs else (None, None)
+        return StepResult(root[:, None], *logprobs)
 
     def _draft_tree(self, batch: _Batch) -> ops.BuildTreeOutput:
         """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4): expand the best beams level by level, then rerank."""
@@ -233,7 +237,7 @@ class Stepper:
                 spec_steps=self.num_steps,
                 return_logprobs=features.logprobs,
             )
-            drawn = drawn._asdict() | {"logprobs": drawn.logprobs if features.logprobs else None}
+            drawn = drawn._asdict() | ({} if features.logprobs else {"logprobs": None, "raw_logprobs": None})
             return _Committed(**{name: drawn[name] for name in _Committed._fields})
         coins = {}
         if self._policy.get("accept_policy") == "simulate":
@@ -243,7 +247,7 @@ class Stepper:
         )
         commit = ops.verify_commit(*verdict[:3], batch.lengths, batch.is_live)
         commit = {name: getattr(commit, name) for name in _Committed._fields if name in commit._fields}
-        return _Committed(verdict.accept_index, verdict.accept_token_num, **commit, logprobs=None)
+        return _Committed(verdict.accept_index, verdict.accept_token_num, **commit)
 
     def _extend_draft(self, batch: _Batch, committed: _Committed, features: Tensor) -> None:
         """Gives the draft the target's true features of the accepted path; its tree rows are overwritten.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 from .batch_state import BatchState
 from .config import EAGLEConfig
+from .models.causal_draft import CausalDraft
 from .models.protocol import DraftModel, TargetModel
 from .speculation import ByBatchSize, Choice, Fastest
 from .step import Stepper
 from .step_runner import StepRunner
+
+_logger = logging.getLogger(__name__)
 
 
 class Steps(NamedTuple):
@@ -30,6 +34,22 @@ def make_steps(target: TargetModel, draft: DraftModel | None, config: EAGLEConfi
     is_automatic = draft is not None and config.adaptive == "auto"
     choice = Fastest(len(steppers), config.max_spec_batch) if is_automatic else ByBatchSize(tuple(table))
     return Steps(tuple(_runner(stepper, state) for stepper in steppers), choice)
+
+
+def tell_who_waits(target: TargetModel, draft: DraftModel, config: EAGLEConfig) -> None:
+    """One warning for each model that keeps steps from being CUDA graphs, which nobody has asked to do without."""
+    if target.device.type != "cuda" or config.cuda_graph is not None:
+        return
+    for role, model in (("target", target), ("draft", draft)):
+        if not getattr(model, "can_be_captured", True):
+            model = model.model if isinstance(model, CausalDraft) else model
+            name = type(getattr(model, "model", model)).__name__  # of what `TransformersTarget` wraps
+            _logger.warning(
+                "EAGLEInference: steps run eagerly, not as CUDA graphs: the forward of the %s, %s, waits for the "
+                "device; with cuda_graph=False nobody says so",
+                role,
+                name,
+            )
 
 
 def _runner(stepper: Stepper, state: BatchState) -> StepRunner:

@@ -58,7 +58,10 @@ class TokenStream(Iterator[TokenEvent], AsyncIterator[TokenEvent]):
     def output(self) -> GenerationOutput:
         """Tokens and statistics, whole once the iterator is exhausted."""
         tokens = [list(request.output_ids) for request in self.requests]
-        return GenerationOutput(tokens[0] if self._is_single else tokens, self._run.counted())
+        logprobs = [list(request.logprobs) if request.params.logprobs else None for request in self.requests]
+        if self._is_single:
+            return GenerationOutput(tokens[0], self._run.counted(), logprobs[0])
+        return GenerationOutput(tokens, self._run.counted(), None if None in logprobs else logprobs)
 
 
 class _Run:
@@ -136,6 +139,7 @@ class _Run:
         counts = [count for request in requests for count in request.accepted]
         stats.generated_tokens = sum(len(request.output_ids) for request in requests)
         stats.steps, stats.accepted = len(counts), sum(counts)
+        stats.levels = sum(request.levels for request in requests)
         stats.drafted = sum(request.drafted for request in requests)
         stats.accepted_per_depth = [sum(count > depth for count in counts) for depth in range(stats.num_steps)]
         stats.finish_reasons = [request.finish_reason for request in requests]

@@ -266,7 +266,10 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         (["--temperature", "nan"], "temperature must be at least 0, got nan"),
         (["--top-p", 0], "top_p must lie in (0, 1]"),
         (["--accept-policy", "simulate"], "accept_policy must come with either simulated_accept_length or"),
-        (["--simulated-accept-length", 3], "simulated_accept_length must come with accept_policy='simulate', got 3.0"),
+        (
+            ["--accept-policy", "reject_all", "--simulated-accept-length", 3],
+            "simulated_accept_length must come with accept_policy='simulate', got 3.0",
+        ),
         (["--seed", 2**63], f"seeds must fit in 64 bits, got {2**63}"),
     ],
     ids=lambda value: " ".join(Path(str(part)).name for part in value) if isinstance(value, list) else "",

@@ -44,6 +44,14 @@ def test_a_mean_accept_length_becomes_rates():
     assert EAGLEConfig(**SIMULATE, simulated_accept_length=3.5).simulated_rates == [1, 1, 0.5, 0, 0]
     rates = (0.9, 0.5, 0.5, 0, 0)
     assert EAGLEConfig(**SIMULATE, simulated_accept_rates=rates).simulated_rates == list(rates)
+    assert EAGLEConfig(simulated_accept_length=2) == EAGLEConfig(**SIMULATE, simulated_accept_length=2)
+    assert EAGLEConfig(simulated_accept_rates=rates).accept_policy == "simulate"
+
+
+@pytest.mark.parametrize("num_drafts", [None, 2.0, "3", 0])
+def test_a_chain_has_a_number_of_drafts(num_drafts):
+    with pytest.raises(ValueError, match="EAGLEConfig.chain: num_drafts must be an int of at least 1, got "):
+        EAGLEConfig.chain(num_drafts)
 
 
 def test_a_config_cannot_change():
@@ -85,7 +93,10 @@ def test_a_config_cannot_change():
         ({"page_size": 24}, "page_size must be a power of two up to 256, got 24"),
         ({"max_length": 1}, "max_length must be at least 2"),
         ({"accept_policy": "all"}, r"accept_policy must be one of \['normal', 'accept_all', .*, got 'all'"),
-        ({"simulated_accept_length": 2.0}, "simulated_accept_length must come with accept_policy='simulate', got 2.0"),
+        (
+            {"accept_policy": "accept_all", "simulated_accept_length": 2.0},
+            "simulated_accept_length must come with accept_policy='simulate', got 2.0",
+        ),
         ({"accept_policy": "simulate"}, "accept_policy must come with either simulated_accept_length or .*_rates"),
         (SIMULATE | {"simulated_accept_length": 2, "simulated_accept_rates": [1] * 5}, "accept_policy must come with"),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from op_tests.engine.toys import ToyModel, plain_logits, random_llama
 
@@ -175,6 +175,28 @@ def test_streaming_yields_the_same_tokens(target, stranger):
     assert drafted == 6 * 3  # two full steps of three drafts for three requests; the ninth token is the bonus
 
 
+def test_log_probabilities_come_with_the_tokens(target, stranger):
+    """As they are drawn, or by the logits as they are; a list per prompt, and beside each token of a stream."""
+    sampling = {"temperature": 0.7, "top_k": 5, "seeds": 3}
+    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=2, num_steps=2))
+    silent = engine.generate(PROMPTS, 8, **sampling)
+    assert silent.logprobs is None
+    outputs = {kind: engine.generate(PROMPTS, 8, logprobs=kind, **sampling) for kind in (True, "raw")}
+    for kind, (texts, _) in outputs.items():
+        assert texts == silent.output_ids
+        for prompt, text, logprobs in zip(PROMPTS, texts, outputs[kind].logprobs, strict=True):
+            logits = plain_logits(engine, prompt + text)[len(prompt) - 1 : -1]
+            if kind is True:
+                logits = logits / 0.7
+                logits[logits < logits.topk(5).values[:, -1:]] = -torch.inf
+            want = logits.log_softmax(-1)[range(8), text].tolist()
+            assert logprobs == pytest.approx(want, abs=1e-4)
+    stream = engine.stream(PROMPTS[0], 8, logprobs="raw", **sampling)
+    events = [event.logprob for event in stream]
+    assert events == stream.output().logprobs == pytest.approx(outputs["raw"].logprobs[0], abs=1e-4)
+    assert {event.logprob for event in engine.stream(PROMPTS[0], 4)} == {None}
+
+
 def test_statistics_add_up(target, stranger):
     engine = EAGLEInference(stranger, target, EAGLEConfig(topk=4, num_steps=3, num_draft_tokens=10))
     _, before = engine.generate(PROMPTS, 12)
@@ -223,6 +245,9 @@ def test_tensors_and_lists(target, stranger):
         ({"input_ids": [1], "max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"input_ids": [1], "seeds": [1, 2]}, "seeds must be one for all or one per prompt, got 2 for 1 prompts"),
         ({"input_ids": torch.zeros(3)}, "input_ids must be integer ids"),
+        ({"input_ids": [1], "seed": 3}, "generate: takes seeds=, one for all or one per prompt, not seed="),
+        ({"input_ids": [1], "stop_token_ids": (3, 61)}, "SamplingParams: stop_token_ids must lie in 0..60, got 61"),
+        ({"input_ids": [1], "eos_token_ids": (-1,)}, "EAGLEConfig: eos_token_ids must lie in 0..60, got -1"),
         ({"input_ids": [1], "top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
     ],
 )
@@ -242,6 +267,49 @@ def test_models_that_do_not_fit_are_named(target):
     engine = EAGLEInference(small, small, EAGLEConfig(topk=4))
     with pytest.raises(ValueError, match="topk must be smaller than the draft vocabulary of 8 tokens, got 9"):
         engine.generate([1], 2, topk=9)
+
+
+def test_arguments_of_another_kind_are_named(target):
+    """By name, with the rule and what it was; of models with the way to one."""
+    ways = r"; TransformersTarget\(model\) makes one of a model of transformers, EAGLEInference.from_pretrained loads"
+    foreign = torch.nn.Linear(2, 2)
+    for models, message in (
+        ((target, foreign), "target_model must be a TargetModel, which has max_length, got Linear" + ways),
+        (
+            (foreign, target),
+            "draft_model must be a DraftModel or a TargetModel, which has max_length, got Linear" + ways,
+        ),
+        (("folder", "other"), "target_model must be a TargetModel, which has forward, got 'other'" + ways),
+        ((target, target, {"topk": 2}), "config must be None or an EAGLEConfig, got {'topk': 2}"),
+        ((target, target, EAGLEConfig(eos_token_ids=(3, 61))), "eos_token_ids must lie in 0..60, got 61"),
+    ):
+        with pytest.raises(ValueError, match="(EAGLEInference|EAGLEConfig): " + message):
+            EAGLEInference(*models)
+    with pytest.raises(ValueError, match="config must be None or an EAGLEConfig, got {}"):
+        EAGLEInference.from_pretrained("folder", "other", {})
+    engine = EAGLEInference(target, target)
+    for call, message in (
+        (lambda: engine.submit([1], {"seed": 1}), "params must be None or SamplingParams, got {'seed': 1}"),
+        (lambda: engine.submit([1], SamplingParams(stop_token_ids=(99,))), "stop_token_ids must lie in 0..60, got 99"),
+        (lambda: engine.abort(None), "request must be what submit returned, got None"),
+        (lambda: engine.workspace_bytes({"topk": 2}), "config must be None or an EAGLEConfig, got {'topk': 2}"),
+        (lambda: setattr(engine, "is_speculating", "no"), "is_speculating must be True or False, got 'no'"),
+    ):
+        with pytest.raises(ValueError, match="(EAGLEInference|SamplingParams): " + message):
+            call()
+    assert engine.is_speculating and not engine.has_work
+
+
+def test_simulated_work_of_a_call(target):
+    """A length says the policy; a policy against it is refused."""
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=3))
+    assert engine.generate([1, 2], 9, simulated_accept_length=1).stats.accepted == 0
+    assert engine.generate([1, 2], 9).stats.accepted == 6
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=3, simulated_accept_length=1))
+    with pytest.raises(ValueError, match="generate: accept_policy must be 'simulate' where .* got 'normal'"):
+        engine.generate([1, 2], 9, accept_policy="normal")
+    plain = {"accept_policy": "normal", "simulated_accept_length": None}
+    assert engine.generate([1, 2], 9, **plain).stats.accepted == 6
 
 
 def test_models_must_share_device_and_dtype():

@@ -356,6 +356,49 @@ def test_what_goes_wrong_for_one_request_is_its_own(target, draft, lag, monkeypa
     assert not engine.has_work
 
 
+class Odd(RuntimeError):
+    """Cannot be copied."""
+
+    def __init__(self, text, number):
+        super().__init__(f"{text} {number}")
+
+
+@pytest.mark.parametrize("broken", ["run", "catch_up"])
+@pytest.mark.parametrize("error", [MemoryError("no room"), Odd("no room", 7)])
+def test_a_step_that_breaks_off_ends_its_requests_alone(target, draft, lag, monkeypatch, error, broken):
+    """They say why and leave rows and pages; who waits, and who comes later, does not notice."""
+    engine = make(draft, target, max_batch=2)
+    want = engine.generate(prompt_of(3), 9).output_ids
+    first, second, waiting = (
+        engine.submit(prompt_of(number), SamplingParams(max_new_tokens=9)) for number in (1, 2, 3)
+    )
+    engine.is_speculating = False  # so that the draft has to catch up
+    engine.step()
+    engine.is_speculating = True
+
+    def breaks(*arguments):
+        raise error
+
+    with monkeypatch.context() as patches:
+        for runner in engine._scheduler.steps.runners:
+            patches.setattr(runner, broken, breaks)
+        engine.step()
+    assert first.finish_reason == second.finish_reason == "error" and not waiting.is_finished
+    assert "no room" in first.error and "no room" in second.error and first.exception is error
+    for request in (first, second):
+        assert "in breaks" in str(request.exception.__cause__) and request.exception.__traceback__ is None
+    assert second.exception is not error and isinstance(second.exception, (MemoryError, RuntimeError))
+    engine.collect()
+    assert waiting.output_ids == want and engine.generate(prompt_of(3), 9).output_ids == want
+    pages = engine._scheduler.pages
+    assert pages.num_free == pages.num_pages and not engine._scheduler.state.is_live.any()
+    stream = engine.stream([prompt_of(1), prompt_of(2)], 9)
+    monkeypatch.setattr(engine._scheduler.steps.runners[1], "run", breaks)
+    with pytest.raises(type(error), match="no room"):
+        list(stream)
+    assert not engine.has_work
+
+
 class Activation:
     """Something large that a forward pass holds."""
 
@@ -551,6 +594,29 @@ def test_what_does_nothing_needs_no_step_of_its_own(target):
         assert steps_known(engine._scheduler.steps.runners[1]) == {features}
 
 
+def test_pools_and_rows_must_fit_into_free_memory(target, monkeypatch):
+    """Before anything is allocated; the engine goes on with what fits."""
+    engine = make(target, target, max_batch=2)
+    want = engine.generate(prompt_of(1), 4).output_ids
+    for options in ({"kv_cache_bytes": 1 << 50, "max_batch": 10**9}, {"kv_cache_bytes": 1, "max_batch": 10**10}):
+        with pytest.raises(ValueError, match=r"kv_cache_bytes and the rows of max_batch=10+ must fit .* GiB free on c"):
+            engine.generate(prompt_of(1), 4, **options)
+        assert not engine.has_work and engine.generate(prompt_of(1), 4).output_ids == want
+    monkeypatch.setattr("eagle_kernels.engine.memory.free_memory_bytes", lambda device: None)
+    assert engine.generate(prompt_of(1), 4, max_batch=1).output_ids == want, "where nobody says what is free"
+
+
+def test_the_workspace_of_pools_that_there_are_is_theirs(target, monkeypatch):
+    """Half of what is free is less once they are there."""
+    engine = make(target, target)
+    before = engine.workspace_bytes()
+    engine.generate(prompt_of(1), 2)
+    monkeypatch.setattr("eagle_kernels.engine.memory._CPU_CACHE_BYTES", 1 << 16)
+    monkeypatch.setattr("eagle_kernels.engine.memory.free_memory_bytes", lambda device: 1 << 17)
+    assert engine.workspace_bytes() == before
+    assert engine.workspace_bytes(EAGLEConfig(max_batch=2))["kv_cache"] <= 1 << 16
+
+
 def test_benchmark(target):
     engine = make(target, target, num_steps=2, topk=1)
     for topk in (1, 2):
@@ -665,7 +731,8 @@ def test_first_tokens_come_before_steps(target, draft, lag):
         ({"stop": "abc"}, "stop must be a tuple of strings that are not empty, got 'abc'"),
         ({"stop": ("",)}, "stop must be a tuple"),
         ({"stop_token_ids": ("a",)}, "stop_token_ids must be a tuple of token ids"),
-        ({"logprobs": 1}, "logprobs must be True or False, got 1"),
+        ({"logprobs": 1}, "logprobs must be True, False or 'raw', got 1"),
+        ({"logprobs": "all"}, "logprobs must be True, False or 'raw', got 'all'"),
     ],
 )
 def test_bad_parameters_are_named(values, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from eagle_kernels.engine import batch_state, step
 from eagle_kernels.engine.scheduler import TIMED_STEPS
 from eagle_kernels.engine.speculation import PROBE_AFTER, PROBE_STEPS, ByBatchSize, Fastest
 from eagle_kernels.engine.step_runner import bucket_of
+from eagle_kernels.engine.steps import tell_who_waits
 from op_tests.engine.test_scheduler import make, prompt_of
 from op_tests.engine.toys import random_llama
 
@@ -167,12 +169,57 @@ def test_trees_by_the_number_of_requests(target):
     assert set(chosen) == {(4, 0), (3, 0), (2, 2), (1, 1)}
 
 
+@pytest.mark.parametrize("waits, cuda_graph", [("", None), ("target", None), ("draft", None), ("target", False)])
+def test_models_that_wait_are_warned_of(waits, cuda_graph, caplog):
+    """By the name of their class; nobody who has asked for eager steps hears of it."""
+    models = {
+        role: SimpleNamespace(device=torch.device("cuda"), can_be_captured=role != waits)
+        for role in ("target", "draft")
+    }
+    tell_who_waits(**models, config=EAGLEConfig(cuda_graph=cuda_graph))
+    told = [f"steps run eagerly, not as CUDA graphs: the forward of the {waits}, SimpleNamespace, waits"]
+    assert [record.getMessage()[16 : 16 + len(told[0])] for record in caplog.records] == told * (
+        waits != "" and cuda_graph is None
+    )
+
+
 def test_max_spec_batch(target):
     engine = make(target, target, max_spec_batch=2, topk=1, num_steps=3)
     _, stats = engine.generate([prompt_of(number) for number in range(3)], 12)
     assert stats.accepted == 0 and stats.drafted == 0
     _, stats = engine.generate([prompt_of(number) for number in range(2)], 13)
     assert stats.mean_accept_length == 4
+
+
+@pytest.mark.parametrize("plain", [{"max_spec_batch": 0}, {"adaptive": ((8, None),)}])
+def test_a_draft_that_is_never_asked_sets_no_limit(target, plain):
+    """Else it is named, and what goes without it."""
+    short = random_llama(hidden_size=16, num_layers=1, max_length=96, seed=1, device=DEVICE)
+    engine, prompt = make(short, target), (prompt_of(4) * 9)[:100]
+    reason = (
+        "of 100 tokens .*=8 exceed the 96 tokens that the draft allows; 256 without it, by speculative=False or max"
+    )
+    with pytest.raises(ValueError, match=reason):
+        engine.generate(prompt, 8)
+    with pytest.raises(ValueError, match="exceed the 90 tokens that the target and max_length allow"):
+        engine.generate(prompt, 8, max_length=90)
+    want = engine.generate(prompt, 8, speculative=False).output_ids
+    assert engine.generate(prompt, 8, **plain).output_ids == want
+    request = make(short, target, **plain).submit(prompt, SamplingParams(max_new_tokens=8))
+    assert request.error is None
+
+
+def test_the_rate_of_steps_of_several_kinds(target):
+    """Of what each step could accept: plain ones nothing, a chain its drafts. The target accepts all of itself."""
+    engine = make(target, target, topk=1, num_steps=3, adaptive=((1, (1, 3, 4)), (2, (1, 1, 2)), (8, None)))
+    prompts = [prompt_of(number) for number in range(3)]
+    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=8 + 8 * n)) for n, prompt in enumerate(prompts)]
+    engine.collect()
+    assert all(request.levels == sum(request.accepted) for request in requests)
+    assert {0, 1, 3} == {count for request in requests for count in request.accepted}
+    assert engine.generate(prompts[0], 9).stats.acceptance_rate == 1.0
+    stats = engine.generate(prompts[:2], 9).stats
+    assert (stats.levels, stats.acceptance_rate) == (stats.steps, 1.0) and stats.num_steps == 3
 
 
 def test_the_switch(target):
@@ -203,7 +250,8 @@ def test_the_switch_outlives_pools_and_configurations(target):
 
 def test_plain_decoding_after_steps_that_drafts_have_missed(target):
     """As many as the memory holds: the next one would have read them, if there were a draft."""
-    engine = make(target, target, max_spec_batch=0)
+    engine = make(target, target)
+    engine.is_speculating = False
     engine.generate(prompt_of(1), 1 + batch_state.MEMORY)
     want = engine.generate(prompt_of(1), 5)[0]
     engine.generate(prompt_of(1), 1 + batch_state.MEMORY)
