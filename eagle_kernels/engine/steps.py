@@ -46,7 +46,7 @@ def tell_who_waits(target: TargetModel, draft: DraftModel, config: EAGLEConfig) 
             name = type(getattr(model, "model", model)).__name__  # of what `TransformersTarget` wraps
             _logger.warning(
                 "EAGLEInference: steps run eagerly, not as CUDA graphs: the forward of the %s, %s, waits for the "
-                "device; with cuda_graph=False nobody says so",
+                "device; cuda_graph=False silences this",
                 role,
                 name,
             )
