@@ -172,8 +172,8 @@ def benchmark(
             for speculative, run in runs.items()
         ]  # fmt: skip
         identical += texts[0] == texts[1]
-    is_normal = options.get("accept_policy", engine.config.accept_policy) == "normal"
-    share = identical / len(batches) if is_normal else None
+    config, _ = engine._split(options, "benchmark")
+    share = identical / len(batches) if config.accept_policy == "normal" else None
     peak = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else None
     results = runs[True].result(), runs[False].result()
     return BenchmarkResult(len(prompts), batch_size, max_new_tokens, *results, share, peak)

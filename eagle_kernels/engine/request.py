@@ -98,8 +98,8 @@ class Request:
             elif len(self.output_ids) == self.params.max_new_tokens:
                 self.finish_reason = "length"
             if self.is_finished:
-                if self._stop is not None and self.finish_reason != "stop":
-                    self._stop.finish()
+                if self._stop is not None and self.finish_reason != "stop" and self._stop.finish():
+                    self.finish_reason = "stop"
                 break
         self._events += events
         if self.outbox is not None:
@@ -120,15 +120,17 @@ class StopStrings:
 
     def push(self, token: int) -> bool:
         """Whether this token completes one; the text then ends before the earliest of them."""
-        piece = self._detokenizer.push([token])
-        # a string that this token completes ends in its piece
+        return self._ends(self._detokenizer.push([token]))
+
+    def finish(self) -> bool:
+        """No token follows: the same of what was held back, the bytes of half a character say."""
+        return self._ends(self._detokenizer.finish())
+
+    def _ends(self, piece: str) -> bool:
+        # a string that is completed ends in the piece
         begin = max(0, len(self.text) - max(map(len, self._strings)) + 1)
         self.text += piece
         found = [place for place in (self.text.find(string, begin) for string in self._strings) if place >= 0]
         if found:
             self.text = self.text[: min(found)]
         return bool(found)
-
-    def finish(self) -> None:
-        """No token follows."""
-        self.text += self._detokenizer.finish()

@@ -189,6 +189,29 @@ def test_stop_strings(target, draft, lag):
         make(draft, target).submit([1], SamplingParams(stop=("a",)))
 
 
+@pytest.mark.parametrize(("stop", "reason", "text"), [("?", "stop", "A"), ("??", "length", "A?"), ("A?", "stop", "")])
+def test_stop_strings_in_what_is_held_back(target, draft, stop, reason, text):
+    """Of a character that the last token leaves unfinished a detokenizer makes something at the end only."""
+
+    class Holding(LetterTokenizer):
+        def detokenizer(self):
+            pieces = ["A", ""]  # of a token each, and then of the end
+
+            class Detokenizer:
+                def push(self, token_ids):
+                    return pieces.pop(0)
+
+                def finish(self):
+                    return "?"
+
+            return Detokenizer()
+
+    engine = EAGLEInference(draft, target, tokenizer=Holding())
+    request = engine.submit(prompt_of(1), SamplingParams(max_new_tokens=2, stop=(stop,)))
+    engine.collect()
+    assert (request.finish_reason, request.text) == (reason, text)
+
+
 def test_who_cannot_run_fails_alone(target, draft):
     engine = make(draft, target, kv_cache_bytes=40_000, page_size=4)
     engine.submit([1], SamplingParams(max_new_tokens=1))
@@ -632,6 +655,7 @@ def test_benchmark(target):
                 assert 0 < times["p50"] <= times["p95"] <= times["p99"]
         assert stats.to_dict()["speedup"] == stats.speedup
         assert '"mean_accept_length"' in stats.to_json()
+    assert engine.benchmark([prompt_of(1)], 4, simulated_accept_length=2.0).identical is None  # planted
     for batch_size in (0, 2.0):
         with pytest.raises(ValueError, match=f"batch_size must be an int of at least 1, got {batch_size}"):
             engine.benchmark([[1]], batch_size=batch_size)
