@@ -176,8 +176,9 @@ def test_folders_can_be_named(capsys):
         )
 
 
-def test_limits_of_the_engine_can_be_given(capsys, monkeypatch):
-    seen = []
+def test_limits_of_the_engine_can_be_given(tmp_path, capsys, monkeypatch):
+    seen, prompts = [], tmp_path / "prompts.txt"
+    prompts.write_text("def f(")
 
     def load(*arguments, **keywords):
         seen.append(arguments[2])
@@ -185,7 +186,7 @@ def test_limits_of_the_engine_can_be_given(capsys, monkeypatch):
 
     monkeypatch.setattr(EAGLEInference, "from_pretrained", load)
     options = ("--adaptive", "--max-batch", 3, "--page-size", 64, "--eager")
-    assert generate() == generate(*options) == main(["benchmark", "file", *map(str, options)]) == 1
+    assert generate() == generate(*options) == main(["benchmark", str(prompts), *map(str, options)]) == 1
     names = ("adaptive", "max_batch", "page_size", "cuda_graph")
     default, *given = [tuple(getattr(config, name) for name in names) for config in seen]
     assert default == tuple(getattr(EAGLEConfig(), name) for name in names)
