@@ -358,6 +358,7 @@ class EAGLEInference:
         of_config = {name: value for name, value in overrides.items() if name in _CONFIG_FIELDS}
         others = {name: value for name, value in overrides.items() if name not in _CONFIG_FIELDS}
         config = replace(self.config, **of_config) if of_config else self.config
+        self._check_tokens("EAGLEConfig: eos_token_ids", of_config.get("eos_token_ids") or ())
         wanted = of_config.get("accept_policy", config.accept_policy)
         if wanted != config.accept_policy:
             raise ValueError(
@@ -375,7 +376,6 @@ class EAGLEInference:
                 )
             stop = StopStrings(params.stop, self.tokenizer)
         self._check_tokens("SamplingParams: stop_token_ids", params.stop_token_ids)
-        self._check_tokens("EAGLEConfig: eos_token_ids", config.eos_token_ids or ())
         seed = read_seeds(params.seed, 1)[0]
         ends = frozenset(config.eos_token_ids or ()) | frozenset(params.stop_token_ids)
         return Request(index, prompt, params, seed, ends, _stop=stop)
