@@ -105,14 +105,4 @@ class GenerationOutput(_TokensAndStats):
     logprobs    of these, likewise; None unless `SamplingParams.logprobs` asks for them. Not unpacked
     """
 
-    logprobs: list[list[float]] | list[float] | None
-
-    def __new__(
-        cls,
-        output_ids: list[list[int]] | list[int],
-        stats: GenerationStats,
-        logprobs: list[list[float]] | list[float] | None = None,
-    ) -> GenerationOutput:
-        output = super().__new__(cls, output_ids, stats)
-        output.logprobs = logprobs
-        return output
+    logprobs: list[list[float]] | list[float] | None = None

@@ -59,9 +59,9 @@ class TokenStream(Iterator[TokenEvent], AsyncIterator[TokenEvent]):
         """Tokens and statistics, whole once the iterator is exhausted."""
         tokens = [list(request.output_ids) for request in self.requests]
         logprobs = [list(request.logprobs) if request.params.logprobs else None for request in self.requests]
-        if self._is_single:
-            return GenerationOutput(tokens[0], self._run.counted(), logprobs[0])
-        return GenerationOutput(tokens, self._run.counted(), None if None in logprobs else logprobs)
+        output = GenerationOutput(tokens[0] if self._is_single else tokens, self._run.counted())
+        output.logprobs = logprobs[0] if self._is_single else None if None in logprobs else logprobs
+        return output
 
 
 class _Run:
