@@ -67,7 +67,9 @@ def processed_logits(logits: torch.Tensor, processors: Processors) -> torch.Tens
             repeated = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits = torch.where(is_seen, repeated, logits)
         if processors.frequency_penalty is not None:
-            logits = logits - processors.frequency_penalty[:, None] * counts
+            # rounded once, as a fused multiply-add does
+            penalty = processors.frequency_penalty.to(torch.float64)[:, None] * counts
+            logits = (logits.to(torch.float64) - penalty).to(logits.dtype)
         if processors.presence_penalty is not None:
             logits = logits - torch.where(counts > 0, processors.presence_penalty[:, None], 0.0)
     if processors.logit_bias is not None:

@@ -69,7 +69,9 @@ def rows_of_linear_decode(monkeypatch, device) -> list[int]:
     linear = layers.Linear(24, 40).to(device)
     taken = []
     decode = ops.linear_decode
-    monkeypatch.setattr(ops, "linear_decode", lambda x, *others: taken.append(len(x)) or decode(x, *others))
+    monkeypatch.setattr(
+        ops, "linear_decode", lambda x, *others, **options: taken.append(len(x)) or decode(x, *others, **options)
+    )
     for shape in ((1, 1), (2, 8), (4, 4), (1, 17), (3, 6)):
         x = torch.randn(*shape, 24, device=device)
         with torch.no_grad():

@@ -626,7 +626,8 @@ def test_pools_and_rows_must_fit_into_free_memory(target, monkeypatch):
             engine.generate(prompt_of(1), 4, **options)
         assert not engine.has_work and engine.generate(prompt_of(1), 4).output_ids == want
     monkeypatch.setattr("eagle_kernels.engine.memory.free_memory_bytes", lambda device: None)
-    assert engine.generate(prompt_of(1), 4, max_batch=1).output_ids == want, "where nobody says what is free"
+    options = {"max_batch": 1, "kv_cache_bytes": 1 << 20}
+    assert engine.generate(prompt_of(1), 4, **options).output_ids == want, "where nobody says what is free"
 
 
 def test_the_workspace_of_pools_that_there_are_is_theirs(target, monkeypatch):
@@ -709,7 +710,7 @@ def test_latencies_are_those_of_steps(target, lag, monkeypatch):
     clock = StepClock(monkeypatch)
     monkeypatch.setattr("eagle_kernels.engine.benchmark.time", clock)
     # itself as the draft: a step brings 3 tokens, the last one 1 of them here
-    decoding = _Decoding(make(target, target, num_steps=2, topk=1))
+    decoding = _Decoding(make(target, target, num_steps=2, topk=1, cuda_graph=False))  # replays pass the clock by
     tokens = decoding.add([prompt_of(1), prompt_of(2)], 5, seeds=0)
     assert list(map(len, tokens)) == [5, 5] and decoding._ttft_ms == [0.0, 0.0]
     assert decoding._gaps_ms == pytest.approx(2 * [2.0, 2.0, 2.0, 6.0])

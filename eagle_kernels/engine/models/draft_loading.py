@@ -43,18 +43,19 @@ class HeadFile(NamedTuple):
 def load_draft(
     folder: str | Path,
     target: TargetModel,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
     *,
     aux_layers: Sequence[int] | None = None,
 ) -> DraftHead:
     """An EAGLE head, frozen, in eval mode, bound to `target`, from which it takes an embedding or lm_head it lacks.
 
-    aux_layers   hidden_states indices to read in place of those that config.json names
+    device, dtype  of its weights; None: the target's
+    aux_layers     hidden_states indices to read in place of those that config.json names
     One line of logging names the format and the auxiliary layers as written and as read.
     """
     folder = Path(folder)
-    file = read_head(folder, device, dtype)
+    file = read_head(folder, target.device if device is None else device, target.dtype if dtype is None else dtype)
     head = file.head
     with naming(folder):
         if aux_layers is not None:

@@ -206,6 +206,31 @@ def test_everything_at_once_matches_the_reference(device):
     check_everything(values | {"target_logits": wide[:, :61], "filter_order": "joint"}, "everything")
 
 
+@pytest.mark.parametrize("num_kept", [1, 3])
+@pytest.mark.parametrize("vocab_size", [61, 2500])
+def test_penalties_have_the_same_bits_in_every_kernel(vocab_size, num_kept, device):
+    """Numbers off any grid, whose products round: were they fused with what follows in one kernel alone, a row's
+    largest logit would not reach the edge that another kernel found."""
+    batch_size = 2 if device.type == "cpu" else 512
+    values = make(batch_size, 1, 0, 1, vocab_size=vocab_size, device=device, top_k=num_kept)
+    random = torch.Generator(device).manual_seed(0)
+    shape = (batch_size, vocab_size)
+    values |= {
+        "target_logits": torch.randn(shape, generator=random, device=device),
+        "temperature": torch.full((batch_size,), 0.7, device=device),
+        "repetition_penalty": torch.full((batch_size,), 1.3, device=device),
+        "frequency_penalty": torch.full((batch_size,), 0.3, device=device),
+        "presence_penalty": torch.full((batch_size,), 0.1, device=device),
+        "output_counts": torch.randint(12, shape, generator=random, device=device, dtype=torch.int32),
+    }
+    drawn = eagle_kernels.verify_tree_sampled(**values).predicts.to(torch.int64)
+    processors = reference_sampling.Processors(**{name: values[name] for name in (*PENALTIES, "output_counts")})
+    logits = reference_sampling.processed_logits(values["target_logits"], processors)
+    edge = logits.topk(num_kept).values[:, -1]
+    assert drawn.max() < vocab_size
+    assert (logits.gather(1, drawn[:, None])[:, 0] >= edge - 1e-5).all()
+
+
 @pytest.mark.parametrize("filters", FILTERS)
 def test_padded_vocabulary(filters, way, device):
     values = make(1, 2, 2, 5, device=device, **FILTERS[filters])
