@@ -29,6 +29,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, ops
 from eagle_kernels.engine.kv_pool import DecodeAttend
 from eagle_kernels.engine.sampling import Features
+from eagle_kernels.engine.speculation import PROBE_STEPS
 from eagle_kernels.engine.stream import TokenStream
 
 from ..harness import results
@@ -93,7 +94,7 @@ class Bench:
         most = 2 * self.steps + WARM_STEPS + 16
         per_step = 1 if is_plain else 1 + max((tree.num_steps for _, tree in engine.config.trees if tree), default=0)
         room = SHAPES[self.shape]["max_position_embeddings"] - self.prompt_tokens
-        wanted = {"seeds": 0, "speculative": not is_plain} | sampling
+        wanted = {"seeds": list(range(batch_size)), "speculative": not is_plain} | sampling
         prompts = torch.randint(SHAPES[self.shape]["vocab_size"], (batch_size, self.prompt_tokens)).tolist()
         stream = engine.stream(prompts, min(most * per_step, room), **wanted)
         next(stream)  # the prompts are read, the first step is captured
@@ -110,11 +111,12 @@ class Bench:
 
     def step_ms(self, engine: EAGLEInference, batch_size: int, is_plain: bool, **sampling) -> tuple[float, float]:
         """(time of a step, tokens of a request in it), the host's part included."""
+        if engine.config.adaptive == "auto":  # measures each of its trees first, behind prompts of their own
+            with self.running(engine, batch_size, is_plain, **sampling):
+                for _ in range((PROBE_STEPS + 1) * len(engine._scheduler.steps.runners)):
+                    engine._scheduler.step()
         with self.running(engine, batch_size, is_plain, **sampling) as (stream, steps):
             scheduler = engine._scheduler
-            if engine.config.adaptive == "auto":  # each of its trees is measured first
-                for _ in range(4 * len(scheduler.steps.runners)):
-                    scheduler.step()
             self._synchronize()
             before = _tokens_of(stream)
             start_s, first = time.perf_counter(), scheduler.num_steps

@@ -11,8 +11,8 @@ PROBE_AFTER = 256
 PROBE_SHARE = 0.01
 # Of a new step time at the least; GPUs take about the same time for the same work.
 TIME_WEIGHT = 0.25
-# rows whose tokens in a step are averaged over
-TOKEN_ROWS = 64
+# Rows whose tokens in a step are averaged over, and steps at the least: rows may have the same text.
+TOKEN_ROWS, TOKEN_STEPS = 64, 16
 # A tree this much slower than a smaller one is not tried first thing with more requests, which only make it dearer.
 HOPELESS = 0.8
 
@@ -87,7 +87,7 @@ class Fastest:
         self._num_seen[key] = self._num_seen.get(key, 0) + 1
         if number:
             seen = self._rows_seen[number] = self._rows_seen.get(number, 0) + num_rows
-            weight = max(num_rows / seen, min(1.0, num_rows / TOKEN_ROWS))
+            weight = max(num_rows / seen, min(1 / TOKEN_STEPS, num_rows / TOKEN_ROWS))
             self._tokens[number] = _mean(self._tokens.get(number, tokens), tokens, weight)
         if step_ms is not None:
             timed = self._num_timed[key] = self._num_timed.get(key, 0) + 1

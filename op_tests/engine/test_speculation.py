@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -338,6 +339,15 @@ def test_useless_drafts_cost_little_at_any_size(node_ms):
         for num_rows in sizes:
             total_ms, total, _ = simulate(choice, 10_000, step_ms(num_rows), (1.0,) * 5, num_rows)
             assert 6.0 * total / total_ms >= 0.98
+
+
+def test_a_step_in_which_all_rows_are_unlucky_says_little():
+    """Rows of the same text accept together: three tokens, three, three, one, and so on in every row."""
+    choice, brought, chosen = Fastest(2, None), itertools.cycle((3.0, 3.0, 3.0, 1.0)), []
+    for _ in range(200):
+        chosen.append(choice.choose(64))
+        choice.note(chosen[-1], 64, (8.0, 12.0)[chosen[-1]], next(brought) if chosen[-1] else 1.0)
+    assert set(chosen[2 * PROBE_STEPS :]) == {1}
 
 
 def test_times_settle_within_a_few_steps():
