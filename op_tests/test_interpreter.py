@@ -50,3 +50,21 @@ def test_a_launch_patches_once_a_module(monkeypatch):
     once = len(calls)
     _kernel[(5,)](out, False)
     assert 1 <= once <= 3 and len(calls) == 2 * once, "as many for five programs as for one"
+
+
+@triton.jit
+def _shapes_kernel(out_ptr):
+    x = tl.arange(0, 8)[:, None] * tl.full([1, 4], 3, tl.int32)
+    y = tl.trans(x.to(tl.float32)).to(tl.int64)
+    tl.static_assert(x.shape[0] == 8 and x.shape[1] == 4 and x.numel == 32 and x.dtype == tl.int32)
+    tl.static_assert(y.shape[0] == 4 and y.shape[1] == 8 and y.dtype == tl.int64 and y.type != x.type)
+    tl.static_assert(tl.sum(y).dtype == tl.int64 and len(tl.sum(y).shape) == 0)
+    tl.store(out_ptr + tl.arange(0, 4)[:, None] * 8 + tl.arange(0, 8)[None, :], y)
+
+
+def test_types_and_shapes_are_those_of_each_value():
+    """Though they are described once, and shared from then on."""
+    out = torch.zeros(4, 8, dtype=torch.int64)
+    for _ in range(2):
+        _shapes_kernel[(1,)](out)
+    assert torch.equal(out, 3 * torch.arange(8).expand(4, -1))
