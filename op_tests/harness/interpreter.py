@@ -15,6 +15,7 @@ from types import SimpleNamespace
 _NOTHING_TO_RESTORE = SimpleNamespace(restore=lambda: None)
 
 
+@functools.cache
 def speed_up() -> None:
     """For the rest of this process."""
     _patch_once_a_launch()
