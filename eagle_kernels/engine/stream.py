@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from .models.tokenizer import Tokenizer
 from .output import GenerationOutput, GenerationStats, TokenEvent
@@ -17,7 +18,37 @@ if TYPE_CHECKING:
     from .inference import EAGLEInference
 
 
-class TokenStream(Iterator[TokenEvent], AsyncIterator[TokenEvent]):
+Item = TypeVar("Item")
+
+
+class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
+    """One generator for `for` and `async for`. Threads take turns: who leaves an `async for` in the middle of a step,
+    being cancelled, leaves a thread behind that ends it."""
+
+    def __init__(self, items: Generator[Item, None, None]):
+        self._items, self._turn = items, threading.Lock()
+
+    def __next__(self) -> Item:
+        with self._turn:
+            return next(self._items)
+
+    async def __anext__(self) -> Item:
+        item = await asyncio.to_thread(next, self, None)
+        if item is None:
+            raise StopAsyncIteration
+        return item
+
+    def close(self) -> None:
+        """Aborts what has not ended."""
+        with self._turn:
+            self._items.close()
+
+    async def aclose(self) -> None:
+        """`close`, as `contextlib.aclosing` calls it."""
+        await asyncio.to_thread(self.close)
+
+
+class TokenStream(_Stream[TokenEvent]):
     """Steps the engine until its own requests have ended; those of others that share the batch advance with them.
 
     A stream that is given up (`close`, or forgotten) aborts its requests.
@@ -34,16 +65,7 @@ class TokenStream(Iterator[TokenEvent], AsyncIterator[TokenEvent]):
     ):
         self.requests, self._is_single = requests, is_single
         self._run = _Run(engine, find_scheduler, requests)
-        self._events = self._run.events()
-
-    def __next__(self) -> TokenEvent:
-        return next(self._events)
-
-    async def __anext__(self) -> TokenEvent:
-        event = await asyncio.to_thread(next, self._events, None)
-        if event is None:
-            raise StopAsyncIteration
-        return event
+        super().__init__(self._run.events())
 
     def fits_together(self) -> bool:
         """Whether none of its requests would wait for another one, with the batch for themselves."""
@@ -51,7 +73,7 @@ class TokenStream(Iterator[TokenEvent], AsyncIterator[TokenEvent]):
 
     def close(self) -> None:
         """Aborts what has not ended."""
-        self._events.close()
+        super().close()
         for request in self.requests:  # of a stream that has not begun
             request.finish_reason = request.finish_reason or "abort"
 
@@ -147,7 +169,7 @@ class _Run:
         return stats
 
 
-class TextStream(Iterator[str], AsyncIterator[str]):
+class TextStream(_Stream[str]):
     """The text of a `TokenStream` of one request, in pieces of whole characters; it ends before a stop string.
 
     Where text may turn out to begin a stop string it is held back until that is known.
@@ -155,20 +177,11 @@ class TextStream(Iterator[str], AsyncIterator[str]):
 
     def __init__(self, tokens: TokenStream, tokenizer: Tokenizer):
         self._tokens = tokens
-        self._pieces = _pieces(tokens, tokenizer)
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    async def __anext__(self) -> str:
-        piece = await asyncio.to_thread(next, self._pieces, None)
-        if piece is None:
-            raise StopAsyncIteration
-        return piece
+        super().__init__(_pieces(tokens, tokenizer))
 
     def close(self) -> None:
         """Aborts the request, if it has not ended."""
-        self._pieces.close()
+        super().close()
         self._tokens.close()
 
     def output(self) -> GenerationOutput:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import pkgutil
 import random
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -482,6 +484,37 @@ def test_streams_side_by_side(target, draft, lag):
         return await asyncio.gather(*map(read, range(5)))
 
     assert asyncio.run(read_all()) == want
+
+
+def test_a_reader_that_is_cancelled_in_a_step_leaves_nothing(target, draft, lag):
+    """As where a server's client hangs up."""
+    engine, is_stepping, may_go_on = make(draft, target), threading.Event(), threading.Event()
+    want = engine.generate(prompt_of(2), 12)[0]
+    step = engine._scheduler.step
+
+    def slow(*arguments):
+        is_stepping.set()
+        assert may_go_on.wait(60)
+        step(*arguments)
+
+    async def read(stream):
+        async with contextlib.aclosing(stream):
+            async for _ in stream:
+                pass
+
+    async def hang_up():
+        stream = engine.stream(prompt_of(1), 100)
+        reader = asyncio.create_task(read(stream))
+        await asyncio.to_thread(is_stepping.wait, 60)
+        reader.cancel()
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        return stream.output().stats.finish_reasons
+
+    engine._scheduler.step = slow
+    assert asyncio.run(hang_up()) == ["abort"] and not engine.has_work
+    assert engine.generate(prompt_of(2), 12)[0] == want
 
 
 def test_another_configuration_waits_for_an_empty_batch(target, draft):
