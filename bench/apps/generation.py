@@ -97,7 +97,7 @@ class Bench:
         wanted = {"seeds": list(range(batch_size)), "speculative": not is_plain} | sampling
         prompts = torch.randint(SHAPES[self.shape]["vocab_size"], (batch_size, self.prompt_tokens)).tolist()
         stream = engine.stream(prompts, min(most * per_step, room), **wanted)
-        next(stream)  # the prompts are read, the first step is captured
+        next(stream)  # the prompts are read
         scheduler = engine._scheduler
         for _ in range(WARM_STEPS):
             start_s = time.perf_counter()

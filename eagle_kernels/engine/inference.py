@@ -135,7 +135,7 @@ class EAGLEInference:
             tokenizer = load_tokenizer(target)
         except ValueError as error:  # needed for text alone, which says so
             fault = str(error)
-        engine = cls(load_draft(draft, target_model, device, dtype), target_model, config, device, tokenizer)
+        engine = cls(load_draft(draft, target_model), target_model, config, device, tokenizer)
         engine._tokenizer_fault = fault
         return engine
 

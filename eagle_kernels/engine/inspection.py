@@ -149,9 +149,7 @@ def inspect_head(
     elif prompts is not None and report.fits:
         tokenizer = load_tokenizer(target)
         tokens = [tokenizer.encode(prompt) for prompt in prompts]
-        report.sweep = sweep_aux_layers(
-            load_draft(draft, target_model, device, dtype), target_model, tokens, max_new_tokens
-        )
+        report.sweep = sweep_aux_layers(load_draft(draft, target_model), target_model, tokens, max_new_tokens)
         report.remarks += _judge(report.sweep)
     return report
 

@@ -89,7 +89,7 @@ def check(case: Case, tmp_path, device) -> None:
     write_target(family, SIZES | changes, tmp_path / "target")
     target = load_target(tmp_path / "target", device)
     tensors = HEADS[chosen.pop("head")]()
-    draft = load_draft(heads.WRITERS[chosen.pop("form")](tmp_path / "head", tensors), target, device)
+    draft = load_draft(heads.WRITERS[chosen.pop("form")](tmp_path / "head", tensors), target)
     sampling, do_join = SAMPLING[chosen.pop("sampling")], chosen.pop("do_join")
     batch_size, wants_graph = chosen.pop("batch_size"), chosen.pop("cuda_graph")
     cuda_graph = wants_graph if device.type == "cuda" else False

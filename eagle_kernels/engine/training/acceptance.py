@@ -32,7 +32,7 @@ TREES = (EAGLEConfig(eos_token_ids=()), EAGLEConfig(topk=1, num_steps=5, eos_tok
 def measure_acceptance(folder: Path, device: torch.device, new_tokens: int = NEW_TOKENS) -> list[dict[str, Any]]:
     """A row for each temperature and tree: the pair in `folder`, in fp32, on the prompts of its `prompts.json`."""
     target = load_target(folder / "target", device)
-    draft = load_draft(folder / "draft", target, device)
+    draft = load_draft(folder / "draft", target)
     tokenizer = load_tokenizer(folder / "target")
     prompts = [tokenizer.encode(text) for text in json.loads((folder / "prompts.json").read_text(encoding="utf-8"))]
     return acceptance_rows(draft, target, prompts, TREES, TEMPERATURES, new_tokens)

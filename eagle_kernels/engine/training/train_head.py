@@ -233,7 +233,7 @@ def _measure(folder: Path, target: Decoder, prompts: list[list[int]], options: H
     """Acceptance of the head as it was written, a tree and a chain, greedy."""
     new_tokens = options.validation_tokens
     prompts = [prompt[: target.max_length - new_tokens] for prompt in prompts[: options.validation_prompts]]
-    draft = load_draft(folder, target, target.device, target.dtype)
+    draft = load_draft(folder, target)
     longest = max(map(len, prompts)) + new_tokens
     trees = [replace(tree, max_length=longest, max_batch=BATCH_SIZE) for tree in TREES]
     return acceptance_rows(draft, target, prompts, trees, (0.0,), new_tokens)
