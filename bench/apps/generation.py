@@ -19,9 +19,11 @@ import argparse
 import collections
 import contextlib
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -51,6 +53,8 @@ PRESETS = {
 WARM_STEPS = 8
 # of the steps that are timed in one go
 MOST_S = 2.0
+# of these steps, each timed by itself: the one in the middle counts
+PARTS = 5
 
 
 class Bench:
@@ -110,7 +114,7 @@ class Bench:
             stream.close()
 
     def step_ms(self, engine: EAGLEInference, batch_size: int, is_plain: bool, **sampling) -> tuple[float, float]:
-        """(time of a step, tokens of a request in it), the host's part included."""
+        """(time of a step, tokens of a request in it), the host's part included; the median of five parts."""
         if engine.config.adaptive == "auto":  # measures each of its trees first, behind prompts of their own
             with self.running(engine, batch_size, is_plain, **sampling):
                 for _ in range((PROBE_STEPS + 1) * len(engine._scheduler.steps.runners)):
@@ -118,14 +122,18 @@ class Bench:
         with self.running(engine, batch_size, is_plain, **sampling) as (stream, steps):
             scheduler = engine._scheduler
             self._synchronize()
-            before = _tokens_of(stream)
-            start_s, first = time.perf_counter(), scheduler.num_steps
-            for _ in range(steps):
-                scheduler.step()
+            before, marks = _tokens_of(stream), [(scheduler.num_steps, time.perf_counter())]
+            parts = min(PARTS, steps)
+            for part in range(parts):
+                for _ in range(steps * part // parts, steps * (part + 1) // parts):
+                    scheduler.step()
+                marks.append((scheduler.num_steps, time.perf_counter()))
             self._synchronize()
-            elapsed_ms = 1e3 * (time.perf_counter() - start_s)
-            num_steps = scheduler.num_steps - first
-            return elapsed_ms / num_steps, (_tokens_of(stream) - before) / num_steps / batch_size
+            # a host that stands still for a second is not what a step costs
+            step_s = statistics.median(
+                (stop - start) / (last - first) for (first, start), (last, stop) in pairwise(marks)
+            )
+            return 1e3 * step_s, (_tokens_of(stream) - before) / (scheduler.num_steps - marks[0][0]) / batch_size
 
     def device_ms(self, engine: EAGLEInference, batch_size: int, is_plain: bool, **sampling) -> float:
         """Time of a step's graph, one behind another: what is left when the host is not waited for."""
