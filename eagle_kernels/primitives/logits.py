@@ -77,10 +77,19 @@ def scaled(row, logit):
 @triton.jit
 def load_processed(row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
     """The tokens' logits after repetition, frequency and presence penalties, bias and grammar, in this order; fp32."""
-    processors = row.processors
     logit = tl.load(row.logits + ids, mask=mask, other=float("-inf")).to(tl.float32)
     if HAS_PENALTIES:
-        logit = _penalise(logit, row, ids, mask, VOCAB_SIZE)
+        return process(logit, load_counts(row, ids, mask, VOCAB_SIZE), row, ids, mask, VOCAB_SIZE, HAS_PENALTIES)
+    else:
+        return process(logit, None, row, ids, mask, VOCAB_SIZE, HAS_PENALTIES)
+
+
+@triton.jit
+def process(logit, count, row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+    """As load_processed, from the tokens' logits fp32 and, with penalties, how often each occurs in the output."""
+    processors = row.processors
+    if HAS_PENALTIES:
+        logit = _penalise(logit, count, row, ids, mask, VOCAB_SIZE)
     if processors.logit_bias is not None:
         bias_ptr = processors.logit_bias + row.request * VOCAB_SIZE
         logit += tl.load(bias_ptr + ids, mask=mask, other=0.0).to(tl.float32)
@@ -98,15 +107,21 @@ def load_raw(row, ids, mask):
 
 
 @triton.jit
-def _penalise(logit, row, ids, mask, VOCAB_SIZE: tl.constexpr):
-    """As Hugging Face's repetition penalty and OpenAI's frequency and presence penalties."""
-    processors = row.processors
+def load_counts(row, ids, mask, VOCAB_SIZE: tl.constexpr):
+    """How often each of the tokens occurs in the output, int32: in the request's counts and among the row's drafts."""
     count = tl.zeros(ids.shape, tl.int32)
-    if processors.output_counts is not None:
-        count = tl.load(processors.output_counts + row.request * VOCAB_SIZE + ids, mask=mask, other=0)
+    if row.processors.output_counts is not None:
+        count = tl.load(row.processors.output_counts + row.request * VOCAB_SIZE + ids, mask=mask, other=0)
     if row.drafts is not None:
         for index in range(row.num_drafts):
             count += (ids == tl.load(row.drafts + index * row.stride_draft)).to(tl.int32)
+    return count
+
+
+@triton.jit
+def _penalise(logit, count, row, ids, mask, VOCAB_SIZE: tl.constexpr):
+    """As Hugging Face's repetition penalty and OpenAI's frequency and presence penalties."""
+    processors = row.processors
     if processors.repetition_penalty is not None:
         penalty = tl.load(processors.repetition_penalty + row.request)
         is_seen = count > 0

@@ -26,16 +26,22 @@ class Output(NamedTuple):
 def check_tree(args: check.Arguments) -> Output:
     """What every tree-verification op asks of the tree, and what it returns."""
     spec_steps = args.integer("spec_steps", 0)
-    for name in ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"):
-        args.tensor(name, ("B", "N"), check.INTEGER)
-    batch_size, num_nodes = args.size("B"), args.size("N")
-    if not 1 <= num_nodes <= MAX_NODES:
-        args.fail("candidates", f"hold the root and at most {MAX_NODES} nodes", [batch_size, num_nodes])
+    batch_size, num_nodes = check_links(args)
     return Output(
         args.spec((batch_size * num_nodes,), torch.int32),
         args.spec((batch_size, spec_steps + 1), torch.int32),
         args.spec((batch_size,), torch.int32),
     )
+
+
+def check_links(args: check.Arguments) -> tuple[int, int]:
+    """Checks the trees themselves; how many there are, and of how many nodes."""
+    for name in ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"):
+        args.tensor(name, ("B", "N"), check.INTEGER)
+    batch_size, num_nodes = args.size("B"), args.size("N")
+    if not 1 <= num_nodes <= MAX_NODES:
+        args.fail("candidates", f"hold the root and at most {MAX_NODES} nodes", [batch_size, num_nodes])
+    return batch_size, num_nodes
 
 
 def tree_arguments(values: dict) -> dict:
@@ -123,6 +129,20 @@ def find_child(tokens, links, node, token, BLOCK_NODE: tl.constexpr):
         match = tl.where(is_match, child, match)
         child = tl.where(is_match, 0, sibling)
     return match
+
+
+@triton.jit
+def find_above(links, node, BLOCK_NODE: tl.constexpr):
+    """(the node whose links name `node`, -1 if none does; whether it is its parent, else a sibling before it).
+
+    links as load_nodes gives them. In sound trees one node names each but the root; else the first that does counts,
+    and as parent if it does both. It always stands before `node`, so going up ends.
+    """
+    nodes = tl.arange(0, BLOCK_NODE)
+    NONE: tl.constexpr = 2 * BLOCK_NODE
+    key = tl.where(links >> 16 == node, 2 * nodes, tl.where(links & 0xFFFF == node, 2 * nodes + 1, NONE))
+    first = tl.min(key)
+    return tl.where(first < NONE, first >> 1, -1), first & 1 == 0
 
 
 @triton.jit

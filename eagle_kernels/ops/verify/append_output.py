@@ -1,0 +1,279 @@
+"""Appends what a step brought to every request's tokens, in place, up to where the request ends.
+
+Computes
+    From the step's tokens of request b it takes one after another until one ends the request: an end token (reason 1),
+    one that completes a stop sequence (2), or the one that fills the request's room (3); where one token is several of
+    these, the lowest number counts. That token is the last one that is kept. A stop sequence ends inside the step's
+    tokens; it may begin in the output before them, never in the prompt. End tokens and stop sequences count from the
+    token on that makes the output, itself included, min_tokens long.
+Shapes
+    token_ids          [R, L]      int         in place: prompt, then output; rows may be strided
+    num_tokens         [B]         int         tokens of the request's row before the step
+    num_prompt_tokens  [B]         int         those of them that are the prompt
+    tokens             [B, T]      int         what the step brought, -1 padded, as verify_commit returns it
+    max_tokens         [B]         int         most tokens of the row, the prompt among them, or None: L
+    end_token_ids      [E] or [B, E]  int      -1 padded, or None
+    stop_sequences     [B, Q, W]   int         each behind its last -1, W <= 1024; nothing but -1: none; or None
+    min_tokens         [B]         int         or None: 0
+    is_live            [B]         int / bool  or None: all
+    rows               [B]         int         the request's row of token_ids, or None: b
+    -> new_num_tokens  [B]         as num_tokens  with those that were kept
+    -> tokens          [B, T]      int64       those that were kept, -1 padded
+    -> num_kept        [B]         int32
+    -> finish_reason   [B]         int32       0: not finished, 1: end token, 2: stop sequence, 3: length
+Invariants
+    Every output is written whole, and of token_ids what is kept and nothing else. A row that brings no token or is not
+    live, or whose row of token_ids does not exist, is dead: it keeps its num_tokens, all else is -1, 0 and 0. What is
+    no id, 0..2^31 - 1, ends the step's tokens as -1 does. num_tokens count as 0..L, other numbers below 0 as 0. A row
+    that is full already keeps nothing and ends as 3. Requests must not share a row.
+Grid
+    (B,), one program takes one request's tokens.
+Launches
+    1
+Traffic
+    per request 16 T + 24 bytes, E and Q * W ids, and the W - 1 tokens before the step's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.slots import read_lengths
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+MUTATES = ("token_ids",)
+
+MAX_STOP_TOKENS = 1024
+
+# tile_elements: ids that are compared with tokens at once
+TUNING = {"default": {"tile_elements": 1024, "num_warps": 1}}
+
+
+class Output(NamedTuple):
+    """What `append_output` returns."""
+
+    new_num_tokens: torch.Tensor
+    tokens: torch.Tensor
+    num_kept: torch.Tensor
+    finish_reason: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["stride_token_ids_row", "stride_end_token_ids_batch", "num_rows", "row_size",
+                               "num_ends", "num_stops", "stop_size"])  # fmt: skip
+def _append_output_kernel(
+    # inputs
+    token_ids_ptr,
+    num_tokens_ptr,
+    num_prompt_tokens_ptr,
+    tokens_ptr,
+    max_tokens_ptr,
+    end_token_ids_ptr,
+    stop_sequences_ptr,
+    min_tokens_ptr,
+    is_live_ptr,
+    rows_ptr,
+    # outputs
+    new_num_tokens_ptr,
+    kept_tokens_ptr,
+    num_kept_ptr,
+    finish_reason_ptr,
+    # sizes
+    stride_token_ids_row,
+    stride_end_token_ids_batch,
+    num_rows,
+    row_size,
+    num_ends,
+    num_stops,
+    stop_size,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_COLUMN: tl.constexpr,
+    BLOCK_END: tl.constexpr,
+    BLOCK_STEP: tl.constexpr,
+    BLOCK_STOP: tl.constexpr,
+    BLOCK_WINDOW: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_COLUMN)
+    in_row = column < NUM_COLUMNS
+    step_ptr = tokens_ptr + request * NUM_COLUMNS
+    token = tl.load(step_ptr + column, mask=in_row, other=-1).to(tl.int64)
+    num_tokens = tl.load(num_tokens_ptr + request)
+    prompt = read_lengths(num_prompt_tokens_ptr, request, True)
+    row = request
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + request).to(tl.int64)
+    is_live = (row >= 0) & (row < num_rows)
+    if is_live_ptr is not None:
+        is_live &= tl.load(is_live_ptr + request) != 0
+    row_ptr = token_ids_ptr + row * stride_token_ids_row
+    is_token = (token >= 0) & (token < 2147483648)
+    count = tl.where(is_live, tl.min(tl.where(is_token, NUM_COLUMNS, column)), 0)
+
+    length = tl.minimum(read_lengths(num_tokens_ptr, request, True), row_size)
+    room = row_size.to(tl.int64)
+    if max_tokens_ptr is not None:
+        room = tl.minimum(room, read_lengths(max_tokens_ptr, request, True))
+    # the columns of the first token that ends the request, NUM_COLUMNS for none, for each of the reasons
+    length_at = tl.minimum(tl.maximum(room - length, 0) - 1, NUM_COLUMNS)
+    first = 0  # column from which on the output is long enough for the others
+    if min_tokens_ptr is not None:
+        first = read_lengths(min_tokens_ptr, request, True) - (length - prompt) - 1
+    end_at = tl.full([], NUM_COLUMNS, tl.int32)
+    if end_token_ids_ptr is not None:
+        end_ptr = end_token_ids_ptr + request * stride_end_token_ids_batch
+        for start in range(0, num_ends, BLOCK_END):
+            place = start + tl.arange(0, BLOCK_END)
+            end = tl.load(end_ptr + place, mask=place < num_ends, other=-1).to(tl.int64)
+            is_end = tl.max((token[:, None] == end[None, :]).to(tl.int32), axis=1) > 0
+            end_at = tl.minimum(end_at, _first_column(column, is_end & (column >= first), NUM_COLUMNS))
+    stop_at = tl.full([], NUM_COLUMNS, tl.int32)
+    if stop_sequences_ptr is not None:
+        stop_ptr = stop_sequences_ptr + request * num_stops * stop_size
+        for start in range(0, NUM_COLUMNS, BLOCK_STEP):
+            last = start + tl.arange(0, BLOCK_STEP)
+            window = _load_window(row_ptr, step_ptr, length, prompt, last, count, stop_size, BLOCK_WINDOW)
+            for begin in range(0, num_stops, BLOCK_STOP):
+                stop = begin + tl.arange(0, BLOCK_STOP)
+                is_stop = _completes(window, stop_ptr, stop, stop < num_stops, stop_size, BLOCK_WINDOW)
+                stop_at = tl.minimum(stop_at, _first_column(last, is_stop & (last >= first), NUM_COLUMNS))
+
+    ends_at = tl.minimum(tl.minimum(end_at, stop_at), length_at)
+    is_finished = (count > 0) & (ends_at < count)
+    kept = tl.where(is_finished, ends_at + 1, count)
+    reason = tl.where(ends_at == end_at, 1, tl.where(ends_at == stop_at, 2, 3))
+    is_kept = column < kept
+    tl.store(row_ptr + length + column, token.to(token_ids_ptr.dtype.element_ty), mask=is_kept)
+    tl.store(kept_tokens_ptr + request * NUM_COLUMNS + column, tl.where(is_kept, token, -1), mask=in_row)
+    new_num_tokens = tl.where(count > 0, length + kept, num_tokens.to(tl.int64))
+    tl.store(new_num_tokens_ptr + request, new_num_tokens.to(num_tokens.dtype))
+    tl.store(num_kept_ptr + request, kept.to(tl.int32))
+    tl.store(finish_reason_ptr + request, tl.where(is_finished, reason, 0))
+
+
+@triton.jit
+def _first_column(column, is_wanted, NUM_COLUMNS: tl.constexpr):
+    """The first of the columns where something holds, NUM_COLUMNS if it holds nowhere."""
+    return tl.min(tl.where(is_wanted, column, NUM_COLUMNS))
+
+
+@triton.jit
+def _load_window(row_ptr, step_ptr, length, prompt, last, count, stop_size, BLOCK_WINDOW: tl.constexpr):
+    """The stop_size output tokens int64 [last, window] up to each of these columns of the step; -2 where is none."""
+    offset = last[:, None] - stop_size + 1 + tl.arange(0, BLOCK_WINDOW)[None, :]  # from the step's first token
+    is_output = (offset <= last[:, None]) & (length + offset >= prompt)
+    before = tl.load(row_ptr + length + offset, mask=is_output & (offset < 0) & (count > 0), other=-2).to(tl.int64)
+    inside = tl.load(step_ptr + offset, mask=is_output & (offset >= 0) & (offset < count), other=-2).to(tl.int64)
+    return tl.where(offset < 0, before, inside)
+
+
+@triton.jit
+def _completes(window, stop_ptr, stop, is_stop, stop_size, BLOCK_WINDOW: tl.constexpr):
+    """Whether the last token of each window [last, window] completes any of these stop sequences; [last]."""
+    place = tl.arange(0, BLOCK_WINDOW)[None, :]
+    is_place = is_stop[:, None] & (place < stop_size)
+    sequence = tl.load(stop_ptr + stop[:, None] * stop_size + place, mask=is_place, other=-1).to(tl.int64)
+    padding = tl.max(tl.where((sequence < 0) & (place < stop_size), place, -1), axis=1)  # its last column
+    is_part = (place > padding[:, None]) & (place < stop_size)
+    is_different = (window[:, None, :] != sequence[None, :, :]) & is_part[None, :, :]
+    is_complete = (tl.max(is_different.to(tl.int32), axis=2) == 0) & (padding < stop_size - 1)[None, :]
+    return tl.max(is_complete.to(tl.int32), axis=1) > 0
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `append_output` and describes its outputs."""
+    args = check.Arguments("append_output", values)
+    token_ids = args.tensor("token_ids", ("R", "L"), check.INTEGER, contiguous=1)
+    num_tokens = args.tensor("num_tokens", ("B",), check.INTEGER)
+    args.tensor("num_prompt_tokens", ("B",), check.INTEGER)
+    tokens = args.tensor("tokens", ("B", "T"), check.INTEGER)
+    batch_size = args.size("B")
+    if args.size("T") == 0:
+        args.fail("tokens", "have a column", list(tokens.shape))
+    args.tensor("max_tokens", ("B",), check.INTEGER, optional=True)
+    ends = values["end_token_ids"]
+    is_shared = isinstance(ends, torch.Tensor) and ends.dim() == 1
+    args.tensor("end_token_ids", ("E",) if is_shared else ("B", "E"), check.INTEGER, optional=True)
+    stops = args.tensor("stop_sequences", ("B", "Q", "W"), check.INTEGER, optional=True)
+    if stops is not None and args.size("W") > MAX_STOP_TOKENS:
+        args.fail("stop_sequences", f"have at most {MAX_STOP_TOKENS} tokens each", list(stops.shape))
+    args.tensor("min_tokens", ("B",), check.INTEGER, optional=True)
+    args.tensor("is_live", ("B",), (*check.INTEGER, torch.bool), optional=True)
+    rows = args.tensor("rows", ("B",), check.INTEGER, optional=True)
+    if rows is None and args.size("R") < batch_size:
+        args.fail("token_ids", f"have a row for each of B = {batch_size} requests without rows", list(token_ids.shape))
+    args.debug("num_tokens", "lie in 0..L", lambda: (num_tokens >= 0) & (num_tokens <= token_ids.shape[1]))
+    return Output(
+        new_num_tokens=args.spec((batch_size,), num_tokens.dtype),
+        tokens=args.spec((batch_size, args.size("T")), torch.int64),
+        num_kept=args.spec((batch_size,), torch.int32),
+        finish_reason=args.spec((batch_size,), torch.int32),
+    )
+
+
+@launcher
+def append_output(
+    token_ids: torch.Tensor,
+    num_tokens: torch.Tensor,
+    num_prompt_tokens: torch.Tensor,
+    tokens: torch.Tensor,
+    max_tokens: torch.Tensor | None = None,
+    end_token_ids: torch.Tensor | None = None,
+    stop_sequences: torch.Tensor | None = None,
+    min_tokens: torch.Tensor | None = None,
+    is_live: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    *,
+    out: Output | None = None,
+) -> Output:
+    """Appends the step's tokens up to where each request ends; shapes are in the module's docstring."""
+    contracted = contract(locals())
+    out = check.allocate("append_output", contracted, out)
+    batch_size, num_columns = tokens.shape
+    num_ends = 0 if end_token_ids is None else end_token_ids.shape[-1]
+    num_stops, stop_size = (0, 0) if stop_sequences is None else stop_sequences.shape[1:]
+    tuned = dict(tuning.row(TUNING, tokens.device))
+    tile = tuned.pop("tile_elements")
+    block_column = triton.next_power_of_2(num_columns)
+    block_window = triton.next_power_of_2(max(stop_size, 1))
+    block_step = min(block_column, max(tile // block_window, 1))
+    launch(
+        "append_output",
+        _append_output_kernel,
+        (batch_size,),
+        token_ids_ptr=token_ids,
+        num_tokens_ptr=num_tokens,
+        num_prompt_tokens_ptr=num_prompt_tokens,
+        tokens_ptr=tokens,
+        max_tokens_ptr=max_tokens,
+        end_token_ids_ptr=end_token_ids,
+        stop_sequences_ptr=stop_sequences,
+        min_tokens_ptr=min_tokens,
+        is_live_ptr=is_live,
+        rows_ptr=rows,
+        new_num_tokens_ptr=out.new_num_tokens,
+        kept_tokens_ptr=out.tokens,
+        num_kept_ptr=out.num_kept,
+        finish_reason_ptr=out.finish_reason,
+        stride_token_ids_row=token_ids.stride(0),
+        stride_end_token_ids_batch=num_ends if num_ends and end_token_ids.dim() == 2 else 0,
+        num_rows=token_ids.shape[0],
+        row_size=token_ids.shape[1],
+        num_ends=num_ends,
+        num_stops=num_stops,
+        stop_size=stop_size,
+        NUM_COLUMNS=num_columns,
+        BLOCK_COLUMN=block_column,
+        BLOCK_END=min(triton.next_power_of_2(max(num_ends, 1)), max(tile // block_column, 1)),
+        BLOCK_STEP=block_step,
+        BLOCK_STOP=min(triton.next_power_of_2(max(num_stops, 1)), max(tile // (block_step * block_window), 1)),
+        BLOCK_WINDOW=block_window,
+        **tuned,
+    )
+    return out

@@ -1,0 +1,193 @@
+"""Packs the nodes of ragged requests into rows without gaps, as a server's forward pass reads them.
+
+Computes
+    Request b has num_tokens[b] rows, one after another behind those of the requests before it: the tokens of its first
+    nodes and their positions. Beside each row stands whose it is, so that nothing has to be copied back to find out
+    (FastDeploy's virtual padding). Prompts are the caller's business: a request of 0 has no row.
+Shapes
+    draft_tokens      [B, N]      int    node 0 the root, then the drafts; requests may be strided
+    num_tokens        [B]         int    rows of each request, from node 0 on
+    positions         [B, N]      int    of the nodes; requests may be strided. Without them
+    seq_lens          [B]         int    of a chain: node i has position seq_len + i
+    max_rows          int                room for all rows
+    -> input_ids      [max_rows]  int64  0 in the unused tail, which every vocabulary has
+    -> positions      [max_rows]  int64  0 in the unused tail, which every table of positions has
+    -> row_to_batch   [max_rows]  int32  the request, -1 in the unused tail
+    -> row_to_node    [max_rows]  int32  the node, -1 in the unused tail
+    -> cu_seqlens     [B + 1]     int32  where a request's rows start, limited to max_rows
+    -> num_rows       [1]         int32  rows in use, at most max_rows
+    -> overflow       [1]         int32  the room that was needed if it exceeds max_rows, else 0
+Invariants
+    Every output is written whole. Rows past max_rows are cut off the end: the first max_rows rows are those that more
+    room would have given, no bound exceeds max_rows, and overflow tells. num_tokens count as 0..N. A token below 0
+    keeps its row, with id 0, and a position below 0 counts as 0, so that what gathers by them stays in bounds.
+Grid
+    (max(B, 1),), one program writes one request's rows, its bound and its share of the unused tail.
+Launches
+    1
+Traffic
+    element sizes * (number of rows + 2 B) read (all counts by every program, from the cache),
+    24 * max_rows + 4 (B + 3) written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.slots import check_capacity, fill_unused, read_lengths, store_overflow
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+
+class Output(NamedTuple):
+    """What `pack_verify_rows` returns."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    row_to_batch: torch.Tensor
+    row_to_node: torch.Tensor
+    cu_seqlens: torch.Tensor
+    num_rows: torch.Tensor
+    overflow: torch.Tensor
+
+
+TUNING = {"default": {"BLOCK_ROW": 128, "num_warps": 1}}
+
+
+@triton.jit(do_not_specialize=["stride_draft_tokens_batch", "stride_positions_batch", "batch_size", "num_nodes",
+                               "max_rows"])  # fmt: skip
+def _pack_verify_rows_kernel(
+    # inputs
+    draft_tokens_ptr,
+    num_tokens_ptr,
+    positions_ptr,
+    seq_lens_ptr,
+    # outputs
+    input_ids_ptr,
+    row_positions_ptr,
+    row_to_batch_ptr,
+    row_to_node_ptr,
+    cu_seqlens_ptr,
+    num_rows_ptr,
+    overflow_ptr,
+    # sizes
+    stride_draft_tokens_batch,
+    stride_positions_batch,
+    batch_size,
+    num_nodes,
+    max_rows,
+    BLOCK_BATCH: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    is_request = request < batch_size  # an empty batch has one program, for its bound and tail
+    sum_before = tl.zeros([BLOCK_BATCH], tl.int64)
+    sum_total = tl.zeros([BLOCK_BATCH], tl.int64)
+    for start in range(0, batch_size, BLOCK_BATCH):
+        other = start + tl.arange(0, BLOCK_BATCH)
+        counts = tl.minimum(read_lengths(num_tokens_ptr, other, other < batch_size), num_nodes)
+        sum_before += tl.where(other < request, counts, 0)
+        sum_total += counts
+    begin = tl.sum(sum_before)
+    total = tl.sum(sum_total)
+    count = tl.minimum(read_lengths(num_tokens_ptr, request, is_request), num_nodes)
+    if positions_ptr is None:
+        seq_len = tl.load(seq_lens_ptr + request, mask=is_request, other=0).to(tl.int64)
+
+    # rows that have no room are neither read nor written
+    stop = tl.minimum(count, max_rows - begin)
+    for start in range(0, stop, BLOCK_ROW):
+        node = start + tl.arange(0, BLOCK_ROW)
+        is_row = node < stop
+        row = begin + node
+        token_ptr = draft_tokens_ptr + request * stride_draft_tokens_batch + node
+        token = tl.load(token_ptr, mask=is_row, other=0).to(tl.int64)
+        if positions_ptr is None:
+            position = seq_len + node
+        else:
+            position_ptr = positions_ptr + request * stride_positions_batch + node
+            position = tl.load(position_ptr, mask=is_row, other=0).to(tl.int64)
+        tl.store(input_ids_ptr + row, tl.maximum(token, 0), mask=is_row)
+        tl.store(row_positions_ptr + row, tl.maximum(position, 0), mask=is_row)
+        tl.store(row_to_batch_ptr + row, tl.zeros([BLOCK_ROW], tl.int32) + request.to(tl.int32), mask=is_row)
+        tl.store(row_to_node_ptr + row, node.to(tl.int32), mask=is_row)
+    part = tl.program_id(0)
+    num_parts = tl.num_programs(0)
+    fill_unused(input_ids_ptr, total, max_rows, part, num_parts, 0, BLOCK_ROW)
+    fill_unused(row_positions_ptr, total, max_rows, part, num_parts, 0, BLOCK_ROW)
+    fill_unused(row_to_batch_ptr, total, max_rows, part, num_parts, -1, BLOCK_ROW)
+    fill_unused(row_to_node_ptr, total, max_rows, part, num_parts, -1, BLOCK_ROW)
+
+    tl.store(cu_seqlens_ptr + request + 1, tl.minimum(begin + count, max_rows).to(tl.int32), mask=is_request)
+    if request == 0:
+        tl.store(cu_seqlens_ptr, 0)
+        tl.store(num_rows_ptr, tl.minimum(total, max_rows).to(tl.int32))
+        store_overflow(overflow_ptr, total, max_rows)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `pack_verify_rows` and describes its outputs."""
+    args = check.Arguments("pack_verify_rows", values)
+    args.tensor("draft_tokens", ("B", "N"), check.INTEGER, contiguous=1)
+    num_tokens = args.tensor("num_tokens", ("B",), check.INTEGER)
+    positions = args.tensor("positions", ("B", "N"), check.INTEGER, optional=True, contiguous=1)
+    seq_lens = args.tensor("seq_lens", ("B",), check.INTEGER, optional=True)
+    if positions is None and seq_lens is None:
+        args.fail("positions / seq_lens", "be given, one of them", "none of them")
+    max_rows = check_capacity(args, "max_rows")
+    num_nodes = args.size("N")
+    args.debug("num_tokens", f"lie in 0..{num_nodes}", lambda: (num_tokens >= 0) & (num_tokens <= num_nodes))
+    args.debug("num_tokens", f"fit into max_rows = {max_rows} rows", lambda: num_tokens.cumsum(0) <= max_rows)
+    rows, indices = args.spec((max_rows,), torch.int64), args.spec((max_rows,), torch.int32)
+    one = args.spec((1,), torch.int32)
+    return Output(rows, rows, indices, indices, args.spec((args.size("B") + 1,), torch.int32), one, one)
+
+
+@launcher
+def pack_verify_rows(
+    draft_tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    *,
+    max_rows: int,
+    out: Output | None = None,
+) -> Output:
+    """Packs the first num_tokens nodes of every request; each output is described in the module's docstring.
+
+    positions, seq_lens: one of them; positions, if both are given. max_rows: the rows of the outputs; `overflow` tells
+    on the device when they were too few.
+    """
+    contracted = contract(locals())
+    out = check.allocate("pack_verify_rows", contracted, out)
+    batch_size, num_nodes = draft_tokens.shape
+    launch(
+        "pack_verify_rows",
+        _pack_verify_rows_kernel,
+        (max(batch_size, 1),),
+        draft_tokens_ptr=draft_tokens,
+        num_tokens_ptr=num_tokens,
+        positions_ptr=positions,
+        seq_lens_ptr=seq_lens if positions is None else None,
+        input_ids_ptr=out.input_ids,
+        row_positions_ptr=out.positions,
+        row_to_batch_ptr=out.row_to_batch,
+        row_to_node_ptr=out.row_to_node,
+        cu_seqlens_ptr=out.cu_seqlens,
+        num_rows_ptr=out.num_rows,
+        overflow_ptr=out.overflow,
+        stride_draft_tokens_batch=draft_tokens.stride(0),
+        stride_positions_batch=0 if positions is None else positions.stride(0),
+        batch_size=batch_size,
+        num_nodes=num_nodes,
+        max_rows=max_rows,
+        BLOCK_BATCH=128,
+        **tuning.row(TUNING, draft_tokens.device),
+    )
+    return out

@@ -1,0 +1,233 @@
+"""Penalties on the logits of every tree node, which counts the drafts on its own path as output.
+
+Computes
+    What `verify_tree_sampled` does to logits before temperature, of all rows and written down, for verification by
+    probabilities (the renorms, coins, rejection, traversal), whose ops know nothing of it. In this order: repetition
+    penalty (prompt and output), frequency and presence penalties (output), bias, grammar bitmask; then the end tokens
+    of nodes whose output is shorter than min_tokens and the bad tokens get -inf. The output at a node is what is
+    committed, the root among it, and the drafts between the root and the node, itself included: plain decoding would
+    have counted the same. Given to `verify_tree_sampled` without penalties, the result makes it draw, bit by bit, what
+    it draws from the logits with them.
+Shapes
+    candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling  [B, N]  int  as in verify_tree_sampled
+    target_logits       [B * N, V]  fp32 / fp16 / bf16, unit stride along V; of a padded vocabulary pass
+                                    target_logits[:, :V]
+    repetition_penalty  [B]         fp32   > 0; 1: off. Divides positive logits, multiplies negative ones
+    frequency_penalty   [B]         fp32   subtracted once per occurrence in the output; 0: off
+    presence_penalty    [B]         fp32   subtracted from tokens of the output; 0: off
+    prompt_mask         [B, ceil(V / 32)]      int32  bit v % 32 of word v // 32: token v occurs in the prompt
+    output_counts       [B, V]                 int32  committed output tokens, the root among them
+    logit_bias          [B, V]                 fp32 / fp16 / bf16
+    token_bitmask       [B * N, ceil(V / 32)]  int32  what the grammar allows after each node
+    min_tokens          [B]         int    output tokens that come before an end token may, with the next two
+    num_output_tokens   [B]         int    committed output tokens, the root among them
+    end_token_ids       [E] or [B, E]  int  -1 padded
+    bad_token_ids       [M] or [B, M]  int  -1 padded: never to be drawn
+    -> logits           [B * N, V]  fp32   unit stride along V. Not the dtype of target_logits, in which penalised
+                                           logits would be rounded once more than those that verify_tree_sampled sees
+Invariants
+    All arguments but the tree and its logits are optional. NaN stays NaN. Dead rows, whose root's retrieve_index is not
+    of the request, keep their logits. Malformed links end a path: where they do not lead to the root, the drafts are
+    those from the node that no link names on. Tokens that are no ids count nowhere. `out=target_logits`, if that is
+    fp32, works in place.
+Grid
+    (B * N, slices), one program writes one slice of one node's row.
+Launches
+    1
+Traffic
+    B * N * V * (element size + 4), and once per request (for its other nodes from the cache) 4 V for output_counts and
+    V / 8 for prompt_mask.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ...primitives import logits as processors
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.logits import Processors, Row, load_counts, process
+from ...primitives.tree_walk import check_links, find_above, is_own, load_nodes, tree_arguments
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+TUNING = {"default": {"BLOCK_VOCAB": 2048, "num_warps": 4}}
+
+
+@triton.jit(do_not_specialize=["stride_logits_row", "stride_output_row", "stride_end_token_ids_batch",
+                               "stride_bad_token_ids_batch", "num_ends", "num_bad"])  # fmt: skip
+def _penalize_logits_kernel(
+    # inputs
+    candidates_ptr,
+    retrieve_index_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
+    target_logits_ptr,
+    repetition_penalty_ptr,
+    frequency_penalty_ptr,
+    presence_penalty_ptr,
+    prompt_mask_ptr,
+    output_counts_ptr,
+    logit_bias_ptr,
+    token_bitmask_ptr,
+    min_tokens_ptr,
+    num_output_tokens_ptr,
+    end_token_ids_ptr,
+    bad_token_ids_ptr,
+    # outputs
+    output_ptr,
+    # sizes
+    stride_logits_row,
+    stride_output_row,
+    stride_end_token_ids_batch,
+    stride_bad_token_ids_batch,
+    num_ends,
+    num_bad,
+    NUM_NODES: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    BLOCK_ID: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    place = tl.program_id(0).to(tl.int64)
+    request = place // NUM_NODES
+    first = tl.program_id(1) * BLOCK_VOCAB
+    ids = first + tl.arange(0, BLOCK_VOCAB)
+    is_token = ids < VOCAB_SIZE
+    row_ptr = target_logits_ptr + tl.multiple_of(place * stride_logits_row, ALIGNMENT)
+    logit = tl.load(row_ptr + ids, mask=is_token, other=float("-inf")).to(tl.float32)
+    root = tl.load(retrieve_index_ptr + request * NUM_NODES).to(tl.int64)
+    if is_own(root, request, NUM_NODES):
+        applied = Processors(
+            repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
+            logit_bias_ptr, token_bitmask_ptr,
+        )  # fmt: skip
+        row = Row(row_ptr, applied, request, place, 1.0, None, 0, 0)
+        count = tl.zeros([BLOCK_VOCAB], tl.int32)
+        if HAS_PENALTIES:
+            count = load_counts(row, ids, is_token, VOCAB_SIZE)
+        depth = tl.zeros([], tl.int32)
+        if HAS_PENALTIES or min_tokens_ptr is not None:
+            _, tokens, links = load_nodes(
+                candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
+                request, NUM_NODES, BLOCK_NODE,
+            )  # fmt: skip
+            nodes = tl.arange(0, BLOCK_NODE)
+            current = (place % NUM_NODES).to(tl.int32)
+            is_on_path = current > 0  # not one that is passed on the way to the first of its siblings
+            while current > 0:
+                if is_on_path:
+                    depth += 1
+                    if HAS_PENALTIES:
+                        count += (ids == tl.sum(tl.where(nodes == current, tokens, 0))).to(tl.int32)
+                current, is_on_path = find_above(links, current, BLOCK_NODE)
+        logit = process(logit, count, row, ids, is_token, VOCAB_SIZE, HAS_PENALTIES)
+        if min_tokens_ptr is not None:
+            num_output_tokens = tl.load(num_output_tokens_ptr + request).to(tl.int64) + depth
+            if num_output_tokens < tl.load(min_tokens_ptr + request).to(tl.int64):
+                end_ptr = end_token_ids_ptr + request * stride_end_token_ids_batch
+                logit = _forbid(logit, ids, first, end_ptr, num_ends, BLOCK_VOCAB, BLOCK_ID)
+        if bad_token_ids_ptr is not None:
+            bad_ptr = bad_token_ids_ptr + request * stride_bad_token_ids_batch
+            logit = _forbid(logit, ids, first, bad_ptr, num_bad, BLOCK_VOCAB, BLOCK_ID)
+    written_ptr = output_ptr + tl.multiple_of(place * stride_output_row, ALIGNMENT)
+    tl.store(written_ptr + ids, logit, mask=is_token)
+
+
+@triton.jit
+def _forbid(logit, ids, first, list_ptr, num_listed, BLOCK_VOCAB: tl.constexpr, BLOCK_ID: tl.constexpr):
+    """-inf for the tokens of a list; of those that are in the slice, which are few, one after another."""
+    END: tl.constexpr = 9223372036854775807
+    for start in range(0, num_listed, BLOCK_ID):
+        entry = start + tl.arange(0, BLOCK_ID)
+        listed = tl.load(list_ptr + entry, mask=entry < num_listed, other=-1).to(tl.int64)
+        listed = tl.where((listed >= first) & (listed < first + BLOCK_VOCAB), listed, END)
+        token = tl.min(listed)
+        while token < END:
+            logit = tl.where(ids == token, float("-inf"), logit)
+            token = tl.min(tl.where(listed > token, listed, END))
+    return logit
+
+
+def contract(values: dict) -> check.Spec:
+    """Checks the arguments of `penalize_logits` and describes its output."""
+    args = check.Arguments("penalize_logits", values)
+    batch_size, num_nodes = check_links(args)
+    num_rows = batch_size * num_nodes
+    args.tensor("target_logits", (num_rows, "V"), check.FLOAT, contiguous=1)
+    processors.check_processors(args, "B", num_rows)
+    args.tensor("min_tokens", ("B",), check.INTEGER, optional=True)
+    args.tensor("num_output_tokens", ("B",), check.INTEGER, optional=True)
+    for name, axis in (("end_token_ids", "E"), ("bad_token_ids", "M")):
+        is_shared = isinstance(values[name], torch.Tensor) and values[name].dim() == 1
+        args.tensor(name, (axis,) if is_shared else ("B", axis), check.INTEGER, optional=True)
+    together = ("min_tokens", "num_output_tokens", "end_token_ids")
+    given = [name for name in together if values[name] is not None]
+    if given and len(given) < len(together):
+        args.fail(" / ".join(together), "be given together", " and ".join(given) + " alone")
+    return args.spec((num_rows, args.size("V")), torch.float32, contiguous=1)
+
+
+@launcher
+def penalize_logits(
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    target_logits: torch.Tensor,
+    repetition_penalty: torch.Tensor | None = None,
+    frequency_penalty: torch.Tensor | None = None,
+    presence_penalty: torch.Tensor | None = None,
+    prompt_mask: torch.Tensor | None = None,
+    output_counts: torch.Tensor | None = None,
+    logit_bias: torch.Tensor | None = None,
+    token_bitmask: torch.Tensor | None = None,
+    min_tokens: torch.Tensor | None = None,
+    num_output_tokens: torch.Tensor | None = None,
+    end_token_ids: torch.Tensor | None = None,
+    bad_token_ids: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns the penalised logits fp32 [B * N, V]; shapes are in the module's docstring."""
+    values = locals()
+    contracted = contract(values)
+    out = check.allocate("penalize_logits", contracted, out)
+    num_rows, vocab_size = target_logits.shape
+    tuned = dict(tuning.row(TUNING, target_logits.device))
+    block_vocab = min(tuned.pop("BLOCK_VOCAB"), triton.next_power_of_2(max(vocab_size, 1)))
+    num_ends = 0 if end_token_ids is None else end_token_ids.shape[-1]
+    num_bad = 0 if bad_token_ids is None else bad_token_ids.shape[-1]
+    launch(
+        "penalize_logits",
+        _penalize_logits_kernel,
+        (num_rows, triton.cdiv(vocab_size, block_vocab)),
+        **tree_arguments(values),
+        **processors.pointers(values),
+        target_logits_ptr=target_logits,
+        min_tokens_ptr=min_tokens,
+        num_output_tokens_ptr=num_output_tokens,
+        end_token_ids_ptr=end_token_ids,
+        bad_token_ids_ptr=bad_token_ids,
+        output_ptr=out,
+        stride_logits_row=target_logits.stride(0),
+        stride_output_row=out.stride(0),
+        stride_end_token_ids_batch=num_ends if num_ends and end_token_ids.dim() == 2 else 0,
+        stride_bad_token_ids_batch=num_bad if num_bad and bad_token_ids.dim() == 2 else 0,
+        num_ends=num_ends,
+        num_bad=num_bad,
+        VOCAB_SIZE=vocab_size,
+        HAS_PENALTIES=processors.has_penalties(values),
+        # what is known of the offset of every row, so that loads can be wide
+        ALIGNMENT=math.gcd(target_logits.stride(0), out.stride(0), 16),
+        BLOCK_VOCAB=block_vocab,
+        BLOCK_ID=128,
+        **tuned,
+    )
+    return out

@@ -1,0 +1,399 @@
+"""append_output against its reference and against the engine's own requests: every way to end, and to be dead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.engine import SamplingParams
+from eagle_kernels.engine.request import Request
+from eagle_kernels.reference.ops.verify.append_output import append_output as reference
+from op_tests.harness import (
+    Guarded,
+    assert_equal,
+    assert_only_launches,
+    check_registration,
+    replay_in_graph,
+    to_device,
+)
+
+PATH = "verify.append_output"
+# (batch, tokens of a step, end tokens, stop sequences, their length); rows have 40 columns
+SHAPES = [(1, 1, 1, 1, 1), (6, 4, 2, 3, 3), (9, 6, 1, 5, 4), (12, 9, 3, 1, 7), (3, 3, 70, 40, 40)]
+# few enough tokens that sequences occur
+VOCABULARY = 4
+
+
+def make(batch_size, num_columns, num_ends=2, num_stops=3, stop_size=3, *, row_size=40, dtype=torch.int64,
+         history_dtype=None, is_shared=False, device="cpu"):  # fmt: skip
+    """Requests in scattered rows of more, some dead, some at their end; all that can be given."""
+    num_prompt = torch.randint(0, row_size // 2, (batch_size,))
+    num_tokens = num_prompt + torch.randint(0, row_size // 2, (batch_size,))
+    tokens = torch.randint(VOCABULARY, (batch_size, num_columns))
+    tokens[torch.arange(num_columns) >= torch.randint(num_columns + 1, (batch_size, 1))] = -1
+    tokens[0] = torch.randint(VOCABULARY, (num_columns,))
+    stops = torch.randint(VOCABULARY, (batch_size, num_stops, stop_size))
+    stops[torch.arange(stop_size) < torch.randint(stop_size + 1, (batch_size, num_stops, 1))] = -1
+    ends = torch.randint(-1, 2 * VOCABULARY, (batch_size, num_ends))
+    values = {
+        "num_tokens": num_tokens,
+        "num_prompt_tokens": num_prompt,
+        "tokens": tokens,
+        "max_tokens": num_tokens + torch.randint(0, 2 * num_columns, (batch_size,)),
+        "end_token_ids": ends[0] if is_shared else ends,
+        "stop_sequences": stops,
+        "min_tokens": torch.randint(0, row_size // 2, (batch_size,)),
+        "is_live": torch.arange(batch_size) % 5 != 3,
+        "rows": torch.randperm(batch_size + 3)[:batch_size],
+    }
+    values = {name: value if name == "is_live" else value.to(dtype) for name, value in values.items()}
+    history = torch.randint(VOCABULARY, (batch_size + 3, row_size)).to(history_dtype or dtype)
+    return to_device({"token_ids": history} | values, device)
+
+
+def check(values, case=""):
+    """Rows and outputs after the launcher are what they are after the reference; all other inputs stay."""
+    expected = values | {"token_ids": values["token_ids"].clone()}
+    inputs = {name: value.clone() for name, value in values.items() if value is not None}
+    wanted = reference(**expected)
+    guards = [Guarded(tensor.shape, tensor.dtype, tensor.device) for tensor in wanted]
+    history = Guarded(values["token_ids"].shape, values["token_ids"].dtype, values["token_ids"].device)
+    history.tensor.copy_(values["token_ids"])
+    given = values if values["token_ids"].stride(0) != values["token_ids"].shape[1] else values | {
+        "token_ids": history.tensor
+    }  # fmt: skip
+    result = eagle_kernels.raw.append_output(**given, out=tuple(guard.tensor for guard in guards))
+    for name, tensor, want, guard in zip(result._fields, result, wanted, guards):
+        assert_equal("append_output", case, name, tensor, want)
+        guard.check("append_output", name)
+    history.check("append_output", "token_ids")
+    assert_equal("append_output", case, "token_ids", given["token_ids"], expected["token_ids"])
+    for name, before in inputs.items():
+        if name != "token_ids":
+            assert_equal("append_output", case, f"(input) {name}", values[name], before)
+    return result, given["token_ids"]
+
+
+def one(tokens, *, before=(), prompt=(9, 9), row_size=16, device="cpu", **options):
+    """A single request's result: (tokens kept, reason, its whole text)."""
+    text = [*prompt, *before]
+    values = {
+        "token_ids": torch.tensor([[*text, *[77] * (row_size - len(text))]]),
+        "num_tokens": torch.tensor([len(text)]),
+        "num_prompt_tokens": torch.tensor([len(prompt)]),
+        "tokens": torch.tensor([tokens]),
+    }
+    values |= {name: torch.tensor([value]) for name, value in options.items()}
+    result, history = check(to_device(values, device), str(options))
+    length = int(result.new_num_tokens)
+    assert (history[0, length:] == 77).all()
+    return result.tokens[0, : int(result.num_kept)].tolist(), int(result.finish_reason), history[0, :length].tolist()
+
+
+def ahead_of_time_cases():
+    plain = make(3, 4)
+    yield (
+        "plain",
+        {name: plain[name] for name in ("token_ids", "num_tokens", "num_prompt_tokens", "tokens")}
+        | {"rows": plain["rows"]},
+    )
+    yield "int64", make(3, 6, 2, 4, 8)
+    yield "int32", make(3, 6, 2, 4, 8, dtype=torch.int32, is_shared=True)
+    yield "long sequences", make(3, 70, 300, 5, 500, history_dtype=torch.int32)
+
+
+def order_case():
+    return make(9, 6)
+
+
+def size_sweep():
+    for batch_size, row_size in [(1, 100), (2, 128), (3, 1), (16, 1000), (17, 64), (64, 4096), (257, 77)]:
+        yield make(batch_size, 4, row_size=max(row_size, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, dtype, device):
+    for is_shared in (False, True):
+        check(make(*shape, dtype=dtype, is_shared=is_shared, device=device), f"{shape} {dtype} {is_shared}")
+
+
+def test_every_reason_occurs(device):
+    """So that the comparison above proves something; the text is int32 beside step tokens of int64."""
+    values = make(64, 6, 1, 3, 3, history_dtype=torch.int32, device=device)
+    values["end_token_ids"] = torch.where(values["end_token_ids"] == 0, 0, -1)
+    result, _ = check(values, "reasons")
+    assert sorted(set(result.finish_reason.tolist())) == [0, 1, 2, 3]
+    assert (
+        result.num_kept[result.finish_reason == 2] < (values["tokens"] >= 0).sum(1)[result.finish_reason == 2]
+    ).any()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [(), ("max_tokens",), ("end_token_ids",), ("stop_sequences",), ("stop_sequences", "min_tokens"), ("is_live",)],
+    ids="+".join,
+)
+def test_what_is_not_given_changes_nothing(names, device):
+    values = make(9, 5, device=device)
+    always = ("token_ids", "num_tokens", "num_prompt_tokens", "tokens")
+    result, _ = check({name: values[name] for name in (*always, *names)}, str(names))
+    if not names:
+        assert torch.equal(result.tokens, values["tokens"])
+
+
+def test_an_end_token_is_kept_and_nothing_behind_it(device):
+    assert one([1, 2, 3, 4], end_token_ids=[5, 3], device=device) == ([1, 2, 3], 1, [9, 9, 1, 2, 3])
+    assert one([1, 2, 3, 4], end_token_ids=[-1, 6], device=device) == ([1, 2, 3, 4], 0, [9, 9, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("stop", "kept", "reason"),
+    [
+        ([-1, 2, 3], [1, 2, 3], 2),  # inside the step
+        ([8, 1, 2], [1, 2], 2),  # begun in the output before it
+        ([7, 8, 1], [1], 2),
+        ([9, 7, 8], [1, 2, 3, 4], 0),  # ends before the step, and begins in the prompt
+        ([-1, 7, 8], [1, 2, 3, 4], 0),  # ended before the step already
+        ([9, 7, 8, 1], [1, 2, 3, 4], 0),  # begins in the prompt
+        ([-1, -1, 4], [1, 2, 3, 4], 2),
+        ([-1, -1, -1], [1, 2, 3, 4], 0),  # no sequence at all
+        ([2, -1, 3], [1, 2, 3], 2),  # what stands before the last -1 is padding too
+        ([3, 4, -1], [1, 2, 3, 4], 0),
+        ([-1, 4, 5], [1, 2, 3, 4], 0),  # would end behind the step
+    ],
+    ids=str,
+)
+def test_a_stop_sequence_ends_inside_the_step(stop, kept, reason, device):
+    found = one([1, 2, 3, 4], before=(7, 8), stop_sequences=[stop], device=device)
+    assert found == (kept, reason, [9, 9, 7, 8, *kept])
+
+
+def test_the_first_stop_sequence_counts(device):
+    stops = [[-1, 3, 4], [8, 1, 2], [-1, -1, 4]]
+    assert one([1, 2, 3, 4], before=(8,), stop_sequences=stops, device=device)[:2] == ([1, 2], 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "reason"),
+    [
+        ({"max_tokens": 5}, 3, 3),
+        ({"max_tokens": 6}, 4, 3),  # filled by the last of them
+        ({"max_tokens": 7}, 4, 0),
+        ({"max_tokens": 2}, 0, 3),  # full already
+        ({"max_tokens": 1}, 0, 3),
+        ({"max_tokens": -5}, 0, 3),
+        ({"max_tokens": 100}, 4, 0),
+        ({"max_tokens": 5, "end_token_ids": [3]}, 3, 1),  # at one and the same token
+        ({"max_tokens": 5, "stop_sequences": [[2, 3]]}, 3, 2),
+        ({"end_token_ids": [3], "stop_sequences": [[2, 3]]}, 3, 1),
+        ({"end_token_ids": [3], "stop_sequences": [[1, 2]]}, 2, 2),
+        ({"max_tokens": 4, "end_token_ids": [3], "stop_sequences": [[2, 3]]}, 2, 3),
+    ],
+    ids=str,
+)
+def test_what_comes_first_ends_and_of_one_token_the_lowest_reason(options, kept, reason, device):
+    assert one([1, 2, 3, 4], device=device, **options)[:2] == ([1, 2, 3, 4][:kept], reason)
+
+
+def test_a_row_that_is_full_ends_and_is_not_overrun(device):
+    assert one([1, 2, 3, 4], row_size=5, device=device) == ([1, 2, 3], 3, [9, 9, 1, 2, 3])
+    assert one([1, 2], before=(5, 6, 7), row_size=5, device=device) == ([], 3, [9, 9, 5, 6, 7])
+    assert one([1, 2], row_size=5, max_tokens=9, device=device)[:2] == ([1, 2], 0)
+
+
+@pytest.mark.parametrize(("min_tokens", "kept", "reason"), [(0, 1, 1), (2, 1, 1), (3, 3, 2), (4, 3, 2), (5, 4, 0)])
+def test_min_tokens_hold_back_end_tokens_and_stop_sequences(min_tokens, kept, reason, device):
+    """One token before the step: its first makes an output of 2; 5 is an end token, 6 6 a stop sequence."""
+    options = {"end_token_ids": [5], "stop_sequences": [[-1, 6, 6]], "min_tokens": min_tokens}
+    assert one([5, 6, 6, 1], before=(6,), device=device, **options)[:2] == ([5, 6, 6, 1][:kept], reason)
+    assert one([5, 6, 6, 1], before=(6,), device=device, **options, max_tokens=4)[1] == (1 if reason == 1 else 3)
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 5, 9, 40])
+def test_ends_where_requests_of_the_engine_end(max_new_tokens, device):
+    """The same steps for `Request.push` and for the op, until both have ended."""
+    request = Request(0, [9, 9, 9], SamplingParams(max_new_tokens=max_new_tokens), 0, frozenset({3}))
+    values = {
+        "token_ids": torch.full((1, 64), 9, device=device),
+        "num_tokens": torch.tensor([3], device=device),
+        "num_prompt_tokens": torch.tensor([3], device=device),
+        "max_tokens": torch.tensor([3 + max_new_tokens], device=device),
+        "end_token_ids": torch.tensor([3], device=device),
+    }
+    reason = 0
+    for _ in range(20):
+        step = torch.randint(0, 12, (1, 4))
+        step[:, int(torch.randint(1, 5, ())) :] = -1
+        request.push([token for token in step[0].tolist() if token >= 0], 0, None)
+        result, values["token_ids"] = check(values | {"tokens": step.to(device)})
+        values["num_tokens"], reason = result.new_num_tokens, int(result.finish_reason)
+        assert values["token_ids"][0, 3 : int(values["num_tokens"])].tolist() == request.output_ids
+        assert {0: None, 1: "eos", 3: "length"}[reason] == request.finish_reason
+        if reason:
+            break
+    assert reason
+
+
+def test_steps_of_any_length_end_at_the_same_token(device):
+    """One text in steps of 1, 3 and 24: a sequence is found wherever the steps part it."""
+    values = make(8, 24, row_size=60, device=device)
+    values["tokens"] = torch.randint(VOCABULARY, (8, 24), device=device)
+    values["is_live"] = torch.ones(8, dtype=torch.bool, device=device)
+    ended = []
+    for width in (24, 3, 1):
+        state = values | {"token_ids": values["token_ids"].clone()}
+        reasons = torch.zeros(8, dtype=torch.int32, device=device)
+        for start in range(0, 24, width):
+            state["tokens"] = values["tokens"][:, start : start + width].contiguous()
+            state["is_live"] = reasons == 0
+            result = eagle_kernels.raw.append_output(**state)
+            state["num_tokens"], reasons = result.new_num_tokens, torch.maximum(reasons, result.finish_reason)
+        ended.append((state["token_ids"], state["num_tokens"], reasons))
+    assert {2, 3} & set(ended[0][2].tolist())
+    for other in ended[1:]:
+        assert all(torch.equal(got, want) for got, want in zip(other, ended[0]))
+
+
+def test_dead_rows_keep_what_they_have(device):
+    values = make(6, 4, device=device)
+    values["is_live"] = torch.tensor([1, 0, 1, 1, 1, 0], device=device)
+    values["rows"][2], values["rows"][3] = -1, 9
+    values["tokens"][0] = torch.tensor([-1, 2, 2, 2])
+    result, history = check(values, "dead")
+    dead = [0, 1, 2, 3, 5]
+    assert torch.equal(result.new_num_tokens[dead], values["num_tokens"][dead])
+    assert (
+        (result.tokens[dead] == -1).all() and not result.num_kept[dead].any() and not result.finish_reason[dead].any()
+    )
+    changed = (history != values["token_ids"]).any(1).nonzero().flatten().tolist()
+    assert set(changed) <= {int(values["rows"][4])}
+
+
+@pytest.mark.parametrize("mask", [torch.bool, torch.int32, torch.int64], ids=str)
+def test_masks_of_any_integer_type(mask, device):
+    values = make(6, 4, device=device)
+    check(values | {"is_live": values["is_live"].to(mask)}, str(mask))
+
+
+MALFORMED = {
+    "lengths past the row": lambda v: v["num_tokens"].fill_(41),
+    "huge lengths": lambda v: v["num_tokens"].fill_(2**62),
+    "negative lengths": lambda v: v["num_tokens"].fill_(-(2**63)),
+    "negative prompts": lambda v: v["num_prompt_tokens"].fill_(-7),
+    "prompts past the text": lambda v: v["num_prompt_tokens"].fill_(2**62),
+    "negative rooms": lambda v: v["max_tokens"].fill_(-(2**62)),
+    "rows that do not exist": lambda v: v["rows"].add_(4),
+    "huge rows": lambda v: v["rows"].fill_(2**62),
+    "no tokens": lambda v: v["tokens"].fill_(-1),
+    "tokens below -1": lambda v: v["tokens"][:, 1].fill_(-9),
+    "tokens that are no ids": lambda v: v["tokens"][:, 2].fill_(2**31),
+    "sequences of no ids": lambda v: v["stop_sequences"].fill_(2**40),
+    "holes in sequences": lambda v: v["stop_sequences"][:, :, 1].fill_(-3),
+    "least lengths of any size": lambda v: v["min_tokens"].copy_(torch.arange(6) * 2**60 - 2**61),
+}
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_malformed_input_stays_in_bounds(fault, device):
+    values = make(6, 4, device=device)
+    MALFORMED[fault](values)
+    check(values, fault)
+
+
+def test_rows_of_wider_state(device):
+    values = make(4, 5, device=device)
+    wide = Guarded((7, 50), torch.int64, device)
+    wide.tensor[:, :40] = values["token_ids"]
+    beside = wide.tensor[:, 40:].clone()
+    check(values | {"token_ids": wide.tensor[:, :40]}, "strided")
+    wide.check("append_output", "token_ids")
+    assert torch.equal(wide.tensor[:, 40:], beside)
+
+
+@pytest.mark.parametrize("empty", ["end_token_ids", "stop_sequences", "stop_size"])
+def test_lists_of_nothing(empty, device):
+    values = make(4, 5, device=device)
+    if empty == "stop_size":
+        values["stop_sequences"] = values["stop_sequences"][:, :, :0].contiguous()
+    else:
+        values[empty] = values[empty][:, :0].contiguous()
+    check(values, empty)
+
+
+def test_empty_batch(device):
+    result, _ = check(make(1, 4, device=device) | {
+        name: value[:0] for name, value in make(1, 4, device=device).items() if name != "token_ids"
+    })  # fmt: skip
+    assert result.tokens.shape == (0, 4)
+
+
+def test_follows_a_commit(device):
+    """The tokens of verify_commit are what it takes; its dead rows are dead here."""
+    committed = eagle_kernels.raw.verify_commit(
+        torch.tensor([7, 8, 5, -1], dtype=torch.int32, device=device),
+        torch.tensor([[0, 1], [-1, -1]], dtype=torch.int32, device=device),
+        torch.tensor([1, 0], dtype=torch.int32, device=device),
+        torch.tensor([3, 3], device=device),
+    )
+    history = torch.zeros(2, 8, dtype=torch.int64, device=device)
+    lengths = torch.tensor([4, 4], device=device)  # the root, which is no part of seq_lens, is one of them
+    result = eagle_kernels.raw.append_output(history, lengths, lengths, committed.tokens)
+    assert history.tolist() == [[0, 0, 0, 0, 7, 8, 0, 0], [0] * 8]
+    assert result.new_num_tokens.tolist() == [6, 4] and result.num_kept.tolist() == [2, 0]
+
+
+def test_launches_and_nothing_else(device):
+    assert_only_launches(PATH, make(3, 4, device=device))
+
+
+def test_registration(device):
+    check_registration("append_output", make(3, 4, device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": torch.zeros(3, 0).long()}, r"tokens must have a column, got \[3, 0\]"),
+        ({"rows": None, "token_ids": torch.zeros(2, 9).long()}, "token_ids must have a row for each of B = 3 requests"),
+        ({"token_ids": torch.zeros(6, 9)}, "token_ids must have dtype int32 or int64, got float32"),
+        ({"token_ids": torch.zeros(9, 6).long().t()}, "token_ids must be contiguous in its last 1 axes"),
+        ({"stop_sequences": torch.zeros(3, 4).long()}, r"stop_sequences must have shape \[B, Q, W\], got \[3, 4\]"),
+        ({"stop_sequences": torch.zeros(3, 1, 1025).long()}, "stop_sequences must have at most 1024 tokens each"),
+        ({"end_token_ids": torch.zeros(2, 4).long()}, "end_token_ids must have B = 3 in axis 0"),
+        ({"end_token_ids": 5}, "end_token_ids must be a tensor, got int"),
+        ({"max_tokens": torch.zeros(4).long()}, "max_tokens must have B = 3"),
+        ({"is_live": torch.zeros(3)}, "is_live must have dtype"),
+    ],
+)
+def test_bad_input_is_named(change, message, device):
+    values = to_device(make(3, 4) | change, device)
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.append_output: " + message):
+        eagle_kernels.raw.append_output(**values)
+
+
+def test_debug_mode_refuses_lengths_past_the_row(monkeypatch):
+    values = make(3, 4)
+    values["num_tokens"][1] = 41
+    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
+    with pytest.raises(ValueError, match=r"num_tokens must lie in 0..L, got 41 at \[1\]"):
+        eagle_kernels.append_output(**values)
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values = make(8, 4, device=device)
+    out = eagle_kernels.raw.append_output(**values)
+    kept = {}
+
+    def change():
+        values["is_live"][3:] = False
+        values["token_ids"].zero_()
+        kept["before"] = values["token_ids"].clone()
+
+    replay_in_graph(lambda: eagle_kernels.raw.append_output(**values, out=out), change=change)
+    expected = reference(**values | {"token_ids": kept["before"]})
+    assert_equal("append_output", "replay", "token_ids", values["token_ids"], kept["before"])
+    for field, got, want in zip(out._fields, out, expected):
+        assert_equal("append_output", "replay", field, got, want)

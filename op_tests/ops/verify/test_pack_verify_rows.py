@@ -1,0 +1,197 @@
+"""pack_verify_rows against its reference: ragged requests, requests without rows, too little room, malformed counts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import eagle_kernels
+from op_tests.harness import (
+    assert_equal,
+    assert_only_launches,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+    to_device,
+)
+
+PATH = "verify.pack_verify_rows"
+# (batch, nodes)
+SHAPES = [(1, 1), (3, 5), (7, 8), (2, 130), (130, 3)]
+
+
+def make(batch_size, num_nodes, *, slack=5, with_positions=False, dtype=torch.int32, device="cpu"):
+    """Ragged requests; the drafts behind num_tokens are -1."""
+    counts = torch.randint(0, num_nodes + 1, (batch_size,))
+    tokens = torch.randint(0, 2**31 - 1, (batch_size, num_nodes))
+    tokens[torch.arange(num_nodes) >= counts[:, None]] = -1
+    values = {"draft_tokens": tokens, "num_tokens": counts}
+    if with_positions:
+        values["positions"] = torch.randint(0, 2**31 - 1, (batch_size, num_nodes))
+    else:
+        values["seq_lens"] = torch.randint(0, 5000, (batch_size,))
+    values = {name: value.to(device=device, dtype=dtype) for name, value in values.items()}
+    return values | {"max_rows": int(counts.sum()) + slack}
+
+
+def ahead_of_time_cases():
+    yield "int32", make(3, 8)
+    yield "int64 with positions", make(3, 8, with_positions=True, dtype=torch.int64)
+
+
+def size_sweep():
+    for batch_size, slack in itertools.product((1, 2, 3, 16, 17, 64, 257), (0, 1, 500)):
+        yield make(batch_size, 8, slack=slack)
+
+
+@pytest.mark.parametrize("with_positions", [False, True], ids=["chain", "positions"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, dtype, with_positions, device):
+    values = make(*shape, with_positions=with_positions, dtype=dtype, device=device)
+    output, _ = check_operation(PATH, values, case=f"{shape} {dtype}")
+    assert output.overflow.item() == 0 and output.num_rows.item() == values["num_tokens"].sum()
+
+
+def test_rows_in_words(device):
+    """A chain of three behind 10 tokens, a request that prefills, and a root alone behind 7."""
+    values = {
+        "draft_tokens": torch.tensor([[5, 6, 7], [-1, -1, -1], [9, -1, -1]]),
+        "num_tokens": torch.tensor([3, 0, 1]),
+        "seq_lens": torch.tensor([10, 4, 7]),
+    }
+    output, _ = check_operation(PATH, to_device(values, device) | {"max_rows": 6})
+    assert output.input_ids.tolist() == [5, 6, 7, 9, 0, 0]
+    assert output.positions.tolist() == [10, 11, 12, 7, 0, 0]
+    assert output.row_to_batch.tolist() == [0, 0, 0, 2, -1, -1]
+    assert output.row_to_node.tolist() == [0, 1, 2, 0, -1, -1]
+    assert output.cu_seqlens.tolist() == [0, 3, 3, 4]
+    assert output.num_rows.tolist() == [4] and output.overflow.tolist() == [0]
+
+
+def test_every_node_of_a_tree_finds_its_way_back(device):
+    """A tree's positions are its own; what is read at row_to_batch and row_to_node is what was packed."""
+    values = make(5, 9, with_positions=True, dtype=torch.int64, device=device)
+    output = eagle_kernels.raw.pack_verify_rows(**values)
+    batch, node = output.row_to_batch.long(), output.row_to_node.long()
+    used = torch.arange(values["max_rows"], device=device) < output.num_rows
+    assert torch.equal(values["draft_tokens"][batch, node][used], output.input_ids[used])
+    assert torch.equal(values["positions"][batch, node][used], output.positions[used])
+    assert torch.equal(torch.bincount(batch[used], minlength=5), values["num_tokens"])
+
+
+def test_positions_win_over_lengths(device):
+    values = make(3, 4, with_positions=True, device=device)
+    lengths = torch.full((3,), 77, dtype=torch.int32, device=device)
+    check_operation(PATH, values | {"seq_lens": lengths}, case="both")
+
+
+@pytest.mark.parametrize("max_rows", [0, 1, 4, 9, 10])
+def test_rows_past_the_room_are_cut_off_the_end(max_rows, device):
+    values = make(4, 4, device=device)
+    values["num_tokens"].copy_(torch.tensor([3, 0, 4, 3]))
+    whole = eagle_kernels.raw.pack_verify_rows(**values | {"max_rows": 10})
+    output, _ = check_operation(PATH, values | {"max_rows": max_rows}, case=str(max_rows))
+    for name in ("input_ids", "positions", "row_to_batch", "row_to_node"):
+        assert torch.equal(getattr(output, name), getattr(whole, name)[:max_rows]), name
+    assert output.cu_seqlens.tolist() == [min(bound, max_rows) for bound in (0, 3, 3, 7, 10)]
+    assert output.num_rows.item() == max_rows and output.overflow.item() == (0 if max_rows == 10 else 10)
+
+
+def test_a_long_tail(device):
+    """More tail than all programs reach in one pass."""
+    check_operation(PATH, make(2, 3, slack=700, device=device), case="long")
+
+
+def test_slices_of_wider_state(device):
+    """A server keeps more columns than a step verifies."""
+    values = make(4, 6, with_positions=True, device=device)
+    for name in ("draft_tokens", "positions"):
+        wide = torch.full((4, 11), 99, dtype=torch.int32, device=device)
+        wide[:, :6] = values[name]
+        values[name] = wide[:, :6]
+    check_operation(PATH, values, case="strided")
+
+
+def test_malformed_requests_stay_in_bounds(device):
+    """Counts below 0 and past N, tokens and positions below 0, and numbers at the ends of their types."""
+    values = make(6, 4, slack=9, dtype=torch.int64, device=device)
+    values["num_tokens"].copy_(torch.tensor([-3, 2**62, 5, -(2**63), 4, 1]))
+    values["seq_lens"].copy_(torch.tensor([0, -9, -2, 5, 2**31, 2**62]))
+    values["max_rows"] = 16
+    output, _ = check_operation(PATH, values, case="malformed")
+    assert output.num_rows.item() == 13 and output.input_ids.min() >= 0 and output.positions.min() >= 0
+
+
+def test_requests_without_rows_leave_the_others_alone(device):
+    values = make(5, 4, device=device)
+    values["num_tokens"].copy_(torch.tensor([2, 4, 1, 3, 4]))
+    values["max_rows"] = 14
+    before = eagle_kernels.raw.pack_verify_rows(**values)
+    values["num_tokens"][2:4] = 0
+    output, _ = check_operation(PATH, values, case="dead")
+    assert torch.equal(output.input_ids[:6], before.input_ids[:6])
+    assert torch.equal(output.input_ids[6:10], before.input_ids[10:]) and (output.row_to_batch[10:] == -1).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)], ids=str)
+def test_empty(shape, device):
+    output, _ = check_operation(PATH, make(*shape, device=device), case="empty")
+    assert output.num_rows.item() == 0 and output.cu_seqlens.tolist() == [0] * (shape[0] + 1)
+
+
+def test_launches_and_nothing_else(device):
+    assert_only_launches(PATH, make(3, 4, device=device))
+
+
+@pytest.mark.parametrize("with_positions", [False, True], ids=["chain", "positions"])
+def test_registration(with_positions, device):
+    check_registration("pack_verify_rows", make(3, 4, with_positions=with_positions, device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_lens": None}, "positions / seq_lens must be given, one of them, got none of them"),
+        ({"max_rows": -1}, "max_rows must lie in 0..2147483647, got -1"),
+        ({"max_rows": None}, "max_rows must be an int, got NoneType"),
+        ({"num_tokens": torch.zeros(2).int()}, "num_tokens must have B = 3"),
+        ({"draft_tokens": torch.zeros(3, 4)}, "draft_tokens must have dtype int32 or int64, got float32"),
+        ({"draft_tokens": torch.zeros(4, 3).int().t()}, "draft_tokens must be contiguous in its last 1 axes"),
+        ({"positions": torch.zeros(3, 5).int()}, "positions must have N = 4 in axis 1"),
+    ],
+)
+def test_bad_input_is_named(change, message, device):
+    values = to_device(make(3, 4) | change, device)
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.pack_verify_rows: " + message):
+        eagle_kernels.raw.pack_verify_rows(**values)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "message"),
+    [
+        ([2, 5, 0], r"num_tokens must lie in 0..4, got 5 at \[1\]"),
+        ([-1, 0, 0], r"num_tokens must lie in 0..4, got -1 at \[0\]"),
+        ([3, 2, 4], r"num_tokens must fit into max_rows = 6 rows, got 4 at \[2\]"),
+    ],
+)
+def test_debug_mode_refuses_what_would_be_cut(num_tokens, message, monkeypatch):
+    values = make(3, 4) | {"num_tokens": torch.tensor(num_tokens), "max_rows": 6}
+    eagle_kernels.pack_verify_rows(**values)
+    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
+    with pytest.raises(ValueError, match=message):
+        eagle_kernels.pack_verify_rows(**values)
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_dead_rows(device):
+    values = make(8, 16, device=device)
+    out = eagle_kernels.raw.pack_verify_rows(**values)
+    replay_in_graph(
+        lambda: eagle_kernels.raw.pack_verify_rows(**values, out=out), change=lambda: values["num_tokens"][3:].fill_(0)
+    )
+    expected = eagle_kernels.reference.ops.verify.pack_verify_rows.pack_verify_rows(**values)
+    for field, got, want in zip(out._fields, out, expected):
+        assert_equal("pack_verify_rows", "replay", field, got, want)
