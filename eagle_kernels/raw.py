@@ -3,6 +3,9 @@
 from .ops.attention.gqa_decode import gqa_decode
 from .ops.attention.prefill_attention import prefill_attention
 from .ops.attention.tree_attention import tree_attention
+from .ops.draft.merge_drafts import merge_drafts
+from .ops.draft.ngram_match import ngram_match
+from .ops.draft.reroot_drafts import reroot_drafts
 from .ops.kv.accepted_cache_locs import accepted_cache_locs
 from .ops.kv.align_evict_mask_to_page_size import align_evict_mask_to_page_size
 from .ops.kv.assign_req_to_token import assign_req_to_token
@@ -25,8 +28,12 @@ from .ops.tree.organize_draft_results import organize_draft_results
 from .ops.tree.pack_tree_mask import pack_tree_mask
 from .ops.tree.select_top_k_tokens import select_top_k_tokens
 from .ops.tree.tree_from_mask import tree_from_mask
+from .ops.tree.tree_from_parents import tree_from_parents
 from .ops.tree.unpack_tree_mask import unpack_tree_mask
+from .ops.verify.append_output import append_output
 from .ops.verify.min_p_renorm import min_p_renorm
+from .ops.verify.pack_verify_rows import pack_verify_rows
+from .ops.verify.penalize_logits import penalize_logits
 from .ops.verify.sample_children import sample_children
 from .ops.verify.sample_from_logits import sample_from_logits
 from .ops.verify.top_k_renorm import top_k_renorm
@@ -44,6 +51,7 @@ from .ops.verify.verify_tree_typical import verify_tree_typical
 __all__ = [
     "accepted_cache_locs",
     "align_evict_mask_to_page_size",
+    "append_output",
     "assign_req_to_token",
     "build_tree",
     "build_tree_from_scores",
@@ -56,11 +64,16 @@ __all__ = [
     "gqa_decode",
     "kv_indices",
     "linear_decode",
+    "merge_drafts",
     "min_p_renorm",
     "move_accepted_kv",
+    "ngram_match",
     "organize_draft_results",
     "pack_tree_mask",
+    "pack_verify_rows",
+    "penalize_logits",
     "prefill_attention",
+    "reroot_drafts",
     "rms_norm",
     "rope",
     "sample_children",
@@ -71,6 +84,7 @@ __all__ = [
     "top_p_renorm",
     "tree_attention",
     "tree_from_mask",
+    "tree_from_parents",
     "unpack_tree_mask",
     "verify_chain",
     "verify_commit",

@@ -23,6 +23,7 @@ def _operator(path: str):
 
 accepted_cache_locs = _operator("kv.accepted_cache_locs")
 align_evict_mask_to_page_size = _operator("kv.align_evict_mask_to_page_size")
+append_output = _operator("verify.append_output")
 assign_req_to_token = _operator("kv.assign_req_to_token")
 build_tree = _operator("tree.build_tree")
 build_tree_from_scores = _operator("tree.build_tree_from_scores")
@@ -35,11 +36,16 @@ find_slots = _operator("kv.find_slots")
 gqa_decode = _operator("attention.gqa_decode")
 kv_indices = _operator("kv.kv_indices")
 linear_decode = _operator("nn.linear_decode")
+merge_drafts = _operator("draft.merge_drafts")
 min_p_renorm = _operator("verify.min_p_renorm")
 move_accepted_kv = _operator("kv.move_accepted_kv")
+ngram_match = _operator("draft.ngram_match")
 organize_draft_results = _operator("tree.organize_draft_results")
 pack_tree_mask = _operator("tree.pack_tree_mask")
+pack_verify_rows = _operator("verify.pack_verify_rows")
+penalize_logits = _operator("verify.penalize_logits")
 prefill_attention = _operator("attention.prefill_attention")
+reroot_drafts = _operator("draft.reroot_drafts")
 rms_norm = _operator("nn.rms_norm")
 rope = _operator("nn.rope")
 sample_children = _operator("verify.sample_children")
@@ -50,6 +56,7 @@ top_k_renorm = _operator("verify.top_k_renorm")
 top_p_renorm = _operator("verify.top_p_renorm")
 tree_attention = _operator("attention.tree_attention")
 tree_from_mask = _operator("tree.tree_from_mask")
+tree_from_parents = _operator("tree.tree_from_parents")
 unpack_tree_mask = _operator("tree.unpack_tree_mask")
 verify_chain = _operator("verify.verify_chain")
 verify_commit = _operator("verify.verify_commit")
@@ -117,6 +124,7 @@ __all__ = [
     "VerifyOutput",
     "accepted_cache_locs",
     "align_evict_mask_to_page_size",
+    "append_output",
     "assign_req_to_token",
     "build_tree",
     "build_tree_from_scores",
@@ -129,11 +137,16 @@ __all__ = [
     "gqa_decode",
     "kv_indices",
     "linear_decode",
+    "merge_drafts",
     "min_p_renorm",
     "move_accepted_kv",
+    "ngram_match",
     "organize_draft_results",
     "pack_tree_mask",
+    "pack_verify_rows",
+    "penalize_logits",
     "prefill_attention",
+    "reroot_drafts",
     "rms_norm",
     "rope",
     "sample_children",
@@ -144,6 +157,7 @@ __all__ = [
     "top_p_renorm",
     "tree_attention",
     "tree_from_mask",
+    "tree_from_parents",
     "unpack_tree_mask",
     "verify_chain",
     "verify_commit",

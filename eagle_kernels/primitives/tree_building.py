@@ -51,6 +51,44 @@ def store_tree(
     tl.store(tree_tokens_ptr + offset, tl.where(node == 0, root_token, draft_token), mask=is_node)
     tl.store(retrieve_index_ptr + offset, offset, mask=is_node)
 
+    store_links(
+        request, parent, seq_len, seq_lens_ptr, tree_mask_ptr, positions_ptr, retrieve_next_token_ptr,
+        retrieve_next_sibling_ptr, batch_size, mask_size, True, NUM_NODES, NUM_WORDS, MASK_MODE, BLOCK_NODE,
+        BLOCK_BATCH, NUM_ROUNDS,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_links(
+    # inputs of one request
+    request,
+    parent,
+    seq_len,
+    seq_lens_ptr,
+    # outputs
+    tree_mask_ptr,
+    positions_ptr,
+    retrieve_next_token_ptr,
+    retrieve_next_sibling_ptr,
+    # sizes
+    batch_size,
+    mask_size,
+    KEEP_LOOSE: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    MASK_MODE: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    NUM_ROUNDS: tl.constexpr,
+):
+    """Writes links, mask and positions of one request from its parents int32 [node], each an earlier node or -1.
+
+    KEEP_LOOSE: nodes that no path joins to the root see it all the same, and are linked among themselves; else they see
+    themselves alone, and are linked to nothing. Returns which nodes a path does join to it.
+    """
+    node = tl.arange(0, BLOCK_NODE)
+    is_node = node < NUM_NODES
+    offset = request * NUM_NODES + node
     # links: the first child is the smallest node with this parent, the next sibling the next one up
     family = tl.where(parent >= 0, parent, -1 - node)  # without a parent, alone
     is_child = family[:, None] == node[None, :]
@@ -59,18 +97,24 @@ def store_tree(
     next_sibling = tl.min(tl.where(is_later_sibling, node[:, None], BLOCK_NODE), axis=0)
     first_child = tl.where(first_child < BLOCK_NODE, first_child, -1)
     next_sibling = tl.where(next_sibling < BLOCK_NODE, next_sibling, -1)
-    tl.store(retrieve_next_token_ptr + offset, first_child.to(tl.int64), mask=is_node)
-    tl.store(retrieve_next_sibling_ptr + offset, next_sibling.to(tl.int64), mask=is_node)
+    if KEEP_LOOSE:
+        tl.store(retrieve_next_token_ptr + offset, first_child.to(tl.int64), mask=is_node)
+        tl.store(retrieve_next_sibling_ptr + offset, next_sibling.to(tl.int64), mask=is_node)
 
     mask_row = row_starts(seq_lens_ptr, request, node, batch_size, NUM_NODES, NUM_NODES, MASK_MODE, BLOCK_BATCH)
     depth = tl.full([BLOCK_NODE], -1, tl.int32)
+    is_linked = node == 0
     for word in tl.static_range(NUM_WORDS):
         bit = node - word * 64
         own = tl.where((bit >= 0) & (bit < 64), tl.full([BLOCK_NODE], 1, tl.int64) << (bit & 63), 0)
         ancestors = ancestor_word(own, parent, NUM_ROUNDS)
-        depth += _count_bits(ancestors)
         if word == 0:
-            ancestors |= 1  # everyone sees the root
+            is_linked = (ancestors & 1) != 0
+        if not KEEP_LOOSE:
+            ancestors = tl.where(is_linked, ancestors, own)
+        depth += _count_bits(ancestors)
+        if KEEP_LOOSE and word == 0:
+            ancestors |= 1
         if (MASK_MODE == "packed") or (MASK_MODE == "qlen_only_bitpacking"):
             value = ancestors.to(tree_mask_ptr.dtype.element_ty)
             tl.store(tree_mask_ptr + mask_row + word, value, mask=is_node)
@@ -83,6 +127,14 @@ def store_tree(
                 in_bounds = in_bounds & (cell >= 0) & (cell < mask_size)
             tl.store(tree_mask_ptr + cell, visible, mask=in_bounds)
     tl.store(positions_ptr + offset, seq_len + depth, mask=is_node)
+    if not KEEP_LOOSE:
+        # only here, from the links of all: compilers would take what follows from paths to where all nodes meet all
+        # nodes, and follow the paths there, many times over. A linked node's children and siblings are linked too
+        first_child = tl.where(is_linked, first_child, -1)
+        next_sibling = tl.where(is_linked, next_sibling, -1)
+        tl.store(retrieve_next_token_ptr + offset, first_child.to(tl.int64), mask=is_node)
+        tl.store(retrieve_next_sibling_ptr + offset, next_sibling.to(tl.int64), mask=is_node)
+    return is_linked
 
 
 @triton.jit

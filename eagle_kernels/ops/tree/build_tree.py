@@ -135,20 +135,27 @@ def contract(values: dict) -> Output:
 
 
 def tree_contract(args: check.Arguments) -> Output:
-    """What every op that builds trees asks of the batch and the tree's sizes, and what it returns."""
-    values = args.values
+    """What every op that builds trees of candidates asks of the batch and the tree's sizes, and what it returns."""
     num_nodes = args.integer("num_verify_tokens", 1, MAX_NODES)
     topk = args.integer("topk", 1)
     spec_steps = args.integer("spec_steps", 1)
-    mode = args.choice("tree_mask_mode", list(TreeMaskMode))
-    if values["prefix_is_set"] and (mode != TreeMaskMode.FULL_MASK or values.get("out") is None):
-        args.fail("prefix_is_set", "come with 'full_mask' and an out buffer that holds the prefix", True)
+    output = layout_contract(args)
     num_candidates = topk + (spec_steps - 1) * topk * topk
     if num_nodes - 1 > num_candidates:
         rule = f"be at most 1 + topk + (spec_steps - 1) * topk^2 = {1 + num_candidates}"
         args.fail("num_verify_tokens", rule, num_nodes)
-    args.tensor("verified_id", ("B",), check.INTEGER)
     args.tensor("parent_list", ("B", topk * (spec_steps - 1) + 1), check.INTEGER)
+    return output
+
+
+def layout_contract(args: check.Arguments) -> Output:
+    """What every op that builds trees asks of the batch and the mask's layout, and what it returns."""
+    values = args.values
+    num_nodes = args.integer("num_verify_tokens", 1, MAX_NODES)
+    mode = args.choice("tree_mask_mode", list(TreeMaskMode))
+    if values["prefix_is_set"] and (mode != TreeMaskMode.FULL_MASK or values.get("out") is None):
+        args.fail("prefix_is_set", "come with 'full_mask' and an out buffer that holds the prefix", True)
+    args.tensor("verified_id", ("B",), check.INTEGER)
     args.tensor("seq_lens", ("B",), check.INTEGER)
     args.debug("seq_lens", "not be negative", lambda: values["seq_lens"] >= 0)
     batch_size, out = args.size("B"), values.get("out")
@@ -219,12 +226,16 @@ def tree_grid(batch_size: int, num_nodes: int, mode: str, prefix_is_set: bool) -
 
 
 def tree_sizes(tree_mask: torch.Tensor, topk: int, num_nodes: int, mode: str, tuned: dict) -> dict:
-    """The arguments of a kernel that stores trees: sizes, constants, number of warps."""
+    """The arguments of a kernel that stores trees of candidates: sizes, constants, number of warps."""
+    return {"TOPK": topk} | layout_sizes(tree_mask, num_nodes, mode, tuned)
+
+
+def layout_sizes(tree_mask: torch.Tensor, num_nodes: int, mode: str, tuned: dict) -> dict:
+    """The arguments of a kernel that stores trees, whatever they are made of."""
     block_node = max(8, triton.next_power_of_2(num_nodes))
     nodes_per_warp = tuned["nodes_per_warp" if block_node <= 64 else "nodes_per_warp_past_64"]
     return {
         "mask_size": tree_mask.numel(),
-        "TOPK": topk,
         "NUM_NODES": num_nodes,
         "NUM_WORDS": -(-num_nodes // 64),
         "MASK_MODE": str(mode),

@@ -1,0 +1,179 @@
+"""Merges two tries of drafts into one: a model's, and what retrieval found behind or beside it.
+
+Computes
+    The nodes of the first trie, then those of the other one, whose root is node attach[b] of the first, are put into an
+    empty trie one after another: one whose parent is not in it is left out, one whose parent has a child of its token
+    already becomes that child, any other becomes the next node, until there are num_speculative_tokens of them.
+Shapes
+    tokens         [B, M]   int    of nodes 1..M of the first trie; M <= 255
+    parents        [B, M]   int    node of each one's parent, 0 the root, -1: no such node (as `tree_from_parents`)
+    other_tokens   [B, M2]  int    likewise of the other trie; M2 <= 255
+    other_parents  [B, M2]  int
+    attach         [B]      int    node of the first trie; one that does not exist leaves the other trie out
+    -> tokens      [B, K]   int64  K = num_speculative_tokens; -1 padded
+    -> parents     [B, K]   int64  node of each one's parent in the new trie; -1 padded
+    -> num_drafts  [B]      int32
+Invariants
+    Every output is written whole. Parents precede their children, siblings differ. A node whose parent does not precede
+    it, or whose token is below 0, does not exist, and neither does what hangs on it.
+Grid
+    (B,), one program merges the tries of one row, a node at a time.
+Launches
+    1
+Traffic
+    2 * B * (M + M2) * index size read, 16 B K + 4 B written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+
+class Output(NamedTuple):
+    """What `merge_drafts` returns."""
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    num_drafts: torch.Tensor
+
+
+MAX_DRAFTS = 255
+
+# Not measured. One warp: nodes depend on one another, and reductions within a warp are the quickest.
+TUNING = {"default": {"num_warps": 1}}
+
+
+@triton.jit
+def _insert(
+    tokens_ptr, parents_ptr, root, kept_tokens, kept_parents, count, NUM_DRAFTS: tl.constexpr, NUM_KEPT: tl.constexpr,
+    BLOCK_NODE: tl.constexpr, BLOCK_KEPT: tl.constexpr,
+):  # fmt: skip
+    """Puts the nodes of one row of a trie below node `root` (-1: nowhere). Returns the new trie, and where nodes are.
+
+    kept_tokens, kept_parents [BLOCK_KEPT]: node i + 1 of the new trie is at i.
+    """
+    node = tl.arange(0, BLOCK_NODE)
+    place = tl.arange(0, BLOCK_KEPT)
+    # of each node of the row, root first, its node in the new trie; -1: it is not there
+    moved = tl.where(node == 0, root, -1)
+    for index in range(NUM_DRAFTS):
+        token = tl.load(tokens_ptr + index).to(tl.int64)
+        named = tl.load(parents_ptr + index).to(tl.int64)
+        parent = tl.max(tl.where((node == named) & (node <= index), moved, -1))
+        is_twin = (place < count) & (kept_parents == parent) & (kept_tokens == token)
+        twin = tl.max(tl.where(is_twin, place + 1, 0))
+        exists = (parent >= 0) & (token >= 0)
+        is_new = exists & (twin == 0) & (count < NUM_KEPT)
+        kept_tokens = tl.where((place == count) & is_new, token, kept_tokens)
+        kept_parents = tl.where((place == count) & is_new, parent, kept_parents)
+        count += is_new.to(tl.int32)
+        target = tl.where(is_new, count, tl.where(exists & (twin > 0), twin, -1))
+        moved = tl.where(node == index + 1, target, moved)
+    return kept_tokens, kept_parents, count, moved
+
+
+@triton.jit
+def _merge_drafts_kernel(
+    # inputs
+    tokens_ptr,
+    parents_ptr,
+    other_tokens_ptr,
+    other_parents_ptr,
+    attach_ptr,
+    # outputs
+    merged_tokens_ptr,
+    merged_parents_ptr,
+    num_drafts_ptr,
+    # sizes
+    NUM_DRAFTS: tl.constexpr,
+    NUM_OTHERS: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr,
+    BLOCK_KEPT: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    kept_tokens = tl.full([BLOCK_KEPT], -1, tl.int64)
+    kept_parents = tl.full([BLOCK_KEPT], -1, tl.int32)
+    count = tl.full([], 0, tl.int32)
+    first, other = request * NUM_DRAFTS, request * NUM_OTHERS
+    kept_tokens, kept_parents, count, moved = _insert(
+        tokens_ptr + first, parents_ptr + first, 0, kept_tokens, kept_parents, count, NUM_DRAFTS, NUM_KEPT, BLOCK_NODE,
+        BLOCK_KEPT,
+    )  # fmt: skip
+    attach = tl.load(attach_ptr + request).to(tl.int64)
+    root = tl.max(tl.where(tl.arange(0, BLOCK_NODE) == attach, moved, -1))
+    kept_tokens, kept_parents, count, moved = _insert(
+        other_tokens_ptr + other, other_parents_ptr + other, root, kept_tokens, kept_parents, count, NUM_OTHERS,
+        NUM_KEPT, BLOCK_OTHER, BLOCK_KEPT,
+    )  # fmt: skip
+    place = tl.arange(0, BLOCK_KEPT)
+    offset = request * NUM_KEPT + place
+    tl.store(merged_tokens_ptr + offset, kept_tokens, mask=place < NUM_KEPT)
+    tl.store(merged_parents_ptr + offset, kept_parents.to(tl.int64), mask=place < NUM_KEPT)
+    tl.store(num_drafts_ptr + request, count)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `merge_drafts` and describes its outputs."""
+    args = check.Arguments("merge_drafts", values)
+    num_kept = args.integer("num_speculative_tokens", 1, MAX_DRAFTS)
+    for prefix, axis in (("", "M"), ("other_", "M2")):
+        count = args.tensor(f"{prefix}tokens", ("B", axis), check.INTEGER).shape[1]
+        if count > MAX_DRAFTS:
+            args.fail(f"{prefix}tokens", f"have {axis} in 0..{MAX_DRAFTS}", count)
+        args.tensor(f"{prefix}parents", ("B", axis), check.INTEGER)
+    args.tensor("attach", ("B",), check.INTEGER)
+    node = args.spec((args.size("B"), num_kept), torch.int64)
+    return Output(node, node, args.spec((args.size("B"),), torch.int32))
+
+
+@launcher
+def merge_drafts(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    other_tokens: torch.Tensor,
+    other_parents: torch.Tensor,
+    attach: torch.Tensor,
+    *,
+    num_speculative_tokens: int,
+    out: Output | None = None,
+) -> Output:
+    """Puts each row's other trie below a node of its first one; shapes are in the module's docstring.
+
+    num_speculative_tokens: K, most drafts that are kept, 1..255.
+    out: three tensors to write into.
+    """
+    contracted = contract(locals())
+    out = check.allocate("merge_drafts", contracted, out)
+    num_drafts, num_others = tokens.shape[1], other_tokens.shape[1]
+    launch(
+        "merge_drafts",
+        _merge_drafts_kernel,
+        (tokens.shape[0],),
+        tokens_ptr=tokens,
+        parents_ptr=parents,
+        other_tokens_ptr=other_tokens,
+        other_parents_ptr=other_parents,
+        attach_ptr=attach,
+        merged_tokens_ptr=out.tokens,
+        merged_parents_ptr=out.parents,
+        num_drafts_ptr=out.num_drafts,
+        NUM_DRAFTS=num_drafts,
+        NUM_OTHERS=num_others,
+        NUM_KEPT=num_speculative_tokens,
+        BLOCK_NODE=triton.next_power_of_2(num_drafts + 1),
+        BLOCK_OTHER=triton.next_power_of_2(num_others + 1),
+        BLOCK_KEPT=triton.next_power_of_2(num_speculative_tokens),
+        **tuning.row(TUNING, tokens.device),
+    )
+    return out

@@ -1,0 +1,393 @@
+"""Looks up in a request's own text what came after its last tokens before: drafts without a model.
+
+Computes
+    h is the history: token_ids[b, :seq_len], then draft_tokens[b] up to the first negative one; its last token is the
+    root of the drafts. A token below 0 equals nothing, itself included, and ends a continuation. The match length of an
+    end position e < len(h) - 1 is the largest n <= max_ngram_size with h[e - n + 1 .. e] = the last n tokens; e counts
+    if that is at least min_ngram_size and h[e + 1] is no token below 0. The first max_matches of those count, by
+    descending match length, equal ones by position as `prefer` says. Each continues with spec_steps tokens,
+    h[e + 1], h[e + 2], ..., past the end of h with the continuation itself from its beginning on, again and again (as
+    LZ77 copies). The continuations are merged, in order, into a trie below the root. Its nodes are numbered as they are
+    made, and none is made past num_speculative_tokens or max_drafts[b].
+    token_budget: rows in order take what they want while the roots of all live rows stay reserved. Row i has
+    min(want_i, max(0, budget - live rows - sum of want_j, j < i)) drafts, the first of its trie. Tokens of
+    draft_tokens are not counted.
+Shapes
+    token_ids     [B, L]  int     prompt and output; rows may be strided; L < 2^30
+    seq_lens      [B]     int     tokens of each row, at most L count; 0 and below: a dead row
+    draft_tokens  [B, D]  int     or None: drafts that count as history already, -1 padded; D <= 255
+    max_drafts    [B]     int     or None: most drafts of each row; 0 and below: none
+    -> tokens      [B, M]  int64  M = num_speculative_tokens; -1 padded
+    -> parents     [B, M]  int64  node of each one's parent as `tree_from_parents` takes it, 0 the root; -1 padded
+    -> num_drafts  [B]     int32
+    -> match_len   [B]     int32  length of the first match, whatever is left of its drafts; 0: there is none
+Invariants
+    Every output is written whole. What stands behind seq_len and behind a row's drafts is of no account. Parents
+    precede their children, siblings differ. The result does not depend on L, on how a row is cut into parts, or, but
+    for token_budget, on other rows. Dead rows have no drafts.
+Grid
+    (B, parts), one program scans one part of a row's history, in blocks; (B,), one program merges the matches of a
+    row's parts and makes the trie; with token_budget (B,), one program cuts one trie.
+Launches
+    2 (3 with token_budget)
+Traffic
+    element size * sum of seq_lens read, 16 B M + 8 B written; 8 B * parts * max_matches written and read. Rows whose
+    last token is frequent read some of it again, out of the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.ngram import (
+    History,
+    end_keys,
+    history_lengths,
+    keep_best,
+    load_token,
+    load_tokens,
+    match_lengths,
+    merge_paths,
+)
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+
+class Output(NamedTuple):
+    """What `ngram_match` returns."""
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    num_drafts: torch.Tensor
+    match_len: torch.Tensor
+
+
+MAX_DRAFTS = 255
+MAX_NGRAM = 32
+MAX_MATCHES = 16
+
+# Not measured. A warp that scans alone waits for no other one. BLOCK_TOKEN: a whole number of 16-byte loads of all
+# lanes. programs: about so many scan at a time, each as long as its part is; more parts than max_parts only cost the
+# merging program.
+SCAN_TUNING = {"default": {"BLOCK_TOKEN": 1024, "programs": 4096, "max_parts": 256, "num_warps": 1}}
+MERGE_TUNING = {"default": {"BLOCK_KEY": 256, "num_warps": 2}}
+BUDGET_TUNING = {"default": {"BLOCK_BATCH": 256, "num_warps": 1}}
+
+
+@triton.jit(do_not_specialize=["stride_token_ids_request", "width", "min_ngram_size", "max_ngram_size"])
+def _ngram_match_scan_kernel(
+    # inputs
+    token_ids_ptr,
+    seq_lens_ptr,
+    draft_tokens_ptr,
+    # scratch
+    keys_ptr,
+    # sizes
+    stride_token_ids_request,
+    width,
+    min_ngram_size,
+    max_ngram_size,
+    ALIGNMENT: tl.constexpr,
+    NUM_GIVEN: tl.constexpr,
+    MAX_MATCHES: tl.constexpr,
+    IS_LATEST: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_GIVEN: tl.constexpr,
+    BLOCK_MATCH: tl.constexpr,
+    BLOCK_TOKEN: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Finds the best matches that end in one part of one row, but for its last few tokens, which fill no vector."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    num_parts = tl.num_programs(1)
+    row_ptr = token_ids_ptr + tl.multiple_of(request * stride_token_ids_request, ALIGNMENT)
+    committed, length = history_lengths(seq_lens_ptr, draft_tokens_ptr, request, width, NUM_GIVEN, BLOCK_GIVEN)
+    history = History(row_ptr, None, committed, length)
+    if draft_tokens_ptr is not None:
+        history = History(row_ptr, draft_tokens_ptr + request * NUM_GIVEN, committed, length)
+    # whole vectors: the compiler sees that the bound is a multiple of them, and loads vectors
+    num_vectors = committed // VECTOR
+    num_blocks = tl.cdiv(num_vectors * VECTOR, BLOCK_TOKEN)
+    blocks_of_part = tl.cdiv(num_blocks, num_parts)
+    first_block = part * blocks_of_part
+    last_block = tl.minimum(first_block + blocks_of_part, num_blocks)
+
+    last_token = load_token(history, length - 1)
+    wanted = last_token.to(token_ids_ptr.dtype.element_ty)
+    # no token of the row: below 0, or a draft of more bits
+    if (last_token < 0) | (wanted != last_token):
+        last_block = first_block
+    slot = tl.arange(0, BLOCK_MATCH)
+    kept = tl.where(slot < MAX_MATCHES, 0, 2**62).to(tl.int64)
+    # nothing shorter than this is of use any more; the order of blocks is that of preference, so nothing as long either
+    worst_size = min_ngram_size - 1
+    done = 0
+    while (first_block + done < last_block) & (worst_size < max_ngram_size):
+        block = first_block + done
+        if IS_LATEST:
+            block = last_block - 1 - done
+        position = block * BLOCK_TOKEN + tl.arange(0, BLOCK_TOKEN)
+        token = tl.load(row_ptr + position, mask=position < num_vectors * VECTOR, other=-1)
+        is_match = (token == wanted) & (position < length - 1)
+        # most blocks end here
+        if tl.max(is_match.to(tl.int32)) > 0:
+            size = match_lengths(history, position, is_match, max_ngram_size)
+            if tl.max(size) > worst_size:
+                key = end_keys(history, position, size, min_ngram_size, IS_LATEST)
+                kept = keep_best(kept, key, MAX_MATCHES, BLOCK_MATCH)
+                worst_size = tl.maximum((tl.min(kept) >> 32).to(tl.int32), worst_size)
+        done += 1
+    tl.store(keys_ptr + (request * num_parts + part) * MAX_MATCHES + slot, kept, mask=slot < MAX_MATCHES)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_token_ids_request", "width", "num_parts", "vector", "min_ngram_size", "max_ngram_size", "spec_steps"
+    ]
+)  # fmt: skip
+def _ngram_match_merge_kernel(
+    # inputs
+    token_ids_ptr,
+    seq_lens_ptr,
+    draft_tokens_ptr,
+    max_drafts_ptr,
+    # scratch
+    keys_ptr,
+    # outputs
+    tokens_ptr,
+    parents_ptr,
+    num_drafts_ptr,
+    match_len_ptr,
+    # sizes
+    stride_token_ids_request,
+    width,
+    num_parts,
+    vector,
+    min_ngram_size,
+    max_ngram_size,
+    spec_steps,
+    NUM_DRAFTS: tl.constexpr,
+    NUM_GIVEN: tl.constexpr,
+    MAX_MATCHES: tl.constexpr,
+    IS_LATEST: tl.constexpr,
+    BLOCK_GIVEN: tl.constexpr,
+    BLOCK_MATCH: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Picks a row's matches among those of its parts and those that end in its last few tokens; makes the trie."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    row_ptr = token_ids_ptr + request * stride_token_ids_request
+    committed, length = history_lengths(seq_lens_ptr, draft_tokens_ptr, request, width, NUM_GIVEN, BLOCK_GIVEN)
+    history = History(row_ptr, None, committed, length)
+    if draft_tokens_ptr is not None:
+        history = History(row_ptr, draft_tokens_ptr + request * NUM_GIVEN, committed, length)
+    slot = tl.arange(0, BLOCK_MATCH)
+    kept = tl.where(slot < MAX_MATCHES, 0, 2**62).to(tl.int64)
+    first_key_ptr = keys_ptr + request * num_parts * MAX_MATCHES
+    for start in range(0, num_parts * MAX_MATCHES, BLOCK_KEY):
+        index = start + tl.arange(0, BLOCK_KEY)
+        key = tl.load(first_key_ptr + index, mask=index < num_parts * MAX_MATCHES, other=0)
+        kept = keep_best(kept, key, MAX_MATCHES, BLOCK_MATCH)
+    tail = committed // vector * vector + tl.arange(0, BLOCK_TAIL)
+    last_token = load_token(history, length - 1)
+    is_match = (tail < length - 1) & (last_token >= 0)
+    is_match = is_match & (load_tokens(history, tail, is_match) == last_token)
+    size = match_lengths(history, tail, is_match, max_ngram_size)
+    key = end_keys(history, tail, size, min_ngram_size, IS_LATEST)
+    kept = keep_best(kept, key, MAX_MATCHES, BLOCK_MATCH)
+
+    limit = tl.full([], NUM_DRAFTS, tl.int64)
+    if max_drafts_ptr is not None:
+        limit = tl.minimum(tl.maximum(tl.load(max_drafts_ptr + request).to(tl.int64), 0), limit)
+    first = request * NUM_DRAFTS
+    count, longest = merge_paths(
+        history, tl.where(slot < MAX_MATCHES, kept, 0), spec_steps, limit.to(tl.int32), tokens_ptr + first,
+        parents_ptr + first, IS_LATEST, BLOCK_MATCH, BLOCK_NODE,
+    )  # fmt: skip
+    node = tl.arange(0, BLOCK_NODE)
+    is_padding = (node >= count) & (node < NUM_DRAFTS)
+    nothing = tl.full([BLOCK_NODE], -1, tl.int64)
+    tl.store(tokens_ptr + first + node, nothing, mask=is_padding)
+    tl.store(parents_ptr + first + node, nothing, mask=is_padding)
+    tl.store(num_drafts_ptr + request, count)
+    tl.store(match_len_ptr + request, longest)
+
+
+@triton.jit(do_not_specialize=["batch_size", "token_budget"])
+def _ngram_match_budget_kernel(
+    # inputs
+    seq_lens_ptr,
+    wanted_ptr,
+    # outputs
+    tokens_ptr,
+    parents_ptr,
+    num_drafts_ptr,
+    # sizes
+    batch_size,
+    token_budget,
+    NUM_DRAFTS: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Cuts one row's trie to what the budget leaves it."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    num_live = tl.zeros([BLOCK_BATCH], tl.int64)
+    before = tl.zeros([BLOCK_BATCH], tl.int64)
+    for start in range(0, batch_size, BLOCK_BATCH):
+        other = start + tl.arange(0, BLOCK_BATCH)
+        num_live += (tl.load(seq_lens_ptr + other, mask=other < batch_size, other=0) > 0).to(tl.int64)
+        before += tl.load(wanted_ptr + other, mask=other < request, other=0).to(tl.int64)
+    room = tl.maximum(tl.maximum(token_budget - tl.sum(num_live), 0) - tl.sum(before), 0)
+    wanted = tl.load(wanted_ptr + request)
+    granted = tl.minimum(wanted.to(tl.int64), room).to(tl.int32)
+    tl.store(num_drafts_ptr + request, granted)
+    node = tl.arange(0, BLOCK_NODE)
+    is_cut = (node >= granted) & (node < wanted)
+    nothing = tl.full([BLOCK_NODE], -1, tl.int64)
+    tl.store(tokens_ptr + request * NUM_DRAFTS + node, nothing, mask=is_cut)
+    tl.store(parents_ptr + request * NUM_DRAFTS + node, nothing, mask=is_cut)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `ngram_match` and describes its outputs."""
+    args = check.Arguments("ngram_match", values)
+    num_drafts = args.integer("num_speculative_tokens", 1, MAX_DRAFTS)
+    if values["spec_steps"] is not None:
+        args.integer("spec_steps", 1)
+    longest = args.integer("max_ngram_size", 1, MAX_NGRAM)
+    args.integer("min_ngram_size", 1, longest)
+    args.integer("max_matches", 1, MAX_MATCHES)
+    args.choice("prefer", ("latest", "earliest"))
+    if values["token_budget"] is not None:
+        args.integer("token_budget", 0)
+    width = args.tensor("token_ids", ("B", "L"), check.INTEGER, contiguous=1).shape[1]
+    if width >= 2**30:
+        args.fail("token_ids", "have L below 2^30", width)
+    args.tensor("seq_lens", ("B",), check.INTEGER)
+    drafts = args.tensor("draft_tokens", ("B", "D"), check.INTEGER, optional=True)
+    if drafts is not None and drafts.shape[1] > MAX_DRAFTS:
+        args.fail("draft_tokens", f"have D in 0..{MAX_DRAFTS}", drafts.shape[1])
+    args.tensor("max_drafts", ("B",), check.INTEGER, optional=True)
+    node, row = (args.size("B"), num_drafts), (args.size("B"),)
+    node, row = args.spec(node, torch.int64), args.spec(row, torch.int32)
+    return Output(node, node, row, row)
+
+
+@launcher
+def ngram_match(
+    token_ids: torch.Tensor,
+    seq_lens: torch.Tensor,
+    draft_tokens: torch.Tensor | None = None,
+    max_drafts: torch.Tensor | None = None,
+    *,
+    num_speculative_tokens: int,
+    spec_steps: int | None = None,
+    max_ngram_size: int,
+    min_ngram_size: int = 1,
+    max_matches: int = 1,
+    prefer: str = "latest",
+    token_budget: int | None = None,
+    out: Output | None = None,
+) -> Output:
+    """Drafts what followed earlier occurrences of the last tokens; shapes are in the module's docstring.
+
+    num_speculative_tokens: M, most drafts of a row, 1..255.
+    spec_steps: most drafts of a path; None: M.
+    max_ngram_size, min_ngram_size: so many last tokens are looked for, 1 <= min <= max <= 32.
+    max_matches: 1 drafts a chain; more, up to 16, a tree.
+    prefer: "latest" or "earliest", among matches of one length.
+    token_budget: most tokens that the batch verifies, the root of every live row counted; None: no limit.
+    out: four tensors to write into.
+    """
+    contracted = contract(locals())
+    out = check.allocate("ngram_match", contracted, out)
+    (batch_size, width), device = token_ids.shape, token_ids.device
+    scan, merge = tuning.row(SCAN_TUNING, device), tuning.row(MERGE_TUNING, device)
+    num_parts = _num_parts(batch_size, width, scan)
+    vector = 16 // token_ids.element_size()
+    if token_ids.data_ptr() % 16 or token_ids.stride(0) % vector:
+        vector = 1
+    num_given = 0 if draft_tokens is None else draft_tokens.shape[1]
+    has_budget = token_budget is not None
+    wanted = torch.empty(batch_size, dtype=torch.int32, device=device) if has_budget else out.num_drafts
+    shared = {
+        "token_ids_ptr": token_ids,
+        "seq_lens_ptr": seq_lens,
+        "draft_tokens_ptr": draft_tokens,
+        "keys_ptr": torch.empty((batch_size, num_parts, max_matches), dtype=torch.int64, device=device),
+        "stride_token_ids_request": token_ids.stride(0),
+        "width": width,
+        "min_ngram_size": min_ngram_size,
+        "max_ngram_size": max_ngram_size,
+        "NUM_GIVEN": num_given,
+        "MAX_MATCHES": max_matches,
+        "IS_LATEST": prefer == "latest",
+        "BLOCK_GIVEN": triton.next_power_of_2(max(num_given, 1)),
+        "BLOCK_MATCH": triton.next_power_of_2(max_matches),
+    }
+    block_node = triton.next_power_of_2(num_speculative_tokens)
+    launch(
+        "ngram_match",
+        _ngram_match_scan_kernel,
+        (batch_size, num_parts),
+        **shared,
+        ALIGNMENT=vector,
+        VECTOR=vector,
+        BLOCK_TOKEN=scan["BLOCK_TOKEN"],
+        num_warps=scan["num_warps"],
+    )
+    launch(
+        "ngram_match",
+        _ngram_match_merge_kernel,
+        (batch_size,),
+        **shared,
+        max_drafts_ptr=max_drafts,
+        tokens_ptr=out.tokens,
+        parents_ptr=out.parents,
+        num_drafts_ptr=wanted,
+        match_len_ptr=out.match_len,
+        num_parts=num_parts,
+        vector=vector,
+        spec_steps=min(spec_steps or num_speculative_tokens, num_speculative_tokens),
+        NUM_DRAFTS=num_speculative_tokens,
+        BLOCK_NODE=block_node,
+        # the tokens that fill no vector, and the given drafts behind them
+        BLOCK_TAIL=triton.next_power_of_2(num_given + 4),
+        **merge,
+    )
+    if has_budget:
+        launch(
+            "ngram_match",
+            _ngram_match_budget_kernel,
+            (batch_size,),
+            seq_lens_ptr=seq_lens,
+            wanted_ptr=wanted,
+            tokens_ptr=out.tokens,
+            parents_ptr=out.parents,
+            num_drafts_ptr=out.num_drafts,
+            batch_size=batch_size,
+            token_budget=token_budget,
+            NUM_DRAFTS=num_speculative_tokens,
+            BLOCK_NODE=block_node,
+            **tuning.row(BUDGET_TUNING, device),
+        )
+    return out
+
+
+def _num_parts(batch_size: int, width: int, scan: dict) -> int:
+    """Into how many parts each row is cut: enough programs for a GPU, none without a block in a row that is full."""
+    wanted = math.ceil(scan["programs"] / max(batch_size, 1))
+    return max(1, min(wanted, scan["max_parts"], math.ceil(width / scan["BLOCK_TOKEN"])))

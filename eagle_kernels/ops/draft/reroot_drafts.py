@@ -1,0 +1,168 @@
+"""Moves a trie of drafts to a later root: what is left of it below the tokens that were committed since it was made.
+
+Computes
+    A drafter on the host is a step behind the device: while it looks for drafts, the tokens of that step are verified.
+    From the root, path[b] leads down, each token to the child that carries it, the first of several. If all of it is
+    there, the descendants of the node that it reaches, at most spec_steps below it, in their order, the first
+    num_speculative_tokens of them, are the drafts of a new root. If not, there are none. A path ends at its first
+    token below 0; an empty one stays at the root.
+Shapes
+    tokens   [B, M]  int    of nodes 1..M; M <= 1023
+    parents  [B, M]  int    node of each one's parent, 0 the root, -1: no such node (as `tree_from_parents` takes them)
+    path     [B, T]  int    committed tokens since the trie was made, -1 padded
+    -> tokens      [B, K]  int64  K = num_speculative_tokens; -1 padded
+    -> parents     [B, K]  int64  node of each one's parent in the new trie, 0 its root; -1 padded
+    -> num_drafts  [B]     int32
+Invariants
+    Every output is written whole. Parents precede their children. A node whose parent does not precede it, or whose
+    token is below 0, does not exist, and neither does what hangs on it.
+Grid
+    (B,), one program moves one trie.
+Launches
+    1
+Traffic
+    2 * B * M * index size and B * T * index size read, 16 B K + 4 B written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...primitives.dependent_launch import await_predecessor
+from ...primitives.tree import ancestor_word, depths
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+
+
+class Output(NamedTuple):
+    """What `reroot_drafts` returns."""
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    num_drafts: torch.Tensor
+
+
+MAX_DRAFTS = 1023
+
+# Not measured.
+TUNING = {"default": {"nodes_per_warp": 128}}
+
+
+@triton.jit(do_not_specialize=["path_size", "spec_steps"])
+def _reroot_drafts_kernel(
+    # inputs
+    tokens_ptr,
+    parents_ptr,
+    path_ptr,
+    # outputs
+    new_tokens_ptr,
+    new_parents_ptr,
+    num_drafts_ptr,
+    # sizes
+    path_size,
+    spec_steps,
+    NUM_DRAFTS: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+    BLOCK_KEPT: tl.constexpr,
+    NUM_ROUNDS: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, BLOCK_NODE)
+    is_draft = (node > 0) & (node <= NUM_DRAFTS)
+    offset = request * NUM_DRAFTS + node - 1
+    token = tl.load(tokens_ptr + offset, mask=is_draft, other=-1).to(tl.int64)
+    named = tl.load(parents_ptr + offset, mask=is_draft, other=-1).to(tl.int64)
+    parent = tl.where((named >= 0) & (named < node) & (token >= 0), named, -1).to(tl.int32)
+
+    # BLOCK_NODE: the path has left the trie
+    root = 0
+    place = 0
+    committed = tl.full([], 0, tl.int64)
+    while (place < path_size) & (committed >= 0) & (root < BLOCK_NODE):
+        committed = tl.load(path_ptr + request * path_size + place).to(tl.int64)
+        if committed >= 0:
+            root = tl.min(tl.where((parent == root) & (token == committed), node, BLOCK_NODE))
+        place += 1
+
+    # paths that end at the new root
+    below = tl.where(node == root, -1, parent)
+    depth = depths(below, NUM_ROUNDS)
+    is_under = ancestor_word((node == root).to(tl.int32), below, NUM_ROUNDS) != 0
+    is_kept = is_under & (depth > 0) & (depth <= spec_steps)
+    # the root's number is 0, and so is that of nodes before the first that is kept
+    number = tl.cumsum(is_kept.to(tl.int32), 0)
+    number = tl.where(is_kept, number, 0)
+    new_parent = tl.gather(number, tl.maximum(parent, 0), 0)
+    first = request * NUM_KEPT
+    is_written = is_kept & (number <= NUM_KEPT)
+    tl.store(new_tokens_ptr + first + number - 1, token, mask=is_written)
+    tl.store(new_parents_ptr + first + number - 1, new_parent.to(tl.int64), mask=is_written)
+    count = tl.minimum(tl.max(number), NUM_KEPT)
+    tl.store(num_drafts_ptr + request, count)
+    index = tl.arange(0, BLOCK_KEPT)
+    is_padding = (index >= count) & (index < NUM_KEPT)
+    nothing = tl.full([BLOCK_KEPT], -1, tl.int64)
+    tl.store(new_tokens_ptr + first + index, nothing, mask=is_padding)
+    tl.store(new_parents_ptr + first + index, nothing, mask=is_padding)
+
+
+def contract(values: dict) -> Output:
+    """Checks the arguments of `reroot_drafts` and describes its outputs."""
+    args = check.Arguments("reroot_drafts", values)
+    num_kept = args.integer("num_speculative_tokens", 1, MAX_DRAFTS)
+    args.integer("spec_steps", 1)
+    num_drafts = args.tensor("tokens", ("B", "M"), check.INTEGER).shape[1]
+    if num_drafts > MAX_DRAFTS:
+        args.fail("tokens", f"have M in 0..{MAX_DRAFTS}", num_drafts)
+    args.tensor("parents", ("B", "M"), check.INTEGER)
+    args.tensor("path", ("B", "T"), check.INTEGER)
+    node = args.spec((args.size("B"), num_kept), torch.int64)
+    return Output(node, node, args.spec((args.size("B"),), torch.int32))
+
+
+@launcher
+def reroot_drafts(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    path: torch.Tensor,
+    *,
+    num_speculative_tokens: int,
+    spec_steps: int,
+    out: Output | None = None,
+) -> Output:
+    """Cuts the drafts below the end of each row's path out of its trie; shapes are in the module's docstring.
+
+    num_speculative_tokens: K, most drafts that are kept, 1..1023.
+    spec_steps: most drafts of a path.
+    out: three tensors to write into.
+    """
+    contracted = contract(locals())
+    out = check.allocate("reroot_drafts", contracted, out)
+    batch_size, num_drafts = tokens.shape
+    block_node = max(16, triton.next_power_of_2(num_drafts + 1))
+    launch(
+        "reroot_drafts",
+        _reroot_drafts_kernel,
+        (batch_size,),
+        tokens_ptr=tokens,
+        parents_ptr=parents,
+        path_ptr=path,
+        new_tokens_ptr=out.tokens,
+        new_parents_ptr=out.parents,
+        num_drafts_ptr=out.num_drafts,
+        path_size=path.shape[1],
+        spec_steps=min(spec_steps, MAX_DRAFTS),
+        NUM_DRAFTS=num_drafts,
+        NUM_KEPT=num_speculative_tokens,
+        BLOCK_NODE=block_node,
+        BLOCK_KEPT=triton.next_power_of_2(num_speculative_tokens),
+        NUM_ROUNDS=num_drafts.bit_length(),
+        num_warps=max(block_node // tuning.row(TUNING, tokens.device)["nodes_per_warp"], 1),
+    )
+    return out

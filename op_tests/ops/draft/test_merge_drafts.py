@@ -1,0 +1,172 @@
+"""merge_drafts against its reference: tries that share much and nothing, limits, malformed tries."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import eagle_kernels
+from op_tests.harness import (
+    assert_in_bounds,
+    assert_only_launches,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+    to_device,
+)
+
+PATH = "draft.merge_drafts"
+
+
+def make(batch_size, num_drafts, num_others, *, vocabulary=3, dtype=torch.int64, device="cpu", **options):
+    """Random trees over few tokens, most nodes behind the one before, so that many are shared."""
+
+    def trie(count):
+        node = torch.arange(1, count + 1)
+        elsewhere = (torch.rand(batch_size, count) * node).long()
+        parents = torch.where(torch.rand(batch_size, count) < 0.4, elsewhere, node - 1)
+        return torch.randint(vocabulary, (batch_size, count)), parents
+
+    names = ("tokens", "parents", "other_tokens", "other_parents", "attach")
+    made = *trie(num_drafts), *trie(num_others), torch.randint(num_drafts + 1, (batch_size,))
+    values = {name: value.to(device, dtype) for name, value in zip(names, made)}
+    return values | {"num_speculative_tokens": min(255, max(1, num_drafts + num_others))} | options
+
+
+def ahead_of_time_cases():
+    yield "M=5 M2=3", make(2, 5, 3)
+    yield "M=31 M2=32 int32", make(2, 31, 32, dtype=torch.int32)
+    yield "M=255 M2=255", make(1, 255, 255)
+
+
+def size_sweep():
+    for batch_size in (1, 2, 3, 16, 17, 64, 257):
+        values = make(1, 5, 4)
+        values |= {
+            name: value.expand(batch_size, *value.shape[1:]).contiguous()
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+        yield values
+
+
+@pytest.mark.parametrize(("num_drafts", "num_others"), [(1, 1), (5, 3), (16, 15), (31, 40), (0, 4), (4, 0)])
+def test_matches_reference(num_drafts, num_others, device):
+    values = make(4, num_drafts, num_others, device=device)
+    check_operation(PATH, values, case=f"M={num_drafts} M2={num_others}")
+    for most in (1, 3, num_drafts, num_drafts + 1):
+        check_operation(PATH, values | {"num_speculative_tokens": max(1, most)}, case=f"K={most}")
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 2**40])
+def test_how_much_is_shared(vocabulary, device):
+    result, _ = check_operation(PATH, make(6, 20, 20, vocabulary=vocabulary, device=device))
+    if vocabulary == 2**40:
+        assert (result.num_drafts == 40).all()
+
+
+def as_rows(*rows, device):
+    return [torch.tensor([row], device=device) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("attach", "most", "tokens", "parents"),
+    [
+        # 5, 6 behind it, and 7 behind the root; then 5, 8 behind it, and 7
+        (0, 9, [5, 6, 7, 8], [0, 1, 0, 1]),
+        (2, 9, [5, 6, 7, 5, 8, 7], [0, 1, 0, 2, 4, 2]),
+        (3, 4, [5, 6, 7, 5], [0, 1, 0, 3]),
+        (3, 2, [5, 6], [0, 1]),
+        (0, 2, [5, 6], [0, 1]),
+        (4, 9, [5, 6, 7], [0, 1, 0]),
+        (-1, 9, [5, 6, 7], [0, 1, 0]),
+    ],
+)
+def test_worked_example(attach, most, tokens, parents, device):
+    rows = as_rows([5, 6, 7], [0, 1, 0], [5, 8, 7], [0, 1, 0], device=device)
+    names = ("tokens", "parents", "other_tokens", "other_parents")
+    values = dict(zip(names, rows)) | {"attach": torch.tensor([attach], device=device)}
+    result, _ = check_operation(PATH, values | {"num_speculative_tokens": most})
+    count = int(result.num_drafts)
+    assert (result.tokens[0, :count].tolist(), result.parents[0, :count].tolist()) == (tokens, parents)
+
+
+MALFORMED = {
+    "all padding": lambda v: v["parents"].fill_(-1),
+    "no other": lambda v: v["other_parents"].fill_(-1),
+    "padding in the middle": lambda v: v["parents"][:, 3:6].fill_(-1),
+    "own parents": lambda v: v["parents"].copy_(torch.arange(1, 13).expand(3, 12)),
+    "later parents": lambda v: v["other_parents"].copy_(torch.arange(12, 0, -1).expand(3, 12)),
+    "parents far out of range": lambda v: v["parents"][:, ::2].fill_(2**40),
+    "parents whose low bits are a node": lambda v: v["parents"][:, 2:].add_(2**32),
+    "parents far below": lambda v: v["other_parents"][:, ::3].fill_(-(2**40)),
+    "negative tokens": lambda v: v["tokens"][:, 1::4].fill_(-1),
+    "attached nowhere": lambda v: v["attach"].copy_(torch.tensor([2**33, -1, 13])),
+    "attached to padding": lambda v: (v["parents"][:, 3:6].fill_(-1), v["attach"].fill_(5)),
+    "attached to what did not fit": lambda v: v["attach"].fill_(12),
+}
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_malformed_tries_end_and_stay_in_bounds(fault, device):
+    values = make(3, 12, 12, num_speculative_tokens=8 if "fit" in fault else 24)
+    MALFORMED[fault](values)
+    with assert_in_bounds():
+        check_operation(PATH, to_device(values, device), case=fault)
+
+
+def test_int32_inputs_and_empty_batches(device):
+    check_operation(PATH, make(3, 9, 7, dtype=torch.int32, device=device))
+    check_operation(PATH, make(0, 9, 7, device=device))
+
+
+def test_launches_and_registration(device):
+    values = make(2, 6, 5, device=device)
+    assert_only_launches(PATH, values)
+    check_registration("merge_drafts", values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_speculative_tokens": 256}, "num_speculative_tokens must lie in 1..255, got 256"),
+        ({"tokens": torch.zeros(2, 256, dtype=torch.int64)}, "tokens must have M in 0..255, got 256"),
+        ({"other_tokens": torch.zeros(2, 256, dtype=torch.int64)}, "other_tokens must have M2 in 0..255, got 256"),
+        ({"other_parents": torch.zeros(2, 4, dtype=torch.int64)}, "other_parents must have M2 = 5 in axis 1"),
+        ({"attach": torch.zeros(3, dtype=torch.int64)}, "attach must have B = 2 in axis 0"),
+        ({"attach": torch.zeros(2)}, "attach must have dtype int32 or int64, got float32"),
+    ],
+)
+def test_bad_input_is_named(change, message, device):
+    values = to_device(make(2, 6, 5) | change, device)
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.merge_drafts: .*" + message):
+        eagle_kernels.raw.merge_drafts(**values)
+
+
+@pytest.mark.gpu
+def test_graph_replay(device):
+    values = make(8, 20, 20, device=device)
+    out = eagle_kernels.raw.merge_drafts(**values)
+    replay = make(8, 20, 20, device=device)
+
+    def change():
+        for name, value in replay.items():
+            if isinstance(value, torch.Tensor):
+                values[name].copy_(value)
+
+    replay_in_graph(lambda: eagle_kernels.raw.merge_drafts(**values, out=out), change=change)
+    for got, want in zip(out, eagle_kernels.reference.ops.draft.merge_drafts.merge_drafts(**replay)):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_drafts", "num_others"), list(itertools.product((1, 7, 64, 200, 255), (1, 8, 63, 128, 255)))
+)
+def test_full_cross(num_drafts, num_others, device):
+    for dtype, vocabulary, most in itertools.product((torch.int32, torch.int64), (2, 1000), (1, 60, 255)):
+        values = make(9, num_drafts, num_others, vocabulary=vocabulary, dtype=dtype, device=device)
+        check_operation(PATH, values | {"num_speculative_tokens": most})

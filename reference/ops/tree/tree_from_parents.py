@@ -1,0 +1,64 @@
+"""Reference of tree_from_parents: one node after another, each behind its parent."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...tree_mask import write_mask
+
+
+class Output(NamedTuple):
+    tree_mask: torch.Tensor
+    positions: torch.Tensor
+    retrieve_index: torch.Tensor
+    retrieve_next_token: torch.Tensor
+    retrieve_next_sibling: torch.Tensor
+    draft_tokens: torch.Tensor
+
+
+def tree_from_parents(
+    verified_id: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    parents: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_lens_sum: int | None = None,
+    *,
+    num_verify_tokens: int,
+    tree_mask_mode: str = "packed",
+    prefix_is_set: bool = False,
+) -> Output:
+    """See eagle_kernels/ops/tree/tree_from_parents.py. With `prefix_is_set` the prefix is True already."""
+    device, batch_size, num_nodes = seq_lens.device, len(seq_lens), num_verify_tokens
+    visible = torch.eye(num_nodes, dtype=torch.bool).repeat(batch_size, 1, 1)
+    depth = torch.zeros(batch_size, num_nodes, dtype=torch.int64)
+    next_token = torch.full((batch_size, num_nodes), -1)
+    next_sibling = torch.full((batch_size, num_nodes), -1)
+    tokens = verified_id.to(torch.int64)[:, None].repeat(1, num_nodes)
+    drafts, named = draft_tokens.tolist(), parents.tolist()
+    for request in range(batch_size):
+        linked, last_child = {0}, {}
+        for node in range(1, num_nodes):
+            parent = named[request][node - 1]
+            # whoever is linked already precedes this node
+            if parent not in linked or drafts[request][node - 1] < 0:
+                continue
+            linked.add(node)
+            tokens[request, node] = drafts[request][node - 1]
+            visible[request, node] |= visible[request, parent]
+            depth[request, node] = depth[request, parent] + 1
+            if parent in last_child:
+                next_sibling[request, last_child[parent]] = node
+            else:
+                next_token[request, parent] = node
+            last_child[parent] = node
+    lengths = seq_lens.to(torch.int64)
+    return Output(
+        tree_mask=write_mask(visible, lengths.cpu(), tree_mask_mode).to(device),
+        positions=(lengths[:, None] + depth.to(device)).flatten(),
+        retrieve_index=torch.arange(batch_size * num_nodes, device=device).view(batch_size, num_nodes),
+        retrieve_next_token=next_token.to(device),
+        retrieve_next_sibling=next_sibling.to(device),
+        draft_tokens=tokens.flatten(),
+    )
