@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import ops
 from .kv_pool import KVPool
 from .models.protocol import DraftModel, TargetModel
 from .sampling import RowSampling
@@ -20,18 +21,20 @@ class BatchState:
     roots         [R] int64       last committed token
     is_live       [R] int64       0: the row is computed in place, writes no key and never grows
     block_table   [R, max_pages]  int32, of both models' pools; -1: no page
+    methods       [R] int64       of several methods of drafting, the row's
+    history       [R, L] int32    committed tokens, the root at place `lengths`; None where no drafter reads them
     draft_logits  [R, Vd]         what the draft says after the root
-    draft_hidden  [R, H]          the draft's own state there
+    draft_hidden  [R, H]          the draft's own state there; both None without a draft
     num_behind    [R] int64       committed tokens that the draft has not read, of plain steps: with them it comes back
     missed_tokens    [R, MEMORY] int64   these, and
     missed_features  [R, MEMORY, F]      the target's features beside them; both None until a plain step keeps them
-    target_pool, draft_pool       keys and values; a request's pages have the same ids in both
+    target_pool, draft_pool       keys and values; a request's pages have the same ids in both. No draft, no draft_pool
     """
 
     def __init__(
         self,
         target: TargetModel,
-        draft: DraftModel,
+        draft: DraftModel | None,
         *,
         num_rows: int,
         num_pages: int,
@@ -40,7 +43,8 @@ class BatchState:
     ):
         device = target.device
         self.target_pool, self.draft_pool = (
-            KVPool(model.kv_shape, num_pages, page_size, target.dtype, device) for model in (target, draft)
+            None if model is None else KVPool(model.kv_shape, num_pages, page_size, target.dtype, device)
+            for model in (target, draft)
         )
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -50,7 +54,9 @@ class BatchState:
         self.lengths, self.roots, self.is_live = zeros(num_rows), zeros(num_rows), zeros(num_rows)
         self.block_table = zeros(num_rows, max_pages, dtype=torch.int32).fill_(-1)
         self.sampling = RowSampling(num_rows, target.vocab_size, device)
-        self.draft_logits = zeros(num_rows, draft.draft_vocab_size, dtype=target.dtype)
+        self.methods = zeros(num_rows)
+        self.history: Tensor | None = None
+        self.draft_logits = None if draft is None else zeros(num_rows, draft.draft_vocab_size, dtype=target.dtype)
         self.num_behind = zeros(num_rows)
         self.missed_tokens: Tensor | None = None
         self.missed_features: Tensor | None = None
@@ -62,6 +68,17 @@ class BatchState:
             self.draft_hidden = hidden.new_zeros(self.num_rows, *hidden.shape)
         self.draft_logits[row] = logits
         self.draft_hidden[row] = hidden
+
+    def keep_history(self) -> None:
+        """Makes room for the tokens of all rows."""
+        if self.history is None:
+            num_tokens = self.block_table.shape[1] * self.target_pool.page_size
+            self.history = self.block_table.new_zeros(self.num_rows, num_tokens)
+
+    def append_to_history(self, rows: slice, tokens: Tensor) -> None:
+        """What a step brought, [B, T], -1 padded, before `lengths` grow; where requests end, the host finds out."""
+        num_tokens = self.lengths[rows] + 1
+        ops.append_output(self.history[rows], num_tokens, num_tokens, tokens)
 
     def keep_what_drafts_miss(self, feature_size: int) -> None:
         """Makes room for the tokens and features of plain steps."""
@@ -85,6 +102,6 @@ class BatchState:
 
     def tensors(self) -> list[Tensor]:
         """Everything that belongs to rows."""
-        held = [self.lengths, self.roots, self.is_live, self.block_table, self.draft_logits]
-        held += [self.num_behind, self.draft_hidden, self.missed_tokens, self.missed_features]
+        held = [self.lengths, self.roots, self.is_live, self.block_table, self.methods, self.history]
+        held += [self.draft_logits, self.num_behind, self.draft_hidden, self.missed_tokens, self.missed_features]
         return [tensor for tensor in held if tensor is not None] + self.sampling.tensors()

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from ..primitives.accept_policy import ACCEPT_POLICIES
 from ..runtime import language
 from ..runtime.library import backend
 from ..runtime.target import architecture
+from .cli_config import add_config_arguments, read_config
 from .config import EAGLEConfig
 from .inference import EAGLEInference, TokenStream
 from .inspection import inspect_head, read_prompts_file
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-new-tokens", type=int, default=128)
     generate.add_argument("--compare", action="store_true", help="also decode plainly: speed, and do texts agree")
     generate.add_argument("--seed", type=int, help="of the sampling noise; default: a fresh one, printed")
-    _add_config_arguments(generate)
+    add_config_arguments(generate)
     _add_machine_arguments(generate)
 
     benchmark = commands.add_parser("benchmark", help="speed and acceptance of prompts, with and without speculation")
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     benchmark.add_argument("--max-new-tokens", type=int, default=128)
     benchmark.add_argument("--batch-size", type=int, default=1, help="prompts that are decoded together")
     benchmark.add_argument("--seed", type=int, default=0, help="of the sampling noise")
-    _add_config_arguments(benchmark)
+    add_config_arguments(benchmark)
     _add_machine_arguments(benchmark)
 
     inspect = commands.add_parser("inspect", help="what a draft head is, and whether it fits a target")
@@ -94,68 +94,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_config_arguments(command: argparse.ArgumentParser) -> None:
-    defaults = EAGLEConfig()
-    command.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
-    command.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: off")
-    command.add_argument("--top-p", type=float, default=1.0, help="sample from the smallest set of this mass; 1: off")
-    command.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the best; 0: off")
-    command.add_argument("--topk", type=int, default=defaults.topk, help="branching of the draft tree")
-    command.add_argument("--num-steps", type=int, default=defaults.num_steps, help="levels of the draft tree")
-    command.add_argument("--num-draft-tokens", type=int, help="nodes verified a step, with root (default: 32)")
-    command.add_argument("--accept-policy", choices=ACCEPT_POLICIES, default="normal", help="to time given acceptance")
-    command.add_argument("--simulated-accept-length", type=float, help="of simulate: mean tokens a step, with bonus")
-    command.add_argument("--simulated-accept-rates", type=_numbers, help="or: share of steps that reach depth 1,2,...")
-    command.add_argument(
-        "--adaptive", action="store_true", help="the fastest of some trees, as measured (default: off)"
-    )
-    command.add_argument(
-        "--max-batch",
-        type=int,
-        default=defaults.max_batch,
-        help="most requests that step together (default: %(default)s)",
-    )
-    command.add_argument(
-        "--page-size", type=int, default=defaults.page_size, help="tokens a page of the KV pools (default: %(default)s)"
-    )
-    command.add_argument("--eager", action="store_true", help="no CUDA graphs (default: graphs on GPUs)")
-    command.add_argument("--target", type=Path, help="model folder (default: the embedded pair)")
-    command.add_argument("--draft", type=Path, help="EAGLE head folder (default: the embedded pair)")
-
-
 def _add_machine_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", default="auto", help="cuda, cpu, cuda:1, ... (auto: cuda where there is one)")
     command.add_argument("--dtype", choices=_DTYPES, default="float32")
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(number) for number in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be numbers with commas between them, got {text!r}") from None
-
-
 def _load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokenizer]:
-    if (arguments.target is None) != (arguments.draft is None):
+    config = read_config(arguments)
+    if config.needs_model and (arguments.target is None) != (arguments.draft is None):
         raise ValueError("--target and --draft belong together: a head fits the one target it was trained for")
+    if not config.needs_model and arguments.draft is not None:
+        raise ValueError(f"--draft must not be given for method={config.method!r}, which drafts without a model")
     target, draft = (arguments.target, arguments.draft) if arguments.target else demo_pair()
-    config = EAGLEConfig(
-        topk=arguments.topk,
-        num_steps=arguments.num_steps,
-        num_draft_tokens=arguments.num_draft_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        accept_policy=arguments.accept_policy,
-        simulated_accept_length=arguments.simulated_accept_length,
-        simulated_accept_rates=arguments.simulated_accept_rates,
-        adaptive="auto" if arguments.adaptive else None,
-        max_batch=arguments.max_batch,
-        page_size=arguments.page_size,
-        cuda_graph=False if arguments.eager else None,
-    )
+    draft = draft if config.needs_model else None
     device, dtype = _device(arguments.device), _DTYPES[arguments.dtype]
     with _telling_of_the_head() if arguments.draft else nullcontext():
         engine = EAGLEInference.from_pretrained(draft, target, config, device=device, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,8 @@ from ..ops.tree.organize_draft_results import MAX_CANDIDATES
 from ..ops.tree.select_top_k_tokens import MAX_TOPK
 from ..primitives.accept_policy import ACCEPT_POLICIES
 from ..primitives.paging import MAX_PAGE_SIZE
+from .method_options import MethodOptions
+from .speculative_config import read_speculative_config
 from .values import is_integer
 
 DEFAULT_MAX_DRAFT_TOKENS = 32
@@ -27,7 +30,7 @@ def rates_of_mean_length(mean: float, spec_steps: int) -> list[float]:
 
 
 @dataclass(frozen=True)
-class EAGLEConfig:
+class EAGLEConfig(MethodOptions):
     """Drafting tree, sampling and limits; every value is validated here, with the rule in the message.
 
     Tree (EAGLE-2): `num_steps` levels; each keeps `topk` nodes and drafts `topk` children of each, so there are
@@ -56,6 +59,34 @@ class EAGLEConfig:
                         some smaller ones brings most tokens a second, as measured. None: always this tree
     cuda_graph          capture steps as CUDA graphs; None: on a GPU, where the masks' layout and the models allow it.
                         The CPU has none: there True only refuses models that could not be captured on a GPU
+
+    Where drafts come from:
+    method              `eagle`, `mtp`, `draft_model`: the draft model's (None: whichever of these it is); `ngram`: what
+                        followed the last tokens earlier in prompt or output; `suffix`: what followed them most often
+                        there and in past responses; `hybrid`: the model's, and ngram's behind or beside them; `naive`:
+                        none, and the fields of the tree say nothing.
+                        Trees of ngram and suffix have at most topk * num_steps drafts, topk=1 makes them chains.
+                        Several of them: each request has its own (`SamplingParams.drafter`), trees are of one size,
+                        and all of them draft for all rows of a step
+    num_model_steps     of hybrid: levels that the model drafts, topk nodes in each
+    max_ngram_size, min_ngram_size  of ngram and hybrid: how many of the last tokens must have occurred together; the
+                        longest match comes first,
+    ngram_prefer        of equally long ones the `latest` or the `earliest`; the topk first ones are merged into a tree
+    suffix_decoding_max_tree_depth       longest string that suffix trees hold, context and drafts together
+    suffix_decoding_max_cached_requests  responses that are remembered, the oldest leave first; -1: all, 0: none
+    suffix_decoding_max_spec_factor      drafts of a step at most, times the length of the match
+    suffix_decoding_min_token_prob       drafts are as likely as this at least, by what followed so far
+
+    By which rule drafts are kept:
+    verify_strategy     `target_match`: the target's own token of every node is drawn as plain decoding does; a draft
+                        that is it is kept. `greedy`: the same, for requests of temperature 0 alone. `rejection`: a
+                        model draws its drafts, topk at the root and one below each, and they are kept with probability
+                        min(1, target / draft): the target's law, but other draws than plain decoding with this seed.
+                        LOSSY are `topp`, which keeps drafts among the target's candidates, and `typical`, which keeps
+                        those that the target finds likely enough
+    max_candidate_len, verify_window  of topp: most candidates of a node, 2..16; nodes that must agree with the target
+                        below a draft that is only its second candidate
+    typical_epsilon, typical_delta    of typical: kept are tokens of probability above min(epsilon, delta e^-entropy)
 
     For timing, with text that is not the target's:
     accept_policy       `normal`; `accept_all`, `reject_all`, `simulate` plant tokens in the place of the target's, so
@@ -91,17 +122,17 @@ class EAGLEConfig:
     def __post_init__(self) -> None:
         self._require_integer("topk", 1, MAX_TOPK)
         self._require_integer("num_steps", 1)
-        # What the ops hold: the beams of all levels but the last attend at once, all candidates are ranked at once, and
-        # the draft rereads an accepted path, which with the root has num_steps + 1 tokens, at once.
-        levels_below_first = min(MAX_DRAFT_KEYS // self.topk, (MAX_CANDIDATES - self.topk) // self.topk**2)
-        most_steps = min(1 + levels_below_first, MAX_QUERY - 1)
-        self._require(self.num_steps <= most_steps, "num_steps", f"lie in 1..{most_steps} for topk={self.topk}")
+        self._check_method()
+        self._require(
+            self.num_steps <= self._most_steps, "num_steps", f"lie in 1..{self._most_steps} for topk={self.topk}"
+        )
         self._require_integer("num_draft_tokens", is_optional=True)
         most_nodes = min(MAX_NODES, 1 + self._num_candidates)
+        candidates = "topk + (num_steps - 1) * topk^2" if self._is_dynamic else "topk * num_steps"
         self._require(
             2 <= self.num_verify_tokens <= most_nodes,
             "num_draft_tokens",
-            f"lie in 2..min({MAX_NODES}, 1 + topk + (num_steps - 1) * topk^2) = {most_nodes} for topk={self.topk}, "
+            f"lie in 2..min({MAX_NODES}, 1 + {candidates}) = {most_nodes} for topk={self.topk}, "
             f"num_steps={self.num_steps} (the root counts)",
         )
         self._require_number("temperature")
@@ -132,6 +163,9 @@ class EAGLEConfig:
         rule = "not be True with tree_mask_mode='full_mask', whose size the host must know at each step"
         self._require(can_be_captured or self.cuda_graph is not True, "cuda_graph", rule)
         self._check_accept_policy()
+        self._check_hybrid()
+        is_ragged = len(self.methods) > 1 and self.tree_mask_mode == TreeMaskMode.FULL_MASK
+        self._require(not is_ragged, "tree_mask_mode", "not be 'full_mask' with several methods")
         self._require_integer("max_spec_batch", 0, is_optional=True)
         self._check_adaptive()
 
@@ -152,6 +186,18 @@ class EAGLEConfig:
         """A tree of `num_draft_tokens` nodes, root included."""
         return cls(topk=topk, num_steps=num_steps, num_draft_tokens=num_draft_tokens, **others)
 
+    @classmethod
+    def from_speculative_config(cls, fields: Mapping[str, Any], **others: Any) -> EAGLEConfig:
+        """Of the fields of FastDeploy's speculative configuration, and vLLM's where they coincide.
+
+        fields  method, num_speculative_tokens, num_model_steps, mtp_strategy, max_ngram_size, verify_strategy, ...
+                (`speculative_config.FIELDS`); topk, num_steps and num_draft_tokens of this class instead of
+                num_speculative_tokens make a tree. Unknown or inconsistent ones raise. What is absent is as in this
+                class: verify_strategy `target_match`, where FastDeploy takes the lossy `topp`
+        others  fields of this class, beside
+        """
+        return read_speculative_config(cls, fields, **others)
+
     @property
     def num_verify_tokens(self) -> int:
         """Nodes verified a step, root included: `num_draft_tokens`, or its default for this tree."""
@@ -161,7 +207,28 @@ class EAGLEConfig:
 
     @property
     def _num_candidates(self) -> int:
-        return self.topk + (self.num_steps - 1) * self.topk**2
+        if self._is_dynamic:
+            return self.topk + (self.num_steps - 1) * self.topk**2
+        return self.topk * self.num_steps
+
+    @property
+    def _is_dynamic(self) -> bool:
+        """Whether a model's beams choose the tree, level by level. To `naive` the tree's fields say nothing."""
+        if self.methods == ("naive",):
+            return True
+        others = {"ngram", "suffix", "hybrid"}.intersection(self.methods)
+        return self.needs_model and not others and self.verify_strategy != "rejection"
+
+    @property
+    def _most_steps(self) -> int:
+        """What the ops hold: the beams of all levels but the last attend at once, all candidates are ranked at once,
+        and the draft rereads an accepted path, with the root num_steps + 1 tokens, at once."""
+        if not self.needs_model:
+            return MAX_NODES - 1
+        if self.method == "hybrid":  # of the model's levels few
+            return MAX_QUERY - 1
+        levels_below_first = min(MAX_DRAFT_KEYS // self.topk, (MAX_CANDIDATES - self.topk) // self.topk**2)
+        return min(1 + levels_below_first, MAX_QUERY - 1)
 
     @property
     def trees(self) -> tuple[tuple[int | None, EAGLEConfig | None], ...]:
@@ -172,13 +239,18 @@ class EAGLEConfig:
             return ((self.max_spec_batch, self._with_tree(own)),)
         if self.adaptive == "auto":
             smaller = [tree for tree in SMALLER_TREES if tree[2] < own[2] and tree[1] <= own[1]]
+            if "hybrid" in self.methods:  # whose model has its part in each
+                levels = self.num_model_steps
+                smaller = [tree for tree in smaller if tree[1] > levels and tree[2] > 1 + tree[0] * levels]
             return tuple((None, self._with_tree(tree)) for tree in (*smaller, own))
         return tuple((most, None if tree is None else self._with_tree(tree)) for most, tree in self.adaptive)
 
     @property
     def may_speculate(self) -> bool:
         """Whether any step may have drafts; where none has, the draft reads nothing and sets no limit."""
-        return self.max_spec_batch != 0 and any(tree is not None for _, tree in self.trees)
+        return (
+            self.methods != ("naive",) and self.max_spec_batch != 0 and any(tree is not None for _, tree in self.trees)
+        )
 
     def _with_tree(self, tree: tuple[int, int, int]) -> EAGLEConfig:
         topk, num_steps, num_draft_tokens = tree
@@ -214,6 +286,11 @@ class EAGLEConfig:
 
     def _check_accept_policy(self) -> None:
         self._require(self.accept_policy in ACCEPT_POLICIES, "accept_policy", f"be one of {list(ACCEPT_POLICIES)}")
+        is_planted = self.verify_strategy in ("target_match", "greedy")
+        rule = f"be 'normal' with verify_strategy={self.verify_strategy!r}, for which nothing is planted"
+        simulated = self.simulated_accept_length, self.simulated_accept_rates
+        is_normal = self.accept_policy == "normal" and simulated == (None, None)
+        self._require(is_planted or is_normal, "accept_policy", rule)
         length, rates = self.simulated_accept_length, self.simulated_accept_rates
         if self.accept_policy == "normal" and (length, rates) != (None, None):
             object.__setattr__(self, "accept_policy", "simulate")

@@ -16,17 +16,21 @@ from torch import Tensor
 from .batch_state import BatchState
 from .benchmark import BenchmarkResult, benchmark
 from .config import EAGLEConfig
+from .drafters.methods import make_drafter
+from .drafters.protocol import overshoot
+from .drafters.suffix_cache import SuffixCache
 from .inputs import Prompts, Seeds, read_max_new_tokens, read_prompts, read_seeds
 from .kv_pool import KVPool, PrefillAttend
 from .memory import check_fits, count_pages, workspace_bytes
+from .method_options import METHOD_FIELDS
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.protocol import DraftModel, TargetModel
-from .models.tokenizer import Tokenizer, load_tokenizer
+from .models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from .output import GenerationOutput, TokenEvent
 from .request import Request, StopStrings
 from .sampling import SAMPLING_FIELDS, SamplingParams
-from .scheduler import Scheduler, overshoot
+from .scheduler import Scheduler
 from .steps import Steps, make_steps, tell_who_waits
 from .stream import TextStream, TokenStream
 from .values import is_integer
@@ -36,7 +40,7 @@ _CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))
 # of a configuration, what makes one step differ from another one, and what pools and rows are made by
 _STEP_FIELDS = (
     "topk", "num_steps", "num_draft_tokens", "tree_mask_mode", "accept_policy", "simulated_accept_length",
-    "simulated_accept_rates", "cuda_graph", "max_spec_batch", "adaptive",
+    "simulated_accept_rates", "cuda_graph", "max_spec_batch", "adaptive", *METHOD_FIELDS,
 )  # fmt: skip
 _POOL_FIELDS = ("page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
 # of models that are of another library, or none at all, some are missing
@@ -55,7 +59,8 @@ class EAGLEInference:
     that lets requests join and leave between steps. All share one batch and one pool of pages. While `is_speculating`
     is set to False, requests go on by plain decoding.
 
-    draft_model   an EAGLE head or any `DraftModel`; a plain language model (`TargetModel`) drafts without features
+    draft_model   an EAGLE head or any `DraftModel`; a plain language model (`TargetModel`) drafts without features;
+                  None for methods that draft without one
     target_model  any `TargetModel` (`engine/models/protocol.py`)
     config        tree, sampling, limits
     device        where both models already are; None: the target's
@@ -67,34 +72,25 @@ class EAGLEInference:
 
     def __init__(
         self,
-        draft_model: DraftModel | TargetModel,
+        draft_model: DraftModel | TargetModel | None,
         target_model: TargetModel,
         config: EAGLEConfig | None = None,
         device: str | torch.device | None = None,
         tokenizer: Tokenizer | None = None,
     ):
         _check_model("target_model", target_model, _TARGET_MEMBERS)
-        _check_model("draft_model", draft_model, _DRAFT_MEMBERS)
         _check_config(config)
         self.target = target_model
-        self.draft = draft_model if hasattr(draft_model, "token_shift") else CausalDraft(draft_model)
         self.config = config or EAGLEConfig()
+        self.draft = None if draft_model is None else _as_draft(draft_model)
+        self._check_method(self.config)
         self.tokenizer = tokenizer
         self.device = target_model.device
         self.lock = threading.RLock()
         if device is not None and not _is_same_device(torch.device(device), self.device):
             raise ValueError(f"EAGLEInference: device must be where the models are, on {self.device}, got {device}")
-        for name, is_same in (("device", _is_same_device), ("dtype", operator.eq)):
-            of_draft, of_target = getattr(self.draft, name, None), getattr(target_model, name)
-            if of_draft is not None and not is_same(of_draft, of_target):
-                raise ValueError(f"EAGLEInference: the draft's {name} {of_draft} is not the target's {of_target}")
-        if hasattr(self.draft, "bind"):
-            self.draft.bind(target_model)
-        if self.draft.vocab_size != target_model.vocab_size:
-            raise ValueError(
-                f"EAGLEInference: the draft's vocabulary of {self.draft.vocab_size} tokens is not the target's "
-                f"{target_model.vocab_size}"
-            )
+        if self.draft is not None:
+            self._check_pair()
         self._check_topk(self.config)
         self._check_tokens("EAGLEConfig: eos_token_ids", self.config.eos_token_ids or ())
         tell_who_waits(target_model, self.draft, self.config)
@@ -108,6 +104,7 @@ class EAGLEInference:
         self._scheduler_key: tuple = ()
         self._steps: dict[tuple, Steps] = {}
         self._plain_step_ms: dict[int, float] = {}
+        self._suffix_caches: dict[tuple[int, int], SuffixCache] = {}
         self._num_submitted = 0
         self.is_speculating = True
         # events of submitted requests that `step` has not returned yet
@@ -116,7 +113,7 @@ class EAGLEInference:
     @classmethod
     def from_pretrained(
         cls,
-        draft: str | Path,
+        draft: str | Path | None,
         target: str | Path,
         config: EAGLEConfig | None = None,
         *,
@@ -124,7 +121,11 @@ class EAGLEInference:
         dtype: torch.dtype = torch.float32,
     ) -> EAGLEInference:
         """Loads both model folders (Hugging Face layout) onto `device`; end tokens and the tokenizer, if there is one,
-        come from the target's folder."""
+        come from the target's folder.
+
+        draft  an EAGLE head; with method="draft_model" a language model of the same tokenizer; None for methods that
+               draft without a model
+        """
         _check_config(config)
         target_model = load_target(target, device, dtype)
         config = config or EAGLEConfig()
@@ -135,7 +136,13 @@ class EAGLEInference:
             tokenizer = load_tokenizer(target)
         except ValueError as error:  # needed for text alone, which says so
             fault = str(error)
-        engine = cls(load_draft(draft, target_model), target_model, config, device, tokenizer)
+        draft_model = None
+        if draft is not None and "draft_model" in config.methods:
+            check_same_vocabulary(draft, target)
+            draft_model = load_target(draft, device, dtype)
+        elif draft is not None:
+            draft_model = load_draft(draft, target_model)
+        engine = cls(draft_model, target_model, config, device, tokenizer)
         engine._tokenizer_fault = fault
         return engine
 
@@ -312,7 +319,7 @@ class EAGLEInference:
             if self._has_pools_for(config):  # which may have been made when more or less memory was free
                 state, num_pages = self._scheduler.state, self._scheduler.pages.num_pages
                 max_pages = state.block_table.shape[1]
-        return workspace_bytes(self.target, self.draft, config, max_pages, num_pages)
+        return workspace_bytes(self.target, self._draft_of(config), config, max_pages, num_pages)
 
     @property
     def is_speculating(self) -> bool:
@@ -358,6 +365,7 @@ class EAGLEInference:
         of_config = {name: value for name, value in overrides.items() if name in _CONFIG_FIELDS}
         others = {name: value for name, value in overrides.items() if name not in _CONFIG_FIELDS}
         config = replace(self.config, **of_config) if of_config else self.config
+        self._check_method(config)
         self._check_tokens("EAGLEConfig: eos_token_ids", of_config.get("eos_token_ids") or ())
         wanted = of_config.get("accept_policy", config.accept_policy)
         if wanted != config.accept_policy:
@@ -376,6 +384,9 @@ class EAGLEInference:
                 )
             stop = StopStrings(params.stop, self.tokenizer)
         self._check_tokens("SamplingParams: stop_token_ids", params.stop_token_ids)
+        reason = config.why_not_verified(params)
+        if reason:
+            raise ValueError(f"EAGLEInference: {reason}")
         seed = read_seeds(params.seed, 1)[0]
         ends = frozenset(config.eos_token_ids or ()) | frozenset(params.stop_token_ids)
         return Request(index, prompt, params, seed, ends, _stop=stop)
@@ -397,7 +408,7 @@ class EAGLEInference:
 
     def _limit(self, config: EAGLEConfig, speculative: bool) -> int:
         limit = self.target.max_length
-        if speculative and config.may_speculate:
+        if speculative and config.may_speculate and config.needs_model:
             limit = min(limit, self.draft.max_length)
         return min(limit, config.max_length or limit)
 
@@ -405,7 +416,7 @@ class EAGLEInference:
         """The engine's batch, set to this configuration; made anew, while it is empty, where its pools do not fit."""
         if speculative:
             self._check_topk(config)
-        max_pages = self._max_pages(config)
+        max_pages, draft = self._max_pages(config), self._draft_of(config)
         key, scheduler = _pool_key(config), self._scheduler
         if not self._has_pools_for(config):
             if scheduler is not None and scheduler.has_work:
@@ -416,11 +427,11 @@ class EAGLEInference:
             # the old pools go before there are new ones
             self._scheduler, self._scheduler_key, self._steps = None, key, {}
             scheduler = None
-            num_pages = count_pages(self.target, self.draft, config, max_pages)
-            check_fits(self.target, self.draft, config, max_pages, num_pages)
+            num_pages = count_pages(self.target, draft, config, max_pages)
+            check_fits(self.target, draft, config, max_pages, num_pages)
             state = BatchState(
                 self.target,
-                self.draft,
+                draft,
                 num_rows=config.max_batch,
                 num_pages=num_pages,
                 max_pages=max_pages,
@@ -429,20 +440,33 @@ class EAGLEInference:
             scheduler = self._scheduler = Scheduler(state, config.prefill_chunk)
         step_key = (speculative, *(getattr(config, name) for name in _STEP_FIELDS))
         if step_key not in self._steps:
-            draft = self.draft if speculative and config.may_speculate else None
-            self._steps[step_key] = make_steps(self.target, draft, config, scheduler.state)
+            cache = self._suffix_cache_for(config) if "suffix" in config.methods else None
+            self._steps[step_key] = make_steps(
+                self.target, draft, config, scheduler.state, speculative, scheduler.lag, cache
+            )
         scheduler.use(self._steps[step_key])
         return scheduler
+
+    def _suffix_cache_for(self, config: EAGLEConfig) -> SuffixCache:
+        """One for all configurations with its sizes, since it remembers past responses."""
+        sizes = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_cached_requests
+        if sizes not in self._suffix_caches:
+            self._suffix_caches[sizes] = SuffixCache(*sizes)
+        return self._suffix_caches[sizes]
 
     def _has_pools_for(self, config: EAGLEConfig) -> bool:
         if self._scheduler is None or self._scheduler_key != _pool_key(config):
             return False
         return self._scheduler.state.block_table.shape[1] >= self._max_pages(config)
 
+    def _draft_of(self, config: EAGLEConfig) -> DraftModel | None:
+        """Who has a pool."""
+        return self.draft if config.needs_model else None
+
     def _max_pages(self, config: EAGLEConfig) -> int:
         """Of one request of full length; plain decoding shares the pools of its speculative twin."""
         trees = [config, *(tree for _, tree in config.trees if tree is not None)]
-        behind = max(overshoot(tree, self.draft.token_shift) for tree in trees)
+        behind = max(overshoot(make_drafter(tree, self._draft_of(config), self.device)) for tree in trees)
         # with some to spare, so that another tree does not ask for other pools
         needed = self._limit(config, speculative=False) + -(-behind // 256) * 256
         return -(-needed // config.page_size)
@@ -453,8 +477,28 @@ class EAGLEInference:
             if not 0 <= token < self.target.vocab_size:
                 raise ValueError(f"{name} must lie in 0..{self.target.vocab_size - 1}, got {token}")
 
+    def _check_pair(self) -> None:
+        """The draft must be the target's."""
+        for name, is_same in (("device", _is_same_device), ("dtype", operator.eq)):
+            of_draft, of_target = getattr(self.draft, name, None), getattr(self.target, name)
+            if of_draft is not None and not is_same(of_draft, of_target):
+                raise ValueError(f"EAGLEInference: the draft's {name} {of_draft} is not the target's {of_target}")
+        if hasattr(self.draft, "bind"):
+            self.draft.bind(self.target)
+        if self.draft.vocab_size != self.target.vocab_size:
+            raise ValueError(
+                f"EAGLEInference: the draft's vocabulary of {self.draft.vocab_size} tokens is not the target's "
+                f"{self.target.vocab_size}"
+            )
+
+    def _check_method(self, config: EAGLEConfig) -> None:
+        if config.needs_model and self.draft is None:
+            raise ValueError(
+                f"EAGLEInference: draft_model must not be None for method={config.method!r}, whose drafts are a model's"
+            )
+
     def _check_topk(self, config: EAGLEConfig) -> None:
-        if config.topk >= self.draft.draft_vocab_size:
+        if config.needs_model and config.topk >= self.draft.draft_vocab_size:
             raise ValueError(
                 f"EAGLEInference: topk must be smaller than the draft vocabulary of {self.draft.draft_vocab_size} "
                 f"tokens, got {config.topk}"
@@ -478,13 +522,18 @@ def _check_model(name: str, model: Any, members: tuple[str, ...]) -> None:
         )
 
 
+def _as_draft(model: DraftModel | TargetModel) -> DraftModel:
+    _check_model("draft_model", model, _DRAFT_MEMBERS)
+    return model if hasattr(model, "token_shift") else CausalDraft(model)
+
+
 def _check_config(config: Any) -> None:
     if not (config is None or isinstance(config, EAGLEConfig)):
         raise ValueError(f"EAGLEInference: config must be None or an EAGLEConfig, got {config!r}")
 
 
 def _pool_key(config: EAGLEConfig) -> tuple:
-    return tuple(getattr(config, name) for name in _POOL_FIELDS)
+    return config.needs_model, *(getattr(config, name) for name in _POOL_FIELDS)
 
 
 def _is_same_device(one: torch.device, other: torch.device) -> bool:

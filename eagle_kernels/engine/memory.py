@@ -12,7 +12,7 @@ from .models.protocol import DraftModel, TargetModel
 _CPU_CACHE_BYTES = 1 << 30
 
 
-def count_pages(target: TargetModel, draft: DraftModel, config: EAGLEConfig, max_pages: int) -> int:
+def count_pages(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int) -> int:
     """Pages of the pools: what kv_cache_bytes pays for, but no more than max_batch requests of max_pages can use."""
     budget = config.kv_cache_bytes
     if budget is None:
@@ -22,7 +22,7 @@ def count_pages(target: TargetModel, draft: DraftModel, config: EAGLEConfig, max
 
 
 def workspace_bytes(
-    target: TargetModel, draft: DraftModel, config: EAGLEConfig, max_pages: int, num_pages: int | None = None
+    target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int, num_pages: int | None = None
 ) -> dict[str, int]:
     """Bytes beside the weights, by what they are for, and their `total`; num_pages: of pools that there are.
 
@@ -31,23 +31,26 @@ def workspace_bytes(
     step      the largest tensors of one step: logits, and the features that the draft reads
     """
     element, rows, nodes = target.dtype.itemsize, config.max_batch, config.num_verify_tokens
+    num_streams, draft_vocab_size = (0, 0) if draft is None else (len(draft.aux_layers), draft.draft_vocab_size)
     # the draft's own state: of a head about as wide as the target's, of a language model nothing
-    hidden_size = target.hidden_size if draft.aux_layers else 0
-    missed = MEMORY * (8 + element * len(draft.aux_layers) * target.hidden_size)
+    hidden_size = target.hidden_size if num_streams else 0
+    missed = 0 if draft is None else MEMORY * (8 + element * num_streams * target.hidden_size)
     if num_pages is None:
         num_pages = count_pages(target, draft, config, max_pages)
     sizes = {
         "kv_cache": num_pages * _page_bytes(target, draft, config),
-        "rows": rows * (4 * max_pages + 68 + missed + element * (draft.draft_vocab_size + hidden_size)),
+        "rows": rows * (4 * max_pages + 76 + missed + element * (draft_vocab_size + hidden_size)),
         "step": rows * element * (
-            nodes * (target.vocab_size + len(draft.aux_layers) * target.hidden_size)
-            + max(config.topk, config.num_steps + 1) * draft.draft_vocab_size
+            nodes * (target.vocab_size + num_streams * target.hidden_size)
+            + max(config.topk, config.num_steps + 1) * draft_vocab_size
         ),
     }  # fmt: skip
     return sizes | {"total": sum(sizes.values())}
 
 
-def check_fits(target: TargetModel, draft: DraftModel, config: EAGLEConfig, max_pages: int, num_pages: int) -> None:
+def check_fits(
+    target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int, num_pages: int
+) -> None:
     """Pools and rows must find room before either is allocated."""
     sizes = workspace_bytes(target, draft, config, max_pages, num_pages)
     free = free_memory_bytes(target.device)
@@ -59,5 +62,7 @@ def check_fits(target: TargetModel, draft: DraftModel, config: EAGLEConfig, max_
         )
 
 
-def _page_bytes(target: TargetModel, draft: DraftModel, config: EAGLEConfig) -> int:
-    return sum(bytes_per_page(model.kv_shape, config.page_size, target.dtype) for model in (target, draft))
+def _page_bytes(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> int:
+    return sum(
+        bytes_per_page(model.kv_shape, config.page_size, target.dtype) for model in (target, draft) if model is not None
+    )

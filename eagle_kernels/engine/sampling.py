@@ -30,6 +30,7 @@ class SamplingParams:
     logprobs            keep the log-probability of every token: True among those that the filters left, as it was
                         drawn (greedy: among all, at temperature 1); "raw" by the target's logits as they are, without
                         penalties, temperature and filters
+    drafter             of several methods of the configuration the one that drafts for this request; None: the first
     """
 
     temperature: float = 0.0
@@ -44,6 +45,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     logprobs: bool | str = False
+    drafter: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
@@ -69,6 +71,7 @@ class SamplingParams:
             is_list = isinstance(value, (tuple, list, set, frozenset)) and all(map(is_kind, value))
             self._require(is_list, name, f"be a tuple of {kind}")
             object.__setattr__(self, name, tuple(value))
+        self._require(self.drafter is None or isinstance(self.drafter, str), "drafter", "be None or a method's name")
         self._require(isinstance(self.logprobs, bool) or self.logprobs == "raw", "logprobs", "be True, False or 'raw'")
 
     @property

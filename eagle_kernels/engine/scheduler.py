@@ -19,19 +19,15 @@ import torch
 from torch import Tensor
 
 from .batch_state import MEMORY, BatchState
-from .config import EAGLEConfig
 from .kv_pool import PageAllocator, PrefillAttend
-from .models.protocol import DraftOutput
 from .request import Request
 from .sampling import Features
-from .step import Stepper, StepResult, rows_behind
+from .step import StepResult
 from .step_runner import StepRunner
 from .steps import Steps
 
 # every so many steps the host waits for one, to read the times of its phases
 TIMED_STEPS = 32
-# `overshoot` of steps without drafts, which bring one token and write one slot: 2 * (0 + 1) + 1
-PLAIN_OVERSHOOT = 3
 
 
 @dataclass(eq=False)
@@ -80,7 +76,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._rows: list[_Row | None] = [None] * state.num_rows
         self._unread: deque[_Launch] = deque()
-        self._lag = host_lag(state.lengths.device)
+        self.lag = host_lag(state.lengths.device)
 
     @property
     def has_work(self) -> bool:
@@ -103,20 +99,12 @@ class Scheduler:
 
     def _pages_for(self, request: Request) -> int:
         """Pages that a request takes, with what its steps write behind its last token."""
-        num_tokens = len(request.prompt) + request.params.max_new_tokens + self._overshoot()
+        num_tokens = len(request.prompt) + request.params.max_new_tokens + self.steps.overshoot
         return -(-num_tokens // self.state.target_pool.page_size)
 
     def most_tokens(self) -> int:
         """Of a request that has the pool for itself, its prompt included."""
-        return self.pages.num_pages * self.state.target_pool.page_size - self._overshoot()
-
-    def _overshoot(self) -> int:
-        """Of whichever steps a request will meet."""
-        steppers = (runner.stepper for runner in self.steps.runners)
-        return max(
-            PLAIN_OVERSHOOT if stepper.draft is None else overshoot(stepper.config, stepper.draft.token_shift)
-            for stepper in steppers
-        )
+        return self.pages.num_pages * self.state.target_pool.page_size - self.steps.overshoot
 
     def _can_admit(self) -> bool:
         if not self._waiting or None not in self._rows:
@@ -158,11 +146,13 @@ class Scheduler:
         self.prepare()
         has_launched = self._launch(is_speculating)
         # times must be read before the next step overwrites them, so this step is waited for, and the device with it
-        is_timed = has_launched and (self._lag == 0 or self._until_timed == 0)
+        is_timed = has_launched and (self.lag == 0 or self._until_timed == 0)
         self._until_timed = TIMED_STEPS if is_timed else self._until_timed - has_launched
-        lag = self._lag if has_launched and not is_timed else 0
+        lag = self.lag if has_launched and not is_timed else 0
         while len(self._unread) > lag:
             self._read_back()
+        if self.steps.feed is not None:  # while the device runs this step
+            self.steps.feed.think(row.request for row in self._rows if row is not None and row.is_running)
         if is_timed:
             self._phases_ms.append(self._last_runner.phases_ms())
 
@@ -179,6 +169,10 @@ class Scheduler:
                 table[0, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
                 row.block_table = table.to(self.state.block_table.device)
                 self.state.sampling.set_row(index, request.params, request.seed, request.prompt)
+                method = request.params.drafter
+                self.state.methods[index] = 0 if method is None else self.steps.methods.index(method)
+                if self.steps.feed is not None:
+                    self.steps.feed.start(request)
         budget = self._prefill_chunk
         for row in list(self._rows):
             if row is not None and not row.is_running and budget > 0:
@@ -188,10 +182,10 @@ class Scheduler:
 
     def _read_prompt(self, row: _Row, most: int) -> int:
         """The next part of a prompt, in both models; behind the last one the row's first token is drawn."""
-        prompt, start, stepper = row.request.prompt, row.num_read, self.steps.runners[0].stepper
+        prompt, start, stepper = row.request.prompt, row.num_read, self.steps.plain
         stop = min(len(prompt), start + most)
         is_last = stop == len(prompt)
-        # the token behind this part is what the draft reads beside the part's last feature
+        # with the token behind this part, which a draft reads beside the part's last feature
         tokens = torch.tensor(prompt[start : stop + 1], device=self.state.roots.device)
         output = stepper.target.forward(
             tokens[None, : stop - start],
@@ -204,10 +198,12 @@ class Scheduler:
             features = Features.of([row.request.params])
             first = stepper.draw_first(output.logits[:, -1], self.state, row.index, len(prompt), features)
             tokens = torch.cat([tokens, self.state.roots[row.index, None]])
-        if stepper.any_draft is not None:
-            drafted = self._read_draft_prompt(stepper, row, tokens, output.features, start, stop)
-            if is_last:
-                self.state.set_draft(row.index, drafted.logits[0, -1], drafted.hidden[0, -1])
+        if stepper.keeps_history:
+            self.state.history[row.index, start : stop + 1] = tokens
+        if stepper.resting is not None:
+            stepper.resting.read_prompt(
+                self.state, row.index, row.block_table, tokens, output.features, start, len(prompt)
+            )
         if is_last:
             self.state.block_table[row.index] = row.block_table[0]
             self.state.lengths[row.index] = len(prompt)
@@ -216,23 +212,6 @@ class Scheduler:
             row.is_running = True
         row.num_read = stop
         return stop - start
-
-    def _read_draft_prompt(
-        self, stepper: Stepper, row: _Row, tokens: Tensor, features: Tensor | None, start: int, stop: int
-    ) -> DraftOutput:
-        """Draft rows start .. stop - 1, row i being token i + token_shift beside the feature of the token before it;
-        without a shift the root's row comes last."""
-        shift = stepper.any_draft.token_shift
-        num_rows = stop - start + (1 - shift if stop == len(row.request.prompt) else 0)
-        if features is None:
-            features = torch.zeros(1, num_rows, 0, device=tokens.device, dtype=stepper.target.dtype)
-        return stepper.any_draft.forward(
-            tokens[None, shift : shift + num_rows],
-            features,
-            torch.arange(start, start + num_rows, device=tokens.device)[None],
-            PrefillAttend(self.state.draft_pool, row.block_table, start, num_rows),
-            from_target=True,
-        )
 
     def _compact(self) -> None:
         """Moves the last rows to free ones before them, where that makes the batch smaller."""
@@ -258,17 +237,19 @@ class Scheduler:
         num_rows = 1 + max(row.index for row in running)
         number = self.steps.choice.choose(num_rows) if is_speculating else 0
         runner = self._last_runner = self.steps.runners[number]
-        is_wanted = runner.stepper.draft is not None
+        is_wanted = runner.stepper.drafter.model is not None
         if self._num_missed and (is_wanted or self._num_missed == MEMORY):
             self.steps.runners[0].catch_up(num_rows, is_wanted)
             self._num_missed = 0
         features = Features.of([row.request.params for row in running])
+        if self.steps.feed is not None:
+            self.steps.feed.send([(row.index, row.request) for row in running])
         is_known = runner.has_run(num_rows, features)  # else it compiles, which is no step's time
         start, start_s = self._event(), time.perf_counter()
         result = runner.run(num_rows, features)
         elapsed_ms = 1e3 * (time.perf_counter() - start_s)
         launch = self._push(result, [(row.index, row) for row in running], number)
-        self._num_missed += runner.stepper.resting_draft is not None
+        self._num_missed += runner.stepper.resting is not None
         self.num_steps += 1
         self.num_cold_steps += not is_known
         if is_known:
@@ -353,8 +334,10 @@ class Scheduler:
                 request.levels += stepper.num_steps
                 request.drafted += stepper.num_nodes - 1
             with self._failing_alone(row):
-                of_kind = logprobs[request.params.logprobs == "raw"]
+                of_kind, num_known = logprobs[request.params.logprobs == "raw"], len(request.output_ids)
                 request.push(brought, accepted, of_kind and of_kind[index])
+                if self.steps.feed is not None:
+                    self.steps.feed.extend(request, request.output_ids[num_known:])
             if request.is_finished and row in self._rows:
                 self._release(row)
 
@@ -369,6 +352,8 @@ class Scheduler:
     def _release(self, row: _Row) -> None:
         self.pages.free(row.pages)
         self._rows[row.index] = None
+        if self.steps.feed is not None:
+            self.steps.feed.stop(row.request)
         with torch.inference_mode():
             self.state.clear(row.index)
 
@@ -398,9 +383,3 @@ def _to_host(tensor: Tensor) -> Tensor:
 def host_lag(device: torch.device) -> int:
     """How many steps the host is behind; where nothing works on its own, a step is done when it was launched."""
     return 1 if device.type == "cuda" else 0
-
-
-def overshoot(config: EAGLEConfig, token_shift: int) -> int:
-    """Slots that a request may need past its last token: what a step brings beyond it, the step that runs before the
-    host knows of the end, and what steps write behind the committed tokens."""
-    return 2 * (config.num_steps + 1) + rows_behind(config, token_shift)

@@ -44,7 +44,7 @@ class StepRunner:
         self._catch_ups: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._have_run: set[tuple[int, Features]] = set()
         self._timer: PhaseTimer | None = None
-        if stepper.resting_draft:
+        if stepper.resting:
             state.keep_what_drafts_miss(len(stepper.aux_layers) * stepper.target.hidden_size)
         # of all graphs, and the stream that they are captured on
         self._memory = torch.cuda.graph_pool_handle() if use_graphs else None
@@ -65,14 +65,15 @@ class StepRunner:
         return captured.result
 
     def catch_up(self, num_rows: int, is_wanted: bool) -> None:
-        """Lets the draft read what it missed of the first `num_rows` rows or more; see `Stepper.catch_up`."""
+        """Lets the draft read what it missed of the first `num_rows` rows or more; see `ModelDrafter.catch_up`."""
         if not self._use_graphs:
-            self.stepper.catch_up(self._state, num_rows, is_wanted)
+            self.stepper.resting.catch_up(self._state, num_rows, is_wanted)
             return
         num_rows = bucket_of(num_rows, self._state.num_rows)
         key = (num_rows, is_wanted)
         if key not in self._catch_ups:
-            self._catch_ups[key], _ = self._record(lambda: self.stepper.catch_up(self._state, *key), "a catch-up")
+            resting = self.stepper.resting
+            self._catch_ups[key], _ = self._record(lambda: resting.catch_up(self._state, *key), "a catch-up")
         self._catch_ups[key].replay()
 
     def warm_up(self, num_rows: int, features: Features) -> None:
@@ -84,7 +85,7 @@ class StepRunner:
         with _nobody(self._state):
             if not self._use_graphs:
                 self._run_eagerly(num_rows, features)
-            for is_wanted in (True, False) if self.stepper.resting_draft else ():
+            for is_wanted in (True, False) if self.stepper.resting else ():
                 self.catch_up(num_rows, is_wanted)
 
     def phases_ms(self) -> dict[str, float]:

@@ -7,6 +7,11 @@ from typing import NamedTuple
 
 from .batch_state import BatchState
 from .config import EAGLEConfig
+from .drafters.methods import make_drafter
+from .drafters.naive import NaiveDrafter
+from .drafters.protocol import overshoot
+from .drafters.suffix import SuffixDrafter, SuffixFeed
+from .drafters.suffix_cache import SuffixCache
 from .models.causal_draft import CausalDraft
 from .models.protocol import DraftModel, TargetModel
 from .speculation import ByBatchSize, Choice, Fastest
@@ -17,26 +22,63 @@ _logger = logging.getLogger(__name__)
 
 
 class Steps(NamedTuple):
-    """runners: number 0 decodes plainly. With a draft it keeps what the draft misses, so that others can follow."""
+    """runners: number 0 decodes plainly. With a draft it keeps what the draft misses, so that others can follow.
+
+    feed: of suffix decoding, whose drafts are made on the host. methods: of drafting, that requests choose from.
+    """
 
     runners: tuple[StepRunner, ...]
     choice: Choice
+    feed: SuffixFeed | None = None
+    methods: tuple[str | None, ...] = (None,)
+
+    @property
+    def plain(self) -> Stepper:
+        return self.runners[0].stepper
+
+    @property
+    def overshoot(self) -> int:
+        """Slots past its last token that a request may need, whichever steps it meets."""
+        return max(overshoot(runner.stepper.drafter) for runner in self.runners)
 
 
-def make_steps(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, state: BatchState) -> Steps:
-    """Of a configuration; without a draft plain decoding alone."""
-    plain = Stepper(target, draft, config, is_plain=True)
-    steppers, table = [plain], []
-    for most_rows, tree in config.trees if draft is not None else ():
-        table.append((most_rows, 0 if tree is None else len(steppers)))
-        if tree is not None:
-            steppers.append(Stepper(target, draft, tree))
-    is_automatic = draft is not None and config.adaptive == "auto"
+def make_steps(
+    target: TargetModel,
+    draft: DraftModel | None,
+    config: EAGLEConfig,
+    state: BatchState,
+    speculative: bool,
+    lag: int,
+    suffix_cache: SuffixCache | None = None,
+) -> Steps:
+    """Of a configuration; plain decoding alone where it is not to speculate.
+
+    lag: steps that the host is behind the device. suffix_cache: where the method needs it.
+    """
+    trees = config.trees if speculative and config.may_speculate else ()
+    drafters = [None if tree is None else make_drafter(tree, draft, target.device) for _, tree in trees]
+    resting = next((drafter for drafter in drafters if drafter is not None and drafter.model is not None), None)
+    keeps_history = any(drafter.reads_history for drafter in drafters if drafter is not None)
+    steppers, table = [Stepper(target, NaiveDrafter(), config, resting, keeps_history)], []
+    for (most_rows, tree), drafter in zip(trees, drafters):
+        table.append((most_rows, 0 if drafter is None else len(steppers)))
+        if drafter is not None:
+            steppers.append(Stepper(target, drafter, tree, keeps_history=keeps_history))
+    if keeps_history:
+        state.keep_history()
+    feed = None
+    parts = [part for drafter in drafters for part in getattr(drafter, "parts", (drafter,))]
+    suffix_drafters = [part for part in parts if isinstance(part, SuffixDrafter)]
+    if suffix_drafters:
+        feed = SuffixFeed([tree for _, tree in trees if tree is not None], suffix_cache, state, lag)
+    for drafter in suffix_drafters:
+        drafter.feed = feed
+    is_automatic = bool(trees) and config.adaptive == "auto"
     choice = Fastest(len(steppers), config.max_spec_batch) if is_automatic else ByBatchSize(tuple(table))
-    return Steps(tuple(_runner(stepper, state) for stepper in steppers), choice)
+    return Steps(tuple(_runner(stepper, state) for stepper in steppers), choice, feed, config.methods)
 
 
-def tell_who_waits(target: TargetModel, draft: DraftModel, config: EAGLEConfig) -> None:
+def tell_who_waits(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> None:
     """One warning for each model that keeps steps from being CUDA graphs, which nobody has asked to do without."""
     if target.device.type != "cuda" or config.cuda_graph is not None:
         return

@@ -149,3 +149,33 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if not path.is_file():
         raise ModelError(f"{folder} holds no tokenizer.json, and its config names no ByteTokenizer")
     return FileTokenizer(path, read_eos_token_ids(folder))
+
+
+def check_same_vocabulary(folder: str | Path, other: str | Path) -> None:
+    """Two model folders must mean the same text by the same ids, as far as their tokenizers tell."""
+    vocabularies = [_vocabulary(Path(each)) for each in (folder, other)]
+    if None in vocabularies:
+        if vocabularies[0] is not vocabularies[1]:
+            raise ModelError(f"{folder} and {other} must have the same tokenizer, one of them holds bytes or none")
+        return
+    first, second = vocabularies
+    for token in first.keys() & second.keys():
+        if first[token] != second[token]:
+            raise ModelError(
+                f"{folder} and {other} must have the same tokenizer, {token!r} is {first[token]} in the one and "
+                f"{second[token]} in the other"
+            )
+    rest = sorted(first.keys() ^ second.keys())
+    if rest:
+        raise ModelError(f"{folder} and {other} must have the same tokenizer, {rest[0]!r} is in one of them alone")
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    """Ids by token of tokenizer.json; None without one."""
+    content = read_json(folder / "tokenizer.json", is_optional=True)
+    if not content:
+        return None
+    known = content.get("model", {}).get("vocab", {})
+    if isinstance(known, list):  # of unigrams, with their scores
+        known = {entry[0]: number for number, entry in enumerate(known)}
+    return known | {added["content"]: added["id"] for added in content.get("added_tokens", [])}

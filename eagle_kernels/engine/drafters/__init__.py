@@ -1,0 +1,1 @@
+"""Where drafts come from: a file for each method, behind one protocol."""

@@ -1,0 +1,96 @@
+"""Several methods in one batch: every request has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ..batch import Batch, Committed
+from ..batch_state import BatchState
+from .protocol import Drafter, Proposal
+
+# of a tree, what differs from row to row but for its place in the batch
+_OF_ROWS = ("tree_mask", "positions", "retrieve_next_token", "retrieve_next_sibling", "draft_tokens")
+
+
+class MixedDrafter:
+    """All methods draft for all rows, and each row takes the drafts of its own; their trees have as many nodes.
+
+    `BatchState.methods` says which row has which. A model reads the tokens of all rows, whoever drafts for them.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]):
+        self._drafters = tuple(drafters)
+        self.num_steps = max(drafter.num_steps for drafter in drafters)
+        self.num_nodes = max(drafter.num_nodes for drafter in drafters)
+        self.num_slots = max(drafter.num_slots for drafter in drafters)
+        self.reads_history = any(drafter.reads_history for drafter in drafters)
+        self._reader = next((drafter for drafter in drafters if drafter.model is not None), None)
+        self.model = None if self._reader is None else self._reader.model
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        """One for each method, in their order."""
+        return self._drafters
+
+    def read_prompt(self, *arguments) -> None:
+        """See `Drafter`."""
+        if self._reader is not None:
+            self._reader.read_prompt(*arguments)
+
+    def keep(self, batch: Batch, roots: Tensor, features: Tensor) -> None:
+        """See `ModelDrafter`."""
+        self._reader.keep(batch, roots, features)
+
+    def catch_up(self, state: BatchState, num_rows: int, is_wanted: bool) -> None:
+        """See `ModelDrafter`."""
+        self._reader.catch_up(state, num_rows, is_wanted)
+
+    def propose(self, batch: Batch) -> Proposal:
+        """See `Drafter`."""
+        method = batch.state.methods[batch.rows]
+        tree = self._drafters[0].propose(batch).tree
+        for number, drafter in enumerate(self._drafters[1:], start=1):
+            other = drafter.propose(batch).tree
+            chosen = {
+                name: _choose(method == number, getattr(other, name), getattr(tree, name), len(batch))
+                for name in _OF_ROWS
+            }
+            tree = tree._replace(**chosen)
+        return Proposal(tree)
+
+    def observe(self, batch: Batch, committed: Committed, features: Tensor) -> None:
+        """See `Drafter`."""
+        if self._reader is not None:
+            self._reader.observe(batch, committed, features)
+
+
+class NoDrafts:
+    """`naive` beside other methods: a tree as large as theirs, of which the root alone is there."""
+
+    model = None
+    reads_history = False
+
+    def __init__(self, num_steps: int, num_nodes: int):
+        self.num_steps, self.num_nodes, self.num_slots = num_steps, num_nodes, num_nodes
+
+    def read_prompt(self, *_) -> None:
+        """Nothing is read."""
+
+    def propose(self, batch: Batch) -> Proposal:
+        """See `Drafter`."""
+        none = batch.roots.new_full((len(batch), self.num_nodes - 1), -1)
+        tree = ops.tree_from_parents(batch.roots, none, none, batch.lengths, num_verify_tokens=self.num_nodes)
+        return Proposal(tree)
+
+    def observe(self, batch: Batch, committed: Committed, features: Tensor) -> None:
+        """Nothing is learnt."""
+
+
+def _choose(is_other: Tensor, other: Tensor, tensor: Tensor, num_rows: int) -> Tensor:
+    """Of two tensors of B rows, [B, ..] or flat, each row of the one or the other."""
+    rows = other.view(num_rows, -1), tensor.view(num_rows, -1)
+    return torch.where(is_other[:, None], *rows).view(tensor.shape)

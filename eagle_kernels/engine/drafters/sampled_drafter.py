@@ -1,0 +1,78 @@
+"""Drafts that are drawn from the model's law, for verification that asks with which probability they were drawn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ..batch import Batch
+from ..config import EAGLEConfig
+from ..models.protocol import DraftModel
+from .model_drafter import DraftRows, ModelDrafter
+from .protocol import Proposal
+
+
+class SampledDrafter(ModelDrafter):
+    """`topk` children of the root, drawn without replacement, and a chain of draws below each.
+
+    The shape of the tree is fixed: one that depended on tokens which were drawn would not keep the target's law. Nodes
+    are numbered level by level; a smaller `num_nodes` leaves out the last ones.
+    """
+
+    def __init__(self, model: DraftModel, config: EAGLEConfig, device: torch.device):
+        super().__init__(model, config)
+        topk = self._topk = config.topk
+        node = torch.arange(1, self.num_nodes, device=device)
+        self._parents = (node - topk).clamp(min=0)[None]
+        # [K, W] for each depth: a beam sees its own slots of the levels before
+        self._ancestors = [_own_slots(topk, depth, device) for depth in range(1, self.num_steps)]
+
+    def propose(self, batch: Batch) -> Proposal:
+        """Draws level by level; see `ModelDrafter`."""
+        state, topk, size = batch.state, self._topk, len(batch)
+        temperature, rows = batch.numbers("temperature"), DraftRows(batch, self._behind)
+        logits = state.draft_logits[batch.rows]
+        hidden = state.draft_hidden[batch.rows][:, None].expand(-1, topk, -1)
+        beam = torch.arange(topk, device=logits.device).repeat(size)
+        seeds, warm = batch.seeds.repeat_interleave(topk), temperature.repeat_interleave(topk)
+        tokens = ops.sample_children(
+            logits, batch.lengths + 1, batch.seeds, temperature, d2t=self.model.draft_to_target, num_children=topk
+        ).tokens
+        levels, read = [tokens], [logits[:, None]]
+        for depth in range(1, self.num_steps):
+            output = self.model.forward(
+                tokens.clamp(min=0),
+                hidden,
+                rows.positions[:, depth - 1 : depth].expand(size, topk),
+                rows.level_attend(depth, topk, self._ancestors[depth - 1].repeat(size, 1, 1)),
+                from_target=False,
+            )
+            hidden = output.hidden
+            position = (batch.lengths + 1 + depth).repeat_interleave(topk)
+            tokens = ops.sample_children(
+                output.logits.flatten(0, 1), position, seeds, warm, beam, self.model.draft_to_target, num_children=1
+            ).tokens.view(size, topk)
+            levels.append(tokens)
+            read.append(output.logits)
+        draft_logits = logits.new_zeros(size, self.num_nodes, logits.shape[-1])
+        rows_read = torch.cat(read, dim=1)[:, : self.num_nodes]
+        draft_logits[:, : rows_read.shape[1]] = rows_read
+        tree = ops.tree_from_parents(
+            batch.roots,
+            torch.cat(levels, dim=1)[:, : self.num_nodes - 1].contiguous(),
+            self._parents.repeat(size, 1),
+            batch.lengths,
+            num_verify_tokens=self.num_nodes,
+        )
+        return Proposal(tree, draft_logits.flatten(0, 1), self.model.draft_to_target)
+
+
+def _own_slots(topk: int, depth: int, device: torch.device) -> Tensor:
+    """Packed words [K, W]: beam j sees slots j, K + j, 2 K + j, .. of `depth` levels."""
+    words = torch.zeros(topk, -(-depth * topk // 64), dtype=torch.int64)
+    for beam in range(topk):
+        for level in range(depth):
+            slot = level * topk + beam
+            words[beam, slot // 64] |= torch.tensor(1).bitwise_left_shift(slot % 64)
+    return words.to(device)
