@@ -384,6 +384,13 @@ def test_sglang_s_triton_kernels_agree(op, device):
     assert not any(isinstance(module, sglang_triton._Stub) for module in sys.modules.values())
 
 
+@pytest.mark.parametrize("case", BENCHMARKS["ngram_match"].small_cases, ids=lambda case: case.name)
+def test_planted_repeats_are_found(case):
+    """Rows that hold their last tokens twice have a match of full length; among others, random, few have one."""
+    match_len = expected_outputs(BENCHMARKS["ngram_match"], case, CPU)["match_len"]
+    assert (match_len[:6] == 4).all() and (match_len[6:] < 4).all()
+
+
 @pytest.mark.parametrize("case", BUILD_TREE.cases[-8:], ids=lambda case: case.name)
 def test_the_mask_s_size_is_known_from_the_case(case):
     values = BUILD_TREE.inputs(case, CPU)
@@ -426,6 +433,13 @@ def test_an_app_runs_without_a_gpu_on_a_small_shape(capsys):
         run.main(["--op", "build_tree", "--shape", "small"])
 
 
+def test_the_cache_of_suffixes_is_timed_anywhere(capsys):
+    assert run.main(["--app", "suffix_cache", "--responses", "4", "--requests", "1", "--cached", "2", "--tree"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["4", "similar:", "fresh:", "repeated:", "one_token:"]
+    assert all("p50" in line and "p99" in line for line in lines)
+
+
 def test_gaps_are_before_graphs():
     """Kernels of one graph may overlap; one launched alone is no graph, but it is work."""
     from bench.apps.generation import _gaps_us
@@ -436,3 +450,43 @@ def test_gaps_are_before_graphs():
     events = [event(1, 0, 10), event(1, 5, 7), event(2, 20, 5), event(2, 26, 4), event(3, 29, 4), event(3, 35, 1)]
     events += [{"cat": "cpu_op", "ts": 0, "dur": 99, "args": {}}, event(9, 13, 1)]
     assert _gaps_us(events) == [6, 0]
+
+
+def test_drafters_are_compared_on_code_that_is_edited(capsys, monkeypatch):
+    """Also that the text is the edited file, whoever drafts; on a pair of lines, since references are slow."""
+    from bench.apps import drafters
+
+    monkeypatch.setattr(drafters, "PAIR_PROMPTS", ("def f",))
+    monkeypatch.setattr(drafters, "PAIR_TOKENS", 4)
+    assert run.main(["--app", "drafters", "--shape", "small", "--num-lines", "3", "--only", "methods", "naive",
+                     "--results", "none"]) == 0  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    names = [
+        line[len("methods    code editing                 ") :].split("accept_length")[0].strip() for line in lines
+    ]
+    assert names[: len(drafters.METHODS)] == list(drafters.METHODS)
+    assert len(lines) == 2 * len(drafters.METHODS) + 1 and all("of_plain" in line for line in lines)
+
+
+def test_a_file_is_edited():
+    from bench.apps.replay import edited_file
+
+    text = "\n".join(f"value_{number} = {number}" for number in range(100))
+    before, after = edited_file(text, 80, 0.1, 4096)
+    again = edited_file(text, 80, 0.1, 4096)
+    assert (before, after) == again and len(before) == 80 * 6 and before != after
+    changed = sum(line not in _lines_of(before) for line in _lines_of(after))
+    assert 4 <= changed <= 8
+    with pytest.raises(ValueError, match="the text has 1.. different tokens, the model 50"):
+        edited_file(text, 80, 0.1, 50)
+
+
+def _lines_of(tokens: list[int]) -> list[tuple[int, ...]]:
+    """Cut behind every newline, which is the sixth token of the first line."""
+    lines, line = [], []
+    for token in tokens:
+        line.append(token)
+        if token == tokens[5]:
+            lines.append(tuple(line))
+            line = []
+    return lines

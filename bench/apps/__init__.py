@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import generation
+from . import drafters, generation, suffix_cache
 
-APPS: dict[str, Callable] = {"generation": generation.main}
+APPS: dict[str, Callable] = {
+    "drafters": drafters.main,
+    "generation": generation.main,
+    "suffix_cache": suffix_cache.main,
+}

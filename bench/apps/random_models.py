@@ -49,9 +49,10 @@ def target_config(shape: str) -> dict:
     return {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False} | sizes
 
 
-def random_target(shape: str, device: torch.device, dtype: torch.dtype) -> Decoder:
+def random_target(shape: str, device: torch.device, dtype: torch.dtype, **others: int) -> Decoder:
+    """others: sizes that are not those of the shape."""
     with torch.device("meta"):
-        model = Decoder(DecoderConfig.from_dict(target_config(shape)))
+        model = Decoder(DecoderConfig.from_dict(target_config(shape) | others))
     return _filled(model, device, dtype)
 
 

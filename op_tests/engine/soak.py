@@ -68,7 +68,9 @@ class Soak:
             raise Mismatch(f"{what}\n  draft: {kind}\n  {config}\n  again: {again}") from error
         gc.collect()  # graphs, and the memory of their steps
         self.counts["rounds"] += 1
-        self.counts[kind] += 1
+        self.counts[kind] += config.needs_model
+        for method in config.methods:
+            self.counts[f"with {method}"] += method is not None
 
     def summary(self) -> str:
         return ", ".join(f"{count} {name}" for name, count in self.counts.items())
@@ -90,6 +92,7 @@ def random_config(coin: random.Random, target, draft) -> EAGLEConfig:
         "eos_token_ids": coin.choice((None, None, (coin.randrange(VOCAB),))),
         "adaptive": coin.choice((None, None, "auto", table)),
     }
+    values |= random_method(coin, values)
     if values["adaptive"] is None:
         values["max_spec_batch"] = coin.choice((None, None, 2))
     if coin.random() < 0.5:  # a pool that some requests never fit into, and few at once
@@ -97,6 +100,26 @@ def random_config(coin: random.Random, target, draft) -> EAGLEConfig:
         token_bytes = sum(8 * shape.num_layers * shape.num_kv_heads * shape.head_dim for shape in shapes)
         values["kv_cache_bytes"] = token_bytes * coin.randrange(90, 400)
     return EAGLEConfig(**values)
+
+
+def random_method(coin: random.Random, values: dict) -> dict:
+    """Whose drafts these are; of trees that not all methods have, one that this one has."""
+    method = coin.choice((None, None, None, "ngram", "suffix", "hybrid", "naive"))
+    fields = {"method": method, "min_ngram_size": coin.choice((1, 2))}
+    if method in ("ngram", "suffix", "hybrid"):
+        topk, num_steps = values["topk"], values["num_steps"]
+        levels = 1 if method == "hybrid" else 0
+        fields["num_steps"] = num_steps = max(num_steps, 1 + levels)
+        most, least = topk * num_steps, 1 + topk * levels
+        fields["num_draft_tokens"] = 1 + min(max(least, (values["num_draft_tokens"] or 1 + most) - 1), most, 255)
+        fields["ngram_prefer"] = coin.choice(("latest", "earliest"))
+        fields["adaptive"] = coin.choice((None, None, "auto"))
+    if method == "hybrid":
+        fields["num_model_steps"] = 1
+    if method == "suffix":
+        fields["suffix_decoding_max_cached_requests"] = coin.choice((-1, 0, 1, 3))
+        fields["suffix_decoding_max_tree_depth"] = coin.choice((4, 16, 64))
+    return fields
 
 
 def random_prompt(coin: random.Random) -> list[int]:

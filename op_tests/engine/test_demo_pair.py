@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, ops
+from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
 from eagle_kernels.engine.kv_pool import TreeAttend
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.loading import demo_pair
-from eagle_kernels.engine.step import Stepper
 from op_tests.engine.toys import plain_logits
 
 ON_GPU = torch.cuda.is_available()
@@ -146,26 +146,28 @@ def skip_draft_extend(engine, monkeypatch):
         outputs, hidden = [], features[:, :1]
         for row in range(tokens.shape[1]):
             mask = torch.full((len(tokens), 1, 1), (1 << (row + 1)) - 1, device=tokens.device)
-            positions = batch.draft_positions[:, row : row + 1]
+            positions = batch.positions[:, row : row + 1]
             pages = batch.state.target_pool.page_size
-            slots = ops.find_slots(batch.block_table, batch.draft_lengths + row, count=1, page_size=pages).slots
-            output = self.draft.forward(
+            slots = ops.find_slots(batch.block_table, batch.lengths + row, count=1, page_size=pages).slots
+            output = self.model.forward(
                 tokens[:, row : row + 1].clamp(min=0),
                 hidden,
                 positions,
-                TreeAttend(
-                    batch.state.draft_pool, batch.block_table, batch.draft_lengths, slots, row + 1, mask, positions
-                ),
+                TreeAttend(batch.state.draft_pool, batch.block_table, batch.lengths, slots, row + 1, mask, positions),
                 from_target=row == 0,
             )
             outputs.append(output)
             hidden = output.hidden
         request = torch.arange(len(tokens), device=tokens.device)
         last = committed.accept_token_num.to(torch.int64)
-        batch.draft_logits.copy_(torch.cat([output.logits for output in outputs], dim=1)[request, last])
-        batch.draft_hidden.copy_(torch.cat([output.hidden for output in outputs], dim=1)[request, last])
+        batch.state.draft_logits[batch.rows].copy_(
+            torch.cat([output.logits for output in outputs], dim=1)[request, last]
+        )
+        batch.state.draft_hidden[batch.rows].copy_(
+            torch.cat([output.hidden for output in outputs], dim=1)[request, last]
+        )
 
-    monkeypatch.setattr(Stepper, "_extend_draft", extend_from_guesses)
+    monkeypatch.setattr(ModelDrafter, "observe", extend_from_guesses)
 
 
 FAULTS = [

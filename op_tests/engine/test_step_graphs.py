@@ -36,11 +36,12 @@ def test_masks_that_the_host_must_size_are_not_captured():
 class StandInStepper:
     """Runs nothing; a step fails while it is captured, as long as there is an `error`."""
 
-    resting_draft, aux_layers, config = True, (), None
+    aux_layers, config = (), None
 
     def __init__(self):
         self.target = SimpleNamespace(device=torch.device("cpu"), hidden_size=1)
         self.error: Exception | None = None
+        self.resting = self
 
     def step(self, *_):
         if self.error is not None and StandInGraph.is_capturing:

@@ -1,0 +1,149 @@
+"""What each method of drafting brings: `python -m bench.run --app drafters [--shape small] [--only methods trees ...]`.
+
+A target of the shape of Llama-3.1-8B with random weights replays code that is edited: the prompt is a file of 400
+lines, the answer the same file with 2 % of its lines changed. The draft model of `draft_model` and `hybrid`, a small
+decoder, is right in 8 of 10 tokens. Prints a table and appends JSON lines to `results/<gpu>/drafters.jsonl`.
+
+    methods    method x workload, at 8 drafts: acceptance length, tokens a second, against plain decoding; beside code
+               that is edited the embedded pair's own texts
+    trees      chains and trees of ngram and suffix at 4 .. 64 nodes
+    naive      the method `naive` against plain decoding
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.models.loading import demo_pair
+
+from ..harness import results
+from .random_models import SHAPES, random_target
+from .replay import Replay, edited_file
+
+SECTIONS = ("methods", "trees", "naive")
+NUM_LINES, EDITED = 400, 0.02
+DRAFT_ACCURACY = 0.8
+# of 8 drafts
+METHODS = {
+    "naive": {"method": "naive"},
+    "ngram": {"method": "ngram", "topk": 1, "num_steps": 8},
+    "ngram tree": {"method": "ngram", "topk": 2, "num_steps": 6, "num_draft_tokens": 9},
+    "suffix": {"method": "suffix", "topk": 1, "num_steps": 8},
+    "suffix tree": {"method": "suffix", "topk": 2, "num_steps": 8, "num_draft_tokens": 9},
+    "draft_model": {"method": "draft_model", "topk": 1, "num_steps": 3},
+    "hybrid": {"method": "hybrid", "topk": 1, "num_steps": 8, "num_model_steps": 3},
+}
+PAIR_TOKENS = 200
+PAIR_PROMPTS = ("import os\n\ndef walk(", "class Stack:\n    def __init__(self):\n", "def quicksort(items):\n")
+
+
+class Bench:
+    """The models, the texts, and the lines that were measured."""
+
+    def __init__(self, shape: str, device: torch.device, num_lines: int):
+        self.device, self.shape = device, shape
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        sizes = SHAPES["llama-3.1-8b"]
+        shared = {"vocab_size": sizes["vocab_size"], "max_position_embeddings": sizes["max_position_embeddings"]}
+        if shape == "small":
+            shared["vocab_size"] = 4096
+        target = random_target(shape, device, dtype, **shared)
+        draft = random_target("small", device, dtype, **shared)
+        self.before, self.after = edited_file(inspect.getsource(argparse), num_lines, EDITED, target.vocab_size)
+        script = self.before + self.after
+        self.target, self.draft = Replay(target, script), Replay(draft, script, DRAFT_ACCURACY)
+        self.lines: list[dict] = []
+
+    def replay(self, speculative: bool = True, **fields) -> tuple[float, float]:
+        """(tokens a step, tokens a second) of the edited file. Past responses are not remembered: there is one text."""
+        config = EAGLEConfig(
+            **fields, max_batch=1, eos_token_ids=(), max_length=len(self.before) + len(self.after) + 1,
+            suffix_decoding_max_cached_requests=0,
+        )  # fmt: skip
+        engine = EAGLEInference(self.draft if config.needs_model else None, self.target, config)
+        if self.device.type == "cuda":
+            engine.generate(self.before, 64, seeds=0, speculative=speculative)  # compiles and captures
+        text, stats = engine.generate(self.before, len(self.after), seeds=0, speculative=speculative)
+        if text != self.after:
+            raise AssertionError(f"{fields}: the text is not the script's")
+        return stats.mean_accept_length, stats.tokens_per_second
+
+    def record(self, section: str, case: str, provider: str, **numbers: float) -> None:
+        line = {"op": "drafters", "section": section, "case": case, "provider": provider}
+        self.lines.append(line | {name: round(value, 4) for name, value in numbers.items()})
+        shown = ", ".join(f"{name} {value:.2f}" for name, value in numbers.items())
+        print(f"{section:10} {case:28} {provider:14} {shown}", flush=True)
+
+
+def methods(bench: Bench) -> None:
+    plain_speed = None
+    for name, fields in METHODS.items():
+        length, speed = bench.replay(**fields)
+        plain_speed = plain_speed or speed  # naive comes first
+        bench.record("methods", "code editing", name, accept_length=length, tokens_per_s=speed,
+                     of_plain=speed / plain_speed)  # fmt: skip
+    target, draft = demo_pair()
+    plain_speed = None
+    for name, fields in METHODS.items():
+        is_model = fields["method"] in ("draft_model", "hybrid")
+        fields = fields | ({"method": None} if name == "draft_model" else {})
+        engine = EAGLEInference.from_pretrained(
+            draft if is_model else None, target, EAGLEConfig(**fields, suffix_decoding_max_cached_requests=0),
+            device=bench.device,
+        )  # fmt: skip
+        prompts = [engine.tokenizer.encode(text) for text in PAIR_PROMPTS]
+        stats = engine.generate(prompts, PAIR_TOKENS, seeds=0).stats
+        if bench.device.type == "cuda":
+            stats = engine.generate(prompts, PAIR_TOKENS, seeds=0).stats
+        speed = stats.tokens_per_second
+        plain_speed = plain_speed or speed
+        name = "eagle" if name == "draft_model" else name
+        bench.record("methods", "embedded pair, 3 prompts", name, accept_length=stats.mean_accept_length,
+                     tokens_per_s=speed, of_plain=speed / plain_speed)  # fmt: skip
+
+
+def trees(bench: Bench) -> None:
+    for nodes in (4, 8, 16, 32, 64):
+        for method in ("ngram", "suffix"):
+            for topk in (1, 2, 4):
+                fields = {"method": method, "topk": topk, "num_steps": max(1, min(nodes - 1, 2 * (nodes - 1) // topk))}
+                if 1 + topk * fields["num_steps"] < nodes:
+                    continue
+                length, speed = bench.replay(**fields, num_draft_tokens=nodes)
+                provider = f"{method} " + ("chain" if topk == 1 else f"topk={topk}")
+                bench.record("trees", f"{nodes} nodes", provider, accept_length=length, tokens_per_s=speed)
+
+
+def naive(bench: Bench) -> None:
+    speeds = [bench.replay(method="naive", speculative=is_on)[1] for is_on in (True, False, True, False)]
+    plain, own = max(speeds[1::2]), max(speeds[::2])
+    bench.record("naive", "code editing", "naive", tokens_per_s=own, of_plain=own / plain)
+
+
+def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
+    """Runs the sections that are asked for; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.run --app drafters")
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--num-lines", type=int, default=NUM_LINES, help="of the file that is edited (default: 400)")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and options.shape != "small":
+        print("a model of this size needs a GPU; --shape small runs anywhere")
+        return 2
+    bench = Bench(options.shape, device, options.num_lines)
+    run = results.new_run()
+    for section in options.only:
+        first = len(bench.lines)
+        globals()[section](bench)
+        for line in bench.lines[first:]:
+            if directory is not None and device.type == "cuda":
+                about = {"shape": options.shape, "gpu": torch.cuda.get_device_name(), "commit": commit, "run": run}
+                results.append(directory, line | about)
+    return 0

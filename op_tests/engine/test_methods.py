@@ -1,0 +1,273 @@
+"""Methods of drafting: whoever drafts, the text is the target's, and drafts are as good as they can be."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from op_tests.engine.toys import ToyModel, random_head, random_llama
+
+# ragged, with much to look up
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 5, 6], [4], [8, 8, 8, 8]]
+METHODS = {
+    "naive": {"method": "naive"},
+    "ngram chain": {"method": "ngram", "topk": 1, "num_steps": 5, "min_ngram_size": 1},
+    "ngram tree": {"method": "ngram", "topk": 4, "num_steps": 4, "num_draft_tokens": 12, "min_ngram_size": 1},
+    "ngram earliest": {"method": "ngram", "topk": 1, "num_steps": 3, "ngram_prefer": "earliest", "min_ngram_size": 1},
+    "suffix chain": {"method": "suffix", "topk": 1, "num_steps": 6},
+    "suffix tree": {"method": "suffix", "topk": 2, "num_steps": 6, "num_draft_tokens": 13},
+    "hybrid chain": {"method": "hybrid", "topk": 1, "num_steps": 6, "num_model_steps": 2, "min_ngram_size": 1},
+    "hybrid tree": {
+        "method": "hybrid", "topk": 2, "num_steps": 6, "num_model_steps": 2, "num_draft_tokens": 12,
+        "min_ngram_size": 1,
+    },
+    "draft_model": {"method": "draft_model", "topk": 2, "num_steps": 3, "num_draft_tokens": 8},
+}  # fmt: skip
+
+
+@pytest.fixture(params=[0, 1], ids=["host at once", "host a step behind"])
+def lag(request, monkeypatch):
+    """Of the host, as on a GPU, where it is always behind."""
+    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: request.param)
+    return request.param
+
+
+def toys(device, seed=0) -> tuple[ToyModel, ToyModel]:
+    """A target over few tokens, whose text repeats itself, and a draft that knows nothing of it."""
+    return ToyModel(vocab_size=20, seed=seed, device=device), ToyModel(vocab_size=20, seed=seed + 1, device=device)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("name", METHODS)
+def test_text_is_plain_text(name, sampling, lag, device):
+    target, draft = toys(device)
+    config = EAGLEConfig(**METHODS[name], page_size=random.Random(name).choice([1, 16, 64]))
+    engine = EAGLEInference(draft if config.needs_model else None, target, config)
+    plain = engine.generate(PROMPTS, 40, seeds=[1, 2, 3, 4], speculative=False, **sampling).output_ids
+    for _ in range(2):  # the second time suffix trees know the responses
+        text, stats = engine.generate(PROMPTS, 40, seeds=[1, 2, 3, 4], **sampling)
+        assert text == plain
+    if name == "naive":
+        assert stats.drafted == 0
+    elif name.startswith("suffix"):
+        # an offer that is a step old still follows a response which it knows whole
+        assert stats.mean_accept_length > (2.5 if lag == 0 else 1.5)
+
+
+@pytest.mark.parametrize("name", ["ngram chain", "ngram tree", "suffix chain", "suffix tree"])
+def test_periodic_text_is_drafted_to_the_end(name, lag, device):
+    """A target that says the same few tokens again and again: every draft is right once they have been said."""
+
+    class Parrot(ToyModel):
+        def forward(self, input_ids, positions, attend, *, capture=(), last_only=False):
+            output = super().forward(input_ids, positions, attend, capture=capture, last_only=last_only)
+            following = (input_ids[:, -1:] if last_only else input_ids) + 1
+            logits = torch.nn.functional.one_hot(following % 7, self.vocab_size).float()
+            return output._replace(logits=logits)
+
+    target = Parrot(device=device)
+    config = EAGLEConfig(**METHODS[name])
+    engine = EAGLEInference(None, target, config)
+    text, stats = engine.generate([0, 1, 2, 3, 4, 5, 6, 0, 1, 2], 80)
+    assert text == [(3 + index) % 7 for index in range(80)]
+    assert stats.mean_accept_length > 0.8 * (1 + config.num_steps)
+
+
+def test_hybrid_is_as_good_as_its_parts(device):
+    """The model alone is right, or the history alone is, or neither by itself for the whole path."""
+    target, stranger = toys(device)
+    lengths = {}
+    for name, draft in (("right", target), ("wrong", stranger)):
+        for method in ("hybrid", "draft_model", "ngram"):
+            sizes = {"hybrid": (2, 6, 12), "draft_model": (2, 2, 5), "ngram": (1, 6, 7)}[method]
+            options = dict(zip(("topk", "num_steps", "num_draft_tokens"), sizes)) | {"method": method}
+            options |= {"num_model_steps": 2} if method == "hybrid" else {}
+            engine = EAGLEInference(draft, target, EAGLEConfig(**options, min_ngram_size=1))
+            lengths[name, method] = engine.generate(PROMPTS, 60).stats.mean_accept_length
+    for name in ("right", "wrong"):
+        assert lengths[name, "hybrid"] >= max(lengths[name, "draft_model"], lengths[name, "ngram"]) - 0.05, lengths
+    assert lengths["right", "hybrid"] > lengths["right", "draft_model"] + 0.3, lengths
+
+
+def test_a_head_drafts_first(device):
+    target = random_llama(num_layers=8, device=device)
+    engine = EAGLEInference(random_head(target), target, EAGLEConfig(**METHODS["hybrid tree"]))
+    plain = engine.generate(PROMPTS, 20, speculative=False).output_ids
+    assert engine.generate(PROMPTS, 20).output_ids == plain
+
+
+def test_a_method_changes_from_call_to_call(device):
+    """Also between such with and without a model, whose pools differ."""
+    target, draft = toys(device)
+    engine = EAGLEInference(draft, target, EAGLEConfig(topk=2, num_steps=3))
+    plain = engine.generate(PROMPTS, 20, speculative=False).output_ids
+    for options in METHODS.values():
+        assert engine.generate(PROMPTS, 20, **options).output_ids == plain
+
+
+def test_suffix_trees_remember_responses(device):
+    target, _ = toys(device)
+    engine = EAGLEInference(None, target, EAGLEConfig(**METHODS["suffix chain"]))
+    first = engine.generate([3, 1, 4], 40).stats
+    again = engine.generate([3, 1, 4], 40).stats
+    assert again.mean_accept_length > first.mean_accept_length
+    forgetful = EAGLEInference(
+        None, target, EAGLEConfig(**METHODS["suffix chain"], suffix_decoding_max_cached_requests=0)
+    )
+    lengths = [forgetful.generate([3, 1, 4], 40).stats.mean_accept_length for _ in range(2)]
+    assert lengths[0] == lengths[1] == first.mean_accept_length
+
+
+def test_requests_that_end_leave_no_suffix_tree(device):
+    target, _ = toys(device)
+    engine = EAGLEInference(None, target, EAGLEConfig(**METHODS["suffix tree"], max_batch=2))
+    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=10)) for prompt in PROMPTS]
+    engine.step()
+    engine.abort(requests[1])
+    engine.collect()
+    (cache,) = engine._suffix_caches.values()
+    assert cache.num_states[0] == 0 and not engine._scheduler.steps.feed._made
+    assert requests[0].output_ids == engine.generate(PROMPTS[0], 10, speculative=False).output_ids
+
+
+def test_a_request_that_fails_before_it_begins_leaves_the_others(device, monkeypatch):
+    """Its suffix tree was never there to be dropped."""
+    target, _ = toys(device)
+    engine = EAGLEInference(None, target, EAGLEConfig(**METHODS["suffix chain"]))
+    engine.generate(PROMPTS[0], 2)
+    set_row = type(engine._scheduler.state.sampling).set_row
+
+    def fail_once(self, row, params, seed, prompt):
+        if prompt == PROMPTS[1]:
+            raise RuntimeError("no memory")
+        set_row(self, row, params, seed, prompt)
+
+    monkeypatch.setattr(type(engine._scheduler.state.sampling), "set_row", fail_once)
+    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=10)) for prompt in PROMPTS]
+    engine.collect()
+    assert [request.finish_reason for request in requests] == ["length", "error", "length", "length"]
+    assert requests[1].error == "RuntimeError: no memory"
+
+
+MIXED = {
+    "method": ("draft_model", "ngram", "suffix", "hybrid", "naive"), "topk": 2, "num_steps": 4, "num_draft_tokens": 8,
+    "num_model_steps": 2, "min_ngram_size": 1,
+}  # fmt: skip
+
+
+def test_random_requests_of_mixed_methods_in_one_batch(device):
+    """They come and go, each with its own drafter, sampling and end; on a GPU a thousand of them."""
+    coin, count = random.Random(5), 1000 if torch.cuda.is_available() else 30
+    target, draft = toys(device)
+    engine = EAGLEInference(draft, target, EAGLEConfig(**MIXED, max_batch=12, eos_token_ids=(7,)))
+    plain = EAGLEInference(None, target, EAGLEConfig(method="naive", max_batch=12, eos_token_ids=(7,)))
+    requests, wanted = [], []
+    for number in range(count):
+        prompt = [coin.randrange(20) for _ in range(coin.choice((1, 2, 9, 20)))]
+        options = {"max_new_tokens": coin.choice((1, 5, 25)), "seed": number}
+        options |= coin.choice(
+            ({}, {}, {"temperature": 0.8}, {"temperature": 1.0, "top_k": 5, "frequency_penalty": 0.3})
+        )
+        drafter = coin.choice((None, *MIXED["method"]))
+        requests.append(engine.submit(prompt, SamplingParams(**options, drafter=drafter)))
+        wanted.append(plain.submit(prompt, SamplingParams(**options)))
+        if number % 3 == 0:
+            engine.step()
+    engine.collect()
+    plain.collect()
+    for request, want in zip(requests, wanted):
+        assert request.output_ids == want.output_ids and request.finish_reason == want.finish_reason
+    accepted = {name: 0 for name in MIXED["method"]}
+    for request in requests:
+        accepted[request.params.drafter or "draft_model"] += sum(request.accepted)
+    assert accepted.pop("naive") == 0 and all(accepted.values()), accepted
+
+
+def test_each_request_gets_the_drafts_of_its_own_method(lag, device):
+    """Beside others a request accepts what it would accept in a batch of its own method."""
+    target, draft = toys(device)
+    several = MIXED | {"method": ("draft_model", "ngram", "naive"), "num_model_steps": None}
+    engine = EAGLEInference(draft, target, EAGLEConfig(**several))
+    requests = [
+        engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=30, drafter=name))
+        for name in ("ngram", "draft_model", "naive", "ngram")
+    ]
+    engine.collect()
+    alone = {}
+    for name in ("ngram", "draft_model"):
+        by_itself = EAGLEInference(draft, target, EAGLEConfig(**several | {"method": name}))
+        stats = by_itself.generate(PROMPTS[0], 30).stats
+        alone[name] = stats.accepted
+    accepted = [sum(request.accepted) for request in requests]
+    assert accepted == [alone["ngram"], alone["draft_model"], 0, alone["ngram"]]
+
+
+REFUSED = [
+    ({"method": ("ngram",)}, "method must be at least two different ones of"),
+    ({"method": ("ngram", "magic")}, "method must be at least two different ones of"),
+    ({"method": ("eagle", "draft_model")}, "method must hold one of eagle, mtp and draft_model at most"),
+    (
+        {"method": ("eagle", "ngram"), "verify_strategy": "rejection"},
+        "verify_strategy must not be 'rejection' with sev",
+    ),
+    (
+        {"method": ("eagle", "ngram"), "tree_mask_mode": "full_mask"},
+        "tree_mask_mode must not be 'full_mask' with sever",
+    ),
+    (
+        {"method": ("eagle", "ngram"), "topk": 2, "num_steps": 3, "num_draft_tokens": 9},
+        "num_draft_tokens must lie in 2",
+    ),
+    ({"method": "magic"}, "method must be None, or one of"),
+    ({"method": "ngram", "min_ngram_size": 6}, "min_ngram_size must be at most max_ngram_size = 5, got 6"),
+    ({"method": "ngram", "max_ngram_size": 33}, "max_ngram_size must lie in 1..32, got 33"),
+    ({"method": "ngram", "ngram_prefer": "best"}, "ngram_prefer must be one of"),
+    (
+        {"method": "ngram", "topk": 2, "num_steps": 3, "num_draft_tokens": 8},
+        r"num_draft_tokens must lie in 2..min\(256, 1 \+ topk \* num_steps\) = 7 for topk=2, num_steps=3",
+    ),
+    ({"method": "suffix", "suffix_decoding_max_tree_depth": 1}, "suffix_decoding_max_tree_depth must be at least 2"),
+    ({"method": "suffix", "suffix_decoding_max_cached_requests": -2}, "max_cached_requests must be at least -1"),
+    ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "min_token_prob must lie in 0..1, got 1.5"),
+    ({"method": "suffix", "suffix_decoding_max_spec_factor": -1.0}, "max_spec_factor must be at least 0, got -1.0"),
+    ({"method": "hybrid"}, "num_model_steps must be given for method='hybrid', below num_steps = 5, got None"),
+    ({"method": "hybrid", "num_model_steps": 5}, "num_model_steps must be given for method='hybrid', below"),
+    (
+        {"method": "hybrid", "num_model_steps": 2, "num_draft_tokens": 17},
+        r"num_draft_tokens must exceed the 1 \+ topk \* num_model_steps = 17 nodes of the model's tree, got 17",
+    ),
+    ({"method": "hybrid", "num_model_steps": 1, "verify_strategy": "rejection"}, "verify_strategy must not be 'reject"),
+    ({"num_model_steps": 3}, "num_model_steps must be None or num_steps but for method='hybrid'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_a_method_cannot_do(options, message):
+    with pytest.raises(ValueError, match=message):
+        EAGLEConfig(**options)
+
+
+def test_naive_reads_no_tree():
+    """Any that another method may have."""
+    config = EAGLEConfig(method="naive", topk=8, num_steps=5, num_draft_tokens=64)
+    assert not config.may_speculate and not EAGLEConfig(method="naive", num_steps=64).needs_model
+
+
+def test_a_drafter_is_one_of_the_methods():
+    engine = EAGLEInference(ToyModel(), ToyModel(), EAGLEConfig(**MIXED))
+    with pytest.raises(ValueError, match=r"drafter must be None or one of the methods \[.*\], got 'eagle'"):
+        engine.submit([1, 2], SamplingParams(drafter="eagle"))
+    with pytest.raises(ValueError, match="drafter must be None or a method's name, got 3"):
+        SamplingParams(drafter=3)
+
+
+def test_a_method_that_needs_a_model_says_so():
+    target = ToyModel()
+    with pytest.raises(ValueError, match="draft_model must not be None for method='hybrid', whose drafts are a model"):
+        EAGLEInference(None, target, EAGLEConfig(**METHODS["hybrid chain"]))
+    engine = EAGLEInference(None, target, EAGLEConfig(method="naive"))
+    with pytest.raises(ValueError, match="draft_model must not be None for method='draft_model'"):
+        engine.generate([1, 2], 3, method="draft_model")

@@ -1,0 +1,121 @@
+"""`EAGLEConfig.from_speculative_config`: servers' fields are read, and what cannot be honoured is refused by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from eagle_kernels import EAGLEConfig
+from eagle_kernels.engine.speculative_config import FIELDS
+
+READ = [
+    (
+        {"method": "ngram", "num_speculative_tokens": 5, "max_ngram_size": 4, "min_ngram_size": 1},
+        EAGLEConfig.chain(5, method="ngram", max_ngram_size=4, min_ngram_size=1),
+    ),
+    ({"method": "ngram_match"}, EAGLEConfig.chain(1, method="ngram")),
+    (
+        {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 7, "prompt_lookup_min": 3},
+        EAGLEConfig.chain(3, method="ngram", max_ngram_size=7, min_ngram_size=3),
+    ),
+    (
+        {"method": "ngram", "topk": 4, "num_steps": 6, "num_draft_tokens": 16},
+        EAGLEConfig(method="ngram", topk=4, num_steps=6, num_draft_tokens=16),
+    ),
+    ({"method": "mtp", "num_model_steps": 3}, EAGLEConfig.chain(3, method="mtp")),
+    ({"method": "mtp", "num_speculative_tokens": 2, "num_model_steps": 2}, EAGLEConfig.chain(2, method="mtp")),
+    ({"method": "eagle3", "num_speculative_tokens": 4}, EAGLEConfig.chain(4, method="eagle")),
+    (
+        {"method": "mtp", "mtp_strategy": "with_ngram", "num_speculative_tokens": 5, "num_model_steps": 2},
+        EAGLEConfig.chain(5, method="hybrid", num_model_steps=2),
+    ),
+    (
+        {"method": "suffix", "num_speculative_tokens": 8, "suffix_decoding_max_tree_depth": 32,
+         "suffix_decoding_max_cached_requests": 100, "suffix_decoding_max_spec_factor": 2.0,
+         "suffix_decoding_min_token_prob": 0.2},
+        EAGLEConfig.chain(8, method="suffix", suffix_decoding_max_tree_depth=32,
+                          suffix_decoding_max_cached_requests=100, suffix_decoding_max_spec_factor=2.0,
+                          suffix_decoding_min_token_prob=0.2),
+    ),
+    ({"method": "naive"}, EAGLEConfig(method="naive")),
+    (
+        {"method": "eagle", "num_speculative_tokens": 2, "verify_strategy": "topp", "max_candidate_len": 4,
+         "verify_window": 1},
+        EAGLEConfig.chain(2, method="eagle", verify_strategy="topp", max_candidate_len=4, verify_window=1),
+    ),
+    (
+        {"method": "eagle", "num_speculative_tokens": 2, "rejection_sample_method": "standard"},
+        EAGLEConfig.chain(2, method="eagle", verify_strategy="rejection"),
+    ),
+    (
+        {"method": "eagle", "benchmark_mode": True, "accept_policy": "reject_all"},
+        EAGLEConfig.chain(1, method="eagle", accept_policy="reject_all"),
+    ),
+    (
+        {"method": "ngram", "quantization": None, "num_gpu_block_expand_ratio": 1.0, "enf_gen_phase_tag": False,
+         "enable_draft_logprob": False, "model": None, "benchmark_mode": False},
+        EAGLEConfig.chain(1, method="ngram"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "config"), READ)
+def test_fields_of_servers(fields, config):
+    assert EAGLEConfig.from_speculative_config(fields) == config
+
+
+def test_every_field_is_read():
+    assert {name for fields, _ in READ for name in fields} == set(FIELDS)
+
+
+def test_other_fields_come_beside():
+    config = EAGLEConfig.from_speculative_config({"method": "ngram"}, page_size=64, eos_token_ids=(2,))
+    assert (config.page_size, config.eos_token_ids, config.method) == (64, (2,), "ngram")
+
+
+REFUSED = [
+    ([], "must be a mapping of fields, got []"),
+    ({}, "method must be given, got None"),
+    ({"method": "ngram", "n": 3}, "there is no field n; there are accept_policy, "),
+    ({"method": "ngram", 3: 3}, "there is no field 3; there are "),
+    ({"method": "magic"}, "EAGLEConfig: method must be None, or one of ['eagle', "),
+    ({"method": "ngram", "model": "folder"}, "model must be the draft of EAGLEInference, or --draft: "),
+    ({"method": "ngram", "quantization": "fp8"}, "quantization must be None or absent: it is the server's business"),
+    ({"method": "ngram", "num_gpu_block_expand_ratio": 2.0}, "num_gpu_block_expand_ratio must be 1.0 or absent"),
+    ({"method": "ngram", "enf_gen_phase_tag": True}, "enf_gen_phase_tag must be False or absent"),
+    ({"method": "ngram", "mtp_strategy": "with_ngram"}, "mtp_strategy must be 'default' for method='ngram'"),
+    ({"method": "mtp", "mtp_strategy": "always"}, "mtp_strategy must be 'default' or 'with_ngram', got 'always'"),
+    ({"method": "hybrid", "mtp_strategy": "default"}, "mtp_strategy must be 'with_ngram' for method='hybrid'"),
+    (
+        {"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 1},
+        "num_model_steps must not be below num_speculative_tokens = 3 without n-grams behind it, got 1",
+    ),
+    ({"method": "naive", "num_speculative_tokens": 1}, "num_speculative_tokens must be 0 or absent for method='naive'"),
+    ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be an int of at least 1, got 0"),
+    ({"method": "ngram", "num_speculative_tokens": "5"}, "num_speculative_tokens must be an int of at least 1"),
+    ({"method": "ngram", "num_speculative_tokens": 3, "topk": 2}, "num_speculative_tokens must be absent beside topk"),
+    (
+        {"method": "ngram", "max_ngram_size": 4, "prompt_lookup_max": 5},
+        "max_ngram_size must agree with max_ngram_size = 5, which is the same, got 4",
+    ),
+    ({"method": "ngram", "min_ngram_size": 6}, "EAGLEConfig: min_ngram_size must be at most max_ngram_size = 5"),
+    (
+        {"method": "eagle", "rejection_sample_method": "fly"},
+        "rejection_sample_method must be one of ['standard'], and come without another verify_strategy, got 'fly'",
+    ),
+    (
+        {"method": "eagle", "rejection_sample_method": "standard", "verify_strategy": "greedy"},
+        "rejection_sample_method must be one of ['standard']",
+    ),
+    (
+        {"method": "eagle", "benchmark_mode": True, "accept_policy": "accept_all"},
+        "benchmark_mode must come with accept_policy='reject_all', which it is, got 'accept_all'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_what_cannot_be_honoured_is_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        EAGLEConfig.from_speculative_config(fields)

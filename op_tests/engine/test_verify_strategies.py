@@ -1,0 +1,187 @@
+"""Strategies of verification: the lossless ones keep the target's text or its law, the lossy ones are what they say."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
+from eagle_kernels.engine.drafters.protocol import Proposal
+from eagle_kernels.engine.sampling import Features
+from eagle_kernels.engine.verification import TopP, make_verifier
+from op_tests.engine.toys import ToyModel, random_eagle1_head, random_head, random_llama
+from op_tests.harness.statistics import assert_follows_law
+
+PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [4]]
+STRATEGIES = ("target_match", "greedy", "rejection", "topp", "typical")
+TREES = {"chain": (1, 3, 4), "tree": (3, 3, 8)}
+FILTERS = {"temperature": 0.9, "top_k": 4, "top_p": 0.8, "min_p": 0.05}
+
+
+def engine_of(draft, target, tree, strategy, **others) -> EAGLEInference:
+    sizes = dict(zip(("topk", "num_steps", "num_draft_tokens"), tree))
+    return EAGLEInference(draft, target, EAGLEConfig(**sizes, verify_strategy=strategy, **others))
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("strategy", ["target_match", "greedy", "rejection"])
+@pytest.mark.parametrize("kind", ["EAGLE-3", "EAGLE-1", "language model", "itself"])
+def test_greedy_text_is_plain_text(kind, strategy, tree, device):
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.7} if kind == "EAGLE-1" else {}
+    target = random_llama(num_layers=8, device=device)
+    draft = {
+        "EAGLE-3": lambda: random_head(target),
+        "EAGLE-1": lambda: random_eagle1_head(target),
+        "language model": lambda: random_llama(num_layers=1, seed=1, device=device),
+        "itself": lambda: target,
+    }[kind]()
+    engine = engine_of(draft, target, TREES[tree], strategy)
+    plain = engine.generate(PROMPTS, 12, speculative=False, **penalties).output_ids
+    text, stats = engine.generate(PROMPTS, 12, **penalties)
+    assert text == plain
+    if kind == "itself":
+        assert stats.mean_accept_length > 3
+
+
+def law_of(target: ToyModel, prompt: list[int], count: int, sampling: dict) -> torch.Tensor:
+    """Probabilities [V ** count] of the tokens behind a prompt, by plain sampling."""
+    engine, size = EAGLEInference(None, target, EAGLEConfig(method="naive")), target.vocab_size
+    law = torch.ones(1, dtype=torch.float64)
+    for length in range(count):
+        rows = []
+        for tokens in itertools.product(range(size), repeat=length):
+            logits = engine.next_token_logits(prompt + list(tokens)).double() / sampling.get("temperature", 1.0)
+            probs = torch.softmax(logits, dim=-1)
+            order = probs.argsort(descending=True, stable=True)
+            kept = torch.ones(size, dtype=torch.bool)
+            if "top_k" in sampling:
+                kept[order[sampling["top_k"] :]] = False
+            probs = torch.where(kept, probs, 0.0) / probs[kept].sum()
+            if "top_p" in sampling:
+                before = probs[order].cumsum(0) - probs[order]
+                kept[order[before >= sampling["top_p"]]] = False
+            probs = torch.where(kept, probs, 0.0)
+            probs[probs < sampling.get("min_p", 0.0) * probs.max()] = 0.0
+            rows.append(probs / probs.sum())
+        law = (law[:, None] * torch.stack(rows)).flatten()
+    return law
+
+
+def drawn(engine: EAGLEInference, prompt: list[int], count: int, requests: int, sampling: dict) -> torch.Tensor:
+    """What so many requests brought, each a number of `count` digits."""
+    tokens = torch.tensor(engine.generate([prompt] * requests, count, seeds=list(range(requests)), **sampling)[0])
+    digits = engine.target.vocab_size ** torch.arange(count - 1, -1, -1)
+    return (tokens * digits).sum(1)
+
+
+TOYS = {"vocab_size": 5, "max_length": 16}
+# the references take a millisecond for each node
+NUM_REQUESTS = 40000 if torch.cuda.is_available() else 800
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, FILTERS], ids=["all", "filters"])
+@pytest.mark.parametrize("tree", [(1, 3, 4), (3, 2, 6)])
+def test_rejection_keeps_the_law(tree, sampling, device):
+    target, draft = (ToyModel(**TOYS, seed=seed, device=device) for seed in range(2))
+    engine = engine_of(draft, target, tree, "rejection", max_batch=256)
+    samples = drawn(engine, [1, 2], 3, NUM_REQUESTS, sampling)
+    assert_follows_law(samples, law_of(target, [1, 2], 3, sampling))
+
+
+@pytest.mark.parametrize("strategy", ["topp", "typical"])
+def test_lossy_strategies_leave_the_law(strategy, device):
+    """And are greedy at temperature 0, as far as their rules go."""
+    target, draft = (ToyModel(**TOYS, seed=seed, device=device) for seed in range(2))
+    engine = engine_of(draft, target, (1, 3, 4), strategy, max_batch=256)
+    samples = drawn(engine, [1, 2], 3, NUM_REQUESTS, {"temperature": 1.0})
+    with pytest.raises(AssertionError, match="chi-square"):
+        assert_follows_law(samples, law_of(target, [1, 2], 3, {"temperature": 1.0}))
+
+
+def test_rejection_takes_more_of_a_draft_that_is_the_target(device):
+    """A draft of the same law is never rejected, where a match of two draws would be by chance."""
+    target = ToyModel(device=device)
+    lengths = {}
+    for strategy in ("rejection", "target_match"):
+        engine = engine_of(target, target, (1, 3, 4), strategy)
+        stats = engine.generate([[1, 2, 3]] * 8, 40, seeds=list(range(8)), temperature=1.0).stats
+        lengths[strategy] = stats.mean_accept_length
+    assert lengths["rejection"] == 4.0 > 1.5 + lengths["target_match"]
+
+
+def test_typical_takes_a_likely_draft_and_topp_a_candidate(device):
+    """One node, one draft: taken or not, by the rule of the strategy."""
+    target, draft = (ToyModel(**TOYS, seed=seed, device=device) for seed in range(2))
+    taken = {}
+    for name, options in {
+        "typical, anything": {"verify_strategy": "typical", "typical_epsilon": 0.0},
+        "typical, nothing": {"verify_strategy": "typical", "typical_epsilon": 1.0, "typical_delta": 1.0},
+        "topp, the first two": {"verify_strategy": "topp", "max_candidate_len": 2, "verify_window": 0},
+        "topp, all": {"verify_strategy": "topp", "max_candidate_len": 5, "verify_window": 0},
+    }.items():
+        engine = EAGLEInference(draft, target, EAGLEConfig.naive_eagle(**options))
+        taken[name] = engine.generate([[1, 2]] * 16, 10, seeds=list(range(16)), temperature=3.0).stats.acceptance_rate
+    assert taken["typical, anything"] == taken["topp, all"] == 1.0
+    assert taken["typical, nothing"] < taken["typical, anything"]
+    assert taken["topp, the first two"] < 1.0
+
+
+def test_candidates_of_topp(monkeypatch):
+    """As many as top_p needs; none where max_candidate_len are too few, all of these for top_p = 1."""
+    seen = {}
+
+    class Watched(Exception):
+        pass
+
+    def watch(*arguments, **_):
+        seen["ids"], seen["lens"] = arguments[4:6]
+        raise Watched
+
+    class Rows:
+        """A row of one node for each of these: temperature, top_p, top_k."""
+
+        params = [(1.0, 1.0, 0), (1.0, 0.65, 0), (1.0, 0.95, 0), (1.0, 0.65, 1), (0.0, 1.0, 0), (1.0, 0.39, 0)]
+        seeds = torch.zeros(len(params), dtype=torch.int64)
+
+        def numbers(self, name):
+            values = dict(zip(("temperature", "top_p", "top_k"), map(list, zip(*self.params))))
+            return torch.tensor(values.get(name, [0.0] * len(self.params)))
+
+    count, none = len(Rows.params), torch.full((len(Rows.params), 1), -1)
+    tree = ops.BuildTreeOutput(None, Rows.seeds, none, none, none, Rows.seeds)
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04]).log().repeat(count, 1)
+    monkeypatch.setattr(ops, "verify_tree_topp", watch)
+    with pytest.raises(Watched):
+        strategy = TopP(EAGLEConfig(verify_strategy="topp", max_candidate_len=3), num_steps=5)
+        strategy.verify(Rows(), Proposal(tree), logits, Features())
+    assert seen["ids"][0].tolist() == [0, 1, 2]
+    assert seen["lens"].tolist() == [3, 2, 0, 1, 1, 1]
+
+
+REFUSED = [
+    ({"verify_strategy": "best"}, {}, "verify_strategy must be one of"),
+    ({"verify_strategy": "topp", "max_candidate_len": 17}, {}, "max_candidate_len must lie in 2..16, got 17"),
+    ({"verify_strategy": "topp", "verify_window": -1}, {}, "verify_window must be at least 0, got -1"),
+    ({"verify_strategy": "typical", "typical_delta": 2.0}, {}, "typical_delta must lie in 0..1, got 2.0"),
+    ({"verify_strategy": "topp", "accept_policy": "accept_all"}, {}, "accept_policy must be 'normal' with"),
+    ({"verify_strategy": "rejection", "simulated_accept_length": 2.0}, {}, "accept_policy must be 'normal' with"),
+    ({"verify_strategy": "greedy"}, {"temperature": 1.0}, "verify_strategy='greedy' serves temperature=0 alone"),
+    ({"verify_strategy": "typical"}, {"temperature": 1.0, "top_k": 3}, "'typical' knows no top_k, top_p and min_p"),
+    ({"verify_strategy": "rejection"}, {"logprobs": True}, "verify_strategy='rejection' knows no logprobs"),
+]
+
+
+@pytest.mark.parametrize(("options", "params", "message"), REFUSED)
+def test_what_a_strategy_cannot_do(options, params, message):
+    with pytest.raises(ValueError, match=message):
+        toy = ToyModel()
+        EAGLEInference(toy, toy, EAGLEConfig(**options)).submit([1, 2], SamplingParams(**params))
+
+
+def test_without_drafts_all_strategies_are_plain_decoding():
+    for strategy in STRATEGIES:
+        assert make_verifier(EAGLEConfig(verify_strategy=strategy), 0, torch.device("cpu")).__class__.__name__ == (
+            "TargetMatch"
+        )
