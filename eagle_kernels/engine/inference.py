@@ -384,7 +384,7 @@ class EAGLEInference:
                 )
             stop = StopStrings(params.stop, self.tokenizer)
         self._check_tokens("SamplingParams: stop_token_ids", params.stop_token_ids)
-        reason = config.why_not_verified(params)
+        reason = config.why_not_served(params)
         if reason:
             raise ValueError(f"EAGLEInference: {reason}")
         seed = read_seeds(params.seed, 1)[0]

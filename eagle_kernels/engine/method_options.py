@@ -93,8 +93,8 @@ class MethodOptions:
         rule = "not be 'rejection' for method='hybrid', some of whose drafts are not drawn"
         self._require(self.verify_strategy != "rejection", "verify_strategy", rule)
 
-    def why_not_verified(self, params: SamplingParams) -> str | None:
-        """Why `verify_strategy` cannot serve such a request; None: it can."""
+    def why_not_served(self, params: SamplingParams) -> str | None:
+        """Why methods and `verify_strategy` cannot serve such a request; None: they can."""
         strategy = self.verify_strategy
         if strategy == "greedy" and params.temperature > 0:
             return f"verify_strategy='greedy' serves temperature=0 alone, got {params.temperature}"

@@ -19,8 +19,8 @@ from .batch import Batch
 from .batch_state import BatchState
 from .config import EAGLEConfig
 from .drafters.model_drafter import ModelDrafter
-from .drafters.naive import root_only
 from .drafters.protocol import Drafter, aux_layers
+from .drafters.trees import root_only
 from .kv_pool import DecodeAttend, TreeAttend
 from .models.protocol import TargetModel
 from .sampling import Features

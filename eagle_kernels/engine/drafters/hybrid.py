@@ -12,8 +12,9 @@ from ..batch import Batch
 from ..config import EAGLEConfig
 from ..models.protocol import DraftModel
 from .model_drafter import ModelDrafter
-from .ngram import match, tree_of
+from .ngram import match
 from .protocol import Proposal
+from .trees import tree_of
 
 
 class HybridDrafter(ModelDrafter):
@@ -66,11 +67,11 @@ def _parents(kept: Tensor, parent_list: Tensor, topk: int) -> Tensor:
 
 def _best_path(tokens: Tensor, first_child: Tensor, num_levels: int) -> tuple[Tensor, Tensor]:
     """The last node [B] and the tokens [B, num_levels], -1 padded, of the path of first children."""
-    node, is_on = torch.zeros_like(first_child[:, :1]), None
-    path = []
+    node = torch.zeros_like(first_child[:, :1])
+    is_on, path = node == 0, []
     for _ in range(num_levels):
         child = first_child.gather(1, node)
-        is_on = child >= 0 if is_on is None else is_on & (child >= 0)
+        is_on = is_on & (child >= 0)
         node = torch.where(is_on, child, node)
         path.append(torch.where(is_on, tokens.gather(1, (node - 1).clamp(min=0)), -1))
     return node[:, 0], torch.cat(path, dim=1)

@@ -9,7 +9,7 @@ import torch
 from ..config import EAGLEConfig
 from ..models.protocol import DraftModel
 from .hybrid import HybridDrafter
-from .mixed import MixedDrafter, NoDrafts
+from .mixed import MixedDrafter
 from .model_drafter import ModelDrafter
 from .naive import NaiveDrafter
 from .ngram import NgramDrafter
@@ -38,7 +38,7 @@ def make_drafter(config: EAGLEConfig, model: DraftModel | None, device: torch.de
 def _part(name: str, config: EAGLEConfig, model: DraftModel | None, device: torch.device) -> Drafter:
     """One of several methods."""
     if name == "naive":
-        return NoDrafts(config.num_steps, config.num_verify_tokens)
+        return NaiveDrafter(config)
     levels = config.num_model_steps if name == "hybrid" else None
     own = replace(config, method=name, num_model_steps=levels, num_draft_tokens=config.num_verify_tokens)
     return make_drafter(own, model, device)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ... import ops
 from ..batch import Batch, Committed
 from ..batch_state import BatchState
 from .protocol import Drafter, Proposal
@@ -19,22 +18,17 @@ _OF_ROWS = ("tree_mask", "positions", "retrieve_next_token", "retrieve_next_sibl
 class MixedDrafter:
     """All methods draft for all rows, and each row takes the drafts of its own; their trees have as many nodes.
 
-    `BatchState.methods` says which row has which. A model reads the tokens of all rows, whoever drafts for them.
+    parts: one for each method, in their order; `BatchState.methods` says which row has which. A model reads the tokens of all rows, whoever drafts for them.
     """
 
     def __init__(self, drafters: Sequence[Drafter]):
-        self._drafters = tuple(drafters)
+        self.parts = tuple(drafters)
         self.num_steps = max(drafter.num_steps for drafter in drafters)
         self.num_nodes = max(drafter.num_nodes for drafter in drafters)
         self.num_slots = max(drafter.num_slots for drafter in drafters)
         self.reads_history = any(drafter.reads_history for drafter in drafters)
         self._reader = next((drafter for drafter in drafters if drafter.model is not None), None)
         self.model = None if self._reader is None else self._reader.model
-
-    @property
-    def parts(self) -> tuple[Drafter, ...]:
-        """One for each method, in their order."""
-        return self._drafters
 
     def read_prompt(self, *arguments) -> None:
         """See `Drafter`."""
@@ -52,8 +46,8 @@ class MixedDrafter:
     def propose(self, batch: Batch) -> Proposal:
         """See `Drafter`."""
         method = batch.state.methods[batch.rows]
-        tree = self._drafters[0].propose(batch).tree
-        for number, drafter in enumerate(self._drafters[1:], start=1):
+        tree = self.parts[0].propose(batch).tree
+        for number, drafter in enumerate(self.parts[1:], start=1):
             other = drafter.propose(batch).tree
             chosen = {
                 name: _choose(method == number, getattr(other, name), getattr(tree, name), len(batch))
@@ -66,28 +60,6 @@ class MixedDrafter:
         """See `Drafter`."""
         if self._reader is not None:
             self._reader.observe(batch, committed, features)
-
-
-class NoDrafts:
-    """`naive` beside other methods: a tree as large as theirs, of which the root alone is there."""
-
-    model = None
-    reads_history = False
-
-    def __init__(self, num_steps: int, num_nodes: int):
-        self.num_steps, self.num_nodes, self.num_slots = num_steps, num_nodes, num_nodes
-
-    def read_prompt(self, *_) -> None:
-        """Nothing is read."""
-
-    def propose(self, batch: Batch) -> Proposal:
-        """See `Drafter`."""
-        none = batch.roots.new_full((len(batch), self.num_nodes - 1), -1)
-        tree = ops.tree_from_parents(batch.roots, none, none, batch.lengths, num_verify_tokens=self.num_nodes)
-        return Proposal(tree)
-
-    def observe(self, batch: Batch, committed: Committed, features: Tensor) -> None:
-        """Nothing is learnt."""
 
 
 def _choose(is_other: Tensor, other: Tensor, tensor: Tensor, num_rows: int) -> Tensor:

@@ -6,30 +6,35 @@ from typing import Any
 
 from torch import Tensor
 
-from ... import ops
 from ..batch import Batch, Committed
+from ..config import EAGLEConfig
 from .protocol import Proposal
+from .trees import root_only, tree_of
 
 
 class NaiveDrafter:
-    """FastDeploy's method of this name. `EAGLEConfig.naive_eagle()` is something else: one draft of an EAGLE head."""
+    """FastDeploy's method of this name. `EAGLEConfig.naive_eagle()` is something else: one draft of an EAGLE head.
 
-    num_steps, num_nodes, num_slots = 0, 1, 1
+    config: of other methods beside it, whose trees are as large; their root alone is there.
+    """
+
     model = None
     reads_history = False
 
+    def __init__(self, config: EAGLEConfig | None = None):
+        self._config = config
+        self.num_steps, self.num_nodes = (0, 1) if config is None else (config.num_steps, config.num_verify_tokens)
+        self.num_slots = self.num_nodes
+
     def read_prompt(self, *_: Any) -> None:
-        pass
+        """Nothing is read."""
 
     def propose(self, batch: Batch) -> Proposal:
-        return Proposal(root_only(batch.roots, batch.lengths))
+        """See `Drafter`."""
+        if self._config is None:
+            return Proposal(root_only(batch.roots, batch.lengths))
+        none = batch.roots.new_full((len(batch), self.num_nodes - 1), -1)
+        return Proposal(tree_of(batch, none, none, self._config))
 
     def observe(self, batch: Batch, committed: Committed, features: Tensor) -> None:
-        pass
-
-
-def root_only(roots: Tensor, lengths: Tensor) -> ops.BuildTreeOutput:
-    """A tree without drafts: [B] roots behind [B] committed tokens."""
-    none = roots.new_empty(len(roots), 0)
-    root_slot = roots.new_full((len(roots), 1), -1)
-    return ops.build_tree(roots, root_slot, none, none, lengths, topk=1, spec_steps=1, num_verify_tokens=1)
+        """Nothing is learnt."""

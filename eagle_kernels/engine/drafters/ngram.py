@@ -8,6 +8,7 @@ from ... import ops
 from ..batch import Batch, Committed
 from ..config import EAGLEConfig
 from .protocol import Proposal
+from .trees import tree_of
 
 
 class NgramDrafter:
@@ -52,18 +53,4 @@ def match(
         min_ngram_size=config.min_ngram_size,
         max_matches=max_matches,
         prefer=config.ngram_prefer,
-    )
-
-
-def tree_of(batch: Batch, tokens: Tensor, parents: Tensor, config: EAGLEConfig) -> ops.BuildTreeOutput:
-    """The tree of drafts [B, N - 1] with the nodes that are their parents, -1 where there is no draft."""
-    is_full = config.tree_mask_mode == ops.TreeMaskMode.FULL_MASK
-    return ops.tree_from_parents(
-        batch.roots,
-        tokens,
-        parents,
-        batch.lengths,
-        **({"seq_lens_sum": int(batch.lengths.sum())} if is_full else {}),
-        num_verify_tokens=1 + tokens.shape[1],
-        tree_mask_mode=config.tree_mask_mode,
     )

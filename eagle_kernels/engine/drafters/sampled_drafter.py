@@ -11,6 +11,7 @@ from ..config import EAGLEConfig
 from ..models.protocol import DraftModel
 from .model_drafter import DraftRows, ModelDrafter
 from .protocol import Proposal
+from .trees import tree_of
 
 
 class SampledDrafter(ModelDrafter):
@@ -58,13 +59,8 @@ class SampledDrafter(ModelDrafter):
         draft_logits = logits.new_zeros(size, self.num_nodes, logits.shape[-1])
         rows_read = torch.cat(read, dim=1)[:, : self.num_nodes]
         draft_logits[:, : rows_read.shape[1]] = rows_read
-        tree = ops.tree_from_parents(
-            batch.roots,
-            torch.cat(levels, dim=1)[:, : self.num_nodes - 1].contiguous(),
-            self._parents.repeat(size, 1),
-            batch.lengths,
-            num_verify_tokens=self.num_nodes,
-        )
+        tokens = torch.cat(levels, dim=1)[:, : self.num_nodes - 1].contiguous()
+        tree = tree_of(batch, tokens, self._parents.repeat(size, 1), self._config)
         return Proposal(tree, draft_logits.flatten(0, 1), self.model.draft_to_target)
 
 

@@ -18,9 +18,9 @@ from ..batch import Batch, Committed
 from ..batch_state import BatchState
 from ..config import EAGLEConfig
 from ..request import Request
-from .ngram import tree_of
 from .protocol import Proposal
 from .suffix_cache import SuffixCache, SuffixDraft
+from .trees import tree_of
 
 
 class Offers:
