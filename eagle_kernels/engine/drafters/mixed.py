@@ -18,7 +18,8 @@ _OF_ROWS = ("tree_mask", "positions", "retrieve_next_token", "retrieve_next_sibl
 class MixedDrafter:
     """All methods draft for all rows, and each row takes the drafts of its own; their trees have as many nodes.
 
-    parts: one for each method, in their order; `BatchState.methods` says which row has which. A model reads the tokens of all rows, whoever drafts for them.
+    parts: one for each method, in their order; `BatchState.methods` says which row has which. A model reads the tokens
+    of all rows, whoever drafts for them.
     """
 
     def __init__(self, drafters: Sequence[Drafter]):
