@@ -342,13 +342,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m op_tests.engine.soak", description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--round", type=int, help="this one alone")
+    parser.add_argument("--round", type=int, nargs="+", help="these alone, without a limit of time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # models this small only wait for each other's threads
-    rounds = None if options.round is None else [options.round]
     try:
-        soak = run(options.seed, options.device, 60 * options.minutes, rounds)
+        soak = run(options.seed, options.device, 60 * options.minutes, options.round)
     except Mismatch as mismatch:
         print(f"MISMATCH {mismatch}")
         return 1
