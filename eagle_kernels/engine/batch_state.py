@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,14 @@ from .sampling import RowSampling
 
 # plain steps after which the draft reads what it missed
 MEMORY = 16
+
+
+class Kept(NamedTuple):
+    """Tokens [R, C] int64 that a draft has yet to read, or to read again, and the target's features [R, C, F] beside
+    them."""
+
+    tokens: Tensor
+    features: Tensor
 
 
 class BatchState:
@@ -25,9 +35,8 @@ class BatchState:
     history       [R, L] int32    committed tokens, the root at place `lengths`; None where no drafter reads them
     draft_logits  [R, Vd]         what the draft says after the root
     draft_hidden  [R, H]          the draft's own state there; both None without a draft
-    num_behind    [R] int64       committed tokens that the draft has not read, of plain steps: with them it comes back
-    missed_tokens    [R, MEMORY] int64   these, and
-    missed_features  [R, MEMORY, F]      the target's features beside them; both None until a plain step keeps them
+    num_behind    [R] int64       committed tokens that the draft has not read for good, of plain steps above all
+    kept          these, by how many there is room for
     target_pool, draft_pool       keys and values; a request's pages have the same ids in both. No draft, no draft_pool
     """
 
@@ -58,8 +67,7 @@ class BatchState:
         self.history: Tensor | None = None
         self.draft_logits = None if draft is None else zeros(num_rows, draft.draft_vocab_size, dtype=target.dtype)
         self.num_behind = zeros(num_rows)
-        self.missed_tokens: Tensor | None = None
-        self.missed_features: Tensor | None = None
+        self.kept: dict[int, Kept] = {}
         self.draft_hidden: Tensor | None = None  # until the first prompt tells how wide it is
 
     def set_draft(self, row: int, logits: Tensor, hidden: Tensor) -> None:
@@ -80,12 +88,20 @@ class BatchState:
         num_tokens = self.lengths[rows] + 1
         ops.append_output(self.history[rows], num_tokens, num_tokens, tokens)
 
-    def keep_what_drafts_miss(self, feature_size: int) -> None:
-        """Makes room for the tokens and features of plain steps."""
-        if self.missed_features is None:
-            device, dtype = self.lengths.device, self.draft_logits.dtype
-            self.missed_tokens = torch.zeros(self.num_rows, MEMORY, dtype=torch.int64, device=device)
-            self.missed_features = torch.zeros(self.num_rows, MEMORY, feature_size, dtype=dtype, device=device)
+    def make_room(self, count: int, feature_size: int) -> None:
+        """For so many kept tokens and features of each row."""
+        if count not in self.kept:
+            shape, device = (self.num_rows, count), self.lengths.device
+            features = torch.zeros(*shape, feature_size, dtype=self.draft_logits.dtype, device=device)
+            self.kept[count] = Kept(torch.zeros(shape, dtype=torch.int64, device=device), features)
+
+    def keep(self, rows: slice, room: int, roots: Tensor, features: Tensor) -> None:
+        """One token more of each live row: roots [B], and features [B, 1, F]."""
+        count, kept = self.num_behind[rows], self.kept[room]
+        row, place = torch.arange(len(count), device=count.device), count.clamp(max=room - 1)
+        kept.tokens[rows][row, place] = roots.clamp(min=0)
+        kept.features[rows][row, place] = features[:, 0]
+        count.add_(self.is_live[rows])
 
     def clear(self, row: int) -> None:
         """The row is nobody's."""
@@ -103,5 +119,6 @@ class BatchState:
     def tensors(self) -> list[Tensor]:
         """Everything that belongs to rows."""
         held = [self.lengths, self.roots, self.is_live, self.block_table, self.methods, self.history]
-        held += [self.draft_logits, self.num_behind, self.draft_hidden, self.missed_tokens, self.missed_features]
+        held += [self.draft_logits, self.num_behind, self.draft_hidden]
+        held += [tensor for kept in self.kept.values() for tensor in kept]
         return [tensor for tensor in held if tensor is not None] + self.sampling.tensors()

@@ -61,7 +61,8 @@ class EAGLEConfig(MethodOptions):
                         The CPU has none: there True only refuses models that could not be captured on a GPU
 
     Where drafts come from:
-    method              `eagle`, `mtp`, `draft_model`: the draft model's (None: whichever of these it is); `ngram`: what
+    method              `eagle`, `mtp`, `draft_model`: the draft model's (None: whichever of these it is; of several
+                        next-token modules each drafts one level, in chains, topk=1, of at most as many); `ngram`: what
                         followed the last tokens earlier in prompt or output; `suffix`: what followed them most often
                         there and in past responses; `hybrid`: the model's, and ngram's behind or beside them; `naive`:
                         none, and the fields of the tree say nothing.

@@ -16,7 +16,7 @@ from torch import Tensor
 from .batch_state import BatchState
 from .benchmark import BenchmarkResult, benchmark
 from .config import EAGLEConfig
-from .drafters.methods import make_drafter
+from .drafters.methods import make_drafter, make_reader
 from .drafters.protocol import overshoot
 from .drafters.suffix_cache import SuffixCache
 from .inputs import Prompts, Seeds, read_max_new_tokens, read_prompts, read_seeds
@@ -91,7 +91,7 @@ class EAGLEInference:
             raise ValueError(f"EAGLEInference: device must be where the models are, on {self.device}, got {device}")
         if self.draft is not None:
             self._check_pair()
-        self._check_topk(self.config)
+        self._check_tree(self.config)
         self._check_tokens("EAGLEConfig: eos_token_ids", self.config.eos_token_ids or ())
         tell_who_waits(target_model, self.draft, self.config)
         if target_model.dtype == torch.float32 and self.device.type == "cuda" and _rounds_fp32_matmuls():
@@ -123,8 +123,8 @@ class EAGLEInference:
         """Loads both model folders (Hugging Face layout) onto `device`; end tokens and the tokenizer, if there is one,
         come from the target's folder.
 
-        draft  an EAGLE head; with method="draft_model" a language model of the same tokenizer; None for methods that
-               draft without a model
+        draft  an EAGLE head; the target's own folder, where it holds next-token modules; with method="draft_model" a
+               language model of the same tokenizer; None for methods that draft without a model
         """
         _check_config(config)
         target_model = load_target(target, device, dtype)
@@ -415,7 +415,7 @@ class EAGLEInference:
     def _scheduler_for(self, config: EAGLEConfig, speculative: bool) -> Scheduler:
         """The engine's batch, set to this configuration; made anew, while it is empty, where its pools do not fit."""
         if speculative:
-            self._check_topk(config)
+            self._check_tree(config)
         max_pages, draft = self._max_pages(config), self._draft_of(config)
         key, scheduler = _pool_key(config), self._scheduler
         if not self._has_pools_for(config):
@@ -466,7 +466,8 @@ class EAGLEInference:
     def _max_pages(self, config: EAGLEConfig) -> int:
         """Of one request of full length; plain decoding shares the pools of its speculative twin."""
         trees = [config, *(tree for _, tree in config.trees if tree is not None)]
-        behind = max(overshoot(make_drafter(tree, self._draft_of(config), self.device)) for tree in trees)
+        reader = make_reader(config, self._draft_of(config))
+        behind = max(overshoot(make_drafter(tree, reader, self.device)) for tree in trees)
         # with some to spare, so that another tree does not ask for other pools
         needed = self._limit(config, speculative=False) + -(-behind // 256) * 256
         return -(-needed // config.page_size)
@@ -497,12 +498,26 @@ class EAGLEInference:
                 f"EAGLEInference: draft_model must not be None for method={config.method!r}, whose drafts are a model's"
             )
 
-    def _check_topk(self, config: EAGLEConfig) -> None:
+    def _check_tree(self, config: EAGLEConfig) -> None:
         if config.needs_model and config.topk >= self.draft.draft_vocab_size:
             raise ValueError(
                 f"EAGLEInference: topk must be smaller than the draft vocabulary of {self.draft.draft_vocab_size} "
                 f"tokens, got {config.topk}"
             )
+        num_modules = getattr(self.draft, "num_modules", 1) if config.needs_model else 1
+        trees = [config, *(tree for _, tree in config.trees if tree is not None)] if num_modules > 1 else []
+        for tree in trees:
+            if tree.topk > 1:
+                raise ValueError(
+                    f"EAGLEInference: topk must be 1 for a draft of {num_modules} next-token modules, whose drafts are "
+                    f"a chain, got {tree.topk}"
+                )
+            if tree.num_model_levels > num_modules:
+                name = "num_steps" if tree.num_model_levels == tree.num_steps else "num_model_steps"
+                raise ValueError(
+                    f"EAGLEInference: {name} must be at most the {num_modules} next-token modules of the draft, one a "
+                    f"level, got {tree.num_model_levels}"
+                )
 
 
 def _params(config: EAGLEConfig, values: dict[str, Any]) -> SamplingParams:

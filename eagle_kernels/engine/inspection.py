@@ -19,6 +19,7 @@ from .inference import EAGLEInference
 from .models.draft_head import DraftHead
 from .models.draft_loading import HeadFile, load_draft, read_head, tell_capture
 from .models.loading import load_target
+from .models.next_token_modules import NextTokenModules
 from .models.protocol import FINAL_NORM, ModelError, TargetModel
 from .models.tokenizer import load_tokenizer
 
@@ -172,12 +173,16 @@ def _describe(folder: Path, file: HeadFile) -> HeadReport:
         has_embedding=head.embed_tokens is not None,
         has_output=head.lm_head is not None,
         max_positions=head.max_length,
-        options=[name for name in _OPTIONS if getattr(config, name, False)],
+        options=[name for name in _OPTIONS if getattr(config, name, False)] + _told_modules(head),
         written_aux_layers=None if file.written_aux.written is None else list(file.written_aux.written),
         written_aux_meaning=file.written_aux.meaning,
         **_streams(config.aux_layers),
         remarks=list(file.remarks),
     )
+
+
+def _told_modules(head: DraftHead) -> list[str]:
+    return [f"num_modules={head.num_modules}"] if isinstance(head, NextTokenModules) else []
 
 
 def _streams(aux_layers: tuple[int, ...] | None) -> dict[str, list[int] | None]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .batch_state import MEMORY
 from .config import EAGLEConfig
+from .drafters.methods import make_reader
 from .kv_pool import bytes_per_page
 from .models.checkpoint import free_memory_bytes
 from .models.protocol import DraftModel, TargetModel
@@ -34,12 +34,13 @@ def workspace_bytes(
     num_streams, draft_vocab_size = (0, 0) if draft is None else (len(draft.aux_layers), draft.draft_vocab_size)
     # the draft's own state: of a head about as wide as the target's, of a language model nothing
     hidden_size = target.hidden_size if num_streams else 0
-    missed = 0 if draft is None else MEMORY * (8 + element * num_streams * target.hidden_size)
+    reader = make_reader(config, draft)
+    kept = 0 if reader is None else reader.num_kept * (8 + element * num_streams * target.hidden_size)
     if num_pages is None:
         num_pages = count_pages(target, draft, config, max_pages)
     sizes = {
         "kv_cache": num_pages * _page_bytes(target, draft, config),
-        "rows": rows * (4 * max_pages + 76 + missed + element * (draft_vocab_size + hidden_size)),
+        "rows": rows * (4 * max_pages + 76 + kept + element * (draft_vocab_size + hidden_size)),
         "step": rows * element * (
             nodes * (target.vocab_size + num_streams * target.hidden_size)
             + max(config.topk, config.num_steps + 1) * draft_vocab_size

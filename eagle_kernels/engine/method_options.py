@@ -46,6 +46,12 @@ class MethodOptions:
         """Whether drafts are a model's, some of them at least."""
         return any(method is None or method in MODEL_METHODS for method in self.methods)
 
+    @property
+    def num_model_levels(self) -> int:
+        """Levels of drafts that a model makes, at most."""
+        is_part = all(method == "hybrid" or method not in (None, *MODEL_METHODS) for method in self.methods)
+        return self.num_model_steps if is_part and "hybrid" in self.methods else self.num_steps
+
     def _check_method(self) -> None:
         if isinstance(self.method, (tuple, list)):
             object.__setattr__(self, "method", tuple(self.method))

@@ -237,7 +237,7 @@ class Scheduler:
         num_rows = 1 + max(row.index for row in running)
         number = self.steps.choice.choose(num_rows) if is_speculating else 0
         runner = self._last_runner = self.steps.runners[number]
-        is_wanted = runner.stepper.drafter.model is not None
+        is_wanted = runner.stepper.drafter.reader is not None
         if self._num_missed and (is_wanted or self._num_missed == MEMORY):
             self.steps.runners[0].catch_up(num_rows, is_wanted)
             self._num_missed = 0

@@ -18,8 +18,7 @@ from .. import ops
 from .batch import Batch
 from .batch_state import BatchState
 from .config import EAGLEConfig
-from .drafters.model_drafter import ModelDrafter
-from .drafters.protocol import Drafter, aux_layers
+from .drafters.protocol import Drafter, Reader
 from .drafters.trees import root_only
 from .kv_pool import DecodeAttend, TreeAttend
 from .models.protocol import TargetModel
@@ -44,7 +43,7 @@ class StepResult(NamedTuple):
 class Stepper:
     """Steps a batch with one configuration and the drafter that it names.
 
-    resting        of plain steps: who drafts in the others, and reads later what it misses of these
+    resting        of plain steps: who reads for the others, and reads later what it misses of these
     keeps_history  write committed tokens into `BatchState.history`, since some drafter of the batch reads it
     """
 
@@ -53,27 +52,28 @@ class Stepper:
         target: TargetModel,
         drafter: Drafter,
         config: EAGLEConfig,
-        resting: ModelDrafter | None = None,
+        resting: Reader | None = None,
         keeps_history: bool = False,
     ):
         self.target, self.drafter, self.config = target, drafter, config
         self.resting, self.keeps_history = resting, keeps_history
-        self.aux_layers = aux_layers(drafter) or aux_layers(resting)
+        reader = drafter.reader or resting
+        self._model = None if reader is None else reader.model
+        self.aux_layers = () if reader is None else self._model.aux_layers
         self.num_steps, self.num_nodes = drafter.num_steps, drafter.num_nodes
         self._verifier = make_verifier(config, self.num_steps, target.device)
 
     @property
     def can_be_captured(self) -> bool:
-        models = self.target, self.drafter.model, self.resting and self.resting.model
-        if not all(getattr(model, "can_be_captured", True) for model in models):
+        if not all(getattr(model, "can_be_captured", True) for model in (self.target, self._model)):
             return False
         return self.num_nodes == 1 or self.config.tree_mask_mode != ops.TreeMaskMode.FULL_MASK
 
     def step(self, state: BatchState, num_rows: int, features: Features, timer: PhaseTimer) -> StepResult:
         """Advances the live ones of the first `num_rows` rows by their accepted drafts and one token of the target."""
         with timer.phase("draft"):
-            model = self.drafter.model
-            batch = Batch(state, slice(0, num_rows), self.drafter.num_slots, model and model.max_length)
+            max_length = None if self.drafter.reader is None else self._model.max_length
+            batch = Batch(state, slice(0, num_rows), self.drafter.num_slots, max_length)
             proposal = self.drafter.propose(batch)
         with timer.phase("verify"):
             logits, target_features = self._run_target(batch, proposal.tree)
@@ -90,9 +90,9 @@ class Stepper:
                     committed.accept_token_num,
                     num_verify_tokens=self.num_nodes,
                 )
-        if self.num_nodes > 1:
+        if self.drafter.reader is not None:
             with timer.phase("draft"):
-                self.drafter.observe(batch, committed, target_features)
+                self.drafter.reader.observe(batch, committed, target_features)
         with timer.phase("bookkeeping"):
             if self.resting:
                 self.resting.keep(batch, committed.bonus_tokens, target_features)

@@ -45,7 +45,7 @@ class StepRunner:
         self._have_run: set[tuple[int, Features]] = set()
         self._timer: PhaseTimer | None = None
         if stepper.resting:
-            state.keep_what_drafts_miss(len(stepper.aux_layers) * stepper.target.hidden_size)
+            state.make_room(stepper.resting.num_kept, len(stepper.aux_layers) * stepper.target.hidden_size)
         # of all graphs, and the stream that they are captured on
         self._memory = torch.cuda.graph_pool_handle() if use_graphs else None
         self._stream = torch.cuda.Stream(stepper.target.device) if use_graphs else None
@@ -65,7 +65,7 @@ class StepRunner:
         return captured.result
 
     def catch_up(self, num_rows: int, is_wanted: bool) -> None:
-        """Lets the draft read what it missed of the first `num_rows` rows or more; see `ModelDrafter.catch_up`."""
+        """Lets the draft read what it missed of the first `num_rows` rows or more; see `Reader.catch_up`."""
         if not self._use_graphs:
             self.stepper.resting.catch_up(self._state, num_rows, is_wanted)
             return

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .batch_state import BatchState
 from .config import EAGLEConfig
-from .drafters.methods import make_drafter
+from .drafters.methods import make_drafter, make_reader
 from .drafters.naive import NaiveDrafter
 from .drafters.protocol import overshoot
 from .drafters.suffix import SuffixDrafter, SuffixFeed
@@ -56,10 +56,10 @@ def make_steps(
     lag: steps that the host is behind the device. suffix_cache: where the method needs it.
     """
     trees = config.trees if speculative and config.may_speculate else ()
-    drafters = [None if tree is None else make_drafter(tree, draft, target.device) for _, tree in trees]
-    resting = next((drafter for drafter in drafters if drafter is not None and drafter.model is not None), None)
+    reader = make_reader(config, draft) if trees else None
+    drafters = [None if tree is None else make_drafter(tree, reader, target.device) for _, tree in trees]
     keeps_history = any(drafter.reads_history for drafter in drafters if drafter is not None)
-    steppers, table = [Stepper(target, NaiveDrafter(), config, resting, keeps_history)], []
+    steppers, table = [Stepper(target, NaiveDrafter(), config, reader, keeps_history)], []
     for (most_rows, tree), drafter in zip(trees, drafters):
         table.append((most_rows, 0 if drafter is None else len(steppers)))
         if drafter is not None:

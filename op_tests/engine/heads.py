@@ -1,4 +1,4 @@
-"""Tiny random EAGLE heads: written in each published format, and computed by formulas of their own.
+"""Tiny random EAGLE heads and next-token modules: written in each published format, and computed by formulas.
 
 Tensors carry the official names here; each writer says how its format differs. Nothing is imported from the library, so
 that a shared mistake cannot hide.
@@ -94,6 +94,20 @@ def eagle3_tensors(
     is_drafted = torch.zeros(TARGET_VOCAB, dtype=torch.bool)
     is_drafted[TARGET_IDS] = True
     return _weights(shapes, seed) | {"d2t": TARGET_IDS - torch.arange(DRAFT_VOCAB), "t2d": is_drafted}
+
+
+def module_tensors(num_modules: int, *, seed: int = 0) -> dict[str, Tensor]:
+    """Next-token modules, with MiMo's names."""
+    shapes = {}
+    for prefix in (f"model.mtp_layers.{module}" for module in range(num_modules)):
+        shapes |= _layer_shapes(prefix, HIDDEN) | {f"{prefix}.input_proj.weight": (HIDDEN, 2 * HIDDEN)}
+        norms = ("token_layernorm", "hidden_layernorm", "input_layernorm", "final_layernorm")
+        shapes |= {f"{prefix}.{name}.weight": (HIDDEN,) for name in norms}
+        shapes |= {
+            f"{prefix}.self_attn.{part}_proj.bias": shapes[f"{prefix}.self_attn.{part}_proj.weight"][:1]
+            for part in "qkv"
+        }
+    return _weights(shapes, seed)
 
 
 def _is_eagle3(tensors: dict[str, Tensor]) -> bool:
@@ -209,6 +223,12 @@ def write_modelopt(folder: Path, tensors: dict[str, Tensor], **options) -> Path:
     return save(folder, config, {name: t for name, t in _renamed(tensors, *names).items() if name != "t2d"})
 
 
+def write_modules(folder: Path, tensors: dict[str, Tensor], num_modules: int, **options) -> Path:
+    """Modules and the target in one folder, whose config.json is the target's."""
+    config = {"architectures": ["MiMoForCausalLM"], **WIDTHS, "model_type": "mimo", "num_hidden_layers": 2}
+    return save(folder, config | {"num_nextn_predict_layers": num_modules} | options, tensors)
+
+
 WRITERS = {
     "official (SafeAILab)": write_official,
     "SpecForge/SGLang": write_specforge,
@@ -288,3 +308,19 @@ def eagle3_formula(
     out = u + _mlp(norm(u, weights["midlayer.post_attention_layernorm.weight"]), weights, "midlayer")
     last = norm(out, weights["norm.weight"])
     return last @ weights["lm_head.weight"].T, last if norm_output else out
+
+
+def module_formula(
+    weights: dict[str, Tensor], module: int, embedding: Tensor, hidden: Tensor, output: Tensor, first_position: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(logits, what the next module reads) of rows [T, H]; `output` is the target's lm_head [V, H]."""
+    prefix = f"model.mtp_layers.{module}"
+
+    def scaled(name: str, x: Tensor) -> Tensor:
+        return norm(x, weights[f"{prefix}.{name}.weight"])
+
+    pair = torch.cat((scaled("hidden_layernorm", hidden), scaled("token_layernorm", embedding)), dim=-1)
+    x = pair @ weights[f"{prefix}.input_proj.weight"].T
+    u = x + _attention(scaled("input_layernorm", x), weights, prefix, first_position, 10000.0)
+    out = scaled("final_layernorm", u + _mlp(scaled("post_attention_layernorm", u), weights, prefix))
+    return out @ output.T, out

@@ -25,12 +25,13 @@ from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
 from eagle_kernels.engine.request import Request
 from eagle_kernels.engine.sampling import Features, RowSampling
 from op_tests.engine.test_scheduler import LetterTokenizer
-from op_tests.engine.toys import random_head, random_llama
+from op_tests.engine.toys import random_head, random_llama, random_modules
 
 VOCAB, MOST_TOKENS = 61, 40
 # of the device; where kernels are references a step takes a hundred times as long
 TICKS = {"cuda": 400, "cpu": 40}
 TREES = ((1, 1, 2), (1, 3, 4), (1, 5, 6), (2, 3, 8), (4, 2, 7), (4, 4, 16), (8, 5, 64), (3, 3, None))
+CHAINS = ((1, 1, 2), (1, 2, 3), (1, 4, 4), (1, 4, 5), (1, 3, None))
 # logits of the target that differ by no more may be swapped by another order of summation
 ROUNDING = 3e-5
 
@@ -49,6 +50,7 @@ class Soak:
             "stranger": random_llama(hidden_size=16, num_layers=1, seed=1, device=device),
             "itself": self.target,
             "head": random_head(self.target, aux_layers=(0, 1, 2)),
+            "modules": random_modules(self.target, 4),
         }
         self.plain = EAGLEInference(self.target, self.target, EAGLEConfig(max_batch=1), tokenizer=LetterTokenizer())
         self.counts: Counter[str] = Counter()
@@ -77,8 +79,9 @@ class Soak:
 
 
 def random_config(coin: random.Random, target, draft) -> EAGLEConfig:
-    topk, num_steps, nodes = coin.choice(TREES)
-    table = ((1, coin.choice(TREES[:-1])), (2, None), (5, coin.choice(TREES[:-1])))
+    trees = CHAINS if getattr(draft, "num_modules", 1) > 1 else TREES
+    topk, num_steps, nodes = coin.choice(trees)
+    table = ((1, coin.choice(trees[:-1])), (2, None), (5, coin.choice(trees[:-1])))
     modes = ("packed", "packed", "packed", "qlen_only", "full_mask")
     values = {
         "topk": topk,
@@ -108,14 +111,14 @@ def random_method(coin: random.Random, values: dict) -> dict:
     fields = {"method": method, "min_ngram_size": coin.choice((1, 2))}
     if method in ("ngram", "suffix", "hybrid"):
         topk, num_steps = values["topk"], values["num_steps"]
-        levels = 1 if method == "hybrid" else 0
+        levels = coin.choice((1, 2)) if method == "hybrid" else 0
         fields["num_steps"] = num_steps = max(num_steps, 1 + levels)
         most, least = topk * num_steps, 1 + topk * levels
         fields["num_draft_tokens"] = 1 + min(max(least, (values["num_draft_tokens"] or 1 + most) - 1), most, 255)
         fields["ngram_prefer"] = coin.choice(("latest", "earliest"))
         fields["adaptive"] = coin.choice((None, None, "auto"))
     if method == "hybrid":
-        fields["num_model_steps"] = 1
+        fields["num_model_steps"] = levels
     if method == "suffix":
         fields["suffix_decoding_max_cached_requests"] = coin.choice((-1, 0, 1, 3))
         fields["suffix_decoding_max_tree_depth"] = coin.choice((4, 16, 64))

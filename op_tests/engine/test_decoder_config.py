@@ -26,7 +26,7 @@ def read(**changes) -> DecoderConfig:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gemma"}, r"model_type='gemma' is not implemented \(only llama, mistral, qwen2, qwen3\)"),
+        ({"model_type": "gemma"}, r"model_type='gemma' is not implemented \(only llama, mistral, qwen2, qwen3, mimo\)"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),

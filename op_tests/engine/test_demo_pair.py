@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, ops
-from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
+from eagle_kernels.engine.drafters.model_reader import ModelReader
 from eagle_kernels.engine.kv_pool import TreeAttend
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.loading import demo_pair
@@ -167,7 +167,7 @@ def skip_draft_extend(engine, monkeypatch):
             torch.cat([output.hidden for output in outputs], dim=1)[request, last]
         )
 
-    monkeypatch.setattr(ModelDrafter, "observe", extend_from_guesses)
+    monkeypatch.setattr(ModelReader, "observe", extend_from_guesses)
 
 
 FAULTS = [

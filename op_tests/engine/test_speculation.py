@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, SamplingParams
-from eagle_kernels.engine import batch_state
-from eagle_kernels.engine.drafters import model_drafter
+from eagle_kernels.engine import batch_state, scheduler
+from eagle_kernels.engine.drafters import model_reader
 from eagle_kernels.engine.scheduler import TIMED_STEPS
 from eagle_kernels.engine.speculation import PROBE_AFTER, PROBE_STEPS, ByBatchSize, Fastest
 from eagle_kernels.engine.step_runner import bucket_of
@@ -123,9 +123,8 @@ def test_which_steps_are_waited_for(target, monkeypatch, lag):
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 20}])
 def test_any_mixture_of_steps_has_the_text_of_plain_decoding(target, monkeypatch, memory, sampling):
     """The target as its own draft, which accepts everything, if it has read all that plain steps passed over."""
-    for module in (batch_state, model_drafter):
+    for module in (model_reader, scheduler):
         monkeypatch.setattr(module, "MEMORY", memory)
-    monkeypatch.setattr("eagle_kernels.engine.scheduler.MEMORY", memory)
     engine = make(target, target, adaptive=((8, (1, 3, 4)),), topk=1, num_steps=3)
     want = [
         engine.generate(prompt_of(number), 30, seeds=number, speculative=False, **sampling)[0] for number in range(5)

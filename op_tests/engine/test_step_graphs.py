@@ -42,6 +42,7 @@ class StandInStepper:
         self.target = SimpleNamespace(device=torch.device("cpu"), hidden_size=1)
         self.error: Exception | None = None
         self.resting = self
+        self.num_kept = 1
 
     def step(self, *_):
         if self.error is not None and StandInGraph.is_capturing:

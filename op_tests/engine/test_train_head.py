@@ -353,6 +353,6 @@ def test_a_target_behind_transformers_is_refused_first(text_file, tmp_path, caps
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     assert main(arguments_of(tmp_path / "gpt2", text_file, tmp_path / "head")) == 1
     assert capsys.readouterr().err == (
-        "error: train-head: --target must be one of llama, mistral, qwen2, qwen3; got model_type='gpt2'\n"
+        "error: train-head: --target must be one of llama, mistral, qwen2, qwen3, mimo; got model_type='gpt2'\n"
     )
     assert not (tmp_path / "head").exists()

@@ -9,6 +9,7 @@ from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.eagle1_head import Eagle1Config, Eagle1Head
 from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
+from eagle_kernels.engine.models.next_token_modules import NextTokenConfig, NextTokenModules
 from eagle_kernels.engine.models.protocol import KVShape, TargetOutput
 from op_tests.engine import heads
 
@@ -80,6 +81,15 @@ def random_eagle1_head(target: Decoder, *, seed=0) -> Eagle1Head:
     head = Eagle1Head(Eagle1Config.from_dict(heads.WIDTHS | options))
     head.load_state_dict(heads.eagle1_tensors(qkv_bias=True, embedding=False, seed=seed))
     return head.to(target.device).eval().requires_grad_(False).bind(target)
+
+
+def random_modules(target: Decoder, num_modules: int, *, seed=0) -> NextTokenModules:
+    """Next-token modules, likewise."""
+    sizes = {"max_position_embeddings": target.max_length, "num_nextn_predict_layers": num_modules}
+    modules = NextTokenModules(NextTokenConfig.from_dict(heads.WIDTHS | {"model_type": "mimo"} | sizes))
+    tensors = heads.module_tensors(num_modules, seed=seed)
+    modules.load_state_dict({name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+    return modules.to(target.device).eval().requires_grad_(False).bind(target)
 
 
 def plain_logits(engine, tokens: list[int]) -> torch.Tensor:

@@ -10,10 +10,9 @@ from torch import Tensor
 from ... import ops
 from ..batch import Batch
 from ..config import EAGLEConfig
-from ..models.protocol import DraftModel
 from .model_drafter import ModelDrafter
 from .ngram import match
-from .protocol import Proposal
+from .protocol import Proposal, Reader
 from .trees import tree_of
 
 
@@ -27,14 +26,14 @@ class HybridDrafter(ModelDrafter):
 
     reads_history = True
 
-    def __init__(self, model: DraftModel, config: EAGLEConfig):
+    def __init__(self, reader: Reader, config: EAGLEConfig):
         self._whole = config
         levels = config.num_model_steps
         super().__init__(
-            model, replace(config, method=None, num_steps=levels, num_draft_tokens=1 + config.topk * levels)
+            reader, replace(config, method=None, num_steps=levels, num_draft_tokens=1 + config.topk * levels)
         )
         self.num_steps, self.num_nodes = config.num_steps, config.num_verify_tokens
-        self.num_slots = max(self.num_nodes, self.num_slots, self._behind + self.num_steps + 1)
+        self.num_slots = max(self.num_nodes, self.num_slots)
 
     def propose(self, batch: Batch) -> Proposal:
         """See `Drafter`."""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..batch import Batch, Committed
-from ..batch_state import BatchState
+from ..batch import Batch
 from .protocol import Drafter, Proposal
 
 # of a tree, what differs from row to row but for its place in the batch
@@ -28,21 +27,7 @@ class MixedDrafter:
         self.num_nodes = max(drafter.num_nodes for drafter in drafters)
         self.num_slots = max(drafter.num_slots for drafter in drafters)
         self.reads_history = any(drafter.reads_history for drafter in drafters)
-        self._reader = next((drafter for drafter in drafters if drafter.model is not None), None)
-        self.model = None if self._reader is None else self._reader.model
-
-    def read_prompt(self, *arguments) -> None:
-        """See `Drafter`."""
-        if self._reader is not None:
-            self._reader.read_prompt(*arguments)
-
-    def keep(self, batch: Batch, roots: Tensor, features: Tensor) -> None:
-        """See `ModelDrafter`."""
-        self._reader.keep(batch, roots, features)
-
-    def catch_up(self, state: BatchState, num_rows: int, is_wanted: bool) -> None:
-        """See `ModelDrafter`."""
-        self._reader.catch_up(state, num_rows, is_wanted)
+        self.reader = next((drafter.reader for drafter in drafters if drafter.reader is not None), None)
 
     def propose(self, batch: Batch) -> Proposal:
         """See `Drafter`."""
@@ -56,11 +41,6 @@ class MixedDrafter:
             }
             tree = tree._replace(**chosen)
         return Proposal(tree)
-
-    def observe(self, batch: Batch, committed: Committed, features: Tensor) -> None:
-        """See `Drafter`."""
-        if self._reader is not None:
-            self._reader.observe(batch, committed, features)
 
 
 def _choose(is_other: Tensor, other: Tensor, tensor: Tensor, num_rows: int) -> Tensor:

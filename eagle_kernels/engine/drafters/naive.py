@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
-from ..batch import Batch, Committed
+from ..batch import Batch
 from ..config import EAGLEConfig
 from .protocol import Proposal
 from .trees import root_only, tree_of
@@ -18,7 +14,7 @@ class NaiveDrafter:
     config: of other methods beside it, whose trees are as large; their root alone is there.
     """
 
-    model = None
+    reader = None
     reads_history = False
 
     def __init__(self, config: EAGLEConfig | None = None):
@@ -26,15 +22,9 @@ class NaiveDrafter:
         self.num_steps, self.num_nodes = (0, 1) if config is None else (config.num_steps, config.num_verify_tokens)
         self.num_slots = self.num_nodes
 
-    def read_prompt(self, *_: Any) -> None:
-        """Nothing is read."""
-
     def propose(self, batch: Batch) -> Proposal:
         """See `Drafter`."""
         if self._config is None:
             return Proposal(root_only(batch.roots, batch.lengths))
         none = batch.roots.new_full((len(batch), self.num_nodes - 1), -1)
         return Proposal(tree_of(batch, none, none, self._config))
-
-    def observe(self, batch: Batch, committed: Committed, features: Tensor) -> None:
-        """Nothing is learnt."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ... import ops
-from ..batch import Batch, Committed
+from ..batch import Batch
 from ..config import EAGLEConfig
 from .protocol import Proposal
 from .trees import tree_of
@@ -14,7 +14,7 @@ from .trees import tree_of
 class NgramDrafter:
     """Prompt lookup: the continuation of the longest match, or a tree of several different ones."""
 
-    model = None
+    reader = None
     reads_history = True
 
     def __init__(self, config: EAGLEConfig):
@@ -22,16 +22,10 @@ class NgramDrafter:
         self.num_steps, self.num_nodes = config.num_steps, config.num_verify_tokens
         self.num_slots = self.num_nodes
 
-    def read_prompt(self, *_) -> None:
-        """The history is all there is to read."""
-
     def propose(self, batch: Batch) -> Proposal:
         """See `Drafter`."""
         found = match(batch, self._config, self.num_nodes - 1, self.num_steps, self._config.topk)
         return Proposal(tree_of(batch, found.tokens, found.parents, self._config))
-
-    def observe(self, batch: Batch, committed: Committed, features: Tensor) -> None:
-        """The step itself writes the history."""
 
 
 def match(

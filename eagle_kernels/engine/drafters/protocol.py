@@ -1,8 +1,7 @@
-"""What a step asks of whatever makes its drafts."""
+"""What a step asks of whatever makes its drafts, and of whatever reads the text for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -27,23 +26,43 @@ class Proposal(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes a chain or a tree for each row of a batch, and learns what became of it.
+    """Proposes a chain or a tree for each row of a batch.
 
-    `propose` and `observe` are parts of a step: they wait for nothing, allocate nothing by data, and may be
-    captured in a CUDA graph. What a row was before is forgotten with `read_prompt`.
+    What was accepted it finds in `BatchState.history`, or its `reader` has read it. `propose` is part of a step, as are
+    the reader's methods but `read_prompt`: they wait for nothing, allocate nothing by data, and may be captured in a
+    CUDA graph.
 
     num_steps      deepest draft, so the most that a step accepts
     num_nodes      nodes that a step verifies, root included; 1: no drafts
     num_slots      slots behind a row's committed tokens that drafting and verification may write, in either pool
-    model          what reads every committed token into the batch's second pool; None: nothing does
+    reader         of its model; None: it has none
     reads_history  whether it reads `BatchState.history`
     """
 
     num_steps: int
     num_nodes: int
     num_slots: int
-    model: DraftModel | None
+    reader: Reader | None
     reads_history: bool
+
+    def propose(self, batch: Batch) -> Proposal:
+        """A tree for each row, within `num_nodes` nodes."""
+        ...
+
+
+class Reader(Protocol):
+    """Reads every committed token into the batch's second pool, with a draft model, and computes levels of drafts.
+
+    All drafters of a batch share one. While plain steps go on it rests: they keep for it what it misses (`keep`), and
+    it reads that when it is wanted again (`catch_up`). What a row was before is forgotten with `read_prompt`.
+
+    num_slots  slots behind a row's committed tokens that it may write
+    num_kept   tokens of a row, with the target's features, that it may keep from step to step in `BatchState.kept`
+    """
+
+    model: DraftModel
+    num_slots: int
+    num_kept: int
 
     def read_prompt(
         self,
@@ -63,18 +82,44 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(self, batch: Batch) -> Proposal:
-        """A tree for each row, within `num_nodes` nodes."""
+    def levels(self, batch: Batch) -> Levels:
+        """Of a step, from its roots on."""
         ...
 
     def observe(self, batch: Batch, committed: Committed, features: Tensor) -> None:
         """What was accepted, and the target's features [B, N, F] of all nodes."""
         ...
 
+    def keep(self, batch: Batch, roots: Tensor, features: Tensor) -> None:
+        """For `catch_up`: the new roots [B] of a plain step and, beside each, the feature [B, 1, F] of the token
+        before it."""
+        ...
 
-def aux_layers(drafter: Drafter | None) -> Sequence[int]:
-    """The target's streams that a drafter's model reads."""
-    return () if drafter is None or drafter.model is None else drafter.model.aux_layers
+    def catch_up(self, state: BatchState, num_rows: int, is_wanted: bool) -> None:
+        """Reads what was kept for it of the first `num_rows` rows.
+
+        is_wanted: its drafts are wanted next. Else a plain step follows, and it reads that one before they are.
+        """
+        ...
+
+
+class Levels(Protocol):
+    """logits [B, Vd]: of what may follow the roots."""
+
+    logits: Tensor
+
+    def expand(self, depth: int, tokens: Tensor, ancestors: Tensor | None, parents: Tensor | None = None) -> Tensor:
+        """Logits [B * K, Vd] of what may follow the drafts of level depth - 1, for depth = 1, 2, ..
+
+        tokens     [B, K]
+        ancestors  [B * K, W]  packed words of the slots that each sees, of all levels so far, K a level
+        parents    [B, K]      flat rows that this level's drafts come from; None: each follows the one in its place
+        """
+        ...
+
+    def finish(self, num_levels: int) -> None:
+        """No more than these: what has to be read all the same."""
+        ...
 
 
 def overshoot(drafter: Drafter) -> int:

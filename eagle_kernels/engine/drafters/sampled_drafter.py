@@ -8,9 +8,8 @@ from torch import Tensor
 from ... import ops
 from ..batch import Batch
 from ..config import EAGLEConfig
-from ..models.protocol import DraftModel
-from .model_drafter import DraftRows, ModelDrafter
-from .protocol import Proposal
+from .model_drafter import ModelDrafter
+from .protocol import Proposal, Reader
 from .trees import tree_of
 
 
@@ -21,8 +20,8 @@ class SampledDrafter(ModelDrafter):
     are numbered level by level; a smaller `num_nodes` leaves out the last ones.
     """
 
-    def __init__(self, model: DraftModel, config: EAGLEConfig, device: torch.device):
-        super().__init__(model, config)
+    def __init__(self, reader: Reader, config: EAGLEConfig, device: torch.device):
+        super().__init__(reader, config)
         topk = self._topk = config.topk
         node = torch.arange(1, self.num_nodes, device=device)
         self._parents = (node - topk).clamp(min=0)[None]
@@ -31,37 +30,30 @@ class SampledDrafter(ModelDrafter):
 
     def propose(self, batch: Batch) -> Proposal:
         """Draws level by level; see `ModelDrafter`."""
-        state, topk, size = batch.state, self._topk, len(batch)
-        temperature, rows = batch.numbers("temperature"), DraftRows(batch, self._behind)
-        logits = state.draft_logits[batch.rows]
-        hidden = state.draft_hidden[batch.rows][:, None].expand(-1, topk, -1)
+        topk, size = self._topk, len(batch)
+        temperature, levels = batch.numbers("temperature"), self.reader.levels(batch)
+        logits, offsets = levels.logits, self.reader.model.draft_to_target
         beam = torch.arange(topk, device=logits.device).repeat(size)
         seeds, warm = batch.seeds.repeat_interleave(topk), temperature.repeat_interleave(topk)
         tokens = ops.sample_children(
-            logits, batch.lengths + 1, batch.seeds, temperature, d2t=self.model.draft_to_target, num_children=topk
+            logits, batch.lengths + 1, batch.seeds, temperature, d2t=offsets, num_children=topk
         ).tokens
-        levels, read = [tokens], [logits[:, None]]
+        drawn, read = [tokens], [logits[:, None]]
         for depth in range(1, self.num_steps):
-            output = self.model.forward(
-                tokens.clamp(min=0),
-                hidden,
-                rows.positions[:, depth - 1 : depth].expand(size, topk),
-                rows.level_attend(depth, topk, self._ancestors[depth - 1].repeat(size, 1, 1)),
-                from_target=False,
-            )
-            hidden = output.hidden
+            ancestors = self._ancestors[depth - 1].repeat(size, 1, 1)
+            below = levels.expand(depth, tokens.clamp(min=0), ancestors)
             position = (batch.lengths + 1 + depth).repeat_interleave(topk)
-            tokens = ops.sample_children(
-                output.logits.flatten(0, 1), position, seeds, warm, beam, self.model.draft_to_target, num_children=1
-            ).tokens.view(size, topk)
-            levels.append(tokens)
-            read.append(output.logits)
+            tokens = ops.sample_children(below, position, seeds, warm, beam, offsets, num_children=1).tokens
+            tokens = tokens.view(size, topk)
+            drawn.append(tokens)
+            read.append(below.view(size, topk, -1))
+        levels.finish(self.num_steps)
         draft_logits = logits.new_zeros(size, self.num_nodes, logits.shape[-1])
         rows_read = torch.cat(read, dim=1)[:, : self.num_nodes]
         draft_logits[:, : rows_read.shape[1]] = rows_read
-        tokens = torch.cat(levels, dim=1)[:, : self.num_nodes - 1].contiguous()
+        tokens = torch.cat(drawn, dim=1)[:, : self.num_nodes - 1].contiguous()
         tree = tree_of(batch, tokens, self._parents.repeat(size, 1), self._config)
-        return Proposal(tree, draft_logits.flatten(0, 1), self.model.draft_to_target)
+        return Proposal(tree, draft_logits.flatten(0, 1), offsets)
 
 
 def _own_slots(topk: int, depth: int, device: torch.device) -> Tensor:

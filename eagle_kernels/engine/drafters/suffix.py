@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ... import ops
-from ..batch import Batch, Committed
+from ..batch import Batch
 from ..batch_state import BatchState
 from ..config import EAGLEConfig
 from ..request import Request
@@ -43,7 +42,7 @@ class SuffixDrafter:
     feed: who sends them, shared by all drafters of a batch.
     """
 
-    model = None
+    reader = None
     reads_history = True
     feed: SuffixFeed
 
@@ -51,9 +50,6 @@ class SuffixDrafter:
         self._config = config
         self.num_steps, self.num_nodes = config.num_steps, config.num_verify_tokens
         self.num_slots = self.num_nodes
-
-    def read_prompt(self, *_) -> None:
-        """The host has read it."""
 
     def propose(self, batch: Batch) -> Proposal:
         """See `Drafter`."""
@@ -69,9 +65,6 @@ class SuffixDrafter:
             spec_steps=self.num_steps,
         )
         return Proposal(tree_of(batch, found.tokens, found.parents, self._config))
-
-    def observe(self, batch: Batch, committed: Committed, features: Tensor) -> None:
-        """The host learns of it one step late."""
 
 
 class SuffixFeed:

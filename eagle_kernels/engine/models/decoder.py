@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3: one class, whose config says what differs.
+"""The decoder of Llama, Mistral, Qwen2, Qwen3 and MiMo: one class, whose config says what differs.
 
 Parameter names outside are Hugging Face's, so its checkpoints load unchanged. Attention itself is the caller's
 (`protocol.Attend`): the module holds no cache and no mask, reads no tensor on the host, and may be captured in a CUDA

@@ -48,6 +48,7 @@ FAMILIES = {
         sliding="by layer",
         defaults=_QWEN | {"head_dim": 128},
     ),
+    "mimo": Family(qkv_bias=True, sliding="by layer", defaults=_QWEN),
 }
 
 # Keys that change the computation, with the one value that is implemented. An absent or null key means that value.

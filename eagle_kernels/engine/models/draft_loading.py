@@ -1,4 +1,4 @@
-"""EAGLE heads from their folders, in any of the published formats (`head_formats.py`)."""
+"""EAGLE heads and next-token modules from their folders, in any of the published formats (`head_formats.py`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,25 @@ from .checkpoint import Checkpoint, StoredTensor, fill, naming, read_config
 from .draft_head import IN_THE_FILE, DraftHead, HeadConfig
 from .eagle1_head import Eagle1Config, Eagle1Head
 from .eagle_head import EagleConfig, EagleHead
-from .head_formats import AuxLayers, HeadFormat, kind_of, recognise, remarks_on, rename, written_aux_layers
+from .head_formats import (
+    MODULE_PREFIX,
+    NEXT_TOKEN_MODULES,
+    AuxLayers,
+    HeadFormat,
+    kind_of,
+    recognise,
+    remarks_on,
+    rename,
+    written_aux_layers,
+)
+from .next_token_modules import NextTokenConfig, NextTokenModules
 from .placement import read_placement
 from .protocol import FINAL_NORM, ModelError, TargetModel
 
 _logger = logging.getLogger(__name__)
+
+
+_CLASSES = {"EAGLE-1": Eagle1Head, "EAGLE-3": EagleHead, "MTP": NextTokenModules}
 
 
 class HeadFile(NamedTuple):
@@ -26,7 +40,7 @@ class HeadFile(NamedTuple):
 
     head          frozen, in eval mode
     format_name   which of the published formats
-    kind          `EAGLE-1` (EAGLE-2's network too) or `EAGLE-3`
+    kind          `EAGLE-1` (EAGLE-2's network too), `EAGLE-3` or `MTP`
     dtypes        of its floating-point tensors in the file, in the words of safetensors, as BF16
     written_aux   the auxiliary layer ids as config.json has them
     remarks       what config.json leaves open and how it was read, a line each
@@ -48,7 +62,8 @@ def load_draft(
     *,
     aux_layers: Sequence[int] | None = None,
 ) -> DraftHead:
-    """An EAGLE head, frozen, in eval mode, bound to `target`, from which it takes an embedding or lm_head it lacks.
+    """An EAGLE head, or the next-token modules in a target's own folder; frozen, in eval mode, bound to `target`, from
+    which it takes an embedding or lm_head it lacks.
 
     device, dtype  of its weights; None: the target's
     aux_layers     hidden_states indices to read in place of those that config.json names
@@ -91,9 +106,9 @@ def read_head(folder: str | Path, device: str | torch.device = "cpu", dtype: tor
     folder, device = Path(folder), read_placement("load_draft", device, dtype)
     with naming(folder):
         config = read_config(folder)
-        form = recognise(config)
         checkpoint = Checkpoint(folder)
         kind = kind_of(config, checkpoint.tensors)
+        form = NEXT_TOKEN_MODULES if kind == "MTP" else recognise(config)
         tensors = checkpoint.tensors = _renamed(form, kind, checkpoint.tensors)
         dtypes = sorted({stored.dtype for stored in tensors.values() if stored.is_floating_point})
         settings = _settings(config, kind, tensors)
@@ -107,7 +122,7 @@ def read_head(folder: str | Path, device: str | torch.device = "cpu", dtype: tor
             tensors.setdefault("lm_head.weight", tensors["embed_tokens.weight"])
         own = {"own_embedding": "embed_tokens.weight" in tensors, "own_output": "lm_head.weight" in tensors}
         with torch.device("meta"):
-            head = (Eagle1Head if kind == "EAGLE-1" else EagleHead)(settings, **own)
+            head = _CLASSES[kind](settings, **own)
         is_t2d_absent = head.d2t is not None and "t2d" not in tensors
         if is_t2d_absent:
             head.t2d = None
@@ -120,6 +135,8 @@ def read_head(folder: str | Path, device: str | torch.device = "cpu", dtype: tor
 def _settings(config: dict[str, Any], kind: str, names: Collection[str]) -> HeadConfig:
     """config.json, and for what it need not say, the tensors that are there."""
     seen = {setting: any(name.endswith(end) for name in names) for setting, end in IN_THE_FILE.items()}
+    if kind == "MTP":
+        return NextTokenConfig.from_dict(config)
     if kind == "EAGLE-3":
         return EagleConfig.from_dict(seen | config)
     if config.get("bias") is None and config.get("fusion_bias") is None:
@@ -130,6 +147,8 @@ def _settings(config: dict[str, Any], kind: str, names: Collection[str]) -> Head
 def _renamed(form: HeadFormat, kind: str, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     renamed: dict[str, StoredTensor] = {}
     for name, stored in tensors.items():
+        if kind == "MTP" and not name.startswith(MODULE_PREFIX):
+            continue  # the target's own
         ours = rename(form, kind, name)
         if ours in renamed:
             raise ModelError(f"tensor {name}: another one is {ours} already")

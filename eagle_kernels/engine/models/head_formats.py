@@ -1,4 +1,4 @@
-"""The four published formats of EAGLE heads, and how each is turned into our names.
+"""The published formats of EAGLE heads and next-token modules, and how each is turned into our names.
 
 | format | recognised by | tensors that differ |
 |---|---|---|
@@ -6,11 +6,12 @@
 | SpecForge/SGLang | `eagle_config`, or `LlamaForCausalLMEagle`, `...Eagle3` | `aux_norm_low`, `mid`, `high` |
 | vLLM speculators | `speculators_model_type` | `layers.0.*`; in EAGLE-1 `fusion_fc`, `transformer.*` |
 | NVIDIA ModelOpt | keys of its own in `eagle_config` | `input_embeds_norm`, `hidden_norm`, `eagle_lm_head` |
+| MiMo (next-token modules) | `model.mtp_layers.*` beside the target | none; those of the target are left out |
 
 Auxiliary layer ids inside `eagle_config` (SpecForge, ModelOpt) name the layers whose *output* is read, ids beside
 `hidden_size` (speculators, vLLM) are hidden_states indices. hidden_states[i] is what layer i reads, so the output of
 layer i - 1: the conventions differ by one, and a head that reads the wrong streams still writes correct text, only
-slower. The official files name none. `d2t` holds offsets in all four formats.
+slower. The official files name none. `d2t` holds offsets wherever there is one.
 
 `norm_output` is read as SGLang and vLLM read it: the head feeds back its output after the final norm.
 """
@@ -26,6 +27,7 @@ from .decoder_config import read_section
 from .protocol import FINAL_NORM, ModelError
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+MODULE_PREFIX = "model.mtp_layers."  # of next-token modules, in their target's folder
 
 # Keys of `eagle_config` that only ModelOpt writes.
 _MODELOPT_KEYS = {
@@ -116,6 +118,9 @@ FORMATS = (  # the first that fits
 )
 
 
+NEXT_TOKEN_MODULES = HeadFormat("MiMo (next-token modules)", lambda config: False)  # its tensors say so, no key
+
+
 class AuxLayers(NamedTuple):
     """Which streams of the target a head reads, as its config.json says it.
 
@@ -135,7 +140,10 @@ def recognise(config: dict[str, Any]) -> HeadFormat:
 
 
 def kind_of(config: dict[str, Any], tensor_names: Iterable[str]) -> str:
-    """`EAGLE-3` or `EAGLE-1` (whose network is EAGLE-2's too): by what config.json says, else by the tensors."""
+    """`EAGLE-3`, `EAGLE-1` (whose network is EAGLE-2's too) or `MTP`: by what config.json says, else by the tensors."""
+    names = list(tensor_names)
+    if any(name.startswith(MODULE_PREFIX) for name in names):
+        return "MTP"
     declared = config.get("speculators_model_type")
     if declared not in (None, "eagle", "eagle3"):
         raise ModelError(f"config.json: speculators_model_type={declared!r} is no EAGLE head")
@@ -144,9 +152,10 @@ def kind_of(config: dict[str, Any], tensor_names: Iterable[str]) -> str:
         return "EAGLE-3"
     if declared == "eagle":
         return "EAGLE-1"
-    names = list(tensor_names)
     if any("hidden_norm." in name for name in names):
         return "EAGLE-3"
+    if config.get("num_nextn_predict_layers"):
+        raise ModelError(f"config.json: num_nextn_predict_layers is there, but no {MODULE_PREFIX}*, as MiMo names them")
     if not any(name.endswith("fc.weight") for name in names):
         raise ModelError("this is no EAGLE head: there is neither a hidden_norm nor an fc")
     return "EAGLE-1"
@@ -207,7 +216,7 @@ def written_aux_layers(config: dict[str, Any]) -> AuxLayers:
 def remarks_on(form: HeadFormat, kind: str, config: dict[str, Any]) -> list[str]:
     """What config.json leaves open, or says in words that others use for something else; a line each."""
     remarks = []
-    if kind == "EAGLE-1":  # has none of these options
+    if kind != "EAGLE-3":  # has none of these options
         return remarks
     if form.name == "vLLM speculators" and config.get("norm_before_residual") is None:
         remarks.append(

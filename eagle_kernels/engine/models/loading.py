@@ -15,6 +15,7 @@ from .checkpoint import Checkpoint, check_memory, fill, naming, read_config, rea
 from .decoder import Decoder
 from .decoder_config import FAMILIES, DecoderConfig
 from .draft_loading import load_draft
+from .head_formats import MODULE_PREFIX
 from .placement import read_placement
 from .protocol import ModelError, TargetModel
 from .transformers_target import TransformersTarget
@@ -40,6 +41,8 @@ def load_target(
             return _load_through_transformers(folder, torch.device("cpu") if device.type == "meta" else device, dtype)
         config = DecoderConfig.from_dict(content)
         checkpoint = Checkpoint(folder)
+        for name in [name for name in checkpoint.tensors if name.startswith(MODULE_PREFIX)]:
+            del checkpoint.tensors[name]  # a draft, see `load_draft`
         with torch.device("meta"):
             target = Decoder(config)
         if config.tie_word_embeddings:

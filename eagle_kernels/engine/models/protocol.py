@@ -159,6 +159,7 @@ class DraftModel(Protocol):
     token_shift         1 for EAGLE: the row of token t_i carries the feature of t_{i-1} and sits at draft position
                         i - 1, so t_0 has no row. 0 for a plain language model: t_i sits at position i.
 
+    A draft of several next-token modules, one for each level of a chain, is a `DraftModules`.
     A draft that says its `device` and `dtype` as a target does is checked against the target. One of a single layer,
     whose keys depend on no attention, may have
         store(input_ids, hidden, positions, attend: StoringAttend) -> None
@@ -198,4 +199,27 @@ class DraftModel(Protocol):
         positions     [B, T] int64 draft positions (token index - token_shift)
         from_target   which of the two `hidden` is; widths alone cannot tell them apart
         """
+        ...
+
+
+class DraftModules(DraftModel, Protocol):
+    """A draft of `num_modules` > 1 next-token modules: module k predicts from row i the token k + 2 places after t_i.
+
+    `aux_layers` and `token_shift` are those of the first one, and `kv_shape` has a layer for each. `forward` is the
+    first one alone.
+    """
+
+    num_modules: int
+
+    def advance(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, module: int) -> Tensor:
+        """Run T rows of each request through module 0, 1, ..; returns [B, T, H], what the next one takes as `hidden`.
+
+        input_ids  [B, T] int64, t_{i + 1 + module} in row i
+        hidden     [B, T, F] of the first one the target's features, of the others what the one before returned
+        positions  [B, T] int64, of row i the number i, whatever the module
+        """
+        ...
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Logits [B, T, Vd] of what `advance` returned."""
         ...

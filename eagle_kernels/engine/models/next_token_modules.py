@@ -1,0 +1,104 @@
+"""Next-token modules (MTP), as they come with MiMo (arXiv 2505.07608) in the target's own folder.
+
+Row i of module k = 0, 1, .. stands for token t_{i+1+k}, and predicts t_{i+2+k}:
+
+    x      = input_proj(cat(hidden_layernorm(h), token_layernorm(embed(t_{i+1+k}))))       hidden state first
+    out    = final_layernorm(layer(x))                       a decoder layer of the target's kind
+    logits = lm_head(out)                                    the target's own, as is the embedding
+
+h is what the target's lm_head reads of token t_i (so the stream after its final norm), and of module k > 0 what module
+k - 1 made of row i. A single module drafts on: it takes its own output for the next token's h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .decoder import DecoderLayer
+from .decoder_config import read_size
+from .draft_head import DraftHead, HeadConfig
+from .layers import Linear, RMSNorm
+from .protocol import FINAL_NORM, Angles, Attend, DraftOutput, KVShape, ModelError, StoringAttend
+
+
+@dataclass(kw_only=True)
+class NextTokenConfig(HeadConfig):
+    """The target's config.json, read for its modules; num_modules is `num_nextn_predict_layers` there."""
+
+    kind = "MTP"
+
+    num_modules: int = 1
+
+    @classmethod
+    def _read(cls, config: dict[str, Any]) -> dict[str, Any]:
+        values = super(HeadConfig, cls)._read(config)
+        if any(window is not None for window in values["windows"]):
+            window = config.get("sliding_window")
+            raise ModelError(f"config.json: sliding_window={window!r} is not implemented for next-token modules")
+        return values | {
+            "windows": (None,),
+            "aux_layers": (FINAL_NORM,),
+            "num_modules": read_size(config, "num_nextn_predict_layers"),
+        }
+
+
+class NextTokenModule(DecoderLayer):
+    """One module: a decoder layer below two norms and a projection, and above it a norm."""
+
+    def __init__(self, config: NextTokenConfig) -> None:
+        super().__init__(config, window=None)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.token_layernorm, self.hidden_layernorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.input_proj = Linear(2 * size, size, bias=False)
+        self.final_layernorm = RMSNorm(size, eps)
+
+    def read(self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: Attend, layer: int) -> Tensor:
+        """[B, T, H]; keys and values go to `layer` of the pool."""
+        _, stream, delta = self(self._join(embedding, hidden), None, angles, attend, layer)
+        return self.final_layernorm.add(stream, delta)[1]
+
+    def store(self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: StoringAttend, layer: int) -> None:
+        """Keys and values alone."""
+        normed = self.input_layernorm(self._join(embedding, hidden))
+        self.self_attn.store(normed, angles, attend, layer)
+
+    def _join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        return self.input_proj(torch.cat((self.hidden_layernorm(hidden), self.token_layernorm(embedding)), dim=-1))
+
+
+class NextTokenModules(DraftHead):
+    """All modules of a folder (`protocol.DraftModules`, where there are several)."""
+
+    config: NextTokenConfig
+
+    def __init__(self, config: NextTokenConfig, *, own_embedding: bool = False, own_output: bool = False) -> None:
+        super().__init__(config, own_embedding=own_embedding, own_output=own_output)
+        self.mtp_layers = nn.ModuleList(NextTokenModule(config) for _ in range(config.num_modules))
+
+    @property
+    def num_modules(self) -> int:
+        return len(self.mtp_layers)
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return super().kv_shape._replace(num_layers=self.num_modules)
+
+    def advance(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, module: int) -> Tensor:
+        """See `protocol.DraftModules`."""
+        angles = self.rotary(positions)
+        return self.mtp_layers[module].read(self.embed(input_ids), hidden, angles, attend, layer=module)
+
+    def forward(
+        self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
+    ) -> DraftOutput:
+        """See `protocol.DraftModel.forward`; a target's feature and the module's guess of one are read alike."""
+        out = self.advance(input_ids, hidden, positions, attend, module=0)
+        return DraftOutput(self.project(out), out)
+
+    def store(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: StoringAttend) -> None:
+        """See `protocol.DraftModel`."""
+        self.mtp_layers[0].store(self.embed(input_ids), hidden, self.rotary(positions), attend, layer=0)

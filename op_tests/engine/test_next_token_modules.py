@@ -1,0 +1,242 @@
+"""Next-token modules: the network against formulas, their folders, and every draft against all rows computed anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
+from eagle_kernels.engine.drafters.module_reader import ModuleReader
+from eagle_kernels.engine.models.causal_attend import causal_attend
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.draft_loading import read_head
+from eagle_kernels.engine.models.loading import load_draft, load_target
+from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
+from op_tests.engine import heads
+from op_tests.engine.heads import HIDDEN, edit_config, edit_tensors
+from op_tests.engine.test_head_formats import IDS
+
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
+
+
+def write(folder, num_modules, **options):
+    """A target and its modules in one folder, as they are published."""
+    torch.manual_seed(0)
+    sizes = heads.WIDTHS | {"model_type": "mimo", "num_hidden_layers": 2} | options
+    target = Decoder(DecoderConfig.from_dict(sizes))
+    for parameter in target.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.2)
+    tensors = target.state_dict() | heads.module_tensors(num_modules)
+    return heads.write_modules(folder, tensors, num_modules, **options)
+
+
+def load(folder, num_modules, device="cpu", **options):
+    """(target, draft)."""
+    folder = write(folder, num_modules, **options)
+    target = load_target(folder, device)
+    return target, load_draft(folder, target)
+
+
+def test_modules_equal_the_formula(tmp_path):
+    target, draft = load(tmp_path, 3)
+    file = read_head(tmp_path)
+    assert (file.kind, file.format_name) == ("MTP", "MiMo (next-token modules)")
+    assert draft.num_modules == 3 and draft.kv_shape.num_layers == 3 and draft.aux_layers == (FINAL_NORM,)
+    weights, output = heads.module_tensors(3), target.lm_head.weight
+    embedding = target.get_input_embeddings()(IDS)
+    hidden = torch.randn(2, 6, HIDDEN, generator=torch.Generator().manual_seed(5))
+    positions = torch.arange(4, 10).expand(2, -1)
+    with torch.inference_mode():
+        for module in range(3):
+            made = draft.advance(IDS, hidden, positions, causal_attend, module=module)
+            for row in range(2):
+                logits, out = heads.module_formula(weights, module, embedding[row], hidden[row], output, 4)
+                torch.testing.assert_close(made[row], out, atol=2e-4, rtol=2e-4)
+                torch.testing.assert_close(draft.project(made)[row], logits, atol=2e-4, rtol=2e-4)
+            if module == 0:
+                whole = draft(IDS, hidden, positions, causal_attend, from_target=False)
+                assert torch.equal(whole.hidden, made) and torch.equal(whole.logits, draft.project(made))
+            hidden = made
+
+
+def test_folders_that_are_refused(tmp_path):
+    target, _ = load(tmp_path, 2)
+    edit_config(tmp_path, num_nextn_predict_layers=3)
+    with pytest.raises(ModelError, match=r"missing.*mtp_layers\.2\."):
+        load_draft(tmp_path, target)
+    edit_config(tmp_path, num_nextn_predict_layers=None)
+    with pytest.raises(ModelError, match="num_nextn_predict_layers must be a positive integer, got None"):
+        load_draft(tmp_path, target)
+    edit_config(tmp_path, num_nextn_predict_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    with pytest.raises(ModelError, match="sliding_window=8 is not implemented for next-token modules"):
+        load_draft(tmp_path, target)
+    edit_config(tmp_path, use_sliding_window=False)
+    edit_tensors(tmp_path, **dict.fromkeys(heads.module_tensors(2)))
+    with pytest.raises(ModelError, match=r"num_nextn_predict_layers is there, but no model.mtp_layers.\*, as MiMo"):
+        load_draft(tmp_path, target)
+
+
+class Oracle:
+    """Checks each proposal: all modules over all rows, from the text alone, without keys that were kept."""
+
+    def __init__(self, engine, monkeypatch):
+        self.engine, self.weights, self.num_checked = engine, heads.module_tensors(engine.draft.num_modules), 0
+        propose = ModelDrafter._draft
+
+        def checked(drafter, batch):
+            tree, parents = propose(drafter, batch)
+            drafts = tree.draft_tokens.view(len(batch), -1)[:, 1:].tolist()
+            for row in engine._scheduler._rows:
+                if row is not None and row.is_running and row.index < len(batch):
+                    text = row.request.prompt + row.request.output_ids
+                    if len(text) == batch.lengths[row.index]:  # the first token is not read back yet
+                        text.append(int(batch.roots[row.index]))
+                    want = self.drafts(text, drafter._config.num_steps)
+                    assert drafts[row.index] == want, f"{drafts[row.index]} instead of {want} after {text}"
+                    self.num_checked += 1
+            return tree, parents
+
+        monkeypatch.setattr(ModelDrafter, "_draft", checked)
+
+    @torch.inference_mode()
+    def drafts(self, text, num_steps):
+        """The first choice of each module, the modules before having chosen."""
+        target, text = self.engine.target, list(text)
+        tokens = torch.tensor([text[:-1]], device=target.device)
+        positions = torch.arange(tokens.shape[1], device=target.device)[None]
+        hidden = target.forward(tokens, positions, causal_attend, capture=(FINAL_NORM,)).features[0].cpu()
+        embedding, output = target.get_input_embeddings().weight.cpu(), target.lm_head.weight.cpu()
+        count = len(text) - 1
+        for module in range(num_steps):
+            shifted = embedding[torch.tensor(text[1 + module : 1 + module + count])]
+            logits, hidden = heads.module_formula(self.weights, module, shifted, hidden, output)
+            text.append(int(logits[-1].argmax()))
+        return text[count + 1 :]
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """The host knows all tokens when a step begins, as the oracle must."""
+    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: 0)
+
+
+CHUNKS = (1, 3, 2048)
+POLICIES = {
+    "what the target takes": {},
+    "whole chains": {"accept_policy": "accept_all"},
+    "some": {"simulated_accept_length": 1.6},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("num_modules", [2, 3, 5])
+def test_drafts_are_those_of_all_rows_computed_anew(tmp_path, device, monkeypatch, at_once, num_modules, chunk, policy):
+    """Rows that come and go, prompts in parts, accepted chains of any length."""
+    target, draft = load(tmp_path, num_modules, device)
+    config = EAGLEConfig.chain(
+        num_modules, method="mtp", page_size=(1, 4, 16)[num_modules % 3], prefill_chunk=chunk, max_batch=3,
+        cuda_graph=False, **POLICIES[policy],
+    )  # fmt: skip
+    engine = EAGLEInference(draft, target, config)
+    oracle = Oracle(engine, monkeypatch)
+    requests = []
+    for number, prompt in enumerate(PROMPTS):
+        requests.append(engine.submit(prompt, SamplingParams(max_new_tokens=12 + 8 * number)))
+        engine.step()
+    engine.collect()
+    assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 10
+
+
+def test_drafts_after_plain_steps(tmp_path, device, monkeypatch, at_once):
+    """Few and many, so that they are read in between, and by steps of other lengths."""
+    target, draft = load(tmp_path, 4, device)
+    table = ((1, (1, 3, 4)), (2, None), (3, (1, 1, 2)), (4, (1, 4, 5)))
+    config = EAGLEConfig.chain(4, method="mtp", adaptive=table, max_batch=4, cuda_graph=False)
+    engine = EAGLEInference(draft, target, config)
+    oracle = Oracle(engine, monkeypatch)
+    requests = []
+    for rest, pause in ((40, 0), (3, 1), (25, 2), (50, 7)):
+        requests.append(engine.submit(PROMPTS[pause % 4], SamplingParams(max_new_tokens=rest)))
+        engine.is_speculating = pause == 0
+        for _ in range(pause):
+            engine.step()
+        engine.is_speculating = True
+        engine.step()
+    engine.is_speculating = False
+    for _ in range(19):
+        engine.step()
+    engine.is_speculating = True
+    engine.collect()
+    assert [request.error for request in requests] == [None] * 4 and oracle.num_checked > 15
+
+
+def test_drafts_after_shorter_chains(tmp_path, device, monkeypatch, at_once):
+    """The modules that these do not need read the text all the same."""
+    target, draft = load(tmp_path, 3, device)
+    config = EAGLEConfig.chain(3, adaptive=((1, (1, 1, 2)), (2, (1, 3, 4))), max_batch=2, cuda_graph=False)
+    engine = EAGLEInference(draft, target, config)
+    oracle = Oracle(engine, monkeypatch)
+    requests = [engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=40))]
+    for _ in range(12):
+        engine.step()
+    requests.append(engine.submit(PROMPTS[1], SamplingParams(max_new_tokens=20)))
+    engine.collect()
+    assert [request.error for request in requests] == [None] * 2 and oracle.num_checked > 20
+
+
+def test_hybrid_takes_the_modules_drafts_first(tmp_path, device, monkeypatch, at_once):
+    target, draft = load(tmp_path, 3, device)
+    config = EAGLEConfig(
+        method="hybrid", topk=1, num_steps=8, num_model_steps=3, min_ngram_size=1, accept_policy="accept_all",
+        cuda_graph=False,
+    )  # fmt: skip
+    engine = EAGLEInference(draft, target, config)
+    oracle = Oracle(engine, monkeypatch)
+    engine.generate(PROMPTS, 30)
+    assert oracle.num_checked > 10
+
+
+@pytest.mark.parametrize("strategy", ["target_match", "rejection"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "seeded"])
+def test_text(tmp_path, device, strategy, sampling):
+    """Plain text; where drafts are drawn and kept by chance, of greedy requests alone."""
+    target, draft = load(tmp_path, 3, device)
+    engine = EAGLEInference(draft, target, EAGLEConfig.chain(3, method="mtp", verify_strategy=strategy, **sampling))
+    text = engine.generate(PROMPTS, 30, seeds=range(4)).output_ids
+    plain = engine.generate(PROMPTS, 30, seeds=range(4), speculative=False).output_ids
+    if strategy == "target_match" or not sampling:
+        assert text == plain
+    assert [len(tokens) for tokens in text] == [30] * 4
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_one_module_drafts_on(tmp_path, device, num_steps):
+    """Trees as well; of several modules too the first one alone."""
+    target, draft = load(tmp_path, 1, device)
+    engine = EAGLEInference(draft, target, EAGLEConfig(method="mtp", topk=2, num_steps=3))
+    assert engine.generate(PROMPTS, 20).output_ids == engine.generate(PROMPTS, 20, speculative=False).output_ids
+    target, several = load(tmp_path / "several", 3, device)
+    engine = EAGLEInference(several, target, EAGLEConfig.chain(num_steps, method="mtp"))
+    engine.generate(PROMPTS[0], 2)
+    assert isinstance(engine._scheduler.steps.plain.resting, ModuleReader) == (num_steps > 1)
+
+
+def test_chains_that_modules_cannot_draft(tmp_path):
+    target, draft = load(tmp_path, 2)
+    refused = [
+        (EAGLEConfig(topk=2, num_steps=2), "topk must be 1 for a draft of 2 next-token modules, whose drafts are a ch"),
+        (EAGLEConfig.chain(3), "num_steps must be at most the 2 next-token modules of the draft, one a level, got 3"),
+        (
+            EAGLEConfig(method="hybrid", topk=1, num_steps=6, num_model_steps=3),
+            "num_model_steps must be at most the 2 next-token modules of the draft, one a level, got 3",
+        ),
+    ]
+    for config, message in refused:
+        with pytest.raises(ValueError, match=message):
+            EAGLEInference(draft, target, config)
