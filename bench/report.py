@@ -64,6 +64,7 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
         for line in _lines(folder / "generation.jsonl"):
             shapes.setdefault(line["shape"], []).append(line)
         steps += map(_engine_tables, shapes.values())
+        steps += _drafter_tables(_lines(folder / "drafters.jsonl"))
     before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
@@ -149,6 +150,28 @@ def _engine_tables(lines: Sequence[dict]) -> str:
     about = f"The engine on {lines[0]['gpu']}, shape of {lines[0]['shape']}, random weights, simulated acceptance"
     tables = [_markdown(table) for table in (steps, throughput) if len(table) > 1]
     return "\n\n".join([f"{about} (`--app generation`):", *tables])
+
+
+def _drafter_tables(lines: Sequence[dict]) -> list[str]:
+    """Methods of drafting by workload, and chains against trees: the newest line of each case and provider."""
+    newest = {(line["section"], line["case"], line["provider"]): line for line in lines}
+    methods = [["workload", "method", "tokens a step", "tokens/s", "of plain", "at commit"]]
+    lengths: dict[str, dict[str, str]] = {}
+    for (section, case, provider), line in newest.items():
+        if section == "trees":
+            lengths.setdefault(case, {})[provider] = f"{line['accept_length']:.2f}"
+            continue
+        length = f"{line['accept_length']:.2f}" if "accept_length" in line else "-"
+        numbers = [length, f"{line['tokens_per_s']:.0f}", f"{line['of_plain']:.2f}×"]
+        methods.append([case, provider, *numbers, f"`{line['commit']}`"])
+    providers = list(dict.fromkeys(name for row in lengths.values() for name in row))
+    trees = [["tokens a step", *providers]]
+    trees += [[case, *(row.get(name, "-") for name in providers)] for case, row in lengths.items()]
+    tables = [_markdown(table) for table in (methods, trees) if len(table) > 1]
+    if not tables:
+        return []
+    about = f"Methods of drafting on {lines[-1]['gpu']}, shape of {lines[-1]['shape']} (`--app drafters`):"
+    return ["\n\n".join([about, *tables])]
 
 
 def _headlines(benchmark: Benchmark, rows: list[tuple[Case, Row]]) -> list[tuple[Case, Row]]:

@@ -2,7 +2,8 @@
 
 A target of the shape of Llama-3.1-8B with random weights replays code that is edited: the prompt is a file of 400
 lines, the answer the same file with 2 % of its lines changed. The draft model of `draft_model` and `hybrid`, a small
-decoder, is right in 8 of 10 tokens. Prints a table and appends JSON lines to `results/<gpu>/drafters.jsonl`.
+decoder, is right in 8 of 10 tokens, and so are the three next-token modules of `mtp`. Prints a table and appends JSON
+lines to `results/<gpu>/drafters.jsonl`.
 
     methods    method x workload, at 8 drafts: acceptance length, tokens a second, against plain decoding; beside code
                that is edited the embedded pair's own texts
@@ -23,8 +24,8 @@ from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.loading import demo_pair
 
 from ..harness import results
-from .random_models import SHAPES, random_target
-from .replay import Replay, edited_file
+from .random_models import SHAPES, random_modules, random_target
+from .replay import Replay, ReplayModules, edited_file
 
 SECTIONS = ("methods", "trees", "naive")
 NUM_LINES, EDITED = 400, 0.02
@@ -37,8 +38,10 @@ METHODS = {
     "suffix": {"method": "suffix", "topk": 1, "num_steps": 8},
     "suffix tree": {"method": "suffix", "topk": 2, "num_steps": 8, "num_draft_tokens": 9},
     "draft_model": {"method": "draft_model", "topk": 1, "num_steps": 3},
+    "mtp": {"method": "mtp", "topk": 1, "num_steps": 3},
     "hybrid": {"method": "hybrid", "topk": 1, "num_steps": 8, "num_model_steps": 3},
 }
+NUM_MODULES = 3
 PAIR_TOKENS = 200
 PAIR_PROMPTS = ("import os\n\ndef walk(", "class Stack:\n    def __init__(self):\n", "def quicksort(items):\n")
 
@@ -57,7 +60,10 @@ class Bench:
         draft = random_target("small", device, dtype, **shared)
         self.before, self.after = edited_file(inspect.getsource(argparse), num_lines, EDITED, target.vocab_size)
         script = self.before + self.after
-        self.target, self.draft = Replay(target, script), Replay(draft, script, DRAFT_ACCURACY)
+        modules = random_modules(shape, NUM_MODULES, target, dtype, **shared)
+        self.target = Replay(target, script)
+        self.draft = Replay(draft, script, DRAFT_ACCURACY)
+        self.modules = ReplayModules(modules, script, DRAFT_ACCURACY)
         self.lines: list[dict] = []
 
     def replay(self, speculative: bool = True, **fields) -> tuple[float, float]:
@@ -66,7 +72,8 @@ class Bench:
             **fields, max_batch=1, eos_token_ids=(), max_length=len(self.before) + len(self.after) + 1,
             suffix_decoding_max_cached_requests=0,
         )  # fmt: skip
-        engine = EAGLEInference(self.draft if config.needs_model else None, self.target, config)
+        draft = self.modules if config.method == "mtp" else self.draft
+        engine = EAGLEInference(draft if config.needs_model else None, self.target, config)
         if self.device.type == "cuda":
             engine.generate(self.before, 64, seeds=0, speculative=speculative)  # compiles and captures
         text, stats = engine.generate(self.before, len(self.after), seeds=0, speculative=speculative)
@@ -91,6 +98,8 @@ def methods(bench: Bench) -> None:
     target, draft = demo_pair()
     plain_speed = None
     for name, fields in METHODS.items():
+        if name == "mtp":  # of the pair's head a chain as `draft_model`'s
+            continue
         is_model = fields["method"] in ("draft_model", "hybrid")
         fields = fields | ({"method": None} if name == "draft_model" else {})
         engine = EAGLEInference.from_pretrained(

@@ -8,7 +8,8 @@ from torch import Tensor
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
-from eagle_kernels.engine.models.protocol import DraftOutput, TargetOutput
+from eagle_kernels.engine.models.next_token_modules import NextTokenConfig, NextTokenModules
+from eagle_kernels.engine.models.protocol import DraftOutput, TargetModel, TargetOutput
 
 # Standard deviation of a draft's logits: the best one takes most of the probability, as a trained head's does, and
 # trees are deep. With all tokens nearly equal the best 64 paths would all end on the first two levels.
@@ -69,6 +70,16 @@ def random_head(shape: str, device: torch.device, dtype: torch.dtype) -> EagleHe
     head.d2t.copy_(draft_ids * (step - 1))
     head.t2d.zero_()[draft_ids * step] = True
     return head
+
+
+def random_modules(
+    shape: str, num_modules: int, target: TargetModel, dtype: torch.dtype, **others: int
+) -> NextTokenModules:
+    """Next-token modules, bound to a target of that shape."""
+    sizes = {"model_type": "mimo", "num_nextn_predict_layers": num_modules}
+    with torch.device("meta"):
+        modules = NextTokenModules(NextTokenConfig.from_dict(target_config(shape) | sizes | others))
+    return _filled(modules, target.device, dtype).bind(target)
 
 
 def _filled(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:

@@ -8,8 +8,10 @@ import re
 import torch
 from torch import Tensor
 
+from eagle_kernels.engine.models.next_token_modules import NextTokenModules
 from eagle_kernels.engine.models.protocol import TargetModel, TargetOutput
 
+_POSITION_BITS = 20
 _PIECES = re.compile(r"\w+|[^\w\s]|\n|[ \t]+")
 
 
@@ -50,11 +52,7 @@ class Replay:
 
     def __init__(self, model: TargetModel, script: list[int], accuracy: float = 1.0, seed: int = 0):
         self._model = model
-        said = torch.tensor(script[1:] + [0])
-        generator = torch.Generator().manual_seed(seed)
-        is_wrong = torch.rand(len(said), generator=generator) >= accuracy
-        said = torch.where(is_wrong, (said + 1) % model.vocab_size, said)
-        self._said = torch.nn.functional.pad(said, (0, max(0, model.max_length - len(said)))).to(model.device)
+        self._said = _said(model, script, accuracy, seed)
 
     def __getattr__(self, name: str):
         return getattr(self._model, name)
@@ -63,6 +61,41 @@ class Replay:
         """See `TargetModel`."""
         output = self._model.forward(input_ids, positions, attend, capture=capture, last_only=last_only)
         said = self._said[positions[:, -1:] if last_only else positions]
-        # above all other logits, which stay what they are
-        peaks = torch.full_like(said, 100, dtype=output.logits.dtype)
-        return output._replace(logits=output.logits.scatter(-1, said[..., None], peaks[..., None]))
+        return output._replace(logits=_with_peaks(output.logits, said))
+
+
+class ReplayModules:
+    """Next-token modules, likewise: of module k what the script says k + 2 places behind a row's token."""
+
+    def __init__(self, modules: NextTokenModules, script: list[int], accuracy: float = 1.0, seed: int = 0):
+        self._modules, self._said = modules, _said(modules, script, accuracy, seed)
+        self._bits = 1 << torch.arange(_POSITION_BITS, device=modules.device)
+
+    def __getattr__(self, name: str):
+        return getattr(self._modules, name)
+
+    def advance(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend, *, module: int) -> Tensor:
+        """See `DraftModules`; the place of what is said next goes along, a bit an element."""
+        hidden = self._modules.advance(input_ids, hidden, positions, attend, module=module).clone()
+        place = (positions + 1 + module).clamp(max=len(self._said) - 1)
+        hidden[..., :_POSITION_BITS] = (place[..., None] & self._bits > 0).to(hidden.dtype)
+        return hidden
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """See `DraftModules`."""
+        places = ((hidden[..., :_POSITION_BITS] > 0) * self._bits).sum(-1)
+        return _with_peaks(self._modules.project(hidden), self._said[places])
+
+
+def _said(model: TargetModel | NextTokenModules, script: list[int], accuracy: float, seed: int) -> Tensor:
+    """Token p + 1 of the script at place p, some of them wrong; as many as the model has positions."""
+    said = torch.tensor(script[1:] + [0])
+    is_wrong = torch.rand(len(said), generator=torch.Generator().manual_seed(seed)) >= accuracy
+    said = torch.where(is_wrong, (said + 1) % model.vocab_size, said)
+    return torch.nn.functional.pad(said, (0, max(0, model.max_length - len(said)))).to(model.device)
+
+
+def _with_peaks(logits: Tensor, said: Tensor) -> Tensor:
+    """What is said above all other logits, which stay what they are."""
+    peaks = torch.full_like(said, 100, dtype=logits.dtype)
+    return logits.scatter(-1, said[..., None], peaks[..., None])
