@@ -138,8 +138,9 @@ class EAGLEInference:
             fault = str(error)
         draft_model = None
         if draft is not None and "draft_model" in config.methods:
-            check_same_vocabulary(draft, target)
+            is_same = check_same_vocabulary(draft, target)
             draft_model = load_target(draft, device, dtype)
+            draft_model = CausalDraft(draft_model, target_model.vocab_size if is_same else None)
         elif draft is not None:
             draft_model = load_draft(draft, target_model)
         engine = cls(draft_model, target_model, config, device, tokenizer)
@@ -489,7 +490,8 @@ class EAGLEInference:
         if self.draft.vocab_size != self.target.vocab_size:
             raise ValueError(
                 f"EAGLEInference: the draft's vocabulary of {self.draft.vocab_size} tokens is not the target's "
-                f"{self.target.vocab_size}"
+                f"{self.target.vocab_size}; where a model has the same tokenizer and another padding, "
+                f"engine.models.causal_draft.CausalDraft(model, vocab_size={self.target.vocab_size}) drafts"
             )
 
     def _check_method(self, config: EAGLEConfig) -> None:

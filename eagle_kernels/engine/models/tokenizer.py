@@ -151,13 +151,13 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return FileTokenizer(path, read_eos_token_ids(folder))
 
 
-def check_same_vocabulary(folder: str | Path, other: str | Path) -> None:
-    """Two model folders must mean the same text by the same ids, as far as their tokenizers tell."""
+def check_same_vocabulary(folder: str | Path, other: str | Path) -> bool:
+    """Two model folders must mean the same text by the same ids; False: no tokenizer is there to tell."""
     vocabularies = [_vocabulary(Path(each)) for each in (folder, other)]
     if None in vocabularies:
         if vocabularies[0] is not vocabularies[1]:
             raise ModelError(f"{folder} and {other} must have the same tokenizer, one of them holds bytes or none")
-        return
+        return False
     first, second = vocabularies
     for token in first.keys() & second.keys():
         if first[token] != second[token]:
@@ -168,6 +168,7 @@ def check_same_vocabulary(folder: str | Path, other: str | Path) -> None:
     rest = sorted(first.keys() ^ second.keys())
     if rest:
         raise ModelError(f"{folder} and {other} must have the same tokenizer, {rest[0]!r} is in one of them alone")
+    return True
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
