@@ -156,10 +156,16 @@ def _drafter_tables(lines: Sequence[dict]) -> list[str]:
     """Methods of drafting by workload, and chains against trees: the newest line of each case and provider."""
     newest = {(line["section"], line["case"], line["provider"]): line for line in lines}
     methods = [["workload", "method", "tokens a step", "tokens/s", "of plain", "at commit"]]
+    gaps = [["case", "method", "device idle before a step, µs", "worst", "at commit"]]
     lengths: dict[str, dict[str, str]] = {}
     for (section, case, provider), line in newest.items():
         if section == "trees":
             lengths.setdefault(case, {})[provider] = f"{line['accept_length']:.2f}"
+            continue
+        if section == "gap":
+            gaps.append(
+                [case, provider, *(f"{line[name]:.0f}" for name in ("median_us", "worst_us")), f"`{line['commit']}`"]
+            )
             continue
         length = f"{line['accept_length']:.2f}" if "accept_length" in line else "-"
         numbers = [length, f"{line['tokens_per_s']:.0f}", f"{line['of_plain']:.2f}×"]
@@ -167,7 +173,7 @@ def _drafter_tables(lines: Sequence[dict]) -> list[str]:
     providers = list(dict.fromkeys(name for row in lengths.values() for name in row))
     trees = [["tokens a step", *providers]]
     trees += [[case, *(row.get(name, "-") for name in providers)] for case, row in lengths.items()]
-    tables = [_markdown(table) for table in (methods, trees) if len(table) > 1]
+    tables = [_markdown(table) for table in (methods, trees, gaps) if len(table) > 1]
     if not tables:
         return []
     about = f"Methods of drafting on {lines[-1]['gpu']}, shape of {lines[-1]['shape']} (`--app drafters`):"

@@ -462,14 +462,14 @@ def test_the_cache_of_suffixes_is_timed_anywhere(capsys):
 
 def test_gaps_are_before_graphs():
     """Kernels of one graph may overlap; one launched alone is no graph, but it is work."""
-    from bench.apps.generation import _gaps_us
+    from bench.harness.trace import gaps_us
 
     def event(correlation, start, duration):
         return {"cat": "kernel", "ts": start, "dur": duration, "args": {"correlation": correlation}}
 
     events = [event(1, 0, 10), event(1, 5, 7), event(2, 20, 5), event(2, 26, 4), event(3, 29, 4), event(3, 35, 1)]
     events += [{"cat": "cpu_op", "ts": 0, "dur": 99, "args": {}}, event(9, 13, 1)]
-    assert _gaps_us(events) == [6, 0]
+    assert gaps_us(events) == [6, 0]
 
 
 def test_drafters_are_compared_on_code_that_is_edited(capsys, monkeypatch):

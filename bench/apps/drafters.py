@@ -9,6 +9,8 @@ lines to `results/<gpu>/drafters.jsonl`.
                that is edited the embedded pair's own texts
     trees      chains and trees of ngram and suffix at 4 .. 64 nodes
     naive      the method `naive` against plain decoding
+    gap        how long the device is idle before the work of a step, from a trace, with 10,000 responses in the suffix
+               trees; plain decoding beside it
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.loading import demo_pair
 
 from ..harness import results
+from ..harness.trace import graph_gaps_us
 from .random_models import SHAPES, random_modules, random_target
 from .replay import Replay, ReplayModules, edited_file
+from .suffix_cache import Texts
 
-SECTIONS = ("methods", "trees", "naive")
+SECTIONS = ("methods", "trees", "naive", "gap")
 NUM_LINES, EDITED = 400, 0.02
 DRAFT_ACCURACY = 0.8
 # of 8 drafts
@@ -43,6 +47,7 @@ METHODS = {
 }
 NUM_MODULES = 3
 PAIR_TOKENS = 200
+NUM_RESPONSES = 10_000
 PAIR_PROMPTS = ("import os\n\ndef walk(", "class Stack:\n    def __init__(self):\n", "def quicksort(items):\n")
 
 
@@ -133,6 +138,30 @@ def naive(bench: Bench) -> None:
     speeds = [bench.replay(method="naive", speculative=is_on)[1] for is_on in (True, False, True, False)]
     plain, own = max(speeds[1::2]), max(speeds[::2])
     bench.record("naive", "code editing", "naive", tokens_per_s=own, of_plain=own / plain)
+
+
+def gap(bench: Bench) -> None:
+    """The host makes the drafts of one step while the device is busy with another; else it would have to wait."""
+    if bench.device.type != "cuda":
+        return
+    config = EAGLEConfig(**METHODS["suffix"], max_batch=32, eos_token_ids=(), max_length=4096)
+    engine, texts = EAGLEInference(None, bench.target, config), Texts(0)
+    engine.generate([0], 2)  # which makes the cache
+    (cache,) = engine._suffix_caches.values()
+    for _ in range(NUM_RESPONSES):
+        cache.start("past", [])
+        cache.extend("past", texts.response())
+        cache.stop("past")
+    for num_rows in (1, 8, 32):
+        for provider, speculative in (("plain", False), ("suffix", True)):
+            prompts = [[token % bench.target.vocab_size for token in texts.edited()] for _ in range(num_rows)]
+            stream = engine.stream(prompts, 400, seeds=0, speculative=speculative)
+            next(stream)
+            for _ in range(8):
+                engine._scheduler.step()
+            gaps = sorted(graph_gaps_us(engine._scheduler.step, 20))
+            stream.close()
+            bench.record("gap", f"B={num_rows}", provider, median_us=gaps[len(gaps) // 2], worst_us=gaps[-1])
 
 
 def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:

@@ -16,11 +16,8 @@ acceptance where drafts are timed. Prints a table and appends JSON lines to `res
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -36,6 +33,7 @@ from eagle_kernels.engine.stream import TokenStream
 
 from ..harness import results
 from ..harness.timing import ceiling_gb_per_s
+from ..harness.trace import graph_gaps_us
 from .random_models import SHAPES, Hollow, random_head, random_target, target_config
 
 PROMPT_TOKENS = 512
@@ -263,33 +261,10 @@ def gap(bench: Bench) -> None:
         next(stream)
         for _ in range(8):
             engine._scheduler.step()
-        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
-            for _ in range(20):
-                engine._scheduler.step()
-            torch.cuda.synchronize()
+        gaps = graph_gaps_us(engine._scheduler.step, 20)
         stream.close()
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "trace.json"
-            profile.export_chrome_trace(str(file))
-            events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-        gaps = _gaps_us(events)
         middle = sorted(gaps)[len(gaps) // 2]
         bench.record("gap", name, "eagle_kernels", middle / 1e3, worst_us=max(gaps), median_us=middle)
-
-
-def _gaps_us(events: list[dict]) -> list[float]:
-    """How long the device has nothing to do before each graph: kernels of one launch share its number."""
-    work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    work.sort(key=lambda event: event["ts"])
-    counts = collections.Counter(event["args"].get("correlation") for event in work)
-    gaps, seen, busy_until = [], set(), None
-    for event in work:
-        launch = event["args"].get("correlation")
-        if counts[launch] > 1 and launch not in seen and busy_until is not None:
-            gaps.append(max(0.0, event["ts"] - busy_until))
-        seen.add(launch)
-        busy_until = max(busy_until or 0.0, event["ts"] + event["dur"])
-    return gaps
 
 
 def huggingface(bench: Bench) -> None:

@@ -1,0 +1,38 @@
+"""What the device did, from a trace of PyTorch's profiler."""
+
+from __future__ import annotations
+
+import collections
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+def graph_gaps_us(step: Callable[[], object], count: int) -> list[float]:
+    """How long the device has nothing to do before each CUDA graph of `count` steps, kernels and copies being work."""
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        for _ in range(count):
+            step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(file))
+        return gaps_us(json.loads(file.read_text(encoding="utf-8"))["traceEvents"])
+
+
+def gaps_us(events: list[dict]) -> list[float]:
+    """How long the device has nothing to do before each graph: kernels of one launch share its number."""
+    work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    work.sort(key=lambda event: event["ts"])
+    counts = collections.Counter(event["args"].get("correlation") for event in work)
+    gaps, seen, busy_until = [], set(), None
+    for event in work:
+        launch = event["args"].get("correlation")
+        if counts[launch] > 1 and launch not in seen and busy_until is not None:
+            gaps.append(max(0.0, event["ts"] - busy_until))
+        seen.add(launch)
+        busy_until = max(busy_until or 0.0, event["ts"] + event["dur"])
+    return gaps
