@@ -10,7 +10,7 @@ from eagle_kernels.engine import timing
 from eagle_kernels.engine.drafters import model_reader
 from eagle_kernels.engine.kv_pool import TreeAttend
 from eagle_kernels.engine.step import Stepper
-from op_tests.engine.toys import ToyModel, random_llama
+from op_tests.engine.toys import ToyModel, random_llama, random_modules
 
 
 def test_a_chain_longer_than_a_mask_word(device):
@@ -42,27 +42,46 @@ def test_draft_slots_have_the_positions_of_the_rows_that_wrote_them(monkeypatch,
     assert len(levels) > 3
 
 
-@pytest.mark.gpu
+STEPS = {
+    "plain": {"method": "naive"},
+    "model": {"topk": 4, "num_steps": 3},
+    "modules": {"method": "mtp", "topk": 1, "num_steps": 3},
+    "ngram": {"method": "ngram", "topk": 2, "num_steps": 3, "min_ngram_size": 1},
+    "suffix": {"method": "suffix", "topk": 2, "num_steps": 3},
+    "hybrid": {"method": "hybrid", "topk": 2, "num_steps": 4, "num_model_steps": 2, "num_draft_tokens": 8},
+    "several": {"method": ("draft_model", "ngram"), "topk": 2, "num_steps": 3},
+    "rejection": {"topk": 2, "num_steps": 3, "verify_strategy": "rejection"},
+    "topp": {"topk": 2, "num_steps": 3, "verify_strategy": "topp"},
+    "typical": {"topk": 2, "num_steps": 3, "verify_strategy": "typical"},
+}
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}])
-@pytest.mark.parametrize("speculative", [True, False])
-def test_a_step_never_waits_for_the_device(monkeypatch, sampling, speculative):
-    target = random_llama(device="cuda")
-    draft = random_llama(hidden_size=16, num_layers=1, seed=1, device="cuda")
-    engine = EAGLEInference(draft, target, EAGLEConfig(topk=4, num_steps=3, **sampling))
-    want = engine.generate([[1, 2, 3], [4]], 8, seeds=5, speculative=speculative).output_ids
-    unwatched, steps = Stepper.step, []
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_never_waits_for_the_device(monkeypatch, device, sampling, name):
+    """Whoever drafts, and by whatever rule drafts are kept; the CPU only sees that steps are the same uncaptured."""
+    if name == "typical":  # which knows no filters
+        sampling = {key: value for key, value in sampling.items() if key == "temperature"}
+    target = random_llama(device=device)
+    draft = random_llama(hidden_size=16, num_layers=1, seed=1, device=device)
+    draft = random_modules(target, 3) if name == "modules" else draft
+    engine = EAGLEInference(draft, target, EAGLEConfig(**STEPS[name], **sampling))
+    want = engine.generate([[1, 2, 3], [4]], 8, seeds=5).output_ids
+    plain, steps = Stepper.step, []
 
     def watched(self, *arguments):
-        torch.cuda.set_sync_debug_mode("error")
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
         try:
-            steps.append(unwatched(self, *arguments))
+            steps.append(plain(self, *arguments))
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
         return steps[-1]
 
     monkeypatch.setattr(Stepper, "step", watched)
-    options = {"seeds": 5, "speculative": speculative, "cuda_graph": False}
-    assert engine.generate([[1, 2, 3], [4]], 8, **options).output_ids == want
+    got = engine.generate([[1, 2, 3], [4]], 8, seeds=5, cuda_graph=False, suffix_decoding_max_cached_requests=0)
+    assert got.output_ids == want
     assert steps
 
 
