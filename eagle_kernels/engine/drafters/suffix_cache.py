@@ -16,7 +16,8 @@ from typing import NoReturn
 
 from ...runtime import check
 from .suffix_automaton import Cursor, SuffixAutomaton
-from .suffix_drafts import Limits, SuffixDraft, best_path, best_tree, limits_of
+from .suffix_drafts import Limits, SuffixDraft, limits_of
+from .suffix_matches import best_path, best_tree
 
 _MOST_TOKEN_IDS = 2**31  # they lie in int32
 
