@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -453,11 +454,49 @@ def test_an_app_runs_without_a_gpu_on_a_small_shape(capsys):
         run.main(["--op", "build_tree", "--shape", "small"])
 
 
-def test_the_cache_of_suffixes_is_timed_anywhere(capsys):
-    assert run.main(["--app", "suffix_cache", "--responses", "4", "--requests", "1", "--cached", "2", "--tree"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["4", "similar:", "fresh:", "repeated:", "one_token:"]
-    assert all("p50" in line and "p99" in line for line in lines)
+SUFFIX_CACHE = ["--app", "suffix_cache", "--responses", "4", "--requests", "1", "--cached", "2"]
+SUFFIX_KINDS = ["code", "similar", "fresh", "periodic", "two_tokens", "one_token"]
+
+
+def test_the_cache_of_suffixes_is_timed_anywhere(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "arctic_inference", None)
+    assert run.main([*SUFFIX_CACHE, "--tree"]) == 0
+    title, *lines, reason = capsys.readouterr().out.splitlines()
+    assert title.endswith("then p50, p99, worst in us")
+    assert [line.split()[:2] for line in lines] == [[kind, "eagle_kernels"] for kind in SUFFIX_KINDS]
+    for line in lines:
+        words = line.split()
+        for part in ("extend", "speculate", "step"):
+            place = words.index(part) + 1
+            median, p99, worst = map(int, words[place : place + 3])
+            assert 0 <= median <= p99 <= worst
+    assert reason.startswith("arctic_inference: arctic_inference is not installed")
+
+
+def test_the_cache_of_another_project_gets_the_same_steps(capsys, monkeypatch):
+    """Under its names; ours plays it, with each third draft made another."""
+    from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
+
+    class SuffixDecodingCache:
+        def __init__(self, max_tree_depth, max_cached_requests):
+            self.cache, self.num_calls = SuffixCache(max_tree_depth, max_cached_requests), 0
+            self.start_request, self.stop_request = self.cache.start, self.cache.stop
+            self.add_active_response = self.cache.extend
+
+        def speculate(self, request, context, max_spec_tokens, use_tree_spec):
+            assert context[-63:] == self.cache._requests[request].context[-63:]
+            self.num_calls += 1
+            found = self.cache.speculate(request, max_spec_tokens=max_spec_tokens, use_tree=use_tree_spec)
+            return found._replace(score=found.score + (self.num_calls % 3 == 0), token_ids=[*found.token_ids, 1])
+
+    module = types.SimpleNamespace(SuffixDecodingCache=SuffixDecodingCache)
+    monkeypatch.setitem(sys.modules, "arctic_inference", types.SimpleNamespace(suffix_decoding=module))
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", module)
+    assert run.main(SUFFIX_CACHE) == 0
+    lines = capsys.readouterr().out.splitlines()[8:]
+    assert [line.split()[:2] for line in lines[::2]] == [[kind, "arctic_inference"] for kind in SUFFIX_KINDS]
+    for line in lines[1::2]:
+        assert "same tokens 0.0%" in line and 66 <= float(line.split("same score ")[1].split("%")[0]) <= 68
 
 
 def test_gaps_are_before_graphs():

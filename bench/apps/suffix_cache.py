@@ -1,27 +1,54 @@
-"""What suffix decoding's cache costs the host: `python -m bench.run --app suffix_cache [--responses 10000]`.
+"""What suffix decoding's cache costs the host: `python -m bench.run --app suffix_cache [--responses 10000] [--tree]`.
 
 Fills the cache with responses of 200 to 500 tokens, whose frequencies fall as 1 / rank over 100,000 tokens; two of five
-are edited copies of earlier ones. Then times a step of a request, three accepted tokens and the drafts behind them, of
-texts of four kinds. The times are this machine's, so they are printed and go into no file.
+are edited copies of earlier ones. Then times steps of requests, three accepted tokens and the drafts behind them, and
+prints median, 99th percentile and worst. Arctic Inference's cache, where it is installed, gets the same steps; what
+share of its drafts has our score and our tokens is printed as well.
 
-    first   the call as it comes, all that another program on the machine takes from it included
-    again   the fastest of three more of the same drafts
+    similar     edited copies of cached responses
+    fresh       as frequent as tokens are, and nothing else
+    code        a file of which one line in 50 is changed; the prompt is the file
+    periodic    20 tokens again and again
+    two_tokens  one of ten is the rare one, by chance
+    one_token   the worst case: matches of every length, and the text never leaves them
+
+Times are the thread's own on this machine's processor, so another program is not in them, but what it does to caches
+is; the garbage collector, to which the drafts kept here would be work, is off. They go into no file. No request of the
+cached responses has drafted: some of the worst times are those of states that are asked for the first time.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import inspect
 import random
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
+from eagle_kernels.engine.drafters.suffix_drafts import SuffixDraft
+
+from ..harness.declaration import Unavailable
+from ..peers import arctic_inference
+from .replay import edited_file
 
 VOCABULARY = 100_000
 ACCEPTED = 3
 MAX_SPEC_TOKENS = 32
+CODE_LINES, CODE_EDITED = 80, 0.02
+PROVIDERS: dict[str, Callable] = {
+    "eagle_kernels": SuffixCache,
+    "arctic_inference": arctic_inference.SuffixCache,
+}
+
+
+class Request(NamedTuple):
+    prompt: list[int]
+    response: list[int]
 
 
 class Texts:
@@ -51,69 +78,99 @@ class Texts:
         return text
 
 
+def kinds_of(texts: Texts, num_requests: int) -> dict[str, list[Request]]:
+    """The requests of each kind of text."""
+    coin = random.Random(1)
+    makers: dict[str, Callable[[], list[int]]] = {
+        "similar": texts.edited,
+        "fresh": texts.fresh,
+        "periodic": lambda: 20 * texts.fresh(20),
+        "two_tokens": lambda: [7 + (coin.random() < 0.1) for _ in range(400)],
+        "one_token": lambda: 400 * [7],
+    }
+    kinds = {kind: [Request(texts.fresh(300), make()) for _ in range(num_requests)] for kind, make in makers.items()}
+    files = (
+        edited_file(inspect.getsource(argparse), CODE_LINES, CODE_EDITED, VOCABULARY, seed)
+        for seed in range(num_requests)
+    )
+    return {"code": [Request(*file) for file in files], **kinds}
+
+
 def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
-    """Runs it all and prints a line for each kind of text; returns the exit status."""
+    """Runs it all and prints a line for each kind of text and provider; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.run --app suffix_cache")
     parser.add_argument("--responses", type=int, default=10_000)
     parser.add_argument("--requests", type=int, default=40, help="of each kind (default: 40)")
     parser.add_argument("--cached", type=int, default=-1, help="max_cached_requests (default: all)")
     parser.add_argument("--tree", action="store_true", help="trees in place of paths")
     options = parser.parse_args(arguments)
-    texts, cache = Texts(0), SuffixCache(max_cached_requests=options.cached)
+    texts = Texts(0)
     responses = [texts.response() for _ in range(options.responses)]
-    num_tokens = sum(map(len, responses))
-    starts_us, start_s = [], time.perf_counter()
-    for response in responses:
-        starts_us.append(_us(lambda: cache.start("past", [])))
-        for first in range(0, len(response), ACCEPTED):
-            cache.extend("past", response[first : first + ACCEPTED])
-        cache.stop("past")
-    seconds = time.perf_counter() - start_s
-    states = cache.num_states[1]
-    print(
-        f"{len(responses)} responses, {num_tokens} tokens, {states} states: {seconds:.1f} s, start {_text(starts_us)}"
-    )
-    kinds: dict[str, Callable[[], list[int]]] = {
-        "similar": texts.edited,
-        "fresh": texts.fresh,
-        "repeated": lambda: 20 * texts.fresh(20),
-        "one_token": lambda: 400 * [7],
-    }
-    for kind, make in kinds.items():
-        _time_requests(cache, kind, texts, make, options)
+    kinds = kinds_of(texts, options.requests)
+    ours: dict[str, list[SuffixDraft]] = {}
+    for provider, make in PROVIDERS.items():
+        try:
+            cache = make(max_cached_requests=options.cached)
+        except Unavailable as reason:
+            print(f"{provider}: {reason}")
+            continue
+        _fill(cache, provider, responses)
+        for kind, requests in kinds.items():
+            drafts = _time_requests(cache, provider, kind, requests, options.tree)
+            if kind in ours:
+                print(f"{kind:10}  {_agreement(ours[kind], drafts)}", flush=True)
+            else:
+                ours[kind] = drafts
+        del cache  # two of them need not fit into the memory
     return 0
 
 
+def _fill(cache: SuffixCache, provider: str, responses: list[list[int]]) -> None:
+    start_s = time.thread_time()
+    for number, response in enumerate(responses):
+        cache.start(number, [])
+        for first in range(0, len(response), ACCEPTED):
+            cache.extend(number, response[first : first + ACCEPTED])
+        cache.stop(number)
+    seconds, num_tokens = time.thread_time() - start_s, sum(map(len, responses))
+    print(f"{provider}: {len(responses)} responses, {num_tokens} tokens in {seconds:.1f} s; then p50, p99, worst in us")
+
+
 def _time_requests(
-    cache: SuffixCache, kind: str, texts: Texts, make: Callable[[], list[int]], options: argparse.Namespace
-) -> None:
-    extends_us, firsts_us, agains_us, both_us, num_drafts = [], [], [], [], 0
-    for _ in range(options.requests):
-        cache.start("now", texts.fresh(300))
-        text = make()
+    cache: SuffixCache, provider: str, kind: str, requests: list[Request], use_tree: bool
+) -> list[SuffixDraft]:
+    drafts, extends_us, speculates_us = [], [], []
+    gc.disable()
+    for number, (prompt, response) in enumerate(requests):
+        request = kind, number
+        cache.start(request, prompt)
+        for first in range(0, len(response), ACCEPTED):
+            accepted = response[first : first + ACCEPTED]
+            start_s = time.thread_time()
+            cache.extend(request, accepted)
+            extended_s = time.thread_time()
+            drafts.append(cache.speculate(request, max_spec_tokens=MAX_SPEC_TOKENS, use_tree=use_tree))
+            speculates_us.append(1e6 * (time.thread_time() - extended_s))
+            extends_us.append(1e6 * (extended_s - start_s))
+        cache.stop(request)
+    gc.enable()
+    steps_us = list(map(sum, zip(extends_us, speculates_us)))
+    mean_drafts = sum(len(draft.token_ids) for draft in drafts) / len(drafts)
+    timed = {"extend": extends_us, "speculate": speculates_us, "step": steps_us}
+    parts = "  ".join(f"{name} {_text(times)}" for name, times in timed.items())
+    print(f"{kind:10}  {provider:16}  {parts}  {mean_drafts:4.1f} drafts", flush=True)
+    return drafts
 
-        def speculate():
-            return cache.speculate("now", max_spec_tokens=MAX_SPEC_TOKENS, use_tree=options.tree)
 
-        for start in range(0, len(text), ACCEPTED):
-            accepted = text[start : start + ACCEPTED]
-            extends_us.append(_us(lambda accepted=accepted: cache.extend("now", accepted)))
-            firsts_us.append(_us(speculate))
-            both_us.append(extends_us[-1] + firsts_us[-1])
-            agains_us.append(min(_us(speculate) for _ in range(3)))
-            num_drafts += len(speculate().token_ids)
-        cache.stop("now")
-    timed = {"extend": extends_us, "speculate first": firsts_us, "again": agains_us, "extend + first": both_us}
-    parts = [f"{name} {_text(times)}" for name, times in timed.items()]
-    print(f"{kind}: {num_drafts / len(firsts_us):.1f} drafts; {'; '.join(parts)}", flush=True)
-
-
-def _us(call: Callable[[], object]) -> float:
-    start_s = time.perf_counter()
-    call()
-    return 1e6 * (time.perf_counter() - start_s)
+def _agreement(ours: list[SuffixDraft], theirs: list[SuffixDraft]) -> str:
+    pairs = list(zip(ours, theirs, strict=True))
+    # its probabilities are float32
+    same_score = sum(abs(our.score - their.score) < 1e-4 for our, their in pairs) / len(pairs)
+    same_tokens = sum(our.token_ids == list(their.token_ids) for our, their in pairs) / len(pairs)
+    return f"same score {same_score:.1%}, same tokens {same_tokens:.1%}"
 
 
 def _text(times_us: list[float]) -> str:
     ordered = sorted(times_us)
-    return f"p50 {ordered[len(ordered) // 2]:.0f} p99 {ordered[len(ordered) * 99 // 100]:.0f} us"
+    shown = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100], ordered[-1]
+    return " ".join(f"{time_us:4.0f}" for time_us in shown)
