@@ -29,9 +29,10 @@ class HybridDrafter(ModelDrafter):
     def __init__(self, reader: Reader, config: EAGLEConfig):
         self._whole = config
         levels = config.num_model_steps
-        super().__init__(
-            reader, replace(config, method=None, num_steps=levels, num_draft_tokens=1 + config.topk * levels)
-        )
+        own = {"method": None, "num_steps": levels, "num_draft_tokens": 1 + config.topk * levels}
+        # rates of acceptance are the whole tree's, one for each of its levels
+        own |= {"accept_policy": "normal", "simulated_accept_length": None, "simulated_accept_rates": None}
+        super().__init__(reader, replace(config, **own))
         self.num_steps, self.num_nodes = config.num_steps, config.num_verify_tokens
         self.num_slots = max(self.num_nodes, self.num_slots)
 
