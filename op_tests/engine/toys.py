@@ -10,7 +10,7 @@ from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.eagle1_head import Eagle1Config, Eagle1Head
 from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
 from eagle_kernels.engine.models.next_token_modules import NextTokenConfig, NextTokenModules
-from eagle_kernels.engine.models.protocol import KVShape, TargetOutput
+from eagle_kernels.engine.models.protocol import DraftOutput, KVShape, TargetOutput
 from op_tests.engine import heads
 
 
@@ -41,6 +41,37 @@ class ToyModel:
         streams.append(hidden)
         features = torch.cat([streams[index] for index in capture], dim=-1) if capture else None
         return TargetOutput(hidden[:, -1:] @ self.head if last_only else hidden @ self.head, features)
+
+
+class Walker(ToyModel):
+    """Counts on behind tokens below `walk`, whatever came before; behind others it says what its attention makes of it.
+
+    So drafts can be right for whole blocks, and yet a wrong key, position or history changes the text at a jump.
+    """
+
+    def __init__(self, vocab_size=40, walk=28, **others):
+        super().__init__(vocab_size, **others)
+        self.walk, steps = walk, torch.arange(walk, device=self.device)
+        self.sure = torch.zeros(vocab_size, vocab_size, device=self.device)
+        self.sure[steps, steps + 1] = 100.0
+
+    def forward(self, input_ids, positions, attend, *, capture=(), last_only=False):
+        output = super().forward(input_ids, positions, attend, capture=capture, last_only=last_only)
+        return output._replace(logits=output.logits + self.sure[input_ids[:, -1:] if last_only else input_ids])
+
+
+class WalkerHead(Walker):
+    """A head that counts as a `Walker` does, and whose jumps are made of the target's features and its own."""
+
+    token_shift, aux_layers, draft_to_target = 1, (1,), None
+
+    def __init__(self, vocab_size=40, walk=28, **others):
+        super().__init__(vocab_size, walk, **others)
+        self.draft_vocab_size = vocab_size
+
+    def forward(self, input_ids, hidden, positions, attend, *, from_target):
+        output = super().forward(input_ids, positions, attend, capture=(1,))
+        return DraftOutput(output.logits + hidden @ self.head, output.features + hidden)
 
 
 def random_llama(*, hidden_size=32, num_layers=2, vocab_size=61, max_length=256, seed=0, device="cpu") -> Decoder:

@@ -1,0 +1,178 @@
+"""Where requests end, whoever drafts: cut at any place of a block, nothing of what is dropped is left to others.
+
+And what they end in: pools and caches that hold fewer of them than there are.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
+from op_tests.engine.test_ends import TOKENIZER, endings
+from op_tests.engine.test_method_proofs import METHODS, engine_of, plain_of
+from op_tests.engine.test_methods import MIXED
+from op_tests.engine.toys import Walker
+
+# a walk that says no token twice, for longer than a block of any method
+SIZES = {"vocab_size": 60, "walk": 28}
+PROMPT = [*range(28), *range(12)]
+TEXT = list(range(12, 29))
+# behind these the text is what attention makes of them
+JUMPERS = [[30, 39], [38, 35], [28, 49], [36, 30]]
+DRAFTING = [name for name in METHODS if name != "naive"]
+# on a CPU chains of a head and of suffix trees have to do
+MOST = [name for name in DRAFTING if torch.cuda.is_available() or name not in ("ngram chain", "hybrid chain")]
+
+
+@pytest.fixture(params=[0, 1], ids=["host at once", "host a step behind"])
+def lag(request, monkeypatch):
+    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: request.param)
+    return request.param
+
+
+def check_nothing_is_held(engine) -> None:
+    scheduler = engine._scheduler
+    assert scheduler.pages.num_free == scheduler.pages.num_pages and not scheduler.state.is_live.any()
+    assert sorted(scheduler.pages._free) == list(range(scheduler.pages.num_pages))
+    assert (scheduler.state.block_table == -1).all()
+
+
+def known_behind(cache: SuffixCache, token: int) -> set[tuple]:
+    """All paths that responses went behind a token, and how probable each is."""
+    cache.start("asks", [token])
+    draft = cache.speculate("asks", max_spec_tokens=4096, max_spec_factor=4096, min_token_prob=0, use_tree=True)
+    cache.stop("asks")
+    paths = []
+    for token, parent in zip(draft.token_ids, draft.parents):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return set(zip(paths, draft.probs))
+
+
+def check_cache(engine, responses: list[list[int]]) -> None:
+    """The engine's suffix cache knows these responses and no more."""
+    (cache,), fresh = engine._suffix_caches.values(), SuffixCache()
+    assert cache.num_states[0] == 0
+    cache = copy.deepcopy(cache)
+    cache.max_cached_requests = -1  # so that it drops none for those that ask
+    for number, response in enumerate(responses):
+        fresh.start(number, [])
+        fresh.extend(number, response)
+        fresh.stop(number)
+    for token in range(engine.target.vocab_size):
+        assert known_behind(cache, token) == known_behind(fresh, token), token
+
+
+# the host's lag, and how tokens are drawn
+WAYS = [(0, {"temperature": 0.7}), (1, {})]
+if torch.cuda.is_available():
+    WAYS += [(1, {"temperature": 0.7}), (0, {})]
+
+
+@pytest.mark.parametrize(("lag", "drawn"), WAYS, indirect=["lag"])
+@pytest.mark.parametrize("name", MOST)
+def test_every_place_of_a_block(name, drawn, lag, device):
+    """By an end token, a stop string and the length; beside each goes a request whose text shows any wrong key."""
+    seeds = drawn and {"seed": 5}
+    engine = engine_of(name, device, SIZES, TOKENIZER, max_batch=3)
+    num_steps = engine.config.num_steps
+    alone = engine_of(name, device, SIZES).generate(JUMPERS, 9, seeds=5, **drawn)
+    plain = plain_of(device, SIZES)
+    want = plain.generate(JUMPERS, 9, seeds=5, **drawn).output_ids
+    assert plain.generate(PROMPT, len(TEXT)).output_ids == TEXT and alone.output_ids == want
+    assert all(sum(token >= SIZES["walk"] for token in tokens) > 2 for tokens in want), want
+    cut, beside = [], []
+    for last in range(num_steps + 3):
+        for reason, params in endings(TEXT, last, **drawn, **seeds).items():
+            cut.append((last, reason, engine.submit(PROMPT, params)))
+            number = len(beside) % len(JUMPERS)
+            beside.append((number, engine.submit(JUMPERS[number], SamplingParams(max_new_tokens=9, **drawn, **seeds))))
+    engine.collect()
+    for last, reason, request in cut:
+        where = f"{reason} at {last}: {request}"
+        assert request.output_ids == TEXT[: last + 1] and request.finish_reason == reason, where
+        assert [event.token_id for event in request.collect()] == request.output_ids, where
+        # a place of a block is what the case says only if the first one is whole
+        assert len(request.accepted) == -(-last // (num_steps + 1)), where
+        assert request.accepted[:1] == [num_steps][:last], where
+        if reason == "stop":
+            assert request.text + request.params.stop[0] == TOKENIZER.decode(request.output_ids)
+    for number, request in beside:
+        assert request.output_ids == want[number], f"{number}: {request}"
+    check_nothing_is_held(engine)
+    if "suffix" in name:
+        check_cache(engine, [request.output_ids for *_, request in cut + beside])
+        return
+    # drafts owe nothing to what others left either
+    again = [engine.submit(prompt, SamplingParams(max_new_tokens=9, **drawn, **seeds)) for prompt in JUMPERS]
+    engine.collect()
+    assert sum(sum(request.accepted) for request in again) == alone.stats.accepted
+
+
+@pytest.mark.parametrize("name", DRAFTING)
+def test_end_tokens_of_the_configuration(name, device):
+    """And the request behind the one that they end."""
+    engine = engine_of(name, device, SIZES)
+    num_steps = engine.config.num_steps
+    want = plain_of(device, SIZES).generate(JUMPERS[0], 12).output_ids
+    for last in range(num_steps + 3):
+        text, stats = engine.generate(PROMPT, 20, eos_token_ids=(TEXT[last],))
+        assert text == TEXT[: last + 1] and stats.finish_reasons == ["eos"]
+        assert engine.generate(JUMPERS[0], 12).output_ids == want
+
+
+def test_more_requests_than_pools_and_caches_hold(lag, device):
+    """Of five methods: most wait for pages, some are aborted while they wait, are read or run, and the suffix cache
+    lets go of the oldest response, that of a request which still runs too."""
+    coin, count = random.Random(5), 600 if torch.cuda.is_available() else 50
+    sizes, ends = {"vocab_size": 20, "walk": 8}, (19,)
+    options = MIXED | {"max_batch": 6, "eos_token_ids": ends, "page_size": 4, "prefill_chunk": 5}
+    options |= {"suffix_decoding_max_cached_requests": 2, "kv_cache_bytes": 28 << 10}
+    target, draft = (Walker(**sizes, seed=seed, device=device) for seed in range(2))
+    engine, plain = EAGLEInference(draft, target, EAGLEConfig(**options)), plain_of(device, sizes, eos_token_ids=ends)
+    engine.generate([0], 2)
+    scheduler, feed = engine._scheduler, engine._scheduler.steps.feed
+    assert scheduler.pages.num_pages == 28, "it would hold more than three requests"
+    begun, start = [], feed.start
+    feed.start = lambda request: begun.append(request) or start(request)
+    requests, wanted, most_running, aborted = [], [], 0, {"waiting": [], "being read": [], "running": []}
+    while len(requests) < count or engine.has_work:
+        if len(requests) < count:
+            prompt = [coin.randrange(20) for _ in range(coin.choice((1, 2, 2, 9, 20)))]
+            drawn = {"max_new_tokens": coin.choice((1, 5, 25, 25)), "temperature": coin.choice((0.0, 0.9))}
+            drawn["seed"] = len(requests)
+            requests.append(engine.submit(prompt, SamplingParams(**drawn, drafter=coin.choice(MIXED["method"]))))
+            wanted.append(plain.submit(prompt, SamplingParams(**drawn)))
+        engine.step()
+        rows = [row for row in scheduler._rows if row is not None]
+        most_running = max(most_running, len(rows))
+        found = {
+            "waiting": list(scheduler._waiting),
+            "being read": [row.request for row in rows if not row.is_running],
+            "running": [row.request for row in rows if row.is_running],
+        }
+        state = coin.choice(list(found))
+        if found[state] and coin.random() < 0.2:
+            aborted[state].append(coin.choice(found[state]))
+            engine.abort(aborted[state][-1])
+    plain.collect()
+    assert all(aborted.values()) and 2 < most_running < 6
+    dropped = sum(aborted.values(), [])
+    for request, want in zip(requests, wanted):
+        expected = want.output_ids[: len(request.output_ids)] if request in dropped else want.output_ids
+        assert request.output_ids == expected, request
+        assert request.finish_reason == ("abort" if request in dropped else want.finish_reason)
+    accepted = dict.fromkeys(MIXED["method"], 0)
+    for request in requests:
+        accepted[request.params.drafter] += sum(request.accepted)
+    assert accepted.pop("naive") == 0 and all(accepted.values()), accepted
+    assert {request.finish_reason for request in requests} == {"abort", "eos", "length"}
+    check_nothing_is_held(engine)
+    assert not feed._made and not feed._running
+    # first in, first out: of those that have begun, in this order, the last two
+    assert begun == [request for request in requests if request in begun]
+    check_cache(engine, [request.output_ids for request in begun[-2:]])
