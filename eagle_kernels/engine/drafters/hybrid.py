@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -29,10 +27,9 @@ class HybridDrafter(ModelDrafter):
     def __init__(self, reader: Reader, config: EAGLEConfig):
         self._whole = config
         levels = config.num_model_steps
-        own = {"method": None, "num_steps": levels, "num_draft_tokens": 1 + config.topk * levels}
-        # rates of acceptance are the whole tree's, one for each of its levels
-        own |= {"accept_policy": "normal", "simulated_accept_length": None, "simulated_accept_rates": None}
-        super().__init__(reader, replace(config, **own))
+        # of the whole configuration nothing else: rates and tables of trees are for as many levels as it has
+        own = {"num_steps": levels, "num_draft_tokens": 1 + config.topk * levels}
+        super().__init__(reader, EAGLEConfig(topk=config.topk, tree_mask_mode=config.tree_mask_mode, **own))
         self.num_steps, self.num_nodes = config.num_steps, config.num_verify_tokens
         self.num_slots = max(self.num_nodes, self.num_slots)
 
