@@ -1,0 +1,255 @@
+"""The numbers of THEORY.md: `python -m bench.lab.theory` writes them into the page, `--check` tells whether they are up
+to date.
+
+The example runs the library's own reference of verification, with every outcome of its draws enumerated; the
+predictions use what `python -m bench.run --app generation` has measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..apps.random_models import SHAPES
+from ..harness import results
+from .speedup import StepModel, Tree, expected_tokens_of_chain, ideal_speedup
+
+PAGE = Path(__file__).with_name("THEORY.md")
+WORDS = "abc"
+# P(next | last): rows and columns in the order of WORDS
+TARGET = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.3, 0.3, 0.4]], dtype=torch.float64)
+DRAFT = torch.tensor([[0.5, 0.4, 0.1], [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]], dtype=torch.float64)
+NUM_DRAFTS = 4
+# of which steps are predicted, and by which they are
+PREDICTED: dict[str, Tree] = {"naive_eagle": (1, 1, 2), "chain 3": (1, 3, 4), "tree 8/5/64": (8, 5, 64)}
+LARGE = ("tree 8/5/64", 256)
+CONTEXT_TOKENS = 600
+GB_PER_S = 3280.0  # of a read, as `bench.harness.timing.ceiling_gb_per_s` measures it on that GPU
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status: 1 from `--check` if a number differs."""
+    parser = argparse.ArgumentParser(prog="python -m bench.lab.theory", description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args(arguments)
+    old = options.page.read_text(encoding="utf-8")
+    new = _filled(_filled(old, "example", worked_example()), "model", predictions(_measured_lines()))
+    if new != old:
+        print(f"{options.page} is not up to date: run python -m bench.lab.theory" if options.check else "written")
+        if not options.check:
+            options.page.write_text(new, encoding="utf-8")
+    return int(new != old and options.check)
+
+
+def worked_example() -> str:
+    """K = 4 drafts over three words, as Markdown."""
+    accepted = torch.minimum(TARGET, DRAFT)
+    residual = (TARGET - DRAFT).clamp(min=0)
+    first = [_row(probs[0]) for probs in (TARGET, DRAFT, accepted, residual, residual / residual.sum(1, keepdim=True))]
+    lines = ["| after `a` | " + " | ".join(f"`{word}`" for word in WORDS) + " | sum |", "|---|" + "--:|" * 4]
+    names = (
+        "target p",
+        "draft q",
+        "min(p, q): drawn and kept",
+        "max(p - q, 0)",
+        "residual, drawn where it is not kept",
+    )
+    sums = [TARGET[0].sum(), DRAFT[0].sum(), accepted[0].sum(), residual[0].sum(), 1.0]
+    lines += [f"| {name} | {row} | {float(total):.3f} |" for name, row, total in zip(names, first, sums)]
+    ways = {
+        "rejection, drafts drawn from q": (accepted, _rejection_step),
+        "sample and match, drafts drawn from q": (TARGET * DRAFT, _match_step),
+        "sample and match, the draft's likeliest": (_likeliest(DRAFT) * TARGET, _match_likeliest_step),
+    }
+    lines += ["", "| K = 4, after `a` | P(1, 2, 3, 4 drafts kept) | tokens a step | enumerated | distance |"]
+    lines += ["|---|---|--:|--:|--:|"]
+    for name, (kept, step) in ways.items():
+        shares = shares_kept(kept)
+        law = _law_of(step)
+        enumerated = sum(probability * len(text) for text, probability in law.items())
+        shown = ", ".join(f"{share:.4f}" for share in shares)
+        distance = _distance(law)
+        lines.append(f"| {name} | {shown} | {1 + sum(shares):.4f} | {enumerated:.4f} | {_told(distance)} |")
+    wrong = _distance(_law_of(_wrong_step))
+    lines.append(f"| *wrong*: rejection that draws from p where a draft is not kept | | | | {wrong:.3f} |")
+    rate = float(accepted[0].sum())
+    tokens, speedup = expected_tokens_of_chain(rate, NUM_DRAFTS), ideal_speedup(rate, NUM_DRAFTS, 0.05)
+    lines += ["", f"The rate after `a`, {rate:.1f}, at every depth would bring {tokens:.3f} tokens a step: with drafts"]
+    lines += [f"that cost 0.05 of a step each, {speedup:.2f} times the speed, if verification were free."]
+    return "\n".join(lines)
+
+
+def shares_kept(kept: Tensor) -> list[float]:
+    """P(the first 1, 2, .. K drafts are kept) after `a`; kept [V, V]: P(next is drafted and kept | last)."""
+    reached, shares = torch.eye(len(WORDS), dtype=torch.float64)[0], []
+    for _ in range(NUM_DRAFTS):
+        reached = reached @ kept
+        shares.append(float(reached.sum()))
+    return shares
+
+
+def predictions(lines: Sequence[dict]) -> str:
+    """What the model says of each measured step of the 8B shape, as Markdown."""
+    model, measured = fitted(lines)
+    sizes = sorted(measured["plain"])
+    table = ["| requests | " + " | ".join(f"{name}: measured | predicted | error" for name in PREDICTED) + " |"]
+    table.append("|--:|" + "--:|" * 3 * len(PREDICTED))
+    for size in sizes:
+        cells = []
+        for name, tree in PREDICTED.items():
+            step_ms, tokens = measured[name][size]
+            wanted = tokens * measured["plain"][size][0] / step_ms
+            got = model.speedup(tree, size, tokens)
+            is_input = (name, size) == LARGE or (name == "naive_eagle" and 2 * size <= sizes[-1])
+            cells += [f"{wanted:.2f}×", f"{got:.2f}×", "input" if is_input else f"{got / wanted - 1:+.1%}"]
+        table.append(f"| {size} | " + " | ".join(cells) + " |")
+    tflops = 2e-9 * _parameters("llama-3.1-8b") / model.row_ms
+    constants = [
+        f"Constants: {model.plain_ms(1):.2f} ms for a step of one row, {model.draft_ms[0][1]:.2f} ms for one of the",
+        f"head, {1e3 * model.request_ms:.0f} µs for a request's keys and values, {1e3 * model.row_ms:.1f} µs a row",
+        f"where arithmetic limits it ({tflops:.0f} TFLOP/s).",
+    ]
+    return "\n".join([*table, "", *constants])
+
+
+def fitted(lines: Sequence[dict]) -> tuple[StepModel, dict[str, dict[int, tuple[float, float]]]]:
+    """The model, and measured (ms a step, tokens a step) by preset and batch size."""
+    measured: dict[str, dict[int, tuple[float, float]]] = {}
+    for line in lines:
+        if line["section"] == "throughput" and line["shape"] == "llama-3.1-8b":
+            size = int(line["case"].removeprefix("B="))
+            measured.setdefault(line["provider"], {})[size] = line["step_ms"], line["accept_length"]
+    sizes = SHAPES["llama-3.1-8b"]
+    token_bytes = 2 * 2 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]
+    model = StepModel.fit(
+        {size: step_ms for size, (step_ms, _) in measured["plain"].items()},
+        {size: step_ms for size, (step_ms, _) in measured["naive_eagle"].items()},
+        (PREDICTED[LARGE[0]], LARGE[1], measured[LARGE[0]][LARGE[1]][0]),
+        request_ms=1e-6 * CONTEXT_TOKENS * token_bytes / GB_PER_S,
+        draft_share=_head_parameters("llama-3.1-8b") / _parameters("llama-3.1-8b"),
+    )
+    return model, measured
+
+
+def _measured_lines() -> list[dict]:
+    files = sorted(results.DIRECTORY.glob("*/generation.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _layer_parameters(sizes: dict, input_size: int) -> int:
+    query, key = (sizes[name] * sizes["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    attention = (query + 2 * key) * input_size + query * sizes["hidden_size"]
+    return attention + 3 * sizes["hidden_size"] * sizes["intermediate_size"]
+
+
+def _parameters(shape: str) -> int:
+    """That a row is multiplied with: all but the embedding."""
+    sizes = SHAPES[shape]
+    layers = sizes["num_hidden_layers"] * _layer_parameters(sizes, sizes["hidden_size"])
+    return layers + sizes["vocab_size"] * sizes["hidden_size"]
+
+
+def _head_parameters(shape: str) -> int:
+    """The same of an EAGLE-3 head."""
+    sizes = SHAPES[shape]
+    layer = _layer_parameters(sizes, 2 * sizes["hidden_size"])
+    return layer + (3 * sizes["hidden_size"] + sizes["draft_vocab_size"]) * sizes["hidden_size"]
+
+
+def _likeliest(probs: Tensor) -> Tensor:
+    return torch.nn.functional.one_hot(probs.argmax(1), len(WORDS)).to(probs.dtype)
+
+
+def _rejection_step(source) -> tuple[int, ...]:
+    from eagle_kernels.reference.ops.verify.verify_chain import verify_request
+    from op_tests.ops.verify.laws import EnumeratedDraws
+
+    tokens = [0]
+    for _ in range(NUM_DRAFTS):
+        tokens.append(source.choose(DRAFT[tokens[-1]]))
+    positions = list(range(NUM_DRAFTS + 1))
+    accepted, bonus = verify_request(
+        tokens, TARGET[tokens], DRAFT[tokens[:-1]], positions, EnumeratedDraws(source), "standard"
+    )
+    return (*tokens[1 : accepted + 1], bonus)
+
+
+def _wrong_step(source) -> tuple[int, ...]:
+    tokens = [0]
+    for _ in range(NUM_DRAFTS):
+        last, draft = tokens[-1], source.choose(DRAFT[tokens[-1]])
+        if not source.uniform() < float(TARGET[last, draft] / DRAFT[last, draft]):
+            break
+        tokens.append(draft)
+    return (*tokens[1:], source.choose(TARGET[tokens[-1]]))
+
+
+def _match_step(source) -> tuple[int, ...]:
+    return _match(source, lambda last: source.choose(DRAFT[last]))
+
+
+def _match_likeliest_step(source) -> tuple[int, ...]:
+    return _match(source, lambda last: int(DRAFT[last].argmax()))
+
+
+def _match(source, draft: Callable[[int], int]) -> tuple[int, ...]:
+    """Up to the first draft that is not what the target draws there itself."""
+    drafts = [0]
+    for _ in range(NUM_DRAFTS):
+        drafts.append(draft(drafts[-1]))
+    text = [0]
+    for guess in (*drafts[1:], None):
+        text.append(source.choose(TARGET[text[-1]]))
+        if text[-1] != guess:
+            break
+    return tuple(text[1:])
+
+
+def _law_of(step: Callable) -> dict[tuple[int, ...], float]:
+    from op_tests.harness.enumeration import enumerate_outcomes
+
+    return enumerate_outcomes(step)
+
+
+def _distance(law: dict[tuple[int, ...], float]) -> float:
+    """Total variation between texts that begin with a step and go on as the target, and texts of the target."""
+    from op_tests.harness.enumeration import total_variation
+    from op_tests.ops.verify.laws import completed, text_law
+
+    target = _Texts()
+    return total_variation(completed(law, target, NUM_DRAFTS + 1), text_law(target, NUM_DRAFTS + 1))
+
+
+class _Texts(dict):
+    """The target's law after every text that follows `a`."""
+
+    def __missing__(self, text: tuple[int, ...]) -> Tensor:
+        return TARGET[text[-1] if text else 0]
+
+
+def _told(distance: float) -> str:
+    return f"{distance:.3f}" if distance > 1e-9 else "0 (below 1e-12)" if distance < 1e-12 else f"{distance:.0e}"
+
+
+def _row(probs: Tensor) -> str:
+    return " | ".join(f"{float(prob):.3f}" for prob in probs)
+
+
+def _filled(text: str, mark: str, content: str) -> str:
+    """The text with other content between two marks."""
+    before, begin, rest = text.partition(f"<!-- {mark}:begin -->")
+    _, end, after = rest.partition(f"<!-- {mark}:end -->")
+    if not end:
+        raise ValueError(f"{PAGE.name} must hold the marks {mark}:begin and, after it, {mark}:end")
+    return f"{before}{begin}\n{content}\n{end}{after}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
