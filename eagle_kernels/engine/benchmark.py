@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .output import GenerationStats
+from .timing import percentile, round_times_s
 
 if TYPE_CHECKING:
     from .inference import EAGLEInference
@@ -108,7 +109,8 @@ class _Decoding:
         self._total_s += time.perf_counter() - start_s
         for (first_s, _), *others in arrivals:
             self._ttft_ms.append(1e3 * (first_s - start_s))
-            self._gaps_ms += _gaps_ms(first_s, others)
+            for elapsed_s, num_tokens in round_times_s(first_s, others):
+                self._gaps_ms += [1e3 * elapsed_s / num_tokens] * num_tokens
         tokens, stats = stream.output()
         self._stats.append(stats)
         return tokens
@@ -179,22 +181,8 @@ def benchmark(
     return BenchmarkResult(len(prompts), batch_size, max_new_tokens, *results, share, peak)
 
 
-def _gaps_ms(last_s: float, arrivals: list[tuple[float, bool]]) -> list[float]:
-    """Before each token of a request but the first, by when it came, and whether a draft had guessed it."""
-    gaps_ms, num_pending = [], 0
-    for index, (now_s, is_draft) in enumerate(arrivals, 1):
-        num_pending += 1
-        if not is_draft or index == len(arrivals):  # the last one of its step, with those before it
-            gaps_ms += [1e3 * (now_s - last_s) / num_pending] * num_pending
-            last_s, num_pending = now_s, 0
-    return gaps_ms
-
-
 def _percentiles(samples: list[float]) -> dict[str, float]:
-    if not samples:
-        return {}
-    values = torch.tensor(samples, dtype=torch.float64)
-    return {name: values.quantile(q).item() for name, q in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))}
+    return {f"p{percent}": percentile(samples, percent) for percent in (50, 95, 99)} if samples else {}
 
 
 def _progress(batches: list[slice], wanted: bool | None):

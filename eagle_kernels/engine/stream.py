@@ -63,7 +63,7 @@ class TokenStream(_Stream[TokenEvent]):
         requests: list[Request],
         is_single: bool,
     ):
-        self.requests, self._is_single = requests, is_single
+        self.requests, self.device, self._is_single = requests, engine.device, is_single
         self._run = _Run(engine, find_scheduler, requests)
         super().__init__(self._run.events())
 

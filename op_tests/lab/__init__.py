@@ -1,0 +1,1 @@
+"""The laboratory: what it measures with, on which models and prompts."""

@@ -1,0 +1,187 @@
+"""Timers: who waits for what, and what is said to those who ask too early; on a GPU also against known work."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from eagle_kernels.engine import CUDATimer, CUDATimerCollection, cuda_sync_time, timing
+
+CPU = torch.device("cpu")
+
+
+class Event:
+    """A CUDA event whose stream is a list of what was recorded; its time is the place in there."""
+
+    stream: list[Event] = []
+    waits: list[Event] = []
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+
+    def record(self, stream):
+        assert stream == "current stream of cuda"
+        self.stream.append(self)
+
+    def synchronize(self):
+        self.waits.append(self)
+
+    def elapsed_time(self, end):
+        assert end in self.waits, "read before it was waited for"
+        return float(self.stream.index(end) - self.stream.index(self))
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """A GPU that is not there: events alone, and nothing that waits for all of it."""
+
+    def wait_for_everything(*_):
+        raise AssertionError("the whole device was waited for")
+
+    monkeypatch.setattr(Event, "stream", [])
+    monkeypatch.setattr(Event, "waits", [])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current stream of {device}")
+    monkeypatch.setattr(torch.cuda, "synchronize", wait_for_everything)
+    return Event
+
+
+def test_a_timer_waits_for_its_own_end_and_nothing_else(events):
+    with CUDATimer("cuda") as timer:
+        pass
+    assert len(events.stream) == 2 and not events.waits
+    assert timer.elapsed_ms == 1.0 and events.waits == [events.stream[1]]
+    assert repr(timer) == "CUDATimer(1.000 ms)"
+
+
+def test_a_timer_on_the_wall():
+    timer = CUDATimer(CPU)
+    assert repr(timer) == "CUDATimer(not finished)"
+    with pytest.raises(RuntimeError, match="^CUDATimer: elapsed_ms is known once .* this one was never entered$"):
+        timer.elapsed_ms  # noqa: B018
+    with timer:
+        time.sleep(0.003)
+        with pytest.raises(RuntimeError, match="this one is still running$"):
+            timer.elapsed_ms  # noqa: B018
+    first_ms = timer.elapsed_ms
+    assert 3 <= first_ms < 1000 and timer.elapsed_ms == first_ms
+    with timer:
+        pass
+    assert timer.elapsed_ms < first_ms
+    with pytest.raises(ValueError), timer:
+        raise ValueError  # what fails has taken time as well
+    assert timer.elapsed_ms >= 0
+
+
+def test_a_timer_without_a_device_takes_what_there_is(monkeypatch):
+    for is_there, kind in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=is_there: there)
+        assert CUDATimer()._device.type == CUDATimerCollection()._device.type == kind
+
+
+def test_intervals_add_up_by_name(events):
+    timers = CUDATimerCollection("cuda")
+    with timers.phase("draft"):
+        pass
+    timers.start("verify")
+    with timers.phase("draft"):  # while another one runs
+        pass
+    assert not events.waits
+    assert timers.stop("verify") == 3.0 and len(events.waits) == 1
+    assert timers.names == ["draft", "verify"] and timers.elapsed_ms("draft") == 2.0
+    with timers.phase("draft"):
+        pass
+    assert timers.summary() == {"draft": 3.0, "verify": 3.0}
+    assert repr(timers) == "CUDATimerCollection:\n  draft  :    3.000 ms\n  verify :    3.000 ms"
+    timers.reset()
+    assert timers.names == [] and timers.summary() == {}
+
+
+def test_old_intervals_are_not_kept(events, monkeypatch):
+    monkeypatch.setattr(timing, "_MOST_UNREAD", 2)
+    timers = CUDATimerCollection("cuda")
+    for _ in range(5):
+        with timers.phase("verify"):
+            pass
+    assert len(timers._unread["verify"]) == 2 and len(events.waits) == 3
+    assert timers.elapsed_ms("verify") == 5.0
+
+
+def test_a_collection_on_the_wall():
+    timers = CUDATimerCollection(CPU)
+    assert repr(timers) == "CUDATimerCollection:\n  nothing timed"
+    timers.start("sample")
+    time.sleep(0.002)
+    elapsed_ms = timers.stop("sample")
+    assert 2 <= elapsed_ms < 1000 and timers.elapsed_ms("sample") == elapsed_ms
+    with pytest.raises(ValueError), timers.phase("sample"):
+        raise ValueError
+    assert timers.elapsed_ms("sample") > elapsed_ms
+
+
+def test_a_collection_says_what_is_wrong():
+    timers = CUDATimerCollection(CPU)
+    with pytest.raises(RuntimeError, match="^CUDATimerCollection.stop: 'draft' is not running; start it first$"):
+        timers.stop("draft")
+    timers.start("draft")
+    with pytest.raises(RuntimeError, match="^CUDATimerCollection.start: 'draft' is running; stop it first$"):
+        timers.start("draft")
+    with pytest.raises(KeyError, match="no finished interval of 'draft'; there are: none"):
+        timers.elapsed_ms("draft")
+    timers.stop("draft")
+    with pytest.raises(KeyError, match="no finished interval of 'verify'; there are: 'draft'"):
+        timers.elapsed_ms("verify")
+    timers.reset()
+    timers.start("draft")  # what ran is forgotten too
+
+
+def test_the_time_of_the_host_is_behind_the_device_s(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    before = time.perf_counter()
+    assert before <= cuda_sync_time(CPU) <= time.perf_counter() and not waited
+    cuda_sync_time("cuda:1")
+    assert waited == [torch.device("cuda:1")]
+
+
+def test_percentiles_are_numpys():
+    numpy = pytest.importorskip("numpy")
+    samples = [0.08, 0.09, 0.08, 0.10, 0.09]
+    for percent in (0, 50, 95, 99, 100):
+        assert timing.percentile(samples, percent) == pytest.approx(numpy.percentile(samples, percent))
+    assert timing.percentile([], 50) is None
+
+
+def test_rounds_end_with_the_target_s_token_or_the_text():
+    arrivals = [(1.0, True), (1.5, False), (2.5, False), (4.0, True), (4.0, True)]
+    assert timing.round_times_s(0.5, arrivals) == [(1.0, 2), (1.0, 1), (1.5, 2)]
+    assert timing.round_times_s(0.5, []) == []
+
+
+@pytest.mark.gpu
+def test_device_time_is_that_of_the_work():
+    """Work of a known number of cycles: twice of it takes twice as long, and the host has gone on meanwhile."""
+    timers = CUDATimerCollection()
+    torch.cuda._sleep(1000)
+    torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    with timers.phase("one"):
+        torch.cuda._sleep(50_000_000)
+    with timers.phase("two"):
+        torch.cuda._sleep(100_000_000)
+    host_ms = 1e3 * (time.perf_counter() - start_s)
+    one_ms, two_ms = timers.elapsed_ms("one"), timers.elapsed_ms("two")
+    assert host_ms < one_ms / 2 and two_ms == pytest.approx(2 * one_ms, rel=0.1)
+
+
+@pytest.mark.gpu
+def test_a_timer_does_not_wait_for_other_streams():
+    with CUDATimer() as timer:
+        torch.cuda._sleep(1000)
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(500_000_000)
+    assert timer.elapsed_ms < 50 and not other.query()
+    other.synchronize()
