@@ -1,0 +1,207 @@
+"""Sets of prompts: from files, from the hub, built in; and the baseline over one of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from bench.lab import baseline, prompts, sources
+from bench.lab.config import BenchmarkConfig
+from bench.lab.log import read_events
+from bench.lab.prompts import Prompt, PromptDataset
+from bench.lab.sources import DOMAINS, Question, builtin_texts, read_file, read_questions
+from eagle_kernels.engine import GenerationResult
+from eagle_kernels.engine.models.tokenizer import ByteTokenizer
+
+from .stock import refused
+
+QUESTIONS = [
+    {"question_id": 81, "category": "writing", "turns": ["Compose a post.", "Now shorter."]},
+    {"question_id": "x", "category": "coding", "turns": ["Write a function."], "reference": ["def f(): pass"]},
+    {"question_id": 2, "category": "summarization", "turns": ["Article. Summarize."]},
+    {"question_id": 3, "turns": ["Why?"]},
+]
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "question.jsonl"
+    path.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n")
+    return path
+
+
+@pytest.fixture
+def built_in():
+    return PromptDataset.build("bytes", download=False)
+
+
+def test_texts_of_our_own(built_in):
+    assert built_in.domains == list(DOMAINS) == ["code", "conversation", "summarization"]
+    for domain in DOMAINS:
+        found = built_in.get_by_domain(domain)
+        assert len(found) >= 10 and len({prompt.raw_text for prompt in found}) == len(found)
+        assert [prompt.prompt_id for prompt in found[:2]] == [f"{domain}_000", f"{domain}_001"]
+        for prompt in found:
+            assert prompt.domain == domain and prompt.token_count == len(prompt.raw_text.encode()) < 800
+        assert built_in.sources[domain] == "built in (the hub was not asked)"
+    assert all(text.endswith("\n") and '"""' in text for text in builtin_texts("code"))
+    assert all(text.endswith("\n\nSummarize the above article:") for text in builtin_texts("summarization"))
+    for text in builtin_texts("code"):  # the beginning of something that compiles
+        compile(text + "        pass\n" if text.endswith(":\n") else text, "prompt", "exec")
+
+
+def test_a_set_by_domain(built_in, capsys):
+    assert len(built_in) == len(built_in.get_all()) == sum(len(built_in.get_by_domain(domain)) for domain in DOMAINS)
+    assert refused(lambda: built_in.get_by_domain("poetry"), KeyError).endswith("summarization, got 'poetry'\"")
+    few = built_in.first(2)
+    assert len(few) == 6 and few.get_by_domain("code") == built_in.get_by_domain("code")[:2]
+    assert repr(few) == "PromptDataset(6 prompts: code 2, conversation 2, summarization 2)"
+    assert repr(PromptDataset([])) == "PromptDataset(0 prompts: none)"
+    own = PromptDataset([Prompt("a", "code", "x", 4), Prompt("b", "code", "y", 8)], {"code": "mine"})
+    assert own.stats() == {"code": {"n": 2, "min": 4, "mean": 6.0, "max": 8}}
+    own.print_stats()
+    assert capsys.readouterr().out.splitlines()[1].split() == ["code", "2", "4", "6.0", "8", "mine"]
+    with pytest.raises(KeyError, match="domain must be one of code, got 'conversation'"):
+        own.get_by_domain("conversation")
+
+
+def test_there_and_back(built_in, tmp_path):
+    path = tmp_path / "new" / "prompts.json"
+    built_in.save(path)
+    loaded = PromptDataset.load(path)
+    assert loaded.get_all() == built_in.get_all() and loaded.sources == built_in.sources
+    for text in ("[]", "{", '{"prompts": [{"prompt_id": 1}], "sources": {}}'):
+        path.write_text(text)
+        assert f"{path} is not what save writes: " in refused(lambda: PromptDataset.load(path))
+
+
+def test_sets_that_cannot_be():
+    prompt = Prompt("a", "code", "x", 1)
+    assert "prompt_id must be of one prompt, got 'a' twice" in refused(lambda: PromptDataset([prompt, prompt]))
+    said = refused(lambda: PromptDataset([Prompt("a", "poetry", "x", 1)]))
+    assert said == "PromptDataset: domain of a must be one of code, conversation, summarization, got 'poetry'"
+    for count in (0, True, 1.5):
+        said = refused(lambda count=count: PromptDataset.build("bytes", count, download=False))
+        assert said == f"PromptDataset.build: n_per_domain must be an int of at least 1, got {count!r}"
+    said = refused(lambda: PromptDataset.build("bytes", files={"poetry": "x"}))
+    assert said.endswith("files must be of code, conversation, summarization, got one of 'poetry'")
+
+
+def test_files_come_first(tmp_path, questions):
+    (tmp_path / "code.txt").write_text("def f():\n\ndef g():\n")
+    (tmp_path / "talk.jsonl").write_text('{"prompt": "Hello"}\n{"text": "Hi"}\n\n')
+    files = {"code": tmp_path / "code.txt", "conversation": tmp_path / "talk.jsonl", "summarization": questions}
+    dataset = PromptDataset.build(ByteTokenizer(), 2, files=files)
+    assert [prompt.raw_text for prompt in dataset.get_all()] == [
+        "def f():", "def g():", "Hello", "Hi", "Compose a post.", "Write a function."
+    ]  # fmt: skip
+    assert dataset.sources["code"] == str(tmp_path / "code.txt")
+    with pytest.raises(OSError):
+        PromptDataset.build("bytes", files={"code": tmp_path / "nothing.txt"})
+    for text, message in (('{"a": 1}\n', "line 1: an object with prompt, text or turns"), ("\n", "there is no prompt")):
+        (tmp_path / "talk.jsonl").write_text(text)
+        assert message in refused(lambda: read_file(tmp_path / "talk.jsonl"))
+
+
+def fake_datasets(monkeypatch, load):
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+
+
+def test_data_sets_of_the_hub(monkeypatch):
+    """Empty rows and long articles are passed over; no more is read than is wanted."""
+    read = []
+
+    def load(name, configuration, split, streaming):
+        assert streaming and name in {entry[0] for entry in sources._DATASETS.values()}
+        for number in range(1000):
+            read.append((name, number))
+            article = "a" * (600 if number % 2 else 300)
+            yield {"prompt": f"def f{number}():", "instruction": f"Say {number}.", "article": article,
+                   "input": "x" if number % 3 else ""}  # fmt: skip
+
+    fake_datasets(monkeypatch, load)
+    dataset = PromptDataset.build("bytes", 3)
+    assert [prompt.raw_text for prompt in dataset.get_by_domain("code")] == ["def f0():", "def f1():", "def f2():"]
+    assert [prompt.raw_text for prompt in dataset.get_by_domain("conversation")] == ["Say 0.", "Say 3.", "Say 6."]
+    articles = dataset.get_by_domain("summarization")
+    assert [prompt.token_count for prompt in articles] == [300 + len(sources._ASK_FOR_SUMMARY)] * 3
+    assert set(dataset.sources.values()) == {"Hugging Face hub"} and len(read) == 3 + 7 + 5
+
+
+def test_a_hub_that_is_not_there(monkeypatch):
+    def refuse(*_, **__):
+        raise ConnectionError("no route\nto host")
+
+    fake_datasets(monkeypatch, refuse)
+    assert PromptDataset.build("bytes", 2).sources["code"] == "built in (no route)"
+    fake_datasets(monkeypatch, lambda *_, **__: iter(()))
+    assert PromptDataset.build("bytes", 2).sources["code"] == "built in (the data set has none)"
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    dataset = PromptDataset.build("bytes", 2)
+    assert "datasets" in dataset.sources["conversation"] and len(dataset) == 6
+
+
+def test_questions_are_read(questions):
+    first, second, _, last = read_questions(questions)
+    assert first == Question("81", "writing", ("Compose a post.", "Now shorter.")) and first.domain == "conversation"
+    assert second.domain == "code" and second.reference == ("def f(): pass",)
+    assert last.category == "" and last.domain == "conversation"
+    dataset = PromptDataset.from_questions(questions, "bytes")
+    assert repr(dataset) == "PromptDataset(4 prompts: code 1, conversation 2, summarization 1)"
+    assert dataset.get_by_domain("conversation")[1].raw_text == "Why?" and dataset.sources["code"] == str(questions)
+    assert len(PromptDataset.from_questions(questions, "bytes", 1)) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question_id": 1}', "line 2: an object with question_id and turns was expected: turns is missing"),
+        ('{"turns": ["a"]}', "question_id is missing"),
+        ('{"question_id": 1, "turns": []}', "the first turn is empty"),
+        ('{"question_id": 1, "turns": [1]}', "texts must be strings"),
+        ("[1]", "line 2: an object"),
+        ("{", "line 2: an object"),
+    ],
+)
+def test_questions_that_are_none(tmp_path, line, message):
+    path = tmp_path / "question.jsonl"
+    path.write_text(json.dumps(QUESTIONS[0]) + "\n" + line + "\n")
+    assert message in refused(lambda: read_questions(path))
+    path.write_text("")
+    assert "there is no question in it" in refused(lambda: read_questions(path))
+
+
+def test_the_command(tmp_path, questions, folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    output = tmp_path / "out" / "prompts.json"
+    assert prompts.main(["--tokenizer", "bytes", "--output", str(output), "--file", f"code={questions}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:5] == ["domain", "n", "min", "mean", "max"] and lines[1].split()[:2] == ["code", "4"]
+    assert len(PromptDataset.load(output).get_by_domain("code")) == 4
+    assert len(PromptDataset.load(tmp_path / "out" / "prompts_tiny.json")) == 14
+    command = ["--tokenizer", str(folder), "--output", str(output), "--questions", str(questions)]
+    tiny = tmp_path / "tiny.json"
+    assert prompts.main([*command, "--tiny-output", str(tiny), "--n-per-domain", "1"]) == 0
+    assert [prompt.token_count for prompt in PromptDataset.load(tiny).get_all()] == [3, 3, 2]
+    assert prompts.main(["--tokenizer", "bytes", "--output", str(output), "--no-download", "--file", "x=y"]) == 1
+    assert capsys.readouterr().err.startswith("error: PromptDataset.build: files must be of code, ")
+
+
+def test_the_baseline_of_a_set(tmp_path, folder, capsys):
+    path, output = tmp_path / "prompts.json", tmp_path / "baseline.jsonl"
+    PromptDataset([Prompt("a", "code", "w1 w2", 2), Prompt("b", "conversation", "w7", 1)]).save(path)
+    command = ["--model", str(folder), "--prompts", str(path), "--output", str(output), "--max-new-tokens", "3"]
+    assert baseline.main([*command, "--num-runs", "2", "--dtype", "fp32"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["code", "2"], ["conversation", "2"]]
+    records = read_events(output, "baseline")
+    assert [(record["prompt_id"], record["run"]) for record in records] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    first, again = (GenerationResult.from_dict(record["result"]) for record in records[:2])
+    assert first.num_tokens == 3 and first.generated_ids == again.generated_ids and not first.is_speculative
+    config = BenchmarkConfig.from_dict(records[0]["config"])
+    assert config == BenchmarkConfig(str(folder), None, 0.0, 3, "code", 0) and config.decoder_label == "AR"
+    assert baseline.main([*command, "--num-runs", "0"]) == 1
+    assert capsys.readouterr().err == "error: --num-runs must be at least 1, got 0\n"
