@@ -1,1 +1,12 @@
-"""A laboratory on top of the public engine: model pairs, prompts, measurements. `python -m bench.lab.loader --help`."""
+"""A laboratory on top of the public engine: on which models and prompts it is measured, and what is written down.
+
+    python -m bench.lab.registry                                            pairs by name, and which cannot be run
+    python -m bench.lab.loader --model gpt2 --dtype float16 --n-tokens 20   loads a model and tries it
+    python -m bench.lab.prompts --tokenizer gpt2 --output prompts.json      prompts of three domains
+    python -m bench.lab.baseline --model gpt2 --prompts prompts.json --output baseline.jsonl
+    python -m bench.lab.ollama                                              is a server here, and what does it hold
+
+An experiment takes `loader.load_pair(name)` for its engine, `prompts.PromptDataset` for its prompts,
+`config.BenchmarkConfig` for a cell, and `GenerationResult.from_stream(engine.stream(ids, n, **cell.stream_options()))`
+for what came of it; `log.EventLog` keeps it, `log.read_events` finds what is done already.
+"""

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 DEFAULT_HOST = "http://localhost:11434"
-# the server is on this machine or this network: a proxy would not find it
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class OllamaError(RuntimeError):
@@ -95,8 +93,10 @@ def _call(host: str | None, path: str, body: dict[str, Any] | None, timeout: flo
     url = _base_url(host) + path
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    # the server is on this machine or this network: a proxy would not find it
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with _OPENER.open(request, timeout=timeout) as response:
+        with opener.open(request, timeout=timeout) as response:
             answer = json.loads(response.read())
     except urllib.error.HTTPError as error:
         raise OllamaError(f"{url}: {error.code} {_reason(error)}") from None

@@ -124,9 +124,12 @@ def test_peaks_are_those_of_phases():
         tracker.allocate(1 * MIB)
         with tracker.phase("verify"):
             tracker.allocate(2 * MIB)
-    with tracker.phase("load"):  # a smaller one the second time
-        pass
-    assert tracker.summary() == {"load": 38.0, "decode": 65.0, "draft": 65.0, "verify": 38.0}
+    with tracker.phase("load"):  # again: the larger one counts
+        tracker.allocate(50 * MIB)
+        tracker.allocate(-50 * MIB)
+        with tracker.phase("verify"):  # whose beginning must not forget what its outer one has reached
+            pass
+    assert tracker.summary() == {"load": 88.0, "decode": 65.0, "draft": 65.0, "verify": 38.0}
     assert tracker.peak_mib("draft") == 65.0
 
 

@@ -50,6 +50,8 @@ def server(monkeypatch):
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setenv("OLLAMA_HOST", f"127.0.0.1:{server.server_port}")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
     yield server
     server.shutdown()
     server.server_close()
