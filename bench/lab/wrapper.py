@@ -38,8 +38,10 @@ class ModelWrapper:
         self.eos_token_id = next(iter(self.eos_token_ids), None)
 
     @torch.inference_mode()
-    def forward(self, input_ids: Tensor, past_key_values: Cache | None = None, use_cache: bool = True):
-        """(logits [1, S, V] of input_ids [1, S] behind the cache, the cache with them in it or None)."""
+    def forward(
+        self, input_ids: Tensor, past_key_values: Cache | None = None, use_cache: bool = True
+    ) -> tuple[Tensor, Cache | None]:
+        """Logits [1, S, V] of input_ids [1, S] behind the cache, and the cache with them in it."""
         pool, table, start = past_key_values or _new_cache(self.target, self.max_length)
         count = _count_tokens(input_ids, self.max_length - start)
         positions = torch.arange(start, start + count, device=self.device)[None]
