@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import drafters, generation, suffix_cache
+from . import drafters, experiment, generation, suffix_cache
 
 APPS: dict[str, Callable] = {
     "drafters": drafters.main,
+    "experiment": experiment.main,
     "generation": generation.main,
     "suffix_cache": suffix_cache.main,
 }

@@ -59,7 +59,7 @@ def record(
         "gb_per_s": round(gb_per_s, 3),
         "share_of_copy": round(gb_per_s / ceiling_gb_per_s("copy"), 5),
         "gpu": torch.cuda.get_device_name(),
-        "versions": _versions(),
+        "versions": versions(),
         "commit": commit,
         "run": run,
     }
@@ -101,7 +101,8 @@ def _text(name: str, value) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def _versions() -> dict:
+def versions() -> dict:
+    """Of what numbers depend on."""
     import triton
 
     toolkit = {"hip": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda}

@@ -1,0 +1,167 @@
+"""An experiment: `python -m bench.run --app experiment --pairs embedded --domains code --k 1 2 4 --methods chain tree`.
+
+Each cell, a pair, domain, method and K, becomes a JSON line of `results/<gpu>/experiment.jsonl`, or of `--output`; a
+cell that is there already, measured on the same machine at the same commit, is skipped, so that a run which was cut off
+goes on where it was. Plain decoding is measured in the same process as what is held against it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_kernels import EAGLEInference
+
+from ..harness import results
+from ..lab.config import METHODS, BenchmarkConfig
+from ..lab.experiment import Experiment
+from ..lab.loader import load_pair
+from ..lab.log import EventLog, read_events
+from ..lab.measure import Measurement, measure
+from ..lab.prompts import Prompt, PromptDataset
+from ..lab.sources import DOMAINS
+
+WARM_TOKENS = 8
+
+
+def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
+    """Runs the cells that are left; returns the exit status."""
+    options = _parse(arguments)
+    try:
+        experiment = _experiment(options)
+        runner = Runner(experiment, options.device, commit)
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        print(f"error: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
+        return 1
+    output = options.output
+    if output is None and directory is not None and runner.device.type == "cuda":
+        output = directory / runner.machine["gpu"].replace(" ", "_") / "experiment.jsonl"
+    with EventLog(sys.stdout if output is None else output) as log:
+        try:
+            runner.run(log, set() if output is None else _done(output))
+        except (ValueError, RuntimeError, OSError) as error:  # models that cannot be had, say
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+class Runner:
+    """One experiment on one machine.
+
+    machine  what the numbers depend on beside the cell: GPU, versions, commit (`-dirty` where files differ from it)
+    """
+
+    def __init__(self, experiment: Experiment, device: str | None, commit: str):
+        self.experiment = experiment
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine() + " CPU"
+        self.machine = {"gpu": gpu, "versions": results.versions(), "commit": commit}
+        self._prompts: dict[str, PromptDataset] = {}
+        self._engine: tuple[str, EAGLEInference] | None = None
+
+    def run(self, log: EventLog, done: set[str]) -> None:
+        """Writes a line for each cell that is not done."""
+        cells = list(self.experiment.cells())
+        hashes = [self._hash(cell) for cell in cells]
+        left = [cell for cell, known in zip(cells, hashes) if known not in done]
+        _say(f"{len(cells)} cells, {len(cells) - len(left)} of them done")
+        start_s, baselines, num_done = time.perf_counter(), {}, 0
+        for cell, known in zip(cells, hashes):
+            is_needed = cell.K is None and any(_basis(other) == _basis(cell) for other in left)
+            if known in done and not is_needed:
+                continue
+            measured = self._measure(cell)
+            if cell.K is None:
+                baselines[_basis(cell)] = measured
+            if known in done:  # measured again for those beside it
+                continue
+            num_done += 1
+            line = {"cell_hash": known, "config": cell.to_dict(), "dtype": self._dtype(cell)} | self.machine
+            log.write("cell", **line, **_numbers(measured, baselines[_basis(cell)]))
+            passed_s = time.perf_counter() - start_s
+            rest_s = passed_s / num_done * (len(left) - num_done)
+            _say(f"[{num_done}/{len(left)}] {cell!r} {measured.tokens_per_second:.0f} tokens/s, {rest_s:.0f} s left")
+
+    def _measure(self, cell: BenchmarkConfig) -> Measurement:
+        engine = self._engine_of(cell.model_pair_name)
+        prompts = [engine.tokenizer.encode(prompt.raw_text) for prompt in self._prompts_of(cell)]
+        options = cell.stream_options() | {"max_batch": cell.batch_size}
+        warm = options | {"seeds": 0}
+        engine.generate(prompts[: cell.batch_size], WARM_TOKENS, **warm)  # compiles and captures
+        return measure(engine, prompts, cell.max_new_tokens, cell.batch_size, self.experiment.num_runs, **options)
+
+    def _engine_of(self, pair: str) -> EAGLEInference:
+        if self._engine is None or self._engine[0] != pair:
+            self._engine = None  # the old models go before there are new ones
+            self._engine = pair, load_pair(pair, self.device, self.experiment.dtype)
+        return self._engine[1]
+
+    def _prompts_of(self, cell: BenchmarkConfig) -> list[Prompt]:
+        source = self.experiment.prompts
+        if not self._prompts:
+            count = self.experiment.prompts_per_domain
+            own = PromptDataset.load(source) if source else PromptDataset.build("bytes", count, download=False)
+            self._prompts["all"] = own.first(count)
+        return self._prompts["all"].get_by_domain(cell.prompt_domain)
+
+    def _hash(self, cell: BenchmarkConfig) -> str:
+        return self.experiment.cell_hash(cell, self._prompts_of(cell), **self.machine)
+
+    def _dtype(self, cell: BenchmarkConfig) -> str:
+        return str(self._engine_of(cell.model_pair_name).target.dtype).removeprefix("torch.")
+
+
+def _numbers(measured: Measurement, plain: Measurement) -> dict[str, Any]:
+    """A cell's, and what plain decoding makes of them; identical: share of the prompts with plain decoding's text."""
+    pairs = list(zip(measured.texts, plain.texts, strict=True))
+    return measured.to_dict() | {
+        "speedup": measured.tokens_per_second / plain.tokens_per_second,
+        "plain_tokens_per_second": plain.tokens_per_second,
+        "identical": statistics.fmean(own == other for own, other in pairs),
+    }
+
+
+def _basis(cell: BenchmarkConfig) -> tuple:
+    """What a cell and its plain decoding share."""
+    return cell.model_pair_name, cell.prompt_domain, cell.batch_size, cell.temperature
+
+
+def _done(output: Path) -> set[str]:
+    return {line.get("cell_hash") for line in read_events(output, "cell")}
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.run --app experiment")
+    parser.add_argument("--config", type=Path, help="JSON or YAML of `lab.experiment.Experiment`; options go before it")
+    parser.add_argument("--pairs", nargs="+", help="python -m bench.lab.registry lists them (default: embedded)")
+    parser.add_argument("--domains", nargs="+", choices=DOMAINS)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS))
+    parser.add_argument("--k", nargs="+", type=int, help="drafts one behind another (default: 1 2 4 8)")
+    parser.add_argument("--temperatures", nargs="+", type=float)
+    parser.add_argument("--batch-sizes", nargs="+", type=int)
+    for name in ("max-new-tokens", "prompts-per-domain", "num-runs", "seed"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--dtype", help="of both models (default: what the pair says)")
+    parser.add_argument("--prompts", help="file of python -m bench.lab.prompts (default: those built in)")
+    parser.add_argument("--device", help="default: the GPU where there is one")
+    parser.add_argument("--output", type=Path, help="JSON lines, appended to (default: among the results of this GPU)")
+    return parser.parse_args(arguments)
+
+
+def _experiment(options: argparse.Namespace) -> Experiment:
+    described = {} if options.config is None else Experiment.from_file(options.config).to_dict()
+    given = {item.name: getattr(options, item.name) for item in fields(Experiment)}
+    return Experiment.from_dict(described | {name: value for name, value in given.items() if value is not None})

@@ -1,0 +1,125 @@
+"""Experiments: what a cell's numbers are, and that a run which was cut off goes on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import run
+from bench.apps import experiment as app
+from bench.lab.experiment import Experiment
+from bench.lab.log import read_events
+from bench.lab.measure import measure
+from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.models.tokenizer import ByteTokenizer
+from op_tests.engine.toys import random_llama
+
+SMALL = ["--max-new-tokens", "6", "--prompts-per-domain", "2", "--num-runs", "2", "--device", "cpu"]
+CELLS = ["--domains", "code", "--k", "1", "2", "--methods", "chain", "ngram"]
+
+
+def load_small(pair, device, dtype):
+    """In place of a pair: it reads bytes, and its own drafts are right."""
+    model = random_llama(vocab_size=256, max_length=1024)
+    return EAGLEInference(model, model, EAGLEConfig(topk=1, num_steps=1), tokenizer=ByteTokenizer())
+
+
+@pytest.fixture(autouse=True)
+def small_pair(monkeypatch):
+    monkeypatch.setattr(app, "load_pair", load_small)
+
+
+def call(output, *arguments, commit="abc"):
+    options = ["--app", "experiment", *SMALL, *arguments, "--output", str(output), "--commit", commit]
+    return run.main(options)
+
+
+def test_cells_and_their_numbers(tmp_path, capsys):
+    assert call(tmp_path / "cells.jsonl", *CELLS) == 0
+    cells = read_events(tmp_path / "cells.jsonl", "cell")
+    labels = [cell["config"]["decoder_label"] for cell in cells]
+    assert labels == ["AR", "SD-K1", "SD-K2", "SD-ngram-K1", "SD-ngram-K2"]
+    assert "[5/5]" in capsys.readouterr().err
+    for cell in cells:
+        assert cell["commit"] == "abc" and cell["dtype"] == "float32" and "torch" in cell["versions"]
+        assert cell["identical"] == 1.0 and cell["tokens"] == 2 * 2 * 6 and len(cell["per_run"]) == 2
+        assert cell["speedup"] == pytest.approx(cell["tokens_per_second"] / cell["plain_tokens_per_second"], rel=0.01)
+        assert cell["inter_token_ms"] == sorted(cell["inter_token_ms"]) and len(cell["inter_token_ms"]) == 101
+    plain, single, double = cells[:3]
+    assert (plain["mean_accept_length"], single["mean_accept_length"]) == (1.0, 2.0)
+    assert single["accepted_per_depth"] == [1.0] and double["accepted_per_depth"][0] == 1.0
+    assert plain["speedup"] == 1.0 and set(double["phase_ms"]) == {"draft", "verify", "sample", "bookkeeping"}
+
+
+def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch, capsys):
+    """Cells that are there stay as they are; plain decoding is measured again beside those that are left."""
+    output, real, measured = tmp_path / "cells.jsonl", app.measure, []
+
+    def fail_at_third(*arguments, **options):
+        measured.append(options["speculative"])
+        if len(measured) == 3:
+            raise RuntimeError("the machine is gone")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(app, "measure", fail_at_third)
+    assert call(output, *CELLS) == 1
+    assert "error: the machine is gone" in capsys.readouterr().err
+    before = output.read_text()
+    assert len(before.splitlines()) == 2
+    output.write_text(before + '{"event": "cell", "cell_ha')  # and while it wrote
+    assert call(output, *CELLS) == 0
+    assert output.read_text().startswith(before) and measured[3:] == [False, True, True, True]
+    hashes = [cell["cell_hash"] for cell in read_events(output, "cell")]
+    assert len(hashes) == len(set(hashes)) == 5
+    assert call(output, *CELLS) == 0 and len(measured) == 7  # nothing is left
+    assert call(output, *CELLS, "--seed", "1") == 0 and len(measured) == 12
+    assert call(output, *CELLS, commit="def") == 0 and len(measured) == 17  # other code, other numbers
+
+
+def test_texts_do_not_depend_on_the_batch():
+    engine = load_small("any", "cpu", None)
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8], [9, 9]]
+    options = {"temperature": 1.0, "topk": 1, "num_steps": 2, "num_draft_tokens": None}
+    alone, together = (measure(engine, prompts, 9, size, 1, seeds=7, max_batch=3, **options) for size in (1, 3))
+    assert alone.texts == together.texts and alone.tokens == together.tokens == 36
+    assert engine.generate(prompts[2], 9, seeds=9, **options).output_ids == alone.texts[2]
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_an_experiment_in_a_file(tmp_path, suffix):
+    if suffix == "yaml":
+        pytest.importorskip("yaml")
+    file = tmp_path / f"experiment.{suffix}"
+    file.write_text(json.dumps({"domains": ["code"], "k": [1], "methods": ["tree"], "seed": 3}))  # YAML too
+    assert call(tmp_path / "cells.jsonl", "--config", str(file), "--k", "2") == 0
+    configs = [cell["config"] for cell in read_events(tmp_path / "cells.jsonl", "cell")]
+    assert [(each["K"], each["method"], each["seed"]) for each in configs] == [(None, "chain", 3), (2, "tree", 3)]
+
+
+REFUSED = [
+    ({"pairs": ["phi3_llama3"]}, "phi3_llama3: the draft must have the target's tokens"),
+    ({"k": [0]}, "K must be None or an int of at least 1, got 0"),
+    ({"k": [2, 2]}, r"Experiment: k must be a list of different values, got \[2, 2\]"),
+    ({"methods": "chain"}, "methods must be a list of different values, got 'chain'"),
+    ({"methods": ["magic"]}, "methods must be among chain, tree"),
+    ({"domains": ["law"]}, "domains must be among code, conversation"),
+    ({"num_runs": 0}, "num_runs must be an int of at least 1, got 0"),
+    ({"dtype": "fp7"}, "dtype must be None or one of"),
+    ({"colour": 1}, "Experiment: there is no field colour; there are pairs, domains"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED)
+def test_what_is_no_experiment(values, message):
+    with pytest.raises(ValueError, match=message):
+        Experiment.from_dict(values)
+
+
+def test_errors_of_the_command(tmp_path, capsys):
+    for content, message in (("[1]", "must hold an object, got list"), ("{", "is not json")):
+        (tmp_path / "experiment.json").write_text(content)
+        assert call(tmp_path / "cells.jsonl", "--config", str(tmp_path / "experiment.json")) == 1
+        assert message in capsys.readouterr().err
+    assert call(tmp_path / "cells.jsonl", "--pairs", "nobody") == 1
+    assert "error: get_pair: name must be one of" in capsys.readouterr().err
