@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from .output import GenerationOutput, TokenEvent
 from .request import Request, StopStrings
 from .sampling import SAMPLING_FIELDS, SamplingParams
 from .scheduler import Scheduler
+from .step import Verified
 from .steps import Steps, make_steps, tell_who_waits
 from .stream import TextStream, TokenStream
 from .values import is_integer
@@ -107,6 +108,7 @@ class EAGLEInference:
         self._suffix_caches: dict[tuple[int, int], SuffixCache] = {}
         self._num_submitted = 0
         self.is_speculating = True
+        self._on_tree: Callable[[Verified], None] | None = None
         # events of submitted requests that `step` has not returned yet
         self._outbox: list[TokenEvent] = []
 
@@ -334,6 +336,21 @@ class EAGLEInference:
         self._is_speculating = value
 
     @property
+    def on_tree(self) -> Callable[[Verified], None] | None:
+        """Called in every step with its trees and the verdict on them, see `Stepper`; set while no request runs. Steps
+        run one launch after another then, and those of an engine without it are what they were."""
+        return self._on_tree
+
+    @on_tree.setter
+    def on_tree(self, value: Callable[[Verified], None] | None) -> None:
+        if not (value is None or callable(value)):
+            raise ValueError(f"EAGLEInference: on_tree must be None or a callable, got {value!r}")
+        with self.lock:
+            # steps of the observer before it are nobody's any more
+            self._steps = {key: steps for key, steps in self._steps.items() if steps.plain.on_tree is None}
+            self._on_tree = value
+
+    @property
     def has_work(self) -> bool:
         return bool(self._outbox) or (self._scheduler is not None and self._scheduler.has_work)
 
@@ -439,11 +456,11 @@ class EAGLEInference:
                 page_size=config.page_size,
             )
             scheduler = self._scheduler = Scheduler(state, config.prefill_chunk)
-        step_key = (speculative, *(getattr(config, name) for name in _STEP_FIELDS))
+        step_key = (speculative, self._on_tree is not None, *(getattr(config, name) for name in _STEP_FIELDS))
         if step_key not in self._steps:
             cache = self._suffix_cache_for(config) if "suffix" in config.methods else None
             self._steps[step_key] = make_steps(
-                self.target, draft, config, scheduler.state, speculative, scheduler.lag, cache
+                self.target, draft, config, scheduler.state, speculative, scheduler.lag, cache, self._on_tree
             )
         scheduler.use(self._steps[step_key])
         return scheduler

@@ -9,16 +9,17 @@ a node of depth d at position n + d.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from .batch import Batch
+from .batch import Batch, Committed
 from .batch_state import BatchState
 from .config import EAGLEConfig
-from .drafters.protocol import Drafter, Reader
+from .drafters.protocol import Drafter, Proposal, Reader
 from .drafters.trees import root_only
 from .kv_pool import DecodeAttend, TreeAttend
 from .models.protocol import TargetModel
@@ -40,11 +41,25 @@ class StepResult(NamedTuple):
     raw_logprobs: Tensor | None
 
 
+class Verified(NamedTuple):
+    """What `on_tree` is shown: a step's trees with the verdict on them, before anything of the batch has changed.
+
+    logits  [B * N, V]  of the target at all nodes
+    """
+
+    batch: Batch
+    proposal: Proposal
+    logits: Tensor
+    features: Features
+    committed: Committed
+
+
 class Stepper:
     """Steps a batch with one configuration and the drafter that it names.
 
     resting        of plain steps: who reads for the others, and reads later what it misses of these
     keeps_history  write committed tokens into `BatchState.history`, since some drafter of the batch reads it
+    on_tree        called in every step, which is not captured then: it may wait for the device, and must change nothing
     """
 
     def __init__(
@@ -54,8 +69,9 @@ class Stepper:
         config: EAGLEConfig,
         resting: Reader | None = None,
         keeps_history: bool = False,
+        on_tree: Callable[[Verified], None] | None = None,
     ):
-        self.target, self.drafter, self.config = target, drafter, config
+        self.target, self.drafter, self.config, self.on_tree = target, drafter, config, on_tree
         self.resting, self.keeps_history = resting, keeps_history
         reader = drafter.reader or resting
         self._model = None if reader is None else reader.model
@@ -79,6 +95,8 @@ class Stepper:
             logits, target_features = self._run_target(batch, proposal.tree)
         with timer.phase("sample"):
             committed = self._verifier.verify(batch, proposal, logits, features)
+        if self.on_tree is not None:
+            self.on_tree(Verified(batch, proposal, logits, features, committed))
         with timer.phase("bookkeeping"):
             if self.num_nodes > 1:
                 ops.move_accepted_kv(

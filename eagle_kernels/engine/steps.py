@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 from .batch_state import BatchState
@@ -15,7 +16,7 @@ from .drafters.suffix_cache import SuffixCache
 from .models.causal_draft import CausalDraft
 from .models.protocol import DraftModel, TargetModel
 from .speculation import ByBatchSize, Choice, Fastest
-from .step import Stepper
+from .step import Stepper, Verified
 from .step_runner import StepRunner
 
 _logger = logging.getLogger(__name__)
@@ -50,20 +51,21 @@ def make_steps(
     speculative: bool,
     lag: int,
     suffix_cache: SuffixCache | None = None,
+    on_tree: Callable[[Verified], None] | None = None,
 ) -> Steps:
     """Of a configuration; plain decoding alone where it is not to speculate.
 
-    lag: steps that the host is behind the device. suffix_cache: where the method needs it.
+    lag: steps that the host is behind the device. suffix_cache: where the method needs it. on_tree: see `Stepper`.
     """
     trees = config.trees if speculative and config.may_speculate else ()
     reader = make_reader(config, draft) if trees else None
     drafters = [None if tree is None else make_drafter(tree, reader, target.device) for _, tree in trees]
     keeps_history = any(drafter.reads_history for drafter in drafters if drafter is not None)
-    steppers, table = [Stepper(target, NaiveDrafter(), config, reader, keeps_history)], []
+    steppers, table = [Stepper(target, NaiveDrafter(), config, reader, keeps_history, on_tree)], []
     for (most_rows, tree), drafter in zip(trees, drafters):
         table.append((most_rows, 0 if drafter is None else len(steppers)))
         if drafter is not None:
-            steppers.append(Stepper(target, drafter, tree, keeps_history=keeps_history))
+            steppers.append(Stepper(target, drafter, tree, keeps_history=keeps_history, on_tree=on_tree))
     if keeps_history:
         state.keep_history()
     feed = None
@@ -96,6 +98,10 @@ def tell_who_waits(target: TargetModel, draft: DraftModel | None, config: EAGLEC
 
 def _runner(stepper: Stepper, state: BatchState) -> StepRunner:
     is_gpu, wanted = stepper.target.device.type == "cuda", stepper.config.cuda_graph
+    if stepper.on_tree is not None:
+        if wanted:
+            raise ValueError("EAGLEInference: cuda_graph must not be True with on_tree, which is called in every step")
+        return StepRunner(stepper, state, use_graphs=False)
     if wanted and not stepper.can_be_captured:
         raise ValueError(
             "EAGLEInference: cuda_graph must not be True here: the forward of one of the models waits for the device, "

@@ -36,9 +36,9 @@ class HybridDrafter(ModelDrafter):
     def propose(self, batch: Batch) -> Proposal:
         """See `Drafter`."""
         config = self._whole
-        drafted, parent_list = self._draft(batch)
+        drafted, places = self._draft(batch)
         tokens = drafted.draft_tokens.view_as(drafted.retrieve_index)[:, 1:].contiguous()
-        parents = _parents(drafted.top_scores_index, parent_list, config.topk)
+        parents = _parents(drafted.top_scores_index, places.parent_slots, config.topk)
         leaf, path = _best_path(tokens, drafted.retrieve_next_token, config.num_model_steps)
         room = self.num_nodes - 1 - tokens.shape[1]
         behind = match(batch, config, room, self.num_steps - config.num_model_steps, config.topk, path)
@@ -53,7 +53,12 @@ class HybridDrafter(ModelDrafter):
             torch.where(is_behind[:, 0], leaf, 0),
             num_speculative_tokens=self.num_nodes - 1,
         )
-        return Proposal(tree_of(batch, tree.tokens, tree.parents, config))
+
+        def path_probs() -> Tensor:
+            # the model's drafts come first, in their order; of the others nobody knows
+            return torch.nn.functional.pad(places.path_probs(drafted.top_scores_index), (0, room), value=float("nan"))
+
+        return Proposal(tree_of(batch, tree.tokens, tree.parents, config), path_probs=path_probs)
 
 
 def _parents(kept: Tensor, parent_list: Tensor, topk: int) -> Tensor:

@@ -32,15 +32,24 @@ class MixedDrafter:
     def propose(self, batch: Batch) -> Proposal:
         """See `Drafter`."""
         method = batch.state.methods[batch.rows]
-        tree = self.parts[0].propose(batch).tree
-        for number, drafter in enumerate(self.parts[1:], start=1):
-            other = drafter.propose(batch).tree
+        proposals = [drafter.propose(batch) for drafter in self.parts]
+        tree = proposals[0].tree
+        for number, proposal in enumerate(proposals[1:], start=1):
+            other = proposal.tree
             chosen = {
                 name: _choose(method == number, getattr(other, name), getattr(tree, name), len(batch))
                 for name in _OF_ROWS
             }
             tree = tree._replace(**chosen)
-        return Proposal(tree)
+
+        def path_probs() -> Tensor:
+            probs = torch.full(tree.retrieve_index[:, 1:].shape, float("nan"), device=method.device)
+            for number, proposal in enumerate(proposals):
+                if proposal.path_probs is not None:
+                    probs = _choose(method == number, proposal.path_probs(), probs, len(batch))
+            return probs
+
+        return Proposal(tree, path_probs=path_probs)
 
 
 def _choose(is_other: Tensor, other: Tensor, tensor: Tensor, num_rows: int) -> Tensor:

@@ -25,13 +25,14 @@ class ModelDrafter:
 
     def propose(self, batch: Batch) -> Proposal:
         """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4): expand the best beams level by level, then rerank."""
-        tree, _ = self._draft(batch)
-        return Proposal(ops.BuildTreeOutput(*tree[: len(ops.BuildTreeOutput._fields)]))
+        tree, places = self._draft(batch)
+        links = ops.BuildTreeOutput(*tree[: len(ops.BuildTreeOutput._fields)])
+        return Proposal(links, path_probs=lambda: places.path_probs(tree.top_scores_index))
 
-    def _draft(self, batch: Batch) -> tuple[NamedTuple, Tensor]:
-        """What `build_tree_from_scores` makes of all candidates, and their `parent_list` [B, P]."""
+    def _draft(self, batch: Batch) -> tuple[NamedTuple, Candidates]:
+        """What `build_tree_from_scores` makes of all candidates, and these."""
         config, topk, offsets = self._config, self._config.topk, self.reader.model.draft_to_target
-        levels, places = self.reader.levels(batch), _Candidates(len(batch), config, batch.roots.device)
+        levels, places = self.reader.levels(batch), Candidates(len(batch), config, batch.roots.device)
         level = ops.select_top_k_tokens(levels.logits, draft_to_target=offsets, topk=topk, level=0, out=places.level(0))
         for depth in range(1, config.num_steps):
             logits = levels.expand(depth, level.tokens, level.ancestors, level.hidden_rows)
@@ -53,10 +54,10 @@ class ModelDrafter:
             num_verify_tokens=config.num_verify_tokens,
             tree_mask_mode=config.tree_mask_mode,
         )
-        return tree, places.parent_slots
+        return tree, places
 
 
-class _Candidates:
+class Candidates:
     """What the levels of a draft propose, side by side as `build_tree_from_scores` reads it.
 
     scores, tokens  [B, C]  C = K + (S - 1) * K * K
@@ -69,6 +70,10 @@ class _Candidates:
         self.scores = torch.empty(size, topk + levels * topk * topk, device=device)
         self.tokens = torch.empty(self.scores.shape, dtype=torch.int64, device=device)
         self.parent_slots = torch.full((size, 1 + levels * topk), -1, device=device)
+
+    def path_probs(self, kept: Tensor) -> Tensor:
+        """[B, N - 1] of those that were kept; see `Proposal`."""
+        return self.scores.gather(1, kept).exp()
 
     def level(self, level: int) -> tuple[Tensor, ...]:
         """Where `select_top_k_tokens` writes one level."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -18,11 +19,15 @@ class Proposal(NamedTuple):
     draft_logits     [B * N, Vd]  of drafts that were drawn: what the children of each node were drawn from, at the
                                   request's temperature, without replacement; None: drafts were chosen
     draft_to_target  [Vd]         of these, as `DraftModel` has it
+    path_probs       () -> [B, N - 1] fp32: how probable the drafter finds each draft with all those above it, as
+                                  EAGLE-2 scores it; NaN where it does not know. Computed for whoever asks, within the
+                                  step; None: it knows of none
     """
 
     tree: ops.BuildTreeOutput
     draft_logits: Tensor | None = None
     draft_to_target: Tensor | None = None
+    path_probs: Callable[[], Tensor] | None = None
 
 
 class Drafter(Protocol):

@@ -53,7 +53,22 @@ class SampledDrafter(ModelDrafter):
         draft_logits[:, : rows_read.shape[1]] = rows_read
         tokens = torch.cat(drawn, dim=1)[:, : self.num_nodes - 1].contiguous()
         tree = tree_of(batch, tokens, self._parents.repeat(size, 1), self._config)
-        return Proposal(tree, draft_logits.flatten(0, 1), offsets)
+        return Proposal(
+            tree, draft_logits.flatten(0, 1), offsets, lambda: self._path_probs(tokens, draft_logits, offsets, warm)
+        )
+
+    def _path_probs(self, tokens: Tensor, draft_logits: Tensor, offsets: Tensor | None, temperature: Tensor) -> Tensor:
+        """See `Proposal`: by the law at the request's temperature (greedy: at 1), before anything was drawn of it."""
+        topk, vocab = self._topk, draft_logits.shape[-1]
+        temperature = torch.where(temperature > 0, temperature, 1.0)[::topk, None, None]
+        parents = self._parents[..., None].expand(len(tokens), -1, vocab)
+        probs = torch.softmax(draft_logits.gather(1, parents).float() / temperature, dim=-1)
+        ids = torch.arange(vocab, device=tokens.device) + (0 if offsets is None else offsets)
+        probs = torch.where(ids == tokens[..., None], probs, 0).sum(-1)
+        for first in range(topk, tokens.shape[1], topk):
+            last = min(first + topk, tokens.shape[1])
+            probs[:, first:last] *= probs[:, first - topk : last - topk]
+        return probs
 
 
 def _own_slots(topk: int, depth: int, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ... import ops
 from ..batch import Batch
@@ -64,7 +65,10 @@ class SuffixDrafter:
             num_speculative_tokens=self.num_nodes - 1,
             spec_steps=self.num_steps,
         )
-        return Proposal(tree_of(batch, found.tokens, found.parents, self._config))
+        return Proposal(
+            tree_of(batch, found.tokens, found.parents, self._config),
+            path_probs=lambda: self.feed.path_probs(batch.rows, path, found.tokens, found.parents),
+        )
 
 
 class SuffixFeed:
@@ -86,6 +90,7 @@ class SuffixFeed:
         self.offers = Offers(state.num_rows, self._width, device=state.lengths.device)
         self._running: set[Request] = set()
         self._made: dict[Request, tuple[int, SuffixDraft]] = {}
+        self._sent: Sequence[tuple[int, Request]] = ()
 
     def start(self, request: Request) -> None:
         """A request begins."""
@@ -114,6 +119,7 @@ class SuffixFeed:
     def send(self, rows: Sequence[tuple[int, Request]]) -> None:
         """Their offers go to the device, for the step that is launched next."""
         self.think(request for _, request in rows)
+        self._sent = rows
         num_rows, width = self.offers.tokens.shape
         sent = Offers(num_rows, width, pin_memory=self.offers.all.device.type == "cuda")
         tokens, parents, bases = sent.tokens.numpy(), sent.parents.numpy(), sent.bases.numpy()
@@ -126,6 +132,28 @@ class SuffixFeed:
             # of nodes, where the root is 0
             parents[row, :count] = [1 + parent for parent in draft.parents]
         self.offers.all.copy_(sent.all, non_blocking=True)
+
+    def path_probs(self, rows: slice, path: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
+        """See `Proposal`, of drafts [B, N - 1] that lie below `path` [B, T] in what was sent last: shares of what
+        followed the match, and the path."""
+        probs = torch.full(tokens.shape, float("nan"))
+        paths, tokens, parents = path.tolist(), tokens.tolist(), parents.tolist()
+        for row, request in self._sent:
+            place = row - (rows.start or 0)
+            if not (0 <= place < len(paths) and request in self._made):
+                continue
+            draft = self._made[request][1]
+            nodes = {key: node for node, key in reversed(list(enumerate(zip(draft.parents, draft.token_ids))))}
+            root = -1
+            for token in paths[place]:
+                root = root if token < 0 else nodes.get((root, token))
+            reached, whole = [root], 1.0 if root in (-1, None) else draft.probs[root]
+            for number, (token, parent) in enumerate(zip(tokens[place], parents[place])):
+                node = nodes.get((reached[parent], token)) if parent >= 0 else None
+                reached.append(node)
+                if node is not None:
+                    probs[place, number] = draft.probs[node] / whole
+        return probs.to(path.device)
 
     def _serves(self, request: Request) -> bool:
         """Whether its drafts are to come from here; the trees learn from all."""
