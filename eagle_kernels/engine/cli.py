@@ -18,6 +18,7 @@ from ..runtime import language
 from ..runtime.library import backend
 from ..runtime.target import architecture
 from .cli_config import add_config_arguments, read_config
+from .cli_tree import add_tree_arguments, show_tree
 from .config import EAGLEConfig
 from .inference import EAGLEInference, TokenStream
 from .inspection import inspect_head, read_prompts_file
@@ -60,6 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, help="of the sampling noise; default: a fresh one, printed")
     add_config_arguments(generate)
     _add_machine_arguments(generate)
+
+    show = commands.add_parser("show-tree", help="draw the verified tree of each step, as text and as SVG")
+    show.set_defaults(run=lambda arguments: show_tree(*_load_engine(arguments), arguments))
+    add_tree_arguments(show)
+    add_config_arguments(show)
+    _add_machine_arguments(show)
 
     benchmark = commands.add_parser("benchmark", help="speed and acceptance of prompts, with and without speculation")
     benchmark.set_defaults(run=_benchmark)
