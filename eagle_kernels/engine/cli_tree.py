@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from .inference import EAGLEInference
+from .inputs import read_seeds
 from .models.tokenizer import Tokenizer
 from .tree_svg import trees_svg
 from .tree_text import tree_text
@@ -24,7 +25,7 @@ def add_tree_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("prompt")
     command.add_argument("--steps", type=int, default=1, help="most steps that are drawn (default: %(default)s)")
     command.add_argument("--max-new-tokens", type=int, default=128, help="where the text ends (default: %(default)s)")
-    command.add_argument("--seed", type=int, help="of the sampling noise; default: a fresh one")
+    command.add_argument("--seed", type=int, help="of the sampling noise; default: a fresh one, printed")
     command.add_argument("--svg", type=Path, help="an .svg file for all steps, or a folder for one file each")
 
 
@@ -34,9 +35,10 @@ def show_tree(engine: EAGLEInference, tokenizer: Tokenizer, arguments: argparse.
     prompt = tokenizer.encode(arguments.prompt)
     if not prompt:
         raise ValueError("the prompt is empty; it must hold at least one token")
+    (seed,) = read_seeds(arguments.seed, 1)
     use_color, trees = sys.stdout.isatty(), []
     width = shutil.get_terminal_size((_WIDTH, 24)).columns
-    found = verified_trees(engine, prompt, arguments.max_new_tokens, seeds=arguments.seed)
+    found = verified_trees(engine, prompt, arguments.max_new_tokens, seeds=seed)
     with contextlib.closing(found):
         for tree in found:
             trees.append(tree)
@@ -45,9 +47,12 @@ def show_tree(engine: EAGLEInference, tokenizer: Tokenizer, arguments: argparse.
             if len(trees) == arguments.steps:
                 break
     if arguments.json:
-        print(json.dumps({"prompt": arguments.prompt, "steps": [tree.to_dict() for tree in trees]}, indent=2))
+        steps = [tree.to_dict() for tree in trees]
+        print(json.dumps({"prompt": arguments.prompt, "seed": seed, "steps": steps}, indent=2))
     elif not trees:
         print("no step: the first token, which the prompt's pass brings, was the last one")
+    elif engine.config.temperature > 0:
+        print(f"\nseed: {seed}")
     if arguments.svg is not None:
         _save(arguments.svg, trees)
     return 0

@@ -158,6 +158,15 @@ def test_the_command_draws_what_the_engine_generates(capsys, monkeypatch):
     assert step["why"] in shown and len(step["nodes"]) == 10
 
 
+def test_a_seed_that_was_not_given_is_told(capsys):
+    assert show("--temperature", 1) == 0
+    shown, _, seed = capsys.readouterr().out.rpartition("\n\nseed: ")
+    assert show("--temperature", 1, "--seed", seed.strip()) == 0
+    assert capsys.readouterr().out.startswith(shown)
+    assert show("--temperature", 1, "--json") == 0
+    assert isinstance(json.loads(capsys.readouterr().out)["seed"], int)
+
+
 def test_svg_files(tmp_path, capsys):
     one, folder = tmp_path / "tree.svg", tmp_path / "steps"
     assert show("--steps", 2, "--svg", one) == 0 and show("--steps", 2, "--svg", folder, "--json") == 0
