@@ -1,0 +1,99 @@
+"""What measuring costs a step: `python -m bench.run --app profiling [--shape small]`.
+
+Steps of the shape of Llama-3.1-8B, a tree and plain, as `--app generation` times them: with the events between the
+phases that each step has, without them, and with a `CUDATimerCollection` around every step beside them. Each way twice
+in turns; the faster one counts. Prints a table and appends JSON lines to `results/<gpu>/profiling.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from eagle_kernels.engine import CUDATimerCollection, scheduler, step_runner
+
+from ..harness import results
+from .generation import PROMPT_TOKENS, Bench
+from .random_models import SHAPES
+
+CASES = {"plain": None, "tree 8/5/64": (8, 5, 64)}
+ACCEPT = 4.0
+
+
+class _NoTimer:
+    """In the place of `PhaseTimer`."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def phase(self, name: str) -> contextlib.nullcontext:
+        return contextlib.nullcontext()
+
+    def read_ms(self) -> dict[str, float]:
+        return {}
+
+
+@contextlib.contextmanager
+def _without_events() -> Iterator[None]:
+    kept, step_runner.PhaseTimer = step_runner.PhaseTimer, _NoTimer
+    try:
+        yield
+    finally:
+        step_runner.PhaseTimer = kept
+
+
+@contextlib.contextmanager
+def _with_timers() -> Iterator[None]:
+    kept = scheduler.Scheduler.step
+    timers = CUDATimerCollection()
+
+    def timed(self, *arguments):
+        with timers.phase("step"):
+            kept(self, *arguments)
+
+    scheduler.Scheduler.step = timed
+    try:
+        yield
+    finally:
+        scheduler.Scheduler.step = kept
+
+
+WAYS: dict[str, Callable] = {
+    "no events": _without_events,
+    "events of phases": contextlib.nullcontext,
+    "and timers around": _with_timers,
+}
+
+
+def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
+    """Runs all cases; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.run --app profiling")
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and options.shape != "small":
+        print("a model of this size needs a GPU; --shape small runs anywhere")
+        return 2
+    bench = Bench(options.shape, device, options.steps, PROMPT_TOKENS if device.type == "cuda" else 3)
+    run, about = results.new_run(), {"shape": options.shape, "commit": commit}
+    for case, tree in CASES.items():
+        times: dict[str, list[float]] = {name: [] for name in WAYS}
+        for _ in range(2):
+            for name, way in WAYS.items():
+                with way():  # graphs are captured inside
+                    engine = bench.engine(1, tree, ACCEPT if tree else 1.0)
+                    times[name].append(bench.step_ms(engine, 1, is_plain=tree is None)[0])
+                    del engine
+        least = min(times["no events"])
+        for name, measured in times.items():
+            line = {"op": "profiling", "case": case, "provider": name, "step_ms": round(min(measured), 4)}
+            line["of_none"] = round(min(measured) / least, 4)
+            print(f"{case:14} {name:20} {line['step_ms']:9.3f} ms  {line['of_none']:.4f} of none", flush=True)
+            if directory is not None and device.type == "cuda":
+                results.append(directory, line | about | {"gpu": torch.cuda.get_device_name(), "run": run})
+    return 0
