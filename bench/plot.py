@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from .harness import pictures
+
 DIRECTORY = Path(__file__).parent / "results"
 OURS = "eagle_kernels"
 
@@ -55,11 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", default=str(DIRECTORY), help="folder of the JSON lines")
     options = parser.parse_args(arguments)
     try:
-        import matplotlib
-    except ImportError:
-        print("bench.plot needs the package matplotlib, which is not installed: pip install matplotlib")
+        pictures.matplotlib_for("bench.plot")
+    except pictures.MissingMatplotlib as error:
+        print(error)
         return 2
-    matplotlib.use("Agg")  # a file, whatever screen there is
     drawn_ops = set()
     for op in [options.op] if options.op else PLOTS:
         for file in sorted(Path(options.results).glob(f"*/{op}.jsonl")):
@@ -94,9 +95,10 @@ def curves(lines: Sequence[dict], plot: Plot) -> Curves:
 
 
 def _draw(picture: Path, title: str, plot: Plot, drawn: Curves) -> None:
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
     for provider in sorted(drawn, key=lambda name: name != OURS):
         sizes, values = zip(*drawn[provider])
         axes.plot(sizes, values, marker="o", label=provider, linewidth=2.5 if provider == OURS else 1.2)
@@ -109,8 +111,7 @@ def _draw(picture: Path, title: str, plot: Plot, drawn: Curves) -> None:
     axes.set_title(title, fontsize=10)
     axes.grid(True, which="both", alpha=0.25)
     axes.legend()
-    figure.savefig(picture, dpi=120)
-    pyplot.close(figure)
+    figure.savefig(picture, dpi=120, metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,235 @@
+"""Pictures of an experiment, of throughput and of kernels: each a function from records to a figure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..harness.pictures import BLUE, INK, MARKERS, PALETTE, PAPER, VERMILION, in_style, new_figure
+from .config import METHODS
+from .records import (
+    PLAIN,
+    Curves,
+    crossover,
+    distinct,
+    fastest_by_method,
+    is_number,
+    label_of,
+    method_of,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PHASES = ("draft", "verify", "sample", "bookkeeping")
+OUTSIDE = "outside of these"
+_ROW, _PANEL, _TITLE, _FOOT = 0.26, 1.45, 0.55, 0.5  # inches
+Cells = Sequence[dict[str, Any]]
+
+
+@in_style
+def speedup_map(cells: Cells, title: str) -> Figure:
+    """Domain and method against K, in one setting; blue is faster than plain decoding, vermilion slower."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    known = {
+        (cell["config"]["prompt_domain"], method_of(cell), cell["config"]["K"]): cell["speedup"]
+        for cell in cells
+        if method_of(cell) != PLAIN and is_number(cell["speedup"])
+    }
+    rows = list(dict.fromkeys((domain, method) for domain, method, _ in known))
+    columns = sorted({count for _, _, count in known})
+    values = [[known.get((*row, count), math.nan) for count in columns] for row in rows]
+    # as far below 1 as above it, so that the middle colour is 1
+    reach = max([0.1, *(abs(math.log2(value)) for value in known.values() if value > 0)])
+    figure = new_figure(_TITLE + _FOOT + _ROW * len(rows))
+    axes = _panels(figure, 1, title, left=1.75)[0]
+    colours = LinearSegmentedColormap.from_list("speed-up", [VERMILION, "#ffffff", BLUE])
+    logs = [[math.log2(value) if value > 0 else -reach if value == 0 else math.nan for value in row] for row in values]
+    axes.pcolormesh(logs, cmap=colours, vmin=-reach, vmax=reach, edgecolors=PAPER, linewidth=1.5)
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            # dark letters on pale colours; these two are not the page's, which turns its own around at night
+            letters = "#000000" if abs(logs[y][x] or 0) < 0.75 * reach else "#ffffff"
+            if not math.isnan(value):
+                axes.text(x + 0.5, y + 0.5, f"{value:.2f}×", ha="center", va="center", fontsize=8, color=letters)
+    axes.set_xticks([x + 0.5 for x in range(len(columns))], [str(count) for count in columns])
+    axes.set_yticks([y + 0.5 for y in range(len(rows))], [f"{_short(domain)} · {method}" for domain, method in rows])
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.tick_params(length=0)
+    axes.set_xlabel("K, drafts one behind another")
+    return figure
+
+
+@in_style
+def acceptance(cells: Cells, title: str) -> Figure:
+    """A panel of each method, at its largest K: share of the steps that accept the draft at a depth, by domain."""
+    deepest: dict[str, dict[str, dict]] = {}
+    for cell in cells:  # K ascends
+        if method_of(cell) != PLAIN and cell.get("accepted_per_depth"):
+            deepest.setdefault(method_of(cell), {})[cell["config"]["prompt_domain"]] = cell
+    domains = distinct(cells, "prompt_domain")
+    figure = new_figure(_TITLE + _FOOT + 0.25 + _PANEL * max(1, len(deepest)))
+    panels = _panels(figure, max(1, len(deepest)), title, foot=_FOOT + 0.25)
+    for axes, (method, of_domain) in zip(panels, deepest.items()):
+        for domain, cell in of_domain.items():
+            shares = cell["accepted_per_depth"]
+            place = domains.index(domain)
+            axes.plot(range(1, len(shares) + 1), shares, label=_short(domain), **_look(place))
+        axes.set_ylim(0, 1.03)
+        axes.set_ylabel(f"{method}, share")
+        axes.locator_params(axis="x", integer=True)
+    panels[-1].set_xlabel("depth of the draft, tokens behind the root")
+    _legend(figure, panels)
+    return figure
+
+
+@in_style
+def latency(cells: Cells, title: str) -> Figure:
+    """A panel of each domain: the distribution of the time before a token, plainly and at each method's fastest K."""
+    domains = distinct(cells, "prompt_domain")
+    methods = [PLAIN, *METHODS]
+    figure = new_figure(_TITLE + _FOOT + _PANEL * len(domains))
+    panels = _panels(figure, len(domains), title)
+    longest = 0.0
+    for axes, domain in zip(panels, domains):
+        of_method = fastest_by_method([cell for cell in cells if cell["config"]["prompt_domain"] == domain])
+        for method, cell in of_method.items():
+            times_ms = cell.get("inter_token_ms") or []
+            if len(times_ms) == 101 and all(map(is_number, times_ms)):
+                place = methods.index(method) if method in methods else len(methods)
+                look = _look(place - 1, marker="") if place else {"color": INK, "linestyle": "--"}
+                axes.plot(times_ms, [q / 100 for q in range(101)], label=label_of(cell), **look)
+                longest = max(longest, times_ms[99])
+        axes.set_ylim(0, 1.03)
+        axes.set_ylabel(f"{_short(domain)}, share")
+        axes.legend(loc="lower right")
+    panels[-1].set_xlim(0, 1.05 * longest or 1)  # one slow token would press all else together
+    panels[-1].set_xlabel("time before a token, ms")
+    return figure
+
+
+@in_style
+def breakdown(cells: Cells, title: str) -> Figure:
+    """Time of a step by phase, mean of the domains; what is left of its wall time lies outside of the phases."""
+    groups: dict[str, list[dict]] = {}
+    for cell in cells:
+        if cell.get("phase_ms") and is_number(cell.get("step_ms")):
+            groups.setdefault(label_of(cell), []).append(cell)
+    parts = {label: _phase_means(group) for label, group in groups.items()}
+    names = list(dict.fromkeys(name for of_phase in parts.values() for name in of_phase))
+    figure = new_figure(_TITLE + _FOOT + 0.55 + _ROW * max(1, len(parts)))
+    axes = _panels(figure, 1, title, left=1.25, foot=_FOOT + 0.45)[0]
+    ends = [0.0] * len(parts)
+    colours = dict(zip((*PHASES, OUTSIDE), (PALETTE[0], PALETTE[3], PALETTE[2], PALETTE[4], "#8c959f")))
+    for name in names:
+        widths = [of_phase.get(name, 0.0) for of_phase in parts.values()]
+        axes.barh(range(len(parts)), widths, left=ends, height=0.72, label=name, color=colours.get(name, PALETTE[5]))
+        ends = [end + width for end, width in zip(ends, widths)]
+    axes.set_yticks(range(len(parts)), list(parts))
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("time of a step, ms")
+    _legend(figure, [axes], columns=3)
+    return figure
+
+
+@in_style
+def throughput(curves: Curves, title: str) -> Figure:
+    """Tokens a second against requests of a batch; a ring where plain decoding overtakes, its batch in the legend."""
+    figure = new_figure(4.3)
+    axes = _panels(figure, 1, title, left=0.75, foot=_FOOT + 0.85)[0]
+    names = [PLAIN, *(name for name in curves if name != PLAIN)]
+    for place, name in enumerate(names):
+        look = _look(place - 1) if place else {"color": INK, "linestyle": "--", "marker": "."}
+        met = crossover(curves[name], curves[PLAIN]) if place else None
+        label = f"{name}, crosses at {met[0]:.3g}" if met else name
+        axes.plot(list(curves[name]), list(curves[name].values()), label=label, **look)
+        if met:
+            ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgecolor": look["color"]}
+            axes.plot(*([value] for value in met), linestyle="none", gid=f"crossover-{place}", zorder=5, **ring)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    sizes = sorted({size for curve in curves.values() for size in curve})
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("requests of a batch")
+    axes.set_ylabel("tokens/s")
+    _legend(figure, [axes], columns=2)
+    return figure
+
+
+@in_style
+def roofline(lines: Sequence[Mapping[str, Any]], title: str) -> Figure:
+    """Bandwidth that each case of our kernels reaches against the bytes that it must move.
+
+    The roof: the bandwidths of a large read and a large copy, and, for what is small, the shortest kernel there is.
+    """
+    figure = new_figure(4.6)
+    axes = _panels(figure, 1, title, left=0.75, foot=_FOOT + 0.7)[0]
+    families = list(dict.fromkeys(line.get("family", "ops") for line in lines))
+    for place, family in enumerate(families):
+        points = [(line["bytes"], line["gb_per_s"]) for line in lines if line.get("family", "ops") == family]
+        look = _look(place, linestyle="none") | {"markersize": 3.5, "alpha": 0.75}
+        axes.plot(*zip(*points), label=family, **look)
+    sizes = [line["bytes"] for line in lines]
+    shortest_us = min(line["bytes"] / line["gb_per_s"] / 1e3 for line in lines)
+    for style, (name, ceiling) in zip(("-", "--"), ceilings(lines).items()):
+        knee = ceiling * shortest_us * 1e3
+        ends = sorted({min(sizes), min(max(knee, min(sizes)), max(sizes)), max(sizes)})
+        heights = [min(ceiling, size / shortest_us / 1e3) for size in ends]
+        axes.plot(ends, heights, color=INK, linestyle=style, label=f"{name}, {ceiling:.0f} GB/s", gid=f"roof-{name}")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("bytes that a call must move")
+    axes.set_ylabel("GB/s, graph replay")
+    _legend(figure, [axes], columns=3)
+    return figure
+
+
+def ceilings(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """GB/s of a large read, where it was measured, and of a large copy."""
+    reads = [line["read_gb_per_s"] for line in lines if is_number(line.get("read_gb_per_s"))]
+    # a share is rounded: the largest one tells the copy best
+    best = max(lines, key=lambda line: line["share_of_copy"])
+    copy = best["gb_per_s"] / best["share_of_copy"]
+    return ({"large read": statistics.median(reads)} if reads else {}) | {"large copy": copy}
+
+
+def _phase_means(group: Cells) -> dict[str, float]:
+    names = list(dict.fromkeys(name for cell in group for name in cell["phase_ms"]))
+    means = {name: statistics.fmean(cell["phase_ms"].get(name, 0.0) for cell in group) for name in names}
+    rest = statistics.fmean(cell["step_ms"] for cell in group) - sum(means.values())
+    return means | {OUTSIDE: max(0.0, rest)}
+
+
+def _look(place: int, **changes: Any) -> dict[str, Any]:
+    """A colour and a marker: never a colour alone."""
+    return {"color": PALETTE[place % len(PALETTE)], "marker": MARKERS[place % len(MARKERS)]} | changes
+
+
+def _short(name: str) -> str:
+    return textwrap.shorten(name, 18, placeholder="…") if len(name) > 18 and " " in name else name[:18]
+
+
+def _panels(figure: Figure, count: int, title: str, *, left: float = 0.65, foot: float = _FOOT) -> list[Axes]:
+    """Below each other with one x axis. Places are in inches: a layout engine would take longer than all the rest."""
+    width, height = figure.get_size_inches()
+    panels = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
+    figure.subplots_adjust(left / width, foot / height, 1 - 0.12 / width, 1 - _TITLE / height, hspace=0.18)
+    figure.text(0.12 / width, 1 - 0.1 / height, textwrap.fill(title, 68), va="top", fontsize=8)
+    return list(panels)
+
+
+def _legend(figure: Figure, panels: Sequence[Axes], columns: int = 4) -> None:
+    """Below all panels, each name once."""
+    handles = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
+    if handles:
+        place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": 0.2}
+        figure.legend(handles.values(), handles, ncols=columns, columnspacing=1.0, handlelength=1.6, **place)
