@@ -1,4 +1,4 @@
-"""What all pictures share: matplotlib, which is optional, a look, and files that are the same whenever they are made."""
+"""What all pictures share: matplotlib, which is optional, a look, and files that come out the same each time."""
 
 from __future__ import annotations
 

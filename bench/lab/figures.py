@@ -15,7 +15,7 @@ from .records import (
     Curves,
     crossover,
     distinct,
-    fastest_by_method,
+    fastest_labels,
     is_number,
     label_of,
     method_of,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PHASES = ("draft", "verify", "sample", "bookkeeping")
 OUTSIDE = "outside of these"
-_ROW, _PANEL, _TITLE, _FOOT = 0.26, 1.45, 0.55, 0.5  # inches
+_ROW, _PANEL, _TITLE, _FOOT = 0.26, 1.5, 0.68, 0.45  # inches
 Cells = Sequence[dict[str, Any]]
 
 
@@ -77,12 +77,14 @@ def acceptance(cells: Cells, title: str) -> Figure:
     figure = new_figure(_TITLE + _FOOT + 0.25 + _PANEL * max(1, len(deepest)))
     panels = _panels(figure, max(1, len(deepest)), title, foot=_FOOT + 0.25)
     for axes, (method, of_domain) in zip(panels, deepest.items()):
+        depth = max(cell["config"]["K"] for cell in of_domain.values())
         for domain, cell in of_domain.items():
             shares = cell["accepted_per_depth"]
             place = domains.index(domain)
             axes.plot(range(1, len(shares) + 1), shares, label=_short(domain), **_look(place))
         axes.set_ylim(0, 1.03)
-        axes.set_ylabel(f"{method}, share")
+        axes.set_ylabel("share of steps")
+        axes.set_title(f"{method} K={depth}", loc="left", pad=3)
         axes.locator_params(axis="x", integer=True)
     panels[-1].set_xlabel("depth of the draft, tokens behind the root")
     _legend(figure, panels)
@@ -92,25 +94,24 @@ def acceptance(cells: Cells, title: str) -> Figure:
 @in_style
 def latency(cells: Cells, title: str) -> Figure:
     """A panel of each domain: the distribution of the time before a token, plainly and at each method's fastest K."""
-    domains = distinct(cells, "prompt_domain")
-    methods = [PLAIN, *METHODS]
-    figure = new_figure(_TITLE + _FOOT + _PANEL * len(domains))
-    panels = _panels(figure, len(domains), title)
+    domains, shown = distinct(cells, "prompt_domain"), fastest_labels(cells)
+    figure = new_figure(_TITLE + _FOOT + 0.3 + _PANEL * len(domains))
+    panels = _panels(figure, len(domains), title, foot=_FOOT + 0.3)
     longest = 0.0
     for axes, domain in zip(panels, domains):
-        of_method = fastest_by_method([cell for cell in cells if cell["config"]["prompt_domain"] == domain])
-        for method, cell in of_method.items():
+        for cell in cells:
             times_ms = cell.get("inter_token_ms") or []
-            if len(times_ms) == 101 and all(map(is_number, times_ms)):
-                place = methods.index(method) if method in methods else len(methods)
-                look = _look(place - 1, marker="") if place else {"color": INK, "linestyle": "--"}
+            is_here = cell["config"]["prompt_domain"] == domain and label_of(cell) in shown
+            if is_here and len(times_ms) == 101 and all(map(is_number, times_ms)):
+                look = _look_of(method_of(cell)) | {"marker": ""}
                 axes.plot(times_ms, [q / 100 for q in range(101)], label=label_of(cell), **look)
                 longest = max(longest, times_ms[99])
         axes.set_ylim(0, 1.03)
-        axes.set_ylabel(f"{_short(domain)}, share")
-        axes.legend(loc="lower right")
+        axes.set_ylabel("share of tokens")
+        axes.set_title(_short(domain), loc="left", pad=3)
     panels[-1].set_xlim(0, 1.05 * longest or 1)  # one slow token would press all else together
     panels[-1].set_xlabel("time before a token, ms")
+    _legend(figure, panels)
     return figure
 
 
@@ -143,11 +144,11 @@ def breakdown(cells: Cells, title: str) -> Figure:
 @in_style
 def throughput(curves: Curves, title: str) -> Figure:
     """Tokens a second against requests of a batch; a ring where plain decoding overtakes, its batch in the legend."""
-    figure = new_figure(4.3)
-    axes = _panels(figure, 1, title, left=0.75, foot=_FOOT + 0.85)[0]
+    figure = new_figure(4.2)
+    axes = _panels(figure, 1, title, left=0.75, foot=_FOOT + 0.65)[0]
     names = [PLAIN, *(name for name in curves if name != PLAIN)]
     for place, name in enumerate(names):
-        look = _look(place - 1) if place else {"color": INK, "linestyle": "--", "marker": "."}
+        look = _look(place - 1) if place else _look_of(PLAIN)
         met = crossover(curves[name], curves[PLAIN]) if place else None
         label = f"{name}, crosses at {met[0]:.3g}" if met else name
         axes.plot(list(curves[name]), list(curves[name].values()), label=label, **look)
@@ -159,6 +160,7 @@ def throughput(curves: Curves, title: str) -> Figure:
     sizes = sorted({size for curve in curves.values() for size in curve})
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
+    axes.yaxis.set_major_formatter(_units)
     axes.set_xlabel("requests of a batch")
     axes.set_ylabel("tokens/s")
     _legend(figure, [axes], columns=2)
@@ -187,6 +189,8 @@ def roofline(lines: Sequence[Mapping[str, Any]], title: str) -> Figure:
         axes.plot(ends, heights, color=INK, linestyle=style, label=f"{name}, {ceiling:.0f} GB/s", gid=f"roof-{name}")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: _units(value) + "B")
+    axes.yaxis.set_major_formatter(_units)
     axes.set_xlabel("bytes that a call must move")
     axes.set_ylabel("GB/s, graph replay")
     _legend(figure, [axes], columns=3)
@@ -214,6 +218,21 @@ def _look(place: int, **changes: Any) -> dict[str, Any]:
     return {"color": PALETTE[place % len(PALETTE)], "marker": MARKERS[place % len(MARKERS)]} | changes
 
 
+def _look_of(method: str) -> dict[str, Any]:
+    if method == PLAIN:
+        return {"color": INK, "linestyle": "--", "marker": "."}
+    place = list(METHODS).index(method) if method in METHODS else len(METHODS)
+    return _look(place, linestyle=("-", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), ":")[place])
+
+
+def _units(value: float, _place: Any = None) -> str:
+    """1k for 1000: matplotlib's own labels of powers are formulas, and names must not be read as such."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
 def _short(name: str) -> str:
     return textwrap.shorten(name, 18, placeholder="…") if len(name) > 18 and " " in name else name[:18]
 
@@ -222,8 +241,10 @@ def _panels(figure: Figure, count: int, title: str, *, left: float = 0.65, foot:
     """Below each other with one x axis. Places are in inches: a layout engine would take longer than all the rest."""
     width, height = figure.get_size_inches()
     panels = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
-    figure.subplots_adjust(left / width, foot / height, 1 - 0.12 / width, 1 - _TITLE / height, hspace=0.18)
-    figure.text(0.12 / width, 1 - 0.1 / height, textwrap.fill(title, 68), va="top", fontsize=8)
+    figure.subplots_adjust(left / width, foot / height, 1 - 0.2 / width, 1 - _TITLE / height, hspace=0.28)
+    heading, _, about = title.partition("\n")
+    figure.text(0.12 / width, 1 - 0.08 / height, heading, va="top", fontweight="bold")
+    figure.text(0.12 / width, 1 - 0.25 / height, textwrap.fill(about, 76), va="top", fontsize=7.5)
     return list(panels)
 
 

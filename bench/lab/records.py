@@ -80,12 +80,18 @@ def distinct(cells: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
 
 def fastest(cells: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     """Of those whose speed is a number."""
-    return max((cell for cell in cells if is_number(cell["tokens_per_second"])), key=_speed, default=None)
+    known = (cell for cell in cells if is_number(cell["tokens_per_second"]))
+    return max(known, key=lambda cell: cell["tokens_per_second"], default=None)
 
 
-def fastest_by_method(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    found = {method: fastest(cell for cell in cells if method_of(cell) == method) for method in map(method_of, cells)}
-    return {method: cell for method, cell in found.items() if cell is not None}
+def fastest_labels(cells: Iterable[dict[str, Any]]) -> list[str]:
+    """Plain, and each method with the K that is fastest in the mean of the domains."""
+    speeds: dict[str, dict[str, list[float]]] = {}
+    for cell in cells:
+        if is_number(cell["tokens_per_second"]):
+            of_label = speeds.setdefault(method_of(cell), {})
+            of_label.setdefault(label_of(cell), []).append(cell["tokens_per_second"])
+    return [max(of_label, key=lambda label: statistics.fmean(of_label[label])) for of_label in speeds.values()]
 
 
 def crossover(curve: Mapping[int, float], plain: Mapping[int, float]) -> tuple[float, float] | None:
@@ -113,17 +119,15 @@ def preset_curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curves]:
 
 
 def cell_curves(cells: Sequence[dict[str, Any]]) -> dict[str, Curves]:
-    """The same of an experiment over batches, mean of the domains; of a method the K that is fastest at the smallest."""
+    """The same of an experiment over batches, mean of the domains; of a method the K that is fastest at the smallest
+    batch."""
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for cell in cells:
         groups.setdefault(setting_of(cell)._replace(batch_size=0), []).append(cell)
     found = {}
     for setting, group in groups.items():
         smallest = min(distinct(group, "batch_size"))
-        kept = {
-            label_of(cell)
-            for cell in fastest_by_method([c for c in group if c["config"]["batch_size"] == smallest]).values()
-        }
+        kept = fastest_labels([cell for cell in group if cell["config"]["batch_size"] == smallest])
         speeds: dict[str, dict[int, list[float]]] = {}
         for cell in group:
             if label_of(cell) in kept and is_number(cell["tokens_per_second"]):
@@ -149,10 +153,6 @@ def _drawable(groups: Mapping[str, Curves]) -> dict[str, Curves]:
         for name, curves in groups.items()
     }
     return {name: curves for name, curves in kept.items() if PLAIN in curves and len(curves) > 1}
-
-
-def _speed(cell: Mapping[str, Any]) -> float:
-    return cell["tokens_per_second"]
 
 
 def _places(values: Iterable[Any]) -> dict[Any, int]:

@@ -1,0 +1,129 @@
+"""Which pictures there are of what was measured, what is said below each, and their files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..harness.pictures import matplotlib_for, svg_text, write_png
+from . import figures
+from .records import PLAIN, Setting, by_setting, cell_curves, method_of, preset_curves
+
+# settings that get pictures of their own; of more there are tables
+MAX_SETTINGS = 5
+
+
+class Picture(NamedTuple):
+    """name: of its files; about: what a filter of the page compares with, {} where it is of all."""
+
+    name: str
+    title: str
+    caption: str
+    about: dict[str, str]
+    svg: str
+
+
+_OF_A_SETTING = (
+    (
+        figures.speedup_map,
+        "Speed-up over plain decoding",
+        "Tokens/s over those of plain decoding in the same process. Blue: faster, vermilion: slower.",
+    ),
+    (
+        figures.acceptance,
+        "Acceptance by domain and depth",
+        "Share of the steps in which the draft at a depth was accepted, at the largest K of each method.",
+    ),
+    (
+        figures.latency,
+        "Time before a token",
+        "Cumulative, at the K of each method that is fastest in the mean of the domains. Tokens that a round brings at "
+        "once share its time. Cut off at the largest p99.",
+    ),
+    (
+        figures.breakdown,
+        "Time of a step",
+        "Device time of its phases, mean of the domains. Outside of these: the rest of its wall time.",
+    ),
+)
+_CROSSING = "A ring marks where plain decoding overtakes: between two batches both are straight lines on these axes."
+
+
+def pictured(cells: Iterable[dict[str, Any]]) -> dict[Setting, list[dict[str, Any]]]:
+    """Settings with pictures: those with most cells, of equals the first ones."""
+    groups = {
+        setting: group
+        for setting, group in by_setting(cells).items()
+        if any(method_of(cell) != PLAIN for cell in group)
+    }
+    largest = sorted(groups, key=lambda setting: -len(groups[setting]))[:MAX_SETTINGS]
+    return {setting: group for setting, group in groups.items() if setting in largest}
+
+
+def is_drawable(cells: Sequence[dict], steps: Sequence[Mapping], kernels: Sequence[Mapping]) -> bool:
+    """Whether there is any picture; needs no matplotlib."""
+    return bool(pictured(cells) or cell_curves(cells) or preset_curves(steps) or timed_kernels(kernels))
+
+
+def timed_kernels(kernels: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Lines that say what a case moves, and how fast."""
+    return [line for line in kernels if all(line.get(name) for name in ("bytes", "gb_per_s", "share_of_copy"))]
+
+
+def draw(
+    folder: Path, cells: Sequence[dict], steps: Sequence[Mapping] = (), kernels: Sequence[Mapping] = ()
+) -> list[Picture]:
+    """Writes every picture as PNG and SVG into the folder.
+
+    cells: `records.newest_cells`; steps: lines of the generation app; kernels: our newest line of each case, with
+    `family` where it is known.
+    """
+    matplotlib_for("bench.report")
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = []
+
+    def add(name: str, title: str, what: str, caption: str, about: dict[str, str], figure: Any) -> None:
+        name = _unused(name, {picture.name for picture in pictures})
+        pictures.append(Picture(name, f"{title}: {what}", caption, about, svg_text(figure)))
+        (folder / f"{name}.svg").write_text(pictures[-1].svg, encoding="utf-8")
+        write_png(figure, folder / f"{name}.png")
+
+    for setting, group in pictured(cells).items():
+        about = {
+            "pair": setting.pair,
+            "batch": str(setting.batch_size),
+            "temperature": f"{setting.temperature:g}",
+        }
+        stem = f"{setting.pair}_b{setting.batch_size}_t{setting.temperature:g}"
+        for function, title, caption in _OF_A_SETTING:
+            figure = function(group, f"{title}\n{setting}")
+            add(f"{function.__name__}_{stem}", title, str(setting), caption, about, figure)
+    for name, curves in cell_curves(cells).items():
+        figure = figures.throughput(curves, f"Throughput against batch\n{name}")
+        pair = {"pair": next(cell["config"]["model_pair_name"] for cell in cells if name.startswith(_pair(cell)))}
+        add(f"throughput_{pair['pair']}", "Throughput against batch", name, _CROSSING, pair, figure)
+    for shape, curves in preset_curves(steps).items():
+        what = f"shape of {shape}, random weights, simulated acceptance"
+        figure = figures.throughput(curves, f"Throughput against batch\n{what}")
+        add(f"throughput_{shape}", "Throughput against batch", what, _CROSSING, {}, figure)
+    timed = timed_kernels(kernels)
+    if timed:
+        caption = (
+            "Each point is a case of an op. The roof: what a large read and a large copy reach, and on the left the "
+            "shortest kernel of all. Above it are cases whose data stay in the L2 cache between replays."
+        )
+        figure = figures.roofline(timed, f"Bandwidth of the kernels\n{timed[0].get('gpu', '')}")
+        add("roofline", "Bandwidth of the kernels", str(timed[0].get("gpu", "")), caption, {}, figure)
+    return pictures
+
+
+def _pair(cell: Mapping[str, Any]) -> str:
+    return cell["config"]["model_pair_name"] + ","
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    """A file's name, whatever the pair is called."""
+    name = re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("._")[:80]
+    return next(n for n in (name, *(f"{name}_{i}" for i in range(2, len(taken) + 3))) if n not in taken)
