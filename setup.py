@@ -24,6 +24,7 @@ setup(
         "models": ["safetensors>=0.4", "tokenizers>=0.15"],
         "train": ["safetensors>=0.4", "tqdm"],
         "transformers": ["transformers>=4.56"],
+        "plots": ["matplotlib>=3.6"],
         "test": ["pytest>=7", "pytest-benchmark>=4", "safetensors>=0.4"],
         # Kernels on a machine without a GPU; GPU builds of torch bring their own triton, which must not be replaced.
         # triton 3.6's interpreter turns one-element arrays into ints, which numpy 2.4 refuses.

@@ -2,6 +2,9 @@
 
 `results/<gpu>/README.md` holds every case; README.md, between its two marks, the headline cases and the steps of the
 engine. A row is of one run: the newest in which our provider was timed on that case. Nobody types a number.
+Where matplotlib is installed, `results/<gpu>/report.html` shows them too, with pictures, which `figures/` holds as PNG
+and SVG: of an experiment, of throughput, of kernels; `--check` leaves them alone, they differ with its version.
+`--experiment FILE --output DIR` makes nothing but the page and the pictures of one experiment.
 """
 
 from __future__ import annotations
@@ -14,6 +17,12 @@ from pathlib import Path
 
 from .harness import results
 from .harness.declaration import Benchmark, Case, declared
+from .harness.pictures import MissingMatplotlib
+from .lab.gallery import is_drawable
+from .lab.log import read_events
+from .lab.records import newest_cells
+from .lab.report import FIGURES, write_page
+from .lab.tables import markdown_table
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -39,22 +48,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table is not up to date")
     parser.add_argument("--results", default=str(results.DIRECTORY), help="folder of the JSON lines")
     parser.add_argument("--readme", default=str(ROOT / "README.md"), help="the file with the two marks")
+    parser.add_argument("--experiment", type=Path, help="in place of all else: lines of `--app experiment`")
+    parser.add_argument("--output", type=Path, help="folder of its page and pictures")
     options = parser.parse_args(arguments)
-    is_stale = False
-    for file, text in generate(Path(options.results), Path(options.readme), declared()).items():
+    if (options.experiment is None) != (options.output is None) or (options.experiment and options.check):
+        parser.error("--experiment and --output go together, without --check")
+    if options.experiment is not None:
+        return _report_experiment(options.experiment, options.output)
+    directory, benchmarks, is_stale = Path(options.results), declared(), False
+    for file, text in generate(directory, Path(options.readme), benchmarks).items():
         if file.exists() and file.read_text(encoding="utf-8") == text:
             continue
         is_stale = True
         print(f"{file} is not up to date: run python -m bench.report" if options.check else f"wrote {file}")
         if not options.check:
             file.write_text(text, encoding="utf-8")
+    if not options.check:
+        _write_pages(directory, benchmarks)
     return int(is_stale and options.check)
+
+
+def _report_experiment(file: Path, output: Path) -> int:
+    try:
+        cells = newest_cells(read_events(file, "cell"))
+        if not cells:
+            raise ValueError(f"{file} holds no cell of an experiment")
+        print(f"wrote {write_page(output, cells)} and {output / FIGURES}")
+    except (ValueError, OSError, MissingMatplotlib) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _write_pages(directory: Path, benchmarks: Sequence[Benchmark]) -> None:
+    """Of each folder with something to draw."""
+    for folder in _folders(directory):
+        cells, steps = _cells(folder), _lines(folder / "generation.jsonl")
+        kernels = [
+            row[OURS] | {"family": benchmark.path.partition(".")[0]}
+            for benchmark in benchmarks
+            for _, row in newest_rows(folder / f"{benchmark.op}.jsonl", benchmark.cases)
+        ]
+        if is_drawable(cells, steps, kernels):
+            try:
+                print(f"wrote {write_page(folder, cells, steps, kernels)} and {folder / FIGURES}")
+            except MissingMatplotlib as error:
+                print(f"no page and no pictures: {error}")
+                return
+
+
+def _folders(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if path.is_dir())
+
+
+def _cells(folder: Path) -> list[dict]:
+    return newest_cells(read_events(folder / "experiment.jsonl", "cell"))
 
 
 def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> dict[Path, str]:
     """The whole text of every file that holds tables."""
     files, headlines, steps = {}, [], []
-    for folder in sorted(path for path in directory.iterdir() if path.is_dir()):
+    for folder in _folders(directory):
         sections = [(b, newest_rows(folder / f"{b.op}.jsonl", b.cases)) for b in benchmarks]
         sections = [(benchmark, rows) for benchmark, rows in sections if rows]
         if sections:
@@ -65,6 +119,7 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
             shapes.setdefault(line["shape"], []).append(line)
         steps += map(_engine_tables, shapes.values())
         steps += _drafter_tables(_lines(folder / "drafters.jsonl"))
+        steps += _experiment_table(_cells(folder))
     before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
@@ -178,6 +233,16 @@ def _drafter_tables(lines: Sequence[dict]) -> list[str]:
         return []
     about = f"Methods of drafting on {lines[-1]['gpu']}, shape of {lines[-1]['shape']} (`--app drafters`):"
     return ["\n\n".join([about, *tables])]
+
+
+def _experiment_table(cells: Sequence[dict]) -> list[str]:
+    """Pair, domain and method against K: the newest line of each."""
+    table = markdown_table(cells)
+    if len(table) == 1:
+        return []
+    machines = ", ".join(dict.fromkeys(cell["gpu"] for cell in cells))
+    about = f"An experiment on {machines} (`--app experiment`): tokens/s (speed-up over plain decoding, tokens a step)"
+    return [f"{about}:\n\n{_markdown(table)}"]
 
 
 def _headlines(benchmark: Benchmark, rows: list[tuple[Case, Row]]) -> list[tuple[Case, Row]]:

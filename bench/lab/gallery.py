@@ -100,10 +100,11 @@ def draw(
         for function, title, caption in _OF_A_SETTING:
             figure = function(group, f"{title}\n{setting}")
             add(f"{function.__name__}_{stem}", title, str(setting), caption, about, figure)
-    for name, curves in cell_curves(cells).items():
-        figure = figures.throughput(curves, f"Throughput against batch\n{name}")
-        pair = {"pair": next(cell["config"]["model_pair_name"] for cell in cells if name.startswith(_pair(cell)))}
-        add(f"throughput_{pair['pair']}", "Throughput against batch", name, _CROSSING, pair, figure)
+    for setting, curves in cell_curves(cells).items():
+        figure = figures.throughput(curves, f"Throughput against batch\n{setting}")
+        about = {"pair": setting.pair, "temperature": f"{setting.temperature:g}"}
+        stem = f"{setting.pair}_t{setting.temperature:g}"
+        add(f"throughput_{stem}", "Throughput against batch", str(setting), _CROSSING, about, figure)
     for shape, curves in preset_curves(steps).items():
         what = f"shape of {shape}, random weights, simulated acceptance"
         figure = figures.throughput(curves, f"Throughput against batch\n{what}")
@@ -117,10 +118,6 @@ def draw(
         figure = figures.roofline(timed, f"Bandwidth of the kernels\n{timed[0].get('gpu', '')}")
         add("roofline", "Bandwidth of the kernels", str(timed[0].get("gpu", "")), caption, {}, figure)
     return pictures
-
-
-def _pair(cell: Mapping[str, Any]) -> str:
-    return cell["config"]["model_pair_name"] + ","
 
 
 def _unused(name: str, taken: set[str]) -> str:

@@ -27,8 +27,8 @@ class Setting(NamedTuple):
     gpu: str
 
     def __str__(self) -> str:
-        batch, tokens = f"batch {self.batch_size}", f"{self.max_new_tokens} tokens"
-        return f"{self.pair}, {batch}, temperature {self.temperature:g}, {tokens}, {self.dtype}, {self.gpu}"
+        batch, tokens = f"batch {self.batch_size}, " * (self.batch_size > 0), f"{self.max_new_tokens} tokens"
+        return f"{self.pair}, {batch}temperature {self.temperature:g}, {tokens}, {self.dtype}, {self.gpu}"
 
 
 def setting_of(cell: Mapping[str, Any]) -> Setting:
@@ -118,10 +118,10 @@ def preset_curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curves]:
     return _drawable(shapes)
 
 
-def cell_curves(cells: Sequence[dict[str, Any]]) -> dict[str, Curves]:
+def cell_curves(cells: Sequence[dict[str, Any]]) -> dict[Setting, Curves]:
     """The same of an experiment over batches, mean of the domains; of a method the K that is fastest at the smallest
-    batch."""
-    groups: dict[tuple, list[dict[str, Any]]] = {}
+    batch. A setting's own batch size is 0."""
+    groups: dict[Setting, list[dict[str, Any]]] = {}
     for cell in cells:
         groups.setdefault(setting_of(cell)._replace(batch_size=0), []).append(cell)
     found = {}
@@ -135,7 +135,7 @@ def cell_curves(cells: Sequence[dict[str, Any]]) -> dict[str, Curves]:
                 of_size.setdefault(cell["config"]["batch_size"], []).append(cell["tokens_per_second"])
         # a mean of fewer domains is not comparable
         count = len(distinct(group, "prompt_domain"))
-        found[str(setting).replace("batch 0, ", "")] = {
+        found[setting] = {
             label: {size: statistics.fmean(values) for size, values in of_size.items() if len(values) == count}
             for label, of_size in speeds.items()
         }
@@ -147,7 +147,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _drawable(groups: Mapping[str, Curves]) -> dict[str, Curves]:
+def _drawable(groups: Mapping[Any, Curves]) -> dict[Any, Curves]:
     kept = {
         name: {label: dict(sorted(curve.items())) for label, curve in curves.items() if len(curve) > 1}
         for name, curves in groups.items()

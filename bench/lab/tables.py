@@ -1,11 +1,11 @@
-"""Tables of an experiment: what a page shows of its cells, of throughput and of kernels, and a short one in Markdown."""
+"""Tables: what a page shows of cells, of throughput and of kernels, and a short one of cells in Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .records import PLAIN, by_setting, distinct, fastest, is_number, label_of, method_of
+from .records import PLAIN, by_setting, distinct, fastest, is_number, label_of, method_of, setting_of
 
 
 class Column(NamedTuple):
@@ -142,24 +142,24 @@ def provenance_table(lines: Iterable[Mapping[str, Any]]) -> Table:
 def markdown_table(cells: Sequence[dict]) -> list[list[str]]:
     """Rows of text: a setting, domain and method against K, each `tokens/s (speed-up, tokens a step)`."""
     counts = sorted({cell["config"]["K"] for cell in cells} - {None})
-    table = [["pair", "batch, T", "domain", "method", "tokens/s", *(f"K={count}" for count in counts), "at commit"]]
-    rows: dict[tuple, list[dict]] = {}
-    for setting, group in by_setting(cells).items():
-        for cell in group:
-            rows.setdefault((setting, cell["config"]["prompt_domain"], method_of(cell)), []).append(cell)
-    for (setting, domain, method), group in rows.items():
-        of_label = {label_of(cell): cell for cell in group}
-        plain = number(of_label[PLAIN]["tokens_per_second"], 0) if PLAIN in of_label else ""
-        texts = [_markdown_cell(of_label.get(f"{method} K={count}")) for count in counts]
-        commits = ", ".join(dict.fromkeys(f"`{cell['commit']}`" for cell in group))
-        about = f"{setting.batch_size}, {setting.temperature:g}"
-        table.append([_escaped(setting.pair), about, _escaped(domain), method, plain, *texts, commits])
+    table = [["pair", "batch", "T", "domain", "plain", "method", *(f"K={count}" for count in counts), "at commit"]]
+    rows: dict[tuple, dict[str, dict]] = {}
+    for cell in cells:
+        rows.setdefault((setting_of(cell), cell["config"]["prompt_domain"], method_of(cell)), {})[label_of(cell)] = cell
+    for (setting, domain, method), of_label in rows.items():
+        if method != PLAIN:
+            plain = rows.get((setting, domain, PLAIN), {}).get(PLAIN, {})
+            about = [_escaped(setting.pair), str(setting.batch_size), f"{setting.temperature:g}", _escaped(domain)]
+            about += [number(plain.get("tokens_per_second"), 0), method]
+            texts = [_markdown_cell(of_label.get(f"{method} K={count}")) for count in counts]
+            commits = ", ".join(dict.fromkeys(f"`{cell['commit']}`" for cell in of_label.values()))
+            table.append([*about, *texts, commits])
     return table
 
 
 def _markdown_cell(cell: Mapping[str, Any] | None) -> str:
     if cell is None:
-        return ""
+        return "-"
     speed, length = number(cell["tokens_per_second"], 0), number(cell["mean_accept_length"])
     return f"{speed} ({number(cell['speedup'], unit='×')}, {length})"
 
