@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .harness import pictures
+from . import pictures
 
 DIRECTORY = Path(__file__).parent / "results"
 OURS = "eagle_kernels"

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from .harness import results
 from .harness.declaration import Benchmark, Case, declared
-from .harness.pictures import MissingMatplotlib
 from .lab.gallery import is_drawable
 from .lab.log import read_events
 from .lab.records import newest_cells
 from .lab.report import FIGURES, write_page
 from .lab.tables import markdown_table
+from .pictures import MissingMatplotlib
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"

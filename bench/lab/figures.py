@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..harness.pictures import BLUE, INK, MARKERS, PALETTE, PAPER, VERMILION, in_style, new_figure
+from ..pictures import BLUE, INK, MARKERS, PALETTE, PAPER, VERMILION, in_style, new_figure
 from .config import METHODS
 from .records import (
     PLAIN,
@@ -95,8 +95,9 @@ def acceptance(cells: Cells, title: str) -> Figure:
 def latency(cells: Cells, title: str) -> Figure:
     """A panel of each domain: the distribution of the time before a token, plainly and at each method's fastest K."""
     domains, shown = distinct(cells, "prompt_domain"), fastest_labels(cells)
-    figure = new_figure(_TITLE + _FOOT + 0.3 + _PANEL * len(domains))
-    panels = _panels(figure, len(domains), title, foot=_FOOT + 0.3)
+    foot = _FOOT + 0.1 + 0.2 * math.ceil(len(shown) / 4)
+    figure = new_figure(_TITLE + foot + _PANEL * len(domains))
+    panels = _panels(figure, len(domains), title, foot=foot)
     longest = 0.0
     for axes, domain in zip(panels, domains):
         for cell in cells:

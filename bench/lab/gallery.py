@@ -7,19 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..harness.pictures import matplotlib_for, svg_text, write_png
+from ..pictures import matplotlib_for, svg_text, write_png
 from . import figures
 from .records import PLAIN, Setting, by_setting, cell_curves, method_of, preset_curves
 
 # settings that get pictures of their own; of more there are tables
-MAX_SETTINGS = 5
+MAX_SETTINGS = 3
 
 
 class Picture(NamedTuple):
-    """name: of its files; about: what a filter of the page compares with, {} where it is of all."""
+    """name: of its files; what: was measured; about: what a filter of the page compares with, {} where it is of all."""
 
     name: str
     title: str
+    what: str
     caption: str
     about: dict[str, str]
     svg: str
@@ -86,7 +87,7 @@ def draw(
 
     def add(name: str, title: str, what: str, caption: str, about: dict[str, str], figure: Any) -> None:
         name = _unused(name, {picture.name for picture in pictures})
-        pictures.append(Picture(name, f"{title}: {what}", caption, about, svg_text(figure)))
+        pictures.append(Picture(name, title, what, caption, about, svg_text(figure)))
         (folder / f"{name}.svg").write_text(pictures[-1].svg, encoding="utf-8")
         write_png(figure, folder / f"{name}.png")
 

@@ -5,6 +5,7 @@
   var selects = form ? Array.prototype.slice.call(form.querySelectorAll("select")) : [];
   var tables = Array.prototype.slice.call(document.querySelectorAll("table"));
   var figures = Array.prototype.slice.call(document.querySelectorAll("figure"));
+  var groups = Array.prototype.slice.call(document.querySelectorAll(".group"));
 
   function headers(table) {
     return Array.prototype.slice.call(table.tHead.rows[0].cells);
@@ -36,6 +37,7 @@
         return value !== null && value !== select.value;
       });
     });
+    groups.forEach(function (group) { group.hidden = !group.querySelector("figure:not([hidden])"); });
   }
 
   function remember() {

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from ..harness.pictures import INK, LINE, PAPER
+from ..pictures import INK, LINE, PAPER
 from .gallery import Picture
 from .tables import Column, Table
 
@@ -70,7 +70,7 @@ def _filters(tables: Iterable[Table]) -> str:
             options = "".join(f'<option value="{escape(text)}">{escape(text)}</option>' for text in _ordered(known))
             select = f'<select name="{escape(name)}"><option value="">all</option>{options}</select>'
             labels.append(f"<label>{escape(name)}{select}</label>")
-    return f'<form id="filters" hidden>{"".join(labels)}<button type="reset">all</button></form>' if labels else ""
+    return f'<form id="filters" hidden>{"".join(labels)}<button type="reset">show all</button></form>' if labels else ""
 
 
 def _ordered(texts: Iterable[str]) -> list[str]:
@@ -84,13 +84,15 @@ def _ordered(texts: Iterable[str]) -> list[str]:
 
 
 def _gallery(pictures: Sequence[Picture]) -> str:
-    shown = []
+    groups: dict[str, list[str]] = {}
     for picture in pictures:
         about = "".join(f' data-of-{name}="{escape(value)}"' for name, value in picture.about.items())
         caption = f"<figcaption>{escape(picture.caption)}</figcaption>"
-        shown.append(f"<figure{about}>{_inline(picture)}{caption}</figure>")
-    begin, end = '<section id="pictures"><h2>Pictures</h2>\n<div class="gallery">', "</div></section>"
-    return "\n".join([begin, *shown, end]) if shown else ""
+        groups.setdefault(picture.what, []).append(f"<figure{about}>{_inline(picture)}{caption}</figure>")
+    parts = []
+    for what, shown in groups.items():
+        parts += [f'<div class="group"><h3>{escape(what)}</h3>', '<div class="gallery">', *shown, "</div></div>"]
+    return "\n".join(['<section id="pictures"><h2>Pictures</h2>', *parts, "</section>"]) if parts else ""
 
 
 def _inline(picture: Picture) -> str:
@@ -103,7 +105,7 @@ def _inline(picture: Picture) -> str:
     # names and numbers of the data are text, in which a colour is a word like any other
     body = re.sub(r'style="[^"]*"|<style[^>]*>[^<]*</style>', lambda style: _themed(style[0]), body)
     box = re.search(r'viewBox="[^"]*"', head)[0]
-    return f'<svg role="img" aria-label="{escape(picture.title)}" {box}>{body.strip()}'
+    return f'<svg role="img" aria-label="{escape(f"{picture.title}: {picture.what}")}" {box}>{body.strip()}'
 
 
 def _themed(style: str) -> str:

@@ -108,13 +108,18 @@ def crossover(curve: Mapping[int, float], plain: Mapping[int, float]) -> tuple[f
     return None
 
 
+def newest_steps(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Throughput of the generation app: the last line of each shape, preset and batch."""
+    throughput = (line for line in lines if line.get("section") == "throughput")
+    return list({(line["shape"], line["provider"], line["case"]): line for line in throughput}.values())
+
+
 def preset_curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curves]:
-    """By shape of the target: throughput by preset, the newest line of each; of presets with two batches at least."""
+    """By shape of the target: throughput by preset, of presets with two batches at least."""
     shapes: dict[str, Curves] = {}
-    for line in lines:
-        if line.get("section") == "throughput":
-            size = int(line["case"].removeprefix("B="))
-            shapes.setdefault(line["shape"], {}).setdefault(line["provider"], {})[size] = line["tokens_per_s"]
+    for line in newest_steps(lines):
+        size = int(line["case"].removeprefix("B="))
+        shapes.setdefault(line["shape"], {}).setdefault(line["provider"], {})[size] = line["tokens_per_s"]
     return _drawable(shapes)
 
 

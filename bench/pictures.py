@@ -20,6 +20,7 @@ INK, LINE, PAPER = "#1f2329", "#c9ced6", "#fefefe"
 WIDTH = 4.6  # inches: in a phone's width its letters still have their size
 
 _STYLE = {
+    "text.hinting": "none",
     "text.parse_math": False,  # a $ in a name is a $
     "svg.fonttype": "none",  # letters, not outlines: small, and can be searched
     "svg.hashsalt": "eagle_kernels",  # else its ids differ from run to run
@@ -32,6 +33,7 @@ _STYLE = {
     "legend.frameon": False,
     "lines.linewidth": 1.6,
     "lines.markersize": 4.5,
+    "axes.titley": 1.0,  # looking for a free place takes longer than drawing
     "axes.axisbelow": True,
     "axes.grid": True,
     "axes.spines.top": False,
@@ -91,5 +93,5 @@ def svg_text(figure: Figure) -> str:
 
 
 @in_style
-def write_png(figure: Figure, path: Path, dpi: int = 150) -> None:
-    figure.savefig(path, dpi=dpi, metadata={"Software": None})
+def write_png(figure: Figure, path: Path, dpi: int = 130) -> None:
+    figure.savefig(path, dpi=dpi, metadata={"Software": None}, pil_kwargs={"compress_level": 4})
