@@ -5,6 +5,7 @@
     python -m bench.lab.prompts --tokenizer gpt2 --output prompts.json      prompts of three domains
     python -m bench.lab.baseline --model gpt2 --prompts prompts.json --output baseline.jsonl
     python -m bench.lab.ollama                                              is a server here, and what does it hold
+    python -m bench.report --experiment experiment.jsonl --output report    its page and pictures
 
 An experiment takes `loader.load_pair(name)` for its engine, `prompts.PromptDataset` for its prompts,
 `config.BenchmarkConfig` for a cell, and `GenerationResult.from_stream(engine.stream(ids, n, **cell.stream_options()))`

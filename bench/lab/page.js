@@ -29,7 +29,7 @@
         shown += rows[i].hidden ? 0 : 1;
       }
       document.getElementById(table.id + "-count").textContent =
-        shown === rows.length ? shown + " rows" : shown + " of " + rows.length + " rows";
+        (shown === rows.length ? "" : shown + " of ") + rows.length + (rows.length === 1 ? " row" : " rows");
     });
     figures.forEach(function (figure) {
       figure.hidden = wanted.some(function (select) {

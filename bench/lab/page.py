@@ -59,13 +59,14 @@ def render(title: str, about: str, tables: Sequence[Table], pictures: Sequence[P
 
 def _filters(tables: Iterable[Table]) -> str:
     """One for each name by which some column is filtered; hidden until the script is there to heed it."""
-    values: dict[str, dict[str, None]] = {}
-    for table in tables:
-        for column in table.columns:
-            if column.filter is not None:
-                values.setdefault(column.filter, {}).update(dict.fromkeys(map(column.text, table.rows)))
+    names = dict.fromkeys(column.filter for table in tables for column in table.columns if column.filter)
     labels = []
-    for name, known in values.items():
+    for name in names:
+        known: dict[str, None] = {}
+        for table in sorted(tables, key=lambda table: -len(table.rows)):  # the whole one knows the order
+            for column in table.columns:
+                if column.filter == name:
+                    known.update(dict.fromkeys(map(column.text, table.rows)))
         if len(known) > 1:
             options = "".join(f'<option value="{escape(text)}">{escape(text)}</option>' for text in _ordered(known))
             select = f'<select name="{escape(name)}"><option value="">all</option>{options}</select>'
@@ -122,10 +123,11 @@ def _table(name: str, table: Table) -> str:
         for row in table.rows
     ]
     note = f"{escape(table.note)} " if table.note else ""
+    count = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
     return "\n".join(
         [
             f'<section id="{name}"><h2>{escape(table.title)}</h2>',
-            f'<p class="soft">{note}<span id="{name}-table-count">{len(rows)} rows</span></p>',
+            f'<p class="soft">{note}<span id="{name}-table-count">{count}</span></p>',
             # what scrolls must be reachable without a mouse
             f'<div class="box" tabindex="0" role="region" aria-label="{escape(table.title)}">',
             f'<table id="{name}-table"><thead><tr>{head}</tr></thead>',
