@@ -39,24 +39,23 @@ def speedup_map(cells: Cells, title: str) -> Figure:
     known = {
         (cell["config"]["prompt_domain"], method_of(cell), cell["config"]["K"]): cell["speedup"]
         for cell in cells
-        if method_of(cell) != PLAIN and is_number(cell["speedup"])
+        if method_of(cell) != PLAIN and is_number(cell["speedup"]) and cell["speedup"] > 0
     }
     rows = list(dict.fromkeys((domain, method) for domain, method, _ in known))
     columns = sorted({count for _, _, count in known})
-    values = [[known.get((*row, count), math.nan) for count in columns] for row in rows]
+    logs = [[math.log2(known.get((*row, count), math.nan)) for count in columns] for row in rows]
     # as far below 1 as above it, so that the middle colour is 1
-    reach = max([0.1, *(abs(math.log2(value)) for value in known.values() if value > 0)])
-    figure = new_figure(_TITLE + _FOOT + _ROW * len(rows))
+    reach = max([0.1, *(abs(math.log2(value)) for value in known.values())])
+    figure = new_figure(_TITLE + _FOOT + _ROW * max(1, len(rows)))
     axes = _panels(figure, 1, title, left=1.75)[0]
     colours = LinearSegmentedColormap.from_list("speed-up", [VERMILION, "#ffffff", BLUE])
-    logs = [[math.log2(value) if value > 0 else -reach if value == 0 else math.nan for value in row] for row in values]
-    axes.pcolormesh(logs, cmap=colours, vmin=-reach, vmax=reach, edgecolors=PAPER, linewidth=1.5)
-    for y, row in enumerate(values):
-        for x, value in enumerate(row):
-            # dark letters on pale colours; these two are not the page's, which turns its own around at night
-            letters = "#000000" if abs(logs[y][x] or 0) < 0.75 * reach else "#ffffff"
-            if not math.isnan(value):
-                axes.text(x + 0.5, y + 0.5, f"{value:.2f}×", ha="center", va="center", fontsize=8, color=letters)
+    if known:
+        axes.pcolormesh(logs, cmap=colours, vmin=-reach, vmax=reach, edgecolors=PAPER, linewidth=1.5)
+    for (domain, method, count), value in known.items():
+        x, y = columns.index(count), rows.index((domain, method))
+        # not the page's ink and paper, which change places at night: the colour below does not
+        letters = "#000000" if abs(logs[y][x]) < 0.75 * reach else "#ffffff"
+        axes.text(x + 0.5, y + 0.5, f"{value:.2f}×", ha="center", va="center", fontsize=8, color=letters)
     axes.set_xticks([x + 0.5 for x in range(len(columns))], [str(count) for count in columns])
     axes.set_yticks([y + 0.5 for y in range(len(rows))], [f"{_short(domain)} · {method}" for domain, method in rows])
     axes.invert_yaxis()
@@ -145,6 +144,8 @@ def breakdown(cells: Cells, title: str) -> Figure:
 @in_style
 def throughput(curves: Curves, title: str) -> Figure:
     """Tokens a second against requests of a batch; a ring where plain decoding overtakes, its batch in the legend."""
+    from matplotlib.ticker import LogLocator
+
     figure = new_figure(4.2)
     axes = _panels(figure, 1, title, left=0.75, foot=_FOOT + 0.65)[0]
     names = [PLAIN, *(name for name in curves if name != PLAIN)]
@@ -161,6 +162,7 @@ def throughput(curves: Curves, title: str) -> Figure:
     sizes = sorted({size for curve in curves.values() for size in curve})
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(_units)
     axes.set_xlabel("requests of a batch")
     axes.set_ylabel("tokens/s")
@@ -235,7 +237,7 @@ def _units(value: float, _place: Any = None) -> str:
 
 
 def _short(name: str) -> str:
-    return textwrap.shorten(name, 18, placeholder="…") if len(name) > 18 and " " in name else name[:18]
+    return name if len(name) <= 18 else name[:17] + "…"
 
 
 def _panels(figure: Figure, count: int, title: str, *, left: float = 0.65, foot: float = _FOOT) -> list[Axes]:

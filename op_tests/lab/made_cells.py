@@ -49,7 +49,7 @@ def cell(pair="embedded", method="chain", K=2, domain="code", batch_size=1, temp
     } | changes
 
 
-def experiment(pairs=("embedded",), domains=("code", "conversation", "summarisation"), methods=("chain", "tree"),
+def experiment(pairs=("embedded",), domains=("code", "conversation", "summarization"), methods=("chain", "tree"),
                k=(1, 2, 4), batch_sizes=(1,), temperatures=(0.0,)) -> list[dict]:  # fmt: skip
     """In the order of the command, plain decoding first."""
     return [

@@ -44,7 +44,7 @@ def test_acceptance_by_domain_and_depth(figures):
         for line in axes.lines:
             made = cell(method=method, K=4, domain=line.get_label())
             assert list(line.get_xdata()) == [1, 2, 3, 4] and list(line.get_ydata()) == made["accepted_per_depth"]
-        assert [line.get_label() for line in axes.lines] == ["code", "conversation", "summarisation"]
+        assert [line.get_label() for line in axes.lines] == ["code", "conversation", "summarization"]
 
 
 def test_latency_of_plain_decoding_and_of_the_fastest_k(figures):

@@ -76,7 +76,7 @@ def test_the_page_has_every_cell_and_its_filters(tmp_path):
     page = Page(text)
     assert page.options == {
         "pair": ["", "one", "two"],
-        "domain": ["", "code", "conversation", "summarisation"],
+        "domain": ["", "code", "conversation", "summarization"],
         "batch": ["", "1", "2", "16"],
         "temperature": ["", "0", "0.5"],
         "method": ["", "plain", "chain", "tree"],
@@ -119,6 +119,7 @@ def test_numbers_that_are_none(tmp_path):
     gone = dict.fromkeys(("tokens_per_second", "speedup", "mean_accept_length", "peak_memory_mib", "step_ms"))
     page = Page(page_of(tmp_path, [*experiment(), cell(K=2, **gone, inter_token_ms=[None] * 101)]))
     assert page.cells.count("-") > 6 and "nan" not in page.cells and "None" not in page.cells
+    page_of(tmp_path / "all", [each | gone | {"accepted_per_depth": [], "phase_ms": {}} for each in experiment()])
 
 
 def test_500_cells(tmp_path, capsys):
