@@ -68,10 +68,10 @@ def test_phases_and_what_is_left_are_the_step(figures):
 
 
 def test_the_crossover_is_where_both_laws_meet(figures):
-    plain = {size: 100.0 * size for size in (1, 4, 64)}
-    curve = {size: 400.0 * size**0.5 for size in (1, 4, 64)}
+    plain = {size: 100.0 * size for size in (1, 8, 64)}
+    curve = {size: 400.0 * size**0.5 for size in (1, 8, 64)}
     assert records.crossover(curve, plain) == pytest.approx((16.0, 1600.0))
-    assert records.crossover(plain, plain) is None and records.crossover({1: 101.0, 4: 401.0}, plain) is None
+    assert records.crossover(plain, plain) is None and records.crossover({1: 101.0, 8: 801.0}, plain) is None
     assert records.crossover({2: 1.0}, plain) is None  # at no batch that both were measured at
     (axes,) = figures.throughput({"plain": plain, "tree": curve}, "title\nabout").axes
     rings = [line for line in axes.lines if line.get_gid() == "crossover-1"]
