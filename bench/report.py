@@ -190,7 +190,7 @@ def _headline_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) ->
 
 def _engine_tables(lines: Sequence[dict]) -> str:
     """Steps of the engine, and its throughput by batch size and preset: the newest line of each case and provider."""
-    newest = {(line["section"], line["case"], line["provider"]): line for line in lines}
+    newest = _newest(lines)
     steps = [["section", "case", "provider", "ms a step", "numbers", "at commit"]]
     speeds: dict[str, dict[str, str]] = {}
     for (section, case, provider), line in newest.items():
@@ -207,9 +207,14 @@ def _engine_tables(lines: Sequence[dict]) -> str:
     return "\n\n".join([f"{about} (`--app generation`):", *tables])
 
 
+def _newest(lines: Sequence[dict]) -> dict[tuple[str, str, str], dict]:
+    """By section, case and provider the last line."""
+    return {(line["section"], line["case"], line["provider"]): line for line in lines}
+
+
 def _drafter_tables(lines: Sequence[dict]) -> list[str]:
     """Methods of drafting by workload, and chains against trees: the newest line of each case and provider."""
-    newest = {(line["section"], line["case"], line["provider"]): line for line in lines}
+    newest = _newest(lines)
     methods = [["workload", "method", "tokens a step", "tokens/s", "of plain", "at commit"]]
     gaps = [["case", "method", "device idle before a step, µs", "worst", "at commit"]]
     lengths: dict[str, dict[str, str]] = {}

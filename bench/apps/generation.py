@@ -259,8 +259,6 @@ def gap(bench: Bench) -> None:
         engine = bench.engine(1, shape, accept)
         stream = engine.stream([[0] * bench.prompt_tokens], 400, seeds=0, speculative=shape is not None)
         next(stream)
-        for _ in range(8):
-            engine._scheduler.step()
         gaps = graph_gaps_us(engine._scheduler.step, 20)
         stream.close()
         middle = sorted(gaps)[len(gaps) // 2]

@@ -10,9 +10,14 @@ from pathlib import Path
 
 import torch
 
+WARM_STEPS = 8
+
 
 def graph_gaps_us(step: Callable[[], object], count: int) -> list[float]:
-    """How long the device has nothing to do before each CUDA graph of `count` steps, kernels and copies being work."""
+    """How long the device has nothing to do before each CUDA graph of `count` steps, kernels and copies being work;
+    behind some that are not traced."""
+    for _ in range(WARM_STEPS):
+        step()
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
         for _ in range(count):
             step()

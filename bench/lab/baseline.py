@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle_kernels.engine import GenerationResult
+from eagle_kernels.engine.values import first_line
 
 from .autoregressive import AutoregressiveDecoder
 from .config import BenchmarkConfig
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 results = measure(decoder, dataset.get_by_domain(domain), config, options.num_runs, log)
                 print(_row(domain, results), flush=True)
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {(str(error).splitlines() or [type(error).__name__])[0]}", file=sys.stderr)
+        print(f"error: {first_line(error)}", file=sys.stderr)
         return 1
     return 0
 

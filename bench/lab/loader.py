@@ -20,6 +20,7 @@ from eagle_kernels.engine.models import tokenizer as tokenizers
 from eagle_kernels.engine.models.loading import demo_pair, load_target, read_eos_token_ids, read_json
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.models.transformers_target import TransformersTarget
+from eagle_kernels.engine.values import first_line
 
 from .registry import EMBEDDED, ModelPair, get_pair
 
@@ -61,7 +62,7 @@ def resolve(model_id: str | Path) -> Path:
     except Exception as error:  # whatever the hub's HTTP library raises
         raise ModelError(
             f"resolve: {model_id!r} is no folder and could not be fetched from the Hugging Face hub (gated models need "
-            f"`hf auth login`): {_first_line(error)}"
+            f"`hf auth login`): {first_line(error)}"
         ) from None
     return folder
 
@@ -76,7 +77,7 @@ def load_tokenizer(model_id: str | Path) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (ImportError, OSError, ValueError, KeyError) as error:
-        raise ModelError(f"load_tokenizer: {model_id}: transformers finds no tokenizer: {_first_line(error)}") from None
+        raise ModelError(f"load_tokenizer: {model_id}: transformers finds no tokenizer: {first_line(error)}") from None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -107,7 +108,7 @@ def load_model(
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"load_model: {model_id}: transformers cannot load it: {_first_line(error)}") from None
+        raise ModelError(f"load_model: {model_id}: transformers cannot load it: {first_line(error)}") from None
     model = model.eval().requires_grad_(False)
     return model if name == "int4" else model.to(device), load_tokenizer(folder)
 
@@ -165,10 +166,6 @@ def _device(device: str | torch.device | None) -> torch.device:
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Loads a model and lets it write; returns the exit status."""
     from .autoregressive import AutoregressiveDecoder
@@ -189,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = AutoregressiveDecoder(wrapper).generate_text(options.prompt, options.n_tokens, temperature=0.0)
         print(f"  {options.n_tokens} tokens: {text!r}")
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {_first_line(error)}", file=sys.stderr)
+        print(f"error: {first_line(error)}", file=sys.stderr)
         return 1
     return 0
 

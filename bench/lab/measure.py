@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from eagle_kernels import EAGLEInference
-from eagle_kernels.engine.timing import percentile, round_times_s
+from eagle_kernels.engine.output import time_requests
+from eagle_kernels.engine.timing import percentile
 
 
 @dataclass
@@ -71,14 +72,10 @@ def measure(
             batch = slice(start, start + batch_size)
             begin_s = time.perf_counter()
             stream = engine.stream(list(prompts[batch]), max_new_tokens, seeds=own[batch], **options)
-            arrivals: list[list[tuple[float, bool]]] = [[] for _ in stream.requests]
-            for event in stream:
-                arrivals[event.request].append((time.perf_counter(), event.is_draft))
-            for (first_s, _), *others in arrivals:
-                ttft_s.append(first_s - begin_s)
-                rounds = round_times_s(first_s, others)
-                rounds_s += [elapsed_s for elapsed_s, _ in rounds]
-                gaps_s += [elapsed_s / count for elapsed_s, count in rounds for _ in range(count)]
+            for times in time_requests(stream):
+                ttft_s.append(times.first_s - begin_s)
+                rounds_s += [elapsed_s for elapsed_s, _ in times.rounds]
+                gaps_s += times.gaps_s
             output = stream.output()
             texts += output.output_ids
             stats.append(output.stats)

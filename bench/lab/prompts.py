@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
+from eagle_kernels.engine.values import first_line
 
 from .sources import DOMAINS, Domain, builtin_texts, downloaded_texts, read_file, read_questions
 
@@ -151,7 +152,7 @@ def _find(domain: str, count: int, count_tokens: Callable[[str], int], download:
                 return found, "Hugging Face hub"
             reason = "the data set has none"
         except Exception as error:  # whatever the hub's libraries raise where there is no network, say
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
     return builtin_texts(domain), f"built in ({reason})"
 
 

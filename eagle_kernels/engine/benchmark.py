@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .output import GenerationStats
-from .timing import percentile, round_times_s
+from .output import GenerationStats, time_requests
+from .timing import percentile
 
 if TYPE_CHECKING:
     from .inference import EAGLEInference
@@ -103,14 +103,11 @@ class _Decoding:
     def add(self, prompts: list[list[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
         start_s = time.perf_counter()
         stream = self._engine.stream(prompts, max_new_tokens, **options)
-        arrivals: list[list[tuple[float, bool]]] = [[] for _ in prompts]
-        for event in stream:
-            arrivals[event.request].append((time.perf_counter(), event.is_draft))
+        times = time_requests(stream)
         self._total_s += time.perf_counter() - start_s
-        for (first_s, _), *others in arrivals:
-            self._ttft_ms.append(1e3 * (first_s - start_s))
-            for elapsed_s, num_tokens in round_times_s(first_s, others):
-                self._gaps_ms += [1e3 * elapsed_s / num_tokens] * num_tokens
+        for request in times:
+            self._ttft_ms.append(1e3 * (request.first_s - start_s))
+            self._gaps_ms += [1e3 * gap_s for gap_s in request.gaps_s]
         tokens, stats = stream.output()
         self._stats.append(stats)
         return tokens

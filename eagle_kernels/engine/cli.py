@@ -30,6 +30,7 @@ from .output import GenerationOutput, GenerationStats
 from .training.head_recipe import add_options, read_options
 from .training.train_head import rows_of, train_head
 from .training.trainer import EXIT_UNFINISHED, TimeBudgetReached, device_name
+from .values import first_line
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GREEN, _PLAIN = "\033[32m", "\033[0m"
@@ -43,8 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         return 1
     except (ValueError, OSError, RuntimeError) as error:  # a ModelError is a ValueError, out of memory a RuntimeError
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        print(f"error: {first_line}", file=sys.stderr)
+        print(f"error: {first_line(error)}", file=sys.stderr)
         return 1
 
 

@@ -117,6 +117,26 @@ class GenerationOutput(_TokensAndStats):
     logprobs: list[list[float]] | list[float] | None = None
 
 
+class RequestTimes(NamedTuple):
+    """first_s: when a request's first token came, by `time.perf_counter`; rounds: see `timing.round_times_s`."""
+
+    first_s: float
+    rounds: list[tuple[float, int]]
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Seconds of each token behind the first; what a round brings at once shares its time."""
+        return [elapsed_s / count for elapsed_s, count in self.rounds for _ in range(count)]
+
+
+def time_requests(stream: TokenStream) -> list[RequestTimes]:
+    """Runs a stream to its end and notes when the tokens of each of its requests come."""
+    arrivals: list[list[tuple[float, bool]]] = [[] for _ in stream.requests]
+    for event in stream:
+        arrivals[event.request].append((time.perf_counter(), event.is_draft))
+    return [RequestTimes(first_s, round_times_s(first_s, others)) for (first_s, _), *others in arrivals]
+
+
 @dataclass
 class GenerationResult:
     """What one request brought and what it took, as measurements keep it: a JSON line, there and back.
@@ -184,19 +204,15 @@ class GenerationResult:
         if is_gpu:
             torch.cuda.reset_peak_memory_stats(stream.device)
         start_s = time.perf_counter()
-        arrivals = [(time.perf_counter(), event.is_draft) for event in stream]
+        (times,) = time_requests(stream)
         total_s = time.perf_counter() - start_s
         peak = torch.cuda.max_memory_allocated(stream.device) / 2**20 if is_gpu else None
-        stats, (first_s, _) = stream.output().stats, arrivals[0]
-        rounds = round_times_s(first_s, arrivals[1:])
-        latencies = [first_s - start_s]
-        for elapsed_s, num_tokens in rounds:
-            latencies += [elapsed_s / num_tokens] * num_tokens
-        result = cls(list(request.output_ids), latencies, total_s, peak, first_s - start_s)
+        stats, first_s = stream.output().stats, times.first_s - start_s
+        result = cls(list(request.output_ids), [first_s, *times.gaps_s], total_s, peak, first_s)
         if stats.num_draft_tokens > 1:
             phases_ms = stats.phase_time_ms
             result.acceptance_rate, result.tokens_per_step = stats.acceptance_rate, stats.mean_accept_length
-            result.num_speculation_rounds, result.per_round_latencies = stats.steps, [s for s, _ in rounds]
+            result.num_speculation_rounds, result.per_round_latencies = stats.steps, [s for s, _ in times.rounds]
             result.draft_time_total_ms, result.verify_time_total_ms = phases_ms.get("draft"), phases_ms.get("verify")
             result.sampling_time_total_ms = phases_ms.get("sample")
             result.bookkeeping_time_total_ms = phases_ms.get("bookkeeping")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..values import first_line
 from .protocol import ModelError
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there, whole or by its index
@@ -102,8 +103,7 @@ class _PickledFile:
         try:
             self._tensors = torch.load(path, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ModelError(f"{path.name} cannot be read: {reason}") from None
+            raise ModelError(f"{path.name} cannot be read: {first_line(error)}") from None
         is_table = isinstance(self._tensors, dict)
         if not (is_table and all(isinstance(tensor, Tensor) for tensor in self._tensors.values())):
             raise ModelError(f"{path.name} holds no dictionary of tensors")

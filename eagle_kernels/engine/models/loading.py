@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..values import is_integer
+from ..values import first_line, is_integer
 from .checkpoint import Checkpoint, check_memory, fill, naming, read_config, read_json, refuse_names, save_tensors
 from .decoder import Decoder
 from .decoder_config import FAMILIES, DecoderConfig
@@ -69,8 +69,7 @@ def _load_through_transformers(folder: Path, device: torch.device, dtype: torch.
             folder, dtype=dtype, local_files_only=True, output_loading_info=True
         )
     except (KeyError, OSError, RuntimeError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"transformers cannot load it: {reason}") from None
+        raise ModelError(f"transformers cannot load it: {first_line(error)}") from None
     # tensors that transformers makes up where the files have none
     refuse_names("missing", set(report["missing_keys"]))
     return TransformersTarget(model.to(device))
