@@ -80,7 +80,7 @@ class Bench:
         draft = self.modules if config.method == "mtp" else self.draft
         engine = EAGLEInference(draft if config.needs_model else None, self.target, config)
         if self.device.type == "cuda":
-            engine.generate(self.before, 64, seeds=0, speculative=speculative)  # compiles and captures
+            engine.generate(self.before, min(64, len(self.after)), seeds=0, speculative=speculative)  # compiles and captures
         text, stats = engine.generate(self.before, len(self.after), seeds=0, speculative=speculative)
         if text != self.after:
             raise AssertionError(f"{fields}: the text is not the script's")

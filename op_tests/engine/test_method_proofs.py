@@ -148,7 +148,8 @@ def test_policies_keep_their_promise(name, policy, temperature, device, monkeypa
             assert bonus == (own if own not in carried else min(set(range(20)) - set(carried)))
     deep = [len(step.kept) - 1 for step in steps if len(first_children(step)) > 2]
     if name == "naive":
-        assert not deep and text == plain_of(device).generate(prompts, 16, **drawn).output_ids
+        plain = plain_of(device, cuda_graph=False)  # the watch still looks, which a graph forbids
+        assert not deep and text == plain.generate(prompts, 16, **drawn).output_ids
         return
     assert len(deep) > (40 if policy == "simulate" else 4), len(deep)
     if policy == "simulate":

@@ -114,6 +114,7 @@ def test_masks_of_every_layout(name, mode, device):
         params[1] = SamplingParams(max_new_tokens=12, drafter="naive")
     requests = list(map(engine.submit, PROMPTS, params))
     engine.collect()
+    assert [request.error for request in requests] == [None, None]
     plain = engine.generate(PROMPTS[:2], 12, speculative=False).output_ids
     assert [request.output_ids for request in requests] == plain
 

@@ -52,7 +52,8 @@ def law_of(target: ToyModel, prompt: list[int], count: int, sampling: dict) -> t
     for length in range(count):
         rows = []
         for tokens in itertools.product(range(size), repeat=length):
-            logits = engine.next_token_logits(prompt + list(tokens)).double() / sampling.get("temperature", 1.0)
+            logits = engine.next_token_logits(prompt + list(tokens)).cpu().double()
+            logits = logits / sampling.get("temperature", 1.0)
             probs = torch.softmax(logits, dim=-1)
             order = probs.argsort(descending=True, stable=True)
             kept = torch.ones(size, dtype=torch.bool)

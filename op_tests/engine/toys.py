@@ -90,11 +90,11 @@ def random_llama(*, hidden_size=32, num_layers=2, vocab_size=61, max_length=256,
             "max_position_embeddings": max_length,
         }
     )
-    model = Decoder(config).to(device).eval()
+    model = Decoder(config).eval()
     for parameter in model.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.3)
-    return model
+    return model.to(device)  # so that it is the same model everywhere
 
 
 def random_head(target: Decoder, *, aux_layers=heads.STREAMS, seed=0) -> EagleHead:
