@@ -8,7 +8,7 @@ lines to `results/<gpu>/drafters.jsonl`.
     methods    method x workload, at 8 drafts: acceptance length, tokens a second, against plain decoding; beside code
                that is edited the embedded pair's own texts
     trees      chains and trees of ngram and suffix at 4 .. 64 nodes
-    naive      the method `naive` against plain decoding
+    naive      the method `naive` against plain decoding, of the first tokens
     gap        how long the device is idle before the work of a step, from a trace, with 10,000 responses in the suffix
                trees; plain decoding beside it
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -46,16 +46,17 @@ METHODS = {
     "hybrid": {"method": "hybrid", "topk": 1, "num_steps": 8, "num_model_steps": 3},
 }
 NUM_MODULES = 3
+NAIVE_TOKENS = 1500
 PAIR_TOKENS = 200
 NUM_RESPONSES = 10_000
 PAIR_PROMPTS = ("import os\n\ndef walk(", "class Stack:\n    def __init__(self):\n", "def quicksort(items):\n")
 
 
 class Bench:
-    """The models, the texts, and the lines that were measured."""
+    """The models and the texts; `write` takes each line that was measured."""
 
-    def __init__(self, shape: str, device: torch.device, num_lines: int):
-        self.device, self.shape = device, shape
+    def __init__(self, shape: str, device: torch.device, num_lines: int, write: Callable[[dict], None]):
+        self.device, self.shape, self.write = device, shape, write
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         sizes = SHAPES["llama-3.1-8b"]
         shared = {"vocab_size": sizes["vocab_size"], "max_position_embeddings": sizes["max_position_embeddings"]}
@@ -69,26 +70,26 @@ class Bench:
         self.target = Replay(target, script)
         self.draft = Replay(draft, script, DRAFT_ACCURACY)
         self.modules = ReplayModules(modules, script, DRAFT_ACCURACY)
-        self.lines: list[dict] = []
 
-    def replay(self, speculative: bool = True, **fields) -> tuple[float, float]:
+    def replay(self, speculative: bool = True, max_tokens: int | None = None, **fields) -> tuple[float, float]:
         """(tokens a step, tokens a second) of the edited file. Past responses are not remembered: there is one text."""
+        script = self.after[:max_tokens]
         config = EAGLEConfig(
             **fields, max_batch=1, eos_token_ids=(), max_length=len(self.before) + len(self.after) + 1,
             suffix_decoding_max_cached_requests=0,
         )  # fmt: skip
         draft = self.modules if config.method == "mtp" else self.draft
         engine = EAGLEInference(draft if config.needs_model else None, self.target, config)
-        if self.device.type == "cuda":
-            engine.generate(self.before, min(64, len(self.after)), seeds=0, speculative=speculative)  # compiles and captures
-        text, stats = engine.generate(self.before, len(self.after), seeds=0, speculative=speculative)
-        if text != self.after:
+        if self.device.type == "cuda":  # compiles and captures
+            engine.generate(self.before, min(64, len(script)), seeds=0, speculative=speculative)
+        text, stats = engine.generate(self.before, len(script), seeds=0, speculative=speculative)
+        if text != script:
             raise AssertionError(f"{fields}: the text is not the script's")
         return stats.mean_accept_length, stats.tokens_per_second
 
     def record(self, section: str, case: str, provider: str, **numbers: float) -> None:
         line = {"op": "drafters", "section": section, "case": case, "provider": provider}
-        self.lines.append(line | {name: round(value, 4) for name, value in numbers.items()})
+        self.write(line | {name: round(value, 4) for name, value in numbers.items()})
         shown = ", ".join(f"{name} {value:.2f}" for name, value in numbers.items())
         print(f"{section:10} {case:28} {provider:14} {shown}", flush=True)
 
@@ -135,7 +136,8 @@ def trees(bench: Bench) -> None:
 
 
 def naive(bench: Bench) -> None:
-    speeds = [bench.replay(method="naive", speculative=is_on)[1] for is_on in (True, False, True, False)]
+    ways = (True, False, True, False)
+    speeds = [bench.replay(method="naive", speculative=is_on, max_tokens=NAIVE_TOKENS)[1] for is_on in ways]
     plain, own = max(speeds[1::2]), max(speeds[::2])
     bench.record("naive", "code editing", "naive", tokens_per_s=own, of_plain=own / plain)
 
@@ -173,13 +175,14 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     if device.type == "cpu" and options.shape != "small":
         print("a model of this size needs a GPU; --shape small runs anywhere")
         return 2
-    bench = Bench(options.shape, device, options.num_lines)
     run = results.new_run()
+
+    def write(line: dict) -> None:
+        if directory is not None and device.type == "cuda":
+            about = {"shape": options.shape, "gpu": torch.cuda.get_device_name(), "commit": commit, "run": run}
+            results.append(directory, line | about)
+
+    bench = Bench(options.shape, device, options.num_lines, write)
     for section in options.only:
-        first = len(bench.lines)
         globals()[section](bench)
-        for line in bench.lines[first:]:
-            if directory is not None and device.type == "cuda":
-                about = {"shape": options.shape, "gpu": torch.cuda.get_device_name(), "commit": commit, "run": run}
-                results.append(directory, line | about)
     return 0
