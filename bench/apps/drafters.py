@@ -59,7 +59,7 @@ class Bench:
         self.device, self.shape, self.write = device, shape, write
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         sizes = SHAPES["llama-3.1-8b"]
-        shared = {"vocab_size": sizes["vocab_size"], "max_position_embeddings": sizes["max_position_embeddings"]}
+        shared = {"vocab_size": sizes["vocab_size"], "max_position_embeddings": 16384}
         if shape == "small":
             shared["vocab_size"] = 4096
         target = random_target(shape, device, dtype, **shared)

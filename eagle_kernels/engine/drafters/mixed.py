@@ -12,6 +12,8 @@ from .protocol import Drafter, Proposal
 
 # of a tree, what differs from row to row but for its place in the batch
 _OF_ROWS = ("tree_mask", "positions", "retrieve_next_token", "retrieve_next_sibling", "draft_tokens")
+# of the words of bit masks: on a GPU torch chooses between signed numbers only
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}
 
 
 class MixedDrafter:
@@ -54,5 +56,6 @@ class MixedDrafter:
 
 def _choose(is_other: Tensor, other: Tensor, tensor: Tensor, num_rows: int) -> Tensor:
     """Of two tensors of B rows, [B, ..] or flat, each row of the one or the other."""
-    rows = other.view(num_rows, -1), tensor.view(num_rows, -1)
-    return torch.where(is_other[:, None], *rows).view(tensor.shape)
+    dtype = _SIGNED.get(tensor.dtype, tensor.dtype)
+    rows = (each.view(dtype).view(num_rows, -1) for each in (other, tensor))
+    return torch.where(is_other[:, None], *rows).view(tensor.dtype).view(tensor.shape)
