@@ -64,8 +64,9 @@ class EAGLEConfig(MethodOptions):
     method              `eagle`, `mtp`, `draft_model`: the draft model's (None: whichever of these it is; of several
                         next-token modules each drafts one level, in chains, topk=1, of at most as many); `ngram`: what
                         followed the last tokens earlier in prompt or output; `suffix`: what followed them most often
-                        there and in past responses; `hybrid`: the model's, and ngram's behind or beside them; `naive`:
-                        none, and the fields of the tree say nothing.
+                        there and in past responses; `hybrid`: the model's, and ngram's behind or beside them, or
+                        before them where max_ngram_size tokens match; `naive`: none, and the fields of the tree say
+                        nothing.
                         Trees of ngram and suffix have at most topk * num_steps drafts, topk=1 makes them chains.
                         Several of them: each request has its own (`SamplingParams.drafter`), trees are of one size,
                         and all of them draft for all rows of a step

@@ -57,17 +57,19 @@ def test_text_is_plain_text(name, sampling, lag, device):
         assert stats.mean_accept_length > (2.5 if lag == 0 else 1.5)
 
 
+class Parrot(ToyModel):
+    """A target that says the same seven tokens again and again."""
+
+    def forward(self, input_ids, positions, attend, *, capture=(), last_only=False):
+        output = super().forward(input_ids, positions, attend, capture=capture, last_only=last_only)
+        following = (input_ids[:, -1:] if last_only else input_ids) + 1
+        logits = torch.nn.functional.one_hot(following % 7, self.vocab_size).float()
+        return output._replace(logits=logits)
+
+
 @pytest.mark.parametrize("name", ["ngram chain", "ngram tree", "suffix chain", "suffix tree"])
 def test_periodic_text_is_drafted_to_the_end(name, lag, device):
-    """A target that says the same few tokens again and again: every draft is right once they have been said."""
-
-    class Parrot(ToyModel):
-        def forward(self, input_ids, positions, attend, *, capture=(), last_only=False):
-            output = super().forward(input_ids, positions, attend, capture=capture, last_only=last_only)
-            following = (input_ids[:, -1:] if last_only else input_ids) + 1
-            logits = torch.nn.functional.one_hot(following % 7, self.vocab_size).float()
-            return output._replace(logits=logits)
-
+    """Every draft is right once the tokens have been said."""
     target = Parrot(device=device)
     config = EAGLEConfig(**METHODS[name])
     engine = EAGLEInference(None, target, config)
@@ -90,6 +92,22 @@ def test_hybrid_is_as_good_as_its_parts(device):
     for name in ("right", "wrong"):
         assert lengths[name, "hybrid"] >= max(lengths[name, "draft_model"], lengths[name, "ngram"]) - 0.05, lengths
     assert lengths["right", "hybrid"] > lengths["right", "draft_model"] + 0.3, lengths
+
+
+def test_what_is_being_repeated_comes_before_the_model(device):
+    """As many right drafts as the history alone has, beside a model that is always wrong; but where fewer tokens than
+    `max_ngram_size` match, the model's drafts take their places."""
+    target, stranger = Parrot(vocab_size=20, device=device), ToyModel(vocab_size=20, seed=1, device=device)
+    sizes = {"topk": 1, "num_steps": 6, "num_draft_tokens": 7, "min_ngram_size": 1}
+    lengths = {}
+    for method, options in (("ngram", {}), ("hybrid", {"num_model_steps": 2})):
+        for max_ngram_size in (5, 32):
+            config = EAGLEConfig(method=method, max_ngram_size=max_ngram_size, **sizes, **options)
+            engine = EAGLEInference(stranger if method == "hybrid" else None, target, config)
+            stats = engine.generate([0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4], 22).stats
+            lengths[method, max_ngram_size] = stats.mean_accept_length
+    assert lengths["ngram", 5] == lengths["ngram", 32] == lengths["hybrid", 5] == 7, lengths
+    assert lengths["hybrid", 32] < 6, lengths
 
 
 LAYOUTS = {

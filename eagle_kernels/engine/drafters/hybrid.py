@@ -1,9 +1,12 @@
-"""A model's drafts, and behind or beside them what the request itself says."""
+"""A model's drafts, and behind, beside or before them what the request itself says."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ... import ops
 from ..batch import Batch
@@ -14,12 +17,31 @@ from .protocol import Proposal, Reader
 from .trees import tree_of
 
 
+class Trie(NamedTuple):
+    """Drafts [B, M] and the nodes [B, M] that are their parents, 0 the root; -1 where there is none."""
+
+    tokens: Tensor
+    parents: Tensor
+
+    @classmethod
+    def of(cls, drafts) -> Trie:
+        return cls(drafts.tokens, drafts.parents)
+
+    def padded(self, num_drafts: int) -> Trie:
+        return Trie(*(pad(tensor, (0, num_drafts - tensor.shape[1]), value=-1) for tensor in self))
+
+    def where(self, is_own: Tensor, other: Trie) -> Trie:
+        """The rows that are wanted of this one, and the others of the other one."""
+        return Trie(*(torch.where(is_own, *pair) for pair in zip(self, other)))
+
+
 class HybridDrafter(ModelDrafter):
     """The model drafts `num_model_steps` levels of `topk`; the rest of the nodes goes to n-gram continuations.
 
     Where the model's best path continues a match of the history, what follows there is appended to it (FastDeploy's
     hybrid). Where it does not, the history's own continuation becomes a branch of its own below the root: one of the
-    two may be right.
+    two may be right. But where `max_ngram_size` tokens match, text is being repeated: then the history's continuation
+    comes first, and the model has what is left, where they differ.
     """
 
     reads_history = True
@@ -40,23 +62,22 @@ class HybridDrafter(ModelDrafter):
         tokens = drafted.draft_tokens.view_as(drafted.retrieve_index)[:, 1:].contiguous()
         parents = _parents(drafted.top_scores_index, places.parent_slots, config.topk)
         leaf, path = _best_path(tokens, drafted.retrieve_next_token, config.num_model_steps)
-        room = self.num_nodes - 1 - tokens.shape[1]
-        behind = match(batch, config, room, self.num_steps - config.num_model_steps, config.topk, path)
-        beside = match(batch, config, room, self.num_steps, config.topk)
-        # a match that reaches past the model's drafts into the history
-        is_behind = (behind.match_len > (path >= 0).sum(1))[:, None]
-        tree = ops.merge_drafts(
-            tokens,
-            parents,
-            torch.where(is_behind, behind.tokens, beside.tokens),
-            torch.where(is_behind, behind.parents, beside.parents),
-            torch.where(is_behind[:, 0], leaf, 0),
-            num_speculative_tokens=self.num_nodes - 1,
+        drafts = Trie(tokens, parents)
+        num_drafts = self.num_nodes - 1
+        beside = match(batch, config, num_drafts, self.num_steps, config.topk)
+        behind = match(
+            batch, config, num_drafts - tokens.shape[1], self.num_steps - config.num_model_steps, config.topk, path
         )
+        is_first = (beside.match_len == config.max_ngram_size)[:, None]
+        # a match that reaches past the model's drafts into the history
+        is_behind = (behind.match_len > (path >= 0).sum(1))[:, None] & ~is_first
+        model, found, follows = (trie.padded(num_drafts) for trie in (drafts, Trie.of(beside), Trie.of(behind)))
+        first, second = found.where(is_first, model), model.where(is_first, follows.where(is_behind, found))
+        leaf = torch.where(is_behind[:, 0], leaf, 0)
+        tree = ops.merge_drafts(*first, *second, leaf, num_speculative_tokens=num_drafts)
 
         def path_probs() -> Tensor:
-            # the model's drafts come first, in their order; of the others nobody knows
-            return torch.nn.functional.pad(places.path_probs(drafted.top_scores_index), (0, room), value=float("nan"))
+            return _at_new_places(places.path_probs(drafted.top_scores_index), drafts, Trie.of(tree))
 
         return Proposal(tree_of(batch, tree.tokens, tree.parents, config), path_probs=path_probs)
 
@@ -65,6 +86,21 @@ def _parents(kept: Tensor, parent_list: Tensor, topk: int) -> Tensor:
     """[B, N - 1]: the nodes that are the parents of kept candidates, whose flat ids ascend."""
     candidate = parent_list.gather(1, kept // topk)
     return torch.where(candidate < 0, 0, 1 + torch.searchsorted(kept, candidate.contiguous()))
+
+
+def _at_new_places(values: Tensor, trie: Trie, merged: Trie) -> Tensor:
+    """Values [B, M] of a trie's nodes at their places in one that it was merged into; NaN at those of others."""
+    moved = values.new_full((len(values), 1 + merged.tokens.shape[1]), float("nan"))
+    place = torch.zeros_like(trie.tokens[:, :1])
+    for node in range(trie.tokens.shape[1]):
+        token, parent = trie.tokens[:, node, None], trie.parents[:, node, None]
+        above = place.gather(1, parent.clamp(min=0))
+        is_it = (merged.parents == above) & (merged.tokens == token) & (above >= 0) & (parent >= 0)
+        found = torch.where(is_it.any(1, keepdim=True), 1 + is_it.int().argmax(1, keepdim=True), -1)
+        # what is nowhere is written to the root's place, which is cut off
+        moved.scatter_(1, found.clamp(min=0), values[:, node, None])
+        place = torch.cat([place, found], dim=1)
+    return moved[:, 1:]
 
 
 def _best_path(tokens: Tensor, first_child: Tensor, num_levels: int) -> tuple[Tensor, Tensor]:
