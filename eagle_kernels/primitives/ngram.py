@@ -70,6 +70,13 @@ def load_tokens(history, position, is_wanted):
 
 
 @triton.jit
+def as_row_token(token, row_ptr):
+    """(A token int64 in the type of the rows, whether it can stand in one: not below 0, nor a draft of more bits)."""
+    own = token.to(row_ptr.dtype.element_ty)
+    return own, (token >= 0) & (own == token)
+
+
+@triton.jit
 def match_lengths(history, position, is_match, max_ngram_size):
     """How many tokens, at most max_ngram_size, match the text's last ones where they end at each position [n], int32.
 
@@ -99,6 +106,26 @@ def end_keys(history, position, length, min_ngram_size, IS_LATEST: tl.constexpr)
 
 
 @triton.jit
+def end_key(history, end, min_ngram_size, max_ngram_size, IS_LATEST: tl.constexpr, BLOCK_NGRAM: tl.constexpr):
+    """The key of the match that ends at one position, before the text's last one; 0 if it does not count.
+
+    All of its tokens are compared at once, those of BLOCK_NGRAM places.
+    """
+    shift = tl.arange(0, BLOCK_NGRAM)
+    last = history.length - 1
+    is_inside = (shift < max_ngram_size) & (end >= shift) & (end < last)
+    token = load_tokens(history, end - shift, is_inside)
+    is_same = is_inside & (token >= 0) & (token == load_tokens(history, last - shift, is_inside))
+    length = tl.min(tl.where(is_same, BLOCK_NGRAM, shift))
+    counts = (length >= min_ngram_size) & (end < last)
+    counts = counts & (load_token(history, tl.where(counts, end + 1, -1)) >= 0)
+    order = end
+    if not IS_LATEST:
+        order = 0x7FFFFFFF - end
+    return tl.where(counts, (length.to(tl.int64) << 32) | order.to(tl.int64), 0)
+
+
+@triton.jit
 def _key_end(key, IS_LATEST: tl.constexpr):
     """The positions int32 that keys were made of."""
     order = (key & 0x7FFFFFFF).to(tl.int32)
@@ -120,6 +147,15 @@ def keep_best(kept, key, MAX_MATCHES: tl.constexpr, BLOCK_MATCH: tl.constexpr):
         best = tl.max(key)
         num_taken += 1
     return kept
+
+
+@triton.jit
+def keep_if_better(kept, key, BLOCK_MATCH: tl.constexpr):
+    """As `keep_best`, of one key."""
+    slot = tl.arange(0, BLOCK_MATCH)
+    worst = tl.min(kept)
+    place = tl.min(tl.where(kept == worst, slot, BLOCK_MATCH))
+    return tl.where((slot == place) & (key > worst), key, kept)
 
 
 @triton.jit

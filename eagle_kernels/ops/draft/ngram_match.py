@@ -45,9 +45,12 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ngram import (
     History,
+    as_row_token,
+    end_key,
     end_keys,
     history_lengths,
     keep_best,
+    keep_if_better,
     load_token,
     load_tokens,
     match_lengths,
@@ -79,6 +82,13 @@ MERGE_TUNING = {"default": {"BLOCK_KEY": 256, "num_warps": 2}}
 BUDGET_TUNING = {"default": {"BLOCK_BATCH": 256, "num_warps": 1}}
 
 
+@triton.jit
+def _smallest(values):
+    """Of integers without their signs: an instruction each, where booleans take many to be put together."""
+    unsigned: tl.constexpr = tl.uint64 if values.dtype.primitive_bitwidth == 64 else tl.uint32
+    return tl.min(values.to(unsigned, bitcast=True))
+
+
 @triton.jit(do_not_specialize=["stride_token_ids_request", "width", "min_ngram_size", "max_ngram_size"])
 def _ngram_match_scan_kernel(
     # inputs
@@ -100,6 +110,7 @@ def _ngram_match_scan_kernel(
     BLOCK_GIVEN: tl.constexpr,
     BLOCK_MATCH: tl.constexpr,
     BLOCK_TOKEN: tl.constexpr,
+    BLOCK_NGRAM: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Finds the best matches that end in one part of one row, but for its last few tokens, which fill no vector."""
@@ -119,11 +130,9 @@ def _ngram_match_scan_kernel(
     first_block = part * blocks_of_part
     last_block = tl.minimum(first_block + blocks_of_part, num_blocks)
 
-    last_token = load_token(history, length - 1)
-    wanted = last_token.to(token_ids_ptr.dtype.element_ty)
-    # no token of the row: below 0, or a draft of more bits
-    if (last_token < 0) | (wanted != last_token):
-        last_block = first_block
+    NOWHERE: tl.constexpr = -1 if IS_LATEST else 0x7FFFFFFF
+    last, is_last = as_row_token(load_token(history, length - 1), token_ids_ptr)
+    last_block = tl.where(is_last, last_block, first_block)
     slot = tl.arange(0, BLOCK_MATCH)
     kept = tl.where(slot < MAX_MATCHES, 0, 2**62).to(tl.int64)
     # nothing shorter than this is of use any more; the order of blocks is that of preference, so nothing as long either
@@ -135,13 +144,25 @@ def _ngram_match_scan_kernel(
             block = last_block - 1 - done
         position = block * BLOCK_TOKEN + tl.arange(0, BLOCK_TOKEN)
         token = tl.load(row_ptr + position, mask=position < num_vectors * VECTOR, other=-1)
-        is_match = (token == wanted) & (position < length - 1)
-        # most blocks end here
-        if tl.max(is_match.to(tl.int32)) > 0:
-            size = match_lengths(history, position, is_match, max_ngram_size)
-            if tl.max(size) > worst_size:
-                key = end_keys(history, position, size, min_ngram_size, IS_LATEST)
-                kept = keep_best(kept, key, MAX_MATCHES, BLOCK_MATCH)
+        # 0 where a match may end; of rare tokens most blocks have none
+        difference = token ^ last
+        if _smallest(difference) == 0:
+            difference = tl.where(position < length - 1, difference, -1)
+            end = 0
+            # one after another: the longer they have to be, the fewer are left
+            while (end != NOWHERE) & (worst_size < max_ngram_size):
+                # where a longer match would go on
+                wanted, is_wanted = as_row_token(load_token(history, length - 1 - worst_size), token_ids_ptr)
+                may_end = (difference == 0) & (position >= worst_size) & is_wanted
+                wanted = tl.where(is_wanted, wanted, 0)
+                difference |= tl.load(row_ptr + position - worst_size, mask=may_end, other=-1) ^ wanted
+                if IS_LATEST:
+                    end = tl.max(tl.where(difference == 0, position, NOWHERE))
+                else:
+                    end = tl.min(tl.where(difference == 0, position, NOWHERE))
+                difference = tl.where(position == end, -1, difference)
+                key = end_key(history, end, min_ngram_size, max_ngram_size, IS_LATEST, BLOCK_NGRAM)
+                kept = keep_if_better(kept, key, BLOCK_MATCH)
                 worst_size = tl.maximum((tl.min(kept) >> 32).to(tl.int32), worst_size)
         done += 1
     tl.store(keys_ptr + (request * num_parts + part) * MAX_MATCHES + slot, kept, mask=slot < MAX_MATCHES)
@@ -347,6 +368,7 @@ def ngram_match(
         ALIGNMENT=vector,
         VECTOR=vector,
         BLOCK_TOKEN=scan["BLOCK_TOKEN"],
+        BLOCK_NGRAM=triton.next_power_of_2(max_ngram_size),
         num_warps=scan["num_warps"],
     )
     launch(
