@@ -2,9 +2,10 @@
 
 A step verifies r = B N rows of B requests. Its time is that of
 
-    the target  t(r) + B c        t: as measured in plain steps, less c; of more rows than these what their arithmetic
-                                  takes, s ms a row, or as long as before while that is less. c: one request's keys and
-                                  values at the bandwidth of a read
+    the target  t(r) + B c        t: as measured in plain steps, less c; of more rows than these reading the weights and
+                                  their arithmetic, s ms a row, overlap in part: their squares are added, which is what
+                                  the measured steps do where both take their time. c: one request's keys and values at
+                                  the bandwidth of a read
     the draft   d(B (S + 1)) + (S - 1) d(B K)
                                   reads the accepted path, then drafts S - 1 further levels of K beams. d: as measured
                                   in steps with one draft, whose second row makes the target's part known
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -79,12 +81,15 @@ class StepModel:
             if 2 * size <= target[-1][0]
         )
         tree, size, measured_ms = large
-        # where arithmetic limits all of it the time is linear in s
-        at_one, at_two = (
-            cls(target, draft, request_ms, row_ms, draft_share * row_ms).step_ms(tree, size) for row_ms in (1.0, 2.0)
-        )
-        row_ms = 1.0 + (measured_ms - at_one) / (at_two - at_one)
-        return cls(target, draft, request_ms, row_ms, draft_share * row_ms)
+
+        def with_row_ms(row_ms: float) -> StepModel:
+            return cls(target, draft, request_ms, row_ms, draft_share * row_ms)
+
+        low, high = 0.0, measured_ms
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if with_row_ms(middle).step_ms(tree, size) < measured_ms else (low, middle)
+        return with_row_ms(high)
 
     def plain_ms(self, batch_size: int) -> float:
         """Of a step without drafts."""
@@ -114,13 +119,13 @@ class StepModel:
 
 
 def _between(points: Sequence[tuple[int, float]], x: int, slope: float) -> float:
-    """Linear between the points, the first one's value before them; behind them `slope` x, where that is more than the
-    last one's value."""
+    """Linear between the points, the first one's value before them; behind them the squares of slope x are added to
+    what is left of the last one's square without them."""
     (first, value), (last, top) = points[0], points[-1]
     if x <= first:
         return value
     if x >= last:
-        return max(top, x * slope)
+        return math.sqrt(top**2 + slope**2 * (x**2 - last**2))
     index = bisect.bisect_right([place for place, _ in points], x)
     (low, below), (high, above) = points[index - 1 : index + 1]
     return below + (above - below) * (x - low) / (high - low)
