@@ -2,13 +2,12 @@
 to date.
 
 The example runs the library's own reference of verification, with every outcome of its draws enumerated; the
-predictions use what `python -m bench.run --app generation` has measured.
+predictions use what `python -m bench.run --app generation` and `--app experiment` have measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,9 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..apps.random_models import SHAPES
-from ..harness import results
-from .speedup import StepModel, Tree, expected_tokens_of_chain, ideal_speedup
+from .predictions import measured_cells, measured_lines, of_cells, of_presets
+from .speedup import expected_tokens_of_chain, ideal_speedup
 
 PAGE = Path(__file__).with_name("THEORY.md")
 WORDS = "abc"
@@ -26,11 +24,6 @@ WORDS = "abc"
 TARGET = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.3, 0.3, 0.4]], dtype=torch.float64)
 DRAFT = torch.tensor([[0.5, 0.4, 0.1], [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]], dtype=torch.float64)
 NUM_DRAFTS = 4
-# of which steps are predicted, and by which they are
-PREDICTED: dict[str, Tree] = {"naive_eagle": (1, 1, 2), "chain 3": (1, 3, 4), "tree 8/5/64": (8, 5, 64)}
-LARGE = ("tree 8/5/64", 256)
-CONTEXT_TOKENS = 600
-GB_PER_S = 3280.0  # of a read, as `bench.harness.timing.ceiling_gb_per_s` measures it on that GPU
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
     old = options.page.read_text(encoding="utf-8")
-    new = _filled(_filled(old, "example", worked_example()), "model", predictions(_measured_lines()))
+    parts = {
+        "example": worked_example(),
+        "model": of_presets(measured_lines("generation")),
+        "pair": of_cells(measured_cells()),
+    }
+    new = old
+    for mark, content in parts.items():
+        new = _filled(new, mark, content)
     if new != old:
         print(f"{options.page} is not up to date: run python -m bench.lab.theory" if options.check else "written")
         if not options.check:
@@ -93,74 +93,6 @@ def shares_kept(kept: Tensor) -> list[float]:
         reached = reached @ kept
         shares.append(float(reached.sum()))
     return shares
-
-
-def predictions(lines: Sequence[dict]) -> str:
-    """What the model says of each measured step of the 8B shape, as Markdown."""
-    model, measured = fitted(lines)
-    sizes = sorted(measured["plain"])
-    table = ["| requests | " + " | ".join(f"{name}: measured | predicted | error" for name in PREDICTED) + " |"]
-    table.append("|--:|" + "--:|" * 3 * len(PREDICTED))
-    for size in sizes:
-        cells = []
-        for name, tree in PREDICTED.items():
-            step_ms, tokens = measured[name][size]
-            wanted = tokens * measured["plain"][size][0] / step_ms
-            got = model.speedup(tree, size, tokens)
-            is_input = (name, size) == LARGE or (name == "naive_eagle" and 2 * size <= sizes[-1])
-            cells += [f"{wanted:.2f}×", f"{got:.2f}×", "input" if is_input else f"{got / wanted - 1:+.1%}"]
-        table.append(f"| {size} | " + " | ".join(cells) + " |")
-    tflops = 2e-9 * _parameters("llama-3.1-8b") / model.row_ms
-    constants = [
-        f"Constants: {model.plain_ms(1):.2f} ms for a step of one row, {model.draft_ms[0][1]:.2f} ms for one of the",
-        f"head, {1e3 * model.request_ms:.0f} µs for a request's keys and values, {1e3 * model.row_ms:.1f} µs a row",
-        f"where arithmetic limits it ({tflops:.0f} TFLOP/s).",
-    ]
-    return "\n".join([*table, "", *constants])
-
-
-def fitted(lines: Sequence[dict]) -> tuple[StepModel, dict[str, dict[int, tuple[float, float]]]]:
-    """The model, and measured (ms a step, tokens a step) by preset and batch size."""
-    measured: dict[str, dict[int, tuple[float, float]]] = {}
-    for line in lines:
-        if line["section"] == "throughput" and line["shape"] == "llama-3.1-8b":
-            size = int(line["case"].removeprefix("B="))
-            measured.setdefault(line["provider"], {})[size] = line["step_ms"], line["accept_length"]
-    sizes = SHAPES["llama-3.1-8b"]
-    token_bytes = 2 * 2 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]
-    model = StepModel.fit(
-        {size: step_ms for size, (step_ms, _) in measured["plain"].items()},
-        {size: step_ms for size, (step_ms, _) in measured["naive_eagle"].items()},
-        (PREDICTED[LARGE[0]], LARGE[1], measured[LARGE[0]][LARGE[1]][0]),
-        request_ms=1e-6 * CONTEXT_TOKENS * token_bytes / GB_PER_S,
-        draft_share=_head_parameters("llama-3.1-8b") / _parameters("llama-3.1-8b"),
-    )
-    return model, measured
-
-
-def _measured_lines() -> list[dict]:
-    files = sorted(results.DIRECTORY.glob("*/generation.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def _layer_parameters(sizes: dict, input_size: int) -> int:
-    query, key = (sizes[name] * sizes["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    attention = (query + 2 * key) * input_size + query * sizes["hidden_size"]
-    return attention + 3 * sizes["hidden_size"] * sizes["intermediate_size"]
-
-
-def _parameters(shape: str) -> int:
-    """That a row is multiplied with: all but the embedding."""
-    sizes = SHAPES[shape]
-    layers = sizes["num_hidden_layers"] * _layer_parameters(sizes, sizes["hidden_size"])
-    return layers + sizes["vocab_size"] * sizes["hidden_size"]
-
-
-def _head_parameters(shape: str) -> int:
-    """The same of an EAGLE-3 head."""
-    sizes = SHAPES[shape]
-    layer = _layer_parameters(sizes, 2 * sizes["hidden_size"])
-    return layer + (3 * sizes["hidden_size"] + sizes["draft_vocab_size"]) * sizes["hidden_size"]
 
 
 def _likeliest(probs: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.lab import theory
+from bench.lab import predictions, theory
 from bench.lab.speedup import StepModel, expected_tokens, expected_tokens_of_chain, ideal_speedup
+from op_tests.lab.made_cells import experiment
 
 SIZES = (1, 2, 4, 8, 16, 32)
 SINGLE, TREE = (1, 1, 2), (4, 3, 16)
@@ -67,3 +68,22 @@ def test_times_between_and_beyond_those_measured():
     # 32 rows take 5.64 ms, 1.92 of it arithmetic's, if nothing overlapped
     assert model.plain_ms(64) - 64 * 0.03 == pytest.approx((5.64**2 - 1.92**2 + 3.84**2) ** 0.5)
     assert model.plain_ms(10_000) == pytest.approx(10_000 * (0.06 + 0.03), rel=1e-3)
+
+
+def test_levels_between_those_that_were_looked_at():
+    assert predictions.of_cells([]) == "Not measured yet."
+    cells = experiment(k=(1, 2, 4, 8))
+    for cell in cells:
+        cell["step_ms"] -= 1.0  # made cells are as fast as their steps are without
+    text = predictions.of_cells(cells)
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| c") or line.startswith("| s")]
+    assert len(rows) == 3 * 2 * 2 and {row[2].strip() for row in rows} == {"2", "4"}
+    assert all(row[-1].strip() in ("+0.0%", "-0.0%") for row in rows), text
+    assert "plain 10.000 ms; chain 11.000 ms with K = 1 and 1000.0 µs for each more; tree 11.000 ms" in text
+    for cell in cells:
+        if cell["config"]["K"] == 4:
+            cell["speedup"] /= 1.25  # what K = 1 and 8 do not foresee
+    assert predictions.of_cells(cells).count("+25.0%") == 6
+    # two K are inputs both; without plain decoding nothing is as fast as anything
+    assert predictions.of_cells([cell for cell in cells if cell["config"]["K"] in (None, 1, 8)]) == "Not measured yet."
+    assert predictions.of_cells([cell for cell in cells if cell["config"]["K"]]) == "Not measured yet."
