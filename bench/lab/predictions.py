@@ -54,6 +54,37 @@ def of_presets(lines: Sequence[dict]) -> str:
     return "\n".join([*table, "", *constants])
 
 
+def of_cells(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Of each method's steps with K levels, from those with the fewest and the most: a level takes the same time each.
+    Tokens a step are as measured."""
+    lines = []
+    for setting, group in by_setting(cells).items():
+        plain = {cell["config"]["prompt_domain"]: cell for cell in group if method_of(cell) == PLAIN}
+        rows, inputs = [], []
+        for method in dict.fromkeys(map(method_of, group)):
+            own = [cell for cell in group if method_of(cell) == method and cell["config"]["prompt_domain"] in plain]
+            steps_ms = _mean_steps_ms(own)
+            if method == PLAIN or len(steps_ms) < 3:
+                continue
+            few, most = min(steps_ms), max(steps_ms)
+            level_ms = (steps_ms[most] - steps_ms[few]) / (most - few)
+            inputs.append(f"{method} {steps_ms[few]:.3f} ms with K = {few} and {1e3 * level_ms:.1f} µs for each more")
+            for cell in own:
+                levels, domain = cell["config"]["K"], cell["config"]["prompt_domain"]
+                if levels in (few, most):
+                    continue
+                tokens, wanted = cell["mean_accept_length"], cell["speedup"]
+                got = tokens * _mean_steps_ms(plain.values())[None] / (steps_ms[few] + (levels - few) * level_ms)
+                row = f"| {domain} | {method} | {levels} | {tokens:.2f} | {wanted:.2f}× | {got:.2f}× | "
+                rows.append(row + f"{got / wanted - 1:+.1%} |")
+        if rows:
+            plain_ms = _mean_steps_ms(plain.values())[None]
+            lines += [f"{setting}:", "", "| domain | method | K | tokens a step | measured | predicted | error |"]
+            lines += ["|---|---|--:|--:|--:|--:|--:|", *rows, ""]
+            lines += [f"Constants: plain {plain_ms:.3f} ms; " + "; ".join(inputs) + ".", ""]
+    return "\n".join(lines).rstrip() or "Not measured yet."
+
+
 def fitted(lines: Sequence[dict]) -> tuple[StepModel, dict[str, dict[int, tuple[float, float]]]]:
     """The model, and measured (ms a step, tokens a step) by preset and batch size."""
     measured: dict[str, dict[int, tuple[float, float]]] = {}
@@ -91,37 +122,6 @@ def _head_parameters(shape: str) -> int:
     sizes = SHAPES[shape]
     layer = _layer_parameters(sizes, 2 * sizes["hidden_size"])
     return layer + (3 * sizes["hidden_size"] + sizes["draft_vocab_size"]) * sizes["hidden_size"]
-
-
-def of_cells(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Of each method's steps with K levels, from those with the fewest and the most: a level takes the same time each.
-    Tokens a step are as measured."""
-    lines = []
-    for setting, group in by_setting(cells).items():
-        plain = {cell["config"]["prompt_domain"]: cell for cell in group if method_of(cell) == PLAIN}
-        rows, inputs = [], []
-        for method in dict.fromkeys(map(method_of, group)):
-            own = [cell for cell in group if method_of(cell) == method and cell["config"]["prompt_domain"] in plain]
-            steps_ms = _mean_steps_ms(own)
-            if method == PLAIN or len(steps_ms) < 3:
-                continue
-            few, most = min(steps_ms), max(steps_ms)
-            level_ms = (steps_ms[most] - steps_ms[few]) / (most - few)
-            inputs.append(f"{method} {steps_ms[few]:.3f} ms with K = {few} and {1e3 * level_ms:.1f} µs for each more")
-            for cell in own:
-                levels, domain = cell["config"]["K"], cell["config"]["prompt_domain"]
-                if levels in (few, most):
-                    continue
-                tokens, wanted = cell["mean_accept_length"], cell["speedup"]
-                got = tokens * _mean_steps_ms(plain.values())[None] / (steps_ms[few] + (levels - few) * level_ms)
-                row = f"| {domain} | {method} | {levels} | {tokens:.2f} | {wanted:.2f}× | {got:.2f}× | "
-                rows.append(row + f"{got / wanted - 1:+.1%} |")
-        if rows:
-            plain_ms = _mean_steps_ms(plain.values())[None]
-            lines += [f"{setting}:", "", "| domain | method | K | tokens a step | measured | predicted | error |"]
-            lines += ["|---|---|--:|--:|--:|--:|--:|", *rows, ""]
-            lines += [f"Constants: plain {plain_ms:.3f} ms; " + "; ".join(inputs) + ".", ""]
-    return "\n".join(lines).rstrip() or "Not measured yet."
 
 
 def _mean_steps_ms(cells: Iterable[Mapping[str, Any]]) -> dict[int | None, float]:
