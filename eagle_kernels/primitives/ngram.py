@@ -95,6 +95,17 @@ def match_lengths(history, position, is_match, max_ngram_size):
 
 
 @triton.jit
+def match_length(history, end, max_ngram_size, BLOCK_NGRAM: tl.constexpr):
+    """The same for one position, int32, all tokens at once: 0 where that is not before the text's last place."""
+    shift = tl.arange(0, BLOCK_NGRAM)
+    last = history.length - 1
+    is_inside = (shift < max_ngram_size) & (end >= shift) & (end < last)
+    token = load_tokens(history, end - shift, is_inside)
+    is_same = is_inside & (token >= 0) & (token == load_tokens(history, last - shift, is_inside))
+    return tl.min(tl.where(is_same, BLOCK_NGRAM, shift))
+
+
+@triton.jit
 def end_keys(history, position, length, min_ngram_size, IS_LATEST: tl.constexpr):
     """The keys of matches of these lengths that end at these positions; 0 for those that do not count."""
     counts = length >= min_ngram_size
@@ -106,18 +117,9 @@ def end_keys(history, position, length, min_ngram_size, IS_LATEST: tl.constexpr)
 
 
 @triton.jit
-def end_key(history, end, min_ngram_size, max_ngram_size, IS_LATEST: tl.constexpr, BLOCK_NGRAM: tl.constexpr):
-    """The key of the match that ends at one position, before the text's last one; 0 if it does not count.
-
-    All of its tokens are compared at once, those of BLOCK_NGRAM places.
-    """
-    shift = tl.arange(0, BLOCK_NGRAM)
-    last = history.length - 1
-    is_inside = (shift < max_ngram_size) & (end >= shift) & (end < last)
-    token = load_tokens(history, end - shift, is_inside)
-    is_same = is_inside & (token >= 0) & (token == load_tokens(history, last - shift, is_inside))
-    length = tl.min(tl.where(is_same, BLOCK_NGRAM, shift))
-    counts = (length >= min_ngram_size) & (end < last)
+def end_key(history, end, length, min_ngram_size, IS_LATEST: tl.constexpr):
+    """As `end_keys`, of one match."""
+    counts = length >= min_ngram_size
     counts = counts & (load_token(history, tl.where(counts, end + 1, -1)) >= 0)
     order = end
     if not IS_LATEST:

@@ -53,6 +53,7 @@ from ...primitives.ngram import (
     keep_if_better,
     load_token,
     load_tokens,
+    match_length,
     match_lengths,
     merge_paths,
 )
@@ -149,21 +150,29 @@ def _ngram_match_scan_kernel(
         if _smallest(difference) == 0:
             difference = tl.where(position < length - 1, difference, -1)
             end = 0
+            shift = worst_size
             # one after another: the longer they have to be, the fewer are left
             while (end != NOWHERE) & (worst_size < max_ngram_size):
-                # where a longer match would go on
-                wanted, is_wanted = as_row_token(load_token(history, length - 1 - worst_size), token_ids_ptr)
-                may_end = (difference == 0) & (position >= worst_size) & is_wanted
+                # all that are not as the longer ones at one place: where those go on, or where the one before failed
+                wanted, is_wanted = as_row_token(load_token(history, length - 1 - shift), token_ids_ptr)
+                may_end = (difference == 0) & (position >= shift) & is_wanted
                 wanted = tl.where(is_wanted, wanted, 0)
-                difference |= tl.load(row_ptr + position - worst_size, mask=may_end, other=-1) ^ wanted
+                difference |= tl.load(row_ptr + position - shift, mask=may_end, other=-1) ^ wanted
                 if IS_LATEST:
                     end = tl.max(tl.where(difference == 0, position, NOWHERE))
                 else:
                     end = tl.min(tl.where(difference == 0, position, NOWHERE))
                 difference = tl.where(position == end, -1, difference)
-                key = end_key(history, end, min_ngram_size, max_ngram_size, IS_LATEST, BLOCK_NGRAM)
+                size = match_length(history, end, max_ngram_size, BLOCK_NGRAM)
+                key = end_key(history, end, size, min_ngram_size, IS_LATEST)
+                if (size >= min_ngram_size) & (key == 0):
+                    # nothing follows this one, and maybe others
+                    may_end = (difference == 0) & (position + 1 < committed)
+                    following = tl.load(row_ptr + position + 1, mask=may_end, other=0)
+                    difference = tl.where(following < 0, -1, difference)
                 kept = keep_if_better(kept, key, BLOCK_MATCH)
                 worst_size = tl.maximum((tl.min(kept) >> 32).to(tl.int32), worst_size)
+                shift = tl.minimum(size, worst_size)
         done += 1
     tl.store(keys_ptr + (request * num_parts + part) * MAX_MATCHES + slot, kept, mask=slot < MAX_MATCHES)
 

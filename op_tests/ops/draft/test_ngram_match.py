@@ -299,6 +299,30 @@ def test_rows_of_a_batch_are_alone(device):
         assert all(torch.equal(one[0], of[row]) for one, of in zip(eagle_kernels.raw.ngram_match(**own), together))
 
 
+A, B, C, NONE = 1, 2, 3, -1
+NEARLY = {
+    "shorter than the least": ([A] * 1022 + [B, A], {"min_ngram_size": 3}),
+    "the same at both ends": (([A] * 1021 + [C, B, A]) * 2 + [A] * 1021 + [A, B, A], {}),
+    "followed by nothing": ([A, NONE] * 511 + [B, A], {}),
+    "lines of dashes": (([A] * 80 + [B]) * 12 + [A] * 3, {"min_ngram_size": 5, "max_ngram_size": 8}),
+}
+
+
+@pytest.mark.parametrize("prefer", PREFER)
+@pytest.mark.parametrize("name", NEARLY)
+def test_what_nearly_matches_everywhere_is_not_measured_everywhere(name, prefer, device, monkeypatch):
+    """Each time that a match is too short all others that end early at its place are dropped, a whole block at once."""
+    history, options = NEARLY[name]
+    values = make(1, 0, num_speculative_tokens=5, max_matches=1, max_ngram_size=5, prefer=prefer, device=device)
+    values |= {"token_ids": torch.tensor([history], dtype=torch.int32), "seq_lens": torch.tensor([len(history)])}
+    values, measured = to_device(values, device) | options, []
+    if device.type == "cpu":  # where kernels are Python
+        measure = op.match_length
+        monkeypatch.setattr(op, "match_length", lambda *args, **names: measured.append(1) or measure(*args, **names))
+    check_operation(PATH, values, case=name)
+    assert len(measured) <= 8 * -(-len(history) // 1024)
+
+
 @pytest.mark.parametrize("token_budget", [None, 10])
 def test_launches_and_registration(token_budget, device):
     values = make(2, 20, given=2, token_budget=token_budget, device=device)
