@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from ... import ops
 from ..batch import Batch
 from ..config import EAGLEConfig
+from ..method_options import MAX_NGRAM
 from .model_drafter import ModelDrafter
 from .ngram import match
 from .protocol import Proposal, Reader
@@ -65,9 +66,10 @@ class HybridDrafter(ModelDrafter):
         drafts = Trie(tokens, parents)
         num_drafts = self.num_nodes - 1
         beside = match(batch, config, num_drafts, self.num_steps, config.topk)
-        behind = match(
-            batch, config, num_drafts - tokens.shape[1], self.num_steps - config.num_model_steps, config.topk, path
-        )
+        # of these, too, as many tokens of the history may match, if the op can look so far
+        longest = min(MAX_NGRAM, config.max_ngram_size + config.num_model_steps)
+        room, deeper = num_drafts - tokens.shape[1], self.num_steps - config.num_model_steps
+        behind = match(batch, config, room, deeper, config.topk, path, max_ngram_size=longest)
         is_first = (beside.match_len == config.max_ngram_size)[:, None]
         # a match that reaches past the model's drafts into the history
         is_behind = (behind.match_len > (path >= 0).sum(1))[:, None] & ~is_first

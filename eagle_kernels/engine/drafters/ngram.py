@@ -35,15 +35,19 @@ def match(
     num_steps: int,
     max_matches: int,
     draft_tokens: Tensor | None = None,
+    max_ngram_size: int | None = None,
 ):
-    """What followed the last tokens of each live row; draft_tokens [B, D], -1 padded, count as the last ones."""
+    """What followed the last tokens of each live row; draft_tokens [B, D], -1 padded, count as the last ones.
+
+    max_ngram_size: None: the configuration's.
+    """
     return ops.ngram_match(
         batch.state.history[batch.rows],
         (batch.lengths + 1) * batch.is_live,
         draft_tokens,
         num_speculative_tokens=num_drafts,
         spec_steps=num_steps,
-        max_ngram_size=config.max_ngram_size,
+        max_ngram_size=max_ngram_size or config.max_ngram_size,
         min_ngram_size=config.min_ngram_size,
         max_matches=max_matches,
         prefer=config.ngram_prefer,
