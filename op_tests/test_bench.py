@@ -457,21 +457,21 @@ def test_an_app_runs_without_a_gpu_on_a_small_shape(capsys):
 def test_what_measuring_costs(capsys, monkeypatch):
     """Each way twice, with and without events; afterwards all is as it was."""
     from bench.apps import profiling
-    from eagle_kernels.engine import scheduler, step_runner
+    from eagle_kernels.engine import scheduler
 
-    timer, step, seen = step_runner.PhaseTimer, scheduler.Scheduler.step, []
+    step, seen = scheduler.Scheduler.step, []
     measured = profiling.Bench.step_ms
 
-    def watched(self, *arguments, **options):
-        seen.append((step_runner.PhaseTimer is timer, scheduler.Scheduler.step is step))
-        return measured(self, *arguments, **options)
+    def watched(self, engine, *arguments, **options):
+        seen.append((engine.config.phase_times, scheduler.Scheduler.step is step))
+        return measured(self, engine, *arguments, **options)
 
     monkeypatch.setattr(profiling, "CASES", {"plain": None})
     monkeypatch.setattr(profiling.Bench, "step_ms", watched)
     command = ["--app", "profiling", "--shape", "small", "--steps", "1", "--results", "none"]
     assert run.main(command) == 0
     assert seen == 2 * [(False, True), (True, True), (True, False)]
-    assert step_runner.PhaseTimer is timer and scheduler.Scheduler.step is step
+    assert scheduler.Scheduler.step is step
     assert [line.split("  ")[-1].split()[1:] for line in capsys.readouterr().out.splitlines()] == 3 * [["of", "none"]]
 
 

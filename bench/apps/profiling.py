@@ -1,7 +1,8 @@
 """What measuring costs a step: `python -m bench.run --app profiling [--shape small]`.
 
-Steps of the shape of Llama-3.1-8B, a tree and plain, as `--app generation` times them: with the events between the
-phases that each step has, without them, and with a `CUDATimerCollection` around every step beside them. Each way twice
+Steps of the shape of Llama-3.1-8B, a tree and plain, as `--app generation` times them: without events
+(`EAGLEConfig(phase_times=False)`), with those between the phases of a step, and with a `CUDATimerCollection` around
+every step beside them. Each way twice
 in turns; the faster one counts. Prints a table and appends JSON lines to `results/<gpu>/profiling.jsonl`.
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from eagle_kernels.engine import CUDATimerCollection, scheduler, step_runner
+from eagle_kernels.engine import CUDATimerCollection, scheduler
 
 from ..harness import results
 from .generation import PROMPT_TOKENS, Bench
@@ -22,28 +23,6 @@ from .random_models import SHAPES
 
 CASES = {"plain": None, "tree 8/5/64": (8, 5, 64)}
 ACCEPT = 4.0
-
-
-class _NoTimer:
-    """In the place of `PhaseTimer`."""
-
-    def __init__(self, *_, **__):
-        pass
-
-    def phase(self, name: str) -> contextlib.nullcontext:
-        return contextlib.nullcontext()
-
-    def read_ms(self) -> dict[str, float]:
-        return {}
-
-
-@contextlib.contextmanager
-def _without_events() -> Iterator[None]:
-    kept, step_runner.PhaseTimer = step_runner.PhaseTimer, _NoTimer
-    try:
-        yield
-    finally:
-        step_runner.PhaseTimer = kept
 
 
 @contextlib.contextmanager
@@ -62,10 +41,11 @@ def _with_timers() -> Iterator[None]:
         scheduler.Scheduler.step = kept
 
 
-WAYS: dict[str, Callable] = {
-    "no events": _without_events,
-    "events of phases": contextlib.nullcontext,
-    "and timers around": _with_timers,
+# what is put around a run, and fields of its configuration
+WAYS: dict[str, tuple[Callable, dict]] = {
+    "no events": (contextlib.nullcontext, {"phase_times": False}),
+    "events of phases": (contextlib.nullcontext, {}),
+    "and timers around": (_with_timers, {}),
 }
 
 
@@ -84,9 +64,9 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     for case, tree in CASES.items():
         times: dict[str, list[float]] = {name: [] for name in WAYS}
         for _ in range(2):
-            for name, way in WAYS.items():
-                with way():  # graphs are captured inside
-                    engine = bench.engine(1, tree, ACCEPT if tree else 1.0)
+            for name, (around, fields) in WAYS.items():
+                with around():
+                    engine = bench.engine(1, tree, ACCEPT if tree else 1.0, **fields)
                     times[name].append(bench.step_ms(engine, 1, is_plain=tree is None)[0])
                     del engine
         least = min(times["no events"])

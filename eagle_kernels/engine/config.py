@@ -59,6 +59,8 @@ class EAGLEConfig(MethodOptions):
                         some smaller ones brings most tokens a second, as measured. None: always this tree
     cuda_graph          capture steps as CUDA graphs; None: on a GPU, where the masks' layout and the models allow it.
                         The CPU has none: there True only refuses models that could not be captured on a GPU
+    phase_times         time draft / verify / sample / bookkeeping of some steps, by events inside all of them
+                        (`stats.phase_time_ms`). False: no events, and no step is waited for; the times are {}
 
     Where drafts come from:
     method              `eagle`, `mtp`, `draft_model`: the draft model's (None: whichever of these it is; of several
@@ -115,6 +117,7 @@ class EAGLEConfig(MethodOptions):
     kv_cache_bytes: int | None = None
     prefill_chunk: int = 2048
     cuda_graph: bool | None = None
+    phase_times: bool = True
     max_spec_batch: int | None = None
     adaptive: str | tuple | None = None
     accept_policy: str = "normal"
@@ -161,6 +164,7 @@ class EAGLEConfig(MethodOptions):
         self._require_integer("kv_cache_bytes", 1, is_optional=True)
         self._require_integer("prefill_chunk", 1)
         self._require(self.cuda_graph in (None, True, False), "cuda_graph", "be True, False or None")
+        self._require(self.phase_times in (True, False), "phase_times", "be True or False")
         can_be_captured = self.tree_mask_mode != TreeMaskMode.FULL_MASK
         rule = "not be True with tree_mask_mode='full_mask', whose size the host must know at each step"
         self._require(can_be_captured or self.cuda_graph is not True, "cuda_graph", rule)

@@ -41,7 +41,7 @@ _CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))
 # of a configuration, what makes one step differ from another one, and what pools and rows are made by
 _STEP_FIELDS = (
     "topk", "num_steps", "num_draft_tokens", "tree_mask_mode", "accept_policy", "simulated_accept_length",
-    "simulated_accept_rates", "cuda_graph", "max_spec_batch", "adaptive", *METHOD_FIELDS,
+    "simulated_accept_rates", "cuda_graph", "phase_times", "max_spec_batch", "adaptive", *METHOD_FIELDS,
 )  # fmt: skip
 _POOL_FIELDS = ("page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
 # of models that are of another library, or none at all, some are missing

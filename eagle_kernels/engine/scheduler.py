@@ -146,7 +146,7 @@ class Scheduler:
         self.prepare()
         has_launched = self._launch(is_speculating)
         # times must be read before the next step overwrites them, so this step is waited for, and the device with it
-        is_timed = has_launched and (self.lag == 0 or self._until_timed == 0)
+        is_timed = has_launched and self.steps.plain.config.phase_times and (self.lag == 0 or self._until_timed == 0)
         self._until_timed = TIMED_STEPS if is_timed else self._until_timed - has_launched
         lag = self.lag if has_launched and not is_timed else 0
         while len(self._unread) > lag:

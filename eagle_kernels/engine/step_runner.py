@@ -93,10 +93,13 @@ class StepRunner:
         return self._timer.read_ms()
 
     def _run_eagerly(self, num_rows: int, features: Features) -> StepResult:
-        self._timer = PhaseTimer(self.stepper.target.device)
+        self._timer = self._new_timer()
         result = self.stepper.step(self._state, num_rows, features, self._timer)
         self._have_run.add((bucket_of(num_rows, self._state.num_rows), features))
         return result
+
+    def _new_timer(self, is_captured: bool = False) -> PhaseTimer:
+        return PhaseTimer(self.stepper.target.device, is_captured, is_on=self.stepper.config.phase_times)
 
     def _captured(self, num_rows: int, features: Features) -> _Captured:
         key = (num_rows, features)
@@ -105,8 +108,7 @@ class StepRunner:
         return self._graphs[key]
 
     def _capture(self, num_rows: int, features: Features) -> _Captured:
-        device = self.stepper.target.device
-        timers = [PhaseTimer(device), PhaseTimer(device, is_captured=True)]
+        timers = [self._new_timer(), self._new_timer(is_captured=True)]
         timer = timers[1]
         graph, result = self._record(
             lambda: self.stepper.step(self._state, num_rows, features, timers.pop(0)), "a step"

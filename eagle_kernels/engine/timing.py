@@ -170,15 +170,19 @@ class PhaseTimer:
     Each begins where the one before it ended: nothing is queued between two phases.
     is_captured: the step is captured in a CUDA graph, whose replays then record the events anew. Between a replay and
     `read_ms` no other replay may begin.
+    is_on: False times nothing, and records nothing.
     """
 
-    def __init__(self, device: torch.device, is_captured: bool = False):
-        self._device, self._is_captured = device, is_captured
+    def __init__(self, device: torch.device, is_captured: bool = False, *, is_on: bool = True):
+        self._device, self._is_captured, self._is_on = device, is_captured, is_on
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._host_ms: list[tuple[str, float]] = []
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        if not self._is_on:
+            yield
+            return
         if self._device.type != "cuda":
             start_s = time.perf_counter()
             yield

@@ -119,6 +119,27 @@ def test_which_steps_are_waited_for(target, monkeypatch, lag):
         assert timed == list(range(0, 79, TIMED_STEPS + 1 if lag else 1))
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_steps_whose_phases_nobody_wants_to_know(target, monkeypatch, lag):
+    """No event is recorded, none is waited for, and the text is the same."""
+    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: lag)
+    text, stats = make(target, target).generate([1, 2], 30)
+    assert set(stats.phase_time_ms) == {"draft", "verify", "sample", "bookkeeping"}
+
+    def refuse(*_):
+        raise AssertionError("somebody looks at a clock between phases")
+
+    if target.device.type == "cuda":
+        monkeypatch.setattr("eagle_kernels.engine.timing._mark", refuse)
+    else:
+        monkeypatch.setattr("eagle_kernels.engine.timing.time", SimpleNamespace(perf_counter=refuse))
+    engine = make(target, target, phase_times=False)
+    request = engine.submit([1, 2], SamplingParams(max_new_tokens=30))
+    while not request.is_finished:
+        engine._scheduler.step()
+    assert request.output_ids == text and not engine._scheduler._phases_ms
+
+
 @pytest.mark.parametrize("memory", [1, 3, 16])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 20}])
 def test_any_mixture_of_steps_has_the_text_of_plain_decoding(target, monkeypatch, memory, sampling):

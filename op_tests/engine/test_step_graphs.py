@@ -36,7 +36,7 @@ def test_masks_that_the_host_must_size_are_not_captured():
 class StandInStepper:
     """Runs nothing; a step fails while it is captured, as long as there is an `error`."""
 
-    aux_layers, config = (), None
+    aux_layers, config = (), EAGLEConfig()
 
     def __init__(self):
         self.target = SimpleNamespace(device=torch.device("cpu"), hidden_size=1)
