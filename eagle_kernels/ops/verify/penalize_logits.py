@@ -113,13 +113,19 @@ def _penalize_logits_kernel(
         if HAS_PENALTIES:
             count = load_counts(row, ids, is_token, VOCAB_SIZE)
         depth = tl.zeros([], tl.int32)
+        has_end = False
+        if min_tokens_ptr is not None:
+            end_ptr = end_token_ids_ptr + request * stride_end_token_ids_batch
+            has_end = _has_any(first, end_ptr, num_ends, BLOCK_VOCAB, BLOCK_ID)
         if HAS_PENALTIES or min_tokens_ptr is not None:
             _, tokens, links = load_nodes(
                 candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
                 request, NUM_NODES, BLOCK_NODE,
             )  # fmt: skip
             nodes = tl.arange(0, BLOCK_NODE)
-            current = (place % NUM_NODES).to(tl.int32)
+            # most slices hold no draft and no end token: who is on the path does not matter to them
+            has_draft = tl.max(((tokens >= first) & (tokens < first + BLOCK_VOCAB)).to(tl.int32)) > 0
+            current = tl.where(has_draft | has_end, (place % NUM_NODES).to(tl.int32), 0)
             is_on_path = current > 0  # not one that is passed on the way to the first of its siblings
             while current > 0:
                 if is_on_path:
@@ -130,14 +136,24 @@ def _penalize_logits_kernel(
         logit = process(logit, count, row, ids, is_token, VOCAB_SIZE, HAS_PENALTIES)
         if min_tokens_ptr is not None:
             num_output_tokens = tl.load(num_output_tokens_ptr + request).to(tl.int64) + depth
-            if num_output_tokens < tl.load(min_tokens_ptr + request).to(tl.int64):
-                end_ptr = end_token_ids_ptr + request * stride_end_token_ids_batch
+            if has_end & (num_output_tokens < tl.load(min_tokens_ptr + request).to(tl.int64)):
                 logit = _forbid(logit, ids, first, end_ptr, num_ends, BLOCK_VOCAB, BLOCK_ID)
         if bad_token_ids_ptr is not None:
             bad_ptr = bad_token_ids_ptr + request * stride_bad_token_ids_batch
             logit = _forbid(logit, ids, first, bad_ptr, num_bad, BLOCK_VOCAB, BLOCK_ID)
     written_ptr = output_ptr + tl.multiple_of(place * stride_output_row, ALIGNMENT)
     tl.store(written_ptr + ids, logit, mask=is_token)
+
+
+@triton.jit
+def _has_any(first, list_ptr, num_listed, BLOCK_VOCAB: tl.constexpr, BLOCK_ID: tl.constexpr):
+    """Whether a token of a list is in the slice."""
+    found = tl.zeros([BLOCK_ID], tl.int32)
+    for start in range(0, num_listed, BLOCK_ID):
+        entry = start + tl.arange(0, BLOCK_ID)
+        listed = tl.load(list_ptr + entry, mask=entry < num_listed, other=-1).to(tl.int64)
+        found |= ((listed >= first) & (listed < first + BLOCK_VOCAB)).to(tl.int32)
+    return tl.max(found) > 0
 
 
 @triton.jit

@@ -225,6 +225,21 @@ def test_rows_of_many_slices_and_long_lists(device, monkeypatch):
     check_operation(PATH, values | {"target_logits": wide[:, :205]}, case="slices")
 
 
+@pytest.mark.parametrize("names", [("min_tokens",), PENALTIES, ("min_tokens", *PENALTIES)], ids="+".join)
+def test_slices_without_drafts_or_end_tokens(names, device, monkeypatch):
+    """Drafts are below 9; one slice has them, one the end token, some neither."""
+    retune(monkeypatch, MODULE.TUNING, BLOCK_VOCAB=16)
+    values = make(2, 2, 4, 9, device=device)
+    lengths = {"min_tokens": torch.tensor([9, 8]), "num_output_tokens": torch.tensor([6, 7]),
+               "end_token_ids": torch.tensor([40])} if "min_tokens" in names else {}  # fmt: skip
+    others = {name: None for name in LENGTHS} | lengths
+    values = to_device(only(values, *PROCESSORS) if PENALTIES[0] in names else only(values), device)
+    output, _ = check_operation(PATH, values | to_device(others, device), case=str(names))
+    if lengths:
+        held = output[:, 40] == float("-inf")
+        assert held.any() and not held.all(), "every node is as deep as every other one, as far as this can tell"
+
+
 def test_in_place_and_into_wider_rows(device):
     """`out` is the logits themselves, a slice of padded ones: what stands behind them is left alone."""
     values = make(2, 2, 2, 4, device=device)
