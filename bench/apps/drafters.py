@@ -33,6 +33,7 @@ from .suffix_cache import Texts
 
 SECTIONS = ("methods", "trees", "naive", "gap")
 NUM_LINES, EDITED = 400, 0.02
+MAX_LENGTH = 16384  # of the file before and after
 DRAFT_ACCURACY = 0.8
 # of 8 drafts
 METHODS = {
@@ -59,7 +60,7 @@ class Bench:
         self.device, self.shape, self.write = device, shape, write
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         sizes = SHAPES["llama-3.1-8b"]
-        shared = {"vocab_size": sizes["vocab_size"], "max_position_embeddings": 16384}
+        shared = {"vocab_size": sizes["vocab_size"], "max_position_embeddings": MAX_LENGTH}
         if shape == "small":
             shared["vocab_size"] = 4096
         target = random_target(shape, device, dtype, **shared)
