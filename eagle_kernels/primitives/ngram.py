@@ -107,23 +107,12 @@ def match_length(history, end, max_ngram_size, BLOCK_NGRAM: tl.constexpr):
 
 @triton.jit
 def end_keys(history, position, length, min_ngram_size, IS_LATEST: tl.constexpr):
-    """The keys of matches of these lengths that end at these positions; 0 for those that do not count."""
+    """The keys of matches of these lengths that end at these positions, or of one; 0 for those that do not count."""
     counts = length >= min_ngram_size
     counts = counts & (load_tokens(history, position + 1, counts) >= 0)
     order = position
     if not IS_LATEST:
         order = 0x7FFFFFFF - position
-    return tl.where(counts, (length.to(tl.int64) << 32) | order.to(tl.int64), 0)
-
-
-@triton.jit
-def end_key(history, end, length, min_ngram_size, IS_LATEST: tl.constexpr):
-    """As `end_keys`, of one match."""
-    counts = length >= min_ngram_size
-    counts = counts & (load_token(history, tl.where(counts, end + 1, -1)) >= 0)
-    order = end
-    if not IS_LATEST:
-        order = 0x7FFFFFFF - end
     return tl.where(counts, (length.to(tl.int64) << 32) | order.to(tl.int64), 0)
 
 
@@ -137,27 +126,25 @@ def _key_end(key, IS_LATEST: tl.constexpr):
 
 
 @triton.jit
-def keep_best(kept, key, MAX_MATCHES: tl.constexpr, BLOCK_MATCH: tl.constexpr):
-    """The best keys of both, in no order: kept [BLOCK_MATCH], where slots that are not to be used hold huge ones."""
-    slot = tl.arange(0, BLOCK_MATCH)
-    best = tl.max(key)
-    num_taken = 0
-    while (num_taken < MAX_MATCHES) & (best > tl.min(kept)):
-        place = tl.min(tl.where(kept == tl.min(kept), slot, BLOCK_MATCH))
-        kept = tl.where(slot == place, best, kept)
-        key = tl.where(key == best, 0, key)
-        best = tl.max(key)
-        num_taken += 1
-    return kept
-
-
-@triton.jit
 def keep_if_better(kept, key, BLOCK_MATCH: tl.constexpr):
-    """As `keep_best`, of one key."""
+    """kept [BLOCK_MATCH] with a key in the place of its worst one, if it is better."""
     slot = tl.arange(0, BLOCK_MATCH)
     worst = tl.min(kept)
     place = tl.min(tl.where(kept == worst, slot, BLOCK_MATCH))
     return tl.where((slot == place) & (key > worst), key, kept)
+
+
+@triton.jit
+def keep_best(kept, key, MAX_MATCHES: tl.constexpr, BLOCK_MATCH: tl.constexpr):
+    """The best keys of both, in no order: kept [BLOCK_MATCH], where slots that are not to be used hold huge ones."""
+    best = tl.max(key)
+    num_taken = 0
+    while (num_taken < MAX_MATCHES) & (best > tl.min(kept)):
+        kept = keep_if_better(kept, best, BLOCK_MATCH)
+        key = tl.where(key == best, 0, key)
+        best = tl.max(key)
+        num_taken += 1
+    return kept
 
 
 @triton.jit

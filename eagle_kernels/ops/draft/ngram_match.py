@@ -46,7 +46,6 @@ from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ngram import (
     History,
     as_row_token,
-    end_key,
     end_keys,
     history_lengths,
     keep_best,
@@ -164,7 +163,7 @@ def _ngram_match_scan_kernel(
                     end = tl.min(tl.where(difference == 0, position, NOWHERE))
                 difference = tl.where(position == end, -1, difference)
                 size = match_length(history, end, max_ngram_size, BLOCK_NGRAM)
-                key = end_key(history, end, size, min_ngram_size, IS_LATEST)
+                key = end_keys(history, end, size, min_ngram_size, IS_LATEST)
                 if (size >= min_ngram_size) & (key == 0):
                     # nothing follows this one, and maybe others
                     may_end = (difference == 0) & (position + 1 < committed)

@@ -55,6 +55,8 @@ from ...runtime.launch import launch, launcher
 
 TUNING = {"default": {"BLOCK_VOCAB": 2048, "num_warps": 4}}
 
+_NOT_LISTED = tl.constexpr(9223372036854775807)
+
 
 @triton.jit(do_not_specialize=["stride_logits_row", "stride_output_row", "stride_end_token_ids_batch",
                                "stride_bad_token_ids_batch", "num_ends", "num_bad"])  # fmt: skip
@@ -148,26 +150,29 @@ def _penalize_logits_kernel(
 @triton.jit
 def _has_any(first, list_ptr, num_listed, BLOCK_VOCAB: tl.constexpr, BLOCK_ID: tl.constexpr):
     """Whether a token of a list is in the slice."""
-    found = tl.zeros([BLOCK_ID], tl.int32)
+    smallest = tl.full([], _NOT_LISTED, tl.int64)
     for start in range(0, num_listed, BLOCK_ID):
-        entry = start + tl.arange(0, BLOCK_ID)
-        listed = tl.load(list_ptr + entry, mask=entry < num_listed, other=-1).to(tl.int64)
-        found |= ((listed >= first) & (listed < first + BLOCK_VOCAB)).to(tl.int32)
-    return tl.max(found) > 0
+        smallest = tl.minimum(smallest, tl.min(_listed_here(list_ptr, start, num_listed, first, BLOCK_VOCAB, BLOCK_ID)))
+    return smallest < _NOT_LISTED
+
+
+@triton.jit
+def _listed_here(list_ptr, start, num_listed, first, BLOCK_VOCAB: tl.constexpr, BLOCK_ID: tl.constexpr):
+    """The tokens [BLOCK_ID] of a list from `start` on that are in the slice, _NOT_LISTED in the place of others."""
+    entry = start + tl.arange(0, BLOCK_ID)
+    listed = tl.load(list_ptr + entry, mask=entry < num_listed, other=-1).to(tl.int64)
+    return tl.where((listed >= first) & (listed < first + BLOCK_VOCAB), listed, _NOT_LISTED)
 
 
 @triton.jit
 def _forbid(logit, ids, first, list_ptr, num_listed, BLOCK_VOCAB: tl.constexpr, BLOCK_ID: tl.constexpr):
     """-inf for the tokens of a list; of those that are in the slice, which are few, one after another."""
-    END: tl.constexpr = 9223372036854775807
     for start in range(0, num_listed, BLOCK_ID):
-        entry = start + tl.arange(0, BLOCK_ID)
-        listed = tl.load(list_ptr + entry, mask=entry < num_listed, other=-1).to(tl.int64)
-        listed = tl.where((listed >= first) & (listed < first + BLOCK_VOCAB), listed, END)
+        listed = _listed_here(list_ptr, start, num_listed, first, BLOCK_VOCAB, BLOCK_ID)
         token = tl.min(listed)
-        while token < END:
+        while token < _NOT_LISTED:
             logit = tl.where(ids == token, float("-inf"), logit)
-            token = tl.min(tl.where(listed > token, listed, END))
+            token = tl.min(tl.where(listed > token, listed, _NOT_LISTED))
     return logit
 
 
