@@ -59,12 +59,12 @@ def of_cells(cells: Sequence[Mapping[str, Any]]) -> str:
     Tokens a step are as measured."""
     lines = []
     for setting, group in by_setting(cells).items():
-        plain = {cell["config"]["prompt_domain"]: cell for cell in group if method_of(cell) == PLAIN}
-        rows, inputs = [], []
+        plain = {cell["config"]["prompt_domain"]: cell["step_ms"] for cell in group if method_of(cell) == PLAIN}
+        plain_ms, rows, inputs = statistics.fmean(plain.values()) if plain else 0.0, [], []
         for method in dict.fromkeys(map(method_of, group)):
             own = [cell for cell in group if method_of(cell) == method and cell["config"]["prompt_domain"] in plain]
             steps_ms = _mean_steps_ms(own)
-            if method == PLAIN or len(steps_ms) < 3:
+            if len(steps_ms) < 3:  # nothing lies between; plain decoding has one
                 continue
             few, most = min(steps_ms), max(steps_ms)
             level_ms = (steps_ms[most] - steps_ms[few]) / (most - few)
@@ -74,11 +74,10 @@ def of_cells(cells: Sequence[Mapping[str, Any]]) -> str:
                 if levels in (few, most):
                     continue
                 tokens, wanted = cell["mean_accept_length"], cell["speedup"]
-                got = tokens * _mean_steps_ms(plain.values())[None] / (steps_ms[few] + (levels - few) * level_ms)
+                got = tokens * plain_ms / (steps_ms[few] + (levels - few) * level_ms)
                 row = f"| {domain} | {method} | {levels} | {tokens:.2f} | {wanted:.2f}× | {got:.2f}× | "
                 rows.append(row + f"{got / wanted - 1:+.1%} |")
         if rows:
-            plain_ms = _mean_steps_ms(plain.values())[None]
             lines += [f"{setting}:", "", "| domain | method | K | tokens a step | measured | predicted | error |"]
             lines += ["|---|---|--:|--:|--:|--:|--:|", *rows, ""]
             lines += [f"Constants: plain {plain_ms:.3f} ms; " + "; ".join(inputs) + ".", ""]
@@ -124,9 +123,9 @@ def _head_parameters(shape: str) -> int:
     return layer + (3 * sizes["hidden_size"] + sizes["draft_vocab_size"]) * sizes["hidden_size"]
 
 
-def _mean_steps_ms(cells: Iterable[Mapping[str, Any]]) -> dict[int | None, float]:
+def _mean_steps_ms(cells: Iterable[Mapping[str, Any]]) -> dict[int, float]:
     """Time of a step by K, mean of the domains."""
-    steps_ms: dict[int | None, list[float]] = {}
+    steps_ms: dict[int, list[float]] = {}
     for cell in cells:
         steps_ms.setdefault(cell["config"]["K"], []).append(cell["step_ms"])
     return {levels: statistics.fmean(times) for levels, times in steps_ms.items()}
