@@ -34,7 +34,8 @@ HEADS = {"EAGLE-3": random_head, "EAGLE-1": random_eagle1_head}
 def models(request):
     """A head, and a target of eight layers."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = random_llama(num_layers=8, device=device)
+    # small weights: with larger ones softmax is so steep that eight layers lift float32 rounding above the tolerances
+    target = random_llama(num_layers=8, std=0.15, device=device)
     return HEADS[getattr(request, "param", "EAGLE-3")](target), target
 
 

@@ -74,7 +74,9 @@ class WalkerHead(Walker):
         return DraftOutput(output.logits + hidden @ self.head, output.features + hidden)
 
 
-def random_llama(*, hidden_size=32, num_layers=2, vocab_size=61, max_length=256, seed=0, device="cpu") -> Decoder:
+def random_llama(
+    *, hidden_size=32, num_layers=2, vocab_size=61, max_length=256, std=0.3, seed=0, device="cpu"
+) -> Decoder:
     torch.manual_seed(seed)
     config = DecoderConfig.from_dict(
         {
@@ -93,7 +95,7 @@ def random_llama(*, hidden_size=32, num_layers=2, vocab_size=61, max_length=256,
     model = Decoder(config).eval()
     for parameter in model.parameters():
         if parameter.dim() == 2:
-            torch.nn.init.normal_(parameter, std=0.3)
+            torch.nn.init.normal_(parameter, std=std)
     return model.to(device)  # so that it is the same model everywhere
 
 
