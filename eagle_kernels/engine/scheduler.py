@@ -173,12 +173,25 @@ class Scheduler:
                 self.state.methods[index] = 0 if method is None else self.steps.methods.index(method)
                 if self.steps.feed is not None:
                     self.steps.feed.start(request)
+        if self._waiting and not any(self._rows):
+            self._fail_who_would_wait_for_ever()
         budget = self._prefill_chunk
         for row in list(self._rows):
             if row is not None and not row.is_running and budget > 0:
                 with self._failing_alone(row):
                     budget -= self._read_prompt(row, budget)
         self._compact()
+
+    def _fail_who_would_wait_for_ever(self) -> None:
+        """`submit` takes none whom an empty batch cannot hold, so pages have been lost; nobody should spin for that."""
+        request = self._waiting.popleft()
+        needed, num_free, num_pages = self._pages_for(request), self.pages.num_free, self.pages.num_pages
+        request.fail(
+            RuntimeError(
+                f"EAGLEInference: a request needs {needed} pages, and of {num_pages} only {num_free} are free while "
+                "no other runs: pages have been lost, which is a bug in eagle_kernels"
+            )
+        )
 
     def _read_prompt(self, row: _Row, most: int) -> int:
         """The next part of a prompt, in both models; behind the last one the row's first token is drawn."""

@@ -24,6 +24,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
 from eagle_kernels.engine.request import Request
 from eagle_kernels.engine.sampling import Features, RowSampling
+from eagle_kernels.engine.scheduler import Scheduler
 from op_tests.engine.test_scheduler import LetterTokenizer
 from op_tests.engine.toys import random_head, random_llama, random_modules
 
@@ -296,9 +297,12 @@ class _Round:
         return tokens <= set(drawn.predicts.tolist())
 
     def check_pages(self) -> None:
-        scheduler = self.engine._scheduler
-        if scheduler is None:
-            return
+        """Of the engine that is tested, and of the one that it is judged by."""
+        for scheduler in (self.engine._scheduler, self.soak.plain._scheduler):
+            if scheduler is not None:
+                self.check_pages_of(scheduler)
+
+    def check_pages_of(self, scheduler: Scheduler) -> None:
         held = [page for row in scheduler._rows if row is not None for page in row.pages] + list(scheduler.pages._free)
         if sorted(held) != list(range(scheduler.pages.num_pages)):
             raise Mismatch(f"{scheduler.pages.num_pages} pages, but free or in use are {sorted(held)}")

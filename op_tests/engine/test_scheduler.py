@@ -235,6 +235,23 @@ def test_who_cannot_run_fails_alone(target, draft):
         tiny.generate([1] * 100, 100)
 
 
+def test_lost_pages_are_told_and_not_waited_for(target, draft):
+    """Alone in the batch a request cannot wait for the pages of others; those that still fit go on."""
+    engine = make(draft, target, page_size=4)
+    engine.generate([1, 2, 3], 5)
+    free = engine._scheduler.pages._free
+    while len(free) > 10:
+        free.pop()
+    requests = [engine.submit([1, 2, 3], SamplingParams(max_new_tokens=count)) for count in (60, 5, 60)]
+    engine.collect()
+    first, fine, last = requests
+    assert fine.finish_reason == "length" and len(fine.output_ids) == 5
+    for request in (first, last):
+        assert request.finish_reason == "error" and "pages have been lost" in request.error
+    with pytest.raises(RuntimeError, match=r"needs \d+ pages, and of .* only 10 are free"):
+        engine.generate([1, 2, 3], 60)
+
+
 def test_abort(target, draft, lag):
     """In line, while its prompt is read, and in mid-flight; the others do not notice."""
     engine = make(draft, target, max_batch=2, prefill_chunk=8)
