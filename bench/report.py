@@ -111,14 +111,17 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
     for folder in _folders(directory):
         sections = [(b, newest_rows(folder / f"{b.op}.jsonl", b.cases)) for b in benchmarks]
         sections = [(benchmark, rows) for benchmark, rows in sections if rows]
+        of_drafters = _lines(folder / "drafters.jsonl")
         if sections:
-            files[folder / "README.md"] = _full_report(sections)
             headlines.append(_headline_table(sections))
+        parts = ([_full_report(sections)] if sections else []) + _more_of_drafters(of_drafters)
+        if parts:
+            files[folder / "README.md"] = "\n\n".join(parts) + "\n"
         shapes: dict[str, list[dict]] = {}
         for line in _lines(folder / "generation.jsonl"):
             shapes.setdefault(line["shape"], []).append(line)
         steps += map(_engine_tables, shapes.values())
-        steps += _drafter_tables(_lines(folder / "drafters.jsonl"))
+        steps += _drafter_table(of_drafters)
         steps += _experiment_table(_cells(folder))
     before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -172,7 +175,7 @@ def _full_report(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> st
             bandwidth, fixed_us = benchmark.floor
             heading += f"\n\nFloor: the bytes at the bandwidth of a large {bandwidth}, and {fixed_us:g} µs."
         parts += [heading, _markdown(table)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def _headline_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> str:
@@ -212,32 +215,37 @@ def _newest(lines: Sequence[dict]) -> dict[tuple[str, str, str], dict]:
     return {(line["section"], line["case"], line["provider"]): line for line in lines}
 
 
-def _drafter_tables(lines: Sequence[dict]) -> list[str]:
-    """Methods of drafting by workload, and chains against trees: the newest line of each case and provider."""
-    newest = _newest(lines)
-    methods = [["workload", "method", "tokens a step", "tokens/s", "of plain", "at commit"]]
-    gaps = [["case", "method", "device idle before a step, µs", "worst", "at commit"]]
-    lengths: dict[str, dict[str, str]] = {}
-    for (section, case, provider), line in newest.items():
-        if section == "trees":
-            lengths.setdefault(case, {})[provider] = f"{line['accept_length']:.2f}"
-            continue
-        if section == "gap":
-            gaps.append(
-                [case, provider, *(f"{line[name]:.0f}" for name in ("median_us", "worst_us")), f"`{line['commit']}`"]
-            )
-            continue
-        length = f"{line['accept_length']:.2f}" if "accept_length" in line else "-"
-        numbers = [length, f"{line['tokens_per_s']:.0f}", f"{line['of_plain']:.2f}×"]
-        methods.append([case, provider, *numbers, f"`{line['commit']}`"])
-    providers = list(dict.fromkeys(name for row in lengths.values() for name in row))
-    trees = [["tokens a step", *providers]]
-    trees += [[case, *(row.get(name, "-") for name in providers)] for case, row in lengths.items()]
-    tables = [_markdown(table) for table in (methods, trees, gaps) if len(table) > 1]
-    if not tables:
+def _drafter_table(lines: Sequence[dict]) -> list[str]:
+    """Methods of drafting by workload: the newest line of each; naive drafting has a section of longer runs."""
+    rows: dict[tuple[str, str], dict] = {}
+    for (section, case, provider), line in _newest(lines).items():
+        if section in ("methods", "naive"):
+            rows[case, provider] = rows.get((case, provider), {}) | line
+    if not rows:
         return []
+    table = [["workload", "method", "tokens a step", "tokens/s", "of plain", "at commit"]]
+    for (case, provider), line in rows.items():
+        numbers = [f"{line['accept_length']:.2f}", f"{line['tokens_per_s']:.0f}", f"{line['of_plain']:.2f}×"]
+        table.append([case, provider, *numbers, f"`{line['commit']}`"])
     about = f"Methods of drafting on {lines[-1]['gpu']}, shape of {lines[-1]['shape']} (`--app drafters`):"
-    return ["\n\n".join([about, *tables])]
+    return [f"{about}\n\n{_markdown(table)}"]
+
+
+def _more_of_drafters(lines: Sequence[dict]) -> list[str]:
+    """Chains against trees, and what the device waits for: the newest line of each case and provider."""
+    trees: dict[str, dict[str, str]] = {}
+    gaps = [["requests", "method", "device idle before a step, µs", "worst, µs", "at commit"]]
+    for (section, case, provider), line in _newest(lines).items():
+        if section == "trees":
+            trees.setdefault(case, {})[provider] = f"{line['accept_length']:.2f}, {line['tokens_per_s']:.0f}"
+        elif section == "gap":
+            times = [f"{line[name]:.0f}" for name in ("median_us", "worst_us")]
+            gaps.append([case, provider, *times, f"`{line['commit']}`"])
+    providers = list(dict.fromkeys(name for row in trees.values() for name in row))
+    lengths = [["tokens a step, tokens/s", *providers]]
+    lengths += [[case, *(row.get(name, "-") for name in providers)] for case, row in trees.items()]
+    tables = [_markdown(table) for table in (lengths, gaps) if len(table) > 1]
+    return ["## Drafters", *tables] if tables else []
 
 
 def _experiment_table(cells: Sequence[dict]) -> list[str]:

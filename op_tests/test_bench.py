@@ -122,7 +122,7 @@ def test_steps_of_the_engine(folder, monkeypatch):
 
 
 def test_methods_of_drafting(folder, monkeypatch):
-    """The newest line of each; chains and trees as one table of tokens a step by nodes."""
+    """The newest line of each; chains and trees, and what the device waits for, beside the results."""
 
     def measured(section, case, provider, **numbers):
         about = {"shape": "llama", "gpu": GPU, "commit": "abc", "run": "a"}
@@ -131,14 +131,18 @@ def test_methods_of_drafting(folder, monkeypatch):
     for speed in (100.2, 400.6):
         numbers = {"accept_length": 4.321, "tokens_per_s": speed, "of_plain": speed / 100.2}
         write(folder, measured("methods", "code", "ngram", **numbers))
+    write(folder, measured("methods", "code", "naive", accept_length=1.0, tokens_per_s=90.0, of_plain=0.9))
     write(folder, measured("naive", "code", "naive", tokens_per_s=98.8, of_plain=0.986))
     for provider, length in (("ngram chain", 2.5), ("suffix topk=2", 3.75)):
-        write(folder, measured("trees", "8 nodes", provider, accept_length=length, tokens_per_s=1.0))
+        write(folder, measured("trees", "8 nodes", provider, accept_length=length, tokens_per_s=71.2))
+    write(folder, measured("gap", "B=8", "suffix", median_us=9.8, worst_us=14.9))
     assert call_report(folder, monkeypatch) == 0
     readme = (folder / "README.md").read_text()
     assert "| code | ngram | 4.32 | 401 | 4.00× | `abc` |" in readme and "| 100 |" not in readme
-    assert "| code | naive | - | 99 | 0.99× | `abc` |" in readme
-    assert "| tokens a step | ngram chain | suffix topk=2 |" in readme and "| 8 nodes | 2.50 | 3.75 |" in readme
+    assert "| code | naive | 1.00 | 99 | 0.99× | `abc` |" in readme and readme.count("naive") == 1
+    more = (folder / "results" / "Some_GPU_80GB" / "README.md").read_text()
+    assert "| tokens a step, tokens/s | ngram chain | suffix topk=2 |" in more
+    assert "| 8 nodes | 2.50, 71 | 3.75, 71 |" in more and "| B=8 | suffix | 10 | 15 | `abc` |" in more
 
 
 def test_check_goes_red_when_a_number_is_edited_or_is_new(folder, monkeypatch, capsys):

@@ -28,7 +28,7 @@ class Measurement:
     acceptance_rate     accepted drafts over the most that steps could accept
     accepted_per_depth  share of the steps in which the draft at depth 1, 2, .. was accepted
     phase_ms            device time of a step's draft / verify / sample / bookkeeping
-    step_ms             wall time of a step of a batch
+    step_ms             wall time of a step of a batch, median of the runs, of which one may be disturbed
     peak_memory_mib     most that torch held on the GPU; None on the CPU
     """
 
@@ -65,7 +65,7 @@ def measure(
     is_gpu, own = engine.device.type == "cuda", [seeds + index for index in range(len(prompts))]
     if is_gpu:
         torch.cuda.reset_peak_memory_stats(engine.device)
-    ttft_s, gaps_s, rounds_s, stats, speeds = [], [], [], [], []
+    ttft_s, gaps_s, rounds_s, stats, speeds, steps_ms = [], [], [], [], [], []
     for _ in range(num_runs):
         texts, first_of_run = [], len(stats)
         for start in range(0, len(prompts), batch_size):
@@ -80,8 +80,8 @@ def measure(
             texts += output.output_ids
             stats.append(output.stats)
         speeds.append(_speed(stats[first_of_run:]))
-    steps, batch_steps = (sum(getattr(each, name) for each in stats) for name in ("steps", "batch_steps"))
-    accepted, levels = (sum(getattr(each, name) for each in stats) for name in ("accepted", "levels"))
+        steps_ms.append(_step_ms(stats[first_of_run:]))
+    steps, accepted, levels = (sum(getattr(each, name) for each in stats) for name in ("steps", "accepted", "levels"))
     depths = zip(*(each.accepted_per_depth for each in stats), strict=True)
     timed = [each for each in stats if each.phase_time_ms]
     return Measurement(
@@ -99,7 +99,7 @@ def measure(
             name: sum(each.phase_time_ms[name] for each in timed) / max(1, sum(each.batch_steps for each in timed))
             for name in (timed[0].phase_time_ms if timed else ())
         },
-        step_ms=1e3 * sum(each.decode_time_s for each in stats) / max(1, batch_steps),
+        step_ms=statistics.median(steps_ms),
         peak_memory_mib=torch.cuda.max_memory_allocated(engine.device) / 2**20 if is_gpu else None,
     )
 
@@ -108,6 +108,11 @@ def _speed(stats: Sequence) -> float:
     """Tokens a second of all batches of a run."""
     decoded = sum(each.generated_tokens - each.num_requests for each in stats)
     return decoded / max(1e-9, sum(each.decode_time_s for each in stats))
+
+
+def _step_ms(stats: Sequence) -> float:
+    """Time of a step, of all batches of a run."""
+    return 1e3 * sum(each.decode_time_s for each in stats) / max(1, sum(each.batch_steps for each in stats))
 
 
 def _rounded(value: Any) -> Any:

@@ -56,11 +56,11 @@ def of_presets(lines: Sequence[dict]) -> str:
 
 def of_cells(cells: Sequence[Mapping[str, Any]]) -> str:
     """Of each method's steps with K levels, from those with the fewest and the most: a level takes the same time each.
-    Tokens a step are as measured."""
+    Tokens a step and the domain's plain step, which is as long as its texts make it, are as measured."""
     lines = []
     for setting, group in by_setting(cells).items():
         plain = {cell["config"]["prompt_domain"]: cell["step_ms"] for cell in group if method_of(cell) == PLAIN}
-        plain_ms, rows, inputs = statistics.fmean(plain.values()) if plain else 0.0, [], []
+        rows, inputs = [], []
         for method in dict.fromkeys(map(method_of, group)):
             own = [cell for cell in group if method_of(cell) == method and cell["config"]["prompt_domain"] in plain]
             steps_ms = _mean_steps_ms(own)
@@ -74,13 +74,14 @@ def of_cells(cells: Sequence[Mapping[str, Any]]) -> str:
                 if levels in (few, most):
                     continue
                 tokens, wanted = cell["mean_accept_length"], cell["speedup"]
-                got = tokens * plain_ms / (steps_ms[few] + (levels - few) * level_ms)
+                got = tokens * plain[domain] / (steps_ms[few] + (levels - few) * level_ms)
                 row = f"| {domain} | {method} | {levels} | {tokens:.2f} | {wanted:.2f}× | {got:.2f}× | "
                 rows.append(row + f"{got / wanted - 1:+.1%} |")
         if rows:
             lines += [f"{setting}:", "", "| domain | method | K | tokens a step | measured | predicted | error |"]
             lines += ["|---|---|--:|--:|--:|--:|--:|", *rows, ""]
-            lines += [f"Constants: plain {plain_ms:.3f} ms; " + "; ".join(inputs) + ".", ""]
+            of_plain = ", ".join(f"{step_ms:.3f} ms ({domain})" for domain, step_ms in plain.items())
+            lines += [f"Constants: plain {of_plain}; " + "; ".join(inputs) + ".", ""]
     return "\n".join(lines).rstrip() or "Not measured yet."
 
 

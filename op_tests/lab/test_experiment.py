@@ -8,6 +8,7 @@ import pytest
 
 from bench import run
 from bench.apps import experiment as app
+from bench.lab import measure as measuring
 from bench.lab.experiment import Experiment
 from bench.lab.log import read_events
 from bench.lab.measure import measure
@@ -84,6 +85,24 @@ def test_texts_do_not_depend_on_the_batch():
     alone, together = (measure(engine, prompts, 9, size, 1, seeds=7, max_batch=3, **options) for size in (1, 3))
     assert alone.texts == together.texts and alone.tokens == together.tokens == 36
     assert engine.generate(prompts[2], 9, seeds=9, **options).output_ids == alone.texts[2]
+
+
+def test_one_disturbed_run_changes_no_median(monkeypatch):
+    """Neither of speeds nor of steps, which are told beside each other and must be of the same run."""
+    engine, stats, real = load_small("any", "cpu", None), [], measuring._speed
+
+    def speed(of_run):
+        if not stats:  # the first one
+            for each in of_run:
+                each.decode_time_s *= 100
+        stats.append(of_run)
+        return real(of_run)
+
+    monkeypatch.setattr(measuring, "_speed", speed)
+    found = measuring.measure(engine, [[1, 2, 3]], 6, 1, 3, seeds=0, speculative=False)
+    times_s = sorted(run[0].decode_time_s for run in stats)
+    assert found.step_ms == pytest.approx(1e3 * times_s[1] / 5) and found.step_ms < 1e3 * times_s[2] / 10
+    assert found.tokens_per_second == pytest.approx(1e3 / found.step_ms)
 
 
 @pytest.mark.parametrize("suffix", ["json", "yaml"])

@@ -74,10 +74,14 @@ MAX_DRAFTS = 255
 MAX_NGRAM = 32
 MAX_MATCHES = 16
 
-# Not measured. A warp that scans alone waits for no other one. BLOCK_TOKEN: a whole number of 16-byte loads of all
-# lanes. programs: about so many scan at a time, each as long as its part is; more parts than max_parts only cost the
-# merging program.
-SCAN_TUNING = {"default": {"BLOCK_TOKEN": 1024, "programs": 4096, "max_parts": 256, "num_warps": 1}}
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/ngram_match.txt. A warp that scans alone waits for no other one.
+# BLOCK_TOKEN: a whole number of 16-byte loads of all lanes; a match is found among so many tokens at once, so trees,
+# which look for many, want few. programs: about so many scan, each as long as its part is; more parts than max_parts
+# only cost the merging program.
+SCAN_TUNING = {
+    "default": {"BLOCK_TOKEN": 1024, "programs": 4096, "max_parts": 256, "num_warps": 1},
+    "sm_90": {"BLOCK_TOKEN": 512, "programs": 8192, "max_parts": 256, "num_warps": 1},
+}
 MERGE_TUNING = {"default": {"BLOCK_KEY": 256, "num_warps": 2}}
 BUDGET_TUNING = {"default": {"BLOCK_BATCH": 256, "num_warps": 1}}
 
