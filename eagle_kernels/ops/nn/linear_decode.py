@@ -10,17 +10,18 @@ Shapes
                             the GPU can (primitives/dependent_launch.py): for weights that nobody writes
     -> out  [T, N]  as x, contiguous, unless `out` is not
 Invariants
-    A row's bits depend on that row and its T = 1 or T > 1 alone: not on the other rows, so a NaN stays in its row, nor,
-    from 2 on, on how many there are. One row alone is summed up in another order, so its last bit may be another one.
+    A row's bits depend on no other row, so a NaN stays in its row, nor, in fp32, on how many there are. In fp16 and
+    bf16 one row alone is summed up in another order than two or more, so its last bit may be another one.
     An output's bits depend on no other row of weight. Sums are made in one order, without atomics.
     out may not overlap x. With prefetch_weight the kernel directly before this one in the stream may write x and bias,
     but not weight.
 Grid
-    (output blocks,), one program makes one block of outputs of all rows, and reads its rows of weight from end to end.
+    (output blocks,), one program makes one block of outputs of all rows, and reads its rows of weight from end to end;
+    in fp32 (output blocks * blocks of 4 rows,).
 Launches
     1
 Traffic
-    element bytes * (N * K + T * (K + N)), and N more with a bias.
+    element bytes * (N * K + T * (K + N)), and N more with a bias. Blocks of rows read the weights out of the cache.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ from ...runtime.language import tl, triton
 from ...runtime.launch import is_interpreting, launch, launcher
 
 MAX_ROWS = 16
+# of a program without the tensor cores: their sums must fit into registers
+PLAIN_ROWS = 4
 
-# The first one is taken that allows so many rows and is for so many outputs. Two tokens and more must get the same one:
-# a row's bits follow from it. block_column counts elements of two bytes; those of a tile that every warp has 16 bytes
-# of in each row are 256 * num_warps. uses_dot: on the tensor cores, for any number of rows, else for one row.
+# The first one is taken that allows so many rows and is for so many outputs; in fp32, which tensor cores do not have,
+# the one for one row. Two tokens and more must get the same one: a row's bits follow from it. block_column counts
+# elements of two bytes; those of a tile that every warp has 16 bytes of in each row are 256 * num_warps. uses_dot: on
+# the tensor cores, all rows at once.
 _ONE = {"max_rows": 1, "least_outputs": 0, "uses_dot": False, "block_output": 8, "block_column": 1024,
         "num_warps": 4, "num_stages": 2}  # fmt: skip
 _MANY = {"max_rows": MAX_ROWS, "least_outputs": 0, "uses_dot": True, "block_output": 32, "block_column": 256,
@@ -75,38 +79,55 @@ def _load_row(x_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.const
 
 
 @triton.jit
-def _add_products(total, weight, x, VECTOR: tl.constexpr):
-    """total [OUTPUT, COLUMN // VECTOR] plus the products of weight [OUTPUT, COLUMN] and x [COLUMN].
+def _add_products(
+    totals, weight, x_ptrs, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr, VECTOR: tl.constexpr
+):
+    """totals, of each row [OUTPUT, COLUMN // VECTOR], plus the products of weight [OUTPUT, COLUMN] and its x [COLUMN].
 
     A thread loads VECTOR neighbours at once; it keeps one sum of them, where one for each would take its registers.
     """
     NUM_OUTPUTS: tl.constexpr = weight.shape[0]
     NUM_VECTORS: tl.constexpr = weight.shape[1] // VECTOR
-    products = weight.to(tl.float32) * x.to(tl.float32)[None, :]
-    return total + tl.sum(tl.reshape(products, (NUM_OUTPUTS, NUM_VECTORS, VECTOR)), axis=2)
+    sums = ()
+    for index in tl.static_range(len(totals)):
+        x = _load_row(x_ptrs[index], start, column, NUM_COLUMNS, IS_EVEN)
+        products = weight.to(tl.float32) * x.to(tl.float32)[None, :]
+        sums += (totals[index] + tl.sum(tl.reshape(products, (NUM_OUTPUTS, NUM_VECTORS, VECTOR)), axis=2),)
+    return sums
 
 
-@triton.jit(do_not_specialize=["num_outputs", "stride_weight_output"])
-def _linear_decode_row_kernel(
+@triton.jit(
+    do_not_specialize=["num_rows", "num_outputs", "stride_x_row", "stride_weight_output", "stride_output_row"]
+)  # fmt: skip
+def _linear_decode_plain_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
     output_ptr,
+    num_rows,
     num_outputs,
+    stride_x_row,
     stride_weight_output,
+    stride_output_row,
     UNIT: tl.constexpr,
     VECTOR: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
     BLOCK_OUTPUT: tl.constexpr,
     BLOCK_COLUMN: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PREFETCH_WEIGHT: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """One row of x: products and sums on the plain floating-point units, the next tiles on their way meanwhile."""
+    """BLOCK_ROW rows, each for itself: products and sums on the plain floating-point units, the next tiles on their way
+    meanwhile."""
     await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
-    output = tl.program_id(0) * BLOCK_OUTPUT + tl.arange(0, BLOCK_OUTPUT)
+    first_row, output_block = 0, tl.program_id(0)
+    if BLOCK_ROW > 1:  # blocks that read the same weights stand side by side: the first one brings those into the cache
+        num_row_blocks = tl.cdiv(num_rows, BLOCK_ROW)
+        first_row, output_block = output_block % num_row_blocks * BLOCK_ROW, output_block // num_row_blocks
+    output = output_block * BLOCK_OUTPUT + tl.arange(0, BLOCK_OUTPUT)
     # past the end the last row once more: cheaper than a mask on every load
     weight_row = tl.minimum(output, num_outputs - 1).to(tl.int64)
     column = tl.arange(0, BLOCK_COLUMN)
@@ -114,18 +135,26 @@ def _linear_decode_row_kernel(
     first_weight = _load_weight(weight_row_ptr, 0, column[None, :], NUM_COLUMNS, IS_EVEN)
     await_predecessor(ENABLE_PDL and PREFETCH_WEIGHT)
 
-    total = tl.zeros([BLOCK_OUTPUT, BLOCK_COLUMN // VECTOR], tl.float32)
+    x_ptrs, totals = (), ()
+    for index in tl.static_range(BLOCK_ROW):
+        row = tl.minimum(first_row + index, num_rows - 1).to(tl.int64)  # as above
+        x_ptrs += (x_ptr + row * stride_x_row * UNIT,)
+        totals += (tl.zeros([BLOCK_OUTPUT, BLOCK_COLUMN // VECTOR], tl.float32),)
     for start in tl.range(BLOCK_COLUMN, NUM_COLUMNS, BLOCK_COLUMN, num_stages=NUM_STAGES):
         weight = _load_weight(weight_row_ptr, start, column[None, :], NUM_COLUMNS, IS_EVEN)
-        total = _add_products(total, weight, _load_row(x_ptr, start, column, NUM_COLUMNS, IS_EVEN), VECTOR)
+        totals = _add_products(totals, weight, x_ptrs, start, column, NUM_COLUMNS, IS_EVEN, VECTOR)
     # last, so that the loop has asked for its tiles before anything waits for x
-    x = _load_row(x_ptr, 0, column, NUM_COLUMNS, IS_EVEN)
-    result = tl.sum(_add_products(total, first_weight, x, VECTOR), axis=1)
+    totals = _add_products(totals, first_weight, x_ptrs, 0, column, NUM_COLUMNS, IS_EVEN, VECTOR)
 
     is_output = output < num_outputs
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)
-    tl.store(output_ptr + output, result.to(output_ptr.dtype.element_ty), mask=is_output)
+    for index in tl.static_range(BLOCK_ROW):
+        row = first_row + index
+        result = tl.sum(totals[index], axis=1)
+        if bias_ptr is not None:
+            result += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)
+        output_row_ptr = output_ptr + tl.cast(row, tl.int64) * stride_output_row
+        is_stored = is_output & (row < num_rows)
+        tl.store(output_row_ptr + output, result.to(output_ptr.dtype.element_ty), mask=is_stored)
 
 
 @triton.jit
@@ -145,9 +174,6 @@ def _multiply(x, weight, total, IS_WIDENED: tl.constexpr):
     if IS_WIDENED:
         x, weight = x.to(tl.float32), weight.to(tl.float32)
     weight = tl.permute(weight, (0, 2, 1))
-    if x.dtype == tl.float32:
-        # sums of tiles, and a sum of these, are nearer than one sum of all: so they are not to be made into one
-        return total + tl.dot(x, weight, input_precision="ieee", max_num_imprecise_acc=x.shape[2])
     return tl.dot(x, weight, total, input_precision="ieee")
 
 
@@ -222,8 +248,9 @@ def contract(values: dict) -> check.Spec:
     return args.spec((args.size("T"), args.size("N")), x.dtype, contiguous=1)
 
 
-def _choose_tuning(num_rows: int, num_outputs: int, device: torch.device) -> dict:
-    *rows, last = tuning.row(TUNING, device)
+def _choose_tuning(x: torch.Tensor, num_outputs: int) -> dict:
+    num_rows = 1 if x.dtype == torch.float32 else x.shape[0]
+    *rows, last = tuning.row(TUNING, x.device)
     for row in rows:
         if num_rows <= row["max_rows"] and num_outputs >= row["least_outputs"]:
             return row
@@ -245,7 +272,7 @@ def linear_decode(
     """
     out = check.allocate("linear_decode", contract(locals()), out)
     (num_rows, num_columns), num_outputs = x.shape, weight.shape[0]
-    tuned = _choose_tuning(num_rows, num_outputs, x.device)
+    tuned = _choose_tuning(x, num_outputs)
     unit = row_unit(x, weight)
     block_output = tuned["block_output"]
     step = min(tuned["block_column"] * 2 // x.element_size(), triton.next_power_of_2(num_columns))
@@ -254,8 +281,11 @@ def linear_decode(
         "weight_ptr": weight,
         "bias_ptr": bias,
         "output_ptr": out,
+        "num_rows": num_rows,
         "num_outputs": num_outputs,
+        "stride_x_row": x.stride(0) // unit,
         "stride_weight_output": weight.stride(0) // unit,
+        "stride_output_row": out.stride(0),
         "UNIT": unit,
         "NUM_COLUMNS": num_columns,
         "BLOCK_OUTPUT": block_output,
@@ -263,16 +293,13 @@ def linear_decode(
         "PREFETCH_WEIGHT": prefetch_weight,
         "num_warps": tuned["num_warps"],
     }
-    grid = (triton.cdiv(num_outputs, block_output) if num_rows else 0,)
+    num_blocks = triton.cdiv(num_outputs, block_output)
     if tuned["uses_dot"]:
         block_column = max(step // tuned["num_warps"], 16)  # tensor cores take no fewer
         launch(
             "linear_decode",
             _linear_decode_rows_kernel,
-            grid,
-            num_rows=num_rows,
-            stride_x_row=x.stride(0) // unit,
-            stride_output_row=out.stride(0),
+            (num_blocks if num_rows else 0,),
             IS_EVEN=num_columns % (tuned["num_warps"] * block_column) == 0,
             IS_WIDENED=is_interpreting() and x.dtype == torch.bfloat16,
             BLOCK_ROW=MAX_ROWS,
@@ -284,10 +311,11 @@ def linear_decode(
         block_column = max(step, 16 // x.element_size())
         launch(
             "linear_decode",
-            _linear_decode_row_kernel,
-            grid,
+            _linear_decode_plain_kernel,
+            (num_blocks * triton.cdiv(num_rows, PLAIN_ROWS),),
             VECTOR=16 // x.element_size(),
             IS_EVEN=num_columns % block_column == 0,
+            BLOCK_ROW=1 if num_rows == 1 else PLAIN_ROWS,
             BLOCK_COLUMN=block_column,
             **arguments,
         )

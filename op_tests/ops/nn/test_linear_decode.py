@@ -61,6 +61,8 @@ def size_sweep():
     for num_rows in range(1, 17):
         for num_outputs in (1, 16, 33, 1000):
             yield make(num_rows, num_outputs, 64, torch.float16)
+            if num_rows > 1:  # one row is another variant in every dtype
+                yield make(num_rows, num_outputs, 64, torch.float32)
         wide = torch.zeros(num_rows, 64 + 8 * num_rows, dtype=torch.float16)
         yield make(num_rows, 16, 64, torch.float16) | {"x": wide[:, :64]}
         odd = torch.zeros(num_rows, 65 + 2 * num_rows, dtype=torch.float16)
@@ -130,11 +132,16 @@ def test_sums_are_fp32(device):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_a_row_knows_no_other(device):
-    """From two rows on, a row keeps its bits in any company and at any place; NaN and infinity stay in theirs.
+    """A row keeps its bits in any company and at any place, in fp32 alone too; NaN and infinity stay in their rows.
 
-    The interpreter multiplies by NumPy, which sums up the same at the same place only.
+    In fp16 the interpreter multiplies by NumPy, which sums up the same at the same place only.
     """
-    values = make(6, 50, 1100, torch.float32, has_bias=True, device=device)
+    for dtype in (torch.float32, torch.float16):
+        _check_companies(dtype, device)
+
+
+def _check_companies(dtype, device):
+    values = make(6, 50, 1100, dtype, has_bias=True, device=device)
     before = eagle_kernels.raw.linear_decode(**values)
     x = values["x"].clone()
     x[1, 5], x[2, 7], x[3] = float("nan"), float("inf"), 0.0
@@ -143,16 +150,18 @@ def test_a_row_knows_no_other(device):
     assert torch.equal(after[3], values["bias"])
     assert torch.equal(after[[0, 4, 5]], before[[0, 4, 5]])
     companies = [[0, 1], [0, 1, 2]]
-    if device.type == "cuda":
+    if device.type == "cuda" or dtype == torch.float32:
         companies += [[5, 0], [1, 5, 2], [5] * 16]
+    if dtype == torch.float32:
+        companies += [[row] for row in range(6)]
     for company in companies:
         result = eagle_kernels.raw.linear_decode(**values | {"x": values["x"][company]})
         assert torch.equal(result, before[company])
 
 
 def test_one_row_is_summed_in_another_order(device):
-    """The same up to rounding."""
-    for dtype in (torch.float32, torch.float16):
+    """The same up to rounding; in fp32 in the same order."""
+    for dtype in (torch.bfloat16, torch.float16):
         values = make(2, 50, 1100, dtype, device=device)
         both = eagle_kernels.raw.linear_decode(**values)
         alone = eagle_kernels.raw.linear_decode(**values | {"x": values["x"][1:]})
