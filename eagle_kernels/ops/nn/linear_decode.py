@@ -62,7 +62,7 @@ TUNING = {
 
 @triton.jit
 def _load_weight(weight_row_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
-    """A tile of weights, of which nothing is read twice: they leave the caches to what is."""
+    """A tile of weights, which nobody reads again later: they leave the caches to what is."""
     if IS_EVEN:
         return tl.load(weight_row_ptr + start + column, eviction_policy="evict_first")
     else:
