@@ -77,6 +77,52 @@ def as_row_token(token, row_ptr):
 
 
 @triton.jit
+def smallest(values):
+    """Of integers without their signs: an instruction each, where booleans take many to be put together."""
+    unsigned: tl.constexpr = tl.uint64 if values.dtype.primitive_bitwidth == 64 else tl.uint32
+    return tl.min(values.to(unsigned, bitcast=True))
+
+
+@triton.jit
+def add_difference(difference, history, position, shift):
+    """difference [N], no longer 0 either where the text `shift` places before is not as it is before its end."""
+    wanted, is_wanted = as_row_token(load_token(history, history.length - 1 - shift), history.row_ptr)
+    may_end = (difference == 0) & (position >= shift) & is_wanted
+    wanted = tl.where(is_wanted, wanted, 0)
+    return difference | (tl.load(history.row_ptr + position - shift, mask=may_end, other=-1) ^ wanted)
+
+
+@triton.jit
+def zeros_as_bits(values, VECTOR: tl.constexpr):
+    """Of values [N] those that are 0, as words of at most 16 bits: bit i VECTOR + j of word k is that of the value at
+    (i words + k) VECTOR + j, so that what a thread has loaded, VECTOR values at once, stays with it."""
+    NUM_WORDS: tl.constexpr = min(max(values.shape[0] // 16, 32), values.shape[0] // VECTOR)
+    NUM_VECTORS: tl.constexpr = values.shape[0] // (NUM_WORDS * VECTOR)
+    values = tl.reshape(values, (NUM_VECTORS, NUM_WORDS, VECTOR))
+    bit = tl.arange(0, NUM_VECTORS)[:, None, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
+    return tl.sum(tl.sum(tl.where(values == 0, 1 << bit, 0), axis=2), axis=0)
+
+
+@triton.jit
+def take_first(words, VECTOR: tl.constexpr, IS_LATEST: tl.constexpr):
+    """(Place of the value whose bit is set, the latest or the earliest one, or -1 of none; the words without it)."""
+    NUM_WORDS: tl.constexpr = words.shape[0]
+    bits = words
+    if not IS_LATEST:
+        bits = words & -words
+    # a float's exponent tells the highest bit
+    bit = tl.maximum((bits.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127, 0)
+    place = (bit // VECTOR * NUM_WORDS + tl.arange(0, NUM_WORDS)) * VECTOR + bit % VECTOR
+    if IS_LATEST:
+        first = tl.max(tl.where(words != 0, place, -1))
+    else:
+        NOWHERE: tl.constexpr = 0x7FFFFFFF
+        first = tl.min(tl.where(words != 0, place, NOWHERE))
+        first = tl.where(first == NOWHERE, -1, first)
+    return first, tl.where(place == first, words & ~(1 << bit), words)
+
+
+@triton.jit
 def match_lengths(history, position, is_match, max_ngram_size):
     """How many tokens, at most max_ngram_size, match the text's last ones where they end at each position [n], int32.
 

@@ -45,6 +45,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ngram import (
     History,
+    add_difference,
     as_row_token,
     end_keys,
     history_lengths,
@@ -55,6 +56,9 @@ from ...primitives.ngram import (
     match_length,
     match_lengths,
     merge_paths,
+    smallest,
+    take_first,
+    zeros_as_bits,
 )
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
@@ -84,13 +88,6 @@ SCAN_TUNING = {
 }
 MERGE_TUNING = {"default": {"BLOCK_KEY": 256, "num_warps": 2}}
 BUDGET_TUNING = {"default": {"BLOCK_BATCH": 256, "num_warps": 1}}
-
-
-@triton.jit
-def _smallest(values):
-    """Of integers without their signs: an instruction each, where booleans take many to be put together."""
-    unsigned: tl.constexpr = tl.uint64 if values.dtype.primitive_bitwidth == 64 else tl.uint32
-    return tl.min(values.to(unsigned, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["stride_token_ids_request", "width", "min_ngram_size", "max_ngram_size"])
@@ -134,7 +131,6 @@ def _ngram_match_scan_kernel(
     first_block = part * blocks_of_part
     last_block = tl.minimum(first_block + blocks_of_part, num_blocks)
 
-    NOWHERE: tl.constexpr = -1 if IS_LATEST else 0x7FFFFFFF
     last, is_last = as_row_token(load_token(history, length - 1), token_ids_ptr)
     last_block = tl.where(is_last, last_block, first_block)
     slot = tl.arange(0, BLOCK_MATCH)
@@ -150,22 +146,13 @@ def _ngram_match_scan_kernel(
         token = tl.load(row_ptr + position, mask=position < num_vectors * VECTOR, other=-1)
         # 0 where a match may end; of rare tokens most blocks have none
         difference = token ^ last
-        if _smallest(difference) == 0:
+        if smallest(difference) == 0:
             difference = tl.where(position < length - 1, difference, -1)
-            end = 0
-            shift = worst_size
-            # one after another: the longer they have to be, the fewer are left
-            while (end != NOWHERE) & (worst_size < max_ngram_size):
-                # all that are not as the longer ones at one place: where those go on, or where the one before failed
-                wanted, is_wanted = as_row_token(load_token(history, length - 1 - shift), token_ids_ptr)
-                may_end = (difference == 0) & (position >= shift) & is_wanted
-                wanted = tl.where(is_wanted, wanted, 0)
-                difference |= tl.load(row_ptr + position - shift, mask=may_end, other=-1) ^ wanted
-                if IS_LATEST:
-                    end = tl.max(tl.where(difference == 0, position, NOWHERE))
-                else:
-                    end = tl.min(tl.where(difference == 0, position, NOWHERE))
-                difference = tl.where(position == end, -1, difference)
+            if worst_size > 0:  # where the longer ones go on
+                difference = add_difference(difference, history, position, worst_size)
+            place, ends = take_first(zeros_as_bits(difference, VECTOR), VECTOR, IS_LATEST)
+            while (place >= 0) & (worst_size < max_ngram_size):
+                end = block * BLOCK_TOKEN + place
                 size = match_length(history, end, max_ngram_size, BLOCK_NGRAM)
                 key = end_keys(history, end, size, min_ngram_size, IS_LATEST)
                 if (size >= min_ngram_size) & (key == 0):
@@ -173,9 +160,13 @@ def _ngram_match_scan_kernel(
                     may_end = (difference == 0) & (position + 1 < committed)
                     following = tl.load(row_ptr + position + 1, mask=may_end, other=0)
                     difference = tl.where(following < 0, -1, difference)
+                    ends &= zeros_as_bits(difference, VECTOR)
+                if size <= worst_size:  # where this one breaks off, and with it maybe all others
+                    difference = add_difference(difference, history, position, size)
+                    ends &= zeros_as_bits(difference, VECTOR)
                 kept = keep_if_better(kept, key, BLOCK_MATCH)
                 worst_size = tl.maximum((tl.min(kept) >> 32).to(tl.int32), worst_size)
-                shift = tl.minimum(size, worst_size)
+                place, ends = take_first(ends, VECTOR, IS_LATEST)
         done += 1
     tl.store(keys_ptr + (request * num_parts + part) * MAX_MATCHES + slot, kept, mask=slot < MAX_MATCHES)
 
