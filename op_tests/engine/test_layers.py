@@ -65,14 +65,14 @@ def test_what_chooses_between_them(device):
 
 
 def rows_of_linear_decode(monkeypatch, device) -> list[int]:
-    """Rows of the products that go through it, of five; all are those of PyTorch, and trained by it."""
+    """Rows of the products that go through it, of seven; all are those of PyTorch, and trained by it."""
     linear = layers.Linear(24, 40).to(device)
     taken = []
     decode = ops.linear_decode
     monkeypatch.setattr(
         ops, "linear_decode", lambda x, *others, **options: taken.append(len(x)) or decode(x, *others, **options)
     )
-    for shape in ((1, 1), (2, 8), (4, 4), (1, 17), (3, 6)):
+    for shape in ((1, 1), (2, 8), (4, 4), (1, 17), (8, 8), (5, 13), (1, 200)):
         x = torch.randn(*shape, 24, device=device)
         with torch.no_grad():
             result = linear(x)
@@ -83,8 +83,8 @@ def rows_of_linear_decode(monkeypatch, device) -> list[int]:
 
 @pytest.mark.gpu
 def test_few_rows_go_through_linear_decode(monkeypatch):
-    """Up to 16 of them; with more, and in training, PyTorch multiplies."""
-    assert rows_of_linear_decode(monkeypatch, "cuda") == [1, 16, 16]
+    """Up to 64 of them in fp32; with more, and in training, PyTorch multiplies."""
+    assert rows_of_linear_decode(monkeypatch, "cuda") == [1, 16, 16, 17, 64]
 
 
 def test_pytorch_multiplies_on_a_cpu(monkeypatch):

@@ -18,8 +18,8 @@ PROJECTIONS = {
     "lm_head": (128256, 4096),
 }
 
-
 TOKENS = (1, 2, 4, 8, 16)
+SINGLE_TOKENS = (*TOKENS, 32, 64)
 # in fp32: two of the embedded pair, and one of an 8B model
 SINGLE = {"small gate_up float32": (1280, 256), "small down float32": (256, 640), "o float32": (4096, 4096)}
 
@@ -52,11 +52,7 @@ BENCHMARK = Benchmark(
     path="nn.linear_decode",
     cases=[
         *(_case(tokens, *size, name) for name, size in PROJECTIONS.items() for tokens in TOKENS),
-        *(
-            _case(tokens, *size, f"{name} float32", is_single=True)
-            for name, size in SINGLE.items()
-            for tokens in TOKENS
-        ),
+        *(_case(tokens, *size, name, is_single=True) for name, size in SINGLE.items() for tokens in SINGLE_TOKENS),
     ],
     small_cases=[_case(1, 70, 96), _case(3, 70, 97), _case(5, 70, 96, "float32", is_single=True)],
     make=make,

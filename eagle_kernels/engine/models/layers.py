@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...ops.nn.linear_decode import MAX_ROWS
+from ...ops.nn.linear_decode import is_for
 from ...reference.ops.nn.rms_norm import rms_norm
 from ...reference.ops.nn.rope import rope
 from ...reference.ops.nn.silu_and_mul import silu_and_mul
@@ -31,7 +31,7 @@ def library(*tensors: Tensor) -> SimpleNamespace:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Of the few tokens of a decoding step on a GPU by `ops.linear_decode`, else as PyTorch does it. [B, T, K]."""
-    is_decoding = x.is_cuda and x.shape[:2].numel() <= MAX_ROWS
+    is_decoding = x.is_cuda and is_for(x.shape[:2].numel(), weight)
     if not is_decoding or library(x, weight) is not ops:
         return nn.functional.linear(x, weight, bias)
     # a step writes no weights

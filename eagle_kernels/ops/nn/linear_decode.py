@@ -3,7 +3,7 @@
 Computes
     x @ weight.T + bias, with products and sums in fp32 (no TF32), rounded once.
 Shapes
-    x       [T, K]  fp32 / fp16 / bf16, unit stride along K; T in 0..16, K >= 1
+    x       [T, K]  fp32 / fp16 / bf16, unit stride along K; T in 0..16, in fp32 0..64; K >= 1
     weight  [N, K]  as x, unit stride along K
     bias    [N]     as x, optional
     prefetch_weight bool    read the first tile of weight before the kernel directly before this one has ended, where
@@ -34,13 +34,17 @@ from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import is_interpreting, launch, launcher
 
+# of fp16 and bf16, on the tensor cores; of fp32, which they do not have
 MAX_ROWS = 16
+MAX_SINGLE_ROWS = 64
+# Past MAX_ROWS the weights come out of the cache again and again: on an H100 more products than these take longer so
+# than in cuBLAS, whose calls with few rows take 6 us and more.
+MAX_SINGLE_PRODUCTS = 2**24
 # of a program without the tensor cores: their sums must fit into registers
 PLAIN_ROWS = 4
 
-# The first one is taken that allows so many rows and is for so many outputs; in fp32, which tensor cores do not have,
-# the one for one row. Two tokens and more must get the same one: a row's bits follow from it. block_column counts
-# elements of two bytes; those of a tile that every warp has 16 bytes of in each row are 256 * num_warps. uses_dot: on
+# The first one is taken that allows so many rows and is for so many outputs. Two tokens and more must get the same one:
+# a row's bits follow from it. Of a tile with 256 * num_warps columns every warp has 16 bytes in each row. uses_dot: on
 # the tensor cores, all rows at once.
 _ONE = {"max_rows": 1, "least_outputs": 0, "uses_dot": False, "block_output": 8, "block_column": 1024,
         "num_warps": 4, "num_stages": 2}  # fmt: skip
@@ -56,6 +60,16 @@ TUNING = {
         # programs of fewer stages, of which one more fits on an SM: all at once
         _HOPPER | {"least_outputs": 5120, "num_stages": 3},
         _HOPPER,
+    ),
+}
+# In fp32 all rows get the same one, the first that is for so many columns.
+_SINGLE = {"most_columns": 2**31, "uses_dot": False, "block_output": 8, "block_column": 512, "num_warps": 4,
+           "num_stages": 2}  # fmt: skip
+SINGLE_TUNING = {
+    "default": (_SINGLE,),
+    "sm_90": (
+        _SINGLE | {"most_columns": 512, "block_output": 4, "block_column": 256, "num_warps": 1},
+        _SINGLE,
     ),
 }
 
@@ -79,20 +93,37 @@ def _load_row(x_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.const
 
 
 @triton.jit
+def _neighbours(values, VECTOR: tl.constexpr):
+    """values [OUTPUT, COLUMN] as VECTOR tensors [OUTPUT, COLUMN // VECTOR]: of the neighbours that a thread loads at
+    once each gets one, all tensors in the same order."""
+    NUM_SPLITS: tl.constexpr = 3 if VECTOR == 8 else 2
+    parts = (values,)
+    for _ in tl.static_range(NUM_SPLITS):
+        halves = ()
+        for index in tl.static_range(len(parts)):
+            halves += tl.split(tl.reshape(parts[index], (values.shape[0], parts[index].shape[1] // 2, 2)))
+        parts = halves
+    return parts
+
+
+@triton.jit
 def _add_products(
     totals, weight, x_ptrs, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr, VECTOR: tl.constexpr
 ):
     """totals, of each row [OUTPUT, COLUMN // VECTOR], plus the products of weight [OUTPUT, COLUMN] and its x [COLUMN].
 
     A thread loads VECTOR neighbours at once; it keeps one sum of them, where one for each would take its registers.
+    Each product is added in one rounding, explicitly: which ones a compiler would fuse depends on the rows beside.
     """
-    NUM_OUTPUTS: tl.constexpr = weight.shape[0]
-    NUM_VECTORS: tl.constexpr = weight.shape[1] // VECTOR
+    weights = _neighbours(weight.to(tl.float32), VECTOR)
     sums = ()
     for index in tl.static_range(len(totals)):
-        x = _load_row(x_ptrs[index], start, column, NUM_COLUMNS, IS_EVEN)
-        products = weight.to(tl.float32) * x.to(tl.float32)[None, :]
-        sums += (totals[index] + tl.sum(tl.reshape(products, (NUM_OUTPUTS, NUM_VECTORS, VECTOR)), axis=2),)
+        x = _load_row(x_ptrs[index], start, column, NUM_COLUMNS, IS_EVEN).to(tl.float32)
+        xs = _neighbours(tl.broadcast_to(x[None, :], weight.shape), VECTOR)
+        total = totals[index]
+        for place in tl.static_range(VECTOR):
+            total = tl.fma(weights[place], xs[place], total)
+        sums += (total,)
     return sums
 
 
@@ -239,8 +270,8 @@ def contract(values: dict) -> check.Spec:
     """Checks the arguments of `linear_decode` and describes its output."""
     args = check.Arguments("linear_decode", values)
     x = args.tensor("x", ("T", "K"), check.FLOAT, contiguous=1)
-    if args.size("T") > MAX_ROWS:
-        args.fail("x", f"have T in 0..{MAX_ROWS}", args.size("T"))
+    if args.size("T") > _max_rows(x.dtype):
+        args.fail("x", f"have T in 0..{_max_rows(x.dtype)}", args.size("T"))
     if args.size("K") < 1:
         args.fail("x", "have K of at least 1", args.size("K"))
     args.tensor("weight", ("N", "K"), (x.dtype,), contiguous=1)
@@ -248,8 +279,20 @@ def contract(values: dict) -> check.Spec:
     return args.spec((args.size("T"), args.size("N")), x.dtype, contiguous=1)
 
 
+def is_for(num_rows: int, weight: torch.Tensor) -> bool:
+    """Whether `linear_decode` takes so many rows and, where those are more than 16, is faster than cuBLAS."""
+    is_fast = num_rows <= MAX_ROWS or num_rows * weight.numel() <= MAX_SINGLE_PRODUCTS
+    return is_fast and num_rows <= _max_rows(weight.dtype)
+
+
+def _max_rows(dtype: torch.dtype) -> int:
+    return MAX_SINGLE_ROWS if dtype == torch.float32 else MAX_ROWS
+
+
 def _choose_tuning(x: torch.Tensor, num_outputs: int) -> dict:
-    num_rows = 1 if x.dtype == torch.float32 else x.shape[0]
+    num_rows, num_columns = x.shape
+    if x.dtype == torch.float32:
+        return next(row for row in tuning.row(SINGLE_TUNING, x.device) if num_columns <= row["most_columns"])
     *rows, last = tuning.row(TUNING, x.device)
     for row in rows:
         if num_rows <= row["max_rows"] and num_outputs >= row["least_outputs"]:
@@ -266,7 +309,7 @@ def linear_decode(
     prefetch_weight: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias for up to 16 rows; shapes are in the module's docstring.
+    """x @ weight.T + bias for up to 16 rows, 64 in fp32; shapes are in the module's docstring.
 
     prefetch_weight: faster, but then the kernel directly before must not write weight, see Invariants.
     """
@@ -275,7 +318,7 @@ def linear_decode(
     tuned = _choose_tuning(x, num_outputs)
     unit = row_unit(x, weight)
     block_output = tuned["block_output"]
-    step = min(tuned["block_column"] * 2 // x.element_size(), triton.next_power_of_2(num_columns))
+    step = min(tuned["block_column"], triton.next_power_of_2(num_columns))
     arguments = {
         "x_ptr": x,
         "weight_ptr": weight,

@@ -47,6 +47,7 @@ def check(values, case=""):
 def ahead_of_time_cases():
     for num_rows, dtype in itertools.product((1, 8), DTYPES):
         yield f"T={num_rows} {dtype}", make(num_rows, 64, 4096, dtype, has_bias=dtype == torch.float16)
+        yield f"T={num_rows} {dtype} few columns", make(num_rows, 64, 256, dtype)
         yield f"T={num_rows} {dtype} partial tile", make(num_rows, 64, 3592, dtype)
     for num_rows in (1, 8):
         yield f"T={num_rows} odd", make(num_rows, 64, 4097, torch.bfloat16)
@@ -80,6 +81,19 @@ def test_matches_reference(num_rows, size, device):
 @pytest.mark.parametrize("num_rows", range(1, 17))
 def test_every_number_of_rows(num_rows, device):
     check(make(num_rows, 37, 80, torch.float16, has_bias=True, device=device), f"T = {num_rows}")
+
+
+@pytest.mark.parametrize("num_rows", [17, 30, 64])
+def test_more_rows_in_fp32(num_rows, device):
+    check(make(num_rows, 37, 80, torch.float32, has_bias=True, device=device), f"T = {num_rows}")
+
+
+def test_how_many_rows_it_is_for():
+    small, large = torch.empty(512, 512, device="meta"), torch.empty(8192, 8192, device="meta")
+    assert module.is_for(64, small) and not module.is_for(65, small)
+    assert module.is_for(16, large) and not module.is_for(17, large)  # cuBLAS is faster
+    for dtype in (torch.float16, torch.bfloat16):
+        assert module.is_for(16, small.to(dtype)) and not module.is_for(17, small.to(dtype))
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])
@@ -132,7 +146,7 @@ def test_sums_are_fp32(device):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_a_row_knows_no_other(device):
-    """A row keeps its bits in any company and at any place, in fp32 alone too; NaN and infinity stay in their rows.
+    """A row keeps its bits in any company and at any place; NaN and infinity stay in their rows.
 
     In fp16 the interpreter multiplies by NumPy, which sums up the same at the same place only.
     """
@@ -152,15 +166,26 @@ def _check_companies(dtype, device):
     companies = [[0, 1], [0, 1, 2]]
     if device.type == "cuda" or dtype == torch.float32:
         companies += [[5, 0], [1, 5, 2], [5] * 16]
-    if dtype == torch.float32:
-        companies += [[row] for row in range(6)]
     for company in companies:
         result = eagle_kernels.raw.linear_decode(**values | {"x": values["x"][company]})
         assert torch.equal(result, before[company])
 
 
+@pytest.mark.parametrize("num_columns", [80, 640, 1100, 4096])
+def test_a_row_in_fp32_is_as_it_is_alone(num_columns, device):
+    """Bit by bit, with one tile of columns or several: no compiler chooses which products it fuses with which sums."""
+    values = make(64, 30, num_columns, torch.float32, has_bias=True, device=device)
+    together = eagle_kernels.raw.linear_decode(**values)
+    for row in (0, 1, 2, 3, 30, 63):
+        alone = eagle_kernels.raw.linear_decode(**values | {"x": values["x"][row : row + 1]})
+        assert_equal("linear_decode", f"row {row}", "output", alone, together[row : row + 1])
+    for num_rows in (2, 5, 16):
+        few = eagle_kernels.raw.linear_decode(**values | {"x": values["x"][:num_rows]})
+        assert_equal("linear_decode", f"T = {num_rows}", "output", few, together[:num_rows])
+
+
 def test_one_row_is_summed_in_another_order(device):
-    """The same up to rounding; in fp32 in the same order."""
+    """In fp16 and bf16: the same up to rounding."""
     for dtype in (torch.bfloat16, torch.float16):
         values = make(2, 50, 1100, dtype, device=device)
         both = eagle_kernels.raw.linear_decode(**values)
@@ -201,11 +226,28 @@ def test_tuning_changes_rounding_alone(numbers, device, monkeypatch):
         check(make(num_rows, 70, 3000, torch.float16, has_bias=True, device=device), f"T = {num_rows} {numbers}")
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"block_output": 4, "block_column": 256, "num_warps": 1},
+        {"block_output": 2, "block_column": 1024, "num_warps": 8},
+    ],
+    ids=str,
+)
+def test_tuning_of_fp32_changes_rounding_alone(numbers, device, monkeypatch):
+    retune(monkeypatch, module.SINGLE_TUNING, **numbers)
+    for num_rows in (1, 21):
+        check(make(num_rows, 70, 1300, torch.float32, has_bias=True, device=device), f"T = {num_rows} {numbers}")
+
+
 def test_rows_are_tuned_alike():
-    """A row's bits follow from the tuning, so two rows and sixteen must get the same, and one row its own."""
+    """A row's bits follow from the tuning, so two rows and sixteen must get the same, one row its own, in fp32 all."""
     for rows in module.TUNING.values():
         assert {row["max_rows"] for row in rows} <= {1, module.MAX_ROWS} and rows[-1]["max_rows"] == module.MAX_ROWS
         assert all(row["uses_dot"] for row in rows if row["max_rows"] > 1)
+    for rows in module.SINGLE_TUNING.values():
+        most_columns = [row["most_columns"] for row in rows]
+        assert most_columns == sorted(most_columns) and most_columns[-1] == 2**31
 
 
 def test_launches_and_nothing_else(device):
@@ -225,7 +267,8 @@ def test_registration(num_rows, has_bias, device):
     [
         ({"x": torch.zeros(3, 64).double()}, ValueError, "x must have dtype .* or float32, got float64"),
         ({"x": torch.zeros(64)}, ValueError, "x must have shape"),
-        ({"x": torch.zeros(17, 64)}, ValueError, r"x must have T in 0\.\.16, got 17"),
+        ({"x": torch.zeros(65, 64)}, ValueError, r"x must have T in 0\.\.64, got 65"),
+        ({"x": torch.zeros(17, 64).half()}, ValueError, r"x must have T in 0\.\.16, got 17"),
         ({"x": torch.zeros(3, 0)}, ValueError, "x must have K of at least 1, got 0"),
         ({"x": torch.zeros(64, 3).T}, ValueError, "x must be contiguous in its last 1 axes"),
         ({"weight": torch.zeros(32, 65)}, ValueError, "weight must have K = 64 in axis 1"),
@@ -330,6 +373,6 @@ def test_weights_past_two_billion_elements(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_full_cross(dtype, device):
     for num_outputs, num_columns in itertools.product((1, 64, 1000, 6144), (1, 7, 64, 896, 2880, 3584, 4096, 14336)):
-        for num_rows, has_bias in itertools.product((1, 2, 8, 16), (False, True)):
+        for num_rows, has_bias in itertools.product((1, 2, 8, 16, *((64,) * (dtype == torch.float32))), (False, True)):
             values = make(num_rows, num_outputs, num_columns, dtype, has_bias=has_bias, device=device)
             check(values, f"T = {num_rows} {num_outputs} x {num_columns} {dtype}")
