@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from eagle_kernels import EAGLEConfig
 
 from ..apps.random_models import SHAPES
 from ..harness import results
-from .records import PLAIN, by_setting, method_of, newest_cells
+from .config import METHODS, BenchmarkConfig
+from .records import PLAIN, by_setting, distinct, method_of, newest_cells
 from .speedup import StepModel, Tree
 
 # of which steps are predicted, and by which they are
@@ -55,34 +57,60 @@ def of_presets(lines: Sequence[dict]) -> str:
 
 
 def of_cells(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Of each method's steps with K levels, from those with the fewest and the most: a level takes the same time each.
-    Tokens a step and the domain's plain step, which is as long as its texts make it, are as measured."""
+    """Of a method's steps with K levels, from those with the fewest and the most in the same domain, whose texts make
+    all of its steps longer or shorter. A level takes the same time each, and so does a verified row: that of n-gram's
+    steps, in which K more drafts are K more rows and nothing else. Tokens a step are as measured."""
     lines = []
     for setting, group in by_setting(cells).items():
-        plain = {cell["config"]["prompt_domain"]: cell["step_ms"] for cell in group if method_of(cell) == PLAIN}
         rows, inputs = [], []
-        for method in dict.fromkeys(map(method_of, group)):
-            own = [cell for cell in group if method_of(cell) == method and cell["config"]["prompt_domain"] in plain]
-            steps_ms = _mean_steps_ms(own)
-            if len(steps_ms) < 3:  # nothing lies between; plain decoding has one
-                continue
-            few, most = min(steps_ms), max(steps_ms)
-            level_ms = (steps_ms[most] - steps_ms[few]) / (most - few)
-            inputs.append(f"{method} {steps_ms[few]:.3f} ms with K = {few} and {1e3 * level_ms:.1f} µs for each more")
-            for cell in own:
-                levels, domain = cell["config"]["K"], cell["config"]["prompt_domain"]
-                if levels in (few, most):
+        for domain in distinct(group, "prompt_domain"):
+            own: dict[str, list[Mapping[str, Any]]] = {}
+            for cell in group:  # K ascending
+                if cell["config"]["prompt_domain"] == domain:
+                    own.setdefault(method_of(cell), []).append(cell)
+            plain_ms = own[PLAIN][0]["step_ms"] if PLAIN in own else None
+            row_ms = _row_ms(own.get("ngram", ()))
+            for method, steps in own.items():
+                if plain_ms is None or len(steps) < 3:  # nothing lies between; plain decoding has one
                     continue
-                tokens, wanted = cell["mean_accept_length"], cell["speedup"]
-                got = tokens * plain[domain] / (steps_ms[few] + (levels - few) * level_ms)
-                row = f"| {domain} | {method} | {levels} | {tokens:.2f} | {wanted:.2f}× | {got:.2f}× | "
-                rows.append(row + f"{got / wanted - 1:+.1%} |")
+                few, *between, most = steps
+                level_ms = (most["step_ms"] - few["step_ms"] - _more_rows(few, most) * row_ms) / _more_levels(few, most)
+                inputs.append(f"| {domain} | {method} | {plain_ms:.3f} ms | {few['step_ms']:.3f} ms | ")
+                inputs[-1] += f"{1e3 * level_ms:.1f} µs | {1e3 * row_ms:.1f} µs |"
+                for cell in between:
+                    step_ms = few["step_ms"] + _more_levels(few, cell) * level_ms + _more_rows(few, cell) * row_ms
+                    tokens, wanted = cell["mean_accept_length"], cell["speedup"]
+                    got = tokens * plain_ms / step_ms
+                    row = f"| {domain} | {method} | {cell['config']['K']} | {tokens:.2f} | {wanted:.2f}× | "
+                    rows.append(row + f"{got:.2f}× | {got / wanted - 1:+.1%} |")
         if rows:
             lines += [f"{setting}:", "", "| domain | method | K | tokens a step | measured | predicted | error |"]
             lines += ["|---|---|--:|--:|--:|--:|--:|", *rows, ""]
-            of_plain = ", ".join(f"{step_ms:.3f} ms ({domain})" for domain, step_ms in plain.items())
-            lines += [f"Constants: plain {of_plain}; " + "; ".join(inputs) + ".", ""]
+            lines += ["Constants:", "", "| domain | method | plain step | step of the fewest levels | level | row |"]
+            lines += ["|---|---|--:|--:|--:|--:|", *inputs, ""]
     return "\n".join(lines).rstrip() or "Not measured yet."
+
+
+def _row_ms(cells: Sequence[Mapping[str, Any]]) -> float:
+    """What a row more takes, of cells with nothing else more; 0 if that cannot be told."""
+    if len(cells) < 2:
+        return 0.0
+    few, *_, most = cells
+    return (most["step_ms"] - few["step_ms"]) / _more_rows(few, most)
+
+
+def _more_levels(few: Mapping[str, Any], more: Mapping[str, Any]) -> int:
+    return more["config"]["K"] - few["config"]["K"]
+
+
+def _more_rows(few: Mapping[str, Any], more: Mapping[str, Any]) -> int:
+    return _num_rows(more) - _num_rows(few)
+
+
+def _num_rows(cell: Mapping[str, Any]) -> int:
+    """That a step verifies."""
+    config = BenchmarkConfig.from_dict(cell["config"])
+    return config.batch_size * EAGLEConfig(**METHODS[config.method], num_steps=config.K).num_verify_tokens
 
 
 def fitted(lines: Sequence[dict]) -> tuple[StepModel, dict[str, dict[int, tuple[float, float]]]]:
@@ -122,11 +150,3 @@ def _head_parameters(shape: str) -> int:
     sizes = SHAPES[shape]
     layer = _layer_parameters(sizes, 2 * sizes["hidden_size"])
     return layer + (3 * sizes["hidden_size"] + sizes["draft_vocab_size"]) * sizes["hidden_size"]
-
-
-def _mean_steps_ms(cells: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """Time of a step by K, mean of the domains."""
-    steps_ms: dict[int, list[float]] = {}
-    for cell in cells:
-        steps_ms.setdefault(cell["config"]["K"], []).append(cell["step_ms"])
-    return {levels: statistics.fmean(times) for levels, times in steps_ms.items()}

@@ -76,16 +76,13 @@ def test_levels_between_those_that_were_looked_at():
     for cell in cells:
         cell["step_ms"] -= 1.0  # made cells are as fast as their steps are without
         if cell["config"]["prompt_domain"] == "code":  # whose texts are so long that everything takes longer
-            if cell["config"]["K"] is None:
-                cell["step_ms"] *= 1.5
-            else:
-                cell["speedup"] *= 1.5
+            cell["step_ms"] *= 1.5
     text = predictions.of_cells(cells)
-    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| c") or line.startswith("| s")]
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.endswith("% |")]
     assert len(rows) == 3 * 2 * 2 and {row[2].strip() for row in rows} == {"2", "4"}
     assert all(row[-1].strip() in ("+0.0%", "-0.0%") for row in rows), text
-    assert "plain 15.000 ms (code), 10.000 ms (conversation), 10.000 ms (summarization); " in text
-    assert "chain 11.000 ms with K = 1 and 1000.0 µs for each more; tree 11.000 ms" in text
+    assert "| code | chain | 15.000 ms | 16.500 ms | 1500.0 µs | 0.0 µs |" in text
+    assert "| summarization | tree | 10.000 ms | 11.000 ms | 1000.0 µs | 0.0 µs |" in text
     for cell in cells:
         if cell["config"]["K"] == 4:
             cell["speedup"] /= 1.25  # what K = 1 and 8 do not foresee
@@ -93,3 +90,18 @@ def test_levels_between_those_that_were_looked_at():
     # two K are inputs both; without plain decoding nothing is as fast as anything
     assert predictions.of_cells([cell for cell in cells if cell["config"]["K"] in (None, 1, 8)]) == "Not measured yet."
     assert predictions.of_cells([cell for cell in cells if cell["config"]["K"]]) == "Not measured yet."
+
+
+def test_rows_cost_what_they_do_where_drafts_cost_nothing():
+    """n-gram's slope is the price of a row, which trees with 5, 21, 32 and 32 of them pay beside their levels."""
+    cells = experiment(domains=("code",), methods=("ngram", "tree"), k=(1, 2, 4, 8))
+    plain_ms = cells[0]["step_ms"]
+    rows = {"ngram": {1: 2, 2: 3, 4: 5, 8: 9}, "tree": {1: 5, 2: 21, 4: 32, 8: 32}}
+    for cell in cells[1:]:
+        method, levels = cell["config"]["method"], cell["config"]["K"]
+        cell["step_ms"] = 8.0 + 0.05 * rows[method][levels] + 0.7 * levels * (method == "tree")
+        cell["speedup"] = cell["mean_accept_length"] * plain_ms / cell["step_ms"]
+    text = predictions.of_cells(cells)
+    assert text.count("+0.0%") + text.count("-0.0%") == 4, text
+    assert "| code | ngram | 11.000 ms | 8.100 ms | 0.0 µs | 50.0 µs |" in text
+    assert "| code | tree | 11.000 ms | 8.950 ms | 700.0 µs | 50.0 µs |" in text

@@ -39,7 +39,7 @@ MAX_ROWS = 16
 MAX_SINGLE_ROWS = 64
 # Past MAX_ROWS the weights come out of the cache again and again: on an H100 more products than these take longer so
 # than in cuBLAS, whose calls with few rows take 6 us and more.
-MAX_SINGLE_PRODUCTS = 2**24
+MAX_SINGLE_PRODUCTS = 2**25
 # of a program without the tensor cores: their sums must fit into registers
 PLAIN_ROWS = 4
 
@@ -68,7 +68,7 @@ _SINGLE = {"most_columns": 2**31, "uses_dot": False, "block_output": 8, "block_c
 SINGLE_TUNING = {
     "default": (_SINGLE,),
     "sm_90": (
-        _SINGLE | {"most_columns": 512, "block_output": 4, "block_column": 256, "num_warps": 1},
+        _SINGLE | {"most_columns": 512, "block_column": 256, "num_warps": 1},
         _SINGLE,
     ),
 }
@@ -113,17 +113,17 @@ def _add_products(
     """totals, of each row [OUTPUT, COLUMN // VECTOR], plus the products of weight [OUTPUT, COLUMN] and its x [COLUMN].
 
     A thread loads VECTOR neighbours at once; it keeps one sum of them, where one for each would take its registers.
-    Each product is added in one rounding, explicitly: which ones a compiler would fuse depends on the rows beside.
+    Products are added in one rounding, explicitly: which ones a compiler would fuse depends on the rows beside.
     """
     weights = _neighbours(weight.to(tl.float32), VECTOR)
     sums = ()
     for index in tl.static_range(len(totals)):
         x = _load_row(x_ptrs[index], start, column, NUM_COLUMNS, IS_EVEN).to(tl.float32)
         xs = _neighbours(tl.broadcast_to(x[None, :], weight.shape), VECTOR)
-        total = totals[index]
-        for place in tl.static_range(VECTOR):
-            total = tl.fma(weights[place], xs[place], total)
-        sums += (total,)
+        products = weights[0] * xs[0]
+        for place in tl.static_range(1, VECTOR):
+            products = tl.fma(weights[place], xs[place], products)
+        sums += (totals[index] + products,)  # which waits for no other tile's products
     return sums
 
 
