@@ -19,8 +19,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def test_a_round_is_fine(monkeypatch, capsys):
     monkeypatch.setitem(soak.TICKS, "cpu", 20)
     assert soak.main(["--minutes", "0", "--seed", "3", "--device", DEVICE]) == 0
-    told = capsys.readouterr().out
+    *so_far, told = capsys.readouterr().out.splitlines()  # a line a minute, and a last one
     assert told.startswith("fine: ") and re.search(r"\b1 rounds", told)
+    assert all(re.match(r"\d+ min: ", line) for line in so_far)
     counts = soak.run(4, DEVICE, 0, rounds=[1]).counts
     assert counts["rounds"] == 1 and counts["'length'"] > 1 and counts["tokens"] > 20
     assert counts["ties of the target"] <= 1

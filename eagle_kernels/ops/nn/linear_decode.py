@@ -93,17 +93,12 @@ def _load_row(x_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.const
 
 
 @triton.jit
-def _neighbours(values, VECTOR: tl.constexpr):
-    """values [OUTPUT, COLUMN] as VECTOR tensors [OUTPUT, COLUMN // VECTOR]: of the neighbours that a thread loads at
-    once each gets one, all tensors in the same order."""
-    NUM_SPLITS: tl.constexpr = 3 if VECTOR == 8 else 2
-    parts = (values,)
-    for _ in tl.static_range(NUM_SPLITS):
-        halves = ()
-        for index in tl.static_range(len(parts)):
-            halves += tl.split(tl.reshape(parts[index], (values.shape[0], parts[index].shape[1] // 2, 2)))
-        parts = halves
-    return parts
+def _neighbours(values):
+    """values [OUTPUT, COLUMN] as four tensors [OUTPUT, COLUMN // 4], one for each of the neighbours that a thread loads
+    at once; in the same order whatever the values."""
+    pairs = tl.reshape(values, (values.shape[0], values.shape[1] // 4, 2, 2))
+    left, right = tl.split(pairs)
+    return tl.split(left) + tl.split(right)
 
 
 @triton.jit
@@ -112,17 +107,21 @@ def _add_products(
 ):
     """totals, of each row [OUTPUT, COLUMN // VECTOR], plus the products of weight [OUTPUT, COLUMN] and its x [COLUMN].
 
-    A thread loads VECTOR neighbours at once; it keeps one sum of them, where one for each would take its registers.
-    Products are added in one rounding, explicitly: which ones a compiler would fuse depends on the rows beside.
+    A thread loads VECTOR neighbours at once; it keeps one sum of them, where one for each would take its registers. In
+    fp32 each product is fused with the sum before, explicitly: what a compiler fuses depends on the rows beside.
     """
-    weights = _neighbours(weight.to(tl.float32), VECTOR)
     sums = ()
     for index in tl.static_range(len(totals)):
-        x = _load_row(x_ptrs[index], start, column, NUM_COLUMNS, IS_EVEN).to(tl.float32)
-        xs = _neighbours(tl.broadcast_to(x[None, :], weight.shape), VECTOR)
-        products = weights[0] * xs[0]
-        for place in tl.static_range(1, VECTOR):
-            products = tl.fma(weights[place], xs[place], products)
+        x = _load_row(x_ptrs[index], start, column, NUM_COLUMNS, IS_EVEN)[None, :]
+        if VECTOR == 4:
+            weights, xs = _neighbours(weight), _neighbours(tl.broadcast_to(x, weight.shape))
+            products = weights[0] * xs[0]
+            for place in tl.static_range(1, VECTOR):
+                products = tl.fma(weights[place], xs[place], products)
+        else:  # one row, alone: in an order given to it ptxas loads the last weights late, which costs 10 %
+            NUM_VECTORS: tl.constexpr = weight.shape[1] // VECTOR
+            products = weight.to(tl.float32) * x.to(tl.float32)
+            products = tl.sum(tl.reshape(products, (weight.shape[0], NUM_VECTORS, VECTOR)), axis=2)
         sums += (totals[index] + products,)  # which waits for no other tile's products
     return sums
 
