@@ -27,7 +27,8 @@ from .harness.timing import Stopwatch, host_us
 
 def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark] | None = None) -> int:
     """Runs the command line; a `bench_X.py` passes its own benchmark. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__.partition("\n")[0], add_help=False)
+    parser.add_argument("-h", "--help", action="store_true", help="show this, or with --app what that one takes")
     parser.add_argument("--op", action="append", help="name of an op; may be given several times")
     parser.add_argument("--app", help="in place of ops: a benchmark of the whole engine; its own options follow")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
@@ -44,7 +45,11 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
 
         if options.app not in APPS:
             parser.error(f"no app {options.app}; there are {', '.join(APPS)}")
+        rest += ["--help"] * options.help
         return APPS[options.app](rest, None if options.results == "none" else Path(options.results), options.commit)
+    if options.help:
+        parser.print_help()
+        return 0
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 import time
 import types
@@ -444,6 +446,32 @@ def test_a_record_names_its_run_and_its_floor(monkeypatch):
     assert json.loads(json.dumps(made)) == made
     assert results.new_run() != results.new_run()
     assert results.table([made]).splitlines()[1].split()[-2:] == ["5.0%", "5.00"]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_results_make_no_checkout_dirty(tmp_path, monkeypatch):
+    """So that what a run writes first does not change the commit of what it writes next."""
+
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    code, line = tmp_path / "bench" / "harness" / "results.py", tmp_path / "bench" / "results" / "gpu.jsonl"
+    for file in (code, line):
+        file.parent.mkdir(parents=True)
+        file.write_text("1\n")
+    monkeypatch.setattr(results, "__file__", str(code))
+    monkeypatch.setattr(results, "DIRECTORY", line.parent)
+    assert results.checkout_commit() == ""
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "all")
+    commit = results.checkout_commit()
+    assert len(commit) == 12
+    line.write_text("2\n")
+    assert results.checkout_commit() == commit
+    code.write_text("2\n")
+    assert results.checkout_commit() == f"{commit}-dirty"
 
 
 def test_an_app_runs_without_a_gpu_on_a_small_shape(capsys):

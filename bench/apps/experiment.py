@@ -39,18 +39,14 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     try:
         experiment = _experiment(options)
         runner = Runner(experiment, options.device, commit)
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        output = options.output
+        if output is None and directory is not None and runner.device.type == "cuda":
+            output = directory / runner.machine["gpu"].replace(" ", "_") / "experiment.jsonl"
+        with EventLog(sys.stdout if output is None else output) as log:
+            runner.run(log, set() if output is None else _done(output))
+    except (ValueError, KeyError, OSError, RuntimeError) as error:  # models that cannot be had, say
         print(f"error: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
         return 1
-    output = options.output
-    if output is None and directory is not None and runner.device.type == "cuda":
-        output = directory / runner.machine["gpu"].replace(" ", "_") / "experiment.jsonl"
-    with EventLog(sys.stdout if output is None else output) as log:
-        try:
-            runner.run(log, set() if output is None else _done(output))
-        except (ValueError, RuntimeError, OSError) as error:  # models that cannot be had, say
-            print(f"error: {error}", file=sys.stderr)
-            return 1
     return 0
 
 
@@ -63,9 +59,11 @@ class Runner:
     def __init__(self, experiment: Experiment, device: str | None, commit: str):
         self.experiment = experiment
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"--device must be one that torch can use, got {device}")
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine() + " CPU"
         self.machine = {"gpu": gpu, "versions": results.versions(), "commit": commit}
-        self._prompts: dict[str, PromptDataset] = {}
+        self._prompts: PromptDataset | None = None
         self._engine: tuple[str, EAGLEInference] | None = None
 
     def run(self, log: EventLog, done: set[str]) -> None:
@@ -86,6 +84,7 @@ class Runner:
                 continue
             num_done += 1
             line = {"cell_hash": known, "config": cell.to_dict(), "dtype": self._dtype(cell)} | self.machine
+            line["prompts"] = self.experiment.describe_prompts(self._dataset().get_all())
             log.write("cell", **line, **_numbers(measured, baselines[_basis(cell)]))
             passed_s = time.perf_counter() - start_s
             rest_s = passed_s / num_done * (len(left) - num_done)
@@ -106,12 +105,15 @@ class Runner:
         return self._engine[1]
 
     def _prompts_of(self, cell: BenchmarkConfig) -> list[Prompt]:
+        return self._dataset().get_by_domain(cell.prompt_domain)
+
+    def _dataset(self) -> PromptDataset:
         source = self.experiment.prompts
-        if not self._prompts:
+        if self._prompts is None:
             count = self.experiment.prompts_per_domain
             own = PromptDataset.load(source) if source else PromptDataset.build("bytes", count, download=False)
-            self._prompts["all"] = own.first(count)
-        return self._prompts["all"].get_by_domain(cell.prompt_domain)
+            self._prompts = own.first(count)
+        return self._prompts
 
     def _hash(self, cell: BenchmarkConfig) -> str:
         return self.experiment.cell_hash(cell, self._prompts_of(cell), **self.machine)

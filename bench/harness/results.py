@@ -110,10 +110,19 @@ def versions() -> dict:
 
 
 def checkout_commit() -> str:
-    """The checkout's commit, marked where files differ from it; empty outside of a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    """The checkout's commit, marked where files differ from it; empty outside of a checkout.
+
+    Results do not count: a run that writes them measures the same code to its end.
+    """
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    results = f":(top,exclude){DIRECTORY.relative_to(DIRECTORY.parents[1])}"
+    is_dirty = commit and _git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", results)
+    return f"{commit}-dirty" if is_dirty else commit
+
+
+def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
     except OSError:  # no git here
         return ""
     return done.stdout.strip()

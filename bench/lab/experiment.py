@@ -52,7 +52,8 @@ class Experiment:
         for name in ("pairs", "domains", "methods", "k", "temperatures", "batch_sizes"):
             values = getattr(self, name)
             is_list = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
-            self._require(is_list and len(set(values)) == len(values), name, "be a list of different values")
+            is_flat = is_list and all(isinstance(value, (str, int, float)) for value in values)
+            self._require(is_flat and len(set(values)) == len(values), name, "be a list of different values")
             object.__setattr__(self, name, tuple(values))
         for pair in self.pairs:
             get_pair(pair).check()
@@ -62,6 +63,8 @@ class Experiment:
         for name in ("prompts_per_domain", "num_runs"):
             value = getattr(self, name)
             self._require(is_integer(value) and value >= 1, name, "be an int of at least 1")
+        is_timed = is_integer(self.max_new_tokens) and self.max_new_tokens >= 2
+        self._require(is_timed, "max_new_tokens", "be an int of at least 2: tokens behind the first are timed")
         self._require(self.dtype is None or self.dtype in DTYPES, "dtype", f"be None or one of {', '.join(DTYPES)}")
         list(self.cells())  # which checks the rest
 
@@ -98,9 +101,14 @@ class Experiment:
                             for count in self.k:
                                 yield BenchmarkConfig(pair, count, *shared, method, batch_size)
 
+    def describe_prompts(self, prompts: Sequence[Prompt]) -> str:
+        """Which prompts these are, all domains together: where they come from, how many, and a hash of their texts."""
+        source = "built in" if self.prompts is None else Path(self.prompts).name
+        return f"{source}, {len(prompts)}, {_hash_texts(prompts)[:8]}"
+
     def cell_hash(self, config: BenchmarkConfig, prompts: Sequence[Prompt], **machine: Any) -> str:
         """Of everything that a cell's numbers depend on: 12 hex digits. machine: GPU, versions, commit."""
-        texts = hashlib.sha256("\0".join(prompt.raw_text for prompt in prompts).encode()).hexdigest()
+        texts = _hash_texts(prompts)
         values = [config.config_hash(), self.dtype, self.num_runs, texts, machine]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -110,6 +118,10 @@ class Experiment:
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
             raise ValueError(f"Experiment: {name} must {rule}, got {getattr(self, name)!r}")
+
+
+def _hash_texts(prompts: Sequence[Prompt]) -> str:
+    return hashlib.sha256("\0".join(prompt.raw_text for prompt in prompts).encode()).hexdigest()
 
 
 def _read_yaml(text: str) -> Any:

@@ -96,6 +96,8 @@ def draw(
             "pair": setting.pair,
             "batch": str(setting.batch_size),
             "temperature": f"{setting.temperature:g}",
+            "prompts": setting.prompts or "-",
+            "machine": setting.gpu,
         }
         stem = f"{setting.pair}_b{setting.batch_size}_t{setting.temperature:g}"
         for function, title, caption in _OF_A_SETTING:
@@ -103,7 +105,7 @@ def draw(
             add(f"{function.__name__}_{stem}", title, str(setting), caption, about, figure)
     for setting, curves in cell_curves(cells).items():
         figure = figures.throughput(curves, f"Throughput against batch\n{setting}")
-        about = {"pair": setting.pair, "temperature": f"{setting.temperature:g}"}
+        about = {"pair": setting.pair, "temperature": f"{setting.temperature:g}", "machine": setting.gpu}
         stem = f"{setting.pair}_t{setting.temperature:g}"
         add(f"throughput_{stem}", "Throughput against batch", str(setting), _CROSSING, about, figure)
     for shape, curves in preset_curves(steps).items():

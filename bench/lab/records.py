@@ -12,6 +12,9 @@ from .config import METHODS
 PLAIN = "plain"
 # name -> {requests of a batch: tokens/s}
 Curves = dict[str, dict[int, float]]
+_NEEDED_OF_CONFIG = (
+    "model_pair_name", "K", "temperature", "max_new_tokens", "prompt_domain", "seed", "method", "batch_size"
+)  # fmt: skip
 _NEEDED = ("config", "gpu", "versions", "commit", "dtype", "tokens_per_second", "speedup", "mean_accept_length")
 
 
@@ -25,16 +28,20 @@ class Setting(NamedTuple):
     seed: int
     dtype: str
     gpu: str
+    prompts: str
 
     def __str__(self) -> str:
         batch, tokens = f"batch {self.batch_size}, " * (self.batch_size > 0), f"{self.max_new_tokens} tokens"
-        return f"{self.pair}, {batch}temperature {self.temperature:g}, {tokens}, {self.dtype}, {self.gpu}"
+        source = self.prompts.partition(",")[0]
+        prompts = f", {source}" if source not in ("", "built in") else ""
+        return f"{self.pair}, {batch}temperature {self.temperature:g}, {tokens}{prompts}, {self.dtype}, {self.gpu}"
 
 
 def setting_of(cell: Mapping[str, Any]) -> Setting:
     config = cell["config"]
     names = ("batch_size", "temperature", "max_new_tokens", "seed")
-    return Setting(config["model_pair_name"], *(config[name] for name in names), cell["dtype"], cell["gpu"])
+    shared = (cell["dtype"], cell["gpu"], cell.get("prompts", ""))  # older lines do not name prompts
+    return Setting(config["model_pair_name"], *(config[name] for name in names), *shared)
 
 
 def method_of(cell: Mapping[str, Any]) -> str:
@@ -50,6 +57,7 @@ def newest_cells(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     newest: dict[tuple, dict[str, Any]] = {}
     for number, line in enumerate(lines, 1):
         missing = [name for name in _NEEDED if name not in line]
+        missing += [f"config.{name}" for name in _NEEDED_OF_CONFIG if name not in line.get("config", _NEEDED_OF_CONFIG)]
         if missing:
             raise ValueError(f"cell {number} of the experiment has no {missing[0]}")
         newest[setting_of(line), line["config"]["prompt_domain"], label_of(line)] = dict(line)

@@ -72,12 +72,32 @@ CELL_COLUMNS = (
     ),
     Column("tokens", _config("max_new_tokens"), meaning="At most, of each prompt."),
     Column("dtype", lambda cell: cell["dtype"], False, meaning="Of both models."),
+    Column("seed", _config("seed"), meaning="Of the sampling noise of the first prompt."),
+    Column("runs", lambda cell: str(len(cell.get("per_run") or ())), meaning="Of all prompts, of which medians are."),
+    Column("prompts", lambda cell: cell.get("prompts", "-"), False, "prompts", "Source, number, hash of the texts."),
+    Column("machine", lambda cell: cell["gpu"], False, "machine", "Which the cell was measured on."),
     Column("commit", lambda cell: cell["commit"] or "-", False, meaning="-dirty: files differed from it."),
 )
 
 
+# of a setting: shown where they differ, and told once where they do not
+_MAYBE_SHARED = ("tokens", "dtype", "seed", "runs", "prompts", "machine")
+
+
 def cell_table(cells: Sequence[dict]) -> Table:
-    return Table("Cells", CELL_COLUMNS, cells, "One row is one configuration, all prompts of its domain, all runs.")
+    note = "One row is one configuration, all prompts of its domain, all runs."
+    return _without_shared("Cells", CELL_COLUMNS, cells, note)
+
+
+def _without_shared(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], note: str = "") -> Table:
+    shared = {
+        column.title: column.text(rows[0])
+        for column in columns
+        if column.title in _MAYBE_SHARED and len({column.text(row) for row in rows}) == 1
+    }
+    if shared:
+        note = " ".join(filter(None, (note, "Of all: " + ", ".join(f"{name} {text}" for name, text in shared.items()))))
+    return Table(title, [column for column in columns if column.title not in shared], rows, note)
 
 
 def best_table(cells: Sequence[dict]) -> Table:
@@ -89,7 +109,7 @@ def best_table(cells: Sequence[dict]) -> Table:
             rows += [] if best is None else [best]
     wanted = ("pair", "domain", "batch", "temperature", "method", "K", "tokens/s", "speed-up", "tokens a step")
     columns = {column.title: column for column in CELL_COLUMNS}
-    return Table("Fastest of each domain", [columns[name] for name in wanted], rows)
+    return _without_shared("Fastest of each domain", [columns[name] for name in (*wanted, *_MAYBE_SHARED)], rows)
 
 
 def throughput_table(shape: str, curves: Mapping[str, Mapping[int, float]]) -> Table:
@@ -142,15 +162,19 @@ def provenance_table(lines: Iterable[Mapping[str, Any]]) -> Table:
 def markdown_table(cells: Sequence[dict]) -> list[list[str]]:
     """Rows of text: a setting, domain and method against K, each `tokens/s (speed-up, tokens a step)`."""
     counts = sorted({cell["config"]["K"] for cell in cells} - {None})
-    table = [["pair", "batch", "T", "domain", "plain", "method", *(f"K={count}" for count in counts), "at commit"]]
+    columns = [column for column in CELL_COLUMNS if column.title in _MAYBE_SHARED and column.title != "runs"]
+    differing = [column for column in columns if len({column.text(cell) for cell in cells}) > 1]
+    titles = ["pair", "batch", "T", *(column.title for column in differing), "domain", "plain", "method"]
+    table = [[*titles, *(f"K={count}" for count in counts), "at commit"]]
     rows: dict[tuple, dict[str, dict]] = {}
     for cell in cells:
         rows.setdefault((setting_of(cell), cell["config"]["prompt_domain"], method_of(cell)), {})[label_of(cell)] = cell
     for (setting, domain, method), of_label in rows.items():
         if method != PLAIN:
             plain = rows.get((setting, domain, PLAIN), {}).get(PLAIN, {})
-            about = [_escaped(setting.pair), str(setting.batch_size), f"{setting.temperature:g}", _escaped(domain)]
-            about += [number(plain.get("tokens_per_second"), 0), method]
+            about = [_escaped(setting.pair), str(setting.batch_size), f"{setting.temperature:g}"]
+            about += [_escaped(column.text(next(iter(of_label.values())))) for column in differing]
+            about += [_escaped(domain), number(plain.get("tokens_per_second"), 0), method]
             texts = [_markdown_cell(of_label.get(f"{method} K={count}")) for count in counts]
             commits = ", ".join(dict.fromkeys(f"`{cell['commit']}`" for cell in of_label.values()))
             table.append([*about, *texts, commits])

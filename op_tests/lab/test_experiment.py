@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from bench import run
 from bench.apps import experiment as app
@@ -12,6 +13,8 @@ from bench.lab import measure as measuring
 from bench.lab.experiment import Experiment
 from bench.lab.log import read_events
 from bench.lab.measure import measure
+from bench.lab.prompts import Prompt, PromptDataset
+from bench.lab.records import newest_cells
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from op_tests.engine.toys import random_llama
@@ -120,6 +123,10 @@ REFUSED = [
     ({"pairs": ["phi3_llama3"]}, "phi3_llama3: the draft must have the target's tokens"),
     ({"k": [0]}, "K must be None or an int of at least 1, got 0"),
     ({"k": [2, 2]}, r"Experiment: k must be a list of different values, got \[2, 2\]"),
+    ({"k": [[1], [2]]}, r"Experiment: k must be a list of different values, got \[\[1\], \[2\]\]"),
+    ({"k": [None]}, r"Experiment: k must be a list of different values, got \[None\]"),
+    ({"pairs": [["embedded"]]}, "Experiment: pairs must be a list of different values"),
+    ({"max_new_tokens": 1}, "max_new_tokens must be an int of at least 2: tokens behind the first are timed, got 1"),
     ({"methods": "chain"}, "methods must be a list of different values, got 'chain'"),
     ({"methods": ["magic"]}, "methods must be among chain, tree"),
     ({"domains": ["law"]}, "domains must be among code, conversation"),
@@ -142,3 +149,29 @@ def test_errors_of_the_command(tmp_path, capsys):
         assert message in capsys.readouterr().err
     assert call(tmp_path / "cells.jsonl", "--pairs", "nobody") == 1
     assert "error: get_pair: name must be one of" in capsys.readouterr().err
+    assert call(tmp_path) == 1  # a folder
+    assert capsys.readouterr().err.startswith("error: ")
+    code = PromptDataset([Prompt("code_000", "code", "def f(", 6)])
+    code.save(tmp_path / "code.json")
+    assert call(tmp_path / "cells.jsonl", "--prompts", str(tmp_path / "code.json"), "--domains", "conversation") == 1
+    assert "domain must be one of code, got 'conversation'" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert call(tmp_path / "cells.jsonl", "--device", "cuda") == 1
+        assert "error: --device must be one that torch can use, got cuda" in capsys.readouterr().err
+
+
+def test_the_options_of_an_app_are_shown(capsys):
+    with pytest.raises(SystemExit) as end:
+        run.main(["--app", "experiment", "--help"])
+    assert end.value.code == 0 and "--prompts-per-domain" in capsys.readouterr().out
+    assert run.main(["--help"]) == 0 and "--check-only" in capsys.readouterr().out
+
+
+def test_other_prompts_are_another_setting(tmp_path):
+    for text in ("def f(", "def g("):
+        PromptDataset([Prompt("code_000", "code", text, 6)]).save(tmp_path / "prompts.json")
+        options = ("--prompts", str(tmp_path / "prompts.json"), "--domains", "code", "--k", "1", "--methods", "chain")
+        assert call(tmp_path / "cells.jsonl", *options) == 0
+    lines = read_events(tmp_path / "cells.jsonl", "cell")
+    assert len(lines) == 4 and len(newest_cells(lines)) == 4
+    assert len({cell["prompts"] for cell in lines}) == 2 and lines[0]["prompts"].startswith("prompts.json, 1, ")

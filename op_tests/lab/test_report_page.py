@@ -70,6 +70,29 @@ def test_the_newest_line_of_a_cell_counts_and_k_ascends():
         records.newest_cells([cell(), {name: value for name, value in cell().items() if name != "speedup"}])
 
 
+def test_tables_tell_machines_apart(tmp_path):
+    """Where there are several; what all cells share is told once."""
+    cells = records.newest_cells([*experiment(), *(each | {"gpu": "Other GPU"} for each in experiment())])
+    for table in (tables.cell_table(cells), tables.best_table(cells)):
+        (column,) = [column for column in table.columns if column.title == "machine"]
+        assert column.filter == "machine" and {column.text(row) for row in table.rows} == {GPU, "Other GPU"}
+        assert "machine" not in table.note and "dtype float32" in table.note
+    head, *rows = tables.markdown_table(cells)
+    assert {row[head.index("machine")] for row in rows} == {GPU, "Other GPU"}
+    assert f"machine {GPU}" in tables.cell_table(records.newest_cells(experiment())).note
+    page = Page(page_of(tmp_path, cells))
+    assert page.options["machine"] == ["", GPU, "Other GPU"]
+    figures = {attributes["data-of-machine"] for tag, attributes in page.elements if tag == "figure"}
+    assert figures == {GPU, "Other GPU"}
+
+
+def test_a_cell_without_its_configuration_is_named():
+    broken = cell()
+    del broken["config"]["seed"]
+    with pytest.raises(ValueError, match="cell 1 of the experiment has no config.seed"):
+        records.newest_cells([broken])
+
+
 def test_the_page_has_every_cell_and_its_filters(tmp_path):
     cells = experiment(pairs=("one", "two"), batch_sizes=(1, 16, 2), temperatures=(0.0, 0.5))
     text = page_of(tmp_path, cells)
@@ -105,7 +128,7 @@ def test_names_are_text_wherever_they_stand(tmp_path):
     assert tags.count("script") == 1 and "img" not in tags
     assert page.cells.count(HOSTILE) >= 7 and "<img src=x>" in page.cells
     assert HOSTILE in page.options["pair"]
-    known = {"data-of-pair", "aria-label", "value"}
+    known = {"data-of-pair", "data-of-machine", "aria-label", "value"}
     for _, attributes in page.elements:
         assert not any(name.startswith("on") for name in attributes)
         assert not [item for item in attributes.items() if "://" in (item[1] or "") and item[0] not in known]
@@ -123,10 +146,10 @@ def test_numbers_that_are_none(tmp_path):
 
 
 def test_500_cells(tmp_path, capsys):
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     text = page_of(tmp_path, many())
     with capsys.disabled():
-        print(f"\n{len(many())} cells: {time.perf_counter() - start_s:.1f} s, {len(text.encode()) / 1e6:.2f} MB")
+        print(f"\n{len(many())} cells: {time.process_time() - start_s:.1f} s, {len(text.encode()) / 1e6:.2f} MB")
     assert len(text.encode()) < 3e6 and text.count("<tr>") > 500
 
 
