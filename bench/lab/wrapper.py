@@ -58,6 +58,7 @@ class ModelWrapper:
 
     get_cache_length = staticmethod(lambda cache: 0 if cache is None else cache.length)
     reset_cache = staticmethod(lambda: None)
+    memory_footprint_mb = property(lambda self: self.memory_footprint_mib * 2**20 / 1e6)
 
     def __repr__(self) -> str:
         size = f"{self.param_count / 1e6:.1f}M parameters, {self.memory_footprint_mib:.0f} MiB"

@@ -111,6 +111,7 @@ def test_what_a_wrapper_tells(folder, device):
     assert (wrapped.vocab_size, wrapped.param_count, wrapped.eos_token_id) == (VOCAB, count, VOCAB - 1)
     held = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     assert wrapped.memory_footprint_mib == held / 2**20 >= 2 * count / 2**20
+    assert wrapped.memory_footprint_mb == pytest.approx(held / 1e6)
     shown = f"ModelWrapper(LlamaForCausalLM, {count / 1e6:.1f}M parameters, 0 MiB, vocabulary {VOCAB}, {model.device})"
     assert repr(wrapped) == shown
     again = ModelWrapper(wrapped.target, ByteTokenizer())
