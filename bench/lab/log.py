@@ -57,7 +57,7 @@ class EventLog:
 def read_events(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
     """The lines of a log, or those of one event; [] where there is none yet. Lines that are torn are left out."""
     path, events = Path(path), []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in json_lines(path) if path.exists() else ():
         try:
             record = json.loads(line)
         except ValueError:
@@ -65,6 +65,12 @@ def read_events(path: str | Path, event: str | None = None) -> list[dict[str, An
         if isinstance(record, dict) and event in (None, record.get("event")):
             events.append(record)
     return events
+
+
+def json_lines(path: str | Path) -> list[str]:
+    """The lines of a file, with or without a byte order mark. `str.splitlines` would split at U+2028 and its like too,
+    which JSON allows in its strings."""
+    return Path(path).read_text(encoding="utf-8-sig").split("\n")
 
 
 def _plain(value: Any) -> Any:

@@ -7,12 +7,17 @@ shows no logits and no cache, quantizes as it likes, and times itself.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import http.client
 import json
 import os
+import re
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from types import UnionType
 from typing import Any, NamedTuple
 
 DEFAULT_HOST = "http://localhost:11434"
@@ -20,6 +25,9 @@ DEFAULT_HOST = "http://localhost:11434"
 
 class OllamaError(RuntimeError):
     """The server is not there, or says no; in one line."""
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))  # the server's own words may be several
 
 
 class OllamaModelInfo(NamedTuple):
@@ -44,9 +52,10 @@ def list_models(host: str | None = None, timeout: float = 10) -> list[OllamaMode
     """What the server at host (None: $OLLAMA_HOST, else this machine) has fetched."""
     answer, models = _call(host, "/api/tags", None, timeout), []
     for model in _field(answer, "models", list):
-        details = model.get("details") or {}
-        sizes = details.get("parameter_size") or "", details.get("quantization_level") or ""
-        models.append(OllamaModelInfo(_field(model, "name", str), *sizes, model.get("size", 0) / 1e9))
+        name, num_bytes = _field(model, "name", str), _field(model, "size", int | float, 0)
+        details = _field(model, "details", dict | None) or {}
+        sizes = (_field(details, field, str | None) or "" for field in ("parameter_size", "quantization_level"))
+        models.append(OllamaModelInfo(name, *sizes, num_bytes / 1e9))
     return models
 
 
@@ -86,22 +95,46 @@ def _base_url(host: str | None) -> str:
     url = url if "://" in url else f"http://{url}"
     scheme, _, place = url.rstrip("/").partition("://")
     place = place if ":" in place.rpartition("]")[2] or scheme == "https" else f"{place}:11434"
-    return f"{scheme}://{place.replace('0.0.0.0', 'localhost')}"  # what a server listens on is no address
+    place = re.sub(r"^0\.0\.0\.0(?=[:/]|$)", "localhost", place)  # what a server listens on is no address
+    return f"{scheme}://{place}"
 
 
-def _call(host: str | None, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
+def _call(host: str | None, path: str, body: dict[str, Any] | None, timeout: float) -> Any:
+    """The server's whole answer within the timeout."""
     url = _base_url(host) + path
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(_ask(url, data, timeout))
+        except Exception as error:
+            answer.set_exception(error)
+
+    # A socket's timeout begins anew with each byte, and finding an address has none: a thread alone can be left behind.
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return answer.result(timeout)
+    except concurrent.futures.TimeoutError:
+        raise OllamaError(f"{url}: no whole answer within {timeout:g} s") from None
+
+
+def _ask(url: str, data: bytes | None, timeout: float) -> Any:
+    """timeout: of each read."""
     # the server is on this machine or this network: a proxy would not find it
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         with opener.open(request, timeout=timeout) as response:
             answer = json.loads(response.read())
     except urllib.error.HTTPError as error:
         raise OllamaError(f"{url}: {error.code} {_reason(error)}") from None
-    except (OSError, ValueError) as error:  # not there, too slow, or no JSON
+    except (OSError, ValueError, http.client.InvalidURL) as error:  # not there, too slow, no JSON, or no address
         raise OllamaError(f"{url}: {getattr(error, 'reason', None) or error}") from None
+    except http.client.HTTPException as error:
+        raise OllamaError(f"{url}: no whole answer of HTTP: {error!r}") from None
+    if isinstance(answer, dict) and answer.get("error"):  # it may find out when it has said 200
+        raise OllamaError(f"{url}: {answer['error']}")
     return answer
 
 
@@ -109,14 +142,15 @@ def _reason(error: urllib.error.HTTPError) -> str:
     """The server's own words, as `model "x" not found`."""
     try:
         return json.loads(error.read())["error"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         return error.reason
 
 
-def _field(answer: Any, name: str, kind: type) -> Any:
-    value = answer.get(name) if isinstance(answer, dict) else None
+def _field(answer: Any, name: str, kind: type | UnionType, default: Any = None) -> Any:
+    """default: where the answer leaves it out."""
+    value = answer.get(name, default) if isinstance(answer, dict) else None
     if not isinstance(value, kind):
-        raise OllamaError(f"the server's answer has no {name}; is it Ollama?")
+        raise OllamaError(f"the server's answer has no {name} as Ollama's has, got {value!r:.60}")
     return value
 
 

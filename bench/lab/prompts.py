@@ -59,8 +59,7 @@ class PromptDataset:
         files      by domain, see `sources.read_file`
         download   False: the hub is not asked
         """
-        if isinstance(n_per_domain, bool) or not isinstance(n_per_domain, int) or n_per_domain < 1:
-            raise ValueError(f"PromptDataset.build: n_per_domain must be an int of at least 1, got {n_per_domain!r}")
+        _check_count("build", n_per_domain)
         unknown = sorted(set(files or {}) - set(DOMAINS))
         if unknown:
             raise ValueError(f"PromptDataset.build: files must be of {', '.join(DOMAINS)}, got one of {unknown[0]!r}")
@@ -75,7 +74,12 @@ class PromptDataset:
 
     @classmethod
     def from_questions(cls, path: str | Path, tokenizer: Any, n_per_domain: int | None = None) -> PromptDataset:
-        """First turns of a `question.jsonl`, as MT-bench has them, by the domains of their categories."""
+        """First turns of a `question.jsonl`, as MT-bench has them, by the domains of their categories.
+
+        n_per_domain  most of each; None: all
+        """
+        if n_per_domain is not None:
+            _check_count("from_questions", n_per_domain)
         texts: dict[str, list[str]] = {domain: [] for domain in DOMAINS}
         for question in read_questions(path):
             texts[question.domain].append(question.turns[0])
@@ -140,6 +144,11 @@ class PromptDataset:
     def __repr__(self) -> str:
         parts = ", ".join(f"{domain} {row['n']}" for domain, row in self.stats().items())
         return f"PromptDataset({len(self)} prompts: {parts or 'none'})"
+
+
+def _check_count(method: str, n_per_domain: Any) -> None:
+    if isinstance(n_per_domain, bool) or not isinstance(n_per_domain, int) or n_per_domain < 1:
+        raise ValueError(f"PromptDataset.{method}: n_per_domain must be an int of at least 1, got {n_per_domain!r}")
 
 
 def _find(domain: str, count: int, count_tokens: Callable[[str], int], download: bool) -> tuple[list[str], str]:

@@ -36,15 +36,15 @@ def deterministic(seed: int | None = None, *, warn_only: bool = False) -> Iterat
     flags = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
     before = (cudnn.deterministic, cudnn.benchmark, fill.fill_uninitialized_memory, os.environ.get(_WORKSPACE))
     precision = torch.get_float32_matmul_precision()
-    os.environ.setdefault(_WORKSPACE, ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    cudnn.deterministic, cudnn.benchmark = True, False
-    # which would cost a launch for every buffer, and no op of ours reads what it has not written
-    fill.fill_uninitialized_memory = False
-    torch.set_float32_matmul_precision("highest")
-    if seed is not None:
-        set_seed(seed)
     try:
+        os.environ.setdefault(_WORKSPACE, ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        cudnn.deterministic, cudnn.benchmark = True, False
+        # which would cost a launch for every buffer, and no op of ours reads what it has not written
+        fill.fill_uninitialized_memory = False
+        torch.set_float32_matmul_precision("highest")
+        if seed is not None:
+            set_seed(seed)
         yield
     finally:
         torch.use_deterministic_algorithms(flags[0], warn_only=flags[1])

@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from eagle_kernels.engine.inspection import read_prompts_file
 
+from .log import json_lines
+
 Domain = Literal["code", "conversation", "summarization"]
 DOMAINS: tuple[str, ...] = get_args(Domain)
 
@@ -43,16 +45,17 @@ class Question(NamedTuple):
 def read_questions(path: str | Path) -> list[Question]:
     """Of a file in the manner of MT-bench: a JSON object a line with question_id, category, turns, maybe reference."""
     path, questions = Path(path), []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(json_lines(path), 1):
         if not line.strip():
             continue
         try:
             values = json.loads(line)
-            turns = _texts(values["turns"])
+            turns = _texts(values, "turns")
             if not turns or not turns[0].strip():
                 raise ValueError("the first turn is empty")
             category = str(values.get("category") or "")
-            questions.append(Question(str(values["question_id"]), category, turns, _texts(values.get("reference", []))))
+            reference = () if values.get("reference") is None else _texts(values, "reference")
+            questions.append(Question(str(values["question_id"]), category, turns, reference))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
             raise ValueError(
@@ -63,11 +66,12 @@ def read_questions(path: str | Path) -> list[Question]:
     return questions
 
 
-def _texts(values: Any) -> tuple[str, ...]:
-    values = [values] if isinstance(values, str) else values
-    if not all(isinstance(value, str) for value in values):
-        raise ValueError(f"texts must be strings, got {values!r:.60}")
-    return tuple(values)
+def _texts(values: Any, name: str) -> tuple[str, ...]:
+    """A string alone is a list of one."""
+    texts = [values[name]] if isinstance(values[name], str) else values[name]
+    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+        raise ValueError(f"{name} must be a list of strings, got {texts!r:.60}")
+    return tuple(texts)
 
 
 def read_file(path: str | Path) -> list[str]:
@@ -76,15 +80,16 @@ def read_file(path: str | Path) -> list[str]:
     path = Path(path)
     if path.suffix != ".jsonl":
         return read_prompts_file(path)
-    first = next((line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()), "")
+    lines = json_lines(path)
+    first = next((line for line in lines if line.strip()), "")
     if '"turns"' in first:
         return [question.turns[0] for question in read_questions(path)]
     texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 values = json.loads(line)
-                texts += _texts(values["prompt"] if "prompt" in values else values["text"])
+                texts += _texts(values, "prompt" if "prompt" in values else "text")
             except (ValueError, KeyError, TypeError):
                 raise ValueError(
                     f"read_file: {path}, line {number}: an object with prompt, text or turns was expected"

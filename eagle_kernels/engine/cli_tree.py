@@ -65,7 +65,8 @@ def _check(engine: EAGLEInference, arguments: argparse.Namespace) -> None:
     policy, svg = engine.config.accept_policy, arguments.svg
     if policy != "normal":
         raise ValueError(f"--accept-policy must be normal for trees that the target has verified, got {policy}")
-    if svg is not None and svg.is_file() and svg.suffix != ".svg":
+    # a name that ends otherwise is a picture of another kind, not a folder to be made
+    if svg is not None and svg.suffix != ".svg" and (svg.is_file() or svg.suffix and not svg.is_dir()):
         raise ValueError(f"--svg must be a file that ends with .svg or a folder, got {svg}")
     if svg is not None and svg.suffix == ".svg" and not svg.parent.is_dir():
         raise ValueError(f"--svg must be in a folder that exists, got {svg}")

@@ -68,7 +68,8 @@ class CUDATimer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end = self._now()
+        if self._start is not None:  # else there is nothing to end
+            self._end = self._now()
 
     @property
     def elapsed_ms(self) -> float:
@@ -114,10 +115,12 @@ class CUDATimerCollection:
     def phase(self, name: str) -> Iterator[None]:
         """An interval that nobody waits for."""
         self.start(name)
+        running = self._running
         try:
             yield
         finally:
-            self._finish(name)
+            if self._running is running:  # else a `reset` inside has forgotten it
+                self._finish(name)
 
     def reset(self) -> None:
         """Forgets all times, and what is running."""

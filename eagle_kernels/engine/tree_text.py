@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
+import re
 import unicodedata
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -111,4 +111,14 @@ def _cut_left(prefix: str, room: int) -> str:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
+    """Broken at spaces, and within words that are wider; in columns, where `textwrap` would count characters."""
+    lines = [""]
+    for part in re.findall(" +|[^ ]+", text):
+        if num_columns(lines[-1] + part) > width >= num_columns(part):
+            lines.append("")
+        for character in part:
+            if num_columns(lines[-1] + character) > width:
+                lines.append("")
+            if lines[-1] or character != " ":
+                lines[-1] += character
+    return [line.rstrip() for line in lines]

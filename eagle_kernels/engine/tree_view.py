@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # tokens before a token that its text may depend on (spaces, characters of several tokens), and characters to show
 _CONTEXT_TOKENS, _CONTEXT_CHARACTERS = 16, 32
+# of UTF-8's longest character, each of which may be a token
+_MOST_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,9 @@ def _tree(seen: RecordedTree, request: Request, tokenizer: Tokenizer | None, ste
     )  # fmt: skip
     finish_reason = request.finish_reason if is_last else None
     stop = _stop(nodes, in_text[-1], choices, tokens, len(seen.path), finish_reason)
-    context = tokenizer.decode(before[-2 * _CONTEXT_CHARACTERS :])[-_CONTEXT_CHARACTERS:] if tokenizer else ""
+    # whole characters are enough in there, where it begins within one
+    end = before[-_MOST_BYTES * _CONTEXT_CHARACTERS :]
+    context = tokenizer.decode(end)[-_CONTEXT_CHARACTERS:] if tokenizer else ""
     return VerifiedTree(step, context, nodes, seen.num_levels, stop, tuple(tokens), finish_reason)
 
 

@@ -18,7 +18,7 @@ from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.cli import main
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.tree_svg import trees_svg
-from eagle_kernels.engine.tree_text import num_columns, tree_text
+from eagle_kernels.engine.tree_text import num_columns, title, tree_text, wrapped
 from eagle_kernels.engine.tree_view import Stop, TargetChoice, TreeNode, VerifiedTree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,9 +77,8 @@ def random_tree(seed: int, num_nodes: int = 40, longest: int = 30) -> VerifiedTr
         parent = generator.choice(nodes[-6:] if seed % 2 else nodes)
         text = "".join(generator.choice("ab<&>\"'\n\x1b\u202e漢é ") for _ in range(generator.randint(1, longest)))
         nodes.append(node(number, text, parent.number, parent.depth + 1, (0.5, 0.25, 0.125)))
-    return VerifiedTree(
-        seed, "<&\x00", tuple(nodes), 9, Stop("target", 0, TargetChoice(1, "x", 0.5), False), (1,), None
-    )
+    stop = Stop("target", 0, TargetChoice(1, "x", 0.5), False)
+    return VerifiedTree(seed, "<&\x00" + "漢é" * 14, tuple(nodes), 9, stop, (1,), None)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -90,6 +89,20 @@ def test_lines_keep_to_the_width(seed, width):
     assert max(map(num_columns, lines)) <= max(width, 48)
     assert sum("○" in line for line in lines) == len(tree.nodes) - 1
     assert all(line.isprintable() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (2, ["a", "bc", "漢", "字", "漢", "字", "漢", "字", "e\u0301e\u0301", "d"]),
+        (9, ["a bc 漢字", "漢字漢字", "e\u0301e\u0301  d"]),
+        (14, ["a bc", "漢字漢字漢字", "e\u0301e\u0301  d"]),
+        (30, ["a bc 漢字漢字漢字 e\u0301e\u0301  d"]),
+    ],
+)
+def test_lines_are_broken_at_spaces_and_within_words_that_are_wider(width, lines):
+    assert wrapped("a bc 漢字漢字漢字 e\u0301e\u0301  d", width) == lines
+    assert max(map(num_columns, lines)) <= width
 
 
 def boxes_of(svg: ElementTree.Element) -> list[tuple[float, float, float, float]]:
@@ -115,6 +128,16 @@ def test_boxes_of_an_svg_do_not_overlap(seed):
     width, height = float(svg.get("width")), float(svg.get("height"))
     assert all(left > 0 and top > 0 and right < width and bottom < height for left, top, right, bottom in boxes)
     assert len(list(svg.iter(f"{SVG}path"))) == len(boxes) - len(trees)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sentences_keep_to_the_card(seed):
+    tree = random_tree(seed, num_nodes=4, longest=3)
+    svg = ElementTree.fromstring(trees_svg([tree]))
+    sentences = [line for line in svg.iter(f"{SVG}text") if line.get("class") is None]
+    assert "".join(line.text for line in sentences).replace(" ", "").startswith(title(tree).replace(" ", ""))
+    # of the font a column is 0.6 of the 13 pixels that a line is high
+    assert all(float(line.get("x")) + 7.8 * num_columns(line.text) < float(svg.get("width")) for line in sentences)
 
 
 def test_an_svg_says_what_the_tree_holds():
@@ -174,6 +197,12 @@ def test_svg_files(tmp_path, capsys):
     both = [ElementTree.parse(path).getroot() for path in (one, *sorted(folder.iterdir()))]
     whole, *parts = [len(boxes_of(svg)) for svg in both]
     assert whole == sum(parts) == 22
+    picture = tmp_path / "tree.png"
+    assert show("--svg", picture) == 1 and not picture.exists()
+    rule = "--svg must be a file that ends with .svg or a folder"
+    assert capsys.readouterr().err == f"error: {rule}, got {picture}\n"
+    (tmp_path / "steps.v2").mkdir()
+    assert show("--svg", tmp_path / "steps.v2") == 0 and (tmp_path / "steps.v2" / "step_001.svg").is_file()
 
 
 def test_methods_without_a_model_and_texts_without_a_step(capsys):

@@ -109,6 +109,13 @@ def test_trees_of_a_head_are_the_text_and_the_laws(pair, sampling):
             assert node.draft_prob == node.path_prob == pytest.approx(float(law[ids.index(node.token_id)]), rel=1e-4)
 
 
+@pytest.mark.parametrize("text", ["日本語のテキスト。" * 6, "🙂" * 20 + "x" + "🙂" * 20, "x" * 40, "é"])
+def test_a_context_is_of_whole_characters(pair, text):
+    """Here a byte is a token."""
+    (tree, *_) = collect(pair, pair.tokenizer.encode(text), 4)
+    assert tree.context == text[-32:]
+
+
 def products(tree: VerifiedTree) -> None:
     """A path's probability is that of its drafts, and falls."""
     for node in tree.nodes[1:]:

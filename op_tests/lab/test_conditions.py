@@ -208,6 +208,9 @@ def test_torch_is_held_still_and_let_go(monkeypatch, workspace):
         assert state() == (True, False, True, False, False, "highest", workspace or ":4096:8")
         raise RuntimeError("leave")
     assert state() == before
+    with pytest.raises(ValueError, match="^set_seed: seed must be"), deterministic(seed=-1):
+        pass
+    assert state() == before
     with deterministic(seed=3, warn_only=True):
         assert torch.equal(torch.rand(1), drawn) and state()[:2] == (True, True)
         with deterministic():
@@ -237,6 +240,14 @@ def test_a_log_goes_on_behind_a_torn_line(tmp_path):
         log.write("c")
     assert [event["event"] for event in read_events(path)] == ["a", "c"]
     assert len(path.read_text().splitlines()) == 4
+
+
+def test_a_log_reads_back_what_it_wrote(tmp_path):
+    """Whatever `str.splitlines` takes for the end of a line."""
+    path, texts = tmp_path / "log.jsonl", ["a\u2028b", "a\u2029b", "a\x85b", "a\rb", "a\x1cb"]
+    with EventLog(path) as log:
+        written = [log.write("prompt", text=text) for text in texts]
+    assert read_events(path) == written and [event["text"] for event in written] == texts
 
 
 def test_lines_of_threads_are_whole():

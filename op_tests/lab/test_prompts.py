@@ -86,6 +86,8 @@ def test_sets_that_cannot_be():
     for count in (0, True, 1.5):
         said = refused(lambda count=count: PromptDataset.build("bytes", count, download=False))
         assert said == f"PromptDataset.build: n_per_domain must be an int of at least 1, got {count!r}"
+        said = refused(lambda count=count: PromptDataset.from_questions("nothing.jsonl", "bytes", count))
+        assert said == f"PromptDataset.from_questions: n_per_domain must be an int of at least 1, got {count!r}"
     said = refused(lambda: PromptDataset.build("bytes", files={"poetry": "x"}))
     assert said.endswith("files must be of code, conversation, summarization, got one of 'poetry'")
 
@@ -155,13 +157,34 @@ def test_questions_are_read(questions):
     assert len(PromptDataset.from_questions(questions, "bytes", 1)) == 3
 
 
+def test_lines_end_at_line_feeds_alone(tmp_path):
+    """JSON lets U+2028 and its like stand in strings; editors put a byte order mark before the first line."""
+    texts = ["one\u2028two", "one\u2029two", "one\x85two"]
+    lines = [json.dumps({"question_id": 1, "turns": [text]}, ensure_ascii=False) for text in texts]
+    (tmp_path / "question.jsonl").write_text("\ufeff" + "\r\n".join(lines) + "\r\n", encoding="utf-8")
+    assert [question.turns for question in read_questions(tmp_path / "question.jsonl")] == [(text,) for text in texts]
+    assert read_file(tmp_path / "question.jsonl") == texts
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "talk.jsonl").write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
+    assert read_file(tmp_path / "talk.jsonl") == texts
+
+
+def test_a_reference_may_be_null(tmp_path):
+    path = tmp_path / "question.jsonl"
+    path.write_text('{"question_id": 1, "turns": "Why?", "reference": null}\n{"question_id": 2, "turns": ["a", "b"]}\n')
+    assert read_questions(path) == [Question("1", "", ("Why?",)), Question("2", "", ("a", "b"))]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ('{"question_id": 1}', "line 2: an object with question_id and turns was expected: turns is missing"),
         ('{"turns": ["a"]}', "question_id is missing"),
         ('{"question_id": 1, "turns": []}', "the first turn is empty"),
-        ('{"question_id": 1, "turns": [1]}', "texts must be strings"),
+        ('{"question_id": 1, "turns": [1]}', "turns must be a list of strings, got [1]"),
+        ('{"question_id": 1, "turns": {"a": 1}}', "turns must be a list of strings, got {'a': 1}"),
+        ('{"question_id": 1, "turns": null}', "turns must be a list of strings, got None"),
+        ('{"question_id": 1, "turns": ["a"], "reference": {"a": 1}}', "reference must be a list of strings, got {'a'"),
         ("[1]", "line 2: an object"),
         ("{", "line 2: an object"),
     ],
@@ -188,6 +211,10 @@ def test_the_command(tmp_path, questions, folder, capsys, monkeypatch):
     assert [prompt.token_count for prompt in PromptDataset.load(tiny).get_all()] == [3, 3, 2]
     assert prompts.main(["--tokenizer", "bytes", "--output", str(output), "--no-download", "--file", "x=y"]) == 1
     assert capsys.readouterr().err.startswith("error: PromptDataset.build: files must be of code, ")
+    for count in ("0", "-1"):
+        assert prompts.main([*command, "--n-per-domain", count]) == 1
+        rule = "n_per_domain must be an int of at least 1"
+        assert capsys.readouterr().err == f"error: PromptDataset.from_questions: {rule}, got {count}\n"
 
 
 def test_the_baseline_of_a_set(tmp_path, folder, capsys):

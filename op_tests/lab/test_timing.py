@@ -73,6 +73,11 @@ def test_a_timer_on_the_wall():
     with pytest.raises(ValueError), timer:
         raise ValueError  # what fails has taken time as well
     assert timer.elapsed_ms >= 0
+    timer = CUDATimer(CPU)
+    timer.__exit__(None, None, None)
+    assert repr(timer) == "CUDATimer(not finished)"
+    with pytest.raises(RuntimeError, match="this one was never entered$"):
+        timer.elapsed_ms  # noqa: B018
 
 
 def test_a_timer_without_a_device_takes_what_there_is(monkeypatch):
@@ -135,6 +140,20 @@ def test_a_collection_says_what_is_wrong():
         timers.elapsed_ms("verify")
     timers.reset()
     timers.start("draft")  # what ran is forgotten too
+
+
+def test_a_phase_may_be_forgotten_while_it_runs():
+    timers = CUDATimerCollection(CPU)
+    with pytest.raises(ValueError, match="^mine$"), timers.phase("draft"):
+        timers.reset()
+        raise ValueError("mine")
+    assert timers.names == []
+    with timers.phase("draft"):
+        timers.reset()
+        timers.start("draft")
+    assert timers.names == [] and timers.stop("draft") >= 0  # the end of the phase was not that of the other one
+    with pytest.raises(RuntimeError, match="'draft' is not running; start it first$"), timers.phase("draft"):
+        timers.stop("draft")
 
 
 def test_the_time_of_the_host_is_behind_the_device_s(monkeypatch):
