@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -47,12 +46,14 @@ class RunStats:
 @dataclass
 class BenchmarkResult:
     """batch_size: prompts that were decoded together, all of them where there were fewer than asked for; a last batch
-    may have less. speedup: tokens a second of decoding, speculative over plain. identical: share of the batches whose
-    texts agree; None with an accept_policy, where they differ by design. peak_memory_bytes: most that torch held on the
-    GPU, for both ways, which share their pools; None on the CPU."""
+    may have less. max_batch: of the pools, as it was raised to batch_size. speedup: tokens a second of decoding,
+    speculative over plain; None where no request had a second token. identical: share of the batches whose texts agree;
+    None where they differ by design. peak_memory_bytes: most that torch held on the GPU, for
+    both ways, which share their pools; None on the CPU."""
 
     prompts: int
     batch_size: int
+    max_batch: int
     max_new_tokens: int
     speculative: RunStats
     plain: RunStats
@@ -60,9 +61,9 @@ class BenchmarkResult:
     peak_memory_bytes: int | None
 
     @property
-    def speedup(self) -> float:
+    def speedup(self) -> float | None:
         plain = self.plain.decode_tokens_per_second
-        return self.speculative.decode_tokens_per_second / plain if plain else math.nan
+        return self.speculative.decode_tokens_per_second / plain if plain else None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"speedup": self.speedup}
@@ -82,7 +83,7 @@ class BenchmarkResult:
         per_depth = ", ".join(f"{share:.0%}" for share in self.speculative.accepted_per_depth)
         rows.append(("mean acceptance length", f"{self.speculative.mean_accept_length:.2f} (bonus included)"))
         rows.append(("accepted at depth 1, 2, ...", per_depth))
-        rows.append(("speedup", f"{self.speedup:.2f}x"))
+        rows.append(("speedup", "-" if self.speedup is None else f"{self.speedup:.2f}x"))
         if self.peak_memory_bytes is not None:
             rows.append(("peak memory", f"{self.peak_memory_bytes / 2**20:.0f} MiB"))
         if self.identical is not None:
@@ -172,10 +173,10 @@ def benchmark(
         ]  # fmt: skip
         identical += texts[0] == texts[1]
     config, _ = engine._split(options, "benchmark")
-    share = identical / len(batches) if config.accept_policy == "normal" else None
+    share = identical / len(batches) if config.keeps_text else None
     peak = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else None
     results = runs[True].result(), runs[False].result()
-    return BenchmarkResult(len(prompts), batch_size, max_new_tokens, *results, share, peak)
+    return BenchmarkResult(len(prompts), batch_size, options["max_batch"], max_new_tokens, *results, share, peak)
 
 
 def _percentiles(samples: list[float]) -> dict[str, float]:

@@ -172,7 +172,7 @@ def _warm_up(engine: EAGLEInference, prompt: list[int], arguments: argparse.Name
 def _print_text(stream: TokenStream, tokenizer: Tokenizer, arguments) -> tuple[list[int], GenerationStats]:
     """Prints the text as it is committed; on a terminal, tokens that a draft had guessed are green."""
     use_color = sys.stdout.isatty()
-    detokenizer = tokenizer.detokenizer()
+    detokenizer = tokenizer.detokenizer(stream.requests[0].prompt)
     for index, event in enumerate(stream):
         if index == 0 and not arguments.json:  # not earlier: a machine that cannot run the model shows no text
             print(arguments.prompt, end="", flush=True)
@@ -191,11 +191,11 @@ def _comparison(
 
     logit_gap is how far the two tokens lie apart in the target's logits there, from one plain pass over the text before
     them: a near-tie, unless something is wrong. With sampling each token's noise comes on top of its logit.
-    Under an accept_policy but `normal` texts are not compared: identical is None.
+    Where texts differ by design, they are not compared: identical is None.
     """
     report = {"plain_tokens_per_second": plain.stats.tokens_per_second, "identical": True}
     report |= {"parts_at": None, "logit_gap": None, "plain_text_from_there": None}
-    if engine.config.accept_policy != "normal":
+    if not engine.config.keeps_text:
         return report | {"identical": None}
     # Neither text is the beginning of the other: both end after the same number of tokens or the same end token.
     for index, (token, plain_token) in enumerate(zip(token_ids, plain.output_ids)):
@@ -223,7 +223,8 @@ def _table(report: dict, stats: GenerationStats, config: EAGLEConfig) -> str:
         if stats.speedup is not None:
             rows.append(("speedup", f"{stats.speedup:.2f}x"))
         if report["identical"] is None:
-            rows.append(("identical", f"not compared: with {config.accept_policy} texts differ by design"))
+            why = config.verify_strategy if config.accept_policy == "normal" else config.accept_policy
+            rows.append(("identical", f"not compared: with {why} texts differ by design"))
         elif report["identical"]:
             rows.append(("identical", "yes"))
         else:
@@ -244,16 +245,23 @@ def _benchmark(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(result.to_dict() | _conditions(engine), indent=2))
         return 0
-    print(_lines(result.rows()))
+    print(_lines([("method", f"{_method(engine)}, verified by {engine.config.verify_strategy}"), *result.rows()]))
     return 0
+
+
+def _method(engine: EAGLEInference) -> str | tuple[str, ...]:
+    """Where drafts came from, also where the configuration leaves that to the head."""
+    return engine.config.method or ("mtp" if engine.draft.config.kind == "MTP" else "eagle")
 
 
 def _conditions(engine: EAGLEInference) -> dict:
     """What a speed was measured with."""
     config = engine.config
-    names = ("topk", "num_steps", "adaptive", "temperature", "accept_policy", "page_size", "max_batch", "cuda_graph")
+    names = ("topk", "num_steps", "adaptive", "verify_strategy", "accept_policy", "temperature", "top_k", "top_p",
+             "min_p", "page_size", "cuda_graph")  # fmt: skip
     triton = language.triton.__version__ if language.AVAILABLE else None
     return {name: getattr(config, name) for name in names} | {
+        "method": _method(engine),
         "num_draft_tokens": config.num_verify_tokens,
         "dtype": str(engine.target.dtype).removeprefix("torch."),
         "device": device_name(engine.device),

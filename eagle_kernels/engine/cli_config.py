@@ -41,21 +41,24 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--speculative-config",
         type=_fields,
-        default={},
+        default=None,
         help="""as servers take it: '{"method": "ngram", "num_speculative_tokens": 5}'; its "model" is --draft""",
     )
 
 
 def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
     """The configuration; the draft that --speculative-config names becomes --draft."""
-    fields = dict(arguments.speculative_config)
-    if fields.get("model") is not None:
+    fields = None if arguments.speculative_config is None else dict(arguments.speculative_config)
+    if fields is not None and fields.get("model") is not None:
         if arguments.draft is not None:
             raise ValueError("--draft and model in --speculative-config are the same; give one of them")
-        arguments.draft = Path(fields.pop("model"))
+        model = fields.pop("model")
+        if not isinstance(model, str):
+            raise ValueError(f"speculative_config: model must be the folder of a draft, got {model!r}")
+        arguments.draft = Path(model)
     tree = {name: getattr(arguments, name) for name in ("topk", "num_steps", "num_draft_tokens")}
     tree = {name: value for name, value in tree.items() if value is not None}
-    if fields and tree:
+    if fields is not None and tree:
         option = "--" + min(tree).replace("_", "-")
         raise ValueError(f"{option} belongs into --speculative-config, as {min(tree)!r}, where that is given")
     others = dict(
@@ -71,10 +74,11 @@ def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
         page_size=arguments.page_size,
         cuda_graph=False if arguments.eager else None,
     )
-    if not fields:
+    if fields is None:
         return EAGLEConfig(**tree, **others)
     if "accept_policy" in fields or fields.get("benchmark_mode"):
-        others.pop("accept_policy")
+        if others.pop("accept_policy") != EAGLEConfig.accept_policy:
+            raise ValueError("--accept-policy and what --speculative-config says of it are the same; give one of them")
     return EAGLEConfig.from_speculative_config(fields, **others)
 
 

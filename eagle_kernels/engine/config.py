@@ -252,6 +252,13 @@ class EAGLEConfig(MethodOptions):
         return tuple((most, None if tree is None else self._with_tree(tree)) for most, tree in self.adaptive)
 
     @property
+    def keeps_text(self) -> bool:
+        """Whether texts are those of plain decoding, seed for seed; of requests as this configuration has them."""
+        is_drawn_alike = self.verify_strategy in ("greedy", "target_match")
+        is_drawn_alike |= self.verify_strategy in ("rejection", "typical") and self.temperature == 0
+        return self.accept_policy == "normal" and is_drawn_alike
+
+    @property
     def may_speculate(self) -> bool:
         """Whether any step may have drafts; where none has, the draft reads nothing and sets no limit."""
         return (
@@ -264,7 +271,7 @@ class EAGLEConfig(MethodOptions):
         if self.simulated_accept_length is not None:
             simulated["simulated_accept_length"] = min(self.simulated_accept_length, num_steps + 1)
         if self.simulated_accept_rates is not None:
-            simulated["simulated_accept_rates"] = tuple(self.simulated_accept_rates[:num_steps])
+            simulated["simulated_accept_rates"] = self.simulated_accept_rates[:num_steps]
         shape = {"topk": topk, "num_steps": num_steps, "num_draft_tokens": num_draft_tokens}
         return replace(self, **shape, **simulated, adaptive=None, max_spec_batch=None)
 
@@ -282,6 +289,9 @@ class EAGLEConfig(MethodOptions):
         self._require(self.max_spec_batch is None, "max_spec_batch", "not be given with a table, which says it")
         for tree in trees:
             self._with_tree(tree)  # which checks it
+        # not lists: the engine's steps are found by what is in here
+        table = tuple((most, None if tree is None else tuple(tree)) for most, tree in self.adaptive)
+        object.__setattr__(self, "adaptive", table)
 
     @property
     def simulated_rates(self) -> list[float] | None:
@@ -319,6 +329,7 @@ class EAGLEConfig(MethodOptions):
         rule = f"be num_steps = {self.num_steps} numbers in 0..1, none above the one before it"
         is_falling = is_rates and all(1 >= above >= rate >= 0 for above, rate in zip((1, *rates), rates))
         self._require(is_falling, "simulated_accept_rates", rule)
+        object.__setattr__(self, "simulated_accept_rates", tuple(rates))
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:

@@ -290,9 +290,9 @@ class EAGLEInference:
     ) -> None:
         """Compiles and captures what requests like `params`, in any mixture and number, will need.
 
-        Without params: greedy ones, sampled ones and sampled ones with filters, each with and without logprobs.
-        Afterwards no step compiles anything. Penalties need params that have them; `warmup(SamplingParams())` is for
-        greedy requests alone, with a sixth of the graphs.
+        Without params: greedy ones, sampled ones and sampled ones with filters, each with and without logprobs, as far
+        as `verify_strategy` serves them. Afterwards no step compiles anything. Penalties need params that have them;
+        `warmup(SamplingParams())` is for greedy requests alone, with a sixth of the graphs.
         most_requests   at once; None: max_batch of the configuration
         overrides       of calls of `generate` that have them; with sampling among them only what such calls need
         """
@@ -304,7 +304,8 @@ class EAGLEInference:
             raise ValueError(f"warmup: most_requests must be None or an int of at least 1, got {most_requests!r}")
         if not params:
             says_how = not overrides.keys().isdisjoint(SAMPLING_FIELDS)
-            params = (_params(config, wanted),) if says_how else COMMON_PARAMS
+            common = [each for each in COMMON_PARAMS if config.why_not_served(each) is None]
+            params = (_params(config, wanted),) if says_how else common
         with self.lock:
             scheduler = self._scheduler_for(config, speculative)
             warm_up(
@@ -317,6 +318,7 @@ class EAGLEInference:
         """Bytes that a configuration (None: the engine's) needs beside the weights; see `memory.workspace_bytes`."""
         _check_config(config)
         config = config or self.config
+        self._check_method(config)
         with self.lock:
             max_pages, num_pages = self._max_pages(config), None
             if self._has_pools_for(config):  # which may have been made when more or less memory was free
@@ -400,7 +402,7 @@ class EAGLEInference:
                 raise ValueError(
                     f"EAGLEInference: stop strings need the tokenizer of the target: {self._tokenizer_fault}"
                 )
-            stop = StopStrings(params.stop, self.tokenizer)
+            stop = StopStrings(params.stop, self.tokenizer, prompt)
         self._check_tokens("SamplingParams: stop_token_ids", params.stop_token_ids)
         reason = config.why_not_served(params)
         if reason:

@@ -91,14 +91,15 @@ class Request:
             if logprob is not None:
                 self.logprobs.append(logprob)
             events.append(TokenEvent(self.id, token, index < accepted, logprob))
+            is_stopped = self._stop is not None and self._stop.push(token)  # an end token may have text, too
             if token in self.end_token_ids:
                 self.finish_reason = "eos"
-            elif self._stop is not None and self._stop.push(token):
+            elif is_stopped:
                 self.finish_reason = "stop"
             elif len(self.output_ids) == self.params.max_new_tokens:
                 self.finish_reason = "length"
             if self.is_finished:
-                if self._stop is not None and self.finish_reason != "stop" and self._stop.finish():
+                if self._stop is not None and not is_stopped and self._stop.finish():
                     self.finish_reason = "stop"
                 break
         self._events += events
@@ -113,9 +114,9 @@ class _Origin(Exception):
 class StopStrings:
     """Decodes a request's tokens one by one and looks for strings that end it, wherever they begin and end."""
 
-    def __init__(self, strings: tuple[str, ...], tokenizer: Tokenizer):
+    def __init__(self, strings: tuple[str, ...], tokenizer: Tokenizer, prompt: list[int]):
         self._strings = strings
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = tokenizer.detokenizer(prompt)
         self.text = ""
 
     def push(self, token: int) -> bool:

@@ -87,6 +87,10 @@ class Scheduler:
         """Whether `prepare` has a prompt to read now; those that wait for a row or for pages are not."""
         return any(row is not None and not row.is_running for row in self._rows) or self._can_admit()
 
+    def runs_beside(self, requests: list[Request]) -> bool:
+        """Whether others than these run, whom no prompt should keep from stepping."""
+        return any(row is not None and row.is_running and row.request not in requests for row in self._rows)
+
     def use(self, steps: Steps) -> None:
         """Steps so from now on."""
         if steps is not self.steps and self.has_work:
@@ -112,8 +116,9 @@ class Scheduler:
         return self._pages_for(self._waiting[0]) <= self.pages.num_free
 
     def submit(self, request: Request) -> None:
-        """The request waits for a row and for its pages."""
-        self._waiting.append(request)
+        """The request waits for a row and for its pages, unless it was aborted before its stream began."""
+        if not request.is_finished:
+            self._waiting.append(request)
 
     def why_never(self, request: Request) -> str | None:
         """Why a request would wait for ever; None: it would not."""
@@ -144,6 +149,11 @@ class Scheduler:
     def step(self, is_speculating: bool = True) -> None:
         """Advances everything by one step, without drafts if they are not to be; requests learn of their tokens."""
         self.prepare()
+        self.advance(is_speculating)
+
+    @torch.inference_mode()
+    def advance(self, is_speculating: bool = True) -> None:
+        """A step without `prepare`, for who has called that."""
         has_launched = self._launch(is_speculating)
         # times must be read before the next step overwrites them, so this step is waited for, and the device with it
         is_timed = has_launched and self.steps.plain.config.phase_times and (self.lag == 0 or self._until_timed == 0)
@@ -337,22 +347,26 @@ class Scheduler:
             self._note(launch, tokens)
         for index, row in launch.rows:
             request = row.request
-            if request.is_finished:
-                continue
-            brought = _before_padding(tokens[index])
-            accepted = len(brought) - 1
-            if launch.number is not None:
-                request.accepted.append(accepted)
-                stepper = self.steps.runners[launch.number].stepper
-                request.levels += stepper.num_steps
-                request.drafted += stepper.num_nodes - 1
-            with self._failing_alone(row):
-                of_kind, num_known = logprobs[request.params.logprobs == "raw"], len(request.output_ids)
-                request.push(brought, accepted, of_kind and of_kind[index])
-                if self.steps.feed is not None:
-                    self.steps.feed.extend(request, request.output_ids[num_known:])
+            if not request.is_finished:
+                of_kind = logprobs[request.params.logprobs == "raw"]
+                self._hand_out(launch.number, row, _before_padding(tokens[index]), of_kind and of_kind[index])
+            # one that another engine aborted, which knows nothing of the row, is found to be finished only here
             if request.is_finished and row in self._rows:
                 self._release(row)
+
+    def _hand_out(self, number: int | None, row: _Row, brought: list[int], logprobs: list[float] | None) -> None:
+        """What a launch of this number brought a request that goes on."""
+        request, accepted = row.request, len(brought) - 1
+        if number is not None:
+            request.accepted.append(accepted)
+            stepper = self.steps.runners[number].stepper
+            request.levels += stepper.num_steps
+            request.drafted += stepper.num_nodes - 1
+        with self._failing_alone(row):
+            num_known = len(request.output_ids)
+            request.push(brought, accepted, logprobs)
+            if self.steps.feed is not None:
+                self.steps.feed.extend(request, request.output_ids[num_known:])
 
     def _note(self, launch: _Launch, tokens: list[list[int]]) -> None:
         """Tells how fast a step was."""

@@ -16,7 +16,7 @@ _NAMES = {"prompt_lookup_max": "max_ngram_size", "prompt_lookup_min": "min_ngram
 _SAME = (
     "max_ngram_size", "min_ngram_size", "max_candidate_len", "verify_window", "verify_strategy", "accept_policy",
     "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
-    "suffix_decoding_min_token_prob",
+    "suffix_decoding_min_token_prob", "ngram_prefer", "typical_epsilon", "typical_delta",
 )  # fmt: skip
 # of EAGLEConfig, for trees, which servers do not have
 _OF_TREES = ("topk", "num_steps", "num_draft_tokens")
@@ -52,9 +52,12 @@ def read_speculative_config(config: type[EAGLEConfig], given: Mapping[str, Any],
                 _fail(name, f"agree with {ours} = {fields[ours]!r}, which is the same", given[name])
     if "rejection_sample_method" in given:
         rule = f"be one of {list(_REJECTION)}, and come without another verify_strategy"
-        strategy = _REJECTION.get(given["rejection_sample_method"])
+        name = given["rejection_sample_method"]
+        strategy = _REJECTION.get(name) if isinstance(name, str) else None
         if strategy is None or fields.setdefault("verify_strategy", strategy) != strategy:
             _fail("rejection_sample_method", rule, given["rejection_sample_method"])
+    if not isinstance(given.get("benchmark_mode", False), bool):
+        _fail("benchmark_mode", "be true or false", given["benchmark_mode"])
     if given.get("benchmark_mode", False):
         if fields.setdefault("accept_policy", "reject_all") != "reject_all":
             _fail("benchmark_mode", "come with accept_policy='reject_all', which it is", fields["accept_policy"])
@@ -63,9 +66,11 @@ def read_speculative_config(config: type[EAGLEConfig], given: Mapping[str, Any],
 
 def _method(given: Mapping[str, Any]) -> str:
     name = given.get("method")
-    method = _METHODS.get(name, name)
     if name is None:
         _fail("method", "be given", name)
+    if not isinstance(name, str):
+        _fail("method", "be the name of one", name)
+    method = _METHODS.get(name, name)
     strategy = given.get("mtp_strategy", "default")
     if strategy not in ("default", "with_ngram"):
         _fail("mtp_strategy", "be 'default' or 'with_ngram'", strategy)
@@ -84,6 +89,9 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, int]:
     if method == "naive":
         if given.get("num_speculative_tokens", 0) != 0:
             _fail("num_speculative_tokens", "be 0 or absent for method='naive'", given["num_speculative_tokens"])
+        for name in (*_OF_TREES, "num_model_steps"):
+            if given.get(name, 1) != 1:
+                _fail(name, "be 1 or absent for method='naive', which has no drafts", given[name])
         return {}
     tree = {name: given[name] for name in _OF_TREES if name in given}
     if tree:
@@ -97,6 +105,8 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, int]:
     if method == "hybrid":
         levels = 1 if levels is None else levels
         return {"topk": 1, "num_steps": count, "num_draft_tokens": count + 1, "num_model_steps": levels}
+    if method in ("ngram", "suffix") and levels not in (None, 1):
+        _fail("num_model_steps", f"be 1 or absent for method={method!r}, which has no model", levels)
     if levels is not None and "num_speculative_tokens" in given and levels < count:
         _fail("num_model_steps", f"not be below num_speculative_tokens = {count} without n-grams behind it", levels)
     # as FastDeploy: as many drafts as the model makes, at least

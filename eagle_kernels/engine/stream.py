@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -27,13 +28,23 @@ class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
 
     def __init__(self, items: Generator[Item, None, None]):
         self._items, self._turn = items, threading.Lock()
+        # what these threads bring, until the next reader takes it
+        self._left: deque[asyncio.Future[Item | None]] = deque()
 
     def __next__(self) -> Item:
         with self._turn:
             return next(self._items)
 
     async def __anext__(self) -> Item:
-        item = await asyncio.to_thread(next, self, None)
+        loop = asyncio.get_running_loop()
+        future = self._left.popleft() if self._left else loop.run_in_executor(None, next, self, None)
+        try:
+            item = await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._left.append(future)
+            raise
+        finally:
+            del future  # an error holds this frame, which should not hold the error
         if item is None:
             raise StopAsyncIteration
         return item
@@ -42,6 +53,7 @@ class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
         """Aborts what has not ended."""
         with self._turn:
             self._items.close()
+            self._left.clear()
 
     async def aclose(self) -> None:
         """`close`, as `contextlib.aclosing` calls it."""
@@ -115,6 +127,8 @@ class _Run:
             synchronize(engine.device)
             with engine.lock:  # the first tokens, which are known: the first step, which is timed, would keep them back
                 scheduler.read_what_is_done()
+                # the steps so far were for others
+                first_step, first_cold = scheduler.num_steps, scheduler.num_cold_steps
             stats.prefill_time_s = time.perf_counter() - start_s
             for request in requests:
                 yield from request.collect()
@@ -148,12 +162,17 @@ class _Run:
             return self._find_scheduler().holds(self._requests)
 
     def _reads_prompts(self, scheduler: Scheduler) -> bool:
-        """Reads a part of the prompts that can be read now; whether there was one."""
+        """Reads a part of the prompts that can be read now, and lets others step before the next; whether there was one
+        and its own requests have nothing to tell yet: steps let in who waits, so there may be a part for ever."""
+        requests = self._requests
         with self._engine.lock:
-            is_reading = scheduler.is_reading
-            if is_reading:
-                scheduler.prepare()
-        return is_reading
+            is_over = any(request.has_news for request in requests) or all(request.is_finished for request in requests)
+            if is_over or not scheduler.is_reading:
+                return False
+            scheduler.prepare()
+            if scheduler.is_reading and scheduler.runs_beside(requests):
+                scheduler.advance(self._engine.is_speculating)
+        return True
 
     def counted(self) -> GenerationStats:
         """The statistics with what the requests tell."""
@@ -192,7 +211,7 @@ class TextStream(_Stream[str]):
 def _pieces(tokens: TokenStream, tokenizer: Tokenizer) -> Iterator[str]:
     (request,) = tokens.requests
     if request.text is None:
-        detokenizer = tokenizer.detokenizer()
+        detokenizer = tokenizer.detokenizer(request.prompt)
         for event in tokens:
             piece = detokenizer.push([event.token_id])
             if piece:

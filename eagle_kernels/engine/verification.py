@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..reference.sampling import GREEDY_BELOW
 from .batch import Batch, Committed
 from .config import EAGLEConfig
 from .drafters.protocol import Proposal
@@ -44,7 +45,8 @@ class TargetMatch:
         if num_steps and config.accept_policy != "normal":
             self._policy["accept_policy"] = config.accept_policy
         if num_steps and config.simulated_rates is not None:
-            self._policy["simulated_rates"] = torch.tensor(config.simulated_rates, device=device)
+            # which may be ints
+            self._policy["simulated_rates"] = torch.tensor(config.simulated_rates, dtype=torch.float32, device=device)
 
     def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
         """See `Verifier`."""
@@ -88,7 +90,7 @@ class TopP:
         tree, rows = proposal.tree, _RowParams(batch, proposal)
         logits = penalized(batch, tree, logits, features)
         temperature = rows.of("temperature")
-        scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        scaled = logits.float() / torch.where(temperature >= GREEDY_BELOW, temperature, 1.0)[:, None]
         best = ops.select_top_k_tokens(scaled, topk=self._num_candidates, level=0)
         mass, top_p = best.scores.exp().cumsum(-1), rows.of("top_p")[:, None]
         num_needed = 1 + (mass < top_p).sum(-1)
@@ -97,7 +99,7 @@ class TopP:
         top_k = rows.of("top_k")
         num_needed = torch.where(top_k > 0, num_needed.minimum(top_k), num_needed)
         # greedy rows have one candidate
-        num_needed = torch.where(temperature > 0, num_needed, 1)
+        num_needed = torch.where(temperature >= GREEDY_BELOW, num_needed, 1)
         own = ops.sample_from_logits(
             logits, tree.positions + 1, rows.seeds, temperature, top_k, rows.of("top_p"), rows.of("min_p")
         )
@@ -168,7 +170,7 @@ class Rejection:
     def _filtered(self, rows: _RowParams, logits: Tensor) -> Tensor:
         """What the filters leave of the target's law, in the order of plain decoding; of greedy rows the argmax."""
         temperature = rows.of("temperature")[:, None]
-        is_greedy = temperature <= 0
+        is_greedy = temperature < GREEDY_BELOW
         probs = torch.softmax(logits.float() / torch.where(is_greedy, 1.0, temperature), dim=-1)
         probs = ops.top_k_renorm(probs, rows.of("top_k"))
         probs = ops.top_p_renorm(probs, rows.of("top_p"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,9 @@ def warm_up(
         # prompts and first tokens alone: steps come below, and a choice among them must learn nothing from zeros
         options |= {"max_new_tokens": 1, "stop_token_ids": (), "stop": ()}
         del options["seed"]
-        engine.generate(prompts, **config | options, seeds=0, speculative=speculative)
+        feed = scheduler.steps.feed
+        with contextlib.nullcontext() if feed is None else feed.forgetting():
+            engine.generate(prompts, **config | options, seeds=0, speculative=speculative)
         features = Features.of([request])
         mixtures |= {features} | {Features(*map(max, zip(features, mixture))) for mixture in mixtures}
     with torch.inference_mode():

@@ -85,6 +85,17 @@ def test_a_tree_takes_the_path_of_first_children(draft, target):
     assert less.accepted_per_depth[:2] == [less.steps, 0]
 
 
+def test_rates_may_be_whole_numbers(target):
+    """Of the configuration, or of a smaller tree that accepts all it drafts."""
+    for config, tokens in (
+        (EAGLEConfig.naive_eagle(simulated_accept_length=2), 2),
+        (EAGLEConfig.chain(2, simulated_accept_rates=(1, 1)), 3),
+    ):
+        assert EAGLEInference(target, target, config).generate([1], 13).stats.mean_accept_length == tokens
+    engine = EAGLEInference(target, target, EAGLEConfig.chain(3, adaptive="auto", simulated_accept_length=3.5))
+    assert len(engine.generate([1], 30)[0]) == 30
+
+
 def test_plain_decoding_knows_no_policy(target):
     engine = EAGLEInference(target, target, EAGLEConfig(topk=2, num_steps=3))
     plain = engine.generate(PROMPTS, 12, speculative=False)

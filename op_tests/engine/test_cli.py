@@ -93,6 +93,14 @@ def test_accept_policies(capsys, policy, mean, per_depth):
     assert table["speedup"].endswith("x")
 
 
+def test_strategies_that_draw_otherwise_are_not_compared(capsys):
+    fields = {"method": "eagle", "num_speculative_tokens": 2, "verify_strategy": "rejection"}
+    options = ("--max-new-tokens", 9, "--compare", "--speculative-config", json.dumps(fields))
+    for temperature, told in ((0, "yes"), (1, "not compared: with rejection texts differ by design")):
+        assert generate(*options, "--temperature", temperature) == 0
+        assert split_report(capsys.readouterr().out)[1]["identical"] == told
+
+
 @pytest.mark.parametrize(("temperature", "remark"), [(0, ""), (0.5, " before the noise")])
 def test_compare_says_where_and_by_what_gap_texts_part(capsys, monkeypatch, temperature, remark):
     generated = EAGLEInference.generate
@@ -272,6 +280,15 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
             "simulated_accept_length must come with accept_policy='simulate', got 3.0",
         ),
         (["--seed", 2**63], f"seeds must fit in 64 bits, got {2**63}"),
+        (
+            ["--speculative-config", '{"method": "eagle", "model": 3}'],
+            "speculative_config: model must be the folder of a draft, got 3",
+        ),
+        (["--speculative-config", "{}"], "speculative_config: method must be given, got None"),
+        (
+            ["--speculative-config", '{"method": "eagle", "accept_policy": "normal"}', "--accept-policy", "accept_all"],
+            "--accept-policy and what --speculative-config says of it are the same; give one of them",
+        ),
     ],
     ids=lambda value: " ".join(Path(str(part)).name for part in value) if isinstance(value, list) else "",
 )
@@ -386,6 +403,30 @@ def test_as_a_program_from_another_folder(tmp_path):
     assert text.startswith("def f(") and table["tokens"].startswith("8 ")
 
 
+def test_a_benchmark_tells_what_ran(tmp_path, capsys):
+    """The method, by what drafts are kept, what was sampled from, and a max_batch that was raised."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("aaaa\nbbbb\n", encoding="utf-8")
+    fields = {"method": "ngram", "num_speculative_tokens": 3, "verify_strategy": "topp"}
+    options = ["--speculative-config", json.dumps(fields), "--temperature", "1", "--top-k", "9", "--top-p", "0.5"]
+    command = ["benchmark", str(file), "--max-new-tokens", "3", *options, "--max-batch", "1", "--batch-size", "2"]
+    assert main([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    names = ("method", "verify_strategy", "temperature", "top_k", "top_p", "batch_size", "max_batch")
+    assert [report[name] for name in names] == ["ngram", "topp", 1.0, 9, 0.5, 2, 2]
+
+
+def test_a_benchmark_of_one_token_has_no_speedup(tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("aaaa\n", encoding="utf-8")
+    command = ["benchmark", str(file), "--max-new-tokens", "1"]
+    assert main([*command, "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert "NaN" not in printed and json.loads(printed)["speedup"] is None
+    assert main(command) == 0
+    assert read_rows(capsys.readouterr().out)["speedup"] == "-"
+
+
 def test_benchmark(tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("import os\n\ndef f(x):\nclass A:\n", encoding="utf-8")
@@ -396,9 +437,11 @@ def test_benchmark(tmp_path, capsys):
     assert (report["topk"], report["num_steps"], report["num_draft_tokens"]) == (2, 3, 11)
     assert report["dtype"] == "float32" and report["device"] and report["versions"]["torch"] == torch.__version__
     assert report["adaptive"] is None and report["batch_size"] == 1
+    assert (report["method"], report["verify_strategy"], report["max_batch"]) == ("eagle", "target_match", 32)
     assert main([*command, "--accept-policy", "reject_all"]) == 0
     shown = capsys.readouterr().out
     assert "mean acceptance length: 1.00" in shown and "identical" not in shown
+    assert "method: eagle, verified by target_match" in shown
     assert main(["benchmark", str(tmp_path / "none.txt")]) == 1
     assert "none.txt" in capsys.readouterr().err
     for command in (["benchmark", str(file)], ["inspect", "--sweep", str(file)]):

@@ -48,6 +48,15 @@ def test_a_mean_accept_length_becomes_rates():
     assert EAGLEConfig(simulated_accept_rates=rates).accept_policy == "simulate"
 
 
+def test_lists_become_tuples():
+    """Steps are found by what is in there, so it must have a hash."""
+    for lists, tuples in (
+        ({"adaptive": [[8, [1, 3, 4]], [32, None]]}, {"adaptive": ((8, (1, 3, 4)), (32, None))}),
+        ({"simulated_accept_rates": [1, 1, 0.5, 0, 0]}, {"simulated_accept_rates": (1, 1, 0.5, 0, 0)}),
+    ):
+        assert EAGLEConfig(**lists) == EAGLEConfig(**tuples) and hash(EAGLEConfig(**lists))
+
+
 @pytest.mark.parametrize("num_drafts", [None, 2.0, "3", 0])
 def test_a_chain_has_a_number_of_drafts(num_drafts):
     with pytest.raises(ValueError, match="EAGLEConfig.chain: num_drafts must be an int of at least 1, got "):

@@ -312,6 +312,15 @@ def test_simulated_work_of_a_call(target):
     assert engine.generate([1, 2], 9, **plain).stats.accepted == 6
 
 
+def test_lists_of_a_call(target):
+    """They are as good as tuples."""
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=1, num_steps=3))
+    want = engine.generate([1, 2], 9).output_ids
+    for table in ([(8, (1, 2, 3))], ((8, [1, 2, 3]),)):
+        assert engine.generate([1, 2], 9, adaptive=table).output_ids == want
+    assert engine.generate([1, 2], 9, simulated_accept_rates=[1, 0, 0]).stats.mean_accept_length == 2
+
+
 def test_models_must_share_device_and_dtype():
     toy, other = ToyModel(), ToyModel()
     other.dtype = torch.float16

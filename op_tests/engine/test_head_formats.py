@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 pytest.importorskip("safetensors")
 
 from eagle_kernels.engine.models.causal_attend import causal_attend
+from eagle_kernels.engine.models.checkpoint import Checkpoint
 from eagle_kernels.engine.models.draft_loading import read_head
 from eagle_kernels.engine.models.loading import load_draft
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
@@ -159,6 +162,18 @@ def test_pytorch_bin_files_are_read(tmp_path, target):
     torch.save([1], tmp_path / "bin" / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"pytorch_model.bin holds no dictionary of tensors"):
         load_draft(tmp_path / "bin", target)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="the system does not list mapped files")
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])
+def test_pytorch_bin_files_are_mapped_and_older_ones_are_read(tmp_path, target, is_zip):
+    tensors = heads.eagle1_tensors()
+    path = heads.write_official(tmp_path, tensors, as_bin=True) / "pytorch_model.bin"
+    torch.save(tensors, path, _use_new_zipfile_serialization=is_zip)
+    with Checkpoint(tmp_path)._open(path.name, "cpu") as file:
+        assert (str(path) in Path("/proc/self/maps").read_text()) is is_zip
+        assert torch.equal(file.get_tensor("fc.weight"), tensors["fc.weight"])
+    assert torch.equal(load_draft(tmp_path, target).fc.weight, tensors["fc.weight"])
 
 
 def test_what_a_head_lacks_comes_from_the_target(tmp_path, target):

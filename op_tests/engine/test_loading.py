@@ -127,9 +127,16 @@ def test_draft_with_its_own_embedding(target_folder, draft_folder):
 
 
 def test_identity_mapping_of_a_whole_vocabulary_is_dropped(target_folder, draft_folder):
+    target, d2t = load_target(target_folder), torch.zeros(40, dtype=torch.int64)
+    whole = {"lm_head.weight": torch.randn(40, 16), "d2t": d2t, "t2d": torch.ones(40, dtype=torch.bool)}
     edit_config(draft_folder, draft_vocab_size=40)
-    edit_tensors(draft_folder, lambda tensors: tensors.update({"lm_head.weight": torch.randn(40, 16)}))
-    assert load_draft(draft_folder, load_target(target_folder)).draft_to_target is None
+    edit_tensors(draft_folder, lambda tensors: tensors.update(whole))
+    assert load_draft(draft_folder, target).draft_to_target is None
+    d2t[7], d2t[8] = 1, -1
+    edit_tensors(draft_folder, lambda tensors: tensors.update(whole))
+    message = "draft: tensor d2t must be 0 throughout .*, got 1 for draft id 7"
+    with pytest.raises(ModelError, match=message):
+        load_draft(draft_folder, target)
 
 
 def test_stored_rope_frequencies_are_ignored(target_folder):

@@ -166,6 +166,17 @@ def test_suffix_trees_remember_responses(device):
     assert lengths[0] == lengths[1] == first.mean_accept_length
 
 
+def test_a_warmup_is_not_remembered(device):
+    target, _ = toys(device)
+    sizes = {"suffix_decoding_max_cached_requests": 8, "max_batch": 4}
+    engine = EAGLEInference(None, target, EAGLEConfig.chain(4, method="suffix", **sizes))
+    engine.generate([[3], [4]], 24)
+    (cache,) = engine._suffix_caches.values()
+    before = [list(response.tokens) for response in cache._responses]
+    engine.warmup(most_requests=2)
+    assert len(before) == 2 and [list(response.tokens) for response in cache._responses] == before
+
+
 def test_requests_that_end_leave_no_suffix_tree(device):
     target, _ = toys(device)
     engine = EAGLEInference(None, target, EAGLEConfig(**METHODS["suffix tree"], max_batch=2))
@@ -316,3 +327,5 @@ def test_a_method_that_needs_a_model_says_so():
     engine = EAGLEInference(None, target, EAGLEConfig(method="naive"))
     with pytest.raises(ValueError, match="draft_model must not be None for method='draft_model'"):
         engine.generate([1, 2], 3, method="draft_model")
+    with pytest.raises(ValueError, match="draft_model must not be None for method=None"):
+        engine.workspace_bytes(EAGLEConfig())

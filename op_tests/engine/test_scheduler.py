@@ -8,6 +8,7 @@ import gc
 import pkgutil
 import random
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -134,6 +135,33 @@ def test_steps_go_on_while_a_prompt_is_read(target, draft):
     assert second.output_ids == engine.generate(prompt_of(4) * 3, 4)[0]
 
 
+def test_steps_go_on_while_a_stream_reads_its_prompt(target, draft, lag, monkeypatch):
+    """Beside who runs; a batch for itself is read without a step between its parts."""
+    engine, prompt = make(draft, target, prefill_chunk=4), prompt_of(4) * 3
+    want = engine.generate(prompt, 6)[0]
+    assert engine._scheduler.num_steps == engine.generate(prompt, 6).stats.batch_steps
+    scheduler, parts = engine._scheduler, []
+    for name in ("_read_prompt", "_launch_rows"):
+        monkeypatch.setattr(scheduler, name, noted(getattr(scheduler, name), parts))
+    running = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=90))
+    engine.step()
+    parts.clear()
+    stream = engine.stream(prompt, 6)
+    first = next(stream)
+    assert parts[:-1] == (len(prompt) // 4) * [4, None] and 0 < parts[-1] <= 4  # None: of a step
+    assert [first.token_id, *(event.token_id for event in stream)] == want
+    engine.collect()
+    assert running.output_ids == engine.generate([1, 2, 3], 90)[0]
+
+
+def noted(call, results: list):
+    def noting(*arguments):
+        results.append(call(*arguments))
+        return results[-1]
+
+    return noting
+
+
 def test_an_end_token_of_one_request(target, draft, lag):
     engine = make(draft, target)
     (whole, _) = alone(engine, prompt_of(1), PARAMS[1])
@@ -156,7 +184,7 @@ class LetterTokenizer(ByteTokenizer):
     def decode(self, token_ids):
         return "".join(chr(64 + token) * (2 if token % 5 == 0 else 1) for token in token_ids)
 
-    def detokenizer(self):
+    def detokenizer(self, context=()):
         decode = self.decode
 
         class Detokenizer:
@@ -196,7 +224,7 @@ def test_stop_strings_in_what_is_held_back(target, draft, stop, reason, text):
     """Of a character that the last token leaves unfinished a detokenizer makes something at the end only."""
 
     class Holding(LetterTokenizer):
-        def detokenizer(self):
+        def detokenizer(self, context=()):
             pieces = ["A", ""]  # of a token each, and then of the end
 
             class Detokenizer:
@@ -212,6 +240,24 @@ def test_stop_strings_in_what_is_held_back(target, draft, stop, reason, text):
     request = engine.submit(prompt_of(1), SamplingParams(max_new_tokens=2, stop=(stop,)))
     engine.collect()
     assert (request.finish_reason, request.text) == (reason, text)
+
+
+def test_a_stop_string_that_never_comes_changes_no_text(target, draft):
+    """An end token has a letter, too, and may complete a stop string: text ends before that one."""
+    tokenizer = LetterTokenizer()
+    engine = EAGLEInference(draft, target, EAGLEConfig(topk=3, num_steps=3), tokenizer=tokenizer)
+    prompt, options = tokenizer.decode([1]), {"temperature": 1.0, "seeds": 3}
+    whole = engine.generate([1], 12, **options).output_ids
+    last = next(index for index in range(3, 12) if whole.index(whole[index]) == index)
+    options |= {"stop_token_ids": (whole[last],)}
+    shown = tokenizer.decode(whole[: last + 1])
+    for stop, text in (("~~", shown), (shown[-2:], shown[: shown.index(shown[-2:])])):
+        stream = engine.stream_text(prompt, 12, stop=(stop,), **options)
+        assert "".join(stream) == stream._tokens.requests[0].text == text
+        if stop == "~~":
+            assert "".join(engine.stream_text(prompt, 12, **options)) == text
+            assert stream.output().output_ids == whole[: last + 1]
+            assert stream.output().stats.finish_reasons == ["eos"]
 
 
 def test_who_cannot_run_fails_alone(target, draft):
@@ -302,6 +348,39 @@ def test_a_stream_that_never_begins(target, draft):
     stream.close()
     assert stream.output().stats.finish_reasons == ["abort", "abort"] and next(stream, None) is None
     assert not engine.has_work
+
+
+def test_a_request_that_is_aborted_before_its_stream_begins(target, draft, lag):
+    """It takes no place in the line, nor a row or pages once it is its turn."""
+    engine = make(draft, target, max_batch=2)
+    want = engine.generate(prompt_of(2), 9)[0]
+    both, one = engine.stream([prompt_of(1), prompt_of(2)], 9), engine.stream(prompt_of(1), 9)
+    for stream in (both, one):
+        engine.abort(stream.requests[0])
+    assert [(event.request, event.token_id) for event in both] == [(1, token) for token in want]
+    assert not engine.has_work
+    running = [engine.submit(prompt_of(2), SamplingParams(max_new_tokens=9)) for _ in range(2)]
+    engine.step()
+    assert list(one) == [] and not engine._scheduler._waiting
+    engine.collect()
+    assert [request.output_ids for request in running] == [want, want]
+    assert engine._scheduler.pages.num_free == engine._scheduler.pages.num_pages
+
+
+def test_what_another_engine_aborts_leaves_nothing(target, draft, lag):
+    """That engine knows neither its row nor its pages: in mid-flight, while its prompt is read, and in line."""
+    engine, other = make(draft, target, max_batch=2, prefill_chunk=8), make(draft, target)
+    other.generate([1], 1)
+    requests = [
+        engine.submit(prompt, SamplingParams(max_new_tokens=60)) for prompt in ([1], prompt_of(4) * 2, prompt_of(3))
+    ]
+    engine.step()
+    for request in requests:
+        other.abort(request)
+    for _ in range(20):
+        engine.step()
+    assert not engine.has_work and {request.finish_reason for request in requests} == {"abort"}
+    assert engine._scheduler.pages.num_free == engine._scheduler.pages.num_pages
 
 
 def test_a_stream_holds_no_pools_before_and_after(target, draft):
@@ -532,6 +611,63 @@ def test_a_reader_that_is_cancelled_in_a_step_leaves_nothing(target, draft, lag)
     engine._scheduler.step = slow
     assert asyncio.run(hang_up()) == ["abort"] and not engine.has_work
     assert engine.generate(prompt_of(2), 12)[0] == want
+
+
+def test_a_reader_that_is_cancelled_and_goes_on_misses_nothing(target, draft, lag, monkeypatch):
+    """As where a server waits for a token with a time limit, and tries again; also in another event loop."""
+    engine = make(draft, target)
+    want = engine.generate(prompt_of(1), 20)[0]
+    stream, step, tokens, num_cancelled = engine.stream(prompt_of(1), 20), engine._scheduler.step, [], 0
+
+    def slow(*arguments):
+        time.sleep(0.05)
+        step(*arguments)
+
+    async def read():
+        return await asyncio.wait_for(stream.__anext__(), 0.01)
+
+    async def read_on():
+        nonlocal num_cancelled
+        while len(tokens) < 12:
+            try:
+                tokens.append((await read()).token_id)
+            except asyncio.TimeoutError:
+                num_cancelled += 1
+        with contextlib.suppress(asyncio.TimeoutError):
+            tokens.append((await read()).token_id)
+
+    monkeypatch.setattr(engine._scheduler, "step", slow)
+    asyncio.run(read_on())
+    tokens += asyncio.run(all_of(stream))
+    assert tokens == want and num_cancelled and not engine.has_work
+
+
+async def all_of(stream):
+    return [event.token_id async for event in stream]
+
+
+def test_what_a_cancelled_reader_would_have_been_told_the_next_one_is(target, draft, monkeypatch):
+    engine, is_stepping, may_go_on = make(draft, target), threading.Event(), threading.Event()
+    stream = engine.stream(prompt_of(1), 20)
+    next(stream)
+
+    def fail(*arguments):
+        is_stepping.set()
+        assert may_go_on.wait(60)
+        raise MemoryError("in a step")
+
+    async def read():
+        item = asyncio.ensure_future(anext(stream))
+        await asyncio.to_thread(is_stepping.wait, 60)
+        item.cancel()
+        await asyncio.wait((item,))
+        may_go_on.set()
+        with pytest.raises(MemoryError, match="in a step"):
+            await anext(stream)
+        return await anext(stream, "the end")
+
+    monkeypatch.setattr(engine._scheduler, "step", fail)
+    assert asyncio.run(read()) == "the end" and not engine.has_work
 
 
 def test_another_configuration_waits_for_an_empty_batch(target, draft):

@@ -6,10 +6,13 @@ import asyncio
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.cli import _print_text
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer
 from op_tests.engine.toys import random_llama
@@ -125,6 +128,65 @@ def test_text_for_async_for(engine):
 
     assert asyncio.run(run()) == [*want, ["abort"]]
     assert not engine.has_work
+
+
+@pytest.fixture
+def word_tokenizer(tmp_path):
+    """As of Llama 2: spaces belong to the words behind them, and a text's first one is stripped."""
+    tokenizers = pytest.importorskip("tokenizers")
+    marks, words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))], [f"▁w{n}." for n in range(40)]
+    model = tokenizers.models.Unigram([(token, -1.0) for token in [*marks, *words]], 0, byte_fallback=True)
+    tokenizer, decoders = tokenizers.Tokenizer(model), tokenizers.decoders
+    tokenizer.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(marks[:3])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return load_tokenizer(tmp_path)
+
+
+FIRST_WORD = 3 + 256
+EAGLE = [3 + byte for byte in "🦅".encode()]
+
+
+@pytest.mark.parametrize(
+    ("context", "space"),
+    [
+        ([FIRST_WORD], " "),
+        ([FIRST_WORD, 2, 1], " "),  # special tokens have no text
+        ([FIRST_WORD, *EAGLE], " "),
+        (3 * EAGLE, " "),  # longer than what is looked at
+        ([], ""),
+        ([1], ""),
+        (EAGLE[:2], ""),  # half a character, which is nobody's text
+    ],
+)
+def test_a_context_is_decoded_with_and_not_told(word_tokenizer, context, space):
+    detokenizer = word_tokenizer.detokenizer(context)
+    assert detokenizer.push([FIRST_WORD + 1]) == f"{space}w1."
+    assert detokenizer.push([FIRST_WORD + 2, *EAGLE[:2]]) + detokenizer.push(EAGLE[2:]) == " w2.🦅"
+    assert detokenizer.finish() == ""
+
+
+def test_what_follows_a_prompt_keeps_its_first_space(word_tokenizer, capsys):
+    """In streamed text, for stop strings, and as the command line prints it."""
+    prompt = "w3. w5."
+    token_ids = word_tokenizer.encode(prompt)
+    target = random_llama(vocab_size=FIRST_WORD + 40)
+    with torch.no_grad():
+        target.lm_head.weight[:FIRST_WORD] = 0  # words outweigh what is none
+    engine = EAGLEInference(target, target, EAGLEConfig(topk=2, num_steps=2), tokenizer=word_tokenizer)
+    output_ids = engine.generate(token_ids, 6).output_ids
+    text = "".join(f" w{token - FIRST_WORD}." for token in output_ids)
+    assert min(output_ids) >= FIRST_WORD and prompt + text == word_tokenizer.decode([*token_ids, *output_ids])
+    assert "".join(engine.stream_text(prompt, 6)) == text
+    stop = f" w{output_ids[0] - FIRST_WORD}."
+    stream = engine.stream_text(prompt, 6, stop=(stop,))
+    assert "".join(stream) == "" and stream.output().output_ids == output_ids[:1]
+    _print_text(engine.stream(token_ids, 6), word_tokenizer, SimpleNamespace(prompt=prompt, json=False))
+    assert capsys.readouterr().out == f"{prompt}{text}\n"
 
 
 @pytest.mark.parametrize(

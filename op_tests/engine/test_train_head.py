@@ -211,6 +211,22 @@ def test_an_interrupted_run_ends_with_the_same_weights(target_folder, text_file,
     assert "learning_rate 0.01, now 0.5" in error and "steps 4, now 5" in error and "depths" not in error
 
 
+def test_a_finished_run_that_is_given_again_keeps_what_it_told(target_folder, text_file, tmp_path):
+    """The second time nothing is trained: accuracy and earlier validations are those of the record. A record that is
+    not this run's tells nothing of it."""
+    options = SMALL | {"steps": 2, "validate_every": 1, "validation_prompts": 1, "validation_tokens": 2}
+    command, path = arguments_of(target_folder, text_file, tmp_path, **options), tmp_path / "training.json"
+    assert main(command) == 0
+    record = json.loads(path.read_text())
+    assert list(record["validations"]) == ["1", "2"] and len(record["accuracy_by_depth"]) == 3
+    assert main(command) == 0
+    assert json.loads(path.read_text()) == record
+    path.write_text(json.dumps(record | {"seed": 9}))
+    assert main(command) == 0
+    again = json.loads(path.read_text())
+    assert list(again["validations"]) == ["2"] and again["accuracy_by_depth"] == []
+
+
 def test_training_in_bf16(target_folder, text_file, tmp_path, capsys):
     """Matrix products in bf16, weights in fp32; the file is bf16, and the head that was measured is it."""
     options = SMALL | {"steps": 30, "validation_prompts": 1, "validation_tokens": 4, "dtype": "bfloat16", "json": True}

@@ -326,6 +326,15 @@ def test_folders_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
     path.write_text(json.dumps(config | {"model_type": "nothing like it"}))
     with pytest.raises(ModelError, match="transformers cannot load it: .*nothing like it"):
         load_target(tmp_path)
+    for changes, message in (
+        ({"n_head": 0}, "transformers cannot load it: ZeroDivisionError: "),
+        ({"n_layer": None}, "transformers cannot load it: "),  # an error of huggingface_hub's own class
+        ({"model_type": ["gpt2"]}, r"config.json: model_type must be a string, got \['gpt2'\]"),
+    ):
+        path.write_text(json.dumps(config | changes))
+        with pytest.raises(ModelError, match=message) as caught:
+            load_target(tmp_path)
+        assert "\n" not in str(caught.value)
     path.write_text(json.dumps(config | {"model_type": None}))
     with pytest.raises(ModelError, match="config.json: "):  # as Llama, as ever
         load_target(tmp_path)

@@ -11,6 +11,7 @@ from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
 from eagle_kernels.engine.drafters.protocol import Proposal
 from eagle_kernels.engine.sampling import Features
 from eagle_kernels.engine.verification import TopP, make_verifier
+from op_tests.engine.test_scheduler import steps_known
 from op_tests.engine.toys import ToyModel, random_eagle1_head, random_head, random_llama
 from op_tests.harness.statistics import assert_follows_law
 
@@ -43,6 +44,26 @@ def test_greedy_text_is_plain_text(kind, strategy, tree, device):
     assert text == plain
     if kind == "itself":
         assert stats.mean_accept_length > 3
+
+
+class Tied(ToyModel):
+    """Two tokens have the same logit everywhere, as in bf16 they may."""
+
+    def forward(self, *arguments, **keywords):
+        output = super().forward(*arguments, **keywords)
+        logits = torch.zeros_like(output.logits)
+        logits[..., 5] = logits[..., 9] = 3.0
+        return output._replace(logits=logits)
+
+
+@pytest.mark.parametrize("strategy", ["rejection", "topp"])
+@pytest.mark.parametrize("temperature", [0.0, 1e-40, 1e-6])
+def test_temperatures_that_are_greedy_are_so_everywhere(strategy, temperature, device):
+    target, draft = Tied(vocab_size=20, device=device), ToyModel(vocab_size=20, seed=2, device=device)
+    engine = engine_of(draft, target, (1, 2, 3), strategy)
+    for filters in ({}, {"top_p": 0.99}):
+        text = engine.generate([1, 2], 8, temperature=temperature, seeds=1, **filters).output_ids
+        assert text == [5] * 8
 
 
 def law_of(target: ToyModel, prompt: list[int], count: int, sampling: dict) -> torch.Tensor:
@@ -179,6 +200,19 @@ def test_what_a_strategy_cannot_do(options, params, message):
     with pytest.raises(ValueError, match=message):
         toy = ToyModel()
         EAGLEInference(toy, toy, EAGLEConfig(**options)).submit([1, 2], SamplingParams(**params))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_warmed"), {"target_match": 6, "greedy": 2, "rejection": 3, "topp": 3, "typical": 2}.items()
+)
+def test_a_bare_warmup_is_for_what_a_strategy_serves(strategy, num_warmed, device):
+    """All of the common requests but those that it refuses; by the call as by the engine."""
+    toy = ToyModel(device=device)
+    for options, overrides in ((strategy, {}), ("target_match", {"verify_strategy": strategy})):
+        engine = engine_of(toy, toy, (1, 1, 2), options, max_batch=1)
+        engine.warmup(**overrides)
+        for runner in engine._scheduler.steps.runners:
+            assert len(steps_known(runner)) == num_warmed
 
 
 def test_without_drafts_all_strategies_are_plain_decoding():

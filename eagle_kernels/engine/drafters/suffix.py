@@ -7,7 +7,8 @@ have come since, and drafts what lies below them; where they lead out of the off
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +75,9 @@ class SuffixDrafter:
 class SuffixFeed:
     """The host's part: the suffix trees, and what they offer to each row.
 
+    More drafts are asked for than a step has, as much of them is not to come, so another match may be the best than
+    for that number: on text that is edited this accepts more.
+
     configs      of all trees that steps choose from
     lag          steps that the host is behind
     most_tokens  that a step may bring
@@ -91,6 +95,16 @@ class SuffixFeed:
         self._running: set[Request] = set()
         self._made: dict[Request, tuple[int, SuffixDraft]] = {}
         self._sent: Sequence[tuple[int, Request]] = ()
+
+    @contextlib.contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Of requests within nothing is remembered."""
+        config, memory = self._config, self._cache
+        self._cache = SuffixCache(config.suffix_decoding_max_tree_depth, 0)
+        try:
+            yield
+        finally:
+            self._cache = memory
 
     def start(self, request: Request) -> None:
         """A request begins."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +82,12 @@ class Checkpoint:
         if is_watched:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
+    def get(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+        stored = self.tensors[name]
+        with self._open(stored.file_name, "cpu") as file:
+            return file.get_tensor(stored.name)
+
     def _open(self, file_name: str, device: str):
         if not (self.folder / file_name).is_file():
             raise ModelError(f"{file_name}, named by {self.index}, is missing")
@@ -96,12 +103,16 @@ class Checkpoint:
 
 
 class _PickledFile:
-    """A file of torch.save, read without running code of it, in the words of an open safetensors file."""
+    """A file of torch.save, read without running code of it, in the words of an open safetensors file.
+
+    It is mapped, so that a tensor is read when it is asked for. Files from before torch 1.6, which are no zip archives,
+    cannot be: they are read whole.
+    """
 
     def __init__(self, path: Path, device: str) -> None:
         self._device = device
         try:
-            self._tensors = torch.load(path, map_location="cpu", weights_only=True)
+            self._tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
             raise ModelError(f"{path.name} cannot be read: {first_line(error)}") from None
         is_table = isinstance(self._tensors, dict)

@@ -87,6 +87,14 @@ def read_flag(config: dict[str, Any], name: str) -> bool:
     return bool(value)
 
 
+def read_model_type(config: dict[str, Any]) -> str:
+    """The family that a config.json names; llama where the key is absent or null."""
+    model_type = config.get("model_type") or "llama"
+    if not isinstance(model_type, str):
+        raise ModelError(f"config.json: model_type must be a string, got {model_type!r}")
+    return model_type
+
+
 def check_fields(config: Any) -> None:
     """Numbers of a dataclass are numbers, sizes are positive."""
     for item in fields(config):
@@ -121,6 +129,14 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for name in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            value = getattr(self, name)
+            # yarn divides by the logarithm of rope_theta, and everything else by the numbers themselves
+            bound = 1 if (self.rope_type, name) == ("yarn", "rope_theta") else 0
+            if value is not None and not value > bound:
+                raise ModelError(
+                    f"config.json: {name} must be above {bound} for rope_type={self.rope_type!r}, got {value!r}"
+                )
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], max_length: int) -> RopeConfig:
@@ -131,7 +147,7 @@ class RopeConfig:
         nested = [key for key, value in section.items() if isinstance(value, dict)]
         if nested:
             raise ModelError(f"config.json: {name} that differ by layer ({', '.join(nested)}) are not implemented")
-        if rope_type not in ROPE_TYPES:
+        if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
             raise ModelError(
                 f"config.json: {name} of type {rope_type!r} is not implemented (only {', '.join(ROPE_TYPES)})"
             )
@@ -206,7 +222,7 @@ class DecoderConfig:
 
     @classmethod
     def _read(cls, config: dict[str, Any]) -> dict[str, Any]:
-        model_type = config.get("model_type") or "llama"
+        model_type = read_model_type(config)
         if model_type not in FAMILIES:
             raise ModelError(f"config.json: model_type={model_type!r} is not implemented (only {', '.join(FAMILIES)})")
         for name, implemented in IMPLEMENTED.items():

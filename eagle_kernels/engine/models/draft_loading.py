@@ -114,7 +114,9 @@ def read_head(folder: str | Path, device: str | torch.device = "cpu", dtype: tor
         settings = _settings(config, kind, tensors)
         if settings.draft_vocab_size == settings.vocab_size:
             # Some trainers write the identity mapping; a head over the whole vocabulary has none.
-            tensors.pop("d2t", None)
+            if "d2t" in tensors:
+                _check_identity(checkpoint.get("d2t"))
+                del tensors["d2t"]
             tensors.pop("t2d", None)
         if settings.aux_layers == (FINAL_NORM,) and kind == "EAGLE-3":
             tensors.pop("fc.weight", None)  # SGLang's class always has one, and does not call it then
@@ -154,6 +156,17 @@ def _renamed(form: HeadFormat, kind: str, tensors: dict[str, StoredTensor]) -> d
             raise ModelError(f"tensor {name}: another one is {ours} already")
         renamed[ours] = stored
     return renamed
+
+
+def _check_identity(d2t: Tensor) -> None:
+    """Offsets of a head that drafts every token move none."""
+    moved = d2t.flatten().nonzero().flatten()
+    if len(moved):
+        first = int(moved[0])
+        raise ModelError(
+            f"tensor d2t must be 0 throughout where the draft's vocabulary is the target's, got {d2t.flatten()[first]} "
+            f"for draft id {first}"
+        )
 
 
 def _drafted_tokens(d2t: Tensor, vocab_size: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from ..values import first_line, is_integer
 from .checkpoint import Checkpoint, check_memory, fill, naming, read_config, read_json, refuse_names, save_tensors
 from .decoder import Decoder
-from .decoder_config import FAMILIES, DecoderConfig
+from .decoder_config import FAMILIES, DecoderConfig, read_model_type
 from .draft_loading import load_draft
 from .head_formats import MODULE_PREFIX
 from .placement import read_placement
@@ -37,7 +37,7 @@ def load_target(
     folder, device = Path(folder), read_placement("load_target", device, dtype, "meta")
     with naming(folder):
         content = read_config(folder)
-        if (content.get("model_type") or "llama") not in FAMILIES:
+        if read_model_type(content) not in FAMILIES:
             return _load_through_transformers(folder, torch.device("cpu") if device.type == "meta" else device, dtype)
         config = DecoderConfig.from_dict(content)
         checkpoint = Checkpoint(folder)
@@ -68,8 +68,8 @@ def _load_through_transformers(folder: Path, device: torch.device, dtype: torch.
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, output_loading_info=True
         )
-    except (KeyError, OSError, RuntimeError, ValueError) as error:
-        raise ModelError(f"transformers cannot load it: {first_line(error)}") from None
+    except Exception as error:  # whatever a config.json or a file that nobody has checked leads to over there
+        raise ModelError(f"transformers cannot load it: {type(error).__name__}: {first_line(error)}") from None
     # tensors that transformers makes up where the files have none
     refuse_names("missing", set(report["missing_keys"]))
     return TransformersTarget(model.to(device))

@@ -13,7 +13,8 @@ from .protocol import ModelError
 
 
 class Detokenizer(Protocol):
-    """Turns ids that arrive in pieces into text; the pieces joined equal `Tokenizer.decode` of all ids."""
+    """Turns ids that arrive in pieces into text; the pieces joined equal what `Tokenizer.decode` makes of all ids,
+    behind those of the context."""
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text these ids complete; a character whose bytes are not all there yet waits for the next call."""
@@ -39,7 +40,10 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
-    def detokenizer(self) -> Detokenizer: ...
+    def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
+        """context: the ids that stand before, whose text is not told; at the beginning of a text some tokenizers strip
+        a space."""
+        ...
 
 
 class ByteTokenizer:
@@ -59,7 +63,7 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return _text_bytes(token_ids).decode("utf-8", errors="replace")
 
-    def detokenizer(self) -> ByteDetokenizer:
+    def detokenizer(self, context: Sequence[int] = ()) -> ByteDetokenizer:
         return ByteDetokenizer()
 
 
@@ -105,8 +109,12 @@ class FileTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def detokenizer(self) -> FileDetokenizer:
-        return FileDetokenizer(self)
+    def detokenizer(self, context: Sequence[int] = ()) -> FileDetokenizer:
+        return FileDetokenizer(self, context)
+
+
+# ids: special ones that have no text, or the bytes of a character, may be the last
+_MOST_CONTEXT = 8
 
 
 class FileDetokenizer:
@@ -116,9 +124,9 @@ class FileDetokenizer:
     with and without the new ones, and the difference is new text unless it ends inside a character.
     """
 
-    def __init__(self, tokenizer: FileTokenizer) -> None:
+    def __init__(self, tokenizer: FileTokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._settled: list[int] = []  # already returned; context for what follows
+        self._settled = self._last_text(context)  # already returned; context for what follows
         self._pending: list[int] = []  # not yet returned
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -131,6 +139,14 @@ class FileDetokenizer:
 
     def finish(self) -> str:
         return self._new_text()
+
+    def _last_text(self, context: Sequence[int]) -> list[int]:
+        """The last ids that are text, of whole characters: half of one would change with what follows."""
+        for size in range(1, min(len(context), _MOST_CONTEXT) + 1):
+            text = self._tokenizer.decode(context[-size:])
+            if text and "\N{REPLACEMENT CHARACTER}" not in text:
+                return list(context[-size:])
+        return []
 
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._settled)

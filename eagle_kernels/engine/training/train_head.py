@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from ..models.checkpoint import naming, read_config
+from ..models.checkpoint import naming, read_config, read_json
 from ..models.decoder import Decoder
-from ..models.decoder_config import FAMILIES
+from ..models.decoder_config import FAMILIES, read_model_type
 from ..models.eagle_head import EagleConfig, EagleHead
 from ..models.loading import load_draft, load_target, read_eos_token_ids, save_folder
 from ..models.tokenizer import load_tokenizer
@@ -69,6 +69,8 @@ def train_head(
     if (output / "config.json").is_file() and not (output / "checkpoint").is_dir():
         raise ValueError(f"{output} holds another model; choose a folder of its own")
     _check_family(target_folder)
+    with naming(output):
+        earlier = read_json(output / "training.json", is_optional=True)
     # there from the beginning: it tells a folder of ours, also before anything was saved
     (output / "checkpoint").mkdir(parents=True, exist_ok=True)
     target = load_target(target_folder, device, dtype)
@@ -95,7 +97,10 @@ def train_head(
     prompts = [prompt for example in held_out for prompt in prompts_of(example, tokenizer, chat, options.window)[:1]]
     if not prompts:
         raise ValueError("train-head: no held-out example has a prompt; hold out more (--held-out)")
-    validations: dict[int, list[dict[str, Any]]] = {}
+    if any(earlier.get(name) != value for name, value in facts.items()):
+        earlier = {}  # of another run
+    # a finished run that is given again only measures its head anew: what training told is in its record alone
+    validations = {int(step): rows for step, rows in earlier.get("validations", {}).items()}
 
     def validate(step: int) -> None:
         save_folder(head, config, output)
@@ -130,7 +135,7 @@ def train_head(
         "vocabulary_coverage": _coverage(head, train),
         "final_loss": run.final_losses["head"],
         "training_seconds": run.training_seconds["head"],
-        "accuracy_by_depth": accuracy.latest,
+        "accuracy_by_depth": accuracy.latest or earlier.get("accuracy_by_depth", []),
         "acceptance": validations[steps],
         "validations": validations,
     }
@@ -142,14 +147,14 @@ def rows_of(record: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) lines for people."""
     accuracy = ", ".join(f"{share:.1%}" for share in record["accuracy_by_depth"])
     rows = [("head", record["output"]), ("final loss", f"{record['final_loss']:.4f}")]
-    rows += [("accuracy by depth", accuracy)] if accuracy else []  # a finished run that is only measured again has none
+    rows += [("accuracy by depth", accuracy)] if accuracy else []  # a run whose record was lost has none
     return rows + [(row["tree"], f"{row['mean_accept_length']:.2f} tokens a step") for row in record["acceptance"]]
 
 
 def _check_family(target_folder: Path) -> None:
     """The head takes sizes and rotary embedding from a decoder of ours."""
     with naming(target_folder):
-        model_type = read_config(target_folder).get("model_type") or "llama"
+        model_type = read_model_type(read_config(target_folder))
     if model_type not in FAMILIES:
         raise ValueError(f"train-head: --target must be one of {', '.join(FAMILIES)}; got {model_type=}")
 
