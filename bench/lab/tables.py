@@ -95,8 +95,8 @@ def _without_shared(title: str, columns: Sequence[Column], rows: Sequence[Mappin
         for column in columns
         if column.title in _MAYBE_SHARED and len({column.text(row) for row in rows}) == 1
     }
-    if shared:
-        note = " ".join(filter(None, (note, "Of all: " + ", ".join(f"{name} {text}" for name, text in shared.items()))))
+    told = ", ".join(f"{name} {text}" for name, text in shared.items() if text != "-")
+    note = " ".join(filter(None, (note, told and f"Of all: {told}.")))
     return Table(title, [column for column in columns if column.title not in shared], rows, note)
 
 
