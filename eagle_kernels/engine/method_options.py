@@ -76,7 +76,8 @@ class MethodOptions:
         self._require_integer("suffix_decoding_max_cached_requests", -1)
         for name in ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"):
             self._require_number(name)
-            self._require(0 <= getattr(self, name) < math.inf, name, "be at least 0, and finite")
+            self._require(getattr(self, name) >= 0, name, "be at least 0")
+            self._require(getattr(self, name) < math.inf, name, "be finite")
         self._require(self.suffix_decoding_min_token_prob <= 1, "suffix_decoding_min_token_prob", "lie in 0..1")
         is_known = self.verify_strategy in VERIFY_STRATEGIES
         self._require(is_known, "verify_strategy", f"be one of {list(VERIFY_STRATEGIES)}")
