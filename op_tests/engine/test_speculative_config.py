@@ -53,6 +53,14 @@ READ = [
         EAGLEConfig.chain(1, method="eagle", accept_policy="reject_all"),
     ),
     (
+        {"method": "ngram", "num_speculative_tokens": 2, "ngram_prefer": "earliest"},
+        EAGLEConfig.chain(2, method="ngram", ngram_prefer="earliest"),
+    ),
+    (
+        {"method": "ngram", "verify_strategy": "typical", "typical_epsilon": 0.2, "typical_delta": 0.3},
+        EAGLEConfig.chain(1, method="ngram", verify_strategy="typical", typical_epsilon=0.2, typical_delta=0.3),
+    ),
+    (
         {"method": "ngram", "quantization": None, "num_gpu_block_expand_ratio": 1.0, "enf_gen_phase_tag": False,
          "enable_draft_logprob": False, "model": None, "benchmark_mode": False},
         EAGLEConfig.chain(1, method="ngram"),
