@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
-from eagle_kernels.engine.values import first_line
+from eagle_kernels.engine.values import first_line, is_integer
 
 from .sources import DOMAINS, Domain, builtin_texts, downloaded_texts, read_file, read_questions
 
@@ -147,7 +147,7 @@ class PromptDataset:
 
 
 def _check_count(method: str, n_per_domain: Any) -> None:
-    if isinstance(n_per_domain, bool) or not isinstance(n_per_domain, int) or n_per_domain < 1:
+    if not is_integer(n_per_domain) or n_per_domain < 1:
         raise ValueError(f"PromptDataset.{method}: n_per_domain must be an int of at least 1, got {n_per_domain!r}")
 
 

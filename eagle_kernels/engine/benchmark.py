@@ -48,8 +48,8 @@ class BenchmarkResult:
     """batch_size: prompts that were decoded together, all of them where there were fewer than asked for; a last batch
     may have less. max_batch: of the pools, as it was raised to batch_size. speedup: tokens a second of decoding,
     speculative over plain; None where no request had a second token. identical: share of the batches whose texts agree;
-    None where they differ by design. peak_memory_bytes: most that torch held on the GPU, for
-    both ways, which share their pools; None on the CPU."""
+    None where they differ by design. peak_memory_bytes: most that torch held on the GPU, for both ways, which share
+    their pools; None on the CPU."""
 
     prompts: int
     batch_size: int

@@ -99,8 +99,7 @@ class SuffixFeed:
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
         """Of requests within nothing is remembered."""
-        config, memory = self._config, self._cache
-        self._cache = SuffixCache(config.suffix_decoding_max_tree_depth, 0)
+        memory, self._cache = self._cache, SuffixCache(self._config.suffix_decoding_max_tree_depth, 0)
         try:
             yield
         finally:
