@@ -241,7 +241,7 @@ def _more_of_drafters(lines: Sequence[dict]) -> list[str]:
         elif section == "gap":
             times = [f"{line[name]:.0f}" for name in ("median_us", "worst_us")]
             gaps.append([case, provider, *times, f"`{line['commit']}`"])
-    providers = list(dict.fromkeys(name for row in trees.values() for name in row))
+    providers = sorted({name for row in trees.values() for name in row})
     lengths = [["tokens a step, tokens/s", *providers]]
     lengths += [[case, *(row.get(name, "-") for name in providers)] for case, row in trees.items()]
     tables = [_markdown(table) for table in (lengths, gaps) if len(table) > 1]

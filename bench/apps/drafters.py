@@ -127,9 +127,11 @@ def methods(bench: Bench) -> None:
 def trees(bench: Bench) -> None:
     for nodes in (4, 8, 16, 32, 64):
         for method in ("ngram", "suffix"):
-            for topk in (1, 2, 4):
-                # a first path of n-grams takes all the nodes that it may: what one leaves are the others'
-                fields = {"method": method, "topk": topk, "num_steps": -(-(nodes - 1) // topk)}
+            # a suffix tree's nodes go to the likeliest drafts, however many follow one
+            for topk in (1, 2, 4) if method == "ngram" else (1, 2):
+                # and however deep; a first path of n-grams takes all that it may, so it leaves some to the others
+                depth = -(-(nodes - 1) // topk) if method == "ngram" else nodes - 1
+                fields = {"method": method, "topk": topk, "num_steps": depth}
                 length, speed = bench.replay(**fields, num_draft_tokens=nodes)
                 provider = f"{method} " + ("chain" if topk == 1 else f"topk={topk}")
                 bench.record("trees", f"{nodes} nodes", provider, accept_length=length, tokens_per_s=speed)
