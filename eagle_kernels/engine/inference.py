@@ -22,7 +22,7 @@ from .drafters.suffix_cache import SuffixCache
 from .inputs import Prompts, Seeds, read_max_new_tokens, read_prompts, read_seeds
 from .kv_pool import KVPool, PrefillAttend
 from .memory import check_fits, count_pages, workspace_bytes
-from .method_options import METHOD_FIELDS
+from .method_options import METHOD_FIELDS, MODEL_KINDS
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.protocol import DraftModel, TargetModel
@@ -518,6 +518,13 @@ class EAGLEInference:
             raise ValueError(
                 f"EAGLEInference: draft_model must not be None for method={config.method!r}, whose drafts are a model's"
             )
+        own = getattr(self.draft, "method", None)
+        for method in config.methods:
+            if own is not None and method in MODEL_KINDS and method != own:
+                raise ValueError(
+                    f"EAGLEInference: method must be {own!r} or None for a draft of {type(self.draft).__name__}, got "
+                    f"{method!r}"
+                )
 
     def _check_tree(self, config: EAGLEConfig) -> None:
         if config.needs_model and config.topk >= self.draft.draft_vocab_size:

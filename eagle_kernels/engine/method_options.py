@@ -8,9 +8,11 @@ from dataclasses import dataclass, fields
 from ..ops.tree.select_top_k_tokens import MAX_TOPK
 from .sampling import SamplingParams
 
-METHODS = ("eagle", "mtp", "draft_model", "ngram", "suffix", "hybrid", "naive")
+# kinds of draft models, each with its method
+MODEL_KINDS = ("eagle", "mtp", "draft_model")
 # whose drafts a model makes, some of them at least
-MODEL_METHODS = ("eagle", "mtp", "draft_model", "hybrid")
+MODEL_METHODS = (*MODEL_KINDS, "hybrid")
+METHODS = (*MODEL_KINDS, "ngram", "suffix", "hybrid", "naive")
 VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp", "typical")
 # that draw by other rules than plain decoding, so that one seed gives another text
 _OTHER_DRAWS = ("rejection", "topp", "typical")
@@ -59,7 +61,7 @@ class MethodOptions:
             is_choice = len(self.method) > 1 and len(set(self.method)) == len(self.method)
             is_choice = is_choice and all(method in METHODS for method in self.method)
             self._require(is_choice, "method", f"be at least two different ones of {list(METHODS)}")
-            is_one = len({"eagle", "mtp", "draft_model"}.intersection(self.method)) < 2
+            is_one = len(set(MODEL_KINDS).intersection(self.method)) < 2
             self._require(is_one, "method", "hold one of eagle, mtp and draft_model at most: there is one draft model")
             rule = "not be 'rejection' with several methods, whose drafts are not all drawn"
             self._require(self.verify_strategy != "rejection", "verify_strategy", rule)

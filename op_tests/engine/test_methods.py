@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.models.causal_draft import CausalDraft
+from eagle_kernels.engine.models.loading import demo_pair
 from op_tests.engine.toys import ToyModel, random_head, random_llama
 
 # ragged, with much to look up
@@ -329,3 +331,25 @@ def test_a_method_that_needs_a_model_says_so():
         engine.generate([1, 2], 3, method="draft_model")
     with pytest.raises(ValueError, match="draft_model must not be None for method=None"):
         engine.workspace_bytes(EAGLEConfig())
+
+
+def test_a_method_is_that_of_the_draft():
+    """A speed that is told under a method's name was that method's. A class of somebody else's may leave it open."""
+    target, draft = ToyModel(), CausalDraft(ToyModel(seed=1))
+    refusal = "method must be '{}' or None for a draft of {}, got '{}'"
+    for config in (EAGLEConfig(method="eagle"), EAGLEConfig(method=("mtp", "ngram"))):
+        with pytest.raises(ValueError, match=refusal.format("draft_model", "CausalDraft", config.methods[0])):
+            EAGLEInference(draft, target, config)
+    for method in (None, "draft_model", "ngram", "naive"):
+        EAGLEInference(draft, target, EAGLEConfig(method=method))
+    engine = EAGLEInference(draft, target)
+    with pytest.raises(ValueError, match=refusal.format("draft_model", "CausalDraft", "eagle")):
+        engine.generate([1, 2], 3, method="eagle")
+
+    target_folder, head_folder = demo_pair()
+    refused = refusal.format("eagle", "EagleHead", "mtp")
+    with pytest.raises(ValueError, match=refused):
+        EAGLEInference.from_pretrained(head_folder, target_folder, EAGLEConfig(method="mtp", topk=1))
+    EAGLEInference.from_pretrained(head_folder, target_folder, EAGLEConfig(method="eagle"))
+    draft.method = None
+    EAGLEInference(draft, target, EAGLEConfig(method="mtp", topk=1))

@@ -18,6 +18,7 @@ class CausalDraft:
 
     aux_layers: tuple[int, ...] = ()
     token_shift = 0
+    method = "draft_model"
 
     def __init__(self, model: TargetModel, vocab_size: int | None = None) -> None:
         self.model = model

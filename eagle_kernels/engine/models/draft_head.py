@@ -74,6 +74,7 @@ class DraftHead(nn.Module):
     """
 
     token_shift = 1
+    method = "eagle"
 
     def __init__(self, config: HeadConfig, *, own_embedding: bool, own_output: bool) -> None:
         super().__init__()

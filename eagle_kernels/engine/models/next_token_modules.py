@@ -74,6 +74,7 @@ class NextTokenModules(DraftHead):
     """All modules of a folder (`protocol.DraftModules`, where there are several)."""
 
     config: NextTokenConfig
+    method = "mtp"
 
     def __init__(self, config: NextTokenConfig, *, own_embedding: bool = False, own_output: bool = False) -> None:
         super().__init__(config, own_embedding=own_embedding, own_output=own_output)

@@ -160,8 +160,9 @@ class DraftModel(Protocol):
                         i - 1, so t_0 has no row. 0 for a plain language model: t_i sits at position i.
 
     A draft of several next-token modules, one for each level of a chain, is a `DraftModules`.
-    A draft that says its `device` and `dtype` as a target does is checked against the target. One of a single layer,
-    whose keys depend on no attention, may have
+    A draft that says its `device` and `dtype` as a target does is checked against the target, and its `method`, one of
+    `eagle`, `mtp` and `draft_model`, against the configuration's. One of a single layer, whose keys depend on no
+    attention, may have
         store(input_ids, hidden, positions, attend: StoringAttend) -> None
     which writes what `forward(..., from_target=True)` writes and computes nothing else: plain decoding, while it goes
     on, then costs little more than without a draft that may come back.
