@@ -227,6 +227,21 @@ def test_a_finished_run_that_is_given_again_keeps_what_it_told(target_folder, te
     assert list(again["validations"]) == ["2"] and again["accuracy_by_depth"] == []
 
 
+def test_a_run_that_is_cut_keeps_what_it_told(target_folder, text_file, tmp_path):
+    """Every validation is there at the end, also of steps behind which the time was up, and none is made twice."""
+    options = SMALL | {"steps": 4, "validate_every": 1, "validation_prompts": 1, "validation_tokens": 2}
+    assert main(arguments_of(target_folder, text_file, tmp_path / "whole", **options)) == 0
+    command, told = arguments_of(target_folder, text_file, tmp_path / "cut", **options, time_budget=0), []
+    path = tmp_path / "cut/training.json"
+    while main(command) == EXIT_UNFINISHED:
+        told.append(list(json.loads(path.read_text())["validations"]) if path.exists() else [])
+    assert told == [[], ["1"], ["1", "2"]]
+    records = [json.loads((tmp_path / name / "training.json").read_text()) for name in ("whole", "cut")]
+    assert list(records[0]["validations"]) == ["1", "2", "3", "4"]
+    assert records[0]["validations"] == records[1]["validations"]
+    assert not path.with_suffix(".json.part").exists()
+
+
 def test_training_in_bf16(target_folder, text_file, tmp_path, capsys):
     """Matrix products in bf16, weights in fp32; the file is bf16, and the head that was measured is it."""
     options = SMALL | {"steps": 30, "validation_prompts": 1, "validation_tokens": 4, "dtype": "bfloat16", "json": True}

@@ -3,7 +3,8 @@
 The output folder is the head, in the format of SpecForge and SGLang, and beside it
     checkpoint/       where the same command goes on
     answers.jsonl     what the target answered, with `regenerate`
-    training.json     what was trained on what, and how many drafts the engine accepts
+    training.json     what was trained on what, and how many drafts the engine accepts; until the end, what validations
+                      have told
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def train_head(
         raise ValueError("train-head: no held-out example has a prompt; hold out more (--held-out)")
     if any(earlier.get(name) != value for name, value in facts.items()):
         earlier = {}  # of another run
-    # a finished run that is given again only measures its head anew: what training told is in its record alone
+    # what a run told that was cut, or has ended and is given again, is in its record alone
     validations = {int(step): rows for step, rows in earlier.get("validations", {}).items()}
 
     def validate(step: int) -> None:
@@ -109,8 +110,10 @@ def train_head(
         _tell(f"step {step}: tokens a step on held-out prompts: {told}")
 
     def after_step(step: int) -> None:
-        if options.validate_every and step % options.validate_every == 0 and step < steps:
+        is_due = options.validate_every and step % options.validate_every == 0 and step < steps
+        if is_due and step not in validations:
             validate(step)
+            _write(output, {**facts, "validations": validations})
 
     run = Run(
         device,
@@ -139,8 +142,15 @@ def train_head(
         "acceptance": validations[steps],
         "validations": validations,
     }
-    (output / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    _write(output, record)
     return record
+
+
+def _write(output: Path, record: dict[str, Any]) -> None:
+    """Renamed into place, so that being killed while writing leaves the previous record whole."""
+    unfinished = output / "training.json.part"
+    unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(output / "training.json")
 
 
 def rows_of(record: dict[str, Any]) -> list[tuple[str, str]]:

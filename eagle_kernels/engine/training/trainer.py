@@ -81,13 +81,16 @@ class Run:
 
         pieces_of     depends on the step alone, so that a step sees the same batch however often the run was resumed
         tell          what a line of progress says beside the loss
-        after_step    called with the number of finished steps, after the checkpoint if one was due
+        after_step    called with the number of finished steps, after the checkpoint if one was due; of a run that goes
+                      on first with those of its checkpoint, behind which it may have been cut
         """
         optimizer = make_optimizer(module, stage)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         step, smoothed, seconds = self._restore(stage, module, optimizer)
         progress = Progress(stage, step, tokens_per_step, self.report_every, self.report_to, tell)
         began = time.monotonic() - seconds
+        if after_step is not None and step > 0:
+            after_step(step)
         while step < stage.steps:
             for group in optimizer.param_groups:
                 group["lr"] = stage.learning_rate_at(step)
