@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import pictures
+from .lab.log import json_lines
 
 DIRECTORY = Path(__file__).parent / "results"
 OURS = "eagle_kernels"
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     drawn_ops = set()
     for op in [options.op] if options.op else PLOTS:
         for file in sorted(Path(options.results).glob(f"*/{op}.jsonl")):
-            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            lines = [json.loads(line) for line in json_lines(file) if line]
             for plot in PLOTS[op]:
                 drawn = curves(lines, plot)
                 if len(drawn.get(OURS, ())) > 1:

@@ -18,7 +18,7 @@ from pathlib import Path
 from .harness import results
 from .harness.declaration import Benchmark, Case, declared
 from .lab.gallery import is_drawable
-from .lab.log import read_events
+from .lab.log import json_lines, read_events
 from .lab.records import newest_cells
 from .lab.report import FIGURES, write_page
 from .lab.tables import markdown_table
@@ -133,7 +133,7 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
 
 
 def _lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    return [json.loads(line) for line in json_lines(file) if line] if file.exists() else []
 
 
 def newest_rows(file: Path, cases: Iterable[Case]) -> list[tuple[Case, Row]]:

@@ -116,6 +116,7 @@ class PromptDataset:
 
     def first(self, n_per_domain: int) -> PromptDataset:
         """The same with fewer of each domain."""
+        _check_count("first", n_per_domain)
         chosen = [prompt for domain in self.domains for prompt in self.get_by_domain(domain)[:n_per_domain]]
         return PromptDataset(chosen, self.sources)
 

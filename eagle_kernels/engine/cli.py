@@ -144,7 +144,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     # Made before the warm-up, whose limits are smaller: it checks what was asked for.
     stream = engine.stream(prompt, arguments.max_new_tokens, seeds=arguments.seed)
     _warm_up(engine, prompt, arguments)
-    token_ids, stats = _print_text(stream, tokenizer, arguments)
+    text = _print_text(stream, tokenizer, arguments)
+    token_ids, stats = stream.output()
     plain = None
     if arguments.compare:
         plain = engine.generate(prompt, arguments.max_new_tokens, seeds=stats.seeds, speculative=False)
@@ -153,7 +154,6 @@ def _generate(arguments: argparse.Namespace) -> int:
     if plain is not None:
         report |= _comparison(engine, prompt, token_ids, plain, tokenizer)
     if arguments.json:
-        text = tokenizer.decode(token_ids)
         print(json.dumps({"prompt": arguments.prompt, "text": text, "token_ids": token_ids, **report}, indent=2))
     else:
         print("\n" + _table(report, stats, engine.config))
@@ -169,19 +169,22 @@ def _warm_up(engine: EAGLEInference, prompt: list[int], arguments: argparse.Name
             engine.generate(prompt, few, seeds=0, speculative=False)
 
 
-def _print_text(stream: TokenStream, tokenizer: Tokenizer, arguments) -> tuple[list[int], GenerationStats]:
-    """Prints the text as it is committed; on a terminal, tokens that a draft had guessed are green."""
-    use_color = sys.stdout.isatty()
+def _print_text(stream: TokenStream, tokenizer: Tokenizer, arguments: argparse.Namespace) -> str:
+    """Prints the text as it is committed, but for --json, and returns it; on a terminal, tokens that a draft had
+    guessed are green."""
+    use_color, pieces = sys.stdout.isatty(), []
     detokenizer = tokenizer.detokenizer(stream.requests[0].prompt)
     for index, event in enumerate(stream):
         if index == 0 and not arguments.json:  # not earlier: a machine that cannot run the model shows no text
             print(arguments.prompt, end="", flush=True)
-        text = detokenizer.push([event.token_id])
-        if text and not arguments.json:
-            print(f"{_GREEN}{text}{_PLAIN}" if use_color and event.is_draft else text, end="", flush=True)
+        pieces.append(detokenizer.push([event.token_id]))
+        if pieces[-1] and not arguments.json:
+            text = f"{_GREEN}{pieces[-1]}{_PLAIN}" if use_color and event.is_draft else pieces[-1]
+            print(text, end="", flush=True)
+    pieces.append(detokenizer.finish())
     if not arguments.json:
-        print(detokenizer.finish(), flush=True)
-    return stream.output()
+        print(pieces[-1], flush=True)
+    return "".join(pieces)
 
 
 def _comparison(
@@ -203,7 +206,8 @@ def _comparison(
             logits = engine.next_token_logits(prompt + token_ids[:index])
             report |= {"identical": False, "parts_at": index}
             report["logit_gap"] = abs(logits[plain_token] - logits[token]).item()
-            report["plain_text_from_there"] = tokenizer.decode(plain.output_ids[index:])
+            detokenizer = tokenizer.detokenizer(prompt + token_ids[:index])
+            report["plain_text_from_there"] = detokenizer.push(plain.output_ids[index:]) + detokenizer.finish()
             break
     return report
 
@@ -251,7 +255,7 @@ def _benchmark(arguments: argparse.Namespace) -> int:
 
 def _method(engine: EAGLEInference) -> str | tuple[str, ...]:
     """Where drafts came from, also where the configuration leaves that to the head."""
-    return engine.config.method or ("mtp" if engine.draft.config.kind == "MTP" else "eagle")
+    return engine.config.method or engine.draft.method
 
 
 def _conditions(engine: EAGLEInference) -> dict:

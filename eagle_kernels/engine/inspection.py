@@ -250,8 +250,9 @@ def read_prompts_file(path: str | Path) -> list[str]:
     """Prompts of a JSON file (a list of texts) or of any other text file (one a line)."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-        prompts = json.loads(text) if path.suffix == ".json" else text.splitlines()
+        text = path.read_text(encoding="utf-8-sig")
+        # `splitlines` would split at U+2028 and its like too
+        prompts = json.loads(text) if path.suffix == ".json" else text.split("\n")
     except ValueError as error:
         raise ValueError(f"{path}: neither a JSON list of texts nor text: {error}") from None
     if not (isinstance(prompts, list) and all(isinstance(prompt, str) for prompt in prompts)):

@@ -23,6 +23,7 @@ from eagle_kernels.engine.config import EAGLEConfig
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.loading import demo_pair, save_folder
+from eagle_kernels.engine.models.tokenizer import ByteDetokenizer, ByteTokenizer
 from eagle_kernels.runtime import language
 from eagle_kernels.runtime.library import backend
 from op_tests.engine.toys import plain_logits
@@ -141,6 +142,26 @@ def test_json_is_one_object_and_nothing_else(capsys, monkeypatch):
     assert report["mean_accept_length"] == 1 + report["accepted"] / report["steps"]
     assert report["identical"] is True and report["parts_at"] is None and report["logit_gap"] is None
     assert report["speedup"] > 0 and report["plain_tokens_per_second"] > 0
+
+
+def test_json_has_the_text_that_is_printed(capsys, monkeypatch):
+    """Some tokenizers strip a space where a text begins; what stands behind a prompt begins none."""
+
+    class Detokenizer(ByteDetokenizer):
+        def __init__(self, context):
+            super().__init__()
+            self.space = "" if not context else " "
+
+        def push(self, token_ids):
+            space, self.space = self.space, ""
+            return space + super().push(token_ids)
+
+    monkeypatch.setattr(ByteTokenizer, "detokenizer", lambda self, context=(): Detokenizer(context))
+    assert generate("--max-new-tokens", 8) == 0
+    printed = split_report(capsys.readouterr().out)[0]
+    assert generate("--max-new-tokens", 8, "--json") == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert printed == PROMPT + text and text.startswith(" ")
 
 
 def test_a_seed_repeats_the_text(capsys):

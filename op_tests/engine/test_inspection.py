@@ -207,6 +207,8 @@ def test_bad_input_gets_one_line(capsys, arguments, message):
 def test_prompt_files(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\n two\n")
     assert read_prompts_file(tmp_path / "a.txt") == ["one", " two"]
+    (tmp_path / "c.txt").write_bytes("\ufeffone\u2028still\r\ntwo".encode())
+    assert read_prompts_file(tmp_path / "c.txt") == ["one\u2028still", "two"]
     (tmp_path / "b.json").write_text('["x\\ny", "z"]')
     assert read_prompts_file(tmp_path / "b.json") == ["x\ny", "z"]
     for text, message in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,8 @@ def test_a_set_by_domain(built_in, capsys):
     few = built_in.first(2)
     assert len(few) == 6 and few.get_by_domain("code") == built_in.get_by_domain("code")[:2]
     assert repr(few) == "PromptDataset(6 prompts: code 2, conversation 2, summarization 2)"
+    for count in (0, -1, 1.5, True):
+        assert "n_per_domain must be an int of at least 1" in refused(partial(built_in.first, count), ValueError)
     assert repr(PromptDataset([])) == "PromptDataset(0 prompts: none)"
     own = PromptDataset([Prompt("a", "code", "x", 4), Prompt("b", "code", "y", 8)], {"code": "mine"})
     assert own.stats() == {"code": {"n": 2, "min": 4, "mean": 6.0, "max": 8}}
