@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from .models.tokenizer import Tokenizer
@@ -28,18 +29,23 @@ class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
 
     def __init__(self, items: Generator[Item, None, None]):
         self._items, self._turn = items, threading.Lock()
-        # what these threads bring, until the next reader takes it
-        self._left: deque[asyncio.Future[Item | None]] = deque()
+        # what these threads bring, until the next reader takes it; None: the end
+        self._left: deque[Future[Item | None]] = deque()
 
     def __next__(self) -> Item:
-        with self._turn:
-            return next(self._items)
+        item = self._left.popleft().result() if self._left else self._advance()
+        if item is None:
+            raise StopIteration
+        return item
 
     async def __anext__(self) -> Item:
-        loop = asyncio.get_running_loop()
-        future = self._left.popleft() if self._left else loop.run_in_executor(None, next, self, None)
+        if self._left:
+            future = self._left.popleft()
+        else:  # not of one event loop: the next reader may have another, or none
+            future = Future()
+            asyncio.get_running_loop().run_in_executor(None, self._fill, future)
         try:
-            item = await asyncio.shield(future)
+            item = await asyncio.shield(asyncio.wrap_future(future))
         except asyncio.CancelledError:
             self._left.append(future)
             raise
@@ -48,6 +54,18 @@ class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
         if item is None:
             raise StopAsyncIteration
         return item
+
+    def _advance(self) -> Item | None:
+        with self._turn:
+            return next(self._items, None)
+
+    def _fill(self, future: Future[Item | None]) -> None:
+        try:
+            future.set_result(self._advance())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            del future
 
     def close(self) -> None:
         """Aborts what has not ended."""

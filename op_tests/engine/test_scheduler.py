@@ -613,8 +613,13 @@ def test_a_reader_that_is_cancelled_in_a_step_leaves_nothing(target, draft, lag)
     assert engine.generate(prompt_of(2), 12)[0] == want
 
 
-def test_a_reader_that_is_cancelled_and_goes_on_misses_nothing(target, draft, lag, monkeypatch):
-    """As where a server waits for a token with a time limit, and tries again; also in another event loop."""
+@pytest.mark.parametrize(
+    "rest_of",
+    [lambda stream: asyncio.run(all_of(stream)), lambda stream: [event.token_id for event in stream]],
+    ids=["another event loop", "none"],
+)
+def test_a_reader_that_is_cancelled_and_goes_on_misses_nothing(target, draft, lag, monkeypatch, rest_of):
+    """As where a server waits for a token with a time limit, and tries again; also in another loop, or in none."""
     engine = make(draft, target)
     want = engine.generate(prompt_of(1), 20)[0]
     stream, step, tokens, num_cancelled = engine.stream(prompt_of(1), 20), engine._scheduler.step, [], 0
@@ -638,7 +643,7 @@ def test_a_reader_that_is_cancelled_and_goes_on_misses_nothing(target, draft, la
 
     monkeypatch.setattr(engine._scheduler, "step", slow)
     asyncio.run(read_on())
-    tokens += asyncio.run(all_of(stream))
+    tokens += rest_of(stream)
     assert tokens == want and num_cancelled and not engine.has_work
 
 
