@@ -520,7 +520,7 @@ class EAGLEInference:
             )
         own = getattr(self.draft, "method", None)
         for method in config.methods:
-            if own is not None and method in MODEL_KINDS and method != own:
+            if own in MODEL_KINDS and method in MODEL_KINDS and method != own:
                 raise ValueError(
                     f"EAGLEInference: method must be {own!r} or None for a draft of {type(self.draft).__name__}, got "
                     f"{method!r}"

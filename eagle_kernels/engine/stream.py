@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from .models.tokenizer import Tokenizer
@@ -23,49 +23,86 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
+@dataclass(eq=False)
+class _Brought(Generic[Item]):
+    """What a step of a generator brought: an item, None at the end, or an error."""
+
+    item: Item | None = None
+    error: BaseException | None = None
+
+    def tell(self) -> Item | None:
+        """The item, or raises the error; once, since it holds every frame that it passes from then on."""
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+            return self.item
+        finally:
+            del error
+
+
+@dataclass(eq=False)
+class _Reader(Generic[Item]):
+    """Who waits in an event loop, until it is cancelled."""
+
+    brought: _Brought[Item] | None = None
+    is_gone: bool = False
+
+
 class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
     """One generator for `for` and `async for`. Threads take turns: who leaves an `async for` in the middle of a step,
-    being cancelled, leaves a thread behind that ends it."""
+    being cancelled, leaves a thread behind that ends it. What that brings is the next reader's, whoever that is."""
 
     def __init__(self, items: Generator[Item, None, None]):
         self._items, self._turn = items, threading.Lock()
-        # what these threads bring, until the next reader takes it; None: the end
-        self._left: deque[Future[Item | None]] = deque()
+        self._left: deque[_Brought[Item]] = deque()
+        # never held while a step runs: an event loop takes it
+        self._handing = threading.Lock()
 
     def __next__(self) -> Item:
-        item = self._left.popleft().result() if self._left else self._advance()
+        with self._turn:
+            brought = self._read()
+        item = brought.tell()
         if item is None:
             raise StopIteration
         return item
 
     async def __anext__(self) -> Item:
-        if self._left:
-            future = self._left.popleft()
-        else:  # not of one event loop: the next reader may have another, or none
-            future = Future()
-            asyncio.get_running_loop().run_in_executor(None, self._fill, future)
+        reader = _Reader()
         try:
-            item = await asyncio.shield(asyncio.wrap_future(future))
-        except asyncio.CancelledError:
-            self._left.append(future)
+            await asyncio.get_running_loop().run_in_executor(None, self._bring, reader)
+        except BaseException:
+            with self._handing:
+                reader.is_gone = True
+                if reader.brought is not None:  # in the meantime
+                    self._left.appendleft(reader.brought)
             raise
-        finally:
-            del future  # an error holds this frame, which should not hold the error
+        item = reader.brought.tell()
         if item is None:
             raise StopAsyncIteration
         return item
 
-    def _advance(self) -> Item | None:
+    def _bring(self, reader: _Reader[Item]) -> None:
         with self._turn:
-            return next(self._items, None)
+            if reader.is_gone:
+                return
+            brought = self._read()
+            with self._handing:
+                if reader.is_gone:
+                    self._left.appendleft(brought)
+                else:
+                    reader.brought = brought
 
-    def _fill(self, future: Future[Item | None]) -> None:
+    def _read(self) -> _Brought[Item]:
+        """In one's turn."""
+        if self._left:
+            return self._left.popleft()
+        brought = _Brought()
         try:
-            future.set_result(self._advance())
+            brought.item = next(self._items, None)
         except BaseException as error:
-            future.set_exception(error)
-        finally:
-            del future
+            brought.error = error
+        return brought
 
     def close(self) -> None:
         """Aborts what has not ended."""

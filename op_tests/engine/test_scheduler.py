@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import gc
 import pkgutil
@@ -524,8 +525,8 @@ class Activation:
     """Something large that a forward pass holds."""
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_what_has_failed_holds_no_memory(target, draft, monkeypatch, is_stream):
+@pytest.mark.parametrize("way", ["submit", "for", "async for"])
+def test_what_has_failed_holds_no_memory(target, draft, monkeypatch, way):
     """Of the frames that it was raised in, or raised from, only the places stay, in words."""
     engine, held = make(draft, target), []
 
@@ -543,10 +544,10 @@ def test_what_has_failed_holds_no_memory(target, draft, monkeypatch, is_stream):
         try:
             raise ValueError("of the caller, who keeps its traceback")
         except ValueError as error:
-            if is_stream:
+            if way != "submit":
                 stream = engine.stream([1, 2], 5)
                 with pytest.raises(RuntimeError, match="out of memory") as raised:
-                    next(stream)
+                    next(stream) if way == "for" else asyncio.run(all_of(stream))
                 (request,), origin = stream.requests, raised.value.__cause__
                 assert request.exception is None, "it holds the frames of the stream"
             else:
@@ -645,6 +646,26 @@ def test_a_reader_that_is_cancelled_and_goes_on_misses_nothing(target, draft, la
     asyncio.run(read_on())
     tokens += rest_of(stream)
     assert tokens == want and num_cancelled and not engine.has_work
+
+
+def test_a_reader_that_is_cancelled_before_its_turn_keeps_nobody_waiting(target, draft):
+    """Where all threads of an event loop are busy."""
+    engine, may_go_on = make(draft, target), threading.Event()
+    want = engine.generate(prompt_of(1), 20)[0]
+    stream = engine.stream(prompt_of(1), 20)
+
+    async def read():
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(1))
+        busy = loop.run_in_executor(None, may_go_on.wait, 60)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(stream.__anext__(), 0.01)
+        tokens = [event.token_id for event in stream]
+        may_go_on.set()
+        await busy
+        return tokens
+
+    assert asyncio.run(read()) == want and not engine.has_work
 
 
 async def all_of(stream):

@@ -242,6 +242,28 @@ def test_a_run_that_is_cut_keeps_what_it_told(target_folder, text_file, tmp_path
     assert not path.with_suffix(".json.part").exists()
 
 
+def test_validations_of_one_record_are_alike(target_folder, text_file, tmp_path):
+    """Those by other prompts are left out, and those of steps that were lost behind the checkpoint are made again."""
+    options = SMALL | {"steps": 4, "validate_every": 1, "validation_prompts": 1, "validation_tokens": 2}
+    command = arguments_of(target_folder, text_file, tmp_path, **options, time_budget=0)
+    path = tmp_path / "training.json"
+    for _ in range(3):
+        assert main(command) == EXIT_UNFINISHED
+    record = json.loads(path.read_text())
+    rows = record["validations"]["2"]
+    path.write_text(json.dumps(record | {"validations": {"1": rows, "2": "kept", "3": "lost"}}))
+    checkpoint = torch.load(tmp_path / "checkpoint/head.pt")
+    assert checkpoint["step"] == 3
+    torch.save(checkpoint | {"step": 2}, tmp_path / "checkpoint/head.pt")
+    assert main(command) == EXIT_UNFINISHED
+    assert json.loads(path.read_text())["validations"] == {"1": rows, "2": "kept"}
+    assert main(command) == 0
+    told = json.loads(path.read_text())["validations"]
+    assert told["2"] == "kept" and told["3"] != "lost" and list(told) == ["1", "2", "3", "4"]
+    assert main([*command, "--validation-tokens", "3"]) == 0
+    assert list(json.loads(path.read_text())["validations"]) == ["4"]
+
+
 def test_training_in_bf16(target_folder, text_file, tmp_path, capsys):
     """Matrix products in bf16, weights in fp32; the file is bf16, and the head that was measured is it."""
     options = SMALL | {"steps": 30, "validation_prompts": 1, "validation_tokens": 4, "dtype": "bfloat16", "json": True}

@@ -101,7 +101,9 @@ def train_head(
     if any(earlier.get(name) != value for name, value in facts.items()):
         earlier = {}  # of another run
     # what a run told that was cut, or has ended and is given again, is in its record alone
-    validations = {int(step): rows for step, rows in earlier.get("validations", {}).items()}
+    by = {name: getattr(options, name) for name in ("validation_prompts", "validation_tokens")}
+    is_alike = all(earlier.get(name) == value for name, value in by.items())
+    validations = {int(step): rows for step, rows in earlier.get("validations", {}).items() if is_alike}
 
     def validate(step: int) -> None:
         save_folder(head, config, output)
@@ -110,10 +112,15 @@ def train_head(
         _tell(f"step {step}: tokens a step on held-out prompts: {told}")
 
     def after_step(step: int) -> None:
+        lost = [known for known in validations if known > step]  # of weights behind the checkpoint
+        for known in lost:
+            del validations[known]
         is_due = options.validate_every and step % options.validate_every == 0 and step < steps
-        if is_due and step not in validations:
+        is_due = is_due and step not in validations
+        if is_due:
             validate(step)
-            _write(output, {**facts, "validations": validations})
+        if is_due or lost:
+            _write(output, {**facts, **by, "validations": validations})
 
     run = Run(
         device,
@@ -140,6 +147,7 @@ def train_head(
         "training_seconds": run.training_seconds["head"],
         "accuracy_by_depth": accuracy.latest or earlier.get("accuracy_by_depth", []),
         "acceptance": validations[steps],
+        **by,
         "validations": validations,
     }
     _write(output, record)
