@@ -7,7 +7,6 @@ beside the results, `results/<gpu>/<op>_*.png`. Needs matplotlib.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import pictures
-from .lab.log import json_lines
+from .lab.log import read_lines
 
 DIRECTORY = Path(__file__).parent / "results"
 OURS = "eagle_kernels"
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     drawn_ops = set()
     for op in [options.op] if options.op else PLOTS:
         for file in sorted(Path(options.results).glob(f"*/{op}.jsonl")):
-            lines = [json.loads(line) for line in json_lines(file) if line]
+            lines = read_lines(file)
             for plot in PLOTS[op]:
                 drawn = curves(lines, plot)
                 if len(drawn.get(OURS, ())) > 1:

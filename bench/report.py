@@ -10,7 +10,6 @@ and SVG: of an experiment, of throughput, of kernels; `--check` leaves them alon
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 from .harness import results
 from .harness.declaration import Benchmark, Case, declared
 from .lab.gallery import is_drawable
-from .lab.log import json_lines, read_events
+from .lab.log import read_events, read_lines
 from .lab.records import newest_cells
 from .lab.report import FIGURES, write_page
 from .lab.tables import markdown_table
@@ -133,7 +132,7 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
 
 
 def _lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in json_lines(file) if line] if file.exists() else []
+    return read_lines(file) if file.exists() else []
 
 
 def newest_rows(file: Path, cases: Iterable[Case]) -> list[tuple[Case, Row]]:

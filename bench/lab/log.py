@@ -73,6 +73,11 @@ def json_lines(path: str | Path) -> list[str]:
     return Path(path).read_text(encoding="utf-8-sig").split("\n")
 
 
+def read_lines(path: str | Path) -> list[Any]:
+    """The values of a file of JSON lines, every one of which is whole."""
+    return [json.loads(line) for line in json_lines(path) if line]
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from eagle_kernels import EAGLEConfig
 from ..apps.random_models import SHAPES
 from ..harness import results
 from .config import METHODS, BenchmarkConfig
-from .log import json_lines
+from .log import read_lines
 from .records import PLAIN, by_setting, distinct, method_of, newest_cells
 from .speedup import StepModel, Tree
 
@@ -25,7 +24,7 @@ GB_PER_S = 3050.0  # of a large read on that GPU, `read_gb_per_s` of the kernels
 def measured_lines(name: str) -> list[dict]:
     """The committed lines of an app, of all GPUs."""
     files = sorted(results.DIRECTORY.glob(f"*/{name}.jsonl"))
-    return [json.loads(line) for file in files for line in json_lines(file) if line]
+    return [line for file in files for line in read_lines(file)]
 
 
 def measured_cells() -> list[dict]:

@@ -145,7 +145,6 @@ class Scheduler:
             if row is not None and row.request is request:
                 self._release(row)
 
-    @torch.inference_mode()
     def step(self, is_speculating: bool = True) -> None:
         """Advances everything by one step, without drafts if they are not to be; requests learn of their tokens."""
         self.prepare()

@@ -239,7 +239,7 @@ def test_a_run_that_is_cut_keeps_what_it_told(target_folder, text_file, tmp_path
     records = [json.loads((tmp_path / name / "training.json").read_text()) for name in ("whole", "cut")]
     assert list(records[0]["validations"]) == ["1", "2", "3", "4"]
     assert records[0]["validations"] == records[1]["validations"]
-    assert not path.with_suffix(".json.part").exists()
+    assert not path.with_suffix(".tmp").exists()
 
 
 def test_validations_of_one_record_are_alike(target_folder, text_file, tmp_path):

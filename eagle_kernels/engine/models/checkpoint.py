@@ -218,6 +218,13 @@ def read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
     return content
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Renamed into place, so that being killed while writing leaves the previous file whole."""
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """One safetensors file; floating-point tensors are rounded to bf16."""
     stored = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,17 @@ import torch
 from torch import nn
 
 from ..values import first_line, is_integer
-from .checkpoint import Checkpoint, check_memory, fill, naming, read_config, read_json, refuse_names, save_tensors
+from .checkpoint import (
+    Checkpoint,
+    check_memory,
+    fill,
+    naming,
+    read_config,
+    read_json,
+    refuse_names,
+    save_tensors,
+    write_json,
+)
 from .decoder import Decoder
 from .decoder_config import FAMILIES, DecoderConfig, read_model_type
 from .draft_loading import load_draft
@@ -109,4 +118,4 @@ def save_folder(module: nn.Module, config: dict[str, Any], folder: str | Path) -
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
     save_tensors(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", config)

@@ -19,11 +19,11 @@ import sysconfig
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..models.checkpoint import write_json
 from ..models.decoder import Decoder
 from ..models.decoder_config import DecoderConfig
 from ..models.eagle_head import EagleConfig, EagleHead
@@ -170,12 +170,12 @@ def train_pair(arguments: argparse.Namespace, device: torch.device) -> int:
     save_folder(target, recipe.target_config, output / "target")
     save_folder(head, recipe.head_config, output / "draft")
     check_size(target, head, output)
-    _write_json(
+    write_json(
         output / "target" / "tokenizer_config.json",
         {"tokenizer_class": "ByteTokenizer", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
     )
     prompts = held_out_prompts(corpus.held_out)
-    _write_json(output / "prompts.json", prompts)
+    write_json(output / "prompts.json", prompts)
     record = {
         "stdlib_version": arguments.stdlib_version,
         "torch_version": torch.__version__,
@@ -199,7 +199,7 @@ def train_pair(arguments: argparse.Namespace, device: torch.device) -> int:
         "head_accuracy_by_depth": accuracy_by_depth(head, target, held_out_stream, recipe),
         "prompts": len(prompts),
     }
-    _write_json(output / "training.json", record)
+    write_json(output / "training.json", record)
     write_model_card(output)
     print(
         f"{output}: held-out loss {record['held_out_loss']:.4f} nats/byte, "
@@ -213,15 +213,11 @@ def add_acceptance(output: Path, device: torch.device, new_tokens: int) -> int:
     path = output / "training.json"
     record = json.loads(path.read_text(encoding="utf-8"))
     record["acceptance"] = measure_acceptance(output, device, new_tokens)
-    _write_json(path, record)
+    write_json(path, record)
     write_model_card(output)
     for row in record["acceptance"]:
         print(f"{row['tree']}, temperature {row['temperature']:g}: {row['mean_accept_length']:.2f} tokens a step")
     return 0
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

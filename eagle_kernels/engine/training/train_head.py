@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..models.checkpoint import naming, read_config, read_json
+from ..models.checkpoint import naming, read_config, read_json, write_json
 from ..models.decoder import Decoder
 from ..models.decoder_config import FAMILIES, read_model_type
 from ..models.eagle_head import EagleConfig, EagleHead
@@ -120,7 +120,7 @@ def train_head(
         if is_due:
             validate(step)
         if is_due or lost:
-            _write(output, {**facts, **by, "validations": validations})
+            write_json(output / "training.json", {**facts, **by, "validations": validations})
 
     run = Run(
         device,
@@ -150,15 +150,8 @@ def train_head(
         **by,
         "validations": validations,
     }
-    _write(output, record)
+    write_json(output / "training.json", record)
     return record
-
-
-def _write(output: Path, record: dict[str, Any]) -> None:
-    """Renamed into place, so that being killed while writing leaves the previous record whole."""
-    unfinished = output / "training.json.part"
-    unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(output / "training.json")
 
 
 def rows_of(record: dict[str, Any]) -> list[tuple[str, str]]:
