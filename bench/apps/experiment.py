@@ -1,8 +1,10 @@
 """An experiment: `python -m bench.run --app experiment --pairs embedded --domains code --k 1 2 4 --methods chain tree`.
 
-Each cell, a pair, domain, method and K, becomes a JSON line of `results/<gpu>/experiment.jsonl`, or of `--output`; a
+Each cell, a pair, domain, method and K, becomes a JSON line of `results/<gpu>/experiment.jsonl`, or of `--output`.
+Cells that are held against each other, those of one pair, domain, batch size and temperature with their plain decoding,
+are measured in turns, so that what disturbs the machine for some seconds disturbs all of them, and written together. A
 cell that is there already, measured on the same machine at the same commit, is skipped, so that a run which was cut off
-goes on where it was. Plain decoding is measured in the same process as what is held against it.
+goes on with the group where it was.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,12 @@ from ..lab.config import METHODS, BenchmarkConfig
 from ..lab.experiment import Experiment
 from ..lab.loader import load_pair
 from ..lab.log import EventLog, read_events
-from ..lab.measure import Measurement, measure
+from ..lab.measure import Measurement, Meter
 from ..lab.prompts import Prompt, PromptDataset
 from ..lab.sources import DOMAINS
 
-WARM_TOKENS = 8
+# of all cells of a group; each makes pools and graphs anew where methods with a model meet those without
+MOST_TURNS = 5
 
 
 def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
@@ -63,40 +66,45 @@ class Runner:
             raise ValueError(f"--device must be one that torch can use, got {device}")
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine() + " CPU"
         self.machine = {"gpu": gpu, "versions": results.versions(), "commit": commit}
+        self._num_turns = min(MOST_TURNS, experiment.num_runs)
         self._prompts: PromptDataset | None = None
         self._engine: tuple[str, EAGLEInference] | None = None
 
     def run(self, log: EventLog, done: set[str]) -> None:
         """Writes a line for each cell that is not done."""
         cells = list(self.experiment.cells())
-        hashes = [self._hash(cell) for cell in cells]
-        left = [cell for cell, known in zip(cells, hashes) if known not in done]
+        left = [cell for cell in cells if self._hash(cell) not in done]
         _say(f"{len(cells)} cells, {len(cells) - len(left)} of them done")
-        start_s, baselines, num_done = time.perf_counter(), {}, 0
-        for cell, known in zip(cells, hashes):
-            is_needed = cell.K is None and any(_basis(other) == _basis(cell) for other in left)
-            if known in done and not is_needed:
-                continue
-            measured = self._measure(cell)
-            if cell.K is None:
-                baselines[_basis(cell)] = measured
-            if known in done:  # measured again for those beside it
-                continue
-            num_done += 1
-            line = {"cell_hash": known, "config": cell.to_dict(), "dtype": self._dtype(cell)} | self.machine
-            line["prompts"] = self.experiment.describe_prompts(self._dataset().get_all())
-            log.write("cell", **line, **_numbers(measured, baselines[_basis(cell)]))
-            passed_s = time.perf_counter() - start_s
-            rest_s = passed_s / num_done * (len(left) - num_done)
-            _say(f"[{num_done}/{len(left)}] {cell!r} {measured.tokens_per_second:.0f} tokens/s, {rest_s:.0f} s left")
+        groups: dict[BenchmarkConfig, list[BenchmarkConfig]] = {}
+        for cell in left:
+            groups.setdefault(_basis(cell), []).append(cell)
+        # plain decoding is measured in any case
+        num_parts = self._num_turns * sum(len({basis, *own}) for basis, own in groups.items())
+        progress = _Progress(num_parts)
+        for basis, own in groups.items():
+            measured = self._measure(list(dict.fromkeys([basis, *own])), progress)
+            for cell in own:
+                line = {"cell_hash": self._hash(cell), "config": cell.to_dict(), "dtype": self._dtype(cell)}
+                line |= self.machine | {"prompts": self.experiment.describe_prompts(self._dataset().get_all())}
+                log.write("cell", **line, **_numbers(measured[cell], measured[basis]))
+                _say(f"{cell!r}: {measured[cell].tokens_per_second:.0f} tokens/s")
 
-    def _measure(self, cell: BenchmarkConfig) -> Measurement:
+    def _measure(self, cells: Sequence[BenchmarkConfig], progress: _Progress) -> dict[BenchmarkConfig, Measurement]:
+        """All of them in turns."""
+        meters = {cell: self._meter(cell) for cell in cells}
+        for turn in range(self._num_turns):
+            for cell, meter in meters.items():
+                meter.warm_up()
+                for _ in range(turn, self.experiment.num_runs, self._num_turns):
+                    meter.run()
+                progress.advance(f"{cell!r}, turn {turn + 1} of {self._num_turns}")
+        return {cell: meter.result() for cell, meter in meters.items()}
+
+    def _meter(self, cell: BenchmarkConfig) -> Meter:
         engine = self._engine_of(cell.model_pair_name)
         prompts = [engine.tokenizer.encode(prompt.raw_text) for prompt in self._prompts_of(cell)]
         options = cell.stream_options() | {"max_batch": cell.batch_size}
-        warm = options | {"seeds": 0}
-        engine.generate(prompts[: cell.batch_size], WARM_TOKENS, **warm)  # compiles and captures
-        return measure(engine, prompts, cell.max_new_tokens, cell.batch_size, self.experiment.num_runs, **options)
+        return Meter(engine, prompts, cell.max_new_tokens, cell.batch_size, **options)
 
     def _engine_of(self, pair: str) -> EAGLEInference:
         if self._engine is None or self._engine[0] != pair:
@@ -122,6 +130,18 @@ class Runner:
         return str(self._engine_of(cell.model_pair_name).target.dtype).removeprefix("torch.")
 
 
+class _Progress:
+    """Tells what is done and how long the rest will take if it goes on so."""
+
+    def __init__(self, count: int):
+        self._count, self._num_done, self._start_s = count, 0, time.perf_counter()
+
+    def advance(self, what: str) -> None:
+        self._num_done += 1
+        rest_s = (time.perf_counter() - self._start_s) / self._num_done * (self._count - self._num_done)
+        _say(f"[{self._num_done}/{self._count}] {what}, {rest_s:.0f} s left")
+
+
 def _numbers(measured: Measurement, plain: Measurement) -> dict[str, Any]:
     """A cell's, and what plain decoding makes of them; identical: share of the prompts with plain decoding's text."""
     pairs = list(zip(measured.texts, plain.texts, strict=True))
@@ -132,9 +152,9 @@ def _numbers(measured: Measurement, plain: Measurement) -> dict[str, Any]:
     }
 
 
-def _basis(cell: BenchmarkConfig) -> tuple:
-    """What a cell and its plain decoding share."""
-    return cell.model_pair_name, cell.prompt_domain, cell.batch_size, cell.temperature
+def _basis(cell: BenchmarkConfig) -> BenchmarkConfig:
+    """The plain decoding that a cell is held against."""
+    return replace(cell, K=None)
 
 
 def _done(output: Path) -> set[str]:

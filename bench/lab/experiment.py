@@ -29,7 +29,7 @@ class Experiment:
     temperatures, batch_sizes
     max_new_tokens       of each prompt
     prompts_per_domain   at most
-    num_runs             of all prompts of a cell, behind one that is not counted
+    num_runs             of all prompts of a cell, some in a turn, behind tokens that are not counted
     seed                 of the sampling noise; prompt i has seed + i
     dtype                of both models; None: what the pair says
     prompts              a file of `python -m bench.lab.prompts`; None: those built in

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from eagle_kernels import EAGLEInference
-from eagle_kernels.engine.output import time_requests
+from eagle_kernels.engine.output import GenerationStats, time_requests
 from eagle_kernels.engine.timing import percentile
+
+WARM_TOKENS = 8
 
 
 @dataclass
@@ -51,57 +53,90 @@ class Measurement:
         return {name: _rounded(value) for name, value in asdict(self).items() if name != "texts"}
 
 
-def measure(
-    engine: EAGLEInference,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    batch_size: int,
-    num_runs: int,
-    *,
-    seeds: int,
-    **options: Any,
-) -> Measurement:
-    """Each prompt has a seed of its own from `seeds` on, whatever it is batched with. options: of `engine.stream`."""
-    is_gpu, own = engine.device.type == "cuda", [seeds + index for index in range(len(prompts))]
-    if is_gpu:
-        torch.cuda.reset_peak_memory_stats(engine.device)
-    ttft_s, gaps_s, rounds_s, stats, speeds, steps_ms = [], [], [], [], [], []
-    for _ in range(num_runs):
-        texts, first_of_run = [], len(stats)
-        for start in range(0, len(prompts), batch_size):
-            batch = slice(start, start + batch_size)
+class Meter:
+    """Measures one cell, in parts: between them others may be measured, so that what disturbs a machine for some
+    seconds disturbs all alike.
+
+    Each prompt has a seed of its own from `seeds` on, whatever it is batched with. options: of `engine.stream`.
+    """
+
+    def __init__(
+        self,
+        engine: EAGLEInference,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        batch_size: int,
+        *,
+        seeds: int,
+        **options: Any,
+    ):
+        self._engine, self._prompts, self._options = engine, prompts, options
+        self._max_new_tokens, self._batch_size = max_new_tokens, batch_size
+        self._seeds = [seeds + index for index in range(len(prompts))]
+        self._texts: list[list[int]] = []
+        self._ttft_s, self._gaps_s, self._rounds_s = [], [], []
+        # of each run, its batches
+        self._runs: list[list[GenerationStats]] = []
+        self._peak_bytes: int | None = None
+
+    def warm_up(self) -> None:
+        """Compiles and captures what the runs need, which others that ran since may have replaced."""
+        for prompts, options in self._batches():
+            self._engine.generate(prompts, WARM_TOKENS, **options)
+
+    def run(self) -> None:
+        """All prompts once, so many at a time."""
+        is_gpu, device = self._engine.device.type == "cuda", self._engine.device
+        if is_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        self._texts, stats = [], []
+        for prompts, options in self._batches():
             begin_s = time.perf_counter()
-            stream = engine.stream(list(prompts[batch]), max_new_tokens, seeds=own[batch], **options)
+            stream = self._engine.stream(prompts, self._max_new_tokens, **options)
             for times in time_requests(stream):
-                ttft_s.append(times.first_s - begin_s)
-                rounds_s += [elapsed_s for elapsed_s, _ in times.rounds]
-                gaps_s += times.gaps_s
+                self._ttft_s.append(times.first_s - begin_s)
+                self._rounds_s += [elapsed_s for elapsed_s, _ in times.rounds]
+                self._gaps_s += times.gaps_s
             output = stream.output()
-            texts += output.output_ids
+            self._texts += output.output_ids
             stats.append(output.stats)
-        speeds.append(_speed(stats[first_of_run:]))
-        steps_ms.append(_step_ms(stats[first_of_run:]))
-    steps, accepted, levels = (sum(getattr(each, name) for each in stats) for name in ("steps", "accepted", "levels"))
-    depths = zip(*(each.accepted_per_depth for each in stats), strict=True)
-    timed = [each for each in stats if each.phase_time_ms]
-    return Measurement(
-        texts=texts,
-        tokens=sum(each.generated_tokens for each in stats),
-        tokens_per_second=statistics.median(speeds),
-        per_run=speeds,
-        ttft_ms=1e3 * statistics.median(ttft_s),
-        inter_token_ms=[1e3 * (percentile(gaps_s, q) or 0.0) for q in range(101)],
-        round_ms={f"p{q}": 1e3 * (percentile(rounds_s, q) or 0.0) for q in (50, 95, 99)},
-        mean_accept_length=1.0 + accepted / max(1, steps),
-        acceptance_rate=accepted / max(1, levels),
-        accepted_per_depth=[sum(counts) / max(1, steps) for counts in depths],
-        phase_ms={
-            name: sum(each.phase_time_ms[name] for each in timed) / max(1, sum(each.batch_steps for each in timed))
-            for name in (timed[0].phase_time_ms if timed else ())
-        },
-        step_ms=statistics.median(steps_ms),
-        peak_memory_mib=torch.cuda.max_memory_allocated(engine.device) / 2**20 if is_gpu else None,
-    )
+        self._runs.append(stats)
+        if is_gpu:
+            self._peak_bytes = max(self._peak_bytes or 0, torch.cuda.max_memory_allocated(device))
+
+    def result(self) -> Measurement:
+        """Of the runs so far, of which there must be one."""
+        stats = [each for run in self._runs for each in run]
+        steps, accepted, levels = (
+            sum(getattr(each, name) for each in stats) for name in ("steps", "accepted", "levels")
+        )
+        depths = zip(*(each.accepted_per_depth for each in stats), strict=True)
+        timed = [each for each in stats if each.phase_time_ms]
+        speeds = [_speed(run) for run in self._runs]
+        return Measurement(
+            texts=self._texts,
+            tokens=sum(each.generated_tokens for each in stats),
+            tokens_per_second=statistics.median(speeds),
+            per_run=speeds,
+            ttft_ms=1e3 * statistics.median(self._ttft_s),
+            inter_token_ms=[1e3 * (percentile(self._gaps_s, q) or 0.0) for q in range(101)],
+            round_ms={f"p{q}": 1e3 * (percentile(self._rounds_s, q) or 0.0) for q in (50, 95, 99)},
+            mean_accept_length=1.0 + accepted / max(1, steps),
+            acceptance_rate=accepted / max(1, levels),
+            accepted_per_depth=[sum(counts) / max(1, steps) for counts in depths],
+            phase_ms={
+                name: sum(each.phase_time_ms[name] for each in timed) / max(1, sum(each.batch_steps for each in timed))
+                for name in (timed[0].phase_time_ms if timed else ())
+            },
+            step_ms=statistics.median(map(_step_ms, self._runs)),
+            peak_memory_mib=None if self._peak_bytes is None else self._peak_bytes / 2**20,
+        )
+
+    def _batches(self) -> Iterator[tuple[list[list[int]], dict[str, Any]]]:
+        """Prompts that are decoded together, with their options."""
+        for start in range(0, len(self._prompts), self._batch_size):
+            batch = slice(start, start + self._batch_size)
+            yield list(self._prompts[batch]), self._options | {"seeds": self._seeds[batch]}
 
 
 def _speed(stats: Sequence) -> float:

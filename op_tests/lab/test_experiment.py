@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -12,7 +13,7 @@ from bench.apps import experiment as app
 from bench.lab import measure as measuring
 from bench.lab.experiment import Experiment
 from bench.lab.log import read_events
-from bench.lab.measure import measure
+from bench.lab.measure import Meter
 from bench.lab.prompts import Prompt, PromptDataset
 from bench.lab.records import newest_cells
 from eagle_kernels import EAGLEConfig, EAGLEInference
@@ -39,12 +40,26 @@ def call(output, *arguments, commit="abc"):
     return run.main(options)
 
 
+def watch_runs(monkeypatch, fail_at=None):
+    """The K of each run as it begins; None: plain decoding."""
+    real, runs, numbers = Meter.run, [], itertools.count(1)
+
+    def run_watched(meter):
+        runs.append(meter._options["num_steps"] if meter._options["speculative"] else None)
+        if next(numbers) == fail_at:
+            raise RuntimeError("the machine is gone")
+        real(meter)
+
+    monkeypatch.setattr(Meter, "run", run_watched)
+    return runs
+
+
 def test_cells_and_their_numbers(tmp_path, capsys):
     assert call(tmp_path / "cells.jsonl", *CELLS) == 0
     cells = read_events(tmp_path / "cells.jsonl", "cell")
     labels = [cell["config"]["decoder_label"] for cell in cells]
     assert labels == ["AR", "SD-K1", "SD-K2", "SD-ngram-K1", "SD-ngram-K2"]
-    assert "[5/5]" in capsys.readouterr().err
+    assert "[10/10]" in capsys.readouterr().err
     for cell in cells:
         assert cell["commit"] == "abc" and cell["dtype"] == "float32" and "torch" in cell["versions"]
         assert cell["identical"] == 1.0 and cell["tokens"] == 2 * 2 * 6 and len(cell["per_run"]) == 2
@@ -56,36 +71,53 @@ def test_cells_and_their_numbers(tmp_path, capsys):
     assert plain["speedup"] == 1.0 and set(double["phase_ms"]) == {"draft", "verify", "sample", "bookkeeping"}
 
 
+def test_cells_of_a_group_are_measured_in_turns(tmp_path, monkeypatch, capsys):
+    """So that a machine that is slow for a while is so for all of them."""
+    runs = watch_runs(monkeypatch)
+    chains = ["--k", "1", "2", "--methods", "chain"]
+    assert call(tmp_path / "cells.jsonl", "--domains", "code", "summarization", *chains) == 0
+    assert runs == [None, 1, 2] * 4
+    told = capsys.readouterr().err
+    assert "[1/12]" in told and "[12/12]" in told and told.count("turn 2 of 2") == 6
+    runs.clear()
+    assert call(tmp_path / "more.jsonl", "--domains", "code", "--k", "1", "--methods", "chain", "--num-runs", "7") == 0
+    assert runs == [None, None, 1, 1] * 2 + [None, 1] * 3
+    assert [len(cell["per_run"]) for cell in read_events(tmp_path / "more.jsonl", "cell")] == [7, 7]
+
+
 def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch, capsys):
     """Cells that are there stay as they are; plain decoding is measured again beside those that are left."""
-    output, real, measured = tmp_path / "cells.jsonl", app.measure, []
-
-    def fail_at_third(*arguments, **options):
-        measured.append(options["speculative"])
-        if len(measured) == 3:
-            raise RuntimeError("the machine is gone")
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(app, "measure", fail_at_third)
-    assert call(output, *CELLS) == 1
+    output, cells = tmp_path / "cells.jsonl", [*CELLS, "--domains", "code", "conversation"]
+    runs = watch_runs(monkeypatch, fail_at=12)  # the second group's second run
+    assert call(output, *cells) == 1
     assert "error: the machine is gone" in capsys.readouterr().err
     before = output.read_text()
-    assert len(before.splitlines()) == 2
-    output.write_text(before + '{"event": "cell", "cell_ha')  # and while it wrote
-    assert call(output, *CELLS) == 0
-    assert output.read_text().startswith(before) and measured[3:] == [False, True, True, True]
+    assert len(before.splitlines()) == 5
+    kept = "".join(line + "\n" for line in before.splitlines()[:3])
+    output.write_text(kept + '{"event": "cell", "cell_ha')  # and while it wrote
+    runs.clear()
+    assert call(output, *cells) == 0
+    assert output.read_text().startswith(kept) and runs == 2 * [None, 1, 2] + 2 * [None, 1, 2, 1, 2]
     hashes = [cell["cell_hash"] for cell in read_events(output, "cell")]
-    assert len(hashes) == len(set(hashes)) == 5
-    assert call(output, *CELLS) == 0 and len(measured) == 7  # nothing is left
-    assert call(output, *CELLS, "--seed", "1") == 0 and len(measured) == 12
-    assert call(output, *CELLS, commit="def") == 0 and len(measured) == 17  # other code, other numbers
+    assert len(hashes) == len(set(hashes)) == 10
+    runs.clear()
+    assert call(output, *cells) == 0 and not runs  # nothing is left
+    assert call(output, *CELLS, "--seed", "1") == 0 and len(runs) == 10
+    assert call(output, *CELLS, commit="def") == 0 and len(runs) == 20  # other code, other numbers
+
+
+def measured(engine, prompts, max_new_tokens, batch_size, num_runs, **options):
+    meter = Meter(engine, prompts, max_new_tokens, batch_size, **options)
+    for _ in range(num_runs):
+        meter.run()
+    return meter.result()
 
 
 def test_texts_do_not_depend_on_the_batch():
     engine = load_small("any", "cpu", None)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8], [9, 9]]
     options = {"temperature": 1.0, "topk": 1, "num_steps": 2, "num_draft_tokens": None}
-    alone, together = (measure(engine, prompts, 9, size, 1, seeds=7, max_batch=3, **options) for size in (1, 3))
+    alone, together = (measured(engine, prompts, 9, size, 1, seeds=7, max_batch=3, **options) for size in (1, 3))
     assert alone.texts == together.texts and alone.tokens == together.tokens == 36
     assert engine.generate(prompts[2], 9, seeds=9, **options).output_ids == alone.texts[2]
 
@@ -102,7 +134,7 @@ def test_one_disturbed_run_changes_no_median(monkeypatch):
         return real(of_run)
 
     monkeypatch.setattr(measuring, "_speed", speed)
-    found = measuring.measure(engine, [[1, 2, 3]], 6, 1, 3, seeds=0, speculative=False)
+    found = measured(engine, [[1, 2, 3]], 6, 1, 3, seeds=0, speculative=False)
     times_s = sorted(run[0].decode_time_s for run in stats)
     assert found.step_ms == pytest.approx(1e3 * times_s[1] / 5) and found.step_ms < 1e3 * times_s[2] / 10
     assert found.tokens_per_second == pytest.approx(1e3 / found.step_ms)
