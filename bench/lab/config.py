@@ -8,15 +8,17 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
+from eagle_kernels import EAGLEConfig
 from eagle_kernels.engine.values import is_integer
 
 TREE_TOPK = 4
-# fields of EAGLEConfig by method of drafting, beside num_steps = K; `model` methods take whatever the pair's draft is
+# fields of EAGLEConfig by method of drafting, beside num_steps = K; `model` methods take whatever the pair's draft is.
+# Past responses are not remembered: the same prompts come again and again.
 METHODS: dict[str, dict[str, Any]] = {
     "chain": {"topk": 1},
     "tree": {"topk": TREE_TOPK},
     "ngram": {"method": "ngram", "topk": 1},
-    "suffix": {"method": "suffix", "topk": 1},
+    "suffix": {"method": "suffix", "topk": 1, "suffix_decoding_max_cached_requests": 0},
 }
 _COMPUTED = ("is_speculative", "decoder_label", "config_hash")
 
@@ -76,6 +78,10 @@ class BenchmarkConfig:
         if self.is_speculative:
             options |= METHODS[self.method] | {"num_steps": self.K, "num_draft_tokens": None}
         return options
+
+    def engine_config(self) -> EAGLEConfig:
+        """That of a speculative cell's steps; the ValueError of `EAGLEConfig` where there are no such steps."""
+        return EAGLEConfig(**METHODS[self.method], num_steps=self.K, max_batch=self.batch_size)
 
     def to_dict(self) -> dict[str, Any]:
         """Fields, label and hash, ready for JSON."""

@@ -66,7 +66,9 @@ class Experiment:
         is_timed = is_integer(self.max_new_tokens) and self.max_new_tokens >= 2
         self._require(is_timed, "max_new_tokens", "be an int of at least 2: tokens behind the first are timed")
         self._require(self.dtype is None or self.dtype in DTYPES, "dtype", f"be None or one of {', '.join(DTYPES)}")
-        list(self.cells())  # which checks the rest
+        for cell in self.cells():  # which checks the rest
+            if cell.is_speculative:  # now, not when the cells beside it have been measured
+                cell.engine_config()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Experiment:

@@ -14,8 +14,6 @@ from eagle_kernels import EAGLEInference
 from eagle_kernels.engine.output import GenerationStats, time_requests
 from eagle_kernels.engine.timing import percentile
 
-WARM_TOKENS = 8
-
 
 @dataclass
 class Measurement:
@@ -31,7 +29,7 @@ class Measurement:
     accepted_per_depth  share of the steps in which the draft at depth 1, 2, .. was accepted
     phase_ms            device time of a step's draft / verify / sample / bookkeeping
     step_ms             wall time of a step of a batch, median of the runs, of which one may be disturbed
-    peak_memory_mib     most that torch held on the GPU; None on the CPU
+    peak_memory_mib     most that torch held on the GPU, graphs of others that share the pools included; None on the CPU
     """
 
     texts: list[list[int]]
@@ -80,9 +78,8 @@ class Meter:
         self._peak_bytes: int | None = None
 
     def warm_up(self) -> None:
-        """Compiles and captures what the runs need, which others that ran since may have replaced."""
-        for prompts, options in self._batches():
-            self._engine.generate(prompts, WARM_TOKENS, **options)
+        """Compiles and captures what the runs need; once more after others, whose pools may have taken its place."""
+        self._engine.warmup(most_requests=self._batch_size, **self._options)
 
     def run(self) -> None:
         """All prompts once, so many at a time."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eagle_kernels import EAGLEConfig
-
 from ..apps.random_models import SHAPES
 from ..harness import results
-from .config import METHODS, BenchmarkConfig
+from .config import BenchmarkConfig
 from .log import read_lines
 from .records import PLAIN, by_setting, distinct, method_of, newest_cells
 from .speedup import StepModel, Tree
@@ -110,7 +108,7 @@ def _more_rows(few: Mapping[str, Any], more: Mapping[str, Any]) -> int:
 def _num_rows(cell: Mapping[str, Any]) -> int:
     """That a step verifies."""
     config = BenchmarkConfig.from_dict(cell["config"])
-    return config.batch_size * EAGLEConfig(**METHODS[config.method], num_steps=config.K).num_verify_tokens
+    return config.batch_size * config.engine_config().num_verify_tokens
 
 
 def fitted(lines: Sequence[dict]) -> tuple[StepModel, dict[str, dict[int, tuple[float, float]]]]:

@@ -85,6 +85,38 @@ def test_cells_of_a_group_are_measured_in_turns(tmp_path, monkeypatch, capsys):
     assert [len(cell["per_run"]) for cell in read_events(tmp_path / "more.jsonl", "cell")] == [7, 7]
 
 
+def test_no_run_compiles(tmp_path, monkeypatch):
+    """Whatever was measured in between, and however few requests are left when others have ended."""
+    cold, real = [], Meter.run
+
+    def run_watched(meter):
+        before = meter._engine._scheduler.num_cold_steps
+        real(meter)
+        cold.append(meter._engine._scheduler.num_cold_steps - before)
+
+    monkeypatch.setattr(Meter, "run", run_watched)
+    sizes = ["--batch-sizes", "4", "--prompts-per-domain", "4", "--max-new-tokens", "64"]
+    methods = ["--domains", "code", "--k", "4", "--methods", "chain", "ngram"]
+    assert call(tmp_path / "cells.jsonl", *methods, *sizes) == 0
+    assert cold == 6 * [0]
+
+
+def test_a_cell_learns_nothing_from_its_runs(tmp_path):
+    """Nor from those of others: the second run of a prompt drafts as the first one does."""
+    options = ["--domains", "code", "--methods", "suffix", "--max-new-tokens", "24", "--num-runs"]
+    lengths = []
+    for number, (runs, k) in enumerate((("1", ["4"]), ("3", ["2", "4"]))):
+        assert call(tmp_path / f"{number}.jsonl", *options, runs, "--k", *k) == 0
+        lengths.append(read_events(tmp_path / f"{number}.jsonl", "cell")[-1]["mean_accept_length"])
+    assert lengths[0] == lengths[1]
+
+
+def test_prompts_may_leave_room_for_two_tokens(tmp_path):
+    PromptDataset([Prompt("code_000", "code", "x" * 1019, 1019)]).save(tmp_path / "code.json")
+    options = ["--prompts", str(tmp_path / "code.json"), "--domains", "code", "--k", "1", "--methods", "ngram"]
+    assert call(tmp_path / "cells.jsonl", *options, "--max-new-tokens", "2") == 0
+
+
 def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch, capsys):
     """Cells that are there stay as they are; plain decoding is measured again beside those that are left."""
     output, cells = tmp_path / "cells.jsonl", [*CELLS, "--domains", "code", "conversation"]
@@ -154,6 +186,7 @@ def test_an_experiment_in_a_file(tmp_path, suffix):
 REFUSED = [
     ({"pairs": ["phi3_llama3"]}, "phi3_llama3: the draft must have the target's tokens"),
     ({"k": [0]}, "K must be None or an int of at least 1, got 0"),
+    ({"k": [1, 1000]}, "num_steps must lie in 1..255 for topk=1, got 1000"),
     ({"k": [2, 2]}, r"Experiment: k must be a list of different values, got \[2, 2\]"),
     ({"k": [[1], [2]]}, r"Experiment: k must be a list of different values, got \[\[1\], \[2\]\]"),
     ({"k": [None]}, r"Experiment: k must be a list of different values, got \[None\]"),
