@@ -113,6 +113,9 @@ def _load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokeniz
         raise ValueError("--target and --draft belong together: a head fits the one target it was trained for")
     if not config.needs_model and arguments.draft is not None:
         raise ValueError(f"--draft must not be given for method={config.method!r}, which drafts without a model")
+    others = sorted({"mtp", "draft_model"}.intersection(config.methods))
+    if others and arguments.draft is None:
+        raise ValueError(f"--draft must be given for method={others[0]!r}: the embedded pair's is an EAGLE head")
     target, draft = (arguments.target, arguments.draft) if arguments.target else demo_pair()
     draft = draft if config.needs_model else None
     device, dtype = _device(arguments.device), _DTYPES[arguments.dtype]
@@ -264,13 +267,19 @@ def _conditions(engine: EAGLEInference) -> dict:
     names = ("topk", "num_steps", "adaptive", "verify_strategy", "accept_policy", "temperature", "top_k", "top_p",
              "min_p", "page_size", "cuda_graph")  # fmt: skip
     triton = language.triton.__version__ if language.AVAILABLE else None
-    return {name: getattr(config, name) for name in names} | {
-        "method": _method(engine),
-        "num_draft_tokens": config.num_verify_tokens,
-        "dtype": str(engine.target.dtype).removeprefix("torch."),
-        "device": device_name(engine.device),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton},
-    }
+    tree = {"num_draft_tokens": config.num_verify_tokens}
+    if config.methods == ("naive",):  # whatever tree the configuration has
+        tree = {"topk": 1, "num_steps": 0, "num_draft_tokens": 1}
+    return (
+        {name: getattr(config, name) for name in names}
+        | tree
+        | {
+            "method": _method(engine),
+            "dtype": str(engine.target.dtype).removeprefix("torch."),
+            "device": device_name(engine.device),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton},
+        }
+    )
 
 
 def _first_prompts(path: str, arguments: argparse.Namespace) -> list[str]:

@@ -18,6 +18,13 @@ _SAME = (
     "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
     "suffix_decoding_min_token_prob", "ngram_prefer", "typical_epsilon", "typical_delta",
 )  # fmt: skip
+# fields, and the choices of another one that read them
+_OWNED = (
+    (("max_ngram_size", "min_ngram_size", "ngram_prefer", *_NAMES), "method", {"ngram", "hybrid"}),
+    (tuple(name for name in _SAME if name.startswith("suffix_")), "method", {"suffix"}),
+    (("max_candidate_len", "verify_window"), "verify_strategy", {"topp"}),
+    (("typical_epsilon", "typical_delta"), "verify_strategy", {"typical"}),
+)
 # of EAGLEConfig, for trees, which servers do not have
 _OF_TREES = ("topk", "num_steps", "num_draft_tokens")
 # read, and refused unless they say nothing: what they ask for belongs to the server
@@ -46,10 +53,14 @@ def read_speculative_config(config: type[EAGLEConfig], given: Mapping[str, Any],
     if given.get("model") is not None:
         _fail("model", "be the draft of EAGLEInference, or --draft: a configuration holds no models", given["model"])
     fields = {"method": _method(given)} | _sizes(given)
-    for name, ours in [*_NAMES.items(), *((name, name) for name in _SAME)]:
+    fields |= {name: given[name] for name in _SAME if name in given}
+    for name, ours in _NAMES.items():
+        if name in given and fields.setdefault(ours, given[name]) != given[name]:
+            _fail(name, f"agree with {ours} = {fields[ours]!r}, which is the same", given[name])
+    # vLLM's rule: where one is given the other is the same
+    for name, other in zip(_NAMES, reversed(_NAMES.values())):
         if name in given:
-            if fields.setdefault(ours, given[name]) != given[name]:
-                _fail(name, f"agree with {ours} = {fields[ours]!r}, which is the same", given[name])
+            fields.setdefault(other, given[name])
     if "rejection_sample_method" in given:
         rule = f"be one of {list(_REJECTION)}, and come without another verify_strategy"
         name = given["rejection_sample_method"]
@@ -61,7 +72,15 @@ def read_speculative_config(config: type[EAGLEConfig], given: Mapping[str, Any],
     if given.get("benchmark_mode", False):
         if fields.setdefault("accept_policy", "reject_all") != "reject_all":
             _fail("benchmark_mode", "come with accept_policy='reject_all', which it is", fields["accept_policy"])
-    return config(**fields | others)
+    made = config(**fields | others)
+    for names, chosen, owners in _OWNED:
+        values = made.methods if chosen == "method" else (made.verify_strategy,)
+        for name in names:
+            default = getattr(config, _NAMES.get(name, name))
+            if name in given and given[name] != default and not owners.intersection(values):
+                _fail(name, f"be {default!r} or absent for {chosen}={getattr(made, chosen)!r}, which has no use for it",
+                      given[name])  # fmt: skip
+    return made
 
 
 def _method(given: Mapping[str, Any]) -> str:
@@ -104,6 +123,9 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, int]:
             _fail(name, "be an int of at least 1", value)
     if method == "hybrid":
         levels = 1 if levels is None else levels
+        if count <= levels:
+            rule = f"exceed num_model_steps = {levels} where n-grams follow the model's drafts"
+            _fail("num_speculative_tokens", rule, given.get("num_speculative_tokens"))
         return {"topk": 1, "num_steps": count, "num_draft_tokens": count + 1, "num_model_steps": levels}
     if method in ("ngram", "suffix") and levels not in (None, 1):
         _fail("num_model_steps", f"be 1 or absent for method={method!r}, which has no model", levels)

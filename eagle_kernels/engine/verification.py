@@ -77,8 +77,9 @@ class TargetMatch:
 class TopP:
     """LOSSY. FastDeploy's TOPP: a draft among the target's candidates is kept, whatever its probability.
 
-    Candidates are the `max_candidate_len` most likely tokens, as far as they are needed for the request's top_p; where
-    so many do not reach it, none are (top_p = 1: all of them).
+    Candidates are what the request's filters leave, if that is `max_candidate_len` tokens at most. Where it is more,
+    there are none, with top_p = 1 the `max_candidate_len` most likely ones. The second most likely token is kept, too,
+    whatever the filters, where each of the next `verify_window` drafts is the most likely one (`ops.verify_tree_topp`).
     """
 
     def __init__(self, config: EAGLEConfig, num_steps: int):
@@ -89,24 +90,21 @@ class TopP:
         """See `Verifier`."""
         tree, rows = proposal.tree, _RowParams(batch, proposal)
         logits = penalized(batch, tree, logits, features)
-        temperature = rows.of("temperature")
-        scaled = logits.float() / torch.where(temperature >= GREEDY_BELOW, temperature, 1.0)[:, None]
-        best = ops.select_top_k_tokens(scaled, topk=self._num_candidates, level=0)
-        mass, top_p = best.scores.exp().cumsum(-1), rows.of("top_p")[:, None]
-        num_needed = 1 + (mass < top_p).sum(-1)
-        is_short = num_needed > self._num_candidates
-        num_needed = torch.where(is_short, torch.where(top_p[:, 0] < 1, 0, self._num_candidates), num_needed)
-        top_k = rows.of("top_k")
-        num_needed = torch.where(top_k > 0, num_needed.minimum(top_k), num_needed)
-        # greedy rows have one candidate
-        num_needed = torch.where(temperature >= GREEDY_BELOW, num_needed, 1)
+        temperature, top_p = rows.of("temperature"), rows.of("top_p")
+        is_greedy = temperature < GREEDY_BELOW
+        best = ops.select_top_k_tokens(logits.float(), topk=self._num_candidates, level=0)
+        num_kept = torch.where(is_greedy, 1, self._num_candidates)
+        if features.filters:
+            num_kept = (_filtered(rows, logits) > 0).sum(-1)
+            most = torch.where(top_p < 1, 0, self._num_candidates)
+            num_kept = torch.where(num_kept > self._num_candidates, most, num_kept)
         own = ops.sample_from_logits(
-            logits, tree.positions + 1, rows.seeds, temperature, top_k, rows.of("top_p"), rows.of("min_p")
+            logits, tree.positions + 1, rows.seeds, temperature, rows.of("top_k"), top_p, rows.of("min_p")
         )
         verdict = ops.verify_tree_topp(
             *links_of(tree),
             best.tokens,
-            num_needed,
+            num_kept,
             own.view_as(tree.retrieve_index),
             spec_steps=self._num_steps,
             verify_window=self._window,
@@ -149,7 +147,7 @@ class Rejection:
         logits = penalized(batch, tree, logits, features)
         target: dict[str, Tensor | None] = {"target_logits": logits}
         if features.filters:
-            target = {"target_logits": None, "target_probs": self._filtered(_RowParams(batch, proposal), logits)}
+            target = {"target_logits": None, "target_probs": _filtered(_RowParams(batch, proposal), logits)}
         drawn_at, draft_logits = temperature, proposal.draft_logits
         if draft_logits is None:
             # chosen: the draft's rows are not read, whatever they are
@@ -167,17 +165,6 @@ class Rejection:
         )
         return _commit(batch, verdict)
 
-    def _filtered(self, rows: _RowParams, logits: Tensor) -> Tensor:
-        """What the filters leave of the target's law, in the order of plain decoding; of greedy rows the argmax."""
-        temperature = rows.of("temperature")[:, None]
-        is_greedy = temperature < GREEDY_BELOW
-        probs = torch.softmax(logits.float() / torch.where(is_greedy, 1.0, temperature), dim=-1)
-        probs = ops.top_k_renorm(probs, rows.of("top_k"))
-        probs = ops.top_p_renorm(probs, rows.of("top_p"))
-        probs = ops.min_p_renorm(probs, rows.of("min_p"))
-        best = ops.sample_from_logits(logits, rows.seeds, rows.seeds, torch.zeros_like(temperature[:, 0]))[:, None]
-        return torch.where(is_greedy, torch.zeros_like(probs).scatter_(1, best, 1.0), probs)
-
 
 class _RowParams:
     """The sampling parameters of a batch, once for each of its nodes: [B * N]."""
@@ -188,6 +175,18 @@ class _RowParams:
 
     def of(self, name: str) -> Tensor:
         return self._batch.numbers(name).repeat_interleave(self._num_nodes)
+
+
+def _filtered(rows: _RowParams, logits: Tensor) -> Tensor:
+    """What the filters leave of the target's law, in the order of plain decoding; of greedy rows the argmax."""
+    temperature = rows.of("temperature")[:, None]
+    is_greedy = temperature < GREEDY_BELOW
+    probs = torch.softmax(logits.float() / torch.where(is_greedy, 1.0, temperature), dim=-1)
+    probs = ops.top_k_renorm(probs, rows.of("top_k"))
+    probs = ops.top_p_renorm(probs, rows.of("top_p"))
+    probs = ops.min_p_renorm(probs, rows.of("min_p"))
+    best = ops.sample_from_logits(logits, rows.seeds, rows.seeds, torch.zeros_like(temperature[:, 0]))[:, None]
+    return torch.where(is_greedy, torch.zeros_like(probs).scatter_(1, best, 1.0), probs)
 
 
 def penalized(batch: Batch, tree: ops.BuildTreeOutput, logits: Tensor, features: Features) -> Tensor:

@@ -277,6 +277,14 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
     [
         (["--target", TARGET], "--target and --draft belong together"),
         (["--draft", DRAFT], "--target and --draft belong together"),
+        (
+            ["--speculative-config", '{"method": "draft_model"}'],
+            "--draft must be given for method='draft_model': the embedded pair's is an EAGLE head",
+        ),
+        (
+            ["--speculative-config", '{"method": "mtp"}'],
+            "--draft must be given for method='mtp': the embedded pair's is an EAGLE head",
+        ),
         (["--target", "/no/target", "--draft", DRAFT], "/no/target: there is no such folder"),
         (["--target", TARGET, "--draft", "/no/draft"], "/no/draft: there is no such folder"),
         (["--target", TARGET / "config.json", "--draft", DRAFT], "config.json: there is no such folder"),
@@ -459,6 +467,10 @@ def test_benchmark(tmp_path, capsys):
     assert report["dtype"] == "float32" and report["device"] and report["versions"]["torch"] == torch.__version__
     assert report["adaptive"] is None and report["batch_size"] == 1
     assert (report["method"], report["verify_strategy"], report["max_batch"]) == ("eagle", "target_match", 32)
+    naive = ["--speculative-config", '{"method": "naive"}']
+    assert main(["benchmark", str(file), "--max-new-tokens", "8", *naive, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["topk"], report["num_steps"], report["num_draft_tokens"]) == (1, 0, 1)
     assert main([*command, "--accept-policy", "reject_all"]) == 0
     shown = capsys.readouterr().out
     assert "mean acceptance length: 1.00" in shown and "identical" not in shown

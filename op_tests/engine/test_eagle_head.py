@@ -208,6 +208,14 @@ def test_bind_refuses_a_target_that_does_not_fit(target_change, head_change, mes
         make_head(**head_change).bind(make_target(**target_change))
 
 
+def test_a_hint_is_for_layers_that_nobody_chose():
+    """Those that a head names itself are wrong for another reason than that they are missing."""
+    for chosen, is_hinted in ((None, True), ({"eagle_aux_hidden_state_layer_ids": [3, 2, 1]}, False)):
+        with pytest.raises(ModelError) as error:
+            make_head(eagle_config=chosen).bind(make_target())
+        assert "do not ascend" in str(error.value) and ("need explicit" in str(error.value)) == is_hinted
+
+
 @pytest.mark.parametrize(
     ("buffer", "index", "value", "message"),
     [

@@ -20,6 +20,23 @@ READ = [
         EAGLEConfig.chain(3, method="ngram", max_ngram_size=7, min_ngram_size=3),
     ),
     (
+        {"method": "ngram", "prompt_lookup_max": 1},
+        EAGLEConfig.chain(1, method="ngram", max_ngram_size=1, min_ngram_size=1),
+    ),
+    (
+        {"method": "ngram", "prompt_lookup_min": 4},
+        EAGLEConfig.chain(1, method="ngram", max_ngram_size=4, min_ngram_size=4),
+    ),
+    (
+        {"method": "ngram", "prompt_lookup_max": 4, "min_ngram_size": 3},
+        EAGLEConfig.chain(1, method="ngram", max_ngram_size=4, min_ngram_size=3),
+    ),
+    (  # a whole dump of FastDeploy's, with what other methods would read
+        {"method": "mtp", "num_speculative_tokens": 1, "max_ngram_size": 5, "min_ngram_size": 2, "verify_window": 2,
+         "max_candidate_len": 5, "suffix_decoding_max_tree_depth": 64, "num_model_steps": 1},
+        EAGLEConfig.chain(1, method="mtp"),
+    ),
+    (
         {"method": "ngram", "topk": 4, "num_steps": 6, "num_draft_tokens": 16},
         EAGLEConfig(method="ngram", topk=4, num_steps=6, num_draft_tokens=16),
     ),
@@ -117,8 +134,24 @@ REFUSED = [
     ({"method": "ngram", "num_speculative_tokens": 3, "topk": 2}, "num_speculative_tokens must be absent beside topk"),
     (
         {"method": "ngram", "max_ngram_size": 4, "prompt_lookup_max": 5},
-        "max_ngram_size must agree with max_ngram_size = 5, which is the same, got 4",
+        "prompt_lookup_max must agree with max_ngram_size = 4, which is the same, got 5",
     ),
+    (
+        {"method": "eagle", "max_ngram_size": 3},
+        "max_ngram_size must be 5 or absent for method='eagle', which has no use",
+    ),
+    ({"method": "suffix", "prompt_lookup_max": 3}, "prompt_lookup_max must be 5 or absent for method='suffix'"),
+    ({"method": "ngram", "suffix_decoding_max_tree_depth": 8}, "suffix_decoding_max_tree_depth must be 64 or absent"),
+    ({"method": "ngram", "verify_window": 1}, "verify_window must be 2 or absent for verify_strategy='target_match'"),
+    (
+        {"method": "ngram", "typical_delta": 0.5},
+        "typical_delta must be 0.3 or absent for verify_strategy='target_match'",
+    ),
+    (
+        {"method": "hybrid", "num_speculative_tokens": 1},
+        "num_speculative_tokens must exceed num_model_steps = 1 where n-grams follow the model's drafts, got 1",
+    ),
+    ({"method": "mtp", "mtp_strategy": "with_ngram"}, "num_speculative_tokens must exceed num_model_steps = 1"),
     ({"method": "ngram", "min_ngram_size": 6}, "EAGLEConfig: min_ngram_size must be at most max_ngram_size = 5"),
     (
         {"method": "eagle", "rejection_sample_method": "fly"},

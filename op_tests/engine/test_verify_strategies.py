@@ -160,8 +160,24 @@ def test_typical_takes_a_likely_draft_and_topp_a_candidate(device):
     assert taken["topp, the first two"] < 1.0
 
 
+# of 0.4, 0.3, 0.2, 0.06 and 0.04, at most 3: temperature, top_k, top_p, min_p, and how many are candidates
+CANDIDATES = [
+    (1.0, 0, 1.0, 0.0, 3),
+    (1.0, 0, 0.65, 0.0, 2),
+    (1.0, 0, 0.39, 0.0, 1),
+    (1.0, 0, 0.95, 0.0, 0),
+    (1.0, 1, 0.65, 0.0, 1),
+    (1.0, 4, 1.0, 0.0, 3),
+    (1.0, 2, 0.55, 0.0, 1),  # of what top_k leaves, 0.57
+    (1.0, 0, 1.0, 0.6, 2),
+    (1.0, 0, 0.95, 0.6, 2),
+    (2.0, 0, 1.0, 0.6, 3),
+    (0.0, 0, 0.9, 0.0, 1),
+]
+
+
 def test_candidates_of_topp(monkeypatch):
-    """As many as top_p needs; none where max_candidate_len are too few, all of these for top_p = 1."""
+    """What the filters leave; of too many none, but for top_p = 1 the likeliest."""
     seen = {}
 
     class Watched(Exception):
@@ -172,24 +188,41 @@ def test_candidates_of_topp(monkeypatch):
         raise Watched
 
     class Rows:
-        """A row of one node for each of these: temperature, top_p, top_k."""
+        """A row of one node for each of these."""
 
-        params = [(1.0, 1.0, 0), (1.0, 0.65, 0), (1.0, 0.95, 0), (1.0, 0.65, 1), (0.0, 1.0, 0), (1.0, 0.39, 0)]
-        seeds = torch.zeros(len(params), dtype=torch.int64)
+        def __init__(self, params):
+            columns = list(zip(*params))
+            self._numbers = dict(zip(("temperature", "top_k", "top_p", "min_p"), columns))
+            self.seeds = torch.zeros(len(params), dtype=torch.int64)
 
         def numbers(self, name):
-            values = dict(zip(("temperature", "top_p", "top_k"), map(list, zip(*self.params))))
-            return torch.tensor(values.get(name, [0.0] * len(self.params)))
+            return torch.tensor(self._numbers[name], dtype=torch.int32 if name == "top_k" else torch.float32)
 
-    count, none = len(Rows.params), torch.full((len(Rows.params), 1), -1)
-    tree = ops.BuildTreeOutput(None, Rows.seeds, none, none, none, Rows.seeds)
-    logits = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04]).log().repeat(count, 1)
+    def candidates(params, features):
+        rows, none = Rows(params), torch.full((len(params), 1), -1)
+        tree = ops.BuildTreeOutput(None, rows.seeds, none, none, none, rows.seeds)
+        logits = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04]).log().repeat(len(params), 1)
+        with pytest.raises(Watched):
+            strategy = TopP(EAGLEConfig(verify_strategy="topp", max_candidate_len=3), num_steps=5)
+            strategy.verify(rows, Proposal(tree), logits, features)
+        assert seen["ids"][0].tolist() == [0, 1, 2]
+        return seen["lens"].tolist()
+
     monkeypatch.setattr(ops, "verify_tree_topp", watch)
-    with pytest.raises(Watched):
-        strategy = TopP(EAGLEConfig(verify_strategy="topp", max_candidate_len=3), num_steps=5)
-        strategy.verify(Rows(), Proposal(tree), logits, Features())
-    assert seen["ids"][0].tolist() == [0, 1, 2]
-    assert seen["lens"].tolist() == [3, 2, 0, 1, 1, 1]
+    *params, expected = zip(*CANDIDATES)
+    params = list(zip(*params))
+    assert candidates(params, Features(sampling=True, filters=True)) == list(expected)
+    assert candidates([params[0], params[-1]], Features(sampling=True)) == [3, 1]
+
+
+@pytest.mark.parametrize("filters", [{"min_p": 0.5}, {"top_k": 2}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.6}], ids=str)
+def test_topp_takes_no_draft_that_a_filter_leaves_out(filters, device):
+    target, draft = Markov(**TOYS, device=device), ToyModel(**TOYS, seed=1, device=device)
+    engine = engine_of(draft, target, (3, 2, 6), "topp", verify_window=2)  # which two levels never fill
+    texts, stats = engine.generate([[1, 2]] * 8, 30, seeds=list(range(8)), temperature=1.0, **filters)
+    law = law_of(target.table, filters)
+    pairs = [(last, token) for text in texts for last, token in zip([2, *text], text)]
+    assert stats.mean_accept_length > 1.1 and all(law[last, token] > 0 for last, token in pairs)
 
 
 REFUSED = [

@@ -198,7 +198,11 @@ class DraftHead(nn.Module):
 
     def _aux_layers_for(self, target: TargetModel) -> tuple[int, ...]:
         num_layers = target.kv_shape.num_layers
-        return self.config.aux_layers or (2, num_layers // 2, num_layers - 3)
+        return self.config.aux_layers or _usual_aux_layers(num_layers)
+
+
+def _usual_aux_layers(num_layers: int) -> tuple[int, ...]:
+    return 2, num_layers // 2, num_layers - 3
 
 
 def _misfits_of_aux_layers(aux_layers: tuple[int, ...], num_layers: int) -> list[str]:
@@ -207,10 +211,10 @@ def _misfits_of_aux_layers(aux_layers: tuple[int, ...], num_layers: int) -> list
     if not all(0 <= layer <= num_layers for layer in aux_layers):
         return [f"aux layers {aux_layers} (hidden_states indices) leave a target of {num_layers} layers"]
     if any(low >= high for low, high in pairwise(aux_layers)):
-        return [
-            f"aux layers {aux_layers} (hidden_states indices) do not ascend; targets of fewer than 7 layers "
-            "need explicit eagle_config.eagle_aux_hidden_state_layer_ids"
-        ]
+        fault = f"aux layers {aux_layers} (hidden_states indices) do not ascend"
+        if aux_layers == _usual_aux_layers(num_layers):
+            fault += "; targets of fewer than 7 layers need explicit eagle_config.eagle_aux_hidden_state_layer_ids"
+        return [fault]
     return []
 
 
