@@ -114,6 +114,7 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
         if sections:
             headlines.append(_headline_table(sections))
         parts = ([_full_report(sections)] if sections else []) + _more_of_drafters(of_drafters)
+        parts += _suffix_cache_table(_lines(folder / "suffix_cache.jsonl"))
         if parts:
             files[folder / "README.md"] = "\n\n".join(parts) + "\n"
         shapes: dict[str, list[dict]] = {}
@@ -222,10 +223,10 @@ def _drafter_table(lines: Sequence[dict]) -> list[str]:
             rows[case, provider] = rows.get((case, provider), {}) | line
     if not rows:
         return []
-    table = [["workload", "method", "tokens a step", "tokens/s", "of plain", "at commit"]]
+    table = [["workload", "method", "drafts", "tokens a step", "tokens/s", "of plain", "at commit"]]
     for (case, provider), line in rows.items():
         numbers = [f"{line['accept_length']:.2f}", f"{line['tokens_per_s']:.0f}", f"{line['of_plain']:.2f}×"]
-        table.append([case, provider, *numbers, f"`{line['commit']}`"])
+        table.append([case, provider, str(line.get("drafts", "-")), *numbers, f"`{line['commit']}`"])
     about = f"Methods of drafting on {lines[-1]['gpu']}, shape of {lines[-1]['shape']} (`--app drafters`):"
     return [f"{about}\n\n{_markdown(table)}"]
 
@@ -233,18 +234,34 @@ def _drafter_table(lines: Sequence[dict]) -> list[str]:
 def _more_of_drafters(lines: Sequence[dict]) -> list[str]:
     """Chains against trees, and what the device waits for: the newest line of each case and provider."""
     trees: dict[str, dict[str, str]] = {}
+    commits: dict[str, list[str]] = {}
     gaps = [["requests", "method", "device idle before a step, µs", "worst, µs", "at commit"]]
     for (section, case, provider), line in _newest(lines).items():
         if section == "trees":
             trees.setdefault(case, {})[provider] = f"{line['accept_length']:.2f}, {line['tokens_per_s']:.0f}"
+            commits.setdefault(provider, []).append(f"`{line['commit']}`")
         elif section == "gap":
             times = [f"{line[name]:.0f}" for name in ("median_us", "worst_us")]
             gaps.append([case, provider, *times, f"`{line['commit']}`"])
     providers = sorted({name for row in trees.values() for name in row})
     lengths = [["tokens a step, tokens/s", *providers]]
     lengths += [[case, *(row.get(name, "-") for name in providers)] for case, row in trees.items()]
+    if commits:
+        lengths.append(["at commit", *(", ".join(dict.fromkeys(commits[name])) for name in providers)])
     tables = [_markdown(table) for table in (lengths, gaps) if len(table) > 1]
     return ["## Drafters", *tables] if tables else []
+
+
+def _suffix_cache_table(lines: Sequence[dict]) -> list[str]:
+    """What suffix decoding costs the host: the newest line of each kind of text and provider."""
+    table = [["drafts", "text", "provider", "responses", "p50, µs", "p99, µs", "worst, µs", "at commit"]]
+    for (section, case, provider), line in _newest(lines).items():
+        times = [f"{line[name]:.0f}" for name in ("p50_us", "p99_us", "worst_us")]
+        table.append([section, case, provider, str(line["responses"]), *times, f"`{line['commit']}`"])
+    if len(table) == 1:
+        return []
+    about = f"A step of a request, update and drafts, on {lines[-1]['processor']} (`--app suffix_cache`):"
+    return [f"## Suffix trees on the host\n\n{about}\n\n{_markdown(table)}"]
 
 
 def _experiment_table(cells: Sequence[dict]) -> list[str]:

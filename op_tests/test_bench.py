@@ -132,18 +132,21 @@ def test_methods_of_drafting(folder, monkeypatch):
 
     for speed in (100.2, 400.6):
         numbers = {"accept_length": 4.321, "tokens_per_s": speed, "of_plain": speed / 100.2}
-        write(folder, measured("methods", "code", "ngram", **numbers))
+        write(folder, measured("methods", "code", "ngram", drafts=8, **numbers))
     write(folder, measured("methods", "code", "naive", accept_length=1.0, tokens_per_s=90.0, of_plain=0.9))
     write(folder, measured("naive", "code", "naive", tokens_per_s=98.8, of_plain=0.986))
     for provider, length in (("ngram chain", 2.5), ("suffix topk=2", 3.75)):
-        write(folder, measured("trees", "8 nodes", provider, accept_length=length, tokens_per_s=71.2))
+        for nodes, commit in ((8, "abc"), (16, "abc"), (32, "def" if provider == "ngram chain" else "abc")):
+            cell = measured("trees", f"{nodes} nodes", provider, accept_length=length, tokens_per_s=71.2)
+            write(folder, cell | {"commit": commit})
     write(folder, measured("gap", "B=8", "suffix", median_us=9.8, worst_us=14.9))
     assert call_report(folder, monkeypatch) == 0
     readme = (folder / "README.md").read_text()
-    assert "| code | ngram | 4.32 | 401 | 4.00× | `abc` |" in readme and "| 100 |" not in readme
-    assert "| code | naive | 1.00 | 99 | 0.99× | `abc` |" in readme and readme.count("naive") == 1
+    assert "| code | ngram | 8 | 4.32 | 401 | 4.00× | `abc` |" in readme and "| 100 |" not in readme
+    assert "| code | naive | - | 1.00 | 99 | 0.99× | `abc` |" in readme and readme.count("naive") == 1
     more = (folder / "results" / "Some_GPU_80GB" / "README.md").read_text()
     assert "| tokens a step, tokens/s | ngram chain | suffix topk=2 |" in more
+    assert "| at commit | `abc`, `def` | `abc` |" in more
     assert "| 8 nodes | 2.50, 71 | 3.75, 71 |" in more and "| B=8 | suffix | 10 | 15 | `abc` |" in more
 
 
@@ -526,6 +529,24 @@ def test_the_cache_of_suffixes_is_timed_anywhere(capsys, monkeypatch):
     assert reason.startswith("arctic_inference: arctic_inference is not installed")
 
 
+def test_steps_of_the_cache_are_kept_beside_a_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
+    monkeypatch.setitem(sys.modules, "arctic_inference", None)
+    assert run.main([*SUFFIX_CACHE, "--results", str(tmp_path), "--commit", "abc"]) == 0
+    (file,) = tmp_path.rglob("suffix_cache.jsonl")
+    lines = [json.loads(text) for text in file.read_text().splitlines()]
+    assert [line["case"] for line in lines] == SUFFIX_KINDS
+    for told, line in zip(capsys.readouterr().out.splitlines()[1:], lines):
+        times = told.split("step ")[1].split()[:3]
+        assert [round(line[name]) for name in ("p50_us", "p99_us", "worst_us")] == pytest.approx(
+            list(map(int, times)), abs=1
+        )
+        assert line["processor"] and (line["section"], line["responses"], line["commit"]) == ("path", 4, "abc")
+    (table,) = report._suffix_cache_table(lines)
+    assert "| path | code | eagle_kernels | 4 | " in table and lines[0]["processor"] in table
+
+
 def test_the_cache_of_another_project_gets_the_same_steps(capsys, monkeypatch):
     """Under its names; ours plays it, with each third draft made another."""
     from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
@@ -573,11 +594,9 @@ def test_drafters_are_compared_on_code_that_is_edited(capsys, monkeypatch):
     assert run.main(["--app", "drafters", "--shape", "small", "--num-lines", "3", "--only", "methods", "naive",
                      "--results", "none"]) == 0  # fmt: skip
     lines = capsys.readouterr().out.splitlines()
-    names = [
-        line[len("methods    code editing                 ") :].split("accept_length")[0].strip() for line in lines
-    ]
-    assert names[: len(drafters.METHODS)] == list(drafters.METHODS)
-    assert len(lines) == 2 * len(drafters.METHODS) and all("of_plain" in line for line in lines)
+    names = [line[len("methods    code editing                 ") :].split("drafts")[0].strip() for line in lines]
+    assert names[: 1 + len(drafters.METHODS)] == ["plain", *drafters.METHODS]
+    assert len(lines) == 2 * (1 + len(drafters.METHODS)) and all("of_plain" in line for line in lines)
 
 
 def test_a_file_is_edited():

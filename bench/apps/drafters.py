@@ -5,8 +5,8 @@ lines, the answer the same file with 2 % of its lines changed. The draft model o
 decoder, is right in 8 of 10 tokens, and so are the three next-token modules of `mtp`. Prints a table and appends JSON
 lines to `results/<gpu>/drafters.jsonl`.
 
-    methods    method x workload, at 8 drafts: acceptance length, tokens a second, against plain decoding; beside code
-               that is edited the embedded pair's own texts
+    methods    method x workload: acceptance length, tokens a second, against plain decoding, at 8 drafts, 3 where a
+               model alone makes them; beside code that is edited the embedded pair's own texts
     trees      chains and trees of ngram and suffix at 4 .. 64 nodes
     naive      the method `naive` against plain decoding, of the first tokens
     gap        how long the device is idle before the work of a step, from a trace, with 10,000 responses in the suffix
@@ -19,6 +19,7 @@ import argparse
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +36,6 @@ SECTIONS = ("methods", "trees", "naive", "gap")
 NUM_LINES, EDITED = 400, 0.02
 MAX_LENGTH = 16384  # of the file before and after
 DRAFT_ACCURACY = 0.8
-# of 8 drafts
 METHODS = {
     "naive": {"method": "naive"},
     "ngram": {"method": "ngram", "topk": 1, "num_steps": 8},
@@ -96,32 +96,34 @@ class Bench:
 
 
 def methods(bench: Bench) -> None:
-    plain_speed = None
-    for name, fields in METHODS.items():
-        length, speed = bench.replay(**fields)
-        plain_speed = plain_speed or speed  # naive comes first
-        bench.record("methods", "code editing", name, accept_length=length, tokens_per_s=speed,
-                     of_plain=speed / plain_speed)  # fmt: skip
+    _record_methods(bench, "code editing", METHODS, bench.replay)
     target, draft = demo_pair()
-    plain_speed = None
-    for name, fields in METHODS.items():
-        if name == "mtp":  # of the pair's head a chain as `draft_model`'s
-            continue
-        is_model = fields["method"] in ("draft_model", "hybrid")
-        fields = fields | ({"method": None} if name == "draft_model" else {})
-        engine = EAGLEInference.from_pretrained(
-            draft if is_model else None, target, EAGLEConfig(**fields, suffix_decoding_max_cached_requests=0),
-            device=bench.device,
-        )  # fmt: skip
+    # of the pair's head a chain as `draft_model`'s; it has no next-token modules
+    own = {
+        "eagle" if name == "draft_model" else name: dict(fields) for name, fields in METHODS.items() if name != "mtp"
+    }
+    own["eagle"]["method"] = "eagle"
+
+    def continue_prompts(speculative: bool = True, **fields: Any) -> tuple[float, float]:
+        config = EAGLEConfig(**fields, suffix_decoding_max_cached_requests=0)
+        head = draft if config.needs_model else None
+        engine = EAGLEInference.from_pretrained(head, target, config, device=bench.device)
         prompts = [engine.tokenizer.encode(text) for text in PAIR_PROMPTS]
-        stats = engine.generate(prompts, PAIR_TOKENS, seeds=0).stats
-        if bench.device.type == "cuda":
-            stats = engine.generate(prompts, PAIR_TOKENS, seeds=0).stats
-        speed = stats.tokens_per_second
-        plain_speed = plain_speed or speed
-        name = "eagle" if name == "draft_model" else name
-        bench.record("methods", "embedded pair, 3 prompts", name, accept_length=stats.mean_accept_length,
-                     tokens_per_s=speed, of_plain=speed / plain_speed)  # fmt: skip
+        for _ in range(1 if bench.device.type == "cpu" else 2):  # the first one compiles and captures
+            stats = engine.generate(prompts, PAIR_TOKENS, seeds=0, speculative=speculative).stats
+        return stats.mean_accept_length, stats.tokens_per_second
+
+    _record_methods(bench, "embedded pair, 3 prompts", own, continue_prompts)
+
+
+def _record_methods(bench: Bench, case: str, methods: dict[str, dict], measure: Callable) -> None:
+    plain_speed = measure(method="naive", speculative=False)[1]
+    bench.record("methods", case, "plain", drafts=0, accept_length=1.0, tokens_per_s=plain_speed, of_plain=1.0)
+    for name, fields in methods.items():
+        drafts = 0 if name == "naive" else EAGLEConfig(**fields).num_verify_tokens - 1
+        length, speed = measure(**fields)
+        bench.record("methods", case, name, drafts=drafts, accept_length=length, tokens_per_s=speed,
+                     of_plain=speed / plain_speed)  # fmt: skip
 
 
 def trees(bench: Bench) -> None:

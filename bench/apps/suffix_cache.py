@@ -2,8 +2,9 @@
 
 Fills the cache with responses of 200 to 500 tokens, whose frequencies fall as 1 / rank over 100,000 tokens; two of five
 are edited copies of earlier ones. Then times steps of requests, three accepted tokens and the drafts behind them, and
-prints median, 99th percentile and worst. Arctic Inference's cache, where it is installed, gets the same steps; what
-share of its drafts has our score and our tokens is printed as well.
+prints median, 99th percentile and worst; where there is a GPU, steps are kept in `results/<gpu>/suffix_cache.jsonl`.
+Arctic Inference's cache, where it is installed, gets the same steps; what share of its drafts has our score and our
+tokens is printed as well.
 
     similar     edited copies of cached responses
     fresh       as frequent as tokens are, and nothing else
@@ -13,15 +14,17 @@ share of its drafts has our score and our tokens is printed as well.
     one_token   the worst case: matches of every length, and the text never leaves them
 
 Times are the thread's own on this machine's processor, so another program is not in them, but what it does to caches
-is; the garbage collector, to which the drafts kept here would be work, is off. They go into no file. No request of the
-cached responses has drafted: some of the worst times are those of states that are asked for the first time.
+is; the garbage collector, to which the drafts kept here would be work, is off. No request of the cached responses has
+drafted: some of the worst times are those of states that are asked for the first time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import inspect
+import platform
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -29,9 +32,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
 from eagle_kernels.engine.drafters.suffix_drafts import SuffixDraft
 
+from ..harness import results
 from ..harness.declaration import Unavailable
 from ..peers import arctic_inference
 from .replay import edited_file
@@ -108,6 +114,17 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     responses = [texts.response() for _ in range(options.responses)]
     kinds = kinds_of(texts, options.requests)
     ours: dict[str, list[SuffixDraft]] = {}
+    run = results.new_run()
+
+    def write(kind: str, provider: str, steps_us: list[float]) -> None:
+        if directory is None or not torch.cuda.is_available():
+            return
+        line = {"op": "suffix_cache", "section": "tree" if options.tree else "path", "case": kind, "provider": provider}
+        names = ("p50_us", "p99_us", "worst_us")
+        line |= {name: round(time_us, 1) for name, time_us in zip(names, _marks(steps_us))}
+        line |= {"responses": options.responses, "cached": options.cached, "processor": _processor()}
+        results.append(directory, line | {"gpu": torch.cuda.get_device_name(), "commit": commit, "run": run})
+
     for provider, make in PROVIDERS.items():
         try:
             cache = make(max_cached_requests=options.cached)
@@ -116,7 +133,8 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
             continue
         _fill(cache, provider, responses)
         for kind, requests in kinds.items():
-            drafts = _time_requests(cache, provider, kind, requests, options.tree)
+            drafts, steps_us = _time_requests(cache, provider, kind, requests, options.tree)
+            write(kind, provider, steps_us)
             if kind in ours:
                 print(f"{kind:10}  {_agreement(ours[kind], drafts)}", flush=True)
             else:
@@ -138,7 +156,7 @@ def _fill(cache: SuffixCache, provider: str, responses: list[list[int]]) -> None
 
 def _time_requests(
     cache: SuffixCache, provider: str, kind: str, requests: list[Request], use_tree: bool
-) -> list[SuffixDraft]:
+) -> tuple[list[SuffixDraft], list[float]]:
     drafts, extends_us, speculates_us = [], [], []
     gc.disable()
     for number, (prompt, response) in enumerate(requests):
@@ -159,7 +177,7 @@ def _time_requests(
     timed = {"extend": extends_us, "speculate": speculates_us, "step": steps_us}
     parts = "  ".join(f"{name} {_text(times)}" for name, times in timed.items())
     print(f"{kind:10}  {provider:16}  {parts}  {mean_drafts:4.1f} drafts", flush=True)
-    return drafts
+    return drafts, steps_us
 
 
 def _agreement(ours: list[SuffixDraft], theirs: list[SuffixDraft]) -> str:
@@ -170,7 +188,20 @@ def _agreement(ours: list[SuffixDraft], theirs: list[SuffixDraft]) -> str:
     return f"same score {same_score:.1%}, same tokens {same_tokens:.1%}"
 
 
-def _text(times_us: list[float]) -> str:
+def _marks(times_us: list[float]) -> tuple[float, float, float]:
+    """Median, 99th percentile and worst."""
     ordered = sorted(times_us)
-    shown = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100], ordered[-1]
-    return " ".join(f"{time_us:4.0f}" for time_us in shown)
+    return ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100], ordered[-1]
+
+
+def _text(times_us: list[float]) -> str:
+    return " ".join(f"{time_us:4.0f}" for time_us in _marks(times_us))
+
+
+def _processor() -> str:
+    """Its name, as far as the system knows it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
