@@ -288,7 +288,10 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         (["--target", "/no/target", "--draft", DRAFT], "/no/target: there is no such folder"),
         (["--target", TARGET, "--draft", "/no/draft"], "/no/draft: there is no such folder"),
         (["--target", TARGET / "config.json", "--draft", DRAFT], "config.json: there is no such folder"),
-        (["--target", DRAFT, "--draft", TARGET], f"{DRAFT}: missing tensors: model.embed_tokens.weight"),
+        (
+            ["--target", DRAFT, "--draft", TARGET],
+            f"{DRAFT}: holds fc.weight and no model.embed_tokens.weight: an EAGLE head",
+        ),
         (["--device", "nonsense"], "--device must be auto, cpu, cuda or cuda:N, got 'nonsense'"),
         (["--device", "meta"], "--device must be auto, cpu, cuda or cuda:N, got 'meta'"),
         (["--device", "mps"], "--device must be auto, cpu, cuda or cuda:N, got 'mps'"),

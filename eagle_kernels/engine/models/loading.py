@@ -52,6 +52,8 @@ def load_target(
         checkpoint = Checkpoint(folder)
         for name in [name for name in checkpoint.tensors if name.startswith(MODULE_PREFIX)]:
             del checkpoint.tensors[name]  # a draft, see `load_draft`
+        if "fc.weight" in checkpoint.tensors and "model.embed_tokens.weight" not in checkpoint.tensors:
+            raise ModelError("holds fc.weight and no model.embed_tokens.weight: an EAGLE head, a draft and no target")
         with torch.device("meta"):
             target = Decoder(config)
         if config.tie_word_embeddings:
