@@ -77,13 +77,16 @@ class Runner:
         _say(f"{len(cells)} cells, {len(cells) - len(left)} of them done")
         groups: dict[BenchmarkConfig, list[BenchmarkConfig]] = {}
         for cell in left:
-            groups.setdefault(_basis(cell), []).append(cell)
-        # plain decoding is measured in any case
-        num_parts = self._num_turns * sum(len({basis, *own}) for basis, own in groups.items())
-        progress = _Progress(num_parts)
-        for basis, own in groups.items():
-            measured = self._measure(list(dict.fromkeys([basis, *own])), progress)
-            for cell in own:
+            # plain decoding comes first, and is measured in any case
+            group = groups.setdefault(_basis(cell), [_basis(cell)])
+            if cell not in group:
+                group.append(cell)
+        progress = _Progress(self._num_turns * sum(map(len, groups.values())))
+        for basis, group in groups.items():
+            measured = self._measure(group, progress)
+            for cell in group:
+                if cell not in left:
+                    continue
                 line = {"cell_hash": self._hash(cell), "config": cell.to_dict(), "dtype": self._dtype(cell)}
                 line |= self.machine | {"prompts": self.experiment.describe_prompts(self._dataset().get_all())}
                 log.write("cell", **line, **_numbers(measured[cell], measured[basis]))

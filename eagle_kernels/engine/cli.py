@@ -267,19 +267,16 @@ def _conditions(engine: EAGLEInference) -> dict:
     names = ("topk", "num_steps", "adaptive", "verify_strategy", "accept_policy", "temperature", "top_k", "top_p",
              "min_p", "page_size", "cuda_graph")  # fmt: skip
     triton = language.triton.__version__ if language.AVAILABLE else None
-    tree = {"num_draft_tokens": config.num_verify_tokens}
+    conditions = {name: getattr(config, name) for name in names} | {
+        "method": _method(engine),
+        "num_draft_tokens": config.num_verify_tokens,
+        "dtype": str(engine.target.dtype).removeprefix("torch."),
+        "device": device_name(engine.device),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton},
+    }
     if config.methods == ("naive",):  # whatever tree the configuration has
-        tree = {"topk": 1, "num_steps": 0, "num_draft_tokens": 1}
-    return (
-        {name: getattr(config, name) for name in names}
-        | tree
-        | {
-            "method": _method(engine),
-            "dtype": str(engine.target.dtype).removeprefix("torch."),
-            "device": device_name(engine.device),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton},
-        }
-    )
+        conditions |= {"topk": 1, "num_steps": 0, "num_draft_tokens": 1}
+    return conditions
 
 
 def _first_prompts(path: str, arguments: argparse.Namespace) -> list[str]:
