@@ -97,7 +97,7 @@ class EAGLEConfig(MethodOptions):
                         that the path of first children is taken to its end, not at all, or as deep as coins say.
                         `simulate` by itself where one of the next two is given.
                         Planted tokens may be end tokens: eos_token_ids=() lets every request reach its length
-    simulated_accept_length  of `simulate`: mean tokens a step, bonus included, 1..num_steps + 1; or
+    simulated_accept_length  of `simulate`: mean tokens a step, bonus included; or
     simulated_accept_rates   of `simulate`: P(at least 1, 2, .. num_steps drafts accepted), not increasing. Where the
                         path of first children ends, so does the step: trees may accept less, chains (topk=1) do not
     """
@@ -212,6 +212,11 @@ class EAGLEConfig(MethodOptions):
         return self.num_draft_tokens
 
     @property
+    def _most_accepted(self) -> int:
+        """Drafts that a step accepts at most: one a level, and no more than there are."""
+        return min(self.num_steps, self.num_verify_tokens - 1)
+
+    @property
     def _num_candidates(self) -> int:
         if self._is_dynamic:
             return self.topk + (self.num_steps - 1) * self.topk**2
@@ -268,10 +273,11 @@ class EAGLEConfig(MethodOptions):
     def _with_tree(self, tree: tuple[int, int, int]) -> EAGLEConfig:
         topk, num_steps, num_draft_tokens = tree
         simulated = {}
+        most = min(num_steps, num_draft_tokens - 1)
         if self.simulated_accept_length is not None:
-            simulated["simulated_accept_length"] = min(self.simulated_accept_length, num_steps + 1)
+            simulated["simulated_accept_length"] = min(self.simulated_accept_length, most + 1)
         if self.simulated_accept_rates is not None:
-            simulated["simulated_accept_rates"] = self.simulated_accept_rates[:num_steps]
+            simulated["simulated_accept_rates"] = (*self.simulated_accept_rates[:most], *(0,) * (num_steps - most))
         shape = {"topk": topk, "num_steps": num_steps, "num_draft_tokens": num_draft_tokens}
         return replace(self, **shape, **simulated, adaptive=None, max_spec_batch=None)
 
@@ -321,14 +327,16 @@ class EAGLEConfig(MethodOptions):
         )
         if length is not None:
             self._require_number("simulated_accept_length")
-            rule = f"lie in 1..num_steps + 1 = {self.num_steps + 1} (the bonus counts)"
-            self._require(1 <= length <= self.num_steps + 1, "simulated_accept_length", rule)
+            rule = f"lie in 1..min(num_steps + 1, num_draft_tokens) = {self._most_accepted + 1} (the bonus counts)"
+            self._require(1 <= length <= self._most_accepted + 1, "simulated_accept_length", rule)
             return
         is_rates = isinstance(rates, (tuple, list)) and len(rates) == self.num_steps
         is_rates = is_rates and all(is_integer(rate) or isinstance(rate, float) for rate in rates)
         rule = f"be num_steps = {self.num_steps} numbers in 0..1, none above the one before it"
         is_falling = is_rates and all(1 >= above >= rate >= 0 for above, rate in zip((1, *rates), rates))
         self._require(is_falling, "simulated_accept_rates", rule)
+        rule = f"be 0 beyond the num_draft_tokens - 1 = {self.num_verify_tokens - 1} drafts of a step"
+        self._require(not any(rates[self._most_accepted :]), "simulated_accept_rates", rule)
         object.__setattr__(self, "simulated_accept_rates", tuple(rates))
 
     def _require(self, holds: bool, name: str, rule: str) -> None:

@@ -212,7 +212,10 @@ class EAGLEInference:
         """The text that follows `text`, in pieces, for `for` and `async for`; options are those of `stream`."""
         if self.tokenizer is None:
             raise ValueError(f"EAGLEInference: stream_text needs the tokenizer of the target: {self._tokenizer_fault}")
-        return TextStream(self.stream(self.tokenizer.encode(text), max_new_tokens, **options), self.tokenizer)
+        prompt = self.tokenizer.encode(text)
+        if not prompt:
+            raise ValueError(f"stream_text: text must hold at least one token, got {text!r}")
+        return TextStream(self.stream(prompt, max_new_tokens, **options), self.tokenizer)
 
     def submit(self, prompt: list[int] | Tensor, params: SamplingParams | None = None) -> Request:
         """A request joins at the next `step`. One that cannot ever run is returned as finished, with its `error`."""
@@ -279,7 +282,11 @@ class EAGLEInference:
             raise ValueError("benchmark: prompts must hold at least one prompt, got []")
         if not (is_integer(batch_size) and batch_size >= 1):
             raise ValueError(f"benchmark: batch_size must be an int of at least 1, got {batch_size!r}")
-        batch_size = min(batch_size, len(prompts))
+        batch_size, max_new_tokens = min(batch_size, len(prompts)), read_max_new_tokens(max_new_tokens)
+        if "speculative" in overrides:
+            raise ValueError(
+                f"benchmark: speculative must be left out, both are measured, got {overrides['speculative']!r}"
+            )
         overrides.setdefault("max_batch", max(self.config.max_batch, batch_size))
         return benchmark(
             self, prompts, max_new_tokens, batch_size, read_seeds(seeds, len(prompts)), progress, overrides

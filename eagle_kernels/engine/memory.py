@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .config import EAGLEConfig
-from .drafters.methods import make_reader
+from .drafters.methods import make_drafter, make_reader
 from .kv_pool import bytes_per_page
 from .models.checkpoint import free_memory_bytes
 from .models.protocol import DraftModel, TargetModel
@@ -28,22 +28,30 @@ def workspace_bytes(
 
     kv_cache  the pools of both models
     rows      what the rows of a batch are from step to step, without penalties (4 more a token of the vocabulary)
-    step      the largest tensors of one step: logits, and the features that the draft reads
+    step      the largest tensors of the largest step: logits, and the features that the draft reads
     """
-    element, rows, nodes = target.dtype.itemsize, config.max_batch, config.num_verify_tokens
+    element, rows = target.dtype.itemsize, config.max_batch
     num_streams, draft_vocab_size = (0, 0) if draft is None else (len(draft.aux_layers), draft.draft_vocab_size)
     # the draft's own state: of a head about as wide as the target's, of a language model nothing
     hidden_size = target.hidden_size if num_streams else 0
     reader = make_reader(config, draft)
     kept = 0 if reader is None else reader.num_kept * (8 + element * num_streams * target.hidden_size)
+    trees = [(most, tree) for most, tree in config.trees if tree is not None and config.may_speculate]
+    keeps_history = any(make_drafter(tree, reader, target.device).reads_history for _, tree in trees)
+    history = 4 * max_pages * config.page_size if keeps_history else 0
+    # of rows with so many nodes, and levels or beams of the draft: a plain one has neither
+    shapes = [(rows, 1, 0)]
+    for most, tree in trees:
+        num_drafted = max(tree.topk, tree.num_steps + 1)
+        shapes.append((rows if most is None else min(rows, most), tree.num_verify_tokens, num_drafted))
     if num_pages is None:
         num_pages = count_pages(target, draft, config, max_pages)
     sizes = {
         "kv_cache": num_pages * _page_bytes(target, draft, config),
-        "rows": rows * (4 * max_pages + 76 + kept + element * (draft_vocab_size + hidden_size)),
-        "step": rows * element * (
-            nodes * (target.vocab_size + num_streams * target.hidden_size)
-            + max(config.topk, config.num_steps + 1) * draft_vocab_size
+        "rows": rows * (4 * max_pages + 76 + history + kept + element * (draft_vocab_size + hidden_size)),
+        "step": element * max(
+            count * (nodes * (target.vocab_size + num_streams * target.hidden_size) + drafted * draft_vocab_size)
+            for count, nodes, drafted in shapes
         ),
     }  # fmt: skip
     return sizes | {"total": sum(sizes.values())}

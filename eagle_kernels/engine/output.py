@@ -34,7 +34,8 @@ class GenerationStats:
     comes from the prefill and belongs to no step. Acceptance counts what verification accepted, also where an end token
     or the token limit then cut the text.
 
-    levels              draft tokens that steps could accept: of each the levels of its own tree, of a plain one 0
+    levels              draft tokens that steps could accept: of each the levels of its own tree, or its drafts where
+                        these are fewer; of a plain one 0
     drafted             draft tokens verified: of a tree that stays the same, steps * (num_draft_tokens - 1)
     accepted            draft tokens accepted
     accepted_per_depth  [num_steps] in how many steps the draft at depth 1, 2, ... was accepted

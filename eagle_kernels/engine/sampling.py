@@ -52,7 +52,7 @@ class SamplingParams:
             value = getattr(self, name)
             # rows hold them in fp32
             is_number = (is_integer(value) or isinstance(value, float)) and -_LARGEST <= value <= _LARGEST
-            self._require(is_number, name, "be a finite number")
+            self._require(is_number, name, "be a finite int or float")
         self._require(self.temperature >= 0, "temperature", "be at least 0")
         is_count = is_integer(self.top_k) and 0 <= self.top_k < 2**31
         self._require(is_count, "top_k", "be an int of at least 0 (0: off), below 2^31")

@@ -359,7 +359,7 @@ class Scheduler:
         if number is not None:
             request.accepted.append(accepted)
             stepper = self.steps.runners[number].stepper
-            request.levels += stepper.num_steps
+            request.levels += min(stepper.num_steps, stepper.num_nodes - 1)
             request.drafted += stepper.num_nodes - 1
         with self._failing_alone(row):
             num_known = len(request.output_ids)

@@ -85,6 +85,19 @@ def test_a_tree_takes_the_path_of_first_children(draft, target):
     assert less.accepted_per_depth[:2] == [less.steps, 0]
 
 
+def test_no_step_accepts_more_than_it_drafts(target):
+    """Deeper levels than drafts are none that could be accepted: a perfect draft is accepted whole."""
+    fewer = {"topk": 1, "num_steps": 8, "num_draft_tokens": 4}
+    for policy in ({}, {"simulated_accept_length": 4}, {"simulated_accept_rates": (1, 1, 1, 0, 0, 0, 0, 0)}):
+        stats = EAGLEInference(target, target, EAGLEConfig(**fewer, **policy)).generate([1, 2], 13).stats
+        assert stats.mean_accept_length == 4 and stats.acceptance_rate == stats.draft_efficiency == 1
+    table = ((1, (1, 8, 3)), (8, (1, 8, 4)))
+    for policy in ({"simulated_accept_length": 4}, {"simulated_accept_rates": (1, 1, 1, 0, 0, 0, 0, 0)}):
+        engine = EAGLEInference(target, target, EAGLEConfig(**fewer, **policy, adaptive=table))
+        assert engine.generate([1, 2], 13).stats.mean_accept_length == 3
+        assert engine.generate([[1, 2], [3]], 13).stats.mean_accept_length == 4
+
+
 def test_rates_may_be_whole_numbers(target):
     """Of the configuration, or of a smaller tree that accepts all it drafts."""
     for config, tokens in (

@@ -110,7 +110,7 @@ def test_a_config_cannot_change():
         (SIMULATE | {"simulated_accept_length": 2, "simulated_accept_rates": [1] * 5}, "accept_policy must come with"),
         (
             SIMULATE | {"simulated_accept_length": 0.5},
-            r"simulated_accept_length must lie in 1..num_steps \+ 1 = 6 \(the",
+            r"simulated_accept_length must lie in 1..min\(num_steps \+ 1, num_draft_tokens\) = 6 \(the bonus counts",
         ),
         (SIMULATE | {"simulated_accept_length": 6.5}, "simulated_accept_length must lie in"),
         (SIMULATE | {"simulated_accept_length": float("nan")}, "simulated_accept_length must lie in"),
@@ -122,6 +122,14 @@ def test_a_config_cannot_change():
         (SIMULATE | {"simulated_accept_rates": (0.5, 0.6, 0, 0, 0)}, "none above the one before it, got"),
         (SIMULATE | {"simulated_accept_rates": (0.5, float("nan"), 0, 0, 0)}, "simulated_accept_rates must be"),
         (SIMULATE | {"simulated_accept_rates": (1, 1, 1, 1, -0.1)}, "simulated_accept_rates must be"),
+        (
+            {"num_draft_tokens": 4, "simulated_accept_length": 4.5},
+            r"must lie in 1..min\(.*\) = 4 \(the bonus.* got 4.5",
+        ),
+        (
+            {"num_draft_tokens": 4, "simulated_accept_rates": (1, 1, 1, 0.1, 0)},
+            r"simulated_accept_rates must be 0 beyond the num_draft_tokens - 1 = 3 drafts of a step, got \(1, 1, 1, 0",
+        ),
         ({"tree_mask_mode": "dense"}, "tree_mask_mode must be one of"),
         ({"tree_mask_mode": "qlen_only_bitpacking", "num_draft_tokens": 33}, "at most 32 for qlen_only_bitpacking"),
     ],

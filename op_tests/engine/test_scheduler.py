@@ -6,11 +6,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import gc
+import json
 import pkgutil
 import random
 import threading
 import time
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.benchmark import _Decoding
+from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from eagle_kernels.engine.sampling import Features
 from eagle_kernels.engine.scheduler import host_lag
@@ -768,6 +771,39 @@ def test_warmup_and_workspace(target, draft):
     assert request.finish_reason == "length"
 
 
+METHODS = (None, "ngram", "suffix", "hybrid", "naive", ("draft_model", "ngram"), ("naive", "suffix"))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_the_workspace_of_every_method(target, method):
+    """Methods that read the text keep it beside each row."""
+    fields = {"num_model_steps": 1} if method == "hybrid" else {}
+    engine = make(CausalDraft(target), target, method=method, num_draft_tokens=8, **fields)
+    engine.generate(prompt_of(3), 6)
+    held = engine._scheduler.state.tensors()
+    assert engine.workspace_bytes()["rows"] == sum(tensor.nbytes for tensor in held)
+    never = engine.workspace_bytes(replace(engine.config, max_spec_batch=0))["rows"]
+    history = engine._scheduler.state.history
+    assert (history is not None) == (method not in (None, "naive"))
+    assert history is None or never <= sum(tensor.nbytes for tensor in held) - history.nbytes
+
+
+def test_the_workspace_of_the_largest_step(target):
+    """Of a table's trees, each with as many rows as it is for."""
+    small, large = (1, 1, 2), (3, 3, 16)
+
+    def step_bytes(**fields) -> int:
+        return make(target, target, max_batch=8, **fields).workspace_bytes()["step"]
+
+    def tree(size: tuple[int, int, int]) -> dict:
+        return dict(zip(("topk", "num_steps", "num_draft_tokens"), size))
+
+    assert step_bytes(**tree(small), adaptive=((8, large),)) == step_bytes(**tree(large))
+    assert step_bytes(**tree(large), adaptive=((2, large), (8, small))) == step_bytes(**tree(large)) // 4
+    assert step_bytes(**tree(large), adaptive=((1, large), (8, small))) == step_bytes(**tree(small))
+    assert step_bytes(**tree(large), max_spec_batch=0) == 8 * target.vocab_size * target.dtype.itemsize
+
+
 COMMON = [
     {"logprobs": logprobs, "seed": 3, **drawn}
     for logprobs in (False, True)
@@ -869,6 +905,9 @@ def test_benchmark(target):
         assert stats.to_dict()["speedup"] == stats.speedup
         assert '"mean_accept_length"' in stats.to_json()
     assert engine.benchmark([prompt_of(1)], 4, simulated_accept_length=2.0).identical is None  # planted
+    assert json.loads(engine.benchmark([prompt_of(1)], torch.tensor(4)).to_json())["max_new_tokens"] == 4
+    with pytest.raises(ValueError, match="benchmark: speculative must be left out, both are measured, got False"):
+        engine.benchmark([prompt_of(1)], 4, speculative=False)
     for batch_size in (0, 2.0):
         with pytest.raises(ValueError, match=f"batch_size must be an int of at least 1, got {batch_size}"):
             engine.benchmark([[1]], batch_size=batch_size)
@@ -958,8 +997,8 @@ def test_first_tokens_come_before_steps(target, draft, lag):
     [
         ({"temperature": -1}, "temperature must be at least 0, got -1"),
         ({"top_k": 2**31}, r"top_k must be an int of at least 0 \(0: off\), below 2\^31"),
-        ({"presence_penalty": 1e39}, "presence_penalty must be a finite number"),
-        ({"temperature": float("nan")}, "temperature must be a finite number, got nan"),
+        ({"presence_penalty": 1e39}, "presence_penalty must be a finite int or float"),
+        ({"temperature": float("nan")}, "temperature must be a finite int or float, got nan"),
         ({"top_k": 1.5}, r"top_k must be an int of at least 0 \(0: off\), below 2\^31, got 1.5"),
         ({"top_p": 0}, r"top_p must lie in \(0, 1\]"),
         ({"min_p": 2}, "min_p must lie in 0..1"),

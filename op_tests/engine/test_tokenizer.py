@@ -98,6 +98,11 @@ def test_streamed_text_is_that_of_all_tokens(engine, seed):
     assert all(pieces) and len(pieces) > 5 and "".join(pieces) == engine.tokenizer.decode(token_ids)
 
 
+def test_text_that_holds_no_token_is_refused(engine):
+    with pytest.raises(ValueError, match="stream_text: text must hold at least one token, got ''"):
+        engine.stream_text("", 3)
+
+
 def test_streamed_text_ends_before_a_stop_string(engine):
     *pieces, _ = engine.stream_text(PROMPT, 40, seeds=1)  # the last one may be what the end left of a character
     whole = "".join(pieces)

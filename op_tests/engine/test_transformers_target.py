@@ -260,6 +260,13 @@ MLA = {
 }  # fmt: skip
 
 
+# four hidden states side by side
+STREAMS = {
+    "num_hidden_layers": 4, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 4, "activation_sparsity_pattern": [0.0] * 4,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
@@ -279,6 +286,11 @@ MLA = {
         ("Gemma4Text", {"sliding_window": 4}, r"Gemma4ForCausalLM: layers of different \(key heads, size\) \["),
         ("DiffLlama", {}, "DiffLlamaForCausalLM: layer 0 attends more than once"),
         ("Doge", {}, "DogeAttention: a mask or a bias of its own is not supported"),
+        (
+            "Gemma3nText",
+            STREAMS,
+            "Gemma3nForCausalLM: its forward does not run with our attention, RuntimeError: Tensors must have same",
+        ),
     ],
 )
 def test_what_the_adapter_cannot_honour_is_refused(family, changes, message):

@@ -85,7 +85,13 @@ class TransformersTarget:
         capture = (*range(num_layers + 1), FINAL_NORM)
         tokens = torch.arange(2, device=self.device)[None]
         with torch.inference_mode():
-            logits, features = self.forward(tokens, tokens, partial(_note_layer, self._name, seen), capture=capture)
+            try:
+                logits, features = self.forward(tokens, tokens, partial(_note_layer, self._name, seen), capture=capture)
+            except ModelError:
+                raise
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                raise ModelError(f"{self._name}: its forward does not run with our attention, {reason}") from error
         self.vocab_size = logits.shape[-1]
         self.hidden_size = self.config.hidden_size
         if features.shape != (1, 2, len(capture) * self.hidden_size):
