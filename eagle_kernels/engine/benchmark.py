@@ -157,22 +157,24 @@ def benchmark(
             )
     first = [list(prompt) for prompt in prompts[batches[0]]]
     sampling = {"temperature": engine.config.temperature}  # else all that is common would be warmed
+    config, _ = engine._split(options, "benchmark")
     for speculative in (True, False):  # compiles, captures, and warms up
-        engine.generate(first, min(8, max_new_tokens), seeds=0, speculative=speculative, **options)
+        with engine._alone("benchmark", config):
+            engine.generate(first, min(8, max_new_tokens), seeds=0, speculative=speculative, **options)
         if engine.device.type == "cuda":
             engine.warmup(speculative=speculative, most_requests=batch_size, **sampling | options)
     if engine.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(engine.device)
     runs = {True: _Decoding(engine), False: _Decoding(engine)}
     identical = 0
-    for batch in _progress(batches, progress):
-        texts = [
-            run.add([list(prompt) for prompt in prompts[batch]], max_new_tokens, seeds=seeds[batch],
-                    speculative=speculative, **options)
-            for speculative, run in runs.items()
-        ]  # fmt: skip
-        identical += texts[0] == texts[1]
-    config, _ = engine._split(options, "benchmark")
+    with engine._alone("benchmark", config):
+        for batch in _progress(batches, progress):
+            texts = [
+                run.add([list(prompt) for prompt in prompts[batch]], max_new_tokens, seeds=seeds[batch],
+                        speculative=speculative, **options)
+                for speculative, run in runs.items()
+            ]  # fmt: skip
+            identical += texts[0] == texts[1]
     share = identical / len(batches) if config.keeps_text else None
     peak = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else None
     results = runs[True].result(), runs[False].result()

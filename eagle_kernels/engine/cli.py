@@ -167,9 +167,10 @@ def _warm_up(engine: EAGLEInference, prompt: list[int], arguments: argparse.Name
     """Compiles the kernels first, so that the printed speed is that of decoding."""
     if engine.device.type == "cuda":
         few = min(8, arguments.max_new_tokens)
-        engine.generate(prompt, few, seeds=0)
-        if arguments.compare:
-            engine.generate(prompt, few, seeds=0, speculative=False)
+        with engine._alone("the warm-up", engine.config):
+            engine.generate(prompt, few, seeds=0)
+            if arguments.compare:
+                engine.generate(prompt, few, seeds=0, speculative=False)
 
 
 def _print_text(stream: TokenStream, tokenizer: Tokenizer, arguments: argparse.Namespace) -> str:

@@ -69,7 +69,8 @@ class EAGLEConfig(MethodOptions):
                         there and in past responses; `hybrid`: the model's, and ngram's behind or beside them, or
                         before them where max_ngram_size tokens match; `naive`: none, and the fields of the tree say
                         nothing.
-                        Trees of ngram and suffix have at most topk * num_steps drafts, topk=1 makes them chains.
+                        Trees of ngram and suffix have at most topk * num_steps drafts, topk=1 makes them chains (of
+                        suffix where it is 1 in all trees of an adaptive table).
                         Several of them: each request has its own (`SamplingParams.drafter`), trees are of one size,
                         and all of them draft for all rows of a step
     num_model_steps     of hybrid: levels that the model drafts, topk nodes in each

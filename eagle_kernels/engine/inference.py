@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,8 @@ class EAGLEInference:
         batch_size  may be more than max_batch, which is raised to it
         progress    show a bar; None: where stderr is a terminal
         overrides   as of `generate`: `for topk in [2, 4, 8]: stats = engine.benchmark(prompts, topk=topk)`
+
+        Needs an empty batch. Suffix trees know of no request before, and forget those of the benchmark behind it.
         """
         prompts, _ = read_prompts(prompts)
         if not prompts:
@@ -313,7 +316,7 @@ class EAGLEInference:
             says_how = not overrides.keys().isdisjoint(SAMPLING_FIELDS)
             common = [each for each in COMMON_PARAMS if config.why_not_served(each) is None]
             params = (_params(config, wanted),) if says_how else common
-        with self.lock:
+        with self.lock, self._alone("warmup", config):
             scheduler = self._scheduler_for(config, speculative)
             warm_up(
                 self, scheduler, params, limit=self._limit(config, speculative),
@@ -473,6 +476,16 @@ class EAGLEInference:
             )
         scheduler.use(self._steps[step_key])
         return scheduler
+
+    @contextlib.contextmanager
+    def _alone(self, name: str, config: EAGLEConfig) -> Iterator[None]:
+        """For calls that measure or warm up: no other requests, and suffix trees that know of none before, nor of those
+        within behind it."""
+        if self._scheduler is not None and self._scheduler.has_work:
+            raise RuntimeError(f"EAGLEInference: {name} needs an empty batch; collect or abort the requests in it")
+        memory = self._suffix_cache_for(config).forgetting() if "suffix" in config.methods else contextlib.nullcontext()
+        with memory:
+            yield
 
     def _suffix_cache_for(self, config: EAGLEConfig) -> SuffixCache:
         """One for all configurations with its sizes, since it remembers past responses."""

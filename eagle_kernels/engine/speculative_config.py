@@ -112,23 +112,29 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, int]:
             if given.get(name, 1) != 1:
                 _fail(name, "be 1 or absent for method='naive', which has no drafts", given[name])
         return {}
-    tree = {name: given[name] for name in _OF_TREES if name in given}
-    if tree:
-        if "num_speculative_tokens" in given:
-            _fail("num_speculative_tokens", f"be absent beside {min(tree)}", given["num_speculative_tokens"])
-        return tree | ({} if levels is None else {"num_model_steps": levels})
     count = given.get("num_speculative_tokens", 1)
     for name, value in (("num_speculative_tokens", count), ("num_model_steps", 1 if levels is None else levels)):
         if not (is_integer(value) and value >= 1):
             _fail(name, "be an int of at least 1", value)
+    if method in ("ngram", "suffix") and levels not in (None, 1):
+        _fail("num_model_steps", f"be 1 or absent for method={method!r}, which has no model", levels)
+    tree = {name: given[name] for name in _OF_TREES if name in given}
+    if tree:
+        if "num_speculative_tokens" in given:
+            _fail("num_speculative_tokens", f"be absent beside {min(tree)}", given["num_speculative_tokens"])
+        if levels is None or method in ("ngram", "suffix"):
+            return tree
+        if method == "hybrid":
+            return tree | {"num_model_steps": levels}
+        if tree.setdefault("num_steps", levels) != levels:
+            _fail("num_model_steps", f"be num_steps = {tree['num_steps']} or absent without n-grams behind it", levels)
+        return tree
     if method == "hybrid":
         levels = 1 if levels is None else levels
         if count <= levels:
             rule = f"exceed num_model_steps = {levels} where n-grams follow the model's drafts"
             _fail("num_speculative_tokens", rule, given.get("num_speculative_tokens"))
         return {"topk": 1, "num_steps": count, "num_draft_tokens": count + 1, "num_model_steps": levels}
-    if method in ("ngram", "suffix") and levels not in (None, 1):
-        _fail("num_model_steps", f"be 1 or absent for method={method!r}, which has no model", levels)
     if levels is not None and "num_speculative_tokens" in given and levels < count:
         _fail("num_model_steps", f"not be below num_speculative_tokens = {count} without n-grams behind it", levels)
     # as FastDeploy: as many drafts as the model makes, at least

@@ -95,9 +95,12 @@ class TopP:
         best = ops.select_top_k_tokens(logits.float(), topk=self._num_candidates, level=0)
         num_kept = torch.where(is_greedy, 1, self._num_candidates)
         if features.filters:
-            num_kept = (_filtered(rows, logits) > 0).sum(-1)
+            num_left = (_filtered(rows, logits) > 0).sum(-1)
             most = torch.where(top_p < 1, 0, self._num_candidates)
-            num_kept = torch.where(num_kept > self._num_candidates, most, num_kept)
+            num_left = torch.where(num_left > self._num_candidates, most, num_left)
+            # a row's own filters, not its neighbours': without any, what rounds to 0 is left, too
+            has_filters = (rows.of("top_k") > 0) | (top_p < 1) | (rows.of("min_p") > 0)
+            num_kept = torch.where(has_filters, num_left, num_kept)
         own = ops.sample_from_logits(
             logits, tree.positions + 1, rows.seeds, temperature, rows.of("top_k"), top_p, rows.of("min_p")
         )

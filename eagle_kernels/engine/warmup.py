@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +38,6 @@ def warm_up(
 
     limit: longest request. config: fields of the configuration that this is for.
     """
-    if scheduler.has_work:
-        raise RuntimeError("EAGLEInference: warmup needs an empty batch; collect or abort the requests in it")
     # of one request: what fits in the pool with it, and with as many more as prompts there are
     room = scheduler.most_tokens() // len(_PROMPT_LENGTHS) - 2
     prompts = [[0] * max(1, min(length, limit - 2, room)) for length in _PROMPT_LENGTHS]
@@ -50,9 +47,7 @@ def warm_up(
         # prompts and first tokens alone: steps come below, and a choice among them must learn nothing from zeros
         options |= {"max_new_tokens": 1, "stop_token_ids": (), "stop": ()}
         del options["seed"]
-        feed = scheduler.steps.feed
-        with contextlib.nullcontext() if feed is None else feed.forgetting():
-            engine.generate(prompts, **config | options, seeds=0, speculative=speculative)
+        engine.generate(prompts, **config | options, seeds=0, speculative=speculative)
         features = Features.of([request])
         mixtures |= {features} | {Features(*map(max, zip(features, mixture))) for mixture in mixtures}
     with torch.inference_mode():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine import cli
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.loading import demo_pair
-from op_tests.engine.toys import ToyModel, random_head, random_llama
+from eagle_kernels.engine.verification import TargetMatch
+from op_tests.engine.toys import ToyModel, Walker, random_head, random_llama
 
 # ragged, with much to look up
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 5, 6], [4], [8, 8, 8, 8]]
@@ -177,6 +180,65 @@ def test_a_warmup_is_not_remembered(device):
     before = [list(response.tokens) for response in cache._responses]
     engine.warmup(most_requests=2)
     assert len(before) == 2 and [list(response.tokens) for response in cache._responses] == before
+
+
+def test_a_benchmark_is_told_no_answers(device):
+    """Neither by its warm-up nor by the benchmark before it; nor does it tell any."""
+    target, _ = toys(device)
+    config = EAGLEConfig(**METHODS["suffix chain"], suffix_decoding_max_cached_requests=8)
+    engine = EAGLEInference(None, target, config)
+    engine.generate([3, 1, 4], 24)
+    (cache,) = engine._suffix_caches.values()
+    before = [list(response.tokens) for response in cache._responses]
+    lengths = [engine.benchmark(PROMPTS[:1], 24).speculative.mean_accept_length for _ in range(2)]
+    alone = engine.generate(PROMPTS[0], 24, suffix_decoding_max_cached_requests=0).stats.mean_accept_length
+    assert lengths == [alone, alone]
+    assert len(before) == 1 and [list(response.tokens) for response in cache._responses] == before
+    # of two batches of one prompt the second one knows the text of the first
+    assert engine.benchmark(PROMPTS[:1] * 2, 24).speculative.mean_accept_length > alone
+    engine.submit([1], SamplingParams(max_new_tokens=3))
+    with pytest.raises(RuntimeError, match="benchmark needs an empty batch; collect or abort the requests in it"):
+        engine.benchmark(PROMPTS, 24)
+
+
+def test_the_warm_up_of_the_command_tells_no_answers(device):
+    target, _ = toys(device)
+    config = EAGLEConfig(**METHODS["suffix chain"], suffix_decoding_max_cached_requests=8)
+    engine = EAGLEInference(None, target, config)
+    engine.generate([3, 1, 4], 24)
+    (cache,) = engine._suffix_caches.values()
+    # as on a GPU: on a CPU there is no warm-up
+    as_if = SimpleNamespace(
+        device=torch.device("cuda"), config=engine.config, generate=engine.generate, _alone=engine._alone
+    )
+    cli._warm_up(as_if, PROMPTS[0], SimpleNamespace(max_new_tokens=24, compare=True))
+    assert len(cache._responses) == 1
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["suffix chain", "suffix tree"])
+def test_no_more_suffix_drafts_than_the_match_allows(name, factor, lag, device, monkeypatch):
+    target, counts, verify = Walker(device=device), [], TargetMatch.verify
+
+    def count(strategy, batch, proposal, logits, features):
+        # of a text that counts on the longest match begins where counting began again, if something followed it
+        text = batch.state.history[0, : int(batch.lengths[0]) + 1].tolist()
+        sizes = (size for size in range(len(text) - 1, 0, -1) if occurs(text[:-1], text[-size:]))
+        links = torch.stack([proposal.tree.retrieve_next_token, proposal.tree.retrieve_next_sibling])
+        counts.append((int((links >= 0).sum()), next(sizes, 0)))
+        return verify(strategy, batch, proposal, logits, features)
+
+    def occurs(text, string):
+        return any(text[start : start + len(string)] == string for start in range(len(text) - len(string) + 1))
+
+    monkeypatch.setattr(TargetMatch, "verify", count)
+    prompt = [*range(5, 14), 30, 5]
+    fields = METHODS[name] | {"num_steps": 8, "num_draft_tokens": 9, "suffix_decoding_max_spec_factor": factor}
+    engine = EAGLEInference(None, target, EAGLEConfig(**fields, suffix_decoding_max_cached_requests=0))
+    text = engine.generate(prompt, 9, cuda_graph=False).output_ids
+    assert text == list(range(6, 15)) and len(counts) > 1
+    assert all(drafts <= int(factor * match + 1e-6) for drafts, match in counts), counts
+    assert (max(drafts for drafts, _ in counts) > 1) == (factor > 0)
 
 
 def test_requests_that_end_leave_no_suffix_tree(device):

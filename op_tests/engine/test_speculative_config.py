@@ -41,6 +41,16 @@ READ = [
         EAGLEConfig(method="ngram", topk=4, num_steps=6, num_draft_tokens=16),
     ),
     ({"method": "mtp", "num_model_steps": 3}, EAGLEConfig.chain(3, method="mtp")),
+    ({"method": "mtp", "topk": 1, "num_model_steps": 3}, EAGLEConfig(method="mtp", topk=1, num_steps=3)),
+    (
+        {"method": "mtp", "num_draft_tokens": 3, "topk": 1, "num_steps": 2, "num_model_steps": 2},
+        EAGLEConfig(method="mtp", topk=1, num_steps=2, num_draft_tokens=3),
+    ),
+    (
+        {"method": "hybrid", "topk": 2, "num_steps": 6, "num_draft_tokens": 12, "num_model_steps": 2},
+        EAGLEConfig(method="hybrid", topk=2, num_steps=6, num_draft_tokens=12, num_model_steps=2),
+    ),
+    ({"method": "ngram", "topk": 2, "num_model_steps": 1}, EAGLEConfig(method="ngram", topk=2)),
     ({"method": "mtp", "num_speculative_tokens": 2, "num_model_steps": 2}, EAGLEConfig.chain(2, method="mtp")),
     ({"method": "eagle3", "num_speculative_tokens": 4}, EAGLEConfig.chain(4, method="eagle")),
     (
@@ -123,6 +133,15 @@ REFUSED = [
     (
         {"method": "ngram", "num_model_steps": 3},
         "num_model_steps must be 1 or absent for method='ngram', which has no model",
+    ),
+    (
+        {"method": "ngram", "topk": 2, "num_model_steps": 5},
+        "num_model_steps must be 1 or absent for method='ngram', which has no model, got 5",
+    ),
+    ({"method": "suffix", "topk": 2, "num_model_steps": 0}, "num_model_steps must be an int of at least 1, got 0"),
+    (
+        {"method": "mtp", "topk": 1, "num_steps": 2, "num_model_steps": 3},
+        "num_model_steps must be num_steps = 2 or absent without n-grams behind it, got 3",
     ),
     ({"method": "ngram", "benchmark_mode": "false"}, "benchmark_mode must be true or false, got 'false'"),
     (

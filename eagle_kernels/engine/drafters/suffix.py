@@ -7,9 +7,8 @@ have come since, and drafts what lies below them; where they lead out of the off
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from ..config import EAGLEConfig
 from ..request import Request
 from .protocol import Proposal
 from .suffix_cache import SuffixCache, SuffixDraft
+from .suffix_drafts import ROUNDING_UP
 from .trees import tree_of
 
 
@@ -30,12 +30,22 @@ class Offers:
     tokens   [R, W] int64  of nodes 1..W, -1 padded
     parents  [R, W] int64  their parents' nodes, 0 the root
     bases    [R] int64     place of the root in the row's history
+    matches  [R] int64     the longest match, at the root
     """
 
     def __init__(self, num_rows: int, width: int, **options: Any):
-        self.all = torch.full((num_rows * (2 * width + 1),), -1, dtype=torch.int64, **options)
-        tokens, parents, self.bases = self.all.split([num_rows * width, num_rows * width, num_rows])
+        sizes = [num_rows * width, num_rows * width, num_rows, num_rows]
+        self.all = torch.full((sum(sizes),), -1, dtype=torch.int64, **options)
+        tokens, parents, self.bases, self.matches = self.all.split(sizes)
         self.tokens, self.parents = tokens.view(num_rows, width), parents.view(num_rows, width)
+
+
+class _Offer(NamedTuple):
+    """What the host offers to a row; see `Offers`."""
+
+    base: int
+    match: int
+    draft: SuffixDraft
 
 
 class SuffixDrafter:
@@ -66,9 +76,14 @@ class SuffixDrafter:
             num_speculative_tokens=self.num_nodes - 1,
             spec_steps=self.num_steps,
         )
+        # the longest match grows with the tokens since, as far as the trees know it
+        matches = (offers.matches[rows] + is_since.sum(1)).clamp(max=self._config.suffix_decoding_max_tree_depth - 1)
+        most = matches.double() * self._config.suffix_decoding_max_spec_factor + ROUNDING_UP
+        is_allowed = torch.arange(1, self.num_nodes, device=most.device) <= most[:, None]
+        tokens, parents = (torch.where(is_allowed, nodes, -1) for nodes in (found.tokens, found.parents))
         return Proposal(
-            tree_of(batch, found.tokens, found.parents, self._config),
-            path_probs=lambda: self.feed.path_probs(batch.rows, path, found.tokens, found.parents),
+            tree_of(batch, tokens, parents, self._config),
+            path_probs=lambda: self.feed.path_probs(batch.rows, path, tokens, parents),
         )
 
 
@@ -93,17 +108,8 @@ class SuffixFeed:
         self._width = (2 if self._is_tree else 1) * num_drafts + self.most_tokens
         self.offers = Offers(state.num_rows, self._width, device=state.lengths.device)
         self._running: set[Request] = set()
-        self._made: dict[Request, tuple[int, SuffixDraft]] = {}
+        self._made: dict[Request, _Offer] = {}
         self._sent: Sequence[tuple[int, Request]] = ()
-
-    @contextlib.contextmanager
-    def forgetting(self) -> Iterator[None]:
-        """Of requests within nothing is remembered."""
-        memory, self._cache = self._cache, SuffixCache(self._config.suffix_decoding_max_tree_depth, 0)
-        try:
-            yield
-        finally:
-            self._cache = memory
 
     def start(self, request: Request) -> None:
         """A request begins."""
@@ -127,7 +133,7 @@ class SuffixFeed:
         for request in requests:
             if request not in self._made and self._serves(request):
                 base = len(request.prompt) + len(request.output_ids) - 1
-                self._made[request] = base, self._draft(request)
+                self._made[request] = _Offer(base, self._cache.longest_match(request), self._draft(request))
 
     def send(self, rows: Sequence[tuple[int, Request]]) -> None:
         """Their offers go to the device, for the step that is launched next."""
@@ -135,11 +141,13 @@ class SuffixFeed:
         self._sent = rows
         num_rows, width = self.offers.tokens.shape
         sent = Offers(num_rows, width, pin_memory=self.offers.all.device.type == "cuda")
-        tokens, parents, bases = sent.tokens.numpy(), sent.parents.numpy(), sent.bases.numpy()
+        tokens, parents, bases, matches = (
+            piece.numpy() for piece in (sent.tokens, sent.parents, sent.bases, sent.matches)
+        )
         for row, request in rows:
             if not self._serves(request):
                 continue
-            bases[row], draft = self._made[request]
+            bases[row], matches[row], draft = self._made[request]
             count = len(draft.token_ids)
             tokens[row, :count] = draft.token_ids
             # of nodes, where the root is 0
@@ -155,7 +163,7 @@ class SuffixFeed:
             place = row - (rows.start or 0)
             if not (0 <= place < len(paths) and request in self._made):
                 continue
-            draft = self._made[request][1]
+            draft = self._made[request].draft
             nodes = {key: node for node, key in reversed(list(enumerate(zip(draft.parents, draft.token_ids))))}
             root = -1
             for token in paths[place]:

@@ -258,6 +258,14 @@ class SuffixAutomaton:
             state = self.link[state]
         return Cursor(state, size)
 
+    def followed(self, cursor: Cursor) -> Cursor:
+        """The longest end of its string behind which something comes."""
+        state, size = cursor
+        while state and not self.target[state]:
+            state = self.link[state]
+            size = self.length[state]
+        return Cursor(state, size)
+
     def match(self, tokens: Sequence[int]) -> Cursor:
         """The longest string that occurs and at which `tokens` end, of at most max_length - 1 tokens."""
         next_token, target, others = self.token, self.target, self.others

@@ -6,12 +6,13 @@ limits of Arctic Inference. Pure Python on the host, so that it can overlap the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
 from array import array
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NoReturn
 
 from ...runtime import check
@@ -84,6 +85,20 @@ class SuffixCache:
         self._running("stop", request)
         del self._requests[request]
 
+    @contextlib.contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Within, no response from before is known, and behind it none from within; no request runs when it begins."""
+        if self._requests:
+            raise RuntimeError(f"SuffixCache: forgetting needs that no request runs, got {len(self._requests)}")
+        known = self._counts, self._responses
+        self._counts, self._responses = SuffixAutomaton(self.max_tree_depth), deque()
+        try:
+            yield
+        finally:
+            for running in self._requests.values():  # whose responses are of no use to the others
+                running.response = None
+            self._counts, self._responses = known
+
     def speculate(
         self,
         request: Hashable,
@@ -114,6 +129,12 @@ class SuffixCache:
         find = best_tree if use_tree else best_path
         local = find(running.counts, running.counts.settle(running.cursor), limits, min_token_prob)
         return find(self._counts, self._match(running), limits, min_token_prob, local)
+
+    def longest_match(self, request: Hashable) -> int:
+        """How many of the last tokens of a request's text something has followed, in it or in a response."""
+        running = self._running("longest_match", request)
+        local = running.counts.followed(running.counts.settle(running.cursor))
+        return max(local.size, self._counts.followed(self._match(running)).size)
 
     @property
     def num_states(self) -> tuple[int, int]:

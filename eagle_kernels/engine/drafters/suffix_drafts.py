@@ -9,6 +9,8 @@ from .suffix_automaton import SuffixAutomaton
 
 # Sums of probabilities are rounded; two that differ by less are compared by making both drafts.
 ROUNDING = 1e-9
+# To the length of a match times a factor, before it is rounded down: 0.1 * 30 are 3.
+ROUNDING_UP = 1e-6
 
 # Matches of one state: a bound of their scores, the longest of them, the one to try, the state, and drafts at most.
 Candidate = tuple[float, int, int, int, int]
@@ -45,7 +47,7 @@ class Limits(NamedTuple):
 
 def limits_of(max_length: int, max_spec_tokens: int, max_spec_factor: float, max_spec_offset: float) -> Limits:
     drafts = [
-        max(0, int(min(max_spec_tokens, length * max_spec_factor + max_spec_offset + 1e-6)))
+        max(0, int(min(max_spec_tokens, length * max_spec_factor + max_spec_offset + ROUNDING_UP)))
         for length in range(max_length)
     ]
     return Limits(max_length, drafts, [min(most, max_length - length) for length, most in enumerate(drafts)])

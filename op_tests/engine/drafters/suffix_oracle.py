@@ -94,6 +94,11 @@ def best(texts, context, draft, max_spec_tokens, factor, offset, min_prob):
     return found
 
 
+def longest_match(texts, context):
+    sizes = range(min(len(context), texts.depth - 1), 0, -1)
+    return next((size for size in sizes if texts.followers(context[-size:])), 0)
+
+
 class OracleCache:
     """SuffixCache with these."""
 
@@ -120,10 +125,16 @@ class OracleCache:
     def stop(self, request):
         del self.own[request]
 
+    def context(self, request):
+        return [token for token, _ in self.own[request].tokens.get(0, [])]
+
+    def longest_match(self, request):
+        return max(longest_match(texts, self.context(request)) for texts in (self.own[request], self.texts))
+
     def speculate(
         self, request, *, max_spec_tokens, max_spec_factor=1.0, max_spec_offset=0.0, min_token_prob=0.1, use_tree=False
     ):
-        context = [token for token, _ in self.own[request].tokens.get(0, [])]
+        context = self.context(request)
         arguments = (context, tree if use_tree else path, max_spec_tokens, max_spec_factor, max_spec_offset)
         local = best(self.own[request], *arguments, min_token_prob)
         shared = best(self.texts, *arguments, min_token_prob)

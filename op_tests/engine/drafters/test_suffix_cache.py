@@ -55,6 +55,8 @@ def compare(seed, num_actions, note_draft=lambda draft: None):
             ours, expected = (cache.speculate(running[-1], **options) for cache in caches)
             assert ours == expected, f"seed {seed}, depth {depth}, {most_cached} cached, {options}"
             note_draft(ours)
+            matches = {cache.longest_match(running[-1]) for cache in caches}
+            assert len(matches) == 1, f"seed {seed}, depth {depth}, {most_cached} cached, {matches}"
 
 
 @pytest.mark.parametrize("part", range(10))
@@ -105,6 +107,42 @@ def test_worked_example():
     assert path == ([3, 5], [-1, 0], [0.5, 0.25], 0.75, 2)
     tree = cache.speculate("a", max_spec_tokens=8, max_spec_offset=3, use_tree=True)
     assert tree == ([3, 4, 5, 1, 1], [-1, -1, 0, 0, 1], [0.5, 0.25, 0.25, 0.25, 0.25], 1.5, 2)
+
+
+@pytest.mark.parametrize("most_cached", [-1, 8])
+def test_forgetting(most_cached):
+    """Within, nothing is known of before, and afterwards everything of it and no more."""
+
+    def respond(request, response):
+        cache.start(request, [])
+        cache.extend(request, response)
+
+    def behind(token):
+        cache.start("asks", [token])
+        try:
+            return cache.speculate("asks", max_spec_tokens=4, max_spec_offset=4).token_ids
+        finally:
+            cache.stop("asks")
+
+    cache = SuffixCache(max_cached_requests=most_cached)
+    respond("before", [1, 2, 3])
+    with pytest.raises(RuntimeError, match="forgetting needs that no request runs, got 1"), cache.forgetting():
+        pass
+    cache.stop("before")
+    before = cache.num_states
+    with cache.forgetting():
+        assert behind(1) == []
+        respond("within", [1, 7, 8])
+        cache.stop("within")
+        assert behind(1) == [7, 8]
+        respond("goes on", [1, 5])
+    assert behind(1) == [2, 3]
+    cache.extend("goes on", [6, 5])
+    assert cache.speculate("goes on", max_spec_tokens=4, max_spec_offset=4).token_ids == [6, 5]
+    cache.stop("goes on")
+    assert behind(1) == [2, 3]
+    if most_cached < 0:
+        assert cache.num_states == before
 
 
 def test_the_own_text_wins_ties_and_loses_to_more():
