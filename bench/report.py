@@ -198,7 +198,8 @@ def _engine_tables(lines: Sequence[dict]) -> str:
     speeds: dict[str, dict[str, str]] = {}
     for (section, case, provider), line in newest.items():
         if section == "throughput":
-            speeds.setdefault(case, {})[provider] = f"{line['tokens_per_s']:.0f} ({line['of_plain']:.2f}×)"
+            plain = newest[section, case, "plain"]["tokens_per_s"]
+            speeds.setdefault(case, {})[provider] = f"{line['tokens_per_s']:.0f} ({line['tokens_per_s'] / plain:.2f}×)"
             continue
         numbers = [f"{name} {line[name]:.4g}" for name in _SHOWN if name in line]
         steps.append([section, case, provider, f"{line['step_ms']:.3f}", ", ".join(numbers), f"`{line['commit']}`"])
@@ -216,17 +217,20 @@ def _newest(lines: Sequence[dict]) -> dict[tuple[str, str, str], dict]:
 
 
 def _drafter_table(lines: Sequence[dict]) -> list[str]:
-    """Methods of drafting by workload: the newest line of each; naive drafting has a section of longer runs."""
-    rows: dict[tuple[str, str], dict] = {}
+    """Methods of drafting by workload, and naive drafting in turns with plain decoding: the newest line of each."""
+    table = [["workload", "method", "drafts", "tokens a step", "tokens/s", "of plain", "at commit"]]
     for (section, case, provider), line in _newest(lines).items():
         if section in ("methods", "naive"):
-            rows[case, provider] = rows.get((case, provider), {}) | line
-    if not rows:
+            case += ", in turns with plain decoding" if section == "naive" else ""
+            numbers = [
+                f"{line.get('accept_length', 1.0):.2f}",
+                f"{line['tokens_per_s']:.0f}",
+                f"{line['of_plain']:.2f}×",
+            ]
+            drafts = 0 if provider in ("plain", "naive") else line.get("drafts", "-")
+            table.append([case, provider, str(drafts), *numbers, f"`{line['commit']}`"])
+    if len(table) == 1:
         return []
-    table = [["workload", "method", "drafts", "tokens a step", "tokens/s", "of plain", "at commit"]]
-    for (case, provider), line in rows.items():
-        numbers = [f"{line['accept_length']:.2f}", f"{line['tokens_per_s']:.0f}", f"{line['of_plain']:.2f}×"]
-        table.append([case, provider, str(line.get("drafts", "-")), *numbers, f"`{line['commit']}`"])
     about = f"Methods of drafting on {lines[-1]['gpu']}, shape of {lines[-1]['shape']} (`--app drafters`):"
     return [f"{about}\n\n{_markdown(table)}"]
 

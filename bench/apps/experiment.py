@@ -3,13 +3,15 @@
 Each cell, a pair, domain, method and K, becomes a JSON line of `results/<gpu>/experiment.jsonl`, or of `--output`.
 Cells that are held against each other, those of one pair, domain, batch size and temperature with their plain decoding,
 are measured in turns, so that what disturbs the machine for some seconds disturbs all of them, and written together. A
-cell that is there already, measured on the same machine at the same commit, is skipped, so that a run which was cut off
-goes on with the group where it was.
+cell that is there already, measured on the same machine with the same code, is skipped, so that a run which was cut off
+goes on with the group where it was. Every batch is full: where prompts are too few for it, the first ones come again.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import platform
 import statistics
 import sys
@@ -66,6 +68,7 @@ class Runner:
             raise ValueError(f"--device must be one that torch can use, got {device}")
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine() + " CPU"
         self.machine = {"gpu": gpu, "versions": results.versions(), "commit": commit}
+        self._code = results.code_hash()
         self._num_turns = min(MOST_TURNS, experiment.num_runs)
         self._prompts: PromptDataset | None = None
         self._engine: tuple[str, EAGLEInference] | None = None
@@ -106,6 +109,8 @@ class Runner:
     def _meter(self, cell: BenchmarkConfig) -> Meter:
         engine = self._engine_of(cell.model_pair_name)
         prompts = [engine.tokenizer.encode(prompt.raw_text) for prompt in self._prompts_of(cell)]
+        num_requests = -(-len(prompts) // cell.batch_size) * cell.batch_size
+        prompts = list(itertools.islice(itertools.cycle(prompts), num_requests))
         options = cell.stream_options() | {"max_batch": cell.batch_size}
         return Meter(engine, prompts, cell.max_new_tokens, cell.batch_size, **options)
 
@@ -127,7 +132,7 @@ class Runner:
         return self._prompts
 
     def _hash(self, cell: BenchmarkConfig) -> str:
-        return self.experiment.cell_hash(cell, self._prompts_of(cell), **self.machine)
+        return self.experiment.cell_hash(cell, self._prompts_of(cell), **self.machine, code=self._code)
 
     def _dtype(self, cell: BenchmarkConfig) -> str:
         return str(self._engine_of(cell.model_pair_name).target.dtype).removeprefix("torch.")
@@ -148,8 +153,10 @@ class _Progress:
 def _numbers(measured: Measurement, plain: Measurement) -> dict[str, Any]:
     """A cell's, and what plain decoding makes of them; identical: share of the prompts with plain decoding's text."""
     pairs = list(zip(measured.texts, plain.texts, strict=True))
+    # where every text ends with its first token nothing is timed, and a log writes null
+    speedup = measured.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else math.nan
     return measured.to_dict() | {
-        "speedup": measured.tokens_per_second / plain.tokens_per_second,
+        "speedup": speedup,
         "plain_tokens_per_second": plain.tokens_per_second,
         "identical": statistics.fmean(own == other for own, other in pairs),
     }

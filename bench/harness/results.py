@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import uuid
 from pathlib import Path
 
 import torch
+
+from eagle_kernels.runtime import language
 
 from .declaration import Benchmark, Case
 from .timing import Times, ceiling_gb_per_s
@@ -103,10 +106,18 @@ def _text(name: str, value) -> str:
 
 def versions() -> dict:
     """Of what numbers depend on."""
-    import triton
-
     toolkit = {"hip": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda}
-    return {"torch": torch.__version__, "triton": triton.__version__, **toolkit}
+    triton = language.triton.__version__ if language.AVAILABLE else None
+    return {"torch": torch.__version__, "triton": triton, **toolkit}
+
+
+def code_hash() -> str:
+    """Of our Python files as they are, which a commit does not tell where files differ from it."""
+    digest = hashlib.sha256()
+    for package in ("eagle_kernels", "bench"):
+        for file in sorted((DIRECTORY.parents[1] / package).rglob("*.py")):
+            digest.update(str(file.relative_to(DIRECTORY.parents[1])).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def checkout_commit() -> str:

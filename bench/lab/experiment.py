@@ -28,7 +28,7 @@ class Experiment:
     k                    drafts one behind another, levels of a tree
     temperatures, batch_sizes
     max_new_tokens       of each prompt
-    prompts_per_domain   at most
+    prompts_per_domain   at most; they are repeated until every batch is full
     num_runs             of all prompts of a cell, some in a turn, behind tokens that are not counted
     seed                 of the sampling noise; prompt i has seed + i
     dtype                of both models; None: what the pair says
@@ -109,7 +109,7 @@ class Experiment:
         return f"{source}, {len(prompts)}, {_hash_texts(prompts)[:8]}"
 
     def cell_hash(self, config: BenchmarkConfig, prompts: Sequence[Prompt], **machine: Any) -> str:
-        """Of everything that a cell's numbers depend on: 12 hex digits. machine: GPU, versions, commit."""
+        """Of everything that a cell's numbers depend on: 12 hex digits. machine: GPU, versions, commit, code."""
         texts = _hash_texts(prompts)
         values = [config.config_hash(), self.dtype, self.num_runs, texts, machine]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

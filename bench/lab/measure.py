@@ -17,9 +17,11 @@ from eagle_kernels.engine.timing import percentile
 
 @dataclass
 class Measurement:
-    """Of all runs together, if nothing else is said. Tokens and times are those after the first token of a request.
+    """Of all runs together, if nothing else is said. Speeds and times are those after the first token of a
+    request.
 
     texts               of the last run, by prompt
+    tokens              of all runs, first ones included
     tokens_per_second   median of the runs; per_run: each of them
     ttft_ms             time to first token: p50 over requests
     inter_token_ms      time before a token: p0, p1, .. p100; what a round brings at once shares its time

@@ -94,9 +94,10 @@ def _base_url(host: str | None) -> str:
     url = host or os.environ.get("OLLAMA_HOST") or DEFAULT_HOST
     url = url if "://" in url else f"http://{url}"
     scheme, _, place = url.rstrip("/").partition("://")
+    place, slash, path = place.partition("/")
     place = place if ":" in place.rpartition("]")[2] or scheme == "https" else f"{place}:11434"
-    place = re.sub(r"^0\.0\.0\.0(?=[:/]|$)", "localhost", place)  # what a server listens on is no address
-    return f"{scheme}://{place}"
+    place = re.sub(r"^0\.0\.0\.0(?=:|$)", "localhost", place)  # what a server listens on is no address
+    return f"{scheme}://{place}{slash}{path}"
 
 
 def _call(host: str | None, path: str, body: dict[str, Any] | None, timeout: float) -> Any:

@@ -9,7 +9,7 @@ from ..apps.random_models import SHAPES
 from ..harness import results
 from .config import BenchmarkConfig
 from .log import read_lines
-from .records import PLAIN, by_setting, distinct, method_of, newest_cells
+from .records import PLAIN, by_setting, distinct, method_of, newest_cells, was_beside
 from .speedup import StepModel, Tree
 
 # of which steps are predicted, and by which they are
@@ -63,14 +63,16 @@ def of_cells(cells: Sequence[Mapping[str, Any]]) -> str:
         rows, inputs = [], []
         for domain in distinct(group, "prompt_domain"):
             own: dict[str, list[Mapping[str, Any]]] = {}
-            for cell in group:  # K ascending
-                if cell["config"]["prompt_domain"] == domain:
+            of_domain = [cell for cell in group if cell["config"]["prompt_domain"] == domain]
+            plain = next((cell for cell in of_domain if method_of(cell) == PLAIN), None)
+            for cell in of_domain:  # K ascending
+                if plain is not None and was_beside(cell, plain):
                     own.setdefault(method_of(cell), []).append(cell)
-            plain_ms = own[PLAIN][0]["step_ms"] if PLAIN in own else None
             row_ms = _row_ms(own.get("ngram", ()))
             for method, steps in own.items():
-                if plain_ms is None or len(steps) < 3:  # nothing lies between; plain decoding has one
+                if len(steps) < 3:  # nothing lies between; plain decoding has one
                     continue
+                plain_ms = plain["step_ms"]
                 few, *between, most = steps
                 level_ms = (most["step_ms"] - few["step_ms"] - _more_rows(few, most) * row_ms) / _more_levels(few, most)
                 inputs.append(f"| {domain} | {method} | {plain_ms:.3f} ms | {few['step_ms']:.3f} ms | ")

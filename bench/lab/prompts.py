@@ -98,7 +98,11 @@ class PromptDataset:
         """What `save` wrote."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-            return cls([Prompt(**values) for values in content["prompts"]], content["sources"])
+            prompts = [Prompt(**values) for values in content["prompts"]]
+            for prompt in prompts:
+                if not isinstance(prompt.raw_text, str):
+                    raise TypeError(f"raw_text of {prompt.prompt_id} must be a string, got {prompt.raw_text!r}")
+            return cls(prompts, content["sources"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"PromptDataset.load: {path} is not what save writes: {error}") from None
 

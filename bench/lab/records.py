@@ -31,10 +31,10 @@ class Setting(NamedTuple):
     prompts: str
 
     def __str__(self) -> str:
-        batch, tokens = f"batch {self.batch_size}, " * (self.batch_size > 0), f"{self.max_new_tokens} tokens"
-        source = self.prompts.partition(",")[0]
-        prompts = f", {source}" if source not in ("", "built in") else ""
-        return f"{self.pair}, {batch}temperature {self.temperature:g}, {tokens}{prompts}, {self.dtype}, {self.gpu}"
+        parts = [self.pair, f"batch {self.batch_size}" * (self.batch_size > 0), f"temperature {self.temperature:g}"]
+        parts += [f"{self.max_new_tokens} tokens", f"seed {self.seed}" * (self.seed != 0)]
+        parts += [f"prompts {self.prompts}" * bool(self.prompts), self.dtype, self.gpu]
+        return ", ".join(filter(None, parts))
 
 
 def setting_of(cell: Mapping[str, Any]) -> Setting:
@@ -50,6 +50,11 @@ def method_of(cell: Mapping[str, Any]) -> str:
 
 def label_of(cell: Mapping[str, Any]) -> str:
     return PLAIN if cell["config"]["K"] is None else f"{cell['config']['method']} K={cell['config']['K']}"
+
+
+def was_beside(cell: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
+    """Whether a cell was measured with this plain decoding; a run that goes on, or has more K, measures that anew."""
+    return cell.get("plain_tokens_per_second") == plain.get("plain_tokens_per_second")
 
 
 def newest_cells(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -87,19 +92,19 @@ def distinct(cells: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
 
 
 def fastest(cells: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """Of those whose speed is a number."""
-    known = (cell for cell in cells if is_number(cell["tokens_per_second"]))
-    return max(known, key=lambda cell: cell["tokens_per_second"], default=None)
+    """Over the plain decoding that each was measured with; of those where that is a number."""
+    known = (cell for cell in cells if is_number(cell["speedup"]))
+    return max(known, key=lambda cell: cell["speedup"], default=None)
 
 
 def fastest_labels(cells: Iterable[dict[str, Any]]) -> list[str]:
-    """Plain, and each method with the K that is fastest in the mean of the domains."""
-    speeds: dict[str, dict[str, list[float]]] = {}
+    """Plain, and each method with the K whose speed-up is the largest in the mean of the domains."""
+    speedups: dict[str, dict[str, list[float]]] = {}
     for cell in cells:
-        if is_number(cell["tokens_per_second"]):
-            of_label = speeds.setdefault(method_of(cell), {})
-            of_label.setdefault(label_of(cell), []).append(cell["tokens_per_second"])
-    return [max(of_label, key=lambda label: statistics.fmean(of_label[label])) for of_label in speeds.values()]
+        if is_number(cell["speedup"]):
+            of_label = speedups.setdefault(method_of(cell), {})
+            of_label.setdefault(label_of(cell), []).append(cell["speedup"])
+    return [max(of_label, key=lambda label: statistics.fmean(of_label[label])) for of_label in speedups.values()]
 
 
 def crossover(curve: Mapping[int, float], plain: Mapping[int, float]) -> tuple[float, float] | None:

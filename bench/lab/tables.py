@@ -160,7 +160,8 @@ def provenance_table(lines: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def markdown_table(cells: Sequence[dict]) -> list[list[str]]:
-    """Rows of text: a setting, domain and method against K, each `tokens/s (speed-up, tokens a step)`."""
+    """Rows of text: a setting, domain and method against K, each `tokens/s (speed-up, tokens a step)`. Cells that were
+    not measured with the same plain decoding have rows of their own."""
     counts = sorted({cell["config"]["K"] for cell in cells} - {None})
     columns = [column for column in CELL_COLUMNS if column.title in _MAYBE_SHARED and column.title != "runs"]
     differing = [column for column in columns if len({column.text(cell) for cell in cells}) > 1]
@@ -168,13 +169,14 @@ def markdown_table(cells: Sequence[dict]) -> list[list[str]]:
     table = [[*titles, *(f"K={count}" for count in counts), "at commit"]]
     rows: dict[tuple, dict[str, dict]] = {}
     for cell in cells:
-        rows.setdefault((setting_of(cell), cell["config"]["prompt_domain"], method_of(cell)), {})[label_of(cell)] = cell
-    for (setting, domain, method), of_label in rows.items():
+        plain = cell.get("plain_tokens_per_second")
+        row = rows.setdefault((setting_of(cell), cell["config"]["prompt_domain"], method_of(cell), plain), {})
+        row[label_of(cell)] = cell
+    for (setting, domain, method, plain), of_label in rows.items():
         if method != PLAIN:
-            plain = rows.get((setting, domain, PLAIN), {}).get(PLAIN, {})
             about = [_escaped(setting.pair), str(setting.batch_size), f"{setting.temperature:g}"]
             about += [_escaped(column.text(next(iter(of_label.values())))) for column in differing]
-            about += [_escaped(domain), number(plain.get("tokens_per_second"), 0), method]
+            about += [_escaped(domain), number(plain, 0), method]
             texts = [_markdown_cell(of_label.get(f"{method} K={count}")) for count in counts]
             commits = ", ".join(dict.fromkeys(f"`{cell['commit']}`" for cell in of_label.values()))
             table.append([*about, *texts, commits])

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,21 +17,22 @@ from bench.apps import experiment as app
 from bench.lab import measure as measuring
 from bench.lab.experiment import Experiment
 from bench.lab.log import read_events
-from bench.lab.measure import Meter
+from bench.lab.measure import Measurement, Meter
 from bench.lab.prompts import Prompt, PromptDataset
 from bench.lab.records import newest_cells
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
+from eagle_kernels.engine.output import GenerationStats, RequestTimes
 from op_tests.engine.toys import random_llama
 
 SMALL = ["--max-new-tokens", "6", "--prompts-per-domain", "2", "--num-runs", "2", "--device", "cpu"]
 CELLS = ["--domains", "code", "--k", "1", "2", "--methods", "chain", "ngram"]
 
 
-def load_small(pair, device, dtype):
+def load_small(pair, device, dtype, **config):
     """In place of a pair: it reads bytes, and its own drafts are right."""
     model = random_llama(vocab_size=256, max_length=1024)
-    return EAGLEInference(model, model, EAGLEConfig(topk=1, num_steps=1), tokenizer=ByteTokenizer())
+    return EAGLEInference(model, model, EAGLEConfig(topk=1, num_steps=1, **config), tokenizer=ByteTokenizer())
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +74,104 @@ def test_cells_and_their_numbers(tmp_path, capsys):
     assert (plain["mean_accept_length"], single["mean_accept_length"]) == (1.0, 2.0)
     assert single["accepted_per_depth"] == [1.0] and double["accepted_per_depth"][0] == 1.0
     assert plain["speedup"] == 1.0 and set(double["phase_ms"]) == {"draft", "verify", "sample", "bookkeeping"}
+
+
+class Scripted:
+    """An engine of which everything is known: two batches of a run, three steps each."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.batches = itertools.cycle(
+            [
+                {"accepted": 5, "per_depth": [3, 2], "decode_s": 0.5, "times": [(0.25, [(0.01, 1), (0.03, 3)])]},
+                {"accepted": 1, "per_depth": [1, 0], "decode_s": 1.5, "times": [(0.75, [(0.02, 2), (0.05, 1)])]},
+            ]
+        )
+
+    def stream(self, prompts, max_new_tokens, **options):
+        batch = next(self.batches)
+        stats = GenerationStats(
+            1, 2, 3, [0], generated_tokens=5, steps=3, batch_steps=3, levels=6, accepted=batch["accepted"],
+            accepted_per_depth=batch["per_depth"], decode_time_s=batch["decode_s"],
+            phase_time_ms={"draft": 3 * batch["decode_s"], "verify": 6.0},
+        )  # fmt: skip
+        return SimpleNamespace(times=batch["times"], output=lambda: SimpleNamespace(output_ids=prompts, stats=stats))
+
+
+def test_every_number_of_a_cell(monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: now_s))
+
+    def times(stream):
+        return [RequestTimes(now_s + first_s, rounds) for first_s, rounds in stream.times]
+
+    monkeypatch.setattr(measuring, "time_requests", times)
+    meter = Meter(Scripted(), [[1], [2]], 5, 1, seeds=0)
+    for _ in range(3):
+        meter.run()
+    found = meter.result()
+    assert found.texts == [[1], [2]] and found.tokens == 3 * 10 and found.per_run == [pytest.approx(8 / 2.0)] * 3
+    assert found.tokens_per_second == pytest.approx(4.0) and found.step_ms == pytest.approx(1e3 * 2.0 / 6)
+    assert found.ttft_ms == pytest.approx(500.0) and found.peak_memory_mib is None
+    # 10, 10, 10, 10 of one request and 10, 10, 50 of the other
+    assert found.inter_token_ms[0] == found.inter_token_ms[50] == pytest.approx(10.0)
+    assert found.inter_token_ms[100] == pytest.approx(50.0)
+    assert found.round_ms["p50"] == pytest.approx(25.0, abs=5.1) and found.round_ms["p99"] == pytest.approx(50.0, abs=2)
+    assert found.mean_accept_length == 1 + 6 / 6 and found.acceptance_rate == 6 / 12
+    assert found.accepted_per_depth == [4 / 6, 2 / 6]
+    assert found.phase_ms == {"draft": pytest.approx(1.0), "verify": pytest.approx(2.0)}
+
+
+def test_what_is_told_beside_plain_decoding():
+    measured = Measurement([[1], [2], [3], [4]], 4, 30.0, [], 0, [], {}, 1, 0, [], {}, 0, None)
+    plain = replace(measured, texts=[[1], [2], [9], [4]], tokens_per_second=10.0)
+    numbers = app._numbers(measured, plain)
+    assert (numbers["identical"], numbers["speedup"], numbers["plain_tokens_per_second"]) == (0.75, 3.0, 10.0)
+    nothing = app._numbers(measured, replace(plain, tokens_per_second=0.0))
+    assert math.isnan(nothing["speedup"])
+
+
+def test_texts_that_end_at_once(tmp_path, monkeypatch):
+    """Nothing is timed then; the cells say so and the run goes on."""
+    first = load_small("any", "cpu", None).generate(list(b"def f("), 2).output_ids[0]
+    monkeypatch.setattr(app, "load_pair", partial(load_small, eos_token_ids=(first,)))
+    PromptDataset([Prompt("code_000", "code", "def f(", 6)]).save(tmp_path / "code.json")
+    options = ["--prompts", str(tmp_path / "code.json"), "--domains", "code", "--k", "1", "--methods", "ngram"]
+    assert call(tmp_path / "cells.jsonl", *options) == 0
+    cells = read_events(tmp_path / "cells.jsonl", "cell")
+    assert [(cell["tokens_per_second"], cell["speedup"]) for cell in cells] == [(0.0, None)] * 2
+    assert newest_cells(cells) == cells
+
+
+def test_every_batch_is_full(tmp_path, monkeypatch):
+    widths, real = [], measuring.time_requests
+
+    def watch(stream):
+        widths.append(len(stream.requests))
+        return real(stream)
+
+    monkeypatch.setattr(measuring, "time_requests", watch)
+    options = ["--domains", "code", "--k", "1", "--methods", "ngram", "--num-runs", "1", "--batch-sizes"]
+    for size, num_prompts, want in (("5", "2", [5]), ("2", "3", [2, 2])):
+        assert call(tmp_path / f"{size}.jsonl", *options, size, "--prompts-per-domain", num_prompts) == 0
+        assert widths == 2 * want
+        widths.clear()
+
+
+def test_other_code_is_measured_anew(tmp_path, monkeypatch):
+    """Also where the commit does not tell: files may differ from it, or there is none."""
+    runs = watch_runs(monkeypatch)
+    for hashes, want in (("a", 10), ("a", 0), ("b", 10)):
+        monkeypatch.setattr(app.results, "code_hash", lambda hashes=hashes: hashes)
+        runs.clear()
+        assert call(tmp_path / "cells.jsonl", *CELLS, commit="abc-dirty") == 0 and len(runs) == want
+
+
+def test_no_triton_is_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr(app.results.language, "AVAILABLE", False)
+    assert call(tmp_path / "cells.jsonl", "--domains", "code", "--k", "1", "--methods", "ngram") == 0
+    assert read_events(tmp_path / "cells.jsonl", "cell")[0]["versions"]["triton"] is None
 
 
 def test_cells_of_a_group_are_measured_in_turns(tmp_path, monkeypatch, capsys):

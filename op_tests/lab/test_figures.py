@@ -48,7 +48,7 @@ def test_acceptance_by_domain_and_depth(figures):
 
 
 def test_latency_of_plain_decoding_and_of_the_fastest_k(figures):
-    slow = cell(K=4, tokens_per_second=1.0)
+    slow = cell(K=4, speedup=0.01)
     cells = records.newest_cells([*experiment(domains=("code",), methods=("chain",)), slow])
     (axes,) = figures.latency(cells, "title\nabout").axes
     assert [line.get_label() for line in axes.lines] == ["plain", "chain K=2"]

@@ -170,7 +170,8 @@ def test_the_command(server, capsys):
         (None, "http://localhost:11434"), ("box", "http://box:11434"), ("box:80", "http://box:80"),
         ("https://box/", "https://box"), ("0.0.0.0", "http://localhost:11434"), ("http://[::1]", "http://[::1]:11434"),
         ("0.0.0.0:80", "http://localhost:80"), ("10.0.0.0", "http://10.0.0.0:11434"),
-        ("0.0.0.0.box", "http://0.0.0.0.box:11434"),
+        ("0.0.0.0.box", "http://0.0.0.0.box:11434"), ("http://box/prefix", "http://box:11434/prefix"),
+        ("https://box/a:b/", "https://box/a:b"), ("0.0.0.0/a", "http://localhost:11434/a"),
     ],
 )  # fmt: skip
 def test_addresses(host, url, monkeypatch):

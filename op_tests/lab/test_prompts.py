@@ -81,6 +81,16 @@ def test_there_and_back(built_in, tmp_path):
         assert f"{path} is not what save writes: " in refused(lambda: PromptDataset.load(path))
 
 
+def test_a_text_that_is_none(tmp_path):
+    file = tmp_path / "prompts.json"
+    file.write_text(
+        '{"sources": {}, "prompts": [{"prompt_id": "a", "domain": "code", "raw_text": 5, "token_count": 1}]}'
+    )
+    assert refused(lambda: PromptDataset.load(file)) == (
+        f"PromptDataset.load: {file} is not what save writes: raw_text of a must be a string, got 5"
+    )
+
+
 def test_sets_that_cannot_be():
     prompt = Prompt("a", "code", "x", 1)
     assert "prompt_id must be of one prompt, got 'a' twice" in refused(lambda: PromptDataset([prompt, prompt]))

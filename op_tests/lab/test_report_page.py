@@ -86,6 +86,27 @@ def test_tables_tell_machines_apart(tmp_path):
     assert figures == {GPU, "Other GPU"}
 
 
+def test_cells_of_other_runs_stand_by_themselves():
+    """Those that were measured with another plain decoding: it is beside them, and they are compared by speed-up."""
+    slow = {"tokens_per_second": 9.0, "plain_tokens_per_second": 3.0, "speedup": 3.0}
+    cells = records.newest_cells([*experiment(domains=("code",), methods=("chain",)), cell(K=8, **slow)])
+    _, first, second = tables.markdown_table(cells)
+    assert first[4] == "100" and first[6:10] != 4 * ["-"] and first[9] == "-"
+    assert second[4] == "3" and second[6:9] == 3 * ["-"] and second[9].startswith("9 (3.00×")
+    (best,) = tables.best_table(cells).rows
+    assert best["speedup"] == 3.0 and records.fastest_labels(cells) == ["plain", "chain K=8"]
+
+
+def test_settings_have_names_of_their_own(tmp_path):
+    others = [{"prompts": "built in, 3, 01234567"}, {"prompts": "built in, 24, 89abcdef"}]
+    cells = [each | other for other in others for each in experiment()]
+    for each in cells[: len(cells) // 4]:
+        each["config"] = each["config"] | {"seed": 7}
+    names = [str(setting) for setting in records.by_setting(records.newest_cells(cells))]
+    assert len(names) == len(set(names)) == 3
+    assert "seed 7" in names[0] and "prompts built in, 24, 89abcdef" in names[-1]
+
+
 def test_a_cell_without_its_configuration_is_named():
     broken = cell()
     del broken["config"]["seed"]

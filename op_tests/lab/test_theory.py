@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from bench.lab import predictions, theory
@@ -23,6 +25,17 @@ def test_the_page_holds_what_is_computed(tmp_path, capsys):
     page.write_text("no marks")
     with pytest.raises(ValueError, match="THEORY.md must hold the marks example:begin and, after it, example:end"):
         theory.main(["--page", str(page)])
+
+
+def test_committed_measurements_are_as_predicted():
+    """Within 10 %, what was measured on the embedded pair and on the 8B shape."""
+    for table in (predictions.of_cells(predictions.measured_cells()), predictions.of_presets(_of_presets())):
+        errors = [float(text) for text in re.findall(r"([+-]\d+\.\d)% \|", table)]
+        assert len(errors) > 10 and max(map(abs, errors)) <= 10.0, errors
+
+
+def _of_presets() -> list[dict]:
+    return predictions.measured_lines("generation")
 
 
 def test_the_example_tells_right_from_wrong():
@@ -87,6 +100,11 @@ def test_levels_between_those_that_were_looked_at():
         if cell["config"]["K"] == 4:
             cell["speedup"] /= 1.25  # what K = 1 and 8 do not foresee
     assert predictions.of_cells(cells).count("+25.0%") == 6
+    other = [dict(each) for each in cells]
+    for each in other:
+        if each["config"]["K"] == 4 and each["config"]["method"] == "chain":  # measured beside another plain decoding
+            each["plain_tokens_per_second"] /= 2
+    assert predictions.of_cells(other).count("+25.0%") == 3
     # two K are inputs both; without plain decoding nothing is as fast as anything
     assert predictions.of_cells([cell for cell in cells if cell["config"]["K"] in (None, 1, 8)]) == "Not measured yet."
     assert predictions.of_cells([cell for cell in cells if cell["config"]["K"]]) == "Not measured yet."
