@@ -31,6 +31,18 @@ def line(provider, graph_us, *, case="first", op="build_tree", **fields):
     return {"op": op, "case": case, "provider": provider, "share_of_copy": 0.5} | times | machine | fields
 
 
+@pytest.fixture(autouse=True)
+def _committed_results(monkeypatch):
+    """No test adds to them, on a GPU neither."""
+    append = results.append
+
+    def append_elsewhere(directory, line):
+        assert directory.resolve() != results.DIRECTORY.resolve()
+        append(directory, line)
+
+    monkeypatch.setattr(results, "append", append_elsewhere)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A README with the two marks, and results of which the command line's `declared` knows two cases."""
@@ -511,7 +523,7 @@ def test_what_measuring_costs(capsys, monkeypatch):
     assert [line.split("  ")[-1].split()[1:] for line in capsys.readouterr().out.splitlines()] == 3 * [["of", "none"]]
 
 
-SUFFIX_CACHE = ["--app", "suffix_cache", "--responses", "4", "--requests", "1", "--cached", "2"]
+SUFFIX_CACHE = ["--app", "suffix_cache", "--responses", "4", "--requests", "1", "--cached", "2", "--results", "none"]
 SUFFIX_KINDS = ["code", "similar", "fresh", "periodic", "two_tokens", "one_token"]
 
 
