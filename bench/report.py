@@ -218,7 +218,7 @@ def _newest(lines: Sequence[dict]) -> dict[tuple[str, str, str], dict]:
 
 def _drafter_table(lines: Sequence[dict]) -> list[str]:
     """Methods of drafting by workload, and naive drafting in turns with plain decoding: the newest line of each."""
-    table = [["workload", "method", "drafts", "tokens a step", "tokens/s", "of plain", "at commit"]]
+    rows = []
     for (section, case, provider), line in _newest(lines).items():
         if section in ("methods", "naive"):
             case += ", in turns with plain decoding" if section == "naive" else ""
@@ -228,9 +228,12 @@ def _drafter_table(lines: Sequence[dict]) -> list[str]:
                 f"{line['of_plain']:.2f}×",
             ]
             drafts = 0 if provider in ("plain", "naive") else line.get("drafts", "-")
-            table.append([case, provider, str(drafts), *numbers, f"`{line['commit']}`"])
-    if len(table) == 1:
+            rows.append([case, provider, str(drafts), *numbers, f"`{line['commit']}`"])
+    if not rows:
         return []
+    workloads = list(dict.fromkeys(row[0] for row in rows))
+    rows.sort(key=lambda row: (workloads.index(row[0]), row[1] != "plain"))
+    table = [["workload", "method", "drafts", "tokens a step", "tokens/s", "of plain", "at commit"], *rows]
     about = f"Methods of drafting on {lines[-1]['gpu']}, shape of {lines[-1]['shape']} (`--app drafters`):"
     return [f"{about}\n\n{_markdown(table)}"]
 

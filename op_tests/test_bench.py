@@ -145,6 +145,7 @@ def test_methods_of_drafting(folder, monkeypatch):
     for speed in (100.2, 400.6):
         numbers = {"accept_length": 4.321, "tokens_per_s": speed, "of_plain": speed / 100.2}
         write(folder, measured("methods", "code", "ngram", drafts=8, **numbers))
+    write(folder, measured("methods", "code", "plain", accept_length=1.0, tokens_per_s=100.2, of_plain=1.0))
     write(folder, measured("methods", "code", "naive", accept_length=1.0, tokens_per_s=90.0, of_plain=0.9))
     write(folder, measured("naive", "code", "naive", tokens_per_s=98.8, of_plain=0.986))
     for provider, length in (("ngram chain", 2.5), ("suffix topk=2", 3.75)):
@@ -154,8 +155,11 @@ def test_methods_of_drafting(folder, monkeypatch):
     write(folder, measured("gap", "B=8", "suffix", median_us=9.8, worst_us=14.9))
     assert call_report(folder, monkeypatch) == 0
     readme = (folder / "README.md").read_text()
-    assert "| code | ngram | 8 | 4.32 | 401 | 4.00× | `abc` |" in readme and "| 100 |" not in readme
-    assert "| code | naive | 0 | 1.00 | 90 | 0.90× | `abc` |" in readme
+    assert "| code | ngram | 8 | 4.32 | 401 | 4.00× | `abc` |" in readme and readme.count("| code | ngram |") == 1
+    plain, ngram = "| code | plain | 0 | 1.00 | 100 | 1.00× | `abc` |", "| code | ngram | 8 |"
+    assert (
+        0 < readme.index(plain) < readme.index(ngram) < readme.index("| code | naive | 0 | 1.00 | 90 | 0.90× | `abc` |")
+    )
     assert "| code, in turns with plain decoding | naive | 0 | 1.00 | 99 | 0.99× | `abc` |" in readme
     more = (folder / "results" / "Some_GPU_80GB" / "README.md").read_text()
     assert "| tokens a step, tokens/s | ngram chain | suffix topk=2 |" in more
