@@ -3,8 +3,9 @@
 Each cell, a pair, domain, method and K, becomes a JSON line of `results/<gpu>/experiment.jsonl`, or of `--output`.
 Cells that are held against each other, those of one pair, domain, batch size and temperature with their plain decoding,
 are measured in turns, so that what disturbs the machine for some seconds disturbs all of them, and written together. A
-cell that is there already, measured on the same machine with the same code, is skipped, so that a run which was cut off
-goes on with the group where it was. Every batch is full: where prompts are too few for it, the first ones come again.
+cell that is there already, measured on the same machine at the same commit with the same code, is skipped, so that a
+run which was cut off goes on with the group where it was. Every batch is full: where prompts are too few for it, the
+first ones come again.
 """
 
 from __future__ import annotations

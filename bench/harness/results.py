@@ -112,11 +112,12 @@ def versions() -> dict:
 
 
 def code_hash() -> str:
-    """Of our Python files as they are, which a commit does not tell where files differ from it."""
-    digest = hashlib.sha256()
-    for package in ("eagle_kernels", "bench"):
-        for file in sorted((DIRECTORY.parents[1] / package).rglob("*.py")):
-            digest.update(str(file.relative_to(DIRECTORY.parents[1])).encode() + b"\0" + file.read_bytes())
+    """Of our Python files and the embedded pair as they are, whatever the commit."""
+    root, digest = DIRECTORY.parents[1], hashlib.sha256()
+    files = [file for package in ("eagle_kernels", "reference", "bench") for file in (root / package).rglob("*.py")]
+    files += [file for file in (root / "eagle_kernels" / "assets" / "demo_pair").rglob("*") if file.is_file()]
+    for file in sorted(files):
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:12]
 
 

@@ -9,7 +9,7 @@ from ..apps.random_models import SHAPES
 from ..harness import results
 from .config import BenchmarkConfig
 from .log import read_lines
-from .records import PLAIN, by_setting, distinct, method_of, newest_cells, was_beside
+from .records import PLAIN, by_setting, distinct, is_number, method_of, newest_cells, was_beside
 from .speedup import StepModel, Tree
 
 # of which steps are predicted, and by which they are
@@ -63,7 +63,7 @@ def of_cells(cells: Sequence[Mapping[str, Any]]) -> str:
         rows, inputs = [], []
         for domain in distinct(group, "prompt_domain"):
             own: dict[str, list[Mapping[str, Any]]] = {}
-            of_domain = [cell for cell in group if cell["config"]["prompt_domain"] == domain]
+            of_domain = [cell for cell in group if cell["config"]["prompt_domain"] == domain and _is_timed(cell)]
             plain = next((cell for cell in of_domain if method_of(cell) == PLAIN), None)
             for cell in of_domain:  # K ascending
                 if plain is not None and was_beside(cell, plain):
@@ -89,6 +89,11 @@ def of_cells(cells: Sequence[Mapping[str, Any]]) -> str:
             lines += ["Constants:", "", "| domain | method | plain step | step of the fewest levels | level | row |"]
             lines += ["|---|---|--:|--:|--:|--:|", *inputs, ""]
     return "\n".join(lines).rstrip() or "Not measured yet."
+
+
+def _is_timed(cell: Mapping[str, Any]) -> bool:
+    """Nothing is where every text ends with its first token."""
+    return is_number(cell["speedup"]) and cell["step_ms"] > 0
 
 
 def _row_ms(cells: Sequence[Mapping[str, Any]]) -> float:

@@ -15,7 +15,10 @@ Curves = dict[str, dict[int, float]]
 _NEEDED_OF_CONFIG = (
     "model_pair_name", "K", "temperature", "max_new_tokens", "prompt_domain", "seed", "method", "batch_size"
 )  # fmt: skip
-_NEEDED = ("config", "gpu", "versions", "commit", "dtype", "tokens_per_second", "speedup", "mean_accept_length")
+_NEEDED = (
+    "config", "gpu", "versions", "commit", "dtype", "tokens_per_second", "speedup", "plain_tokens_per_second",
+    "mean_accept_length",
+)  # fmt: skip
 
 
 class Setting(NamedTuple):
@@ -54,7 +57,7 @@ def label_of(cell: Mapping[str, Any]) -> str:
 
 def was_beside(cell: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
     """Whether a cell was measured with this plain decoding; a run that goes on, or has more K, measures that anew."""
-    return cell.get("plain_tokens_per_second") == plain.get("plain_tokens_per_second")
+    return cell["plain_tokens_per_second"] == plain["plain_tokens_per_second"]
 
 
 def newest_cells(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -169,7 +169,7 @@ def markdown_table(cells: Sequence[dict]) -> list[list[str]]:
     table = [[*titles, *(f"K={count}" for count in counts), "at commit"]]
     rows: dict[tuple, dict[str, dict]] = {}
     for cell in cells:
-        plain = cell.get("plain_tokens_per_second")
+        plain = cell["plain_tokens_per_second"]
         row = rows.setdefault((setting_of(cell), cell["config"]["prompt_domain"], method_of(cell), plain), {})
         row[label_of(cell)] = cell
     for (setting, domain, method, plain), of_label in rows.items():

@@ -79,7 +79,8 @@ class EAGLEConfig(MethodOptions):
     ngram_prefer        of equally long ones the `latest` or the `earliest`; the topk first ones are merged into a tree
     suffix_decoding_max_tree_depth       longest string that suffix trees hold, context and drafts together
     suffix_decoding_max_cached_requests  responses that are remembered, the oldest leave first; -1: all, 0: none
-    suffix_decoding_max_spec_factor      drafts of a step at most, times the length of the match
+    suffix_decoding_max_spec_factor      drafts of a step at most, times the length of the longest match; of a host that
+                        is a step behind, as a GPU's is, the one that it knew, and the tokens since
     suffix_decoding_min_token_prob       drafts are as likely as this at least, by what followed so far
 
     By which rule drafts are kept:
@@ -272,15 +273,17 @@ class EAGLEConfig(MethodOptions):
         )
 
     def _with_tree(self, tree: tuple[int, int, int]) -> EAGLEConfig:
-        topk, num_steps, num_draft_tokens = tree
-        simulated = {}
-        most = min(num_steps, num_draft_tokens - 1)
+        shape = dict(zip(("topk", "num_steps", "num_draft_tokens"), tree, strict=True))
+        fields = {"accept_policy": "normal", "simulated_accept_length": None, "simulated_accept_rates": None}
+        made = replace(self, **shape, **fields, adaptive=None, max_spec_batch=None)
+        most = made._most_accepted
+        fields = {name: getattr(self, name) for name in fields}
         if self.simulated_accept_length is not None:
-            simulated["simulated_accept_length"] = min(self.simulated_accept_length, most + 1)
+            fields["simulated_accept_length"] = min(self.simulated_accept_length, most + 1)
         if self.simulated_accept_rates is not None:
-            simulated["simulated_accept_rates"] = (*self.simulated_accept_rates[:most], *(0,) * (num_steps - most))
-        shape = {"topk": topk, "num_steps": num_steps, "num_draft_tokens": num_draft_tokens}
-        return replace(self, **shape, **simulated, adaptive=None, max_spec_batch=None)
+            rates = self.simulated_accept_rates[:most]
+            fields["simulated_accept_rates"] = (*rates, *(0,) * (made.num_steps - len(rates)))
+        return replace(made, **fields)
 
     def _check_adaptive(self) -> None:
         if self.adaptive is None or self.adaptive == "auto":

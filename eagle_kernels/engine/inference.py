@@ -481,7 +481,9 @@ class EAGLEInference:
     def _alone(self, name: str, config: EAGLEConfig) -> Iterator[None]:
         """For calls that measure or warm up: no other requests, and suffix trees that know of none before, nor of those
         within behind it."""
-        if self._scheduler is not None and self._scheduler.has_work:
+        if self._scheduler is not None:
+            self._scheduler.drain()
+        if self.has_work:
             raise RuntimeError(f"EAGLEInference: {name} needs an empty batch; collect or abort the requests in it")
         memory = self._suffix_cache_for(config).forgetting() if "suffix" in config.methods else contextlib.nullcontext()
         with memory:

@@ -126,7 +126,7 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, int]:
             return tree
         if method == "hybrid":
             return tree | {"num_model_steps": levels}
-        if tree.setdefault("num_steps", levels) != levels:
+        if is_integer(tree.setdefault("num_steps", levels)) and tree["num_steps"] != levels:
             _fail("num_model_steps", f"be num_steps = {tree['num_steps']} or absent without n-grams behind it", levels)
         return tree
     if method == "hybrid":

@@ -63,6 +63,15 @@ def test_a_chain_has_a_number_of_drafts(num_drafts):
         EAGLEConfig.chain(num_drafts)
 
 
+def test_trees_of_a_table_are_checked_as_one_s_own():
+    config = EAGLEConfig(topk=1, num_steps=3, adaptive=((8, (1, 3, None)), (32, None)))
+    assert [tree and tree.num_verify_tokens for _, tree in config.trees] == [4, None]
+    with pytest.raises(ValueError, match="num_steps must be an int, got '5'"):
+        EAGLEConfig(adaptive=((8, (1, "5", 6)),))
+    rates = EAGLEConfig.chain(3, simulated_accept_rates=(1, 0.5, 0.5), adaptive=((4, (1, 5, 6)), (8, (1, 5, 3))))
+    assert [tree.simulated_accept_rates for _, tree in rates.trees] == [(1, 0.5, 0.5, 0, 0), (1, 0.5, 0, 0, 0)]
+
+
 def test_a_config_cannot_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         EAGLEConfig().topk = 4

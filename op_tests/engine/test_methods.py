@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -10,8 +11,11 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine import cli
+from eagle_kernels.engine.drafters.suffix import SuffixDrafter, SuffixFeed
+from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.loading import demo_pair
+from eagle_kernels.engine.request import Request
 from eagle_kernels.engine.verification import TargetMatch
 from op_tests.engine.toys import ToyModel, Walker, random_head, random_llama
 
@@ -201,6 +205,19 @@ def test_a_benchmark_is_told_no_answers(device):
         engine.benchmark(PROMPTS, 24)
 
 
+def test_a_batch_is_empty_where_nobody_is_in_it(lag, device):
+    """Whatever step the device was left with."""
+    target, _ = toys(device)
+    engine = EAGLEInference(None, target, EAGLEConfig(**METHODS["suffix chain"]))
+    request = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=30))
+    for _ in range(3):
+        engine.step()
+    engine.abort(request)
+    assert engine.benchmark([[1, 2, 3]], 6).identical == 1.0
+    engine.abort(engine.submit([1]))
+    engine.warmup(SamplingParams())
+
+
 def test_the_warm_up_of_the_command_tells_no_answers(device):
     target, _ = toys(device)
     config = EAGLEConfig(**METHODS["suffix chain"], suffix_decoding_max_cached_requests=8)
@@ -213,6 +230,38 @@ def test_the_warm_up_of_the_command_tells_no_answers(device):
     )
     cli._warm_up(as_if, PROMPTS[0], SimpleNamespace(max_new_tokens=24, compare=True))
     assert len(cache._responses) == 1
+
+
+@pytest.mark.parametrize("depth", [64, 9])
+@pytest.mark.parametrize("factor", [0.5, 1.0])
+@pytest.mark.parametrize("num_since", [0, 1, 3])
+def test_what_is_left_of_an_offer(num_since, factor, depth, device):
+    """A step behind: as many as the match that the host knew allows, longer by the tokens since, and no fewer."""
+    sizes = {"suffix_decoding_max_spec_factor": factor, "suffix_decoding_max_tree_depth": depth}
+    config = EAGLEConfig(method="suffix", topk=1, num_steps=8, num_draft_tokens=9, **sizes)
+    text, since = [*range(20), 39, *range(6)], [*range(6, 6 + num_since)]
+    length = torch.tensor([len(text) - 1], device=device)
+    feed = SuffixFeed([config], SuffixCache(depth, 0), SimpleNamespace(num_rows=1, lengths=length), lag=1)
+    request = Request(0, text, SamplingParams(), 0, frozenset())
+    feed.start(request)
+    feed.send([(0, request)])
+    drafter = SuffixDrafter(config)
+    drafter.feed = feed
+    history = torch.tensor([[*text, *since, *(30 * [-1])]], device=device)
+    batch = SimpleNamespace(
+        rows=slice(0, 1), state=SimpleNamespace(history=history), lengths=length + num_since,
+        roots=history[:, len(text) - 1 + num_since],
+    )  # fmt: skip
+    proposal = drafter.propose(batch)
+    made = feed._made[request]
+    allowed = int(factor * min(6 + num_since, depth - 1) + 1e-6)
+    count = min(allowed, 8, len(made.draft.token_ids) - num_since)
+    probs = proposal.path_probs()[0].tolist()
+    assert made.match == 6 and int((proposal.tree.retrieve_next_token >= 0).sum()) == count > 0
+    assert proposal.tree.draft_tokens.flatten().tolist()[1 : 1 + count] == [
+        *range(6 + num_since, 6 + num_since + count)
+    ]
+    assert all(prob >= 0.5 for prob in probs[:count]) and all(map(math.isnan, probs[count:]))
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5, 1.0])

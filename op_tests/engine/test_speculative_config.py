@@ -138,6 +138,7 @@ REFUSED = [
         {"method": "ngram", "topk": 2, "num_model_steps": 5},
         "num_model_steps must be 1 or absent for method='ngram', which has no model, got 5",
     ),
+    ({"method": "mtp", "topk": 1, "num_steps": "2", "num_model_steps": 2}, "num_steps must be an int, got '2'"),
     ({"method": "suffix", "topk": 2, "num_model_steps": 0}, "num_model_steps must be an int of at least 1, got 0"),
     (
         {"method": "mtp", "topk": 1, "num_steps": 2, "num_model_steps": 3},

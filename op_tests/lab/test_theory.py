@@ -105,6 +105,8 @@ def test_levels_between_those_that_were_looked_at():
         if each["config"]["K"] == 4 and each["config"]["method"] == "chain":  # measured beside another plain decoding
             each["plain_tokens_per_second"] /= 2
     assert predictions.of_cells(other).count("+25.0%") == 3
+    nothing = [each | {"speedup": None, "step_ms": 0.0} for each in cells]  # texts that end with their first token
+    assert predictions.of_cells(nothing) == "Not measured yet."
     # two K are inputs both; without plain decoding nothing is as fast as anything
     assert predictions.of_cells([cell for cell in cells if cell["config"]["K"] in (None, 1, 8)]) == "Not measured yet."
     assert predictions.of_cells([cell for cell in cells if cell["config"]["K"]]) == "Not measured yet."

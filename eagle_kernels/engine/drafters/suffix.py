@@ -76,7 +76,7 @@ class SuffixDrafter:
             num_speculative_tokens=self.num_nodes - 1,
             spec_steps=self.num_steps,
         )
-        # the longest match grows with the tokens since, as far as the trees know it
+        # longer by the tokens since at most, no longer than the trees know any
         matches = (offers.matches[rows] + is_since.sum(1)).clamp(max=self._config.suffix_decoding_max_tree_depth - 1)
         most = matches.double() * self._config.suffix_decoding_max_spec_factor + ROUNDING_UP
         is_allowed = torch.arange(1, self.num_nodes, device=most.device) <= most[:, None]
