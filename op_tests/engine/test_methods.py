@@ -239,7 +239,7 @@ def test_what_is_left_of_an_offer(num_since, factor, depth, device):
     """A step behind: as many as the match that the host knew allows, longer by the tokens since, and no fewer."""
     sizes = {"suffix_decoding_max_spec_factor": factor, "suffix_decoding_max_tree_depth": depth}
     config = EAGLEConfig(method="suffix", topk=1, num_steps=8, num_draft_tokens=9, **sizes)
-    text, since = [*range(20), 39, *range(6)], [*range(6, 6 + num_since)]
+    text, since = [*range(20), 39, *range(8)], [*range(8, 8 + num_since)]
     length = torch.tensor([len(text) - 1], device=device)
     feed = SuffixFeed([config], SuffixCache(depth, 0), SimpleNamespace(num_rows=1, lengths=length), lag=1)
     request = Request(0, text, SamplingParams(), 0, frozenset())
@@ -254,12 +254,12 @@ def test_what_is_left_of_an_offer(num_since, factor, depth, device):
     )  # fmt: skip
     proposal = drafter.propose(batch)
     made = feed._made[request]
-    allowed = int(factor * min(6 + num_since, depth - 1) + 1e-6)
+    allowed = int(factor * min(8 + num_since, depth - 1) + 1e-6)
     count = min(allowed, 8, len(made.draft.token_ids) - num_since)
     probs = proposal.path_probs()[0].tolist()
-    assert made.match == 6 and int((proposal.tree.retrieve_next_token >= 0).sum()) == count > 0
+    assert made.match == 8 and int((proposal.tree.retrieve_next_token >= 0).sum()) == count > 0
     assert proposal.tree.draft_tokens.flatten().tolist()[1 : 1 + count] == [
-        *range(6 + num_since, 6 + num_since + count)
+        *range(8 + num_since, 8 + num_since + count)
     ]
     assert all(prob >= 0.5 for prob in probs[:count]) and all(map(math.isnan, probs[count:]))
 
