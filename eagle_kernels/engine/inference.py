@@ -316,7 +316,7 @@ class EAGLEInference:
             says_how = not overrides.keys().isdisjoint(SAMPLING_FIELDS)
             common = [each for each in COMMON_PARAMS if config.why_not_served(each) is None]
             params = (_params(config, wanted),) if says_how else common
-        with self.lock, self._alone("warmup", config):
+        with self._alone("warmup", config):
             scheduler = self._scheduler_for(config, speculative)
             warm_up(
                 self, scheduler, params, limit=self._limit(config, speculative),
@@ -479,15 +479,16 @@ class EAGLEInference:
 
     @contextlib.contextmanager
     def _alone(self, name: str, config: EAGLEConfig) -> Iterator[None]:
-        """For calls that measure or warm up: no other requests, and suffix trees that know of none before, nor of those
-        within behind it."""
-        if self._scheduler is not None:
-            self._scheduler.drain()
-        if self.has_work:
-            raise RuntimeError(f"EAGLEInference: {name} needs an empty batch; collect or abort the requests in it")
-        memory = self._suffix_cache_for(config).forgetting() if "suffix" in config.methods else contextlib.nullcontext()
-        with memory:
-            yield
+        """For calls that measure or warm up: no other requests, those of other threads wait, and suffix trees that know
+        of none before, nor of those within behind it."""
+        with self.lock:
+            if self._scheduler is not None:
+                self._scheduler.drain()
+            if self.has_work:
+                raise RuntimeError(f"EAGLEInference: {name} needs an empty batch; collect or abort the requests in it")
+            has_memory = "suffix" in config.methods
+            with self._suffix_cache_for(config).forgetting() if has_memory else contextlib.nullcontext():
+                yield
 
     def _suffix_cache_for(self, config: EAGLEConfig) -> SuffixCache:
         """One for all configurations with its sizes, since it remembers past responses."""

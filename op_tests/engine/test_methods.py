@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -186,13 +187,30 @@ def test_a_warmup_is_not_remembered(device):
     assert len(before) == 2 and [list(response.tokens) for response in cache._responses] == before
 
 
-def test_a_benchmark_is_told_no_answers(device):
-    """Neither by its warm-up nor by the benchmark before it; nor does it tell any."""
-    target, _ = toys(device)
+def remembering(device) -> tuple[EAGLEInference, SuffixCache]:
+    """An engine whose suffix trees know one response."""
     config = EAGLEConfig(**METHODS["suffix chain"], suffix_decoding_max_cached_requests=8)
-    engine = EAGLEInference(None, target, config)
+    engine = EAGLEInference(None, toys(device)[0], config)
     engine.generate([3, 1, 4], 24)
     (cache,) = engine._suffix_caches.values()
+    return engine, cache
+
+
+def test_requests_of_other_threads_wait_for_a_benchmark(device):
+    """Which would be measured with it, and be told what it forgets."""
+    engine, cache = remembering(device)
+    with ThreadPoolExecutor(1) as pool:
+        with engine._alone("this", engine.config):
+            waiting = pool.submit(engine.generate, [4, 1], 8)
+            engine.generate([3, 1], 8)
+            assert not waiting.done() and len(cache._responses) == 1
+        assert len(waiting.result().output_ids) == 8
+    assert len(cache._responses) == 2
+
+
+def test_a_benchmark_is_told_no_answers(device):
+    """Neither by its warm-up nor by the benchmark before it; nor does it tell any."""
+    engine, cache = remembering(device)
     before = [list(response.tokens) for response in cache._responses]
     lengths = [engine.benchmark(PROMPTS[:1], 24).speculative.mean_accept_length for _ in range(2)]
     alone = engine.generate(PROMPTS[0], 24, suffix_decoding_max_cached_requests=0).stats.mean_accept_length
@@ -219,11 +237,7 @@ def test_a_batch_is_empty_where_nobody_is_in_it(lag, device):
 
 
 def test_the_warm_up_of_the_command_tells_no_answers(device):
-    target, _ = toys(device)
-    config = EAGLEConfig(**METHODS["suffix chain"], suffix_decoding_max_cached_requests=8)
-    engine = EAGLEInference(None, target, config)
-    engine.generate([3, 1, 4], 24)
-    (cache,) = engine._suffix_caches.values()
+    engine, cache = remembering(device)
     # as on a GPU: on a CPU there is no warm-up
     as_if = SimpleNamespace(
         device=torch.device("cuda"), config=engine.config, generate=engine.generate, _alone=engine._alone
