@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
 import random
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -199,11 +199,13 @@ def remembering(device) -> tuple[EAGLEInference, SuffixCache]:
 def test_requests_of_other_threads_wait_for_a_benchmark(device):
     """Which would be measured with it, and be told what it forgets."""
     engine, cache = remembering(device)
-    with ThreadPoolExecutor(1) as pool:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
         with engine._alone("this", engine.config):
             waiting = pool.submit(engine.generate, [4, 1], 8)
             engine.generate([3, 1], 8)
-            assert not waiting.done() and len(cache._responses) == 1
+            with pytest.raises(concurrent.futures.TimeoutError):
+                waiting.result(1)
+            assert len(cache._responses) == 1
         assert len(waiting.result().output_ids) == 8
     assert len(cache._responses) == 2
 
