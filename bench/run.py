@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from eagle_kernels.runtime.launch import is_interpreting
+from eagle_kernels.runtime.language import is_interpreting
 
 from .harness import results
 from .harness.check import Mismatch, check_provider, expected_outputs

@@ -68,3 +68,19 @@ def test_types_and_shapes_are_those_of_each_value():
     for _ in range(2):
         _shapes_kernel[(1,)](out)
     assert torch.equal(out, 3 * torch.arange(8).expand(4, -1))
+
+
+@triton.jit
+def _truth_kernel(out_ptr, limit):
+    lane = tl.arange(0, 4)
+    is_wanted = (lane < 3) & (tl.load(out_ptr) < limit)  # a truth of one lane each, and one of all
+    tl.store(out_ptr + lane, lane + 1, mask=is_wanted)
+
+
+def test_a_scalar_truth_is_a_mask():
+    """In triton 3.9 it was whole numbers by then, which it refuses."""
+    out = torch.zeros(4, dtype=torch.int32)
+    _truth_kernel[(1,)](out, 0)
+    assert out.tolist() == [0, 0, 0, 0]
+    _truth_kernel[(1,)](out, 1)
+    assert out.tolist() == [1, 2, 3, 0]

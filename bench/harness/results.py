@@ -107,7 +107,7 @@ def _text(name: str, value) -> str:
 def versions() -> dict:
     """Of what numbers depend on."""
     toolkit = {"hip": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda}
-    triton = language.triton.__version__ if language.AVAILABLE else None
+    triton = language.triton.__version__ if language.MISSING is None else None
     return {"torch": torch.__version__, "triton": triton, **toolkit}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -267,7 +266,7 @@ def _conditions(engine: EAGLEInference) -> dict:
     config = engine.config
     names = ("topk", "num_steps", "adaptive", "verify_strategy", "accept_policy", "temperature", "top_k", "top_p",
              "min_p", "page_size", "cuda_graph")  # fmt: skip
-    triton = language.triton.__version__ if language.AVAILABLE else None
+    triton = language.triton.__version__ if language.MISSING is None else None
     conditions = {name: getattr(config, name) for name in names} | {
         "method": _method(engine),
         "num_draft_tokens": config.num_verify_tokens,
@@ -334,11 +333,11 @@ def _environment(arguments: argparse.Namespace) -> int:
 
     rows = [("eagle_kernels", str(Path(eagle_kernels.__file__).parent)), ("python", platform.python_version())]
     rows.append(("torch", torch.__version__))
-    if language.AVAILABLE:
+    if language.MISSING is None:
         rows.append(("triton", language.triton.__version__))
         rows.append(("triton cache", _triton_cache()))
     else:
-        rows.append(("triton", "not installed (CPU tensors run the references; GPU tensors need it)"))
+        rows.append(("triton", f"kernels need {language.MISSING}; CPU tensors run the references"))
     rows.append(("backend on cpu", backend(torch.device("cpu"))))
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
@@ -351,8 +350,4 @@ def _environment(arguments: argparse.Namespace) -> int:
 
 
 def _triton_cache() -> str:
-    try:
-        from triton import knobs
-    except ImportError:  # before triton 3.4
-        return os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache")
-    return knobs.cache.dir
+    return language.triton.knobs.cache.dir

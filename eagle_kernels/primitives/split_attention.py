@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from ..runtime import tuning
-from ..runtime.language import tl, triton
-from ..runtime.launch import is_interpreting, launch
+from ..runtime.language import is_interpreting, tl, triton
+from ..runtime.launch import launch
 from .attention import Pool, Queries, Span, attend, request_rows
 from .dependent_launch import await_predecessor
 from .fp8 import FP8, match_keys

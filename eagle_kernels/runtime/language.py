@@ -1,34 +1,96 @@
-"""`triton` and `tl`, or stand-ins where triton is not installed.
+"""`triton` and `tl`, or stand-ins where there is no triton that the kernels run on.
 
 With the stand-ins every module still imports, argument checks and references work, and only a launch fails, with one
-line that says what is missing (`launch.py`).
+line that says what is missing (`launch.py`). All that depends on a version of Triton's language stands here.
 """
 
 from __future__ import annotations
 
-try:
-    import triton
-    import triton.language as tl
+import os
+import re
+import warnings
 
-    AVAILABLE = True
-except ImportError:
-    AVAILABLE = False
+# The oldest minor version that the kernels were run with; its predecessors lack parts of the language.
+OLDEST_TRITON = (3, 4)
 
-    class _StandIn:
-        """Answers every attribute and every call with itself, so that module-level uses of triton do nothing."""
 
-        def __getattr__(self, name):
-            return self
+def wants_interpreter() -> bool:
+    """Whether the environment asks for Triton's interpreter now; read as Triton reads it when it decorates a kernel."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
-        def __call__(self, *args, **kwargs):
-            return self
 
-        def next_power_of_2(self, number: int) -> int:  # launchers compute sizes with these before they launch
-            return 1 << max(number - 1, 0).bit_length()
+_IS_INTERPRETING = wants_interpreter()
 
-        def cdiv(self, number: int, divisor: int) -> int:
-            return -(-number // divisor)
 
+def is_interpreting() -> bool:
+    """Whether kernels run through Triton's interpreter, which is settled where they are imported."""
+    return _IS_INTERPRETING
+
+
+def _import_triton():
+    """The package, or None, and what a launch lacks without it."""
+    try:
+        import triton
+        import triton.language
+    except ModuleNotFoundError as error:
+        if error.name == "triton":
+            return None, "the package triton, which is not installed"
+        return None, f"the package triton, which is installed but broken: {error}"
+    except Exception as error:  # of whatever kind: a broken installation must not take the references with it
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        return None, f"the package triton, which is installed but broken: {first_line}"
+    version = tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
+    if version < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        return None, f"triton {oldest} or newer; {triton.__version__} is installed"
+    return triton, None
+
+
+triton, MISSING = _import_triton()  # MISSING: what a launch lacks, in words; None where it lacks nothing
+
+
+class _StandIn:
+    """Answers every attribute and every call with itself, so that module-level uses of triton do nothing."""
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *args, **kwargs):
+        return self
+
+    def next_power_of_2(self, number: int) -> int:  # launchers compute sizes with these before they launch
+        return 1 << max(number - 1, 0).bit_length()
+
+    def cdiv(self, number: int, divisor: int) -> int:
+        return -(-number // divisor)
+
+
+def _splat_by_type() -> None:
+    """Makes the interpreter repeat a scalar truth as truths.
+
+    Its comparisons keep the type of what they compare, so that a scalar one is repeated as whole numbers. As a mask
+    these were converted up to triton 3.8; 3.9 refuses them ("mask has unsupported dtype").
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    splat = InterpreterBuilder.create_splat
+
+    def splat_by_type(self, result_type, value):
+        handle = splat(self, result_type, value)
+        if result_type.scalar == tl.int1:
+            handle.data = handle.data.astype(bool)
+        return handle
+
+    InterpreterBuilder.create_splat = splat_by_type
+
+
+if MISSING is None:
+    tl = triton.language
+    if is_interpreting():
+        _splat_by_type()
+else:
+    if "not installed" not in MISSING:
+        warnings.warn(f"eagle_kernels: kernels cannot run, they need {MISSING}", stacklevel=2)
     triton = tl = _StandIn()
 
-__all__ = ["AVAILABLE", "tl", "triton"]
+__all__ = ["MISSING", "is_interpreting", "tl", "triton", "wants_interpreter"]

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import operator
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -48,10 +47,15 @@ def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
         return
     if 0 in grid:
         return
-    if not language.AVAILABLE:
-        raise RuntimeError(f"eagle_kernels.{op}: the triton backend needs the package triton, which is not installed")
+    if language.MISSING:
+        raise RuntimeError(f"eagle_kernels.{op}: the triton backend needs {language.MISSING}")
     if device.type == "cpu":
-        if not is_interpreting():
+        if not language.is_interpreting():
+            if language.wants_interpreter():
+                raise RuntimeError(
+                    f"eagle_kernels.{op}: TRITON_INTERPRET=1 was set after eagle_kernels was imported, which left its "
+                    "kernels to a GPU; set it before the first import"
+                )
             raise RuntimeError(
                 f"eagle_kernels.{op}: the triton backend cannot run on cpu tensors; move them to a GPU, set "
                 "TRITON_INTERPRET=1 before the first import, or use EAGLE_KERNELS_BACKEND=reference"
@@ -103,11 +107,6 @@ def launcher(function: Callable) -> Callable:
         return plan.run(tensors, pointers, kwargs)
 
     return call
-
-
-def is_interpreting() -> bool:
-    """Whether kernels run through Triton's interpreter; read as Triton reads it when it decorates a kernel."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 @contextlib.contextmanager
@@ -200,7 +199,7 @@ class _Plan:
 
 @functools.cache
 def _knows_triton() -> bool:
-    return language.AVAILABLE and language.triton.__version__.startswith(_PLANNED_TRITON_VERSIONS)
+    return language.MISSING is None and language.triton.__version__.startswith(_PLANNED_TRITON_VERSIONS)
 
 
 def _can_plan() -> bool:

@@ -18,7 +18,7 @@ from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.ops.verify import verify_tree_greedy as greedy
 from eagle_kernels.ops.verify import verify_tree_sampled as sampled
 from eagle_kernels.runtime import launch
-from eagle_kernels.runtime.language import AVAILABLE
+from eagle_kernels.runtime.language import MISSING
 from op_tests.engine.toys import ToyModel
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11], [4]]
@@ -246,7 +246,7 @@ def launches_of(values: dict, device) -> tuple[list, list[int], list[int]]:
     return launched, nodes, output.accept_token_num.tolist()
 
 
-@pytest.mark.skipif(not AVAILABLE, reason="needs triton")
+@pytest.mark.skipif(MISSING is not None, reason="needs triton")
 @pytest.mark.parametrize("scans", ["all rows", "level by level"])
 @pytest.mark.parametrize("topk", [1, 3])
 @pytest.mark.parametrize("depth", range(NUM_STEPS + 1))
@@ -271,7 +271,7 @@ WALKS = {
 }
 
 
-@pytest.mark.skipif(not AVAILABLE, reason="needs triton")
+@pytest.mark.skipif(MISSING is not None, reason="needs triton")
 @pytest.mark.parametrize("walk", WALKS)
 def test_sampled_walks_launch_as_much(walk, device, monkeypatch):
     """Without penalties and log-probabilities too, which need launches of their own."""

@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 
-from eagle_kernels.runtime.launch import is_interpreting
+from eagle_kernels.runtime.language import is_interpreting
 
 
 @contextlib.contextmanager

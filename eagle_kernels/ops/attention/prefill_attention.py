@@ -51,8 +51,8 @@ from ...primitives.paging import request_pages
 from ...primitives.shares import Batch
 from ...primitives.softmax import LOG2_E, add_sink, finish_rows, start_rows, tile_sizes
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import is_interpreting, launch, launcher
+from ...runtime.language import is_interpreting, tl, triton
+from ...runtime.launch import launch, launcher
 from .gqa_decode import Output
 
 # see `split_attention.ORDERED_TUNING`; the first one is taken for which requests have from_rows rows for a KV head: no

@@ -31,8 +31,8 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.strides import row_unit
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import is_interpreting, launch, launcher
+from ...runtime.language import is_interpreting, tl, triton
+from ...runtime.launch import launch, launcher
 
 # of fp16 and bf16, on the tensor cores; of fp32, which they do not have
 MAX_ROWS = 16
