@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
 
-from .harness import ahead_of_time, interpreter
+from .harness import interpreter
 
 # Threads of torch wait for each other: with another worker or a compiler on one's core the others spin all that while.
 NUM_THREADS = max(1, os.cpu_count() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "2")))
@@ -21,15 +21,23 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.speed_up()
 
 
-def is_compilation(item) -> bool:
-    return item.name.startswith("test_compiles_for_every_target[")
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: each worker imports torch, which takes some 500 MiB; beyond these the tests gain little."""
+    return min(8, os.cpu_count())
 
 
-def pytest_collection_modifyitems(items):
-    # Compiled beside all other tests, from the last on, where the long ones are; behind the others this process takes
-    # what is left, from the first on.
-    compilations = [item for item in items if is_compilation(item)]
-    items[:] = [item for item in items if not is_compilation(item)] + compilations
+def pytest_collection_modifyitems(config, items):
+    if "smoke" not in config.option.markexpr:  # the suite compiles these kernels anyway
+        config.hook.pytest_deselected(items=[item for item in items if item.name.startswith("test_a_case_compiles[")])
+        items[:] = [item for item in items if not item.name.startswith("test_a_case_compiles[")]
+    # first what takes long, so that no worker is left with it when the others are done
+    items.sort(key=lambda item: not item.nodeid.startswith("op_tests/test_ahead_of_time.py"))
+    seen = set()
+    for item in items:
+        if "full" not in item.keywords and item.nodeid.startswith("op_tests/ops/") and item.function not in seen:
+            seen.add(item.function)
+            item.add_marker(pytest.mark.smoke)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -37,18 +45,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         elif "full" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="full cross of shapes, run on a GPU"))
-
-
-def pytest_collection_finish(session):
-    """Ahead-of-time compilation takes minutes in child processes: it starts first, beside all other tests."""
-    is_spread = "PYTEST_XDIST_WORKER" in os.environ or session.config.getoption("numprocesses", None)
-    if not is_spread and not session.config.option.collectonly:
-        wanted = [item.callspec.params["path"] for item in session.items if is_compilation(item)]
-        ahead_of_time.begin(wanted[::-1])
-
-
-def pytest_unconfigure():
-    ahead_of_time.end()
 
 
 @pytest.fixture

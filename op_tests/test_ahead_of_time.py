@@ -8,35 +8,55 @@ import pytest
 
 from eagle_kernels.runtime.target import SHARED_MEMORY_BYTES
 
-from .harness.ahead_of_time import PATHS, TARGETS, compile_for_all_targets
+from .harness.ahead_of_time import PATHS, TARGETS, compile_for_targets
 from .ops.attention.cases import HEAD_DIMS
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_compiles_for_every_target(path):
-    records = compile_for_all_targets(path)
-    refused = {(record["case"], record["target"]) for record in records if "refusal" in record}
-    module = importlib.import_module("op_tests.ops.{}.test_{}".format(*path.split(".")))
-    assert refused == getattr(module, "NOT_SUPPORTED", set())
-    _check(records)
+    """Each kernel for every target, and each of its variants for one of them."""
+    _check_cases(path, "short")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", PATHS)
+def test_every_case_compiles_for_every_target(path):
+    _check_cases(path, "full")
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("path", PATHS)
+def test_a_case_compiles(path):
+    assert _check(compile_for_targets(path, "smoke"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("path", [path for path in PATHS if path.startswith("attention.")])
 def test_every_dtype_and_head_dim_compiles(path):
-    records = compile_for_all_targets(path, "full_ahead_of_time_cases")
+    records = compile_for_targets(path, "full", "full_ahead_of_time_cases")
     refused = {(record["case"], record["target"]) for record in records if "refusal" in record}
-    module = importlib.import_module("op_tests.ops.{}.test_{}".format(*path.split(".")))
     # a dtype is refused with every head_dim or with none
-    dtypes = {(case.split()[0], target) for case, target in module.NOT_SUPPORTED}
+    dtypes = {(case.split()[0], target) for case, target in _not_supported(path)}
     assert refused == {(f"{dtype} D={head_dim}", target) for dtype, target in dtypes for head_dim in HEAD_DIMS}
-    _check(records)
+    assert _check(records) == set(TARGETS)
 
 
-def _check(records):
-    assert {record["target"] for record in records} == set(TARGETS)
-    for record in records:
-        if "refusal" in record:
-            continue
+def _check_cases(path: str, part: str) -> None:
+    records = compile_for_targets(path, part)
+    refused = {(record["case"], record["target"]) for record in records if "refusal" in record}
+    assert refused == _not_supported(path)
+    assert _check(records) == set(TARGETS)
+
+
+def _not_supported(path: str) -> set[tuple[str, str]]:
+    module = importlib.import_module("op_tests.ops.{}.test_{}".format(*path.split(".")))
+    return getattr(module, "NOT_SUPPORTED", set())
+
+
+def _check(records: list[dict]) -> set[str]:
+    """The targets that something was compiled for."""
+    compiled = [record for record in records if "refusal" not in record]
+    for record in compiled:
         limit = SHARED_MEMORY_BYTES[record["target"]]
         assert record["shared_bytes"] <= limit, f"{record} exceeds the target's {limit} bytes of shared memory"
+    return {record["target"] for record in compiled}

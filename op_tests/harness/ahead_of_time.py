@@ -1,22 +1,21 @@
 """Ahead-of-time compilation of every kernel of an op for five GPUs, none of which need be here.
 
-`python -m op_tests.harness.ahead_of_time compile tree.build_tree` runs in a child process without TRITON_INTERPRET.
-The op's launcher is called with the arguments of `ahead_of_time_cases()` in its test module, once per target with that
-target's tuning rows; its launches are recorded instead of made, compiled, and held against the target's limits. Prints
-one JSON line per compiled kernel, and one per case that the launcher refuses for a target.
+It happens in one child process, started without TRITON_INTERPRET: kernels belong to the interpreter or to the compiler
+from their import on. The op's launcher is called with the arguments of `ahead_of_time_cases()` in its test module, once
+per target with that target's tuning rows; its launches are recorded instead of made, compiled, and held against the
+target's limits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
-import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +23,9 @@ OPS = Path(__file__).parent.parent.parent / "eagle_kernels" / "ops"
 PATHS = sorted(f"{file.parent.name}.{file.stem}" for file in OPS.glob("*/*.py") if file.stem != "__init__")
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
+# What is compiled: every variant of a kernel for every target; every variant for one target in turn, and each kernel
+# for every target; each kernel once, for one target in turn.
+PARTS = ("full", "short", "smoke")
 
 _POINTERS = {
     torch.float16: "*fp16",
@@ -40,119 +42,127 @@ _POINTERS = {
 }
 
 
-_begun: dict[str, Future] = {}
-_pool: list[ThreadPoolExecutor] = []
+def compile_for_targets(path: str, part: str, cases: str = "ahead_of_time_cases") -> list[dict]:
+    """Compiles the op's kernels; one record per kernel, target and set of constants.
 
-
-def begin(paths: list[str]) -> None:
-    """Starts compiling these ops on half of the cores, beside whatever follows.
-
-    Torch keeps to the other half, as conftest.py says.
+    part: one of PARTS. cases: the function of the op's test module that yields them. A case that the launcher refuses
+    for a target, by NotSupported, is a record with the key "refusal"; all are tried, whatever the part.
     """
-    if not paths:
-        return
-    _pool.append(ThreadPoolExecutor(max(1, os.cpu_count() // 2)))
-    _begun.update({path: _pool[0].submit(_run_child, "compile", path) for path in paths})
-
-
-def end() -> None:
-    """Gives up what has not been started."""
-    while _pool:
-        _pool.pop().shutdown(wait=False, cancel_futures=True)
-
-
-def compile_for_all_targets(path: str, cases: str = "ahead_of_time_cases") -> list[dict]:
-    """Compiles the op in a child process; one record per kernel, target and set of constants. Raises with its log.
-
-    cases: the function of the op's test module that yields them; `full_ahead_of_time_cases` where there is one.
-
-    A case that the launcher refuses for a target, by NotSupported, is a record with the key "refusal".
-
-    Waits for one that was begun and is running; one that still stands in line is taken out of it.
-    """
-    if cases != "ahead_of_time_cases":
-        return _run_child("compile", path, cases)
-    if path in _begun and not _begun[path].cancel():
-        return _begun[path].result()
-    return _run_child("compile", path)
+    return _in_child(_compile, path, part, cases)
 
 
 def count_variants(path: str) -> dict[str, int]:
     """How many variants of each kernel Triton would compile over `size_sweep()` of the op's test module."""
-    found = _all_variants()[path]
-    assert isinstance(found, dict), f"variants of {path} failed:\n{found}"
-    return found
+    return _in_child(_variants_of, path)
+
+
+def _in_child(function, *arguments):
+    with _without_interpreter():  # the first call starts the child, which inherits what stands here
+        future = _child().submit(function, *arguments)
+    return future.result()
 
 
 @functools.cache
-def _all_variants() -> dict[str, dict[str, int] | str]:
-    """For all ops, or the error: a child takes far longer to import torch than to count."""
-    return dict(zip(PATHS, _run_child("variants", *PATHS)))
+def _child() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
-def _run_child(task: str, *arguments: str) -> list:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "op_tests.harness.ahead_of_time", task, *arguments]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if child.returncode != 0:
-        raise AssertionError(
-            f"{task} of {', '.join(arguments)} failed:\n{child.stdout[-1000:]}\n{child.stderr[-4000:]}"
-        )
-    return [json.loads(line) for line in child.stdout.splitlines()]
+@contextlib.contextmanager
+def _without_interpreter():
+    wanted = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        yield
+    finally:
+        if wanted is not None:
+            os.environ["TRITON_INTERPRET"] = wanted
 
 
-def _compile(path: str, cases: str = "ahead_of_time_cases") -> None:
+def _test_module(path: str):
+    return importlib.import_module("op_tests.ops.{}.test_{}".format(*path.split(".")))
+
+
+def _launcher(path: str):
+    return getattr(importlib.import_module("eagle_kernels.ops." + path), path.rpartition(".")[2])
+
+
+def _compile(path: str, part: str, cases: str) -> list[dict]:
+    turn = PATHS.index(path)
+    variants, records = _variants(path, cases)
+
+    def in_turn(by_target: dict[str, _Launch], number: int) -> _Launch:
+        return next(by_target[target] for target in TARGETS[number % 5 :] + TARGETS if target in by_target)
+
+    for variants_of_kernel in variants.values():
+        if part == "full":
+            wanted = [launch for by_target in variants_of_kernel for launch in by_target.values()]
+        else:
+            wanted = [in_turn(by_target, turn + number) for number, by_target in enumerate(variants_of_kernel)]
+        if part == "short":
+            met = {launch.target for launch in wanted}
+            first = {target: launch for by_target in variants_of_kernel[::-1] for target, launch in by_target.items()}
+            wanted += [launch for target, launch in first.items() if target not in met]
+        records += [launch.compile() for launch in wanted[: 1 if part == "smoke" else None]]
+    return records
+
+
+class _Launch(NamedTuple):
+    kernel: str
+    case: str
+    target: str
+    source: Any
+    options: dict
+
+    def compile(self) -> dict:
+        shared = _shared_memory(self.source, self.target, self.options)
+        return {"kernel": self.kernel, "case": self.case, "target": self.target, "shared_bytes": shared}
+
+
+def _variants(path: str, cases: str) -> tuple[dict[str, list[dict[str, _Launch]]], list[dict]]:
+    """Of each kernel its variants, each by target, and a record of each refusal.
+
+    What two cases launch alike for a target is in the first one's variant alone.
+    """
     from eagle_kernels.runtime import launch as launch_module
     from eagle_kernels.runtime import target
 
-    category, _, name = path.rpartition(".")
-    module = importlib.import_module("eagle_kernels.ops." + path)
-    tests = importlib.import_module(f"op_tests.ops.{category}.test_{name}")
-    done = set()
-    for case, values in getattr(tests, cases)():
+    variants: dict[str, list[dict[str, _Launch]]] = {}
+    refusals, known = [], set()
+    for case, values in getattr(_test_module(path), cases)():
+        found: dict[tuple[str, int], dict[str, _Launch]] = {}
         for architecture in TARGETS:
             recorded: list[tuple] = []
             keep = recorded.append
             try:
                 with target.assume(architecture), launch_module.intercept(lambda *launch, keep=keep: keep(launch)):
-                    getattr(module, name)(**values)
+                    _launcher(path)(**values)
             except target.NotSupported as refusal:
-                print(json.dumps({"case": case, "target": architecture, "refusal": str(refusal)}), flush=True)
+                refusals.append({"case": case, "target": architecture, "refusal": str(refusal)})
                 continue
-            for _, kernel, _, arguments in recorded:
+            for number, (_, kernel, _, arguments) in enumerate(recorded):
                 source, options = _source(kernel, arguments)
-                key = (architecture, kernel.__name__, str(source.signature), str(source.constants), str(options))
-                if key in done:
-                    continue
-                done.add(key)
-                shared = _shared_memory(source, architecture, options)
-                record = {"kernel": kernel.__name__, "case": case, "target": architecture, "shared_bytes": shared}
-                print(json.dumps(record), flush=True)
-
-
-def _print_variants(*paths: str) -> None:
-    for path in paths:
-        try:
-            found = _variants_of(path)
-        except Exception:  # of this op alone: the others are counted all the same
-            found = traceback.format_exc()[-4000:]
-        print(json.dumps(found), flush=True)
+                name = kernel.__name__
+                key = (architecture, name, str(source.signature), str(source.constants), str(options))
+                if key not in known:
+                    known.add(key)
+                    launch = _Launch(name, case, architecture, source, options)
+                    found.setdefault((name, number), {})[architecture] = launch
+        for (name, _), by_target in found.items():
+            variants.setdefault(name, []).append(by_target)
+    return variants, refusals
 
 
 def _variants_of(path: str) -> dict[str, int]:
     from eagle_kernels.runtime import launch as launch_module
     from eagle_kernels.runtime import target
 
-    category, _, name = path.rpartition(".")
-    launcher = getattr(importlib.import_module("eagle_kernels.ops." + path), name)
     keys: dict[str, set] = {}
 
     def record(op, kernel, grid, arguments):
         keys.setdefault(kernel.__name__, set()).add(_specialisation(kernel, arguments))
 
     with target.assume("sm_90"), launch_module.intercept(record):
-        for values in importlib.import_module(f"op_tests.ops.{category}.test_{name}").size_sweep():
-            launcher(**values)
+        for values in _test_module(path).size_sweep():
+            _launcher(path)(**values)
     return {kernel: len(variants) for kernel, variants in keys.items()}
 
 
@@ -202,7 +212,3 @@ def _shared_memory(source, architecture: str, options: dict) -> int:
     else:
         target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     return triton.compile(source, target=target, options=options).metadata.shared
-
-
-if __name__ == "__main__":
-    {"compile": _compile, "variants": _print_variants}[sys.argv[1]](*sys.argv[2:])
