@@ -1,4 +1,4 @@
-.PHONY: check test test-gpu mutants bench
+.PHONY: check test test-gpu smoke mutants bench
 
 check:  ## what a review would say first
 	ruff check .
@@ -6,12 +6,15 @@ check:  ## what a review would say first
 	python -m pytest -q op_tests/test_architecture.py op_tests/test_mirror.py
 
 test:  ## everything that runs without a GPU (kernels through Triton's interpreter); with one, everything
-	python -m pytest -q op_tests
+	python -m pytest -q -n auto --dist worksteal op_tests
 
 JOBS ?= 8
-test-gpu:  ## everything on the GPU, full crosses too; refuses to start without one; with pytest-xdist on JOBS cores
+test-gpu:  ## everything on the GPU, full crosses too; refuses to start without one
 	python -c "import torch; assert torch.cuda.is_available(), 'no GPU that torch can use'"
-	python -m pytest -q op_tests $(shell python -c "import xdist" 2>/dev/null && echo "-n $(JOBS) --dist worksteal")
+	python -m pytest -q -n $(JOBS) --dist worksteal op_tests
+
+smoke:  ## the first case of each test of an op with other versions of triton: make smoke TRITON="3.4.0 3.6.0"
+	python -m op_tests.versions $(TRITON)
 
 mutants:  ## bugs planted in kernel and reference alike, each of which a law test must catch
 	python -m op_tests.mutants

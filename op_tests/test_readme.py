@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+COMMANDS = re.findall(r"```bash\n(.*?)\n```", README, re.DOTALL)
+CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
 @functools.cache
@@ -31,6 +33,17 @@ def test_the_ops_example_prints_what_its_comments_say():
     result = run(EXAMPLES[0])
     assert "[ 1,  3,  5, 11, 21]" in result.stdout
     assert "[[ 0,  1,  3, -1]]" in result.stdout and "[2]" in result.stdout
+
+
+def test_ci_runs_the_two_commands_as_they_stand_here():
+    assert "generate" in COMMANDS[0] and "pytest" in COMMANDS[1]
+    reader = next(line for line in CI.splitlines() if line.startswith("mapfile"))
+    script = reader + "\nprintf '%s\\n' \"${commands[@]}\""
+    read = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert read.stdout.splitlines() == COMMANDS[:2]
+    before, loop, _ = CI.partition('for command in "${commands[@]}"; do\n')
+    assert loop and 'eval "$command"' in CI
+    assert re.findall(r"pip install -q (\S+)", before) == ["torch==2.13.0"], "versions that the README does not name"
 
 
 def test_links_lead_somewhere():

@@ -36,12 +36,14 @@ def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
     """Runs `kernel` over `grid` on the device of its first tensor argument, whatever device is current.
 
     An empty grid launches nothing (B = 0 is a valid batch). Raises RuntimeError, naming `op`, where the machine cannot
-    run Triton kernels on that device. The kernel's ENABLE_PDL follows from the device.
+    run Triton kernels on that device. The kernel's ENABLE_PDL follows from the device; products are fused into sums
+    unless `enable_fp_fusion=False` is among the arguments, in every version of Triton.
     """
     device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
     arguments["ENABLE_PDL"] = target.has_dependent_launch(device)
     if arguments["ENABLE_PDL"]:
         arguments["launch_pdl"] = True  # AMD's compiler does not know the word
+    arguments.setdefault("enable_fp_fusion", True)  # the default up to triton 3.9; 3.10 changes it
     if _interceptor is not None:
         _interceptor(op, kernel, grid, arguments)
         return

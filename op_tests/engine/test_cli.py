@@ -251,18 +251,6 @@ def test_env_prints_versions_and_backend(capsys):
     assert "cuda:0" in rows or rows["gpu"] == "none that torch can use"
 
 
-def test_env_knows_where_older_tritons_cache(capsys, monkeypatch, tmp_path):
-    triton = pytest.importorskip("triton")
-    monkeypatch.delattr(triton, "knobs", raising=False)
-    monkeypatch.setitem(sys.modules, "triton.knobs", None)  # importing it fails, as before triton 3.4
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert main(["env"]) == 0
-    assert read_rows(capsys.readouterr().out)["triton cache"] == str(tmp_path)
-    monkeypatch.delenv("TRITON_CACHE_DIR")
-    assert main(["env"]) == 0
-    assert read_rows(capsys.readouterr().out)["triton cache"] == str(Path.home() / ".triton" / "cache")
-
-
 def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
     """The one line with which a command is refused."""
     assert generate(*arguments, prompt=prompt) == 1
@@ -329,13 +317,14 @@ def test_bad_arguments_are_named(capsys, arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("has_triton", "message"),
-    [(True, "the triton backend cannot run on cpu tensors"), (False, "the triton backend needs the package triton")],
+    ("missing", "message"),
+    [(None, "the triton backend cannot run on cpu tensors"), ("triton 9", "the triton backend needs triton 9")],
 )
-def test_a_backend_that_cannot_run_is_named(capsys, monkeypatch, has_triton, message):
+def test_a_backend_that_cannot_run_is_named(capsys, monkeypatch, missing, message):
     monkeypatch.setenv("EAGLE_KERNELS_BACKEND", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(language, "AVAILABLE", has_triton)
+    monkeypatch.setattr(language, "_IS_INTERPRETING", False)
+    monkeypatch.setattr(language, "MISSING", missing)
     assert message in complaint(capsys, "--device", "cpu")
 
 

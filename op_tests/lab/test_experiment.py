@@ -169,7 +169,7 @@ def test_other_code_is_measured_anew(tmp_path, monkeypatch):
 
 
 def test_no_triton_is_needed(tmp_path, monkeypatch):
-    monkeypatch.setattr(app.results.language, "AVAILABLE", False)
+    monkeypatch.setattr(app.results.language, "MISSING", "triton 9")
     assert call(tmp_path / "cells.jsonl", "--domains", "code", "--k", "1", "--methods", "ngram") == 0
     assert read_events(tmp_path / "cells.jsonl", "cell")[0]["versions"]["triton"] is None
 

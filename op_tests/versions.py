@@ -1,0 +1,58 @@
+"""The smoke set with other versions of triton: `python -m op_tests.versions 3.4.0 3.6.0`.
+
+Each version is installed into a folder that comes before the environment's packages, and is gone afterwards; with none
+named, the environment's own is run. Prints rows of the matrix in op_tests/README.md. Exit code 1: a row is red.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ABOUT = "import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.is_available())"
+HEADER = "| Python | torch | triton | kernels run on | smoke set | seconds |\n|---|---|---|---|---|---|"
+
+
+def run_smoke_set(version: str | None) -> tuple[bool, str]:
+    """Whether it passed with this triton, and its row; a red run's output is printed."""
+    with tempfile.TemporaryDirectory(prefix="triton-") as folder:
+        environment = dict(os.environ)
+        if version is not None:
+            install = ("-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, f"triton=={version}")
+            subprocess.run([sys.executable, *install], check=True)
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        about = subprocess.run(
+            [sys.executable, "-c", ABOUT], env=environment, check=True, capture_output=True, text=True
+        )
+        torch, triton, has_gpu = about.stdout.split()
+        begin = time.monotonic()
+        tests = ("-m", "pytest", "-q", "-m", "smoke", "-n", "auto", "--dist", "worksteal", "op_tests")
+        result = subprocess.run([sys.executable, *tests], cwd=ROOT, env=environment, capture_output=True, text=True)
+    last_line = result.stdout.rstrip().rpartition("\n")[2]
+    counts = ", ".join(re.findall(r"\d+ (?:passed|failed|errors?)", last_line)) or f"exit code {result.returncode}"
+    if result.returncode:
+        print(result.stdout[-8000:], result.stderr[-4000:], file=sys.stderr)
+    where = "the GPU" if has_gpu == "True" else "the interpreter"
+    row = (platform.python_version(), torch, triton, where, counts, f"{time.monotonic() - begin:.0f}")
+    return result.returncode == 0, "| " + " | ".join(row) + " |"
+
+
+def main() -> int:
+    print(HEADER, flush=True)
+    is_green = True
+    for version in sys.argv[1:] or [None]:
+        passed, row = run_smoke_set(version)
+        is_green &= passed
+        print(row, flush=True)
+    return int(not is_green)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
