@@ -140,8 +140,9 @@ def _chunk_sum(value, chunk_max):
 def row_mass(chunk_max_ptr, chunk_sum_ptr, shift, VOCAB_SIZE: tl.constexpr):
     """A row's sum of exponentials relative to `shift`."""
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    # axes shorter than a warp are for the compiler to stumble over
-    chunk = tl.arange(0, max(triton.next_power_of_2(NUM_CHUNKS), LANES))
+    BLOCK_CHUNK: tl.constexpr = triton.next_power_of_2(NUM_CHUNKS)
+    # triton 3.6 does not compile axes shorter than a warp
+    chunk = tl.arange(0, BLOCK_CHUNK if BLOCK_CHUNK > LANES else LANES)
     chunk_max = tl.load(chunk_max_ptr + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))
     chunk_sum = tl.load(chunk_sum_ptr + chunk, mask=chunk < NUM_CHUNKS, other=0.0)
     return tl.sum(chunk_sum * tl.exp(chunk_max - shift))
@@ -164,7 +165,8 @@ def draw_filtered(
     gathered are [LANES, _]: a warp holds whole columns, one lane one value, which it counts without the others.
     """
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    BLOCK_CHUNK: tl.constexpr = max(triton.next_power_of_2(NUM_CHUNKS), LANES)
+    MOST_CHUNKS: tl.constexpr = triton.next_power_of_2(NUM_CHUNKS)
+    BLOCK_CHUNK: tl.constexpr = MOST_CHUNKS if MOST_CHUNKS > LANES else LANES
     lane = tl.arange(0, LANES)
     # no alignment: the compiler gives each lane one value and no vector
     group = tl.multiple_of(tl.arange(0, BLOCK_CHUNK)[None, :] * LANES + lane[:, None], [1, 1])

@@ -96,8 +96,11 @@ def add_difference(difference, history, position, shift):
 def zeros_as_bits(values, VECTOR: tl.constexpr):
     """Of values [N] those that are 0, as words of at most 16 bits: bit i VECTOR + j of word k is that of the value at
     (i words + k) VECTOR + j, so that what a thread has loaded, VECTOR values at once, stays with it."""
-    NUM_WORDS: tl.constexpr = min(max(values.shape[0] // 16, 32), values.shape[0] // VECTOR)
-    NUM_VECTORS: tl.constexpr = values.shape[0] // (NUM_WORDS * VECTOR)
+    NUM_VALUES: tl.constexpr = values.shape[0]
+    WANTED_WORDS: tl.constexpr = NUM_VALUES // 16 if NUM_VALUES > 512 else 32
+    MOST_WORDS: tl.constexpr = NUM_VALUES // VECTOR
+    NUM_WORDS: tl.constexpr = WANTED_WORDS if WANTED_WORDS < MOST_WORDS else MOST_WORDS
+    NUM_VECTORS: tl.constexpr = NUM_VALUES // (NUM_WORDS * VECTOR)
     values = tl.reshape(values, (NUM_VECTORS, NUM_WORDS, VECTOR))
     bit = tl.arange(0, NUM_VECTORS)[:, None, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
     return tl.sum(tl.sum(tl.where(values == 0, 1 << bit, 0), axis=2), axis=0)

@@ -197,7 +197,7 @@ def _slice_winner(
     have the winner. A tile draws no noise if none of its tokens could win with the largest possible one. A slice of
     nothing but -inf gives its first token.
     """
-    TILE: tl.constexpr = min(BLOCK_CHUNK, 4) * CHUNK
+    TILE: tl.constexpr = (BLOCK_CHUNK if BLOCK_CHUNK < 4 else 4) * CHUNK
     first = part * (BLOCK_CHUNK * CHUNK)
     token = first + tl.arange(0, TILE)
     best = noisy_key(tl.full([], float("-inf"), tl.float32), NO_NOISE, first)
@@ -287,7 +287,8 @@ def _may_win(bound, best):
 @triton.jit
 def _log_mass(max_ptr, sum_ptr, VOCAB_SIZE: tl.constexpr):
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    chunk = tl.arange(0, max(triton.next_power_of_2(NUM_CHUNKS), LANES))
+    BLOCK_CHUNK: tl.constexpr = triton.next_power_of_2(NUM_CHUNKS)
+    chunk = tl.arange(0, BLOCK_CHUNK if BLOCK_CHUNK > LANES else LANES)
     largest = tl.max(tl.load(max_ptr + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf")))
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     return shift + tl.log(row_mass(max_ptr, sum_ptr, shift, VOCAB_SIZE))

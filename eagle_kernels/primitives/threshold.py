@@ -147,7 +147,7 @@ def bracket_by_count(largest, sample, wanted, low, high, CHUNK: tl.constexpr):
     """
     low_end, high_end = high, high
     high_start = low
-    for _ in range(_ROUNDS):
+    for _round in range(_ROUNDS):
         candidate = _middle(low, low_end)
         at_least, _ = _count_bounds(largest, sample, candidate, CHUNK)
         low, low_end = _halve(low, low_end, candidate, at_least >= wanted)
@@ -179,7 +179,7 @@ def bracket_by_mass(largest, sample, total, wanted, low, high, CHUNK: tl.constex
     """
     low_end, high_end = high, high
     high_start = low
-    for _ in range(_ROUNDS):
+    for _round in range(_ROUNDS):
         candidate = _middle(low, low_end)
         at_least, _ = _mass_bounds(largest, sample, total, candidate, CHUNK)
         low, low_end = _halve(low, low_end, candidate, at_least >= wanted)

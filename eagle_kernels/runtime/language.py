@@ -27,6 +27,10 @@ def is_interpreting() -> bool:
     return _IS_INTERPRETING
 
 
+def _version(package) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", package.__version__)[:2])
+
+
 def _import_triton():
     """The package, or None, and what a launch lacks without it."""
     try:
@@ -39,8 +43,7 @@ def _import_triton():
     except Exception as error:  # of whatever kind: a broken installation must not take the references with it
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         return None, f"the package triton, which is installed but broken: {first_line}"
-    version = tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
-    if version < OLDEST_TRITON:
+    if _version(triton) < OLDEST_TRITON:
         oldest = ".".join(map(str, OLDEST_TRITON))
         return None, f"triton {oldest} or newer; {triton.__version__} is installed"
     return triton, None
@@ -86,11 +89,14 @@ def _splat_by_type() -> None:
 
 if MISSING is None:
     tl = triton.language
+    # triton 3.4 has the instructions, but compiles no call of them ("unexpected keyword argument '_semantic'")
+    HAS_DEPENDENT_LAUNCH = _version(triton) >= (3, 5)
     if is_interpreting():
         _splat_by_type()
 else:
     if "not installed" not in MISSING:
         warnings.warn(f"eagle_kernels: kernels cannot run, they need {MISSING}", stacklevel=2)
     triton = tl = _StandIn()
+    HAS_DEPENDENT_LAUNCH = True  # of a launch that will fail, and say why
 
-__all__ = ["MISSING", "is_interpreting", "tl", "triton", "wants_interpreter"]
+__all__ = ["HAS_DEPENDENT_LAUNCH", "MISSING", "is_interpreting", "tl", "triton", "wants_interpreter"]

@@ -8,6 +8,8 @@ import os
 
 import torch
 
+from . import language
+
 # Shared memory (LDS) that one program may use, in bytes; the compiler itself does not refuse more on every target.
 SHARED_MEMORY_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536, "gfx950": 163_840}
 
@@ -32,7 +34,8 @@ def architecture(device: torch.device) -> str:
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether kernels start while the one before ends, see primitives/dependent_launch.py."""
     name = architecture(device)
-    return _PDL_IS_WANTED and name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
+    is_able = name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
+    return is_able and _PDL_IS_WANTED and language.HAS_DEPENDENT_LAUNCH
 
 
 class NotSupported(ValueError):

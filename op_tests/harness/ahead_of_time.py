@@ -209,6 +209,10 @@ def _shared_memory(source, architecture: str, options: dict) -> int:
 
     if architecture.startswith("gfx"):
         target = GPUTarget("hip", architecture, 64)
+        if triton.__version__.startswith("3.4."):  # which brings no linker for AMD: its input is compiled all the same
+            from triton.backends.amd.compiler import HIPBackend
+
+            HIPBackend.make_hsaco = staticmethod(lambda source, *_: source.encode())
     else:
         target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     return triton.compile(source, target=target, options=options).metadata.shared
