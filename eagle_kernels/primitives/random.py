@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..runtime.language import tl, triton
+from ..runtime.language import HAS_WIDE_PRODUCT, tl, triton
 
 # Draws for different purposes never share noise. Plain sampling and sample-and-match draw tokens from TARGET.
 STREAM_TARGET = 0
@@ -42,6 +42,7 @@ GROUP = tl.constexpr(8)
 LARGEST_GUMBEL = tl.constexpr(47.14)
 
 # What a group's number is hashed with, so that neither its minimum nor its leader shares words with a token.
+_HAS_WIDE_PRODUCT = tl.constexpr(HAS_WIDE_PRODUCT)
 _MINIMUM = tl.constexpr(0x80000000)
 _LEADER = tl.constexpr(0xC0000000)
 
@@ -86,11 +87,19 @@ def token_words(key, ids):
     apart."""
     key0, key1, key2, key3 = key
     # odd: different ids have different low halves
-    product = (ids.to(tl.uint32) ^ key0).to(tl.uint64) * (key1 | 1).to(tl.uint64)
-    low, high = product.to(tl.uint32), (product >> 32).to(tl.uint32)
-    product = (low ^ key2).to(tl.uint64) * (high ^ key3).to(tl.uint64)
-    word = (product >> 32).to(tl.uint32) ^ product.to(tl.uint32) ^ low
-    return word, product.to(tl.uint32) ^ high
+    low, high = _halves_of_product(ids.to(tl.uint32) ^ key0, key1 | 1)
+    product_low, product_high = _halves_of_product(low ^ key2, high ^ key3)
+    return product_high ^ product_low ^ low, product_low ^ high
+
+
+@triton.jit
+def _halves_of_product(left, right):
+    """The lower and the upper 32 bits of the product of two uint32."""
+    if _HAS_WIDE_PRODUCT:
+        product = left.to(tl.uint64) * right.to(tl.uint64)
+        return product.to(tl.uint32), (product >> 32).to(tl.uint32)
+    else:
+        return left * right, tl.umulhi(left, right)
 
 
 @triton.jit

@@ -87,16 +87,44 @@ def _splat_by_type() -> None:
     InterpreterBuilder.create_splat = splat_by_type
 
 
+def _reduce_without_nan() -> None:
+    """Makes the interpreter of triton 3.4 pass NaN over in `tl.max` and `tl.min`, as GPUs and later versions do."""
+    import numpy
+    from triton.runtime.interpreter import ReduceOps
+
+    apply = ReduceOps.apply_impl
+    without_nan = {tl.standard._elementwise_max: numpy.nanmax, tl.standard._elementwise_min: numpy.nanmin}
+
+    def apply_without_nan(self, values):
+        if self.combine_fn in without_nan:
+            return self.min_max(values[0], val_reduce_op=without_nan[self.combine_fn])
+        return apply(self, values)
+
+    ReduceOps.apply_impl = apply_without_nan
+
+
 if MISSING is None:
     tl = triton.language
     # triton 3.4 has the instructions, but compiles no call of them ("unexpected keyword argument '_semantic'")
     HAS_DEPENDENT_LAUNCH = _version(triton) >= (3, 5)
+    # ... and makes the product of two 32-bit numbers in 64 bits an operation that it does not compile
+    HAS_WIDE_PRODUCT = _version(triton) >= (3, 5)
     if is_interpreting():
         _splat_by_type()
+        if _version(triton) < (3, 5):
+            _reduce_without_nan()
 else:
     if "not installed" not in MISSING:
         warnings.warn(f"eagle_kernels: kernels cannot run, they need {MISSING}", stacklevel=2)
     triton = tl = _StandIn()
-    HAS_DEPENDENT_LAUNCH = True  # of a launch that will fail, and say why
+    HAS_DEPENDENT_LAUNCH = HAS_WIDE_PRODUCT = True  # of launches that will fail, and say why
 
-__all__ = ["HAS_DEPENDENT_LAUNCH", "MISSING", "is_interpreting", "tl", "triton", "wants_interpreter"]
+__all__ = [
+    "HAS_DEPENDENT_LAUNCH",
+    "HAS_WIDE_PRODUCT",
+    "MISSING",
+    "is_interpreting",
+    "tl",
+    "triton",
+    "wants_interpreter",
+]

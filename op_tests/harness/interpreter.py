@@ -76,7 +76,7 @@ def _describe_types_once() -> None:
     init_block, blocks = core.block_type.__init__, {}
 
     def init_block_once(self, element_ty, shape):
-        key = element_ty.name, *shape
+        key = element_ty.name, *(getattr(size, "value", size) for size in shape)  # triton 3.4 wraps them
         if key not in blocks:
             init_block(self, element_ty, shape)
             self.described = describe(self.shape.values)
