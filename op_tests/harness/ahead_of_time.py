@@ -212,7 +212,7 @@ def _shared_memory(source, architecture: str, options: dict) -> int:
         if triton.__version__.startswith("3.4."):  # which brings no linker for AMD: its input is compiled all the same
             from triton.backends.amd.compiler import HIPBackend
 
-            HIPBackend.make_hsaco = staticmethod(lambda source, *_: source.encode())
+            HIPBackend.path_to_rocm_lld = staticmethod(lambda: "true")
     else:
         target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     return triton.compile(source, target=target, options=options).metadata.shared
