@@ -29,7 +29,9 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.reference.ops.verify.verify_tree_sampled import verify_tree_sampled
+from eagle_kernels.reference.residual import Draws
 from op_tests.harness.enumeration import enumerate_outcomes, total_variation
+from op_tests.harness.noise_keys import NoiseKeys
 from op_tests.harness.statistics import assert_follows_law
 
 INFINITY = float("inf")
@@ -276,7 +278,12 @@ def draw_tree(draft, root, positions, seeds, parents, **options):
     return torch.stack(tokens, 1), positions[:, None] + torch.tensor(depth)
 
 
-@pytest.mark.parametrize("scheme", ["rejection, without", "rejection, with", "traversal", "standard", "block"])
+SCHEMES = {"standard": [-1, 0, 1], "block": [-1, 0, 1]} | dict.fromkeys(
+    ("rejection, without", "rejection, with", "traversal"), [-1, 0, 0, 1]
+)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_rounds_of_drafting_and_verifying(scheme, device):
     """Chi-square over one, two and three tokens. Drafting, coins and residuals take their noise from one seed a request
     and the positions, and text goes on where a round ended: noise that is used twice would show.
@@ -288,8 +295,9 @@ def test_rounds_of_drafting_and_verifying(scheme, device):
     draft = [[3.0, 1.0, 0.0, 2.0], [0.0, 3.0, 1.0, 2.0], [1.0, 0.0, 3.0, 2.0], [3.0, 1.0, 2.0, 0.0]]
     target, draft = torch.tensor(target, device=device), torch.tensor(draft, device=device)
     with device:
-        parents = [-1, 0, 1] if scheme in ("standard", "block") else [-1, 0, 0, 1]
-        text = emitted_in_rounds(scheme, parents, target, draft, lanes=1000 if device.type == "cpu" else 2**18).cpu()
+        text = emitted_in_rounds(
+            scheme, SCHEMES[scheme], target, draft, lanes=1000 if device.type == "cpu" else 2**18
+        ).cpu()
     step = torch.softmax(target.double().cpu() / TEMPERATURE, -1)
     numbers, law = text[:, 0], step[0]
     assert_follows_law(numbers, law)
@@ -297,6 +305,27 @@ def test_rounds_of_drafting_and_verifying(scheme, device):
         numbers = 4 * numbers + token
         law = (law.view(-1, 4)[:, :, None] * step[None]).flatten()
         assert_follows_law(numbers, law)
+
+
+def inspected_in_rounds(scheme, monkeypatch):
+    with monkeypatch.context() as patch:
+        keys = NoiseKeys(patch)
+        emitted_in_rounds(scheme, SCHEMES[scheme], torch.randn(4, 4), torch.randn(4, 4), lanes=10, num_tokens=10)
+    assert keys.streams == {"DRAFT", "ACCEPT", "RESIDUAL"}
+    return keys
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rounds_inspect_no_noise_twice(scheme, monkeypatch):
+    assert not inspected_in_rounds(scheme, monkeypatch).faults
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES][1:])
+def test_coins_that_are_found_again_are_seen(scheme, monkeypatch):
+    """Keyed by position alone: by siblings, or by the next round. (A chain looks at one coin a position.)"""
+    coin = Draws.uniform
+    monkeypatch.setattr(Draws, "uniform", lambda draws, position, draw=0: coin(draws, position))
+    assert "ACCEPT" in inspected_in_rounds(scheme, monkeypatch).faults[0]
 
 
 @pytest.mark.parametrize("scheme", ["rejection, with", "standard", "traversal"])
