@@ -2,8 +2,9 @@
 
 A bug that kernel and reference share cannot show where one is compared with the other: what sees it is a law test. Each
 mutant is a list of edits, made in a copy of the repository, in the kernel and the reference alike; then only the law
-tests of that op run there, and one of them must fail by an assertion. Two more kinds: a bug in the kernel alone, which
-kernel = reference must see, and a bug in the enumeration, which a negative control must see.
+tests of that op run there, and one of them must fail by an assertion. Three more kinds: a bug in the kernel alone,
+which kernel = reference must see, one in the engine, which a law of whole texts or the recorder of noise keys must see,
+and one in the enumeration, which a negative control must see.
 
 Printed is what caught each mutant. Exit code 1: one survived, or its tests broke instead of failing, or an edit no
 longer applies (test_mutants.py says that too), in which case the mutant follows the code. `--alike` also checks that
@@ -31,6 +32,8 @@ SECONDS = 180
 KERNELS = "eagle_kernels/ops/verify/"
 PRIMITIVES = "eagle_kernels/primitives/"
 REFERENCES = "reference/ops/verify/"
+ENGINE = "eagle_kernels/engine/"
+DRAFTER = ENGINE + "drafters/sampled_drafter.py"
 TESTS = "op_tests/ops/verify/"
 LAWS = "op_tests/test_laws.py::"
 
@@ -42,7 +45,7 @@ class Mutant(NamedTuple):
     op: str
     edits: list[tuple[str, str, str]]
     tests: list[str]
-    kind: str = "both"  # or "kernel" or "enumeration"
+    kind: str = "both"  # or "kernel", "engine" or "enumeration"
 
 
 def both(
@@ -61,6 +64,16 @@ def of(op: str, *names: str) -> list[str]:
 def _one_stream(name: str) -> list[tuple[str, str, str]]:
     streams = {"DRAFT": 1, "ACCEPT": 2, "RESIDUAL": 3}
     return [(name, f"\nSTREAM_{stream} = {number}\n", f"\nSTREAM_{stream} = 0\n") for stream, number in streams.items()]
+
+
+def engine_law(*cases: str) -> list[str]:
+    name = "op_tests/engine/test_verify_strategies.py::test_lossless_strategies_keep_the_law"
+    return [f"{name}[{case}]" for case in cases]
+
+
+def inspected(*cases: str) -> list[str]:
+    name = "op_tests/engine/test_noise_keys.py::test_no_noise_is_inspected_twice"
+    return [f"{name}[{case}]" for case in cases]
 
 
 def rounds(*schemes: str) -> list[str]:
@@ -222,6 +235,22 @@ MUTANTS = [
         "mass carried to the next level", _COINS,
         [(f"{KERNELS}{_COINS}.py", "mass = tl.where(is_accepted, 0.0, mass)", "mass += 0.0")],
         of(_COINS, "test_matches_reference"), "kernel",
+    ),
+    Mutant(
+        "later drafts with the noise of the first", _REJECTION,
+        [(DRAFTER, "(batch.lengths + 1 + depth)", "(batch.lengths + depth)")],
+        engine_law("chain, warm") + inspected("rejection, tree"), "engine",
+    ),
+    Mutant(
+        "later drafts at temperature 1", _REJECTION,
+        [(DRAFTER, "position, seeds, warm, beam", "position, seeds, torch.ones_like(warm), beam")],
+        engine_law("chain, cold", "tree, cold"), "engine",
+    ),
+    Mutant(
+        "a tree that goes by its drafts", _REJECTION,
+        [(DRAFTER, "self._parents.repeat(size, 1), self._config",
+          "torch.where(tokens == tokens[:, -1:], 0, self._parents.repeat(size, 1)), self._config")],
+        inspected("rejection, tree"), "engine",
     ),
     Mutant(
         "distances are 0", _COINS,
