@@ -260,7 +260,7 @@ def test_the_parameters_matter():
 # several rounds: whatever is random in one may be random in the next as well
 
 
-def draw_tree(draft, root, positions, seeds, parents, **options):
+def draw_tree(draft, root, positions, seeds, parents, temperature, **options):
     """Tokens and positions [lanes, N] of a tree of which every node's children are drawn by sample_children."""
     tokens = [root] + [None] * (len(parents) - 1)
     depth = [0]
@@ -270,8 +270,8 @@ def draw_tree(draft, root, positions, seeds, parents, **options):
         children = [child for child in range(len(parents)) if parents[child] == node]
         if children:
             drawn = eagle_kernels.sample_children(
-                draft[tokens[node]], positions + depth[node] + 1, seeds, torch.full((len(root),), DRAFT_TEMPERATURE),
-                torch.full((len(root),), node), num_children=len(children), **options,
+                draft[tokens[node]], positions + depth[node] + 1, seeds, temperature, torch.full((len(root),), node),
+                num_children=len(children), **options,
             ).tokens  # fmt: skip
             for child, token in zip(children, drawn.T):
                 tokens[child] = token
@@ -339,7 +339,9 @@ def test_a_residual_has_noise_of_its_own(scheme, device):
     assert_follows_law(text[:, 0].cpu(), target.double())
 
 
-def emitted_in_rounds(scheme, parents, target, draft, *, lanes, num_tokens=3):
+def emitted_in_rounds(
+    scheme, parents, target, draft, *, lanes, num_tokens=3, temperatures=(TEMPERATURE, DRAFT_TEMPERATURE)
+):
     """The first tokens [lanes, num_tokens] after token 0, for logits [last token, next token]."""
     is_chain = scheme in ("standard", "block")
     links = [torch.tensor(each) for each in links_of(parents)]
@@ -350,17 +352,17 @@ def emitted_in_rounds(scheme, parents, target, draft, *, lanes, num_tokens=3):
         going = (length < num_tokens).nonzero()[:, 0]
         count = len(going)
         last = torch.where(length[going] > 0, text[going, length[going] - 1], 0)
-        tokens, positions = draw_tree(draft, last, 10 + length[going], going, parents, **options)
+        warmth = [torch.full((count,), temperature) for temperature in temperatures]
+        tokens, positions = draw_tree(draft, last, 10 + length[going], going, parents, warmth[1], **options)
         draft_rows = tokens[:, :-1] if is_chain else tokens
         pair = (target[tokens].flatten(0, 1), draft[draft_rows].flatten(0, 1), positions.flatten(), going)
-        temperatures = torch.full((count,), TEMPERATURE), torch.full((count,), DRAFT_TEMPERATURE)
         if is_chain:
-            output = eagle_kernels.verify_chain(tokens, *pair, *temperatures, method=scheme)
+            output = eagle_kernels.verify_chain(tokens, *pair, *warmth, method=scheme)
         else:
             name = "verify_tree_traversal" if scheme == "traversal" else "verify_tree_rejection"
             rows = torch.arange(count * len(parents)).view(count, -1)
             tree = [link.repeat(count, 1) for link in links]
-            output = getattr(eagle_kernels, name)(tokens, rows, *tree, *pair, *temperatures, spec_steps=2, **options)
+            output = getattr(eagle_kernels, name)(tokens, rows, *tree, *pair, *warmth, spec_steps=2, **options)
         for depth in range(output.accept_index.shape[1]):
             node = output.accept_index[:, depth].long()
             is_emitting = node >= 0
