@@ -86,6 +86,13 @@ _COINS_LAW = of(_COINS, "test_the_law_is_the_target_s", "test_joint_law_of_the_e
 _CHAIN_LAW = of(_CHAIN, "test_the_law_is_exactly_the_targets") + rounds("standard", "block")
 _REJECTION_LAW = of(_REJECTION, "test_the_law_is_the_targets") + rounds("rejection, without", "rejection, with")
 _TRAVERSAL_LAW = of(_TRAVERSAL, "test_the_law_is_exactly_the_targets") + rounds("traversal")
+_NOISE = [
+    f"op_tests/test_random.py::{name}"
+    for name in ("test_philox_known_answers", "test_neighbouring_keys_are_independent[upper halves of seeds]")
+]
+_GOLDEN = [
+    f"op_tests/test_golden.py::test_tokens_of_ops[{case}]" for case in ("sample_from_logits", "verify_chain, block")
+]
 _NOISE_LAW = [f"{LAWS}test_a_residual_has_noise_of_its_own"]
 _PARAMETERS_LAW = [f"{LAWS}test_every_parameter"]
 _MIN_P_OF_ONE = "(weight == 1.0) | (weight / weight.sum(1, keepdim=True) >= min_p[:, None])"
@@ -230,6 +237,32 @@ MUTANTS = [
         "penalties forget the drafts before", _SAMPLED, _PARAMETERS_LAW,
         [(PRIMITIVES + "logits.py", "count += (ids == ", "count += 0 * (ids == ")],
         [("own_counts[0, token] += 1", "own_counts[0, token] += 0")],
+    ),
+    both(
+        "a node's first draw for another's second", _CHILDREN,
+        of(_CHILDREN, "test_nodes_of_one_request_draw_independently"),
+        [("node + child * _NODES", "node + child")],
+        [("nodes.to(torch.int64) + child * 65536", "nodes.to(torch.int64) + child")],
+    ),
+    both(
+        "greedy below 1e-3", _SAMPLED, ["op_tests/test_temperatures.py::test_where_greedy_begins"],
+        [(PRIMITIVES + name, "constexpr(1e-5)", "constexpr(1e-3)") for name in ("logits.py", "rows.py")],
+        [("reference/" + name, "BELOW = 1e-5", "BELOW = 1e-3") for name in ("residual.py", "sampling.py")],
+    ),
+    both(
+        "the upper half of seeds is ignored", _CHILDREN, _NOISE + _GOLDEN,
+        [(PRIMITIVES + "random.py", "seed.to(tl.int64).to(tl.uint64)", "seed.to(tl.uint32).to(tl.uint64)")],
+        [("reference/random.py", "(seed >> 32) & _MASK", "seed & 0")],
+    ),
+    both(
+        "Philox of six rounds", _CHILDREN, _NOISE + _GOLDEN,
+        [(PRIMITIVES + "random.py", "(position * 0 + draw).to(tl.uint32),", "(position * 0 + draw).to(tl.uint32), 6,")],
+        [("reference/random.py", "range(10)", "range(6)")],
+    ),
+    Mutant(
+        "a tile's last lane is not masked", _COINS,
+        [(PRIMITIVES + "inverse_cdf.py", "(rejected < start + BLOCK)", "(rejected < start + BLOCK - 1)")],
+        ["op_tests/test_tile_edges.py::test_coins"], "kernel",
     ),
     Mutant(
         "mass carried to the next level", _COINS,
