@@ -260,7 +260,7 @@ def test_the_parameters_matter():
 # several rounds: whatever is random in one may be random in the next as well
 
 
-def draw_tree(draft, root, positions, seeds, parents, temperature, **options):
+def draw_tree(draft, root, positions, seeds, parents, temperature, ops=eagle_kernels, **options):
     """Tokens and positions [lanes, N] of a tree of which every node's children are drawn by sample_children."""
     tokens = [root] + [None] * (len(parents) - 1)
     depth = [0]
@@ -269,7 +269,7 @@ def draw_tree(draft, root, positions, seeds, parents, temperature, **options):
     for node in range(len(parents)):
         children = [child for child in range(len(parents)) if parents[child] == node]
         if children:
-            drawn = eagle_kernels.sample_children(
+            drawn = ops.sample_children(
                 draft[tokens[node]], positions + depth[node] + 1, seeds, temperature, torch.full((len(root),), node),
                 num_children=len(children), **options,
             ).tokens  # fmt: skip
@@ -340,11 +340,14 @@ def test_a_residual_has_noise_of_its_own(scheme, device):
 
 
 def emitted_in_rounds(
-    scheme, parents, target, draft, *, lanes, num_tokens=3, temperatures=(TEMPERATURE, DRAFT_TEMPERATURE)
-):
-    """The first tokens [lanes, num_tokens] after token 0, for logits [last token, next token]."""
+    scheme, parents, target, draft, *, lanes, num_tokens=3, temperatures=(TEMPERATURE, DRAFT_TEMPERATURE),
+    ops=eagle_kernels,
+):  # fmt: skip
+    """The first tokens [lanes, num_tokens] after token 0, for logits [last token, next token].
+
+    Each request is a lane; `coins` takes torch's uniforms, all other schemes have the noise of seeds and positions.
+    """
     is_chain = scheme in ("standard", "block")
-    links = [torch.tensor(each) for each in links_of(parents)]
     options = {"replacement": scheme.endswith("with")} if scheme.startswith("rejection") else {}
     text = torch.full((lanes, num_tokens + len(parents)), -1)
     length = torch.zeros(lanes, dtype=torch.int64)
@@ -352,17 +355,26 @@ def emitted_in_rounds(
         going = (length < num_tokens).nonzero()[:, 0]
         count = len(going)
         last = torch.where(length[going] > 0, text[going, length[going] - 1], 0)
-        warmth = [torch.full((count,), temperature) for temperature in temperatures]
-        tokens, positions = draw_tree(draft, last, 10 + length[going], going, parents, warmth[1], **options)
+        warm, draft_warm = (torch.full((count,), temperature) for temperature in temperatures)
+        tokens, positions = draw_tree(draft, last, 10 + length[going], going, parents, draft_warm, ops, **options)
         draft_rows = tokens[:, :-1] if is_chain else tokens
-        pair = (target[tokens].flatten(0, 1), draft[draft_rows].flatten(0, 1), positions.flatten(), going)
+        logits, draft_logits = target[tokens].flatten(0, 1), draft[draft_rows].flatten(0, 1)
+        pair = logits, draft_logits, positions.flatten(), going, warm, draft_warm
+        rows = torch.arange(count * len(parents)).view(count, -1)
+        tree = (tokens, rows, *(torch.tensor(link).repeat(count, 1) for link in links_of(parents)))
+        spec_steps = int(positions[0].max() - positions[0, 0])
         if is_chain:
-            output = eagle_kernels.verify_chain(tokens, *pair, *warmth, method=scheme)
+            output = ops.verify_chain(tokens, *pair, method=scheme)
+        elif scheme == "coins":
+            probs = torch.softmax(logits / temperatures[0], -1)
+            output = ops.verify_tree_coins(
+                *tree, probs, torch.rand(rows.shape), torch.rand(count), spec_steps=spec_steps
+            )
+        elif scheme == "target match":
+            output = ops.verify_tree_sampled(*tree, logits, positions.flatten(), going, warm, spec_steps=spec_steps)
         else:
             name = "verify_tree_traversal" if scheme == "traversal" else "verify_tree_rejection"
-            rows = torch.arange(count * len(parents)).view(count, -1)
-            tree = [link.repeat(count, 1) for link in links]
-            output = getattr(eagle_kernels, name)(tokens, rows, *tree, *pair, *warmth, spec_steps=2, **options)
+            output = getattr(ops, name)(*tree, *pair, spec_steps=spec_steps, **options)
         for depth in range(output.accept_index.shape[1]):
             node = output.accept_index[:, depth].long()
             is_emitting = node >= 0

@@ -106,13 +106,20 @@ def test_coins(device):
 
 
 def pair_of(target: torch.Tensor, draft: torch.Tensor, kind: str) -> dict:
-    """Probabilities as they are, or as logits, of which every tile has its part in the sum."""
-    rows = {"target": target, "draft": draft} if kind == "probs" else {"target": target.log(), "draft": draft.log()}
+    """Probabilities as they are; as logits, of which every tile has its part in the sum; without the draft's token 3,
+    so that all ids behind it are other ones in the draft."""
     none = dict.fromkeys(("target_logits", "draft_logits", "target_probs", "draft_probs"))
-    return none | {f"{name}_{kind}": given for name, given in rows.items()}
+    if kind == "logits":
+        return none | {"target_logits": target.log(), "draft_logits": draft.log()}
+    if kind == "probs":
+        return none | {"target_probs": target, "draft_probs": draft}
+    known = torch.arange(target.shape[1] - 1)
+    known += known >= 3
+    d2t = known - torch.arange(len(known))
+    return none | {"target_probs": target, "draft_probs": draft[:, known].contiguous(), "d2t": d2t}
 
 
-KINDS = pytest.mark.parametrize("kind", ["probs", "logits"])
+KINDS = pytest.mark.parametrize("kind", ["probs", "logits", "reduced"])
 
 
 @KINDS
