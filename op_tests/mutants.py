@@ -2,8 +2,9 @@
 
 A bug that kernel and reference share cannot show where one is compared with the other: what sees it is a law test. Each
 mutant is a list of edits, made in a copy of the repository, in the kernel and the reference alike; then only the law
-tests of that op run there, and one of them must fail by an assertion. Two more kinds: a bug in the kernel alone, which
-kernel = reference must see, and a bug in the enumeration, which a negative control must see.
+tests of that op run there, and one of them must fail by an assertion. Three more kinds: a bug in the kernel alone,
+which kernel = reference must see, one in the engine, which a law of whole texts or the recorder of noise keys must see,
+and one in the enumeration, which a negative control must see.
 
 Printed is what caught each mutant. Exit code 1: one survived, or its tests broke instead of failing, or an edit no
 longer applies (test_mutants.py says that too), in which case the mutant follows the code. `--alike` also checks that
@@ -31,6 +32,8 @@ SECONDS = 180
 KERNELS = "eagle_kernels/ops/verify/"
 PRIMITIVES = "eagle_kernels/primitives/"
 REFERENCES = "reference/ops/verify/"
+ENGINE = "eagle_kernels/engine/"
+DRAFTER = ENGINE + "drafters/sampled_drafter.py"
 TESTS = "op_tests/ops/verify/"
 LAWS = "op_tests/test_laws.py::"
 
@@ -42,7 +45,7 @@ class Mutant(NamedTuple):
     op: str
     edits: list[tuple[str, str, str]]
     tests: list[str]
-    kind: str = "both"  # or "kernel" or "enumeration"
+    kind: str = "both"  # or "kernel", "engine" or "enumeration"
 
 
 def both(
@@ -63,6 +66,16 @@ def _one_stream(name: str) -> list[tuple[str, str, str]]:
     return [(name, f"\nSTREAM_{stream} = {number}\n", f"\nSTREAM_{stream} = 0\n") for stream, number in streams.items()]
 
 
+def engine_law(*cases: str) -> list[str]:
+    name = "op_tests/engine/test_verify_strategies.py::test_lossless_strategies_keep_the_law"
+    return [f"{name}[{case}]" for case in cases]
+
+
+def inspected(*cases: str) -> list[str]:
+    name = "op_tests/engine/test_noise_keys.py::test_no_noise_is_inspected_twice"
+    return [f"{name}[{case}]" for case in cases]
+
+
 def rounds(*schemes: str) -> list[str]:
     return [f"{LAWS}test_rounds_of_drafting_and_verifying[{scheme}]" for scheme in schemes]
 
@@ -73,6 +86,13 @@ _COINS_LAW = of(_COINS, "test_the_law_is_the_target_s", "test_joint_law_of_the_e
 _CHAIN_LAW = of(_CHAIN, "test_the_law_is_exactly_the_targets") + rounds("standard", "block")
 _REJECTION_LAW = of(_REJECTION, "test_the_law_is_the_targets") + rounds("rejection, without", "rejection, with")
 _TRAVERSAL_LAW = of(_TRAVERSAL, "test_the_law_is_exactly_the_targets") + rounds("traversal")
+_NOISE = [
+    f"op_tests/test_random.py::{name}"
+    for name in ("test_philox_known_answers", "test_neighbouring_keys_are_independent[upper halves of seeds]")
+]
+_GOLDEN = [
+    f"op_tests/test_golden.py::test_tokens_of_ops[{case}]" for case in ("sample_from_logits", "verify_chain, block")
+]
 _NOISE_LAW = [f"{LAWS}test_a_residual_has_noise_of_its_own"]
 _PARAMETERS_LAW = [f"{LAWS}test_every_parameter"]
 _MIN_P_OF_ONE = "(weight == 1.0) | (weight / weight.sum(1, keepdim=True) >= min_p[:, None])"
@@ -218,10 +238,52 @@ MUTANTS = [
         [(PRIMITIVES + "logits.py", "count += (ids == ", "count += 0 * (ids == ")],
         [("own_counts[0, token] += 1", "own_counts[0, token] += 0")],
     ),
+    both(
+        "a node's first draw for another's second", _CHILDREN,
+        of(_CHILDREN, "test_nodes_of_one_request_draw_independently"),
+        [("node + child * _NODES", "node + child")],
+        [("nodes.to(torch.int64) + child * 65536", "nodes.to(torch.int64) + child")],
+    ),
+    both(
+        "greedy below 1e-3", _SAMPLED, ["op_tests/test_temperatures.py::test_where_greedy_begins"],
+        [(PRIMITIVES + name, "constexpr(1e-5)", "constexpr(1e-3)") for name in ("logits.py", "rows.py")],
+        [("reference/" + name, "BELOW = 1e-5", "BELOW = 1e-3") for name in ("residual.py", "sampling.py")],
+    ),
+    both(
+        "the upper half of seeds is ignored", _CHILDREN, _NOISE + _GOLDEN,
+        [(PRIMITIVES + "random.py", "seed.to(tl.int64).to(tl.uint64)", "seed.to(tl.uint32).to(tl.uint64)")],
+        [("reference/random.py", "(seed >> 32) & _MASK", "seed & 0")],
+    ),
+    both(
+        "Philox of six rounds", _CHILDREN, _NOISE + _GOLDEN,
+        [(PRIMITIVES + "random.py", "(position * 0 + draw).to(tl.uint32),", "(position * 0 + draw).to(tl.uint32), 6,")],
+        [("reference/random.py", "range(10)", "range(6)")],
+    ),
+    Mutant(
+        "a tile's last lane is not masked", _COINS,
+        [(PRIMITIVES + "inverse_cdf.py", "(rejected < start + BLOCK)", "(rejected < start + BLOCK - 1)")],
+        ["op_tests/test_tile_edges.py::test_coins"], "kernel",
+    ),
     Mutant(
         "mass carried to the next level", _COINS,
         [(f"{KERNELS}{_COINS}.py", "mass = tl.where(is_accepted, 0.0, mass)", "mass += 0.0")],
         of(_COINS, "test_matches_reference"), "kernel",
+    ),
+    Mutant(
+        "later drafts with the noise of the first", _REJECTION,
+        [(DRAFTER, "(batch.lengths + 1 + depth)", "(batch.lengths + depth)")],
+        engine_law("chain, warm") + inspected("rejection, tree"), "engine",
+    ),
+    Mutant(
+        "later drafts at temperature 1", _REJECTION,
+        [(DRAFTER, "position, seeds, warm, beam", "position, seeds, torch.ones_like(warm), beam")],
+        engine_law("chain, cold", "tree, cold"), "engine",
+    ),
+    Mutant(
+        "a tree that goes by its drafts", _REJECTION,
+        [(DRAFTER, "self._parents.repeat(size, 1), self._config",
+          "torch.where(tokens == tokens[:, -1:], 0, self._parents.repeat(size, 1)), self._config")],
+        inspected("rejection, tree"), "engine",
     ),
     Mutant(
         "distances are 0", _COINS,

@@ -29,7 +29,9 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.reference.ops.verify.verify_tree_sampled import verify_tree_sampled
+from eagle_kernels.reference.residual import Draws
 from op_tests.harness.enumeration import enumerate_outcomes, total_variation
+from op_tests.harness.noise_keys import NoiseKeys
 from op_tests.harness.statistics import assert_follows_law
 
 INFINITY = float("inf")
@@ -258,7 +260,7 @@ def test_the_parameters_matter():
 # several rounds: whatever is random in one may be random in the next as well
 
 
-def draw_tree(draft, root, positions, seeds, parents, **options):
+def draw_tree(draft, root, positions, seeds, parents, temperature, ops=eagle_kernels, **options):
     """Tokens and positions [lanes, N] of a tree of which every node's children are drawn by sample_children."""
     tokens = [root] + [None] * (len(parents) - 1)
     depth = [0]
@@ -267,16 +269,21 @@ def draw_tree(draft, root, positions, seeds, parents, **options):
     for node in range(len(parents)):
         children = [child for child in range(len(parents)) if parents[child] == node]
         if children:
-            drawn = eagle_kernels.sample_children(
-                draft[tokens[node]], positions + depth[node] + 1, seeds, torch.full((len(root),), DRAFT_TEMPERATURE),
-                torch.full((len(root),), node), num_children=len(children), **options,
+            drawn = ops.sample_children(
+                draft[tokens[node]], positions + depth[node] + 1, seeds, temperature, torch.full((len(root),), node),
+                num_children=len(children), **options,
             ).tokens  # fmt: skip
             for child, token in zip(children, drawn.T):
                 tokens[child] = token
     return torch.stack(tokens, 1), positions[:, None] + torch.tensor(depth)
 
 
-@pytest.mark.parametrize("scheme", ["rejection, without", "rejection, with", "traversal", "standard", "block"])
+SCHEMES = {"standard": [-1, 0, 1], "block": [-1, 0, 1]} | dict.fromkeys(
+    ("rejection, without", "rejection, with", "traversal"), [-1, 0, 0, 1]
+)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_rounds_of_drafting_and_verifying(scheme, device):
     """Chi-square over one, two and three tokens. Drafting, coins and residuals take their noise from one seed a request
     and the positions, and text goes on where a round ended: noise that is used twice would show.
@@ -288,8 +295,9 @@ def test_rounds_of_drafting_and_verifying(scheme, device):
     draft = [[3.0, 1.0, 0.0, 2.0], [0.0, 3.0, 1.0, 2.0], [1.0, 0.0, 3.0, 2.0], [3.0, 1.0, 2.0, 0.0]]
     target, draft = torch.tensor(target, device=device), torch.tensor(draft, device=device)
     with device:
-        parents = [-1, 0, 1] if scheme in ("standard", "block") else [-1, 0, 0, 1]
-        text = emitted_in_rounds(scheme, parents, target, draft, lanes=1000 if device.type == "cpu" else 2**18).cpu()
+        text = emitted_in_rounds(
+            scheme, SCHEMES[scheme], target, draft, lanes=1000 if device.type == "cpu" else 2**18
+        ).cpu()
     step = torch.softmax(target.double().cpu() / TEMPERATURE, -1)
     numbers, law = text[:, 0], step[0]
     assert_follows_law(numbers, law)
@@ -297,6 +305,27 @@ def test_rounds_of_drafting_and_verifying(scheme, device):
         numbers = 4 * numbers + token
         law = (law.view(-1, 4)[:, :, None] * step[None]).flatten()
         assert_follows_law(numbers, law)
+
+
+def inspected_in_rounds(scheme, monkeypatch):
+    with monkeypatch.context() as patch:
+        keys = NoiseKeys(patch)
+        emitted_in_rounds(scheme, SCHEMES[scheme], torch.randn(4, 4), torch.randn(4, 4), lanes=10, num_tokens=10)
+    assert keys.streams == {"DRAFT", "ACCEPT", "RESIDUAL"}
+    return keys
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rounds_inspect_no_noise_twice(scheme, monkeypatch):
+    assert not inspected_in_rounds(scheme, monkeypatch).faults
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES][1:])
+def test_coins_that_are_found_again_are_seen(scheme, monkeypatch):
+    """Keyed by position alone: by siblings, or by the next round. (A chain looks at one coin a position.)"""
+    coin = Draws.uniform
+    monkeypatch.setattr(Draws, "uniform", lambda draws, position, draw=0: coin(draws, position))
+    assert "ACCEPT" in inspected_in_rounds(scheme, monkeypatch).faults[0]
 
 
 @pytest.mark.parametrize("scheme", ["rejection, with", "standard", "traversal"])
@@ -310,10 +339,15 @@ def test_a_residual_has_noise_of_its_own(scheme, device):
     assert_follows_law(text[:, 0].cpu(), target.double())
 
 
-def emitted_in_rounds(scheme, parents, target, draft, *, lanes, num_tokens=3):
-    """The first tokens [lanes, num_tokens] after token 0, for logits [last token, next token]."""
+def emitted_in_rounds(
+    scheme, parents, target, draft, *, lanes, num_tokens=3, temperatures=(TEMPERATURE, DRAFT_TEMPERATURE),
+    ops=eagle_kernels,
+):  # fmt: skip
+    """The first tokens [lanes, num_tokens] after token 0, for logits [last token, next token].
+
+    Each request is a lane; `coins` takes torch's uniforms, all other schemes have the noise of seeds and positions.
+    """
     is_chain = scheme in ("standard", "block")
-    links = [torch.tensor(each) for each in links_of(parents)]
     options = {"replacement": scheme.endswith("with")} if scheme.startswith("rejection") else {}
     text = torch.full((lanes, num_tokens + len(parents)), -1)
     length = torch.zeros(lanes, dtype=torch.int64)
@@ -321,17 +355,26 @@ def emitted_in_rounds(scheme, parents, target, draft, *, lanes, num_tokens=3):
         going = (length < num_tokens).nonzero()[:, 0]
         count = len(going)
         last = torch.where(length[going] > 0, text[going, length[going] - 1], 0)
-        tokens, positions = draw_tree(draft, last, 10 + length[going], going, parents, **options)
+        warm, draft_warm = (torch.full((count,), temperature) for temperature in temperatures)
+        tokens, positions = draw_tree(draft, last, 10 + length[going], going, parents, draft_warm, ops, **options)
         draft_rows = tokens[:, :-1] if is_chain else tokens
-        pair = (target[tokens].flatten(0, 1), draft[draft_rows].flatten(0, 1), positions.flatten(), going)
-        temperatures = torch.full((count,), TEMPERATURE), torch.full((count,), DRAFT_TEMPERATURE)
+        logits, draft_logits = target[tokens].flatten(0, 1), draft[draft_rows].flatten(0, 1)
+        pair = logits, draft_logits, positions.flatten(), going, warm, draft_warm
+        rows = torch.arange(count * len(parents)).view(count, -1)
+        tree = (tokens, rows, *(torch.tensor(link).repeat(count, 1) for link in links_of(parents)))
+        spec_steps = int(positions[0].max() - positions[0, 0])
         if is_chain:
-            output = eagle_kernels.verify_chain(tokens, *pair, *temperatures, method=scheme)
+            output = ops.verify_chain(tokens, *pair, method=scheme)
+        elif scheme == "coins":
+            probs = torch.softmax(logits / temperatures[0], -1)
+            output = ops.verify_tree_coins(
+                *tree, probs, torch.rand(rows.shape), torch.rand(count), spec_steps=spec_steps
+            )
+        elif scheme == "target match":
+            output = ops.verify_tree_sampled(*tree, logits, positions.flatten(), going, warm, spec_steps=spec_steps)
         else:
             name = "verify_tree_traversal" if scheme == "traversal" else "verify_tree_rejection"
-            rows = torch.arange(count * len(parents)).view(count, -1)
-            tree = [link.repeat(count, 1) for link in links]
-            output = getattr(eagle_kernels, name)(tokens, rows, *tree, *pair, *temperatures, spec_steps=2, **options)
+            output = getattr(ops, name)(*tree, *pair, spec_steps=spec_steps, **options)
         for depth in range(output.accept_index.shape[1]):
             node = output.accept_index[:, depth].long()
             is_emitting = node >= 0

@@ -265,6 +265,29 @@ def random_words(num_words, device):
     return torch.cat([corners, words], dim=1).to(device)
 
 
+# of Random123, philox4x32 of ten rounds: counter (position, its upper half, stream, draw), key (seed, its upper half)
+KNOWN_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def signed(low: int, high: int) -> torch.Tensor:
+    """int64 [1] of two words."""
+    return torch.tensor([(high - (high >> 31 << 32) << 32) | low])
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS, ids=["zeros", "ones", "pi"])
+def test_philox_known_answers(counter, key, words, device):
+    """By the function that every kernel calls, and by the reference."""
+    low, high, stream, draw = (int(word, 16) for word in counter.split())
+    keys = [signed(*(int(word, 16) for word in key.split())), signed(low, high)]
+    block = make_words(*(each.to(device) for each in keys), (0,), stream=stream, draw=draw)[0]
+    assert block.flatten().tolist() == [int(word, 16) for word in words.split()]
+    assert block.cpu().equal(torch.stack(reference.random_block(*keys, stream, draw)))
+
+
 @pytest.mark.parametrize(("stream", "draw"), [(STREAM_TARGET, 0), (STREAM_DRAFT, 7), (STREAM_SIMULATE, 2**31 - 1)])
 def test_words_are_those_of_the_reference(stream, draw, device):
     seeds, positions = random_keys(500, device)
@@ -410,11 +433,11 @@ def test_neighbouring_ids_are_independent(varying, device):
         assert_follows_law(low[:, column] >> 24, torch.full((256,), 1 / 256))
 
 
-@pytest.mark.parametrize("varying", ["seeds", "positions"])
+@pytest.mark.parametrize("varying", ["seeds", "positions", "upper halves of seeds", "upper halves of positions"])
 def test_neighbouring_keys_are_independent(varying, device):
-    count = torch.arange(NUM_KEYS + 64, device=device)
+    count = torch.arange(NUM_KEYS + 64, device=device) << (32 if "halves" in varying else 0)
     fixed = torch.full_like(count, 1234567)
-    keys = (count, fixed) if varying == "seeds" else (fixed, count)
+    keys = (count, fixed) if varying.endswith("seeds") else (fixed, count)
     word = make_words(*keys, (0, 1, 999, 128000))[2][0].cpu()
     for step in (1, 2, 64):
         for column in range(4):

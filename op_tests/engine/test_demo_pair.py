@@ -88,6 +88,26 @@ def is_in_band(length: float, measured: float) -> bool:
     return abs(length / measured - 1) <= BAND
 
 
+DRAWN = {"topk": 2, "num_steps": 3, "num_draft_tokens": 7, "verify_strategy": "rejection"}
+# how it is decoded, and what follows "def main(" with two seeds
+GOLDEN = {
+    "plain": ({"speculative": False}, [b"):\n        r, M, _ = _ma", b"):\n            with self"]),
+    "tree": ({}, [b"):\n        r, M, _ = _ma", b"):\n            with self"]),
+    "drawn drafts": (DRAWN, [b"):\n            return\n  ", b"):\n    '''Wrap user mars"]),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_texts_stay_what_they_are(pair, name):
+    """From release to release (test_golden.py) and on every machine: also at temperatures so far from the first one
+    that logits differ by far more than by rounding."""
+    options, texts = GOLDEN[name]
+    for temperature in (0.9, 0.903, 0.897):
+        prompts = [list(b"def main(")] * 2
+        found = pair.generate(prompts, 24, seeds=[1, 2**40], temperature=temperature, **options).output_ids
+        assert [bytes(tokens) for tokens in found] == texts
+
+
 @pytest.fixture(scope="module")
 def sound_length(pair, prompts) -> float:
     """What every fault is held against."""

@@ -156,6 +156,13 @@ def test_after_steps_that_sample(models, topk, cuda_graph):
 
 
 @in_graphs_too
+def test_after_steps_whose_drafts_are_drawn(models, cuda_graph):
+    """Nothing is left of drafts that were not accepted: later drafts are drawn with the noise of some of them."""
+    options = {"verify_strategy": "rejection", "temperature": 2.0, "cuda_graph": cuda_graph}
+    assert set(check_steps(models, policy="normal", topk=4, **options)) >= {0, 1, 2}
+
+
+@in_graphs_too
 @pytest.mark.parametrize("models", HEADS, indirect=True)
 @pytest.mark.parametrize("topk", [1, 4])
 def test_after_plain_steps_that_the_draft_has_missed(models, topk, cuda_graph):

@@ -74,6 +74,23 @@ class WalkerHead(Walker):
         return DraftOutput(output.logits + hidden @ self.head, output.features + hidden)
 
 
+class Markov:
+    """Its next token depends on the last one alone, so that every place of a long text is a draw from a known law.
+
+    A `TargetModel` without attention. near: its table is that one's, a little sharper, and some noise.
+    """
+
+    hidden_size, kv_shape, dtype = 16, KVShape(1, 1, 16), torch.float32
+
+    def __init__(self, *, vocab_size, max_length, seed=0, near=None, device="cpu"):
+        self.vocab_size, self.max_length, self.device = vocab_size, max_length, torch.device(device)
+        table = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed)).to(device)
+        self.table = 1.2 * table if near is None else 1.3 * near.table + 0.6 * table
+
+    def forward(self, input_ids, positions, attend, *, capture=(), last_only=False):
+        return TargetOutput(self.table[input_ids[:, -1:] if last_only else input_ids], None)
+
+
 def random_llama(
     *, hidden_size=32, num_layers=2, vocab_size=61, max_length=256, std=0.3, seed=0, device="cpu"
 ) -> Decoder:

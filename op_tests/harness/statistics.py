@@ -1,4 +1,7 @@
-"""One chi-square test, one threshold: a sound sampler fails one run in a million, and seeds are fixed anyway."""
+"""One chi-square test, one threshold: a sound sampler fails one run in a million, and seeds are fixed anyway.
+
+A million of all laws together, where a test has several and says how many.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 FALSE_ALARM = 1e-6
 
 
-def assert_follows_law(samples: torch.Tensor, law: torch.Tensor) -> None:
+def assert_follows_law(samples: torch.Tensor, law: torch.Tensor, false_alarm: float = FALSE_ALARM) -> None:
     """Integer samples [n] against the probabilities `law` [m]; an outcome of probability 0 must not occur."""
     counts = torch.bincount(samples.flatten(), minlength=len(law)).double()
     assert len(counts) == len(law), f"outcome {len(counts) - 1} lies outside the law's {len(law)}"
@@ -25,7 +28,7 @@ def assert_follows_law(samples: torch.Tensor, law: torch.Tensor) -> None:
     statistic = float(((observed - expected) ** 2 / expected).sum())
     degrees = len(expected) - 1
     tail = _chi_square_tail(statistic, degrees)
-    assert tail > FALSE_ALARM, f"chi-square {statistic:.1f} with {degrees} degrees of freedom: p = {tail:.1e}"
+    assert tail > false_alarm, f"chi-square {statistic:.1f} with {degrees} degrees of freedom: p = {tail:.1e}"
 
 
 def _chi_square_tail(statistic: float, degrees: int) -> float:

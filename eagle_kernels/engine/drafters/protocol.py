@@ -17,7 +17,8 @@ class Proposal(NamedTuple):
     """tree: of N = `num_nodes` nodes for each row; nodes that are linked to nothing are padding.
 
     draft_logits     [B * N, Vd]  of drafts that were drawn: what the children of each node were drawn from, at the
-                                  request's temperature, without replacement; None: drafts were chosen
+                                  request's temperature, without replacement; None: drafts were chosen. The tree of
+                                  drafts that were drawn has one shape in all steps: `SampledDrafter` says why
     draft_to_target  [Vd]         of these, as `DraftModel` has it
     path_probs       () -> [B, N - 1] fp32: how probable the drafter finds each draft with all those above it, as
                                   EAGLE-2 scores it; NaN where it does not know. Computed for whoever asks, within the

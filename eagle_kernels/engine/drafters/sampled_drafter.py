@@ -16,8 +16,18 @@ from .trees import tree_of
 class SampledDrafter(ModelDrafter):
     """`topk` children of the root, drawn without replacement, and a chain of draws below each.
 
-    The shape of the tree is fixed: one that depended on tokens which were drawn would not keep the target's law. Nodes
-    are numbered level by level; a smaller `num_nodes` leaves out the last ones.
+    The shape of the tree is fixed. Nodes are numbered level by level; a smaller `num_nodes` leaves out the last ones.
+
+    Draws are keyed by position and beam, and keys come again in later steps. With its root at position n a step draws
+    level d (0: the root's children) for position n + d + 1. If it accepts a drafts, the next root is at n + a + 1, and
+    the children of that one have the keys of level a + 1, beam 0, of the step before; likewise the levels below. Yet
+    the second draws are independent of all that the first step told. Its walk ended at a node of depth a: it read this
+    node's children, drawn at level a, and nothing of the levels below them.
+
+    So nothing but the tokens that a walk reads may tell of draws: not the tree's shape, and not what a step leaves to
+    later ones, as the draft's cache. A dynamic tree tells of all draws by its shape. It would lose the target's law
+    unless it had a key of its own for every draw of a text. Watched by op_tests/engine/test_noise_keys.py (keys, shape)
+    and test_draft_state.py (cache).
     """
 
     def __init__(self, reader: Reader, config: EAGLEConfig, device: torch.device):

@@ -169,22 +169,25 @@ def draw_pairs(lanes, probs, replacement, device):
     return (output.tokens[:, 0] * len(probs) + output.tokens[:, 1]).cpu()
 
 
-def test_nodes_of_one_request_draw_independently(device):
-    """Two nodes at one position: chi-square on the pair of their first children."""
-    lanes, probs = 1 << 15, torch.tensor([0.6, 0.3, 0.1])
-    first = [
-        eagle_kernels.sample_children(
+@REPLACEMENT
+def test_nodes_of_one_request_draw_independently(replacement, device):
+    """Nodes next to each other at one position: chi-square on the two children of each, jointly."""
+    lanes, probs = 1 << 13, torch.tensor([0.6, 0.3, 0.1])
+    numbers, law = torch.zeros(lanes, dtype=torch.int64), torch.ones(1)
+    of_pairs = probs[:, None] * (probs if replacement else (probs / (1 - probs[:, None])).fill_diagonal_(0.0))
+    for node in (1, 2):
+        tokens = eagle_kernels.sample_children(
             probs.log().expand(lanes, -1).contiguous().to(device),
             torch.full((lanes,), 12, device=device),
             torch.arange(lanes, device=device),
             torch.ones(lanes, device=device),
             torch.full((lanes,), node, device=device),
-            num_children=1,
-        ).tokens[:, 0]
-        for node in (1, 2)
-    ]
-    probs = probs.double()
-    assert_follows_law((first[0] * 3 + first[1]).cpu(), (probs[:, None] * probs[None, :]).flatten())
+            num_children=2,
+            replacement=replacement,
+        ).tokens.cpu()
+        numbers = (numbers * 3 + tokens[:, 0]) * 3 + tokens[:, 1]
+        law = (law[:, None] * of_pairs.flatten()).flatten()
+    assert_follows_law(numbers, law)
 
 
 def test_launches_and_nothing_else(device):
