@@ -22,10 +22,12 @@ def walk(
     spec_steps: int,
     token_at: Callable[[int, int], int],
     unvisited: torch.Tensor | None = None,
+    any_order: bool = False,
 ) -> Output:
     """Follows from each root the child that carries `token_at(request, node)`, until none does or S are accepted.
 
     unvisited: what predicts holds [B * N] at the other nodes; None means -1.
+    any_order: links may point to any node but the root; one to a node that was met before ends the walk.
     """
     device = candidates.device
     batch_size, num_nodes = candidates.shape
@@ -40,16 +42,19 @@ def walk(
         own = range(request * num_nodes, (request + 1) * num_nodes)
         if retrieved[request][0] not in own:
             continue
-        node, accepted = 0, 0
+        node, accepted, met = 0, 0, {0}
         accept_index[request, 0] = retrieved[request][0]
         while True:
             token = token_at(request, node)
             predicts[request, node] = token
-            child = first_child[request][node]
-            after = node
-            while after < child < num_nodes and retrieved[request][child] in own and tokens[request][child] != token:
-                child, after = next_sibling[request][child], child
-            is_match = after < child < num_nodes and retrieved[request][child] in own
+            child, after, is_match = first_child[request][node], node, False
+            while (child > 0 and child not in met if any_order else after < child) and not is_match:
+                if child >= num_nodes or retrieved[request][child] not in own:
+                    break
+                met.add(child)
+                is_match = tokens[request][child] == token
+                if not is_match:
+                    child, after = next_sibling[request][child], child
             if not is_match or token < 0 or accepted == spec_steps:
                 break
             node, accepted = child, accepted + 1

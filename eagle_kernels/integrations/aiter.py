@@ -63,6 +63,7 @@ def build_tree_efficient_triton(
         spec_steps=spec_steps,
         num_verify_tokens=num_verify_tokens,
         tree_mask_mode=sgl_kernel.layout(mode),
+        any_order=True,
     )
     return (tree.tree_mask.view(-1), *tree[1:])
 

@@ -16,13 +16,28 @@ Who writes what                  sgl_kernel                         here
     draft_probs                  rejected tokens: zeroed before     not touched, not read: any tensor will do, or None
     positions, retrive_index     written whole                      the same
 
-Where sgl_kernel hangs or reads past a row (cyclic trees, a parent that is missing), this ends in bounds and leaves the
-node unlinked. Links point forward, as every builder of SGLang lays them; one that does not ends the walk. N is at most
-256 here, 1024 there. Integer inputs may be int32 as well.
+Selections may stand in any order and trees may be malformed: every output of a build is what SGLang's
+test_build_eagle_tree_malformed.py asserts. That test is newer than 0.5.23, which hangs on cycles, and reads past a row
+where a parent is missing. What no test of SGLang's asserts, and differs:
 
-Coins are compared as SGLang 0.5.23 does: strictly, and what has probability 0 is never accepted. A token that two
-siblings carry counts once here and twice there, where it then leaves the target's law. N is at most 1024 in both verify
-ops.
+Odd input                        sgl_kernel                         here
+    candidate ids below 0        children of the root               have no parent
+    ids past the parent list     read past the row                  have no parent, also all ids past topk at depth 1
+    a parent's id past 31 bits   is cut to 32 bits                  is missing
+    a link to the root, or to a  is followed: the node is accepted  ends the walk, as no link does; no node is
+        node that a walk met     again, or the walk never ends      accepted twice
+    N                            at most 1024                       at most 256 in a build, 1024 elsewhere
+    integer inputs               int64                              int32 as well
+
+A child of probability p, before which and with which its siblings have mass m, is accepted at a coin if
+    0.5.23 and here     p > 0 and (coin < m / max(threshold_acc, 1e-9) or p >= threshold_single)
+    0.5.17              coin <= m / max(threshold_acc, 1e-9) or p >= threshold_single
+The older rule (its sgl_kernel is that of sglang-kernel 0.4.5) takes tokens of probability 0, also underflowed ones: the
+first child always with threshold_single = 0, and with both thresholds at 1, which should be lossless, children of
+probability 0 at a coin of 0. The newer rule never does. It also divides as IEEE does, where the older one multiplies by
+a reciprocal and takes numbers below 2^-126 for 0. Two more differences, from both: a token that two siblings carry
+counts once here and twice there, where it then leaves the target's law; and sums for the bonus are made in another
+order, so that a final coin within rounding of an edge may give the token on its other side.
 
 What SGLang keeps account of KV slots with, Triton kernels and functions, is described in sglang_cache_locs.py, norms,
 activation, rotary embedding and renormalising filters in sglang_elementwise.py; both have their names here too.
@@ -123,6 +138,7 @@ def build_tree_kernel_efficient(
         num_verify_tokens=draft_token_num,
         tree_mask_mode=layout(mode),
         prefix_is_set=mode == TreeMaskMode.FULL_MASK,
+        any_order=True,
         out=out,
     )
 
@@ -151,6 +167,7 @@ def verify_tree_greedy(
         target_predict,
         spec_steps=accept_index.shape[1] - 1,
         keep_unvisited=True,
+        any_order=True,
         out=VerifyOutput(predicts, accept_index, accept_token_num),
     )
 
@@ -190,6 +207,7 @@ def tree_speculative_sampling_target_only(
         threshold_single=threshold_single,
         threshold_acc=threshold_acc,
         keep_unvisited=True,
+        any_order=True,
         out=VerifyOutput(_front(op, "predicts", predicts, candidates.numel()), accept_index, accept_token_num),
     )
 

@@ -1,4 +1,4 @@
-"""Device functions on parents of token trees: depths and ancestor sets, closed upwards by pointer doubling."""
+"""Device functions on parents of token trees: depths and ancestor sets, by pointer doubling or hop by hop."""
 
 from __future__ import annotations
 
@@ -26,3 +26,21 @@ def ancestor_word(ancestors, parents, NUM_ROUNDS: tl.constexpr):
         ancestors = tl.where(hop >= 0, ancestors | tl.gather(ancestors, safe_hop, 0), ancestors)
         hop = tl.where(hop >= 0, tl.gather(hop, safe_hop, 0), -1)
     return ancestors
+
+
+@triton.jit
+def way_up(parents, word, MAX_HOPS: tl.constexpr):
+    """(one word of the nodes on every node's way up, itself among them, the root not; how many steps the way has).
+
+    parents [node] may be any nodes, also in cycles. A way ends at the root, at a parent of -1, or after MAX_HOPS steps.
+    """
+    hop = tl.arange(0, parents.shape[0])
+    seen = tl.zeros([parents.shape[0]], tl.int64)
+    length = tl.zeros([parents.shape[0]], tl.int32)
+    for _ in range(MAX_HOPS):
+        bit = hop - word * 64
+        is_here = (hop > 0) & (bit >= 0) & (bit < 64)
+        seen |= tl.where(is_here, tl.full([parents.shape[0]], 1, tl.int64) << (bit & 63), 0)
+        length += (hop > 0).to(tl.int32)
+        hop = tl.where(hop > 0, tl.gather(parents, tl.maximum(hop, 0), 0), 0)
+    return seen, length

@@ -2,13 +2,14 @@
 
 A tree is one vector over its nodes, so everything happens at once: parents and links by comparing all nodes with all
 nodes (tiles that are reduced along their first axis, which keeps the result where the vectors live), ancestor sets by
-pointer doubling on packed words.
+pointer doubling on packed words. MAX_HOPS above 0 takes nodes in any order: parents may stand behind their children or
+form cycles, and every node walks up that many steps at most.
 """
 
 from __future__ import annotations
 
 from ..runtime.language import tl, triton
-from .tree import ancestor_word
+from .tree import ancestor_word, way_up
 from .tree_mask import row_starts
 
 
@@ -39,6 +40,7 @@ def store_tree(
     BLOCK_NODE: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     NUM_ROUNDS: tl.constexpr,
+    MAX_HOPS: tl.constexpr = 0,
 ):
     """Writes all that `build_tree` returns for one request, from its candidate ids and tokens [node], int64."""
     node = tl.arange(0, BLOCK_NODE)
@@ -47,14 +49,15 @@ def store_tree(
     # first what waits for nothing, so that these loads and stores travel while the parents are found
     seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
     root_token = tl.load(verified_id_ptr + request).to(tl.int64)
-    parent = _parents(candidate, parent_list_ptr + request * parent_width, parent_width, TOPK, NUM_NODES, BLOCK_NODE)
+    parent_list_row_ptr = parent_list_ptr + request * parent_width
+    parent = _parents(candidate, parent_list_row_ptr, parent_width, MAX_HOPS > 0, TOPK, NUM_NODES, BLOCK_NODE)
     tl.store(tree_tokens_ptr + offset, tl.where(node == 0, root_token, draft_token), mask=is_node)
     tl.store(retrieve_index_ptr + offset, offset, mask=is_node)
 
     store_links(
         request, parent, seq_len, seq_lens_ptr, tree_mask_ptr, positions_ptr, retrieve_next_token_ptr,
         retrieve_next_sibling_ptr, batch_size, mask_size, True, NUM_NODES, NUM_WORDS, MASK_MODE, BLOCK_NODE,
-        BLOCK_BATCH, NUM_ROUNDS,
+        BLOCK_BATCH, NUM_ROUNDS, MAX_HOPS,
     )  # fmt: skip
 
 
@@ -80,11 +83,13 @@ def store_links(
     BLOCK_NODE: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     NUM_ROUNDS: tl.constexpr,
+    MAX_HOPS: tl.constexpr = 0,
 ):
     """Writes links, mask and positions of one request from its parents int32 [node], each an earlier node or -1.
 
     KEEP_LOOSE: nodes that no path joins to the root see it all the same, and are linked among themselves; else they see
     themselves alone, and are linked to nothing. Returns which nodes a path does join to it.
+    MAX_HOPS, with KEEP_LOOSE: parents may be any nodes; depths are steps up, a missing parent the last of them.
     """
     node = tl.arange(0, BLOCK_NODE)
     is_node = node < NUM_NODES
@@ -107,12 +112,15 @@ def store_links(
     for word in tl.static_range(NUM_WORDS):
         bit = node - word * 64
         own = tl.where((bit >= 0) & (bit < 64), tl.full([BLOCK_NODE], 1, tl.int64) << (bit & 63), 0)
-        ancestors = ancestor_word(own, parent, NUM_ROUNDS)
-        if word == 0:
-            is_linked = (ancestors & 1) != 0
-        if not KEEP_LOOSE:
-            ancestors = tl.where(is_linked, ancestors, own)
-        depth += _count_bits(ancestors)
+        if MAX_HOPS > 0:
+            ancestors, depth = way_up(parent, word, MAX_HOPS)
+        else:
+            ancestors = ancestor_word(own, parent, NUM_ROUNDS)
+            if word == 0:
+                is_linked = (ancestors & 1) != 0
+            if not KEEP_LOOSE:
+                ancestors = tl.where(is_linked, ancestors, own)
+            depth += _count_bits(ancestors)
         if KEEP_LOOSE and word == 0:
             ancestors |= 1
         if (MASK_MODE == "packed") or (MASK_MODE == "qlen_only_bitpacking"):
@@ -142,11 +150,15 @@ def _parents(
     candidate,
     parent_list_row_ptr,
     parent_width,
+    ANY_ORDER: tl.constexpr,
     TOPK: tl.constexpr,
     NUM_NODES: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
 ):
-    """Parents [node]: slot -> the parent's candidate id -> the first node with it; -1 if that is no earlier node."""
+    """Parents [node]: slot -> the parent's candidate id -> the first node with it, -1 if there is none.
+
+    Without ANY_ORDER it must be an earlier node.
+    """
     node = tl.arange(0, BLOCK_NODE)
     is_draft = (node > 0) & (node < NUM_NODES)
     # ids in 32 bits: comparisons of all nodes with all nodes are half as wide
@@ -159,7 +171,7 @@ def _parents(
     holds = candidate[:, None] == parent_candidate[None, :]
     first_holder = tl.min(tl.where(holds, node[:, None], BLOCK_NODE), axis=0)
     parent = tl.where(has_slot & (slot == 0), 0, first_holder)
-    return tl.where(parent < node, parent, -1)
+    return tl.where(parent < (BLOCK_NODE if ANY_ORDER else node), parent, -1)
 
 
 @triton.jit

@@ -13,6 +13,8 @@ MAX_NODES = 1024
 
 # What a node carries whose candidate is no token; no target's token (-1 at the least) equals it.
 NO_TOKEN = tl.constexpr(-2)
+# What a walk in any order leaves in the place of the links of a node that it met.
+MET = tl.constexpr(-1)
 
 
 class Output(NamedTuple):
@@ -91,14 +93,15 @@ def load_nodes(
     request,
     NUM_NODES: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
+    ANY_ORDER: tl.constexpr = False,
 ):
     """One request's tree in registers: retrieved int64, tokens int32 and links int32, each [node].
 
     All rows are read at once, so that a walk waits for memory a single time. links holds the first child in its upper
     half and the next sibling in its lower half; 0, which no sound link names, stands for none. Nodes are in topological
-    order, so a sound link points forward within the tree; that also ends every cycle. A node whose retrieve_index is
-    not of this request ends the list it is met in: it carries no token and has no sibling. A node without a token
-    carries NO_TOKEN.
+    order, so a sound link points forward within the tree; that also ends every cycle. ANY_ORDER: it may point to any
+    node but the root, and who follows it looks out for cycles. A node whose retrieve_index is not of this request ends
+    the list it is met in: it carries no token and has no sibling. A node without a token carries NO_TOKEN.
     """
     node = tl.arange(0, BLOCK_NODE)
     is_node = node < NUM_NODES
@@ -110,8 +113,9 @@ def load_nodes(
     is_sound = is_own(retrieved, request, NUM_NODES)
     is_token = (candidate >= 0) & (candidate < 2147483648) & is_sound
     tokens = tl.where(is_token, candidate, NO_TOKEN).to(tl.int32)
-    first_child = tl.where((first_child > node) & (first_child < NUM_NODES), first_child, 0)
-    next_sibling = tl.where((next_sibling > node) & (next_sibling < NUM_NODES) & is_sound, next_sibling, 0)
+    above = tl.zeros_like(node) if ANY_ORDER else node
+    first_child = tl.where((first_child > above) & (first_child < NUM_NODES), first_child, 0)
+    next_sibling = tl.where((next_sibling > above) & (next_sibling < NUM_NODES) & is_sound, next_sibling, 0)
     links = (first_child * 65536 + next_sibling).to(tl.int32)
     return retrieved, tokens, links
 
@@ -186,10 +190,11 @@ def match_child(children, token):
 
 @triton.jit
 def follow(retrieved, tokens, links, predicted, request, SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr,
-           BLOCK_NODE: tl.constexpr):  # fmt: skip
+           BLOCK_NODE: tl.constexpr, ANY_ORDER: tl.constexpr = False):  # fmt: skip
     """The depth [node] of the nodes on the path that the target's tokens `predicted` [node] take, -1 for all others.
 
-    One loop over the siblings of all levels: a child brings along what is needed next if it is the one.
+    One loop over the siblings of all levels: a child brings along what is needed next if it is the one. In any order
+    a node that was met before ends the walk.
     """
     node = tl.arange(0, BLOCK_NODE)
     depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
@@ -202,6 +207,10 @@ def follow(retrieved, tokens, links, predicted, request, SPEC_STEPS: tl.constexp
         is_match = tl.sum(tl.where(is_child, tokens, 0)) == token
         child_token = tl.sum(tl.where(is_child, predicted, 0))
         child_links = tl.sum(tl.where(is_child, links, 0))
+        if ANY_ORDER:
+            is_match = is_match & (child_links != MET)
+            child_links = tl.where(child_links == MET, 0, child_links)
+            links = tl.where(is_child, MET, links)
         accepted += is_match.to(tl.int32)
         depth = tl.where(is_child & is_match, accepted, depth)
         token = tl.where(is_match, child_token, token)

@@ -7,28 +7,37 @@ import itertools
 from eagle_kernels.integrations.sgl_kernel import TreeMaskMode
 
 
-def oracle_build(parent_list, selected_index, seq_lens, topk, num_nodes):
-    """Rows of bool [N, N], positions and links of every request, as SGLang's op writes them for sound trees."""
+def oracle_build(parent_list, selected_index, seq_lens, topk, depth, num_nodes):
+    """Rows of bool [N, N], positions and links of every request, as SGLang's op writes them, malformed trees as well.
+
+    A parent is looked up among the request's own selection, in whatever order that stands, and one that is missing (or
+    whose id leads out of the parent list) links nothing. The way up from a node ends at the root, at a node without a
+    parent, or after `depth` nodes.
+    """
     rows, positions, next_token, next_sibling = [], [], [], []
     for slots, kept, seq_len in zip(parent_list.tolist(), selected_index.tolist(), seq_lens.tolist()):
 
         def parent(node, slots=slots, kept=kept):
             slot = kept[node - 1] // topk
-            return 0 if slot == 0 else 1 + kept.index(slots[slot])
+            if not 0 < slot < len(slots):
+                return 0 if slot == 0 else None
+            return 1 + kept.index(slots[slot]) if slots[slot] in kept else None
 
         first, sibling = [-1] * num_nodes, [-1] * num_nodes
         for node in range(num_nodes - 1, 0, -1):
             above = parent(node)
+            if above is None:
+                continue
             if first[above] != -1:
                 sibling[node] = first[above]
             first[above] = node
         for node in range(num_nodes):
-            seen, hop, depth = {0, node}, node, 0
-            while hop != 0:
+            seen, hop, steps = {0, node}, node, 0
+            while hop and steps < depth:
                 seen.add(hop)
-                hop, depth = parent(hop), depth + 1
+                hop, steps = parent(hop), steps + 1
             rows.append([other in seen for other in range(num_nodes)])
-            positions.append(seq_len + depth)
+            positions.append(seq_len + steps)
         next_token.append(first)
         next_sibling.append(sibling)
     return rows, positions, next_token, next_sibling

@@ -65,8 +65,9 @@ def test_build(shape, mode, device):
     drafts = make_drafts(*shape, device)
     if spec_steps == 1:
         drafts[1] = drafts[1][:, :0]  # organize_draft_results gives no parents then
+    drafts[2] = drafts[2][:, torch.randperm(num_nodes - 1, device=device)].contiguous()  # in any order, as SGLang may
     roots, parents, kept, tokens, seq_lens = drafts
-    rows, *expected = oracle_build(parents, kept, seq_lens, topk, num_nodes)
+    rows, *expected = oracle_build(parents, kept, seq_lens, topk, spec_steps, num_nodes)
     by_kernel = aiter.build_tree_efficient_triton(
         *drafts, int(seq_lens.sum()), topk, spec_steps, num_nodes, tree_mask_mode=int(mode)
     )

@@ -10,7 +10,6 @@ import torch
 import eagle_kernels
 import eagle_kernels.integrations.sgl_kernel as sgl_kernel
 from eagle_kernels.integrations.sgl_kernel import TreeMaskMode
-from eagle_kernels.reference.ops.tree.build_tree import build_tree as reference_tree
 from op_tests.harness import Guarded, assert_equal, replay_in_graph
 from op_tests.harness.trees import random_drafts
 from op_tests.integrations.oracles import (
@@ -29,12 +28,6 @@ CASES = [
     ((2, 4, 3, 8), BITPACKING), ((3, 2, 3, 7), QLEN_ONLY), ((1, 4, 4, 16), BITPACKING), ((1, 4, 4, 17), BITPACKING),
     ((2, 4, 3, 32), BITPACKING), ((1, 8, 5, 33), QLEN_ONLY), ((1, 8, 4, 64), FULL_MASK), ((1, 8, 5, 100), QLEN_ONLY),
 ]  # fmt: skip
-
-
-@pytest.fixture(params=["reference", "triton"])
-def backend(request, monkeypatch):
-    """Both backends on every device: CPU tensors run the kernels through the interpreter too."""
-    monkeypatch.setenv("EAGLE_KERNELS_BACKEND", request.param)
 
 
 # building
@@ -78,7 +71,7 @@ def test_build(shape, mode, device, backend):
     batch_size, topk, depth, num_nodes = shape
     drafts = make_drafts(*shape, device)
     mask, positions, index, *links = build(drafts, topk, depth, num_nodes, mode, device)
-    rows, *expected = oracle_build(*drafts, topk, num_nodes)
+    rows, *expected = oracle_build(*drafts, topk, depth, num_nodes)
     assert mask.tolist() == oracle_mask(rows, drafts[2], num_nodes, mode, fill=True)
     assert [positions.tolist(), *(link.tolist() for link in links)] == expected
     assert index.flatten().tolist() == list(range(batch_size * num_nodes))
@@ -87,7 +80,7 @@ def test_build(shape, mode, device, backend):
 def test_build_int32(device, backend):
     drafts = make_drafts(2, 4, 3, 8, device, torch.int32)
     mask, positions, _, *links = build(drafts, 4, 3, 8, QLEN_ONLY, device)
-    rows, *expected = oracle_build(*drafts, 4, 8)
+    rows, *expected = oracle_build(*drafts, 4, 3, 8)
     assert mask.tolist() == oracle_mask(rows, drafts[2], 8, QLEN_ONLY, fill=None)
     assert [positions.tolist(), *(link.tolist() for link in links)] == expected
 
@@ -139,7 +132,7 @@ def test_the_kernel_leaves_the_prefix_alone(device, monkeypatch):
     mask = torch.zeros(8 * int(drafts[2].sum()) + 3 * 64, dtype=torch.bool, device=device)
     links = torch.empty(3, 3, 8, dtype=torch.int64, device=device)
     sgl_kernel.build_tree_kernel_efficient(*drafts, mask, mask.new_empty(24, dtype=torch.int64), *links, 4, 3, 8, 0)
-    rows, *_ = oracle_build(*drafts, 4, 8)
+    rows, *_ = oracle_build(*drafts, 4, 3, 8)
     assert mask.tolist() == oracle_mask(rows, drafts[2], 8, FULL_MASK, fill=False)
 
 
@@ -148,6 +141,8 @@ MALFORMED = {  # upstream walks these for ever, or past the end of a row
     "parents out of range": lambda parents, kept: parents.fill_(2**40),
     "ids out of range": lambda parents, kept: kept[:, -3:].fill_(2**40),
     "negative ids": lambda parents, kept: kept[:, ::2].fill_(-1),
+    "one id everywhere": lambda parents, kept: kept.fill_(5),
+    "descending": lambda parents, kept: kept.copy_(kept.flip(1)),
 }
 
 
@@ -155,50 +150,70 @@ MALFORMED = {  # upstream walks these for ever, or past the end of a row
 def test_malformed_trees_end(fault, device, backend):
     drafts = make_drafts(2, 4, 3, 16, "cpu")
     MALFORMED[fault](drafts[0], drafts[1])
-    drafts = [tensor.to(device) for tensor in drafts]
-    mask, positions, _, *links = build(drafts, 4, 3, 16, QLEN_ONLY, device)
-    mask = mask.view(2, 16, 16)
-    assert mask[:, :, 0].all() and mask.diagonal(dim1=1, dim2=2).all() and not mask.triu(1).any()
-    assert (positions.view(2, 16) - drafts[2][:, None] < 16).all()
-    for link in links:
-        assert ((link == -1) | ((link > torch.arange(16, device=device)) & (link < 16))).all()
+    rows, *expected = oracle_build(*drafts, 4, 3, 16)
+    mask, positions, _, *links = build([tensor.to(device) for tensor in drafts], 4, 3, 16, QLEN_ONLY, device)
+    assert mask.tolist() == oracle_mask(rows, drafts[2], 16, QLEN_ONLY, fill=None)
+    assert [positions.tolist(), *(link.tolist() for link in links)] == expected
+
+
+@pytest.mark.parametrize(("shape", "mode"), [case for case in CASES if case[0][3] in (8, 17, 64, 100)], ids=str)
+def test_selections_in_any_order(shape, mode, device, backend):
+    """Sound trees whose nodes stand in any order, so that links lead backwards too: the same trees for all that."""
+    batch_size, topk, depth, num_nodes = shape
+    parents, kept, seq_lens = make_drafts(*shape, "cpu")
+    drafts = (parents, kept[:, torch.randperm(num_nodes - 1)], seq_lens)
+    mask, positions, index, *links = build([tensor.to(device) for tensor in drafts], *shape[1:], mode, device)
+    rows, *expected = oracle_build(*drafts, *shape[1:])
+    assert mask.tolist() == oracle_mask(rows, seq_lens, num_nodes, mode, fill=True)
+    assert [positions.tolist(), *(link.tolist() for link in links)] == expected
+    assert index.flatten().tolist() == list(range(batch_size * num_nodes))
+    assert any(0 <= child < node for row in links[0].tolist() for node, child in enumerate(row))
+    sound = oracle_build(parents, kept, seq_lens, *shape[1:])
+    assert sorted(positions.tolist()) == sorted(sound[1])
 
 
 # verifying
 
 
-def make_verify(batch_size, topk, depth, num_nodes, device, spec_steps):
+def make_verify(batch_size, topk, depth, num_nodes, device, spec_steps, is_shuffled=False):
     parent_list, selected_index, tokens = random_drafts(batch_size, topk, depth, num_nodes, vocab_size=9)
-    drafts = (torch.randint(9, (batch_size,)), parent_list, selected_index, tokens, torch.zeros(batch_size).long())
-    tree = reference_tree(*drafts, topk=topk, spec_steps=depth, num_verify_tokens=num_nodes)
-    candidates = tree.draft_tokens.view(batch_size, num_nodes)
+    if is_shuffled:
+        order = torch.randperm(num_nodes - 1)
+        selected_index, tokens = selected_index[:, order], tokens[:, order]
+    candidates = torch.cat([torch.randint(9, (batch_size, 1)), tokens], dim=1)
+    *_, first, sibling = oracle_build(parent_list, selected_index, torch.zeros(batch_size), topk, depth, num_nodes)
+    index = torch.arange(batch_size * num_nodes).view(batch_size, num_nodes)
     target_predict = torch.randint(9, (batch_size, num_nodes))
     for request in range(batch_size):  # mostly follow some child
         for node in range(num_nodes):
-            child = int(tree.retrieve_next_token[request, node])
-            while child >= 0 and torch.rand(()) < 0.5 and tree.retrieve_next_sibling[request, child] >= 0:
-                child = int(tree.retrieve_next_sibling[request, child])
+            child = first[request][node]
+            while child >= 0 and torch.rand(()) < 0.5 and sibling[request][child] >= 0:
+                child = sibling[request][child]
             if child >= 0 and torch.rand(()) < 0.8:
                 target_predict[request, node] = candidates[request, child]
-    inputs = (candidates, *tree[2:5], target_predict)
+    inputs = (candidates, index, torch.tensor(first), torch.tensor(sibling), target_predict)
     return [tensor.to(device) for tensor in inputs], spec_steps + 1
 
 
 @pytest.mark.parametrize(
-    ("shape", "spec_steps", "fill"),
+    ("shape", "spec_steps", "fill", "is_shuffled"),
     [
-        ((3, 1, 1, 1), 0, "garbage"),
-        ((2, 1, 5, 6), 5, "zeros"),
-        ((3, 1, 5, 6), 2, "garbage"),
-        ((2, 8, 1, 9), 1, "minus one"),
-        ((4, 4, 3, 12), 3, "garbage"),
-        ((2, 8, 5, 64), 5, "zeros"),
+        ((3, 1, 1, 1), 0, "garbage", False),
+        ((2, 1, 5, 6), 5, "zeros", False),
+        ((3, 1, 5, 6), 2, "garbage", True),
+        ((2, 8, 1, 9), 1, "minus one", False),
+        ((4, 4, 3, 12), 3, "garbage", True),
+        ((2, 8, 5, 64), 5, "zeros", False),
+        ((2, 8, 5, 64), 5, "zeros", True),
     ],
     ids=str,
 )
-def test_verify(shape, spec_steps, fill, device, backend):
-    """Unvisited predicts keep what the caller put there, in the whole buffer that SGLang makes one longer."""
-    inputs, width = make_verify(*shape, device, spec_steps)
+def test_verify(shape, spec_steps, fill, is_shuffled, device, backend):
+    """Unvisited predicts keep what the caller put there, in the whole buffer that SGLang makes one longer.
+
+    is_shuffled: nodes stand in any order, so that links lead backwards too.
+    """
+    inputs, width = make_verify(*shape, device, spec_steps, is_shuffled)
     size = inputs[0].numel() + 1
     before = {"zeros": torch.zeros(size), "minus one": torch.full((size,), -1), "garbage": torch.arange(size) + 10**6}
     predicts = before[fill].to(device=device, dtype=torch.int32)
@@ -212,23 +227,34 @@ def test_verify(shape, spec_steps, fill, device, backend):
     assert accept_token_num.tolist() == counts
 
 
-def test_the_walk_of_sglangs_own_example(device, backend):
-    """Two requests, six nodes, four columns; also with links that nobody needs to follow backwards."""
-    inputs = [
-        [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]],
-        [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]],
-        [[1, 2, -1, 4, 5, -1], [4, 2, 3, -1, 5, -1]],
-        [[-1, 3, -1, -1, -1, -1], [-1, -1, -1, -1, 1, -1]],
-        [[3, 18, 18, 4, 5, 18], [11, 18, 18, 18, 12, 18]],
-    ]
-    predicts = torch.full((12,), -1, dtype=torch.int32, device=device)
-    accept_index = torch.full((2, 4), -1, dtype=torch.int32, device=device)
-    accept_token_num = torch.zeros(2, dtype=torch.int32, device=device)
-    tensors = [torch.tensor(data, device=device) for data in inputs]
-    sgl_kernel.verify_tree_greedy(predicts, accept_index, accept_token_num, *tensors)
-    assert predicts.tolist() == [3, -1, -1, 4, 5, 18, 11, -1, -1, -1, 12, 18]
-    assert accept_index.tolist() == [[0, 3, 4, 5], [6, 10, 11, -1]]
-    assert accept_token_num.tolist() == [3, 2]
+CYCLES = {  # first children, next siblings, the accepted path; upstream accepts a node again, or walks for ever
+    "a child above": ([2, 2, 1, -1], [-1, -1, -1, -1], [0, 2, 1]),
+    "its own child": ([3, -1, -1, 3], [-1, -1, -1, -1], [0, 3]),
+    "siblings in a ring": ([3, -1, -1, -1], [-1, 3, 1, 2], [0]),
+    "its own sibling": ([2, -1, -1, -1], [-1, -1, 2, -1], [0]),
+    "the root below": ([1, 0, -1, -1], [-1, -1, -1, -1], [0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", CYCLES)
+def test_walks_end_at_a_node_that_they_met(name, device, backend):
+    first, sibling, path = CYCLES[name]
+    tokens = [[5, 5, 5, 5]] if len(path) > 1 else [[5, 6, 6, 6]]
+    tree = [torch.tensor(data, device=device) for data in (tokens, [[0, 1, 2, 3]], [first], [sibling])]
+    probs = torch.zeros(1, 4, 9, device=device)
+    probs[:, :, 5] = 1.0
+    for verify, values in (
+        (sgl_kernel.verify_tree_greedy, [torch.full((1, 4), 5, device=device)]),
+        (
+            sgl_kernel.tree_speculative_sampling_target_only,
+            [torch.full((1, 4), 0.5, device=device), torch.full((1,), 0.5, device=device), probs, None],
+        ),
+    ):
+        outputs = [torch.full(shape, -1, dtype=torch.int32, device=device) for shape in ((4,), (1, 6), (1,))]
+        verify(*outputs, *tree, *values)
+        assert outputs[1].tolist() == [path + [-1] * (6 - len(path))]
+        assert outputs[2].tolist() == [len(path) - 1]
+        assert outputs[0].tolist() == [5 if node in path else -1 for node in range(4)]
 
 
 @pytest.mark.parametrize("links", ["cyclic", "out of range"])
@@ -245,9 +271,10 @@ def test_walks_along_malformed_links_end(links, device, backend):
 # sampling
 
 
-def make_sample(batch_size, topk, depth, num_nodes, device, spec_steps, vocab_size=9):
+def make_sample(batch_size, topk, depth, num_nodes, device, spec_steps, is_shuffled, vocab_size=9):
     """Probabilities and coins on a dyadic grid, on which all arithmetic is exact; rows mostly favour some child."""
-    (*tree, target_predict), width = make_verify(batch_size, topk, depth, num_nodes, "cpu", spec_steps)
+    shape = (batch_size, topk, depth, num_nodes)
+    (*tree, target_predict), width = make_verify(*shape, "cpu", spec_steps, is_shuffled)
     counts = torch.randint(4, (batch_size, num_nodes, vocab_size)).float()
     counts.scatter_add_(2, target_predict[..., None], 64 - counts.sum(2, keepdim=True))
     coins = (torch.randint(64, (batch_size, num_nodes)) / 64, torch.randint(64, (batch_size,)) / 64)
@@ -255,21 +282,22 @@ def make_sample(batch_size, topk, depth, num_nodes, device, spec_steps, vocab_si
 
 
 @pytest.mark.parametrize(
-    ("shape", "spec_steps", "thresholds"),
+    ("shape", "spec_steps", "thresholds", "is_shuffled"),
     [
-        ((3, 1, 1, 1), 0, (1.0, 1.0)),
-        ((3, 1, 5, 6), 5, (1.0, 1.0)),
-        ((3, 1, 5, 6), 2, (1.0, 0.5)),
-        ((4, 8, 1, 9), 1, (1.0, 1.0)),
-        ((6, 4, 3, 12), 3, (1.0, 1.0)),
-        ((6, 4, 3, 12), 3, (0.25, 1.0)),
-        ((6, 4, 3, 12), 2, (0.0, 0.0)),
+        ((3, 1, 1, 1), 0, (1.0, 1.0), False),
+        ((3, 1, 5, 6), 5, (1.0, 1.0), True),
+        ((3, 1, 5, 6), 2, (1.0, 0.5), False),
+        ((4, 8, 1, 9), 1, (1.0, 1.0), False),
+        ((6, 4, 3, 12), 3, (1.0, 1.0), False),
+        ((6, 4, 3, 12), 3, (1.0, 1.0), True),
+        ((6, 4, 3, 12), 3, (0.25, 1.0), False),
+        ((6, 4, 3, 12), 2, (0.0, 0.0), False),
     ],
     ids=str,
 )
-def test_sample(shape, spec_steps, thresholds, device, backend):
+def test_sample(shape, spec_steps, thresholds, is_shuffled, device, backend):
     """Unvisited predicts keep what the caller put there; draft_probs is neither read nor written."""
-    (*tree, coins, final_coins, target_probs), width = make_sample(*shape, device, spec_steps)
+    (*tree, coins, final_coins, target_probs), width = make_sample(*shape, device, spec_steps, is_shuffled)
     predicts = torch.arange(10**6, 10**6 + coins.numel() + 1, dtype=torch.int32, device=device)
     accept_index = torch.full((shape[0], width), -1, dtype=torch.int32, device=device)
     accept_token_num = torch.full((shape[0],), 77, dtype=torch.int32, device=device)
@@ -289,28 +317,6 @@ def test_sample(shape, spec_steps, thresholds, device, backend):
     assert accept_token_num.tolist() == counts
     assert shape[3] == 1 or sum(counts) > 0
     assert (draft_probs == 0.5).all()
-
-
-def test_the_samples_of_sglangs_own_example(device, backend):
-    """Every row all but decided, so all coins and thresholds give one answer; also where the coins are 0."""
-    tree = [
-        [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]],
-        [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]],
-        [[1, 2, -1, 4, 5, -1], [4, 2, 3, -1, 5, -1]],
-        [[-1, 3, -1, -1, -1, -1], [-1, -1, -1, -1, 1, -1]],
-    ]
-    tree = [torch.tensor(data, device=device) for data in tree]
-    target = torch.tensor([[3, 18, 18, 4, 5, 18], [11, 18, 18, 18, 12, 18]], device=device)
-    target_probs = torch.nn.functional.one_hot(target, 20).float()
-    for coin, thresholds in ((0.5, ()), (0.0, ()), (1 - 2**-24, (0.0, 0.0)), (0.0, (1.0, 0.0))):
-        outputs = [torch.full(shape, -1, dtype=torch.int32, device=device) for shape in ((12,), (2, 4), (2,))]
-        coins = torch.full((2, 6), coin, device=device)
-        sgl_kernel.tree_speculative_sampling_target_only(
-            *outputs, *tree, coins, coins[:, 0].contiguous(), target_probs, None, *thresholds
-        )
-        assert outputs[0].tolist() == [3, -1, -1, 4, 5, 18, 11, -1, -1, -1, 12, 18]
-        assert outputs[1].tolist() == [[0, 3, 4, 5], [6, 10, 11, -1]]
-        assert outputs[2].tolist() == [3, 2]
 
 
 # masks to links
@@ -345,14 +351,6 @@ def test_reconstruct(shape, device, backend):
     positions, index, *links = (buffer.tensor for buffer in buffers)
     assert (positions.tolist(), *(link.tolist() for link in links)) == oracle_reconstruct(mask, seq_lens[:batch_size])
     assert index.flatten().tolist() == list(range(batch_size * num_nodes))
-
-
-def test_reconstruct_sglangs_example(device, backend):
-    mask = torch.tensor([1, 0, 0, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 0, 1, 1], dtype=torch.bool, device=device)
-    outputs = [torch.empty(shape, dtype=torch.int64, device=device) for shape in ((4,), (1, 4), (1, 4), (1, 4))]
-    sgl_kernel.reconstruct_indices_from_tree_mask(mask, torch.tensor([12], device=device), *outputs, 1, 4)
-    assert outputs[0].tolist() == [12, 13, 13, 14]
-    assert outputs[2].tolist() == [[1, -1, 3, -1]] and outputs[3].tolist() == [[-1, 2, -1, -1]]
 
 
 # the interface

@@ -15,12 +15,6 @@ from op_tests.ops.kv.cases import example_rows, random_rows
 LEFT = -7  # what buffers hold before
 
 
-@pytest.fixture(params=["reference", "triton"])
-def backend(request, monkeypatch):
-    """Both backends on every device: CPU tensors run the kernels through the interpreter too."""
-    monkeypatch.setenv("EAGLE_KERNELS_BACKEND", request.param)
-
-
 @pytest.fixture(params=[torch.int32, torch.int64], ids=str)
 def slot_dtype(request):
     """Of the buffers that slots are written to: FlashInfer's are int32, SGLang's own int64."""

@@ -7,7 +7,7 @@ Computes
 Shapes
     verified_id       [B]                 int    the root's token: the last committed one, not yet in the target's KV
     parent_list       [B, P]              int    P = topk * (spec_steps - 1) + 1: slot -> candidate id
-    top_scores_index  [B, N - 1]          int    candidate ids of nodes 1..N-1, ascending
+    top_scores_index  [B, N - 1]          int    candidate ids of nodes 1..N-1, ascending (but see any_order)
     draft_tokens      [B, N - 1]          int    their tokens
     seq_lens          [B]                 int    committed length, the root not counted
     seq_lens_sum      int                        sum of seq_lens, FULL_MASK without `out` only (sizes the mask)
@@ -24,6 +24,9 @@ Invariants
     Every output is written whole. A node whose parent is missing or does not precede it is linked to nothing; its mask
     row holds the root and itself, its position is seq_len, and nodes below it count their depth from there. A candidate
     id outside 0 .. 2^31 - 2 counts as missing. Reads stay within the row.
+    any_order, for those who select as SGLang may: the parent is the first node of its candidate id wherever that
+    stands, so links may lead backwards and form cycles. A node sees what it meets on its way up, spec_steps nodes at
+    most, itself among them, and the root; its position is seq_len + so many. A missing parent ends the way.
 Grid
     (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
 Launches
@@ -99,6 +102,7 @@ def _build_tree_kernel(
     BLOCK_ROW: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
     NUM_ROUNDS: tl.constexpr,
+    MAX_HOPS: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
@@ -113,7 +117,7 @@ def _build_tree_kernel(
             request, candidate, draft_token, verified_id_ptr, parent_list_ptr, seq_lens_ptr, tree_mask_ptr,
             positions_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr, tree_tokens_ptr,
             batch_size, parent_width, mask_size, TOPK, NUM_NODES, NUM_WORDS, MASK_MODE, BLOCK_NODE, BLOCK_BATCH,
-            NUM_ROUNDS,
+            NUM_ROUNDS, MAX_HOPS,
         )  # fmt: skip
     elif MASK_MODE == "full_mask":
         fill_prefix(
@@ -179,6 +183,7 @@ def build_tree(
     num_verify_tokens: int,
     tree_mask_mode: str = TreeMaskMode.PACKED,
     prefix_is_set: bool = False,
+    any_order: bool = False,
     out: Output | None = None,
 ) -> Output:
     """Builds the verification tree of every request; shapes and layouts are in the module's docstring.
@@ -186,6 +191,8 @@ def build_tree(
     topk, spec_steps: the branching and the number of levels that the candidates were drafted with.
     num_verify_tokens: N, nodes of a tree with its root, 1..256.
     prefix_is_set: FULL_MASK only, the caller's `out` already holds True in the prefix columns; they are not written.
+    any_order: top_scores_index need not ascend, see Invariants; verify_tree_greedy and verify_tree_coins, told so as
+        well, follow the links of such trees.
     out: six tensors to write into; a FULL_MASK buffer may be longer than needed.
     """
     contracted = contract(locals())
@@ -207,6 +214,7 @@ def build_tree(
         tree_tokens_ptr=out.draft_tokens,
         batch_size=seq_lens.shape[0],
         parent_width=parent_list.shape[1],
+        MAX_HOPS=spec_steps if any_order else 0,
         **tree_sizes(
             out.tree_mask,
             topk,

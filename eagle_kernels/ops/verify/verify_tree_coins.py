@@ -29,8 +29,9 @@ Invariants
     a token that a sibling before carried (SGLang counts it twice, which is lossy). What has probability 0 is never
     emitted, but for a row without any mass left: it gives V - 1. The bonus is the first token of a positive
     probability at which the sum passes coin * mass, the last one of them if rounding lets none pass. Links that do not
-    point forward within the tree end the walk. A row whose root has a retrieve_index outside the request is dead:
-    predicts and accept_index -1, accept_token_num 0. Results of a request do not depend on the batch around it.
+    point forward within the tree end the walk (any_order: those to the root or to a node met before do). A row whose
+    root has a retrieve_index outside the request is dead: predicts and accept_index -1, accept_token_num 0. Results of
+    a request do not depend on the batch around it.
 Grid
     walk (B,), one program walks one tree; mass (B, slices), one program sums a slice of the row at which a walk ended,
     in groups; draw (B,), one program finds the group and in it the token.
@@ -48,7 +49,7 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.inverse_cdf import first_above, residual, token_probs
-from ...primitives.tree_walk import Output, check_tree, is_own, load_nodes, store_walk
+from ...primitives.tree_walk import MET, Output, check_tree, is_own, load_nodes, store_walk
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -83,6 +84,7 @@ def _verify_tree_coins_kernel(
     NUM_NODES: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
     KEEPS_UNVISITED: tl.constexpr,
+    ANY_ORDER: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
@@ -98,7 +100,7 @@ def _verify_tree_coins_kernel(
     is_node = node < NUM_NODES
     retrieved, tokens, links = load_nodes(
         candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-        request, NUM_NODES, BLOCK_NODE,
+        request, NUM_NODES, BLOCK_NODE, ANY_ORDER,
     )  # fmt: skip
     coins = tl.load(uniform_samples_ptr + request * NUM_NODES + node, mask=is_node, other=0.0)
     row_ptr = target_probs_ptr + request * stride_probs_request
@@ -116,8 +118,12 @@ def _verify_tree_coins_kernel(
     if SPEC_STEPS > 0:  # triton 3.6 does not compile loads in a loop that it can tell to be never entered
         while child > 0:
             is_child = node == child
-            token = tl.sum(tl.where(is_child, tokens, 0))
             child_links = tl.sum(tl.where(is_child, links, 0))
+            if ANY_ORDER:  # a node that was met before ends the walk, and is as if it were not there
+                is_child = is_child & (child_links != MET)
+                child_links = tl.where(child_links == MET, 0, child_links)
+                links = tl.where(is_child, MET, links)
+            token = tl.sum(tl.where(is_child, tokens, 0))
             child_coin = _pick_float(coins, is_child)
             is_repeated = tl.max((is_rejected & (tokens == token)).to(tl.int32)) > 0
             prob = tl.where(is_repeated, 0.0, _pick_float(probs, is_child))
@@ -275,6 +281,7 @@ def verify_tree_coins(
     threshold_single: float = 1.0,
     threshold_acc: float = 1.0,
     keep_unvisited: bool = False,
+    any_order: bool = False,
     out: Output | None = None,
 ) -> Output:
     """Walks every tree by the given coins and draws the bonus; shapes are in the module's docstring.
@@ -282,6 +289,7 @@ def verify_tree_coins(
     spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
     threshold_single, threshold_acc: in [0, 1]. Lossless at 1; below 1 LOSSY: the text leaves the target's law.
     keep_unvisited: with `out` only, predicts of nodes off the path stay as they are instead of -1.
+    any_order: links may point backwards too, as those of `build_tree(any_order=True)` do.
     """
     contracted = contract(locals())
     out = check.allocate("verify_tree_coins", contracted, out)
@@ -325,6 +333,7 @@ def verify_tree_coins(
         threshold_acc=max(float(threshold_acc), 1e-9),
         SPEC_STEPS=spec_steps,
         KEEPS_UNVISITED=keep_unvisited,
+        ANY_ORDER=any_order,
         BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
         **shared,
         **tuning.row(TUNING, device),

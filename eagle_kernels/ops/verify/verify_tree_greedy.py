@@ -24,10 +24,11 @@ Shapes
 Invariants
     Every output is written whole, but for predicts with keep_unvisited. At most spec_steps = S drafts are accepted.
     Ties go to the lowest id, NaN counts as -inf; a target id outside int32 counts as -1. Links that do not point
-    forward within the tree end the walk; a token of -1 is never accepted. A row whose root has a retrieve_index outside
-    the request is dead: predicts and accept_index -1, accept_token_num 0. Results of a request do not depend on the
-    batch around it. Planted tokens are those of first children that carry one, and the smallest id that no child
-    carries where the target's would be accepted and must not be.
+    forward within the tree end the walk (any_order: those to the root or to a node met before do); a token of -1 is
+    never accepted. A row whose root has a retrieve_index outside the request is dead: predicts and accept_index -1,
+    accept_token_num 0. Results of a request do not depend on the batch around it. Planted tokens are those of first
+    children that carry one, and the smallest id that no child carries where the target's would be accepted and must
+    not be.
 Grid
     (B,), one program walks one tree. From logits every row is cut into slices, (rows, slices), one program each:
     all rows, then walk     every node's row is scanned at once
@@ -99,6 +100,7 @@ def _verify_tree_greedy_kernel(
     NUM_NODES: tl.constexpr,
     ACCEPT_POLICY: tl.constexpr,
     KEEPS_UNVISITED: tl.constexpr,
+    ANY_ORDER: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -110,7 +112,7 @@ def _verify_tree_greedy_kernel(
     node = tl.arange(0, BLOCK_NODE)
     retrieved, tokens, links = load_nodes(
         candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-        request, NUM_NODES, BLOCK_NODE,
+        request, NUM_NODES, BLOCK_NODE, ANY_ORDER,
     )  # fmt: skip
     if target_predict_ptr is not None:
         place = request * NUM_NODES + node
@@ -127,7 +129,7 @@ def _verify_tree_greedy_kernel(
             predicted, tokens, links, request, seeds_ptr, positions_ptr, simulated_rates_ptr,
             SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
         )  # fmt: skip
-    depth = follow(retrieved, tokens, links, predicted, request, SPEC_STEPS, NUM_NODES, BLOCK_NODE)
+    depth = follow(retrieved, tokens, links, predicted, request, SPEC_STEPS, NUM_NODES, BLOCK_NODE, ANY_ORDER)
     store_walk(
         predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
         SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_NODE, BLOCK_DEPTH,
@@ -283,6 +285,8 @@ def contract(values: dict) -> Output:
                 args.fail(name, "come with accept_policy='simulate'", repr(values["accept_policy"]))
     if values["keep_unvisited"] and values.get("out") is None:
         args.fail("keep_unvisited", "come with out, whose predicts it keeps", True)
+    if values["any_order"] and (values["target_predict"] is None or values["accept_policy"] != "normal"):
+        args.fail("any_order", "come with target_predict and accept_policy='normal'", True)
     return output
 
 
@@ -307,6 +311,7 @@ def verify_tree_greedy(
     seeds: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     keep_unvisited: bool = False,
+    any_order: bool = False,
     out: Output | None = None,
 ) -> Output:
     """Walks every tree greedily; give the target's token ids or its logits. Shapes are in the module's docstring.
@@ -315,6 +320,7 @@ def verify_tree_greedy(
     accept_policy: `normal`; `accept_all`, `reject_all` or `simulate` plant tokens, to time a given acceptance.
     simulated_rates, seeds, positions: of `simulate` only.
     keep_unvisited: with `out` only, predicts of nodes off the path stay as they are instead of -1.
+    any_order: with target_predict only, links may point backwards too, as those of `build_tree(any_order=True)` do.
     """
     contracted = contract(locals())
     out = check.allocate("verify_tree_greedy", contracted, out)
@@ -347,7 +353,7 @@ def verify_tree_greedy(
             _walk_level_by_level(tree, policy, scan, writing | keys)
             return out
         launch("verify_tree_greedy", _verify_tree_greedy_rows_kernel, (batch_size * num_nodes, num_slices), **scan)
-    walk = tree | policy | writing | keys | {"target_predict_ptr": target_predict}
+    walk = tree | policy | writing | keys | {"target_predict_ptr": target_predict, "ANY_ORDER": any_order}
     launch("verify_tree_greedy", _verify_tree_greedy_kernel, (batch_size,), **walk)
     return out
 

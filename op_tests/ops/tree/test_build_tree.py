@@ -51,6 +51,7 @@ def ahead_of_time_cases():
         yield f"N=8 {mode}", make(2, 4, 3, 8, mode=mode)
     yield "N=32 full_mask int32", make(2, 8, 5, 32, mode="full_mask", dtype=torch.int32)
     yield "N=256", make(1, 8, 5, 256)
+    yield "N=100 any order", make(1, 8, 5, 100) | {"any_order": True}
 
 
 def size_sweep():
@@ -114,12 +115,29 @@ MALFORMED = {
 }
 
 
+@pytest.mark.parametrize("any_order", [False, True])
 @pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_trees_end_and_stay_in_bounds(fault, device):
-    values = make(2, 4, 3, 16)
+def test_malformed_trees_end_and_stay_in_bounds(fault, any_order, device):
+    values = make(2, 4, 3, 16) | {"any_order": any_order}
     MALFORMED[fault](values)
     values = to_device(values, device)
-    check_operation("tree.build_tree", values, case=fault)
+    check_operation("tree.build_tree", values, case=f"{fault} {any_order}")
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[3] in (1, 5, 33, 129)], ids=str)
+def test_any_order(shape, device):
+    """Ascending selections of sound trees give the same tree; others, and wild parents, what the reference says."""
+    values = make(*shape, device=device)
+    expected = eagle_kernels.build_tree(**values)
+    for got, want in zip(eagle_kernels.build_tree(**values, any_order=True), expected):
+        assert torch.equal(got, want)
+    kept = values["top_scores_index"]
+    values["top_scores_index"] = kept[:, torch.randperm(shape[3] - 1, device=device)].contiguous()
+    check_operation("tree.build_tree", values | {"any_order": True}, case=f"{shape} shuffled")
+    is_wild = torch.rand(values["parent_list"].shape, device=device) < 0.3
+    any_kept = kept[:, torch.randint(max(shape[3] - 1, 1), values["parent_list"].shape[1:])] if shape[3] > 1 else 0
+    values["parent_list"] = torch.where(is_wild, any_kept, values["parent_list"])
+    check_operation("tree.build_tree", values | {"any_order": True}, case=f"{shape} wild")
 
 
 def test_full_mask_in_a_longer_buffer(device):

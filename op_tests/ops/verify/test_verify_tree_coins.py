@@ -93,6 +93,7 @@ def ahead_of_time_cases():
         values["target_probs"] = torch.empty(vocab_size).expand(1, num_nodes, vocab_size)  # recorded only
         yield f"N={num_nodes} V={vocab_size}", values
     yield "int32", make(2, 4, 3, 8, dtype=torch.int32)
+    yield "any order", make(2, 4, 3, 8) | {"any_order": True}
     yield "S=0", star([1, 2, 3], [0.25] * 4, 0.0, 0.0, spec_steps=0)
     yield "S=0 N=1", make(2, 1, 1, 1) | {"spec_steps": 0}
 
@@ -262,7 +263,9 @@ def test_random_links_and_few_tokens(device):
             values[name] = torch.where(torch.rand(5, 33) < 0.5, torch.randint(-2, 40, (5, 33)), values[name])
         values["retrieve_index"] += (torch.rand(5, 33) < 0.05) * torch.randint(-40, 40, (5, 33))
         values["candidates"] = torch.where(torch.rand(5, 33) < 0.1, -1, values["candidates"])
-        check_operation(PATH, to_device(values, device), case=f"seed {seed}")
+        for any_order in (False, True):
+            values["any_order"] = any_order
+            check_operation(PATH, to_device(values, device), case=f"seed {seed} {any_order}")
 
 
 def test_dead_rows_leave_the_others_alone(device):

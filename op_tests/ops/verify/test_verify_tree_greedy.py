@@ -50,6 +50,7 @@ def arrangement(request, monkeypatch):
 
 def ahead_of_time_cases():
     yield "ids", make(2, 8, 5, 64)
+    yield "any order", make(2, 8, 5, 64) | {"any_order": True}
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         yield f"all rows {dtype}", unread_logits(1, 8, 5, 64, dtype)
         yield f"level by level {dtype}", unread_logits(32, 8, 5, 64, dtype)
@@ -217,7 +218,9 @@ def test_random_links_and_few_tokens(device):
         for name in names:
             values[name] = torch.where(torch.rand(6, 33) < 0.5, torch.randint(-2, 40, (6, 33)), values[name])
         values["retrieve_index"] += (torch.rand(6, 33) < 0.03) * torch.randint(-40, 40, (6, 33))
-        check_operation(PATH, to_device(values, device), case=f"seed {seed}")
+        for any_order in (False, True):
+            values["any_order"] = any_order
+            check_operation(PATH, to_device(values, device), case=f"seed {seed} {any_order}")
 
 
 def test_a_target_of_minus_one_matches_nothing(device):
@@ -272,6 +275,7 @@ def test_registration(device):
         ({"target_predict": None}, "target_predict / target_logits must be given exactly once, got none of them"),
         ({"target_predict": None, "target_logits": torch.zeros(16, 0)}, "target_logits must have at least one token"),
         ({"spec_steps": -1}, "spec_steps must be at least 0, got -1"),
+        ({"any_order": True, "accept_policy": "reject_all"}, "any_order must come with target_predict and accept_pol"),
         ({"retrieve_index": torch.zeros(2, 7, dtype=torch.int64)}, r"retrieve_index must have N = 8 in axis 1"),
     ],
 )

@@ -29,6 +29,7 @@ def build_tree(
     num_verify_tokens: int,
     tree_mask_mode: str = "packed",
     prefix_is_set: bool = False,
+    any_order: bool = False,
 ) -> Output:
     """See eagle_kernels/ops/tree/build_tree.py. With `prefix_is_set` the prefix is True already."""
     device, batch_size, num_nodes = seq_lens.device, len(seq_lens), num_verify_tokens
@@ -41,17 +42,20 @@ def build_tree(
     for request in range(batch_size):
         last_child: dict[int, int] = {}
         visible[request, :, 0] = True
-        for node in range(num_nodes):
-            parent = _parent(node, slots[request], kept[request], topk)
+        parents = [_parent(node, slots[request], kept[request], topk, any_order) for node in range(num_nodes)]
+        for node, parent in enumerate(parents):
             if parent >= 0:
-                visible[request, node] |= visible[request, parent]
-                depth[request, node] = depth[request, parent] + 1
                 if parent in last_child:
                     next_sibling[request, last_child[parent]] = node
                 else:
                     next_token[request, parent] = node
                 last_child[parent] = node
-            visible[request, node, node] = True
+            hop, steps = node, 0
+            while hop > 0 and not (any_order and steps == spec_steps):
+                visible[request, node, hop] = True
+                hop, steps = parents[hop], steps + 1
+            # on a way that ends at a missing parent the last step leads nowhere: in any order it counts all the same
+            depth[request, node] = steps if hop == 0 or any_order else steps - 1
     lengths = seq_lens.to(torch.int64)
     nodes = torch.arange(batch_size * num_nodes, device=device).view(batch_size, num_nodes)
     return Output(
@@ -64,7 +68,7 @@ def build_tree(
     )
 
 
-def _parent(node: int, slots: list[int], kept: list[int], topk: int) -> int:
+def _parent(node: int, slots: list[int], kept: list[int], topk: int, any_order: bool) -> int:
     """The parent's node index, -1 for the root and for nodes whose parent is missing or does not precede them."""
     if node == 0 or kept[node - 1] < 0:
         return -1
@@ -74,7 +78,7 @@ def _parent(node: int, slots: list[int], kept: list[int], topk: int) -> int:
     if slot >= len(slots) or slots[slot] < 0 or slots[slot] not in kept:
         return -1
     parent = kept.index(slots[slot]) + 1
-    return parent if parent < node else -1
+    return parent if parent < node or any_order else -1
 
 
 def _layout(visible: torch.Tensor, seq_lens: list[int], mode: str) -> torch.Tensor:

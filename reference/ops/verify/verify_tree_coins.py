@@ -26,6 +26,7 @@ def verify_tree_coins(
     threshold_single: float = 1.0,
     threshold_acc: float = 1.0,
     keep_unvisited: bool = False,
+    any_order: bool = False,
     out: Output | None = None,
 ) -> Output:
     """See eagle_kernels/ops/verify/verify_tree_coins.py; `out` is read for keep_unvisited, not written."""
@@ -56,6 +57,7 @@ def verify_tree_coins(
             spec_steps=spec_steps,
             threshold_single=threshold_single,
             threshold_acc=threshold_acc,
+            any_order=any_order,
         )
         emitted = [tokens[request][node] for node in path[1:]] + [bonus]
         for depth, (node, token) in enumerate(zip(path, emitted)):
@@ -76,6 +78,7 @@ def verify_request(
     spec_steps: int,
     threshold_single: float = 1.0,
     threshold_acc: float = 1.0,
+    any_order: bool = False,
 ) -> tuple[list[int], int]:
     """The accepted nodes of one tree, root first, and the bonus token.
 
@@ -83,11 +86,12 @@ def verify_request(
     coin_at, final_coin: uniforms in [0, 1); anything with `<` that can be scaled.
     """
     path, rejected = [0], set()
+    met = {0} if any_order else None
     while len(path) <= spec_steps:
         probs = as_probs(probs_at(path[-1]))
         coin, mass, rejected = coin_at(path[-1]), probs.new_zeros(()), set()
         single, acc = probs.new_tensor(threshold_single), probs.new_tensor(max(threshold_acc, 1e-9))
-        for child in children(first_child, next_sibling, path[-1]):
+        for child in children(first_child, next_sibling, path[-1], met):
             token = tokens[child]
             is_new_token = 0 <= token < len(probs) and token not in rejected
             prob = probs[token] if is_new_token else probs.new_zeros(())
@@ -102,10 +106,17 @@ def verify_request(
     return path, draw(residual(as_probs(probs_at(path[-1])), rejected), final_coin)
 
 
-def children(first_child: Sequence[int], next_sibling: Sequence[int], node: int) -> Iterator[int]:
-    """The children of a node in sibling order, until a link does not point forward within the tree."""
+def children(
+    first_child: Sequence[int], next_sibling: Sequence[int], node: int, met: set[int] | None = None
+) -> Iterator[int]:
+    """The children of a node in sibling order, until a link does not point forward within the tree.
+
+    met, for trees in any order: the root and all nodes that were met, to which no link may lead; it takes the children.
+    """
     child, after = first_child[node], node
-    while after < child < len(first_child):
+    while (after < child if met is None else child > 0 and child not in met) and child < len(first_child):
+        if met is not None:
+            met.add(child)
         yield child
         child, after = next_sibling[child], child
 

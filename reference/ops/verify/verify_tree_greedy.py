@@ -23,6 +23,7 @@ def verify_tree_greedy(
     seeds: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     keep_unvisited: bool = False,
+    any_order: bool = False,
     out: Output | None = None,
 ) -> Output:
     """See eagle_kernels/ops/verify/verify_tree_greedy.py; `out` is read for keep_unvisited, not written."""
@@ -43,4 +44,5 @@ def verify_tree_greedy(
         spec_steps,
         token_at=token_at,
         unvisited=out.predicts if keep_unvisited else None,
+        any_order=any_order,
     )
