@@ -341,22 +341,20 @@ def test_debug_mode_checks_the_length_sum_and_the_buffer(name, monkeypatch):
     public(**values, out=longer if torch.is_tensor(result) else result._replace(tree_mask=longer))
 
 
-@pytest.mark.parametrize("is_sampled", [False, True], ids=["requests", "rows"])
-def test_debug_mode_checks_the_longest_request(is_sampled, monkeypatch):
-    """max_query of the attention ops: rows behind it would not be attended."""
-    values = next(case for case in cases_of("attention.prefill_attention"))
+@pytest.mark.parametrize("path", ["attention.prefill_attention", "attention.tree_attention"])
+def test_debug_mode_checks_the_longest_request(path, monkeypatch):
+    """max_query: rows of a request beyond that are not attended."""
+    name, values = path.rpartition(".")[2], next(case for case in cases_of(path) if "qo_indptr" in case)
     monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
-    most = int(values["qo_indptr"].diff().max())
-    rule = r"^eagle_kernels\.prefill_attention: qo_indptr must "
-    if is_sampled:
-        bounds = values["qo_indptr"].clone()
-        bounds[-1] += 1
-        one_line(lambda: eagle_kernels.prefill_attention(**values | {"qo_indptr": bounds}), rule + "ascend from 0 to ")
-    else:
-        one_line(
-            lambda: eagle_kernels.prefill_attention(**values | {"max_query": most - 1}),
-            rule + f"give no request more than max_query = {most - 1} rows",
-        )
+    most, num_rows = int(values["qo_indptr"].diff().max()), len(values["query"])
+    for change, rule in (
+        ({"max_query": most - 1}, f"give no request more than max_query = {most - 1} rows, got {most}"),
+        ({"qo_indptr": values["qo_indptr"] + 1}, rf"ascend within 0\.\.{num_rows}, got {num_rows + 1}"),
+        ({"qo_indptr": values["qo_indptr"].flip(0)}, rf"ascend within 0\.\.{num_rows}"),
+    ):
+        call = lambda: getattr(eagle_kernels, name)(**values | change)  # noqa: B023, E731
+        one_line(call, rf"^eagle_kernels\.{name}: qo_indptr must {rule}")
+    getattr(eagle_kernels, name)(**values)
 
 
 @pytest.fixture(scope="module")

@@ -73,8 +73,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
                 return result
             out = check.allocate(name, contract, out)
             for target, source in zip(_flat(out), _flat(result)):
-                # a flat buffer may be longer or shorter than its contents (FULL_MASK)
-                target[: len(source)].copy_(source[: len(target)])
+                target.copy_(source)
         return out
 
     def call(overload, args, kwargs, out=None):

@@ -24,6 +24,8 @@ Invariants
     Every output is written whole. A node whose parent is missing or does not precede it is linked to nothing; its mask
     row holds the root and itself, its position is seq_len, and nodes below it count their depth from there. A candidate
     id outside 0 .. 2^31 - 2 counts as missing. Reads stay within the row.
+    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place behind its end are left out, and
+    what they leave of a longer one is not written.
 Grid
     (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
 Launches
