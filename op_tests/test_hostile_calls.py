@@ -21,7 +21,6 @@ from op_tests.ops.tree.test_build_tree_from_scores import make as make_scored
 from op_tests.ops.tree.test_tree_from_parents import make as make_parents
 from op_tests.ops.tree.test_unpack_tree_mask import make as make_words
 from op_tests.ops.verify.test_sample_from_logits import make as make_logits
-from op_tests.ops.verify.test_verify_tree_greedy import make as make_greedy
 from op_tests.ops.verify.test_verify_tree_sampled import make as make_sampled
 
 from .harness import Guarded, assert_in_bounds, to_device
@@ -108,11 +107,11 @@ def test_debug_mode_refuses_what_is_no_number(path, field, monkeypatch):
         one_line(call, rf"^eagle_kernels\.{name}: {field} must {rule}, got {bad} at \[")
 
 
-def overlapping(call):
-    """`call(out)` with outputs of a build_tree that are as `change` makes them."""
+def overlapping(buffers):
+    """A call of build_tree with the outputs that `buffers` makes of sound ones."""
     values = make_tree(2, 4, 3, 8)
     tree = eagle_kernels.build_tree(**values)
-    return lambda function: function(**values, out=call(tree))
+    return lambda function: function(**values, out=buffers(tree))
 
 
 def shifted(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,8 +120,15 @@ def shifted(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[:-1], rows[1:]
 
 
+def rope_onto(function):
+    """The query goes where the key is."""
+    heads = torch.randn(3, 2, 8)
+    key, angles = torch.randn(3, 2, 8), torch.ones(5, 4)
+    out = type(eagle_kernels.rope(heads, key, torch.arange(3), angles, angles))(key, torch.empty_like(key))
+    return function(heads, key, torch.arange(3), angles, angles, out=out)
+
+
 LOGITS = make_logits(4, 30, temperature=1.0)
-LINKS = make_greedy(2, 4, 3, 8)
 NORM = make_norm(4, 16, torch.float32, has_residual=True)
 SILU = make_silu(4, 16, torch.float32)
 LINEAR = make_linear(4, 16, 16, torch.float32)
@@ -133,16 +139,16 @@ OVERLAPS = {
     "one buffer twice": (
         "build_tree",
         overlapping(lambda tree: tree._replace(draft_tokens=tree.positions)),
-        "out.draft_tokens must not overlap out.positions",
+        "out.positions must not overlap out.draft_tokens",
     ),
     "views of one memory": (
         "build_tree",
         overlapping(
             lambda tree: tree._replace(
-                **dict(zip(("retrieve_next_token", "retrieve_next_sibling"), shifted(tree.retrieve_index)), strict=True)
+                **dict(zip(("retrieve_next_token", "retrieve_next_sibling"), shifted(tree.retrieve_index)))
             )
         ),
-        "out.retrieve_next_sibling must not overlap out.retrieve_next_token",
+        "out.retrieve_next_token must not overlap out.retrieve_next_sibling",
     ),
     "an input": (
         "sample_from_logits",
@@ -162,11 +168,11 @@ OVERLAPS = {
     "another place of an input that may be overwritten": (
         "silu_and_mul",
         lambda function: function(**SILU, out=SILU["gate"][:, 1:-1][:, : SILU["gate"].shape[1] // 2]),
-        "out must not overlap gate, but for being in its place",
+        "out must be gate itself or not overlap it",
     ),
     "an input that only another output may overwrite": (
         "rope",
-        lambda function: rope_onto(function),
+        rope_onto,
         "out.query must not overlap key",
     ),
     "rows of an output on each other": (
@@ -175,13 +181,6 @@ OVERLAPS = {
         "out must not overlap itself",
     ),
 }
-
-
-def rope_onto(function):
-    heads = torch.randn(3, 2, 8)
-    key, angles = torch.randn(3, 2, 8), torch.ones(5, 4)
-    out = type(eagle_kernels.rope(heads, key, torch.arange(3), angles, angles))(key, torch.empty_like(key))
-    return function(heads, key, torch.arange(3), angles, angles, out=out)
 
 
 @pytest.mark.parametrize("case", OVERLAPS)

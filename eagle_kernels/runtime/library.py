@@ -18,6 +18,7 @@ from types import ModuleType
 import torch
 
 from . import check
+from .overlap import refuse_overlaps
 
 _LIBRARY = torch.library.Library("eagle_kernels", "DEF")
 
@@ -45,7 +46,8 @@ def operator(module: ModuleType, reference_module: ModuleType):
     """The public function of an op, from its op file and its reference.
 
     The op file offers the launcher (named as the file) and `contract(values)`. `MUTATES` names the arguments that an op
-    works on in place; one that returns nothing besides has a contract that returns None, and no `out`.
+    works on in place; one that returns nothing besides has a contract that returns None, and no `out`. `IN_PLACE` names
+    for a field of `Output`, or `out`, the arguments that such a buffer may be; nothing else may overlap a buffer.
     """
     name = module.__name__.rpartition(".")[2]
     launcher, reference = getattr(module, name), getattr(reference_module, name)
@@ -57,6 +59,8 @@ def operator(module: ModuleType, reference_module: ModuleType):
     names = [p.name for p in parameters]
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
     reference_names = inspect.signature(reference).parameters
+    check_kinds = check.host_kinds(name, {p.name: p for p in parameters})
+    fields = result_type._fields if result_type else ("output",)
 
     def bind(args, kwargs) -> dict:
         return {**defaults, **dict(zip(names, args)), **kwargs}
@@ -66,19 +70,22 @@ def operator(module: ModuleType, reference_module: ModuleType):
         if backend(device) == "triton":
             return launcher(**values, out=out) if returns else launcher(**values)
         contract = module.contract({**values, "out": out})
+        if out is not None:
+            out = check.allocate(name, contract, out)
+            refuse_overlaps(name, values, out, fields, getattr(module, "IN_PLACE", {}))
         # what only a launcher has to be told, as whether bits may depend on the batch, a reference does not know
         values = {name: value for name, value in values.items() if name in reference_names}
         with torch.no_grad():
             result = reference(**values, out=out) if "out" in reference_names else reference(**values)
             if out is None:
                 return result
-            out = check.allocate(name, contract, out)
             for target, source in zip(_flat(out), _flat(result)):
                 target.copy_(source)
         return out
 
     def call(overload, args, kwargs, out=None):
         """Through the dispatcher; arguments that it refuses are named by the op's own contract."""
+        check_kinds(args, kwargs)
         if torch.compiler.is_compiling():
             return overload(*args, **kwargs)
         try:
@@ -107,7 +114,6 @@ def operator(module: ModuleType, reference_module: ModuleType):
 
         return public
 
-    fields = result_type._fields if result_type else ("output",)
     returned = ", ".join(["Tensor"] * len(fields))
     separator = ", " if "*" in declared else ", *, "
     buffers = ", ".join(f"Tensor({chr(ord('z') - i)}!) out_{field}" for i, field in enumerate(fields))
