@@ -35,6 +35,7 @@ from .scheduler import Scheduler
 from .step import Verified
 from .steps import Steps, make_steps, tell_who_waits
 from .stream import TextStream, TokenStream
+from .threads import saving_threads
 from .values import is_integer
 from .warmup import COMMON_PARAMS, warm_up
 
@@ -59,7 +60,8 @@ class EAGLEInference:
 
     Three ways to use it: `generate`; `stream`, for `for` and `async for`; and `submit`, `step`, `collect`, for a server
     that lets requests join and leave between steps. All share one batch and one pool of pages. While `is_speculating`
-    is set to False, requests go on by plain decoding.
+    is set to False, requests go on by plain decoding. On the CPU a step takes no more of PyTorch's threads than the
+    target gives work to (`engine/threads.py`), and gives the others back behind it.
 
     draft_model   an EAGLE head or any `DraftModel`; a plain language model (`TargetModel`) drafts without features;
                   None for methods that draft without one
@@ -371,6 +373,7 @@ class EAGLEInference:
     def has_work(self) -> bool:
         return bool(self._outbox) or (self._scheduler is not None and self._scheduler.has_work)
 
+    @saving_threads
     @torch.inference_mode()
     def next_token_logits(self, token_ids: list[int]) -> Tensor:
         """The target's logits [V] fp32 for the token after these, from one causal pass without drafts."""
