@@ -13,6 +13,9 @@ from op_tests.harness import assert_equal
 from op_tests.ops.tree.test_build_tree import make as make_tree
 from op_tests.ops.verify.test_verify_tree_sampled import ahead_of_time_cases as sampled_cases
 
+# of the launcher that `pretend` makes
+IN_PLACE = {"out": ("x",)}
+
 
 @pytest.fixture
 def plans(monkeypatch):
@@ -356,6 +359,23 @@ def test_one_tensor_in_two_places_is_looked_at_as_cheaply_as_others(pretend, mon
     assert len(looked) == 2  # to record the plan, and to find it
     scale(x, factor=2, out=x.view(4))  # the same address is not the same tensor
     assert len(looked) == 3
+
+
+def test_buffers_that_overlap_are_looked_at_in_calls_without_a_plan(pretend):
+    """The first one of each kind, and those that name one tensor twice; a plan asks for kinds alone."""
+    scale, notes, _ = pretend
+    memory, x = torch.zeros(8), torch.zeros(4)
+    for _ in range(2):  # nothing was recorded
+        with pytest.raises(
+            ValueError, match="^eagle_kernels.scale: out must be x itself or not overlap it, got an offse"
+        ):
+            scale(memory[:4], factor=2, out=memory[2:6])
+    scale(x, factor=2, out=torch.zeros(4))
+    with pytest.raises(
+        ValueError, match="^eagle_kernels.scale: out must not overlap workspace, got an offset of 0 bytes"
+    ):
+        scale(x, factor=2, workspace=memory, out=memory)
+    assert notes.count("public") == 1
 
 
 def test_one_tensor_in_two_places_has_a_plan_of_its_own(pretend):

@@ -11,7 +11,7 @@ import pytest
 import eagle_kernels
 
 ROOT = Path(__file__).parent.parent
-# a reference takes `out` only where an option keeps part of what the caller's buffers hold
+# a reference takes `out` only where part of what the caller's buffers hold may stay
 LAUNCHER_ONLY = {"out", "workspace", "deterministic", "prefetch_weight"}
 # what exact enumeration puts in place of a reference's random draws
 REFERENCE_ONLY = {"draw"}

@@ -57,16 +57,21 @@ def test_debug_mode_leaves_tracing_alone(monkeypatch):
     assert torch.equal(compiled(**values), eagle_kernels.sample_from_logits(**values))
 
 
-def test_results_carry_no_derivatives(device):
-    """Inputs that require gradients are fine; nothing is recorded, also not in reused buffers."""
+def test_what_would_need_derivatives_is_refused(device):
+    """In grad mode alone, and below torch.no_grad() nothing is recorded, also not in reused buffers."""
     _, values = next(iter(attention_cases()))
     values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
     values["query"] = values["query"].float().requires_grad_()
     values["k_cache"], values["v_cache"] = values["k_cache"].float(), values["v_cache"].float()
-    result = eagle_kernels.gqa_decode(**values)
-    assert not result.output.requires_grad and not result.lse.requires_grad
-    out = type(result)(*(torch.empty_like(tensor) for tensor in result))
-    assert not eagle_kernels.gqa_decode(**values, out=out).output.requires_grad
+    with pytest.raises(RuntimeError, match="^eagle_kernels.gqa_decode: query must not require grad, since ops have no"):
+        eagle_kernels.gqa_decode(**values)
+    with torch.no_grad():
+        result = eagle_kernels.gqa_decode(**values)
+        out = type(result)(*(torch.empty_like(tensor) for tensor in result))
+        again = eagle_kernels.gqa_decode(**values, out=out)
+    assert not any(tensor.requires_grad for tensor in (*result, *again))
+    detached = eagle_kernels.gqa_decode(**values | {"query": values["query"].detach()})
+    assert torch.equal(detached.output, result.output) and not detached.output.requires_grad
 
 
 def test_compiles_into_one_graph_with_a_dynamic_batch(device):

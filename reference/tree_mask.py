@@ -28,17 +28,37 @@ def read_mask(tree_mask: torch.Tensor, seq_lens: torch.Tensor | None, num_nodes:
     return (words.to(torch.int64)[..., key // bits] >> (key % bits)) & 1 == 1
 
 
-def write_mask(visible: torch.Tensor, seq_lens: torch.Tensor | None, mode: str) -> torch.Tensor:
-    """The bool mask [B, Nq, Nk] in the layout that `mode` names."""
+def write_mask(
+    visible: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    mode: str,
+    seq_lens_sum: int | None = None,
+    buffer: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The bool mask [B, Nq, Nk] in the layout that `mode` names.
+
+    FULL_MASK is as long as `buffer`, whose other cells stay, or as seq_lens_sum says; None: as the lengths do.
+    """
     batch_size, num_rows, num_keys = visible.shape
     if mode == "qlen_only":
         return visible
     if mode == "full_mask":
-        rows = [
-            torch.cat([visible.new_ones(num_rows, seq_len), visible[request]], dim=1).flatten()
-            for request, seq_len in enumerate(seq_lens.tolist())
-        ]
-        return torch.cat(rows) if rows else visible.new_empty(0)
+        lengths = [max(length, 0) for length in seq_lens.tolist()]
+        if buffer is not None:
+            cells = buffer.cpu().clone()
+        else:
+            seq_lens_sum = sum(lengths) if seq_lens_sum is None else seq_lens_sum
+            cells = torch.zeros(num_rows * (seq_lens_sum + batch_size * num_rows), dtype=torch.bool)
+        begin = 0
+        for length, rows in zip(lengths, visible.cpu()):
+            for row in rows:
+                # where lengths do not fit the mask, what they place behind its end is left out
+                first_key = min(begin + length, len(cells))
+                cells[begin:first_key] = True
+                keys = cells[first_key : first_key + num_keys]
+                keys.copy_(row[: len(keys)])
+                begin = first_key + len(keys)
+        return cells.to(visible.device)
     key = torch.arange(num_keys, device=visible.device)
     words = torch.zeros(batch_size, num_rows, -(-num_keys // 64), dtype=torch.int64, device=visible.device)
     for word in range(words.shape[-1]):

@@ -24,13 +24,13 @@ class Cache(NamedTuple):
 
 
 class ModelWrapper:
-    """Forward, cache length and cutting back of a model of transformers, which from then on attends through the pool,
-    or of any `TargetModel`. device: None leaves it where it is; max_length: most tokens of a sequence."""
+    """Forward, cache length and cutting back of a model of transformers, whose weights attend through the pool here, or
+    of any `TargetModel`. device: None leaves it where it is; max_length: most tokens of a sequence."""
 
     def __init__(self, model: Any, tokenizer: Any = None, device: Any = None, max_length: int = 2048):
         model = model if device is None or not hasattr(model, "to") else model.to(device)
         self.target: TargetModel = model if hasattr(model, "kv_shape") else TransformersTarget(model)
-        self.model = self.target.model if isinstance(self.target, TransformersTarget) else model
+        self.model = model.model if isinstance(model, TransformersTarget) else model
         self.tokenizer, self.device, self.vocab_size = tokenizer, self.target.device, self.target.vocab_size
         self.max_length = min(max_length, self.target.max_length)
         self.param_count, self.memory_footprint_mib = _sizes(self.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -165,8 +166,9 @@ class EAGLEConfig(MethodOptions):
         self._require_integer("max_batch", 1)
         self._require_integer("kv_cache_bytes", 1, is_optional=True)
         self._require_integer("prefill_chunk", 1)
-        self._require(self.cuda_graph in (None, True, False), "cuda_graph", "be True, False or None")
-        self._require(self.phase_times in (True, False), "phase_times", "be True or False")
+        is_choice = self.cuda_graph is None or isinstance(self.cuda_graph, bool)
+        self._require(is_choice, "cuda_graph", "be True, False or None")
+        self._require(isinstance(self.phase_times, bool), "phase_times", "be True or False")
         can_be_captured = self.tree_mask_mode != TreeMaskMode.FULL_MASK
         rule = "not be True with tree_mask_mode='full_mask', whose size the host must know at each step"
         self._require(can_be_captured or self.cuda_graph is not True, "cuda_graph", rule)
@@ -362,3 +364,4 @@ class EAGLEConfig(MethodOptions):
     def _require_number(self, name: str) -> None:
         value = getattr(self, name)
         self._require(is_integer(value) or isinstance(value, float), name, "be a number")
+        self._require(-math.inf < value < math.inf, name, "be a finite number")

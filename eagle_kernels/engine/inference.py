@@ -20,7 +20,7 @@ from .config import EAGLEConfig
 from .drafters.methods import make_drafter, make_reader
 from .drafters.protocol import overshoot
 from .drafters.suffix_cache import SuffixCache
-from .inputs import Prompts, Seeds, read_max_new_tokens, read_prompts, read_seeds
+from .inputs import Prompts, Seeds, read_flag, read_max_new_tokens, read_prompts, read_seeds
 from .kv_pool import KVPool, PrefillAttend
 from .memory import check_fits, count_pages, workspace_bytes
 from .method_options import METHOD_FIELDS, MODEL_KINDS
@@ -35,6 +35,7 @@ from .scheduler import Scheduler
 from .step import Verified
 from .steps import Steps, make_steps, tell_who_waits
 from .stream import TextStream, TokenStream
+from .threads import saving_threads
 from .values import is_integer
 from .warmup import COMMON_PARAMS, warm_up
 
@@ -59,7 +60,8 @@ class EAGLEInference:
 
     Three ways to use it: `generate`; `stream`, for `for` and `async for`; and `submit`, `step`, `collect`, for a server
     that lets requests join and leave between steps. All share one batch and one pool of pages. While `is_speculating`
-    is set to False, requests go on by plain decoding.
+    is set to False, requests go on by plain decoding. On the CPU a step takes no more of PyTorch's threads than the
+    target gives work to (`engine/threads.py`), and gives the others back behind it.
 
     draft_model   an EAGLE head or any `DraftModel`; a plain language model (`TargetModel`) drafts without features;
                   None for methods that draft without one
@@ -89,7 +91,8 @@ class EAGLEInference:
         self.tokenizer = tokenizer
         self.device = target_model.device
         self.lock = threading.RLock()
-        if device is not None and not _is_same_device(torch.device(device), self.device):
+        is_device = isinstance(device, (str, torch.device)) and _is_same_device(torch.device(device), self.device)
+        if device is not None and not is_device:
             raise ValueError(f"EAGLEInference: device must be where the models are, on {self.device}, got {device}")
         if self.draft is not None:
             self._check_pair()
@@ -184,6 +187,7 @@ class EAGLEInference:
     ) -> TokenStream:
         """As `generate`, but an iterator of `TokenEvent`, for `for` and `async for`, that yields tokens as they are
         committed. `.output()` of the exhausted iterator is what `generate` returns."""
+        read_flag("generate: speculative", speculative)
         config, wanted = self._split(overrides)
         prompts, is_single = read_prompts(input_ids)
         if not prompts:
@@ -285,6 +289,8 @@ class EAGLEInference:
             raise ValueError("benchmark: prompts must hold at least one prompt, got []")
         if not (is_integer(batch_size) and batch_size >= 1):
             raise ValueError(f"benchmark: batch_size must be an int of at least 1, got {batch_size!r}")
+        if progress is not None:
+            read_flag("benchmark: progress", progress)
         batch_size, max_new_tokens = min(batch_size, len(prompts)), read_max_new_tokens(max_new_tokens)
         if "speculative" in overrides:
             raise ValueError(
@@ -306,6 +312,9 @@ class EAGLEInference:
         most_requests   at once; None: max_batch of the configuration
         overrides       of calls of `generate` that have them; with sampling among them only what such calls need
         """
+        read_flag("warmup: speculative", speculative)
+        for other in (each for each in params if not isinstance(each, SamplingParams)):
+            raise ValueError(f"warmup: params must be SamplingParams, got {other!r}")
         config, wanted = self._split(overrides, "warmup")
         if params and wanted:
             name, value = min(wanted.items())
@@ -343,9 +352,7 @@ class EAGLEInference:
 
     @is_speculating.setter
     def is_speculating(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise ValueError(f"EAGLEInference: is_speculating must be True or False, got {value!r}")
-        self._is_speculating = value
+        self._is_speculating = read_flag("EAGLEInference: is_speculating", value)
 
     @property
     def on_tree(self) -> Callable[[Verified], None] | None:
@@ -366,9 +373,16 @@ class EAGLEInference:
     def has_work(self) -> bool:
         return bool(self._outbox) or (self._scheduler is not None and self._scheduler.has_work)
 
+    @saving_threads
     @torch.inference_mode()
     def next_token_logits(self, token_ids: list[int]) -> Tensor:
         """The target's logits [V] fp32 for the token after these, from one causal pass without drafts."""
+        prompts, is_single = read_prompts(token_ids, "next_token_logits: token_ids")
+        reason = "it takes one prompt, [L] token ids" if prompts and not is_single else None
+        reason = reason or self._unfit(prompts[0] if prompts else [], 0, self.config, speculative=False)
+        if reason:
+            raise ValueError(f"next_token_logits: {reason}")
+        (token_ids,) = prompts
         tokens = torch.tensor([token_ids], device=self.device)
         positions = torch.arange(len(token_ids), device=self.device)[None]
         num_pages = -(-len(token_ids) // self.config.page_size)

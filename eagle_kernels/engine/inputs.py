@@ -14,12 +14,12 @@ Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
 Seeds = int | Sequence[int] | Tensor | None
 
 
-def read_prompts(input_ids: Prompts) -> tuple[list[list[int]], bool]:
+def read_prompts(input_ids: Prompts, name: str = "generate: input_ids") -> tuple[list[list[int]], bool]:
     """Prompts as lists, and whether there was a single one without a batch axis; an empty list holds none."""
     rows = _plain(input_ids)
     if not isinstance(rows, list):
         raise ValueError(
-            f"generate: input_ids must be integer ids [L] or [B, L], got {_shown(rows)}; a tokenizer makes them of text"
+            f"{name} must be integer ids [L] or [B, L], got {_shown(rows)}; a tokenizer makes them of text"
         )
     is_single = bool(rows) and not any(isinstance(row, list) for row in rows)
     prompts = [rows] if is_single else rows
@@ -27,7 +27,7 @@ def read_prompts(input_ids: Prompts) -> tuple[list[list[int]], bool]:
         others = [token for token in prompt if not is_integer(token)] if isinstance(prompt, list) else [prompt]
         if others:
             held = _shown(others[0])
-            raise ValueError(f"generate: input_ids must be integer ids [L] or [B, L], prompt {index} holds {held}")
+            raise ValueError(f"{name} must be integer ids [L] or [B, L], prompt {index} holds {held}")
     return prompts, is_single
 
 
@@ -55,6 +55,13 @@ def read_max_new_tokens(max_new_tokens: int) -> int:
     if max_new_tokens < 1:
         raise ValueError(f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
     return max_new_tokens
+
+
+def read_flag(name: str, value: bool) -> bool:
+    """True or False; 0, "no" and None are neither."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {_shown(value)}")
+    return value
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 from ..ops.tree.select_top_k_tokens import MAX_TOPK
@@ -79,7 +78,6 @@ class MethodOptions:
         for name in ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"):
             self._require_number(name)
             self._require(getattr(self, name) >= 0, name, "be at least 0")
-            self._require(getattr(self, name) < math.inf, name, "be finite")
         self._require(self.suffix_decoding_min_token_prob <= 1, "suffix_decoding_min_token_prob", "lie in 0..1")
         is_known = self.verify_strategy in VERIFY_STRATEGIES
         self._require(is_known, "verify_strategy", f"be one of {list(VERIFY_STRATEGIES)}")

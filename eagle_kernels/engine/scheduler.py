@@ -20,11 +20,13 @@ from torch import Tensor
 
 from .batch_state import MEMORY, BatchState
 from .kv_pool import PageAllocator, PrefillAttend
+from .models.protocol import TargetModel
 from .request import Request
 from .sampling import Features
 from .step import StepResult
 from .step_runner import StepRunner
 from .steps import Steps
+from .threads import saving_threads
 
 # every so many steps the host waits for one, to read the times of its phases
 TIMED_STEPS = 32
@@ -77,6 +79,10 @@ class Scheduler:
         self._rows: list[_Row | None] = [None] * state.num_rows
         self._unread: deque[_Launch] = deque()
         self.lag = host_lag(state.lengths.device)
+
+    @property
+    def target(self) -> TargetModel:
+        return self.steps.plain.target
 
     @property
     def has_work(self) -> bool:
@@ -150,6 +156,7 @@ class Scheduler:
         self.prepare()
         self.advance(is_speculating)
 
+    @saving_threads
     @torch.inference_mode()
     def advance(self, is_speculating: bool = True) -> None:
         """A step without `prepare`, for who has called that."""
@@ -165,6 +172,7 @@ class Scheduler:
         if is_timed:
             self._phases_ms.append(self._last_runner.phases_ms())
 
+    @saving_threads
     @torch.inference_mode()
     def prepare(self) -> None:
         """Admits who waits, first come, first served; reads prompts, at most `prefill_chunk` tokens of all together."""

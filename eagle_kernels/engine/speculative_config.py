@@ -48,7 +48,7 @@ def read_speculative_config(config: type[EAGLEConfig], given: Mapping[str, Any],
     if unknown:
         raise ValueError(f"speculative_config: there is no field {unknown[0]}; there are {', '.join(FIELDS)}")
     for name, nothing in _SERVER.items():
-        if given.get(name, nothing) != nothing:
+        if not _is(given.get(name, nothing), nothing):
             _fail(name, f"be {nothing!r} or absent: it is the server's business", given[name])
     if given.get("model") is not None:
         _fail("model", "be the draft of EAGLEInference, or --draft: a configuration holds no models", given["model"])
@@ -106,10 +106,10 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, int]:
     """The tree: a chain of num_speculative_tokens drafts, or what the tree's own fields say."""
     method, levels = _method(given), given.get("num_model_steps")
     if method == "naive":
-        if given.get("num_speculative_tokens", 0) != 0:
+        if not _is(given.get("num_speculative_tokens", 0), 0):
             _fail("num_speculative_tokens", "be 0 or absent for method='naive'", given["num_speculative_tokens"])
         for name in (*_OF_TREES, "num_model_steps"):
-            if given.get(name, 1) != 1:
+            if not _is(given.get(name, 1), 1):
                 _fail(name, "be 1 or absent for method='naive', which has no drafts", given[name])
         return {}
     count = given.get("num_speculative_tokens", 1)
@@ -140,6 +140,11 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, int]:
     # as FastDeploy: as many drafts as the model makes, at least
     count = max(count, levels or 1)
     return {"topk": 1, "num_steps": count, "num_draft_tokens": count + 1}
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    """Whether they are equal, and both are truths or neither is."""
+    return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
 
 
 def _fail(name: str, rule: str, value: Any) -> None:

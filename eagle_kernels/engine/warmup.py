@@ -10,6 +10,7 @@ import torch
 from .sampling import SAMPLING_FIELDS, Features, SamplingParams
 from .scheduler import Scheduler
 from .step_runner import buckets
+from .threads import few_threads
 
 if TYPE_CHECKING:
     from .inference import EAGLEInference
@@ -50,7 +51,7 @@ def warm_up(
         engine.generate(prompts, **config | options, seeds=0, speculative=speculative)
         features = Features.of([request])
         mixtures |= {features} | {Features(*map(max, zip(features, mixture))) for mixture in mixtures}
-    with torch.inference_mode():
+    with torch.inference_mode(), few_threads(engine.target):
         for features in sorted(mixtures):
             for num_rows in buckets(min(most_rows, scheduler.state.num_rows)):
                 for runner in scheduler.steps.runners:

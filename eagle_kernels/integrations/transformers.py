@@ -4,6 +4,8 @@ from eagle_kernels.integrations.transformers import register
 
 register()
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eagle_kernels")
+
+For inference: the ops have no derivatives, so a forward that would record some is refused.
 """
 
 from __future__ import annotations

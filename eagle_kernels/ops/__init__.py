@@ -9,11 +9,13 @@ from importlib import import_module
 
 import torch
 
+from ..runtime import check
 from ..runtime.library import operator
 from .tree.build_tree import Output as BuildTreeOutput
 from .tree.build_tree import TreeMaskMode
 from .verify.verify_commit import Output as CommitOutput
 from .verify.verify_tree_greedy import Output as VerifyOutput
+from .verify.verify_tree_sampled import Output as SampledOutput
 
 
 def _operator(path: str):
@@ -91,6 +93,7 @@ def verify_tree(
 ) -> VerifyOutput:
     """Verifies trees of `build_tree`; returns `predicts [B * N]`, `accept_index [B, S + 1]`, `accept_token_num [B]`.
 
+    Both rules return these three, and take three buffers as `out`; verify_tree_sampled returns more.
     Without a sampling parameter (temperature, seeds, top_k, top_p, min_p) the walk is greedy, from
     `target_logits [B * N, V]` or the argmax `target_predict [B, N]` (verify_tree_greedy). With one it samples and
     matches (verify_tree_sampled): then `target_logits`, `positions`, `seeds` and `temperature` are needed, and rows of
@@ -114,7 +117,29 @@ def verify_tree(
     if target_predict is not None:
         raise ValueError("eagle_kernels.verify_tree: target_predict must not be given for sampling, which draws tokens")
     policy = {"accept_policy": accept_policy, "simulated_rates": simulated_rates}
-    return verify_tree_sampled(*links, **needed, **filters, **policy, spec_steps=spec_steps, out=out)
+    if out is not None:
+        # what is no tensor is named by the op
+        out = _with_unasked(tuple(out), spec_steps, getattr(target_logits, "device", None))
+    return VerifyOutput(*verify_tree_sampled(*links, **needed, **filters, **policy, spec_steps=spec_steps, out=out)[:3])
+
+
+def _with_unasked(out: tuple, spec_steps: int, device: torch.device | None) -> SampledOutput:
+    """The buffers of verify_tree_sampled: three that are given, and the others, which are empty unless asked for."""
+    if len(out) != 3:
+        raise ValueError(f"eagle_kernels.verify_tree: out must hold 3 tensors, got {len(out)}")
+    row = (0, check.Arguments("verify_tree", {"spec_steps": spec_steps}).integer("spec_steps", 0) + 1)
+    unasked = {
+        "logprobs": (row, torch.float32),
+        "raw_logprobs": (row, torch.float32),
+        "new_seq_lens": (0, torch.int64),
+        "bonus_tokens": (0, torch.int64),
+        "accept_lengths": (0, torch.int32),
+        "tokens": (row, torch.int64),
+        "hidden_rows": (row, torch.int64),
+        "last_row": (0, torch.int64),
+    }
+    empty = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in unasked.items()}
+    return SampledOutput(*out, **empty)
 
 
 __all__ = [

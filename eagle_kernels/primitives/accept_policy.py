@@ -26,7 +26,8 @@ ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "simulate")
 def check_policy(args: check.Arguments) -> None:
     """Checks accept_policy and, for simulate, its rates [S] and the seeds [B] and positions [B * N] of its coins."""
     if args.choice("accept_policy", ACCEPT_POLICIES) == "simulate":
-        args.tensor("simulated_rates", (args.values["spec_steps"],), (torch.float32,))
+        rates = args.tensor("simulated_rates", (args.values["spec_steps"],), (torch.float32,))
+        args.debug("simulated_rates", "lie in 0..1", lambda: (rates >= 0) & (rates <= 1))
         args.tensor("seeds", ("B",), check.INTEGER)
         args.tensor("positions", (args.size("B") * args.size("N"),), check.INTEGER)
     elif args.values["simulated_rates"] is not None:

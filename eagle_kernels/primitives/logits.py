@@ -161,7 +161,9 @@ def check_processors(args: check.Arguments, axis: str, node_axis: str | int) -> 
     if values["output_counts"] is not None and not has_penalties(values):
         args.fail("output_counts", "come with a penalty, which reads it", "none")
     if values["repetition_penalty"] is not None:
-        args.debug("repetition_penalty", "be positive", lambda: values["repetition_penalty"] > 0)
+        args.debug("repetition_penalty", "be a number above 0", lambda: values["repetition_penalty"] > 0)
+    args.debug_numbers("frequency_penalty")
+    args.debug_numbers("presence_penalty")
     return any(values[name] is not None for name in NAMES)
 
 

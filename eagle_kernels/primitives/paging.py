@@ -115,6 +115,19 @@ def check_group(args: check.Arguments) -> None:
         args.fail("query", f"have Hq that is a multiple of Hkv = {num_kv_heads}", num_heads)
 
 
+def check_bounds(args: check.Arguments, num_rows: int) -> int:
+    """Checks qo_indptr [B + 1], the bounds of every request's rows, and max_query; returns B."""
+    bounds = args.tensor("qo_indptr", (None,), check.INTEGER)
+    if len(bounds) == 0:
+        args.fail("qo_indptr", "have at least one element", 0)
+    steps = lambda: torch.diff(bounds, prepend=torch.zeros_like(bounds[:1]))  # noqa: E731
+    args.debug("qo_indptr", f"ascend within 0..{num_rows}", lambda: (steps() >= 0) & (bounds <= num_rows))
+    most = args.values["max_query"]
+    if check.can_read(bounds) and len(bounds) > 1 and (longest := int(bounds.diff().max())) > most:
+        args.fail("qo_indptr", f"give no request more than max_query = {most} rows", longest)
+    return len(bounds) - 1
+
+
 def check_logits(args: check.Arguments) -> None:
     """Checks what changes logits: sm_scale, soft_cap, window and sinks."""
     for name in ("sm_scale", "soft_cap"):

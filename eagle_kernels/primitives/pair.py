@@ -191,6 +191,8 @@ def check_pair(args: check.Arguments, num_target_rows: int, num_draft_rows: int)
     is_needed = args.values["target_logits"] is not None or draft_needs
     args.tensor("temperature", ("B",), (torch.float32,), optional=not is_needed)
     args.tensor("draft_temperature", ("B",), (torch.float32,), optional=True)
+    args.debug_numbers("temperature", 0)
+    args.debug_numbers("draft_temperature", 0)
     args.tensor("d2t", ("Vd",), check.INTEGER, optional=True)
 
 

@@ -289,7 +289,8 @@ def contract(op: str, values: dict, parameter: str, dtypes: tuple) -> check.Spec
     """Checks `probs` and the filter's parameter, and describes the output."""
     args = check.Arguments(op, values)
     args.tensor("probs", ("R", "V"), check.FLOAT, contiguous=1)
-    args.tensor(parameter, ("R",), dtypes)
+    if args.tensor(parameter, ("R",), dtypes).is_floating_point():
+        args.debug_numbers(parameter)
     if not 1 <= args.size("V") <= MAX_VOCAB_SIZE:
         args.fail("probs", f"have 1..{MAX_VOCAB_SIZE} tokens a row", list(values["probs"].shape))
     return args.spec((args.size("R"), args.size("V")), torch.float32)

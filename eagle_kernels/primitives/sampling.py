@@ -307,7 +307,9 @@ def check_parameters(args: check.Arguments, axis: str) -> None:
     args.tensor("top_k", (axis,), check.INTEGER, optional=True)
     args.tensor("top_p", (axis,), (torch.float32,), optional=True)
     args.tensor("min_p", (axis,), (torch.float32,), optional=True)
-    args.debug("temperature", "not be negative", lambda: args.values["temperature"] >= 0)
+    args.debug_numbers("temperature", 0)
+    args.debug_numbers("top_p")
+    args.debug_numbers("min_p")
     args.choice("filter_order", FILTER_ORDERS)
 
 

@@ -202,15 +202,16 @@ def mask_spec(args: check.Arguments, mode: str, batch_size: int, num_rows: int, 
     """Describes a mask of layout `mode` as an output; `out` is the caller's buffer for it, if there is one.
 
     FULL_MASK: a given buffer may be larger than needed (for the longest batch) and is never overrun; without one the
-    argument `seq_lens_sum` tells the size.
+    argument `seq_lens_sum` tells the size. Where lengths and size contradict each other, cells that the lengths place
+    behind the end are left out, and cells that they place nowhere are not written; with EAGLE_KERNELS_DEBUG=1 a wrong
+    sum and a buffer that is too short are errors.
     """
     if mode == TreeMaskMode.PACKED:
         return args.spec((batch_size, num_rows, -(-num_keys // 64)), torch.int64)
     if mode == TreeMaskMode.QLEN_ONLY:
         return args.spec((batch_size, num_rows, num_keys), torch.bool)
     if mode == TreeMaskMode.FULL_MASK:
-        size = _full_mask_size(args, batch_size, num_keys) if out is None else out.numel()
-        return args.spec((size,), torch.bool)
+        return args.spec((_full_mask_size(args, batch_size, num_keys, out),), torch.bool)
     for dtype, bits in _SMALL_WORD_BITS.items():
         if num_keys <= bits:
             return args.spec((batch_size, num_keys), dtype)
@@ -219,11 +220,19 @@ def mask_spec(args: check.Arguments, mode: str, batch_size: int, num_rows: int, 
     )
 
 
-def _full_mask_size(args: check.Arguments, batch_size: int, num_nodes: int) -> int:
+def _full_mask_size(args: check.Arguments, batch_size: int, num_nodes: int, out: torch.Tensor | None) -> int:
     seq_lens, seq_lens_sum = args.values["seq_lens"], args.values["seq_lens_sum"]
-    if seq_lens_sum is None:
+    if seq_lens_sum is not None:
+        args.integer("seq_lens_sum", 0)
+    elif out is None:
         args.fail("seq_lens_sum", "be given for 'full_mask' without out: the mask's size depends on it", None)
-    args.integer("seq_lens_sum", 0)
-    if check.can_read(seq_lens) and seq_lens_sum != int(seq_lens.sum()):
-        args.fail("seq_lens_sum", f"be {int(seq_lens.sum())}, the sum of seq_lens", seq_lens_sum)
-    return num_nodes * (seq_lens_sum + batch_size * num_nodes)
+    size = out.numel() if isinstance(out, torch.Tensor) else num_nodes * ((seq_lens_sum or 0) + batch_size * num_nodes)
+    if check.can_read(seq_lens):
+        total = int(seq_lens.sum())
+        if seq_lens_sum not in (None, total):
+            args.fail("seq_lens_sum", f"be {total}, the sum of seq_lens", seq_lens_sum)
+        needed = num_nodes * (total + batch_size * num_nodes)
+        if size < needed:
+            name = "out" if isinstance(args.values["out"], torch.Tensor) else "out.tree_mask"
+            args.fail(name, f"hold the {needed} cells that seq_lens say", size)
+    return size

@@ -6,8 +6,10 @@ reference backend and the shape inference of torch.compile alike.
 
 from __future__ import annotations
 
+import inspect
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -107,12 +109,14 @@ class Arguments:
         return value
 
     def number(self, name: str, low: float | None = None) -> float:
-        """An int or a float, of at least `low`; NaN is neither."""
+        """An int or a float, of at least `low`; neither NaN nor infinite."""
         value = self.values.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
             self.fail(name, "be a number", type(value).__name__, TypeError)
-        if value != value or (low is not None and value < low):
-            self.fail(name, "be a number" if low is None else f"be at least {low}", value)
+        if not -math.inf < value < math.inf:
+            self.fail(name, "be a finite number", value)
+        if low is not None and value < low:
+            self.fail(name, f"be at least {low}", value)
         return value
 
     def choice(self, name: str, options: Sequence[str]) -> str:
@@ -137,6 +141,14 @@ class Arguments:
                 at = tuple(wrong[0].tolist())
                 self.fail(name, rule, f"{self.values[name][at].item()} at {list(at)}")
 
+    def debug_numbers(self, name: str, low: float | None = None) -> None:
+        """`debug` of a tensor of numbers, if it is given: of at least `low`, and no NaN."""
+        value = self.values[name]
+        if value is not None and low is None:
+            self.debug(name, "be a number", lambda: ~value.isnan())
+        elif value is not None:
+            self.debug(name, f"be a number of at least {low:g}", lambda: value >= low)
+
     def integers(self, shape: tuple[int, ...], position: int, *, default=torch.int32, contiguous=None) -> Spec:
         """An output of integers: of the default dtype, or of that which `out` holds at this position."""
         out = self.values.get("out")
@@ -147,6 +159,40 @@ class Arguments:
     def spec(self, shape: tuple[int, ...], dtype: torch.dtype, *, contiguous: int | None = None) -> Spec:
         """An output on the device of the arguments."""
         return Spec(shape, dtype, self.device, contiguous)
+
+
+_KINDS = {
+    "int": ("be an int", (int, torch.SymInt)),
+    "float": ("be a number", (int, float, torch.SymInt, torch.SymFloat)),
+    "bool": ("be True or False", (bool,)),
+}
+
+
+def host_kinds(op: str, parameters: Mapping[str, inspect.Parameter]) -> Callable[[tuple, dict], None]:
+    """A check of a call's arguments that are no tensors: bools are no numbers, as the dispatcher takes them for, nor
+    numbers bools. It raises TypeError, and knows no ranges."""
+    wanted = []
+    for index, parameter in enumerate(parameters.values()):
+        kind = str(parameter.annotation).removesuffix(" | None")
+        if kind in _KINDS:
+            rule, kinds = _KINDS[kind]
+            optional = (type(None),) if kind != parameter.annotation else ()
+            wanted.append((index, parameter.name, rule, frozenset((*kinds, *optional)), kinds))
+
+    def check(args: tuple, kwargs: dict) -> None:
+        for index, name, rule, exact, kinds in wanted:
+            if index < len(args):
+                value = args[index]
+            elif name in kwargs:
+                value = kwargs[name]
+            else:
+                continue
+            # a class made of one of these, an enumeration's say, is as good; of bool there is none
+            if type(value) not in exact and (isinstance(value, bool) or not isinstance(value, kinds)):
+                got = repr(value) if kinds == (bool,) else type(value).__name__
+                Arguments(op, kwargs).fail(name, rule, got, TypeError)
+
+    return check
 
 
 def allocate(op: str, contract, out=None):

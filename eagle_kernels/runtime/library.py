@@ -4,7 +4,8 @@
 
 * `eagle_kernels::build_tree` is functional and allocates, `eagle_kernels::build_tree.out` writes into given buffers;
   both work under torch.compile (the op's contract infers shapes) and inside CUDA graphs;
-* CPU tensors run the reference, GPU tensors the Triton launcher; EAGLE_KERNELS_BACKEND=reference|triton forces one.
+* CPU tensors run the reference, GPU tensors the Triton launcher; EAGLE_KERNELS_BACKEND=reference|triton forces one;
+* the ops have no derivatives: in grad mode they refuse tensors that require them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import ModuleType
 import torch
 
 from . import check
+from .overlap import refuse_overlaps
 
 _LIBRARY = torch.library.Library("eagle_kernels", "DEF")
 
@@ -44,7 +46,8 @@ def operator(module: ModuleType, reference_module: ModuleType):
     """The public function of an op, from its op file and its reference.
 
     The op file offers the launcher (named as the file) and `contract(values)`. `MUTATES` names the arguments that an op
-    works on in place; one that returns nothing besides has a contract that returns None, and no `out`.
+    works on in place; one that returns nothing besides has a contract that returns None, and no `out`. `IN_PLACE` names
+    for a field of `Output`, or `out`, the arguments that such a buffer may be; nothing else may overlap a buffer.
     """
     name = module.__name__.rpartition(".")[2]
     launcher, reference = getattr(module, name), getattr(reference_module, name)
@@ -56,6 +59,8 @@ def operator(module: ModuleType, reference_module: ModuleType):
     names = [p.name for p in parameters]
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
     reference_names = inspect.signature(reference).parameters
+    check_kinds = check.host_kinds(name, {p.name: p for p in parameters})
+    fields = result_type._fields if result_type else ("output",)
 
     def bind(args, kwargs) -> dict:
         return {**defaults, **dict(zip(names, args)), **kwargs}
@@ -65,24 +70,28 @@ def operator(module: ModuleType, reference_module: ModuleType):
         if backend(device) == "triton":
             return launcher(**values, out=out) if returns else launcher(**values)
         contract = module.contract({**values, "out": out})
+        if out is not None:
+            out = check.allocate(name, contract, out)
+            refuse_overlaps(name, values, out, fields, getattr(module, "IN_PLACE", {}))
         # what only a launcher has to be told, as whether bits may depend on the batch, a reference does not know
         values = {name: value for name, value in values.items() if name in reference_names}
         with torch.no_grad():
             result = reference(**values, out=out) if "out" in reference_names else reference(**values)
             if out is None:
                 return result
-            out = check.allocate(name, contract, out)
             for target, source in zip(_flat(out), _flat(result)):
-                # a flat buffer may be longer or shorter than its contents (FULL_MASK)
-                target[: len(source)].copy_(source[: len(target)])
+                target.copy_(source)
         return out
 
     def call(overload, args, kwargs, out=None):
         """Through the dispatcher; arguments that it refuses are named by the op's own contract."""
+        check_kinds(args, kwargs)
         if torch.compiler.is_compiling():
             return overload(*args, **kwargs)
         try:
-            return overload(*args, **kwargs)
+            if torch.is_inference_mode_enabled():
+                return overload(*args, **kwargs)
+            return _below_autograd(overload, args, kwargs)
         except (RuntimeError, TypeError):
             given = {key: value for key, value in kwargs.items() if not key.startswith("out_")}
             try:
@@ -105,7 +114,6 @@ def operator(module: ModuleType, reference_module: ModuleType):
 
         return public
 
-    fields = result_type._fields if result_type else ("output",)
     returned = ", ".join(["Tensor"] * len(fields))
     separator = ", " if "*" in declared else ", *, "
     buffers = ", ".join(f"Tensor({chr(ord('z') - i)}!) out_{field}" for i, field in enumerate(fields))
@@ -147,9 +155,30 @@ def operator(module: ModuleType, reference_module: ModuleType):
 
 
 def _implement(name: str, function) -> None:
-    """One implementation for every device; the ops have no derivatives, so autograd passes through unrecorded."""
+    """One implementation for every device, and none for autograd."""
+    op, _, overload_name = name.partition(".")
+    overload = getattr(getattr(torch.ops.eagle_kernels, op), overload_name or "default")
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    _LIBRARY.impl(name, lambda *args, **kwargs: _below_autograd(overload, args, kwargs), "Autograd")
+
+
+def _below_autograd(overload, args: tuple, kwargs: dict):
+    """Calls an op past autograd, which has nothing to record; raises RuntimeError where it would have.
+
+    Public functions do this by themselves, which takes half a microsecond: the dispatcher's way here takes four.
+    """
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
+        names = [argument.name for argument in overload._schema.arguments]
+        given = dict(zip(names, args)) | kwargs
+        wrong = next(key for key, value in given.items() if isinstance(value, torch.Tensor) and value.requires_grad)
+        if wrong.startswith("out_"):
+            wrong = "out" if wrong == "out_output" else "out." + wrong.removeprefix("out_")
+        raise RuntimeError(
+            f"eagle_kernels.{overload._opname}: {wrong} must not require grad, since ops have no derivatives (call it "
+            "under torch.no_grad(), or with a tensor that is detached), got requires_grad=True"
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        return overload(*args, **kwargs)
 
 
 def _flat(result) -> tuple:

@@ -292,7 +292,7 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         (["--max-new-tokens", 0], "max_new_tokens must be at least 1, got 0"),
         (["--max-new-tokens", 1024], "exceed the 1024 tokens"),
         (["--temperature", -1], "temperature must be at least 0, got -1.0"),
-        (["--temperature", "nan"], "temperature must be at least 0, got nan"),
+        (["--temperature", "nan"], "temperature must be a finite number, got nan"),
         (["--top-p", 0], "top_p must lie in (0, 1]"),
         (["--accept-policy", "simulate"], "accept_policy must come with either simulated_accept_length or"),
         (

@@ -122,7 +122,10 @@ def test_a_config_cannot_change():
             r"simulated_accept_length must lie in 1..min\(num_steps \+ 1, num_draft_tokens\) = 6 \(the bonus counts",
         ),
         (SIMULATE | {"simulated_accept_length": 6.5}, "simulated_accept_length must lie in"),
-        (SIMULATE | {"simulated_accept_length": float("nan")}, "simulated_accept_length must lie in"),
+        (
+            SIMULATE | {"simulated_accept_length": float("nan")},
+            "simulated_accept_length must be a finite number, got nan",
+        ),
         (SIMULATE | {"simulated_accept_length": "2"}, "simulated_accept_length must be a number, got '2'"),
         (
             SIMULATE | {"simulated_accept_rates": (0.5, 0.4)},

@@ -147,7 +147,7 @@ REFUSED = [
     ({"method": "ngram", "benchmark_mode": "false"}, "benchmark_mode must be true or false, got 'false'"),
     (
         {"method": "suffix", "suffix_decoding_max_spec_factor": float("inf")},
-        "suffix_decoding_max_spec_factor must be finite, got inf",
+        "suffix_decoding_max_spec_factor must be a finite number, got inf",
     ),
     ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be an int of at least 1, got 0"),
     ({"method": "ngram", "num_speculative_tokens": "5"}, "num_speculative_tokens must be an int of at least 1"),

@@ -312,7 +312,35 @@ def test_a_state_beside_keys_and_values_is_refused():
         TransformersTarget(model)
 
 
-def test_the_stock_model_is_run_by_its_adapter_alone():
+def test_the_callers_model_stays_as_it_is(device):
+    """Its text, mode, gradients and hooks: before an adapter is made of it, while an engine uses that, and after."""
+    model = make("Llama", {}).to(device)
+    prompt = torch.randint(1, VOCAB, (1, 7), device=device)
+
+    def text():
+        return model.generate(prompt, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(prompt))
+
+    expected, implementation = text(), model.config._attn_implementation
+    model.train()
+    target = TransformersTarget(model)
+    assert model.training and all(parameter.requires_grad for parameter in model.parameters())
+    model.eval()
+    assert torch.equal(text(), expected)
+    engine = EAGLEInference(target, target, EAGLEConfig.chain(3))
+    stream = engine.stream(prompt.tolist()[0], 8)
+    ours = [next(stream).token_id]
+    assert torch.equal(text(), expected), "in the middle of a request"
+    ours += [event.token_id for event in stream]
+    assert ours == expected[0, 7:].tolist() and torch.equal(text(), expected)
+    assert model.config._attn_implementation == implementation
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    addresses = {parameter.data_ptr() for parameter in model.parameters()}
+    assert {parameter.data_ptr() for parameter in target.model.parameters()} == addresses, "no second copy of weights"
+    (model(prompt).logits.sum()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_adapters_model_is_run_by_it_alone():
     target = TransformersTarget(make("Llama", {}))
     with pytest.raises(ModelError, match="call forward of its TransformersTarget"):
         target.model(torch.zeros(1, 2, dtype=torch.int64))

@@ -115,7 +115,7 @@ def test_what_a_wrapper_tells(folder, device):
     shown = f"ModelWrapper(LlamaForCausalLM, {count / 1e6:.1f}M parameters, 0 MiB, vocabulary {VOCAB}, {model.device})"
     assert repr(wrapped) == shown
     again = ModelWrapper(wrapped.target, ByteTokenizer())
-    assert isinstance(wrapped.target, TransformersTarget) and again.model is model
+    assert isinstance(wrapped.target, TransformersTarget) and again.model is wrapped.target.model
     plain = ModelWrapper(random_llama(), ByteTokenizer())
     assert plain.eos_token_id == 256 and plain.param_count > 1000
     assert ModelWrapper(ToyModel()).eos_token_id is None

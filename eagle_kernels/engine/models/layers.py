@@ -32,7 +32,7 @@ def library(*tensors: Tensor) -> SimpleNamespace:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Of the few tokens of a decoding step on a GPU by `ops.linear_decode`, else as PyTorch does it. [B, T, K]."""
     is_decoding = x.is_cuda and is_for(x.shape[:2].numel(), weight)
-    if not is_decoding or library(x, weight) is not ops:
+    if not is_decoding or library(x, weight, *(() if bias is None else (bias,))) is not ops:
         return nn.functional.linear(x, weight, bias)
     # a step writes no weights
     return ops.linear_decode(x.flatten(0, 1), weight, bias, prefetch_weight=True).unflatten(0, x.shape[:2])

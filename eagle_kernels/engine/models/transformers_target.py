@@ -6,6 +6,7 @@ neither cache nor mask, and positions, embeddings, experts and what is done to t
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -48,7 +49,8 @@ _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
 class TransformersTarget:
     """A causal language model of transformers as a `protocol.TargetModel`.
 
-    model  frozen, in eval mode and with our attention from now on: it runs through `forward` here alone
+    model  stays as it is: `self.model`, which runs through `forward` here alone, is a copy in eval mode and with our
+           attention, whose weights are those of the model, and change where they are changed in place
 
     Two tokens are run at once, to learn what its layers ask of the KV pool; what they would ask that the pool's
     attention has not is refused. `can_be_captured` is False for models with experts and for rotary frequencies that
@@ -60,7 +62,7 @@ class TransformersTarget:
 
         AttentionInterface.register(IMPLEMENTATION, _attention)
         self._name = type(model).__name__
-        self.model = model.eval().requires_grad_(False)
+        self.model = model = _twin(model).eval()
         self.config = model.config.get_text_config(decoder=True)
         self._check_config()
         model.set_attn_implementation(IMPLEMENTATION)
@@ -234,6 +236,16 @@ def _attention(
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     options = {"sm_scale": scaling, "soft_cap": softcap, "sinks": s_aux}
     return call.attend(module.layer_idx, query.contiguous(), key, value, window=sliding_window, **options), None
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A copy with modules, configurations and hooks of its own, but no memory of its own for weights and buffers."""
+    shared: dict[int, Tensor] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        # a class of its own, of quantised weights say, may know of more than its numbers
+        is_plain = type(parameter) is nn.Parameter
+        shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False) if is_plain else parameter
+    return copy.deepcopy(model, shared)
 
 
 def _hook(decoder: nn.Module, layers: nn.ModuleList) -> None:

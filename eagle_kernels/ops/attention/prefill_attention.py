@@ -182,10 +182,8 @@ def contract(values: dict) -> Output:
     args = check.Arguments("prefill_attention", values)
     query = args.tensor("query", ("T", "Hq", "D"), check.FLOAT, contiguous=2)
     paging.check_row_strides(args, "query", query, 1)
-    batch_size = len(args.tensor("qo_indptr", (None,), check.INTEGER)) - 1
-    if batch_size < 0:
-        args.fail("qo_indptr", "have at least one element", 0)
     args.integer("max_query", 1)
+    batch_size = paging.check_bounds(args, args.size("T"))
     if args.exactly_one("key", "k_cache") == "k_cache":
         paging.check_cache(args, query.dtype, batch_size)
         unused = ("value", "key_indptr")

@@ -98,10 +98,8 @@ def contract(values: dict) -> Output:
     is_ragged = values["qo_indptr"] is not None
     if is_ragged:
         query = args.tensor("query", ("T", "Hq", "D"), check.FLOAT, contiguous=2)
-        batch = len(args.tensor("qo_indptr", (None,), check.INTEGER)) - 1
-        if batch < 0:
-            args.fail("qo_indptr", "have at least one element", 0)
         num_query, rows = args.integer("max_query", 1, MAX_QUERY), ("T",)
+        batch = paging.check_bounds(args, args.size("T"))
         if values["num_draft_keys"] is not None:
             args.fail("num_draft_keys", "not be given with qo_indptr, which tells it", values["num_draft_keys"])
         if values["key_positions"] is not None:

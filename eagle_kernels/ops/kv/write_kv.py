@@ -47,6 +47,7 @@ from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 
 MUTATES = ("k_cache", "v_cache")
+IN_PLACE = {"out": ("query",)}
 
 TUNING = {"default": {"tile_elements": 1024, "num_warps": 4}}
 

@@ -43,6 +43,7 @@ class Output(NamedTuple):
 
 
 MAX_HIDDEN = 65536
+IN_PLACE = {"output": ("x", "residual"), "residual": ("x", "residual")}
 
 TUNING = {"default": {"columns_per_warp": 512, "max_warps": 16}}
 

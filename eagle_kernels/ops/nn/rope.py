@@ -49,6 +49,8 @@ class Output(NamedTuple):
     key: torch.Tensor
 
 
+IN_PLACE = {"query": ("query",), "key": ("key",)}
+
 TUNING = {"default": {"tile_elements": 1024, "num_warps": 4}}
 
 

@@ -29,6 +29,8 @@ from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 
+IN_PLACE = {"out": ("gate", "up")}
+
 TUNING = {"default": {"block_column": 1024, "num_warps": 4}}
 
 

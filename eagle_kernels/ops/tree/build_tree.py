@@ -27,6 +27,8 @@ Invariants
     any_order, for those who select as SGLang may: the parent is the first node of its candidate id wherever that
     stands, so links may lead backwards and form cycles. A node sees what it meets on its way up, spec_steps nodes at
     most, itself among them, and the root; its position is seq_len + so many. A missing parent ends the way.
+    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place behind its end are left out, and
+    what they leave of a longer one is not written.
 Grid
     (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
 Launches

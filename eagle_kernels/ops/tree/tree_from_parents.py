@@ -24,6 +24,8 @@ Invariants
     Every output is written whole. A node that is not linked is nobody's child and nobody's sibling; of the drafts it
     sees itself alone; it has the root's position and the root's token, so that tables of embeddings are read in range.
     Siblings of one token stay two nodes.
+    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place behind its end are left out, and
+    what they leave of a longer one is not written.
 Grid
     (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
 Launches

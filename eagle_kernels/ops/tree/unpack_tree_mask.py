@@ -12,7 +12,9 @@ Shapes
                "packed"               int64 [B, Nq, W], copied
     (Nq = Nk = N where the layout has no room for others)
 Invariants
-    The output is written whole, but never past the end of a FULL_MASK buffer, whatever the lengths.
+    The output is written whole.
+    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place behind its end are left out, and
+    what they leave of a longer one is not written.
 Grid
     (B, row blocks), one program writes a block of rows.
 Launches

@@ -53,6 +53,8 @@ from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 
+IN_PLACE = {"out": ("target_logits",)}
+
 TUNING = {"default": {"BLOCK_VOCAB": 2048, "num_warps": 4}}
 
 _NOT_LISTED = tl.constexpr(9223372036854775807)

@@ -207,7 +207,7 @@ def contract(values: dict) -> Output:
     args.tensor("d2t", ("Vd",), check.INTEGER, optional=True)
     num_children = args.integer("num_children", 1, MAX_CHILDREN)
     check_vocabulary(args, "draft_logits", "Vd")
-    args.debug("temperature", "not be negative", lambda: values["temperature"] >= 0)
+    args.debug_numbers("temperature", 0)
     shape = (args.size("R"), num_children)
     return Output(args.spec(shape, torch.int64), args.spec(shape, torch.float32))
 

@@ -219,9 +219,6 @@ def contract(values: dict) -> Output:
     num_rows = args.size("B") * args.size("N")
     check_pair(args, num_rows, num_rows)
     args.tensor("temperature", ("B",), (torch.float32,))  # read whatever the rows are
-    for name in ("temperature", "draft_temperature"):
-        if values[name] is not None:
-            args.debug(name, "not be negative", lambda name=name: values[name] >= 0)
     if values["d2t"] is not None:
         token = range(args.size("V"))
         args.debug("d2t", "lead to tokens of the target", lambda: _lead_into(values["d2t"], token))

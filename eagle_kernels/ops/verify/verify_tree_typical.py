@@ -308,7 +308,7 @@ def contract(values: dict) -> Output:
     args.tensor("seeds", ("B",), check.INTEGER)
     for name in ("temperature", "epsilon", "delta"):
         args.tensor(name, ("B",), (torch.float32,))
-        args.debug(name, "not be negative", lambda name=name: values[name] >= 0)
+        args.debug_numbers(name, 0)
     return output
 
 

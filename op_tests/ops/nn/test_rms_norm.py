@@ -207,7 +207,7 @@ def test_registration(has_residual, device):
         ({"weight": torch.zeros(64).half()}, ValueError, "weight must have dtype float32, got float16"),
         ({"residual": torch.zeros(2, 64)}, ValueError, "residual must have T = 3 in axis 0"),
         ({"eps": -1.0}, ValueError, "eps must be at least 0.0, got -1.0"),
-        ({"eps": float("nan")}, ValueError, "eps must be at least 0.0, got nan"),
+        ({"eps": float("nan")}, ValueError, "eps must be a finite number, got nan"),
         ({"eps": torch.ones(())}, TypeError, "eps must be a number, got Tensor"),
         ({"weight_offset": None}, TypeError, "weight_offset must be a number, got NoneType"),
         ({"out": (torch.zeros(3, 64), torch.zeros(3, 64))}, ValueError, "out.residual must have shape"),

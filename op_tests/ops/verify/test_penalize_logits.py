@@ -357,7 +357,7 @@ def test_bad_input_is_named(change, message, device):
 def test_debug_mode_checks_values(monkeypatch):
     values = make(2, 2, 2, 4) | {"repetition_penalty": torch.tensor([1.0, 0.0])}
     monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
-    with pytest.raises(ValueError, match=r"repetition_penalty must be positive, got 0.0 at \[1\]"):
+    with pytest.raises(ValueError, match=r"repetition_penalty must be a number above 0, got 0.0 at \[1\]"):
         eagle_kernels.penalize_logits(**values)
 
 

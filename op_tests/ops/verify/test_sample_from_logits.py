@@ -518,8 +518,8 @@ def test_bad_input_is_named(change, message):
 def test_debug_mode_checks_values(monkeypatch):
     values = make(3, 20, temperature=-1.0)
     monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
-    with pytest.raises(ValueError, match=r"temperature must not be negative, got -1.0 at \[0\]"):
+    with pytest.raises(ValueError, match=r"temperature must be a number of at least 0, got -1.0 at \[0\]"):
         eagle_kernels.sample_from_logits(**values)
     values = make(3, 20, temperature=1.0) | {"repetition_penalty": torch.tensor([1.0, 0.0, 1.0])}
-    with pytest.raises(ValueError, match=r"repetition_penalty must be positive, got 0.0 at \[1\]"):
+    with pytest.raises(ValueError, match=r"repetition_penalty must be a number above 0, got 0.0 at \[1\]"):
         eagle_kernels.sample_from_logits(**values)

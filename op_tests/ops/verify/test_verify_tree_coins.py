@@ -578,7 +578,7 @@ def test_bad_input_is_named(change, message):
 
 
 def test_a_threshold_that_is_no_number_is_named():
-    with pytest.raises(TypeError, match="verify_tree_coins: threshold_acc must be a float, got bool"):
+    with pytest.raises(TypeError, match="verify_tree_coins: threshold_acc must be a number, got bool"):
         run(**make(2, 4, 3, 8), threshold_acc=True)
 
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from ...tree_mask import write_mask
+
 
 class Output(NamedTuple):
     tree_mask: torch.Tensor
@@ -30,8 +32,9 @@ def build_tree(
     tree_mask_mode: str = "packed",
     prefix_is_set: bool = False,
     any_order: bool = False,
+    out: Output | None = None,
 ) -> Output:
-    """See eagle_kernels/ops/tree/build_tree.py. With `prefix_is_set` the prefix is True already."""
+    """See eagle_kernels/ops/tree/build_tree.py. The prefix of `prefix_is_set` is True; `out` is read, not written."""
     device, batch_size, num_nodes = seq_lens.device, len(seq_lens), num_verify_tokens
     visible = torch.zeros(batch_size, num_nodes, num_nodes, dtype=torch.bool)
     depth = torch.zeros(batch_size, num_nodes, dtype=torch.int64)
@@ -59,7 +62,7 @@ def build_tree(
     lengths = seq_lens.to(torch.int64)
     nodes = torch.arange(batch_size * num_nodes, device=device).view(batch_size, num_nodes)
     return Output(
-        tree_mask=_layout(visible, lengths.tolist(), tree_mask_mode).to(device),
+        tree_mask=write_mask(visible.to(device), lengths, tree_mask_mode, seq_lens_sum, out and out.tree_mask),
         positions=(lengths[:, None] + depth.to(device)).flatten(),
         retrieve_index=nodes,
         retrieve_next_token=next_token.to(device),
@@ -79,27 +82,3 @@ def _parent(node: int, slots: list[int], kept: list[int], topk: int, any_order: 
         return -1
     parent = kept.index(slots[slot]) + 1
     return parent if parent < node or any_order else -1
-
-
-def _layout(visible: torch.Tensor, seq_lens: list[int], mode: str) -> torch.Tensor:
-    """The bool mask [B, N, N] in the layout that `mode` names."""
-    batch_size, num_nodes, _ = visible.shape
-    if mode == "qlen_only":
-        return visible
-    if mode == "full_mask":
-        rows = [
-            torch.cat([torch.ones(num_nodes, seq_len, dtype=torch.bool), visible[request]], dim=1).flatten()
-            for request, seq_len in enumerate(seq_lens)
-        ]
-        return torch.cat(rows) if rows else torch.empty(0, dtype=torch.bool)
-    bits = torch.arange(num_nodes)
-    num_words = -(-num_nodes // 64)
-    words = torch.zeros(batch_size, num_nodes, num_words, dtype=torch.int64)
-    for word in range(num_words):
-        inside = bits // 64 == word
-        # bits are distinct, so the sum is their union (bit 63 wraps to the sign as it should)
-        words[:, :, word] = (visible[:, :, inside].to(torch.int64) << (bits[inside] % 64)).sum(-1)
-    if mode == "packed":
-        return words
-    dtype = torch.uint8 if num_nodes <= 8 else torch.uint16 if num_nodes <= 16 else torch.uint32
-    return words[:, :, 0].to(dtype)

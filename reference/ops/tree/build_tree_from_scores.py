@@ -33,12 +33,13 @@ def build_tree_from_scores(
     num_verify_tokens: int,
     tree_mask_mode: str = "packed",
     prefix_is_set: bool = False,
+    out: Output | None = None,
 ) -> Output:
     """See eagle_kernels/ops/tree/build_tree_from_scores.py."""
     best = organize_draft_results(candidate_scores, candidate_tokens, num_verify_tokens=num_verify_tokens)
     tree = build_tree(
         verified_id, parent_list, best.top_scores_index, best.draft_tokens, seq_lens, seq_lens_sum, topk=topk,
         spec_steps=spec_steps, num_verify_tokens=num_verify_tokens, tree_mask_mode=tree_mask_mode,
-        prefix_is_set=prefix_is_set,
+        prefix_is_set=prefix_is_set, out=out,
     )  # fmt: skip
     return Output(*tree, best.top_scores_index)

@@ -28,8 +28,9 @@ def tree_from_parents(
     num_verify_tokens: int,
     tree_mask_mode: str = "packed",
     prefix_is_set: bool = False,
+    out: Output | None = None,
 ) -> Output:
-    """See eagle_kernels/ops/tree/tree_from_parents.py. With `prefix_is_set` the prefix is True already."""
+    """See eagle_kernels/ops/tree/tree_from_parents.py. `prefix_is_set`, `out`: see build_tree."""
     device, batch_size, num_nodes = seq_lens.device, len(seq_lens), num_verify_tokens
     visible = torch.eye(num_nodes, dtype=torch.bool).repeat(batch_size, 1, 1)
     depth = torch.zeros(batch_size, num_nodes, dtype=torch.int64)
@@ -55,7 +56,7 @@ def tree_from_parents(
             last_child[parent] = node
     lengths = seq_lens.to(torch.int64)
     return Output(
-        tree_mask=write_mask(visible, lengths.cpu(), tree_mask_mode).to(device),
+        tree_mask=write_mask(visible.to(device), lengths, tree_mask_mode, seq_lens_sum, out and out.tree_mask),
         positions=(lengths[:, None] + depth.to(device)).flatten(),
         retrieve_index=torch.arange(batch_size * num_nodes, device=device).view(batch_size, num_nodes),
         retrieve_next_token=next_token.to(device),

@@ -14,7 +14,9 @@ def unpack_tree_mask(
     *,
     num_verify_tokens: int | None = None,
     tree_mask_mode: str = "qlen_only",
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See eagle_kernels/ops/tree/unpack_tree_mask.py."""
+    """See eagle_kernels/ops/tree/unpack_tree_mask.py; `out` is not written."""
     num_keys = tree_mask.shape[1] if num_verify_tokens is None else num_verify_tokens
-    return write_mask(read_mask(tree_mask, None, num_keys, "packed"), seq_lens, tree_mask_mode)
+    visible = read_mask(tree_mask, None, num_keys, "packed")
+    return write_mask(visible, seq_lens, tree_mask_mode, seq_lens_sum, out)

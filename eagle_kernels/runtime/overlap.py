@@ -1,0 +1,82 @@
+"""Which memory a call reads and writes: buffers of an op must not lie on each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy
+import torch
+
+
+def refuse_overlaps(op: str, inputs: Mapping, out, fields: tuple[str, ...], in_place: Mapping) -> None:
+    """Raises ValueError where a buffer of `out` shares memory with another one, with an input, or with itself.
+
+    out: a tensor, or as many tensors as fields. in_place: the inputs that a field, or `out`, may be in the place of;
+    the op then reads an element before it writes it.
+    """
+    if isinstance(out, torch.Tensor):
+        buffers = {"out": out}
+    else:
+        buffers = {f"out.{field}": buffer for field, buffer in zip(fields, out)}
+    tensors = {**inputs, **buffers}
+    spans = {name: _span(tensor) for name, tensor in tensors.items() if _has_memory(tensor)}
+    for name in (name for name in buffers if name in spans):
+        buffer, (begin, end) = buffers[name], spans.pop(name)
+        if not buffer.is_contiguous() and _overlap(_pieces(buffer)):
+            _fail(op, name, "not overlap itself", f"shape {list(buffer.shape)} with strides {list(buffer.stride())}")
+        for other, (other_begin, other_end) in spans.items():
+            if begin >= other_end or other_begin >= end:
+                continue
+            tensor, offset = tensors[other], f"an offset of {begin - other_begin} bytes"
+            if buffer.is_contiguous() and tensor.is_contiguous() or _overlap(_pieces(buffer), _pieces(tensor)):
+                if other not in in_place.get(name.removeprefix("out."), ()):
+                    _fail(op, name, f"not overlap {other}", offset)
+                if not _are_one(buffer, tensor):
+                    _fail(op, name, f"be {other} itself or not overlap it", offset)
+
+
+def _fail(op: str, name: str, rule: str, got: str):
+    raise ValueError(f"eagle_kernels.{op}: {name} must {rule}, got {got}")
+
+
+def _has_memory(tensor) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.numel() > 0
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its first byte, and behind its last one."""
+    begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return begin, begin + (last + 1) * tensor.itemsize
+
+
+def _pieces(tensor: torch.Tensor) -> numpy.ndarray:
+    """[pieces, 2] the addresses that a tensor takes without gaps, from and to."""
+    axes = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride()) if size > 1)
+    length, places = 1, numpy.zeros(1, numpy.int64)
+    while axes and axes[0][0] == length:
+        length *= axes.pop(0)[1]
+    for stride, size in axes:
+        places = (places[:, None] + stride * numpy.arange(size)).ravel()
+    begin = tensor.data_ptr() + places * tensor.itemsize
+    return numpy.stack([begin, begin + length * tensor.itemsize], axis=1)
+
+
+def _overlap(*pieces: numpy.ndarray) -> bool:
+    """Whether two pieces of one tensor overlap; of two tensors, one of the first with one of the second."""
+    if len(pieces) == 1:
+        ordered = pieces[0][pieces[0][:, 0].argsort()]
+        return bool((ordered[1:, 0] < ordered[:-1, 1]).any())
+    one, other = (part[part[:, 0].argsort()] for part in pieces)
+    # of the pieces of the other that begin before an own one ends, the one that ends last
+    before = numpy.searchsorted(other[:, 0], one[:, 1], side="left") - 1
+    last_end = numpy.maximum.accumulate(other[:, 1])
+    return bool((last_end[before][before >= 0] > one[before >= 0, 0]).any())
+
+
+def _are_one(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether equal indices are equal addresses, as far as both have them."""
+    strides = [[stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1] for tensor in (one, other)]
+    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and strides[0] == strides[1]

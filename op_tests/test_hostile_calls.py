@@ -1,0 +1,444 @@
+"""What a newcomer got wrong, as a table: every call ends in one line that says what is wrong, or does what it says."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import eagle_kernels
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from op_tests.engine.toys import ToyModel
+from op_tests.ops.nn.test_linear_decode import make as make_linear
+from op_tests.ops.nn.test_rms_norm import make as make_norm
+from op_tests.ops.nn.test_silu_and_mul import make as make_silu
+from op_tests.ops.tree.test_build_tree import make as make_tree
+from op_tests.ops.tree.test_build_tree_from_scores import make as make_scored
+from op_tests.ops.tree.test_tree_from_parents import make as make_parents
+from op_tests.ops.tree.test_unpack_tree_mask import make as make_words
+from op_tests.ops.verify.test_sample_from_logits import make as make_logits
+from op_tests.ops.verify.test_verify_tree_sampled import make as make_sampled
+
+from .harness import Guarded, assert_in_bounds, to_device
+from .harness.ahead_of_time import PATHS
+
+NAN = math.nan
+
+
+def one_line(call, message: str) -> None:
+    """The call raises one line that says so."""
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def signature_of(path: str) -> dict[str, inspect.Parameter]:
+    name = path.rpartition(".")[2]
+    return inspect.signature(getattr(importlib.import_module("eagle_kernels.ops." + path), name)).parameters
+
+
+def cases_of(path: str):
+    module = importlib.import_module("op_tests.ops.{}.test_{}".format(*path.split(".")))
+    for _, values in module.ahead_of_time_cases():
+        yield {name: value for name, value in values.items() if name != "out"}
+
+
+# a value of another kind for each kind of host argument; None stands for itself
+OTHER_KINDS = {
+    "int": (True, 1.5, "1"),
+    "float": (True, "1", NAN),
+    "bool": (1, "yes", None),
+    "str": (3, True),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_host_arguments_of_another_kind(path):
+    """True is no number, 1 is not True, and NaN is nothing; of an option that may be absent as well."""
+    name, values = path.rpartition(".")[2], next(cases_of(path))
+    for parameter in signature_of(path).values():
+        kind = str(parameter.annotation).removesuffix(" | None")
+        for other in OTHER_KINDS.get(kind, ()):
+            for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
+                call = lambda: function(**{**values, parameter.name: other})  # noqa: B023, E731
+                one_line(call, rf"^eagle_kernels\.{name}: {parameter.name} must .*, got ")
+
+
+# tensors of numbers, with what each must be
+NUMBERS = {
+    "temperature": "be a number of at least 0",
+    "draft_temperature": "be a number of at least 0",
+    "top_p": "be a number",
+    "min_p": "be a number",
+    "repetition_penalty": "be a number above 0",
+    "frequency_penalty": "be a number",
+    "presence_penalty": "be a number",
+    "epsilon": "be a number of at least 0",
+    "delta": "be a number of at least 0",
+    "simulated_rates": "lie in 0..1",
+    "uniform_samples": r"lie in \[0, 1\)",
+    "uniform_samples_for_final_sampling": r"lie in \[0, 1\)",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [(path, field) for path in PATHS for field in NUMBERS if field in signature_of(path)]
+)
+def test_debug_mode_refuses_what_is_no_number(path, field, monkeypatch):
+    """NaN, and -1 where the rule is more than that."""
+    name, rule = path.rpartition(".")[2], NUMBERS[field]
+    cases = list(cases_of(path))
+    values = next((case for case in cases if case.get(field) is not None), None)
+    if values is None and field == "simulated_rates":
+        values = cases[0] | {"accept_policy": "simulate", field: torch.ones(cases[0]["spec_steps"])}
+        rows, nodes = values["candidates"].shape
+        values |= {"seeds": torch.zeros(rows, dtype=torch.int64), "positions": torch.arange(rows * nodes)}
+    elif values is None:
+        values = cases[0] | {field: torch.ones(len(cases[0]["temperature"]))}
+    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
+    for bad in (NAN, -1.0) if rule != "be a number" else (NAN,):
+        numbers = values[field].clone()
+        numbers.view(-1)[-1] = bad
+        call = lambda: getattr(eagle_kernels, name)(**{**values, field: numbers})  # noqa: B023, E731
+        one_line(call, rf"^eagle_kernels\.{name}: {field} must {rule}, got {bad} at \[")
+
+
+def overlapping(buffers):
+    """A call of build_tree with the outputs that `buffers` makes of sound ones."""
+    values = make_tree(2, 4, 3, 8)
+    tree = eagle_kernels.build_tree(**values)
+    return lambda function: function(**values, out=buffers(tree))
+
+
+def shifted(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors like it, each but for its first row in the place of the other's last ones."""
+    rows = torch.empty(len(tensor) + 1, *tensor.shape[1:], dtype=tensor.dtype)
+    return rows[:-1], rows[1:]
+
+
+def rope_onto(function):
+    """The query goes where the key is."""
+    heads = torch.randn(3, 2, 8)
+    key, angles = torch.randn(3, 2, 8), torch.ones(5, 4)
+    out = type(eagle_kernels.rope(heads, key, torch.arange(3), angles, angles))(key, torch.empty_like(key))
+    return function(heads, key, torch.arange(3), angles, angles, out=out)
+
+
+LOGITS = make_logits(4, 30, temperature=1.0)
+NORM = make_norm(4, 16, torch.float32, has_residual=True)
+SILU = make_silu(4, 16, torch.float32)
+LINEAR = make_linear(4, 16, 16, torch.float32)
+PROBS = torch.rand(4, 16)
+
+# name of the op, a call of it with overlapping buffers, and which two
+OVERLAPS = {
+    "one buffer twice": (
+        "build_tree",
+        overlapping(lambda tree: tree._replace(draft_tokens=tree.positions)),
+        "out.positions must not overlap out.draft_tokens",
+    ),
+    "views of one memory": (
+        "build_tree",
+        overlapping(
+            lambda tree: tree._replace(
+                **dict(zip(("retrieve_next_token", "retrieve_next_sibling"), shifted(tree.retrieve_index)))
+            )
+        ),
+        "out.retrieve_next_token must not overlap out.retrieve_next_sibling",
+    ),
+    "an input": (
+        "sample_from_logits",
+        lambda function: function(**LOGITS, out=LOGITS["seeds"]),
+        "out must not overlap seeds",
+    ),
+    "a part of an input": (
+        "top_p_renorm",
+        lambda function: function(PROBS[:3], torch.ones(3), out=PROBS[1:]),
+        "out must not overlap probs",
+    ),
+    "the rows of an input": (
+        "linear_decode",
+        lambda function: function(**LINEAR, out=LINEAR["x"]),
+        "out must not overlap x",
+    ),
+    "another place of an input that may be overwritten": (
+        "silu_and_mul",
+        lambda function: function(**SILU, out=SILU["gate"][:, 1:-1][:, : SILU["gate"].shape[1] // 2]),
+        "out must be gate itself or not overlap it",
+    ),
+    "an input that only another output may overwrite": (
+        "rope",
+        rope_onto,
+        "out.query must not overlap key",
+    ),
+    "rows of an output on each other": (
+        "silu_and_mul",
+        lambda function: function(**SILU, out=torch.empty(SILU["gate"].shape[1] // 2).expand(4, -1)),
+        "out must not overlap itself",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPS)
+def test_overlapping_buffers(case):
+    name, call, message = OVERLAPS[case]
+    for function in (getattr(eagle_kernels, name), getattr(eagle_kernels.raw, name)):
+        one_line(lambda: call(function), rf"^eagle_kernels\.{name}: {message}, got ")  # noqa: B023
+
+
+@pytest.mark.parametrize("module", [eagle_kernels, eagle_kernels.raw], ids=["public", "raw"])
+def test_buffers_that_only_share_a_storage_are_fine(module, device):
+    """Columns of one matrix beside each other, an arena with inputs and outputs, and what is documented as in place."""
+    rows = {"req_pool_indices": torch.arange(2), "req_to_token": torch.arange(40).view(2, 20)}
+    values = to_device(rows | {"seq_lens": torch.tensor([3, 5])}, device) | {"topk": 2, "num_steps": 3, "capacity": 25}
+    expected = module.draft_kv_indices(**values)
+    wide = torch.empty(3, 5 + 25, dtype=torch.int32, device=device)
+    out = type(expected)(wide[:, :5], wide[:, 5:], torch.empty(1, dtype=torch.int32, device=device))
+    for ours, theirs in zip(module.draft_kv_indices(**values, out=out), expected):
+        assert torch.equal(ours, theirs)
+    arena, top_p = torch.rand(8, 16, device=device), torch.ones(4, device=device)
+    assert torch.equal(module.top_p_renorm(arena[:4], top_p), module.top_p_renorm(arena[:4], top_p, out=arena[4:]))
+    norm = to_device({name: value.clone() if name != "eps" else value for name, value in NORM.items()}, device)
+    wanted = module.rms_norm(**norm)
+    module.rms_norm(**norm, out=type(wanted)(norm["x"], norm["residual"]))
+    assert torch.equal(norm["x"], wanted.output) and torch.equal(norm["residual"], wanted.residual)
+    gate = to_device(SILU, device)["gate"].clone()
+    wanted = module.silu_and_mul(gate)
+    assert torch.equal(module.silu_and_mul(gate, out=gate[:, : gate.shape[1] // 2]), wanted)
+
+
+NO_DERIVATIVES = "must not require grad, since ops have no derivatives .*no_grad.*, got requires_grad=True"
+
+
+def with_gradient(values: dict, name: str) -> dict:
+    return values | {name: values[name].detach().clone().requires_grad_()}
+
+
+# an op, its arguments one of which requires a gradient, which, and what is called
+GRADIENTS = {
+    "a weight": ("rms_norm", with_gradient(NORM, "weight"), "weight"),
+    "the input of a layer": ("linear_decode", with_gradient(LINEAR, "x"), "x"),
+    "a buffer": ("silu_and_mul", SILU | {"out": torch.empty(4, 16, requires_grad=True)}, "out"),
+    "probabilities": ("top_p_renorm", with_gradient({"probs": PROBS, "top_p": torch.ones(4)}, "probs"), "probs"),
+}
+
+
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_gradients_are_not_dropped(case):
+    name, values, field = GRADIENTS[case]
+    function = getattr(eagle_kernels, name)
+    one_line(lambda: function(**values), rf"^eagle_kernels\.{name}: {field} {NO_DERIVATIVES}")
+    for allowed in (torch.no_grad(), torch.inference_mode()):
+        with allowed:
+            result = function(**values)
+            assert values.get("out") is not None or not any(t.requires_grad for t in as_tuple(result))
+
+
+def as_tuple(result) -> tuple:
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+def test_gradients_are_not_dropped_below_the_public_functions():
+    """Of torch.ops, of an op that writes in place, and of what torch.compile makes of a call."""
+    weight = NORM["weight"].clone().requires_grad_()
+    call = lambda weight: torch.ops.eagle_kernels.rms_norm(NORM["x"], weight)  # noqa: E731
+    one_line(lambda: call(weight), rf"^eagle_kernels\.rms_norm: weight {NO_DERIVATIVES}")
+    key = torch.ones(1, 1, 8, requires_grad=True)
+    cache = torch.zeros(1, 1, 1, 8)
+    write = lambda: eagle_kernels.write_kv(key, key, cache, cache.clone(), torch.zeros(1, dtype=torch.int64))  # noqa: E731
+    one_line(write, rf"^eagle_kernels\.write_kv: key {NO_DERIVATIVES}")
+    compiled = torch.compile(lambda weight: eagle_kernels.rms_norm(NORM["x"], weight).output, backend="aot_eager")
+    with pytest.raises(Exception, match=r"eagle_kernels\.rms_norm: weight must not require grad"):
+        compiled(weight)
+    assert torch.equal(compiled(weight.detach()), eagle_kernels.rms_norm(NORM["x"], weight.detach()).output)
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+def test_verify_tree_returns_three_fields(is_sampled):
+    values = make_sampled(2, 4, 3, 8)
+    if not is_sampled:
+        values = {name: value for name, value in values.items() if name not in ("positions", "seeds", "temperature")}
+    verdict = eagle_kernels.verify_tree(**values)
+    assert verdict._fields == ("predicts", "accept_index", "accept_token_num")
+    out = type(verdict)(*(torch.empty_like(tensor) for tensor in verdict))
+    again = eagle_kernels.verify_tree(**values, out=out)
+    assert type(again) is type(verdict) and all(ours is theirs for ours, theirs in zip(again, out))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, verdict))
+    one_line(
+        lambda: eagle_kernels.verify_tree(**values, out=tuple(out)[:2]),
+        r"^eagle_kernels\.verify_tree(_greedy)?: out must hold 3 tensors, got 2",
+    )
+
+
+NUM_NODES = 4
+FULL_MASKS = {
+    "build_tree": lambda: make_tree(2, 4, 2, NUM_NODES, mode="full_mask"),
+    "build_tree_from_scores": lambda: make_scored(2, 4, 2, NUM_NODES, mode="full_mask"),
+    "tree_from_parents": lambda: make_parents(2, NUM_NODES, mode="full_mask"),
+    "unpack_tree_mask": lambda: make_words(2, NUM_NODES, mode="full_mask"),
+}
+
+
+def mask_of(result) -> torch.Tensor:
+    return result if isinstance(result, torch.Tensor) else result.tree_mask
+
+
+@pytest.mark.parametrize("seq_lens_sum", [0, 5, 8, 40])
+@pytest.mark.parametrize("name", FULL_MASKS)
+def test_a_wrong_length_sum_sizes_the_mask_alike_everywhere(name, seq_lens_sum, device):
+    """The mask has the cells that the sum says: those of the lengths, as far as there is room. The sum should be 8."""
+    values = to_device(FULL_MASKS[name]() | {"seq_lens": torch.tensor([2, 6]), "seq_lens_sum": 8}, device)
+    whole = mask_of(getattr(eagle_kernels, name)(**values))
+    assert len(whole) == NUM_NODES * (8 + 2 * NUM_NODES)
+    size = NUM_NODES * (seq_lens_sum + 2 * NUM_NODES)
+    values["seq_lens_sum"] = seq_lens_sum
+    public = getattr(eagle_kernels, name)
+    with assert_in_bounds():
+        masks = [mask_of(getattr(module, name)(**values)) for module in (eagle_kernels, eagle_kernels.raw)]
+    masks.append(mask_of(torch.compile(public, fullgraph=True, backend="aot_eager")(**values)))
+    for mask in masks:
+        assert len(mask) == size and torch.equal(mask[: len(whole)], whole[:size])
+    with FakeTensorMode() as fake:
+        fakes = {key: fake.from_tensor(value) if torch.is_tensor(value) else value for key, value in values.items()}
+        assert len(mask_of(public(**fakes))) == size
+    operator = getattr(torch.ops.eagle_kernels, name).default
+    torch.library.opcheck(operator, (), values, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("seq_lens", [[-3, 4], [2**40, 2], [2**62, 2**62]], ids=str)
+@pytest.mark.parametrize("name", FULL_MASKS)
+def test_lengths_that_contradict_their_sum_stay_in_bounds(name, seq_lens, device):
+    values = to_device(FULL_MASKS[name]() | {"seq_lens": torch.tensor(seq_lens), "seq_lens_sum": 6}, device)
+    size = NUM_NODES * (6 + 2 * NUM_NODES)
+    with assert_in_bounds():
+        results = [getattr(module, name)(**values) for module in (eagle_kernels, eagle_kernels.raw)]
+    assert [len(mask_of(result)) for result in results] == [size, size]
+    guarded = Guarded((7,), torch.bool, device)
+    for module, result in zip((eagle_kernels, eagle_kernels.raw), results):
+        out = guarded.tensor if torch.is_tensor(result) else result._replace(tree_mask=guarded.tensor)
+        getattr(module, name)(**values, out=out)
+        guarded.check(name, "tree_mask")
+
+
+@pytest.mark.parametrize("name", FULL_MASKS)
+def test_debug_mode_checks_the_length_sum_and_the_buffer(name, monkeypatch):
+    values = FULL_MASKS[name]() | {"seq_lens": torch.tensor([2, 6]), "seq_lens_sum": 8}
+    public = getattr(eagle_kernels, name)
+    result = public(**values)
+    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
+    wrong = rf"^eagle_kernels\.{name}: seq_lens_sum must be 8, the sum of seq_lens, got 9"
+    one_line(lambda: public(**values | {"seq_lens_sum": 9}), wrong)
+    one_line(lambda: public(**values | {"seq_lens_sum": 9}, out=result), wrong)
+    short = result[:-1] if torch.is_tensor(result) else result._replace(tree_mask=result.tree_mask[:-1])
+    rule = rf"^eagle_kernels\.{name}: out(\.tree_mask)? must hold the 64 cells that seq_lens say, got 63"
+    one_line(lambda: public(**values | {"seq_lens_sum": None}, out=short), rule)
+    longer = torch.empty(80, dtype=torch.bool)
+    public(**values, out=longer if torch.is_tensor(result) else result._replace(tree_mask=longer))
+
+
+@pytest.mark.parametrize("path", ["attention.prefill_attention", "attention.tree_attention"])
+def test_debug_mode_checks_the_longest_request(path, monkeypatch):
+    """max_query: rows of a request beyond that are not attended."""
+    name, values = path.rpartition(".")[2], next(case for case in cases_of(path) if "qo_indptr" in case)
+    monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
+    most, num_rows = int(values["qo_indptr"].diff().max()), len(values["query"])
+    for change, rule in (
+        ({"max_query": most - 1}, f"give no request more than max_query = {most - 1} rows, got {most}"),
+        ({"qo_indptr": values["qo_indptr"] + 1}, rf"ascend within 0\.\.{num_rows}, got {num_rows + 1}"),
+        ({"qo_indptr": values["qo_indptr"].flip(0)}, rf"ascend within 0\.\.{num_rows}"),
+    ):
+        call = lambda: getattr(eagle_kernels, name)(**values | change)  # noqa: B023, E731
+        one_line(call, rf"^eagle_kernels\.{name}: qo_indptr must {rule}")
+    getattr(eagle_kernels, name)(**values)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return EAGLEInference(ToyModel(), ToyModel(seed=1), EAGLEConfig(topk=2, num_steps=2))
+
+
+ENGINE = {
+    "a NaN temperature": (
+        lambda e: e.generate([1], 1, temperature=NAN),
+        "temperature must be a finite number, got nan",
+    ),
+    "an infinite one": (lambda e: EAGLEConfig(temperature=math.inf), "temperature must be a finite number, got inf"),
+    "a negative one": (lambda e: EAGLEConfig(temperature=-1), "temperature must be at least 0, got -1"),
+    "of a request": (lambda e: SamplingParams(temperature=NAN), "temperature must be a finite int or float, got nan"),
+    "a NaN top_p": (lambda e: EAGLEConfig(top_p=NAN), "top_p must be a finite number, got nan"),
+    "a NaN min_p": (lambda e: EAGLEConfig(min_p=NAN), "min_p must be a finite number, got nan"),
+    "NaN of a typical rule": (
+        lambda e: EAGLEConfig(typical_delta=NAN),
+        "typical_delta must be a finite number, got nan",
+    ),
+    "topk=True": (lambda e: e.generate([1], 1, topk=True), "topk must be an int, got True"),
+    "temperature=True": (
+        lambda e: SamplingParams(temperature=True),
+        "temperature must be a finite int or float, got True",
+    ),
+    "cuda_graph=1": (lambda e: EAGLEConfig(cuda_graph=1), "cuda_graph must be True, False or None, got 1"),
+    "phase_times=1": (lambda e: EAGLEConfig(phase_times=1), "phase_times must be True or False, got 1"),
+    "speculative=1": (lambda e: e.generate([1], 1, speculative=1), "speculative must be True or False, got 1"),
+    "speculative='no'": (lambda e: e.stream([1], 1, speculative="no"), "speculative must be True or False, got 'no'"),
+    "a warm-up's": (lambda e: e.warmup(speculative=None), "warmup: speculative must be True or False, got None"),
+    "a warm-up of no params": (lambda e: e.warmup("greedy"), "warmup: params must be SamplingParams, got 'greedy'"),
+    "a bar of 1": (lambda e: e.benchmark([1], 1, progress=1), "benchmark: progress must be True or False, got 1"),
+    "truths as tokens": (
+        lambda e: e.next_token_logits([True]),
+        "next_token_logits: .* must be integer ids .* holds True",
+    ),
+    "a token past the end": (
+        lambda e: e.next_token_logits([40]),
+        r"token ids must lie in 0\.\.39, the prompt holds 40",
+    ),
+    "no token": (lambda e: e.next_token_logits([]), "next_token_logits: .* must hold at least one token"),
+    "device=True": (
+        lambda e: EAGLEInference(e.draft, e.target, device=True),
+        "device must be where the models are, on .*, got True",
+    ),
+    "a server's truths": (
+        lambda e: EAGLEConfig.from_speculative_config({"method": "naive", "topk": True}),
+        "topk must be 1 or absent for method='naive', which has no drafts, got True",
+    ),
+    "a server's zero": (
+        lambda e: EAGLEConfig.from_speculative_config({"method": "naive", "num_speculative_tokens": False}),
+        "num_speculative_tokens must be 0 or absent for method='naive', got False",
+    ),
+    "a server's one": (
+        lambda e: EAGLEConfig.from_speculative_config({"method": "ngram", "num_gpu_block_expand_ratio": True}),
+        "num_gpu_block_expand_ratio must be 1.0 or absent: it is the server's business, got True",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENGINE)
+def test_the_engine_always_says_so(case, engine):
+    call, message = ENGINE[case]
+    one_line(lambda: call(engine), message)
+
+
+class Watched(ToyModel):
+    """Notes how many threads its forward may take."""
+
+    def __init__(self, **others):
+        super().__init__(**others)
+        self.seen = set()
+
+    def forward(self, *args, **kwargs):
+        self.seen.add(torch.get_num_threads())
+        return super().forward(*args, **kwargs)
+
+
+def test_a_small_model_takes_one_thread_and_gives_the_others_back():
+    """Threads that wait for each other spin, and wait for those whom another program keeps from running."""
+    before, target = torch.get_num_threads(), Watched()
+    torch.set_num_threads(3)
+    try:
+        EAGLEInference(ToyModel(seed=1), target, EAGLEConfig(topk=2, num_steps=2)).generate([1, 2, 3], 4)
+        assert target.seen == {1} and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
