@@ -1,8 +1,9 @@
 """Tokens that stay what they are from release to release: a text is told by its seed, so keys and hashes are promises.
 
 Kernel and reference give the tokens that stand here. Where one is not given any more, noise is keyed or made in another
-way and the texts of all users change: the changelog says so, and the new tokens come here. The inputs are made of whole
-numbers, not by torch's generator, and give the same tokens when they are moved by far more than rounding moves them.
+way, and the texts of all users change: new tokens come here only with a release that says so. The inputs are made of
+whole numbers, not by torch's generator, and give the same tokens when they are moved by far more than rounding moves
+them.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import random
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import eagle_kernels
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.runtime.overlap import refuse_overlaps
 from op_tests.engine.toys import ToyModel
 from op_tests.ops.nn.test_linear_decode import make as make_linear
 from op_tests.ops.nn.test_rms_norm import make as make_norm
@@ -170,6 +172,11 @@ OVERLAPS = {
         lambda function: function(**SILU, out=SILU["gate"][:, 1:-1][:, : SILU["gate"].shape[1] // 2]),
         "out must be gate itself or not overlap it",
     ),
+    "an input that may be overwritten, with shorter rows": (
+        "silu_and_mul",
+        lambda function: function(**SILU, out=SILU["gate"].view(-1)[: SILU["gate"].numel() // 2].view(4, -1)),
+        "out must be gate itself or not overlap it",
+    ),
     "an input that only another output may overwrite": (
         "rope",
         rope_onto,
@@ -209,6 +216,33 @@ def test_buffers_that_only_share_a_storage_are_fine(module, device):
     gate = to_device(SILU, device)["gate"].clone()
     wanted = module.silu_and_mul(gate)
     assert torch.equal(module.silu_and_mul(gate, out=gate[:, : gate.shape[1] // 2]), wanted)
+
+
+def test_overlaps_are_those_of_the_addresses():
+    """Random views of one memory, against the set of elements of each."""
+    memory, generator, found = torch.zeros(64), random.Random(0), [0, 0]
+
+    def view():
+        shape = [generator.randint(1, 4) for _ in range(generator.randint(1, 3))]
+        strides = [generator.randint(0, 9) for _ in shape]
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides))
+        return memory.as_strided(shape, strides, generator.randint(0, max(0, 63 - last))) if last < 64 else view()
+
+    def places(tensor):
+        index = torch.arange(64).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return index.flatten().tolist()
+
+    for _ in range(2000):
+        one, other = view(), view()
+        is_wrong = len(set(places(one))) < one.numel() or not set(places(one)).isdisjoint(places(other))
+        found[is_wrong] += 1
+        try:
+            refuse_overlaps("op", {"other": other}, one, (), {})
+        except ValueError as error:
+            assert is_wrong, (error, one.shape, one.stride(), other.shape, other.stride())
+        else:
+            assert not is_wrong, (one.shape, one.stride(), other.shape, other.stride())
+    assert min(found) > 100
 
 
 NO_DERIVATIVES = "must not require grad, since ops have no derivatives .*no_grad.*, got requires_grad=True"

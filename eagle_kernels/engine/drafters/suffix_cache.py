@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import operator
 from array import array
 from collections import deque
@@ -180,8 +179,7 @@ def _limits(
     args = check.Arguments("SuffixCache.speculate", locals())
     args.integer("max_spec_tokens", 0)
     for name, low in (("max_spec_factor", 0), ("max_spec_offset", None), ("min_token_prob", 0)):
-        if math.isinf(args.number(name, low)):
-            args.fail(name, "be finite", args.values[name])
+        args.number(name, low)
     return limits_of(max_tree_depth, max_spec_tokens, max_spec_factor, max_spec_offset)
 
 

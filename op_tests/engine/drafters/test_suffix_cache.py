@@ -313,9 +313,9 @@ BAD = [
     (lambda cache: cache.speculate("a", max_spec_tokens=1, max_spec_factor=-1), "max_spec_factor must be at least 0"),
     (
         lambda cache: cache.speculate("a", max_spec_tokens=1, max_spec_offset=float("inf")),
-        "max_spec_offset must be fin",
+        "max_spec_offset must be a finite number, got inf",
     ),
-    (lambda cache: cache.speculate("a", max_spec_tokens=1, min_token_prob=float("nan")), "min_token_prob must be at"),
+    (lambda cache: cache.speculate("a", max_spec_tokens=1, min_token_prob=float("nan")), "min_token_prob must be a"),
 ]
 
 
