@@ -40,7 +40,7 @@ def _fail(op: str, name: str, rule: str, got: str):
 
 
 def _has_memory(tensor) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.numel() > 0
+    return isinstance(tensor, torch.Tensor) and tensor.numel() > 0 and tensor.device.type != "meta"
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
