@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import eagle_kernels
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.runtime.overlap import refuse_overlaps
+from eagle_kernels.runtime.calls import refuse_overlaps
 from op_tests.engine.toys import ToyModel
 from op_tests.ops.nn.test_linear_decode import make as make_linear
 from op_tests.ops.nn.test_rms_norm import make as make_norm
@@ -216,6 +216,20 @@ def test_buffers_that_only_share_a_storage_are_fine(module, device):
     gate = to_device(SILU, device)["gate"].clone()
     wanted = module.silu_and_mul(gate)
     assert torch.equal(module.silu_and_mul(gate, out=gate[:, : gate.shape[1] // 2]), wanted)
+
+
+@pytest.mark.parametrize("module", [eagle_kernels, eagle_kernels.raw], ids=["public", "raw"])
+def test_buffers_of_another_kind(module):
+    """No tensors, too few, or one where there should be several, and the other way round."""
+    tree = make_tree(2, 4, 3, 8)
+    for out, got in ((5, "int"), ((torch.zeros(1),), "1"), (torch.zeros(6, 2), "Tensor")):
+        one_line(lambda: module.build_tree(**tree, out=out), f"build_tree: out must hold 6 tensors, got {got}$")  # noqa: B023
+    for out, got in ((5, "int"), ((torch.zeros(4, 16),), "tuple")):
+        one_line(lambda: module.silu_and_mul(**SILU, out=out), f"silu_and_mul: out must be a tensor, got {got}$")  # noqa: B023
+    out = tuple(eagle_kernels.build_tree(**tree))
+    for wrong in (None, [1]):
+        buffers = (wrong, *out[1:])
+        one_line(lambda: module.build_tree(**tree, out=buffers), "out.tree_mask must be a tensor, got ")  # noqa: B023
 
 
 def test_overlaps_are_those_of_the_addresses():

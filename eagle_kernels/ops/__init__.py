@@ -119,14 +119,12 @@ def verify_tree(
     policy = {"accept_policy": accept_policy, "simulated_rates": simulated_rates}
     if out is not None:
         # what is no tensor is named by the op
-        out = _with_unasked(tuple(out), spec_steps, getattr(target_logits, "device", None))
+        out = _with_unasked(check.unpack("verify_tree", out, 3), spec_steps, getattr(target_logits, "device", None))
     return VerifyOutput(*verify_tree_sampled(*links, **needed, **filters, **policy, spec_steps=spec_steps, out=out)[:3])
 
 
 def _with_unasked(out: tuple, spec_steps: int, device: torch.device | None) -> SampledOutput:
     """The buffers of verify_tree_sampled: three that are given, and the others, which are empty unless asked for."""
-    if len(out) != 3:
-        raise ValueError(f"eagle_kernels.verify_tree: out must hold 3 tensors, got {len(out)}")
     row = (0, check.Arguments("verify_tree", {"spec_steps": spec_steps}).integer("spec_steps", 0) + 1)
     unasked = {
         "logprobs": (row, torch.float32),

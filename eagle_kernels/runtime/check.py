@@ -6,10 +6,9 @@ reference backend and the shape inference of torch.compile alike.
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -151,48 +150,18 @@ class Arguments:
 
     def integers(self, shape: tuple[int, ...], position: int, *, default=torch.int32, contiguous=None) -> Spec:
         """An output of integers: of the default dtype, or of that which `out` holds at this position."""
-        out = self.values.get("out")
-        given = next(iter(tuple(out)[position : position + 1]), None) if out is not None else None
+        given = self.buffer(position)
         dtype = given.dtype if isinstance(given, torch.Tensor) and given.dtype in INTEGER else default
         return self.spec(shape, dtype, contiguous=contiguous)
+
+    def buffer(self, position: int):
+        """What `out` holds at this position, whatever that is; None where it holds nothing."""
+        out = self.values.get("out")
+        return out[position] if isinstance(out, (tuple, list)) and position < len(out) else None
 
     def spec(self, shape: tuple[int, ...], dtype: torch.dtype, *, contiguous: int | None = None) -> Spec:
         """An output on the device of the arguments."""
         return Spec(shape, dtype, self.device, contiguous)
-
-
-_KINDS = {
-    "int": ("be an int", (int, torch.SymInt)),
-    "float": ("be a number", (int, float, torch.SymInt, torch.SymFloat)),
-    "bool": ("be True or False", (bool,)),
-}
-
-
-def host_kinds(op: str, parameters: Mapping[str, inspect.Parameter]) -> Callable[[tuple, dict], None]:
-    """A check of a call's arguments that are no tensors: bools are no numbers, as the dispatcher takes them for, nor
-    numbers bools. It raises TypeError, and knows no ranges."""
-    wanted = []
-    for index, parameter in enumerate(parameters.values()):
-        kind = str(parameter.annotation).removesuffix(" | None")
-        if kind in _KINDS:
-            rule, kinds = _KINDS[kind]
-            optional = (type(None),) if kind != parameter.annotation else ()
-            wanted.append((index, parameter.name, rule, frozenset((*kinds, *optional)), kinds))
-
-    def check(args: tuple, kwargs: dict) -> None:
-        for index, name, rule, exact, kinds in wanted:
-            if index < len(args):
-                value = args[index]
-            elif name in kwargs:
-                value = kwargs[name]
-            else:
-                continue
-            # a class made of one of these, an enumeration's say, is as good; of bool there is none
-            if type(value) not in exact and (isinstance(value, bool) or not isinstance(value, kinds)):
-                got = repr(value) if kinds == (bool,) else type(value).__name__
-                Arguments(op, kwargs).fail(name, rule, got, TypeError)
-
-    return check
 
 
 def allocate(op: str, contract, out=None):
@@ -202,15 +171,22 @@ def allocate(op: str, contract, out=None):
     if out is None:
         buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=spec.device) for spec in specs]
         return buffers[0] if single else type(contract)(*buffers)
-    buffers = (out,) if single else tuple(out)
+    buffers = (out,) if single else unpack(op, out, len(specs))
     names = ("out",) if single else [f"out.{field}" for field in contract._fields]
-    if len(buffers) != len(specs):
-        raise ValueError(f"eagle_kernels.{op}: out must hold {len(specs)} tensors, got {len(buffers)}")
     for name, spec, buffer in zip(names, specs, buffers):
         args = Arguments(op, {name: buffer})
         args.device, args._device_of = spec.device, "the inputs"
         args.tensor(name, spec.shape, (spec.dtype,), contiguous=spec.contiguous)
     return out if single or isinstance(out, type(contract)) else type(contract)(*buffers)
+
+
+def unpack(op: str, out, count: int) -> tuple:
+    """The buffers of an op that has several outputs."""
+    buffers = tuple(out) if isinstance(out, (tuple, list)) else ()
+    if len(buffers) != count:
+        got = len(buffers) if isinstance(out, (tuple, list)) else type(out).__name__
+        raise ValueError(f"eagle_kernels.{op}: out must hold {count} tensors, got {got}")
+    return buffers
 
 
 def can_read(tensor: torch.Tensor) -> bool:

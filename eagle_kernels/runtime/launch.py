@@ -14,9 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import operator
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -24,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from . import check, language, target
-from .overlap import refuse_overlaps
+from .calls import checked
 
 # Compiled kernels are called as these versions of Triton call them; with any other one nothing is ever planned.
 _PLANNED_TRITON_VERSIONS = ("3.6.",)
@@ -76,7 +74,7 @@ def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
 
 def launcher(function: Callable) -> Callable:
     """Makes the launcher of an op cheap to call again: see the module's docstring."""
-    function = _checked(function)
+    function = checked(function)
     plans: dict[tuple, _Plan] = {}
     latest: _Plan | None = None  # most calls look like the one before
 
@@ -111,29 +109,6 @@ def launcher(function: Callable) -> Callable:
         if plan.guards is not None and _all_aligned(pointers):
             latest = plan
         return plan.run(tensors, pointers, kwargs)
-
-    return call
-
-
-def _checked(function: Callable) -> Callable:
-    """The launcher, behind what is checked of calls that no plan is known for.
-
-    Plans tell kinds of arguments apart, but not buffers that overlap from others: to look at that in every call would
-    cost what planning saves, and buffers that are mixed up are so in the first call. EAGLE_KERNELS_DEBUG=1 plans
-    nothing, and looks at all.
-    """
-    module, parameters = sys.modules[function.__module__], inspect.signature(function).parameters
-    check_kinds, names = check.host_kinds(function.__name__, parameters), tuple(parameters)
-    result_type, in_place = getattr(module, "Output", None), getattr(module, "IN_PLACE", {})
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        check_kinds(args, kwargs)
-        out = kwargs.get("out")
-        if out is not None:
-            inputs = {name: value for name, value in (*zip(names, args), *kwargs.items()) if name != "out"}
-            refuse_overlaps(function.__name__, inputs, out, result_type._fields if result_type else (), in_place)
-        return function(*args, **kwargs)
 
     return call
 

@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 
 from . import check
-from .overlap import refuse_overlaps
+from .calls import host_kinds, refuse_overlaps
 
 _LIBRARY = torch.library.Library("eagle_kernels", "DEF")
 
@@ -59,7 +59,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
     names = [p.name for p in parameters]
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
     reference_names = inspect.signature(reference).parameters
-    check_kinds = check.host_kinds(name, {p.name: p for p in parameters})
+    check_kinds = host_kinds(name, {p.name: p for p in parameters})
     fields = result_type._fields if result_type else ("output",)
 
     def bind(args, kwargs) -> dict:
@@ -98,7 +98,9 @@ def operator(module: ModuleType, reference_module: ModuleType):
                 bound = signature.bind(*args, **given)
             except TypeError as error:
                 raise TypeError(f"eagle_kernels.{name}: {error}") from None
-            module.contract({**defaults, **bound.arguments, "out": out})
+            contract = module.contract({**defaults, **bound.arguments, "out": out})
+            if out is not None:
+                check.allocate(name, contract, out)
             raise
 
     declared = ", ".join(_declare(parameters, mutates))
@@ -144,9 +146,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
         if out is None:
             result = call(functional_overload, args, kwargs)
             return result_type(*result) if result_type else result
-        buffers = tuple(out) if result_type else (out,)
-        if len(buffers) != len(fields):
-            raise ValueError(f"eagle_kernels.{name}: out must hold {len(fields)} tensors, got {len(buffers)}")
+        buffers = check.unpack(name, out, len(fields)) if result_type else (out,)
         buffer_arguments = {"out_" + field: buffer for field, buffer in zip(fields, buffers)}
         call(out_overload, args, {**kwargs, **buffer_arguments}, out)
         return result_type(*buffers) if result_type else out

@@ -1,11 +1,72 @@
-"""Which memory a call reads and writes: buffers of an op must not lie on each other."""
+"""What can be wrong with a call of any op: arguments of another kind, and buffers that lie on each other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
 
 import numpy
 import torch
+
+from . import check
+
+_KINDS = {
+    "int": ("be an int", (int, torch.SymInt)),
+    "float": ("be a number", (int, float, torch.SymInt, torch.SymFloat)),
+    "bool": ("be True or False", (bool,)),
+}
+
+
+def host_kinds(op: str, parameters: Mapping[str, inspect.Parameter]) -> Callable[[tuple, dict], None]:
+    """A check of a call's arguments that are no tensors: bools are no numbers, as the dispatcher takes them for, nor
+    numbers bools. It raises TypeError, and knows no ranges."""
+    wanted = []
+    for index, parameter in enumerate(parameters.values()):
+        kind = str(parameter.annotation).removesuffix(" | None")
+        if kind in _KINDS:
+            rule, kinds = _KINDS[kind]
+            optional = (type(None),) if kind != parameter.annotation else ()
+            wanted.append((index, parameter.name, rule, frozenset((*kinds, *optional)), kinds))
+
+    def check_kinds(args: tuple, kwargs: dict) -> None:
+        for index, name, rule, exact, kinds in wanted:
+            if index < len(args):
+                value = args[index]
+            elif name in kwargs:
+                value = kwargs[name]
+            else:
+                continue
+            # a class made of one of these, an enumeration's say, is as good; of bool there is none
+            if type(value) not in exact and (isinstance(value, bool) or not isinstance(value, kinds)):
+                got = repr(value) if kinds == (bool,) else type(value).__name__
+                check.Arguments(op, kwargs).fail(name, rule, got, TypeError)
+
+    return check_kinds
+
+
+def checked(function: Callable) -> Callable:
+    """The launcher, behind what is checked of calls that no plan is known for.
+
+    Plans tell kinds of arguments apart, but not buffers that overlap from others: to look at that in every call would
+    cost what planning saves, and buffers that are mixed up are so in the first call. EAGLE_KERNELS_DEBUG=1 plans
+    nothing, and looks at all.
+    """
+    module, parameters = sys.modules[function.__module__], inspect.signature(function).parameters
+    check_kinds, names = host_kinds(function.__name__, parameters), tuple(parameters)
+    result_type, in_place = getattr(module, "Output", None), getattr(module, "IN_PLACE", {})
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        check_kinds(args, kwargs)
+        out = kwargs.get("out")
+        if out is not None:
+            inputs = {name: value for name, value in (*zip(names, args), *kwargs.items()) if name != "out"}
+            refuse_overlaps(function.__name__, inputs, out, result_type._fields if result_type else (), in_place)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def refuse_overlaps(op: str, inputs: Mapping, out, fields: tuple[str, ...], in_place: Mapping) -> None:
@@ -16,8 +77,10 @@ def refuse_overlaps(op: str, inputs: Mapping, out, fields: tuple[str, ...], in_p
     """
     if isinstance(out, torch.Tensor):
         buffers = {"out": out}
-    else:
-        buffers = {f"out.{field}": buffer for field, buffer in zip(fields, out)}
+    else:  # what is neither is named by the op's contract
+        buffers = {
+            f"out.{field}": buffer for field, buffer in zip(fields, out if isinstance(out, (tuple, list)) else ())
+        }
     tensors = {**inputs, **buffers}
     spans = {name: _span(tensor) for name, tensor in tensors.items() if _has_memory(tensor)}
     for name in (name for name in buffers if name in spans):
@@ -40,7 +103,7 @@ def _fail(op: str, name: str, rule: str, got: str):
 
 
 def _has_memory(tensor) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.numel() > 0
+    return isinstance(tensor, torch.Tensor) and tensor.numel() > 0 and tensor.device.type != "meta"
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
