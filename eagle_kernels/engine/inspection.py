@@ -6,7 +6,6 @@ acceptance tells, so `sweep_aux_layers` measures it with the ids as they are and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from .models.loading import load_target
 from .models.next_token_modules import NextTokenModules
 from .models.protocol import FINAL_NORM, ModelError, TargetModel
 from .models.tokenizer import load_tokenizer
+from .values import parse_json
 
 SHIFTS = (-1, 0, 1)
 # A chain: it leans on every draft, so wrong streams cost it more than a tree.
@@ -252,7 +252,7 @@ def read_prompts_file(path: str | Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         # `splitlines` would split at U+2028 and its like too
-        prompts = json.loads(text) if path.suffix == ".json" else text.split("\n")
+        prompts = parse_json(text) if path.suffix == ".json" else text.split("\n")
     except ValueError as error:
         raise ValueError(f"{path}: neither a JSON list of texts nor text: {error}") from None
     if not (isinstance(prompts, list) and all(isinstance(prompt, str) for prompt in prompts)):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..values import first_line
+from ..values import first_line, parse_json
 from .protocol import ModelError
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there, whole or by its index
@@ -210,7 +210,7 @@ def read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
     if is_optional and not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not JSON, or not even UTF-8
         raise ModelError(f"{path.name} is not JSON: {error}") from None
     if not isinstance(content, dict):
