@@ -5,10 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import torch
+
+_FP32 = torch.finfo(torch.float32)
+
 
 def is_integer(value: Any) -> bool:
     """Whether it is an int and means a number: Python counts True and False among its ints."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_fp32(value: float) -> bool:
+    """Whether fp32 holds a number: it is finite, and none that would be rounded to 0."""
+    return value == 0 or _FP32.tiny <= abs(value) <= _FP32.max
 
 
 def shown(value: Any) -> str:

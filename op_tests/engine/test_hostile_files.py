@@ -126,7 +126,7 @@ OUT_OF_RANGE = [
     ("windowed", "max_window_layers", "x", "must be an integer of at least 0, got 'x'"),
     ("windowed", "max_window_layers", -1, "must be an integer of at least 0, got -1"),
     ("eagle3", "architectures", 5, "must be a list of strings, got 5"),
-    ("eagle3", "eagle_config", STREAMS, "eagle_aux_hidden_state_layer_ids must be a list of at most 10000 integers"),
+    ("eagle3", "eagle_config", STREAMS, "eagle_aux_hidden_state_layer_ids must be a list of at most 1000 integers"),
     ("target", "hidden_act", "x" * 5000, "is not implemented (only 'silu')"),
     ("target", "layer_types", ["full_attention"] * 5000, "is not implemented for this model_type"),
 ]
@@ -195,7 +195,7 @@ def test_more_positions_than_memory_holds(folder_of, monkeypatch):
 
 
 def test_layers_without_files():
-    with pytest.raises(ModelError, match="num_hidden_layers must be at most 10000, got 1000000000"):
+    with pytest.raises(ModelError, match="num_hidden_layers must be at most 1000, got 1000000000"):
         DecoderConfig.from_dict(SIZES | {"num_hidden_layers": HUGE})
 
 
@@ -206,8 +206,8 @@ def test_layers_of_a_model_behind_transformers(tmp_path, monkeypatch):
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     edit_config(tmp_path, n_layer=HUGE)
     told = refused(load_target, tmp_path)
-    assert "config.json: num_hidden_layers must be 2 as in the tensors transformer.h.*, got 1000000000" in told
-    edit_config(tmp_path, model_type="its own", auto_map={"AutoModelForCausalLM": "code.Model"})
+    assert "config.json: n_layer must be 2 as in the tensors transformer.h.*, got 1000000000" in told
+    edit_config(tmp_path, n_layer=2, model_type="its own", auto_map={"AutoModelForCausalLM": "code.Model"})
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("nobody is asked whether code of a folder may run"))
     assert "transformers cannot load it: " in refused(load_target, tmp_path)
 

@@ -158,7 +158,7 @@ def fill(module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype:
             raise ModelError(f"tensor {name} has shape {stored.shape}, config.json asks for {list(wanted.shape)}")
         if stored.is_floating_point != wanted.is_floating_point():
             raise ModelError(f"tensor {name} has dtype {stored.dtype}, {wanted.dtype} was expected")
-    check_memory(sum(tensor.nbytes for tensor in expected.values()), device, dtype)
+    check_memory(sum(tensor.nbytes for tensor in expected.values()), device, f"the weights take {{}} as {dtype}")
     places = module.to_empty(device=device).requires_grad_(False).eval().state_dict()
     if device.type == "meta":
         return
@@ -166,13 +166,11 @@ def fill(module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype:
         places[name].copy_(tensor)
 
 
-def check_memory(needed: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuses weights of `needed` bytes that the device has no room for."""
+def check_memory(needed: int, device: torch.device, told: str) -> None:
+    """Refuses `needed` bytes that the device has no room for; `told` says of what, {} in it are the bytes."""
     free = free_memory_bytes(device)
     if free is not None and needed > free:
-        raise ModelError(
-            f"the weights take {needed / 2**30:.2f} GiB as {dtype}, but {device} has {free / 2**30:.2f} GiB free"
-        )
+        raise ModelError(f"{told.format(f'{needed / 2**30:.2f} GiB')}, but {device} has {free / 2**30:.2f} GiB free")
 
 
 def free_memory_bytes(device: torch.device) -> int | None:

@@ -27,6 +27,7 @@ from .draft_loading import load_draft
 from .head_formats import MODULE_PREFIX
 from .placement import read_placement
 from .protocol import ModelError, TargetModel
+from .stored_sizes import check_layers, check_most_layers, check_sizes
 from .transformers_target import TransformersTarget
 
 __all__ = ["demo_pair", "load_draft", "load_target", "read_eos_token_ids", "read_json", "save_folder"]
@@ -47,13 +48,17 @@ def load_target(
     with naming(folder):
         content = read_config(folder)
         if read_model_type(content) not in FAMILIES:
-            return _load_through_transformers(folder, torch.device("cpu") if device.type == "meta" else device, dtype)
-        config = DecoderConfig.from_dict(content)
+            return _load_through_transformers(
+                folder, content, torch.device("cpu") if device.type == "meta" else device, dtype
+            )
         checkpoint = Checkpoint(folder)
         for name in [name for name in checkpoint.tensors if name.startswith(MODULE_PREFIX)]:
             del checkpoint.tensors[name]  # a draft, see `load_draft`
         if "fc.weight" in checkpoint.tensors and "model.embed_tokens.weight" not in checkpoint.tensors:
             raise ModelError("holds fc.weight and no model.embed_tokens.weight: an EAGLE head, a draft and no target")
+        check_layers(content, "num_hidden_layers", checkpoint.tensors, "model.layers.")
+        config = DecoderConfig.from_dict(content)
+        check_sizes(config, config.stored_sizes, checkpoint.tensors)
         with torch.device("meta"):
             target = Decoder(config)
         if config.tie_word_embeddings:
@@ -65,7 +70,9 @@ def load_target(
         return target
 
 
-def _load_through_transformers(folder: Path, device: torch.device, dtype: torch.dtype) -> TransformersTarget:
+def _load_through_transformers(
+    folder: Path, config: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> TransformersTarget:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -73,11 +80,13 @@ def _load_through_transformers(folder: Path, device: torch.device, dtype: torch.
             f"config.json: model_type is none of {', '.join(FAMILIES)}; other models need transformers: "
             "pip install 'eagle_kernels[transformers]'"
         ) from None
-    stored = Checkpoint(folder).tensors.values()
-    check_memory(sum(math.prod(tensor.shape) for tensor in stored) * dtype.itemsize, device, dtype)
+    stored = Checkpoint(folder).tensors
+    check_most_layers(config, stored)
+    needed = sum(math.prod(tensor.shape) for tensor in stored.values()) * dtype.itemsize
+    check_memory(needed, device, f"the weights take {{}} as {dtype}")
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # whatever a config.json or a file that nobody has checked leads to over there
         raise ModelError(f"transformers cannot load it: {type(error).__name__}: {first_line(error)}") from None
