@@ -32,6 +32,7 @@ def shown(value: Any) -> str:
 def first_line(error: Exception) -> str:
     """What an error says, in one line; its class where it says nothing. After a colon the next line belongs to it."""
     first, *rest = str(error).strip().splitlines() or [type(error).__name__]
+    first = first.rstrip()
     return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first
 
 

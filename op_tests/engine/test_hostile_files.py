@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -274,6 +275,24 @@ def write_saved(content) -> bytes:
     return file.getvalue()
 
 
+def write_header(dtype: str, num_bytes: int):
+    """A norm of 32 weights in a dtype that torch may not know."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        tensors = safetensors_torch.load_file(path)
+        del tensors["model.norm.weight"]
+        content = safetensors_torch.save(tensors)
+        size = struct.unpack("<Q", content[:8])[0]
+        header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
+        places = [len(data), len(data) + num_bytes]
+        header["model.norm.weight"] = {"dtype": dtype, "shape": [32], "data_offsets": places}
+        told = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(told)) + told + data + bytes(num_bytes))
+
+    return edit
+
+
 class Command:
     """What runs a command where it is unpickled."""
 
@@ -282,6 +301,8 @@ class Command:
 
 
 OUTSIDE = "model.safetensors.index.json: weight_map must name files inside the folder, got {!r} for model.norm.weight"
+NO_PICKLE = "pytorch_model.bin cannot be read: it is no whole file of torch.save"
+NO_TABLE = "pytorch_model.bin holds no dictionary of tensors"
 DEEPLY = "{} is not JSON: its values are nested too deeply"
 FILES = {
     "deep config": (write("config.json", DEEP), DEEPLY.format("config.json")),
@@ -311,9 +332,18 @@ FILES = {
         write_pickle(write_saved({"model.norm.weight": torch.zeros(5000)})[:9000]),
         "pytorch_model.bin cannot be read: ",
     ),
-    "no pickle": (write_pickle(b"\x80\x02nonsense"), "pytorch_model.bin cannot be read: it is no file of torch.save"),
+    "no pickle": (write_pickle(b"\x80\x02nonsense"), NO_PICKLE),
     "an empty file": (write_pickle(b""), "pytorch_model.bin cannot be read: "),
-    "text": (write_pickle(b"version https://git-lfs"), "pytorch_model.bin cannot be read: it is no file of torch.save"),
+    "text": (write_pickle(b"hello"), NO_PICKLE),
+    "a number": (write_pickle(write_saved(3)), NO_TABLE),
+    "numbers for names": (write_pickle(write_saved({1: torch.ones(1)})), NO_TABLE),
+    "a pointer": (
+        write_pickle(b"version https://git-lfs.github.com/spec/v1\n"),
+        "pytorch_model.bin is a pointer of Git LFS: git lfs pull fetches the file itself",
+    ),
+    "four bits": (write_header("F4", 16), "tensor model.norm.weight has dtype F4, which is not implemented"),
+    "six bits": (write_header("F6_E2M3", 24), "tensor model.norm.weight has dtype F6_E2M3, which is not implemented"),
+    "no dtype": (write_header("XX", 32), "model.safetensors cannot be read: "),
 }  # fmt: skip
 
 
@@ -557,4 +587,4 @@ def test_a_checkpoint_of_training_that_holds_code(tmp_path):
     for content in (write_saved({"step": Command()}), b"\x80\x02nonsense", write_saved([1]), write_saved({"step": 1})):
         path.write_bytes(content)
         told = refused(run._restore, Stage("head", 1, 1, 1.0, 0.0, 1.0), module, optimizer)
-        assert told.startswith(f"{path} cannot be ") and "weights_only" not in told
+        assert told.startswith(f"{tmp_path}: head.pt cannot be ") and "weights_only" not in told

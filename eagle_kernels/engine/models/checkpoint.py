@@ -7,21 +7,23 @@ device and into their place, in their final dtype, so a load needs the weights' 
 from __future__ import annotations
 
 import json
-import pickle
+import re
 import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..values import first_line, parse_json
+from ..values import first_line, parse_json, shown
 from .protocol import ModelError
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there, whole or by its index
+
+_LFS_POINTER = b"version https://git-lfs"
 
 # How safetensors calls the types that files of torch.save hold as well.
 _DTYPE_NAMES = {
@@ -29,6 +31,8 @@ _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.bool: "BOOL",
@@ -88,18 +92,25 @@ class Checkpoint:
         with self._open(stored.file_name, "cpu") as file:
             return file.get_tensor(stored.name)
 
-    def _open(self, file_name: str, device: str):
-        if not (self.folder / file_name).is_file():
+    @contextmanager
+    def _open(self, file_name: str, device: str) -> Iterator[Any]:
+        path = self.folder / file_name
+        if not path.is_file():
             raise ModelError(f"{file_name}, named by {self.index}, is missing")
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise ModelError(f"{file_name} is a pointer of Git LFS: git lfs pull fetches the file itself")
         if file_name.endswith(".bin"):
-            return _PickledFile(self.folder / file_name, device)
+            yield _PickledFile(path, device)
+            return
         safe_open = safetensors().safe_open
         from safetensors import SafetensorError
 
         try:
-            return safe_open(self.folder / file_name, framework="pt", device=device)
+            with safe_open(path, framework="pt", device=device) as file:
+                yield file
         except SafetensorError as error:
-            raise ModelError(f"{file_name} cannot be read: {error}") from None
+            raise ModelError(f"{file_name} cannot be read: {first_line(error)}") from None
 
 
 class _PickledFile:
@@ -111,19 +122,10 @@ class _PickledFile:
 
     def __init__(self, path: Path, device: str) -> None:
         self._device = device
-        try:
-            self._tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
-            raise ModelError(f"{path.name} cannot be read: {first_line(error)}") from None
-        is_table = isinstance(self._tensors, dict)
-        if not (is_table and all(isinstance(tensor, Tensor) for tensor in self._tensors.values())):
+        tensors = self._tensors = load_pickled(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
+        is_table = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
+        if not (is_table and all(isinstance(tensor, Tensor) for tensor in tensors.values())):
             raise ModelError(f"{path.name} holds no dictionary of tensors")
-
-    def __enter__(self) -> _PickledFile:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._tensors = {}
 
     def keys(self) -> list[str]:
         return list(self._tensors)
@@ -145,6 +147,20 @@ class _PickledHeader(NamedTuple):
         return _DTYPE_NAMES.get(self.tensor.dtype) or str(self.tensor.dtype).removeprefix("torch.").upper()
 
 
+def load_pickled(path: Path, **options: Any) -> Any:
+    """What torch.save wrote, by torch.load with these options; no code of the file is run, nor advised to be."""
+    try:
+        return torch.load(path, weights_only=True, **options)
+    except (MemoryError, PermissionError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of any class, where a file is not what it seems
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"it names {named[1]}, and no code of a file is run" if named else "it is no whole file of torch.save"
+        if type(error) in (RuntimeError, OSError):
+            reason += f" ({first_line(error)})"
+        raise ModelError(f"{path.name} cannot be read: {reason}") from None
+
+
 def fill(module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
     """Moves a module built on the meta device to `device` and gives it the checkpoint's tensors, floating-point ones
     as `dtype`; leaves it frozen, in eval mode. Names, shapes and memory are checked before anything is allocated."""
@@ -154,6 +170,8 @@ def fill(module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype:
     refuse_names("unexpected", checkpoint.tensors.keys() - expected.keys())
     for name, stored in checkpoint.tensors.items():
         wanted = expected[name]
+        if stored.dtype.startswith(("F4", "F6")):
+            raise ModelError(f"tensor {name} has dtype {stored.dtype}, which is not implemented")
         if stored.shape != list(wanted.shape):
             raise ModelError(f"tensor {name} has shape {stored.shape}, config.json asks for {list(wanted.shape)}")
         if stored.is_floating_point != wanted.is_floating_point():
@@ -252,8 +270,19 @@ def _file_names(folder: Path) -> tuple[str, list[str]]:
             weight_map = read_json(index).get("weight_map")
             if not (isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())):
                 raise ModelError(f"{index.name}: weight_map must be an object that names the file of each tensor")
+            for tensor, file in weight_map.items():
+                if not _is_inside(file):
+                    told = f"weight_map must name files inside the folder, got {shown(file)} for {tensor}"
+                    raise ModelError(f"{index.name}: {told}")
             return index.name, sorted(set(weight_map.values()))
     raise ModelError("neither model.safetensors nor model.safetensors.index.json nor pytorch_model.bin is there")
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a file's name leads nowhere else. Of names alone: the files of a hub's cache are links to elsewhere."""
+    path = PureWindowsPath(name)  # knows the separators and roots of other systems too
+    parts = path.parts
+    return len(parts) > 0 and not path.anchor and ".." not in parts and "\0" not in name and max(map(len, parts)) < 256
 
 
 def refuse_names(fault: str, names: set[str]) -> None:

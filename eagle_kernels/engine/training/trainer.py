@@ -15,6 +15,8 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
+from ..models.checkpoint import load_pickled, naming
+from ..models.protocol import ModelError
 from .corpus import windows
 from .recipe import Stage
 
@@ -127,7 +129,11 @@ class Run:
         path = self._checkpoint_path(stage)
         if path is None or not path.is_file():
             return 0, None, 0.0
-        checkpoint = torch.load(path, map_location=self.device, weights_only=True)
+        with naming(path.parent):
+            checkpoint = load_pickled(path, map_location=self.device)
+            names = {"fingerprint", "step", "loss", "seconds", "module", "optimizer"}
+            if not (isinstance(checkpoint, dict) and checkpoint.keys() == names):
+                raise ModelError(f"{path.name} cannot be continued: it is no checkpoint of a run")
         if checkpoint["fingerprint"] != self.fingerprint:
             changed = tell_changes(checkpoint["fingerprint"], self.fingerprint)
             raise ValueError(
