@@ -103,6 +103,12 @@ def _parser() -> argparse.ArgumentParser:
 def _add_machine_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", default="auto", help="cuda, cpu, cuda:1, ... (auto: cuda where there is one)")
     command.add_argument("--dtype", choices=_DTYPES, default="float32")
+    command.add_argument(
+        "--check-weights",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="refuse NaN and infinite weights, by one pass over them (default: on)",
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -119,7 +125,9 @@ def _load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokeniz
     draft = draft if config.needs_model else None
     device, dtype = _device(arguments.device), _DTYPES[arguments.dtype]
     with _telling_of_the_head() if arguments.draft else nullcontext():
-        engine = EAGLEInference.from_pretrained(draft, target, config, device=device, dtype=dtype)
+        engine = EAGLEInference.from_pretrained(
+            draft, target, config, device=device, dtype=dtype, check_weights=arguments.check_weights
+        )
     return engine, load_tokenizer(target)
 
 
@@ -308,6 +316,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         max_new_tokens=arguments.max_new_tokens,
         device=_device(arguments.device),
         dtype=_DTYPES[arguments.dtype],
+        check_weights=arguments.check_weights,
     )
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else _lines(report.rows()))
     return 1 if report.misfits else 0
@@ -319,8 +328,9 @@ def _train_head(arguments: argparse.Namespace) -> int:
     dtype = _DTYPES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     try:
         record = train_head(
-            arguments.target, arguments.data, arguments.output, read_options(arguments), device=device, dtype=dtype
-        )
+            arguments.target, arguments.data, arguments.output, read_options(arguments), device=device, dtype=dtype,
+            check_weights=arguments.check_weights,
+        )  # fmt: skip
     except TimeBudgetReached as reached:
         print(f"time budget used up at {reached}; give the same command again to go on", file=sys.stderr)
         return EXIT_UNFINISHED

@@ -132,9 +132,10 @@ def inspect_head(
     max_new_tokens: int = 64,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
+    check_weights: bool = True,
 ) -> HeadReport:
     """Reads the head, holds it against the target, and, given prompts, measures the shifted layer ids."""
-    file = read_head(draft)
+    file = read_head(draft, check_weights=check_weights)
     report = _describe(Path(draft), file)
     if target is None:
         if prompts is not None:
@@ -142,7 +143,8 @@ def inspect_head(
         report.misfits = file.head.vocabulary_faults()
         return report
     # without a sweep it is held against names and sizes, which need no memory
-    target_model = load_target(target, "meta" if prompts is None else device, dtype)
+    place = "meta" if prompts is None else device
+    target_model = load_target(target, place, dtype, check_weights=check_weights)
     report.target = str(target)
     _hold_against(report, file.head, target_model)
     if prompts is not None and report.hidden_states == [FINAL_NORM]:
@@ -150,7 +152,8 @@ def inspect_head(
     elif prompts is not None and report.fits:
         tokenizer = load_tokenizer(target)
         tokens = [tokenizer.encode(prompt) for prompt in prompts]
-        report.sweep = sweep_aux_layers(load_draft(draft, target_model), target_model, tokens, max_new_tokens)
+        head = load_draft(draft, target_model, check_weights=check_weights)
+        report.sweep = sweep_aux_layers(head, target_model, tokens, max_new_tokens)
         report.remarks += _judge(report.sweep)
     return report
 

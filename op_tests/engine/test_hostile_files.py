@@ -12,6 +12,8 @@ import os
 import pickle
 import shutil
 import struct
+import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -458,9 +460,31 @@ def test_every_dtype_is_checked(dtype):
     good = torch.ones(3000).to(dtype)
     assert checkpoint.not_finite({"good": good, "empty": good[:0]}) == []
     if dtype.is_floating_point:
-        bad = good.float()
+        bad = good.float().clone()
         bad[-1] = NAN
         assert checkpoint.not_finite({"good": good, "bad": bad.to(dtype)}) == ["bad"]
+
+
+@pytest.mark.gpu
+def test_the_check_waits_once_and_makes_nothing_large(note):
+    weights = {str(index): torch.ones(2**20, device="cuda", dtype=torch.bfloat16) for index in range(40)}
+    weights["large"] = torch.ones(2**30, device="cuda", dtype=torch.bfloat16)
+    assert checkpoint.not_finite(weights) == []
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            assert checkpoint.not_finite(weights) == []
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) == 1
+    assert torch.cuda.max_memory_allocated() - before < 2**22
+    began = time.perf_counter()
+    checkpoint.not_finite(weights)
+    size = sum(tensor.nbytes for tensor in weights.values())
+    note(f"weights are checked at {size / (time.perf_counter() - began) / 1e9:.0f} GB/s")
 
 
 def test_weights_behind_transformers(tmp_path):

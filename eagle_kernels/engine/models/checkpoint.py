@@ -23,6 +23,9 @@ from .protocol import ModelError
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there, whole or by its index
 
+# elements
+_PIECE = 2**24
+
 _LFS_POINTER = b"version https://git-lfs"
 
 # How safetensors calls the types that files of torch.save hold as well.
@@ -161,9 +164,16 @@ def load_pickled(path: Path, **options: Any) -> Any:
         raise ModelError(f"{path.name} cannot be read: {reason}") from None
 
 
-def fill(module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+def fill(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    check_weights: bool = True,
+) -> None:
     """Moves a module built on the meta device to `device` and gives it the checkpoint's tensors, floating-point ones
-    as `dtype`; leaves it frozen, in eval mode. Names, shapes and memory are checked before anything is allocated."""
+    as `dtype`; leaves it frozen, in eval mode. Names, shapes and memory are checked before anything is allocated,
+    afterwards whether the weights are finite."""
     module.to(dtype)
     expected = module.state_dict()
     refuse_names("missing", expected.keys() - checkpoint.tensors.keys())
@@ -182,6 +192,42 @@ def fill(module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype:
         return
     for name, tensor in checkpoint.read(device):
         places[name].copy_(tensor)
+    if check_weights:
+        refuse_not_finite({name: places[name] for name in checkpoint.tensors}, dtype)
+
+
+def refuse_not_finite(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Refuses weights with which every text would be the same token again and again."""
+    names = not_finite(tensors)
+    if names:
+        told = f"tensors with NaN or infinite values as {dtype}: {_listed(names)}"
+        raise ModelError(f"{told}; check_weights=False (--no-check-weights) loads them")
+
+
+def not_finite(tensors: dict[str, Tensor]) -> list[str]:
+    """The names of the floating-point tensors that hold NaN or infinite values.
+
+    Each is read once, where it is, and nothing as large is made; the host waits once, for all of them.
+    """
+    names, extremes = [], []
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.numel() > 0:
+            for piece in _pieces(tensor):
+                names.append(name)
+                extremes.append(torch.stack(torch.aminmax(piece)).double())
+    if not names:
+        return []
+    is_finite = torch.stack(extremes).isfinite().all(-1).tolist()
+    return list(dict.fromkeys(name for name, holds in zip(names, is_finite) if not holds))
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """What torch can compare: the tensor, or, of one byte an element, its pieces as fp32, one after another."""
+    if tensor.dtype.itemsize > 1:
+        yield tensor
+        return
+    for piece in tensor.flatten().split(_PIECE):
+        yield piece.float()
 
 
 def check_memory(needed: int, device: torch.device, told: str) -> None:
@@ -287,5 +333,8 @@ def _is_inside(name: str) -> bool:
 
 def refuse_names(fault: str, names: set[str]) -> None:
     if names:
-        shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        raise ModelError(f"{fault} tensors: {shown}")
+        raise ModelError(f"{fault} tensors: {_listed(sorted(names))}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -62,16 +62,19 @@ def load_draft(
     dtype: torch.dtype | None = None,
     *,
     aux_layers: Sequence[int] | None = None,
+    check_weights: bool = True,
 ) -> DraftHead:
     """An EAGLE head, or the next-token modules in a target's own folder; frozen, in eval mode, bound to `target`, from
     which it takes an embedding or lm_head it lacks.
 
     device, dtype  of its weights; None: the target's
     aux_layers     hidden_states indices to read in place of those that config.json names
+    check_weights  as of `load_target`
     One line of logging names the format and the auxiliary layers as written and as read.
     """
     folder = Path(folder)
-    file = read_head(folder, target.device if device is None else device, target.dtype if dtype is None else dtype)
+    device, dtype = target.device if device is None else device, target.dtype if dtype is None else dtype
+    file = read_head(folder, device, dtype, check_weights=check_weights)
     head = file.head
     with naming(folder):
         if aux_layers is not None:
@@ -102,7 +105,13 @@ def tell_capture(aux_layers: Sequence[int]) -> str:
     return f"hidden_states {list(aux_layers)}"
 
 
-def read_head(folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> HeadFile:
+def read_head(
+    folder: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    check_weights: bool = True,
+) -> HeadFile:
     """The head of a folder, its floating-point tensors converted to `dtype`."""
     folder, device = Path(folder), read_placement("load_draft", device, dtype)
     with naming(folder):
@@ -133,7 +142,7 @@ def read_head(folder: str | Path, device: str | torch.device = "cpu", dtype: tor
             head = _CLASSES[kind](settings, **own)
         if "t2d" not in tensors:
             head.t2d = None  # `bind` makes it of d2t
-        fill(head, checkpoint, device, dtype)
+        fill(head, checkpoint, device, dtype, check_weights)
         return HeadFile(head, form.name, kind, dtypes, written_aux_layers(config), remarks_on(form, kind, config))
 
 

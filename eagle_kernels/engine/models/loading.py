@@ -18,6 +18,7 @@ from .checkpoint import (
     read_config,
     read_json,
     refuse_names,
+    refuse_not_finite,
     save_tensors,
     write_json,
 )
@@ -36,10 +37,16 @@ DEMO_PAIR_FOLDER = Path(__file__).resolve().parents[2] / "assets" / "demo_pair"
 
 
 def load_target(
-    folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    folder: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    check_weights: bool = True,
 ) -> TargetModel:
     """A decoder of any family of `decoder_config.FAMILIES`, or another causal language model behind transformers' own
     class (`transformers_target.py`), frozen, in eval mode, its weights converted to `dtype`.
+
+    check_weights  refuse NaN and infinite weights by name, by one pass over them on the device
 
     On the device `meta` a decoder is the names and sizes that its files tell, whose weights are not read; behind
     transformers there is no such, and the model is on the CPU then.
@@ -48,9 +55,8 @@ def load_target(
     with naming(folder):
         content = read_config(folder)
         if read_model_type(content) not in FAMILIES:
-            return _load_through_transformers(
-                folder, content, torch.device("cpu") if device.type == "meta" else device, dtype
-            )
+            device = torch.device("cpu") if device.type == "meta" else device
+            return _load_through_transformers(folder, content, device, dtype, check_weights)
         checkpoint = Checkpoint(folder)
         for name in [name for name in checkpoint.tensors if name.startswith(MODULE_PREFIX)]:
             del checkpoint.tensors[name]  # a draft, see `load_draft`
@@ -65,13 +71,13 @@ def load_target(
             # allocated once, and read once where a checkpoint holds it twice
             target.lm_head.weight = None
             checkpoint.tensors.pop("lm_head.weight", None)
-        fill(target, checkpoint, device, dtype)
+        fill(target, checkpoint, device, dtype, check_weights)
         target.tie_weights()
         return target
 
 
 def _load_through_transformers(
-    folder: Path, config: dict[str, Any], device: torch.device, dtype: torch.dtype
+    folder: Path, config: dict[str, Any], device: torch.device, dtype: torch.dtype, check_weights: bool
 ) -> TransformersTarget:
     try:
         from transformers import AutoModelForCausalLM
@@ -92,7 +98,10 @@ def _load_through_transformers(
         raise ModelError(f"transformers cannot load it: {type(error).__name__}: {first_line(error)}") from None
     # tensors that transformers makes up where the files have none
     refuse_names("missing", set(report["missing_keys"]))
-    return TransformersTarget(model.to(device))
+    model = model.to(device)
+    if check_weights:
+        refuse_not_finite(dict(model.named_parameters()), dtype)
+    return TransformersTarget(model)
 
 
 def demo_pair() -> tuple[Path, Path]:

@@ -58,9 +58,11 @@ def train_head(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    check_weights: bool = True,
 ) -> dict[str, Any]:
     """Train, write and measure a head; returns what `training.json` holds.
 
+    check_weights   of the target, see `load_target`
     dtype   of the target; on a GPU, and with bfloat16, the head is trained in mixed precision, its weights in fp32
     Raises `TimeBudgetReached` when the options' time is up, with everything saved that is needed to go on.
     """
@@ -74,7 +76,7 @@ def train_head(
         earlier = read_json(output / "training.json", is_optional=True)
     # there from the beginning: it tells a folder of ours, also before anything was saved
     (output / "checkpoint").mkdir(parents=True, exist_ok=True)
-    target = load_target(target_folder, device, dtype)
+    target = load_target(target_folder, device, dtype, check_weights=check_weights)
     options, aux_layers = _settle(options, target)
     tokenizer = load_tokenizer(target_folder)
     chat, chat_name = chat_format_of(target_folder)
