@@ -23,7 +23,7 @@ from .inference import EAGLEInference, TokenStream
 from .inspection import inspect_head, read_prompts_file
 from .models import draft_loading
 from .models.loading import demo_pair
-from .models.placement import read_device
+from .models.placement import choose_device, choose_dtype, read_device, why_no_gpu
 from .models.tokenizer import Tokenizer, load_tokenizer
 from .output import GenerationOutput, GenerationStats
 from .training.head_recipe import add_options, read_options
@@ -93,7 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--output", type=Path, required=True, help="folder of the head; the same command goes on there")
     add_options(train)
     _add_machine_arguments(train)
-    train.set_defaults(dtype=None)  # bfloat16 on GPUs, else float32
 
     environment = commands.add_parser("env", help="versions, devices, backend, cache folder")
     environment.set_defaults(run=_environment)
@@ -102,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_machine_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", default="auto", help="cuda, cpu, cuda:1, ... (auto: cuda where there is one)")
-    command.add_argument("--dtype", choices=_DTYPES, default="float32")
+    command.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: bfloat16 on GPUs, else float32)")
     command.add_argument(
         "--check-weights",
         action=argparse.BooleanOptionalAction,
@@ -123,7 +122,7 @@ def _load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokeniz
         raise ValueError(f"--draft must be given for method={others[0]!r}: the embedded pair's is an EAGLE head")
     target, draft = (arguments.target, arguments.draft) if arguments.target else demo_pair()
     draft = draft if config.needs_model else None
-    device, dtype = _device(arguments.device), _DTYPES[arguments.dtype]
+    device, dtype = _placement(arguments)
     with _telling_of_the_head() if arguments.draft else nullcontext():
         engine = EAGLEInference.from_pretrained(
             draft, target, config, device=device, dtype=dtype, check_weights=arguments.check_weights
@@ -298,10 +297,14 @@ def _lines(rows: list[tuple[str, str]]) -> str:
     return "\n".join(f"{name}: {value}" for name, value in rows)
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return read_device("--device", name, "auto")
+def _placement(arguments: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
+    is_free = arguments.device == "auto"
+    device = choose_device(_warn) if is_free else read_device("--device", arguments.device, "auto")
+    return device, _DTYPES.get(arguments.dtype) or choose_dtype(device)
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -309,13 +312,16 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.draft is None and arguments.target is not None:
         raise ValueError("--target needs the folder of the head before it")
     target, draft = (arguments.target, arguments.draft) if arguments.draft else demo_pair()
+    prompts = None if arguments.sweep == "none" else _first_prompts(arguments.sweep, arguments)
+    is_placed = prompts is not None or arguments.device != "auto"  # nothing is computed without a sweep
+    device, dtype = _placement(arguments) if is_placed else (None, None)
     report = inspect_head(
         draft,
         target,
-        prompts=None if arguments.sweep == "none" else _first_prompts(arguments.sweep, arguments),
+        prompts=prompts,
         max_new_tokens=arguments.max_new_tokens,
-        device=_device(arguments.device),
-        dtype=_DTYPES[arguments.dtype],
+        device=device,
+        dtype=dtype,
         check_weights=arguments.check_weights,
     )
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else _lines(report.rows()))
@@ -324,8 +330,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _train_head(arguments: argparse.Namespace) -> int:
     """0, or EXIT_UNFINISHED where the time budget ended the run, which the same command continues."""
-    device = _device(arguments.device)
-    dtype = _DTYPES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    device, dtype = _placement(arguments)
     try:
         record = train_head(
             arguments.target, arguments.data, arguments.output, read_options(arguments), device=device, dtype=dtype,
@@ -354,7 +359,8 @@ def _environment(arguments: argparse.Namespace) -> int:
         facts = (torch.cuda.get_device_name(index), architecture(device), backend(device))
         rows.append((f"cuda:{index}", ", ".join(facts)))
     if not torch.cuda.device_count():
-        rows.append(("gpu", "none that torch can use"))
+        reason = why_no_gpu()
+        rows.append(("gpu", "none that torch can use" + (f": {reason}" if reason else "")))
     print(_lines(rows))
     return 0
 

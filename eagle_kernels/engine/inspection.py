@@ -19,6 +19,7 @@ from .models.draft_head import DraftHead
 from .models.draft_loading import HeadFile, load_draft, read_head, tell_capture
 from .models.loading import load_target
 from .models.next_token_modules import NextTokenModules
+from .models.placement import read_placement
 from .models.protocol import FINAL_NORM, ModelError, TargetModel
 from .models.tokenizer import load_tokenizer
 from .values import parse_json
@@ -130,11 +131,14 @@ def inspect_head(
     *,
     prompts: Sequence[str] | None = None,
     max_new_tokens: int = 64,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
     check_weights: bool = True,
 ) -> HeadReport:
-    """Reads the head, holds it against the target, and, given prompts, measures the shifted layer ids."""
+    """Reads the head, holds it against the target, and, given prompts, measures the shifted layer ids.
+
+    device, dtype  of the measurement, as of `EAGLEInference.from_pretrained`
+    """
     file = read_head(draft, check_weights=check_weights)
     report = _describe(Path(draft), file)
     if target is None:
@@ -143,8 +147,8 @@ def inspect_head(
         report.misfits = file.head.vocabulary_faults()
         return report
     # without a sweep it is held against names and sizes, which need no memory
-    place = "meta" if prompts is None else device
-    target_model = load_target(target, place, dtype, check_weights=check_weights)
+    place = ("meta", torch.float32) if prompts is None else read_placement("inspect_head", device, dtype)
+    target_model = load_target(target, *place, check_weights=check_weights)
     report.target = str(target)
     _hold_against(report, file.head, target_model)
     if prompts is not None and report.hidden_states == [FINAL_NORM]:

@@ -155,7 +155,7 @@ def machine(monkeypatch):
     return be
 
 
-BUILD = f"torch {torch.__version__} is a build without GPU support, and this machine has a GPU (/dev/nvidia0)"
+BUILD = f"torch {torch.__version__} is a build without CUDA or ROCm, and this machine has a GPU (/dev/nvidia0)"
 
 
 def test_the_choice_of_the_device(machine, monkeypatch, recwarn):
@@ -178,17 +178,22 @@ def test_a_gpu_that_torch_cannot_use_is_told(machine):
     with pytest.warns(UserWarning) as caught:
         assert placement.choose_device().type == "cpu"
     (warning,) = caught
-    assert str(warning.message) == f"eagle_kernels: takes the CPU: {BUILD}; https://pytorch.org/get-started has others"
-    assert warning.filename == __file__
+    assert (
+        str(warning.message)
+        == f"eagle_kernels: takes the CPU: {BUILD}; https://pytorch.org/get-started tells how to install another"
+    )
     with pytest.raises(ValueError) as error:
         placement.read_device("load_target: device", "cuda")
-    assert str(error.value) == f"load_target: device cuda: {BUILD}; https://pytorch.org/get-started has others"
+    assert (
+        str(error.value)
+        == f"load_target: device cuda: {BUILD}; https://pytorch.org/get-started tells how to install another"
+    )
     machine(gpus=0, build="13.0")
     told = []
     placement.choose_device(told.append)
     assert told == [
-        f"takes the CPU: torch {torch.__version__} finds no GPU to use, and this machine has one (/dev/nvidia0); "
-        "is its driver too old, or not to be read by you?"
+        f"takes the CPU: torch {torch.__version__} finds no GPU to use, and this machine has one (/dev/nvidia0); is "
+        "its driver too old, or closed to this user?"
     ]
     machine(gpus=0, build=None, files=())
     with pytest.raises(ValueError, match="device cuda: this machine has 0 GPUs that torch can use"):
@@ -199,7 +204,10 @@ def test_the_command_tells_that_it_takes_the_cpu(machine, capsys):
     machine(gpus=0, build=None)
     assert main(["generate", "a", "--max-new-tokens", "2", "--json"]) == 0
     captured = capsys.readouterr()
-    assert captured.err == f"warning: takes the CPU: {BUILD}; https://pytorch.org/get-started has others\n"
+    assert (
+        captured.err
+        == f"warning: takes the CPU: {BUILD}; https://pytorch.org/get-started tells how to install another\n"
+    )
     assert json.loads(captured.out)["generated_tokens"] == 2
     assert main(["env"]) == 0
     assert f"gpu: none that torch can use: {BUILD}" in capsys.readouterr().out

@@ -24,7 +24,7 @@ PROMPTS = TARGET.parent / "prompts.json"
 
 
 def inspect(*arguments) -> int:
-    return main(["inspect", *map(str, arguments)])
+    return main(["inspect", "--dtype", "float32", *map(str, arguments)])
 
 
 def read_rows(text: str) -> list[tuple[str, ...]]:

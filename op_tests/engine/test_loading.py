@@ -274,7 +274,7 @@ def test_placements_are_checked_by_name(target_folder, draft_folder, placement, 
     for caller, load in (
         ("load_target", lambda: load_target(target_folder, **placement)),
         ("load_draft", lambda: load_draft(draft_folder, target, **placement)),
-        ("load_target", lambda: EAGLEInference.from_pretrained(draft_folder, target_folder, **placement)),
+        ("from_pretrained", lambda: EAGLEInference.from_pretrained(draft_folder, target_folder, **placement)),
     ):
         with pytest.raises(ValueError, match=f"{caller}: .*{re.escape(message)}"):
             load()

@@ -227,7 +227,7 @@ def test_text_says_why_there_is_no_tokenizer(tmp_path):
     (tmp_path / "target" / "config.json").write_text(json.dumps(config))
     (tmp_path / "target" / "tokenizer_config.json").unlink()
     (tmp_path / "target" / "tokenizer.json").write_text("{")
-    engine = EAGLEInference.from_pretrained(draft, tmp_path / "target")
+    engine = EAGLEInference.from_pretrained(draft, tmp_path / "target", device="cpu")
     path = re.escape(str(tmp_path / "target" / "tokenizer.json"))
     with pytest.raises(ValueError, match=f"stream_text needs the tokenizer of the target: {path} cannot be read: "):
         engine.stream_text("a")

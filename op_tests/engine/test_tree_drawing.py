@@ -155,7 +155,7 @@ def test_an_svg_says_what_the_tree_holds():
 
 
 def show(*arguments, prompt=PROMPT) -> int:
-    return main(["show-tree", prompt, *SIZES, *map(str, arguments)])
+    return main(["show-tree", prompt, *SIZES, "--dtype", "float32", *map(str, arguments)])
 
 
 def test_the_command_draws_what_the_engine_generates(capsys, monkeypatch):
@@ -171,7 +171,9 @@ def test_the_command_draws_what_the_engine_generates(capsys, monkeypatch):
     assert show("--steps", 2, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     target, draft = demo_pair()
-    engine = EAGLEInference.from_pretrained(draft, target, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=10))
+    engine = EAGLEInference.from_pretrained(
+        draft, target, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=10), device="cpu"
+    )
     prompt = engine.tokenizer.encode(PROMPT)
     tokens = [token for step in report["steps"] for token in step["tokens"]]
     assert engine.generate(prompt, 1 + len(tokens)).output_ids[1:] == tokens

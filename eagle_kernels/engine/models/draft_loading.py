@@ -113,7 +113,7 @@ def read_head(
     check_weights: bool = True,
 ) -> HeadFile:
     """The head of a folder, its floating-point tensors converted to `dtype`."""
-    folder, device = Path(folder), read_placement("load_draft", device, dtype)
+    folder, (device, dtype) = Path(folder), read_placement("load_draft", device, dtype)
     with naming(folder):
         config = read_config(folder)
         checkpoint = Checkpoint(folder)

@@ -51,7 +51,7 @@ def load_target(
     On the device `meta` a decoder is the names and sizes that its files tell, whose weights are not read; behind
     transformers there is no such, and the model is on the CPU then.
     """
-    folder, device = Path(folder), read_placement("load_target", device, dtype, "meta")
+    folder, (device, dtype) = Path(folder), read_placement("load_target", device, dtype, "meta")
     with naming(folder):
         content = read_config(folder)
         if read_model_type(content) not in FAMILIES:
