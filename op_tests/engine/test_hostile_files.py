@@ -593,8 +593,8 @@ def test_a_template_beside_bytes(folder_of):
     settings = {"tokenizer_class": "ByteTokenizer", "chat_template": "{{ messages }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert refused(chat_format_of, folder) == (
-        f"{folder}: transformers, which reads the chat template, cannot be asked for a tokenizer of bytes; without "
-        "chat_template in tokenizer_config.json conversations are roles and newlines"
+        f"{folder}: transformers, which reads the chat template, has no tokenizer of bytes; without a template in the "
+        "folder conversations are roles and newlines"
     )
     edit_config(folder, tokenizer_class=None)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))

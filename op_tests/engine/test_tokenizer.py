@@ -211,7 +211,7 @@ def test_end_of_text_ids_come_from_the_configs(byte_level_folder, configs, expec
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
     with pytest.raises(ModelError, match="no tokenizer.json"):
         load_tokenizer(tmp_path)
-    with pytest.raises(ModelError, match="not a folder"):
+    with pytest.raises(ModelError, match="there is no such folder"):
         load_tokenizer(tmp_path / "absent")
 
 

@@ -259,9 +259,16 @@ def naming(folder: Path) -> Iterator[None]:
         raise ModelError(f"{folder}: {error}") from None
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def check_folder(folder: Path) -> None:
+    """Says also of a name of the Hugging Face hub why it is no folder."""
     if not folder.is_dir():
-        raise ModelError("there is no such folder")
+        fault = "there is no such folder, and nothing is downloaded"
+        is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", folder.as_posix()) and not folder.exists()
+        raise ModelError(fault + (f": hf download {folder.as_posix()} --local-dir FOLDER makes one" if is_name else ""))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    check_folder(folder)
     if not (folder / "config.json").is_file():
         raise ModelError("config.json is missing")
     return read_json(folder / "config.json")
