@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -32,19 +33,38 @@ from .training.trainer import EXIT_UNFINISHED, TimeBudgetReached, device_name
 from .values import first_line
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EXIT_INTERRUPTED = 130  # as a shell tells of a program that SIGINT ended
 _GREEN, _PLAIN = "\033[32m", "\033[0m"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; 0 on success, 1 with one line on stderr where the input or the machine is not up to it."""
-    arguments = _parser().parse_args(argv)
+    """Runs one command; 0 on success, 1 with one line on stderr where the input or the machine is not up to it, 130
+    where it was interrupted."""
     try:
-        return arguments.run(arguments)
+        with _escaping(sys.stdout):
+            arguments = _parser().parse_args(argv)
+            return arguments.run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         return 1
     except (ValueError, OSError, RuntimeError) as error:  # a ModelError is a ValueError, out of memory a RuntimeError
         print(f"error: {first_line(error)}", file=sys.stderr)
         return 1
+
+
+@contextmanager
+def _escaping(stream: TextIO) -> Iterator[None]:
+    """Characters that the stream's encoding has not got are written as escapes, as on stderr, and end no command."""
+    is_strict = getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure")
+    if is_strict:
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        if is_strict:
+            stream.reconfigure(errors="strict")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -251,7 +271,7 @@ def _table(report: dict, stats: GenerationStats, config: EAGLEConfig) -> str:
 def _benchmark(arguments: argparse.Namespace) -> int:
     texts = _first_prompts(arguments.prompts, arguments)
     engine, tokenizer = _load_engine(arguments)
-    prompts = [tokenizer.encode(text) for text in texts]
+    prompts = [_encode(tokenizer, index, text) for index, text in enumerate(texts)]
     result = engine.benchmark(
         prompts, arguments.max_new_tokens, batch_size=arguments.batch_size, seeds=arguments.seed,
         progress=False if arguments.json else None,
@@ -261,6 +281,13 @@ def _benchmark(arguments: argparse.Namespace) -> int:
         return 0
     print(_lines([("method", f"{_method(engine)}, verified by {engine.config.verify_strategy}"), *result.rows()]))
     return 0
+
+
+def _encode(tokenizer: Tokenizer, index: int, text: str) -> list[int]:
+    try:
+        return tokenizer.encode(text)
+    except ValueError as error:
+        raise ValueError(f"prompt {index}: {error}") from None
 
 
 def _method(engine: EAGLEInference) -> str | tuple[str, ...]:

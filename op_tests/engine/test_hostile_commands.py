@@ -11,6 +11,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,15 +20,16 @@ import torch
 
 pytest.importorskip("safetensors")
 
-from eagle_kernels import EAGLEInference
+from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine import cli
 from eagle_kernels.engine.cli import main
 from eagle_kernels.engine.models import placement
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
-from eagle_kernels.engine.training import chat, head_data, trainer
+from eagle_kernels.engine.training import chat, head_data, progress, trainer
 from eagle_kernels.engine.training.recipe import Stage
 from op_tests.engine.test_hostile_files import DEEP, refused
+from op_tests.engine.toys import random_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,24 +68,26 @@ def test_a_line_of_training_data_that_is_nested(tmp_path):
 @contextlib.contextmanager
 def ascii_output(monkeypatch):
     """What a terminal that knows ASCII alone gets, as PYTHONIOENCODING=ascii has it."""
-    file = io.BytesIO()
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding="ascii", write_through=True))
-        yield file
-        assert sys.stdout.errors == "strict", "left as it was"
+        patch.setattr(sys, "stdout", stream)
+        yield stream
+        assert stream.errors == "strict", "left as it was"
 
 
 def test_a_terminal_that_knows_ascii_alone(monkeypatch, capsys):
     small = ["--device", "cpu", "--max-new-tokens", "6"]
-    with ascii_output(monkeypatch) as file:
+    with ascii_output(monkeypatch) as stream:
         assert main(["generate", "naïve 漢(", *small]) == 0
-    assert file.getvalue().startswith(b"na\\xefve \\u6f22(") and b"\ntokens: 6" in file.getvalue()
-    with ascii_output(monkeypatch) as file:
+    shown = stream.buffer.getvalue().decode("ascii")
+    assert shown.startswith("na\\xefve \\u6f22(") and "\ntokens: 6" in shown
+    with ascii_output(monkeypatch) as stream:
         assert main(["show-tree", "naïve 漢(", *small]) == 0
-    lines = file.getvalue().decode("ascii").splitlines()
-    assert lines[0].startswith("step 1 behind 'na\\xefve \\u6f22(") and "\\u25" not in file.getvalue().decode()
-    assert any(re.match(r"[| ]*[|`]-[*o+>] '", line) for line in lines)
-    assert len({len(line) for line in lines if re.search(r"\d\.\d\d$", line)}) <= 3, "columns stay columns"
+    shown = stream.buffer.getvalue().decode("ascii")
+    assert shown.startswith("step 1 behind 'na\\xefve \\u6f22(") and "\\u25" not in shown
+    numbers = [line for line in shown.splitlines() if re.search(r"\d\.\d\d$", line)]
+    assert all(re.match(r"([| ] )*[|`]-[*+o>] ", line) for line in numbers) and len(numbers) > 8
+    assert all(line[-5:-4] == " " and line[-3] == "." for line in numbers), "columns stay columns"
     assert capsys.readouterr().err == ""
 
 
@@ -241,7 +245,7 @@ class Pipe(io.StringIO):
 def test_progress_in_a_pipe_is_told_by_the_clock(monkeypatch):
     """However long a step takes, and without a change of what is trained or recorded."""
     clock, told = [0.0], []
-    monkeypatch.setattr(trainer.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     pipe, stage = Pipe(), Stage("head", 100, 1, 1.0, 0.0, 1.0)
     progress = trainer.Progress(stage, 0, 10.0, 50, pipe, lambda: told.append(1) or "accuracy")
     for step in range(1, 50):
@@ -252,6 +256,16 @@ def test_progress_in_a_pipe_is_told_by_the_clock(monkeypatch):
     assert not told, "what is told at every so many steps, and recorded, does not depend on the clock"
     progress.update(50, torch.tensor(1.0))
     assert pipe.getvalue().splitlines()[-1].startswith("head 50/100  loss 1.0000  accuracy") and told == [1]
+
+
+def test_decoding_in_a_pipe_is_told_by_the_clock(monkeypatch):
+    engine = EAGLEInference(random_llama(), random_llama(), EAGLEConfig(topk=1, num_steps=2))
+    want = engine.generate([[1], [2]], 3, seeds=0).output_ids
+    for seconds, lines in ((0.0, [f"{count} of 6 tokens" for count in range(1, 7)]), (60.0, [])):
+        told = []
+        monkeypatch.setattr(progress, "REPORT_SECONDS", seconds)
+        assert progress.decode(engine, [[1], [2]], 3, told.append, seeds=0).output_ids == want and told == lines
+    assert progress.decode(engine, [[1], [2]], 3, None, seeds=0).output_ids == want
 
 
 def test_a_terminal_with_a_bar_gets_no_lines(monkeypatch, capsys):

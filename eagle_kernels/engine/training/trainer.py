@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..models.checkpoint import load_pickled, naming
 from ..models.protocol import ModelError
 from .corpus import windows
+from .progress import Pace
 from .recipe import Stage
 
 Pieces = Callable[[int], Sequence[Any]]  # of a step: its batch, in the pieces that are computed one after another
@@ -189,7 +190,7 @@ def tell_changes(then: str, now: str) -> str:
 
 
 class Progress:
-    """A bar on a terminal where tqdm is installed, else a line every `report_every` steps."""
+    """A bar on a terminal where tqdm is installed, else a line every `report_every` steps, and every few seconds."""
 
     def __init__(
         self,
@@ -207,6 +208,7 @@ class Progress:
         self._report_to = report_to
         self._tell = tell
         self._began = time.monotonic()
+        self._pace = Pace()
         self._bar = None
         if sys.stderr.isatty():
             try:
@@ -216,7 +218,8 @@ class Progress:
             self._bar = tqdm(total=stage.steps, initial=done, desc=stage.name, unit="step")
 
     def update(self, step: int, loss: Tensor) -> None:
-        """Called after every step; reads the loss, which waits for the device, only when it is shown."""
+        """Called after every step; reads the loss, which waits for the device, only when it is shown. `tell` is asked
+        at the same steps whatever the clock says: what it measured since the last time is recorded."""
         last = step == self._stage.steps
         shown = last or step % self._report_every == 0
         more = self._tell() if shown and self._tell is not None else ""
@@ -226,7 +229,8 @@ class Progress:
                 self._bar.set_postfix_str(f"loss {float(loss):.4f}  {more}".rstrip())
             if last:
                 self._bar.close()
-        elif shown:
+        elif shown or self._pace.is_due():
+            self._pace.told()
             loss_value = float(loss)
             seconds_per_step = (time.monotonic() - self._began) / (step - self._done)
             print(
