@@ -30,7 +30,7 @@ from eagle_kernels.engine.models.draft_loading import read_head  # noqa: E402
 from eagle_kernels.engine.models.loading import load_draft, load_target, read_eos_token_ids, save_folder  # noqa: E402
 from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
 from eagle_kernels.engine.models.tokenizer import check_same_vocabulary, load_tokenizer  # noqa: E402
-from eagle_kernels.engine.training import trainer  # noqa: E402
+from eagle_kernels.engine.training import answers, trainer  # noqa: E402
 from eagle_kernels.engine.training.chat import chat_format_of  # noqa: E402
 from eagle_kernels.engine.training.recipe import Stage  # noqa: E402
 from op_tests.engine import heads  # noqa: E402
@@ -601,6 +601,24 @@ def test_a_template_beside_bytes(folder_of):
     told = refused(chat_format_of, folder)
     assert told.startswith(f"{folder}: transformers, which reads the chat template, finds no tokenizer: ")
     assert not told.endswith(":")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["{}", "[1, 2]", "[1, x]"], ":3: must be the ids of an answer, got '[1, x]'"),
+        (["{}", '{"a": 1}'], """:2: must be the ids of an answer, got '{"a": 1}'"""),
+        (["{}", DEEP], ":2: must be the ids of an answer, got '[[[["),
+        (["text"], " was made with other settings (by another program); start in another folder"),
+        (["[1]"], " was made with other settings (by another program); start in another folder"),
+    ],
+    ids=["words", "object", "deep", "text", "list"],
+)
+def test_answers_that_are_none(tmp_path, lines, message):
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    assert refused(answers._read_answers, path, "{}").startswith(f"{path}{message}")
+    assert path.read_text().splitlines() == lines, "left as it was"
 
 
 def test_a_checkpoint_of_training_that_holds_code(tmp_path):

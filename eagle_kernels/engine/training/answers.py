@@ -17,6 +17,7 @@ from ..config import EAGLEConfig
 from ..inference import EAGLEInference
 from ..models.decoder import Decoder
 from ..models.eagle_head import EagleConfig, EagleHead
+from ..values import is_integer, parse_json, shown
 from .progress import decode
 from .trainer import TimeBudgetReached, tell_changes
 
@@ -76,8 +77,17 @@ def _read_answers(path: Path, fingerprint: str) -> list[list[int]]:
     if lines[0] != fingerprint:
         changed = tell_changes(lines[0], fingerprint)
         raise ValueError(f"{path} was made with other settings ({changed}); start in another folder")
+    answers = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            answer = parse_json(line)
+        except ValueError:
+            answer = None
+        if not (isinstance(answer, list) and all(map(is_integer, answer))):
+            raise ValueError(f"{path}:{number}: must be the ids of an answer, got {shown(line)}")
+        answers.append(answer)
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    return [json.loads(line) for line in lines[1:]]
+    return answers
 
 
 def _plain_engine(

@@ -181,7 +181,10 @@ def random_windows(stream: Tensor, stage: Stage, window: int, seed: int) -> Piec
 
 def tell_changes(then: str, now: str) -> str:
     """What differs between two fingerprints, by name, and what was then and is now where that is short."""
-    old, new = json.loads(then), json.loads(now)
+    try:
+        old, new = dict(json.loads(then)), json.loads(now)
+    except (ValueError, TypeError, RecursionError):
+        return "by another program"
     changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     return ", ".join(
         name if isinstance(old.get(name), dict) else f"{name} {old.get(name)!r}, now {new.get(name)!r}"
