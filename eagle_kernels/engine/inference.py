@@ -128,12 +128,12 @@ class EAGLEInference:
         """Loads both model folders (Hugging Face layout); end tokens and the tokenizer, if there is one, come from the
         target's folder.
 
-        device         None: the GPU where there is one, else the CPU
-        dtype          None: bfloat16 on a GPU, else float32
-        check_weights  refuse NaN and infinite weights by name, by one pass over them on the device
         draft          an EAGLE head; the target's own folder, where it holds next-token modules; with
                        method="draft_model" a language model of the same tokenizer; None for methods that draft without
                        a model
+        device         None: the GPU where there is one, else the CPU
+        dtype          None: bfloat16 on a GPU, else float32
+        check_weights  refuse NaN and infinite weights by name, by one pass over them on the device
         """
         _check_config(config)
         device, dtype = read_placement("EAGLEInference.from_pretrained", device, dtype)

@@ -445,7 +445,7 @@ def test_several_tensors_are_named_and_waited_for_once(folder_of, monkeypatch):
 def test_weights_beyond_their_dtype(folder_of):
     """fp16 has no 1e5; eight-bit floats are read as what they stand for."""
     folder = folder_of("target")
-    edit_tensors(folder, **{"model.norm.weight": torch.full((32,), 1e5)})
+    edit_tensors(folder, **{"model.norm.weight": torch.tensor([1e5] + [1.0] * 31)})
     assert "infinite values as torch.float16: model.norm.weight;" in refused(load, folder, dtype=torch.float16)
     assert load(folder, dtype=torch.bfloat16).model.norm.weight[0] > 9e4
     edit_tensors(folder, **{"model.norm.weight": torch.full((32,), 2.0).to(torch.float8_e4m3fn)})
