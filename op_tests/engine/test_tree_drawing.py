@@ -62,6 +62,24 @@ def test_a_known_tree_as_text():
     assert tree_text(known_tree()) == KNOWN
 
 
+KNOWN_IN_ASCII = """\
+step 2 behind 'def f': 1 of 5 drafts accepted, 2 tokens
+                 draft    path  target
+* '('
+|-* 'self'        0.62    0.62    0.50
+| |-o ','         1.00    0.62    0.00
+| | `-o ' '
+| `-> <33>                        0.75
+`-o "'\\n"         0.25    0.25    0.12
+  `-o '\\u6f22'    0.50    0.12
+stopped at depth 1, behind 'self': the target chose <33> (0.75), which was not drafted there"""
+
+
+def test_a_known_tree_in_ascii():
+    """Escapes take the columns that they are shown in."""
+    assert tree_text(known_tree(), is_ascii=True) == KNOWN_IN_ASCII
+
+
 def test_the_accepted_path_is_green_on_a_terminal():
     lines = tree_text(known_tree(), use_color=True).splitlines()
     assert [re.sub(r"\033\[[\d;]*m", "", line) for line in lines] == KNOWN.splitlines()
