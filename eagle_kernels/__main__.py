@@ -1,6 +1,13 @@
 """`python -m eagle_kernels ...`"""
 
-from .engine.cli import main
+import sys
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        from .engine.cli import main
+
+        status = main()
+    except KeyboardInterrupt:  # importing takes seconds
+        print("interrupted", file=sys.stderr)
+        status = 130
+    raise SystemExit(status)

@@ -107,7 +107,7 @@ def methods(bench: Bench) -> None:
     def continue_prompts(speculative: bool = True, **fields: Any) -> tuple[float, float]:
         config = EAGLEConfig(**fields, suffix_decoding_max_cached_requests=0)
         head = draft if config.needs_model else None
-        engine = EAGLEInference.from_pretrained(head, target, config, device=bench.device)
+        engine = EAGLEInference.from_pretrained(head, target, config, device=bench.device, dtype=torch.float32)
         prompts = [engine.tokenizer.encode(text) for text in PAIR_PROMPTS]
         for _ in range(1 if bench.device.type == "cpu" else 2):  # the first one compiles and captures
             stats = engine.generate(prompts, PAIR_TOKENS, seeds=0, speculative=speculative).stats

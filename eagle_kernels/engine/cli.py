@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -23,7 +24,7 @@ from .inference import EAGLEInference, TokenStream
 from .inspection import inspect_head, read_prompts_file
 from .models import draft_loading
 from .models.loading import demo_pair
-from .models.placement import read_device
+from .models.placement import choose_device, choose_dtype, read_device, why_no_gpu
 from .models.tokenizer import Tokenizer, load_tokenizer
 from .output import GenerationOutput, GenerationStats
 from .training.head_recipe import add_options, read_options
@@ -32,19 +33,38 @@ from .training.trainer import EXIT_UNFINISHED, TimeBudgetReached, device_name
 from .values import first_line
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EXIT_INTERRUPTED = 130  # as a shell tells of a program that SIGINT ended
 _GREEN, _PLAIN = "\033[32m", "\033[0m"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; 0 on success, 1 with one line on stderr where the input or the machine is not up to it."""
-    arguments = _parser().parse_args(argv)
+    """Runs one command; 0 on success, 1 with one line on stderr where the input or the machine is not up to it, 130
+    where it was interrupted."""
     try:
-        return arguments.run(arguments)
+        with _escaping(sys.stdout):
+            arguments = _parser().parse_args(argv)
+            return arguments.run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         return 1
     except (ValueError, OSError, RuntimeError) as error:  # a ModelError is a ValueError, out of memory a RuntimeError
         print(f"error: {first_line(error)}", file=sys.stderr)
         return 1
+
+
+@contextmanager
+def _escaping(stream: TextIO) -> Iterator[None]:
+    """Characters that the stream's encoding has not got are written as escapes, as on stderr, and end no command."""
+    is_strict = getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure")
+    if is_strict:
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        if is_strict:
+            stream.reconfigure(errors="strict")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,7 +113,6 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--output", type=Path, required=True, help="folder of the head; the same command goes on there")
     add_options(train)
     _add_machine_arguments(train)
-    train.set_defaults(dtype=None)  # bfloat16 on GPUs, else float32
 
     environment = commands.add_parser("env", help="versions, devices, backend, cache folder")
     environment.set_defaults(run=_environment)
@@ -102,7 +121,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_machine_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", default="auto", help="cuda, cpu, cuda:1, ... (auto: cuda where there is one)")
-    command.add_argument("--dtype", choices=_DTYPES, default="float32")
+    command.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: bfloat16 on GPUs, else float32)")
+    command.add_argument(
+        "--check-weights",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="refuse NaN and infinite weights, by one pass over them (default: on)",
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -117,9 +142,11 @@ def _load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokeniz
         raise ValueError(f"--draft must be given for method={others[0]!r}: the embedded pair's is an EAGLE head")
     target, draft = (arguments.target, arguments.draft) if arguments.target else demo_pair()
     draft = draft if config.needs_model else None
-    device, dtype = _device(arguments.device), _DTYPES[arguments.dtype]
+    device, dtype = _placement(arguments)
     with _telling_of_the_head() if arguments.draft else nullcontext():
-        engine = EAGLEInference.from_pretrained(draft, target, config, device=device, dtype=dtype)
+        engine = EAGLEInference.from_pretrained(
+            draft, target, config, device=device, dtype=dtype, check_weights=arguments.check_weights
+        )
     return engine, load_tokenizer(target)
 
 
@@ -244,7 +271,7 @@ def _table(report: dict, stats: GenerationStats, config: EAGLEConfig) -> str:
 def _benchmark(arguments: argparse.Namespace) -> int:
     texts = _first_prompts(arguments.prompts, arguments)
     engine, tokenizer = _load_engine(arguments)
-    prompts = [tokenizer.encode(text) for text in texts]
+    prompts = [_encode(tokenizer, index, text) for index, text in enumerate(texts)]
     result = engine.benchmark(
         prompts, arguments.max_new_tokens, batch_size=arguments.batch_size, seeds=arguments.seed,
         progress=False if arguments.json else None,
@@ -254,6 +281,13 @@ def _benchmark(arguments: argparse.Namespace) -> int:
         return 0
     print(_lines([("method", f"{_method(engine)}, verified by {engine.config.verify_strategy}"), *result.rows()]))
     return 0
+
+
+def _encode(tokenizer: Tokenizer, index: int, text: str) -> list[int]:
+    try:
+        return tokenizer.encode(text)
+    except ValueError as error:
+        raise ValueError(f"prompt {index}: {error}") from None
 
 
 def _method(engine: EAGLEInference) -> str | tuple[str, ...]:
@@ -290,10 +324,14 @@ def _lines(rows: list[tuple[str, str]]) -> str:
     return "\n".join(f"{name}: {value}" for name, value in rows)
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return read_device("--device", name, "auto")
+def _placement(arguments: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
+    is_free = arguments.device == "auto"
+    device = choose_device(_warn) if is_free else read_device("--device", arguments.device, "auto")
+    return device, _DTYPES.get(arguments.dtype) or choose_dtype(device)
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -301,13 +339,17 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.draft is None and arguments.target is not None:
         raise ValueError("--target needs the folder of the head before it")
     target, draft = (arguments.target, arguments.draft) if arguments.draft else demo_pair()
+    prompts = None if arguments.sweep == "none" else _first_prompts(arguments.sweep, arguments)
+    is_placed = prompts is not None or arguments.device != "auto"  # nothing is computed without a sweep
+    device, dtype = _placement(arguments) if is_placed else (None, None)
     report = inspect_head(
         draft,
         target,
-        prompts=None if arguments.sweep == "none" else _first_prompts(arguments.sweep, arguments),
+        prompts=prompts,
         max_new_tokens=arguments.max_new_tokens,
-        device=_device(arguments.device),
-        dtype=_DTYPES[arguments.dtype],
+        device=device,
+        dtype=dtype,
+        check_weights=arguments.check_weights,
     )
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else _lines(report.rows()))
     return 1 if report.misfits else 0
@@ -315,12 +357,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _train_head(arguments: argparse.Namespace) -> int:
     """0, or EXIT_UNFINISHED where the time budget ended the run, which the same command continues."""
-    device = _device(arguments.device)
-    dtype = _DTYPES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    device, dtype = _placement(arguments)
     try:
         record = train_head(
-            arguments.target, arguments.data, arguments.output, read_options(arguments), device=device, dtype=dtype
-        )
+            arguments.target, arguments.data, arguments.output, read_options(arguments), device=device, dtype=dtype,
+            check_weights=arguments.check_weights,
+        )  # fmt: skip
     except TimeBudgetReached as reached:
         print(f"time budget used up at {reached}; give the same command again to go on", file=sys.stderr)
         return EXIT_UNFINISHED
@@ -344,7 +386,8 @@ def _environment(arguments: argparse.Namespace) -> int:
         facts = (torch.cuda.get_device_name(index), architecture(device), backend(device))
         rows.append((f"cuda:{index}", ", ".join(facts)))
     if not torch.cuda.device_count():
-        rows.append(("gpu", "none that torch can use"))
+        reason = why_no_gpu()
+        rows.append(("gpu", "none that torch can use" + (f": {reason}" if reason else "")))
     print(_lines(rows))
     return 0
 

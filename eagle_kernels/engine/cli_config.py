@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from ..primitives.accept_policy import ACCEPT_POLICIES
 from .config import EAGLEConfig
+from .values import parse_json, shown
 
 
 def add_config_arguments(command: argparse.ArgumentParser) -> None:
@@ -86,14 +86,14 @@ def _numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(number) for number in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be numbers with commas between them, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between them, got {shown(text)}") from None
 
 
 def _fields(text: str) -> dict:
     try:
-        fields = json.loads(text)
+        fields = parse_json(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r} ({error})") from None
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {shown(text)} ({error})") from None
     if not isinstance(fields, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {shown(text)}")
     return fields

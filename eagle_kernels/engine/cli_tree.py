@@ -13,7 +13,7 @@ from .inference import EAGLEInference
 from .inputs import read_seeds
 from .models.tokenizer import Tokenizer
 from .tree_svg import trees_svg
-from .tree_text import tree_text
+from .tree_text import can_draw, tree_text
 from .tree_view import VerifiedTree, verified_trees
 
 # columns, where nobody knows how wide the terminal is
@@ -37,13 +37,13 @@ def show_tree(engine: EAGLEInference, tokenizer: Tokenizer, arguments: argparse.
         raise ValueError("the prompt is empty; it must hold at least one token")
     (seed,) = read_seeds(arguments.seed, 1)
     use_color, trees = sys.stdout.isatty(), []
-    width = shutil.get_terminal_size((_WIDTH, 24)).columns
+    width, is_ascii = shutil.get_terminal_size((_WIDTH, 24)).columns, not can_draw(sys.stdout.encoding)
     found = verified_trees(engine, prompt, arguments.max_new_tokens, seeds=seed)
     with contextlib.closing(found):
         for tree in found:
             trees.append(tree)
             if not arguments.json:
-                print(("\n" if len(trees) > 1 else "") + tree_text(tree, width, use_color), flush=True)
+                print(("\n" if len(trees) > 1 else "") + tree_text(tree, width, use_color, is_ascii), flush=True)
             if len(trees) == arguments.steps:
                 break
     if arguments.json:

@@ -26,6 +26,7 @@ from .memory import check_fits, count_pages, workspace_bytes
 from .method_options import METHOD_FIELDS, MODEL_KINDS
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
+from .models.placement import read_placement
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from .output import GenerationOutput, TokenEvent
@@ -123,17 +124,23 @@ class EAGLEInference:
         target: str | Path,
         config: EAGLEConfig | None = None,
         *,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        check_weights: bool = True,
     ) -> EAGLEInference:
-        """Loads both model folders (Hugging Face layout) onto `device`; end tokens and the tokenizer, if there is one,
-        come from the target's folder.
+        """Loads both model folders (Hugging Face layout); end tokens and the tokenizer, if there is one, come from the
+        target's folder.
 
-        draft  an EAGLE head; the target's own folder, where it holds next-token modules; with method="draft_model" a
-               language model of the same tokenizer; None for methods that draft without a model
+        draft          an EAGLE head; the target's own folder, where it holds next-token modules; with
+                       method="draft_model" a language model of the same tokenizer; None for methods that draft without
+                       a model
+        device         None: the GPU where there is one, else the CPU
+        dtype          None: bfloat16 on a GPU, else float32
+        check_weights  refuse NaN and infinite weights by name, by one pass over them on the device
         """
         _check_config(config)
-        target_model = load_target(target, device, dtype)
+        device, dtype = read_placement("EAGLEInference.from_pretrained", device, dtype)
+        target_model = load_target(target, device, dtype, check_weights=check_weights)
         config = config or EAGLEConfig()
         if config.eos_token_ids is None:
             config = replace(config, eos_token_ids=read_eos_token_ids(target))
@@ -145,10 +152,10 @@ class EAGLEInference:
         draft_model = None
         if draft is not None and "draft_model" in config.methods:
             is_same = check_same_vocabulary(draft, target)
-            draft_model = load_target(draft, device, dtype)
+            draft_model = load_target(draft, device, dtype, check_weights=check_weights)
             draft_model = CausalDraft(draft_model, target_model.vocab_size if is_same else None)
         elif draft is not None:
-            draft_model = load_draft(draft, target_model)
+            draft_model = load_draft(draft, target_model, check_weights=check_weights)
         engine = cls(draft_model, target_model, config, device, tokenizer)
         engine._tokenizer_fault = fault
         return engine

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .values import is_integer
+from .values import is_integer, shown
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
 Seeds = int | Sequence[int] | Tensor | None
@@ -19,14 +19,14 @@ def read_prompts(input_ids: Prompts, name: str = "generate: input_ids") -> tuple
     rows = _plain(input_ids)
     if not isinstance(rows, list):
         raise ValueError(
-            f"{name} must be integer ids [L] or [B, L], got {_shown(rows)}; a tokenizer makes them of text"
+            f"{name} must be integer ids [L] or [B, L], got {shown(rows)}; a tokenizer makes them of text"
         )
     is_single = bool(rows) and not any(isinstance(row, list) for row in rows)
     prompts = [rows] if is_single else rows
     for index, prompt in enumerate(prompts):
         others = [token for token in prompt if not is_integer(token)] if isinstance(prompt, list) else [prompt]
         if others:
-            held = _shown(others[0])
+            held = shown(others[0])
             raise ValueError(f"{name} must be integer ids [L] or [B, L], prompt {index} holds {held}")
     return prompts, is_single
 
@@ -39,7 +39,7 @@ def read_seeds(seeds: Seeds, count: int) -> list[int]:
     seeds = seeds if isinstance(seeds, list) else [seeds] * count
     for seed in seeds:
         if not is_integer(seed):
-            raise ValueError(f"generate: seeds must be ints, got {_shown(seed)}")
+            raise ValueError(f"generate: seeds must be ints, got {shown(seed)}")
         if not -(2**63) <= seed < 2**63:
             raise ValueError(f"generate: seeds must fit in 64 bits, got {seed}")
     if len(seeds) != count:
@@ -51,7 +51,7 @@ def read_max_new_tokens(max_new_tokens: int) -> int:
     """A positive int."""
     max_new_tokens = _plain(max_new_tokens)
     if not is_integer(max_new_tokens):
-        raise ValueError(f"generate: max_new_tokens must be an int, got {_shown(max_new_tokens)}")
+        raise ValueError(f"generate: max_new_tokens must be an int, got {shown(max_new_tokens)}")
     if max_new_tokens < 1:
         raise ValueError(f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
     return max_new_tokens
@@ -71,9 +71,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         return [_plain(item) for item in value]
     return value
-
-
-def _shown(value: Any) -> str:
-    """The value in an error, which is one line whatever was passed."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

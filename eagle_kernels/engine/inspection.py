@@ -6,7 +6,6 @@ acceptance tells, so `sweep_aux_layers` measures it with the ids as they are and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,8 +19,10 @@ from .models.draft_head import DraftHead
 from .models.draft_loading import HeadFile, load_draft, read_head, tell_capture
 from .models.loading import load_target
 from .models.next_token_modules import NextTokenModules
+from .models.placement import read_placement
 from .models.protocol import FINAL_NORM, ModelError, TargetModel
 from .models.tokenizer import load_tokenizer
+from .values import parse_json
 
 SHIFTS = (-1, 0, 1)
 # A chain: it leans on every draft, so wrong streams cost it more than a tree.
@@ -130,11 +131,15 @@ def inspect_head(
     *,
     prompts: Sequence[str] | None = None,
     max_new_tokens: int = 64,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    check_weights: bool = True,
 ) -> HeadReport:
-    """Reads the head, holds it against the target, and, given prompts, measures the shifted layer ids."""
-    file = read_head(draft)
+    """Reads the head, holds it against the target, and, given prompts, measures the shifted layer ids.
+
+    device, dtype  of the measurement, as of `EAGLEInference.from_pretrained`
+    """
+    file = read_head(draft, check_weights=check_weights)
     report = _describe(Path(draft), file)
     if target is None:
         if prompts is not None:
@@ -142,7 +147,8 @@ def inspect_head(
         report.misfits = file.head.vocabulary_faults()
         return report
     # without a sweep it is held against names and sizes, which need no memory
-    target_model = load_target(target, "meta" if prompts is None else device, dtype)
+    place = ("meta", torch.float32) if prompts is None else read_placement("inspect_head", device, dtype)
+    target_model = load_target(target, *place, check_weights=check_weights)
     report.target = str(target)
     _hold_against(report, file.head, target_model)
     if prompts is not None and report.hidden_states == [FINAL_NORM]:
@@ -150,7 +156,8 @@ def inspect_head(
     elif prompts is not None and report.fits:
         tokenizer = load_tokenizer(target)
         tokens = [tokenizer.encode(prompt) for prompt in prompts]
-        report.sweep = sweep_aux_layers(load_draft(draft, target_model), target_model, tokens, max_new_tokens)
+        head = load_draft(draft, target_model, check_weights=check_weights)
+        report.sweep = sweep_aux_layers(head, target_model, tokens, max_new_tokens)
         report.remarks += _judge(report.sweep)
     return report
 
@@ -252,7 +259,7 @@ def read_prompts_file(path: str | Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         # `splitlines` would split at U+2028 and its like too
-        prompts = json.loads(text) if path.suffix == ".json" else text.split("\n")
+        prompts = parse_json(text) if path.suffix == ".json" else text.split("\n")
     except ValueError as error:
         raise ValueError(f"{path}: neither a JSON list of texts nor text: {error}") from None
     if not (isinstance(prompts, list) and all(isinstance(prompt, str) for prompt in prompts)):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from ..ops.tree.build_tree import MAX_NODES
 from ..ops.tree.select_top_k_tokens import MAX_TOPK
+from .drafters.suffix_cache import MAX_TREE_DEPTH
 from .sampling import SamplingParams
 
 # kinds of draft models, each with its method
@@ -73,7 +75,7 @@ class MethodOptions:
         self._require(self.min_ngram_size <= self.max_ngram_size, "min_ngram_size", rule)
         self._require(self.ngram_prefer in NGRAM_PREFERENCES, "ngram_prefer", f"be one of {list(NGRAM_PREFERENCES)}")
         self._require_integer("num_model_steps", 1, is_optional=True)
-        self._require_integer("suffix_decoding_max_tree_depth", 2)
+        self._require_integer("suffix_decoding_max_tree_depth", 2, MAX_TREE_DEPTH)
         self._require_integer("suffix_decoding_max_cached_requests", -1)
         for name in ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"):
             self._require_number(name)
@@ -82,7 +84,7 @@ class MethodOptions:
         is_known = self.verify_strategy in VERIFY_STRATEGIES
         self._require(is_known, "verify_strategy", f"be one of {list(VERIFY_STRATEGIES)}")
         self._require_integer("max_candidate_len", 2, MAX_TOPK)
-        self._require_integer("verify_window", 0)
+        self._require_integer("verify_window", 0, MAX_NODES)
         for name in ("typical_epsilon", "typical_delta"):
             self._require_number(name)
             self._require(0 <= getattr(self, name) <= 1, name, "lie in 0..1")
@@ -111,7 +113,10 @@ class MethodOptions:
         if strategy in _OTHER_DRAWS and params.logprobs:
             return f"verify_strategy={strategy!r} knows no logprobs"
         if params.drafter is not None and params.drafter not in self.methods:
-            return f"drafter must be None or one of the methods {list(self.methods)}, got {params.drafter!r}"
+            rule = f"None or one of the methods {list(self.methods)}"
+            if self.method is None:
+                rule = "None for method=None, with which the draft model drafts for all requests"
+            return f"drafter must be {rule}, got {params.drafter!r}"
         return None
 
 

@@ -12,6 +12,8 @@ from .tree_view import VerifiedTree, label, why
 _GREEN, _DIM, _PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
 _COLORS = {"accepted": _GREEN, "target": _GREEN, "rejected": _DIM}
 _MARKS = {"accepted": "●", "cut": "◐", "rejected": "○", "target": "▸"}
+# what all of these and the lines between them become where they cannot be printed
+_ASCII = str.maketrans("●◐○▸└├│─…", "*+o>`||-.")
 _COLUMNS = ("draft", "path", "target")
 _NUMBER = 8
 _LEAST_WIDTH = 2 * len(_COLUMNS) * _NUMBER
@@ -58,14 +60,26 @@ def title(tree: VerifiedTree) -> str:
     return f"step {tree.step}{behind}: {accepted}, {brought}{end}"
 
 
-def tree_text(tree: VerifiedTree, width: int = 100, use_color: bool = False) -> str:
+def can_draw(encoding: str | None) -> bool:
+    """Whether a terminal of this encoding, or of none, shows marks and lines."""
+    try:
+        "".join(map(chr, _ASCII)).encode(encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def tree_text(tree: VerifiedTree, width: int = 100, use_color: bool = False, is_ascii: bool = False) -> str:
     """Lines of at most `width` columns, or 48: title, tree, and why the path stopped.
+
+    is_ascii  all in ASCII: other characters of the text as Python escapes them
 
     Columns: the draft's probability of a node behind its parent, the product of these down to it, and the target's
     probability of it behind its parent, where that is on the accepted path.
     """
     width = max(width, _LEAST_WIDTH)
-    rows = [(prefix, f"{_MARKS[item.kind]} {item.text}", item) for prefix, item in _rows(outline(tree))]
+    told = _escaped if is_ascii else str
+    rows = [(prefix, f"{_MARKS[item.kind]} {told(item.text)}", item) for prefix, item in _rows(outline(tree))]
     room = min(width - len(_COLUMNS) * _NUMBER, max(num_columns(prefix + shown) for prefix, shown, _ in rows))
     lines = [" " * room + "".join(f"{name:>{_NUMBER}}" for name in _COLUMNS)]
     for prefix, shown, item in rows:
@@ -76,7 +90,12 @@ def tree_text(tree: VerifiedTree, width: int = 100, use_color: bool = False) -> 
         line = (shown + " " * (room - len(prefix) - num_columns(shown)) + beside).rstrip()
         color = _COLORS.get(item.kind) if use_color else None
         lines.append(prefix + (f"{color}{line}{_PLAIN}" if color else line))
-    return "\n".join([*wrapped(title(tree), width), *lines, *wrapped(why(tree), width)])
+    text = "\n".join([*wrapped(told(title(tree)), width), *lines, *wrapped(told(why(tree)), width)])
+    return text.translate(_ASCII) if is_ascii else text
+
+
+def _escaped(text: str) -> str:
+    return text.encode("ascii", errors="backslashreplace").decode("ascii")
 
 
 def _rows(root: Item) -> Iterator[tuple[str, Item]]:

@@ -199,7 +199,8 @@ def _tree(seen: RecordedTree, request: Request, tokenizer: Tokenizer | None, ste
     stop = _stop(nodes, in_text[-1], choices, tokens, len(seen.path), finish_reason)
     # whole characters are enough in there, where it begins within one
     end = before[-_MOST_BYTES * _CONTEXT_CHARACTERS :]
-    context = tokenizer.decode(end)[-_CONTEXT_CHARACTERS:] if tokenizer else ""
+    detokenizer = tokenizer.detokenizer() if tokenizer else None
+    context = (detokenizer.push(end) + detokenizer.finish())[-_CONTEXT_CHARACTERS:] if tokenizer else ""
     return VerifiedTree(step, context, nodes, seen.num_levels, stop, tuple(tokens), finish_reason)
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+
+import torch
+
+_FP32 = torch.finfo(torch.float32)
 
 
 def is_integer(value: Any) -> bool:
@@ -10,6 +15,30 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_fp32(value: float) -> bool:
+    """Whether fp32 holds a number: it is finite, and none that would be rounded to 0."""
+    return value == 0 or _FP32.tiny <= abs(value) <= _FP32.max
+
+
+def shown(value: Any) -> str:
+    """The value in an error, which is one line whatever was passed."""
+    try:
+        text = repr(value)
+    except ValueError:  # of ints with thousands of digits
+        text = f"one too long to show, of type {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def first_line(error: Exception) -> str:
-    """What an error says, in one line; its class where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """What an error says, in one line; its class where it says nothing. After a colon the next line belongs to it."""
+    first, *rest = str(error).strip().splitlines() or [type(error).__name__]
+    first = first.rstrip()
+    return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first
+
+
+def parse_json(text: str) -> Any:
+    """What a JSON text stands for; ValueError where it is none, or one that Python cannot hold."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None

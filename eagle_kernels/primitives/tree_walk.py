@@ -27,7 +27,7 @@ class Output(NamedTuple):
 
 def check_tree(args: check.Arguments) -> Output:
     """What every tree-verification op asks of the tree, and what it returns."""
-    spec_steps = args.integer("spec_steps", 0)
+    spec_steps = args.integer("spec_steps", 0, MAX_NODES)  # no path is longer; outputs are as wide
     batch_size, num_nodes = check_links(args)
     return Output(
         args.spec((batch_size * num_nodes,), torch.int32),

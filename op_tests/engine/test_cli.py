@@ -31,11 +31,12 @@ from op_tests.engine.toys import plain_logits
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "def quicksort(items):\n"
 TARGET, DRAFT = demo_pair()
+FP32 = ("--dtype", "float32")  # in which texts with and without speculation are the same on every device
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def generate(*arguments: str | Path, prompt: str = PROMPT) -> int:
-    return main(["generate", prompt, *map(str, arguments)])
+    return main(["generate", prompt, *FP32, *map(str, arguments)])
 
 
 def split_report(output: str) -> tuple[str, dict[str, str]]:
@@ -451,7 +452,8 @@ def test_a_benchmark_of_one_token_has_no_speedup(tmp_path, capsys):
 def test_benchmark(tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("import os\n\ndef f(x):\nclass A:\n", encoding="utf-8")
-    command = ["benchmark", str(file), "--max-new-tokens", "8", "--num-prompts", "2", "--topk", "2", "--num-steps", "3"]
+    sizes = ["--max-new-tokens", "8", "--num-prompts", "2", "--topk", "2", "--num-steps", "3"]
+    command = ["benchmark", str(file), *sizes, *FP32]
     assert main([*command, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["prompts"] == 2 and report["identical"] == 1.0 and report["speculative"]["tokens"] == 16

@@ -51,7 +51,7 @@ def read(**changes) -> DecoderConfig:
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, r"rope_scaling of type \['linear'\] is not implemented"),
         ({"rope_theta": 0}, "rope_theta must be above 0 for rope_type='default', got 0"),
-        ({"rope_theta": float("nan")}, "rope_theta must be above 0 for rope_type='default', got nan"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a finite number that fp32 holds, got nan"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be above 0 for rope_type='linear', got 0"),
         ({"rope_scaling": {"type": "yarn"}, "rope_theta": 1}, "rope_theta must be above 1 for rope_type='yarn', got 1"),
         ({"rope_scaling": {"type": "yarn", "beta_slow": 0}}, "beta_slow must be above 0 for rope_type='yarn', got 0"),
@@ -112,6 +112,7 @@ def test_both_places_of_the_rotary_parameters():
     assert read(rope_theta=5000.0).rope.rope_theta == 5000.0
     moved = {"rope_type": "default", "rope_theta": 7000}
     assert read(rope_theta=None, rope_parameters=moved).rope.rope_theta == 7000
+    assert repr(read(rope_theta=10**30).rope.rope_theta) == "1e+30"  # torch takes no int of so many bits
     assert read(rope_theta=5.0, rope_parameters=moved).rope.rope_theta == 7000
     old = read(rope_theta=5000.0, rope_scaling=LLAMA3, max_position_embeddings=64, rope_parameters=moved).rope
     assert (old.rope_type, old.rope_theta, old.original_max_position_embeddings) == ("llama3", 5000.0, 64)

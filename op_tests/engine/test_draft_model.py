@@ -75,7 +75,7 @@ def load(tmp_path, draft_words, target_words, vocab_size=64, **added):
         folder_of(padded(target, vocab_size), tmp_path / "draft", draft_words, **added),
         folder_of(target, tmp_path / "target", target_words),
     )
-    return EAGLEInference.from_pretrained(*folders, CONFIG)
+    return EAGLEInference.from_pretrained(*folders, CONFIG, device="cpu")
 
 
 def test_folders_of_one_tokenizer(tmp_path):

@@ -72,6 +72,7 @@ def test_windows_and_prompts(tmp_path):
         ('{"prompt": "x"}', "there is no answer to learn"),
         ('{"conversations": []}', "conversations must be a list of objects"),
         ('{"conversations": [{"from": "tool", "value": "x"}]}', "role must be one of .* got 'tool'"),
+        ('{"conversations": [{"from": ["gpt"], "value": "x"}]}', r"role must be one of .* got \['gpt'\]"),
         ('{"conversations": [{"from": "gpt", "value": "x"}]}', "begins with an answer"),
         ('{"conversations": [{"from": "human"}]}', "value must be a string"),
     ],

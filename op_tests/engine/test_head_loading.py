@@ -130,7 +130,7 @@ def test_t2d_must_agree_and_may_be_absent(eagle3, target):
         (
             {"fc.weight": torch.zeros(32, 64)},
             {},
-            r"tensor fc.weight has shape \[32, 64\], config.json asks for \[32, 96",
+            r"target_hidden_size must be 64 as in fc.weight of shape \[32, 64\], got 3 \* 32",
         ),
         ({"norm.weight": torch.zeros(32, dtype=torch.int8)}, {}, "tensor norm.weight has dtype I8"),
         ({"lm_head.weight": None}, {}, "a head over 23 of 61 tokens cannot share the target's output"),
@@ -139,7 +139,7 @@ def test_t2d_must_agree_and_may_be_absent(eagle3, target):
         ({}, {"speculators_model_type": "dflash"}, "speculators_model_type='dflash' is no EAGLE head"),
         ({}, {"num_hidden_layers": 2}, "num_hidden_layers=2 is not implemented for EAGLE-3"),
         ({}, {LAYER_IDS: [5, 6, 7]}, r"\[5, 6, 7\] contradicts \[1, 3, 4\] of eagle_config"),
-        ({}, {"target_hidden_size": 48}, "config.json asks for"),
+        ({}, {"target_hidden_size": 48}, "target_hidden_size must be 96 as in fc.weight"),
         ({}, {"qkv_bias": True}, "missing tensors: midlayer.self_attn.k_proj.bias"),
         (
             {},

@@ -24,7 +24,7 @@ PROMPTS = TARGET.parent / "prompts.json"
 
 
 def inspect(*arguments) -> int:
-    return main(["inspect", *map(str, arguments)])
+    return main(["inspect", "--dtype", "float32", *map(str, arguments)])
 
 
 def read_rows(text: str) -> list[tuple[str, ...]]:
@@ -103,7 +103,7 @@ def test_the_sweep_of_a_head_that_is_never_accepted_tells_nothing(tmp_path):
     shutil.copytree(DRAFT, tmp_path / "draft")
     noise = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     heads.edit_tensors(tmp_path / "draft", **{"lm_head.weight": noise})
-    report = inspect_head(tmp_path / "draft", TARGET, prompts=["import os\n"], max_new_tokens=8)
+    report = inspect_head(tmp_path / "draft", TARGET, prompts=["import os\n"], max_new_tokens=8, device="cpu")
     assert [row.mean_accept_length < 1.05 for row in report.sweep] == [True] * 3
     assert report.remarks == ["the sweep cannot tell: the head is accepted (almost) never"]
 
@@ -129,7 +129,7 @@ def test_weights_of_the_target_are_read_for_a_sweep_alone(capsys, monkeypatch):
     monkeypatch.setattr(Checkpoint, "read", lambda file, device: [folders.append(file.folder), *read(file, device)][1:])
     assert inspect(DRAFT, "--target", TARGET) == 0
     assert dict(read_rows(capsys.readouterr().out))["fits the target"] == "yes" and set(folders) == {DRAFT}
-    assert inspect_head(DRAFT, TARGET, prompts=["a"], max_new_tokens=2).sweep and TARGET in folders
+    assert inspect_head(DRAFT, TARGET, prompts=["a"], max_new_tokens=2, device="cpu").sweep and TARGET in folders
 
 
 @pytest.mark.parametrize("form", WRITERS)
@@ -139,7 +139,9 @@ def test_heads_of_each_format(tmp_path, small_target, form):
     assert (report.hidden_states, report.layer_outputs) == ([2, 4, 5], [1, 3, 4])
     assert report.dtypes == ["F32"] and not report.has_embedding and report.has_output
     assert report.remarks == ["the head was made for 96 positions, the target for 256: requests end at 96 tokens"]
-    report = inspect_head(WRITERS[form](tmp_path / "one", heads.eagle1_tensors()), small_target, prompts=["a"])
+    report = inspect_head(
+        WRITERS[form](tmp_path / "one", heads.eagle1_tensors()), small_target, prompts=["a"], device="cpu"
+    )
     assert (report.format, report.kind, report.fits) == (form, "EAGLE-1", True)
     assert report.has_embedding and not report.has_output and report.options == ["fc_bias"]
     rows = dict(report.rows())

@@ -67,7 +67,7 @@ def test_modules_equal_the_formula(tmp_path):
 def test_folders_that_are_refused(tmp_path):
     target, _ = load(tmp_path, 2)
     edit_config(tmp_path, num_nextn_predict_layers=3)
-    with pytest.raises(ModelError, match=r"missing.*mtp_layers\.2\."):
+    with pytest.raises(ModelError, match=r"num_nextn_predict_layers must be 2 as in the tensors mtp_layers\.\*, got 3"):
         load_draft(tmp_path, target)
     edit_config(tmp_path, num_nextn_predict_layers=None)
     with pytest.raises(ModelError, match="num_nextn_predict_layers must be a positive integer, got None"):

@@ -19,6 +19,7 @@ from eagle_kernels.engine.models.eagle1_head import Eagle1Config, Eagle1Head
 from eagle_kernels.engine.models.loading import load_target
 from eagle_kernels.engine.models.protocol import FINAL_NORM, KVShape, ModelError
 from eagle_kernels.engine.models.transformers_target import TransformersTarget
+from op_tests.engine.heads import edit_tensors
 from op_tests.engine.toys import ToyModel
 
 transformers = pytest.importorskip("transformers", reason="the models are those of transformers")
@@ -361,13 +362,18 @@ def test_folders_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"n_layer": 4}))
-    with pytest.raises(ModelError, match=r"missing tensors: transformer\.h\.3\..* and 8 more"):
+    with pytest.raises(ModelError, match=r"config.json: n_layer must be 3 as in the tensors transformer.h.\*, got 4"):
+        load_target(tmp_path)
+    path.write_text(json.dumps(config))
+    edit_tensors(tmp_path, **{"transformer.h.1.ln_1.bias": None, "transformer.h.1.ln_2.weight": None})
+    with pytest.raises(ModelError, match=r"missing tensors: transformer\.h\.1\.ln_1\.bias, .*ln_2\.weight"):
         load_target(tmp_path)
     path.write_text(json.dumps(config | {"model_type": "nothing like it"}))
     with pytest.raises(ModelError, match="transformers cannot load it: .*nothing like it"):
         load_target(tmp_path)
     for changes, message in (
         ({"n_head": 0}, "transformers cannot load it: ZeroDivisionError: "),
+        ({"n_layer": 0}, "GPT2LMHeadModel: num_hidden_layers must be above 0, got 0"),
         ({"n_layer": None}, "transformers cannot load it: "),  # an error of huggingface_hub's own class
         ({"model_type": ["gpt2"]}, r"config.json: model_type must be a string, got \['gpt2'\]"),
     ):

@@ -62,6 +62,24 @@ def test_a_known_tree_as_text():
     assert tree_text(known_tree()) == KNOWN
 
 
+KNOWN_IN_ASCII = """\
+step 2 behind 'def f': 1 of 5 drafts accepted, 2 tokens
+                 draft    path  target
+* '('
+|-* 'self'        0.62    0.62    0.50
+| |-o ','         1.00    0.62    0.00
+| | `-o ' '
+| `-> <33>                        0.75
+`-o "'\\n"         0.25    0.25    0.12
+  `-o '\\u6f22'    0.50    0.12
+stopped at depth 1, behind 'self': the target chose <33> (0.75), which was not drafted there"""
+
+
+def test_a_known_tree_in_ascii():
+    """Escapes take the columns that they are shown in."""
+    assert tree_text(known_tree(), is_ascii=True) == KNOWN_IN_ASCII
+
+
 def test_the_accepted_path_is_green_on_a_terminal():
     lines = tree_text(known_tree(), use_color=True).splitlines()
     assert [re.sub(r"\033\[[\d;]*m", "", line) for line in lines] == KNOWN.splitlines()
@@ -155,7 +173,7 @@ def test_an_svg_says_what_the_tree_holds():
 
 
 def show(*arguments, prompt=PROMPT) -> int:
-    return main(["show-tree", prompt, *SIZES, *map(str, arguments)])
+    return main(["show-tree", prompt, *SIZES, "--dtype", "float32", *map(str, arguments)])
 
 
 def test_the_command_draws_what_the_engine_generates(capsys, monkeypatch):
@@ -171,7 +189,9 @@ def test_the_command_draws_what_the_engine_generates(capsys, monkeypatch):
     assert show("--steps", 2, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     target, draft = demo_pair()
-    engine = EAGLEInference.from_pretrained(draft, target, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=10))
+    engine = EAGLEInference.from_pretrained(
+        draft, target, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=10), device="cpu"
+    )
     prompt = engine.tokenizer.encode(PROMPT)
     tokens = [token for step in report["steps"] for token in step["tokens"]]
     assert engine.generate(prompt, 1 + len(tokens)).output_ids[1:] == tokens

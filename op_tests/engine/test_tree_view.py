@@ -26,7 +26,9 @@ SAMPLINGS = {"greedy": {}, "sampled": {"temperature": 0.8}, "filtered": {"temper
 @pytest.fixture(scope="module")
 def pair() -> EAGLEInference:
     target, draft = demo_pair()
-    return EAGLEInference.from_pretrained(draft, target, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=10))
+    return EAGLEInference.from_pretrained(
+        draft, target, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=10), device="cpu"
+    )
 
 
 def collect(engine, prompt, max_new_tokens=40, **options) -> list[VerifiedTree]:

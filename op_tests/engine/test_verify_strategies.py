@@ -251,7 +251,7 @@ def test_topp_takes_no_draft_that_a_filter_leaves_out(filters, device):
 REFUSED = [
     ({"verify_strategy": "best"}, {}, "verify_strategy must be one of"),
     ({"verify_strategy": "topp", "max_candidate_len": 17}, {}, "max_candidate_len must lie in 2..16, got 17"),
-    ({"verify_strategy": "topp", "verify_window": -1}, {}, "verify_window must be at least 0, got -1"),
+    ({"verify_strategy": "topp", "verify_window": -1}, {}, "verify_window must lie in 0..256, got -1"),
     ({"verify_strategy": "typical", "typical_delta": 2.0}, {}, "typical_delta must lie in 0..1, got 2.0"),
     ({"verify_strategy": "topp", "accept_policy": "accept_all"}, {}, "accept_policy must be 'normal' with"),
     ({"verify_strategy": "rejection", "simulated_accept_length": 2.0}, {}, "accept_policy must be 'normal' with"),

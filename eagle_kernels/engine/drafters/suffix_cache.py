@@ -19,6 +19,7 @@ from .suffix_automaton import Cursor, SuffixAutomaton
 from .suffix_drafts import Limits, SuffixDraft, limits_of
 from .suffix_matches import best_path, best_tree
 
+MAX_TREE_DEPTH = 2**16  # there is a limit for every length of a match
 _MOST_TOKEN_IDS = 2**31  # they lie in int32
 
 
@@ -47,14 +48,14 @@ class SuffixCache:
     A running request has a *local* automaton, of its prompt and response; the *global* one holds the responses of
     running and past requests. Both know strings of up to `max_tree_depth` tokens, a match and its drafts together.
 
-    max_tree_depth       at least 2; time and memory hardly depend on it
+    max_tree_depth       2..65536; time and memory hardly depend on it
     max_cached_requests  responses in the global automaton; -1: all of them, 0: none. The oldest makes room for a new
                          one; if its request still runs, it goes on with its local automaton and what others add
     """
 
     def __init__(self, max_tree_depth: int = 64, max_cached_requests: int = -1):
         args = check.Arguments("SuffixCache", locals())
-        self.max_tree_depth = args.integer("max_tree_depth", 2)
+        self.max_tree_depth = args.integer("max_tree_depth", 2, MAX_TREE_DEPTH)
         self.max_cached_requests = args.integer("max_cached_requests", -1)
         self._counts = SuffixAutomaton(max_tree_depth)
         self._requests: dict[Hashable, _Request] = {}

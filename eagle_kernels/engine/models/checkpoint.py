@@ -7,21 +7,26 @@ device and into their place, in their final dtype, so a load needs the weights' 
 from __future__ import annotations
 
 import json
-import pickle
+import re
 import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..values import first_line
+from ..values import first_line, parse_json, shown
 from .protocol import ModelError
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there, whole or by its index
+
+# elements
+_PIECE = 2**24
+
+_LFS_POINTER = b"version https://git-lfs"
 
 # How safetensors calls the types that files of torch.save hold as well.
 _DTYPE_NAMES = {
@@ -29,6 +34,8 @@ _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.bool: "BOOL",
@@ -88,18 +95,25 @@ class Checkpoint:
         with self._open(stored.file_name, "cpu") as file:
             return file.get_tensor(stored.name)
 
-    def _open(self, file_name: str, device: str):
-        if not (self.folder / file_name).is_file():
+    @contextmanager
+    def _open(self, file_name: str, device: str) -> Iterator[Any]:
+        path = self.folder / file_name
+        if not path.is_file():
             raise ModelError(f"{file_name}, named by {self.index}, is missing")
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise ModelError(f"{file_name} is a pointer of Git LFS: git lfs pull fetches the file itself")
         if file_name.endswith(".bin"):
-            return _PickledFile(self.folder / file_name, device)
+            yield _PickledFile(path, device)
+            return
         safe_open = safetensors().safe_open
         from safetensors import SafetensorError
 
         try:
-            return safe_open(self.folder / file_name, framework="pt", device=device)
+            with safe_open(path, framework="pt", device=device) as file:
+                yield file
         except SafetensorError as error:
-            raise ModelError(f"{file_name} cannot be read: {error}") from None
+            raise ModelError(f"{file_name} cannot be read: {first_line(error)}") from None
 
 
 class _PickledFile:
@@ -111,19 +125,10 @@ class _PickledFile:
 
     def __init__(self, path: Path, device: str) -> None:
         self._device = device
-        try:
-            self._tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
-            raise ModelError(f"{path.name} cannot be read: {first_line(error)}") from None
-        is_table = isinstance(self._tensors, dict)
-        if not (is_table and all(isinstance(tensor, Tensor) for tensor in self._tensors.values())):
+        tensors = self._tensors = load_pickled(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
+        is_table = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
+        if not (is_table and all(isinstance(tensor, Tensor) for tensor in tensors.values())):
             raise ModelError(f"{path.name} holds no dictionary of tensors")
-
-    def __enter__(self) -> _PickledFile:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._tensors = {}
 
     def keys(self) -> list[str]:
         return list(self._tensors)
@@ -145,34 +150,91 @@ class _PickledHeader(NamedTuple):
         return _DTYPE_NAMES.get(self.tensor.dtype) or str(self.tensor.dtype).removeprefix("torch.").upper()
 
 
-def fill(module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+def load_pickled(path: Path, **options: Any) -> Any:
+    """What torch.save wrote, by torch.load with these options; no code of the file is run, nor advised to be."""
+    try:
+        return torch.load(path, weights_only=True, **options)
+    except (MemoryError, PermissionError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of any class, where a file is not what it seems
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"it names {named[1]}, and no code of a file is run" if named else "it is no whole file of torch.save"
+        if type(error) in (RuntimeError, OSError):
+            reason += f" ({first_line(error)})"
+        raise ModelError(f"{path.name} cannot be read: {reason}") from None
+
+
+def fill(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    check_weights: bool = True,
+) -> None:
     """Moves a module built on the meta device to `device` and gives it the checkpoint's tensors, floating-point ones
-    as `dtype`; leaves it frozen, in eval mode. Names, shapes and memory are checked before anything is allocated."""
+    as `dtype`; leaves it frozen, in eval mode. Names, shapes and memory are checked before anything is allocated,
+    afterwards whether the weights are finite."""
     module.to(dtype)
     expected = module.state_dict()
     refuse_names("missing", expected.keys() - checkpoint.tensors.keys())
     refuse_names("unexpected", checkpoint.tensors.keys() - expected.keys())
     for name, stored in checkpoint.tensors.items():
         wanted = expected[name]
+        if stored.dtype.startswith(("F4", "F6")):
+            raise ModelError(f"tensor {name} has dtype {stored.dtype}, which is not implemented")
         if stored.shape != list(wanted.shape):
             raise ModelError(f"tensor {name} has shape {stored.shape}, config.json asks for {list(wanted.shape)}")
         if stored.is_floating_point != wanted.is_floating_point():
             raise ModelError(f"tensor {name} has dtype {stored.dtype}, {wanted.dtype} was expected")
-    check_memory(sum(tensor.nbytes for tensor in expected.values()), device, dtype)
+    check_memory(sum(tensor.nbytes for tensor in expected.values()), device, f"the weights take {{}} as {dtype}")
     places = module.to_empty(device=device).requires_grad_(False).eval().state_dict()
     if device.type == "meta":
         return
     for name, tensor in checkpoint.read(device):
         places[name].copy_(tensor)
+    if check_weights:
+        refuse_not_finite({name: places[name] for name in checkpoint.tensors}, dtype)
 
 
-def check_memory(needed: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuses weights of `needed` bytes that the device has no room for."""
+def refuse_not_finite(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Refuses weights with which every text would be the same token again and again."""
+    names = not_finite(tensors)
+    if names:
+        told = f"tensors with NaN or infinite values as {dtype}: {_listed(names)}"
+        raise ModelError(f"{told}; check_weights=False (--no-check-weights) loads them")
+
+
+def not_finite(tensors: dict[str, Tensor]) -> list[str]:
+    """The names of the floating-point tensors that hold NaN or infinite values.
+
+    Each is read once, where it is, and nothing as large is made; the host waits once, for all of them.
+    """
+    names, extremes = [], []
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.numel() > 0:
+            for piece in _pieces(tensor):
+                names.append(name)
+                extremes.append(torch.stack(torch.aminmax(piece)).double())
+    if not names:
+        return []
+    is_finite = torch.stack(extremes).isfinite().all(-1).tolist()
+    return list(dict.fromkeys(name for name, holds in zip(names, is_finite) if not holds))
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """What torch can compare: the tensor, or, of one byte an element, its pieces as fp32, one after another."""
+    if tensor.dtype.itemsize > 1:
+        yield tensor
+        return
+    for piece in tensor.flatten().split(_PIECE):
+        yield piece.float()
+
+
+def check_memory(needed: int, device: torch.device, told: str) -> None:
+    """Refuses `needed` bytes that the device has no room for; `told` says of what, {} in it are the bytes."""
     free = free_memory_bytes(device)
     if free is not None and needed > free:
-        raise ModelError(
-            f"the weights take {needed / 2**30:.2f} GiB as {dtype}, but {device} has {free / 2**30:.2f} GiB free"
-        )
+        raise ModelError(f"{told.format(f'{needed / 2**30:.2f} GiB')}, but {device} has {free / 2**30:.2f} GiB free")
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
@@ -197,9 +259,16 @@ def naming(folder: Path) -> Iterator[None]:
         raise ModelError(f"{folder}: {error}") from None
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def check_folder(folder: Path) -> None:
+    """Says also of a name of the Hugging Face hub why it is no folder."""
     if not folder.is_dir():
-        raise ModelError("there is no such folder")
+        fault = "there is no such folder, and nothing is downloaded"
+        is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", folder.as_posix()) and not folder.exists()
+        raise ModelError(fault + (f": hf download {folder.as_posix()} --local-dir FOLDER makes one" if is_name else ""))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    check_folder(folder)
     if not (folder / "config.json").is_file():
         raise ModelError("config.json is missing")
     return read_json(folder / "config.json")
@@ -210,7 +279,7 @@ def read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
     if is_optional and not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not JSON, or not even UTF-8
         raise ModelError(f"{path.name} is not JSON: {error}") from None
     if not isinstance(content, dict):
@@ -254,11 +323,25 @@ def _file_names(folder: Path) -> tuple[str, list[str]]:
             weight_map = read_json(index).get("weight_map")
             if not (isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())):
                 raise ModelError(f"{index.name}: weight_map must be an object that names the file of each tensor")
+            for tensor, file in weight_map.items():
+                if not _is_inside(file):
+                    told = f"weight_map must name files inside the folder, got {shown(file)} for {tensor}"
+                    raise ModelError(f"{index.name}: {told}")
             return index.name, sorted(set(weight_map.values()))
     raise ModelError("neither model.safetensors nor model.safetensors.index.json nor pytorch_model.bin is there")
 
 
+def _is_inside(name: str) -> bool:
+    """Whether a file's name leads nowhere else. Of names alone: the files of a hub's cache are links to elsewhere."""
+    path = PureWindowsPath(name)  # knows the separators and roots of other systems too
+    parts = path.parts
+    return len(parts) > 0 and not path.anchor and ".." not in parts and "\0" not in name and max(map(len, parts)) < 256
+
+
 def refuse_names(fault: str, names: set[str]) -> None:
     if names:
-        shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        raise ModelError(f"{fault} tensors: {shown}")
+        raise ModelError(f"{fault} tensors: {_listed(sorted(names))}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

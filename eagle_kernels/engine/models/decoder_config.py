@@ -10,8 +10,9 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from ...primitives.paging import MAX_HEAD_DIM, MIN_HEAD_DIM
-from ..values import is_integer
+from ..values import is_fp32, is_integer, shown
 from .protocol import ModelError
+from .stored_sizes import StoredSize
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ FAMILIES = {
 # Keys that change the computation, with the one value that is implemented. An absent or null key means that value.
 IMPLEMENTED = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None}
 
+# Token ids and places in the KV pools lie in int32. Layers are made one by one, as often as config.json says.
+_LARGEST_SIZE = 2**31 - 1
+MOST_LAYERS = 1000
+_MOST = dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), MOST_LAYERS)
+
 # Scalings of the rotary frequencies, and the keys that each cannot do without.
 ROPE_TYPES = {
     "default": (),
@@ -67,15 +73,17 @@ def read_section(config: dict[str, Any], name: str) -> dict[str, Any]:
     """The JSON object under a key of config.json; {} where the key is absent or null."""
     section = config.get(name)
     if section is not None and not isinstance(section, dict):
-        raise ModelError(f"config.json: {name} must be an object, got {section!r}")
+        raise ModelError(f"config.json: {name} must be an object, got {shown(section)}")
     return section or {}
 
 
 def read_size(config: dict[str, Any], name: str) -> int:
     """The positive integer under a key of config.json."""
-    value = config.get(name)
+    value, most = config.get(name), _MOST.get(name, _LARGEST_SIZE)
     if not (is_integer(value) and value > 0):
-        raise ModelError(f"config.json: {name} must be a positive integer, got {value!r}")
+        raise ModelError(f"config.json: {name} must be a positive integer, got {shown(value)}")
+    if value > most:
+        raise ModelError(f"config.json: {name} must be at most {most}, got {shown(value)}")
     return value
 
 
@@ -83,7 +91,7 @@ def read_flag(config: dict[str, Any], name: str) -> bool:
     """The boolean under a key of config.json; False where the key is absent or null."""
     value = config.get(name)
     if value is not None and not isinstance(value, bool):
-        raise ModelError(f"config.json: {name} must be true or false, got {value!r}")
+        raise ModelError(f"config.json: {name} must be true or false, got {shown(value)}")
     return bool(value)
 
 
@@ -91,12 +99,12 @@ def read_model_type(config: dict[str, Any]) -> str:
     """The family that a config.json names; llama where the key is absent or null."""
     model_type = config.get("model_type") or "llama"
     if not isinstance(model_type, str):
-        raise ModelError(f"config.json: model_type must be a string, got {model_type!r}")
+        raise ModelError(f"config.json: model_type must be a string, got {shown(model_type)}")
     return model_type
 
 
 def check_fields(config: Any) -> None:
-    """Numbers of a dataclass are numbers, sizes are positive."""
+    """Numbers of a dataclass are numbers, of floats such as fp32 holds; sizes are positive."""
     for item in fields(config):
         value, kind = getattr(config, item.name), item.type.removesuffix(" | None")
         if value is None and kind != item.type:
@@ -104,9 +112,20 @@ def check_fields(config: Any) -> None:
         if kind == "int":
             read_size({item.name: value}, item.name)
         if kind == "float" and not (is_integer(value) or isinstance(value, float)):
-            raise ModelError(f"config.json: {item.name} must be a number, got {value!r}")
+            raise ModelError(f"config.json: {item.name} must be a number, got {shown(value)}")
+        if kind == "float" and not is_fp32(value):
+            raise ModelError(f"config.json: {item.name} must be a finite number that fp32 holds, got {shown(value)}")
+        if kind == "float":
+            object.__setattr__(config, item.name, float(value))  # torch takes no ints of more than 64 bits
         if kind == "bool":
             read_flag({item.name: value}, item.name)
+
+
+def check_not_negative(config: Any, name: str) -> None:
+    """A number of a dataclass, which may be None, is at least 0."""
+    value = getattr(config, name)
+    if value is not None and value < 0:
+        raise ModelError(f"config.json: {name} must be at least 0, got {shown(value)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +148,17 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+        for name in ("mscale", "mscale_all_dim"):
+            check_not_negative(self, name)
+        for name in (
+            "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow",
+        ):  # fmt: skip
             value = getattr(self, name)
             # yarn divides by the logarithm of rope_theta, and everything else by the numbers themselves
             bound = 1 if (self.rope_type, name) == ("yarn", "rope_theta") else 0
             if value is not None and not value > bound:
                 raise ModelError(
-                    f"config.json: {name} must be above {bound} for rope_type={self.rope_type!r}, got {value!r}"
+                    f"config.json: {name} must be above {bound} for rope_type={self.rope_type!r}, got {shown(value)}"
                 )
 
     @classmethod
@@ -149,11 +172,11 @@ class RopeConfig:
             raise ModelError(f"config.json: {name} that differ by layer ({', '.join(nested)}) are not implemented")
         if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
             raise ModelError(
-                f"config.json: {name} of type {rope_type!r} is not implemented (only {', '.join(ROPE_TYPES)})"
+                f"config.json: {name} of type {shown(rope_type)} is not implemented (only {', '.join(ROPE_TYPES)})"
             )
         if section.get("partial_rotary_factor") not in (None, 1.0):
             value = section["partial_rotary_factor"]
-            raise ModelError(f"config.json: partial_rotary_factor={value!r} is not implemented (only 1.0)")
+            raise ModelError(f"config.json: partial_rotary_factor={shown(value)} is not implemented (only 1.0)")
         missing = [key for key in ROPE_TYPES[rope_type] if section.get(key) is None]
         if missing:
             raise ModelError(f"config.json: {name} of type {rope_type!r} lacks {', '.join(missing)}")
@@ -202,6 +225,7 @@ class DecoderConfig:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         check_fields(self)
+        check_not_negative(self, "rms_norm_eps")
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         self.windows = self.windows or (None,) * self.num_hidden_layers
@@ -215,6 +239,13 @@ class DecoderConfig:
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM:
             raise ModelError(f"head_dim must lie in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {self.head_dim}")
 
+    @property
+    def stored_sizes(self) -> list[StoredSize]:
+        """What the tensors tell too."""
+        return [StoredSize("vocab_size", 0, ("model.embed_tokens.weight", "lm_head.weight"))] + layer_sizes(
+            "model.layers.0."
+        )
+
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> DecoderConfig:
         """Read a parsed config.json; refuse by name what would change the result and is not implemented."""
@@ -224,11 +255,13 @@ class DecoderConfig:
     def _read(cls, config: dict[str, Any]) -> dict[str, Any]:
         model_type = read_model_type(config)
         if model_type not in FAMILIES:
-            raise ModelError(f"config.json: model_type={model_type!r} is not implemented (only {', '.join(FAMILIES)})")
+            raise ModelError(
+                f"config.json: model_type={shown(model_type)} is not implemented (only {', '.join(FAMILIES)})"
+            )
         for name, implemented in IMPLEMENTED.items():
             value = config.get(name)
             if value is not None and value != implemented:
-                raise ModelError(f"config.json: {name}={value!r} is not implemented (only {implemented!r})")
+                raise ModelError(f"config.json: {name}={shown(value)} is not implemented (only {implemented!r})")
         family = FAMILIES[model_type]
         config = family.defaults | config
         own = ("qkv_bias", "o_bias", "mlp_bias", "has_qk_norms", "windows", "rope")  # said in other words
@@ -247,28 +280,42 @@ class DecoderConfig:
         return values
 
 
+def layer_sizes(prefix: str) -> list[StoredSize]:
+    """Those of a layer whose tensors begin so."""
+    names = {
+        "hidden_size": "post_attention_layernorm",
+        "intermediate_size": "mlp.gate_proj",
+        "num_attention_heads * head_dim": "self_attn.q_proj",
+        "num_key_value_heads * head_dim": "self_attn.k_proj",
+    }
+    return [StoredSize(fields, 0, (f"{prefix}{name}.weight",)) for fields, name in names.items()]
+
+
 def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer, None for those that see everything."""
     window = config.get("sliding_window")
     first = 0
     if family.sliding == "by layer":
         window = window if read_flag(config, "use_sliding_window") else None
-        first = config.get("max_window_layers") or 0
+        first = config.get("max_window_layers")
+        if first is not None and not (is_integer(first) and first >= 0):
+            raise ModelError(f"config.json: max_window_layers must be an integer of at least 0, got {shown(first)}")
+        first = first or 0
     if window is not None:
         if family.sliding == "none":
-            raise ModelError(f"config.json: sliding_window={window!r} is not implemented for this model_type")
+            raise ModelError(f"config.json: sliding_window={shown(window)} is not implemented for this model_type")
         window = read_size(config, "sliding_window")
     computed = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(num_layers)]
     layer_types = config.get("layer_types")
     if layer_types is None:
         layer_types = computed
     if family.sliding != "by layer" and layer_types != computed:
-        raise ModelError(f"config.json: layer_types={layer_types!r} is not implemented for this model_type")
+        raise ModelError(f"config.json: layer_types={shown(layer_types)} is not implemented for this model_type")
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise ModelError(f"config.json: layer_types must name each of {num_layers} layers, got {layer_types!r}")
+        raise ModelError(f"config.json: layer_types must name each of {num_layers} layers, got {shown(layer_types)}")
     for layer_type in layer_types:
         if layer_type not in ("sliding_attention", "full_attention"):
-            raise ModelError(f"config.json: layer_types: {layer_type!r} is not implemented")
+            raise ModelError(f"config.json: layer_types: {shown(layer_type)} is not implemented")
         if layer_type == "sliding_attention" and window is None:
             raise ModelError("config.json: layer_types name sliding_attention, but no sliding window is in use")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .decoder_config import DecoderConfig
+from .decoder_config import DecoderConfig, layer_sizes
 from .head_formats import flatten
 from .layers import Linear
 from .protocol import FINAL_NORM, KVShape, ModelError, TargetModel
 from .rotary import Rotary
+from .stored_sizes import StoredSize
 
 # Parts that a head has where its file holds them: setting, and the end of the names of its tensors.
 IN_THE_FILE = {
@@ -37,6 +38,7 @@ class HeadConfig(DecoderConfig):
     """
 
     kind: ClassVar[str]
+    layer_prefix: ClassVar[str]  # of the tensors of its first layer
 
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
@@ -50,6 +52,15 @@ class HeadConfig(DecoderConfig):
             self.target_hidden_size = self.hidden_size
         if self.draft_vocab_size > self.vocab_size:
             raise ModelError(f"draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}")
+
+    @property
+    def stored_sizes(self) -> list[StoredSize]:
+        """What the tensors tell too."""
+        return [
+            StoredSize("vocab_size", 0, ("embed_tokens.weight", "t2d")),
+            StoredSize("draft_vocab_size", 0, ("lm_head.weight", "d2t")),
+            *layer_sizes(self.layer_prefix),
+        ]
 
     @property
     def num_aux_layers(self) -> int:
@@ -156,6 +167,9 @@ class DraftHead(nn.Module):
             self._target_embedding = (target.get_input_embeddings(),)
         if self.lm_head is None:
             self._target_output = (target.get_output_embeddings(),)
+        if self.d2t is not None and self.t2d is None:  # ModelOpt leaves it out; d2t says it all
+            self.t2d = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.d2t.device)
+            self.t2d[self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)] = True
         return self
 
     def misfits(self, target: TargetModel) -> list[str]:
@@ -188,7 +202,7 @@ class DraftHead(nn.Module):
         """What is wrong with the draft vocabulary, whatever the target; the first bad id of each fault."""
         if self.d2t is None:
             return []
-        found = _faults_of_offsets(self.d2t, self.t2d)
+        found = _faults_of_offsets(self.d2t, self.t2d, self.vocab_size)
         if self.lm_head is None:
             found.append(
                 f"a head over {self.draft_vocab_size} of {self.vocab_size} tokens cannot share the target's output and "
@@ -218,16 +232,18 @@ def _misfits_of_aux_layers(aux_layers: tuple[int, ...], num_layers: int) -> list
     return []
 
 
-def _faults_of_offsets(d2t: Tensor, t2d: Tensor) -> list[str]:
-    """d2t [Vd] int64 offsets and t2d [V] bool must describe the same ascending subset of the target vocabulary."""
+def _faults_of_offsets(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> list[str]:
+    """d2t [Vd] int64 offsets and t2d [V] bool, if there is one, must describe the same ascending subset of the target
+    vocabulary."""
     target_ids = d2t + torch.arange(len(d2t), device=d2t.device)
     found = []
-    outside = (target_ids < 0) | (target_ids >= len(t2d))
+    outside = (target_ids < 0) | (target_ids >= vocab_size)
     descending = target_ids.diff() <= 0
     if outside.any():
         draft_id = int(outside.nonzero()[0])
         found.append(
-            f"d2t: draft id {draft_id} maps to target id {int(target_ids[draft_id])}, outside the {len(t2d)} there are"
+            f"d2t: draft id {draft_id} maps to target id {int(target_ids[draft_id])}, outside the {vocab_size} there "
+            "are"
         )
     if descending.any():
         draft_id = int(descending.nonzero()[0]) + 1
@@ -236,10 +252,12 @@ def _faults_of_offsets(d2t: Tensor, t2d: Tensor) -> list[str]:
             f"{int(target_ids[draft_id - 1])}; d2t holds offsets (target id - draft id)"
         )
     if found:
-        ascends_as_ids = bool((d2t.diff() > 0).all()) and int(d2t[0]) >= 0 and int(d2t[-1]) < len(t2d)
-        if ascends_as_ids and bool(t2d[d2t].all()):
+        ascends_as_ids = bool((d2t.diff() > 0).all()) and int(d2t[0]) >= 0 and int(d2t[-1]) < vocab_size
+        if ascends_as_ids and (t2d is None or bool(t2d[d2t].all())):
             found[0] += "; these look like target ids themselves, where offsets (target id - draft id) are expected"
         return found
+    if t2d is None:
+        return []
     expected = torch.zeros_like(t2d)
     expected[target_ids] = True
     differing = expected != t2d

@@ -28,6 +28,7 @@ from .head_formats import (
 from .next_token_modules import NextTokenConfig, NextTokenModules
 from .placement import read_placement
 from .protocol import FINAL_NORM, ModelError, TargetModel
+from .stored_sizes import check_layers, check_sizes
 
 _logger = logging.getLogger(__name__)
 
@@ -61,16 +62,19 @@ def load_draft(
     dtype: torch.dtype | None = None,
     *,
     aux_layers: Sequence[int] | None = None,
+    check_weights: bool = True,
 ) -> DraftHead:
     """An EAGLE head, or the next-token modules in a target's own folder; frozen, in eval mode, bound to `target`, from
     which it takes an embedding or lm_head it lacks.
 
     device, dtype  of its weights; None: the target's
     aux_layers     hidden_states indices to read in place of those that config.json names
+    check_weights  as of `load_target`
     One line of logging names the format and the auxiliary layers as written and as read.
     """
     folder = Path(folder)
-    file = read_head(folder, target.device if device is None else device, target.dtype if dtype is None else dtype)
+    device, dtype = target.device if device is None else device, target.dtype if dtype is None else dtype
+    file = read_head(folder, device, dtype, check_weights=check_weights)
     head = file.head
     with naming(folder):
         if aux_layers is not None:
@@ -101,36 +105,44 @@ def tell_capture(aux_layers: Sequence[int]) -> str:
     return f"hidden_states {list(aux_layers)}"
 
 
-def read_head(folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> HeadFile:
+def read_head(
+    folder: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    check_weights: bool = True,
+) -> HeadFile:
     """The head of a folder, its floating-point tensors converted to `dtype`."""
-    folder, device = Path(folder), read_placement("load_draft", device, dtype)
+    folder, (device, dtype) = Path(folder), read_placement("load_draft", device, dtype)
     with naming(folder):
         config = read_config(folder)
         checkpoint = Checkpoint(folder)
         kind = kind_of(config, checkpoint.tensors)
         form = NEXT_TOKEN_MODULES if kind == "MTP" else recognise(config)
+        if kind == "MTP":  # its target's
+            check_layers(config, "num_hidden_layers", checkpoint.tensors, "model.layers.")
         tensors = checkpoint.tensors = _renamed(form, kind, checkpoint.tensors)
         dtypes = sorted({stored.dtype for stored in tensors.values() if stored.is_floating_point})
+        if kind == "MTP":
+            check_layers(config, "num_nextn_predict_layers", tensors, "mtp_layers.")
         settings = _settings(config, kind, tensors)
+        if settings.aux_layers == (FINAL_NORM,) and kind == "EAGLE-3":
+            tensors.pop("fc.weight", None)  # SGLang's class always has one, and does not call it then
+        check_sizes(settings, settings.stored_sizes, tensors)
         if settings.draft_vocab_size == settings.vocab_size:
             # Some trainers write the identity mapping; a head over the whole vocabulary has none.
             if "d2t" in tensors:
                 _check_identity(checkpoint.get("d2t"))
                 del tensors["d2t"]
             tensors.pop("t2d", None)
-        if settings.aux_layers == (FINAL_NORM,) and kind == "EAGLE-3":
-            tensors.pop("fc.weight", None)  # SGLang's class always has one, and does not call it then
         if settings.tie_word_embeddings and "embed_tokens.weight" in tensors:
             tensors.setdefault("lm_head.weight", tensors["embed_tokens.weight"])
         own = {"own_embedding": "embed_tokens.weight" in tensors, "own_output": "lm_head.weight" in tensors}
         with torch.device("meta"):
             head = _CLASSES[kind](settings, **own)
-        is_t2d_absent = head.d2t is not None and "t2d" not in tensors
-        if is_t2d_absent:
-            head.t2d = None
-        fill(head, checkpoint, device, dtype)
-        if is_t2d_absent:  # ModelOpt leaves it out; d2t says it all
-            head.t2d = _drafted_tokens(head.d2t, settings.vocab_size)
+        if "t2d" not in tensors:
+            head.t2d = None  # `bind` makes it of d2t
+        fill(head, checkpoint, device, dtype, check_weights)
         return HeadFile(head, form.name, kind, dtypes, written_aux_layers(config), remarks_on(form, kind, config))
 
 
@@ -167,11 +179,3 @@ def _check_identity(d2t: Tensor) -> None:
             f"tensor d2t must be 0 throughout where the draft's vocabulary is the target's, got {d2t.flatten()[first]} "
             f"for draft id {first}"
         )
-
-
-def _drafted_tokens(d2t: Tensor, vocab_size: int) -> Tensor:
-    """t2d [V] bool of offsets [Vd]; those that leave the vocabulary are for `bind` to complain of."""
-    target_ids = d2t + torch.arange(len(d2t), device=d2t.device)
-    t2d = torch.zeros(vocab_size, dtype=torch.bool, device=d2t.device)
-    t2d[target_ids[(target_ids >= 0) & (target_ids < vocab_size)]] = True
-    return t2d

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .draft_head import DraftHead, HeadConfig
 from .layers import MLP, Attention, Linear, RMSNorm
 from .protocol import Angles, Attend, DraftOutput, StoringAttend
+from .stored_sizes import StoredSize
 
 
 @dataclass(kw_only=True)
@@ -28,8 +29,13 @@ class Eagle1Config(HeadConfig):
     """As `HeadConfig`; `fc_bias` says whether fc has a bias (published heads of Llama 3 have none)."""
 
     kind = "EAGLE-1"
+    layer_prefix = "layers.0."
 
     fc_bias: bool = True
+
+    @property
+    def stored_sizes(self) -> list[StoredSize]:
+        return [*super().stored_sizes, StoredSize("hidden_size + target_hidden_size", 1, ("fc.weight",))]
 
 
 class Eagle1Layer(nn.Module):

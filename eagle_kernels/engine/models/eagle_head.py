@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .draft_head import DraftHead, HeadConfig
 from .layers import MLP, Attention, Linear, RMSNorm
 from .protocol import Angles, Attend, DraftOutput, ModelError, StoringAttend
+from .stored_sizes import StoredSize
 
 
 @dataclass(kw_only=True)
@@ -36,6 +37,7 @@ class EagleConfig(HeadConfig):
     """
 
     kind = "EAGLE-3"
+    layer_prefix = "midlayer."
 
     norm_before_residual: bool = False
     norm_output: bool = False
@@ -54,6 +56,10 @@ class EagleConfig(HeadConfig):
                 f"config.json: without use_aux_hidden_state, target_hidden_size={self.target_hidden_size} must be "
                 f"hidden_size={self.hidden_size}"
             )
+
+    @property
+    def stored_sizes(self) -> list[StoredSize]:
+        return [*super().stored_sizes, StoredSize("num_aux_layers * target_hidden_size", 1, ("fc.weight",))]
 
 
 class EagleLayer(nn.Module):

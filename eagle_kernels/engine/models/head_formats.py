@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..values import is_integer
-from .decoder_config import read_section
+from ..values import is_integer, shown
+from .decoder_config import MOST_LAYERS, read_section
 from .protocol import FINAL_NORM, ModelError
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -83,10 +83,16 @@ class HeadFormat:
 
 
 def _is_specforge(config: dict[str, Any]) -> bool:
-    architectures = config.get("architectures") or []
     return bool(config.get("eagle_config")) or any(
-        name in ("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3") for name in architectures
+        name in ("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3") for name in _architectures(config)
     )
+
+
+def _architectures(config: dict[str, Any]) -> list[str]:
+    names = config.get("architectures") or []
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ModelError(f"config.json: architectures must be a list of strings, got {shown(names)}")
+    return names
 
 
 FORMATS = (  # the first that fits
@@ -146,9 +152,8 @@ def kind_of(config: dict[str, Any], tensor_names: Iterable[str]) -> str:
         return "MTP"
     declared = config.get("speculators_model_type")
     if declared not in (None, "eagle", "eagle3"):
-        raise ModelError(f"config.json: speculators_model_type={declared!r} is no EAGLE head")
-    architectures = config.get("architectures") or []
-    if declared == "eagle3" or any("Eagle3" in str(name) for name in architectures):
+        raise ModelError(f"config.json: speculators_model_type={shown(declared)} is no EAGLE head")
+    if declared == "eagle3" or any("Eagle3" in name for name in _architectures(config)):
         return "EAGLE-3"
     if declared == "eagle":
         return "EAGLE-1"
@@ -185,12 +190,12 @@ def flatten(config: dict[str, Any], kind: str) -> dict[str, Any]:
         if value is None:
             continue
         if values.get(ours) not in (None, value):
-            raise ModelError(f"config.json: {theirs}={value!r} contradicts {ours}={values[ours]!r}")
+            raise ModelError(f"config.json: {theirs}={shown(value)} contradicts {ours}={shown(values[ours])}")
         values[ours] = value
     for name, implemented in (_IMPLEMENTED | _IMPLEMENTED_BY_KIND[kind]).items():
         value = values.get(name)
         if value is not None and value != implemented:
-            raise ModelError(f"config.json: {name}={value!r} is not implemented for {kind} (only {implemented!r})")
+            raise ModelError(f"config.json: {name}={shown(value)} is not implemented for {kind} (only {implemented!r})")
     reads_last = kind == "EAGLE-1" or values.get("use_aux_hidden_state") is False
     # this file's name for what checkpoints say in their own ways
     values["aux_layers"] = (FINAL_NORM,) if reads_last else written_aux_layers(config).indices or None
@@ -204,12 +209,14 @@ def written_aux_layers(config: dict[str, Any]) -> AuxLayers:
     if ids is None:
         return AuxLayers(None, "", ())
     if not (isinstance(ids, list) and ids and all(map(is_integer, ids))):
-        raise ModelError(f"config.json: {LAYER_IDS} must be a list of integers, got {ids!r}")
+        raise ModelError(f"config.json: {LAYER_IDS} must be a list of integers, got {shown(ids)}")
+    if len(ids) > MOST_LAYERS:
+        raise ModelError(f"config.json: {LAYER_IDS} must be a list of at most {MOST_LAYERS} integers, got {shown(ids)}")
     if inside is not None and beside not in (None, inside, [layer + offset for layer in inside]):
-        raise ModelError(f"config.json: {LAYER_IDS} {beside} contradicts {inside} of eagle_config")
+        raise ModelError(f"config.json: {LAYER_IDS} {shown(beside)} contradicts {shown(inside)} of eagle_config")
     indices = tuple(layer + offset for layer in ids)
     if min(indices) < 0:
-        raise ModelError(f"config.json: {LAYER_IDS} {ids} names no stream of the target")
+        raise ModelError(f"config.json: {LAYER_IDS} {shown(ids)} names no stream of the target")
     return AuxLayers(tuple(ids), meaning, indices)
 
 

@@ -18,6 +18,7 @@ from .checkpoint import (
     read_config,
     read_json,
     refuse_names,
+    refuse_not_finite,
     save_tensors,
     write_json,
 )
@@ -27,6 +28,7 @@ from .draft_loading import load_draft
 from .head_formats import MODULE_PREFIX
 from .placement import read_placement
 from .protocol import ModelError, TargetModel
+from .stored_sizes import check_layers, check_most_layers, check_sizes
 from .transformers_target import TransformersTarget
 
 __all__ = ["demo_pair", "load_draft", "load_target", "read_eos_token_ids", "read_json", "save_folder"]
@@ -35,37 +37,48 @@ DEMO_PAIR_FOLDER = Path(__file__).resolve().parents[2] / "assets" / "demo_pair"
 
 
 def load_target(
-    folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    folder: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    check_weights: bool = True,
 ) -> TargetModel:
     """A decoder of any family of `decoder_config.FAMILIES`, or another causal language model behind transformers' own
     class (`transformers_target.py`), frozen, in eval mode, its weights converted to `dtype`.
 
+    check_weights  refuse NaN and infinite weights by name, by one pass over them on the device
+
     On the device `meta` a decoder is the names and sizes that its files tell, whose weights are not read; behind
     transformers there is no such, and the model is on the CPU then.
     """
-    folder, device = Path(folder), read_placement("load_target", device, dtype, "meta")
+    folder, (device, dtype) = Path(folder), read_placement("load_target", device, dtype, "meta")
     with naming(folder):
         content = read_config(folder)
         if read_model_type(content) not in FAMILIES:
-            return _load_through_transformers(folder, torch.device("cpu") if device.type == "meta" else device, dtype)
-        config = DecoderConfig.from_dict(content)
+            device = torch.device("cpu") if device.type == "meta" else device
+            return _load_through_transformers(folder, content, device, dtype, check_weights)
         checkpoint = Checkpoint(folder)
         for name in [name for name in checkpoint.tensors if name.startswith(MODULE_PREFIX)]:
             del checkpoint.tensors[name]  # a draft, see `load_draft`
         if "fc.weight" in checkpoint.tensors and "model.embed_tokens.weight" not in checkpoint.tensors:
             raise ModelError("holds fc.weight and no model.embed_tokens.weight: an EAGLE head, a draft and no target")
+        check_layers(content, "num_hidden_layers", checkpoint.tensors, "model.layers.")
+        config = DecoderConfig.from_dict(content)
+        check_sizes(config, config.stored_sizes, checkpoint.tensors)
         with torch.device("meta"):
             target = Decoder(config)
         if config.tie_word_embeddings:
             # allocated once, and read once where a checkpoint holds it twice
             target.lm_head.weight = None
             checkpoint.tensors.pop("lm_head.weight", None)
-        fill(target, checkpoint, device, dtype)
+        fill(target, checkpoint, device, dtype, check_weights)
         target.tie_weights()
         return target
 
 
-def _load_through_transformers(folder: Path, device: torch.device, dtype: torch.dtype) -> TransformersTarget:
+def _load_through_transformers(
+    folder: Path, config: dict[str, Any], device: torch.device, dtype: torch.dtype, check_weights: bool
+) -> TransformersTarget:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -73,17 +86,22 @@ def _load_through_transformers(folder: Path, device: torch.device, dtype: torch.
             f"config.json: model_type is none of {', '.join(FAMILIES)}; other models need transformers: "
             "pip install 'eagle_kernels[transformers]'"
         ) from None
-    stored = Checkpoint(folder).tensors.values()
-    check_memory(sum(math.prod(tensor.shape) for tensor in stored) * dtype.itemsize, device, dtype)
+    stored = Checkpoint(folder).tensors
+    check_most_layers(config, stored)
+    needed = sum(math.prod(tensor.shape) for tensor in stored.values()) * dtype.itemsize
+    check_memory(needed, device, f"the weights take {{}} as {dtype}")
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # whatever a config.json or a file that nobody has checked leads to over there
         raise ModelError(f"transformers cannot load it: {type(error).__name__}: {first_line(error)}") from None
     # tensors that transformers makes up where the files have none
     refuse_names("missing", set(report["missing_keys"]))
-    return TransformersTarget(model.to(device))
+    model = model.to(device)
+    if check_weights:
+        refuse_not_finite(dict(model.named_parameters()), dtype)
+    return TransformersTarget(model)
 
 
 def demo_pair() -> tuple[Path, Path]:

@@ -30,6 +30,7 @@ class NextTokenConfig(HeadConfig):
     """The target's config.json, read for its modules; num_modules is `num_nextn_predict_layers` there."""
 
     kind = "MTP"
+    layer_prefix = "mtp_layers.0."
 
     num_modules: int = 1
 

@@ -10,8 +10,10 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..values import is_fp32
+from .checkpoint import check_memory
 from .decoder_config import DecoderConfig, RopeConfig
-from .protocol import Angles
+from .protocol import Angles, ModelError
 
 
 class Rotary(nn.Module):
@@ -19,9 +21,19 @@ class Rotary(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
+        num_positions = config.max_position_embeddings
+        # two thirds of which are gone once the table is made
+        needed = 10 * num_positions * config.head_dim
+        told = f"config.json: max_position_embeddings={num_positions} needs {{}} for the angles of its positions"
+        check_memory(needed, torch.device("cpu"), told)
         frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
+        if not ((frequencies * (num_positions - 1)).isfinite().all() and is_fp32(factor)):
+            raise ModelError(
+                f"config.json: the rotary embedding with rope_type={config.rope.rope_type!r} turns position "
+                f"{num_positions - 1} by an angle that fp32 does not hold"
+            )
         # On the CPU whatever the model's device: another's cos may differ in the last bit.
-        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device="cpu")
+        positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
         angles = positions[:, None] * frequencies
         table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
         self.register_buffer("table", table, persistent=False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from .checkpoint import read_json
+from ..values import first_line, is_integer, shown
+from .checkpoint import check_folder, naming, read_json
 from .loading import read_eos_token_ids
 from .protocol import ModelError
 
@@ -31,14 +33,18 @@ class Tokenizer(Protocol):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """The ids; ValueError where the text is none that UTF-8 holds."""
+        ...
 
     def encode_with_spans(self, text: str, *, is_complete: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
         """The ids, and the characters [begin, end) of the text that each stands for; a text that `is_complete` holds
         the marks of its beginning and end itself, and gets none."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text; ValueError where an id is neither the tokenizer's nor the model's, whose table may be longer."""
+        ...
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """context: the ids that stand before, whose text is not told; at the beginning of a text some tokenizers strip
@@ -47,21 +53,28 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Ids 0..255 are the bytes of UTF-8 text; 256 is `<|endoftext|>`, which ends a text and stands before the next."""
+    """Ids 0..255 are the bytes of UTF-8 text; 256 is `<|endoftext|>`, which ends a text and stands before the next.
+
+    num_ids  of the model, where they are more
+    """
 
     vocab_size = 257
     bos_token_id = 256
     eos_token_ids = (256,)
 
+    def __init__(self, num_ids: int = 257) -> None:
+        self._num_ids = max(num_ids, self.vocab_size)
+
     def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
+        return list(_checked_text(text).encode("utf-8"))
 
     def encode_with_spans(self, text: str, *, is_complete: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        _checked_text(text)
         spans = [(index, index + 1) for index, character in enumerate(text) for _ in character.encode("utf-8")]
         return self.encode(text), spans
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return _text_bytes(token_ids).decode("utf-8", errors="replace")
+        return _text_bytes(_checked_ids(token_ids, self._num_ids)).decode("utf-8", errors="replace")
 
     def detokenizer(self, context: Sequence[int] = ()) -> ByteDetokenizer:
         return ByteDetokenizer()
@@ -84,10 +97,40 @@ def _text_bytes(token_ids: Iterable[int]) -> bytes:
     return bytes(token_id for token_id in token_ids if token_id < 256)
 
 
-class FileTokenizer:
-    """A Hugging Face `tokenizer.json`, through the `tokenizers` package."""
+def _checked_text(text: str) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"encode: text must be a string, got {shown(text)}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # what Python makes of a command line, and of JSON, that holds no text
+        half = f"its character {error.start} is {text[error.start]!r}, half of a surrogate pair"
+        raise ValueError(f"encode: text must be UTF-8, {half}") from None
+    return text
 
-    def __init__(self, path: Path, eos_token_ids: tuple[int, ...]) -> None:
+
+def _checked_ids(token_ids: Sequence[int], num_ids: int) -> list[int]:
+    try:
+        items = list(token_ids)
+    except TypeError:
+        raise ValueError(f"decode: token_ids must be a sequence of integers, got {shown(token_ids)}") from None
+    for place, item in enumerate(items):
+        try:
+            items[place] = operator.index(item)
+        except TypeError:
+            raise ValueError(f"decode: token_ids must be integers, got {shown(item)}") from None
+        if not 0 <= items[place] < num_ids:
+            raise ValueError(f"decode: token_ids must lie in 0..{num_ids - 1}, got {items[place]}")
+    return items
+
+
+class FileTokenizer:
+    """A Hugging Face `tokenizer.json`, through the `tokenizers` package.
+
+    num_ids  of the model, where they are more
+    """
+
+    def __init__(self, path: Path, eos_token_ids: tuple[int, ...], num_ids: int = 0) -> None:
         try:
             import tokenizers
         except ImportError:
@@ -95,19 +138,20 @@ class FileTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises nothing narrower
-            raise ModelError(f"{path} cannot be read: {error}") from None
+            raise ModelError(f"{path} cannot be read: {first_line(error)}") from None
         self.vocab_size: int = self._tokenizer.get_vocab_size()
+        self._num_ids = max(num_ids, self.vocab_size)
         self.eos_token_ids = eos_token_ids
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        return self._tokenizer.encode(_checked_text(text)).ids
 
     def encode_with_spans(self, text: str, *, is_complete: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
-        encoding = self._tokenizer.encode(text, add_special_tokens=not is_complete)
+        encoding = self._tokenizer.encode(_checked_text(text), add_special_tokens=not is_complete)
         return encoding.ids, encoding.offsets
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return self._tokenizer.decode(_checked_ids(token_ids, self._num_ids), skip_special_tokens=True)
 
     def detokenizer(self, context: Sequence[int] = ()) -> FileDetokenizer:
         return FileDetokenizer(self, context)
@@ -156,15 +200,23 @@ class FileDetokenizer:
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a model folder: `ByteTokenizer` where the config names it, else `tokenizer.json`."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder")
-    configs = [read_json(folder / name, is_optional=True) for name in ("config.json", "tokenizer_config.json")]
-    if any(config.get("tokenizer_class") == "ByteTokenizer" for config in configs):
-        return ByteTokenizer()
+    with naming(folder):
+        check_folder(folder)
+        num_ids = read_json(folder / "config.json", is_optional=True).get("vocab_size")
+    num_ids = num_ids if is_integer(num_ids) else 0
+    if holds_bytes(folder):
+        return ByteTokenizer(num_ids)
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"{folder} holds no tokenizer.json, and its config names no ByteTokenizer")
-    return FileTokenizer(path, read_eos_token_ids(folder))
+    return FileTokenizer(path, read_eos_token_ids(folder), num_ids)
+
+
+def holds_bytes(folder: Path) -> bool:
+    """Whether the tokenizer of a model folder is `ByteTokenizer`."""
+    with naming(folder):
+        configs = [read_json(folder / name, is_optional=True) for name in ("config.json", "tokenizer_config.json")]
+    return any(config.get("tokenizer_class") == "ByteTokenizer" for config in configs)
 
 
 def check_same_vocabulary(folder: str | Path, other: str | Path) -> bool:
@@ -189,10 +241,23 @@ def check_same_vocabulary(folder: str | Path, other: str | Path) -> bool:
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
     """Ids by token of tokenizer.json; None without one."""
-    content = read_json(folder / "tokenizer.json", is_optional=True)
-    if not content:
-        return None
-    known = content.get("model", {}).get("vocab", {})
-    if isinstance(known, list):  # of unigrams, with their scores
-        known = {entry[0]: number for number, entry in enumerate(known)}
-    return known | {added["content"]: added["id"] for added in content.get("added_tokens", [])}
+    with naming(folder):
+        content = read_json(folder / "tokenizer.json", is_optional=True)
+        return _read_vocabulary(content) if content else None
+
+
+def _read_vocabulary(content: dict[str, Any]) -> dict[str, int]:
+    model, added = content.get("model") or {}, content.get("added_tokens") or []
+    if not isinstance(model, dict):
+        raise ModelError(f"tokenizer.json: model must be an object, got {shown(model)}")
+    known = model.get("vocab") or {}
+    if isinstance(known, list) and all(isinstance(entry, list) and entry for entry in known):  # unigrams and scores
+        known = {str(entry[0]): number for number, entry in enumerate(known)}
+    if not isinstance(known, dict):
+        raise ModelError(f"tokenizer.json: vocab must be a table of tokens, got {shown(known)}")
+    is_list = isinstance(added, list) and all(
+        isinstance(each, dict) and {"content", "id"} <= each.keys() for each in added
+    )
+    if not is_list:
+        raise ModelError(f"tokenizer.json: added_tokens must be objects with content and id, got {shown(added)}")
+    return known | {str(each["content"]): each["id"] for each in added}

@@ -155,6 +155,8 @@ class TransformersTarget:
                 raise ModelError(f"{self._name}: {name} is not supported")
         if "position_ids" not in inspect.signature(self.model.forward).parameters:
             raise ModelError(f"{self._name}: its forward takes no position_ids, which the rows of a tree need")
+        if not config.num_hidden_layers > 0:
+            raise ModelError(f"{self._name}: num_hidden_layers must be above 0, got {config.num_hidden_layers}")
         if not getattr(config, "max_position_embeddings", None):
             raise ModelError(f"{self._name}: config.json says no max_position_embeddings")
 

@@ -7,7 +7,7 @@ tells.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..models.draft_head import DraftHead
 from ..models.loading import load_draft, load_target
 from ..models.tokenizer import load_tokenizer
 from ..output import GenerationStats
+from .progress import decode
 from .trainer import device_name
 
 NEW_TOKENS = 128
@@ -45,14 +46,18 @@ def acceptance_rows(
     trees: Sequence[EAGLEConfig],
     temperatures: Sequence[float],
     new_tokens: int,
+    tell: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """A row for each temperature and tree; the texts are held against those of plain decoding."""
+    """A row for each temperature and tree; the texts are held against those of plain decoding.
+
+    tell  gets a line of progress from time to time
+    """
     engines = [EAGLEInference(draft, target, tree) for tree in trees]
     rows = []
     for temperature in temperatures:
-        plain_texts, _ = _generate(engines[0], prompts, new_tokens, temperature, speculative=False)
+        plain_texts, _ = _generate(engines[0], prompts, new_tokens, temperature, tell, speculative=False)
         for engine in engines:
-            texts, stats = _generate(engine, prompts, new_tokens, temperature)
+            texts, stats = _generate(engine, prompts, new_tokens, temperature, tell)
             steps = sum(batch.steps for batch in stats)
             accepted = [sum(counts) for counts in zip(*(batch.accepted_per_depth for batch in stats), strict=True)]
             rows.append(
@@ -72,14 +77,22 @@ def acceptance_rows(
 
 
 def _generate(
-    engine: EAGLEInference, prompts: list[list[int]], new_tokens: int, temperature: float, speculative: bool = True
+    engine: EAGLEInference,
+    prompts: list[list[int]],
+    new_tokens: int,
+    temperature: float,
+    tell: Callable[[str], None] | None,
+    speculative: bool = True,
 ) -> tuple[list[list[int]], list[GenerationStats]]:
     """The texts of all prompts and the statistics of each batch; prompt i has seed i, whatever batch it is in."""
     texts, stats = [], []
+    name = _describe(engine.config) if speculative else "plain decoding"
     for start in range(0, len(prompts), BATCH_SIZE):
         batch = prompts[start : start + BATCH_SIZE]
         seeds = range(start, start + len(batch))
-        output = engine.generate(batch, new_tokens, seeds=seeds, speculative=speculative, temperature=temperature)
+        place = f"{name}, prompt {start + 1} of {len(prompts)} and on"
+        told = None if tell is None else lambda line, place=place: tell(f"{place}: {line}")
+        output = decode(engine, batch, new_tokens, told, seeds=seeds, speculative=speculative, temperature=temperature)
         texts.extend(output.output_ids)
         stats.append(output.stats)
     return texts, stats

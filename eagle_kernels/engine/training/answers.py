@@ -17,6 +17,8 @@ from ..config import EAGLEConfig
 from ..inference import EAGLEInference
 from ..models.decoder import Decoder
 from ..models.eagle_head import EagleConfig, EagleHead
+from ..values import is_integer, parse_json, shown
+from .progress import decode
 from .trainer import TimeBudgetReached, tell_changes
 
 SEED_STRIDE = 1_000_003  # seeds of the answers of one run lie this far from those of the next
@@ -51,16 +53,19 @@ def answer_prompts(
             engine = engine or _plain_engine(target, head_config, prompts, max_new_tokens, batch_size, end_token_ids)
             batch = prompts[len(answers) : len(answers) + batch_size]
             seeds = [seed * SEED_STRIDE + index for index in range(len(answers), len(answers) + len(batch))]
-            output = engine.generate(
-                batch, max_new_tokens, seeds=seeds, speculative=False, temperature=temperature
-            ).output_ids
+            options = {"seeds": seeds, "speculative": False, "temperature": temperature}
+            output = decode(engine, batch, max_new_tokens, _tell, **options).output_ids
             file.write("".join(json.dumps(answer) + "\n" for answer in output))
             file.flush()
             answers += output
             seconds_each = (time.monotonic() - began) / (len(answers) - done)
             left = seconds_each * (len(prompts) - len(answers))
-            print(f"answers {len(answers)}/{len(prompts)}  {left:.0f} s left", file=sys.stderr, flush=True)
+            _tell(f"{len(answers)}/{len(prompts)}  {left:.0f} s left")
     return answers
+
+
+def _tell(line: str) -> None:
+    print(f"answers {line}", file=sys.stderr, flush=True)
 
 
 def _read_answers(path: Path, fingerprint: str) -> list[list[int]]:
@@ -72,8 +77,17 @@ def _read_answers(path: Path, fingerprint: str) -> list[list[int]]:
     if lines[0] != fingerprint:
         changed = tell_changes(lines[0], fingerprint)
         raise ValueError(f"{path} was made with other settings ({changed}); start in another folder")
+    answers = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            answer = parse_json(line)
+        except ValueError:
+            answer = None
+        if not (isinstance(answer, list) and all(map(is_integer, answer))):
+            raise ValueError(f"{path}:{number}: must be the ids of an answer, got {shown(line)}")
+        answers.append(answer)
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    return [json.loads(line) for line in lines[1:]]
+    return answers
 
 
 def _plain_engine(

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ..models.checkpoint import read_json
-from ..models.tokenizer import Tokenizer
+from ..models.protocol import ModelError
+from ..models.tokenizer import Tokenizer, holds_bytes
+from ..values import first_line
+
+_READER = "transformers, which reads the chat template,"
 
 
 class Turn(NamedTuple):
@@ -51,7 +55,11 @@ class TemplateFormat:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # of any class, as of files that nobody has checked
+            reason = f"finds no tokenizer: {type(error).__name__}: {first_line(error)}"
+            raise ModelError(f"{folder}: {_READER} {reason}") from None
 
     def write(self, turns: Sequence[Turn], *, asks: bool = False) -> str:
         roles = {"prompt": "user", "response": "assistant"}
@@ -59,7 +67,7 @@ class TemplateFormat:
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
         except Exception as error:  # templates raise what they like
-            raise ValueError(f"the chat template refuses it: {error}") from None
+            raise ValueError(f"the chat template refuses it: {first_line(error)}") from None
 
 
 def chat_format_of(folder: Path) -> tuple[ChatFormat, str]:
@@ -67,6 +75,9 @@ def chat_format_of(folder: Path) -> tuple[ChatFormat, str]:
     config = read_json(folder / "tokenizer_config.json", is_optional=True)
     if not (config.get("chat_template") or (folder / "chat_template.jinja").is_file()):
         return PlainFormat(), "roles and newlines (the target has no chat template)"
+    if holds_bytes(folder):
+        plain = "without a template in the folder conversations are roles and newlines"
+        raise ModelError(f"{folder}: {_READER} has no tokenizer of bytes; {plain}")
     try:
         return TemplateFormat(folder), "the target's chat template"
     except ImportError:

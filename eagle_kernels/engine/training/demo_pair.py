@@ -28,6 +28,7 @@ from ..models.decoder import Decoder
 from ..models.decoder_config import DecoderConfig
 from ..models.eagle_head import EagleConfig, EagleHead
 from ..models.loading import save_folder
+from ..models.placement import choose_device
 from .acceptance import NEW_TOKENS, measure_acceptance
 from .corpus import END_OF_TEXT, VOCAB_SIZE, held_out_prompts, read_corpus, token_stream
 from .evaluation import accuracy_by_depth, held_out_loss
@@ -133,8 +134,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Train, measure, write; returns the exit status."""
     arguments = parse_arguments(argv)
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device_type if arguments.device == "auto" else arguments.device)
+    device = choose_device() if arguments.device == "auto" else torch.device(arguments.device)
     if arguments.card_only:
         write_model_card(arguments.output)
         return 0

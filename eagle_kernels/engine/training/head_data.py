@@ -14,7 +14,6 @@ What is longer than a window is cut into several. A line that cannot be read is 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..models.tokenizer import Tokenizer
+from ..values import parse_json, shown
 from .chat import ChatFormat, Turn, encode_prompt, encode_turns
 
 TEXT_PROMPT_TOKENS = 64  # of a text, most tokens that serve as a prompt
@@ -157,7 +157,7 @@ def _read_line(
     line: str, tokenizer: Tokenizer, chat: ChatFormat, window: int, needs_answers: bool
 ) -> Iterator[Example]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(record, dict):
@@ -186,8 +186,8 @@ def _read_conversation(entries: Any, name: str) -> tuple[Turn, ...]:
     turns = []
     for entry in entries:
         role = entry.get("role", entry.get("from"))
-        if role not in ROLES:
-            raise ValueError(f"{name}: role must be one of {', '.join(ROLES)}, got {role!r}")
+        if not (isinstance(role, str) and role in ROLES):
+            raise ValueError(f"{name}: role must be one of {', '.join(ROLES)}, got {shown(role)}")
         turns.append(Turn(ROLES[role], _read_string(entry, "content" if "content" in entry else "value")))
     if turns[0].role == "assistant":
         raise ValueError(f"{name} begins with an answer")
@@ -197,7 +197,7 @@ def _read_conversation(entries: Any, name: str) -> tuple[Turn, ...]:
 def _read_string(record: dict[str, Any], name: str) -> str:
     value = record.get(name)
     if not (isinstance(value, str) and value.strip()):
-        raise ValueError(f"{name} must be a string that is not blank, got {value!r}")
+        raise ValueError(f"{name} must be a string that is not blank, got {shown(value)}")
     return value
 
 

@@ -58,9 +58,11 @@ def train_head(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    check_weights: bool = True,
 ) -> dict[str, Any]:
     """Train, write and measure a head; returns what `training.json` holds.
 
+    check_weights   of the target, see `load_target`
     dtype   of the target; on a GPU, and with bfloat16, the head is trained in mixed precision, its weights in fp32
     Raises `TimeBudgetReached` when the options' time is up, with everything saved that is needed to go on.
     """
@@ -74,10 +76,12 @@ def train_head(
         earlier = read_json(output / "training.json", is_optional=True)
     # there from the beginning: it tells a folder of ours, also before anything was saved
     (output / "checkpoint").mkdir(parents=True, exist_ok=True)
-    target = load_target(target_folder, device, dtype)
+    _tell(f"loads {target_folder} as {dtype} on {device}")
+    target = load_target(target_folder, device, dtype, check_weights=check_weights)
     options, aux_layers = _settle(options, target)
     tokenizer = load_tokenizer(target_folder)
     chat, chat_name = chat_format_of(target_folder)
+    _tell(f"reads {', '.join(map(str, data))}")
     examples = read_examples(data, tokenizer, chat, options.window, needs_answers=not options.regenerate)
     _check_tokens(examples, target.vocab_size)
     train, held_out = split_held_out(examples, options.held_out)
@@ -106,6 +110,7 @@ def train_head(
     validations = {int(step): rows for step, rows in earlier.get("validations", {}).items() if is_alike}
 
     def validate(step: int) -> None:
+        _tell(f"step {step}: measures the head on {min(len(prompts), options.validation_prompts)} held-out prompts")
         save_folder(head, config, output)
         validations[step] = _measure(output, target, prompts, options)
         told = ", ".join(f"{row['tree']} {row['mean_accept_length']:.2f}" for row in validations[step])
@@ -252,7 +257,7 @@ def _measure(folder: Path, target: Decoder, prompts: list[list[int]], options: H
     draft = load_draft(folder, target)
     longest = max(map(len, prompts)) + new_tokens
     trees = [replace(tree, max_length=longest, max_batch=BATCH_SIZE) for tree in TREES]
-    return acceptance_rows(draft, target, prompts, trees, (0.0,), new_tokens)
+    return acceptance_rows(draft, target, prompts, trees, (0.0,), new_tokens, _tell)
 
 
 def _coverage(head: EagleHead, train: list[Example]) -> float:

@@ -15,7 +15,10 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
+from ..models.checkpoint import load_pickled, naming
+from ..models.protocol import ModelError
 from .corpus import windows
+from .progress import Pace
 from .recipe import Stage
 
 Pieces = Callable[[int], Sequence[Any]]  # of a step: its batch, in the pieces that are computed one after another
@@ -127,7 +130,11 @@ class Run:
         path = self._checkpoint_path(stage)
         if path is None or not path.is_file():
             return 0, None, 0.0
-        checkpoint = torch.load(path, map_location=self.device, weights_only=True)
+        with naming(path.parent):
+            checkpoint = load_pickled(path, map_location=self.device)
+            names = {"fingerprint", "step", "loss", "seconds", "module", "optimizer"}
+            if not (isinstance(checkpoint, dict) and checkpoint.keys() == names):
+                raise ModelError(f"{path.name} cannot be continued: it is no checkpoint of a run")
         if checkpoint["fingerprint"] != self.fingerprint:
             changed = tell_changes(checkpoint["fingerprint"], self.fingerprint)
             raise ValueError(
@@ -174,7 +181,10 @@ def random_windows(stream: Tensor, stage: Stage, window: int, seed: int) -> Piec
 
 def tell_changes(then: str, now: str) -> str:
     """What differs between two fingerprints, by name, and what was then and is now where that is short."""
-    old, new = json.loads(then), json.loads(now)
+    try:
+        old, new = dict(json.loads(then)), json.loads(now)
+    except (ValueError, TypeError, RecursionError):
+        return "by another program"
     changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     return ", ".join(
         name if isinstance(old.get(name), dict) else f"{name} {old.get(name)!r}, now {new.get(name)!r}"
@@ -183,7 +193,7 @@ def tell_changes(then: str, now: str) -> str:
 
 
 class Progress:
-    """A bar on a terminal where tqdm is installed, else a line every `report_every` steps."""
+    """A bar on a terminal where tqdm is installed, else a line every `report_every` steps, and every few seconds."""
 
     def __init__(
         self,
@@ -201,6 +211,7 @@ class Progress:
         self._report_to = report_to
         self._tell = tell
         self._began = time.monotonic()
+        self._pace = Pace()
         self._bar = None
         if sys.stderr.isatty():
             try:
@@ -210,7 +221,8 @@ class Progress:
             self._bar = tqdm(total=stage.steps, initial=done, desc=stage.name, unit="step")
 
     def update(self, step: int, loss: Tensor) -> None:
-        """Called after every step; reads the loss, which waits for the device, only when it is shown."""
+        """Called after every step; reads the loss, which waits for the device, only when it is shown. `tell` is asked
+        at the same steps whatever the clock says: what it measured since the last time is recorded."""
         last = step == self._stage.steps
         shown = last or step % self._report_every == 0
         more = self._tell() if shown and self._tell is not None else ""
@@ -220,7 +232,8 @@ class Progress:
                 self._bar.set_postfix_str(f"loss {float(loss):.4f}  {more}".rstrip())
             if last:
                 self._bar.close()
-        elif shown:
+        elif shown or self._pace.is_due():
+            self._pace.told()
             loss_value = float(loss)
             seconds_per_step = (time.monotonic() - self._began) / (step - self._done)
             print(

@@ -296,7 +296,7 @@ def test_a_long_prompt(text, note):
 
 
 BAD = [
-    (lambda cache: SuffixCache(1), "SuffixCache: max_tree_depth must be at least 2, got 1"),
+    (lambda cache: SuffixCache(1), "SuffixCache: max_tree_depth must lie in 2..65536, got 1"),
     (lambda cache: SuffixCache(2.5), "SuffixCache: max_tree_depth must be an int, got float"),
     (lambda cache: SuffixCache(8, -2), "SuffixCache: max_cached_requests must be at least -1, got -2"),
     (lambda cache: cache.start("a", []), "SuffixCache.start: request must not run already, got 'a'"),

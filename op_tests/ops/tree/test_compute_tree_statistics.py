@@ -118,7 +118,8 @@ NODE = torch.zeros(2, 8, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"spec_steps": -1}, "spec_steps must be at least 0, got -1"),
+        ({"spec_steps": -1}, "spec_steps must lie in 0..256, got -1"),
+        ({"spec_steps": 10**12}, "spec_steps must lie in 0..256, got 1000000000000"),
         ({"spec_steps": 2.0}, "spec_steps must be an int, got float"),
         ({"retrieve_next_token": NODE.float()}, "retrieve_next_token must have dtype int32 or int64, got float32"),
         ({"retrieve_next_sibling": NODE[:, :7]}, "retrieve_next_sibling must have N = 8"),

@@ -627,7 +627,7 @@ def test_registration(device):
         ({"target_logits": None}, "target_logits / target_probs must be given exactly once, got none of them"),
         ({"temperature": torch.zeros(2, dtype=torch.float64)}, "temperature must have dtype float32, got float64"),
         ({"d2t": torch.zeros(3, dtype=torch.int64)}, "d2t must have Vd = 61 in axis 0"),
-        ({"spec_steps": -1}, "spec_steps must be at least 0, got -1"),
+        ({"spec_steps": -1}, "spec_steps must lie in 0..1024, got -1"),
     ],
 )
 def test_bad_input_is_named(change, message):

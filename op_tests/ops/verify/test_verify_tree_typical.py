@@ -273,7 +273,7 @@ def test_registration(device):
         ({"target_logits": torch.zeros(16, 2**20 + 1).half()}, "target_logits must have at most 1048576 tokens a row"),
         ({"epsilon": torch.zeros(2, dtype=torch.float64)}, "epsilon must have dtype float32, got float64"),
         ({"delta": torch.zeros(3)}, "delta must have B = 2 in axis 0"),
-        ({"spec_steps": -1}, "spec_steps must be at least 0, got -1"),
+        ({"spec_steps": -1}, "spec_steps must lie in 0..1024, got -1"),
     ],
 )
 def test_bad_input_is_named(change, message):

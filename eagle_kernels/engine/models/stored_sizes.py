@@ -1,0 +1,72 @@
+"""Sizes of a config.json, held against the headers of its tensors: what is made of either may take hours, or memory."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ..values import is_integer, shown
+from .checkpoint import StoredTensor
+from .protocol import ModelError
+
+_OPERATORS = {"*": operator.mul, "+": operator.add}
+# what config.json of models of transformers calls the number of layers
+_LAYER_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+class StoredSize(NamedTuple):
+    """A size that is in config.json and in a tensor: a field, or two with * or + between them.
+
+    tensors  its names, the first that is there tells
+    """
+
+    fields: str
+    axis: int
+    tensors: tuple[str, ...]
+
+
+def check_sizes(config: Any, sizes: Iterable[StoredSize], tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuses a field that is not what the tensors have; `config` holds the fields."""
+    for fields, axis, names in sizes:
+        stored = next((tensors[name] for name in names if name in tensors), None)
+        if stored is None or len(stored.shape) <= axis:
+            continue  # of which `fill` complains
+        words = [str(getattr(config, word)) if word.isidentifier() else word for word in fields.split()]
+        size = int(words[0]) if len(words) == 1 else _OPERATORS[words[1]](int(words[0]), int(words[2]))
+        if size != stored.shape[axis]:
+            name = next(name for name in names if name in tensors)
+            raise ModelError(
+                f"config.json: {fields} must be {stored.shape[axis]} as in {name} of shape {stored.shape}, got "
+                f"{' '.join(words)}"
+            )
+
+
+def check_layers(config: Mapping[str, Any], field: str, names: Iterable[str], prefix: str) -> None:
+    """Refuses a number of layers that is not that of the tensors `prefix`0, `prefix`1, ..."""
+    layers = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
+    if layers:  # without any `fill` complains
+        _check_count(config, field, len(layers), prefix)
+
+
+def check_most_layers(config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """As `check_layers` for models that are not ours, whose names of fields and tensors are many: refuses more layers
+    than any list in the file has."""
+    lists: dict[str, set[str]] = {}
+    for name in names:
+        found = re.match(r"(.*?\.)(\d+)\.", name)
+        if found:
+            lists.setdefault(found[1], set()).add(found[2])
+    prefix = max(lists, key=lambda each: len(lists[each]), default=None)
+    sections = [config, *(section for section in config.values() if isinstance(section, dict))]
+    for section in sections if prefix else ():
+        for field in _LAYER_FIELDS:
+            if is_integer(section.get(field)) and section[field] > len(lists[prefix]):
+                _check_count(section, field, len(lists[prefix]), prefix)
+
+
+def _check_count(config: Mapping[str, Any], field: str, count: int, prefix: str) -> None:
+    value = config.get(field)
+    if is_integer(value) and value != count:  # what is no integer is named where it is read
+        raise ModelError(f"config.json: {field} must be {count} as in the tensors {prefix}*, got {shown(value)}")
