@@ -18,9 +18,7 @@ def read_prompts(input_ids: Prompts, name: str = "generate: input_ids") -> tuple
     """Prompts as lists, and whether there was a single one without a batch axis; an empty list holds none."""
     rows = _plain(input_ids)
     if not isinstance(rows, list):
-        raise ValueError(
-            f"{name} must be integer ids [L] or [B, L], got {shown(rows)}; a tokenizer makes them of text"
-        )
+        raise ValueError(f"{name} must be integer ids [L] or [B, L], got {shown(rows)}; a tokenizer makes them of text")
     is_single = bool(rows) and not any(isinstance(row, list) for row in rows)
     prompts = [rows] if is_single else rows
     for index, prompt in enumerate(prompts):
@@ -60,7 +58,7 @@ def read_max_new_tokens(max_new_tokens: int) -> int:
 def read_flag(name: str, value: bool) -> bool:
     """True or False; 0, "no" and None are neither."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {_shown(value)}")
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
     return value
 
 
