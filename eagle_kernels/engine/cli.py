@@ -24,7 +24,7 @@ from .inference import EAGLEInference, TokenStream
 from .inspection import inspect_head, read_prompts_file
 from .models import draft_loading
 from .models.loading import demo_pair
-from .models.placement import choose_device, choose_dtype, read_device, why_no_gpu
+from .models.placement import choose_device, read_device, why_no_gpu
 from .models.tokenizer import Tokenizer, load_tokenizer
 from .output import GenerationOutput, GenerationStats
 from .training.head_recipe import add_options, read_options
@@ -112,16 +112,18 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--data", type=Path, required=True, nargs="+", help=".txt or .jsonl files")
     train.add_argument("--output", type=Path, required=True, help="folder of the head; the same command goes on there")
     add_options(train)
-    _add_machine_arguments(train)
+    _add_machine_arguments(train, dtype=None)
 
     environment = commands.add_parser("env", help="versions, devices, backend, cache folder")
     environment.set_defaults(run=_environment)
     return parser
 
 
-def _add_machine_arguments(command: argparse.ArgumentParser) -> None:
+def _add_machine_arguments(command: argparse.ArgumentParser, dtype: str | None = "float32") -> None:
+    """dtype: the default of --dtype; None: bfloat16 on GPUs, else float32."""
     command.add_argument("--device", default="auto", help="cuda, cpu, cuda:1, ... (auto: cuda where there is one)")
-    command.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: bfloat16 on GPUs, else float32)")
+    default = dtype or "bfloat16 on GPUs, else float32"
+    command.add_argument("--dtype", choices=_DTYPES, default=dtype, help=f"of the weights (default: {default})")
     command.add_argument(
         "--check-weights",
         action=argparse.BooleanOptionalAction,
@@ -327,7 +329,7 @@ def _lines(rows: list[tuple[str, str]]) -> str:
 def _placement(arguments: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
     is_free = arguments.device == "auto"
     device = choose_device(_warn) if is_free else read_device("--device", arguments.device, "auto")
-    return device, _DTYPES.get(arguments.dtype) or choose_dtype(device)
+    return device, _DTYPES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
 
 
 def _warn(line: str) -> None:

@@ -135,7 +135,7 @@ class EAGLEInference:
                        method="draft_model" a language model of the same tokenizer; None for methods that draft without
                        a model
         device         None: the GPU where there is one, else the CPU
-        dtype          None: bfloat16 on a GPU, else float32
+        dtype          of the weights, None: float32
         check_weights  refuse NaN and infinite weights by name, by one pass over them on the device
         """
         _check_config(config)

@@ -125,13 +125,18 @@ def test_an_interrupt_while_the_command_is_imported(capsys, monkeypatch):
     assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 
+def heed_interrupts() -> None:
+    """A shell starts what it runs in the background with Ctrl-C ignored, and programs inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_the_program_on_an_ascii_terminal_is_interrupted(tmp_path):
     """The whole of it, in one process: its environment, its trees, Ctrl-C and what it leaves behind."""
     environment = {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "eagle_kernels", "show-tree", "é", "--steps", "999", "--max-new-tokens", "999"]
     with subprocess.Popen(
         [*command, "--device", "cpu"], cwd=tmp_path, env=os.environ | environment, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.PIPE, preexec_fn=heed_interrupts,
     ) as process:  # fmt: skip
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)
@@ -165,7 +170,7 @@ BUILD = f"torch {torch.__version__} is a build without CUDA or ROCm, and this ma
 def test_the_choice_of_the_device(machine, monkeypatch, recwarn):
     told = []
     machine(gpus=2, build="13.0")
-    assert placement.read_placement("x", None, None) == (torch.device("cuda"), torch.bfloat16)
+    assert placement.read_placement("x", None, None) == (torch.device("cuda"), torch.float32)
     assert placement.read_placement("x", "cpu", None) == (torch.device("cpu"), torch.float32)
     assert placement.read_placement("x", None, torch.float16) == (torch.device("cuda"), torch.float16)
     assert placement.choose_device(told.append).type == "cuda"
@@ -232,7 +237,7 @@ def test_from_pretrained_takes_what_the_command_takes(machine, monkeypatch):
     assert refused(EAGLEInference.from_pretrained, draft, target) == "seen"
     assert main(["generate", "a"]) == 1
     (of_api, of_command) = [tuple(map(str, filter(None, call)))[:2] for call in seen]
-    assert of_api == of_command == ("cuda", "torch.bfloat16")
+    assert of_api == of_command == ("cuda", "torch.float32")
 
 
 # Progress.

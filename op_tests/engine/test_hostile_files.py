@@ -479,7 +479,7 @@ def test_the_check_waits_once_and_makes_nothing_large(note):
             assert checkpoint.not_finite(weights) == []
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) == 1
+    assert len([wait for wait in waits if "called a synchronizing" in str(wait.message)]) == 1
     assert torch.cuda.max_memory_allocated() - before < 2**22
     began = time.perf_counter()
     checkpoint.not_finite(weights)

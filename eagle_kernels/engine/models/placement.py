@@ -15,9 +15,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def read_placement(
     caller: str, device: str | torch.device | None, dtype: torch.dtype | None, *others: str
 ) -> tuple[torch.device, torch.dtype]:
-    """The device, see `read_device`, and the dtype of weights; None: as it is chosen here, for a command or not."""
+    """The device, see `read_device`, and the dtype of weights; None: what the command takes, see `choose_device`, and
+    float32."""
     device = choose_device() if device is None else read_device(f"{caller}: device", device, *others)
-    dtype = choose_dtype(device) if dtype is None else dtype
+    dtype = torch.float32 if dtype is None else dtype
     if dtype not in DTYPES:
         raise ValueError(f"{caller}: dtype must be {', '.join(map(str, DTYPES[:-1]))} or {DTYPES[-1]}, got {dtype!r}")
     return device, dtype
@@ -33,11 +34,6 @@ def choose_device(tell: Callable[[str], None] | None = None) -> torch.device:
     elif reason is not None:
         warnings.warn(f"eagle_kernels: takes the CPU: {reason}", stacklevel=2)
     return torch.device("cpu")
-
-
-def choose_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 on GPUs, which read weights twice as fast then, else float32."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def read_device(owner: str, name: str | torch.device, *others: str) -> torch.device:
