@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from eagle_kernels.runtime import language
+
 ROOT = Path(__file__).parent.parent
+LANGUAGE = ROOT / "eagle_kernels" / "runtime" / "language.py"
 
 USE = """
 import torch, eagle_kernels as ek
@@ -62,8 +65,21 @@ def test_an_unusable_triton_is_a_warning(case, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.warns(UserWarning, match=f"^eagle_kernels: kernels cannot run, they need {re.escape(missing)}$"):
-        language = runpy.run_path(str(ROOT / "eagle_kernels" / "runtime" / "language.py"))
-    assert language["MISSING"] == missing and language["tl"].anything is language["triton"]
+        names = runpy.run_path(str(LANGUAGE))
+    assert names["MISSING"] == missing and names["tl"].anything is names["triton"]
+
+
+def test_a_newer_triton_is_a_warning(monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", "3.10.1")
+    with pytest.warns(UserWarning, match="^eagle_kernels: run with triton up to 3.9; 3.10.1 is untried$"):
+        assert runpy.run_path(str(LANGUAGE))["MISSING"] is None
+
+
+def test_an_installer_takes_the_versions_that_were_run():
+    oldest, newest = language.OLDEST_TRITON, language.NEWEST_TRITON
+    wanted = f"triton>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1};"
+    assert wanted in (ROOT / "setup.py").read_text(encoding="utf-8")
 
 
 def test_references_run_without_a_usable_triton(tmp_path):

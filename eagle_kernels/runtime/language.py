@@ -10,8 +10,8 @@ import os
 import re
 import warnings
 
-# The oldest minor version that the kernels were run with; its predecessors lack parts of the language.
-OLDEST_TRITON = (3, 4)
+# The minor versions that the kernels were run with (op_tests/README.md); older ones lack parts of the language.
+OLDEST_TRITON, NEWEST_TRITON = (3, 4), (3, 9)
 
 
 def wants_interpreter() -> bool:
@@ -105,6 +105,9 @@ def _reduce_without_nan() -> None:
 
 if MISSING is None:
     tl = triton.language
+    if _version(triton) > NEWEST_TRITON:
+        newest = ".".join(map(str, NEWEST_TRITON))
+        warnings.warn(f"eagle_kernels: run with triton up to {newest}; {triton.__version__} is untried", stacklevel=2)
     # triton 3.4 has the instructions, but compiles no call of them ("unexpected keyword argument '_semantic'")
     HAS_DEPENDENT_LAUNCH = _version(triton) >= (3, 5)
     # ... and makes the product of two 32-bit numbers in 64 bits an operation that it does not compile
