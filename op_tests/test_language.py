@@ -72,7 +72,7 @@ def test_an_unusable_triton_is_a_warning(case, tmp_path, monkeypatch):
 def test_a_newer_triton_is_a_warning(monkeypatch):
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton, "__version__", "3.10.1")
-    with pytest.warns(UserWarning, match="^eagle_kernels: run with triton up to 3.9; 3.10.1 is untried$"):
+    with pytest.warns(UserWarning, match="^eagle_kernels: tested with triton up to 3.9; 3.10.1 is untested$"):
         assert runpy.run_path(str(LANGUAGE))["MISSING"] is None
 
 

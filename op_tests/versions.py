@@ -1,7 +1,7 @@
 """The smoke set with other versions of triton: `python -m op_tests.versions 3.4.0 3.6.0`.
 
-Each version is installed into a folder that comes before the environment's packages, and is gone afterwards; with none
-named, the environment's own is run. Prints rows of the matrix in op_tests/README.md. Exit code 1: a row is red.
+Each version is installed into a temporary folder, which comes first on PYTHONPATH; with none named, the installed
+triton is used. Prints rows of the table in op_tests/README.md. Exit code 1: a row is red.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEADER = "| Python | torch | triton | kernels run on | smoke set | seconds |\n|-
 
 
 def run_smoke_set(version: str | None) -> tuple[bool, str]:
-    """Whether it passed with this triton, and its row; a red run's output is printed."""
+    """Runs it with this triton; returns whether it passed, and its row. Prints the output of a failed run."""
     with tempfile.TemporaryDirectory(prefix="triton-") as folder:
         environment = dict(os.environ)
         if version is not None:

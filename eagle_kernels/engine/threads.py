@@ -21,21 +21,23 @@ from .models.protocol import TargetModel
 WEIGHTS_PER_THREAD = 1 << 20
 
 _lock, _of_thread = threading.Lock(), threading.local()
-# limits in force, with what their threads had before
+# (limit, number before) of each block that is entered
 _limits: list[tuple[int, int]] = []
 
 
 def most_threads(target: TargetModel) -> int:
-    """Of a model on the CPU, by the weights of a decoder's layer, 12 H^2 or so. It depends on nothing else, the number
-    of rows or the time of day say: the sums of some operators do depend on how many threads share them."""
+    """Returns the most threads worth using on the CPU, from the weights of a decoder's layer (about 12 H^2).
+
+    It must not depend on rows or load: the sums of some operators change with the number of threads.
+    """
     return max(1, 12 * target.hidden_size**2 // WEIGHTS_PER_THREAD)
 
 
 @contextmanager
 def few_threads(target: TargetModel) -> Iterator[None]:
-    """Inside, PyTorch has no more threads than the model is worth; afterwards as many as before. GPUs change nothing.
+    """Limits PyTorch's threads to `most_threads(target)` inside, then restores their number; does nothing on a GPU.
 
-    The number belongs to the calling thread. One that runs its first operator meanwhile starts with the same.
+    The limit belongs to the calling thread, but a thread that runs its first operator meanwhile inherits it.
     """
     if target.device.type != "cpu":
         yield
@@ -43,7 +45,7 @@ def few_threads(target: TargetModel) -> Iterator[None]:
     limit, is_nested = most_threads(target), getattr(_of_thread, "depth", 0) > 0
     with _lock:
         before = torch.get_num_threads()
-        if not is_nested:  # a thread that has inherited another one's limit
+        if not is_nested:  # a number that is a limit in force was inherited: restore what its owner had
             before = next((had for other, had in _limits if other == before), before)
         entry = (min(limit, before), before)
         _limits.append(entry)
@@ -59,7 +61,7 @@ def few_threads(target: TargetModel) -> Iterator[None]:
 
 
 def saving_threads(method: Callable) -> Callable:
-    """A method that runs with the few threads that `self.target` is worth."""
+    """Wraps a method so that it runs under `few_threads(self.target)`."""
 
     @functools.wraps(method)
     def run(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""What can be wrong with a call of any op: arguments of another kind, and buffers that lie on each other."""
+"""Checks that all ops share: kinds of arguments, and buffers that overlap."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _KINDS = {
 
 
 def host_kinds(op: str, parameters: Mapping[str, inspect.Parameter]) -> Callable[[tuple, dict], None]:
-    """A check of a call's arguments that are no tensors: bools are no numbers, as the dispatcher takes them for, nor
-    numbers bools. It raises TypeError, and knows no ranges."""
+    """Returns a check of the kinds of a call's arguments that are no tensors; it raises TypeError, and knows no ranges.
+
+    Unlike PyTorch's dispatcher it takes no bool for a number, and no number for a bool.
+    """
     wanted = []
     for index, parameter in enumerate(parameters.values()):
         kind = str(parameter.annotation).removesuffix(" | None")
@@ -38,7 +40,7 @@ def host_kinds(op: str, parameters: Mapping[str, inspect.Parameter]) -> Callable
                 value = kwargs[name]
             else:
                 continue
-            # a class made of one of these, an enumeration's say, is as good; of bool there is none
+            # subclasses pass, IntEnum for one; bool has none
             if type(value) not in exact and (isinstance(value, bool) or not isinstance(value, kinds)):
                 got = repr(value) if kinds == (bool,) else type(value).__name__
                 check.Arguments(op, kwargs).fail(name, rule, got, TypeError)
@@ -47,11 +49,11 @@ def host_kinds(op: str, parameters: Mapping[str, inspect.Parameter]) -> Callable
 
 
 def checked(function: Callable) -> Callable:
-    """The launcher, behind what is checked of calls that no plan is known for.
+    """Wraps a launcher in the checks of a call without a plan.
 
-    Plans tell kinds of arguments apart, but not buffers that overlap from others: to look at that in every call would
-    cost what planning saves, and buffers that are mixed up are so in the first call. EAGLE_KERNELS_DEBUG=1 plans
-    nothing, and looks at all.
+    A plan knows the kinds of its arguments, but not whether buffers overlap: to check that in every call would cost
+    what planning saves, and buffers that are mixed up are so in the first call. With EAGLE_KERNELS_DEBUG=1 nothing is
+    planned, and every call is checked.
     """
     module, parameters = sys.modules[function.__module__], inspect.signature(function).parameters
     check_kinds, names = host_kinds(function.__name__, parameters), tuple(parameters)
@@ -72,12 +74,12 @@ def checked(function: Callable) -> Callable:
 def refuse_overlaps(op: str, inputs: Mapping, out, fields: tuple[str, ...], in_place: Mapping) -> None:
     """Raises ValueError where a buffer of `out` shares memory with another one, with an input, or with itself.
 
-    out: a tensor, or as many tensors as fields. in_place: the inputs that a field, or `out`, may be in the place of;
-    the op then reads an element before it writes it.
+    out: a tensor, or as many tensors as fields. in_place: for each field, or `out`, the inputs whose memory it may
+    reuse; the op then reads an element before it writes it.
     """
     if isinstance(out, torch.Tensor):
         buffers = {"out": out}
-    else:  # what is neither is named by the op's contract
+    else:  # anything else is refused by the op's contract
         buffers = {
             f"out.{field}": buffer for field, buffer in zip(fields, out if isinstance(out, (tuple, list)) else ())
         }
@@ -107,7 +109,7 @@ def _has_memory(tensor) -> bool:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of its first byte, and behind its last one."""
+    """Returns the addresses of its first byte and just past its last one."""
     begin = tensor.data_ptr()
     if tensor.is_contiguous():
         return begin, begin + tensor.nbytes
@@ -116,7 +118,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _pieces(tensor: torch.Tensor) -> numpy.ndarray:
-    """[pieces, 2] the addresses that a tensor takes without gaps, from and to."""
+    """Returns the addresses of its contiguous pieces, from and to: [pieces, 2]."""
     axes = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride()) if size > 1)
     length, places = 1, numpy.zeros(1, numpy.int64)
     while axes and axes[0][0] == length:
@@ -128,18 +130,18 @@ def _pieces(tensor: torch.Tensor) -> numpy.ndarray:
 
 
 def _overlap(*pieces: numpy.ndarray) -> bool:
-    """Whether two pieces of one tensor overlap; of two tensors, one of the first with one of the second."""
+    """Tells whether pieces of one tensor overlap each other, or those of two tensors."""
     if len(pieces) == 1:
         ordered = pieces[0][pieces[0][:, 0].argsort()]
         return bool((ordered[1:, 0] < ordered[:-1, 1]).any())
     one, other = (part[part[:, 0].argsort()] for part in pieces)
-    # of the pieces of the other that begin before an own one ends, the one that ends last
+    # of the other's pieces that begin before this one ends, the latest end
     before = numpy.searchsorted(other[:, 0], one[:, 1], side="left") - 1
     last_end = numpy.maximum.accumulate(other[:, 1])
     return bool((last_end[before][before >= 0] > one[before >= 0, 0]).any())
 
 
 def _are_one(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether equal indices are equal addresses, as far as both have them."""
+    """Tells whether both begin at one address, with the same dtype and strides."""
     strides = [[stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1] for tensor in (one, other)]
     return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and strides[0] == strides[1]

@@ -1,7 +1,8 @@
-"""`triton` and `tl`, or stand-ins where there is no triton that the kernels run on.
+"""`triton` and `tl`, or stand-ins where no triton is installed that the kernels run on.
 
 With the stand-ins every module still imports, argument checks and references work, and only a launch fails, with one
-line that says what is missing (`launch.py`). All that depends on a version of Triton's language stands here.
+line that says what is missing (`launch.py`). Differences between versions of
+Triton's language are handled here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ OLDEST_TRITON, NEWEST_TRITON = (3, 4), (3, 9)
 
 
 def wants_interpreter() -> bool:
-    """Whether the environment asks for Triton's interpreter now; read as Triton reads it when it decorates a kernel."""
+    """Tells whether the environment asks for Triton's interpreter now, as Triton reads it for a kernel."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
@@ -23,7 +24,7 @@ _IS_INTERPRETING = wants_interpreter()
 
 
 def is_interpreting() -> bool:
-    """Whether kernels run through Triton's interpreter, which is settled where they are imported."""
+    """Tells whether kernels run through Triton's interpreter, which is fixed when they are imported."""
     return _IS_INTERPRETING
 
 
@@ -32,7 +33,7 @@ def _version(package) -> tuple[int, ...]:
 
 
 def _import_triton():
-    """The package, or None, and what a launch lacks without it."""
+    """Returns (triton, None), or (None, what a launch needs)."""
     try:
         import triton
         import triton.language
@@ -49,7 +50,7 @@ def _import_triton():
     return triton, None
 
 
-triton, MISSING = _import_triton()  # MISSING: what a launch lacks, in words; None where it lacks nothing
+triton, MISSING = _import_triton()  # MISSING: what a launch needs, in words; None if nothing is missing
 
 
 class _StandIn:
@@ -69,10 +70,10 @@ class _StandIn:
 
 
 def _splat_by_type() -> None:
-    """Makes the interpreter repeat a scalar truth as truths.
+    """Makes the interpreter broadcast a scalar bool as bools.
 
-    Its comparisons keep the type of what they compare, so that a scalar one is repeated as whole numbers. As a mask
-    these were converted up to triton 3.8; 3.9 refuses them ("mask has unsupported dtype").
+    Its comparisons keep the dtype of their operands, so a scalar bool is broadcast as integers. Up to triton 3.8 these
+    worked as a mask; 3.9 refuses them ("mask has unsupported dtype").
     """
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -88,7 +89,7 @@ def _splat_by_type() -> None:
 
 
 def _reduce_without_nan() -> None:
-    """Makes the interpreter of triton 3.4 pass NaN over in `tl.max` and `tl.min`, as GPUs and later versions do."""
+    """Makes the interpreter of triton 3.4 ignore NaN in `tl.max` and `tl.min`, as GPUs and later versions do."""
     import numpy
     from triton.runtime.interpreter import ReduceOps
 
@@ -107,10 +108,12 @@ if MISSING is None:
     tl = triton.language
     if _version(triton) > NEWEST_TRITON:
         newest = ".".join(map(str, NEWEST_TRITON))
-        warnings.warn(f"eagle_kernels: run with triton up to {newest}; {triton.__version__} is untried", stacklevel=2)
-    # triton 3.4 has the instructions, but compiles no call of them ("unexpected keyword argument '_semantic'")
+        warnings.warn(
+            f"eagle_kernels: tested with triton up to {newest}; {triton.__version__} is untested", stacklevel=2
+        )
+    # triton 3.4 has the functions, but fails to compile calls of them ("unexpected keyword argument '_semantic'")
     HAS_DEPENDENT_LAUNCH = _version(triton) >= (3, 5)
-    # ... and makes the product of two 32-bit numbers in 64 bits an operation that it does not compile
+    # ... nor does it compile the product of two 32-bit numbers in 64 bits
     HAS_WIDE_PRODUCT = _version(triton) >= (3, 5)
     if is_interpreting():
         _splat_by_type()
@@ -120,7 +123,7 @@ else:
     if "not installed" not in MISSING:
         warnings.warn(f"eagle_kernels: kernels cannot run, they need {MISSING}", stacklevel=2)
     triton = tl = _StandIn()
-    HAS_DEPENDENT_LAUNCH = HAS_WIDE_PRODUCT = True  # of launches that will fail, and say why
+    HAS_DEPENDENT_LAUNCH = HAS_WIDE_PRODUCT = True  # unused: every launch raises, with the reason
 
 __all__ = [
     "HAS_DEPENDENT_LAUNCH",

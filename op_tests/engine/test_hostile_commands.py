@@ -202,7 +202,7 @@ def test_a_gpu_that_torch_cannot_use_is_told(machine):
     placement.choose_device(told.append)
     assert told == [
         f"takes the CPU: torch {torch.__version__} finds no GPU to use, and this machine has one (/dev/nvidia0); is "
-        "its driver too old, or closed to this user?"
+        "torch built for another vendor, is its driver too old, or may this user not open it?"
     ]
     machine(gpus=0, build=None, files=())
     with pytest.raises(ValueError, match="device cuda: this machine has 0 GPUs that torch can use"):

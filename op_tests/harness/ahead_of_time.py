@@ -1,9 +1,8 @@
 """Ahead-of-time compilation of every kernel of an op for five GPUs, none of which need be here.
 
-It happens in one child process, started without TRITON_INTERPRET: kernels belong to the interpreter or to the compiler
-from their import on. The op's launcher is called with the arguments of `ahead_of_time_cases()` in its test module, once
-per target with that target's tuning rows; its launches are recorded instead of made, compiled, and held against the
-target's limits.
+It happens in one child process, started without TRITON_INTERPRET: a kernel is bound to the interpreter or to the
+compiler when it is imported. The op's launcher is called with the arguments of `ahead_of_time_cases()` in its test
+module, once per target with that target's tuning rows; its launches are recorded, not made, and compiled.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _POINTERS = {
 
 
 def compile_for_targets(path: str, part: str, cases: str = "ahead_of_time_cases") -> list[dict]:
-    """Compiles the op's kernels; one record per kernel, target and set of constants.
+    """Compiles the op's kernels and returns a record of each: kernel, case, target and bytes of shared memory.
 
     part: one of PARTS. cases: the function of the op's test module that yields them. A case that the launcher refuses
     for a target, by NotSupported, is a record with the key "refusal"; all are tried, whatever the part.
@@ -52,12 +51,12 @@ def compile_for_targets(path: str, part: str, cases: str = "ahead_of_time_cases"
 
 
 def count_variants(path: str) -> dict[str, int]:
-    """How many variants of each kernel Triton would compile over `size_sweep()` of the op's test module."""
+    """Counts the variants of each kernel that Triton would compile over `size_sweep()` of the op's test module."""
     return _in_child(_variants_of, path)
 
 
 def _in_child(function, *arguments):
-    with _without_interpreter():  # the first call starts the child, which inherits what stands here
+    with _without_interpreter():  # the first call starts the child, which inherits this environment
         future = _child().submit(function, *arguments)
     return future.result()
 
@@ -90,7 +89,7 @@ def _compile(path: str, part: str, cases: str) -> list[dict]:
     variants, records = _variants(path, cases)
 
     def in_turn(by_target: dict[str, _Launch], number: int) -> _Launch:
-        return next(by_target[target] for target in TARGETS[number % 5 :] + TARGETS if target in by_target)
+        return next(by_target[target] for target in TARGETS[number % len(TARGETS) :] + TARGETS if target in by_target)
 
     for variants_of_kernel in variants.values():
         if part == "full":
@@ -118,9 +117,9 @@ class _Launch(NamedTuple):
 
 
 def _variants(path: str, cases: str) -> tuple[dict[str, list[dict[str, _Launch]]], list[dict]]:
-    """Of each kernel its variants, each by target, and a record of each refusal.
+    """Returns each kernel's variants, as {target: launch}, and a record of each refusal.
 
-    What two cases launch alike for a target is in the first one's variant alone.
+    A launch that several cases share is listed once, with the first of them.
     """
     from eagle_kernels.runtime import launch as launch_module
     from eagle_kernels.runtime import target

@@ -1,4 +1,4 @@
-"""Where the weights of a model go, and as what: chosen or checked by name before a file is opened."""
+"""Device and dtype of a model's weights, chosen or checked before a file is opened."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def read_placement(
     caller: str, device: str | torch.device | None, dtype: torch.dtype | None, *others: str
 ) -> tuple[torch.device, torch.dtype]:
-    """The device, see `read_device`, and the dtype of weights; None: what the command takes, see `choose_device`, and
-    float32."""
+    """Returns the device and the dtype of the weights. None: `choose_device()` and float32, as the command takes."""
     device = choose_device() if device is None else read_device(f"{caller}: device", device, *others)
     dtype = torch.float32 if dtype is None else dtype
     if dtype not in DTYPES:
@@ -25,7 +24,7 @@ def read_placement(
 
 
 def choose_device(tell: Callable[[str], None] | None = None) -> torch.device:
-    """The GPU, or the CPU where torch can use none; `tell` gets a line (None: it is a warning) if there is one."""
+    """Returns the GPU, else the CPU; where torch cannot use a GPU that is there, `tell` says why (None: a warning)."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     reason = why_no_gpu()
@@ -37,7 +36,7 @@ def choose_device(tell: Callable[[str], None] | None = None) -> torch.device:
 
 
 def read_device(owner: str, name: str | torch.device, *others: str) -> torch.device:
-    """A device that this machine has; `others` are names that the caller takes beside those of CPU and GPUs."""
+    """Returns the device, if this machine has it; `others` are further names that the caller takes."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
@@ -51,7 +50,7 @@ def read_device(owner: str, name: str | torch.device, *others: str) -> torch.dev
 
 
 def why_no_gpu() -> str | None:
-    """Why torch uses no GPU of a machine that has one; None: there is none, torch uses it, or it is hidden."""
+    """Says why torch uses no GPU of a machine that has one; None: there is none, torch uses it, or the user hid it."""
     files = gpu_files()
     hidden = [os.environ.get(f"{name}_VISIBLE_DEVICES") in ("", "-1") for name in ("CUDA", "HIP", "ROCR")]
     if torch.cuda.is_available() or not files or any(hidden):
@@ -62,11 +61,11 @@ def why_no_gpu() -> str | None:
             "https://pytorch.org/get-started tells how to install another"
         )
     return (
-        f"torch {torch.__version__} finds no GPU to use, and this machine has one ({files[0]}); is its driver too old, "
-        "or closed to this user?"
+        f"torch {torch.__version__} finds no GPU to use, and this machine has one ({files[0]}); is torch built "
+        "for another vendor, is its driver too old, or may this user not open it?"
     )
 
 
 def gpu_files() -> list[str]:
-    """What the drivers of NVIDIA and AMD show of GPUs, whatever torch was built for."""
+    """Lists the device files of NVIDIA and AMD GPUs, whatever torch was built for."""
     return sorted(map(str, [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd")]))

@@ -1,4 +1,4 @@
-"""Sizes of a config.json, held against the headers of its tensors: what is made of either may take hours, or memory."""
+"""Checks of config.json's sizes against the headers of the tensors, before a wrong size costs hours or memory."""
 
 from __future__ import annotations
 
