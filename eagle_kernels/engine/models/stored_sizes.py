@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ..values import is_integer, shown
 from .checkpoint import StoredTensor
@@ -46,27 +46,28 @@ def check_sizes(config: Any, sizes: Iterable[StoredSize], tensors: Mapping[str, 
 def check_layers(config: Mapping[str, Any], field: str, names: Iterable[str], prefix: str) -> None:
     """Refuses a number of layers that is not that of the tensors `prefix`0, `prefix`1, ..."""
     layers = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
-    if layers:  # without any `fill` complains
-        _check_count(config, field, len(layers), prefix)
+    value = config.get(field)
+    if layers and is_integer(value) and value != len(layers):  # what is no integer is named where it is read
+        _refuse(field, f"{len(layers)}", prefix, value)
 
 
 def check_most_layers(config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """As `check_layers` for models that are not ours, whose names of fields and tensors are many: refuses more layers
-    than any list in the file has."""
+    """Refuses more layers than the longest numbered list of tensors has; for models of transformers, whose names of
+    fields and tensors differ."""
     lists: dict[str, set[str]] = {}
     for name in names:
         found = re.match(r"(.*?\.)(\d+)\.", name)
         if found:
             lists.setdefault(found[1], set()).add(found[2])
-    prefix = max(lists, key=lambda each: len(lists[each]), default=None)
-    sections = [config, *(section for section in config.values() if isinstance(section, dict))]
-    for section in sections if prefix else ():
+    if not lists:
+        return
+    prefix = max(lists, key=lambda each: len(lists[each]))
+    for section in (config, *(section for section in config.values() if isinstance(section, dict))):
         for field in _LAYER_FIELDS:
-            if is_integer(section.get(field)) and section[field] > len(lists[prefix]):
-                _check_count(section, field, len(lists[prefix]), prefix)
+            value = section.get(field)
+            if is_integer(value) and value > len(lists[prefix]):
+                _refuse(field, f"at most {len(lists[prefix])}", prefix, value)
 
 
-def _check_count(config: Mapping[str, Any], field: str, count: int, prefix: str) -> None:
-    value = config.get(field)
-    if is_integer(value) and value != count:  # what is no integer is named where it is read
-        raise ModelError(f"config.json: {field} must be {count} as in the tensors {prefix}*, got {shown(value)}")
+def _refuse(field: str, rule: str, prefix: str, value: int) -> NoReturn:
+    raise ModelError(f"config.json: {field} must be {rule} as in the tensors {prefix}*, got {shown(value)}")
