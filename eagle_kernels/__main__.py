@@ -4,7 +4,7 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from .engine.cli import main
+        from .tools.cli.main import main
 
         status = main()
     except KeyboardInterrupt:  # importing takes seconds

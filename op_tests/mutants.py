@@ -30,7 +30,7 @@ COPIED = ("eagle_kernels", "reference", "op_tests", "bench", "pyproject.toml", "
 SECONDS = 180
 
 KERNELS = "eagle_kernels/ops/verify/"
-PRIMITIVES = "eagle_kernels/primitives/"
+SHARED = KERNELS + "shared/"
 REFERENCES = "reference/ops/verify/"
 ENGINE = "eagle_kernels/engine/"
 DRAFTER = ENGINE + "drafters/sampled_drafter.py"
@@ -159,7 +159,7 @@ MUTANTS = [
     ),
     both(
         "residual not subtracted, coins", _COINS, _COINS_LAW,
-        [(PRIMITIVES + "inverse_cdf.py", "tl.where(index == token, 0.0, probs)", "tl.where(index < 0, 0.0, probs)")],
+        [(SHARED + "inverse_cdf.py", "tl.where(index == token, 0.0, probs)", "tl.where(index < 0, 0.0, probs)")],
         [("left[[token for token in rejected if 0 <= token < len(probs)]] = 0", "left[:0] = 0")],
     ),
     both(
@@ -170,19 +170,19 @@ MUTANTS = [
     both(
         "residual not subtracted, rejection", _REJECTION, _REJECTION_LAW,
         [
-            (PRIMITIVES + "rejection.py", "tl.maximum(target - node.scale * draft, 0.0)", "tl.maximum(target, 0.0)"),
-            (PRIMITIVES + "rejection.py", "tl.where(is_gone, 0.0, target)", "tl.where(is_gone, target, target)"),
+            (SHARED + "rejection.py", "tl.maximum(target - node.scale * draft, 0.0)", "tl.maximum(target, 0.0)"),
+            (SHARED + "rejection.py", "tl.where(is_gone, 0.0, target)", "tl.where(is_gone, target, target)"),
         ],
         [("left = (target - draft).clamp(min=0)", "left = target")],
     ),
     both(
         "no renormalisation, rejection", _REJECTION, _REJECTION_LAW,
-        [(PRIMITIVES + "rejection.py", "has_left, new_mass, node.mass", "has_left, 1.0, node.mass")],
+        [(SHARED + "rejection.py", "has_left, new_mass, node.mass", "has_left, 1.0, node.mass")],
         [("target = left / left.sum()", "target = left")],
     ),
     both(
         "q not renormalised, traversal", _TRAVERSAL, _TRAVERSAL_LAW,
-        [(PRIMITIVES + "residual.py", "(ids == token, 0.0, draft * scale)", "(ids == token, 0.0, draft)")],
+        [(SHARED + "residual.py", "(ids == token, 0.0, draft * scale)", "(ids == token, 0.0, draft)")],
         [("reference/residual.py", "left * (1.0 / mass) if mass > 0 else torch.zeros_like(left)", "left")],
     ),
     both(
@@ -207,7 +207,7 @@ MUTANTS = [
     both(
         "draft before warping, chain", _CHAIN, _CHAIN_LAW,
         [
-            (PRIMITIVES + "pair.py", 'values["temperature"] if draft_temperature is None else draft_temperature',
+            (SHARED + "pair.py", 'values["temperature"] if draft_temperature is None else draft_temperature',
              'values["temperature"]'),
         ],
         [(_OWN_DRAFT_TEMPERATURE, "draft_temperature = temperature")],
@@ -215,11 +215,11 @@ MUTANTS = [
     # (a coin and a residual draw of one key have nothing to do with each other: a hash lies between)
     both(
         "one stream for all noise", _REJECTION, _NOISE_LAW,
-        _one_stream(PRIMITIVES + "random.py"), _one_stream("reference/random.py"),
+        _one_stream(SHARED + "random.py"), _one_stream("reference/random.py"),
     ),
     both(
         "draft and residual share a stream", _CHAIN, _NOISE_LAW,
-        [(PRIMITIVES + "random.py", "\nSTREAM_RESIDUAL = 3\n", "\nSTREAM_RESIDUAL = 1\n")],
+        [(SHARED + "random.py", "\nSTREAM_RESIDUAL = 3\n", "\nSTREAM_RESIDUAL = 1\n")],
         [("reference/random.py", "\nSTREAM_RESIDUAL = 3\n", "\nSTREAM_RESIDUAL = 1\n")],
     ),
     both(
@@ -229,13 +229,13 @@ MUTANTS = [
     ),
     both(
         "min-p relative to 1", _SAMPLED, _PARAMETERS_LAW,
-        [(PRIMITIVES + "filters.py", "weight >= tl.minimum(", "(weight == 1.0) | (weight / total >= tl.minimum(")]
-        + [(PRIMITIVES + "filters.py", "tl.minimum(filters.min_p, 1.0)", "tl.minimum(filters.min_p, 1.0))")],
+        [(SHARED + "filters.py", "weight >= tl.minimum(", "(weight == 1.0) | (weight / total >= tl.minimum(")]
+        + [(SHARED + "filters.py", "tl.minimum(filters.min_p, 1.0)", "tl.minimum(filters.min_p, 1.0))")],
         [("reference/sampling.py", "(weight >= min_p.clamp(max=1.0)[:, None])", _MIN_P_OF_ONE)],
     ),
     both(
         "penalties forget the drafts before", _SAMPLED, _PARAMETERS_LAW,
-        [(PRIMITIVES + "logits.py", "count += (ids == ", "count += 0 * (ids == ")],
+        [(SHARED + "logits.py", "count += (ids == ", "count += 0 * (ids == ")],
         [("own_counts[0, token] += 1", "own_counts[0, token] += 0")],
     ),
     both(
@@ -246,22 +246,22 @@ MUTANTS = [
     ),
     both(
         "greedy below 1e-3", _SAMPLED, ["op_tests/test_temperatures.py::test_where_greedy_begins"],
-        [(PRIMITIVES + name, "constexpr(1e-5)", "constexpr(1e-3)") for name in ("logits.py", "rows.py")],
+        [(SHARED + name, "constexpr(1e-5)", "constexpr(1e-3)") for name in ("logits.py", "rows.py")],
         [("reference/" + name, "BELOW = 1e-5", "BELOW = 1e-3") for name in ("residual.py", "sampling.py")],
     ),
     both(
         "the upper half of seeds is ignored", _CHILDREN, _NOISE + _GOLDEN,
-        [(PRIMITIVES + "random.py", "seed.to(tl.int64).to(tl.uint64)", "seed.to(tl.uint32).to(tl.uint64)")],
+        [(SHARED + "random.py", "seed.to(tl.int64).to(tl.uint64)", "seed.to(tl.uint32).to(tl.uint64)")],
         [("reference/random.py", "(seed >> 32) & _MASK", "seed & 0")],
     ),
     both(
         "Philox of six rounds", _CHILDREN, _NOISE + _GOLDEN,
-        [(PRIMITIVES + "random.py", "(position * 0 + draw).to(tl.uint32),", "(position * 0 + draw).to(tl.uint32), 6,")],
+        [(SHARED + "random.py", "(position * 0 + draw).to(tl.uint32),", "(position * 0 + draw).to(tl.uint32), 6,")],
         [("reference/random.py", "range(10)", "range(6)")],
     ),
     Mutant(
         "a tile's last lane is not masked", _COINS,
-        [(PRIMITIVES + "inverse_cdf.py", "(rejected < start + BLOCK)", "(rejected < start + BLOCK - 1)")],
+        [(SHARED + "inverse_cdf.py", "(rejected < start + BLOCK)", "(rejected < start + BLOCK - 1)")],
         ["op_tests/test_tile_edges.py::test_coins"], "kernel",
     ),
     Mutant(

@@ -12,7 +12,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "eagle_kernels"
-LAYERS = ("runtime", "primitives", "ops", "engine", "integrations")  # each may import itself and those before it
+LAYERS = (
+    "runtime",
+    "primitives",
+    "ops",
+    "engine",
+    "tools",
+    "integrations",
+)  # each may import itself and those before it
 HEAVY = {"transformers", "tokenizers", "safetensors", "matplotlib", "tqdm"}  # extras: imported inside functions only
 TOP_LEVEL = {"eagle_kernels", "reference", "op_tests", "bench"}
 

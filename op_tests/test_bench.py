@@ -509,7 +509,7 @@ def test_an_app_runs_without_a_gpu_on_a_small_shape(capsys):
 def test_what_measuring_costs(capsys, monkeypatch):
     """Each way twice, with and without events; afterwards all is as it was."""
     from bench.apps import profiling
-    from eagle_kernels.engine import scheduler
+    from eagle_kernels.engine.serve import scheduler
 
     step, seen = scheduler.Scheduler.step, []
     measured = profiling.Bench.step_ms

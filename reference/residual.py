@@ -1,4 +1,4 @@
-"""Target and draft distributions, and what a rejected draft leaves of them (see primitives/pair.py and residual.py).
+"""Target and draft distributions, and what a rejected draft leaves of them (see ops/verify/shared).
 
 Everything is computed in the precision of what is given: float32 from logits, float64 from float64 probabilities. What
 is random comes from a `Draws`, in whose place a test can put an object that enumerates all outcomes.

@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, ops
-from eagle_kernels.engine.kv_pool import DecodeAttend
-from eagle_kernels.engine.sampling import Features
-from eagle_kernels.engine.speculation import PROBE_STEPS
-from eagle_kernels.engine.stream import TokenStream
+from eagle_kernels.engine.batch.kv_pool import DecodeAttend
+from eagle_kernels.engine.requests.sampling_params import Features
+from eagle_kernels.engine.serve.stream import TokenStream
+from eagle_kernels.engine.step.choice import PROBE_STEPS
 
 from ..harness import results
 from ..harness.timing import ceiling_gb_per_s

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from eagle_kernels.engine import CUDATimerCollection, scheduler
+from eagle_kernels.engine.serve import scheduler
+from eagle_kernels.tools.measure import CUDATimerCollection
 
 from ..harness import results
 from .generation import PROMPT_TOKENS, Bench

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine import GenerationResult
-from eagle_kernels.engine.inputs import Prompts
+from eagle_kernels.engine.requests.inputs import Prompts
+from eagle_kernels.tools.measure import GenerationResult
 
 from .wrapper import ModelWrapper
 

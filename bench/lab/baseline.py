@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle_kernels.engine import GenerationResult
-from eagle_kernels.engine.values import first_line
+from eagle_kernels.engine.config.values import first_line
+from eagle_kernels.tools.measure import GenerationResult
 
 from .autoregressive import AutoregressiveDecoder
 from .config import BenchmarkConfig

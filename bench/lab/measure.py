@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from eagle_kernels import EAGLEInference
-from eagle_kernels.engine.output import GenerationStats, time_requests
-from eagle_kernels.engine.timing import percentile
+from eagle_kernels.engine.serve.latency import percentile, time_requests
+from eagle_kernels.engine.serve.output import GenerationStats
 
 
 @dataclass

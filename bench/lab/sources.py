@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from eagle_kernels.engine.inspection import read_prompts_file
+from eagle_kernels.tools.inspection import read_prompts_file
 
 from .log import json_lines
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_kernels.engine.kv_pool import KVPool, PrefillAttend
+from eagle_kernels.engine.batch.kv_pool import KVPool, PrefillAttend
 from eagle_kernels.engine.models.protocol import TargetModel
 from eagle_kernels.engine.models.transformers_target import TransformersTarget
 

@@ -14,31 +14,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch_state import BatchState
-from .benchmark import BenchmarkResult, benchmark
-from .config import EAGLEConfig
+from .batch.kv_pool import KVPool, PrefillAttend
+from .batch.memory import check_fits, count_pages, workspace_bytes
+from .batch.state import BatchState
+from .config.eagle_config import EAGLEConfig
+from .config.method_options import METHOD_FIELDS, MODEL_KINDS
+from .config.values import is_integer
 from .drafters.methods import make_drafter, make_reader
 from .drafters.protocol import overshoot
 from .drafters.suffix_cache import SuffixCache
-from .inputs import Prompts, Seeds, read_flag, read_max_new_tokens, read_prompts, read_seeds
-from .kv_pool import KVPool, PrefillAttend
-from .memory import check_fits, count_pages, workspace_bytes
-from .method_options import METHOD_FIELDS, MODEL_KINDS
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.placement import read_placement
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
-from .output import GenerationOutput, TokenEvent
-from .request import Request, StopStrings
-from .sampling import SAMPLING_FIELDS, SamplingParams
-from .scheduler import Scheduler
-from .step import Verified
-from .steps import Steps, make_steps, tell_who_waits
-from .stream import TextStream, TokenStream
-from .threads import saving_threads
-from .values import is_integer
-from .warmup import COMMON_PARAMS, warm_up
+from .requests.inputs import Prompts, Seeds, read_flag, read_max_new_tokens, read_prompts, read_seeds
+from .requests.request import Request, StopStrings, TokenEvent
+from .requests.sampling_params import SAMPLING_FIELDS, SamplingParams
+from .serve.benchmark import BenchmarkResult, benchmark
+from .serve.output import GenerationOutput
+from .serve.scheduler import Scheduler
+from .serve.stream import TextStream, TokenStream
+from .serve.threads import saving_threads
+from .serve.warmup import COMMON_PARAMS, warm_up
+from .step.plan import Steps, make_steps, tell_who_waits
+from .step.stepper import Verified
 
 _CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))
 # of a configuration, what makes one step differ from another one, and what pools and rows are made by
@@ -62,7 +62,7 @@ class EAGLEInference:
     Three ways to use it: `generate`; `stream`, for `for` and `async for`; and `submit`, `step`, `collect`, for a server
     that lets requests join and leave between steps. All share one batch and one pool of pages. While `is_speculating`
     is set to False, requests go on by plain decoding. On the CPU a step takes no more of PyTorch's threads than the
-    target gives work to (`engine/threads.py`), and gives the others back behind it.
+    target gives work to (`engine/serve/threads.py`), and gives the others back behind it.
 
     draft_model   an EAGLE head or any `DraftModel`; a plain language model (`TargetModel`) drafts without features;
                   None for methods that draft without one

@@ -22,9 +22,10 @@ from collections import Counter, defaultdict
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
-from eagle_kernels.engine.request import Request
-from eagle_kernels.engine.sampling import Features, RowSampling
-from eagle_kernels.engine.scheduler import Scheduler
+from eagle_kernels.engine.batch.row_sampling import RowSampling
+from eagle_kernels.engine.requests.request import Request
+from eagle_kernels.engine.requests.sampling_params import Features
+from eagle_kernels.engine.serve.scheduler import Scheduler
 from op_tests.engine.test_scheduler import LetterTokenizer
 from op_tests.engine.toys import random_head, random_llama, random_modules
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from eagle_kernels import EAGLEConfig
-from eagle_kernels.engine.config import rates_of_mean_length
+from eagle_kernels.engine.config.eagle_config import rates_of_mean_length
 from eagle_kernels.ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from eagle_kernels.ops.tree.organize_draft_results import MAX_CANDIDATES
 

@@ -125,7 +125,7 @@ def check_steps(models, *, policy, switches=None, temperature=0.0, **config):
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
     """The host must know the tokens of a step to say what the step should have left."""
-    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: 0)
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
 
 
 in_graphs_too = pytest.mark.parametrize("cuda_graph", [False, pytest.param(True, marks=pytest.mark.gpu)])

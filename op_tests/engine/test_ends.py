@@ -82,7 +82,7 @@ def check_endings(target, prompt_and_text, topk, num_steps, cuda_graph, logprobs
 @pytest.mark.parametrize("topk, num_steps", TREES)
 def test_every_place_of_a_block(target, prompt_and_text, monkeypatch, topk, num_steps, lag):
     """Read at once or a step late: the step after the last one brings nothing more."""
-    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: lag)
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: lag)
     check_endings(target, prompt_and_text, topk, num_steps, cuda_graph=False)
 
 

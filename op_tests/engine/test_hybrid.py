@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine.tree_view import verified_trees
+from eagle_kernels.tools.trees.view import verified_trees
 from op_tests.engine.toys import ToyModel
 
 X, Y, Z = 30, 31, 32

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from eagle_kernels.engine.inputs import read_max_new_tokens, read_prompts, read_seeds
+from eagle_kernels.engine.requests.inputs import read_max_new_tokens, read_prompts, read_seeds
 
 
 @pytest.mark.parametrize(

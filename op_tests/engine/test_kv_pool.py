@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle_kernels import ops
-from eagle_kernels.engine.kv_pool import KVPool, PageAllocator, PrefillAttend, TreeAttend
+from eagle_kernels.engine.batch.kv_pool import KVPool, PageAllocator, PrefillAttend, TreeAttend
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 

@@ -31,7 +31,7 @@ MOST = [name for name in DRAFTING if torch.cuda.is_available() or name not in ("
 
 @pytest.fixture(params=[0, 1], ids=["host at once", "host a step behind"])
 def lag(request, monkeypatch):
-    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: request.param)
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: request.param)
     return request.param
 
 

@@ -10,8 +10,8 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.protocol import KVShape, TargetOutput
-from eagle_kernels.engine.sampling import SAMPLING_FIELDS
-from eagle_kernels.engine.verification import TargetMatch, links_of
+from eagle_kernels.engine.requests.sampling_params import SAMPLING_FIELDS
+from eagle_kernels.engine.step.verification import TargetMatch, links_of
 from op_tests.engine import test_methods
 from op_tests.engine.toys import Walker, WalkerHead
 
@@ -128,7 +128,8 @@ def test_policies_keep_their_promise(name, policy, temperature, device, monkeypa
     watch, options = Watch(monkeypatch), {"accept_policy": policy}
     if policy == "simulate":
         options["simulated_accept_rates"] = RATES + (0.0,) * (METHODS[name].get("num_steps", 5) - len(RATES))
-    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: 0)  # so that no step is for nobody
+    # so that no step is for nobody
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
     engine = engine_of(name, device, cuda_graph=False, max_batch=64, **options)
     prompts = [prompt * 2 for prompt in PROMPTS * (4 if policy == "simulate" else 1)]
     drawn = {"seeds": list(range(len(prompts))), "temperature": temperature}

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine import cli
 from eagle_kernels.engine.drafters.suffix import SuffixDrafter, SuffixFeed
 from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.loading import demo_pair
-from eagle_kernels.engine.request import Request
-from eagle_kernels.engine.verification import TargetMatch
+from eagle_kernels.engine.requests.request import Request
+from eagle_kernels.engine.step.verification import TargetMatch
+from eagle_kernels.tools.cli import main as cli
 from op_tests.engine.toys import ToyModel, Walker, random_head, random_llama
 
 # ragged, with much to look up
@@ -41,7 +41,7 @@ METHODS = {
 @pytest.fixture(params=[0, 1], ids=["host at once", "host a step behind"])
 def lag(request, monkeypatch):
     """Of the host, as on a GPU, where it is always behind."""
-    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: request.param)
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: request.param)
     return request.param
 
 

@@ -122,7 +122,7 @@ class Oracle:
 @pytest.fixture
 def at_once(monkeypatch):
     """The host knows all tokens when a step begins, as the oracle must."""
-    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: 0)
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: 0)
 
 
 CHUNKS = (1, 3, 2048)

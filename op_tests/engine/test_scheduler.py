@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.benchmark import _Decoding
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
-from eagle_kernels.engine.sampling import Features
-from eagle_kernels.engine.scheduler import host_lag
-from eagle_kernels.engine.step import Stepper
-from eagle_kernels.engine.warmup import COMMON_PARAMS
+from eagle_kernels.engine.requests.sampling_params import Features
+from eagle_kernels.engine.serve.benchmark import _Decoding
+from eagle_kernels.engine.serve.scheduler import host_lag
+from eagle_kernels.engine.serve.warmup import COMMON_PARAMS
+from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.toys import ToyModel, random_llama
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,7 +55,7 @@ def draft(request, target):
 @pytest.fixture(params=[0, 1], ids=["at once", "a step late"])
 def lag(request, monkeypatch):
     """How many steps the host is behind; a CPU never is by itself."""
-    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: request.param)
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: request.param)
     return request.param
 
 
@@ -438,7 +438,7 @@ def test_what_compiles_is_no_step_of_plain_decoding(target, draft, monkeypatch):
         return step(self, state, num_rows, features, timer)
 
     monkeypatch.setattr(Stepper, "step", stepped)
-    monkeypatch.setattr("eagle_kernels.engine.stream.time", clock)
+    monkeypatch.setattr("eagle_kernels.engine.serve.stream.time", clock)
     for is_warm in (False, True):
         engine = make(draft, target, cuda_graph=False)
         seen.clear()
@@ -873,7 +873,7 @@ def test_pools_and_rows_must_fit_into_free_memory(target, monkeypatch):
         with pytest.raises(ValueError, match=r"kv_cache_bytes and the rows of max_batch=10+ must fit .* GiB free on c"):
             engine.generate(prompt_of(1), 4, **options)
         assert not engine.has_work and engine.generate(prompt_of(1), 4).output_ids == want
-    monkeypatch.setattr("eagle_kernels.engine.memory.free_memory_bytes", lambda device: None)
+    monkeypatch.setattr("eagle_kernels.engine.batch.memory.free_memory_bytes", lambda device: None)
     options = {"max_batch": 1, "kv_cache_bytes": 1 << 20}
     assert engine.generate(prompt_of(1), 4, **options).output_ids == want, "where nobody says what is free"
 
@@ -883,8 +883,8 @@ def test_the_workspace_of_pools_that_there_are_is_theirs(target, monkeypatch):
     engine = make(target, target)
     before = engine.workspace_bytes()
     engine.generate(prompt_of(1), 2)
-    monkeypatch.setattr("eagle_kernels.engine.memory._CPU_CACHE_BYTES", 1 << 16)
-    monkeypatch.setattr("eagle_kernels.engine.memory.free_memory_bytes", lambda device: 1 << 17)
+    monkeypatch.setattr("eagle_kernels.engine.batch.memory._CPU_CACHE_BYTES", 1 << 16)
+    monkeypatch.setattr("eagle_kernels.engine.batch.memory.free_memory_bytes", lambda device: 1 << 17)
     assert engine.workspace_bytes() == before
     assert engine.workspace_bytes(EAGLEConfig(max_batch=2))["kv_cache"] <= 1 << 16
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from eagle_kernels import ops
-from eagle_kernels.engine.kv_pool import PageAllocator
-from eagle_kernels.engine.request import Request
-from eagle_kernels.engine.sampling import RowSampling
+from eagle_kernels.engine.batch.kv_pool import PageAllocator
+from eagle_kernels.engine.batch.row_sampling import RowSampling
+from eagle_kernels.engine.requests.request import Request
 from op_tests.engine import soak
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

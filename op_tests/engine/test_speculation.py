@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, SamplingParams
-from eagle_kernels.engine import batch_state, scheduler
+from eagle_kernels.engine.batch import state as batch_state
 from eagle_kernels.engine.drafters import model_reader
-from eagle_kernels.engine.scheduler import TIMED_STEPS
-from eagle_kernels.engine.speculation import PROBE_AFTER, PROBE_STEPS, ByBatchSize, Fastest
-from eagle_kernels.engine.step_runner import bucket_of
-from eagle_kernels.engine.steps import tell_who_waits
+from eagle_kernels.engine.serve import scheduler
+from eagle_kernels.engine.serve.scheduler import TIMED_STEPS
+from eagle_kernels.engine.step.choice import PROBE_AFTER, PROBE_STEPS, ByBatchSize, Fastest
+from eagle_kernels.engine.step.plan import tell_who_waits
+from eagle_kernels.engine.step.runner import bucket_of
 from op_tests.engine.test_scheduler import make, prompt_of
 from op_tests.engine.toys import random_llama
 
@@ -103,7 +104,7 @@ def test_the_rows_of_a_step_are_those_of_its_graph(target, monkeypatch):
 @pytest.mark.parametrize("lag", [0, 1])
 def test_which_steps_are_waited_for(target, monkeypatch, lag):
     """The first, and one after every so many others; where the host is never behind, all."""
-    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: lag)
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: lag)
     engine = make(target, target)
     for _ in range(2):
         engine.submit([1], SamplingParams(max_new_tokens=80))
@@ -122,7 +123,7 @@ def test_which_steps_are_waited_for(target, monkeypatch, lag):
 @pytest.mark.parametrize("lag", [0, 1])
 def test_steps_whose_phases_nobody_wants_to_know(target, monkeypatch, lag):
     """No event is recorded, none is waited for, and the text is the same."""
-    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: lag)
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: lag)
     text, stats = make(target, target).generate([1, 2], 30)
     assert set(stats.phase_time_ms) == {"draft", "verify", "sample", "bookkeeping"}
 
@@ -130,9 +131,9 @@ def test_steps_whose_phases_nobody_wants_to_know(target, monkeypatch, lag):
         raise AssertionError("somebody looks at a clock between phases")
 
     if target.device.type == "cuda":
-        monkeypatch.setattr("eagle_kernels.engine.timing._mark", refuse)
+        monkeypatch.setattr("eagle_kernels.engine.step.phases.mark", refuse)
     else:
-        monkeypatch.setattr("eagle_kernels.engine.timing.time", SimpleNamespace(perf_counter=refuse))
+        monkeypatch.setattr("eagle_kernels.engine.step.phases.time", SimpleNamespace(perf_counter=refuse))
     engine = make(target, target, phase_times=False)
     request = engine.submit([1, 2], SamplingParams(max_new_tokens=30))
     while not request.is_finished:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from eagle_kernels import EAGLEConfig
-from eagle_kernels.engine.speculative_config import FIELDS
+from eagle_kernels.engine.config.speculative_config import FIELDS
 
 READ = [
     (

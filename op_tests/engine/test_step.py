@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine import timing
+from eagle_kernels.engine.batch.kv_pool import TreeAttend
 from eagle_kernels.engine.drafters import model_reader
-from eagle_kernels.engine.kv_pool import TreeAttend
-from eagle_kernels.engine.step import Stepper
+from eagle_kernels.engine.step import phases as timing
+from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.toys import ToyModel, random_llama, random_modules
 
 
@@ -119,7 +119,7 @@ def test_phases_are_timed_on_the_given_device(monkeypatch):
 def test_the_prefill_time_contains_the_drafts_prefill(monkeypatch):
     """The first tokens are on the host before the draft has read the prompt, so the clock must wait for the device."""
     waited = []
-    monkeypatch.setattr("eagle_kernels.engine.stream.synchronize", waited.append)
+    monkeypatch.setattr("eagle_kernels.engine.serve.stream.synchronize", waited.append)
     toy = ToyModel()
     stream = EAGLEInference(toy, toy, EAGLEConfig(topk=1, num_steps=1)).stream([1, 2], 2)
     assert not waited

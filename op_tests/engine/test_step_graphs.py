@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.batch_state import BatchState
+from eagle_kernels.engine.batch.state import BatchState
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.protocol import ModelError
-from eagle_kernels.engine.sampling import Features
-from eagle_kernels.engine.step_runner import StepRunner, bucket_of, buckets
+from eagle_kernels.engine.requests.sampling_params import Features
+from eagle_kernels.engine.step.runner import StepRunner, bucket_of, buckets
 from eagle_kernels.runtime import launch
 from op_tests.engine.test_scheduler import PARAMS, alone, make, mixed_requests, prompt_of
 from op_tests.engine.toys import ToyModel, random_llama

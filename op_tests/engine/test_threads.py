@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle_kernels.engine.threads import few_threads, most_threads
+from eagle_kernels.engine.serve.threads import few_threads, most_threads
 
 
 def model(hidden_size: int, device: str = "cpu") -> SimpleNamespace:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine.cli import _print_text
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer
+from eagle_kernels.tools.cli.main import _print_text
 from op_tests.engine.toys import random_llama
 
 TEXTS = ["", "def f(x):\n    return x\n", "naïve — 日本語 🦅", "a\x00b"]

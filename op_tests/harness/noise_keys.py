@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import eagle_kernels
 from eagle_kernels import ops
-from eagle_kernels.engine import verification
+from eagle_kernels.engine.step import verification
 from eagle_kernels.reference import accept_policy, random
 from eagle_kernels.reference.ops.verify import (
     verify_chain,

@@ -18,7 +18,7 @@ from bench.lab.log import EventLog, read_events
 from bench.lab.memory import MemoryTracker
 from bench.lab.reproducibility import deterministic, set_seed
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine import GenerationResult
+from eagle_kernels.tools.measure import GenerationResult
 from op_tests.engine.toys import ToyModel
 
 CELL = {"model_pair_name": "gpt2_dev", "K": 4, "temperature": 0.0, "max_new_tokens": 200, "prompt_domain": "code"}

@@ -22,7 +22,8 @@ from bench.lab.prompts import Prompt, PromptDataset
 from bench.lab.records import newest_cells
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
-from eagle_kernels.engine.output import GenerationStats, RequestTimes
+from eagle_kernels.engine.serve.latency import RequestTimes
+from eagle_kernels.engine.serve.output import GenerationStats
 from op_tests.engine.toys import random_llama
 
 SMALL = ["--max-new-tokens", "6", "--prompts-per-domain", "2", "--num-runs", "2", "--device", "cpu"]

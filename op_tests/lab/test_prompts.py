@@ -14,8 +14,8 @@ from bench.lab.config import BenchmarkConfig
 from bench.lab.log import read_events
 from bench.lab.prompts import Prompt, PromptDataset
 from bench.lab.sources import DOMAINS, Question, builtin_texts, read_file, read_questions
-from eagle_kernels.engine import GenerationResult
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
+from eagle_kernels.tools.measure import GenerationResult
 
 from .stock import refused
 

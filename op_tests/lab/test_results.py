@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine import GenerationResult, output
+from eagle_kernels.engine.serve import output
+from eagle_kernels.tools.measure import GenerationResult
 from op_tests.engine.toys import ToyModel
 
 PROMPT = [1, 2, 3, 1, 2, 3]
@@ -88,7 +89,7 @@ def test_a_line_with_other_fields_is_refused():
 
 @pytest.mark.parametrize("is_lagging", [False, True])
 def test_of_a_real_stream(is_lagging, device, monkeypatch):
-    monkeypatch.setattr("eagle_kernels.engine.scheduler.host_lag", lambda device: int(is_lagging))
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: int(is_lagging))
     models = engine(device)
     text, stats = models.generate(PROMPT, 15)
     for speculative in (True, False):

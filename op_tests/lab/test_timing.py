@@ -7,7 +7,9 @@ import time
 import pytest
 import torch
 
-from eagle_kernels.engine import CUDATimer, CUDATimerCollection, cuda_sync_time, timing
+from eagle_kernels.engine.serve import latency
+from eagle_kernels.tools import measure
+from eagle_kernels.tools.measure import CUDATimer, CUDATimerCollection, cuda_sync_time
 
 CPU = torch.device("cpu")
 
@@ -105,7 +107,7 @@ def test_intervals_add_up_by_name(events):
 
 
 def test_old_intervals_are_not_kept(events, monkeypatch):
-    monkeypatch.setattr(timing, "_MOST_UNREAD", 2)
+    monkeypatch.setattr(measure, "_MOST_UNREAD", 2)
     timers = CUDATimerCollection("cuda")
     for _ in range(5):
         with timers.phase("verify"):
@@ -169,14 +171,14 @@ def test_percentiles_are_numpys():
     numpy = pytest.importorskip("numpy")
     samples = [0.08, 0.09, 0.08, 0.10, 0.09]
     for percent in (0, 50, 95, 99, 100):
-        assert timing.percentile(samples, percent) == pytest.approx(numpy.percentile(samples, percent))
-    assert timing.percentile([], 50) is None
+        assert latency.percentile(samples, percent) == pytest.approx(numpy.percentile(samples, percent))
+    assert latency.percentile([], 50) is None
 
 
 def test_rounds_end_with_the_target_s_token_or_the_text():
     arrivals = [(1.0, True), (1.5, False), (2.5, False), (4.0, True), (4.0, True)]
-    assert timing.round_times_s(0.5, arrivals) == [(1.0, 2), (1.0, 1), (1.5, 2)]
-    assert timing.round_times_s(0.5, []) == []
+    assert latency.round_times_s(0.5, arrivals) == [(1.0, 2), (1.0, 1), (1.5, 2)]
+    assert latency.round_times_s(0.5, []) == []
 
 
 @pytest.mark.gpu

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ... import ops
-from ..batch import Batch
-from ..config import EAGLEConfig
-from ..method_options import MAX_NGRAM
+from ..batch.batch import Batch
+from ..config.eagle_config import EAGLEConfig
+from ..config.method_options import MAX_NGRAM
 from .model_drafter import ModelDrafter
 from .ngram import match
 from .protocol import Proposal, Reader

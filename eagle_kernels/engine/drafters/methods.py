@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..config import EAGLEConfig
+from ..config.eagle_config import EAGLEConfig
 from ..models.protocol import DraftModel
 from .hybrid import HybridDrafter
 from .mixed import MixedDrafter

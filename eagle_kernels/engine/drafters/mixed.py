@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..batch import Batch
+from ..batch.batch import Batch
 from .protocol import Drafter, Proposal
 
 # of a tree, what differs from row to row but for its place in the batch

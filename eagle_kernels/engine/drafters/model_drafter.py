@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ..batch import Batch
-from ..config import EAGLEConfig
+from ..batch.batch import Batch
+from ..config.eagle_config import EAGLEConfig
 from .protocol import Proposal, Reader
 
 

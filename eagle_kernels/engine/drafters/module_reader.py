@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ..batch import Batch, Committed
-from ..batch_state import MEMORY, BatchState, Kept
-from ..kv_pool import PrefillAttend, TreeAttend
+from ..batch.batch import Batch, Committed
+from ..batch.kv_pool import PrefillAttend, TreeAttend
+from ..batch.state import MEMORY, BatchState, Kept
 from ..models.protocol import DraftModules
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..batch import Batch
-from ..config import EAGLEConfig
+from ..batch.batch import Batch
+from ..config.eagle_config import EAGLEConfig
 from .protocol import Proposal
 from .trees import root_only, tree_of
 

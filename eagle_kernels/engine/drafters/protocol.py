@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ... import ops
-from ..batch import Batch, Committed
-from ..batch_state import BatchState
+from ..batch.batch import Batch, Committed
+from ..batch.state import BatchState
 from ..models.protocol import DraftModel
 
 

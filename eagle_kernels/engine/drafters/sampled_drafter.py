@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ..batch import Batch
-from ..config import EAGLEConfig
+from ..batch.batch import Batch
+from ..config.eagle_config import EAGLEConfig
 from .model_drafter import ModelDrafter
 from .protocol import Proposal, Reader
 from .trees import tree_of

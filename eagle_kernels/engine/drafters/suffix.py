@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ..batch import Batch
-from ..batch_state import BatchState
-from ..config import EAGLEConfig
-from ..request import Request
+from ..batch.batch import Batch
+from ..batch.state import BatchState
+from ..config.eagle_config import EAGLEConfig
+from ..requests.request import Request
 from .protocol import Proposal
 from .suffix_cache import SuffixCache, SuffixDraft
 from .suffix_drafts import ROUNDING_UP

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ... import ops
-from ..batch import Batch
-from ..config import EAGLEConfig
+from ..batch.batch import Batch
+from ..config.eagle_config import EAGLEConfig
 
 
 def tree_of(batch: Batch, tokens: Tensor, parents: Tensor, config: EAGLEConfig) -> ops.BuildTreeOutput:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..values import first_line, parse_json, shown
+from ..config.values import first_line, parse_json, shown
 from .protocol import ModelError
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there, whole or by its index

@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from ...primitives.paging import MAX_HEAD_DIM, MIN_HEAD_DIM
-from ..values import is_fp32, is_integer, shown
+from ..config.values import is_fp32, is_integer, shown
 from .protocol import ModelError
 from .stored_sizes import StoredSize
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..values import is_integer, shown
+from ..config.values import is_integer, shown
 from .decoder_config import MOST_LAYERS, read_section
 from .protocol import FINAL_NORM, ModelError
 

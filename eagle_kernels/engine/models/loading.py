@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..values import first_line, is_integer
+from ..config.values import first_line, is_integer
 from .checkpoint import (
     Checkpoint,
     check_memory,
@@ -109,7 +109,7 @@ def demo_pair() -> tuple[Path, Path]:
     target, draft = DEMO_PAIR_FOLDER / "target", DEMO_PAIR_FOLDER / "draft"
     if not (target.is_dir() and draft.is_dir()):
         raise ModelError(
-            f"{DEMO_PAIR_FOLDER} is missing; make it with: python -m eagle_kernels.engine.training.demo_pair "
+            f"{DEMO_PAIR_FOLDER} is missing; make it with: python -m eagle_kernels.tools.training.demo_pair "
             f"--output {DEMO_PAIR_FOLDER}"
         )
     return target, draft

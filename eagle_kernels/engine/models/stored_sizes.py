@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from ..values import is_integer, shown
+from ..config.values import is_integer, shown
 from .checkpoint import StoredTensor
 from .protocol import ModelError
 

@@ -2,7 +2,7 @@
 
 Computes
     output = softmax(sm_scale * query . key) . value per request and query head over the slots 0..length - 1, of which
-    the last is the query's own. Flash-Decoding: keys are cut into shares of about equal size (primitives/shares.py),
+    the last is the query's own. Flash-Decoding: keys are cut into shares of about equal size (shared/shares.py),
     each is attended with an online softmax, and partial results merge by their log-sum-exp.
     soft_cap: logits become soft_cap * tanh(logits / soft_cap), with an error of about soft_cap * 1e-7. window: only the
     last `window` slots are seen. sinks: a logit per query head that takes probability and has no value (gpt-oss).
@@ -48,9 +48,9 @@ from typing import NamedTuple
 import torch
 
 from ...primitives import paging
-from ...primitives.split_attention import launch_attention
 from ...runtime import check, tuning
 from ...runtime.launch import launcher
+from .shared.split_attention import launch_attention
 
 
 class Output(NamedTuple):

@@ -44,16 +44,16 @@ from __future__ import annotations
 import torch
 
 from ...primitives import paging
-from ...primitives.attention import Pool, Queries, Span, attend, request_rows
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.fp8 import match_keys
 from ...primitives.paging import request_pages
-from ...primitives.shares import Batch
-from ...primitives.softmax import LOG2_E, add_sink, finish_rows, start_rows, tile_sizes
 from ...runtime import check, tuning
 from ...runtime.language import is_interpreting, tl, triton
 from ...runtime.launch import launch, launcher
 from .gqa_decode import Output
+from .shared.attention import Pool, Queries, Span, attend, request_rows
+from .shared.shares import Batch
+from .shared.softmax import LOG2_E, add_sink, finish_rows, start_rows, tile_sizes
 
 # see `split_attention.ORDERED_TUNING`; the first one is taken for which requests have from_rows rows for a KV head: no
 # more than these two tiles for all lengths, so that few variants are ever compiled

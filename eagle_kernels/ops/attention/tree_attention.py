@@ -4,7 +4,7 @@ Computes
     output = softmax(sm_scale * query . key) . value per request, query row and head, over every prefix slot
     0..prefix - 1 and the draft keys that the row sees: those whose bit is set in its mask, or (is_causal, for chains)
     those up to its own. Tree attention (SpecInfer, arXiv 2305.09781) on Flash-Decoding: prefix and draft block are cut
-    into shares (primitives/shares.py), the prefix needs no mask, and partial results merge by their log-sum-exp. One op
+    into shares (shared/shares.py), the prefix needs no mask, and partial results merge by their log-sum-exp. One op
     for the target's verification (Nk = Nq = N), for the draft's own levels (Nq = K beams see Nk = level * K keys; all
     of them share one reading of the prefix), and for chains.
     soft_cap, sinks, k_scale, v_scale: as in gqa_decode; the scales are those of the pool, separate draft keys have
@@ -63,11 +63,11 @@ from __future__ import annotations
 import torch
 
 from ...primitives import paging
-from ...primitives.split_attention import launch_attention
 from ...runtime import check, tuning
 from ...runtime.language import triton
 from ...runtime.launch import launcher
 from .gqa_decode import Output
+from .shared.split_attention import launch_attention
 
 MAX_QUERY = 256
 MAX_DRAFT_KEYS = 512

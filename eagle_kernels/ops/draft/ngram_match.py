@@ -43,7 +43,10 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.ngram import (
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+from .shared.ngram import (
     History,
     add_difference,
     as_row_token,
@@ -60,9 +63,6 @@ from ...primitives.ngram import (
     take_first,
     zeros_as_bits,
 )
-from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
 
 
 class Output(NamedTuple):

@@ -44,11 +44,11 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.tree_building import store_tree
-from ...primitives.tree_mask import TreeMaskMode, fill_prefix, mask_spec
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.tree_building import store_tree
+from .shared.tree_mask import TreeMaskMode, fill_prefix, mask_spec
 
 
 class Output(NamedTuple):

@@ -33,13 +33,13 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import is_among_best
-from ...primitives.tree_building import store_tree
-from ...primitives.tree_mask import TreeMaskMode, fill_prefix
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .build_tree import tree_contract, tree_grid, tree_sizes
 from .organize_draft_results import candidates_contract, ranking_warps
+from .shared.tree_building import store_tree
+from .shared.tree_mask import TreeMaskMode, fill_prefix
 
 
 class Output(NamedTuple):

@@ -24,10 +24,10 @@ from __future__ import annotations
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.tree_mask import TreeMaskMode, check_mask, load_keys, mask_spec, row_starts, store_keys
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.tree_mask import TreeMaskMode, check_mask, load_keys, mask_spec, row_starts, store_keys
 
 TUNING = {"default": {"BLOCK_ROW": 16, "num_warps": 4}}
 

@@ -46,10 +46,10 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY, bits_value, comparable, ordered_bits, ordered_key
-from ...primitives.selection import CHUNK_SIZE, LANES, NUM_LANES, largest_in_rows, scan_chunks
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.selection import CHUNK_SIZE, LANES, NUM_LANES, largest_in_rows, scan_chunks
 
 
 class Output(NamedTuple):

@@ -34,11 +34,11 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.tree_mask import TreeMaskMode, check_mask, load_keys, row_starts
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .build_tree import MAX_NODES
+from .shared.tree_mask import TreeMaskMode, check_mask, load_keys, row_starts
 
 
 class Output(NamedTuple):

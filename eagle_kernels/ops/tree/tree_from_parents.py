@@ -39,13 +39,13 @@ from __future__ import annotations
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.tree_building import store_links
-from ...primitives.tree_mask import TreeMaskMode, fill_prefix
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .build_tree import TUNING as BUILD_TREE_TUNING
 from .build_tree import Output, layout_contract, layout_sizes, tree_grid
+from .shared.tree_building import store_links
+from .shared.tree_mask import TreeMaskMode, fill_prefix
 
 # The N x N comparisons are those of build_tree.
 TUNING = BUILD_TREE_TUNING

@@ -28,18 +28,10 @@ from __future__ import annotations
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.tree_mask import (
-    TreeMaskMode,
-    check_mask,
-    fill_prefix,
-    load_keys,
-    mask_spec,
-    row_starts,
-    store_keys,
-)
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.tree_mask import TreeMaskMode, check_mask, fill_prefix, load_keys, mask_spec, row_starts, store_keys
 
 TUNING = {"default": {"BLOCK_ROW": 16, "BLOCK_FILL": 64, "num_warps": 4}}
 # Rows are as long as the context: each has a program, or a short batch leaves most of the GPU idle.

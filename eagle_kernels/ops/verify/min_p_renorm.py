@@ -25,13 +25,13 @@ from __future__ import annotations
 
 import torch
 
-from ...primitives import renorm
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.renorm import BRACKET_TUNING, load_chunks, start_row
-from ...primitives.threshold import key_probability
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared import renorm
+from .shared.renorm import BRACKET_TUNING, load_chunks, start_row
+from .shared.threshold import key_probability
 
 
 @triton.jit

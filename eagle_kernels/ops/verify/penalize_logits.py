@@ -45,13 +45,13 @@ import math
 
 import torch
 
-from ...primitives import logits as processors
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.logits import Processors, Row, load_counts, process
-from ...primitives.tree_walk import check_links, find_above, is_own, load_nodes, tree_arguments
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared import logits as processors
+from .shared.logits import Processors, Row, load_counts, process
+from .shared.tree_walk import check_links, find_above, is_own, load_nodes, tree_arguments
 
 IN_PLACE = {"out": ("target_logits",)}
 

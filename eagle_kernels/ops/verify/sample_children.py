@@ -42,12 +42,12 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY, NO_NOISE, noisy_key, noisy_key_id
-from ...primitives.random import STREAM_DRAFT, add_gumbel, fine_bits, random_block, token_words
-from ...primitives.rows import inverse_temperature, load_scaled
-from ...primitives.sampling import check_vocabulary
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.random import STREAM_DRAFT, add_gumbel, fine_bits, random_block, token_words
+from .shared.rows import inverse_temperature, load_scaled
+from .shared.sampling import check_vocabulary
 
 MAX_CHILDREN = 64
 

@@ -40,16 +40,16 @@ from __future__ import annotations
 
 import torch
 
-from ...primitives import logits as processors
-from ...primitives import sampling
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.filters import load_filters
-from ...primitives.logits import Processors, Row, read_temperature
-from ...primitives.random import STREAM_TARGET, Noise
-from ...primitives.sampling import Scratch, draw_token, scan_slice
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared import logits as processors
+from .shared import sampling
+from .shared.filters import load_filters
+from .shared.logits import Processors, Row, read_temperature
+from .shared.random import STREAM_TARGET, Noise
+from .shared.sampling import Scratch, draw_token, scan_slice
 
 SCAN_TUNING, DRAW_TUNING = sampling.SCAN_TUNING, sampling.DRAW_TUNING
 

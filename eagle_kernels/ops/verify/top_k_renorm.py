@@ -3,7 +3,7 @@
 Computes
     probs / (sum of the kept probs) where kept, else 0. Kept are the tokens with a probability of at least the k-th
     largest one: tokens that tie with it all stay. No sort: the edge is found between two keys that a sample of the row
-    suggests and exact counts confirm (primitives/threshold.py).
+    suggests and exact counts confirm (shared/threshold.py).
 Shapes
     probs   [R, V]  fp32 / fp16 / bf16, unit stride along V
     top_k   [R]     int     <= 0 or >= V: off; the row is only divided by its sum
@@ -25,22 +25,13 @@ from __future__ import annotations
 
 import torch
 
-from ...primitives import renorm
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.renorm import (
-    BRACKET_TUNING,
-    EDGE_TUNING,
-    LOW,
-    NUM_STATES,
-    NUM_SUMS,
-    load_chunks,
-    start_row,
-    store_edge,
-)
-from ...primitives.threshold import bracket_by_count, lowest_with_mass
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared import renorm
+from .shared.renorm import BRACKET_TUNING, EDGE_TUNING, LOW, NUM_STATES, NUM_SUMS, load_chunks, start_row, store_edge
+from .shared.threshold import bracket_by_count, lowest_with_mass
 
 
 @triton.jit

@@ -4,7 +4,7 @@ Computes
     probs / (sum of the kept probs) where kept, else 0. Kept are the tokens with a probability of at least t, the
     largest one for which they hold top_p of the row's sum: tokens that tie with t all stay, and the most likely token
     always does. No sort: the edge is found between two keys that a sample of the row suggests and exact sums confirm
-    (primitives/threshold.py).
+    (shared/threshold.py).
 Shapes
     probs   [R, V]  fp32 / fp16 / bf16, unit stride along V; rows need not sum to 1
     top_p   [R]     fp32    >= 1 (or NaN): off; the row is only divided by its sum
@@ -27,9 +27,12 @@ from __future__ import annotations
 
 import torch
 
-from ...primitives import renorm
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.renorm import (
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+from .shared import renorm
+from .shared.renorm import (
     BRACKET_TUNING,
     EDGE_TUNING,
     LARGEST,
@@ -40,10 +43,7 @@ from ...primitives.renorm import (
     start_row,
     store_edge,
 )
-from ...primitives.threshold import bracket_by_mass, lowest_with_mass, wanted_mass
-from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
+from .shared.threshold import bracket_by_mass, lowest_with_mass, wanted_mass
 
 
 @triton.jit

@@ -12,7 +12,7 @@ Computes
                 accepted are the drafts up to the last i whose coin is below h_i (later ones do not need it of earlier
                 ones); then a token from norm((r_i p_i - q_i)+), or from p_gamma.
     Both emit tokens of the target's law if every draft was drawn from its row of q, and if coins, residual draws and
-    drafts are independent. Coins and noise are those of primitives/random.py, keyed by seed, position of the token and
+    drafts are independent. Coins and noise are those of shared/random.py, keyed by seed, position of the token and
     stream: drafts must be drawn with another stream (STREAM_DRAFT). Block looks at coins and drafts beyond those that
     it accepts, at positions that the next round drafts again: coins are keyed by the place in the chain as well, and so
     must drafts be (`sample_children`, nodes).
@@ -54,23 +54,14 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY
-from ...primitives.pair import (
-    SLICE_TUNING,
-    Pair,
-    check_pair,
-    draft_ids,
-    load_draft,
-    load_probs,
-    load_target,
-    prepare_pair,
-)
-from ...primitives.random import token_words
-from ...primitives.residual import accept_coin, drawn_token, keys_of_words, residual_key
-from ...primitives.rows import row_probs
-from ...primitives.tree_walk import Output, token_ids
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.pair import SLICE_TUNING, Pair, check_pair, draft_ids, load_draft, load_probs, load_target, prepare_pair
+from .shared.random import token_words
+from .shared.residual import accept_coin, drawn_token, keys_of_words, residual_key
+from .shared.rows import row_probs
+from .shared.tree_walk import Output, token_ids
 
 # All statistics of one chain are merged in registers.
 MAX_TOKENS = 256

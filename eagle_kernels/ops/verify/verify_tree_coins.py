@@ -48,11 +48,11 @@ import math
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.inverse_cdf import first_above, residual, token_probs
-from ...primitives.tree_walk import MET, Output, check_tree, is_own, load_nodes, store_walk
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.inverse_cdf import first_above, residual, token_probs
+from .shared.tree_walk import MET, Output, check_tree, is_own, load_nodes, store_walk
 
 # One warp walks, and one draws: what they look up lies in its own registers.
 TUNING = {"default": {"num_warps": 1}}

@@ -49,11 +49,14 @@ import math
 
 import torch
 
-from ...primitives.accept_policy import check_policy, plant, plant_path
-from ...primitives.argmax import slice_key, winner
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY
-from ...primitives.tree_walk import (
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+from .shared.accept_policy import check_policy, plant, plant_path
+from .shared.argmax import slice_key, winner
+from .shared.tree_walk import (
     Output,
     check_tree,
     find_child,
@@ -66,9 +69,6 @@ from ...primitives.tree_walk import (
     token_ids,
     tree_arguments,
 )
-from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
 
 # One warp walks: what it looks up lies in its own registers.
 TUNING = {"default": {"num_warps": 1}}

@@ -62,22 +62,14 @@ import math
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.pair import check_pair, invert_draft_map
-from ...primitives.rejection import Node, draw_left, left_probs, reject
-from ...primitives.residual import accept_coin, residual_key
-from ...primitives.rows import GREEDY_BELOW, open_row, scan_logits
-from ...primitives.tree_walk import (
-    Output,
-    check_tree,
-    is_own,
-    load_nodes,
-    output_arguments,
-    store_walk,
-    tree_arguments,
-)
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.pair import check_pair, invert_draft_map
+from .shared.rejection import Node, draw_left, left_probs, reject
+from .shared.residual import accept_coin, residual_key
+from .shared.rows import GREEDY_BELOW, open_row, scan_logits
+from .shared.tree_walk import Output, check_tree, is_own, load_nodes, output_arguments, store_walk, tree_arguments
 
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
 

@@ -63,15 +63,18 @@ from typing import NamedTuple
 
 import torch
 
-from ...primitives import logits, sampling
-from ...primitives.accept_policy import check_policy, plant, plant_path
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.filters import load_filters
-from ...primitives.logits import Processors, Row, read_temperature
 from ...primitives.ordering import LOWEST_KEY
-from ...primitives.random import STREAM_TARGET, Noise
-from ...primitives.sampling import Scratch, draw_token, row_winner, scan_slice, store_slice_key
-from ...primitives.tree_walk import (
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+from .shared import logits, sampling
+from .shared.accept_policy import check_policy, plant, plant_path
+from .shared.filters import load_filters
+from .shared.logits import Processors, Row, read_temperature
+from .shared.random import STREAM_TARGET, Noise
+from .shared.sampling import Scratch, draw_token, row_winner, scan_slice, store_slice_key
+from .shared.tree_walk import (
     check_tree,
     follow,
     is_own,
@@ -82,9 +85,6 @@ from ...primitives.tree_walk import (
     store_path,
     tree_arguments,
 )
-from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
 
 SCAN_TUNING, DRAW_TUNING = sampling.SCAN_TUNING, sampling.DRAW_TUNING
 TUNING = {"default": {"num_warps": 1}}

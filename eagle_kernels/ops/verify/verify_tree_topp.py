@@ -38,7 +38,10 @@ from __future__ import annotations
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.tree_walk import (
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+from .shared.tree_walk import (
     Output,
     check_tree,
     find_child,
@@ -49,9 +52,6 @@ from ...primitives.tree_walk import (
     token_ids,
     tree_arguments,
 )
-from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
 
 MAX_CANDIDATES = 1024
 

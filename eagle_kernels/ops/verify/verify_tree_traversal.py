@@ -10,7 +10,7 @@ Computes
     and is a leaf itself when no child is left. The root's coin always succeeds.
     The emitted tokens have the target's law if every node's children were drawn from its row of q, in sibling order,
     each from what the ones before left, and if coins, residual draws and drafts are independent. On a chain this is
-    block verification (verify_chain). Coins and noise are those of primitives/random.py, keyed by seed, position of the
+    block verification (verify_chain). Coins and noise are those of shared/random.py, keyed by seed, position of the
     token, node with its depth, and stream: drafts must be drawn with another stream (STREAM_DRAFT), and no two rounds
     may draw at one position for one node (`sample_children`), as this looks at drafts beyond those that it accepts.
 Shapes
@@ -56,8 +56,11 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY
-from ...primitives.pair import Pair, check_pair, load_draft, load_probs, load_target, prepare_pair
-from ...primitives.residual import (
+from ...runtime import check, tuning
+from ...runtime.language import tl, triton
+from ...runtime.launch import launch, launcher
+from .shared.pair import Pair, check_pair, load_draft, load_probs, load_target, prepare_pair
+from .shared.residual import (
     STEP_WORDS,
     accept_coin,
     apply_steps,
@@ -67,19 +70,8 @@ from ...primitives.residual import (
     residual_masses,
     store_step,
 )
-from ...primitives.rows import row_probs
-from ...primitives.tree_walk import (
-    Output,
-    check_tree,
-    is_own,
-    load_nodes,
-    output_arguments,
-    store_walk,
-    tree_arguments,
-)
-from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
+from .shared.rows import row_probs
+from .shared.tree_walk import Output, check_tree, is_own, load_nodes, output_arguments, store_walk, tree_arguments
 
 # Of a coin: depth * this + node. A position that the next round drafts again has another depth there, whatever the
 # trees' shapes: what a leaf's coin has told already is not asked again.

@@ -40,16 +40,16 @@ import math
 
 import torch
 
-from ...primitives.argmax import slice_key, winner
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.logits import GREEDY_BELOW, LARGEST_FINITE
 from ...primitives.ordering import LOWEST_KEY, NO_NOISE, comparable, largest_key, noisy_key, noisy_key_id
-from ...primitives.random import STREAM_TARGET, add_grouped_gumbel, grouped_words, random_block
-from ...primitives.sampling import check_vocabulary
-from ...primitives.tree_walk import Output, check_tree, follow, is_own, load_nodes, store_walk
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.argmax import slice_key, winner
+from .shared.logits import GREEDY_BELOW, LARGEST_FINITE
+from .shared.random import STREAM_TARGET, add_grouped_gumbel, grouped_words, random_block
+from .shared.sampling import check_vocabulary
+from .shared.tree_walk import Output, check_tree, follow, is_own, load_nodes, store_walk
 
 # No measurement yet: a slice as wide as verify_tree_greedy's, but for the registers of an exponential.
 SCAN_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}

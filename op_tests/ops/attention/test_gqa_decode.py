@@ -10,7 +10,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.attention.gqa_decode import TUNING, contract
-from eagle_kernels.primitives import split_attention
+from eagle_kernels.ops.attention.shared import split_attention
 from eagle_kernels.reference.ops.attention.gqa_decode import gqa_decode as reference
 from eagle_kernels.runtime.launch import intercept
 from op_tests.harness import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from eagle_kernels.primitives.threshold import MAX_VOCAB_SIZE
+from eagle_kernels.ops.verify.shared.threshold import MAX_VOCAB_SIZE
 from op_tests.harness import assert_close, assert_equal, check_operation
 
 # a row in several slices, and of more candidates than one program holds

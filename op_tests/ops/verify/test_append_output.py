@@ -7,7 +7,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.engine import SamplingParams
-from eagle_kernels.engine.request import Request
+from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.reference.ops.verify.append_output import append_output as reference
 from op_tests.harness import (
     Guarded,

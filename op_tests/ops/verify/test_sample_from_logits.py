@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from eagle_kernels.primitives import sampling
+from eagle_kernels.ops.verify.shared import sampling
 from eagle_kernels.reference import random as reference_random
 from eagle_kernels.reference import sampling as reference_sampling
 from op_tests.harness import assert_only_launches, check_registration

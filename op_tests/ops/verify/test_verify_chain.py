@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from eagle_kernels.primitives import pair
+from eagle_kernels.ops.verify.shared import pair
 from eagle_kernels.reference.ops.verify import verify_chain as reference
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device

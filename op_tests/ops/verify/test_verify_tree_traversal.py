@@ -9,7 +9,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.verify import verify_tree_traversal as op
-from eagle_kernels.primitives import pair
+from eagle_kernels.ops.verify.shared import pair
 from eagle_kernels.reference.ops.verify import verify_tree_traversal as reference
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device

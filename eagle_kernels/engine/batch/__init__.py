@@ -1,0 +1,1 @@
+"""The rows that step together, on the device: their state, their pages of keys and values, the memory these take."""

@@ -1,0 +1,170 @@
+"""Paged keys and values of one model, who owns which page, and the `attend` functions that write and read them.
+
+The ops take what `protocol.Attend` says of scales, soft caps and sinks by the same names.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ..models.protocol import Angles, KVShape
+
+
+class PageAllocator:
+    """Hands out page ids 0 .. num_pages - 1; lives on the host, so that nobody waits for the device to learn them."""
+
+    def __init__(self, num_pages: int):
+        self.num_pages = num_pages
+        self._free = deque(range(num_pages))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` page ids, the longest free ones first; None if there are not so many."""
+        if count > len(self._free):
+            return None
+        return [self._free.popleft() for _ in range(count)]
+
+    def free(self, pages: Sequence[int]) -> None:
+        self._free.extend(pages)
+
+
+class KVPool:
+    """The pages of one model: `k_cache, v_cache [L, num_pages, page_size, Hkv, D]`."""
+
+    def __init__(self, shape: KVShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device):
+        size = (shape.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim)
+        self.k_cache = torch.zeros(size, dtype=dtype, device=device)
+        self.v_cache = torch.zeros(size, dtype=dtype, device=device)
+        self.page_size = page_size
+
+    def write(
+        self, layer: int, slots: Tensor, query: Tensor | None, key: Tensor, value: Tensor, angles: Angles | None
+    ) -> Tensor | None:
+        """Stores key, value [B, T, Hkv, D] at slots [B, T]; those of -1 are dropped. Returns the query [B, T, Hq, D].
+
+        angles: what query and key are turned by before; None: nothing.
+        """
+        rows, caches = (key.flatten(0, 1), value.flatten(0, 1)), (self.k_cache[layer], self.v_cache[layer])
+        tables = {} if angles is None else angles._asdict()
+        if angles is None or query is None:
+            ops.write_kv(*rows, *caches, slots, **tables)
+            return query
+        return ops.write_kv(*rows, *caches, slots, query=query.flatten(0, 1), **tables).view(query.shape)
+
+
+def bytes_per_page(shape: KVShape, page_size: int, dtype: torch.dtype) -> int:
+    return 2 * shape.num_layers * page_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+
+
+class _PoolAttend:
+    """A layer's new keys and values are written into the pool, and its queries read them from there with all others.
+
+    block_table  [B, max_pages]
+    slots        [B, T]  where the new ones go
+    """
+
+    def __init__(self, pool: KVPool, block_table: Tensor, slots: Tensor):
+        self._pool, self._block_table, self._slots = pool, block_table, slots
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        *,
+        angles: Angles | None = None,
+        **options: Any,
+    ) -> Tensor:
+        query = self._pool.write(layer, self._slots, query, key, value, angles)
+        caches = {"k_cache": self._pool.k_cache[layer], "v_cache": self._pool.v_cache[layer]}
+        return self._read(query, **caches, block_table=self._block_table, window=window, **options)
+
+    def store(self, layer: int, key: Tensor, value: Tensor, *, angles: Angles | None = None) -> None:
+        """See `protocol.StoringAttend`."""
+        self._pool.write(layer, self._slots, None, key, value, angles)
+
+    def _read(self, query: Tensor, **options: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class PrefillAttend(_PoolAttend):
+    """`attend` of a part of a prompt: one request, causal, tokens start .. start + T - 1 behind those before them.
+
+    block_table  [1, max_pages], the request's row
+    """
+
+    def __init__(self, pool: KVPool, block_table: Tensor, start: int, num_tokens: int):
+        device = block_table.device
+        first = torch.full((1,), start, dtype=torch.int64, device=device)
+        slots = ops.find_slots(block_table, first, count=num_tokens, page_size=pool.page_size).slots
+        super().__init__(pool, block_table, slots)
+        self._seq_lens, self._num_tokens = first + num_tokens, num_tokens
+        self._bounds = torch.arange(2, dtype=torch.int64, device=device) * num_tokens
+
+    def _read(self, query: Tensor, **options: Any) -> Tensor:
+        sizes = {"seq_lens": self._seq_lens, "max_query": self._num_tokens}
+        return ops.prefill_attention(query[0], self._bounds, **sizes, **options).output[None]
+
+
+class TreeAttend(_PoolAttend):
+    """`attend` of T tree rows per request: they see the committed prefix, and the draft keys that the mask names.
+
+    block_table    [B, max_pages]
+    lengths        [B]          committed tokens
+    slots          [B, T]       where the rows' own keys go; draft keys before them have been written
+    tree_mask      [B, T, W]    packed words over draft keys 0 .. num_draft_keys - 1; None: a chain, causal
+    positions      [B, T]       of the rows, and
+    key_positions  [B, num_draft_keys] of the draft keys, None where they are the rows; for sliding windows
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        block_table: Tensor,
+        lengths: Tensor,
+        slots: Tensor,
+        num_draft_keys: int,
+        tree_mask: Tensor | None,
+        positions: Tensor,
+        key_positions: Tensor | None = None,
+    ):
+        super().__init__(pool, block_table, slots)
+        self._lengths, self._num_draft_keys = lengths, num_draft_keys
+        self.tree_mask = tree_mask
+        self._positions, self._key_positions = positions, key_positions
+
+    def _read(self, query: Tensor, **options: Any) -> Tensor:
+        if options["window"] is not None:
+            options["positions"] = self._positions.flatten().contiguous()
+            if self._key_positions is not None:
+                options["key_positions"] = self._key_positions.flatten().contiguous()
+        return ops.tree_attention(
+            query,
+            tree_mask=self.tree_mask,
+            num_draft_keys=self._num_draft_keys,
+            is_causal=self.tree_mask is None,
+            seq_lens=self._lengths,
+            **options,
+        ).output
+
+
+class DecodeAttend(_PoolAttend):
+    """`attend` of plain decoding: one new row per request, behind its prefix; slots [B, 1]."""
+
+    def __init__(self, pool: KVPool, block_table: Tensor, lengths: Tensor, slots: Tensor):
+        super().__init__(pool, block_table, slots)
+        self._seq_lens = lengths + 1
+
+    def _read(self, query: Tensor, **options: Any) -> Tensor:
+        return ops.gqa_decode(query[:, 0], seq_lens=self._seq_lens, **options).output[:, None]

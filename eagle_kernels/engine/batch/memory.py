@@ -1,0 +1,77 @@
+"""How many bytes a configuration needs, before anything is allocated."""
+
+from __future__ import annotations
+
+from ..config.eagle_config import EAGLEConfig
+from ..drafters.methods import make_drafter, make_reader
+from ..models.checkpoint import free_memory_bytes
+from ..models.protocol import DraftModel, TargetModel
+from .kv_pool import bytes_per_page
+
+# of the CPU's memory, for KV pools, where nobody says otherwise
+_CPU_CACHE_BYTES = 1 << 30
+
+
+def count_pages(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int) -> int:
+    """Pages of the pools: what kv_cache_bytes pays for, but no more than max_batch requests of max_pages can use."""
+    budget = config.kv_cache_bytes
+    if budget is None:
+        is_gpu = target.device.type == "cuda"
+        budget = free_memory_bytes(target.device) // 2 if is_gpu else _CPU_CACHE_BYTES
+    return max(1, min(budget // _page_bytes(target, draft, config), config.max_batch * max_pages))
+
+
+def workspace_bytes(
+    target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int, num_pages: int | None = None
+) -> dict[str, int]:
+    """Bytes beside the weights, by what they are for, and their `total`; num_pages: of pools that there are.
+
+    kv_cache  the pools of both models
+    rows      what the rows of a batch are from step to step, without penalties (4 more a token of the vocabulary)
+    step      the largest tensors of the largest step: logits, and the features that the draft reads
+    """
+    element, rows = target.dtype.itemsize, config.max_batch
+    num_streams, draft_vocab_size = (0, 0) if draft is None else (len(draft.aux_layers), draft.draft_vocab_size)
+    # the draft's own state: of a head about as wide as the target's, of a language model nothing
+    hidden_size = target.hidden_size if num_streams else 0
+    reader = make_reader(config, draft)
+    kept = 0 if reader is None else reader.num_kept * (8 + element * num_streams * target.hidden_size)
+    trees = [(most, tree) for most, tree in config.trees if tree is not None and config.may_speculate]
+    keeps_history = any(make_drafter(tree, reader, target.device).reads_history for _, tree in trees)
+    history = 4 * max_pages * config.page_size if keeps_history else 0
+    # of rows with so many nodes, and levels or beams of the draft: a plain one has neither
+    shapes = [(rows, 1, 0)]
+    for most, tree in trees:
+        num_drafted = max(tree.topk, tree.num_steps + 1)
+        shapes.append((rows if most is None else min(rows, most), tree.num_verify_tokens, num_drafted))
+    if num_pages is None:
+        num_pages = count_pages(target, draft, config, max_pages)
+    sizes = {
+        "kv_cache": num_pages * _page_bytes(target, draft, config),
+        "rows": rows * (4 * max_pages + 76 + history + kept + element * (draft_vocab_size + hidden_size)),
+        "step": element * max(
+            count * (nodes * (target.vocab_size + num_streams * target.hidden_size) + drafted * draft_vocab_size)
+            for count, nodes, drafted in shapes
+        ),
+    }  # fmt: skip
+    return sizes | {"total": sum(sizes.values())}
+
+
+def check_fits(
+    target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int, num_pages: int
+) -> None:
+    """Pools and rows must find room before either is allocated."""
+    sizes = workspace_bytes(target, draft, config, max_pages, num_pages)
+    free = free_memory_bytes(target.device)
+    if free is not None and sizes["kv_cache"] + sizes["rows"] > free:
+        pools, rows, free = (f"{size / 2**30:.2f} GiB" for size in (sizes["kv_cache"], sizes["rows"], free))
+        raise ValueError(
+            f"EAGLEInference: kv_cache_bytes and the rows of max_batch={config.max_batch} must fit into free memory, "
+            f"got {pools} and {rows} with {free} free on {target.device}"
+        )
+
+
+def _page_bytes(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> int:
+    return sum(
+        bytes_per_page(model.kv_shape, config.page_size, target.dtype) for model in (target, draft) if model is not None
+    )

@@ -1,0 +1,367 @@
+"""What a caller can choose about drafting, sampling and stopping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
+from ...ops.tree.build_tree import MAX_NODES, TreeMaskMode
+from ...ops.tree.organize_draft_results import MAX_CANDIDATES
+from ...ops.tree.select_top_k_tokens import MAX_TOPK
+from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
+from ...primitives.paging import MAX_PAGE_SIZE
+from .method_options import MethodOptions
+from .speculative_config import read_speculative_config
+from .values import is_integer
+
+DEFAULT_MAX_DRAFT_TOKENS = 32
+# (topk, num_steps, num_draft_tokens) that adaptive="auto" tries beside the configuration's own
+SMALLER_TREES = ((1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16))
+
+
+def rates_of_mean_length(mean: float, spec_steps: int) -> list[float]:
+    """Rates per depth, P(at least 1, 2, .. spec_steps drafts accepted), for a mean accept length with the bonus.
+
+    mean - 1 = k + f drafts: k are always accepted, one more with probability f. No rates of this mean spread less.
+    """
+    return [min(max(mean - 1 - depth, 0.0), 1.0) for depth in range(spec_steps)]
+
+
+@dataclass(frozen=True)
+class EAGLEConfig(MethodOptions):
+    """Drafting tree, sampling and limits; every value is validated here, with the rule in the message.
+
+    Tree (EAGLE-2): `num_steps` levels; each keeps `topk` nodes and drafts `topk` children of each, so there are
+    topk + (num_steps - 1) * topk^2 candidates; the best `num_draft_tokens - 1` of them are verified below the root.
+
+    topk                branching, 1..16; 1 drafts a chain
+    num_steps           levels, so at most num_steps drafts are accepted a step
+    num_draft_tokens    nodes verified, root included; None: min(32, all candidates and the root), which
+                        `num_verify_tokens` tells for the tree at hand
+    temperature         0: greedy
+    top_k, top_p, min_p filters of sampling, in this order; 0, 1.0 and 0.0 turn them off
+    eos_token_ids       a request ends with the first of these that it emits; None: those that the target's folder
+                        names (`EAGLEInference.from_pretrained`), else none
+    max_length          most tokens of a request, prompt included; None: what the models were made for
+    page_size           tokens per page of the KV pools, a power of two up to 256
+    tree_mask_mode      layout in which the tree mask is built (`eagle_kernels.TreeMaskMode`)
+    max_batch           most requests that step together; others wait
+    kv_cache_bytes      for the KV pools of both models; None: what max_batch requests of full length need, but at most
+                        half of the device's free memory (1 GiB on the CPU)
+    prefill_chunk       most prompt tokens that are read between two steps
+    max_spec_batch      most requests that are stepped speculatively; more are decoded plainly. None: any number; 0:
+                        the draft is not asked for anything, nor for how long a request may be
+    adaptive            the tree by the number of requests: ((8, (8, 5, 64)), (32, (1, 3, 4)), (64, None)) has trees of
+                        (topk, num_steps, num_draft_tokens) for up to 8 and up to 32 requests, and plain decoding from
+                        there on (None, and past the last entry). "auto": whichever of plain decoding, this tree and
+                        some smaller ones brings most tokens a second, as measured. None: always this tree
+    cuda_graph          capture steps as CUDA graphs; None: on a GPU, where the masks' layout and the models allow it.
+                        The CPU has none: there True only refuses models that could not be captured on a GPU
+    phase_times         time draft / verify / sample / bookkeeping of some steps, by events inside all of them
+                        (`stats.phase_time_ms`). False: no events, and no step is waited for; the times are {}
+
+    Where drafts come from:
+    method              `eagle`, `mtp`, `draft_model`: the draft model's (None: whichever of these it is; of several
+                        next-token modules each drafts one level, in chains, topk=1, of at most as many); `ngram`: what
+                        followed the last tokens earlier in prompt or output; `suffix`: what followed them most often
+                        there and in past responses; `hybrid`: the model's, and ngram's behind or beside them, or
+                        before them where max_ngram_size tokens match; `naive`: none, and the fields of the tree say
+                        nothing.
+                        Trees of ngram and suffix have at most topk * num_steps drafts, topk=1 makes them chains (of
+                        suffix where it is 1 in all trees of an adaptive table).
+                        Several of them: each request has its own (`SamplingParams.drafter`), trees are of one size,
+                        and all of them draft for all rows of a step
+    num_model_steps     of hybrid: levels that the model drafts, topk nodes in each
+    max_ngram_size, min_ngram_size  of ngram and hybrid: how many of the last tokens must have occurred together; the
+                        longest match comes first,
+    ngram_prefer        of equally long ones the `latest` or the `earliest`; the topk first ones are merged into a tree
+    suffix_decoding_max_tree_depth       longest string that suffix trees hold, context and drafts together
+    suffix_decoding_max_cached_requests  responses that are remembered, the oldest leave first; -1: all, 0: none
+    suffix_decoding_max_spec_factor      drafts of a step at most, times the length of the longest match; of a host that
+                        is a step behind, as a GPU's is, the one that it knew, and the tokens since
+    suffix_decoding_min_token_prob       drafts are as likely as this at least, by what followed so far
+
+    By which rule drafts are kept:
+    verify_strategy     `target_match`: the target's own token of every node is drawn as plain decoding does; a draft
+                        that is it is kept. `greedy`: the same, for requests of temperature 0 alone. `rejection`: a
+                        model draws its drafts, topk at the root and one below each, and they are kept with probability
+                        min(1, target / draft): the target's law, but other draws than plain decoding with this seed.
+                        LOSSY are `topp`, which keeps drafts among the target's candidates, and `typical`, which keeps
+                        those that the target finds likely enough
+    max_candidate_len, verify_window  of topp: most candidates of a node, 2..16; nodes that must agree with the target
+                        below a draft that is only its second candidate
+    typical_epsilon, typical_delta    of typical: kept are tokens of probability above min(epsilon, delta e^-entropy)
+
+    For timing, with text that is not the target's:
+    accept_policy       `normal`; `accept_all`, `reject_all`, `simulate` plant tokens in the place of the target's, so
+                        that the path of first children is taken to its end, not at all, or as deep as coins say.
+                        `simulate` by itself where one of the next two is given.
+                        Planted tokens may be end tokens: eos_token_ids=() lets every request reach its length
+    simulated_accept_length  of `simulate`: mean tokens a step, bonus included; or
+    simulated_accept_rates   of `simulate`: P(at least 1, 2, .. num_steps drafts accepted), not increasing. Where the
+                        path of first children ends, so does the step: trees may accept less, chains (topk=1) do not
+    """
+
+    topk: int = 8
+    num_steps: int = 5
+    num_draft_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    eos_token_ids: tuple[int, ...] | None = None
+    max_length: int | None = None
+    page_size: int = 16
+    tree_mask_mode: str = TreeMaskMode.PACKED
+    max_batch: int = 32
+    kv_cache_bytes: int | None = None
+    prefill_chunk: int = 2048
+    cuda_graph: bool | None = None
+    phase_times: bool = True
+    max_spec_batch: int | None = None
+    adaptive: str | tuple | None = None
+    accept_policy: str = "normal"
+    simulated_accept_length: float | None = None
+    simulated_accept_rates: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self._require_integer("topk", 1, MAX_TOPK)
+        self._require_integer("num_steps", 1)
+        self._check_method()
+        self._require(
+            self.num_steps <= self._most_steps, "num_steps", f"lie in 1..{self._most_steps} for topk={self.topk}"
+        )
+        self._require_integer("num_draft_tokens", is_optional=True)
+        most_nodes = min(MAX_NODES, 1 + self._num_candidates)
+        candidates = "topk + (num_steps - 1) * topk^2" if self._is_dynamic else "topk * num_steps"
+        self._require(
+            2 <= self.num_verify_tokens <= most_nodes,
+            "num_draft_tokens",
+            f"lie in 2..min({MAX_NODES}, 1 + {candidates}) = {most_nodes} for topk={self.topk}, "
+            f"num_steps={self.num_steps} (the root counts)",
+        )
+        self._require_number("temperature")
+        self._require(self.temperature >= 0, "temperature", "be at least 0")
+        self._require_integer("top_k", 0)
+        self._require_number("top_p")
+        self._require(0 < self.top_p <= 1, "top_p", "lie in (0, 1] (1: off)")
+        self._require_number("min_p")
+        self._require(0 <= self.min_p <= 1, "min_p", "lie in 0..1 (0: off)")
+        is_token_list = isinstance(self.eos_token_ids, (tuple, list, set, frozenset))
+        is_token_list = is_token_list and all(is_integer(token) for token in self.eos_token_ids)
+        self._require(self.eos_token_ids is None or is_token_list, "eos_token_ids", "be None or a tuple of token ids")
+        self._require_integer("max_length", 2, is_optional=True)
+        self._require_integer("page_size")
+        is_power_of_two = self.page_size > 0 and self.page_size & (self.page_size - 1) == 0
+        self._require(
+            is_power_of_two and self.page_size <= MAX_PAGE_SIZE, "page_size", f"be a power of two up to {MAX_PAGE_SIZE}"
+        )
+        modes = [str(mode) for mode in TreeMaskMode]
+        self._require(str(self.tree_mask_mode) in modes, "tree_mask_mode", f"be one of {modes}")
+        if self.tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
+            self._require(self.num_verify_tokens <= 32, "num_draft_tokens", "be at most 32 for qlen_only_bitpacking")
+        self._require_integer("max_batch", 1)
+        self._require_integer("kv_cache_bytes", 1, is_optional=True)
+        self._require_integer("prefill_chunk", 1)
+        is_choice = self.cuda_graph is None or isinstance(self.cuda_graph, bool)
+        self._require(is_choice, "cuda_graph", "be True, False or None")
+        self._require(isinstance(self.phase_times, bool), "phase_times", "be True or False")
+        can_be_captured = self.tree_mask_mode != TreeMaskMode.FULL_MASK
+        rule = "not be True with tree_mask_mode='full_mask', whose size the host must know at each step"
+        self._require(can_be_captured or self.cuda_graph is not True, "cuda_graph", rule)
+        self._check_accept_policy()
+        self._check_hybrid()
+        is_ragged = len(self.methods) > 1 and self.tree_mask_mode == TreeMaskMode.FULL_MASK
+        self._require(not is_ragged, "tree_mask_mode", "not be 'full_mask' with several methods")
+        self._require_integer("max_spec_batch", 0, is_optional=True)
+        self._check_adaptive()
+
+    @classmethod
+    def naive_eagle(cls, **others: Any) -> EAGLEConfig:
+        """One draft a step, the head's best: little to verify, so it pays in large batches too."""
+        return cls(topk=1, num_steps=1, num_draft_tokens=2, **others)
+
+    @classmethod
+    def chain(cls, num_drafts: int, **others: Any) -> EAGLEConfig:
+        """`num_drafts` drafts, one after another."""
+        if not is_integer(num_drafts) or num_drafts < 1:
+            raise ValueError(f"EAGLEConfig.chain: num_drafts must be an int of at least 1, got {num_drafts!r}")
+        return cls(topk=1, num_steps=num_drafts, num_draft_tokens=num_drafts + 1, **others)
+
+    @classmethod
+    def tree(cls, topk: int = 8, num_steps: int = 5, num_draft_tokens: int = 64, **others: Any) -> EAGLEConfig:
+        """A tree of `num_draft_tokens` nodes, root included."""
+        return cls(topk=topk, num_steps=num_steps, num_draft_tokens=num_draft_tokens, **others)
+
+    @classmethod
+    def from_speculative_config(cls, fields: Mapping[str, Any], **others: Any) -> EAGLEConfig:
+        """Of the fields of FastDeploy's speculative configuration, and vLLM's where they coincide.
+
+        fields  method, num_speculative_tokens, num_model_steps, mtp_strategy, max_ngram_size, verify_strategy, ...
+                (`speculative_config.FIELDS`); topk, num_steps and num_draft_tokens of this class instead of
+                num_speculative_tokens make a tree. Unknown or inconsistent ones raise. What is absent is as in this
+                class: verify_strategy `target_match`, where FastDeploy takes the lossy `topp`
+        others  fields of this class, beside
+        """
+        return read_speculative_config(cls, fields, **others)
+
+    @property
+    def num_verify_tokens(self) -> int:
+        """Nodes verified a step, root included: `num_draft_tokens`, or its default for this tree."""
+        if self.num_draft_tokens is None:
+            return min(DEFAULT_MAX_DRAFT_TOKENS, 1 + self._num_candidates)
+        return self.num_draft_tokens
+
+    @property
+    def _most_accepted(self) -> int:
+        """Drafts that a step accepts at most: one a level, and no more than there are."""
+        return min(self.num_steps, self.num_verify_tokens - 1)
+
+    @property
+    def _num_candidates(self) -> int:
+        if self._is_dynamic:
+            return self.topk + (self.num_steps - 1) * self.topk**2
+        return self.topk * self.num_steps
+
+    @property
+    def _is_dynamic(self) -> bool:
+        """Whether a model's beams choose the tree, level by level. To `naive` the tree's fields say nothing."""
+        if self.methods == ("naive",):
+            return True
+        others = {"ngram", "suffix", "hybrid"}.intersection(self.methods)
+        return self.needs_model and not others and self.verify_strategy != "rejection"
+
+    @property
+    def _most_steps(self) -> int:
+        """What the ops hold: the beams of all levels but the last attend at once, all candidates are ranked at once,
+        and the draft rereads an accepted path, with the root num_steps + 1 tokens, at once."""
+        if not self.needs_model:
+            return MAX_NODES - 1
+        if self.method == "hybrid":  # of the model's levels few
+            return MAX_QUERY - 1
+        levels_below_first = min(MAX_DRAFT_KEYS // self.topk, (MAX_CANDIDATES - self.topk) // self.topk**2)
+        return min(1 + levels_below_first, MAX_QUERY - 1)
+
+    @property
+    def trees(self) -> tuple[tuple[int | None, EAGLEConfig | None], ...]:
+        """What steps choose from: the most requests that each is for (None: any number), and a configuration that does
+        not choose; None in its place: plain decoding."""
+        own = (self.topk, self.num_steps, self.num_verify_tokens)
+        if self.adaptive is None:
+            return ((self.max_spec_batch, self._with_tree(own)),)
+        if self.adaptive == "auto":
+            smaller = [tree for tree in SMALLER_TREES if tree[2] < own[2] and tree[1] <= own[1]]
+            if "hybrid" in self.methods:  # whose model has its part in each
+                levels = self.num_model_steps
+                smaller = [tree for tree in smaller if tree[1] > levels and tree[2] > 1 + tree[0] * levels]
+            return tuple((None, self._with_tree(tree)) for tree in (*smaller, own))
+        return tuple((most, None if tree is None else self._with_tree(tree)) for most, tree in self.adaptive)
+
+    @property
+    def keeps_text(self) -> bool:
+        """Whether texts are those of plain decoding, seed for seed; of requests as this configuration has them."""
+        is_drawn_alike = self.verify_strategy in ("greedy", "target_match")
+        is_drawn_alike |= self.verify_strategy in ("rejection", "typical") and self.temperature == 0
+        return self.accept_policy == "normal" and is_drawn_alike
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether any step may have drafts; where none has, the draft reads nothing and sets no limit."""
+        return (
+            self.methods != ("naive",) and self.max_spec_batch != 0 and any(tree is not None for _, tree in self.trees)
+        )
+
+    def _with_tree(self, tree: tuple[int, int, int]) -> EAGLEConfig:
+        shape = dict(zip(("topk", "num_steps", "num_draft_tokens"), tree, strict=True))
+        fields = {"accept_policy": "normal", "simulated_accept_length": None, "simulated_accept_rates": None}
+        made = replace(self, **shape, **fields, adaptive=None, max_spec_batch=None)
+        most = made._most_accepted
+        fields = {name: getattr(self, name) for name in fields}
+        if self.simulated_accept_length is not None:
+            fields["simulated_accept_length"] = min(self.simulated_accept_length, most + 1)
+        if self.simulated_accept_rates is not None:
+            rates = self.simulated_accept_rates[:most]
+            fields["simulated_accept_rates"] = (*rates, *(0,) * (made.num_steps - len(rates)))
+        return replace(made, **fields)
+
+    def _check_adaptive(self) -> None:
+        if self.adaptive is None or self.adaptive == "auto":
+            return
+        is_table = isinstance(self.adaptive, (tuple, list)) and len(self.adaptive) > 0
+        is_table = is_table and all(isinstance(entry, (tuple, list)) and len(entry) == 2 for entry in self.adaptive)
+        limits = [entry[0] for entry in self.adaptive] if is_table else []
+        is_table = is_table and all(map(is_integer, limits)) and limits == sorted(set(limits)) and limits[0] > 0
+        trees = [entry[1] for entry in self.adaptive if entry[1] is not None] if is_table else []
+        is_table = is_table and all(isinstance(tree, (tuple, list)) and len(tree) == 3 for tree in trees)
+        rule = "be None, 'auto' or ((most requests, (topk, num_steps, num_draft_tokens) or None), ...), ascending"
+        self._require(is_table, "adaptive", rule)
+        self._require(self.max_spec_batch is None, "max_spec_batch", "not be given with a table, which says it")
+        for tree in trees:
+            self._with_tree(tree)  # which checks it
+        # not lists: the engine's steps are found by what is in here
+        table = tuple((most, None if tree is None else tuple(tree)) for most, tree in self.adaptive)
+        object.__setattr__(self, "adaptive", table)
+
+    @property
+    def simulated_rates(self) -> list[float] | None:
+        """Of `simulate`: P(at least 1, 2, .. num_steps drafts accepted)."""
+        if self.simulated_accept_length is not None:
+            return rates_of_mean_length(self.simulated_accept_length, self.num_steps)
+        return None if self.simulated_accept_rates is None else list(self.simulated_accept_rates)
+
+    def _check_accept_policy(self) -> None:
+        self._require(self.accept_policy in ACCEPT_POLICIES, "accept_policy", f"be one of {list(ACCEPT_POLICIES)}")
+        is_planted = self.verify_strategy in ("target_match", "greedy")
+        rule = f"be 'normal' with verify_strategy={self.verify_strategy!r}, for which nothing is planted"
+        simulated = self.simulated_accept_length, self.simulated_accept_rates
+        is_normal = self.accept_policy == "normal" and simulated == (None, None)
+        self._require(is_planted or is_normal, "accept_policy", rule)
+        length, rates = self.simulated_accept_length, self.simulated_accept_rates
+        if self.accept_policy == "normal" and (length, rates) != (None, None):
+            object.__setattr__(self, "accept_policy", "simulate")
+        if self.accept_policy != "simulate":
+            for name in ("simulated_accept_length", "simulated_accept_rates"):
+                self._require(getattr(self, name) is None, name, "come with accept_policy='simulate'")
+            return
+        self._require(
+            (length is None) != (rates is None),
+            "accept_policy",
+            "come with either simulated_accept_length or simulated_accept_rates for 'simulate'",
+        )
+        if length is not None:
+            self._require_number("simulated_accept_length")
+            rule = f"lie in 1..min(num_steps + 1, num_draft_tokens) = {self._most_accepted + 1} (the bonus counts)"
+            self._require(1 <= length <= self._most_accepted + 1, "simulated_accept_length", rule)
+            return
+        is_rates = isinstance(rates, (tuple, list)) and len(rates) == self.num_steps
+        is_rates = is_rates and all(is_integer(rate) or isinstance(rate, float) for rate in rates)
+        rule = f"be num_steps = {self.num_steps} numbers in 0..1, none above the one before it"
+        is_falling = is_rates and all(1 >= above >= rate >= 0 for above, rate in zip((1, *rates), rates))
+        self._require(is_falling, "simulated_accept_rates", rule)
+        rule = f"be 0 beyond the num_draft_tokens - 1 = {self.num_verify_tokens - 1} drafts of a step"
+        self._require(not any(rates[self._most_accepted :]), "simulated_accept_rates", rule)
+        object.__setattr__(self, "simulated_accept_rates", tuple(rates))
+
+    def _require(self, holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"EAGLEConfig: {name} must {rule}, got {getattr(self, name)!r}")
+
+    def _require_integer(
+        self, name: str, low: int | None = None, high: int | None = None, *, is_optional: bool = False
+    ) -> None:
+        value = getattr(self, name)
+        if value is None and is_optional:
+            return
+        self._require(is_integer(value), name, "be an int or None" if is_optional else "be an int")
+        if high is not None:
+            self._require(low <= value <= high, name, f"lie in {low}..{high}")
+        elif low is not None:
+            self._require(low <= value, name, f"be at least {low}")
+
+    def _require_number(self, name: str) -> None:
+        value = getattr(self, name)
+        self._require(is_integer(value) or isinstance(value, float), name, "be a number")
+        self._require(-math.inf < value < math.inf, name, "be a finite number")

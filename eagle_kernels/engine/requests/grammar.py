@@ -1,0 +1,120 @@
+"""Grammars on token trees: what a grammar allows after every node, as one bit per token.
+
+The bitmask is int32 [B * N, ceil(V / 32)], the layout of xgrammar and llguidance: bit v % 32 of word v // 32 of a row
+is set where token v may follow the row's node. Rows lie as the target's logits do, node i of request b at b * N + i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...runtime import check
+
+_METHODS = ("accept_token", "rollback", "fill_next_token_bitmask", "is_terminated")
+
+
+class Matcher(Protocol):
+    """A grammar and how far a request has come in it; xgrammar's GrammarMatcher is one."""
+
+    def accept_token(self, token: int) -> bool:
+        """Advances by `token` and returns True, or stays and returns False where the grammar refuses it."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last accepted tokens, also one that ended the grammar."""
+
+    def fill_next_token_bitmask(self, bitmask: Tensor, index: int) -> object:
+        """Writes row `index` of `bitmask`; what it returns is ignored."""
+
+    def is_terminated(self) -> bool:
+        """Whether the grammar has ended: a stop token was accepted."""
+
+
+def generate_token_bitmask(
+    matchers: Sequence[Matcher | None],
+    draft_tokens: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    *,
+    vocab_size: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What each request's grammar allows after every node of its tree: int32 [B * N, ceil(vocab_size / 32)].
+
+    Walks each tree depth first with the request's matcher, which stands behind the committed tokens and the root, and
+    which afterwards stands there again, also if it raises. It must be able to roll back as many tokens as the tree is
+    deep. Runs on the CPU, so that it can overlap the target's forward pass on a GPU.
+
+    matchers: one per request; None: everything is allowed.
+    draft_tokens: int [B, N] or [B * N], with the root's token, as `build_tree` returns it; all tensors on the CPU.
+    retrieve_next_token, retrieve_next_sibling: int [B, N], the links; those that do not point forward do not exist.
+    out: the bitmask to write into, on the CPU, pinned for instance.
+
+    Rows allow everything (all bits set, those from vocab_size on too) without a grammar, where it has ended (what
+    follows a stop token is cut off anyway), and at nodes that cannot be accepted, because the grammar refuses their own
+    token or one above them, or because nothing links to them.
+    """
+    args = check.Arguments("generate_token_bitmask", locals())
+    args.integer("vocab_size", 1)
+    links = [args.tensor(name, ("B", "N"), check.INTEGER) for name in ("retrieve_next_token", "retrieve_next_sibling")]
+    batch_size, num_nodes = args.size("B"), args.size("N")
+    is_flat = isinstance(draft_tokens, Tensor) and draft_tokens.dim() == 1
+    args.tensor("draft_tokens", (batch_size * num_nodes,) if is_flat else ("B", "N"), check.INTEGER)
+    if args.device.type != "cpu":
+        args.fail("retrieve_next_token", "be on the cpu, where grammars live, as all tensors here", args.device)
+    if len(matchers) != batch_size:
+        args.fail("matchers", f"hold one matcher or None for each of {batch_size} requests", len(matchers))
+    for index, matcher in enumerate(matchers):
+        missing = [name for name in _METHODS if not callable(getattr(matcher, name, None))]
+        if matcher is not None and missing:
+            args.fail(f"matchers[{index}]", f"have {', '.join(missing)}", type(matcher).__name__, TypeError)
+
+    spec = args.spec((batch_size * num_nodes, -(-vocab_size // 32)), torch.int32)
+    bitmask = check.allocate("generate_token_bitmask", spec, out).fill_(-1)
+    tokens, children, siblings = (tensor.view(batch_size, num_nodes).tolist() for tensor in (draft_tokens, *links))
+    for request, matcher in enumerate(matchers):
+        if matcher is not None and num_nodes > 0:
+            tree = (tokens[request], children[request], siblings[request])
+            _fill_tree(matcher, *tree, vocab_size, bitmask, request * num_nodes)
+    return bitmask
+
+
+def _fill_tree(
+    matcher: Matcher,
+    tokens: list[int],
+    children: list[int],
+    siblings: list[int],
+    vocab_size: int,
+    bitmask: Tensor,
+    first_row: int,
+) -> None:
+    """The rows of one tree. Each node is met once, by the first link that names it, so every walk ends."""
+    pending = [(0, 0)]  # node, and how many tokens the matcher holds above it
+    met = {0}
+    held = 0
+
+    def follow(link: int, node: int, num_above: int) -> None:
+        if node < link < len(tokens) and link not in met:
+            met.add(link)
+            pending.append((link, num_above))
+
+    try:
+        while pending:
+            node, num_above = pending.pop()
+            if held > num_above:
+                matcher.rollback(held - num_above)
+                held = num_above
+            if node > 0:
+                follow(siblings[node], node, num_above)
+                if not 0 <= tokens[node] < vocab_size or not matcher.accept_token(tokens[node]):
+                    continue
+                held += 1
+            if not matcher.is_terminated():
+                matcher.fill_next_token_bitmask(bitmask, first_row + node)
+                follow(children[node], node, held)
+    finally:
+        if held > 0:
+            matcher.rollback(held)

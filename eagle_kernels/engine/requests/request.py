@@ -1,0 +1,147 @@
+"""One request from its prompt to its last token, as its owner sees it."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..models.tokenizer import Tokenizer
+from .sampling_params import SamplingParams
+
+
+class TokenEvent(NamedTuple):
+    """One committed token of a stream: which request, which token, and whether an accepted draft had guessed it;
+    logprob: where `SamplingParams.logprobs` asks for it."""
+
+    request: int
+    token_id: int
+    is_draft: bool
+    logprob: float | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """What `EAGLEInference.submit` returns; the engine fills it while it steps.
+
+    id              counts the submitted requests of an engine; of a stream: which of its prompts
+    prompt          [L] token ids
+    params          as asked for; `seed` is the one in use
+    output_ids      new tokens so far
+    logprobs        of these, where params.logprobs asks for them
+    finish_reason   None: not yet; "eos" (a stop token id), "stop" (a stop string), "length", "abort", or "error", with
+    error           why
+    accepted        how many drafts each step of it accepted,
+    levels          how many all of them could, each by its own tree, and
+    drafted         how many were verified in all of them
+    """
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    end_token_ids: frozenset[int]
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    accepted: list[int] = field(default_factory=list)
+    levels: int = 0
+    drafted: int = 0
+    _stop: StopStrings | None = None
+    # events that its owner has not collected yet; of submitted requests a list of the engine has them as well
+    _events: list[TokenEvent] = field(default_factory=list)
+    outbox: list[TokenEvent] | None = None
+    # what was raised, if that is why, until somebody is told
+    exception: Exception | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def text(self) -> str | None:
+        """The output up to a stop string; None without stop strings, where decoding is the caller's."""
+        return None if self._stop is None else self._stop.text
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `collect` has something to return."""
+        return bool(self._events)
+
+    def collect(self) -> list[TokenEvent]:
+        """The tokens since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def fail(self, error: Exception) -> None:
+        """Ends here, for what was raised."""
+        self.finish_reason, self.exception = "error", error
+        self.error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        # frames hold the activations and pools of the step that failed, for as long as somebody holds the request
+        origin = _Origin("\n" + "".join(traceback.format_exception(error)))
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__, error.__context__, error.__cause__ = None, None, origin
+
+    def raise_error(self) -> None:
+        """Raises what ended it, if something did; once, since it holds every frame that it passes from then on."""
+        error, self.exception = self.exception, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
+
+    def push(self, tokens: list[int], accepted: int, logprobs: list[float] | None) -> None:
+        """Takes what a step brought, `accepted` drafts and a token of the target, until the request ends."""
+        events = []
+        for index, token in enumerate(tokens):
+            self.output_ids.append(token)
+            logprob = logprobs[index] if self.params.logprobs and logprobs is not None else None
+            if logprob is not None:
+                self.logprobs.append(logprob)
+            events.append(TokenEvent(self.id, token, index < accepted, logprob))
+            is_stopped = self._stop is not None and self._stop.push(token)  # an end token may have text, too
+            if token in self.end_token_ids:
+                self.finish_reason = "eos"
+            elif is_stopped:
+                self.finish_reason = "stop"
+            elif len(self.output_ids) == self.params.max_new_tokens:
+                self.finish_reason = "length"
+            if self.is_finished:
+                if self._stop is not None and not is_stopped and self._stop.finish():
+                    self.finish_reason = "stop"
+                break
+        self._events += events
+        if self.outbox is not None:
+            self.outbox += events
+
+
+class _Origin(Exception):
+    """Where an error was raised, in words."""
+
+
+class StopStrings:
+    """Decodes a request's tokens one by one and looks for strings that end it, wherever they begin and end."""
+
+    def __init__(self, strings: tuple[str, ...], tokenizer: Tokenizer, prompt: list[int]):
+        self._strings = strings
+        self._detokenizer = tokenizer.detokenizer(prompt)
+        self.text = ""
+
+    def push(self, token: int) -> bool:
+        """Whether this token completes one; the text then ends before the earliest of them."""
+        return self._ends(self._detokenizer.push([token]))
+
+    def finish(self) -> bool:
+        """No token follows: the same of what was held back, the bytes of half a character say."""
+        return self._ends(self._detokenizer.finish())
+
+    def _ends(self, piece: str) -> bool:
+        # a string that is completed ends in the piece
+        begin = max(0, len(self.text) - max(map(len, self._strings)) + 1)
+        self.text += piece
+        found = [place for place in (self.text.find(string, begin) for string in self._strings) if place >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+        return bool(found)

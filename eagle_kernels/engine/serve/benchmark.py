@@ -1,0 +1,198 @@
+"""Speed of a set of prompts with and without speculation, side by side: `EAGLEInference.benchmark`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .latency import percentile, time_requests
+from .output import GenerationStats
+
+if TYPE_CHECKING:
+    from ..inference import EAGLEInference
+
+
+@dataclass
+class RunStats:
+    """One way of decoding all prompts. Times of a request count from when its batch was submitted.
+
+    tokens_per_second   new tokens of all batches over the whole time, prompts included
+    decode_tokens_per_second  those after the first one of each request, over the time after the prompts
+    mean_accept_length  tokens a step of a request, bonus included
+    accepted_per_depth  [num_steps] share of the steps in which the draft at depth 1, 2, ... was accepted
+    step_ms             mean wall time of a batch's step
+    phase_ms            device time of a step's draft / verify / sample / bookkeeping
+    ttft_ms             time to first token: p50, p95, p99 over requests
+    inter_token_ms      time between tokens, likewise; what a step brings at once shares the time since the step before
+    """
+
+    tokens: int
+    tokens_per_second: float
+    decode_tokens_per_second: float
+    mean_accept_length: float
+    accepted_per_depth: list[float]
+    step_ms: float
+    phase_ms: dict[str, float]
+    ttft_ms: dict[str, float]
+    inter_token_ms: dict[str, float]
+
+
+@dataclass
+class BenchmarkResult:
+    """batch_size: prompts that were decoded together, all of them where there were fewer than asked for; a last batch
+    may have less. max_batch: of the pools, as it was raised to batch_size. speedup: tokens a second of decoding,
+    speculative over plain; None where no request had a second token. identical: share of the batches whose texts agree;
+    None where they differ by design. peak_memory_bytes: most that torch held on the GPU, for both ways, which share
+    their pools; None on the CPU."""
+
+    prompts: int
+    batch_size: int
+    max_batch: int
+    max_new_tokens: int
+    speculative: RunStats
+    plain: RunStats
+    identical: float | None
+    peak_memory_bytes: int | None
+
+    @property
+    def speedup(self) -> float | None:
+        plain = self.plain.decode_tokens_per_second
+        return self.speculative.decode_tokens_per_second / plain if plain else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"speedup": self.speedup}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """For people: what, and its figures."""
+        rows = [("prompts", f"{self.prompts}, {self.batch_size} together, {self.max_new_tokens} tokens each")]
+        for name, run in (("speculative", self.speculative), ("plain", self.plain)):
+            rows.append((name, f"{run.decode_tokens_per_second:.1f} tokens/s, {run.step_ms:.2f} ms a step"))
+            phases = ", ".join(f"{phase} {time_ms:.3f}" for phase, time_ms in run.phase_ms.items())
+            rows.append(("  phases of a step, ms", phases))
+            for label, times in (("first token", run.ttft_ms), ("between tokens", run.inter_token_ms)):
+                rows.append((f"  {label}, ms", ", ".join(f"{quantile} {time:.2f}" for quantile, time in times.items())))
+        per_depth = ", ".join(f"{share:.0%}" for share in self.speculative.accepted_per_depth)
+        rows.append(("mean acceptance length", f"{self.speculative.mean_accept_length:.2f} (bonus included)"))
+        rows.append(("accepted at depth 1, 2, ...", per_depth))
+        rows.append(("speedup", "-" if self.speedup is None else f"{self.speedup:.2f}x"))
+        if self.peak_memory_bytes is not None:
+            rows.append(("peak memory", f"{self.peak_memory_bytes / 2**20:.0f} MiB"))
+        if self.identical is not None:
+            rows.append(("identical", f"{self.identical:.0%} of the batches"))
+        return rows
+
+
+class _Decoding:
+    """Collects what the batches of one way of decoding bring."""
+
+    def __init__(self, engine: EAGLEInference):
+        self._engine = engine
+        self._stats: list[GenerationStats] = []
+        self._ttft_ms: list[float] = []
+        self._gaps_ms: list[float] = []
+        self._total_s = 0.0
+
+    def add(self, prompts: list[list[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
+        start_s = time.perf_counter()
+        stream = self._engine.stream(prompts, max_new_tokens, **options)
+        times = time_requests(stream)
+        self._total_s += time.perf_counter() - start_s
+        for request in times:
+            self._ttft_ms.append(1e3 * (request.first_s - start_s))
+            self._gaps_ms += [1e3 * gap_s for gap_s in request.gaps_s]
+        tokens, stats = stream.output()
+        self._stats.append(stats)
+        return tokens
+
+    def result(self) -> RunStats:
+        stats = self._stats
+        tokens, requests = sum(s.generated_tokens for s in stats), sum(s.num_requests for s in stats)
+        steps, batch_steps = sum(s.steps for s in stats), sum(s.batch_steps for s in stats)
+        decode_s = sum(s.decode_time_s for s in stats)
+        timed = [s for s in stats if s.phase_time_ms]
+        timed_steps = sum(s.batch_steps for s in timed)
+        phases = {name for s in timed for name in s.phase_time_ms}
+        depths = zip(*(s.accepted_per_depth for s in stats), strict=True)
+        return RunStats(
+            tokens=tokens,
+            tokens_per_second=tokens / self._total_s,
+            decode_tokens_per_second=(tokens - requests) / decode_s if decode_s else 0.0,
+            mean_accept_length=1 + sum(s.accepted for s in stats) / max(1, steps),
+            accepted_per_depth=[sum(counts) / max(1, steps) for counts in depths],
+            step_ms=1e3 * decode_s / max(1, batch_steps),
+            phase_ms={
+                name: sum(s.phase_time_ms.get(name, 0.0) for s in timed) / max(1, timed_steps)
+                for name in sorted(phases)
+            },
+            ttft_ms=_percentiles(self._ttft_ms),
+            inter_token_ms=_percentiles(self._gaps_ms),
+        )
+
+
+def benchmark(
+    engine: EAGLEInference,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    seeds: Sequence[int],
+    progress: bool | None,
+    options: dict[str, Any],
+) -> BenchmarkResult:
+    """Decodes every batch both ways, one right after the other, so that what changes on the machine meets both."""
+    batches = [slice(start, start + batch_size) for start in range(0, len(prompts), batch_size)]
+    for batch in batches:
+        if not engine.stream(prompts[batch], max_new_tokens, seeds=seeds[batch], **options).fits_together():
+            raise ValueError(
+                f"benchmark: batch_size must be so small that max_batch={options['max_batch']} and the pools hold a "
+                f"batch with its {max_new_tokens} tokens each, got {batch_size}; kv_cache_bytes makes the pools larger"
+            )
+    first = [list(prompt) for prompt in prompts[batches[0]]]
+    sampling = {"temperature": engine.config.temperature}  # else all that is common would be warmed
+    config, _ = engine._split(options, "benchmark")
+    for speculative in (True, False):  # compiles, captures, and warms up
+        with engine._alone("benchmark", config):
+            engine.generate(first, min(8, max_new_tokens), seeds=0, speculative=speculative, **options)
+        if engine.device.type == "cuda":
+            engine.warmup(speculative=speculative, most_requests=batch_size, **sampling | options)
+    if engine.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(engine.device)
+    runs = {True: _Decoding(engine), False: _Decoding(engine)}
+    identical = 0
+    with engine._alone("benchmark", config):
+        for batch in _progress(batches, progress):
+            texts = [
+                run.add([list(prompt) for prompt in prompts[batch]], max_new_tokens, seeds=seeds[batch],
+                        speculative=speculative, **options)
+                for speculative, run in runs.items()
+            ]  # fmt: skip
+            identical += texts[0] == texts[1]
+    share = identical / len(batches) if config.keeps_text else None
+    peak = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else None
+    results = runs[True].result(), runs[False].result()
+    return BenchmarkResult(len(prompts), batch_size, options["max_batch"], max_new_tokens, *results, share, peak)
+
+
+def _percentiles(samples: list[float]) -> dict[str, float]:
+    return {f"p{percent}": percentile(samples, percent) for percent in (50, 95, 99)} if samples else {}
+
+
+def _progress(batches: list[slice], wanted: bool | None):
+    """With a bar on a terminal, or where one is asked for."""
+    if wanted is False or (wanted is None and not sys.stderr.isatty()):
+        return batches
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        if wanted:
+            raise ValueError("benchmark: a progress bar needs tqdm: pip install tqdm") from None
+        return batches
+    return tqdm(batches, unit="batch")

@@ -1,0 +1,110 @@
+"""The kinds of steps that a configuration chooses from, each with its graphs, and who chooses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..batch.state import BatchState
+from ..config.eagle_config import EAGLEConfig
+from ..drafters.methods import make_drafter, make_reader
+from ..drafters.naive import NaiveDrafter
+from ..drafters.protocol import overshoot
+from ..drafters.suffix import SuffixDrafter, SuffixFeed
+from ..drafters.suffix_cache import SuffixCache
+from ..models.causal_draft import CausalDraft
+from ..models.protocol import DraftModel, TargetModel
+from .choice import ByBatchSize, Choice, Fastest
+from .runner import StepRunner
+from .stepper import Stepper, Verified
+
+_logger = logging.getLogger(__name__)
+
+
+class Steps(NamedTuple):
+    """runners: number 0 decodes plainly. With a draft it keeps what the draft misses, so that others can follow.
+
+    feed: of suffix decoding, whose drafts are made on the host. methods: of drafting, that requests choose from.
+    """
+
+    runners: tuple[StepRunner, ...]
+    choice: Choice
+    feed: SuffixFeed | None = None
+    methods: tuple[str | None, ...] = (None,)
+
+    @property
+    def plain(self) -> Stepper:
+        return self.runners[0].stepper
+
+    @property
+    def overshoot(self) -> int:
+        """Slots past its last token that a request may need, whichever steps it meets."""
+        return max(overshoot(runner.stepper.drafter) for runner in self.runners)
+
+
+def make_steps(
+    target: TargetModel,
+    draft: DraftModel | None,
+    config: EAGLEConfig,
+    state: BatchState,
+    speculative: bool,
+    lag: int,
+    suffix_cache: SuffixCache | None = None,
+    on_tree: Callable[[Verified], None] | None = None,
+) -> Steps:
+    """Of a configuration; plain decoding alone where it is not to speculate.
+
+    lag: steps that the host is behind the device. suffix_cache: where the method needs it. on_tree: see `Stepper`.
+    """
+    trees = config.trees if speculative and config.may_speculate else ()
+    reader = make_reader(config, draft) if trees else None
+    drafters = [None if tree is None else make_drafter(tree, reader, target.device) for _, tree in trees]
+    keeps_history = any(drafter.reads_history for drafter in drafters if drafter is not None)
+    steppers, table = [Stepper(target, NaiveDrafter(), config, reader, keeps_history, on_tree)], []
+    for (most_rows, tree), drafter in zip(trees, drafters):
+        table.append((most_rows, 0 if drafter is None else len(steppers)))
+        if drafter is not None:
+            steppers.append(Stepper(target, drafter, tree, keeps_history=keeps_history, on_tree=on_tree))
+    if keeps_history:
+        state.keep_history()
+    feed = None
+    parts = [part for drafter in drafters for part in getattr(drafter, "parts", (drafter,))]
+    suffix_drafters = [part for part in parts if isinstance(part, SuffixDrafter)]
+    if suffix_drafters:
+        feed = SuffixFeed([tree for _, tree in trees if tree is not None], suffix_cache, state, lag)
+    for drafter in suffix_drafters:
+        drafter.feed = feed
+    is_automatic = bool(trees) and config.adaptive == "auto"
+    choice = Fastest(len(steppers), config.max_spec_batch) if is_automatic else ByBatchSize(tuple(table))
+    return Steps(tuple(_runner(stepper, state) for stepper in steppers), choice, feed, config.methods)
+
+
+def tell_who_waits(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> None:
+    """One warning for each model that keeps steps from being CUDA graphs, which nobody has asked to do without."""
+    if target.device.type != "cuda" or config.cuda_graph is not None:
+        return
+    for role, model in (("target", target), ("draft", draft)):
+        if not getattr(model, "can_be_captured", True):
+            model = model.model if isinstance(model, CausalDraft) else model
+            name = type(getattr(model, "model", model)).__name__  # of what `TransformersTarget` wraps
+            _logger.warning(
+                "EAGLEInference: steps run eagerly, not as CUDA graphs: the forward of the %s, %s, waits for the "
+                "device; cuda_graph=False silences this",
+                role,
+                name,
+            )
+
+
+def _runner(stepper: Stepper, state: BatchState) -> StepRunner:
+    is_gpu, wanted = stepper.target.device.type == "cuda", stepper.config.cuda_graph
+    if stepper.on_tree is not None:
+        if wanted:
+            raise ValueError("EAGLEInference: cuda_graph must not be True with on_tree, which is called in every step")
+        return StepRunner(stepper, state, use_graphs=False)
+    if wanted and not stepper.can_be_captured:
+        raise ValueError(
+            "EAGLEInference: cuda_graph must not be True here: the forward of one of the models waits for the device, "
+            "so its steps run eagerly"
+        )
+    return StepRunner(stepper, state, is_gpu and (stepper.can_be_captured if wanted is None else wanted))

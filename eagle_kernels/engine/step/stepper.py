@@ -1,0 +1,166 @@
+"""One step of a batch: a drafter proposes trees, the target verifies them, and the accepted paths are kept.
+
+A step never waits for the device and changes its batch in place, so that it can be captured in a CUDA graph as it is;
+only masks of layout `full_mask`, whose size the host must know, are not captured.
+
+For a request with n committed tokens t_0 .. t_{n-1} and root t_n (sampled, not yet in the target's KV) the target reads
+a node of depth d at position n + d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ..batch.batch import Batch, Committed
+from ..batch.kv_pool import DecodeAttend, TreeAttend
+from ..batch.state import BatchState
+from ..config.eagle_config import EAGLEConfig
+from ..drafters.protocol import Drafter, Proposal, Reader
+from ..drafters.trees import root_only
+from ..models.protocol import TargetModel
+from ..requests.sampling_params import Features
+from .phases import PhaseTimer
+from .verification import links_of, make_verifier
+
+
+class StepResult(NamedTuple):
+    """What the host reads after a step; of rows that are not live nothing means anything.
+
+    tokens    [B, S + 1] int64  what the step brought: accepted drafts and the bonus, -1 padded
+    logprobs  [B, S + 1] fp32   of these tokens, among those that the filters left, and
+    raw_logprobs                by the logits as given; both None where no request asked for either
+    """
+
+    tokens: Tensor
+    logprobs: Tensor | None
+    raw_logprobs: Tensor | None
+
+
+class Verified(NamedTuple):
+    """What `on_tree` is shown: a step's trees with the verdict on them, before anything of the batch has changed.
+
+    logits  [B * N, V]  of the target at all nodes
+    """
+
+    batch: Batch
+    proposal: Proposal
+    logits: Tensor
+    features: Features
+    committed: Committed
+
+
+class Stepper:
+    """Steps a batch with one configuration and the drafter that it names.
+
+    resting        of plain steps: who reads for the others, and reads later what it misses of these
+    keeps_history  write committed tokens into `BatchState.history`, since some drafter of the batch reads it
+    on_tree        called in every step, which is not captured then: it may wait for the device, and must change nothing
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        config: EAGLEConfig,
+        resting: Reader | None = None,
+        keeps_history: bool = False,
+        on_tree: Callable[[Verified], None] | None = None,
+    ):
+        self.target, self.drafter, self.config, self.on_tree = target, drafter, config, on_tree
+        self.resting, self.keeps_history = resting, keeps_history
+        reader = drafter.reader or resting
+        self._model = None if reader is None else reader.model
+        self.aux_layers = () if reader is None else self._model.aux_layers
+        self.num_steps, self.num_nodes = drafter.num_steps, drafter.num_nodes
+        self._verifier = make_verifier(config, self.num_steps, target.device)
+
+    @property
+    def can_be_captured(self) -> bool:
+        if not all(getattr(model, "can_be_captured", True) for model in (self.target, self._model)):
+            return False
+        return self.num_nodes == 1 or self.config.tree_mask_mode != ops.TreeMaskMode.FULL_MASK
+
+    def step(self, state: BatchState, num_rows: int, features: Features, timer: PhaseTimer) -> StepResult:
+        """Advances the live ones of the first `num_rows` rows by their accepted drafts and one token of the target."""
+        with timer.phase("draft"):
+            max_length = None if self.drafter.reader is None else self._model.max_length
+            batch = Batch(state, slice(0, num_rows), self.drafter.num_slots, max_length)
+            proposal = self.drafter.propose(batch)
+        with timer.phase("verify"):
+            logits, target_features = self._run_target(batch, proposal.tree)
+        with timer.phase("sample"):
+            committed = self._verifier.verify(batch, proposal, logits, features)
+        if self.on_tree is not None:
+            self.on_tree(Verified(batch, proposal, logits, features, committed))
+        with timer.phase("bookkeeping"):
+            if self.num_nodes > 1:
+                ops.move_accepted_kv(
+                    state.target_pool.k_cache,
+                    state.target_pool.v_cache,
+                    batch.block_table,
+                    batch.lengths,
+                    committed.accept_index,
+                    committed.accept_token_num,
+                    num_verify_tokens=self.num_nodes,
+                )
+        if self.drafter.reader is not None:
+            with timer.phase("draft"):
+                self.drafter.reader.observe(batch, committed, target_features)
+        with timer.phase("bookkeeping"):
+            if self.resting:
+                self.resting.keep(batch, committed.bonus_tokens, target_features)
+            if self.keeps_history:
+                state.append_to_history(batch.rows, committed.tokens)
+            state.sampling.count(features, batch.rows, committed.tokens)
+            # of rows that are not live -1, which is no token
+            torch.clamp(committed.bonus_tokens, min=0, out=batch.roots)
+            batch.lengths.copy_(committed.new_seq_lens)
+        return StepResult(committed.tokens, committed.logprobs, committed.raw_logprobs)
+
+    def draw_first(self, logits: Tensor, state: BatchState, row: int, length: int, features: Features) -> StepResult:
+        """The token behind a prompt of `length` tokens, by the logits [1, V] of its last one: the row's first root."""
+        last = torch.full((1,), length - 1, device=logits.device)
+        tree = root_only(torch.zeros_like(last), last)
+        rows = slice(row, row + 1)
+        drawn = ops.verify_tree_sampled(
+            *links_of(tree),
+            logits,
+            tree.positions,
+            # copies: a row's own address is aligned like no other row's, and kernels are compiled for alignments
+            **{name: values.clone() for name, values in state.sampling.arguments(features, rows).items()},
+            spec_steps=0,
+            return_logprobs=features.logprobs,
+        )
+        root = drawn.predicts.to(torch.int64)
+        state.roots[rows] = root
+        state.sampling.count(features, rows, root[:, None])
+        logprobs = (drawn.logprobs, drawn.raw_logprobs) if features.logprobs else (None, None)
+        return StepResult(root[:, None], *logprobs)
+
+    def _run_target(self, batch: Batch, tree: ops.BuildTreeOutput) -> tuple[Tensor, Tensor]:
+        """Logits [B * N, V] and features [B, N, F] of all nodes; their KV lands behind the committed prefix."""
+        shape = (len(batch), self.num_nodes)
+        # Drafts past the last position are never kept (the token limit comes first) but must not index out of range.
+        positions = tree.positions.view(shape).clamp(max=self.target.max_length - 1)
+        slots = batch.slots[:, : self.num_nodes]
+        if self.num_nodes > 1:
+            mode = self.config.tree_mask_mode
+            words = tree.tree_mask
+            if mode != ops.TreeMaskMode.PACKED:
+                sizes = {"num_verify_tokens": self.num_nodes, "tree_mask_mode": mode}
+                words = ops.pack_tree_mask(words, batch.lengths, **sizes)
+            attend = TreeAttend(
+                batch.state.target_pool, batch.block_table, batch.lengths, slots, self.num_nodes, words, tree.positions
+            )
+        else:
+            attend = DecodeAttend(batch.state.target_pool, batch.block_table, batch.lengths, slots)
+        output = self.target.forward(tree.draft_tokens.view(shape), positions, attend, capture=self.aux_layers)
+        features = output.features
+        if features is None:
+            features = output.logits.new_zeros(*shape, 0)
+        return output.logits.flatten(0, 1), features

@@ -1,0 +1,214 @@
+"""Verification of a step's trees, by one of five strategies: which drafts are kept, and which token follows.
+
+Lossless are `greedy`, `target_match` and `rejection`; `topp` and `typical` are not, and say so.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ...reference.sampling import GREEDY_BELOW
+from ..batch.batch import Batch, Committed
+from ..config.eagle_config import EAGLEConfig
+from ..drafters.protocol import Proposal
+from ..requests.sampling_params import Features
+
+
+class Verifier(Protocol):
+    """One strategy, on trees at most `num_steps` drafts deep."""
+
+    def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
+        """logits [B * N, V] of the target at all nodes."""
+        ...
+
+
+def make_verifier(config: EAGLEConfig, num_steps: int, device: torch.device) -> Verifier:
+    """Of a configuration; without drafts all strategies are plain decoding."""
+    if num_steps == 0 or config.verify_strategy in ("greedy", "target_match"):
+        return TargetMatch(config, num_steps, device)
+    return {"topp": TopP, "typical": Typical, "rejection": Rejection}[config.verify_strategy](config, num_steps)
+
+
+class TargetMatch:
+    """The target's own token of every node, drawn with the noise of plain decoding: a draft that is it is kept.
+
+    The walk of greedy rows needs no draws; `greedy` is this with requests of temperature 0 alone.
+    """
+
+    def __init__(self, config: EAGLEConfig, num_steps: int, device: torch.device):
+        self._num_steps = num_steps
+        self._policy = {}
+        if num_steps and config.accept_policy != "normal":
+            self._policy["accept_policy"] = config.accept_policy
+        if num_steps and config.simulated_rates is not None:
+            # which may be ints
+            self._policy["simulated_rates"] = torch.tensor(config.simulated_rates, dtype=torch.float32, device=device)
+
+    def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
+        """See `Verifier`."""
+        tree = proposal.tree
+        if features.draws:
+            drawn = ops.verify_tree_sampled(
+                *links_of(tree),
+                logits,
+                tree.positions,
+                **batch.sampling_arguments(features),
+                **self._policy,
+                seq_lens=batch.lengths,
+                is_live=batch.is_live,
+                spec_steps=self._num_steps,
+                return_logprobs=features.logprobs,
+            )
+            drawn = drawn._asdict() | ({} if features.logprobs else {"logprobs": None, "raw_logprobs": None})
+            return Committed(**{name: drawn[name] for name in Committed._fields})
+        coins = {}
+        if self._policy.get("accept_policy") == "simulate":
+            coins = {"positions": tree.positions, "seeds": batch.seeds}
+        verdict = ops.verify_tree_greedy(
+            *links_of(tree), target_logits=logits, **coins, **self._policy, spec_steps=self._num_steps
+        )
+        return _commit(batch, verdict)
+
+
+class TopP:
+    """LOSSY. FastDeploy's TOPP: a draft among the target's candidates is kept, whatever its probability.
+
+    Candidates are what the request's filters leave, if that is `max_candidate_len` tokens at most. Where it is more,
+    there are none, with top_p = 1 the `max_candidate_len` most likely ones. The second most likely token is kept, too,
+    whatever the filters, where each of the next `verify_window` drafts is the most likely one (`ops.verify_tree_topp`).
+    """
+
+    def __init__(self, config: EAGLEConfig, num_steps: int):
+        self._num_steps, self._window = num_steps, config.verify_window
+        self._num_candidates = config.max_candidate_len
+
+    def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
+        """See `Verifier`."""
+        tree, rows = proposal.tree, _RowParams(batch, proposal)
+        logits = penalized(batch, tree, logits, features)
+        temperature, top_p = rows.of("temperature"), rows.of("top_p")
+        is_greedy = temperature < GREEDY_BELOW
+        best = ops.select_top_k_tokens(logits.float(), topk=self._num_candidates, level=0)
+        num_kept = torch.where(is_greedy, 1, self._num_candidates)
+        if features.filters:
+            num_left = (_filtered(rows, logits) > 0).sum(-1)
+            most = torch.where(top_p < 1, 0, self._num_candidates)
+            num_left = torch.where(num_left > self._num_candidates, most, num_left)
+            # a row's own filters, not its neighbours': without any, what rounds to 0 is left, too
+            has_filters = (rows.of("top_k") > 0) | (top_p < 1) | (rows.of("min_p") > 0)
+            num_kept = torch.where(has_filters, num_left, num_kept)
+        own = ops.sample_from_logits(
+            logits, tree.positions + 1, rows.seeds, temperature, rows.of("top_k"), top_p, rows.of("min_p")
+        )
+        verdict = ops.verify_tree_topp(
+            *links_of(tree),
+            best.tokens,
+            num_kept,
+            own.view_as(tree.retrieve_index),
+            spec_steps=self._num_steps,
+            verify_window=self._window,
+        )
+        return _commit(batch, verdict)
+
+
+class Typical:
+    """LOSSY at temperatures above 0. Medusa's typical acceptance: drafts that the target finds likely are kept."""
+
+    def __init__(self, config: EAGLEConfig, num_steps: int):
+        self._num_steps, self._epsilon, self._delta = num_steps, config.typical_epsilon, config.typical_delta
+
+    def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
+        """See `Verifier`."""
+        tree, temperature = proposal.tree, batch.numbers("temperature")
+        verdict = ops.verify_tree_typical(
+            *links_of(tree),
+            penalized(batch, tree, logits, features),
+            tree.positions,
+            batch.seeds,
+            temperature,
+            torch.full_like(temperature, self._epsilon),
+            torch.full_like(temperature, self._delta),
+            spec_steps=self._num_steps,
+        )
+        return _commit(batch, verdict)
+
+
+class Rejection:
+    """Recursive rejection: drafts that were drawn from the draft's law are kept with probability min(1, p / q), and
+    what follows a rejection comes from the rest of the target's law. Drafts that were chosen, not drawn, have q = 1."""
+
+    def __init__(self, config: EAGLEConfig, num_steps: int):
+        self._num_steps = num_steps
+
+    def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
+        """See `Verifier`."""
+        tree, temperature = proposal.tree, batch.numbers("temperature")
+        logits = penalized(batch, tree, logits, features)
+        target: dict[str, Tensor | None] = {"target_logits": logits}
+        if features.filters:
+            target = {"target_logits": None, "target_probs": _filtered(_RowParams(batch, proposal), logits)}
+        drawn_at, draft_logits = temperature, proposal.draft_logits
+        if draft_logits is None:
+            # chosen: the draft's rows are not read, whatever they are
+            drawn_at, draft_logits = torch.zeros_like(temperature), logits
+        verdict = ops.verify_tree_rejection(
+            *links_of(tree),
+            **target,
+            draft_logits=draft_logits,
+            positions=tree.positions,
+            seeds=batch.seeds,
+            temperature=temperature,
+            draft_temperature=drawn_at,
+            d2t=None if proposal.draft_logits is None else proposal.draft_to_target,
+            spec_steps=self._num_steps,
+        )
+        return _commit(batch, verdict)
+
+
+class _RowParams:
+    """The sampling parameters of a batch, once for each of its nodes: [B * N]."""
+
+    def __init__(self, batch: Batch, proposal: Proposal):
+        self._batch, self._num_nodes = batch, proposal.tree.retrieve_index.shape[1]
+        self.seeds = batch.seeds.repeat_interleave(self._num_nodes)
+
+    def of(self, name: str) -> Tensor:
+        return self._batch.numbers(name).repeat_interleave(self._num_nodes)
+
+
+def _filtered(rows: _RowParams, logits: Tensor) -> Tensor:
+    """What the filters leave of the target's law, in the order of plain decoding; of greedy rows the argmax."""
+    temperature = rows.of("temperature")[:, None]
+    is_greedy = temperature < GREEDY_BELOW
+    probs = torch.softmax(logits.float() / torch.where(is_greedy, 1.0, temperature), dim=-1)
+    probs = ops.top_k_renorm(probs, rows.of("top_k"))
+    probs = ops.top_p_renorm(probs, rows.of("top_p"))
+    probs = ops.min_p_renorm(probs, rows.of("min_p"))
+    best = ops.sample_from_logits(logits, rows.seeds, rows.seeds, torch.zeros_like(temperature[:, 0]))[:, None]
+    return torch.where(is_greedy, torch.zeros_like(probs).scatter_(1, best, 1.0), probs)
+
+
+def penalized(batch: Batch, tree: ops.BuildTreeOutput, logits: Tensor, features: Features) -> Tensor:
+    """The target's logits with the requests' penalties, by the output and the drafts on each node's path."""
+    if not features.penalties:
+        return logits
+    names = ("repetition_penalty", "frequency_penalty", "presence_penalty", "prompt_mask", "output_counts")
+    given = batch.sampling_arguments(features)
+    return ops.penalize_logits(*links_of(tree), logits, **{name: given[name] for name in names})
+
+
+def links_of(tree: ops.BuildTreeOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tree as verification takes it."""
+    candidates = tree.draft_tokens.view_as(tree.retrieve_index)
+    return candidates, tree.retrieve_index, tree.retrieve_next_token, tree.retrieve_next_sibling
+
+
+def _commit(batch: Batch, verdict: tuple[Tensor, ...]) -> Committed:
+    """verdict: predicts, accept_index and accept_token_num first."""
+    commit = ops.verify_commit(*verdict[:3], batch.lengths, batch.is_live)
+    commit = {name: getattr(commit, name) for name in Committed._fields if name in commit._fields}
+    return Committed(*verdict[1:3], **commit)

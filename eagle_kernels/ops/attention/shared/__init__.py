@@ -1,0 +1,1 @@
+"""What ops of this family share: the online softmax, and how keys are split among programs."""

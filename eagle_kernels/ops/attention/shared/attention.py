@@ -1,0 +1,216 @@
+"""Rows of queries attend to a span of slots: one loop over tiles of keys, which masks only the tiles that need it.
+
+Nearly all tiles of a prefix are seen by all rows, from the first key to the last. The others are the edges: where a
+sliding window begins, the last tile of a span, and the draft block behind the prefix. They take the same loop, whose
+loads run ahead, and a branch inside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ....runtime.language import tl, triton
+from .softmax import add_tile, multiply_keys
+
+
+class Pool(NamedTuple):
+    """The keys and values as one program reads them: one request's pages, or rows one after another, of one head.
+
+    Without pages (PAGE_SIZE 0) a slot is a row: first_page is the request's first one, and the strides are those of a
+    row.
+    """
+
+    key_ptr: Any
+    value_ptr: Any
+    page_table_ptr: Any
+    first_page: Any
+    num_pages: Any
+    stride_key: Any  # of a page, in rows of HEAD_DIM
+    stride_value: Any  # None: that of the keys, so that one computation of places serves both
+    kv_head: Any
+
+
+class Queries(NamedTuple):
+    """A tile of rows: (token, head of the group), the head fastest."""
+
+    query: Any  # [ROW, DIM], of the type that keys and values are widened to
+    scale: Any  # [ROW]: of the logits in base 2; includes the scale of the keys
+    position: Any  # [ROW] int32; of no meaning without a window
+    last_slot: Any  # [ROW]: causal, the last slot that each row sees; None: the mask tells, or all are seen
+    mask_ptr: Any  # [ROW] pointers to words int64, whose first bit is the slot common_stop; None: no mask
+    num_words: Any
+    soft_cap: Any
+
+
+class Span(NamedTuple):
+    """The slots to attend to, first..stop - 1, and which of them a row sees: all before common_stop, of the others what
+    its mask or last_slot tells; a window takes away the oldest ones."""
+
+    first: Any  # a multiple of BLOCK_KEY, unless there is a window
+    stop: Any
+    common_stop: Any
+    window: Any  # how many positions back a row sees; None: all
+    last_position: Any  # of the rows that there are
+    origin: Any  # position of slot 0
+    positions_ptr: Any  # of the slots from common_stop on; None: they follow those before
+
+
+@triton.jit
+def attend(
+    queries,
+    pool,
+    span,
+    state,
+    IS_WIDENED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """The rows' state (row_max, row_sum, accumulator) after the span.
+
+    Tiles come in the order of their slots and begin at multiples of BLOCK_KEY: which other slots a row's tile has, and
+    which of them other rows see, does not change the row's bits.
+    """
+    row_max, row_sum, accumulator = state
+    column = tl.arange(0, BLOCK_DIM)
+    begin = span.first // BLOCK_KEY * BLOCK_KEY
+    whole_from = span.first  # tiles from here on, and up to there, are seen as they are
+    whole_until = tl.minimum(span.stop, span.common_stop)
+    if span.window is not None:
+        # not below 0, where the largest window would wrap around
+        whole_from = tl.maximum(whole_from, tl.maximum(span.last_position, 0) - span.window + 1 - span.origin)
+    page = _load_page(pool, span, begin, PAGE_SIZE, BLOCK_KEY)
+    for start in range(begin, span.stop, BLOCK_KEY):
+        is_read = _may_read(pool, span, page, start, PAGE_SIZE, BLOCK_KEY)[:, None]
+        if HEAD_DIM < BLOCK_DIM:
+            is_read &= (column < HEAD_DIM)[None, :]
+        key_row, value_row = _find_rows(pool, page, start, PAGE_SIZE, NUM_KV_HEADS, BLOCK_KEY)
+        # one tile ahead: else every tile would wait for its pages before it could ask for its keys
+        page = _load_page(pool, span, start + BLOCK_KEY, PAGE_SIZE, BLOCK_KEY)
+        key_ptr = pool.key_ptr + key_row.to(tl.int64)[:, None] * HEAD_DIM + column[None, :]
+        value_ptr = pool.value_ptr + value_row.to(tl.int64)[:, None] * HEAD_DIM + column[None, :]
+        key = tl.load(key_ptr, mask=is_read, other=0.0)
+        value = tl.load(value_ptr, mask=is_read, other=0.0)
+        key, value = key.to(queries.query.dtype), value.to(queries.query.dtype)
+        logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap, IS_WIDENED)
+        if (start < whole_from) | (start + BLOCK_KEY > whole_until):
+            is_seen = _visible(queries, pool, span, start, PAGE_SIZE, BLOCK_KEY)
+            logits = tl.where(is_seen, logits, float("-inf"))
+        row_max, row_sum, accumulator = add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED)
+    return row_max, row_sum, accumulator
+
+
+@triton.jit
+def _load_page(pool, span, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constexpr):
+    """int32: the page id of the tile of slots from `start` on, or, where tiles may cross pages, one per slot; -1 where
+    there is nothing to read."""
+    if PAGE_SIZE == 0:
+        return tl.zeros([], tl.int32)
+    else:
+        table_ptr = pool.page_table_ptr + pool.first_page
+        if PAGE_SIZE >= BLOCK_KEY:
+            page = tl.load(table_ptr + start // PAGE_SIZE, mask=start < span.stop, other=-1)
+        else:
+            lane = tl.arange(0, BLOCK_KEY)
+            # unsigned: else compilers keep a pointer per lane from tile to tile, in registers that there are not
+            index = (start // PAGE_SIZE + lane // PAGE_SIZE).to(tl.uint32)
+            page = tl.load(table_ptr + index, mask=_in_span(span, start + lane), other=-1)
+        if page.dtype == tl.int64:
+            page = tl.where((page >= 0) & (page < pool.num_pages), page, -1)
+        return page.to(tl.int32)
+
+
+@triton.jit
+def _in_span(span, slot):
+    is_in = slot < span.stop
+    if span.window is not None:
+        is_in &= slot >= span.first
+    return is_in
+
+
+@triton.jit
+def _may_read(pool, span, page, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constexpr):
+    """bool [KEY]: the slots of the span whose pages lie in the pool; keys and values of others count as 0."""
+    slot = start + tl.arange(0, BLOCK_KEY)
+    if PAGE_SIZE == 0:
+        return _in_span(span, slot)
+    else:
+        # one comparison: negative ids are large
+        is_page = page.to(tl.uint32) < pool.num_pages.to(tl.uint32)
+        if PAGE_SIZE >= BLOCK_KEY:
+            return _in_span(span, slot) & is_page
+        else:
+            return is_page
+
+
+@triton.jit
+def _find_rows(pool, page, start, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_KEY: tl.constexpr):
+    """uint32 [KEY]: where the keys and the values of the tile lie, in rows of HEAD_DIM; `check_row_strides` sees to it
+    that this is enough."""
+    lane = tl.arange(0, BLOCK_KEY)
+    if PAGE_SIZE == 0:
+        place, row = (pool.first_page + start + lane).to(tl.uint32), pool.kv_head
+    else:
+        place = page.to(tl.uint32)
+        # of small pages the same in every tile, so that it is computed once
+        slot_of_page = lane % PAGE_SIZE if PAGE_SIZE < BLOCK_KEY else start % PAGE_SIZE + lane
+        row = slot_of_page * NUM_KV_HEADS + pool.kv_head
+    key_row = place * pool.stride_key + row
+    if pool.stride_value is None:
+        return key_row, key_row
+    else:
+        return key_row, place * pool.stride_value + row
+
+
+@triton.jit
+def _visible(queries, pool, span, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constexpr):
+    """bool [ROW, KEY]: which rows see which slots of the tile that begins at `start`."""
+    slot = start + tl.arange(0, BLOCK_KEY)
+    # read once more: tiles that need no mask do without
+    page = _load_page(pool, span, start, PAGE_SIZE, BLOCK_KEY)
+    is_slot = _may_read(pool, span, page, start, PAGE_SIZE, BLOCK_KEY)
+    is_seen = is_slot[None, :]
+    if queries.mask_ptr is not None:
+        is_seen &= _unpacked(queries, start - span.common_stop, BLOCK_KEY) | (slot < span.common_stop)[None, :]
+    elif queries.last_slot is not None:
+        is_seen &= slot[None, :] <= queries.last_slot[:, None]
+    if span.window is not None:
+        position = span.origin + slot
+        if span.positions_ptr is not None:
+            is_told = (slot >= span.common_stop) & is_slot
+            told = tl.load(span.positions_ptr + slot - span.common_stop, mask=is_told, other=0).to(tl.int32)
+            position = tl.where(is_told, told, position)
+        is_seen &= queries.position[:, None] - position[None, :] < span.window
+    return is_seen
+
+
+@triton.jit
+def _unpacked(queries, first_bit, BLOCK_KEY: tl.constexpr):
+    """bool [ROW, KEY]: the bits from first_bit on of the rows' masks; of no meaning below 0 and past the words."""
+    tl.static_assert(BLOCK_KEY <= 64, "a tile lies within two words")
+    index = first_bit >> 6
+    shift = (first_bit & 63).to(tl.uint64)
+    low = tl.load(queries.mask_ptr + index, mask=(index >= 0) & (index < queries.num_words), other=0)
+    high = tl.load(queries.mask_ptr + index + 1, mask=(index >= -1) & (index + 1 < queries.num_words), other=0)
+    # in two steps, as a shift by 64 is undefined
+    word = (low.to(tl.uint64) >> shift) | (high.to(tl.uint64) << 1 << (63 - shift))
+    # of the half that has a lane's bit, which is known at compile time, the sign tells the bit: two instructions each
+    lane = tl.arange(0, BLOCK_KEY)
+    half = word.to(tl.int32)[:, None]
+    if BLOCK_KEY > 32:
+        half = tl.where((lane < 32)[None, :], half, (word >> 32).to(tl.int32)[:, None])
+    return (half << (31 - lane % 32)[None, :]) < 0
+
+
+@triton.jit
+def request_rows(qo_indptr_ptr, request, num_query, num_rows, is_live):
+    """(first row int64 of the flat [rows, heads], how many tokens int32) of a request's queries; none if not live."""
+    if qo_indptr_ptr is None:
+        return request * num_query, num_query
+    else:
+        first = tl.load(qo_indptr_ptr + request, mask=is_live, other=0).to(tl.int64)
+        last = tl.load(qo_indptr_ptr + request + 1, mask=is_live, other=0).to(tl.int64)
+        first = tl.minimum(tl.maximum(first, 0), num_rows)
+        return first, tl.minimum(tl.maximum(tl.minimum(last, num_rows), first) - first, num_query).to(tl.int32)

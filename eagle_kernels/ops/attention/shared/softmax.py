@@ -1,0 +1,108 @@
+"""Online softmax over tiles of keys, and the merge of results that were computed over disjoint sets of keys.
+
+Attention over a long KV cache is split over programs. Each keeps, per query row, the largest logit so far, the sum of
+exponentials relative to it, and the weighted sum of values (Milakov & Gimelshein, arXiv 1805.02867); the partial
+results merge by their log-sum-exp (Flash-Decoding). Inside a program logits are in base 2, as GPUs compute exp2.
+"""
+
+from __future__ import annotations
+
+from ....runtime.language import tl, triton
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def start_rows(BLOCK_ROW: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """The state of rows that have seen no key: largest logit, sum of exponentials, weighted sum of values."""
+    row_max = tl.full([BLOCK_ROW], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_ROW], tl.float32)
+    accumulator = tl.zeros([BLOCK_ROW, BLOCK_DIM], tl.float32)
+    return row_max, row_sum, accumulator
+
+
+@triton.jit
+def multiply_keys(query, key, scale, soft_cap, IS_WIDENED: tl.constexpr):
+    """(logits [ROW, KEY], factors [ROW] that bring them to base 2) of rows query [ROW, DIM] and keys [KEY, DIM].
+
+    scale [ROW] includes log2(e) and the scale of the keys. soft_cap (or None): logits become soft_cap * tanh(logits /
+    soft_cap). IS_WIDENED: multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
+    """
+    if IS_WIDENED:
+        query, key = query.to(tl.float32), key.to(tl.float32)
+    logits = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if soft_cap is not None:
+        capped = _soft_capped(logits * scale[:, None], soft_cap * 1.4426950408889634)
+        return capped, tl.full(scale.shape, 1.0, tl.float32)
+    else:
+        return logits, scale
+
+
+@triton.jit
+def add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED: tl.constexpr):
+    """The state of rows after one more tile: logits [ROW, KEY], -inf where a row does not see a key, value [KEY, DIM].
+
+    Values that nobody sees must be finite (loaded as 0): their weight is 0, but 0 * NaN is NaN.
+    """
+    new_max = tl.maximum(row_max, tl.max(logits, axis=1) * scale)
+    # a row that sees nothing yet would compute -inf - -inf
+    anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weight = tl.exp2(logits * scale[:, None] - anchor[:, None])
+    decay = tl.exp2(row_max - anchor)
+    row_sum = row_sum * decay + tl.sum(weight, axis=1)
+    if IS_WIDENED:
+        value = value.to(tl.float32)
+    accumulator = tl.dot(weight.to(value.dtype), value, accumulator * decay[:, None], input_precision="ieee")
+    return new_max, row_sum, accumulator
+
+
+@triton.jit
+def _soft_capped(logits, cap):
+    """cap * tanh(logits / cap); 1 - 2 / (e^2x + 1) is tanh(x) at both ends."""
+    power = tl.exp2(logits * (2.0 * 1.4426950408889634 / cap))
+    return cap * (1.0 - 2.0 / (power + 1.0))
+
+
+@triton.jit
+def add_sink(row_max, row_sum, accumulator, sink):
+    """The state after one more logit [ROW], in base 2, that has no value."""
+    new_max = tl.maximum(row_max, sink)
+    anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+    decay = tl.exp2(row_max - anchor)
+    return new_max, row_sum * decay + tl.exp2(sink - anchor), accumulator * decay[:, None]
+
+
+@triton.jit
+def finish_rows(row_max, row_sum, accumulator):
+    """output [ROW, DIM] and lse [ROW], in base 2, of the state; 0 and -inf for rows that saw no key."""
+    has_keys = row_max != float("-inf")
+    has_keys |= row_sum != 0.0  # NaN logits leave the maximum at -inf
+    divisor = tl.where(has_keys, row_sum, 1.0)
+    return accumulator * (1.0 / divisor)[:, None], tl.where(has_keys, row_max + tl.log2(divisor), float("-inf"))
+
+
+@triton.jit
+def merge_rows(row_max, row_sum, accumulator, lse, output):
+    """The state after partial results of more keys: lse [ROW, PART], in base 2, and output [ROW, PART, DIM]."""
+    new_max = tl.maximum(row_max, tl.max(lse, axis=1))
+    anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+    decay = tl.exp2(row_max - anchor)
+    weight = tl.exp2(lse - anchor[:, None])
+    row_sum = row_sum * decay + tl.sum(weight, axis=1)
+    accumulator = accumulator * decay[:, None] + tl.sum(weight[:, :, None] * output, axis=1)
+    return new_max, row_sum, accumulator
+
+
+def tile_sizes(num_rows: int, head_dim: int, element_bytes: int, tuned: dict) -> dict:
+    """BLOCK_ROW, BLOCK_KEY, BLOCK_DIM for query rows that share a KV head, within an op's tuning row.
+
+    A tile of keys takes at most `tile_bytes` of shared memory; fp32 products run on the plain floating-point units,
+    where more than 16 rows only cost registers.
+    """
+    block_dim = max(16, triton.next_power_of_2(head_dim))
+    block_row = min(max(tuned["min_rows"], triton.next_power_of_2(num_rows)), tuned["max_rows"])
+    return {
+        "BLOCK_ROW": block_row if element_bytes <= 2 else 16,
+        "BLOCK_KEY": min(max(16, tuned["tile_bytes"] // (block_dim * element_bytes)), 64),
+        "BLOCK_DIM": block_dim,
+    }

@@ -1,0 +1,402 @@
+"""Attention whose keys are split over programs: the kernels of gqa_decode, and of tree_attention with its draft block.
+
+One kernel attends, tile of rows by tile of rows, to one share of a request's keys (`shares.py`); a second one merges
+the rows of requests that have more than one share.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ....primitives.dependent_launch import await_predecessor
+from ....primitives.fp8 import FP8, match_keys
+from ....primitives.paging import cache_arguments, request_pages
+from ....runtime import tuning
+from ....runtime.language import is_interpreting, tl, triton
+from ....runtime.launch import launch
+from .attention import Pool, Queries, Span, attend, request_rows
+from .shares import Batch, cut, find_share, share_tiles, slot_range
+from .softmax import LOG2_E, add_sink, finish_rows, merge_rows, start_rows, tile_sizes
+
+# CUDA's limit, of all axes of a grid but the first
+MAX_PROGRAMS = 65535
+# A row of an op's TUNING has, beside the compiler's options: of tiles, at most max_rows rows, at least min_rows, and
+# tile_bytes of keys; of shares, at least share_keys keys, and about as many shares as give `programs` programs; of the
+# merge, rows and parts at once. float8: what differs with keys of 8 bits.
+#
+# Where bits must not depend on the batch, sums are taken in the order that this table tells, with at most
+# ordered_shares shares of a request: one table for all ops, since the root of a tree must have the bits of plain
+# decoding.
+_ORDERED = {"max_rows": 64, "min_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264,
+            "ordered_shares": 32, "merged_rows": 4, "merged_parts": 4, "num_warps": 4, "num_stages": 2}  # fmt: skip
+ORDERED_TUNING = {"default": _ORDERED, "sm_90": _ORDERED | {"num_stages": 3}}
+# programs: of all requests together
+MERGE_TUNING = {"default": {"programs": 1024, "num_warps": 4}}
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch_size", "table_size", "num_pages", "num_query", "num_rows", "num_drafts", "num_words", "wanted_shares",
+        "window", "reach", "stride_page_table_request", "stride_k_page", "stride_v_page", "stride_query_batch",
+        "stride_query_token", "stride_draft_key_batch", "stride_draft_key_token", "stride_draft_value_batch",
+        "stride_draft_value_token",
+    ]
+)  # fmt: skip
+def _attention_kernel(
+    # inputs
+    query_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    tree_mask_ptr,
+    draft_key_ptr,
+    draft_value_ptr,
+    qo_indptr_ptr,
+    positions_ptr,
+    key_positions_ptr,
+    page_table_ptr,
+    page_indptr_ptr,
+    lengths_ptr,
+    sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    # outputs
+    output_ptr,
+    lse_ptr,
+    shares_ptr,
+    partial_output_ptr,
+    partial_lse_ptr,
+    # sizes
+    scale,
+    soft_cap,
+    window,
+    reach,
+    batch_size,
+    table_size,
+    num_pages,
+    num_query,
+    num_rows,
+    num_drafts,
+    num_words,
+    wanted_shares,
+    stride_page_table_request,
+    stride_k_page,
+    stride_v_page,
+    stride_query_batch,
+    stride_query_token,
+    stride_draft_key_batch,
+    stride_draft_key_token,
+    stride_draft_value_batch,
+    stride_draft_value_token,
+    GROUP_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    IS_WIDENED: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    SHARE_TILES: tl.constexpr,
+    MOST_SHARES: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """One tile of rows of one KV head and one share of the keys."""
+    await_predecessor(ENABLE_PDL)
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    row_tile = tl.program_id(0) // NUM_KV_HEADS
+    share = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
+    batch = Batch(
+        page_indptr_ptr, lengths_ptr, qo_indptr_ptr, stride_page_table_request, table_size, batch_size, num_query,
+        num_rows, num_drafts, reach,
+    )  # fmt: skip
+    size = SHARE_TILES
+    if not MOST_SHARES:
+        size = share_tiles(batch, wanted_shares, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+    request, index = find_share(batch, share, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, request < batch_size)
+    # a share that there is not, or a tile of rows that its request does not have
+    if (request < batch_size) & (row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE):
+        first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        size, num_shares = cut(batch, request, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        if (index == 0) & (tl.program_id(0) == 0):
+            tl.store(shares_ptr + request * 2, share)
+            tl.store(shares_ptr + request * 2 + 1, num_shares)
+        begin = (first // BLOCK_KEY + index * size) * BLOCK_KEY
+        stop = tl.minimum(begin + size * BLOCK_KEY, stop)
+        first_page, _, _ = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
+        if k_scale_ptr is not None and not ONE_SCALE:
+            k_scale_ptr += kv_head
+            v_scale_ptr += kv_head
+
+        row = row_tile * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
+        token = row // GROUP_SIZE
+        head = kv_head * GROUP_SIZE + row % GROUP_SIZE
+        is_row = token < num_tokens
+        column = tl.arange(0, BLOCK_DIM)
+        in_bounds = is_row[:, None] & (column < HEAD_DIM)[None, :]
+        query_row = (first_row + token) * stride_query_token + head
+        if qo_indptr_ptr is None:
+            query_row = request * stride_query_batch + token.to(tl.int64) * stride_query_token + head
+        query = tl.load(query_ptr + query_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
+
+        mask_ptr, last_draft, last_slot, positions_of_drafts_ptr = None, None, None, None
+        # of a query without a draft block: it is the last slot
+        position = prefix - 1 + token * 0
+        if DRAFTS != "":
+            num_keys = num_drafts
+            if qo_indptr_ptr is not None:
+                num_keys = num_tokens
+            last_draft = token + (num_keys - num_tokens)
+            last_slot = prefix + last_draft
+            position = last_slot
+            if positions_ptr is not None:
+                position = tl.load(positions_ptr + first_row + token, mask=is_row, other=0).to(tl.int32)
+            if tree_mask_ptr is not None:
+                # rows that do not exist have the mask of the first one
+                mask_ptr = tree_mask_ptr + (first_row + tl.where(is_row, token, 0)) * num_words
+            if key_positions_ptr is not None:
+                first_key = first_row
+                if qo_indptr_ptr is None:
+                    first_key = request * num_drafts
+                positions_of_drafts_ptr = key_positions_ptr + first_key
+        last_position = tl.zeros([], tl.int32)
+        if window is not None:
+            last_position = tl.max(tl.where(is_row, position, 0))
+
+        matched, logit_scale = match_keys(query, scale, k_scale_ptr, k_cache_ptr.dtype.element_ty)
+        pool_stop = stop
+        if DRAFTS == "beside":
+            pool_stop = tl.minimum(stop, prefix)
+        row_max, row_sum, accumulator = attend(
+            Queries(matched, logit_scale, position, last_slot, mask_ptr, num_words, soft_cap),
+            Pool(
+                k_cache_ptr, v_cache_ptr, page_table_ptr, first_page, num_pages, stride_k_page, stride_v_page, kv_head,
+            ),
+            Span(tl.maximum(begin, first), pool_stop, prefix, window, last_position, 0, positions_of_drafts_ptr),
+            start_rows(BLOCK_ROW, BLOCK_DIM),
+            IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
+        )  # fmt: skip
+        if v_scale_ptr is not None:
+            accumulator *= tl.load(v_scale_ptr)
+        if DRAFTS == "beside":
+            drafts_begin = tl.cdiv(prefix, BLOCK_KEY) * BLOCK_KEY
+            first_key, first_value = first_row * stride_draft_key_token, first_row * stride_draft_value_token
+            if qo_indptr_ptr is None:
+                first_key, first_value = request * stride_draft_key_batch, request * stride_draft_value_batch
+            query, logit_scale = match_keys(query, scale, None, query.dtype)
+            row_max, row_sum, accumulator = attend(
+                Queries(query, logit_scale, position, last_draft, mask_ptr, num_words, soft_cap),
+                Pool(
+                    draft_key_ptr + first_key * HEAD_DIM, draft_value_ptr + first_value * HEAD_DIM, None, 0, 0,
+                    stride_draft_key_token, stride_draft_value_token, kv_head,
+                ),
+                Span(
+                    tl.maximum(begin - drafts_begin, 0), stop - drafts_begin, prefix * 0, window, last_position, prefix,
+                    positions_of_drafts_ptr,
+                ),
+                (row_max, row_sum, accumulator),
+                IS_WIDENED, 0, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
+            )  # fmt: skip
+
+        if sinks_ptr is not None:
+            # to the first share, not to the merged ones: whether there is one more must not change a row's bits
+            is_sink = is_row & (index == 0)
+            sink = tl.load(sinks_ptr + head, mask=is_sink, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+            row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
+        output, lse = finish_rows(row_max, row_sum, accumulator)
+        if num_shares == 1:
+            output_row = (first_row + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
+            tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
+            tl.store(
+                output_ptr + output_row[:, None] * HEAD_DIM + column[None, :],
+                output.to(output_ptr.dtype.element_ty), mask=in_bounds,
+            )  # fmt: skip
+        else:
+            partial_row = (share.to(tl.int64) * num_query + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
+            tl.store(partial_lse_ptr + partial_row, lse, mask=is_row)
+            tl.store(partial_output_ptr + partial_row[:, None] * HEAD_DIM + column[None, :], output, mask=in_bounds)
+
+
+@triton.jit(do_not_specialize=["num_query", "num_rows", "num_parts"])
+def _merge_kernel(
+    # inputs
+    qo_indptr_ptr,
+    shares_ptr,
+    partial_output_ptr,
+    partial_lse_ptr,
+    # outputs
+    output_ptr,
+    lse_ptr,
+    # sizes
+    num_query,
+    num_rows,
+    num_parts,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_MERGED: tl.constexpr,
+    BLOCK_PART: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Merges the shares of a request that has more than one, BLOCK_MERGED rows (token, head) at a time."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
+    has_rows = num_tokens > 0
+    before = tl.load(shares_ptr + request * 2, mask=has_rows, other=0)
+    num_shares = tl.load(shares_ptr + request * 2 + 1, mask=has_rows, other=0)
+    # requests of a malformed table, that share pages, may have more shares than there are programs: nobody told theirs
+    num_shares = tl.where(before >= 0, tl.minimum(num_shares, num_parts - before), 0)
+    if num_shares > 1:
+        column = tl.arange(0, BLOCK_DIM)
+        is_column = column < HEAD_DIM
+        for tile in range(tl.program_id(1), tl.cdiv(num_tokens * NUM_HEADS, BLOCK_MERGED), tl.num_programs(1)):
+            row = tile * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
+            is_row = row < num_tokens * NUM_HEADS
+            row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM)
+            for start in range(0, num_shares, BLOCK_PART):
+                part = start + tl.arange(0, BLOCK_PART)
+                is_part = is_row[:, None] & (part < num_shares)[None, :]
+                place = (before + part).to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
+                lse = tl.load(partial_lse_ptr + place, mask=is_part, other=float("-inf"))
+                output = tl.load(
+                    partial_output_ptr + place[:, :, None] * HEAD_DIM + column[None, None, :],
+                    mask=is_part[:, :, None] & is_column[None, None, :], other=0.0,
+                )  # fmt: skip
+                row_max, row_sum, accumulator = merge_rows(row_max, row_sum, accumulator, lse, output)
+            output, lse = finish_rows(row_max, row_sum, accumulator)
+            output_row = first_row * NUM_HEADS + row
+            tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
+            tl.store(
+                output_ptr + output_row[:, None] * HEAD_DIM + column[None, :],
+                output.to(output_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :],
+            )  # fmt: skip
+
+
+def launch_attention(
+    op: str,
+    values: dict,
+    out: tuple[torch.Tensor, torch.Tensor],
+    *,
+    tuned: dict,
+    num_query: int,
+    num_drafts: int,
+    drafts: str,
+) -> None:
+    """Launches the attention that an op's checked arguments describe, into `out`, (output, lse).
+
+    values: the op's arguments, None where it has none. tuned: the op's tuning row, see `ORDERED_TUNING`.
+    num_query: tokens of a request, at most. num_drafts: draft keys of a request, if ragged at most. drafts: where they
+    are, see `shares.slot_range`.
+    """
+    query, draft_key, draft_value = values["query"], values.get("draft_key"), values.get("draft_value")
+    qo_indptr, positions, tree_mask = values.get("qo_indptr"), values.get("positions"), values.get("tree_mask")
+    key_positions = values.get("key_positions")
+    window, k_scale = values["window"], values["k_scale"]
+    device, num_heads, head_dim = query.device, *query.shape[-2:]
+    cache = cache_arguments(values)
+    batch_size, group_size = len(cache["lengths_ptr"]), num_heads // cache["NUM_KV_HEADS"]
+    is_ordered = values["deterministic"]
+    if is_ordered:
+        tuned = tuning.row(ORDERED_TUNING, device)
+    elif values["k_cache"].dtype in FP8:
+        tuned = tuned | tuned.get("float8", {})
+    tiles = tile_sizes(num_query * group_size, head_dim, query.element_size(), tuned)
+    block_key = tiles["BLOCK_KEY"]
+    num_tiles = cache["NUM_KV_HEADS"] * triton.cdiv(num_query * group_size, tiles["BLOCK_ROW"])
+    wanted_shares = max(1, tuned["programs"] // max(num_tiles, 1))
+    share_tiles_least = max(1, tuned["share_keys"] // block_key)
+    # shares that there can be, by the pages that there can be; in the CSR form requests have those among them
+    most_tiles = triton.cdiv(cache["table_size"] * cache["PAGE_SIZE"], block_key)
+    draft_tiles = triton.cdiv(num_drafts, block_key) if drafts == "beside" else 0
+    if cache["IS_CSR"]:
+        if drafts == "beside":  # behind a tile that the prefix does not fill
+            most_tiles += batch_size * (1 + draft_tiles)
+        num_shares = batch_size + max(1, triton.cdiv(most_tiles, share_tiles_least)) - 1
+    else:
+        num_shares = batch_size * max(1, triton.cdiv(most_tiles + draft_tiles, share_tiles_least))
+    if is_ordered:
+        of_drafts = triton.cdiv(triton.cdiv(num_drafts, block_key) + 1, share_tiles_least)
+        num_shares = min(num_shares, batch_size * (tuned["ordered_shares"] + of_drafts))
+    else:
+        num_shares = min(num_shares, wanted_shares + batch_size - 1)
+    has_parts = num_shares > batch_size
+    # over two axes as evenly as may be: each program of the grid has its partial results
+    layers = max(1, triton.cdiv(num_shares, MAX_PROGRAMS))
+    layer_shares = triton.cdiv(num_shares, layers)
+    num_shares = layers * layer_shares
+    partial_shape = (num_shares if has_parts else 0, num_query, num_heads)
+    shared = {
+        # of each request: the number of its first share, and how many it has
+        "shares_ptr": torch.empty((batch_size, 2), dtype=torch.int32, device=device),
+        "partial_output_ptr": torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=device),
+        "partial_lse_ptr": torch.empty(partial_shape, dtype=torch.float32, device=device),
+        "output_ptr": out[0],
+        "lse_ptr": out[1],
+        "qo_indptr_ptr": qo_indptr,
+        "num_query": num_query,
+        "num_rows": out[1].numel() // max(num_heads, 1),
+        "BLOCK_DIM": tiles["BLOCK_DIM"],
+    }
+
+    def stride(tensor, axis):
+        """Of an axis before the last two, in rows of HEAD_DIM."""
+        return 0 if tensor is None or tensor.dim() < axis + 3 else tensor.stride(axis) // head_dim
+
+    token_axis = 0 if query.dim() == 3 else 1
+    launch(
+        op,
+        _attention_kernel,
+        (num_tiles, layer_shares, layers),
+        query_ptr=query,
+        tree_mask_ptr=tree_mask,
+        draft_key_ptr=draft_key,
+        draft_value_ptr=draft_value,
+        positions_ptr=positions,
+        key_positions_ptr=positions if key_positions is None else key_positions,
+        k_scale_ptr=k_scale,
+        v_scale_ptr=values["v_scale"],
+        sinks_ptr=values["sinks"],
+        scale=(head_dim**-0.5 if values["sm_scale"] is None else values["sm_scale"]) * LOG2_E,
+        soft_cap=values["soft_cap"],
+        window=window,
+        num_words=0 if tree_mask is None else tree_mask.shape[-1],
+        stride_query_batch=query.stride(0) // head_dim,
+        stride_query_token=query.stride(token_axis) // head_dim,
+        stride_draft_key_batch=stride(draft_key, 0),
+        stride_draft_key_token=stride(draft_key, token_axis),
+        stride_draft_value_batch=stride(draft_value, 0),
+        stride_draft_value_token=stride(draft_value, token_axis),
+        reach=None if window is None else window - (drafts != ""),
+        batch_size=batch_size,
+        num_drafts=num_drafts,
+        wanted_shares=wanted_shares,
+        GROUP_SIZE=group_size,
+        DRAFTS=drafts,
+        IS_WIDENED=is_interpreting() and query.dtype == torch.bfloat16,
+        ONE_SCALE=k_scale is None or len(k_scale) == 1,
+        SHARE_TILES=share_tiles_least,
+        MOST_SHARES=tuned["ordered_shares"] if is_ordered else 0,
+        BLOCK_ROW=tiles["BLOCK_ROW"],
+        BLOCK_KEY=block_key,
+        **cache,
+        **shared,
+        **tuning.compiler_options(tuned),
+    )
+    if has_parts:
+        merging = tuning.row(MERGE_TUNING, device)
+        row_tiles = triton.cdiv(num_query * num_heads, tuned["merged_rows"])
+        launch(
+            op,
+            _merge_kernel,
+            (batch_size, min(row_tiles, triton.cdiv(merging["programs"], max(batch_size, 1)))),
+            num_parts=num_shares,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_MERGED=tuned["merged_rows"],
+            BLOCK_PART=tuned["merged_parts"],
+            **shared,
+            **tuning.compiler_options(merging),
+        )

@@ -1,0 +1,1 @@
+"""What ops of this family share: the search for earlier occurrences."""

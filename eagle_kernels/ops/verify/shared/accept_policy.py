@@ -1,0 +1,136 @@
+"""Acceptance to order: tokens planted in the place of the target's, before a walk compares them with the drafts.
+
+    normal       the target's own tokens
+    accept_all   at every node the token of its first child
+    reject_all   never the token of a child
+    simulate     one or the other, by coins with given rates of acceptance per depth
+
+For timing: the rows that are read, the walk that is made and the KV that moves are those of a model that accepts
+so much. The text is not the target's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ....runtime import check
+from ....runtime.language import tl, triton
+from .random import STREAM_SIMULATE, uniform
+from .tree_walk import NO_TOKEN, find_child
+
+STREAM = tl.constexpr(STREAM_SIMULATE)
+
+ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "simulate")
+
+
+def check_policy(args: check.Arguments) -> None:
+    """Checks accept_policy and, for simulate, its rates [S] and the seeds [B] and positions [B * N] of its coins."""
+    if args.choice("accept_policy", ACCEPT_POLICIES) == "simulate":
+        rates = args.tensor("simulated_rates", (args.values["spec_steps"],), (torch.float32,))
+        args.debug("simulated_rates", "lie in 0..1", lambda: (rates >= 0) & (rates <= 1))
+        args.tensor("seeds", ("B",), check.INTEGER)
+        args.tensor("positions", (args.size("B") * args.size("N"),), check.INTEGER)
+    elif args.values["simulated_rates"] is not None:
+        args.fail("simulated_rates", "come with accept_policy='simulate'", repr(args.values["accept_policy"]))
+
+
+@triton.jit
+def plant(
+    token,
+    node,
+    depth,
+    tokens,
+    links,
+    request,
+    seeds_ptr,
+    positions_ptr,
+    simulated_rates_ptr,
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    ACCEPT_POLICY: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+):
+    """What takes the place of the target's `token` (int32) at `node`, to which `depth` accepted drafts have led.
+
+    tokens and links [node] as load_nodes gives. Below depth SPEC_STEPS nothing is accepted, so nothing is planted.
+    """
+    if ACCEPT_POLICY != "normal":
+        if depth < SPEC_STEPS:
+            if ACCEPT_POLICY == "simulate":
+                is_wanted = is_accepted_by_coin(
+                    depth, request, seeds_ptr, positions_ptr, simulated_rates_ptr, NUM_NODES
+                )
+            else:
+                is_wanted = tl.full([], ACCEPT_POLICY == "accept_all", tl.int1)
+            token = planted_token(token, node, is_wanted, tokens, links, BLOCK_NODE)
+    return token
+
+
+@triton.jit
+def is_accepted_by_coin(
+    depth, request, seeds_ptr, positions_ptr, simulated_rates_ptr, NUM_NODES: tl.constexpr
+):  # fmt: skip
+    """Whether the coin of this depth accepts the draft below it, which it does with probability rates[depth] over the
+    rate of the depth before: rates are P(more than `depth` drafts are accepted)."""
+    position = tl.load(positions_ptr + request * NUM_NODES) + depth + 1
+    coin = uniform(tl.load(seeds_ptr + request), position, STREAM, 0)
+    rate = tl.load(simulated_rates_ptr + depth)
+    rate_before = tl.load(simulated_rates_ptr + depth - 1, mask=depth > 0, other=1.0)
+    # not divided: 0 / 0 is no rate, and below 1 the product of equal rates stays below them
+    return coin * rate_before < rate
+
+
+@triton.jit
+def planted_token(token, node, is_wanted, tokens, links, BLOCK_NODE: tl.constexpr):
+    """If one more draft is wanted the token of the first child that carries one, `token` where none does.
+
+    If not, a `token` that a child carries gives way to the smallest id that none carries; any other stays.
+    """
+    nodes = tl.arange(0, BLOCK_NODE)
+    is_child = nodes < 0
+    first_token = tl.full([], NO_TOKEN, tl.int32)
+    child = tl.sum(tl.where(nodes == node, links, 0)) >> 16
+    while child > 0:
+        is_here = nodes == child
+        is_child = is_child | is_here
+        first_token = tl.where(first_token >= 0, first_token, tl.sum(tl.where(is_here, tokens, 0)))
+        child = tl.sum(tl.where(is_here, links, 0)) & 0xFFFF
+    is_carried = tl.max((is_child & (tokens == token)).to(tl.int32)) > 0
+    must_change = is_carried & (is_wanted == 0)
+    stop_token = tl.where(must_change, 0, token)
+    while must_change:  # at most once for every child, and once more
+        must_change = tl.max((is_child & (tokens == stop_token)).to(tl.int32)) > 0
+        stop_token += must_change.to(tl.int32)
+    return tl.where(is_wanted & (first_token >= 0), first_token, stop_token)
+
+
+@triton.jit
+def plant_path(
+    predicted,
+    tokens,
+    links,
+    request,
+    seeds_ptr,
+    positions_ptr,
+    simulated_rates_ptr,
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    ACCEPT_POLICY: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+):
+    """The target's tokens `predicted` [node] with planted ones at the nodes that they lead to."""
+    if ACCEPT_POLICY != "normal":
+        nodes = tl.arange(0, BLOCK_NODE)
+        depth = tl.zeros([], dtype=tl.int32)
+        node = tl.zeros([], dtype=tl.int32)
+        is_walking = depth < SPEC_STEPS
+        while is_walking:
+            token = plant(
+                tl.sum(tl.where(nodes == node, predicted, 0)), node, depth, tokens, links, request,
+                seeds_ptr, positions_ptr, simulated_rates_ptr, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
+            )  # fmt: skip
+            predicted = tl.where(nodes == node, token, predicted)
+            node = find_child(tokens, links, node, token, BLOCK_NODE)
+            depth += 1
+            is_walking = (node > 0) & (depth < SPEC_STEPS)
+    return predicted

@@ -1,0 +1,177 @@
+"""Rows of logits as sampling sees them: penalties, bias, grammar and temperature are applied where they are read.
+
+No processed copy of the logits exists: whoever needs the logits of some tokens reads them with `load_scaled`, once or
+again, and gets the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ....primitives.ordering import comparable
+from ....runtime import check
+from ....runtime.language import tl, triton
+
+# Below this temperature sampling is greedy: logits over it would leave the range of fp32.
+GREEDY_BELOW = tl.constexpr(1e-5)
+
+LARGEST_FINITE = tl.constexpr(3.4028234663852886e38)
+
+NAMES = (
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "prompt_mask",
+    "output_counts",
+    "logit_bias",
+    "token_bitmask",
+)
+
+
+class Processors(NamedTuple):
+    """Pointers to the op's arguments of these names; None: not given."""
+
+    repetition_penalty: Any
+    frequency_penalty: Any
+    presence_penalty: Any
+    prompt_mask: Any
+    output_counts: Any
+    logit_bias: Any
+    token_bitmask: Any
+
+
+class Row(NamedTuple):
+    """One row of logits and what its tokens go through."""
+
+    logits: Any  # pointer to its first logit
+    processors: Any
+    request: Any  # row of the penalties, their tensors and the bias
+    node: Any  # row of the grammar's bitmask
+    inverse_temperature: Any
+    drafts: Any  # tokens int32 that count as output as well: num_drafts of them, stride_draft apart; None: none
+    num_drafts: Any
+    stride_draft: Any
+
+
+@triton.jit
+def read_temperature(temperature):
+    """1 / temperature and whether the row is sampled; below 1e-5 (or NaN) it is greedy and not scaled."""
+    is_sampled = temperature >= GREEDY_BELOW
+    return tl.where(is_sampled, tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), 1.0), is_sampled
+
+
+@triton.jit
+def load_scaled(row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+    """The tokens' logits as they are sampled from: NaN and masked lanes -inf, +inf the largest finite fp32, -0 as 0."""
+    return scaled(row, load_processed(row, ids, mask, VOCAB_SIZE, HAS_PENALTIES))
+
+
+@triton.jit
+def scaled(row, logit):
+    """Processed logits as they are sampled from."""
+    return tl.minimum(comparable(logit * row.inverse_temperature), LARGEST_FINITE)
+
+
+@triton.jit
+def load_processed(row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+    """The tokens' logits after repetition, frequency and presence penalties, bias and grammar, in this order; fp32."""
+    logit = tl.load(row.logits + ids, mask=mask, other=float("-inf")).to(tl.float32)
+    if HAS_PENALTIES:
+        return process(logit, load_counts(row, ids, mask, VOCAB_SIZE), row, ids, mask, VOCAB_SIZE, HAS_PENALTIES)
+    else:
+        return process(logit, None, row, ids, mask, VOCAB_SIZE, HAS_PENALTIES)
+
+
+@triton.jit
+def process(logit, count, row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+    """As load_processed, from the tokens' logits fp32 and, with penalties, how often each occurs in the output."""
+    processors = row.processors
+    if HAS_PENALTIES:
+        logit = _penalise(logit, count, row, ids, mask, VOCAB_SIZE)
+    if processors.logit_bias is not None:
+        bias_ptr = processors.logit_bias + row.request * VOCAB_SIZE
+        logit += tl.load(bias_ptr + ids, mask=mask, other=0.0).to(tl.float32)
+    if processors.token_bitmask is not None:
+        is_allowed = _load_bits(processors.token_bitmask, row.node, ids, mask, VOCAB_SIZE)
+        logit = tl.where(is_allowed, logit, float("-inf"))
+    return logit
+
+
+@triton.jit
+def load_raw(row, ids, mask):
+    """The tokens' logits as the model gave them, NaN and +inf as in `load_scaled`."""
+    logit = tl.load(row.logits + ids, mask=mask, other=float("-inf")).to(tl.float32)
+    return tl.minimum(comparable(logit), LARGEST_FINITE)
+
+
+@triton.jit
+def load_counts(row, ids, mask, VOCAB_SIZE: tl.constexpr):
+    """How often each of the tokens occurs in the output, int32: in the request's counts and among the row's drafts."""
+    count = tl.zeros(ids.shape, tl.int32)
+    if row.processors.output_counts is not None:
+        count = tl.load(row.processors.output_counts + row.request * VOCAB_SIZE + ids, mask=mask, other=0)
+    if row.drafts is not None:
+        for index in range(row.num_drafts):
+            count += (ids == tl.load(row.drafts + index * row.stride_draft)).to(tl.int32)
+    return count
+
+
+@triton.jit
+def _penalise(logit, count, row, ids, mask, VOCAB_SIZE: tl.constexpr):
+    """As Hugging Face's repetition penalty and OpenAI's frequency and presence penalties."""
+    processors = row.processors
+    if processors.repetition_penalty is not None:
+        penalty = tl.load(processors.repetition_penalty + row.request)
+        is_seen = count > 0
+        if processors.prompt_mask is not None:
+            is_seen = is_seen | _load_bits(processors.prompt_mask, row.request, ids, mask, VOCAB_SIZE)
+        repeated = tl.where(logit > 0.0, tl.math.div_rn(logit, penalty), logit * penalty)
+        logit = tl.where(is_seen, repeated, logit)
+    if processors.frequency_penalty is not None:
+        # One rounding, said explicitly: left to itself the compiler fuses in one kernel and not in another.
+        penalty = tl.load(processors.frequency_penalty + row.request)
+        logit = tl.fma(-penalty, count.to(tl.float32), logit)
+    if processors.presence_penalty is not None:
+        logit -= tl.where(count > 0, tl.load(processors.presence_penalty + row.request), 0.0)
+    return logit
+
+
+@triton.jit
+def _load_bits(words_ptr, index, ids, mask, VOCAB_SIZE: tl.constexpr):
+    """The tokens' bits in row `index` of [_, ceil(VOCAB_SIZE / 32)] words."""
+    WORDS: tl.constexpr = (VOCAB_SIZE + 31) // 32
+    word = tl.load(words_ptr + index * WORDS + ids // 32, mask=mask, other=0)
+    return (word >> (ids % 32)) & 1 != 0
+
+
+def check_processors(args: check.Arguments, axis: str, node_axis: str | int) -> bool:
+    """Checks penalties, bias and grammar, one per row of `axis` (the bitmask: of node_axis); whether there is any."""
+    words = -(-args.size("V") // 32)
+    for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
+        args.tensor(name, (axis,), (torch.float32,), optional=True)
+    args.tensor("prompt_mask", (axis, words), (torch.int32,), optional=True)
+    args.tensor("output_counts", (axis, "V"), (torch.int32,), optional=True)
+    args.tensor("logit_bias", (axis, "V"), check.FLOAT, optional=True)
+    args.tensor("token_bitmask", (node_axis, words), (torch.int32,), optional=True)
+    values = args.values
+    if values["prompt_mask"] is not None and values["repetition_penalty"] is None:
+        args.fail("prompt_mask", "come with repetition_penalty, which alone reads it", "no repetition_penalty")
+    if values["output_counts"] is not None and not has_penalties(values):
+        args.fail("output_counts", "come with a penalty, which reads it", "none")
+    if values["repetition_penalty"] is not None:
+        args.debug("repetition_penalty", "be a number above 0", lambda: values["repetition_penalty"] > 0)
+    args.debug_numbers("frequency_penalty")
+    args.debug_numbers("presence_penalty")
+    return any(values[name] is not None for name in NAMES)
+
+
+def has_penalties(values: dict) -> bool:
+    """Whether any penalty is given."""
+    return any(values[name] is not None for name in NAMES[:3])
+
+
+def pointers(values: dict) -> dict:
+    """The kernel arguments of the processors."""
+    return {f"{name}_ptr": values[name] for name in NAMES}

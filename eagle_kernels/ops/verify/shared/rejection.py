@@ -1,0 +1,159 @@
+"""Recursive rejection: what the rejected children of a node have left of the target and of the draft.
+
+Rejecting a child t makes of the target's p and the draft's q
+
+    p <- norm((p - q)+)        q <- norm(q without t), or q as it was where children are drawn with replacement
+
+Taken without their masses, these are p_j = (p_(j-1) - m q_(j-1))+ with a number m, and q_j is q without tokens. As
+((x)+ - y)+ = (x - y)+ for y >= 0, all steps together are one: p_j = (p - a q)+, where a collects the numbers m. At a
+rejected t it is 0: rejection says coin * q(t) >= p(t). So however many children were rejected, what is left of a token
+takes one subtraction, and the list of the rejected tokens, which the tree itself holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ....primitives.ordering import LOWEST_KEY
+from ....runtime.language import tl, triton
+from .pair import draft_ids, load_probs
+from .residual import draw_keys, drawn_token
+from .rows import load_scaled
+from .tree_walk import token_ids
+
+# Below this share of q its tokens are put on a scale of their own.
+SMALL_SHARE = tl.constexpr(1e-9)
+# Given probabilities do not reach below.
+SMALLEST_MASS = tl.constexpr(1e-37)
+
+
+class Node(NamedTuple):
+    """A node's distributions, and what the children rejected so far have left of them."""
+
+    target_row: Any
+    draft_row: Any
+    target_to_draft: Any
+    is_certain: Any  # whether its children were chosen, not drawn: then q is one-hot at each of them, and not read
+    candidates: Any  # pointers to what belongs to the request
+    siblings: Any
+    first_child: Any
+    num_rejected: Any  # of its children, from the first on
+    scale: Any  # how much of q has been taken from p
+    mass: Any  # the sum of what is left of p
+    draft_mass: Any  # and of q
+
+
+@triton.jit
+def _is_rejected(node, ids):
+    """Whether tokens are those of rejected children."""
+    found = ids < 0
+    sibling = node.first_child
+    for _ in range(node.num_rejected):
+        found = found | (ids == token_ids(tl.load(node.candidates + sibling)))
+        sibling = tl.load(node.siblings + sibling).to(tl.int32)
+    return found
+
+
+@triton.jit
+def _load_left(node, ids, is_token, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr,
+               KEEPS_DRAFT: tl.constexpr):  # fmt: skip
+    """What is left of p and q, neither normalised, of a tile of tokens or of one."""
+    target, draft = load_probs(
+        node.target_row, node.draft_row, node.target_to_draft, ids, is_token, TARGET_IS_PROBS, DRAFT_IS_PROBS
+    )
+    target = tl.maximum(target - node.scale * draft, 0.0)
+    if not KEEPS_DRAFT:
+        is_gone = _is_rejected(node, ids)
+        target = tl.where(is_gone, 0.0, target)
+        draft = tl.where(is_gone, 0.0, draft)
+    return target, draft
+
+
+@triton.jit
+def left_probs(node, token, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr, KEEPS_DRAFT: tl.constexpr):
+    """p and q of a child's token as its predecessors left them, normalised; 0 where nothing is left."""
+    target, draft = _load_left(node, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+    has_mass = node.mass > 0.0
+    target = tl.where(has_mass, target / tl.where(has_mass, node.mass, 1.0), 0.0)
+    has_draft = node.draft_mass > SMALLEST_MASS
+    draft = tl.where(has_draft, draft / tl.where(has_draft, node.draft_mass, 1.0), 0.0)
+    return target, tl.where(node.is_certain, 1.0, draft)
+
+
+@triton.jit
+def reject(node, num_rejected, NUM_IDS: tl.constexpr, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr,
+           KEEPS_DRAFT: tl.constexpr, BLOCK_VOCAB: tl.constexpr):  # fmt: skip
+    """A node after one more child, the last of num_rejected, was rejected: whether nothing is left of p, then scale,
+    mass and draft_mass, then maximum and total of the draft's row. Where nothing is left p stays as it was."""
+    has_draft = node.draft_mass > SMALLEST_MASS
+    taken = tl.where(node.is_certain, 0.0, node.mass / tl.where(has_draft, node.draft_mass, 1.0))
+    after = Node(
+        node.target_row, node.draft_row, node.target_to_draft, node.is_certain,
+        node.candidates, node.siblings, node.first_child, num_rejected,
+        node.scale + taken, node.mass, node.draft_mass,
+    )  # fmt: skip
+    new_mass, new_draft_mass = _left_masses(after, NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
+    has_left = new_mass > 0.0
+    scale = tl.where(has_left, after.scale, node.scale)
+    mass = tl.where(has_left, new_mass, node.mass)
+    draft_mass, maximum, total = node.draft_mass, node.draft_row.maximum, node.draft_row.total
+    if not KEEPS_DRAFT:
+        draft_mass = new_draft_mass
+        if not DRAFT_IS_PROBS:
+            if (draft_mass < SMALL_SHARE) & (node.is_certain == 0):
+                new_maximum, new_total = _rescan_draft(after, NUM_IDS, BLOCK_VOCAB)
+                if new_total > 0.0:
+                    scale *= tl.exp(new_maximum - maximum) * (new_total / total)
+                    maximum = new_maximum
+                    total = new_total
+                draft_mass = tl.where(new_total > 0.0, 1.0, 0.0)
+    return new_mass == 0.0, scale, mass, draft_mass, maximum, total
+
+
+@triton.jit
+def _left_masses(node, NUM_IDS: tl.constexpr, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr,
+            KEEPS_DRAFT: tl.constexpr, BLOCK_VOCAB: tl.constexpr):  # fmt: skip
+    """The sums of what is left of p and q."""
+    target_sums = tl.zeros([BLOCK_VOCAB], tl.float32)
+    draft_sums = tl.zeros([BLOCK_VOCAB], tl.float32)
+    for first in range(0, NUM_IDS, BLOCK_VOCAB):
+        ids = first + tl.arange(0, BLOCK_VOCAB)
+        target, draft = _load_left(node, ids, ids < NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+        target_sums += target
+        draft_sums += draft
+    return tl.sum(target_sums), tl.sum(draft_sums)
+
+
+@triton.jit
+def _rescan_draft(node, NUM_IDS: tl.constexpr, BLOCK_VOCAB: tl.constexpr):
+    """The largest of the scaled draft logits that are left, and the sum of exponentials relative to it."""
+    largest = tl.full([BLOCK_VOCAB], float("-inf"), tl.float32)
+    for first in range(0, NUM_IDS, BLOCK_VOCAB):
+        largest = tl.maximum(largest, _load_scores_left(node, first + tl.arange(0, BLOCK_VOCAB), NUM_IDS))
+    maximum = tl.max(largest)
+    anchor = tl.where(maximum == float("-inf"), 0.0, maximum)
+    sums = tl.zeros([BLOCK_VOCAB], tl.float32)
+    for first in range(0, NUM_IDS, BLOCK_VOCAB):
+        sums += tl.exp(_load_scores_left(node, first + tl.arange(0, BLOCK_VOCAB), NUM_IDS) - anchor)
+    return anchor, tl.sum(sums)
+
+
+@triton.jit
+def _load_scores_left(node, ids, NUM_IDS: tl.constexpr):
+    """Scaled draft logits by target ids, -inf for tokens that cannot be drawn any more."""
+    row = node.draft_row
+    places = draft_ids(node.target_to_draft, ids, ids < NUM_IDS, node.target_row.size)
+    scaled = load_scaled(row.row_ptr, places, (places >= 0) & (places < row.size), row.scale)
+    return tl.where(_is_rejected(node, ids), float("-inf"), scaled)
+
+
+@triton.jit
+def draw_left(node, noise_key, NUM_IDS: tl.constexpr, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr,
+          KEEPS_DRAFT: tl.constexpr, BLOCK_VOCAB: tl.constexpr):  # fmt: skip
+    """A token by what is left of p."""
+    best = tl.full([BLOCK_VOCAB], LOWEST_KEY, tl.int64)
+    for first in range(0, NUM_IDS, BLOCK_VOCAB):
+        ids = first + tl.arange(0, BLOCK_VOCAB)
+        target, _ = _load_left(node, ids, ids < NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+        best = tl.maximum(best, draw_keys(target, ids, noise_key))
+    return drawn_token(tl.max(best))

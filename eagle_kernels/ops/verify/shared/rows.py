@@ -1,0 +1,155 @@
+"""One row of the vocabulary as probabilities, a tile of tokens at a time, or one token.
+
+A row is given as probabilities, or as logits with a temperature: then one scan finds its statistics (`scan_logits`;
+slices of a row by several programs, `store_scan`, `load_row`), with which any tile of it can be read (`row_probs`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ....primitives.ordering import comparable
+from ....runtime.language import tl, triton
+
+# Below this temperature a row is one-hot at its largest logit: logits over it would leave the range of fp32.
+GREEDY_BELOW = tl.constexpr(1e-5)
+
+# A given probability may exceed 1 by what rounding in another precision leaves.
+LARGEST_PROB = tl.constexpr(1.001)
+
+_LARGEST_FINITE = tl.constexpr(3.4028234663852886e38)
+
+
+class Row(NamedTuple):
+    """One row of logits or probabilities; scale, maximum, total and best have a meaning for logits only."""
+
+    row_ptr: Any
+    size: Any  # tokens in it
+    scale: Any  # 1 / temperature
+    maximum: Any  # the largest scaled logit
+    total: Any  # sum of exp(scaled logit - maximum)
+    best: Any  # the one token of a greedy row, -1 for a row that is sampled
+
+
+@triton.jit
+def open_row(row_ptr, size, temperature, maximum, total, best):
+    """The row at row_ptr, with the statistics that `scan_logits` (and `merge_scans`) found at this temperature."""
+    scale, is_sampled = inverse_temperature(temperature)
+    return Row(row_ptr, size, scale, maximum, total, tl.where(is_sampled, -1, best))
+
+
+@triton.jit
+def inverse_temperature(temperature):
+    """1 / temperature, and whether the row is sampled; a NaN or what is below 1e-5 is greedy and not scaled."""
+    is_sampled = temperature >= GREEDY_BELOW
+    return tl.where(is_sampled, tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), 1.0), is_sampled
+
+
+@triton.jit
+def load_scaled(row_ptr, ids, mask, scale):
+    """Scaled logits fp32: NaN and masked lanes -inf, +inf the largest finite number, -0 as 0."""
+    logit = tl.load(row_ptr + ids, mask=mask, other=float("-inf")).to(tl.float32)
+    return tl.minimum(comparable(logit * scale), _LARGEST_FINITE)
+
+
+@triton.jit
+def scan_logits(row_ptr, start, stop, temperature, BLOCK_VOCAB: tl.constexpr):
+    """maximum, total and best (lowest id int32 of the maximum) of tokens start .. stop - 1 of a row of logits."""
+    scale, _ = inverse_temperature(temperature)
+    lane = tl.arange(0, BLOCK_VOCAB)
+    maximum = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    best = tl.full([], 0, tl.int32) + start
+    for first in range(start, stop, BLOCK_VOCAB):
+        ids = first + lane
+        scaled = load_scaled(row_ptr, ids, ids < stop, scale)
+        tile_maximum = tl.max(scaled)
+        tile_best = tl.min(tl.where(scaled == tile_maximum, ids, 2147483647))
+        best = tl.where(tile_maximum > maximum, tile_best, best)
+        larger = tl.maximum(maximum, tile_maximum)
+        anchor = _anchor(larger)
+        total = total * tl.exp(maximum - anchor) + tl.sum(tl.exp(scaled - anchor))
+        maximum = larger
+    return maximum, total, best
+
+
+@triton.jit
+def merge_scans(maxima, totals, bests, AXIS: tl.constexpr):
+    """The statistics of rows that were scanned in slices; lanes without a slice hold -inf, 0, 2147483647."""
+    maximum = tl.max(maxima, axis=AXIS)
+    anchor = _anchor(maximum)
+    total = tl.sum(totals * tl.exp(maxima - tl.expand_dims(anchor, AXIS)), axis=AXIS)
+    best = tl.min(tl.where(maxima == tl.expand_dims(maximum, AXIS), bests, 2147483647), axis=AXIS)
+    return maximum, total, best
+
+
+@triton.jit
+def store_scan(row_ptr, size, temperature, scans_ptr, part, NUM_SLICES: tl.constexpr, BLOCK_VOCAB: tl.constexpr):
+    """Scans slice `part` of a row, BLOCK_VOCAB tokens, into the row's scratch scans [3, NUM_SLICES] int32."""
+    start = part * BLOCK_VOCAB
+    maximum, total, best = scan_logits(row_ptr, start, tl.minimum(start + BLOCK_VOCAB, size), temperature, BLOCK_VOCAB)
+    tl.store(scans_ptr + part, maximum.to(tl.int32, bitcast=True))
+    tl.store(scans_ptr + NUM_SLICES + part, total.to(tl.int32, bitcast=True))
+    tl.store(scans_ptr + 2 * NUM_SLICES + part, best)
+
+
+@triton.jit
+def load_row(
+    row_ptr,
+    size,
+    temperature_ptr,
+    request,
+    scans_ptr,
+    scan,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+    IS_PROBS: tl.constexpr,
+    IS_VECTOR: tl.constexpr,
+):
+    """The row at row_ptr; if it is of logits, at its request's temperature and with the scan number `scan`.
+
+    IS_VECTOR: row_ptr and scan are vectors, one row each.
+    """
+    if IS_PROBS:
+        return Row(row_ptr, size, 1.0, 0.0, 1.0, -1)
+    else:
+        AXIS: tl.constexpr = 1 if IS_VECTOR else 0
+        part = tl.arange(0, BLOCK_SLICE)
+        is_part = part < NUM_SLICES
+        place = scan * (3 * NUM_SLICES)
+        if IS_VECTOR:
+            place = place[:, None]
+            part = part[None, :]
+            is_part = is_part[None, :]
+        maxima = tl.load(scans_ptr + place + part, mask=is_part, other=-8388608)  # the bits of -inf
+        totals = tl.load(scans_ptr + place + NUM_SLICES + part, mask=is_part, other=0)
+        bests = tl.load(scans_ptr + place + 2 * NUM_SLICES + part, mask=is_part, other=2147483647)
+        maximum, total, best = merge_scans(
+            maxima.to(tl.float32, bitcast=True), totals.to(tl.float32, bitcast=True), bests, AXIS
+        )
+        return open_row(row_ptr, size, tl.load(temperature_ptr + request), maximum, total, best)
+
+
+@triton.jit
+def _anchor(maximum):
+    """The maximum, or 0 where no logit is above -inf: -inf - -inf would be NaN."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def row_probs(row, ids, is_token, IS_PROBS: tl.constexpr):
+    """Probabilities fp32 of tokens, 0 where is_token is false or the row ends before `ids`.
+
+    Given probabilities that are NaN, negative or above 1.001 count as 0; a row of logits none of which is above -inf
+    has none above 0, unless it is greedy: its token is 0. `row` holds one row, or one per token.
+    """
+    is_token = is_token & (ids >= 0) & (ids < row.size)
+    if IS_PROBS:
+        probs = tl.load(row.row_ptr + ids, mask=is_token, other=0.0).to(tl.float32)
+        return tl.where((probs > 0.0) & (probs <= LARGEST_PROB), probs, 0.0)
+    else:
+        scaled = load_scaled(row.row_ptr, ids, is_token, row.scale)
+        weight = tl.exp(scaled - _anchor(row.maximum))
+        probs = weight * tl.math.div_rn(1.0, tl.where(row.total > 0.0, row.total, 1.0))
+        is_best = is_token & (ids == row.best)
+        return tl.where(row.best >= 0, is_best.to(tl.float32), probs)

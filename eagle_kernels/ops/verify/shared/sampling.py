@@ -1,0 +1,385 @@
+"""Drawing one token from one row of logits: filters by exact edges, then the Gumbel-max trick.
+
+argmax over the kept tokens of (logit / temperature + Gumbel noise) is a sample of their renormalised softmax (Gumbel
+1954; Maddison et al., arXiv 1411.0030), so no probabilities are written and nothing is sorted. A row is drawn in two
+steps. Many programs scan a slice each (`scan_slice`): of a row without filters they keep the winner of the slice, of
+a row with filters what `filters.py` needs. Then one program draws (`draw_token`).
+
+Every op that samples uses these two with the same tuning: equal logits give equal tokens whichever op draws them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from ....primitives.ordering import (
+    LOWEST_KEY,
+    MAX_NOISY_IDS,
+    NO_NOISE,
+    bits_value,
+    comparable,
+    largest_key,
+    noisy_key,
+    noisy_key_id,
+    ordered_bits,
+)
+from ....runtime import check, tuning
+from ....runtime.language import tl, triton
+from . import logits
+from .filters import (
+    CHUNK,
+    CHUNK_SIZE,
+    LANES,
+    MAX_TOKENS,
+    NUM_LANES,
+    NUM_TOKENS_GATHERED,
+    Summary,
+    draw_filtered,
+    row_mass,
+    scan_filtered,
+)
+from .logits import LARGEST_FINITE, load_processed, load_raw, load_scaled
+from .random import GROUP, LARGEST_GUMBEL, add_group_bound, add_grouped_gumbel, group_words, grouped_words, noise_key
+
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_sampled.txt
+SCAN_TUNING = {"default": {"BLOCK_CHUNK": 4, "num_warps": 1}}
+FILTERED_SCAN_TUNING = {"default": {"BLOCK_CHUNK": 4, "num_warps": 4}}
+DRAW_TUNING = {"default": {"num_warps": 8}}
+
+# Below the bits of all bounds, -inf among them: of a group that has been looked at.
+_NO_BOUND = tl.constexpr(-(2**31))
+
+
+class Scratch(NamedTuple):
+    """Pointers to what scanning keeps of all rows; see `allocate_scratch`."""
+
+    keys: Any
+    summary: Any
+    raw: Any
+    gathered: Any
+
+
+@triton.jit
+def scan_slice(
+    row,
+    is_sampled,
+    filters,
+    noise,
+    scratch,
+    key_place,
+    place,
+    part,
+    found_ptr,
+    is_told,
+    VOCAB_SIZE: tl.constexpr,
+    HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
+    HAS_LOGPROBS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
+):
+    """Scans slice `part` of a row, which keeps its slice keys at key_place, all else at `place` of the scratch.
+
+    found_ptr: where the programs of a row tell each other the largest key so far, LOWEST_KEY before they start, so that
+    slices that cannot win end early; or None. Not if is_told is false. A slice's key is its own largest one, or one
+    that cannot win either way.
+    """
+    is_plain = not HAS_FILTERS
+    if HAS_FILTERS:
+        is_plain = ~filters.is_on
+    if is_plain:
+        key = _slice_winner(row, is_sampled, noise, part, found_ptr, is_told, VOCAB_SIZE, HAS_PENALTIES, BLOCK_CHUNK)
+        store_slice_key(scratch.keys, key_place, part, key, VOCAB_SIZE, BLOCK_CHUNK)
+    if HAS_FILTERS or HAS_LOGPROBS:
+        if HAS_LOGPROBS or (not is_plain):
+            summary = open_summary(scratch, place, VOCAB_SIZE)
+            needs_sums = filters.is_of_all | HAS_LOGPROBS
+            scan_filtered(row, summary, part, needs_sums, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK)
+
+
+@triton.jit
+def draw_token(
+    row,
+    filters,
+    noise,
+    scratch,
+    key_place,
+    place,
+    VOCAB_SIZE: tl.constexpr,
+    HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
+    HAS_LOGPROBS: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
+):
+    """The token int32 of a scanned row, and its log-probabilities, processed and raw (NaN without HAS_LOGPROBS).
+
+    NaN logits count as -inf, ties of greedy rows go to the lowest id, a row of nothing but -inf gives token 0.
+    """
+    token = tl.zeros([], tl.int32)
+    log_mass = tl.zeros([], tl.float32)
+    is_plain = not HAS_FILTERS
+    if HAS_FILTERS:
+        is_plain = ~filters.is_on
+        if filters.is_on:
+            summary = open_summary(scratch, place, VOCAB_SIZE)
+            token, log_mass = draw_filtered(row, filters, summary, noise, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS)
+    if is_plain:
+        token = row_winner(scratch.keys, key_place, VOCAB_SIZE, BLOCK_CHUNK)
+        if HAS_LOGPROBS:
+            summary = open_summary(scratch, place, VOCAB_SIZE)
+            log_mass = _log_mass(summary.chunk_max, summary.chunk_sum, VOCAB_SIZE)
+    logprob = tl.full([], float("nan"), tl.float32)
+    raw_logprob = tl.full([], float("nan"), tl.float32)
+    if HAS_LOGPROBS:
+        summary = open_summary(scratch, place, VOCAB_SIZE)
+        logprob = _difference(load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES), log_mass)
+        raw_mass = _log_mass(summary.raw_max, summary.raw_sum, VOCAB_SIZE)
+        raw_logprob = _difference(load_raw(row, token, token < VOCAB_SIZE), raw_mass)
+    return token, logprob, raw_logprob
+
+
+@triton.jit
+def open_summary(scratch, place, VOCAB_SIZE: tl.constexpr):
+    """The part of the scratch that belongs to a row."""
+    NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
+    groups = scratch.summary + place * (NUM_CHUNKS * (LANES + 2))
+    chunk_max = groups + NUM_CHUNKS * LANES
+    raw_max = chunk_max
+    if scratch.raw is not None:
+        raw_max = scratch.raw + place * (NUM_CHUNKS * 2)
+    # values and ids [MAX_TOKENS] each
+    gathered = scratch.gathered + place * (2 * MAX_TOKENS)
+    group_rank = groups.to(tl.pointer_type(tl.int32), bitcast=True)
+    ids = (gathered + MAX_TOKENS).to(tl.pointer_type(tl.int32), bitcast=True)
+    return Summary(group_rank, chunk_max, chunk_max + NUM_CHUNKS, raw_max, raw_max + NUM_CHUNKS, gathered, ids)
+
+
+@triton.jit
+def store_slice_key(keys_ptr, key_place, part, key, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
+    """Keeps the key of slice `part` of a row for `row_winner`; LOWEST_KEY: of a slice that was not read."""
+    NUM_SLICES: tl.constexpr = (VOCAB_SIZE + BLOCK_CHUNK * CHUNK - 1) // (BLOCK_CHUNK * CHUNK)
+    tl.store(keys_ptr + key_place * NUM_SLICES + part, key)
+
+
+@triton.jit
+def row_winner(keys_ptr, key_place, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.constexpr, mask=None):
+    """The ids int32 of the largest slice keys of rows: key_place is a scalar, or [n] with a mask [n]."""
+    NUM_SLICES: tl.constexpr = (VOCAB_SIZE + BLOCK_CHUNK * CHUNK - 1) // (BLOCK_CHUNK * CHUNK)
+    slices = tl.arange(0, triton.next_power_of_2(NUM_SLICES))
+    if mask is None:
+        keys = tl.load(keys_ptr + key_place * NUM_SLICES + slices, mask=slices < NUM_SLICES, other=LOWEST_KEY)
+        best = largest_key(keys)
+    else:
+        is_key = mask[:, None] & (slices < NUM_SLICES)[None, :]
+        offset = key_place[:, None] * NUM_SLICES + slices[None, :]
+        best = tl.max(tl.load(keys_ptr + offset, mask=is_key, other=LOWEST_KEY), axis=1)
+    return noisy_key_id(best)
+
+
+@triton.jit
+def _slice_winner(
+    row,
+    is_sampled,
+    noise,
+    part,
+    found_ptr,
+    is_told,
+    VOCAB_SIZE: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
+):
+    """The noisy key of the largest noisy logit of a slice; greedy rows have no noise.
+
+    Of all tokens only the maximum of each group of eight is taken; what is looked at in full are the groups that could
+    have the winner. A tile draws no noise if none of its tokens could win with the largest possible one. A slice of
+    nothing but -inf gives its first token.
+    """
+    TILE: tl.constexpr = (BLOCK_CHUNK if BLOCK_CHUNK < 4 else 4) * CHUNK
+    first = part * (BLOCK_CHUNK * CHUNK)
+    token = first + tl.arange(0, TILE)
+    best = noisy_key(tl.full([], float("-inf"), tl.float32), NO_NOISE, first)
+    logit = load_processed(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+    key = noise_key(noise)
+    for index in tl.static_range(BLOCK_CHUNK * CHUNK // TILE):
+        # a maximum passes NaN over where it can
+        group_max = tl.max(tl.reshape(logit, [TILE // GROUP, GROUP]), axis=1)
+        group_max = tl.where(group_max == group_max, group_max, float("-inf"))
+        if (index + 1) * TILE < BLOCK_CHUNK * CHUNK:  # read while this tile is computed
+            token += TILE
+            logit = load_processed(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+        if is_sampled:
+            may_win = True
+            if index > 0:
+                may_win = _may_win(tl.max(group_max) * row.inverse_temperature + LARGEST_GUMBEL, best)
+            if may_win:
+                best = _best_with_noise(row, key, group_max, first, best, found_ptr, is_told, VOCAB_SIZE, HAS_PENALTIES)
+        else:
+            best = tl.maximum(best, _largest_logit(row, group_max, first, VOCAB_SIZE, HAS_PENALTIES))
+        first += TILE
+    return best
+
+
+@triton.jit
+def _largest_logit(row, group_max, first, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+    """The noisy key of the largest logit of the groups from token `first` on, without noise."""
+    NUM_GROUPS: tl.constexpr = group_max.shape[0]
+    bits = ordered_bits(tl.minimum(comparable(group_max), LARGEST_FINITE))
+    group = tl.min(tl.where(bits == tl.max(bits), tl.arange(0, NUM_GROUPS), NUM_GROUPS))
+    token = first + group * GROUP + tl.arange(0, GROUP)
+    value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+    return tl.max(noisy_key(value, NO_NOISE, token))
+
+
+@triton.jit
+def _best_with_noise(
+    row, key, group_max, first, best, found_ptr, is_told, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr
+):
+    """The larger one of `best` and the noisy keys of the groups from token `first` on.
+
+    In each turn 32 tokens are looked at: of each quarter of the groups the one with the largest bound, until no bound
+    of those left reaches the best key. One group of a flat slice has to be, of others three to five: one turn, or two,
+    in a few of a thousand slices ten, which what other slices have found cuts short.
+    """
+    NUM_GROUPS: tl.constexpr = group_max.shape[0]
+    group = tl.arange(0, NUM_GROUPS)
+    bound = add_group_bound(group_max, row.inverse_temperature, group_words(key, first // GROUP + group))
+    # one integer maximum finds a bound and whose it is: the group's number replaces the lowest bits of the bound's
+    bounds = (ordered_bits(tl.minimum(bound, LARGEST_FINITE)) & -NUM_GROUPS) | group
+    is_open = _may_win(_bound(bounds), best)
+    lane = tl.arange(0, 32)
+    while is_open:
+        chosen = tl.zeros([32], tl.int32)
+        for quarter in tl.static_range(4):
+            is_own = group // (NUM_GROUPS // 4) == quarter
+            top = tl.max(tl.where(is_own, bounds, _NO_BOUND))
+            chosen = tl.where(lane // GROUP == quarter, top & (NUM_GROUPS - 1), chosen)
+            bounds = tl.where(is_own & (bounds == top), _NO_BOUND, bounds)
+        token = first + chosen * GROUP + lane % GROUP
+        value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+        value, fine = add_grouped_gumbel(value, grouped_words(key, token))
+        best = tl.maximum(best, largest_key(noisy_key(value, fine, token)))
+        top_bound = _bound(bounds)
+        is_open = _may_win(top_bound, best)
+        if found_ptr is not None:
+            if is_told:
+                found = tl.atomic_max(found_ptr, best, sem="relaxed")
+                if is_open:  # else there is no waiting for the answer
+                    is_open = _may_win(top_bound, tl.maximum(best, found))
+    return best
+
+
+@triton.jit
+def _bound(bounds):
+    """The largest bound fp32, rounded up: -inf stays, and once all have been looked at it is NaN."""
+    return bits_value(tl.max(bounds) | (bounds.shape[0] - 1))
+
+
+@triton.jit
+def _may_win(bound, best):
+    """Whether something below `bound` can reach the key `best`; bounds of large logits are rounded."""
+    value = bits_value((best >> 32).to(tl.int32))
+    return bound + tl.abs(bound) * 1e-6 >= value
+
+
+@triton.jit
+def _log_mass(max_ptr, sum_ptr, VOCAB_SIZE: tl.constexpr):
+    NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
+    BLOCK_CHUNK: tl.constexpr = triton.next_power_of_2(NUM_CHUNKS)
+    chunk = tl.arange(0, BLOCK_CHUNK if BLOCK_CHUNK > LANES else LANES)
+    largest = tl.max(tl.load(max_ptr + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf")))
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    return shift + tl.log(row_mass(max_ptr, sum_ptr, shift, VOCAB_SIZE))
+
+
+@triton.jit
+def _difference(value, log_mass):
+    """value - log_mass, -inf where both are."""
+    return tl.where(value == float("-inf"), float("-inf"), value - log_mass)
+
+
+def check_parameters(args: check.Arguments, axis: str) -> None:
+    """Checks seeds, temperature and the filters, one of each per row of `axis`."""
+    args.tensor("seeds", (axis,), check.INTEGER)
+    args.tensor("temperature", (axis,), (torch.float32,))
+    args.tensor("top_k", (axis,), check.INTEGER, optional=True)
+    args.tensor("top_p", (axis,), (torch.float32,), optional=True)
+    args.tensor("min_p", (axis,), (torch.float32,), optional=True)
+    args.debug_numbers("temperature", 0)
+    args.debug_numbers("top_p")
+    args.debug_numbers("min_p")
+    args.choice("filter_order", FILTER_ORDERS)
+
+
+FILTER_ORDERS = ("top_k_first", "joint")
+
+
+def check_vocabulary(args: check.Arguments, name: str, axis: str = "V") -> None:
+    """A row of logits must offer a token, and the keys that are drawn by must have room for all ids."""
+    if args.size(axis) == 0:
+        args.fail(name, "have at least one token a row", list(args.values[name].shape))
+    if args.size(axis) > MAX_NOISY_IDS:
+        args.fail(name, f"have at most {MAX_NOISY_IDS} tokens a row", list(args.values[name].shape))
+
+
+def has_filters(values: dict) -> bool:
+    """Whether any filter is given."""
+    return any(values[name] is not None for name in ("top_k", "top_p", "min_p"))
+
+
+def _needs_summary(values: dict) -> bool:
+    return has_filters(values) or values.get("return_logprobs", False)
+
+
+def allocate_scratch(values: dict, rows: torch.Tensor, num_places: int, num_levels: int = 1) -> dict:
+    """Kernel arguments of the scratch: room for the slice keys of num_levels * num_places rows, all else of num_places.
+
+    keys int64 [num_levels * num_places, slices]; with filters or log-probabilities summary fp32 [num_places, chunks *
+    34] (group maxima, chunk maxima, chunk sums) and gathered fp32 [num_places, 512] (what `open_summary` makes of it);
+    raw fp32 [num_places, chunks * 2].
+    """
+    device, vocab_size = rows.device, rows.shape[1]
+    num_chunks = -(-vocab_size // CHUNK_SIZE)
+    scratch = {
+        "keys_ptr": torch.empty((num_levels * num_places, num_slices(values, rows)), dtype=torch.int64, device=device)
+    }
+    scratch |= dict.fromkeys(("summary_ptr", "raw_ptr", "gathered_ptr"))
+    if _needs_summary(values):
+        scratch |= {
+            "summary_ptr": torch.empty((num_places, num_chunks * (NUM_LANES + 2)), dtype=torch.float32, device=device),
+            "gathered_ptr": torch.empty((num_places, 2 * NUM_TOKENS_GATHERED), dtype=torch.float32, device=device),
+        }
+    if values.get("return_logprobs", False):
+        scratch["raw_ptr"] = torch.empty((num_places, num_chunks * 2), dtype=torch.float32, device=device)
+    return scratch
+
+
+def constants(values: dict, rows: torch.Tensor) -> dict:
+    """Kernel arguments that scanning and drawing share."""
+    return {
+        "VOCAB_SIZE": rows.shape[1],
+        "HAS_FILTERS": has_filters(values),
+        "HAS_PENALTIES": logits.has_penalties(values),
+        "HAS_LOGPROBS": values.get("return_logprobs", False),
+        "IS_JOINT": values["filter_order"] == "joint",
+        # what is known of the offset of every row, so that loads can be wide
+        "ALIGNMENT": math.gcd(rows.stride(0), 16),
+        "BLOCK_CHUNK": scan_tuning(values, rows.device)["BLOCK_CHUNK"],
+    }
+
+
+def scan_tuning(values: dict, device: torch.device) -> dict:
+    """The tuning row of scanning."""
+    return tuning.row(FILTERED_SCAN_TUNING if _needs_summary(values) else SCAN_TUNING, device)
+
+
+def num_slices(values: dict, rows: torch.Tensor) -> int:
+    """Programs that scan one row."""
+    return -(-rows.shape[1] // (scan_tuning(values, rows.device)["BLOCK_CHUNK"] * CHUNK_SIZE))
+
+
+def vector_size(rows: torch.Tensor) -> int:
+    """Logits that one load of 16 bytes reads."""
+    return 16 // rows.element_size()

@@ -1,0 +1,224 @@
+"""The edge of a filter on a long row: the largest key t such that the weight of all keys >= t reaches what is wanted.
+
+Keys are the bits of probabilities, int32: they order as these do. Weights are whole numbers, so their sums do not
+depend on how a row is cut: ones, where a number of keys is wanted, or masses (`fixed_point_mass`), where a share of the
+probability is.
+
+A row is not sorted. It is cut into chunks, of each of which one program keeps the largest key, the total mass and one
+key from the middle, a sample of the row (`sample_offset`). From these alone a bracket [low, high) is guessed that holds
+the edge, all but surely (`bracket_by_count`, `bracket_by_mass`); one read of the row weighs what lies above the bracket
+and gathers what lies in it, a few percent of a flat row and next to nothing of a peaked one; the edge among these is
+found by halving (`largest_reaching`). Sums tell whether the guess was right. Where it was not, as rows can be built for
+which it is wrong, the row itself is halved (`largest_reaching_in_memory`): the edge is always exact.
+"""
+
+from __future__ import annotations
+
+from ....runtime.language import tl, triton
+
+# Masses are in units of 2^-40 of the power of two at or below the largest value; a sum of 2^22 of them fits 63 bits.
+MASS_BITS = tl.constexpr(40)
+MAX_VOCAB_SIZE = 1 << 21
+
+# Deviations of an estimate that a bracket allows for. At four none of thousands of random rows was missed.
+_DEVIATIONS = tl.constexpr(4.0)
+# Halvings of a bracket: of some 2^30 keys, to one part in a thousand of a value.
+_ROUNDS = tl.constexpr(16)
+
+
+@triton.jit
+def probability_keys(values):
+    """int32 keys of probabilities: their bits in fp32; NaN, infinite and negative ones count as 0."""
+    values = values.to(tl.float32)
+    return tl.where((values > 0.0) & (values < float("inf")), values, 0.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def key_probability(keys):
+    """The fp32 probabilities that keys were made of."""
+    return keys.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exponent(key):
+    """The biased exponent of the number that is not negative and has these bits; 1 for subnormal numbers and 0."""
+    return tl.maximum(key >> 23, 1)
+
+
+@triton.jit
+def fixed_point_mass(keys, largest):
+    """int64: the probabilities of these keys in units of 2^-40 of the largest one's power of two, rounded down.
+
+    No key is above the largest, so masses are below 2^41 each.
+    """
+    # a power of two beyond the range of fp32 is two factors; no product that keeps a mass is rounded
+    power = MASS_BITS + 127 - _exponent(largest)
+    first = tl.minimum(power, 126)
+    scaled = key_probability(keys) * _power_of_two(first) * _power_of_two(power - first)
+    return scaled.to(tl.int64)
+
+
+@triton.jit
+def _power_of_two(power):
+    """fp32, for powers in -126 .. 127."""
+    return ((power + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mass_value(mass, largest):
+    """fp32: the number that a sum of masses relative to the largest key stands for."""
+    power = (_exponent(largest) - 127 - MASS_BITS + 1023).to(tl.int64) << 52
+    return (mass.to(tl.float64) * power.to(tl.float64, bitcast=True)).to(tl.float32)
+
+
+@triton.jit
+def lowest_with_mass(largest):
+    """The smallest key above 0 that may have a mass above 0."""
+    return tl.maximum((_exponent(largest) - MASS_BITS) << 23, 1)
+
+
+@triton.jit
+def wanted_mass(total, share):
+    """int64: a share (fp32, below 1) of a mass, rounded up from float64; at least 1, which the largest key has."""
+    return tl.maximum(tl.ceil(total.to(tl.float64) * share.to(tl.float64)), 1.0).to(tl.int64)
+
+
+@triton.jit
+def _middle(low, high):
+    """The integer halfway between two keys, rounded down, without overflow."""
+    return (low & high) + ((low ^ high) >> 1)
+
+
+@triton.jit
+def largest_reaching(keys, weights, wanted, low, high):
+    """The largest t in [low, high) such that the weights of keys >= t sum to `wanted` or more; low if there is none."""
+    while _middle(low, high) > low:  # at most 31 halvings
+        candidate = _middle(low, high)
+        reaches = tl.sum(tl.where(keys >= candidate, weights, 0)) >= wanted
+        low = tl.where(reaches, candidate, low)
+        high = tl.where(reaches, high, candidate)
+    return low
+
+
+@triton.jit
+def _weigh_in_memory(
+    values_ptr, size, edge, largest, HAS_COUNT: tl.constexpr, HAS_MASS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """(number, mass) int64 of the keys >= edge of `size` probabilities in memory, 0 for what is not asked for."""
+    count = tl.zeros([BLOCK], tl.int32)
+    mass = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, size, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        keys = probability_keys(tl.load(values_ptr + index, mask=index < size, other=0.0))
+        is_reached = (index < size) & (keys >= edge)
+        if HAS_COUNT:
+            count += is_reached.to(tl.int32)
+        if HAS_MASS:
+            mass += tl.where(is_reached, fixed_point_mass(keys, largest), 0)
+    return tl.sum(count).to(tl.int64), tl.sum(mass)
+
+
+@triton.jit
+def largest_reaching_in_memory(
+    values_ptr, size, wanted, low, high, largest, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """(t, number, mass of the keys >= t): `largest_reaching` of probabilities in memory, read once for each halving."""
+    while _middle(low, high) > low:  # at most 31 halvings
+        candidate = _middle(low, high)
+        count, mass = _weigh_in_memory(values_ptr, size, candidate, largest, not BY_MASS, BY_MASS, BLOCK)
+        reaches = (mass if BY_MASS else count) >= wanted
+        low = tl.where(reaches, candidate, low)
+        high = tl.where(reaches, high, candidate)
+    count, mass = _weigh_in_memory(values_ptr, size, low, largest, not BY_MASS, True, BLOCK)
+    return low, count, mass
+
+
+@triton.jit
+def sample_offset(chunk, CHUNK: tl.constexpr):
+    """Where a chunk's sample lies in it: anywhere, so that rows in some order are sampled fairly."""
+    return (chunk * 11 + 5) % CHUNK
+
+
+@triton.jit
+def bracket_by_count(largest, sample, wanted, low, high, CHUNK: tl.constexpr):
+    """Keys (low, high) between which a row's `wanted`-th largest key lies, all but surely, within the given two.
+
+    largest, sample: keys of each chunk, below the given low where there is no chunk; at most 2^15 of them.
+    """
+    low_end, high_end = high, high
+    high_start = low
+    for _round in range(_ROUNDS):
+        candidate = _middle(low, low_end)
+        at_least, _ = _count_bounds(largest, sample, candidate, CHUNK)
+        low, low_end = _halve(low, low_end, candidate, at_least >= wanted)
+        candidate = _middle(high_start, high_end)
+        _, at_most = _count_bounds(largest, sample, candidate, CHUNK)
+        high_start, high_end = _halve(high_start, high_end, candidate, at_most >= wanted)
+    return low, tl.maximum(low, high_end)
+
+
+@triton.jit
+def _count_bounds(largest, sample, edge, CHUNK: tl.constexpr):
+    """Bounds fp32 of the number of keys >= edge: what the sample says, within what the largest keys prove."""
+    # both numbers in one sum
+    numbers = tl.sum((largest >= edge).to(tl.int32) + ((sample >= edge).to(tl.int32) << 16))
+    num_chunks = (numbers & 0xFFFF).to(tl.float32)
+    num_samples = (numbers >> 16).to(tl.float32)
+    # as scattered as Poisson's law has it, and a few more for what a small sample does not show
+    deviation = _DEVIATIONS * (tl.sqrt(num_samples) + 1.0)
+    at_least = tl.maximum(CHUNK * (num_samples - deviation), num_chunks)
+    at_most = tl.minimum(num_samples + deviation, num_chunks) * CHUNK
+    return at_least, at_most
+
+
+@triton.jit
+def bracket_by_mass(largest, sample, total, wanted, low, high, CHUNK: tl.constexpr):
+    """Keys (low, high) between which the edge lies whose probability is `wanted`, all but surely, within the given two.
+
+    largest, sample, total: keys of each chunk, below the given low where there is no chunk, and what it sums to.
+    """
+    low_end, high_end = high, high
+    high_start = low
+    for _round in range(_ROUNDS):
+        candidate = _middle(low, low_end)
+        at_least, _ = _mass_bounds(largest, sample, total, candidate, CHUNK)
+        low, low_end = _halve(low, low_end, candidate, at_least >= wanted)
+        candidate = _middle(high_start, high_end)
+        _, at_most = _mass_bounds(largest, sample, total, candidate, CHUNK)
+        high_start, high_end = _halve(high_start, high_end, candidate, at_most >= wanted)
+    return low, tl.maximum(low, high_end)
+
+
+@triton.jit
+def _mass_bounds(largest, sample, total, edge, CHUNK: tl.constexpr):
+    """Bounds fp32 of what the keys >= edge sum to: what the sample says, within what the chunks' largest keys prove.
+
+    Only chunks whose largest key reaches the edge hold such keys. Of their sum the sample tells what lies *below* the
+    edge: there no key is heavier than the edge's, so that none that the sample missed matters much.
+    """
+    is_reached = largest >= edge
+    below = tl.where(is_reached & (sample < edge), key_probability(sample) * CHUNK, 0.0)
+    proven, at_most, estimate, squares = _four_sums(
+        tl.where(is_reached, key_probability(largest), 0.0), tl.where(is_reached, total, 0.0),
+        tl.where(is_reached, total - below, 0.0), below * below,
+    )  # fmt: skip
+    deviation = _DEVIATIONS * (tl.sqrt(squares) + CHUNK * key_probability(edge))
+    # sums of fp32 are wrong by up to a millionth
+    slack = 4e-6 * at_most
+    at_least = tl.maximum(estimate - deviation, proven) - slack
+    return at_least, tl.minimum(estimate + deviation, at_most) + slack
+
+
+@triton.jit
+def _four_sums(first, second, third, fourth):
+    """The sums of four vectors in one go: what a reduction costs is to wait for the other warps."""
+    sums = tl.sum(tl.join(tl.join(first, second), tl.join(third, fourth)), axis=0)
+    even, odd = tl.split(sums)
+    first, second = tl.split(even)
+    third, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _halve(low, high, candidate, reaches):
+    return tl.where(reaches, candidate, low), tl.where(reaches, high, candidate)

@@ -1,0 +1,1 @@
+"""The command line: `python -m eagle_kernels`."""

@@ -1,0 +1,99 @@
+"""The options of the command line that make an `EAGLEConfig`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ...engine.config.eagle_config import EAGLEConfig
+from ...engine.config.values import parse_json, shown
+from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
+
+
+def add_config_arguments(command: argparse.ArgumentParser) -> None:
+    """Drafting, sampling and limits, and the folders of the models."""
+    defaults = EAGLEConfig()
+    command.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
+    command.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: off")
+    command.add_argument("--top-p", type=float, default=1.0, help="sample from the smallest set of this mass; 1: off")
+    command.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the best; 0: off")
+    command.add_argument("--topk", type=int, help=f"branching of the draft tree (default: {defaults.topk})")
+    command.add_argument("--num-steps", type=int, help=f"levels of the draft tree (default: {defaults.num_steps})")
+    command.add_argument("--num-draft-tokens", type=int, help="nodes verified a step, with root (default: 32)")
+    command.add_argument("--accept-policy", choices=ACCEPT_POLICIES, default="normal", help="to time given acceptance")
+    command.add_argument("--simulated-accept-length", type=float, help="of simulate: mean tokens a step, with bonus")
+    command.add_argument("--simulated-accept-rates", type=_numbers, help="or: share of steps that reach depth 1,2,...")
+    command.add_argument(
+        "--adaptive", action="store_true", help="the fastest of some trees, as measured (default: off)"
+    )
+    command.add_argument(
+        "--max-batch",
+        type=int,
+        default=defaults.max_batch,
+        help="most requests that step together (default: %(default)s)",
+    )
+    command.add_argument(
+        "--page-size", type=int, default=defaults.page_size, help="tokens a page of the KV pools (default: %(default)s)"
+    )
+    command.add_argument("--eager", action="store_true", help="no CUDA graphs (default: graphs on GPUs)")
+    command.add_argument("--target", type=Path, help="model folder (default: the embedded pair)")
+    command.add_argument("--draft", type=Path, help="EAGLE head folder (default: the embedded pair)")
+    command.add_argument(
+        "--speculative-config",
+        type=_fields,
+        default=None,
+        help="""as servers take it: '{"method": "ngram", "num_speculative_tokens": 5}'; its "model" is --draft""",
+    )
+
+
+def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
+    """The configuration; the draft that --speculative-config names becomes --draft."""
+    fields = None if arguments.speculative_config is None else dict(arguments.speculative_config)
+    if fields is not None and fields.get("model") is not None:
+        if arguments.draft is not None:
+            raise ValueError("--draft and model in --speculative-config are the same; give one of them")
+        model = fields.pop("model")
+        if not isinstance(model, str):
+            raise ValueError(f"speculative_config: model must be the folder of a draft, got {model!r}")
+        arguments.draft = Path(model)
+    tree = {name: getattr(arguments, name) for name in ("topk", "num_steps", "num_draft_tokens")}
+    tree = {name: value for name, value in tree.items() if value is not None}
+    if fields is not None and tree:
+        option = "--" + min(tree).replace("_", "-")
+        raise ValueError(f"{option} belongs into --speculative-config, as {min(tree)!r}, where that is given")
+    others = dict(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        accept_policy=arguments.accept_policy,
+        simulated_accept_length=arguments.simulated_accept_length,
+        simulated_accept_rates=arguments.simulated_accept_rates,
+        adaptive="auto" if arguments.adaptive else None,
+        max_batch=arguments.max_batch,
+        page_size=arguments.page_size,
+        cuda_graph=False if arguments.eager else None,
+    )
+    if fields is None:
+        return EAGLEConfig(**tree, **others)
+    if "accept_policy" in fields or fields.get("benchmark_mode"):
+        if others.pop("accept_policy") != EAGLEConfig.accept_policy:
+            raise ValueError("--accept-policy and what --speculative-config says of it are the same; give one of them")
+    return EAGLEConfig.from_speculative_config(fields, **others)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between them, got {shown(text)}") from None
+
+
+def _fields(text: str) -> dict:
+    try:
+        fields = parse_json(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {shown(text)} ({error})") from None
+    if not isinstance(fields, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {shown(text)}")
+    return fields

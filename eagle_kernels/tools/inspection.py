@@ -1,0 +1,270 @@
+"""What a draft head is, whether it fits a target, and which streams of the target it was trained on.
+
+A head with auxiliary layer ids of the wrong convention (off by one) writes the target's text all the same. Only its
+acceptance tells, so `sweep_aux_layers` measures it with the ids as they are and shifted by one either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..engine.config.eagle_config import EAGLEConfig
+from ..engine.config.values import parse_json
+from ..engine.inference import EAGLEInference
+from ..engine.models.draft_head import DraftHead
+from ..engine.models.draft_loading import HeadFile, load_draft, read_head, tell_capture
+from ..engine.models.loading import load_target
+from ..engine.models.next_token_modules import NextTokenModules
+from ..engine.models.placement import read_placement
+from ..engine.models.protocol import FINAL_NORM, ModelError, TargetModel
+from ..engine.models.tokenizer import load_tokenizer
+
+SHIFTS = (-1, 0, 1)
+# A chain: it leans on every draft, so wrong streams cost it more than a tree.
+SWEEP_STEPS = 5
+# Of the best mean length, and its lead over the next: below these the ids have not been told apart.
+LEAST_LENGTH, LEAST_LEAD = 1.05, 0.05
+
+_OPTIONS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm", "fc_bias")
+
+
+@dataclass
+class SweepRow:
+    """Mean acceptance length (bonus included) with the ids shifted by `shift`; None where they leave the target."""
+
+    shift: int
+    aux_layers: tuple[int, ...]
+    mean_accept_length: float | None
+
+
+@dataclass
+class HeadReport:
+    """What `inspect` tells.
+
+    kind                EAGLE-1 stands for EAGLE-2 too, whose network is the same
+    written_aux_layers  as config.json has them, numbering `written_aux_meaning`; None: it names none
+    hidden_states       the same as hidden_states indices; FINAL_NORM is the stream after the final norm;
+                        None: they depend on the target, and none was given
+    layer_outputs       the same as layers whose output is read, -1 being the embedding
+    options             those that are on
+    dtypes, parameters  of the file; types in the words of safetensors, as BF16
+    fits                None: no target was given
+    misfits             every reason why it does not fit, and what is wrong with the head itself
+    remarks             what is worth knowing and no fault
+    """
+
+    folder: str
+    format: str
+    kind: str
+    dtypes: list[str]
+    parameters: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    has_embedding: bool
+    has_output: bool
+    max_positions: int
+    options: list[str]
+    written_aux_layers: list[int] | None
+    written_aux_meaning: str
+    hidden_states: list[int] | None
+    layer_outputs: list[int] | None
+    target: str | None = None
+    fits: bool | None = None
+    misfits: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    sweep: list[SweepRow] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(name, value) lines for people."""
+        share = self.draft_vocab_size / self.vocab_size
+        sources = {True: "its own", False: "the target's"}
+        rows = [
+            ("format", self.format),
+            ("kind", self.kind + (" (EAGLE-2 is the same network)" if self.kind == "EAGLE-1" else "")),
+            ("parameters", f"{self.parameters:,} ({', '.join(self.dtypes)})"),
+            ("hidden size", f"{self.hidden_size}, MLP {self.intermediate_size}"),
+            ("heads", f"{self.num_attention_heads} query, {self.num_key_value_heads} key-value, of {self.head_dim}"),
+            ("vocabulary", f"{self.draft_vocab_size} of {self.vocab_size} tokens ({share:.0%})"),
+            ("embedding, lm_head", f"{sources[self.has_embedding]}, {sources[self.has_output]}"),
+            ("max positions", str(self.max_positions)),
+            ("options", ", ".join(self.options) or "none"),
+            ("reads", self._tell_streams()),
+        ]
+        if self.fits is not None:
+            rows.append(("fits the target", "yes" if self.fits else "no"))
+        rows += [("misfit", text) for text in self.misfits] + [("remark", text) for text in self.remarks]
+        return rows + [(f"acceptance, ids {row.shift:+d}", _told(row)) for row in self.sweep]
+
+    def _tell_streams(self) -> str:
+        if self.hidden_states is None:
+            return "the default streams of its target, hidden_states 2, n // 2, n - 3 of n layers"
+        if self.hidden_states == [FINAL_NORM]:
+            return tell_capture(self.hidden_states)
+        streams = f"{tell_capture(self.hidden_states)} = outputs of layers {self.layer_outputs}"
+        if self.written_aux_layers is None:
+            return f"{streams} (default)"
+        return f"{streams} (written as {self.written_aux_meaning} {self.written_aux_layers})"
+
+
+def _told(row: SweepRow) -> str:
+    length = "not measured" if row.mean_accept_length is None else f"{row.mean_accept_length:.2f} (bonus included)"
+    return f"{length}, hidden_states {list(row.aux_layers)}"
+
+
+def inspect_head(
+    draft: str | Path,
+    target: str | Path | None = None,
+    *,
+    prompts: Sequence[str] | None = None,
+    max_new_tokens: int = 64,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    check_weights: bool = True,
+) -> HeadReport:
+    """Reads the head, holds it against the target, and, given prompts, measures the shifted layer ids.
+
+    device, dtype  of the measurement, as of `EAGLEInference.from_pretrained`
+    """
+    file = read_head(draft, check_weights=check_weights)
+    report = _describe(Path(draft), file)
+    if target is None:
+        if prompts is not None:
+            raise ValueError("a sweep of the layer ids needs the target (--target)")
+        report.misfits = file.head.vocabulary_faults()
+        return report
+    # without a sweep it is held against names and sizes, which need no memory
+    place = ("meta", torch.float32) if prompts is None else read_placement("inspect_head", device, dtype)
+    target_model = load_target(target, *place, check_weights=check_weights)
+    report.target = str(target)
+    _hold_against(report, file.head, target_model)
+    if prompts is not None and report.hidden_states == [FINAL_NORM]:
+        report.remarks.append("nothing to sweep: the head reads the target's last feature")
+    elif prompts is not None and report.fits:
+        tokenizer = load_tokenizer(target)
+        tokens = [tokenizer.encode(prompt) for prompt in prompts]
+        head = load_draft(draft, target_model, check_weights=check_weights)
+        report.sweep = sweep_aux_layers(head, target_model, tokens, max_new_tokens)
+        report.remarks += _judge(report.sweep)
+    return report
+
+
+def _describe(folder: Path, file: HeadFile) -> HeadReport:
+    head, config = file.head, file.head.config
+    return HeadReport(
+        folder=str(folder),
+        format=file.format_name,
+        kind=file.kind,
+        dtypes=file.dtypes,
+        parameters=sum(parameter.numel() for parameter in head.parameters()),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=config.draft_vocab_size,
+        has_embedding=head.embed_tokens is not None,
+        has_output=head.lm_head is not None,
+        max_positions=head.max_length,
+        options=[name for name in _OPTIONS if getattr(config, name, False)] + _told_modules(head),
+        written_aux_layers=None if file.written_aux.written is None else list(file.written_aux.written),
+        written_aux_meaning=file.written_aux.meaning,
+        **_streams(config.aux_layers),
+        remarks=list(file.remarks),
+    )
+
+
+def _told_modules(head: DraftHead) -> list[str]:
+    return [f"num_modules={head.num_modules}"] if isinstance(head, NextTokenModules) else []
+
+
+def _streams(aux_layers: tuple[int, ...] | None) -> dict[str, list[int] | None]:
+    """Both conventions; what a layer reads is the output of the one before."""
+    if aux_layers is None:
+        return {"hidden_states": None, "layer_outputs": None}
+    outputs = None if aux_layers == (FINAL_NORM,) else [layer - 1 for layer in aux_layers]
+    return {"hidden_states": list(aux_layers), "layer_outputs": outputs}
+
+
+def _hold_against(report: HeadReport, head: DraftHead, target: TargetModel) -> None:
+    report.misfits = head.misfits(target)
+    report.fits = not report.misfits
+    if report.fits:
+        head.bind(target)
+        for name, value in _streams(head.aux_layers).items():
+            setattr(report, name, value)
+    if head.max_length < target.max_length:
+        report.remarks.append(
+            f"the head was made for {head.max_length} positions, the target for {target.max_length}: requests end at "
+            f"{head.max_length} tokens"
+        )
+
+
+def sweep_aux_layers(
+    head: DraftHead, target: TargetModel, prompts: Sequence[list[int]], max_new_tokens: int
+) -> list[SweepRow]:
+    """Greedy text of the prompts with the auxiliary layer ids as they are and shifted; the head is left as it was."""
+    if head.aux_layers == (FINAL_NORM,):
+        raise ModelError("the head reads the target's last feature: there are no layer ids to sweep")
+    as_they_are, rows = head.aux_layers, []
+    config = EAGLEConfig(topk=1, num_steps=SWEEP_STEPS, eos_token_ids=())
+    try:
+        for shift in SHIFTS:
+            head.use_aux_layers([layer + shift for layer in as_they_are])
+            length = None
+            if not head.misfits(target):
+                engine = EAGLEInference(head, target, config)
+                length = engine.generate(list(prompts), max_new_tokens)[1].mean_accept_length
+            rows.append(SweepRow(shift, head.aux_layers, length))
+    finally:
+        head.use_aux_layers(as_they_are)
+    return rows
+
+
+def _judge(sweep: list[SweepRow]) -> list[str]:
+    """What the sweep says about the ids."""
+    measured = [row for row in sweep if row.mean_accept_length is not None]
+    best, *others = sorted(measured, key=lambda row: -row.mean_accept_length)
+    if best.mean_accept_length < LEAST_LENGTH:
+        return ["the sweep cannot tell: the head is accepted (almost) never"]
+    if not others:
+        return ["the sweep cannot tell: no other layer ids fit the target"]
+    if best.mean_accept_length < (1 + LEAST_LEAD) * others[0].mean_accept_length:
+        return ["the sweep cannot tell: the lengths are too close"]
+    if best.shift == 0:
+        return ["the sweep finds the layer ids right as they are"]
+    return [
+        f"the sweep finds the layer ids better when shifted by {best.shift:+d}: they may be of the other convention; "
+        f"load_draft(..., aux_layers={best.aux_layers}) reads these"
+    ]
+
+
+def read_prompts_file(path: str | Path) -> list[str]:
+    """Prompts of a JSON file (a list of texts) or of any other text file (one a line)."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        # `splitlines` would split at U+2028 and its like too
+        prompts = parse_json(text) if path.suffix == ".json" else text.split("\n")
+    except ValueError as error:
+        raise ValueError(f"{path}: neither a JSON list of texts nor text: {error}") from None
+    if not (isinstance(prompts, list) and all(isinstance(prompt, str) for prompt in prompts)):
+        raise ValueError(f"{path}: a list of texts was expected")
+    prompts = [prompt for prompt in prompts if prompt.strip()]
+    if not prompts:
+        raise ValueError(f"{path}: there is no prompt in it")
+    return prompts

@@ -1,0 +1,317 @@
+"""What one request took: its result as a record, and timers of the device for code of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+import torch
+
+from ..engine.serve.latency import percentile, time_requests
+from ..engine.serve.output import fields_and_properties
+from ..engine.serve.stream import TokenStream
+from ..engine.step.phases import mark, synchronize
+
+# of one name of a `CUDATimerCollection`: the device is never so many intervals behind, so reading the oldest is free
+_MOST_UNREAD = 256
+
+
+@dataclass
+class GenerationResult:
+    """What one request brought and what it took, as measurements keep it: a JSON line, there and back.
+
+    `GenerationResult.from_stream(engine.stream(prompt, 128))` measures one. Two kinds of latency are kept apart, so
+    that those of plain and of speculative decoding compare: a token's, and a round's, which brings several.
+
+    generated_ids           new tokens
+    per_token_latencies     s, one for each of them: the first one's is time_to_first_token, what a round brings at once
+                            shares its time. `inter_token_latencies` is without the first
+    total_time              s on the wall, from the request to the end of the stream; not a sum of latencies
+    peak_memory_mib         most that torch held on the GPU meanwhile, weights and pools included; None: not measured,
+                            as on the CPU
+    time_to_first_token     s
+    and of speculative decoding, None of plain:
+    acceptance_rate         accepted drafts over the most that the rounds could accept
+    tokens_per_step         mean of the rounds: accepted drafts and the target's own token
+    num_speculation_rounds  how many; the first token comes before them
+    draft_time_total_ms, verify_time_total_ms, sampling_time_total_ms, bookkeeping_time_total_ms
+                            device time, scaled to all rounds from those that were timed; None where none was
+    per_round_latencies     s, one for each round
+    accepted_per_depth      in how many rounds the draft at depth 1, 2, ... was accepted
+    """
+
+    generated_ids: list[int]
+    per_token_latencies: list[float]
+    total_time: float
+    peak_memory_mib: float | None
+    time_to_first_token: float
+    acceptance_rate: float | None = None
+    tokens_per_step: float | None = None
+    num_speculation_rounds: int | None = None
+    draft_time_total_ms: float | None = None
+    verify_time_total_ms: float | None = None
+    sampling_time_total_ms: float | None = None
+    bookkeeping_time_total_ms: float | None = None
+    per_round_latencies: list[float] | None = None
+    accepted_per_depth: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        num_latencies, num_tokens = len(self.per_token_latencies), len(self.generated_ids)
+        if num_latencies != num_tokens:
+            raise ValueError(
+                f"GenerationResult: per_token_latencies must hold one for each of the {num_tokens} generated_ids "
+                f"(those of rounds are per_round_latencies), got {num_latencies}"
+            )
+        num_rounds = self.num_speculation_rounds
+        if None not in (num_rounds, self.per_round_latencies) and len(self.per_round_latencies) != num_rounds:
+            raise ValueError(
+                f"GenerationResult: per_round_latencies must hold one for each of num_speculation_rounds={num_rounds}, "
+                f"got {len(self.per_round_latencies)}"
+            )
+
+    @classmethod
+    def from_stream(cls, stream: TokenStream) -> GenerationResult:
+        """Runs a stream of one request, which must not have begun, to its end and measures it.
+
+        On a GPU torch's peak of memory is reset first. Batches are measured by `EAGLEInference.benchmark`.
+        """
+        if len(stream.requests) != 1:
+            raise ValueError(f"GenerationResult.from_stream: takes a stream of 1 request, got {len(stream.requests)}")
+        (request,), is_gpu = stream.requests, stream.device.type == "cuda"
+        if request.output_ids or request.is_finished:
+            raise ValueError(f"GenerationResult.from_stream: stream has begun, with {len(request.output_ids)} tokens")
+        if is_gpu:
+            torch.cuda.reset_peak_memory_stats(stream.device)
+        start_s = time.perf_counter()
+        (times,) = time_requests(stream)
+        total_s = time.perf_counter() - start_s
+        peak = torch.cuda.max_memory_allocated(stream.device) / 2**20 if is_gpu else None
+        stats, first_s = stream.output().stats, times.first_s - start_s
+        result = cls(list(request.output_ids), [first_s, *times.gaps_s], total_s, peak, first_s)
+        if stats.num_draft_tokens > 1:
+            phases_ms = stats.phase_time_ms
+            result.acceptance_rate, result.tokens_per_step = stats.acceptance_rate, stats.mean_accept_length
+            result.num_speculation_rounds, result.per_round_latencies = stats.steps, [s for s, _ in times.rounds]
+            result.draft_time_total_ms, result.verify_time_total_ms = phases_ms.get("draft"), phases_ms.get("verify")
+            result.sampling_time_total_ms = phases_ms.get("sample")
+            result.bookkeeping_time_total_ms = phases_ms.get("bookkeeping")
+            result.accepted_per_depth = stats.accepted_per_depth
+        return result
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.generated_ids)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the whole time, prompt included; 0.0 of no time."""
+        return self.num_tokens / self.total_time if self.total_time else 0.0
+
+    @property
+    def peak_memory_mb(self) -> float | None:
+        """The peak in millions of bytes, as disks and some tools count."""
+        return None if self.peak_memory_mib is None else self.peak_memory_mib * 2**20 / 1e6
+
+    @property
+    def is_speculative(self) -> bool:
+        return self.acceptance_rate is not None
+
+    @property
+    def inter_token_latencies(self) -> list[float]:
+        """s, of all tokens but the first."""
+        return self.per_token_latencies[1:]
+
+    @property
+    def latency_p50(self) -> float | None:
+        """s a token, the first one's included, as of p95 and p99; None without tokens."""
+        return percentile(self.per_token_latencies, 50)
+
+    @property
+    def latency_p95(self) -> float | None:
+        return percentile(self.per_token_latencies, 95)
+
+    @property
+    def latency_p99(self) -> float | None:
+        return percentile(self.per_token_latencies, 99)
+
+    @property
+    def round_latency_p50(self) -> float | None:
+        """s a round, as of p95 and p99; None where there was none."""
+        return percentile(self.per_round_latencies or [], 50)
+
+    @property
+    def round_latency_p95(self) -> float | None:
+        return percentile(self.per_round_latencies or [], 95)
+
+    @property
+    def round_latency_p99(self) -> float | None:
+        return percentile(self.per_round_latencies or [], 99)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields and properties, ready for JSON."""
+        return fields_and_properties(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GenerationResult:
+        """Of what `to_dict` made; properties are computed anew."""
+        known = {item.name: item for item in fields(cls)}
+        missing = [name for name, item in known.items() if item.default is MISSING and name not in values]
+        unknown = [name for name in values if name not in known and not isinstance(getattr(cls, name, None), property)]
+        if missing or unknown:
+            fault = f"{missing[0]} is missing" if missing else f"there is no field {unknown[0]}"
+            raise ValueError(f"GenerationResult.from_dict: {fault}")
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def to_json_line(self) -> str:
+        return json.dumps(self.to_dict(), allow_nan=False) + "\n"
+
+    def summary(self) -> str:
+        """One line: AR or SD, tokens, speed, latency of a token, peak memory, acceptance and rounds if speculative."""
+        shown = [f"{'SD' if self.is_speculative else 'AR':<3}", f"{self.num_tokens} tok"]
+        shown.append(f"{self.tokens_per_second:.1f} tok/s")
+        if self.num_tokens:
+            shown.append(f"p50={1e3 * self.latency_p50:.0f}ms p95={1e3 * self.latency_p95:.0f}ms")
+        shown.append("mem=-" if self.peak_memory_mib is None else f"mem={self.peak_memory_mib:.0f}MiB")
+        if self.is_speculative:
+            rounds = "-" if self.num_speculation_rounds is None else self.num_speculation_rounds
+            shown.append(f"accept={self.acceptance_rate:.2f} rounds={rounds}")
+        return " | ".join(shown)
+
+
+def cuda_sync_time(device: str | torch.device | None = None) -> float:
+    """Seconds of the wall clock, once everything queued on the device is done; None: the GPU where there is one.
+
+    Everything else that is queued is waited for as well: to time a part of a stream without that, `CUDATimer`.
+    """
+    synchronize(_device(device))
+    return time.perf_counter()
+
+
+class CUDATimer:
+    """Time on the device of what `with CUDATimer() as timer:` holds, by two events on its current stream.
+
+    Neither end waits for anything. `elapsed_ms` waits for the second event alone: what was queued behind it, or on
+    other streams, goes on. Without a GPU, and of the CPU, it is the wall clock.
+
+    device  None: the current GPU where there is one, else the CPU
+    """
+
+    def __init__(self, device: str | torch.device | None = None):
+        self._device = _device(device)
+        self._start: torch.cuda.Event | float | None = None
+        self._end: torch.cuda.Event | float | None = None
+
+    def __enter__(self) -> CUDATimer:
+        self._end = None
+        self._start = self._now()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._start is not None:  # else there is nothing to end
+            self._end = self._now()
+
+    @property
+    def elapsed_ms(self) -> float:
+        """RuntimeError before the block has ended."""
+        if self._end is None:
+            state = "was never entered" if self._start is None else "is still running"
+            raise RuntimeError(f"CUDATimer: elapsed_ms is known once the with block has ended; this one {state}")
+        if isinstance(self._end, float):
+            return 1e3 * (self._end - self._start)
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end)
+
+    def _now(self) -> torch.cuda.Event | float:
+        return mark(self._device) if self._device.type == "cuda" else time.perf_counter()
+
+    def __repr__(self) -> str:
+        return f"CUDATimer({'not finished' if self._end is None else f'{self.elapsed_ms:.3f} ms'})"
+
+
+class CUDATimerCollection:
+    """Times by name, of intervals that may come again and overlap: draft, verify, sample, bookkeeping, or any others.
+
+    `with timers.phase("verify"):` waits for nothing until a time is read; `start` and `stop` are for where a block does
+    not fit, and since `stop` returns its interval's time it waits for the interval to be done.
+    `elapsed_ms` and `summary` tell the sum of all intervals of a name since the last `reset`.
+    """
+
+    def __init__(self, device: str | torch.device | None = None):
+        self._device = _device(device)
+        self.reset()
+
+    def start(self, name: str) -> None:
+        """RuntimeError where it already runs."""
+        if name in self._running:
+            raise RuntimeError(f"CUDATimerCollection.start: {name!r} is running; stop it first")
+        self._running[name] = CUDATimer(self._device).__enter__()
+
+    def stop(self, name: str) -> float:
+        """Milliseconds since its start. RuntimeError where it does not run."""
+        return self._finish(name).elapsed_ms
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """An interval that nobody waits for."""
+        self.start(name)
+        running = self._running
+        try:
+            yield
+        finally:
+            if self._running is running:  # else a `reset` inside has forgotten it
+                self._finish(name)
+
+    def reset(self) -> None:
+        """Forgets all times, and what is running."""
+        self._running: dict[str, CUDATimer] = {}
+        self._unread: dict[str, deque[CUDATimer]] = {}
+        self._total_ms: dict[str, float] = {}
+
+    def elapsed_ms(self, name: str) -> float:
+        """KeyError for a name without a finished interval."""
+        if name not in self._total_ms:
+            known = ", ".join(map(repr, self._total_ms)) or "none"
+            raise KeyError(f"CUDATimerCollection.elapsed_ms: no finished interval of {name!r}; there are: {known}")
+        while self._unread[name]:
+            self._read_oldest(name)
+        return self._total_ms[name]
+
+    def summary(self) -> dict[str, float]:
+        """Milliseconds by name, in the order in which they first ended."""
+        return {name: self.elapsed_ms(name) for name in self._total_ms}
+
+    @property
+    def names(self) -> list[str]:
+        """Of finished intervals."""
+        return list(self._total_ms)
+
+    def _finish(self, name: str) -> CUDATimer:
+        timer = self._running.pop(name, None)
+        if timer is None:
+            raise RuntimeError(f"CUDATimerCollection.stop: {name!r} is not running; start it first")
+        timer.__exit__()
+        self._total_ms.setdefault(name, 0.0)
+        unread = self._unread.setdefault(name, deque())
+        unread.append(timer)
+        if len(unread) > _MOST_UNREAD:
+            self._read_oldest(name)
+        return timer
+
+    def _read_oldest(self, name: str) -> None:
+        self._total_ms[name] += self._unread[name].popleft().elapsed_ms
+
+    def __repr__(self) -> str:
+        width = max(map(len, self.names), default=0)
+        lines = [f"  {name:<{width}} : {elapsed_ms:8.3f} ms" for name, elapsed_ms in self.summary().items()]
+        return "\n".join(["CUDATimerCollection:", *(lines or ["  nothing timed"])])
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)

@@ -1,0 +1,105 @@
+"""How many drafts the engine accepts on held-out prompts: the number that drops when something is silently wrong.
+
+A head that reads its features a row off, or a tree mask with a bit too many, can leave the text right: only acceptance
+tells.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...engine.config.eagle_config import EAGLEConfig
+from ...engine.inference import EAGLEInference
+from ...engine.models.decoder import Decoder
+from ...engine.models.draft_head import DraftHead
+from ...engine.models.loading import load_draft, load_target
+from ...engine.models.tokenizer import load_tokenizer
+from ...engine.serve.output import GenerationStats
+from .progress import decode
+from .trainer import device_name
+
+NEW_TOKENS = 128
+BATCH_SIZE = 8
+TEMPERATURES = (0.0, 1.0)
+# Without end tokens every prompt gives as many tokens as any other, however early its text would have ended.
+TREES = (EAGLEConfig(eos_token_ids=()), EAGLEConfig(topk=1, num_steps=5, eos_token_ids=()))
+
+
+def measure_acceptance(folder: Path, device: torch.device, new_tokens: int = NEW_TOKENS) -> list[dict[str, Any]]:
+    """A row for each temperature and tree: the pair in `folder`, in fp32, on the prompts of its `prompts.json`."""
+    target = load_target(folder / "target", device)
+    draft = load_draft(folder / "draft", target)
+    tokenizer = load_tokenizer(folder / "target")
+    prompts = [tokenizer.encode(text) for text in json.loads((folder / "prompts.json").read_text(encoding="utf-8"))]
+    return acceptance_rows(draft, target, prompts, TREES, TEMPERATURES, new_tokens)
+
+
+def acceptance_rows(
+    draft: DraftHead,
+    target: Decoder,
+    prompts: list[list[int]],
+    trees: Sequence[EAGLEConfig],
+    temperatures: Sequence[float],
+    new_tokens: int,
+    tell: Callable[[str], None] | None = None,
+) -> list[dict[str, Any]]:
+    """A row for each temperature and tree; the texts are held against those of plain decoding.
+
+    tell  gets a line of progress from time to time
+    """
+    engines = [EAGLEInference(draft, target, tree) for tree in trees]
+    rows = []
+    for temperature in temperatures:
+        plain_texts, _ = _generate(engines[0], prompts, new_tokens, temperature, tell, speculative=False)
+        for engine in engines:
+            texts, stats = _generate(engine, prompts, new_tokens, temperature, tell)
+            steps = sum(batch.steps for batch in stats)
+            accepted = [sum(counts) for counts in zip(*(batch.accepted_per_depth for batch in stats), strict=True)]
+            rows.append(
+                {
+                    "tree": _describe(engine.config),
+                    "temperature": temperature,
+                    "prompts": len(prompts),
+                    "new_tokens": sum(map(len, texts)),
+                    "steps": steps,
+                    "mean_accept_length": round(1 + sum(accepted) / steps, 4),
+                    "accepted_per_depth": [round(count / steps, 4) for count in accepted],
+                    "identical_to_plain": texts == plain_texts,
+                    "device": device_name(target.device),
+                }
+            )
+    return rows
+
+
+def _generate(
+    engine: EAGLEInference,
+    prompts: list[list[int]],
+    new_tokens: int,
+    temperature: float,
+    tell: Callable[[str], None] | None,
+    speculative: bool = True,
+) -> tuple[list[list[int]], list[GenerationStats]]:
+    """The texts of all prompts and the statistics of each batch; prompt i has seed i, whatever batch it is in."""
+    texts, stats = [], []
+    name = _describe(engine.config) if speculative else "plain decoding"
+    for start in range(0, len(prompts), BATCH_SIZE):
+        batch = prompts[start : start + BATCH_SIZE]
+        seeds = range(start, start + len(batch))
+        place = f"{name}, prompt {start + 1} of {len(prompts)} and on"
+        told = None if tell is None else lambda line, place=place: tell(f"{place}: {line}")
+        output = decode(engine, batch, new_tokens, told, seeds=seeds, speculative=speculative, temperature=temperature)
+        texts.extend(output.output_ids)
+        stats.append(output.stats)
+    return texts, stats
+
+
+def _describe(tree: EAGLEConfig) -> str:
+    """The drafting tree in words."""
+    if tree.topk == 1:
+        return f"chain of {tree.num_steps}"
+    return f"top {tree.topk}, {tree.num_steps} levels, {tree.num_verify_tokens} nodes"

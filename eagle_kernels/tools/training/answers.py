@@ -1,0 +1,111 @@
+"""Data of the target's own making: prompts answered by the target itself, kept in a file as they come.
+
+What a head has to guess is what its target says, not what people wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ...engine.config.eagle_config import EAGLEConfig
+from ...engine.config.values import is_integer, parse_json, shown
+from ...engine.inference import EAGLEInference
+from ...engine.models.decoder import Decoder
+from ...engine.models.eagle_head import EagleConfig, EagleHead
+from .progress import decode
+from .trainer import TimeBudgetReached, tell_changes
+
+SEED_STRIDE = 1_000_003  # seeds of the answers of one run lie this far from those of the next
+
+
+def answer_prompts(
+    target: Decoder,
+    head_config: EagleConfig,
+    prompts: Sequence[list[int]],
+    path: Path,
+    fingerprint: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    batch_size: int,
+    end_token_ids: tuple[int, ...],
+    deadline: float,
+) -> list[list[int]]:
+    """The target's answer to each prompt, its end token included; those in `path` are not asked for again.
+
+    path          a line with the fingerprint, then one for each answer, written batch by batch
+    fingerprint   of everything that decides the answers: a file made under another one is refused
+    """
+    answers = _read_answers(path, fingerprint)
+    engine = None
+    began, done = time.monotonic(), len(answers)
+    with path.open("a", encoding="utf-8") as file:
+        while len(answers) < len(prompts):
+            if time.monotonic() >= deadline:
+                raise TimeBudgetReached(f"answers: {len(answers)} of {len(prompts)}")
+            engine = engine or _plain_engine(target, head_config, prompts, max_new_tokens, batch_size, end_token_ids)
+            batch = prompts[len(answers) : len(answers) + batch_size]
+            seeds = [seed * SEED_STRIDE + index for index in range(len(answers), len(answers) + len(batch))]
+            options = {"seeds": seeds, "speculative": False, "temperature": temperature}
+            output = decode(engine, batch, max_new_tokens, _tell, **options).output_ids
+            file.write("".join(json.dumps(answer) + "\n" for answer in output))
+            file.flush()
+            answers += output
+            seconds_each = (time.monotonic() - began) / (len(answers) - done)
+            left = seconds_each * (len(prompts) - len(answers))
+            _tell(f"{len(answers)}/{len(prompts)}  {left:.0f} s left")
+    return answers
+
+
+def _tell(line: str) -> None:
+    print(f"answers {line}", file=sys.stderr, flush=True)
+
+
+def _read_answers(path: Path, fingerprint: str) -> list[list[int]]:
+    """What is in the file, and the file cut off after its last whole line."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    if not lines:
+        path.write_text(fingerprint + "\n", encoding="utf-8")
+        return []
+    if lines[0] != fingerprint:
+        changed = tell_changes(lines[0], fingerprint)
+        raise ValueError(f"{path} was made with other settings ({changed}); start in another folder")
+    answers = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            answer = parse_json(line)
+        except ValueError:
+            answer = None
+        if not (isinstance(answer, list) and all(map(is_integer, answer))):
+            raise ValueError(f"{path}:{number}: must be the ids of an answer, got {shown(line)}")
+        answers.append(answer)
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return answers
+
+
+def _plain_engine(
+    target: Decoder,
+    head_config: EagleConfig,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    end_token_ids: tuple[int, ...],
+) -> EAGLEInference:
+    """An engine that is only used without speculation: its head has no weights worth the name."""
+    with torch.device(target.device):
+        head = EagleHead(head_config, own_output=False).to(target.dtype)
+    config = EAGLEConfig(
+        topk=1,
+        num_steps=1,
+        max_batch=batch_size,
+        eos_token_ids=end_token_ids,
+        max_length=max(map(len, prompts)) + max_new_tokens,
+    )
+    return EAGLEInference(head, target, config)

@@ -1,0 +1,126 @@
+"""Conversations as tokens, and which of the tokens are answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from ...engine.config.values import first_line
+from ...engine.models.checkpoint import read_json
+from ...engine.models.protocol import ModelError
+from ...engine.models.tokenizer import Tokenizer, holds_bytes
+
+_READER = "transformers, which reads the chat template,"
+
+
+class Turn(NamedTuple):
+    """What one side said; `role` is system, user or assistant, or, of a bare pair, prompt or response."""
+
+    role: str
+    text: str
+
+    @property
+    def is_answer(self) -> bool:
+        return self.role in ("assistant", "response")
+
+
+class ChatFormat(Protocol):
+    """How a target writes conversations down."""
+
+    is_complete: bool  # the text holds the target's marks of beginning and end
+
+    def write(self, turns: Sequence[Turn], *, asks: bool = False) -> str:
+        """The text of the turns; with `asks`, up to where the next answer begins."""
+        ...
+
+
+class PlainFormat:
+    """`role:`, a newline, what was said; turns are joined by newlines. A response follows its prompt directly."""
+
+    is_complete = False
+
+    def write(self, turns: Sequence[Turn], *, asks: bool = False) -> str:
+        if turns[0].role == "prompt":
+            return "".join(turn.text for turn in turns)
+        lines = [f"{turn.role}:\n{turn.text}" for turn in turns]
+        return "\n".join([*lines, "assistant:\n"] if asks else lines)
+
+
+class TemplateFormat:
+    """The chat template of the target's folder, through transformers."""
+
+    is_complete = True
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # of any class, as of files that nobody has checked
+            reason = f"finds no tokenizer: {type(error).__name__}: {first_line(error)}"
+            raise ModelError(f"{folder}: {_READER} {reason}") from None
+
+    def write(self, turns: Sequence[Turn], *, asks: bool = False) -> str:
+        roles = {"prompt": "user", "response": "assistant"}
+        messages = [{"role": roles.get(turn.role, turn.role), "content": turn.text} for turn in turns]
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+        except Exception as error:  # templates raise what they like
+            raise ValueError(f"the chat template refuses it: {first_line(error)}") from None
+
+
+def chat_format_of(folder: Path) -> tuple[ChatFormat, str]:
+    """How the target in this folder writes conversations, and that in words."""
+    config = read_json(folder / "tokenizer_config.json", is_optional=True)
+    if not (config.get("chat_template") or (folder / "chat_template.jinja").is_file()):
+        return PlainFormat(), "roles and newlines (the target has no chat template)"
+    if holds_bytes(folder):
+        plain = "without a template in the folder conversations are roles and newlines"
+        raise ModelError(f"{folder}: {_READER} has no tokenizer of bytes; {plain}")
+    try:
+        return TemplateFormat(folder), "the target's chat template"
+    except ImportError:
+        return PlainFormat(), "roles and newlines (the target's chat template needs: pip install transformers)"
+
+
+def encode_turns(turns: Sequence[Turn], chat: ChatFormat, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """The ids, and whether each belongs to an answer: to its text, or is the token after it, which ends the turn."""
+    text, places = _places(turns, chat)
+    ids, spans = tokenizer.encode_with_spans(text, is_complete=chat.is_complete)
+    if not chat.is_complete and turns[-1].is_answer:
+        ids, spans = ids + list(tokenizer.eos_token_ids[:1]), spans + [(len(text), len(text))]
+    is_answer = [False] * len(ids)
+    for turn, (begin, end) in zip(turns, places):
+        if turn.is_answer:
+            touched = [index for index, (low, high) in enumerate(spans) if low < end and high > begin]
+            for index in (*touched, touched[-1] + 1):
+                if index < len(ids):
+                    is_answer[index] = True
+    return ids, is_answer
+
+
+def _places(turns: Sequence[Turn], chat: ChatFormat) -> tuple[str, list[tuple[int, int]]]:
+    """The text of the turns, and where in it what each said stands: what surrounds it is found by writing down marks in
+    its place, which no text holds."""
+    text = chat.write(turns)
+    marks = [f"\ue000{index}\ue001" for index in range(len(turns))]
+    frame = chat.write([turn._replace(text=mark) for turn, mark in zip(turns, marks)])
+    between = []
+    for mark in marks:
+        before, _, frame = frame.partition(mark)
+        between.append(before)
+    for said in ([turn.text for turn in turns], [turn.text.strip() for turn in turns]):  # some templates trim
+        places, written = [], ""
+        for before, part in zip(between, said):
+            written += before
+            places.append((len(written), len(written) + len(part)))
+            written += part
+        if written + frame == text:
+            return text, places
+    raise ValueError("the chat template rewrites what was said, so its place cannot be told")
+
+
+def encode_prompt(turns: Sequence[Turn], chat: ChatFormat, tokenizer: Tokenizer) -> list[int]:
+    """The ids after which the target is to answer."""
+    return tokenizer.encode_with_spans(chat.write(turns, asks=True), is_complete=chat.is_complete)[0]

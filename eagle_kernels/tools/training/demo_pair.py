@@ -1,0 +1,224 @@
+"""Train the demo pair: `python -m eagle_kernels.tools.training.demo_pair --output DIR`.
+
+A byte-level Llama learns Python source, is rounded to bf16, and an EAGLE-3 head learns to guess what the rounded model
+will say next. A few minutes on one data-centre GPU give a pair that is small enough to ship, and whose acceptance is
+high enough that a silent engine fault shows as a drop.
+
+With `--checkpoint-dir` a run that was cut off goes on where it stopped when the same command is given again, and ends
+with the same weights (to the bit where the device's arithmetic is deterministic). `--measure-acceptance` then decodes
+held-out prompts with the pair and adds the result to its model card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import sysconfig
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...engine.models.checkpoint import write_json
+from ...engine.models.decoder import Decoder
+from ...engine.models.decoder_config import DecoderConfig
+from ...engine.models.eagle_head import EagleConfig, EagleHead
+from ...engine.models.loading import save_folder
+from ...engine.models.placement import choose_device
+from .acceptance import NEW_TOKENS, measure_acceptance
+from .corpus import END_OF_TEXT, VOCAB_SIZE, held_out_prompts, read_corpus, token_stream
+from .evaluation import accuracy_by_depth, held_out_loss
+from .model_card import write_model_card
+from .recipe import Recipe, make_recipe
+from .trainer import EXIT_UNFINISHED, Run, TimeBudgetReached, device_name, initialise, random_windows
+from .unrolled import head_loss, most_frequent, set_draft_vocabulary, start_from_output_of, target_loss
+
+# The pair lives in the repository and in every wheel.
+MAX_PARAMETERS = 5_900_000
+MAX_FILE_MIB = 11.5
+
+
+def train_target(run: Run, recipe: Recipe, stream: Tensor) -> Decoder:
+    """The trained target, frozen, its fp32 weights rounded to the bf16 values that will be saved."""
+    config = DecoderConfig.from_dict(recipe.target_config)
+    target = Decoder(config)
+    initialise(target, config.num_hidden_layers, recipe.seed)
+    target.to(run.device)
+    window = recipe.window + 1
+    run.fit(
+        recipe.target,
+        target,
+        random_windows(stream, recipe.target, window, recipe.seed),
+        lambda tokens: target_loss(target, tokens),
+        recipe.target.batch_size * window,
+    )
+    return target.bfloat16().float().requires_grad_(False)
+
+
+def train_head(run: Run, recipe: Recipe, target: Decoder, stream: Tensor) -> EagleHead:
+    """The head trained against `target`, rounded in the same way."""
+    head = EagleHead(EagleConfig.from_dict(recipe.head_config))
+    initialise(head, num_layers=1, seed=recipe.seed + 1)
+    set_draft_vocabulary(head, choose_draft_vocabulary(stream, head.draft_vocab_size))
+    head.to(run.device).bind(target)
+    start_from_output_of(target, head)
+    run.fit(
+        recipe.head,
+        head,
+        random_windows(stream, recipe.head, recipe.window, recipe.seed + 1),
+        lambda tokens: head_loss(head, target, tokens, recipe.depths),
+        recipe.head.batch_size * recipe.window,
+    )
+    return head.bfloat16().float().requires_grad_(False)
+
+
+def choose_draft_vocabulary(stream: Tensor, size: int) -> Tensor:
+    """The `size` most frequent tokens, ties to the lower id, ascending [size] int64; the end of text is always one."""
+    frequency = torch.bincount(stream.cpu().int(), minlength=VOCAB_SIZE)
+    frequency[END_OF_TEXT] = len(stream)
+    return most_frequent(frequency, size)
+
+
+def count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def check_size(target: nn.Module, head: nn.Module, folder: Path) -> None:
+    """Refuse a pair that has outgrown the repository."""
+    parameters = count_parameters(target) + count_parameters(head)
+    file_mib = sum((folder / part / "model.safetensors").stat().st_size for part in ("target", "draft")) / 2**20
+    if parameters > MAX_PARAMETERS or file_mib > MAX_FILE_MIB:
+        raise ValueError(
+            f"the pair has {parameters} parameters in {file_mib:.2f} MiB; {MAX_PARAMETERS} in {MAX_FILE_MIB} may ship"
+        )
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m eagle_kernels.tools.training.demo_pair", description="Train the byte-level demo pair."
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder for target/, draft/, training.json, ...")
+    parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_path("stdlib")), help="where the text is")
+    parser.add_argument(
+        "--stdlib-version", default=platform.python_version(), help="of Python in --stdlib (default: of this Python)"
+    )
+    parser.add_argument("--device", default="auto", help="auto: cuda where there is one, else cpu")
+    parser.add_argument("--steps-target", type=int, help="default 6500 (tiny: 10)")
+    parser.add_argument("--steps-head", type=int, help="default 3000 (tiny: 10)")
+    parser.add_argument("--batch-target", type=int, help="windows per target step, default 32 (tiny: 4)")
+    parser.add_argument("--batch-head", type=int, help="windows per head step, default 16 (tiny: 4)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint-dir", type=Path, help="save here every few hundred steps, and resume from here")
+    parser.add_argument(
+        "--time-budget-s",
+        type=float,
+        help=f"stop with a checkpoint after this long and exit with {EXIT_UNFINISHED}; give the command again to go on",
+    )
+    parser.add_argument("--tiny", action="store_true", help="a pair of no use that trains in seconds on a CPU")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--card-only", action="store_true", help="rewrite README.md from training.json, train nothing")
+    instead.add_argument(
+        "--measure-acceptance", action="store_true", help="decode the prompts of a trained pair, train nothing"
+    )
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="per prompt of --measure-acceptance")
+    arguments = parser.parse_args(argv)
+    if arguments.time_budget_s is not None and arguments.checkpoint_dir is None:
+        parser.error("--time-budget-s needs --checkpoint-dir")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train, measure, write; returns the exit status."""
+    arguments = parse_arguments(argv)
+    device = choose_device() if arguments.device == "auto" else torch.device(arguments.device)
+    if arguments.card_only:
+        write_model_card(arguments.output)
+        return 0
+    if arguments.measure_acceptance:
+        return add_acceptance(arguments.output, device, arguments.new_tokens)
+    return train_pair(arguments, device)
+
+
+def train_pair(arguments: argparse.Namespace, device: torch.device) -> int:
+    """Train both models and write the folder; returns the exit status."""
+    began = time.monotonic()
+    output: Path = arguments.output
+    recipe = make_recipe(tiny=arguments.tiny, seed=arguments.seed)
+    recipe = replace(
+        recipe,
+        target=recipe.target.resized(arguments.steps_target, arguments.batch_target),
+        head=recipe.head.resized(arguments.steps_head, arguments.batch_head),
+    )
+    corpus = read_corpus(arguments.stdlib)
+    train_stream = token_stream(corpus.train).to(device)
+    held_out_stream = token_stream(corpus.held_out).to(device)
+    run = Run(device, recipe.fingerprint(corpus), arguments.checkpoint_dir)
+    if arguments.time_budget_s is not None:
+        run.deadline = began + arguments.time_budget_s
+
+    try:
+        target = train_target(run, recipe, train_stream)
+        head = train_head(run, recipe, target, train_stream)
+    except TimeBudgetReached as reached:
+        print(f"time budget used up at {reached}; give the same command again to go on", file=sys.stderr)
+        return EXIT_UNFINISHED
+
+    save_folder(target, recipe.target_config, output / "target")
+    save_folder(head, recipe.head_config, output / "draft")
+    check_size(target, head, output)
+    write_json(
+        output / "target" / "tokenizer_config.json",
+        {"tokenizer_class": "ByteTokenizer", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
+    )
+    prompts = held_out_prompts(corpus.held_out)
+    write_json(output / "prompts.json", prompts)
+    record = {
+        "stdlib_version": arguments.stdlib_version,
+        "torch_version": torch.__version__,
+        "device": device_name(device),
+        "seed": recipe.seed,
+        "corpus": {
+            "train_files": len(corpus.train),
+            "held_out_files": len(corpus.held_out),
+            "train_tokens": len(train_stream),
+            "held_out_tokens": len(held_out_stream),
+            "sha256": corpus.sha256,
+        },
+        "parameters": {"target": count_parameters(target), "draft": count_parameters(head)},
+        "steps": {"target": recipe.target.steps, "head": recipe.head.steps},
+        "batch_size": {"target": recipe.target.batch_size, "head": recipe.head.batch_size},
+        "window": recipe.window,
+        "depths": recipe.depths,
+        "training_seconds": run.training_seconds,
+        "final_loss": run.final_losses,
+        "held_out_loss": held_out_loss(target, held_out_stream, recipe),
+        "head_accuracy_by_depth": accuracy_by_depth(head, target, held_out_stream, recipe),
+        "prompts": len(prompts),
+    }
+    write_json(output / "training.json", record)
+    write_model_card(output)
+    print(
+        f"{output}: held-out loss {record['held_out_loss']:.4f} nats/byte, "
+        f"head accuracy by depth {', '.join(f'{share:.3f}' for share in record['head_accuracy_by_depth'])}"
+    )
+    return 0
+
+
+def add_acceptance(output: Path, device: torch.device, new_tokens: int) -> int:
+    """Measure the pair in `output` and put the rows into its record and its model card; returns the exit status."""
+    path = output / "training.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    record["acceptance"] = measure_acceptance(output, device, new_tokens)
+    write_json(path, record)
+    write_model_card(output)
+    for row in record["acceptance"]:
+        print(f"{row['tree']}, temperature {row['temperature']:g}: {row['mean_accept_length']:.2f} tokens a step")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

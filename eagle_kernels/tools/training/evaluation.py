@@ -1,0 +1,52 @@
+"""What the trained pair is worth on held-out text, measured a row at a time, without the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...engine.models.decoder import Decoder
+from ...engine.models.eagle_head import EagleHead
+from .corpus import windows
+from .recipe import Recipe
+from .trainer import mixed_precision
+from .unrolled import draft_vocabulary_of, observe, target_loss, unroll
+
+
+def evaluation_batches(stream: Tensor, recipe: Recipe, batch_size: int, length: int) -> Iterator[Tensor]:
+    """Evenly spaced windows of the held-out stream, in batches of [≤ batch_size, length] int64."""
+    count = min(recipe.evaluation_windows, len(stream) // length)
+    if count == 0:
+        raise ValueError(f"the held-out files hold {len(stream)} tokens, less than one window of {length}")
+    starts = torch.linspace(0, len(stream) - length, count, dtype=torch.float64).long()
+    for some in starts.split(batch_size):
+        yield windows(stream, some, length)
+
+
+@torch.no_grad()
+def held_out_loss(target: Decoder, stream: Tensor, recipe: Recipe) -> float:
+    """Nats per byte on held-out windows; each starts without context, which costs a little."""
+    losses, sizes = [], []
+    for tokens in evaluation_batches(stream, recipe, recipe.target.batch_size, recipe.window + 1):
+        with mixed_precision(stream.device):
+            losses.append(float(target_loss(target, tokens)))
+        sizes.append(len(tokens))
+    return sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
+
+
+@torch.no_grad()
+def accuracy_by_depth(head: EagleHead, target: Decoder, stream: Tensor, recipe: Recipe) -> list[float]:
+    """Share of held-out rows at which the head's first choice is the target's, given a true token at each depth."""
+    hits = torch.zeros(recipe.depths, dtype=torch.int64)
+    rows = torch.zeros(recipe.depths, dtype=torch.int64)
+    for tokens in evaluation_batches(stream, recipe, recipe.head.batch_size, recipe.window):
+        with mixed_precision(stream.device):
+            target_logits, features = observe(target, head, tokens)
+            choices = target_logits.argmax(-1)
+            for depth, logits in enumerate(unroll(head, tokens, features, recipe.depths)):
+                agrees = draft_vocabulary_of(head)[logits.argmax(-1)] == choices[:, 1 + depth :]
+                hits[depth] += int(agrees.sum())
+                rows[depth] += agrees.numel()
+    return (hits / rows).tolist()

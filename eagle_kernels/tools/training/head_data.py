@@ -1,0 +1,220 @@
+"""What a head is trained on: texts and conversations of the user's files, as tokens with a mask.
+
+| file | holds | learnt |
+|---|---|---|
+| `.txt` | plain text | every token |
+| `.jsonl` | `{"text": ...}` a line | every token |
+| `.jsonl` | `{"prompt": ..., "response": ...}` a line | the response |
+| `.jsonl` | `{"conversations": [{"from": ..., "value": ...}, ...]}` a line | the answers |
+
+The last also with `messages`, `role` and `content`.
+What is longer than a window is cut into several. A line that cannot be read is refused as file:line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...engine.config.values import parse_json, shown
+from ...engine.models.tokenizer import Tokenizer
+from .chat import ChatFormat, Turn, encode_prompt, encode_turns
+
+TEXT_PROMPT_TOKENS = 64  # of a text, most tokens that serve as a prompt
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
+
+
+class Example(NamedTuple):
+    """At most a window of tokens.
+
+    tokens    [T] int32
+    is_learnt [T] bool: whether the token after this one is to be learnt; that after the last counts where all are
+    turns     of a conversation in the window that it begins in, () in its later ones, None of a text
+    """
+
+    tokens: Tensor
+    is_learnt: Tensor
+    turns: tuple[Turn, ...] | None = None
+
+    @property
+    def digest(self) -> str:
+        contents = self.tokens.numpy().tobytes() + self.is_learnt.numpy().tobytes()
+        return hashlib.sha256(contents + repr(self.turns).encode()).hexdigest()
+
+
+class Batch(NamedTuple):
+    """tokens [B, T] int64, padded at the end; is_learnt [B, T] bool, as of `Example`, False in the padding."""
+
+    tokens: Tensor
+    is_learnt: Tensor
+
+
+def read_examples(
+    paths: Sequence[Path], tokenizer: Tokenizer, chat: ChatFormat, window: int, *, needs_answers: bool
+) -> list[Example]:
+    """All examples of the files, in their order.
+
+    needs_answers   a conversation without an answer is refused; otherwise it may end in a question
+    """
+    examples = []
+    for path in paths:
+        if path.suffix not in (".txt", ".jsonl"):
+            raise ValueError(f"{path}: data files are .txt or .jsonl")
+        texts = _read_utf8(path)
+        if path.suffix == ".txt":
+            examples += _text_windows(texts, tokenizer, window)
+            continue
+        for number, line in enumerate(texts.split("\n"), start=1):
+            if line.strip():
+                try:
+                    examples += _read_line(line, tokenizer, chat, window, needs_answers)
+                except ValueError as error:
+                    raise ValueError(f"{path}:{number}: {error}") from None
+    if len(examples) < 2:
+        raise ValueError(
+            f"{', '.join(map(str, paths))}: {len(examples)} examples of up to {window} tokens; training and validation "
+            "need one each"
+        )
+    return examples
+
+
+def split_held_out(examples: list[Example], share: float) -> tuple[list[Example], list[Example]]:
+    """(training, held out): at least one each; equal examples stay together, whatever files they come from."""
+    digests = [example.digest for example in examples]
+    ordered = sorted(set(digests))
+    count = min(max(1, round(share * len(ordered))), len(ordered) - 1)
+    if count < 1:
+        raise ValueError("all examples of the data are the same: none can be held out for validation")
+    chosen = set(ordered[:count])
+    sides = ([], [])
+    for example, digest in zip(examples, digests):
+        sides[digest in chosen].append(example)
+    return sides
+
+
+def teaches(example: Example) -> bool:
+    """Whether something can be learnt from it: the second token is never drafted, whose row would need the feature of
+    a token before the first."""
+    return bool(example.is_learnt[1:].any())
+
+
+def prompts_of(example: Example, tokenizer: Tokenizer, chat: ChatFormat, most: int) -> list[list[int]]:
+    """What the target is asked for: each answer of a conversation after what went before it as it was written, or the
+    continuation of a text after at most `most` tokens. Prompts of conversations are whole, however long."""
+    if not example.turns:
+        half = len(example.tokens) // 2 if example.turns is None else 0
+        return [example.tokens[: min(TEXT_PROMPT_TOKENS, half, most)].tolist()] if half else []
+    asked = [index for index, turn in enumerate(example.turns) if turn.is_answer]
+    if not example.turns[-1].is_answer:
+        asked.append(len(example.turns))
+    return [encode_prompt(example.turns[:index], chat, tokenizer) for index in asked if index > 0]
+
+
+def count_tokens(examples: list[Example], vocab_size: int) -> Tensor:
+    """How often each token is to be learnt, [V] int64."""
+    learnt = torch.cat([example.tokens[1:][example.is_learnt[:-1]] for example in examples])
+    return torch.bincount(learnt, minlength=vocab_size)
+
+
+def collate(examples: list[Example], shortest: int) -> Batch:
+    """The examples side by side, at least `shortest` tokens wide. Rows are causal: padding behind them changes none."""
+    width = max(shortest, *(len(example.tokens) for example in examples))
+    tokens = torch.zeros(len(examples), width, dtype=torch.int64)
+    is_learnt = torch.zeros(len(examples), width, dtype=torch.bool)
+    for row, example in enumerate(examples):
+        tokens[row, : len(example.tokens)] = example.tokens
+        is_learnt[row, : len(example.tokens)] = example.is_learnt
+    return Batch(tokens, is_learnt)
+
+
+def learn_answer(prompt: list[int], answer: list[int]) -> Example:
+    """The example of a prompt and the target's answer."""
+    is_answer = [False] * len(prompt) + [True] * len(answer)
+    return Example(torch.tensor(prompt + answer, dtype=torch.int32), _before(is_answer))
+
+
+def _read_utf8(path: Path) -> str:
+    contents = path.read_bytes()
+    try:
+        return contents.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = contents.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}:{line}: not UTF-8: {error.reason}") from None
+
+
+def _read_line(
+    line: str, tokenizer: Tokenizer, chat: ChatFormat, window: int, needs_answers: bool
+) -> Iterator[Example]:
+    try:
+        record = parse_json(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    kinds = [name for name in ("text", "prompt", "conversations", "messages") if name in record]
+    if len(kinds) != 1:
+        raise ValueError(f"needs one of text, prompt, conversations or messages, has {' and '.join(kinds) or 'none'}")
+    if kinds == ["text"]:
+        return _text_windows(_read_string(record, "text"), tokenizer, window)
+    turns = _read_pair(record) if kinds == ["prompt"] else _read_conversation(record[kinds[0]], kinds[0])
+    if needs_answers and not any(turn.is_answer for turn in turns):
+        raise ValueError("there is no answer to learn (with --regenerate, the target gives it)")
+    ids, is_answer = encode_turns(turns, chat, tokenizer)
+    windows = _windows_of(ids, _before(is_answer), window, turns)
+    return (example for example in windows if teaches(example) or not needs_answers)
+
+
+def _read_pair(record: dict[str, Any]) -> tuple[Turn, ...]:
+    prompt = Turn("prompt", _read_string(record, "prompt"))
+    return (prompt, Turn("response", _read_string(record, "response"))) if "response" in record else (prompt,)
+
+
+def _read_conversation(entries: Any, name: str) -> tuple[Turn, ...]:
+    if not (isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries)):
+        raise ValueError(f"{name} must be a list of objects, and not empty")
+    turns = []
+    for entry in entries:
+        role = entry.get("role", entry.get("from"))
+        if not (isinstance(role, str) and role in ROLES):
+            raise ValueError(f"{name}: role must be one of {', '.join(ROLES)}, got {shown(role)}")
+        turns.append(Turn(ROLES[role], _read_string(entry, "content" if "content" in entry else "value")))
+    if turns[0].role == "assistant":
+        raise ValueError(f"{name} begins with an answer")
+    return tuple(turns)
+
+
+def _read_string(record: dict[str, Any], name: str) -> str:
+    value = record.get(name)
+    if not (isinstance(value, str) and value.strip()):
+        raise ValueError(f"{name} must be a string that is not blank, got {shown(value)}")
+    return value
+
+
+def _text_windows(text: str, tokenizer: Tokenizer, window: int) -> Iterator[Example]:
+    ids = tokenizer.encode(text) + list(tokenizer.eos_token_ids[:1])
+    return filter(teaches, _windows_of(ids, torch.ones(len(ids), dtype=torch.bool), window))
+
+
+def _before(is_answer: list[bool]) -> Tensor:
+    """Whether the token after each is an answer's, [T] bool; there is none after the last."""
+    return torch.tensor([*is_answer[1:], False])
+
+
+def _windows_of(
+    ids: list[int], is_learnt: Tensor, window: int, turns: tuple[Turn, ...] | None = None
+) -> Iterator[Example]:
+    tokens = torch.tensor(ids, dtype=torch.int32)
+    for start in range(0, len(ids), window):
+        rest = turns and ()
+        yield Example(tokens[start : start + window], is_learnt[start : start + window], rest if start else turns)

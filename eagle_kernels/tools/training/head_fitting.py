@@ -1,0 +1,107 @@
+"""The training loop's view of a head: batches of examples, their loss, and what is told of progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...engine.models.decoder import Decoder
+from ...engine.models.eagle_head import EagleHead
+from .head_data import Batch, Example, collate
+from .head_recipe import HeadOptions
+from .recipe import Stage
+from .trainer import Pieces, Run
+from .unrolled import draft_vocabulary_of, lesson_loss, study, teachable, unroll
+
+
+class Piece(NamedTuple):
+    """A batch of a step, and how many rows of the whole step are learnt at each depth, [depths] fp32."""
+
+    batch: Batch
+    counts: Tensor
+
+
+class Accuracy:
+    """How often the head's first choice is the target's, by depth, among the learnt rows since it was last told."""
+
+    def __init__(self, depths: int, device: torch.device) -> None:
+        self._hits = torch.zeros(depths, device=device)
+        self._rows = torch.zeros(depths, device=device)
+        self.latest: list[float] = []
+
+    def watch(self, logits: Iterator[Tensor], head: EagleHead, choices: Tensor, is_learnt: Tensor) -> Iterator[Tensor]:
+        """Passes the logits of each depth on."""
+        for depth, depth_logits in enumerate(logits):
+            rows = is_learnt[:, 1 + depth :]
+            agrees = draft_vocabulary_of(head)[depth_logits.detach().argmax(-1)] == choices[:, 1 + depth :]
+            self._hits[depth] += (agrees & rows).sum()
+            self._rows[depth] += rows.sum()
+            yield depth_logits
+
+    def tell(self) -> str:
+        self.latest = [round(share, 4) for share in (self._hits / self._rows.clamp(min=1)).tolist()]
+        self._hits.zero_()
+        self._rows.zero_()
+        return "accuracy " + " ".join(f"{share:.3f}" for share in self.latest)
+
+
+def fit_head(
+    run: Run,
+    head: EagleHead,
+    target: Decoder,
+    train: list[Example],
+    options: HeadOptions,
+    steps: int,
+    after_step: Callable[[int], None] | None = None,
+) -> Accuracy:
+    """Trains the head; returns what it got right in the last stretch that was reported."""
+    accuracy = Accuracy(options.depths, run.device)
+    size = options.batch_size * options.accumulate
+    mean_length = sum(len(example.tokens) for example in train) / len(train)
+    stage = Stage("head", steps, size, options.learning_rate, options.weight_decay, options.clip_norm)
+    pieces_of = shuffled_pieces(train, options)
+    run.fit(
+        stage,
+        head,
+        pieces_of,
+        lambda piece: piece_loss(head, target, piece, accuracy),
+        size * mean_length,
+        tell=accuracy.tell,
+        after_step=after_step,
+    )
+    return accuracy
+
+
+def piece_loss(head: EagleHead, target: Decoder, piece: Piece, accuracy: Accuracy) -> Tensor:
+    """The part of the step's loss that comes from this piece."""
+    tokens, is_learnt, counts = (tensor.to(target.device) for tensor in (*piece.batch, piece.counts))
+    lesson = study(target, head, tokens)
+    logits = unroll(head, tokens, lesson.features, depths=len(counts))
+    watched = accuracy.watch(logits, head, lesson.choices, is_learnt)
+    return lesson_loss(lesson, teachable(head, lesson) & is_learnt, watched, counts)
+
+
+def shuffled_pieces(train: list[Example], options: HeadOptions) -> Pieces:
+    """The examples in an order of their own in every epoch, batch_size * accumulate a step, one batch a piece."""
+    size = options.batch_size * options.accumulate
+
+    @lru_cache(maxsize=2)
+    def order_of(epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(options.seed * 1_000_003 + epoch)
+        return torch.randperm(len(train), generator=generator).tolist()
+
+    def pieces_of(step: int) -> list[Piece]:
+        places = [divmod(place, len(train)) for place in range(step * size, (step + 1) * size)]
+        chosen = [train[order_of(epoch)[index]] for epoch, index in places]
+        starts = range(0, size, options.batch_size)
+        batches = [collate(chosen[start : start + options.batch_size], options.depths + 2) for start in starts]
+        counts = [
+            sum(int(batch.is_learnt[:, 1 + depth :].sum()) for batch in batches) for depth in range(options.depths)
+        ]
+        return [Piece(batch, torch.tensor(counts, dtype=torch.float32).clamp(min=1)) for batch in batches]
+
+    return pieces_of

@@ -1,0 +1,164 @@
+"""What `train-head` can be told, and the config.json of the head that it trains."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ...engine.config.values import is_integer
+from ...engine.models.checkpoint import read_config
+from ...engine.models.decoder import Decoder
+from ...engine.models.head_formats import LAYER_IDS
+from ...engine.models.loading import read_eos_token_ids
+
+MOST_WINDOW, MOST_DRAFT_VOCAB = 2048, 32000  # of what is chosen where nothing is said
+
+
+def _option(default: Any, text: str, *, kind: type = int, low: float | None = 1, decides: bool = True) -> Any:
+    """A field; `low` is the least value, and `decides` whether it changes the trained weights."""
+    return field(default=default, metadata={"help": text, "kind": kind, "low": low, "decides": decides})
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """The options of `train-head`, by the names that they have on the command line; None: chosen from what is there."""
+
+    steps: int | None = _option(None, "optimizer steps (default: as many as --epochs take)")
+    epochs: int = _option(2, "passes over the data")
+    batch_size: int = _option(2, "windows computed together")
+    accumulate: int = _option(4, "batches a step: the step sees batch-size * accumulate windows")
+    learning_rate: float = _option(1e-4, "after a linear warm-up; falls to 0 along a cosine", kind=float, low=0)
+    weight_decay: float = _option(0.0, "of matrices", kind=float, low=0)
+    clip_norm: float = _option(0.5, "of the gradient", kind=float, low=0)
+    window: int | None = _option(
+        None, f"most tokens of an example (default: {MOST_WINDOW}, or the target's limit)", low=4
+    )
+    depths: int = _option(5, "unrolled draft steps of the training-time test")
+    draft_vocab_size: int | None = _option(
+        None, f"most frequent tokens that the head can draft (default: {MOST_DRAFT_VOCAB}, or all)", low=9
+    )
+    intermediate_size: int | None = _option(None, "of the head's MLP (default: the target's)")
+    aux_layers: tuple[int, ...] | None = _option(
+        None, "hidden_states indices that the head reads, as 2,16,29 (default: 2, n/2, n-3)", kind=tuple, low=None
+    )
+    regenerate: bool = _option(False, "learn from the target's answers to the prompts of the data", kind=bool, low=None)
+    answer_tokens: int | None = _option(None, "most tokens of a regenerated answer (default: half a window)")
+    answer_temperature: float = _option(0.0, "of regenerated answers; 0: greedy", kind=float, low=0)
+    held_out: float = _option(0.05, "share of the examples kept for validation", kind=float, low=0)
+    seed: int = _option(0, "of weights, order and answers", low=0)
+    validate_every: int | None = _option(None, "steps between validations (default: at the end only)", decides=False)
+    validation_prompts: int = _option(16, "held-out prompts that are decoded", decides=False)
+    validation_tokens: int = _option(64, "tokens decoded for each", decides=False)
+    save_every: int = _option(250, "steps between checkpoints", decides=False)
+    report_every: int = _option(50, "steps between lines of progress", decides=False)
+    time_budget: float | None = _option(
+        None, "stop with a checkpoint after so many seconds; the same command goes on", kind=float, low=0, decides=False
+    )
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, low, kind = getattr(self, item.name), item.metadata["low"], item.metadata["kind"]
+            if value is None and item.default is None:
+                continue
+            is_kind = isinstance(value, kind) and (kind is not int or is_integer(value))
+            is_kind = is_kind or (kind is float and is_integer(value))
+            self._require(is_kind, item.name, f"be of type {kind.__name__}")
+            # a NaN is not at least anything
+            self._require(low is None or value >= low, item.name, f"be at least {low}")
+        self._require(self.held_out < 1, "held_out", "be below 1")
+        for name in ("learning_rate", "clip_norm"):
+            self._require(0 < getattr(self, name) < float("inf"), name, "be above 0 and finite")
+
+    def _require(self, holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"train-head: --{name.replace('_', '-')} must {rule}, got {getattr(self, name)!r}")
+
+    def deciding(self) -> dict[str, Any]:
+        """What a checkpoint is only continued with."""
+        values = asdict(self)
+        chosen = {item.name: values[item.name] for item in fields(self) if item.metadata["decides"]}
+        return chosen | {"aux_layers": self.aux_layers and list(self.aux_layers)}
+
+
+def default_aux_layers(num_layers: int) -> tuple[tuple[int, ...], bool]:
+    """hidden_states indices of the streams to read, and whether they are the official (2, n // 2, n - 3).
+
+    These do not ascend in targets of fewer than 7 layers; there a low, a middle and a high one are taken.
+    """
+    official = (2, num_layers // 2, num_layers - 3)
+    if official[0] < official[1] < official[2]:
+        return official, True
+    low = 1 if num_layers > 2 else 0
+    high = num_layers - 1 if num_layers > 3 else num_layers
+    return tuple(sorted({low, (low + high) // 2, high})), False
+
+
+def head_config(
+    target_folder: Path, target: Decoder, options: HeadOptions, aux_layers: tuple[int, ...], draft_vocab_size: int
+) -> dict[str, Any]:
+    """config.json of a head in the format of SpecForge and SGLang; sizes and rotary embedding are the target's."""
+    config = target.config
+    theirs = read_config(target_folder)
+    rope_keys = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+    rope = {name: theirs[name] for name in rope_keys if theirs.get(name) is not None}
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "target_model_type": theirs.get("model_type") or "llama",
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.hidden_size,
+        "intermediate_size": options.intermediate_size or config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope.rope_theta,
+        **rope,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": theirs.get("bos_token_id"),
+        "eos_token_id": list(read_eos_token_ids(target_folder)) or None,
+        "torch_dtype": "bfloat16",
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "num_aux_hidden_states": len(aux_layers),
+        "eagle_config": {
+            # layers whose output is read, so one below the hidden_states indices
+            LAYER_IDS: [layer - 1 for layer in aux_layers],
+            "use_aux_hidden_state": True,
+        },
+    }
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """An argument for every field of `HeadOptions`, which checks the values."""
+    for item in fields(HeadOptions):
+        name, kind, text = "--" + item.name.replace("_", "-"), item.metadata["kind"], item.metadata["help"]
+        if kind is bool:
+            command.add_argument(name, action="store_true", help=text)
+            continue
+        default = "" if item.default is None else f" (default: {item.default})"
+        command.add_argument(
+            name, type=_layer_ids if kind is tuple else kind, default=item.default, help=text + default
+        )
+
+
+def _layer_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be layer ids with commas between them, got {text!r}") from None
+
+
+def read_options(arguments: argparse.Namespace) -> HeadOptions:
+    return HeadOptions(**{item.name: getattr(arguments, item.name) for item in fields(HeadOptions)})

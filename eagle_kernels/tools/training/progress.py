@@ -1,0 +1,42 @@
+"""Lines of progress for whoever sees no bar: at least one every few seconds, however long a step takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...engine.inference import EAGLEInference
+from ...engine.serve.output import GenerationOutput
+
+REPORT_SECONDS = 10.0
+
+
+class Pace:
+    """Says when the next line is due."""
+
+    def __init__(self) -> None:
+        self.told()
+
+    def told(self) -> None:
+        """A line was told."""
+        self._told_at = time.monotonic()
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self._told_at >= REPORT_SECONDS
+
+
+def decode(
+    engine: EAGLEInference,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    tell: Callable[[str], None] | None,
+    **options: Any,
+) -> GenerationOutput:
+    """As `EAGLEInference.generate`; tells from time to time how many tokens there are."""
+    pace, stream = Pace(), engine.stream(prompts, max_new_tokens, **options)
+    for count, _ in enumerate(stream, start=1):
+        if tell is not None and pace.is_due():
+            tell(f"{count} of {len(prompts) * max_new_tokens} tokens")
+            pace.told()
+    return stream.output()

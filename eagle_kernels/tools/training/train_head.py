@@ -1,0 +1,275 @@
+"""Training an EAGLE-3 head for any target: `python -m eagle_kernels train-head`.
+
+The output folder is the head, in the format of SpecForge and SGLang, and beside it
+    checkpoint/       where the same command goes on
+    answers.jsonl     what the target answered, with `regenerate`
+    training.json     what was trained on what, and how many drafts the engine accepts; until the end, what validations
+                      have told
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...engine.models.checkpoint import naming, read_config, read_json, write_json
+from ...engine.models.decoder import Decoder
+from ...engine.models.decoder_config import FAMILIES, read_model_type
+from ...engine.models.eagle_head import EagleConfig, EagleHead
+from ...engine.models.loading import load_draft, load_target, read_eos_token_ids, save_folder
+from ...engine.models.tokenizer import load_tokenizer
+from .acceptance import BATCH_SIZE, TREES, acceptance_rows
+from .answers import answer_prompts
+from .chat import chat_format_of
+from .head_data import Example, count_tokens, learn_answer, prompts_of, read_examples, split_held_out, teaches
+from .head_fitting import fit_head
+from .head_recipe import MOST_DRAFT_VOCAB, MOST_WINDOW, HeadOptions, default_aux_layers, head_config
+from .trainer import Run, device_name, initialise
+from .unrolled import draft_vocabulary_of, most_frequent, set_draft_vocabulary, start_from_output_of
+
+
+def train_head(
+    target_folder: Path,
+    data: Sequence[Path],
+    output: Path,
+    options: HeadOptions,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    check_weights: bool = True,
+) -> dict[str, Any]:
+    """Train, write and measure a head; returns what `training.json` holds.
+
+    check_weights   of the target, see `load_target`
+    dtype   of the target; on a GPU, and with bfloat16, the head is trained in mixed precision, its weights in fp32
+    Raises `TimeBudgetReached` when the options' time is up, with everything saved that is needed to go on.
+    """
+    began = time.monotonic()
+    if dtype == torch.float16:
+        raise ValueError("train-head: --dtype float16 would need its losses scaled; take bfloat16")
+    if (output / "config.json").is_file() and not (output / "checkpoint").is_dir():
+        raise ValueError(f"{output} holds another model; choose a folder of its own")
+    _check_family(target_folder)
+    with naming(output):
+        earlier = read_json(output / "training.json", is_optional=True)
+    # there from the beginning: it tells a folder of ours, also before anything was saved
+    (output / "checkpoint").mkdir(parents=True, exist_ok=True)
+    _tell(f"loads {target_folder} as {dtype} on {device}")
+    target = load_target(target_folder, device, dtype, check_weights=check_weights)
+    options, aux_layers = _settle(options, target)
+    tokenizer = load_tokenizer(target_folder)
+    chat, chat_name = chat_format_of(target_folder)
+    _tell(f"reads {', '.join(map(str, data))}")
+    examples = read_examples(data, tokenizer, chat, options.window, needs_answers=not options.regenerate)
+    _check_tokens(examples, target.vocab_size)
+    train, held_out = split_held_out(examples, options.held_out)
+    _tell(f"{len(train)} examples to learn from, {len(held_out)} held out; conversations as {chat_name}")
+    facts = {"target": _digest_of_weights(target), "data": _digest_of(examples), "dtype": str(dtype)}
+    deadline = began + (math.inf if options.time_budget is None else options.time_budget)
+
+    if options.regenerate:
+        room = options.window - options.answer_tokens
+        prompts = [prompt for example in train for prompt in prompts_of(example, tokenizer, chat, room)]
+        train = _regenerate(target_folder, target, prompts, output, options, aux_layers, facts, deadline)
+    if not train:
+        raise ValueError("train-head: nothing is left to learn from")
+
+    head, config = _new_head(target_folder, target, train, options, aux_layers)
+    steps = options.steps or math.ceil(options.epochs * len(train) / (options.batch_size * options.accumulate))
+    facts |= {**options.deciding(), "steps": steps}
+    prompts = [prompt for example in held_out for prompt in prompts_of(example, tokenizer, chat, options.window)[:1]]
+    if not prompts:
+        raise ValueError("train-head: no held-out example has a prompt; hold out more (--held-out)")
+    if any(earlier.get(name) != value for name, value in facts.items()):
+        earlier = {}  # of another run
+    # what a run told that was cut, or has ended and is given again, is in its record alone
+    by = {name: getattr(options, name) for name in ("validation_prompts", "validation_tokens")}
+    is_alike = all(earlier.get(name) == value for name, value in by.items())
+    validations = {int(step): rows for step, rows in earlier.get("validations", {}).items() if is_alike}
+
+    def validate(step: int) -> None:
+        _tell(f"step {step}: measures the head on {min(len(prompts), options.validation_prompts)} held-out prompts")
+        save_folder(head, config, output)
+        validations[step] = _measure(output, target, prompts, options)
+        told = ", ".join(f"{row['tree']} {row['mean_accept_length']:.2f}" for row in validations[step])
+        _tell(f"step {step}: tokens a step on held-out prompts: {told}")
+
+    def after_step(step: int) -> None:
+        lost = [known for known in validations if known > step]  # of weights behind the checkpoint
+        for known in lost:
+            del validations[known]
+        is_due = options.validate_every and step % options.validate_every == 0 and step < steps
+        is_due = is_due and step not in validations
+        if is_due:
+            validate(step)
+        if is_due or lost:
+            write_json(output / "training.json", {**facts, **by, "validations": validations})
+
+    run = Run(
+        device,
+        json.dumps(facts, sort_keys=True),
+        output / "checkpoint",
+        deadline=deadline,
+        is_mixed=True if dtype == torch.bfloat16 else None,
+        save_every=options.save_every,
+        report_every=options.report_every,
+        report_to=sys.stderr,
+    )
+    accuracy = fit_head(run, head, target, train, options, steps, after_step)
+    validate(steps)
+    record = {
+        "output": str(output),
+        **facts,
+        "device": device_name(device),
+        "torch_version": torch.__version__,
+        "training_examples": len(train),
+        "training_tokens": sum(len(example.tokens) for example in train),
+        "held_out_examples": len(held_out),
+        "vocabulary_coverage": _coverage(head, train),
+        "final_loss": run.final_losses["head"],
+        "training_seconds": run.training_seconds["head"],
+        "accuracy_by_depth": accuracy.latest or earlier.get("accuracy_by_depth", []),
+        "acceptance": validations[steps],
+        **by,
+        "validations": validations,
+    }
+    write_json(output / "training.json", record)
+    return record
+
+
+def rows_of(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """(name, value) lines for people."""
+    accuracy = ", ".join(f"{share:.1%}" for share in record["accuracy_by_depth"])
+    rows = [("head", record["output"]), ("final loss", f"{record['final_loss']:.4f}")]
+    rows += [("accuracy by depth", accuracy)] if accuracy else []  # a run whose record was lost has none
+    return rows + [(row["tree"], f"{row['mean_accept_length']:.2f} tokens a step") for row in record["acceptance"]]
+
+
+def _check_family(target_folder: Path) -> None:
+    """The head takes sizes and rotary embedding from a decoder of ours."""
+    with naming(target_folder):
+        model_type = read_model_type(read_config(target_folder))
+    if model_type not in FAMILIES:
+        raise ValueError(f"train-head: --target must be one of {', '.join(FAMILIES)}; got {model_type=}")
+
+
+def _settle(options: HeadOptions, target: Decoder) -> tuple[HeadOptions, tuple[int, ...]]:
+    """The options with the target's limits in place of None, and the auxiliary layers."""
+    window = options.window or min(MOST_WINDOW, target.max_length)
+    if window > target.max_length:
+        raise ValueError(f"train-head: --window {window} exceeds the {target.max_length} positions of the target")
+    answer_tokens = options.answer_tokens or window // 2
+    if answer_tokens >= window:
+        raise ValueError(f"train-head: --answer-tokens must be below --window {window}, got {answer_tokens}")
+    if options.validation_tokens >= target.max_length:
+        raise ValueError(
+            f"train-head: --validation-tokens must be below the {target.max_length} positions of the target, got "
+            f"{options.validation_tokens}"
+        )
+    vocabulary = options.draft_vocab_size or min(MOST_DRAFT_VOCAB, target.vocab_size)
+    if vocabulary > target.vocab_size:
+        raise ValueError(
+            f"train-head: --draft-vocab-size must be at most the {target.vocab_size} tokens of the target, got "
+            f"{vocabulary}"
+        )
+    aux_layers, is_official = default_aux_layers(target.kv_shape.num_layers)
+    if options.aux_layers is not None:
+        aux_layers = options.aux_layers
+    elif not is_official:
+        _tell(f"the usual auxiliary layers do not ascend in {target.kv_shape.num_layers} layers: reads {aux_layers}")
+    return replace(options, window=window, answer_tokens=answer_tokens, draft_vocab_size=vocabulary), aux_layers
+
+
+def _regenerate(
+    target_folder: Path,
+    target: Decoder,
+    prompts: list[list[int]],
+    output: Path,
+    options: HeadOptions,
+    aux_layers: tuple[int, ...],
+    facts: dict[str, Any],
+    deadline: float,
+) -> list[Example]:
+    """The target's answers to the prompts that leave room for one."""
+    most = options.window - options.answer_tokens
+    fitting = [prompt for prompt in prompts if len(prompt) <= most]
+    if len(fitting) < len(prompts):
+        _tell(
+            f"{len(prompts) - len(fitting)} prompts of more than {most} tokens are left out (--window, --answer-tokens)"
+        )
+    names = ("window", "answer_tokens", "answer_temperature", "held_out", "seed")
+    answers = answer_prompts(
+        target,
+        EagleConfig.from_dict(head_config(target_folder, target, options, aux_layers, target.vocab_size)),
+        fitting,
+        output / "answers.jsonl",
+        json.dumps({**facts, **{name: getattr(options, name) for name in names}}, sort_keys=True),
+        max_new_tokens=options.answer_tokens,
+        temperature=options.answer_temperature,
+        seed=options.seed,
+        batch_size=options.batch_size,
+        end_token_ids=read_eos_token_ids(target_folder),
+        deadline=deadline,
+    )
+    return list(filter(teaches, map(learn_answer, fitting, answers)))
+
+
+def _new_head(
+    target_folder: Path, target: Decoder, train: list[Example], options: HeadOptions, aux_layers: tuple[int, ...]
+) -> tuple[EagleHead, dict[str, Any]]:
+    """An untrained head over the most frequent learnt tokens, bound to the target, and its config.json."""
+    config = head_config(target_folder, target, options, aux_layers, options.draft_vocab_size)
+    head = EagleHead(EagleConfig.from_dict(config))
+    initialise(head, num_layers=1, seed=options.seed)
+    if head.d2t is not None:
+        set_draft_vocabulary(head, most_frequent(count_tokens(train, target.vocab_size), head.draft_vocab_size))
+    head.to(target.device).bind(target)
+    start_from_output_of(target, head)
+    return head, config
+
+
+def _measure(folder: Path, target: Decoder, prompts: list[list[int]], options: HeadOptions) -> list[dict[str, Any]]:
+    """Acceptance of the head as it was written, a tree and a chain, greedy."""
+    new_tokens = options.validation_tokens
+    prompts = [prompt[: target.max_length - new_tokens] for prompt in prompts[: options.validation_prompts]]
+    draft = load_draft(folder, target)
+    longest = max(map(len, prompts)) + new_tokens
+    trees = [replace(tree, max_length=longest, max_batch=BATCH_SIZE) for tree in TREES]
+    return acceptance_rows(draft, target, prompts, trees, (0.0,), new_tokens, _tell)
+
+
+def _coverage(head: EagleHead, train: list[Example]) -> float:
+    """Share of the learnt tokens that the head can draft."""
+    frequency = count_tokens(train, head.vocab_size)
+    return int(frequency[draft_vocabulary_of(head).cpu()].sum()) / max(1, int(frequency.sum()))
+
+
+def _check_tokens(examples: list[Example], vocab_size: int) -> None:
+    largest = max(int(example.tokens.max()) for example in examples)
+    if largest >= vocab_size:
+        raise ValueError(f"the target's tokenizer gives the id {largest}, its model has {vocab_size} tokens")
+
+
+def _digest_of(examples: list[Example]) -> str:
+    return hashlib.sha256("".join(example.digest for example in examples).encode()).hexdigest()[:16]
+
+
+def _digest_of_weights(target: Decoder) -> str:
+    """Of the beginning of every tensor: another checkpoint of the same shape is another target."""
+    digest = hashlib.sha256()
+    for name, parameter in target.named_parameters():
+        digest.update(name.encode() + parameter.flatten()[:64].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

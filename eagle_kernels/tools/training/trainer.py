@@ -1,0 +1,265 @@
+"""One training loop for every model: schedule, checkpoints, a time budget, progress."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from ...engine.models.checkpoint import load_pickled, naming
+from ...engine.models.protocol import ModelError
+from .corpus import windows
+from .progress import Pace
+from .recipe import Stage
+
+Pieces = Callable[[int], Sequence[Any]]  # of a step: its batch, in the pieces that are computed one after another
+LossFunction = Callable[[Any], Tensor]  # of a piece; the losses of a step's pieces add up to the step's
+
+ADAM_BETAS = (0.9, 0.95)
+LOSS_SMOOTHING = 0.02
+REPORT_EVERY = 50
+SAVE_EVERY = 250
+
+EXIT_UNFINISHED = 75  # stopped at the time budget; EX_TEMPFAIL of sysexits.h, "try again"
+
+
+def mixed_precision(device: torch.device, is_mixed: bool | None = None) -> torch.autocast:
+    """bf16 matrix products where `is_mixed`, by default on GPUs, else plain fp32."""
+    enabled = device.type == "cuda" if is_mixed is None else is_mixed
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+def device_name(device: torch.device) -> str:
+    """What a record of a run says about where it ran."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+
+
+class TimeBudgetReached(Exception):
+    """The run stopped in order, with a checkpoint, because its time was up."""
+
+
+@dataclass
+class Run:
+    """What the stages share: where they compute, and how they stop, resume and report.
+
+    fingerprint   a JSON object of everything that decides the result: a checkpoint is continued under its own only
+    deadline      in time.monotonic() seconds
+    is_mixed      of `mixed_precision`
+    save_every, report_every   steps
+    report_to     where lines of progress go; None: stdout
+    """
+
+    device: torch.device
+    fingerprint: str
+    checkpoint_folder: Path | None
+    deadline: float = math.inf
+    is_mixed: bool | None = None
+    save_every: int = SAVE_EVERY
+    report_every: int = REPORT_EVERY
+    report_to: TextIO | None = None
+    final_losses: dict[str, float] = field(default_factory=dict)
+    training_seconds: dict[str, float] = field(default_factory=dict)
+
+    def fit(
+        self,
+        stage: Stage,
+        module: nn.Module,
+        pieces_of: Pieces,
+        loss_of: LossFunction,
+        tokens_per_step: float,
+        *,
+        tell: Callable[[], str] | None = None,
+        after_step: Callable[[int], None] | None = None,
+    ) -> None:
+        """Train the module's parameters that require a gradient, from the last checkpoint if there is one.
+
+        pieces_of     depends on the step alone, so that a step sees the same batch however often the run was resumed
+        tell          what a line of progress says beside the loss
+        after_step    called with the number of finished steps, after the checkpoint if one was due; of a run that goes
+                      on first with those of its checkpoint, behind which it may have been cut
+        """
+        optimizer = make_optimizer(module, stage)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        step, smoothed, seconds = self._restore(stage, module, optimizer)
+        progress = Progress(stage, step, tokens_per_step, self.report_every, self.report_to, tell)
+        began = time.monotonic() - seconds
+        if after_step is not None and step > 0:
+            after_step(step)
+        while step < stage.steps:
+            for group in optimizer.param_groups:
+                group["lr"] = stage.learning_rate_at(step)
+            optimizer.zero_grad(set_to_none=True)
+            loss = None
+            for piece in pieces_of(step):
+                with mixed_precision(self.device, self.is_mixed):
+                    part = loss_of(piece)
+                part.backward()
+                loss = part.detach() if loss is None else loss + part.detach()
+            nn.utils.clip_grad_norm_(parameters, stage.clip_norm)
+            optimizer.step()
+            step += 1
+            smoothed = loss if smoothed is None else smoothed.lerp(loss, LOSS_SMOOTHING)
+            progress.update(step, smoothed)
+            out_of_time = time.monotonic() >= self.deadline
+            if step == stage.steps or step % self.save_every == 0 or out_of_time:
+                seconds = time.monotonic() - began
+                self._save(stage, module, optimizer, step, smoothed, seconds)
+            if out_of_time and step < stage.steps:
+                raise TimeBudgetReached(f"{stage.name}: {step} of {stage.steps} steps")
+            if after_step is not None:
+                after_step(step)
+        self.final_losses[stage.name] = float(smoothed)
+        self.training_seconds[stage.name] = seconds
+
+    def _checkpoint_path(self, stage: Stage) -> Path | None:
+        return self.checkpoint_folder and self.checkpoint_folder / f"{stage.name}.pt"
+
+    def _restore(
+        self, stage: Stage, module: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[int, Tensor | None, float]:
+        """(finished steps, smoothed loss, seconds spent) of the stage's checkpoint, or those of a fresh start."""
+        path = self._checkpoint_path(stage)
+        if path is None or not path.is_file():
+            return 0, None, 0.0
+        with naming(path.parent):
+            checkpoint = load_pickled(path, map_location=self.device)
+            names = {"fingerprint", "step", "loss", "seconds", "module", "optimizer"}
+            if not (isinstance(checkpoint, dict) and checkpoint.keys() == names):
+                raise ModelError(f"{path.name} cannot be continued: it is no checkpoint of a run")
+        if checkpoint["fingerprint"] != self.fingerprint:
+            changed = tell_changes(checkpoint["fingerprint"], self.fingerprint)
+            raise ValueError(
+                f"{path} was made with other settings or another corpus ({changed}); start in another folder"
+            )
+        module.load_state_dict(checkpoint["module"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        return checkpoint["step"], checkpoint["loss"], checkpoint["seconds"]
+
+    def _save(
+        self,
+        stage: Stage,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        loss: Tensor,
+        seconds: float,
+    ) -> None:
+        path = self._checkpoint_path(stage)
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint = {
+            "fingerprint": self.fingerprint,
+            "step": step,
+            "loss": loss,
+            "seconds": seconds,
+            "module": module.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        }
+        # Renamed into place, so that being killed while writing leaves the previous checkpoint whole.
+        unfinished = path.with_suffix(".tmp")
+        torch.save(checkpoint, unfinished)
+        unfinished.replace(path)
+
+
+def random_windows(stream: Tensor, stage: Stage, window: int, seed: int) -> Pieces:
+    """Batches of windows [B, window] int64 at random offsets of the stream, one piece each, all drawn here."""
+    starts = torch.randint(
+        len(stream) - window + 1, (stage.steps, stage.batch_size), generator=torch.Generator().manual_seed(seed)
+    )
+    return lambda step: [windows(stream, starts[step], window)]
+
+
+def tell_changes(then: str, now: str) -> str:
+    """What differs between two fingerprints, by name, and what was then and is now where that is short."""
+    try:
+        old, new = dict(json.loads(then)), json.loads(now)
+    except (ValueError, TypeError, RecursionError):
+        return "by another program"
+    changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    return ", ".join(
+        name if isinstance(old.get(name), dict) else f"{name} {old.get(name)!r}, now {new.get(name)!r}"
+        for name in changed
+    )
+
+
+class Progress:
+    """A bar on a terminal where tqdm is installed, else a line every `report_every` steps, and every few seconds."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        done: int,
+        tokens_per_step: float,
+        report_every: int,
+        report_to: TextIO | None,
+        tell: Callable[[], str] | None,
+    ) -> None:
+        self._stage = stage
+        self._done = done
+        self._tokens_per_step = tokens_per_step
+        self._report_every = report_every
+        self._report_to = report_to
+        self._tell = tell
+        self._began = time.monotonic()
+        self._pace = Pace()
+        self._bar = None
+        if sys.stderr.isatty():
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return
+            self._bar = tqdm(total=stage.steps, initial=done, desc=stage.name, unit="step")
+
+    def update(self, step: int, loss: Tensor) -> None:
+        """Called after every step; reads the loss, which waits for the device, only when it is shown. `tell` is asked
+        at the same steps whatever the clock says: what it measured since the last time is recorded."""
+        last = step == self._stage.steps
+        shown = last or step % self._report_every == 0
+        more = self._tell() if shown and self._tell is not None else ""
+        if self._bar is not None:
+            self._bar.update()
+            if shown:
+                self._bar.set_postfix_str(f"loss {float(loss):.4f}  {more}".rstrip())
+            if last:
+                self._bar.close()
+        elif shown or self._pace.is_due():
+            self._pace.told()
+            loss_value = float(loss)
+            seconds_per_step = (time.monotonic() - self._began) / (step - self._done)
+            print(
+                f"{self._stage.name} {step}/{self._stage.steps}  loss {loss_value:.4f}  {more}{'  ' if more else ''}"
+                f"{self._tokens_per_step / seconds_per_step:,.0f} tok/s  "
+                f"{seconds_per_step * (self._stage.steps - step):.0f} s left",
+                file=self._report_to,
+                flush=True,
+            )
+
+
+def make_optimizer(module: nn.Module, stage: Stage) -> torch.optim.AdamW:
+    """AdamW; norm weights are not decayed."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": stage.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=stage.learning_rate, betas=ADAM_BETAS, fused=parameters[0].is_cuda)
+
+
+def initialise(module: nn.Module, num_layers: int, seed: int) -> None:
+    """Normal weights of deviation 0.02; projections that end in the residual stream shrink with the depth (GPT-2)."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        if parameter.ndim >= 2:
+            ends_in_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            deviation = 0.02 / math.sqrt(2 * num_layers) if ends_in_residual else 0.02
+            nn.init.normal_(parameter, std=deviation, generator=generator)

@@ -1,0 +1,1 @@
+"""Recording and drawing the trees that steps verify."""

@@ -1,0 +1,477 @@
+"""The command line on the embedded pair: what it prints, and one line on stderr for every bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+
+from eagle_kernels import EAGLEInference
+from eagle_kernels.engine.config.eagle_config import EAGLEConfig
+from eagle_kernels.engine.models.decoder import Decoder
+from eagle_kernels.engine.models.decoder_config import DecoderConfig
+from eagle_kernels.engine.models.loading import demo_pair, save_folder
+from eagle_kernels.engine.models.tokenizer import ByteDetokenizer, ByteTokenizer
+from eagle_kernels.runtime import language
+from eagle_kernels.runtime.library import backend
+from eagle_kernels.tools.cli import main as cli
+from eagle_kernels.tools.cli.main import main
+from op_tests.engine.toys import plain_logits
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = "def quicksort(items):\n"
+TARGET, DRAFT = demo_pair()
+FP32 = ("--dtype", "float32")  # in which texts with and without speculation are the same on every device
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def generate(*arguments: str | Path, prompt: str = PROMPT) -> int:
+    return main(["generate", prompt, *FP32, *map(str, arguments)])
+
+
+def split_report(output: str) -> tuple[str, dict[str, str]]:
+    """The text, and the rows of the table below it."""
+    text, _, table = output.rpartition("\n\n")
+    return text, read_rows(table)
+
+
+def read_rows(table: str) -> dict[str, str]:
+    return dict(line.split(": ", maxsplit=1) for line in table.splitlines())
+
+
+def test_generate_prints_prompt_text_and_table(capsys):
+    assert generate("--max-new-tokens", 24) == 0
+    captured = capsys.readouterr()
+    text, table = split_report(captured.out)
+    assert text.startswith(PROMPT) and len(text.rstrip("\n")) <= len(PROMPT) + 24
+    assert list(table) == [
+        "tokens",
+        "steps",
+        "mean acceptance length",
+        "accepted at depth 1, 2, ...",
+        "tokens/s",
+        "seed",
+    ]
+    assert table["tokens"] == "24 (length)"
+    assert table["steps"].endswith(" of 32 nodes, 5 levels")
+    assert 1 < float(table["mean acceptance length"].split()[0]) <= 6
+    assert captured.err == ""
+
+
+def test_compare_adds_plain_decoding(capsys):
+    assert generate("--max-new-tokens", 24, "--compare") == 0
+    _, table = split_report(capsys.readouterr().out)
+    assert list(table)[-3:] == ["plain tokens/s", "speedup", "identical"]
+    assert table["identical"] == "yes" and table["speedup"].endswith("x")
+
+
+@pytest.mark.parametrize(
+    ("policy", "mean", "per_depth"),
+    [
+        (["accept_all"], "6.00", "100%, 100%, 100%, 100%, 100%"),
+        (["reject_all"], "1.00", "0%, 0%, 0%, 0%, 0%"),
+        (["simulate", "--simulated-accept-length", 4], "4.00", "100%, 100%, 100%, 0%, 0%"),
+        (["simulate", "--simulated-accept-rates", "1,1,0,0,0"], "3.00", "100%, 100%, 0%, 0%, 0%"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_accept_policies(capsys, policy, mean, per_depth):
+    """Texts differ from plain decoding's, and are not held against it."""
+    assert generate("--max-new-tokens", 13, "--compare", "--topk", 1, "--accept-policy", *policy) == 0
+    table = split_report(capsys.readouterr().out)[1]
+    assert table["mean acceptance length"] == f"{mean} (bonus included)"
+    assert table["accepted at depth 1, 2, ..."] == per_depth
+    assert table["identical"] == f"not compared: with {policy[0]} texts differ by design"
+    assert table["speedup"].endswith("x")
+
+
+def test_strategies_that_draw_otherwise_are_not_compared(capsys):
+    fields = {"method": "eagle", "num_speculative_tokens": 2, "verify_strategy": "rejection"}
+    options = ("--max-new-tokens", 9, "--compare", "--speculative-config", json.dumps(fields))
+    for temperature, told in ((0, "yes"), (1, "not compared: with rejection texts differ by design")):
+        assert generate(*options, "--temperature", temperature) == 0
+        assert split_report(capsys.readouterr().out)[1]["identical"] == told
+
+
+@pytest.mark.parametrize(("temperature", "remark"), [(0, ""), (0.5, " before the noise")])
+def test_compare_says_where_and_by_what_gap_texts_part(capsys, monkeypatch, temperature, remark):
+    generated = EAGLEInference.generate
+    seen = []
+
+    def generate_another_token(engine, prompt, *arguments, **keywords):
+        output = generated(engine, prompt, *arguments, **keywords)
+        if not keywords.get("speculative", True):
+            seen.append((engine, prompt, list(output.output_ids)))
+            output.output_ids[5] = 90
+        return output
+
+    monkeypatch.setattr(EAGLEInference, "generate", generate_another_token)
+    arguments = ("--max-new-tokens", 12, "--compare", "--temperature", temperature, "--seed", 1)
+    assert generate(*arguments) == 0
+    row = split_report(capsys.readouterr().out)[1]["identical"]
+    assert generate(*arguments, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    engine, prompt, tokens = seen[-1]
+    logits = plain_logits(engine, prompt + tokens[:5])[-1]
+    gap = float(logits[90] - logits[tokens[5]])
+    assert report["identical"] is False and report["parts_at"] == 5
+    assert report["logit_gap"] == pytest.approx(abs(gap), abs=1e-3) and abs(gap) > 0.01
+    rest = bytes([90, *tokens[6:]]).decode()
+    shown_gap = f"{report['logit_gap']:.4f}{remark}"
+    assert row == f"no, from token 5 (logit gap {shown_gap}); plain goes on with {rest!r}"
+
+
+def test_json_is_one_object_and_nothing_else(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert generate("--max-new-tokens", 24, "--compare", "--json") == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert captured.err == ""
+    assert report["prompt"] == PROMPT
+    assert bytes(report["token_ids"]).decode() == report["text"] and len(report["token_ids"]) == 24
+    assert report["generated_tokens"] == 24 and report["finish_reasons"] == ["length"]
+    assert report["mean_accept_length"] == 1 + report["accepted"] / report["steps"]
+    assert report["identical"] is True and report["parts_at"] is None and report["logit_gap"] is None
+    assert report["speedup"] > 0 and report["plain_tokens_per_second"] > 0
+
+
+def test_json_has_the_text_that_is_printed(capsys, monkeypatch):
+    """Some tokenizers strip a space where a text begins; what stands behind a prompt begins none."""
+
+    class Detokenizer(ByteDetokenizer):
+        def __init__(self, context):
+            super().__init__()
+            self.space = "" if not context else " "
+
+        def push(self, token_ids):
+            space, self.space = self.space, ""
+            return space + super().push(token_ids)
+
+    monkeypatch.setattr(ByteTokenizer, "detokenizer", lambda self, context=(): Detokenizer(context))
+    assert generate("--max-new-tokens", 8) == 0
+    printed = split_report(capsys.readouterr().out)[0]
+    assert generate("--max-new-tokens", 8, "--json") == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert printed == PROMPT + text and text.startswith(" ")
+
+
+def test_a_seed_repeats_the_text(capsys):
+    texts = []
+    for seed in (7, 7, 8):
+        assert generate("--max-new-tokens", 40, "--temperature", 0.8, "--seed", seed) == 0
+        text, table = split_report(capsys.readouterr().out)
+        assert table["seed"] == str(seed)
+        texts.append(text)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_seed_that_was_not_given_is_printed(capsys):
+    assert generate("--max-new-tokens", 20, "--temperature", 1) == 0
+    text, table = split_report(capsys.readouterr().out)
+    assert generate("--max-new-tokens", 20, "--temperature", 1, "--seed", table["seed"]) == 0
+    assert split_report(capsys.readouterr().out)[0] == text
+
+
+def test_drafts_are_green_on_a_terminal_only(capsys, monkeypatch):
+    assert generate("--max-new-tokens", 24) == 0
+    plain = capsys.readouterr().out
+    assert "\033" not in plain
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert generate("--max-new-tokens", 24) == 0
+    colored = capsys.readouterr().out
+    assert colored.count("\033[32m") == colored.count("\033[0m") > 0
+    assert split_report(re.sub(r"\033\[\d+m", "", colored))[0] == split_report(plain)[0]
+
+
+def test_folders_can_be_named(capsys):
+    assert generate("--max-new-tokens", 12) == 0
+    text = split_report(capsys.readouterr().out)[0]
+    for _ in range(2):  # what listens to the loader leaves it as it was
+        assert generate("--max-new-tokens", 12, "--target", TARGET, "--draft", DRAFT) == 0
+        captured = capsys.readouterr()
+        assert split_report(captured.out)[0] == text
+        assert captured.err == (
+            f"{DRAFT}: SpecForge/SGLang format, EAGLE-3, aux layers [0, 2, 4] (layer outputs) = "
+            "hidden_states [1, 3, 5]\n"
+        )
+
+
+def test_limits_of_the_engine_can_be_given(tmp_path, capsys, monkeypatch):
+    seen, prompts = [], tmp_path / "prompts.txt"
+    prompts.write_text("def f(")
+
+    def load(*arguments, **keywords):
+        seen.append(arguments[2])
+        raise ValueError("seen")
+
+    monkeypatch.setattr(EAGLEInference, "from_pretrained", load)
+    options = ("--adaptive", "--max-batch", 3, "--page-size", 64, "--eager")
+    assert generate() == generate(*options) == main(["benchmark", str(prompts), *map(str, options)]) == 1
+    names = ("adaptive", "max_batch", "page_size", "cuda_graph")
+    default, *given = [tuple(getattr(config, name) for name in names) for config in seen]
+    assert default == tuple(getattr(EAGLEConfig(), name) for name in names)
+    assert given == [("auto", 3, 64, False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["generate", "a", "--simulated-accept-rates", "1,x"],
+            "--simulated-accept-rates: must be numbers with commas between them, got '1,x'",
+        ),
+        (
+            ["train-head", "--target", "a", "--data", "b", "--output", "c", "--aux-layers", "1,x"],
+            "--aux-layers: must be layer ids with commas between them, got '1,x'",
+        ),
+    ],
+    ids=["rates", "layers"],
+)
+def test_lists_are_named_by_their_rule(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_env_prints_versions_and_backend(capsys):
+    assert main(["env"]) == 0
+    rows = read_rows(capsys.readouterr().out)
+    assert rows["eagle_kernels"] == str(ROOT / "eagle_kernels")
+    assert (rows["python"], rows["torch"]) == (platform.python_version(), torch.__version__)
+    assert "triton" in rows and rows["backend on cpu"] == backend(torch.device("cpu"))
+    assert "cuda:0" in rows or rows["gpu"] == "none that torch can use"
+
+
+def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
+    """The one line with which a command is refused."""
+    assert generate(*arguments, prompt=prompt) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and captured.err.endswith("\n")
+    return captured.err.removeprefix("error: ").rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", TARGET], "--target and --draft belong together"),
+        (["--draft", DRAFT], "--target and --draft belong together"),
+        (
+            ["--speculative-config", '{"method": "draft_model"}'],
+            "--draft must be given for method='draft_model': the embedded pair's is an EAGLE head",
+        ),
+        (
+            ["--speculative-config", '{"method": "mtp"}'],
+            "--draft must be given for method='mtp': the embedded pair's is an EAGLE head",
+        ),
+        (["--target", "/no/target", "--draft", DRAFT], "/no/target: there is no such folder"),
+        (["--target", TARGET, "--draft", "/no/draft"], "/no/draft: there is no such folder"),
+        (["--target", TARGET / "config.json", "--draft", DRAFT], "config.json: there is no such folder"),
+        (
+            ["--target", DRAFT, "--draft", TARGET],
+            f"{DRAFT}: holds fc.weight and no model.embed_tokens.weight: an EAGLE head",
+        ),
+        (["--device", "nonsense"], "--device must be auto, cpu, cuda or cuda:N, got 'nonsense'"),
+        (["--device", "meta"], "--device must be auto, cpu, cuda or cuda:N, got 'meta'"),
+        (["--device", "mps"], "--device must be auto, cpu, cuda or cuda:N, got 'mps'"),
+        (["--device", "cuda:99"], "--device cuda:99: this machine has"),
+        (["--topk", 0], "topk must lie in 1..16, got 0"),
+        (["--num-steps", 0], "num_steps must be at least 1, got 0"),
+        (["--num-steps", 65], "num_steps must lie in 1..64 for topk=8, got 65"),
+        (["--num-draft-tokens", 1000], "num_draft_tokens must lie in 2..min(256,"),
+        (["--topk", 1, "--num-draft-tokens", 7], "= 6 for topk=1, num_steps=5 (the root counts), got 7"),
+        (["--max-new-tokens", 0], "max_new_tokens must be at least 1, got 0"),
+        (["--max-new-tokens", 1024], "exceed the 1024 tokens"),
+        (["--temperature", -1], "temperature must be at least 0, got -1.0"),
+        (["--temperature", "nan"], "temperature must be a finite number, got nan"),
+        (["--top-p", 0], "top_p must lie in (0, 1]"),
+        (["--accept-policy", "simulate"], "accept_policy must come with either simulated_accept_length or"),
+        (
+            ["--accept-policy", "reject_all", "--simulated-accept-length", 3],
+            "simulated_accept_length must come with accept_policy='simulate', got 3.0",
+        ),
+        (["--seed", 2**63], f"seeds must fit in 64 bits, got {2**63}"),
+        (
+            ["--speculative-config", '{"method": "eagle", "model": 3}'],
+            "speculative_config: model must be the folder of a draft, got 3",
+        ),
+        (["--speculative-config", "{}"], "speculative_config: method must be given, got None"),
+        (
+            ["--speculative-config", '{"method": "eagle", "accept_policy": "normal"}', "--accept-policy", "accept_all"],
+            "--accept-policy and what --speculative-config says of it are the same; give one of them",
+        ),
+    ],
+    ids=lambda value: " ".join(Path(str(part)).name for part in value) if isinstance(value, list) else "",
+)
+def test_bad_arguments_are_named(capsys, arguments, message):
+    assert message in complaint(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [(None, "the triton backend cannot run on cpu tensors"), ("triton 9", "the triton backend needs triton 9")],
+)
+def test_a_backend_that_cannot_run_is_named(capsys, monkeypatch, missing, message):
+    monkeypatch.setenv("EAGLE_KERNELS_BACKEND", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(language, "_IS_INTERPRETING", False)
+    monkeypatch.setattr(language, "MISSING", missing)
+    assert message in complaint(capsys, "--device", "cpu")
+
+
+def test_running_out_of_memory_is_one_line(capsys, monkeypatch):
+    def run_out(*arguments, **keywords):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB.\nAnd a second line.")
+
+    monkeypatch.setattr(EAGLEInference, "stream", run_out)
+    assert complaint(capsys) == "CUDA out of memory. Tried to allocate 2 TiB."
+
+
+def test_bad_prompts_are_named(capsys):
+    assert complaint(capsys, prompt="") == "the prompt is empty; it must hold at least one token"
+    assert "prompt 0 of 1020 tokens + max_new_tokens=128 exceed the 1024" in complaint(capsys, prompt="x" * 1020)
+
+
+def test_limits_are_checked_before_the_warm_up(capsys, monkeypatch):
+    """On a GPU a short generation compiles the kernels first; it must not complain in the place of the real one."""
+
+    def short_generation(engine, prompt, arguments):
+        engine.generate(prompt, 1)
+
+    monkeypatch.setattr(cli, "_warm_up", short_generation)
+    assert "max_new_tokens=128 exceed" in complaint(capsys, prompt="x" * 1024)
+
+
+@pytest.mark.parametrize("which", ["target", "draft"])
+@pytest.mark.parametrize(
+    ("file_name", "contents", "message"),
+    [
+        ("config.json", "{", "config.json is not JSON"),
+        ("config.json", "\xff", "config.json is not JSON"),
+        ("config.json", "[]", "config.json holds no JSON object"),
+        ("config.json", "{}", "config.json: vocab_size is missing"),
+        ("model.safetensors", "no tensors", "model.safetensors cannot be read"),
+    ],
+)
+def test_broken_folders_are_named(capsys, tmp_path, which, file_name, contents, message):
+    broken = tmp_path / "broken"
+    shutil.copytree(TARGET if which == "target" else DRAFT, broken)
+    (broken / file_name).write_text(contents, encoding="latin-1")
+    pair = {"target": TARGET, "draft": DRAFT} | {which: broken}
+    told = complaint(capsys, "--target", pair["target"], "--draft", pair["draft"])
+    assert told.startswith(f"{broken}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("which", "changes", "message"),
+    [
+        ("target", {"rms_norm_eps": "x"}, "config.json: rms_norm_eps must be a number, got 'x'"),
+        ("target", {"rope_theta": "abc"}, "config.json: rope_theta must be a number, got 'abc'"),
+        ("target", {"rope_scaling": "linear"}, "config.json: rope_scaling must be an object, got 'linear'"),
+        ("target", {"tie_word_embeddings": "no"}, "config.json: tie_word_embeddings must be true or false, got 'no'"),
+        ("target", {"num_hidden_layers": True}, "config.json: num_hidden_layers must be a positive integer, got True"),
+        ("target", {"eos_token_id": "end"}, "eos_token_id must be a token id or a list of them, got 'end'"),
+        ("draft", {"eagle_config": [1]}, "config.json: eagle_config must be an object, got [1]"),
+        ("draft", {"eagle_config": {LAYER_IDS: 5}}, f"config.json: {LAYER_IDS} must be a list of integers, got 5"),
+        ("draft", {"eagle_config": {LAYER_IDS: ["a"]}}, f"config.json: {LAYER_IDS} must be a list of integers, got"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_configs_are_named(capsys, tmp_path, which, changes, message):
+    broken = tmp_path / "broken"
+    shutil.copytree(TARGET if which == "target" else DRAFT, broken)
+    config = json.loads((broken / "config.json").read_text()) | changes
+    (broken / "config.json").write_text(json.dumps(config))
+    pair = {"target": TARGET, "draft": DRAFT} | {which: broken}
+    told = complaint(capsys, "--target", pair["target"], "--draft", pair["draft"])
+    assert told.startswith(f"{broken}: {message}")
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": 3}, {"weight_map": {"model.norm.weight": 1}}])
+def test_a_bad_index_is_named(capsys, tmp_path, index):
+    shutil.copytree(TARGET, tmp_path / "broken", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "broken" / "model.safetensors.index.json").write_text(json.dumps(index))
+    told = complaint(capsys, "--target", tmp_path / "broken", "--draft", DRAFT)
+    assert told.startswith(f"{tmp_path / 'broken'}: model.safetensors.index.json: weight_map must be an object")
+
+
+@pytest.mark.parametrize(("changes", "message"), [({"hidden_size": 128}, "128"), ({"vocab_size": 300}, "300")])
+def test_a_draft_of_another_target_is_refused(capsys, tmp_path, changes, message):
+    config = json.loads((TARGET / "config.json").read_text()) | changes
+    save_folder(Decoder(DecoderConfig.from_dict(config)), config, tmp_path)
+    assert message in complaint(capsys, "--target", tmp_path, "--draft", DRAFT)
+
+
+def test_as_a_program_from_another_folder(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "eagle_kernels", "generate", "def f(", "--max-new-tokens", "8"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    text, table = split_report(result.stdout)
+    assert text.startswith("def f(") and table["tokens"].startswith("8 ")
+
+
+def test_a_benchmark_tells_what_ran(tmp_path, capsys):
+    """The method, by what drafts are kept, what was sampled from, and a max_batch that was raised."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("aaaa\nbbbb\n", encoding="utf-8")
+    fields = {"method": "ngram", "num_speculative_tokens": 3, "verify_strategy": "topp"}
+    options = ["--speculative-config", json.dumps(fields), "--temperature", "1", "--top-k", "9", "--top-p", "0.5"]
+    command = ["benchmark", str(file), "--max-new-tokens", "3", *options, "--max-batch", "1", "--batch-size", "2"]
+    assert main([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    names = ("method", "verify_strategy", "temperature", "top_k", "top_p", "batch_size", "max_batch")
+    assert [report[name] for name in names] == ["ngram", "topp", 1.0, 9, 0.5, 2, 2]
+
+
+def test_a_benchmark_of_one_token_has_no_speedup(tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("aaaa\n", encoding="utf-8")
+    command = ["benchmark", str(file), "--max-new-tokens", "1"]
+    assert main([*command, "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert "NaN" not in printed and json.loads(printed)["speedup"] is None
+    assert main(command) == 0
+    assert read_rows(capsys.readouterr().out)["speedup"] == "-"
+
+
+def test_benchmark(tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("import os\n\ndef f(x):\nclass A:\n", encoding="utf-8")
+    sizes = ["--max-new-tokens", "8", "--num-prompts", "2", "--topk", "2", "--num-steps", "3"]
+    command = ["benchmark", str(file), *sizes, *FP32]
+    assert main([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["prompts"] == 2 and report["identical"] == 1.0 and report["speculative"]["tokens"] == 16
+    assert (report["topk"], report["num_steps"], report["num_draft_tokens"]) == (2, 3, 11)
+    assert report["dtype"] == "float32" and report["device"] and report["versions"]["torch"] == torch.__version__
+    assert report["adaptive"] is None and report["batch_size"] == 1
+    assert (report["method"], report["verify_strategy"], report["max_batch"]) == ("eagle", "target_match", 32)
+    naive = ["--speculative-config", '{"method": "naive"}']
+    assert main(["benchmark", str(file), "--max-new-tokens", "8", *naive, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["topk"], report["num_steps"], report["num_draft_tokens"]) == (1, 0, 1)
+    assert main([*command, "--accept-policy", "reject_all"]) == 0
+    shown = capsys.readouterr().out
+    assert "mean acceptance length: 1.00" in shown and "identical" not in shown
+    assert "method: eagle, verified by target_match" in shown
+    assert main(["benchmark", str(tmp_path / "none.txt")]) == 1
+    assert "none.txt" in capsys.readouterr().err
+    for command in (["benchmark", str(file)], ["inspect", "--sweep", str(file)]):
+        for count in ("0", "-1"):
+            assert main([*command, "--num-prompts", count]) == 1
+            assert capsys.readouterr().err == f"error: --num-prompts must be at least 1, got {count}\n"

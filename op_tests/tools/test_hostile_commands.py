@@ -1,0 +1,283 @@
+"""Hostile environments of the command and of the machine: a clear line for each, and nothing is downgraded silently."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+
+from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels.engine.models import placement
+from eagle_kernels.engine.models.loading import demo_pair
+from eagle_kernels.engine.models.tokenizer import ByteTokenizer
+from eagle_kernels.tools.cli import main as cli
+from eagle_kernels.tools.cli.main import main
+from eagle_kernels.tools.training import chat, head_data, progress, trainer
+from eagle_kernels.tools.training.recipe import Stage
+from op_tests.engine.test_hostile_files import DEEP, refused
+from op_tests.engine.toys import random_llama
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def complaint(capsys, *command) -> str:
+    """The one line on stderr."""
+    assert main([str(part) for part in command]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    return captured.err.removeprefix("error: ").rstrip("\n")
+
+
+def test_prompts_that_are_no_text(capsys, tmp_path):
+    """A lone surrogate is what Python makes of an argument that is not UTF-8, and what JSON can hold."""
+    rule = r"encode: text must be UTF-8, its character 1 is '\udcff', half of a surrogate pair"
+    assert complaint(capsys, "generate", "a\udcff", "--device", "cpu") == rule
+    assert complaint(capsys, "show-tree", "a\udcff", "--device", "cpu") == rule
+    (tmp_path / "prompts.json").write_text('["fine", "a\\udcff"]')
+    assert complaint(capsys, "benchmark", tmp_path / "prompts.json", "--device", "cpu") == "prompt 1: " + rule
+    (tmp_path / "deep.json").write_text(DEEP)
+    told = complaint(capsys, "benchmark", tmp_path / "deep.json", "--device", "cpu")
+    assert told.startswith(f"{tmp_path / 'deep.json'}: ") and "nested too deeply" in told
+    with pytest.raises(SystemExit):
+        main(["generate", "a", "--speculative-config", DEEP])
+    assert "nested too deeply" in (told := capsys.readouterr().err) and len(told.splitlines()[-1]) < 300
+
+
+def test_a_line_of_training_data_that_is_nested(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "fine"}\n' + DEEP + "\n")
+    told = refused(
+        head_data.read_examples, [tmp_path / "data.jsonl"], ByteTokenizer(), chat.PlainFormat(), 9, needs_answers=True
+    )
+    assert told == f"{tmp_path / 'data.jsonl'}:2: not JSON: its values are nested too deeply"
+
+
+@contextlib.contextmanager
+def ascii_output(monkeypatch):
+    """What a terminal that knows ASCII alone gets, as PYTHONIOENCODING=ascii has it."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        yield stream
+        assert stream.errors == "strict", "left as it was"
+
+
+def test_a_terminal_that_knows_ascii_alone(monkeypatch, capsys):
+    small = ["--device", "cpu", "--max-new-tokens", "6"]
+    with ascii_output(monkeypatch) as stream:
+        assert main(["generate", "naïve 漢(", *small]) == 0
+    shown = stream.buffer.getvalue().decode("ascii")
+    assert shown.startswith("na\\xefve \\u6f22(") and "\ntokens: 6" in shown
+    with ascii_output(monkeypatch) as stream:
+        assert main(["show-tree", "naïve 漢(", *small]) == 0
+    shown = stream.buffer.getvalue().decode("ascii")
+    assert shown.startswith("step 1 behind 'na\\xefve \\u6f22(") and "\\u25" not in shown
+    numbers = [line for line in shown.splitlines() if re.search(r"\d\.\d\d$", line)]
+    assert all(re.match(r"([| ] )*[|`]-[*+o>] ", line) for line in numbers) and len(numbers) > 8
+    assert all(line[-5:-4] == " " and line[-3] == "." for line in numbers), "columns stay columns"
+    assert capsys.readouterr().err == ""
+
+
+COMMANDS = {
+    "generate": ["generate", "a"],
+    "show-tree": ["show-tree", "a"],
+    "benchmark": ["benchmark", str(ROOT / "README.md")],
+    "inspect": ["inspect"],
+    "train-head": ["train-head", "--target", "a", "--data", "b", "--output", "c"],
+    "env": ["env"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_interrupt_is_one_line(capsys, monkeypatch, name):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    for function in ("inspect_head", "train_head", "backend"):
+        monkeypatch.setattr(cli, function, interrupt)
+    monkeypatch.setattr(EAGLEInference, "from_pretrained", interrupt)
+    assert main(COMMANDS[name]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_interrupt_while_the_command_is_imported(capsys, monkeypatch):
+    class Module(SimpleNamespace):
+        @property
+        def main(self):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "eagle_kernels.tools.cli.main", Module())
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("eagle_kernels", run_name="__main__")
+    assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+def heed_interrupts() -> None:
+    """A shell starts what it runs in the background with Ctrl-C ignored, and programs inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_the_program_on_an_ascii_terminal_is_interrupted(tmp_path):
+    """The whole of it, in one process: its environment, its trees, Ctrl-C and what it leaves behind."""
+    environment = {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "eagle_kernels", "show-tree", "é", "--steps", "999", "--max-new-tokens", "999"]
+    with subprocess.Popen(
+        [*command, "--device", "cpu"], cwd=tmp_path, env=os.environ | environment, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, preexec_fn=heed_interrupts,
+    ) as process:  # fmt: skip
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    assert first.startswith(b"step 1 behind '\\xe9") and (first + rest).isascii()
+    assert process.returncode == 130 and errors == b"interrupted\n"
+
+
+# Where a model goes.
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets what torch and /dev say; returns the lines that were told."""
+
+    def be(*, gpus: int, build: str | None, files=("/dev/nvidia0",)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.version, "cuda", build)
+        monkeypatch.setattr(torch.version, "hip", None, raising=False)
+        monkeypatch.setattr(placement, "gpu_files", lambda: list(files))
+        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+            monkeypatch.delenv(name, raising=False)
+
+    return be
+
+
+BUILD = f"torch {torch.__version__} is a build without CUDA or ROCm, and this machine has a GPU (/dev/nvidia0)"
+
+
+def test_the_choice_of_the_device(machine, monkeypatch, recwarn):
+    told = []
+    machine(gpus=2, build="13.0")
+    assert placement.read_placement("x", None, None) == (torch.device("cuda"), torch.float32)
+    assert placement.read_placement("x", "cpu", None) == (torch.device("cpu"), torch.float32)
+    assert placement.read_placement("x", None, torch.float16) == (torch.device("cuda"), torch.float16)
+    assert placement.choose_device(told.append).type == "cuda"
+    machine(gpus=0, build=None, files=())
+    assert placement.read_placement("x", None, None) == (torch.device("cpu"), torch.float32)
+    machine(gpus=0, build="13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert placement.choose_device(told.append).type == "cpu"
+    assert told == [] and not recwarn.list
+
+
+def test_a_gpu_that_torch_cannot_use_is_told(machine):
+    machine(gpus=0, build=None)
+    with pytest.warns(UserWarning) as caught:
+        assert placement.choose_device().type == "cpu"
+    (warning,) = caught
+    assert (
+        str(warning.message)
+        == f"eagle_kernels: takes the CPU: {BUILD}; https://pytorch.org/get-started tells how to install another"
+    )
+    with pytest.raises(ValueError) as error:
+        placement.read_device("load_target: device", "cuda")
+    assert (
+        str(error.value)
+        == f"load_target: device cuda: {BUILD}; https://pytorch.org/get-started tells how to install another"
+    )
+    machine(gpus=0, build="13.0")
+    told = []
+    placement.choose_device(told.append)
+    assert told == [
+        f"takes the CPU: torch {torch.__version__} finds no GPU to use, and this machine has one (/dev/nvidia0); is "
+        "torch built for another vendor, is its driver too old, or may this user not open it?"
+    ]
+    machine(gpus=0, build=None, files=())
+    with pytest.raises(ValueError, match="device cuda: this machine has 0 GPUs that torch can use"):
+        placement.read_device("load_target: device", "cuda")
+
+
+def test_the_command_tells_that_it_takes_the_cpu(machine, capsys):
+    machine(gpus=0, build=None)
+    assert main(["generate", "a", "--max-new-tokens", "2", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert (
+        captured.err
+        == f"warning: takes the CPU: {BUILD}; https://pytorch.org/get-started tells how to install another\n"
+    )
+    assert json.loads(captured.out)["generated_tokens"] == 2
+    assert main(["env"]) == 0
+    assert f"gpu: none that torch can use: {BUILD}" in capsys.readouterr().out
+
+
+def test_from_pretrained_takes_what_the_command_takes(machine, monkeypatch):
+    """One place chooses for both; a GPU that is not there is asked for all the same."""
+    machine(gpus=1, build="13.0")
+    seen = []
+
+    def note(*arguments, **keywords):
+        seen.append((*arguments[1:], keywords.get("device"), keywords.get("dtype")))
+        raise ValueError("seen")
+
+    for name in ("eagle_kernels.engine.inference.load_target", "eagle_kernels.tools.inspection.load_target"):
+        monkeypatch.setattr(name, lambda folder, *rest, **others: note(folder, *rest, **others))
+    target, draft = demo_pair()
+    assert refused(EAGLEInference.from_pretrained, draft, target) == "seen"
+    assert main(["generate", "a"]) == 1
+    (of_api, of_command) = [tuple(map(str, filter(None, call)))[:2] for call in seen]
+    assert of_api == of_command == ("cuda", "torch.float32")
+
+
+# Progress.
+
+
+class Pipe(io.StringIO):
+    """No terminal."""
+
+
+def test_progress_in_a_pipe_is_told_by_the_clock(monkeypatch):
+    """However long a step takes, and without a change of what is trained or recorded."""
+    clock, told = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    pipe, stage = Pipe(), Stage("head", 100, 1, 1.0, 0.0, 1.0)
+    progress = trainer.Progress(stage, 0, 10.0, 50, pipe, lambda: told.append(1) or "accuracy")
+    for step in range(1, 50):
+        clock[0] += 4.0
+        progress.update(step, torch.tensor(1.0))
+    lines = pipe.getvalue().splitlines()
+    assert len(lines) == 16 and lines[0].startswith("head 3/100  loss 1.0000  ") and lines[0].endswith(" s left")
+    assert not told, "what is told at every so many steps, and recorded, does not depend on the clock"
+    progress.update(50, torch.tensor(1.0))
+    assert pipe.getvalue().splitlines()[-1].startswith("head 50/100  loss 1.0000  accuracy") and told == [1]
+
+
+def test_decoding_in_a_pipe_is_told_by_the_clock(monkeypatch):
+    engine = EAGLEInference(random_llama(), random_llama(), EAGLEConfig(topk=1, num_steps=2))
+    want = engine.generate([[1], [2]], 3, seeds=0).output_ids
+    for seconds, lines in ((0.0, [f"{count} of 6 tokens" for count in range(1, 7)]), (60.0, [])):
+        told = []
+        monkeypatch.setattr(progress, "REPORT_SECONDS", seconds)
+        assert progress.decode(engine, [[1], [2]], 3, told.append, seeds=0).output_ids == want and told == lines
+    assert progress.decode(engine, [[1], [2]], 3, None, seeds=0).output_ids == want
+
+
+def test_a_terminal_with_a_bar_gets_no_lines(monkeypatch, capsys):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    pipe, stage = Pipe(), Stage("head", 2, 1, 1.0, 0.0, 1.0)
+    progress = trainer.Progress(stage, 0, 10.0, 1, pipe, None)
+    for step in (1, 2):
+        progress.update(step, torch.tensor(1.0))
+    assert pipe.getvalue() == "" and "head" in capsys.readouterr().err
