@@ -48,7 +48,7 @@ class Request:
     accepted: list[int] = field(default_factory=list)
     levels: int = 0
     drafted: int = 0
-    _stop: StopStrings | None = None
+    stop_strings: StopStrings | None = None
     # events that its owner has not collected yet; of submitted requests a list of the engine has them as well
     _events: list[TokenEvent] = field(default_factory=list)
     outbox: list[TokenEvent] | None = None
@@ -62,7 +62,7 @@ class Request:
     @property
     def text(self) -> str | None:
         """The output up to a stop string; None without stop strings, where decoding is the caller's."""
-        return None if self._stop is None else self._stop.text
+        return None if self.stop_strings is None else self.stop_strings.text
 
     @property
     def has_news(self) -> bool:
@@ -101,7 +101,9 @@ class Request:
             if logprob is not None:
                 self.logprobs.append(logprob)
             events.append(TokenEvent(self.id, token, index < accepted, logprob))
-            is_stopped = self._stop is not None and self._stop.push(token)  # an end token may have text, too
+            is_stopped = self.stop_strings is not None and self.stop_strings.push(
+                token
+            )  # an end token may have text, too
             if token in self.end_token_ids:
                 self.finish_reason = "eos"
             elif is_stopped:
@@ -109,7 +111,7 @@ class Request:
             elif len(self.output_ids) == self.params.max_new_tokens:
                 self.finish_reason = "length"
             if self.is_finished:
-                if self._stop is not None and not is_stopped and self._stop.finish():
+                if self.stop_strings is not None and not is_stopped and self.stop_strings.finish():
                     self.finish_reason = "stop"
                 break
         self._events += events

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
+from ..config.eagle_config import EAGLEConfig
+from ..requests.sampling_params import SamplingParams
 from .latency import percentile, time_requests
 from .output import GenerationStats
-
-if TYPE_CHECKING:
-    from ..inference import EAGLEInference
+from .session import Session
+from .stream import TokenStream, open_stream
+from .warmup import warm_up
 
 
 @dataclass
 class RunStats:
-    """One way of decoding all prompts. Times of a request count from when its batch was submitted.
+    """The figures of one way of decoding all prompts. A request's times count from when its batch was submitted.
 
     tokens_per_second   new tokens of all batches over the whole time, prompts included
     decode_tokens_per_second  those after the first one of each request, over the time after the prompts
@@ -45,11 +48,15 @@ class RunStats:
 
 @dataclass
 class BenchmarkResult:
-    """batch_size: prompts that were decoded together, all of them where there were fewer than asked for; a last batch
-    may have less. max_batch: of the pools, as it was raised to batch_size. speedup: tokens a second of decoding,
-    speculative over plain; None where no request had a second token. identical: share of the batches whose texts agree;
-    None where they differ by design. peak_memory_bytes: most that torch held on the GPU, for both ways, which share
-    their pools; None on the CPU."""
+    """Both ways of decoding the same prompts, and how they compare.
+
+    batch_size         prompts that were decoded together: all of them if fewer than asked for; the last batch may be
+                       smaller
+    max_batch          of the pools, raised to batch_size where needed
+    speedup            tokens a second of decoding, speculative over plain; None if no request had a second token
+    identical          share of the batches whose texts agree; None where they differ by design
+    peak_memory_bytes  most that torch held on the GPU, for both ways, which share their pools; None on the CPU
+    """
 
     prompts: int
     batch_size: int
@@ -72,7 +79,7 @@ class BenchmarkResult:
         return json.dumps(self.to_dict(), indent=2)
 
     def rows(self) -> list[tuple[str, str]]:
-        """For people: what, and its figures."""
+        """Returns (label, figures) rows for people to read."""
         rows = [("prompts", f"{self.prompts}, {self.batch_size} together, {self.max_new_tokens} tokens each")]
         for name, run in (("speculative", self.speculative), ("plain", self.plain)):
             rows.append((name, f"{run.decode_tokens_per_second:.1f} tokens/s, {run.step_ms:.2f} ms a step"))
@@ -91,19 +98,19 @@ class BenchmarkResult:
         return rows
 
 
-class _Decoding:
-    """Collects what the batches of one way of decoding bring."""
+class Decoding:
+    """What the batches of one way of decoding brought."""
 
-    def __init__(self, engine: EAGLEInference):
-        self._engine = engine
+    def __init__(self) -> None:
         self._stats: list[GenerationStats] = []
         self._ttft_ms: list[float] = []
         self._gaps_ms: list[float] = []
         self._total_s = 0.0
 
-    def add(self, prompts: list[list[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
+    def add(self, open_batch: Callable[[], TokenStream]) -> list[list[int]]:
+        """Runs the stream that `open_batch` opens, from before it is opened to its end; returns its texts."""
         start_s = time.perf_counter()
-        stream = self._engine.stream(prompts, max_new_tokens, **options)
+        stream = open_batch()
         times = time_requests(stream)
         self._total_s += time.perf_counter() - start_s
         for request in times:
@@ -139,46 +146,45 @@ class _Decoding:
 
 
 def benchmark(
-    engine: EAGLEInference,
+    session: Session,
+    config: EAGLEConfig,
     prompts: Sequence[list[int]],
-    max_new_tokens: int,
+    params: Sequence[SamplingParams],
     batch_size: int,
-    seeds: Sequence[int],
     progress: bool | None,
-    options: dict[str, Any],
 ) -> BenchmarkResult:
     """Decodes every batch both ways, one right after the other, so that what changes on the machine meets both."""
     batches = [slice(start, start + batch_size) for start in range(0, len(prompts), batch_size)]
+    max_new_tokens, device = params[0].max_new_tokens, session.device
+
+    def open_batch(batch: slice, speculative: bool, wanted: Sequence[SamplingParams] = params) -> TokenStream:
+        return open_stream(session, [list(prompt) for prompt in prompts[batch]], wanted[batch], config, speculative)
+
     for batch in batches:
-        if not engine.stream(prompts[batch], max_new_tokens, seeds=seeds[batch], **options).fits_together():
+        if not open_batch(batch, True).fits_together():
             raise ValueError(
-                f"benchmark: batch_size must be so small that max_batch={options['max_batch']} and the pools hold a "
+                f"benchmark: batch_size must be so small that max_batch={config.max_batch} and the pools hold a "
                 f"batch with its {max_new_tokens} tokens each, got {batch_size}; kv_cache_bytes makes the pools larger"
             )
-    first = [list(prompt) for prompt in prompts[batches[0]]]
-    sampling = {"temperature": engine.config.temperature}  # else all that is common would be warmed
-    config, _ = engine._split(options, "benchmark")
+    few = [replace(each, max_new_tokens=min(8, max_new_tokens), seed=0) for each in params]
     for speculative in (True, False):  # compiles, captures, and warms up
-        with engine._alone("benchmark", config):
-            engine.generate(first, min(8, max_new_tokens), seeds=0, speculative=speculative, **options)
-        if engine.device.type == "cuda":
-            engine.warmup(speculative=speculative, most_requests=batch_size, **sampling | options)
-    if engine.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(engine.device)
-    runs = {True: _Decoding(engine), False: _Decoding(engine)}
+        with session.alone("benchmark", config):
+            for _ in open_batch(batches[0], speculative, few):
+                pass
+            if device.type == "cuda":
+                warm_up(session, config, params[:1], batch_size, speculative)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    runs = {True: Decoding(), False: Decoding()}
     identical = 0
-    with engine._alone("benchmark", config):
+    with session.alone("benchmark", config):
         for batch in _progress(batches, progress):
-            texts = [
-                run.add([list(prompt) for prompt in prompts[batch]], max_new_tokens, seeds=seeds[batch],
-                        speculative=speculative, **options)
-                for speculative, run in runs.items()
-            ]  # fmt: skip
+            texts = [run.add(partial(open_batch, batch, speculative)) for speculative, run in runs.items()]
             identical += texts[0] == texts[1]
     share = identical / len(batches) if config.keeps_text else None
-    peak = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else None
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     results = runs[True].result(), runs[False].result()
-    return BenchmarkResult(len(prompts), batch_size, options["max_batch"], max_new_tokens, *results, share, peak)
+    return BenchmarkResult(len(prompts), batch_size, config.max_batch, max_new_tokens, *results, share, peak)
 
 
 def _percentiles(samples: list[float]) -> dict[str, float]:
@@ -186,7 +192,7 @@ def _percentiles(samples: list[float]) -> dict[str, float]:
 
 
 def _progress(batches: list[slice], wanted: bool | None):
-    """With a bar on a terminal, or where one is asked for."""
+    """Returns the batches, with a progress bar on a terminal or where one is wanted."""
     if wanted is False or (wanted is None and not sys.stderr.isatty()):
         return batches
     try:

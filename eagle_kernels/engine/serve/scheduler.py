@@ -23,9 +23,10 @@ from ..batch.state import MEMORY, BatchState
 from ..models.protocol import TargetModel
 from ..requests.request import Request
 from ..requests.sampling_params import Features
-from ..step.plan import Steps
+from ..step.plan import StepPlan
 from ..step.runner import StepRunner
 from ..step.stepper import StepResult
+from .launch import Launch, record_event
 from .threads import saving_threads
 
 # every so many steps the host waits for one, to read the times of its phases
@@ -47,26 +48,14 @@ class _Row:
     num_pending: int = 0
 
 
-@dataclass(eq=False)
-class _Launch:
-    """What the host will read: a result that is there once `event` is done."""
-
-    result: StepResult
-    event: torch.cuda.Event | None
-    rows: list[tuple[int, _Row]]  # with the row of the tensors that each had
-    number: int | None  # of the runner; None: the first token of a prompt
-    start: torch.cuda.Event | None = None  # of a step that has run before
-    step_ms: float | None = None
-
-
 class Scheduler:
     """The rows, pages and requests of one engine. `steps` may change while nobody runs."""
 
     def __init__(self, state: BatchState, prefill_chunk: int):
         self.state, self._prefill_chunk = state, prefill_chunk
         self.pages = PageAllocator(state.target_pool.k_cache.shape[1])
-        self.steps: Steps | None = None
-        self._last_runner: StepRunner | None = None
+        self.plan: StepPlan | None = None
+        self.last_runner: StepRunner | None = None
         # plain steps since the draft has read what it missed
         self._num_missed = 0
         # steps until the next one is waited for, to read the times of its phases
@@ -77,12 +66,12 @@ class Scheduler:
         self._phases_ms: deque[dict[str, float]] = deque(maxlen=256)
         self._waiting: deque[Request] = deque()
         self._rows: list[_Row | None] = [None] * state.num_rows
-        self._unread: deque[_Launch] = deque()
+        self._unread: deque[Launch] = deque()
         self.lag = host_lag(state.lengths.device)
 
     @property
     def target(self) -> TargetModel:
-        return self.steps.plain.target
+        return self.plan.plain.target
 
     @property
     def has_work(self) -> bool:
@@ -97,24 +86,25 @@ class Scheduler:
         """Whether others than these run, whom no prompt should keep from stepping."""
         return any(row is not None and row.is_running and row.request not in requests for row in self._rows)
 
-    def use(self, steps: Steps) -> None:
-        """Steps so from now on."""
-        if steps is not self.steps and self.has_work:
+    def use(self, plan: StepPlan) -> None:
+        """Takes the steps of `plan` from now on; raises RuntimeError while requests run by another one."""
+        if plan is self.plan:
+            return
+        if self.has_work:
             raise RuntimeError(
                 "EAGLEInference: requests that run were submitted with another configuration; collect or abort them "
                 "before this one is used"
             )
-        if steps is not self.steps:
-            self.steps, self._num_missed = steps, 0
+        self.plan, self._num_missed = plan, 0
 
     def _pages_for(self, request: Request) -> int:
         """Pages that a request takes, with what its steps write behind its last token."""
-        num_tokens = len(request.prompt) + request.params.max_new_tokens + self.steps.overshoot
+        num_tokens = len(request.prompt) + request.params.max_new_tokens + self.plan.overshoot
         return -(-num_tokens // self.state.target_pool.page_size)
 
     def most_tokens(self) -> int:
         """Of a request that has the pool for itself, its prompt included."""
-        return self.pages.num_pages * self.state.target_pool.page_size - self.steps.overshoot
+        return self.pages.num_pages * self.state.target_pool.page_size - self.plan.overshoot
 
     def _can_admit(self) -> bool:
         if not self._waiting or None not in self._rows:
@@ -162,15 +152,15 @@ class Scheduler:
         """A step without `prepare`, for who has called that."""
         has_launched = self._launch(is_speculating)
         # times must be read before the next step overwrites them, so this step is waited for, and the device with it
-        is_timed = has_launched and self.steps.plain.config.phase_times and (self.lag == 0 or self._until_timed == 0)
+        is_timed = has_launched and self.plan.plain.config.phase_times and (self.lag == 0 or self._until_timed == 0)
         self._until_timed = TIMED_STEPS if is_timed else self._until_timed - has_launched
         lag = self.lag if has_launched and not is_timed else 0
         while len(self._unread) > lag:
             self._read_back()
-        if self.steps.feed is not None:  # while the device runs this step
-            self.steps.feed.think(row.request for row in self._rows if row is not None and row.is_running)
+        if self.plan.feed is not None:  # while the device runs this step
+            self.plan.feed.think(row.request for row in self._rows if row is not None and row.is_running)
         if is_timed:
-            self._phases_ms.append(self._last_runner.phases_ms())
+            self._phases_ms.append(self.last_runner.phases_ms())
 
     @saving_threads
     @torch.inference_mode()
@@ -187,9 +177,9 @@ class Scheduler:
                 row.block_table = table.to(self.state.block_table.device)
                 self.state.sampling.set_row(index, request.params, request.seed, request.prompt)
                 method = request.params.drafter
-                self.state.methods[index] = 0 if method is None else self.steps.methods.index(method)
-                if self.steps.feed is not None:
-                    self.steps.feed.start(request)
+                self.state.methods[index] = 0 if method is None else self.plan.methods.index(method)
+                if self.plan.feed is not None:
+                    self.plan.feed.start(request)
         if self._waiting and not any(self._rows):
             self._fail_who_would_wait_for_ever()
         budget = self._prefill_chunk
@@ -212,7 +202,7 @@ class Scheduler:
 
     def _read_prompt(self, row: _Row, most: int) -> int:
         """The next part of a prompt, in both models; behind the last one the row's first token is drawn."""
-        prompt, start, stepper = row.request.prompt, row.num_read, self.steps.plain
+        prompt, start, stepper = row.request.prompt, row.num_read, self.plan.plain
         stop = min(len(prompt), start + most)
         is_last = stop == len(prompt)
         # with the token behind this part, which a draft reads beside the part's last feature
@@ -265,25 +255,25 @@ class Scheduler:
 
     def _launch_rows(self, running: list[_Row], is_speculating: bool) -> None:
         num_rows = 1 + max(row.index for row in running)
-        number = self.steps.choice.choose(num_rows) if is_speculating else 0
-        runner = self._last_runner = self.steps.runners[number]
+        number = self.plan.choice.choose(num_rows) if is_speculating else 0
+        runner = self.last_runner = self.plan.runners[number]
         is_wanted = runner.stepper.drafter.reader is not None
         if self._num_missed and (is_wanted or self._num_missed == MEMORY):
-            self.steps.runners[0].catch_up(num_rows, is_wanted)
+            self.plan.runners[0].catch_up(num_rows, is_wanted)
             self._num_missed = 0
         features = Features.of([row.request.params for row in running])
-        if self.steps.feed is not None:
-            self.steps.feed.send([(row.index, row.request) for row in running])
+        if self.plan.feed is not None:
+            self.plan.feed.send([(row.index, row.request) for row in running])
         is_known = runner.has_run(num_rows, features)  # else it compiles, which is no step's time
-        start, start_s = self._event(), time.perf_counter()
+        start = record_event(self.state.lengths.device), time.perf_counter()
         result = runner.run(num_rows, features)
-        elapsed_ms = 1e3 * (time.perf_counter() - start_s)
+        end_s = time.perf_counter()
         launch = self._push(result, [(row.index, row) for row in running], number)
         self._num_missed += runner.stepper.resting is not None
         self.num_steps += 1
         self.num_cold_steps += not is_known
         if is_known:
-            launch.start, launch.step_ms = start, elapsed_ms if start is None else None
+            launch.timed_from(*start, end_s)
 
     def drain(self) -> None:
         """Reads what is left of steps that nobody needed."""
@@ -292,7 +282,7 @@ class Scheduler:
 
     def read_what_is_done(self) -> None:
         """Reads what the device has finished, without waiting for more."""
-        while self._unread and (self._unread[0].event is None or self._unread[0].event.query()):
+        while self._unread and self._unread[0].is_done:
             self._read_back()
 
     @contextlib.contextmanager
@@ -322,42 +312,29 @@ class Scheduler:
         """Not one whose last tokens are on their way for certain."""
         return len(row.request.output_ids) + row.num_pending < row.request.params.max_new_tokens
 
-    def _push(self, result: StepResult, rows: list[tuple[int, _Row]], number: int | None = None) -> _Launch:
-        """Queues the copy of a result to the host; number: of the runner, None for the first token of a prompt."""
+    def _push(self, result: StepResult, rows: list[tuple[int, _Row]], number: int | None = None) -> Launch:
+        """Queues the copy of a result to the host; number: of its runner, None for the first token of a prompt."""
         for _, row in rows:
             row.num_pending += 1
-        if result.tokens.device.type == "cuda":
-            result = StepResult(*(None if tensor is None else _to_host(tensor) for tensor in result))
-        self._unread.append(_Launch(result, self._event(), rows, number))
+        self._unread.append(Launch(result, rows, number))
         return self._unread[-1]
 
-    def _event(self) -> torch.cuda.Event | None:
-        """Of everything queued so far; None where nothing queues."""
-        device = self.state.lengths.device
-        if device.type != "cuda":
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
-
     def _read_back(self) -> None:
-        """The tokens of the oldest launch; rows of requests that have ended are freed."""
+        """Hands out the tokens of the oldest launch and frees the rows of requests that have ended."""
         launch = self._unread[0]
-        if launch.event is not None:
-            launch.event.synchronize()
+        brought = launch.read()
         self._unread.popleft()
-        for _, row in launch.rows:
-            row.num_pending -= 1
-        tokens = launch.result.tokens.tolist()
-        logprobs = [None if kind is None else kind.tolist() for kind in launch.result[1:]]
         if launch.number is not None:
-            self._note(launch, tokens)
-        for index, row in launch.rows:
+            num_tokens = sum(len(tokens) for _, tokens, *_ in brought)
+            most_rows = 1 + max(index for index, _ in launch.rows)
+            self.plan.choice.note(launch.number, most_rows, launch.step_ms, num_tokens / len(brought))
+        for row, tokens, logprobs, raw_logprobs in brought:
+            row.num_pending -= 1
             request = row.request
             if not request.is_finished:
-                of_kind = logprobs[request.params.logprobs == "raw"]
-                self._hand_out(launch.number, row, _before_padding(tokens[index]), of_kind and of_kind[index])
-            # one that another engine aborted, which knows nothing of the row, is found to be finished only here
+                kind = raw_logprobs if request.params.logprobs == "raw" else logprobs
+                self._hand_out(launch.number, row, tokens, kind)
+            # a request that another engine aborted, which knows nothing of the row, is found to have ended only here
             if request.is_finished and row in self._rows:
                 self._release(row)
 
@@ -366,28 +343,20 @@ class Scheduler:
         request, accepted = row.request, len(brought) - 1
         if number is not None:
             request.accepted.append(accepted)
-            stepper = self.steps.runners[number].stepper
+            stepper = self.plan.runners[number].stepper
             request.levels += min(stepper.num_steps, stepper.num_nodes - 1)
             request.drafted += stepper.num_nodes - 1
         with self._failing_alone(row):
             num_known = len(request.output_ids)
             request.push(brought, accepted, logprobs)
-            if self.steps.feed is not None:
-                self.steps.feed.extend(request, request.output_ids[num_known:])
-
-    def _note(self, launch: _Launch, tokens: list[list[int]]) -> None:
-        """Tells how fast a step was."""
-        if launch.start is not None:
-            launch.step_ms = launch.start.elapsed_time(launch.event)
-        indices = [index for index, _ in launch.rows]
-        counts = [len(_before_padding(tokens[index])) for index in indices]
-        self.steps.choice.note(launch.number, 1 + max(indices), launch.step_ms, sum(counts) / len(counts))
+            if self.plan.feed is not None:
+                self.plan.feed.extend(request, request.output_ids[num_known:])
 
     def _release(self, row: _Row) -> None:
         self.pages.free(row.pages)
         self._rows[row.index] = None
-        if self.steps.feed is not None:
-            self.steps.feed.stop(row.request)
+        if self.plan.feed is not None:
+            self.plan.feed.stop(row.request)
         with torch.inference_mode():
             self.state.clear(row.index)
 
@@ -400,18 +369,6 @@ def _twin(error: Exception) -> Exception:
         twin = RuntimeError(f"{type(error).__name__}: {error}")
     twin.__cause__ = error.__cause__  # where, in words
     return twin
-
-
-def _before_padding(tokens: list[int]) -> list[int]:
-    """The tokens of a row before the first -1."""
-    return tokens[: tokens.index(-1)] if tokens[-1] < 0 else tokens
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, on its way. That memory is not new each step: PyTorch's caching allocator for the host
-    notes the stream of the copy, and hands a freed block out again once the stream has passed it."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def host_lag(device: torch.device) -> int:

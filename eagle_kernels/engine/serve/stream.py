@@ -6,32 +6,31 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
+from ..config.eagle_config import EAGLEConfig
 from ..models.tokenizer import Tokenizer
 from ..requests.request import Request, TokenEvent
+from ..requests.sampling_params import SamplingParams
 from ..step.phases import synchronize
 from .output import GenerationOutput, GenerationStats
 from .scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from ..inference import EAGLEInference
-
+from .session import Session
 
 Item = TypeVar("Item")
 
 
 @dataclass(eq=False)
 class _Brought(Generic[Item]):
-    """What a step of a generator brought: an item, None at the end, or an error."""
+    """The outcome of one step of a generator: an item, None at the end, or an error."""
 
     item: Item | None = None
     error: BaseException | None = None
 
     def tell(self) -> Item | None:
-        """The item, or raises the error; once, since it holds every frame that it passes from then on."""
+        """Returns the item, or raises the error; only once, since an error holds every frame that it passes."""
         error, self.error = self.error, None
         try:
             if error is not None:
@@ -43,15 +42,18 @@ class _Brought(Generic[Item]):
 
 @dataclass(eq=False)
 class _Reader(Generic[Item]):
-    """Who waits in an event loop, until it is cancelled."""
+    """One pending `__anext__` of an event loop, until it is cancelled."""
 
     brought: _Brought[Item] | None = None
     is_gone: bool = False
 
 
 class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
-    """One generator for `for` and `async for`. Threads take turns: who leaves an `async for` in the middle of a step,
-    being cancelled, leaves a thread behind that ends it. What that brings is the next reader's, whoever that is."""
+    """One generator for `for` and `async for`, read by one thread at a time.
+
+    An `async for` that is cancelled in the middle of a step leaves a thread that ends the step. The next reader gets
+    its outcome, whichever that is.
+    """
 
     def __init__(self, items: Generator[Item, None, None]):
         self._items, self._turn = items, threading.Lock()
@@ -94,7 +96,7 @@ class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
                     reader.brought = brought
 
     def _read(self) -> _Brought[Item]:
-        """In one's turn."""
+        """Returns the next outcome; the caller holds `_turn`."""
         if self._left:
             return self._left.popleft()
         brought = _Brought()
@@ -116,26 +118,20 @@ class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
 
 
 class TokenStream(_Stream[TokenEvent]):
-    """Steps the engine until its own requests have ended; those of others that share the batch advance with them.
+    """The tokens of some requests as they are committed; requests of others that share the batch advance with them.
 
-    A stream that is given up (`close`, or forgotten) aborts its requests.
-
-    find_scheduler  the engine's for these requests: until a stream begins another one may take its place
+    A stream that is closed or forgotten aborts its requests.
     """
 
     def __init__(
-        self,
-        engine: EAGLEInference,
-        find_scheduler: Callable[[], Scheduler],
-        requests: list[Request],
-        is_single: bool,
+        self, session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool, is_single: bool
     ):
-        self.requests, self.device, self._is_single = requests, engine.device, is_single
-        self._run = _Run(engine, find_scheduler, requests)
+        self.requests, self.device, self._is_single = requests, session.device, is_single
+        self._run = _Run(session, requests, config, speculative)
         super().__init__(self._run.events())
 
     def fits_together(self) -> bool:
-        """Whether none of its requests would wait for another one, with the batch for themselves."""
+        """Returns whether all its requests can run at once, with the batch for themselves."""
         return self._run.fits_together()
 
     def close(self) -> None:
@@ -145,20 +141,20 @@ class TokenStream(_Stream[TokenEvent]):
             request.finish_reason = request.finish_reason or "abort"
 
     def output(self) -> GenerationOutput:
-        """Tokens and statistics, whole once the iterator is exhausted."""
+        """Returns tokens and statistics, complete once the iterator is exhausted."""
         tokens = [list(request.output_ids) for request in self.requests]
         logprobs = [list(request.logprobs) if request.params.logprobs else None for request in self.requests]
-        output = GenerationOutput(tokens[0] if self._is_single else tokens, self._run.counted())
+        output = GenerationOutput(tokens[0] if self._is_single else tokens, self._run.statistics())
         output.logprobs = logprobs[0] if self._is_single else None if None in logprobs else logprobs
         return output
 
 
 class _Run:
-    """What a stream does; apart from it, so that nothing but its owner holds a stream, and it ends when forgotten."""
+    """The work of a stream. The stream's generator holds this and not the stream, so a forgotten stream is closed."""
 
-    def __init__(self, engine: EAGLEInference, find_scheduler: Callable[[], Scheduler], requests: list[Request]):
-        self._engine, self._find_scheduler, self._requests = engine, find_scheduler, requests
-        steppers = [runner.stepper for runner in find_scheduler().steps.runners]
+    def __init__(self, session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool):
+        self._session, self._requests, self._config, self._speculative = session, requests, config, speculative
+        steppers = [runner.stepper for runner in self._find_scheduler().plan.runners]
         self._stats = GenerationStats(
             num_requests=len(requests),
             num_steps=max(stepper.num_steps for stepper in steppers),
@@ -168,10 +164,11 @@ class _Run:
         )
 
     def events(self) -> Iterator[TokenEvent]:
-        stats, engine, requests = self._stats, self._engine, self._requests
+        """Yields the tokens of all requests, in the order in which they become known."""
+        stats, session, requests = self._stats, self._session, self._requests
         start_s = time.perf_counter()
-        with engine.lock:
-            scheduler = self._find_scheduler()
+        with session.lock:
+            scheduler = self._find_scheduler()  # until now another stream may have made a new one
             scheduler.start_timing()
             for request in requests:
                 scheduler.submit(request)
@@ -179,8 +176,9 @@ class _Run:
         try:
             while self._reads_prompts(scheduler):
                 pass
-            synchronize(engine.device)
-            with engine.lock:  # the first tokens, which are known: the first step, which is timed, would keep them back
+            synchronize(session.device)
+            with session.lock:
+                # the first tokens are known: the first step, which is timed, would keep them back
                 scheduler.read_what_is_done()
                 # the steps so far were for others
                 first_step, first_cold = scheduler.num_steps, scheduler.num_cold_steps
@@ -189,10 +187,10 @@ class _Run:
                 yield from request.collect()
             while not all(request.is_finished for request in requests):
                 start_s, num_cold = time.perf_counter(), scheduler.num_cold_steps
-                with engine.lock:
+                with session.lock:
                     # another stream's step may have brought something
                     if not any(request.has_news for request in requests):
-                        scheduler.step(engine.is_speculating)
+                        scheduler.step(session.is_speculating)
                 elapsed_s = time.perf_counter() - start_s
                 stats.decode_time_s += elapsed_s
                 cold_s += elapsed_s if scheduler.num_cold_steps > num_cold else 0.0
@@ -203,34 +201,21 @@ class _Run:
                 yield from request.collect()
                 request.raise_error()
         finally:
-            with engine.lock:
+            with session.lock:
                 for request in requests:
                     scheduler.abort(request)
                 scheduler.drain()
                 stats.phase_time_ms = scheduler.take_phase_times_ms(stats.batch_steps)
             num_warm = stats.batch_steps - (scheduler.num_cold_steps - first_cold)
             if stats.num_draft_tokens == 1 and num_warm > 0:
-                engine.note_plain_step(stats.num_requests, 1e3 * (stats.decode_time_s - cold_s) / num_warm)
+                session.note_plain_step(stats.num_requests, 1e3 * (stats.decode_time_s - cold_s) / num_warm)
 
     def fits_together(self) -> bool:
-        with self._engine.lock:
+        with self._session.lock:
             return self._find_scheduler().holds(self._requests)
 
-    def _reads_prompts(self, scheduler: Scheduler) -> bool:
-        """Reads a part of the prompts that can be read now, and lets others step before the next; whether there was one
-        and its own requests have nothing to tell yet: steps let in who waits, so there may be a part for ever."""
-        requests = self._requests
-        with self._engine.lock:
-            is_over = any(request.has_news for request in requests) or all(request.is_finished for request in requests)
-            if is_over or not scheduler.is_reading:
-                return False
-            scheduler.prepare()
-            if scheduler.is_reading and scheduler.runs_beside(requests):
-                scheduler.advance(self._engine.is_speculating)
-        return True
-
-    def counted(self) -> GenerationStats:
-        """The statistics with what the requests tell."""
+    def statistics(self) -> GenerationStats:
+        """Returns the statistics so far, with what the requests count themselves."""
         stats, requests = self._stats, self._requests
         counts = [count for request in requests for count in request.accepted]
         stats.generated_tokens = sum(len(request.output_ids) for request in requests)
@@ -239,14 +224,56 @@ class _Run:
         stats.drafted = sum(request.drafted for request in requests)
         stats.accepted_per_depth = [sum(count > depth for count in counts) for depth in range(stats.num_steps)]
         stats.finish_reasons = [request.finish_reason for request in requests]
-        stats.plain_step_ms = self._engine.plain_step_ms(stats.num_requests)
+        stats.plain_step_ms = self._session.plain_step_ms(stats.num_requests)
         return stats
+
+    def _find_scheduler(self) -> Scheduler:
+        """Returns the scheduler for these requests; raises ValueError where its pools can never hold one of them."""
+        scheduler = self._session.scheduler_for(self._config, self._speculative)
+        for request in self._requests:
+            reason = scheduler.why_never(request)
+            if reason:
+                raise ValueError(f"generate: prompt {request.id}: {reason}")
+        return scheduler
+
+    def _reads_prompts(self, scheduler: Scheduler) -> bool:
+        """Reads a part of the prompts, then lets other requests step; returns whether to go on.
+
+        It ends as soon as an own request has a token: steps admit waiting requests, so there may be prompts for ever.
+        """
+        session, requests = self._session, self._requests
+        with session.lock:
+            is_over = any(request.has_news for request in requests) or all(request.is_finished for request in requests)
+            if is_over or not scheduler.is_reading:
+                return False
+            scheduler.prepare()
+            if scheduler.is_reading and scheduler.runs_beside(requests):
+                scheduler.advance(session.is_speculating)
+        return True
+
+
+def open_stream(
+    session: Session,
+    prompts: list[list[int]],
+    params: Sequence[SamplingParams],
+    config: EAGLEConfig,
+    speculative: bool,
+    is_single: bool = False,
+) -> TokenStream:
+    """Returns the stream of some prompts, each with its params; raises ValueError for one that can never run."""
+    for index, (prompt, wanted) in enumerate(zip(prompts, params)):
+        reason = session.why_unfit(prompt, wanted.max_new_tokens, config, speculative)
+        if reason:
+            raise ValueError(f"generate: {reason}".replace("the prompt", f"prompt {index}"))
+    requests = [session.make_request(index, *each, config) for index, each in enumerate(zip(prompts, params))]
+    with session.lock:
+        return TokenStream(session, requests, config, speculative, is_single)
 
 
 class TextStream(_Stream[str]):
     """The text of a `TokenStream` of one request, in pieces of whole characters; it ends before a stop string.
 
-    Where text may turn out to begin a stop string it is held back until that is known.
+    Text that may turn out to begin a stop string is held back until that is known.
     """
 
     def __init__(self, tokens: TokenStream, tokenizer: Tokenizer):
@@ -259,11 +286,12 @@ class TextStream(_Stream[str]):
         self._tokens.close()
 
     def output(self) -> GenerationOutput:
-        """As of the tokens."""
+        """Returns what the stream of tokens returns."""
         return self._tokens.output()
 
 
 def _pieces(tokens: TokenStream, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yields the text of a stream of one request, without what a stop string cuts off."""
     (request,) = tokens.requests
     if request.text is None:
         detokenizer = tokenizer.detokenizer(request.prompt)

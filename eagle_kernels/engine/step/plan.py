@@ -22,7 +22,7 @@ from .stepper import Stepper, Verified
 _logger = logging.getLogger(__name__)
 
 
-class Steps(NamedTuple):
+class StepPlan(NamedTuple):
     """runners: number 0 decodes plainly. With a draft it keeps what the draft misses, so that others can follow.
 
     feed: of suffix decoding, whose drafts are made on the host. methods: of drafting, that requests choose from.
@@ -43,7 +43,7 @@ class Steps(NamedTuple):
         return max(overshoot(runner.stepper.drafter) for runner in self.runners)
 
 
-def make_steps(
+def plan_steps(
     target: TargetModel,
     draft: DraftModel | None,
     config: EAGLEConfig,
@@ -52,7 +52,7 @@ def make_steps(
     lag: int,
     suffix_cache: SuffixCache | None = None,
     on_tree: Callable[[Verified], None] | None = None,
-) -> Steps:
+) -> StepPlan:
     """Of a configuration; plain decoding alone where it is not to speculate.
 
     lag: steps that the host is behind the device. suffix_cache: where the method needs it. on_tree: see `Stepper`.
@@ -77,10 +77,10 @@ def make_steps(
         drafter.feed = feed
     is_automatic = bool(trees) and config.adaptive == "auto"
     choice = Fastest(len(steppers), config.max_spec_batch) if is_automatic else ByBatchSize(tuple(table))
-    return Steps(tuple(_runner(stepper, state) for stepper in steppers), choice, feed, config.methods)
+    return StepPlan(tuple(_runner(stepper, state) for stepper in steppers), choice, feed, config.methods)
 
 
-def tell_who_waits(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> None:
+def warn_of_eager_steps(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> None:
     """One warning for each model that keeps steps from being CUDA graphs, which nobody has asked to do without."""
     if target.device.type != "cuda" or config.cuda_graph is not None:
         return

@@ -1,0 +1,108 @@
+"""Checks that a target, its draft model and a configuration belong together; every error is one line."""
+
+from __future__ import annotations
+
+import operator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config.eagle_config import EAGLEConfig
+from ..config.method_options import MODEL_KINDS
+from .causal_draft import CausalDraft
+from .protocol import DraftModel, TargetModel
+
+# models of another library, or what is no model at all, lack some of these
+_DRAFT_MEMBERS = ("forward", "max_length", "kv_shape")
+_TARGET_MEMBERS = (*_DRAFT_MEMBERS, "vocab_size", "hidden_size", "device", "dtype")
+
+
+def check_target(model: Any) -> None:
+    """Raises ValueError unless `model` has the members of a `TargetModel`."""
+    _check_members("target_model", "a TargetModel", model, _TARGET_MEMBERS)
+
+
+def as_draft(model: Any) -> DraftModel:
+    """Returns `model` as a draft model: a plain language model drafts without features."""
+    _check_members("draft_model", "a DraftModel or a TargetModel", model, _DRAFT_MEMBERS)
+    return model if hasattr(model, "token_shift") else CausalDraft(model)
+
+
+def bind_draft(draft: DraftModel, target: TargetModel) -> None:
+    """Gives the draft what it borrows from its target; raises ValueError where they are no pair."""
+    for name, is_same in (("device", is_same_device), ("dtype", operator.eq)):
+        of_draft, of_target = getattr(draft, name, None), getattr(target, name)
+        if of_draft is not None and not is_same(of_draft, of_target):
+            raise ValueError(f"EAGLEInference: the draft's {name} {of_draft} is not the target's {of_target}")
+    if hasattr(draft, "bind"):
+        draft.bind(target)
+    if draft.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"EAGLEInference: the draft's vocabulary of {draft.vocab_size} tokens is not the target's "
+            f"{target.vocab_size}; where a model has the same tokenizer and another padding, "
+            f"engine.models.causal_draft.CausalDraft(model, vocab_size={target.vocab_size}) drafts"
+        )
+
+
+def check_method(config: EAGLEConfig, draft: DraftModel | None) -> None:
+    """Raises ValueError where the configuration's method needs a draft model, or one of another kind."""
+    if config.needs_model and draft is None:
+        raise ValueError(
+            f"EAGLEInference: draft_model must not be None for method={config.method!r}, whose drafts are a model's"
+        )
+    own = getattr(draft, "method", None)
+    for method in config.methods:
+        if own in MODEL_KINDS and method in MODEL_KINDS and method != own:
+            raise ValueError(
+                f"EAGLEInference: method must be {own!r} or None for a draft of {type(draft).__name__}, got {method!r}"
+            )
+
+
+def check_trees(config: EAGLEConfig, draft: DraftModel | None) -> None:
+    """Raises ValueError where the draft model cannot draft one of the configuration's trees."""
+    if not config.needs_model:
+        return
+    if config.topk >= draft.draft_vocab_size:
+        raise ValueError(
+            f"EAGLEInference: topk must be smaller than the draft vocabulary of {draft.draft_vocab_size} tokens, got "
+            f"{config.topk}"
+        )
+    num_modules = getattr(draft, "num_modules", 1)
+    if num_modules == 1:
+        return
+    for tree in [config, *(tree for _, tree in config.trees if tree is not None)]:
+        if tree.topk > 1:
+            raise ValueError(
+                f"EAGLEInference: topk must be 1 for a draft of {num_modules} next-token modules, whose drafts are a "
+                f"chain, got {tree.topk}"
+            )
+        if tree.num_model_levels > num_modules:
+            name = "num_steps" if tree.num_model_levels == tree.num_steps else "num_model_steps"
+            raise ValueError(
+                f"EAGLEInference: {name} must be at most the {num_modules} next-token modules of the draft, one a "
+                f"level, got {tree.num_model_levels}"
+            )
+
+
+def is_same_device(one: torch.device, other: torch.device) -> bool:
+    """Tells whether two devices are one; `cuda` without an index is any `cuda:N`."""
+    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
+
+
+def rounds_fp32_matmuls() -> bool:
+    """Tells whether PyTorch was allowed to round the inputs of fp32 products, on the GPU."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # its newer sibling, torch.backends.cuda.matmul.fp32_precision, was set to something lower
+        return True
+
+
+def _check_members(name: str, kind: str, model: Any, members: tuple[str, ...]) -> None:
+    missing = [member for member in members if not hasattr(model, member)]
+    if missing:
+        value = repr(model) if isinstance(model, (str, Path)) else type(model).__name__
+        raise ValueError(
+            f"EAGLEInference: {name} must be {kind}, which has {missing[0]}, got {value}; TransformersTarget(model) "
+            "makes one of a model of transformers, EAGLEInference.from_pretrained loads folders"
+        )

@@ -1,0 +1,226 @@
+"""What all requests of an engine share: the models, one batch with its pools, the steps made for it, and their lock."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+from ..batch.memory import check_fits, count_pages, workspace_bytes
+from ..batch.state import BatchState
+from ..config.eagle_config import EAGLEConfig
+from ..config.overrides import CONFIG_FIELDS
+from ..drafters.methods import make_drafter, make_reader
+from ..drafters.protocol import overshoot
+from ..drafters.suffix_cache import SuffixCache
+from ..models.pairing import check_method, check_trees
+from ..models.protocol import DraftModel, TargetModel
+from ..models.tokenizer import Tokenizer
+from ..requests.inputs import read_seeds
+from ..requests.request import Request, StopStrings, TokenEvent
+from ..requests.sampling_params import SAMPLING_FIELDS, SamplingParams
+from ..step.plan import StepPlan, plan_steps
+from ..step.stepper import Verified
+from .scheduler import Scheduler
+
+_POOL_FIELDS = ("page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
+# fields that steps are made by: not how requests draw and end, and nothing that the pools are made by
+_STEP_FIELDS = tuple(
+    name for name in CONFIG_FIELDS if name not in (*SAMPLING_FIELDS, *_POOL_FIELDS, "eos_token_ids", "max_length")
+)
+
+
+class Session:
+    """A target and its draft with one batch of requests.
+
+    A stream, the scheduler's owner, warm-up and benchmarks ask it, each with the configuration of its own call. Whoever
+    steps, submits or changes anything holds `lock`.
+
+    scheduler        of the batch; None before the first request. Made anew, while the batch is empty, where its pools
+                     do not suit a configuration
+    plans            the steps made so far, for this scheduler's pools
+    suffix_caches    by their sizes; each is shared by all configurations with these sizes, since it remembers responses
+    outbox           events of submitted requests that nobody has collected yet
+    is_speculating   whether steps may have drafts
+    tokenizer_fault  why there is no tokenizer, where there is none
+    """
+
+    def __init__(self, target: TargetModel, draft: DraftModel | None, tokenizer: Tokenizer | None):
+        self.target, self.draft, self.device = target, draft, target.device
+        self.tokenizer, self.tokenizer_fault = tokenizer, "it was not given"
+        self.lock = threading.RLock()
+        self.scheduler: Scheduler | None = None
+        self.plans: dict[tuple, StepPlan] = {}
+        self.suffix_caches: dict[tuple[int, int], SuffixCache] = {}
+        self.outbox: list[TokenEvent] = []
+        self.is_speculating = True
+        self._pools_for: tuple = ()
+        self._on_tree: Callable[[Verified], None] | None = None
+        self._plain_step_ms: dict[int, float] = {}
+
+    def check(self, config: EAGLEConfig) -> None:
+        """Raises ValueError where the models cannot serve the configuration's method or emit its end tokens."""
+        check_method(config, self.draft)
+        self._check_tokens("EAGLEConfig: eos_token_ids", config.eos_token_ids or ())
+
+    def make_request(self, number: int, prompt: list[int], params: SamplingParams, config: EAGLEConfig) -> Request:
+        """Returns a request of this configuration; raises ValueError where its parameters cannot be served."""
+        stop = None
+        if params.stop:
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"EAGLEInference: stop strings need the tokenizer of the target: {self.tokenizer_fault}"
+                )
+            stop = StopStrings(params.stop, self.tokenizer, prompt)
+        self._check_tokens("SamplingParams: stop_token_ids", params.stop_token_ids)
+        reason = config.why_not_served(params)
+        if reason:
+            raise ValueError(f"EAGLEInference: {reason}")
+        ends = frozenset(config.eos_token_ids or ()) | frozenset(params.stop_token_ids)
+        return Request(number, prompt, params, read_seeds(params.seed, 1)[0], ends, stop_strings=stop)
+
+    def why_unfit(self, prompt: list[int], max_new_tokens: int, config: EAGLEConfig, speculative: bool) -> str | None:
+        """Returns why nothing can be generated from a prompt; None if it can."""
+        if not prompt:
+            return "the prompt is empty; it must hold at least one token"
+        worst = max(prompt) if min(prompt) >= 0 else min(prompt)
+        if not 0 <= worst < self.target.vocab_size:
+            return f"token ids must lie in 0..{self.target.vocab_size - 1}, the prompt holds {worst}"
+        limit, plain = (self.max_length(config, is_speculative) for is_speculative in (speculative, False))
+        if len(prompt) + max_new_tokens <= limit:
+            return None
+        reason = f"the prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} exceed the {limit} tokens that "
+        if limit == plain:
+            return reason + "the target and max_length allow"
+        return reason + f"the draft allows; {plain} without it, by speculative=False or max_spec_batch=0"
+
+    def max_length(self, config: EAGLEConfig, speculative: bool) -> int:
+        """Returns the most tokens of a request, its prompt included."""
+        limit = self.target.max_length
+        if speculative and config.may_speculate and config.needs_model:
+            limit = min(limit, self.draft.max_length)
+        return min(limit, config.max_length or limit)
+
+    def scheduler_for(self, config: EAGLEConfig, speculative: bool) -> Scheduler:
+        """Returns the scheduler of the batch, which steps by this configuration from now on."""
+        if speculative:
+            check_trees(config, self.draft)
+        draft = self._pooled_draft(config)
+        if not self._has_pools_for(config):
+            self._make_pools(config, draft)
+        key = speculative, self._on_tree is not None, *(getattr(config, name) for name in _STEP_FIELDS)
+        if key not in self.plans:
+            cache = self.suffix_cache(config) if "suffix" in config.methods else None
+            self.plans[key] = plan_steps(
+                self.target, draft, config, self.scheduler.state, speculative, self.scheduler.lag, cache, self._on_tree
+            )
+        self.scheduler.use(self.plans[key])
+        return self.scheduler
+
+    def suffix_cache(self, config: EAGLEConfig) -> SuffixCache:
+        """Returns the suffix trees of the configuration's sizes."""
+        sizes = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_cached_requests
+        if sizes not in self.suffix_caches:
+            self.suffix_caches[sizes] = SuffixCache(*sizes)
+        return self.suffix_caches[sizes]
+
+    @contextlib.contextmanager
+    def alone(self, caller: str, config: EAGLEConfig) -> Iterator[None]:
+        """Keeps the batch for calls that measure or warm up.
+
+        Other threads wait. Inside, suffix trees know no earlier request; afterwards they know none from inside.
+        """
+        with self.lock:
+            if self.scheduler is not None:
+                self.scheduler.drain()
+            if self.has_work:
+                raise RuntimeError(
+                    f"EAGLEInference: {caller} needs an empty batch; collect or abort the requests in it"
+                )
+            remembers = "suffix" in config.methods
+            with self.suffix_cache(config).forgetting() if remembers else contextlib.nullcontext():
+                yield
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request runs or waits, or an event has not been collected."""
+        return bool(self.outbox) or (self.scheduler is not None and self.scheduler.has_work)
+
+    @property
+    def on_tree(self) -> Callable[[Verified], None] | None:
+        """The function that every step calls with its trees and the verdict on them; see `Stepper`."""
+        return self._on_tree
+
+    @on_tree.setter
+    def on_tree(self, function: Callable[[Verified], None] | None) -> None:
+        with self.lock:
+            # steps made for the function before this one are of no more use
+            self.plans = {key: plan for key, plan in self.plans.items() if plan.plain.on_tree is None}
+            self._on_tree = function
+
+    def plain_step_ms(self, num_requests: int) -> float | None:
+        """Returns the measured time of a plain step of that many requests; None if none was measured."""
+        return self._plain_step_ms.get(num_requests)
+
+    def note_plain_step(self, num_requests: int, step_ms: float) -> None:
+        """Notes the time of a plain step that had nothing to compile."""
+        self._plain_step_ms[num_requests] = step_ms
+
+    def workspace_bytes(self, config: EAGLEConfig) -> dict[str, int]:
+        """Returns the bytes that a configuration needs beside the weights; see `memory.workspace_bytes`."""
+        check_method(config, self.draft)
+        with self.lock:
+            max_pages, num_pages = self._max_pages(config), None
+            if self._has_pools_for(config):  # they may have been made when more or less memory was free
+                state, num_pages = self.scheduler.state, self.scheduler.pages.num_pages
+                max_pages = state.block_table.shape[1]
+        return workspace_bytes(self.target, self._pooled_draft(config), config, max_pages, num_pages)
+
+    def _make_pools(self, config: EAGLEConfig, draft: DraftModel | None) -> None:
+        if self.scheduler is not None and self.scheduler.has_work:
+            raise RuntimeError(
+                "EAGLEInference: requests that run hold the pools of another configuration; collect or abort them "
+                "before this one is used"
+            )
+        self.scheduler, self.plans = None, {}  # frees the old pools before there are new ones
+        max_pages = self._max_pages(config)
+        num_pages = count_pages(self.target, draft, config, max_pages)
+        check_fits(self.target, draft, config, max_pages, num_pages)
+        state = BatchState(
+            self.target,
+            draft,
+            num_rows=config.max_batch,
+            num_pages=num_pages,
+            max_pages=max_pages,
+            page_size=config.page_size,
+        )
+        self.scheduler, self._pools_for = Scheduler(state, config.prefill_chunk), _pools_of(config)
+
+    def _has_pools_for(self, config: EAGLEConfig) -> bool:
+        if self.scheduler is None or self._pools_for != _pools_of(config):
+            return False
+        return self.scheduler.state.block_table.shape[1] >= self._max_pages(config)
+
+    def _pooled_draft(self, config: EAGLEConfig) -> DraftModel | None:
+        """Returns the draft model that needs a KV pool, or None."""
+        return self.draft if config.needs_model else None
+
+    def _max_pages(self, config: EAGLEConfig) -> int:
+        """Returns the pages of a request of full length; plain decoding shares the pools of its speculative twin."""
+        trees = [config, *(tree for _, tree in config.trees if tree is not None)]
+        reader = make_reader(config, self._pooled_draft(config))
+        past_end = max(overshoot(make_drafter(tree, reader, self.device)) for tree in trees)
+        # rounded up, so that another tree does not ask for other pools
+        needed = self.max_length(config, speculative=False) + -(-past_end // 256) * 256
+        return -(-needed // config.page_size)
+
+    def _check_tokens(self, name: str, token_ids: Iterable[int]) -> None:
+        """Raises ValueError for a token that the target never emits."""
+        for token in token_ids:
+            if not 0 <= token < self.target.vocab_size:
+                raise ValueError(f"{name} must lie in 0..{self.target.vocab_size - 1}, got {token}")
+
+
+def _pools_of(config: EAGLEConfig) -> tuple:
+    """Returns what pools and rows are made by."""
+    return config.needs_model, *(getattr(config, name) for name in _POOL_FIELDS)
