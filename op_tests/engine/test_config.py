@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from eagle_kernels import EAGLEConfig
-from eagle_kernels.engine.config.eagle_config import rates_of_mean_length
+from eagle_kernels.engine.config.tree import rates_of_mean_length
 from eagle_kernels.ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from eagle_kernels.ops.tree.organize_draft_results import MAX_CANDIDATES
 
@@ -94,7 +94,7 @@ def test_a_config_cannot_change():
         ({"top_p": "0.9"}, "top_p must be a number, got '0.9'"),
         ({"min_p": True}, "min_p must be a number, got True"),
         ({"eos_token_ids": 5}, "eos_token_ids must be None or a tuple of token ids, got 5"),
-        ({"eos_token_ids": ["a"]}, r"eos_token_ids must be None or a tuple of token ids, got \['a'\]"),
+        ({"eos_token_ids": ["a"]}, r"eos_token_ids must be None or a tuple of token ids, got \('a',\)"),
         ({"max_length": "64"}, "max_length must be an int or None, got '64'"),
         ({"page_size": 16.0}, "page_size must be an int, got 16.0"),
         (

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
-from ...ops.tree.build_tree import MAX_NODES, TreeMaskMode
-from ...ops.tree.organize_draft_results import MAX_CANDIDATES
-from ...ops.tree.select_top_k_tokens import MAX_TOPK
+from ...ops.tree.build_tree import TreeMaskMode
 from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
 from ...primitives.paging import MAX_PAGE_SIZE
-from .method_options import MethodOptions
-from .speculative_config import read_speculative_config
+from .drafting_options import DraftingOptions
+from .speculative_config import check_fields_are_read, read_speculative_config
+from .tree import SMALLER_TREES, Tree, rates_of_mean_length
 from .values import is_integer
-
-DEFAULT_MAX_DRAFT_TOKENS = 32
-# (topk, num_steps, num_draft_tokens) that adaptive="auto" tries beside the configuration's own
-SMALLER_TREES = ((1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16))
-
-
-def rates_of_mean_length(mean: float, spec_steps: int) -> list[float]:
-    """Rates per depth, P(at least 1, 2, .. spec_steps drafts accepted), for a mean accept length with the bonus.
-
-    mean - 1 = k + f drafts: k are always accepted, one more with probability f. No rates of this mean spread less.
-    """
-    return [min(max(mean - 1 - depth, 0.0), 1.0) for depth in range(spec_steps)]
 
 
 @dataclass(frozen=True)
-class EAGLEConfig(MethodOptions):
+class EAGLEConfig(DraftingOptions):
     """Drafting tree, sampling and limits; every value is validated here, with the rule in the message.
 
     Tree (EAGLE-2): `num_steps` levels; each keeps `topk` nodes and drafts `topk` children of each, so there are
@@ -105,9 +90,6 @@ class EAGLEConfig(MethodOptions):
                         path of first children ends, so does the step: trees may accept less, chains (topk=1) do not
     """
 
-    topk: int = 8
-    num_steps: int = 5
-    num_draft_tokens: int | None = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -128,21 +110,9 @@ class EAGLEConfig(MethodOptions):
     simulated_accept_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        self._require_integer("topk", 1, MAX_TOPK)
-        self._require_integer("num_steps", 1)
-        self._check_method()
-        self._require(
-            self.num_steps <= self._most_steps, "num_steps", f"lie in 1..{self._most_steps} for topk={self.topk}"
-        )
-        self._require_integer("num_draft_tokens", is_optional=True)
-        most_nodes = min(MAX_NODES, 1 + self._num_candidates)
-        candidates = "topk + (num_steps - 1) * topk^2" if self._is_dynamic else "topk * num_steps"
-        self._require(
-            2 <= self.num_verify_tokens <= most_nodes,
-            "num_draft_tokens",
-            f"lie in 2..min({MAX_NODES}, 1 + {candidates}) = {most_nodes} for topk={self.topk}, "
-            f"num_steps={self.num_steps} (the root counts)",
-        )
+        for name, value in self._normal_forms().items():
+            object.__setattr__(self, name, value)
+        self._check_tree()
         self._require_number("temperature")
         self._require(self.temperature >= 0, "temperature", "be at least 0")
         self._require_integer("top_k", 0)
@@ -150,8 +120,7 @@ class EAGLEConfig(MethodOptions):
         self._require(0 < self.top_p <= 1, "top_p", "lie in (0, 1] (1: off)")
         self._require_number("min_p")
         self._require(0 <= self.min_p <= 1, "min_p", "lie in 0..1 (0: off)")
-        is_token_list = isinstance(self.eos_token_ids, (tuple, list, set, frozenset))
-        is_token_list = is_token_list and all(is_integer(token) for token in self.eos_token_ids)
+        is_token_list = isinstance(self.eos_token_ids, tuple) and all(is_integer(token) for token in self.eos_token_ids)
         self._require(self.eos_token_ids is None or is_token_list, "eos_token_ids", "be None or a tuple of token ids")
         self._require_integer("max_length", 2, is_optional=True)
         self._require_integer("page_size")
@@ -181,24 +150,24 @@ class EAGLEConfig(MethodOptions):
 
     @classmethod
     def naive_eagle(cls, **others: Any) -> EAGLEConfig:
-        """One draft a step, the head's best: little to verify, so it pays in large batches too."""
+        """Returns one draft a step, the head's best: little to verify, so it pays in large batches too."""
         return cls(topk=1, num_steps=1, num_draft_tokens=2, **others)
 
     @classmethod
     def chain(cls, num_drafts: int, **others: Any) -> EAGLEConfig:
-        """`num_drafts` drafts, one after another."""
+        """Returns a chain of `num_drafts` drafts."""
         if not is_integer(num_drafts) or num_drafts < 1:
             raise ValueError(f"EAGLEConfig.chain: num_drafts must be an int of at least 1, got {num_drafts!r}")
         return cls(topk=1, num_steps=num_drafts, num_draft_tokens=num_drafts + 1, **others)
 
     @classmethod
     def tree(cls, topk: int = 8, num_steps: int = 5, num_draft_tokens: int = 64, **others: Any) -> EAGLEConfig:
-        """A tree of `num_draft_tokens` nodes, root included."""
+        """Returns a tree of `num_draft_tokens` nodes, root included."""
         return cls(topk=topk, num_steps=num_steps, num_draft_tokens=num_draft_tokens, **others)
 
     @classmethod
     def from_speculative_config(cls, fields: Mapping[str, Any], **others: Any) -> EAGLEConfig:
-        """Of the fields of FastDeploy's speculative configuration, and vLLM's where they coincide.
+        """Reads the fields of FastDeploy's speculative configuration, and vLLM's where they coincide.
 
         fields  method, num_speculative_tokens, num_model_steps, mtp_strategy, max_ngram_size, verify_strategy, ...
                 (`speculative_config.FIELDS`); topk, num_steps and num_draft_tokens of this class instead of
@@ -206,63 +175,36 @@ class EAGLEConfig(MethodOptions):
                 class: verify_strategy `target_match`, where FastDeploy takes the lossy `topp`
         others  fields of this class, beside
         """
-        return read_speculative_config(cls, fields, **others)
-
-    @property
-    def num_verify_tokens(self) -> int:
-        """Nodes verified a step, root included: `num_draft_tokens`, or its default for this tree."""
-        if self.num_draft_tokens is None:
-            return min(DEFAULT_MAX_DRAFT_TOKENS, 1 + self._num_candidates)
-        return self.num_draft_tokens
-
-    @property
-    def _most_accepted(self) -> int:
-        """Drafts that a step accepts at most: one a level, and no more than there are."""
-        return min(self.num_steps, self.num_verify_tokens - 1)
-
-    @property
-    def _num_candidates(self) -> int:
-        if self._is_dynamic:
-            return self.topk + (self.num_steps - 1) * self.topk**2
-        return self.topk * self.num_steps
-
-    @property
-    def _is_dynamic(self) -> bool:
-        """Whether a model's beams choose the tree, level by level. To `naive` the tree's fields say nothing."""
-        if self.methods == ("naive",):
-            return True
-        others = {"ngram", "suffix", "hybrid"}.intersection(self.methods)
-        return self.needs_model and not others and self.verify_strategy != "rejection"
-
-    @property
-    def _most_steps(self) -> int:
-        """What the ops hold: the beams of all levels but the last attend at once, all candidates are ranked at once,
-        and the draft rereads an accepted path, with the root num_steps + 1 tokens, at once."""
-        if not self.needs_model:
-            return MAX_NODES - 1
-        if self.method == "hybrid":  # of the model's levels few
-            return MAX_QUERY - 1
-        levels_below_first = min(MAX_DRAFT_KEYS // self.topk, (MAX_CANDIDATES - self.topk) // self.topk**2)
-        return min(1 + levels_below_first, MAX_QUERY - 1)
+        made = cls(**read_speculative_config(fields) | others)
+        check_fields_are_read(fields, made)
+        return made
 
     @property
     def trees(self) -> tuple[tuple[int | None, EAGLEConfig | None], ...]:
-        """What steps choose from: the most requests that each is for (None: any number), and a configuration that does
-        not choose; None in its place: plain decoding."""
-        own = (self.topk, self.num_steps, self.num_verify_tokens)
+        """What steps choose from: (most requests, configuration with one tree); None in either place: any number of
+        requests, plain decoding."""
+        own = self.own_tree
         if self.adaptive is None:
             return ((self.max_spec_batch, self._with_tree(own)),)
         if self.adaptive == "auto":
-            smaller = [tree for tree in SMALLER_TREES if tree[2] < own[2] and tree[1] <= own[1]]
-            if "hybrid" in self.methods:  # whose model has its part in each
+            smaller = [
+                tree
+                for tree in SMALLER_TREES
+                if tree.num_draft_tokens < own.num_draft_tokens and tree.num_steps <= own.num_steps
+            ]
+            if "hybrid" in self.methods:  # its model has a part in each tree
                 levels = self.num_model_steps
-                smaller = [tree for tree in smaller if tree[1] > levels and tree[2] > 1 + tree[0] * levels]
+                smaller = [
+                    tree
+                    for tree in smaller
+                    if tree.num_steps > levels and tree.num_draft_tokens > 1 + tree.topk * levels
+                ]
             return tuple((None, self._with_tree(tree)) for tree in (*smaller, own))
         return tuple((most, None if tree is None else self._with_tree(tree)) for most, tree in self.adaptive)
 
     @property
     def keeps_text(self) -> bool:
-        """Whether texts are those of plain decoding, seed for seed; of requests as this configuration has them."""
+        """Whether requests with this configuration's sampling get the texts of plain decoding, seed for seed."""
         is_drawn_alike = self.verify_strategy in ("greedy", "target_match")
         is_drawn_alike |= self.verify_strategy in ("rejection", "typical") and self.temperature == 0
         return self.accept_policy == "normal" and is_drawn_alike
@@ -270,44 +212,48 @@ class EAGLEConfig(MethodOptions):
     @property
     def may_speculate(self) -> bool:
         """Whether any step may have drafts; where none has, the draft reads nothing and sets no limit."""
-        return (
-            self.methods != ("naive",) and self.max_spec_batch != 0 and any(tree is not None for _, tree in self.trees)
-        )
+        is_wanted = self.methods != ("naive",) and self.max_spec_batch != 0
+        return is_wanted and any(tree is not None for _, tree in self.trees)
 
-    def _with_tree(self, tree: tuple[int, int, int]) -> EAGLEConfig:
-        shape = dict(zip(("topk", "num_steps", "num_draft_tokens"), tree, strict=True))
-        fields = {"accept_policy": "normal", "simulated_accept_length": None, "simulated_accept_rates": None}
-        made = replace(self, **shape, **fields, adaptive=None, max_spec_batch=None)
-        most = made._most_accepted
-        fields = {name: getattr(self, name) for name in fields}
+    def _with_tree(self, tree: Tree) -> EAGLEConfig:
+        """Returns this configuration with one tree, and with what it simulates cut to the tree's size."""
+        plain = {"accept_policy": "normal", "simulated_accept_length": None, "simulated_accept_rates": None}
+        made = replace(self, **Tree(*tree)._asdict(), **plain, adaptive=None, max_spec_batch=None)
+        policy, most = {"accept_policy": self.accept_policy}, made.own_tree.most_accepted
         if self.simulated_accept_length is not None:
-            fields["simulated_accept_length"] = min(self.simulated_accept_length, most + 1)
+            policy["simulated_accept_length"] = min(self.simulated_accept_length, most + 1)
         if self.simulated_accept_rates is not None:
             rates = self.simulated_accept_rates[:most]
-            fields["simulated_accept_rates"] = (*rates, *(0,) * (made.num_steps - len(rates)))
-        return replace(made, **fields)
+            policy["simulated_accept_rates"] = (*rates, *(0,) * (made.num_steps - len(rates)))
+        return replace(made, **policy)
+
+    def _normal_forms(self) -> dict[str, Any]:
+        """Returns fields in the form that is kept: lists as tuples, and the policy that simulated lengths imply."""
+        names = ("method", "eos_token_ids", "adaptive", "simulated_accept_rates")
+        forms = {name: _as_tuples(getattr(self, name)) for name in names}
+        if self.accept_policy == "normal":
+            is_simulated = self.simulated_accept_length is not None or self.simulated_accept_rates is not None
+            forms["accept_policy"] = "simulate" if is_simulated else "normal"
+        return forms
 
     def _check_adaptive(self) -> None:
         if self.adaptive is None or self.adaptive == "auto":
             return
-        is_table = isinstance(self.adaptive, (tuple, list)) and len(self.adaptive) > 0
-        is_table = is_table and all(isinstance(entry, (tuple, list)) and len(entry) == 2 for entry in self.adaptive)
+        is_table = isinstance(self.adaptive, tuple) and len(self.adaptive) > 0
+        is_table = is_table and all(isinstance(entry, tuple) and len(entry) == 2 for entry in self.adaptive)
         limits = [entry[0] for entry in self.adaptive] if is_table else []
         is_table = is_table and all(map(is_integer, limits)) and limits == sorted(set(limits)) and limits[0] > 0
         trees = [entry[1] for entry in self.adaptive if entry[1] is not None] if is_table else []
-        is_table = is_table and all(isinstance(tree, (tuple, list)) and len(tree) == 3 for tree in trees)
+        is_table = is_table and all(isinstance(tree, tuple) and len(tree) == 3 for tree in trees)
         rule = "be None, 'auto' or ((most requests, (topk, num_steps, num_draft_tokens) or None), ...), ascending"
         self._require(is_table, "adaptive", rule)
         self._require(self.max_spec_batch is None, "max_spec_batch", "not be given with a table, which says it")
         for tree in trees:
             self._with_tree(tree)  # which checks it
-        # not lists: the engine's steps are found by what is in here
-        table = tuple((most, None if tree is None else tuple(tree)) for most, tree in self.adaptive)
-        object.__setattr__(self, "adaptive", table)
 
     @property
     def simulated_rates(self) -> list[float] | None:
-        """Of `simulate`: P(at least 1, 2, .. num_steps drafts accepted)."""
+        """P(at least 1, 2, .. num_steps drafts accepted) that `simulate` simulates; None otherwise."""
         if self.simulated_accept_length is not None:
             return rates_of_mean_length(self.simulated_accept_length, self.num_steps)
         return None if self.simulated_accept_rates is None else list(self.simulated_accept_rates)
@@ -316,12 +262,8 @@ class EAGLEConfig(MethodOptions):
         self._require(self.accept_policy in ACCEPT_POLICIES, "accept_policy", f"be one of {list(ACCEPT_POLICIES)}")
         is_planted = self.verify_strategy in ("target_match", "greedy")
         rule = f"be 'normal' with verify_strategy={self.verify_strategy!r}, for which nothing is planted"
-        simulated = self.simulated_accept_length, self.simulated_accept_rates
-        is_normal = self.accept_policy == "normal" and simulated == (None, None)
-        self._require(is_planted or is_normal, "accept_policy", rule)
+        self._require(is_planted or self.accept_policy == "normal", "accept_policy", rule)
         length, rates = self.simulated_accept_length, self.simulated_accept_rates
-        if self.accept_policy == "normal" and (length, rates) != (None, None):
-            object.__setattr__(self, "accept_policy", "simulate")
         if self.accept_policy != "simulate":
             for name in ("simulated_accept_length", "simulated_accept_rates"):
                 self._require(getattr(self, name) is None, name, "come with accept_policy='simulate'")
@@ -333,35 +275,20 @@ class EAGLEConfig(MethodOptions):
         )
         if length is not None:
             self._require_number("simulated_accept_length")
-            rule = f"lie in 1..min(num_steps + 1, num_draft_tokens) = {self._most_accepted + 1} (the bonus counts)"
-            self._require(1 <= length <= self._most_accepted + 1, "simulated_accept_length", rule)
+            rule = (
+                f"lie in 1..min(num_steps + 1, num_draft_tokens) = {self.own_tree.most_accepted + 1} (the bonus counts)"
+            )
+            self._require(1 <= length <= self.own_tree.most_accepted + 1, "simulated_accept_length", rule)
             return
-        is_rates = isinstance(rates, (tuple, list)) and len(rates) == self.num_steps
+        is_rates = isinstance(rates, tuple) and len(rates) == self.num_steps
         is_rates = is_rates and all(is_integer(rate) or isinstance(rate, float) for rate in rates)
         rule = f"be num_steps = {self.num_steps} numbers in 0..1, none above the one before it"
         is_falling = is_rates and all(1 >= above >= rate >= 0 for above, rate in zip((1, *rates), rates))
         self._require(is_falling, "simulated_accept_rates", rule)
         rule = f"be 0 beyond the num_draft_tokens - 1 = {self.num_verify_tokens - 1} drafts of a step"
-        self._require(not any(rates[self._most_accepted :]), "simulated_accept_rates", rule)
-        object.__setattr__(self, "simulated_accept_rates", tuple(rates))
+        self._require(not any(rates[self.own_tree.most_accepted :]), "simulated_accept_rates", rule)
 
-    def _require(self, holds: bool, name: str, rule: str) -> None:
-        if not holds:
-            raise ValueError(f"EAGLEConfig: {name} must {rule}, got {getattr(self, name)!r}")
 
-    def _require_integer(
-        self, name: str, low: int | None = None, high: int | None = None, *, is_optional: bool = False
-    ) -> None:
-        value = getattr(self, name)
-        if value is None and is_optional:
-            return
-        self._require(is_integer(value), name, "be an int or None" if is_optional else "be an int")
-        if high is not None:
-            self._require(low <= value <= high, name, f"lie in {low}..{high}")
-        elif low is not None:
-            self._require(low <= value, name, f"be at least {low}")
-
-    def _require_number(self, name: str) -> None:
-        value = getattr(self, name)
-        self._require(is_integer(value) or isinstance(value, float), name, "be a number")
-        self._require(-math.inf < value < math.inf, name, "be a finite number")
+def _as_tuples(value: Any) -> Any:
+    """Returns lists and sets as tuples, those inside as well; anything else as it is."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple, set, frozenset)) else value

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .drafting_options import DraftingOptions
 from .values import is_integer
-
-if TYPE_CHECKING:
-    from .eagle_config import EAGLEConfig
 
 # other names of methods; FastDeploy's enumeration says ngram_match, its documentation ngram
 _METHODS = {"ngram_match": "ngram", "ngram_gpu": "ngram", "eagle3": "eagle"}
@@ -40,8 +38,8 @@ _OTHERS = ("method", "model", "mtp_strategy", "num_speculative_tokens", "num_mod
 FIELDS = tuple(sorted({*_NAMES, *_SAME, *_OF_TREES, *_SERVER, *_OTHERS}))
 
 
-def read_speculative_config(config: type[EAGLEConfig], given: Mapping[str, Any], **others: Any) -> EAGLEConfig:
-    """An `EAGLEConfig` of a server's fields; see `EAGLEConfig.from_speculative_config`."""
+def read_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `EAGLEConfig` that a server's fields stand for; see `from_speculative_config` there."""
     if not isinstance(given, Mapping):
         raise ValueError(f"speculative_config: must be a mapping of fields, got {given!r}")
     unknown = sorted(set(map(str, given)) - set(FIELDS))
@@ -72,15 +70,18 @@ def read_speculative_config(config: type[EAGLEConfig], given: Mapping[str, Any],
     if given.get("benchmark_mode", False):
         if fields.setdefault("accept_policy", "reject_all") != "reject_all":
             _fail("benchmark_mode", "come with accept_policy='reject_all', which it is", fields["accept_policy"])
-    made = config(**fields | others)
+    return fields
+
+
+def check_fields_are_read(given: Mapping[str, Any], made: DraftingOptions) -> None:
+    """Raises ValueError for a field that means nothing to the method or strategy that was chosen."""
     for names, chosen, owners in _OWNED:
         values = made.methods if chosen == "method" else (made.verify_strategy,)
         for name in names:
-            default = getattr(config, _NAMES.get(name, name))
+            default = getattr(DraftingOptions, _NAMES.get(name, name))
             if name in given and given[name] != default and not owners.intersection(values):
-                _fail(name, f"be {default!r} or absent for {chosen}={getattr(made, chosen)!r}, which has no use for it",
-                      given[name])  # fmt: skip
-    return made
+                rule = f"be {default!r} or absent for {chosen}={getattr(made, chosen)!r}, which has no use for it"
+                _fail(name, rule, given[name])
 
 
 def _method(given: Mapping[str, Any]) -> str:

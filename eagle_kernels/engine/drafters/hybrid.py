@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 
 from ... import ops
 from ..batch.batch import Batch
+from ..config.drafting_options import MAX_NGRAM
 from ..config.eagle_config import EAGLEConfig
-from ..config.method_options import MAX_NGRAM
 from .model_drafter import ModelDrafter
 from .ngram import match
 from .protocol import Proposal, Reader

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..config.drafting_options import MODEL_KINDS
 from ..config.eagle_config import EAGLEConfig
-from ..config.method_options import MODEL_KINDS
 from .causal_draft import CausalDraft
 from .protocol import DraftModel, TargetModel
 
