@@ -1,4 +1,4 @@
-"""The rows of one step: where their new keys go, and what verification says of them."""
+"""The rows of one step, and the verdict on their drafts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .state import BatchState
 
 
 class Committed(NamedTuple):
-    """Verification's verdict and what it leads to, from any verification op; see `ops.verify_commit`."""
+    """The verdict of any verification op and what follows from it; see `ops.verify_commit`."""
 
     accept_index: Tensor
     accept_token_num: Tensor
@@ -28,8 +28,8 @@ class Committed(NamedTuple):
 class Batch:
     """The rows of a step, and where their new keys go.
 
-    slots      [B, M] int64  of the M = num_slots tokens behind the committed ones, in either pool
-    positions  [B, M] int64  of these, none above what the draft was made for; None without its max_length
+    slots      [B, M] int64  of the M = num_slots tokens after the committed ones, in either pool
+    positions  [B, M] int64  of these tokens, none above what the draft was made for; None without its max_length
     """
 
     def __init__(self, state: BatchState, rows: slice, num_slots: int, max_length: int | None):
@@ -45,7 +45,7 @@ class Batch:
         return len(self.lengths)
 
     def numbers(self, name: str) -> Tensor:
-        """[B] of a field of `SamplingParams`."""
+        """Returns [B] values of a field of `SamplingParams`."""
         return self.state.sampling.numbers[name][self.rows]
 
     def sampling_arguments(self, features: Features) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
-"""Paged keys and values of one model, who owns which page, and the `attend` functions that write and read them.
+"""The paged keys and values of one model, their owners, and the `attend` functions that write and read them.
 
-The ops take what `protocol.Attend` says of scales, soft caps and sinks by the same names.
+Scales, soft caps and sinks go to the ops under the names that `protocol.Attend` gives them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..models.protocol import Angles, KVShape
 
 
 class PageAllocator:
-    """Hands out page ids 0 .. num_pages - 1; lives on the host, so that nobody waits for the device to learn them."""
+    """The owner of page ids 0 .. num_pages - 1. It lives on the host, so learning an id never waits for the device."""
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
@@ -28,7 +28,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` page ids, the longest free ones first; None if there are not so many."""
+        """Returns `count` page ids, those that were free longest first; None if fewer are free."""
         if count > len(self._free):
             return None
         return [self._free.popleft() for _ in range(count)]
@@ -49,9 +49,9 @@ class KVPool:
     def write(
         self, layer: int, slots: Tensor, query: Tensor | None, key: Tensor, value: Tensor, angles: Angles | None
     ) -> Tensor | None:
-        """Stores key, value [B, T, Hkv, D] at slots [B, T]; those of -1 are dropped. Returns the query [B, T, Hq, D].
+        """Stores key, value [B, T, Hkv, D] at slots [B, T], -1 for none; returns the query [B, T, Hq, D].
 
-        angles: what query and key are turned by before; None: nothing.
+        angles  by which query and key are turned first; None: they are not
         """
         rows, caches = (key.flatten(0, 1), value.flatten(0, 1)), (self.k_cache[layer], self.v_cache[layer])
         tables = {} if angles is None else angles._asdict()
@@ -66,10 +66,10 @@ def bytes_per_page(shape: KVShape, page_size: int, dtype: torch.dtype) -> int:
 
 
 class _PoolAttend:
-    """A layer's new keys and values are written into the pool, and its queries read them from there with all others.
+    """An `Attend` that writes a layer's new keys and values into the pool; its queries read them there with all others.
 
     block_table  [B, max_pages]
-    slots        [B, T]  where the new ones go
+    slots        [B, T]  of the new keys
     """
 
     def __init__(self, pool: KVPool, block_table: Tensor, slots: Tensor):
@@ -99,7 +99,7 @@ class _PoolAttend:
 
 
 class PrefillAttend(_PoolAttend):
-    """`attend` of a part of a prompt: one request, causal, tokens start .. start + T - 1 behind those before them.
+    """The `attend` of a part of a prompt: one request, causal, tokens start .. start + T - 1.
 
     block_table  [1, max_pages], the request's row
     """
@@ -118,7 +118,7 @@ class PrefillAttend(_PoolAttend):
 
 
 class TreeAttend(_PoolAttend):
-    """`attend` of T tree rows per request: they see the committed prefix, and the draft keys that the mask names.
+    """The `attend` of T tree rows per request: they see the committed prefix and the draft keys that the mask names.
 
     block_table    [B, max_pages]
     lengths        [B]          committed tokens
@@ -160,7 +160,7 @@ class TreeAttend(_PoolAttend):
 
 
 class DecodeAttend(_PoolAttend):
-    """`attend` of plain decoding: one new row per request, behind its prefix; slots [B, 1]."""
+    """The `attend` of plain decoding: one new row per request, after its prefix; slots [B, 1]."""
 
     def __init__(self, pool: KVPool, block_table: Tensor, lengths: Tensor, slots: Tensor):
         super().__init__(pool, block_table, slots)

@@ -1,4 +1,4 @@
-"""How many bytes a configuration needs, before anything is allocated."""
+"""The bytes that a configuration needs, counted before anything is allocated."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ..models.checkpoint import free_memory_bytes
 from ..models.protocol import DraftModel, TargetModel
 from .kv_pool import bytes_per_page
 
-# of the CPU's memory, for KV pools, where nobody says otherwise
+# for KV pools on the CPU, where kv_cache_bytes is not given
 _CPU_CACHE_BYTES = 1 << 30
 
 
 def count_pages(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int) -> int:
-    """Pages of the pools: what kv_cache_bytes pays for, but no more than max_batch requests of max_pages can use."""
+    """Returns the pages of the pools: what kv_cache_bytes holds, at most what max_batch requests of max_pages use."""
     budget = config.kv_cache_bytes
     if budget is None:
         is_gpu = target.device.type == "cuda"
@@ -24,22 +24,24 @@ def count_pages(target: TargetModel, draft: DraftModel | None, config: EAGLEConf
 def workspace_bytes(
     target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int, num_pages: int | None = None
 ) -> dict[str, int]:
-    """Bytes beside the weights, by what they are for, and their `total`; num_pages: of pools that there are.
+    """Returns the bytes beside the weights, by what they are for, and their `total`.
+
+    num_pages  of the pools, where they exist already
 
     kv_cache  the pools of both models
-    rows      what the rows of a batch are from step to step, without penalties (4 more a token of the vocabulary)
+    rows      the state of a batch's rows, without penalties (4 bytes more a token of the vocabulary)
     step      the largest tensors of the largest step: logits, and the features that the draft reads
     """
     element, rows = target.dtype.itemsize, config.max_batch
     num_streams, draft_vocab_size = (0, 0) if draft is None else (len(draft.aux_layers), draft.draft_vocab_size)
-    # the draft's own state: of a head about as wide as the target's, of a language model nothing
+    # the draft's own state: a head's is about as wide as the target's, a language model has none
     hidden_size = target.hidden_size if num_streams else 0
     reader = make_reader(config, draft)
     kept = 0 if reader is None else reader.num_kept * (8 + element * num_streams * target.hidden_size)
     trees = [(most, tree) for most, tree in config.trees if tree is not None and config.may_speculate]
     keeps_history = any(make_drafter(tree, reader, target.device).reads_history for _, tree in trees)
     history = 4 * max_pages * config.page_size if keeps_history else 0
-    # of rows with so many nodes, and levels or beams of the draft: a plain one has neither
+    # (rows, nodes, levels or beams of the draft) of each kind of step; a plain one drafts nothing
     shapes = [(rows, 1, 0)]
     for most, tree in trees:
         num_drafted = max(tree.topk, tree.num_steps + 1)
@@ -60,7 +62,7 @@ def workspace_bytes(
 def check_fits(
     target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int, num_pages: int
 ) -> None:
-    """Pools and rows must find room before either is allocated."""
+    """Raises ValueError where pools and rows do not fit into free memory, before either is allocated."""
     sizes = workspace_bytes(target, draft, config, max_pages, num_pages)
     free = free_memory_bytes(target.device)
     if free is not None and sizes["kv_cache"] + sizes["rows"] > free:

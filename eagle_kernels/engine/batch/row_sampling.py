@@ -44,7 +44,7 @@ class RowSampling:
             self.prompt_mask = torch.zeros(words, dtype=torch.int32, device=device)
 
     def set_row(self, row: int, params: SamplingParams, seed: int, prompt: list[int]) -> None:
-        """The request that row `row` belongs to from now on."""
+        """Gives row `row` to a request."""
         self.seeds[row] = seed
         for name, tensor in self.numbers.items():
             tensor[row] = getattr(params, name)
@@ -54,12 +54,12 @@ class RowSampling:
             self.prompt_mask[row] = _bits(prompt, self.prompt_mask.shape[1]).to(self.prompt_mask.device)
 
     def tensors(self) -> list[Tensor]:
-        """Everything that belongs to rows."""
+        """Returns every tensor that belongs to rows."""
         held = [self.seeds, *self.numbers.values(), self.prompt_mask, self.output_counts]
         return [tensor for tensor in held if tensor is not None]
 
     def arguments(self, features: Features, rows: slice) -> dict[str, Tensor]:
-        """Of `verify_tree_sampled`, for these rows."""
+        """Returns the arguments of `verify_tree_sampled` for these rows."""
         names = ["temperature"]
         names += _FILTERS if features.filters else ()
         names += _PENALTIES if features.penalties else ()
@@ -76,7 +76,7 @@ class RowSampling:
 
 
 def _bits(tokens: list[int], num_words: int) -> Tensor:
-    """int32 [num_words]: bit v % 32 of word v // 32 is set for every token v."""
+    """Returns int32 [num_words] in which bit v % 32 of word v // 32 is set for every token v."""
     words: dict[int, int] = {}
     for token in set(tokens):
         words[token // 32] = words.get(token // 32, 0) | 1 << token % 32

@@ -1,4 +1,4 @@
-"""What a batch is from step to step: tensors that stay where they are, so that a CUDA graph can name them."""
+"""The state of a batch from step to step: tensors that stay where they are, so that a CUDA graph can name them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from .kv_pool import KVPool
 from .row_sampling import RowSampling
 
 # plain steps after which the draft reads what it missed
-MEMORY = 16
+CATCH_UP_EVERY = 16
 
 
 class Kept(NamedTuple):
-    """Tokens [R, C] int64 that a draft has yet to read, or to read again, and the target's features [R, C, F] beside
-    them."""
+    """Tokens [R, C] int64 that a draft has yet to read, or to read again, with the target's features [R, C, F]."""
 
     tokens: Tensor
     features: Tensor
@@ -31,12 +30,12 @@ class BatchState:
     roots         [R] int64       last committed token
     is_live       [R] int64       0: the row is computed in place, writes no key and never grows
     block_table   [R, max_pages]  int32, of both models' pools; -1: no page
-    methods       [R] int64       of several methods of drafting, the row's
+    methods       [R] int64       the row's method of drafting, where requests choose among several
     history       [R, L] int32    committed tokens, the root at place `lengths`; None where no drafter reads them
     draft_logits  [R, Vd]         what the draft says after the root
     draft_hidden  [R, H]          the draft's own state there; both None without a draft
-    num_behind    [R] int64       committed tokens that the draft has not read for good, of plain steps above all
-    kept          these, by how many there is room for
+    num_behind    [R] int64       committed tokens that the draft has not read for good, most of them of plain steps
+    kept          these tokens, by how many there is room for
     target_pool, draft_pool       keys and values; a request's pages have the same ids in both. No draft, no draft_pool
     """
 
@@ -71,7 +70,7 @@ class BatchState:
         self.draft_hidden: Tensor | None = None  # until the first prompt tells how wide it is
 
     def set_draft(self, row: int, logits: Tensor, hidden: Tensor) -> None:
-        """logits [Vd] and hidden [H] of a row."""
+        """Writes the logits [Vd] and hidden state [H] of a row."""
         if self.draft_hidden is None:
             self.draft_hidden = hidden.new_zeros(self.num_rows, *hidden.shape)
         self.draft_logits[row] = logits
@@ -84,19 +83,19 @@ class BatchState:
             self.history = self.block_table.new_zeros(self.num_rows, num_tokens)
 
     def append_to_history(self, rows: slice, tokens: Tensor) -> None:
-        """What a step brought, [B, T], -1 padded, before `lengths` grow; where requests end, the host finds out."""
+        """Appends a step's tokens [B, T], -1 padded, before `lengths` grow; the host finds out where requests end."""
         num_tokens = self.lengths[rows] + 1
         ops.append_output(self.history[rows], num_tokens, num_tokens, tokens)
 
     def make_room(self, count: int, feature_size: int) -> None:
-        """For so many kept tokens and features of each row."""
+        """Makes room for `count` kept tokens and features of each row."""
         if count not in self.kept:
             shape, device = (self.num_rows, count), self.lengths.device
             features = torch.zeros(*shape, feature_size, dtype=self.draft_logits.dtype, device=device)
             self.kept[count] = Kept(torch.zeros(shape, dtype=torch.int64, device=device), features)
 
     def keep(self, rows: slice, room: int, roots: Tensor, features: Tensor) -> None:
-        """One token more of each live row: roots [B], and features [B, 1, F]."""
+        """Keeps one more token of each live row: roots [B], and features [B, 1, F]."""
         count, kept = self.num_behind[rows], self.kept[room]
         row, place = torch.arange(len(count), device=count.device), count.clamp(max=room - 1)
         kept.tokens[rows][row, place] = roots.clamp(min=0)
@@ -104,20 +103,20 @@ class BatchState:
         count.add_(self.is_live[rows])
 
     def clear(self, row: int) -> None:
-        """The row is nobody's."""
+        """Marks the row as nobody's."""
         self.num_behind[row] = 0
         self.is_live[row] = 0
         self.lengths[row] = 0
         self.block_table[row] = -1
 
     def move(self, row: int, to: int) -> None:
-        """Row `to` becomes what `row` is, which is nobody's from then on."""
+        """Moves a row to place `to`; its old place is nobody's afterwards."""
         for tensor in self.tensors():
             tensor[to] = tensor[row]
         self.clear(row)
 
     def tensors(self) -> list[Tensor]:
-        """Everything that belongs to rows."""
+        """Returns every tensor that belongs to rows."""
         held = [self.lengths, self.roots, self.is_live, self.block_table, self.methods, self.history]
         held += [self.draft_logits, self.num_behind, self.draft_hidden]
         held += [tensor for kept in self.kept.values() for tensor in kept]

@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import ops
 from ..batch.batch import Batch, Committed
 from ..batch.kv_pool import PrefillAttend, TreeAttend
-from ..batch.state import MEMORY, BatchState
+from ..batch.state import CATCH_UP_EVERY, BatchState
 from ..models.protocol import DraftModel
 
 
@@ -26,7 +26,7 @@ class ModelReader:
     """
 
     def __init__(self, model: DraftModel, num_levels: int, topk: int, num_steps: int):
-        self.model, self.num_kept = model, MEMORY
+        self.model, self.num_kept = model, CATCH_UP_EVERY
         self._behind = 1 - model.token_shift
         self.num_slots = self._behind + max((num_levels - 1) * topk, num_steps + 1)
 

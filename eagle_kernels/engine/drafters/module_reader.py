@@ -17,7 +17,7 @@ from torch import Tensor
 from ... import ops
 from ..batch.batch import Batch, Committed
 from ..batch.kv_pool import PrefillAttend, TreeAttend
-from ..batch.state import MEMORY, BatchState, Kept
+from ..batch.state import CATCH_UP_EVERY, BatchState, Kept
 from ..models.protocol import DraftModules
 
 
@@ -35,7 +35,7 @@ class ModuleReader:
         self._num_open = num_modules - 1  # rows whose later modules read drafts
         self.num_rows = self._num_open + num_steps + 1
         self.num_slots = self.num_rows
-        self.num_kept = self.num_rows + MEMORY
+        self.num_kept = self.num_rows + CATCH_UP_EVERY
 
     def read_prompt(
         self,

@@ -22,18 +22,18 @@ class TokenEvent(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """What `EAGLEInference.submit` returns; the engine fills it while it steps.
+    """A request, as `EAGLEInference.submit` returns it; the engine fills it while it steps.
 
-    id              counts the submitted requests of an engine; of a stream: which of its prompts
+    id              counts the submitted requests of an engine; in a stream: the index of the prompt
     prompt          [L] token ids
     params          as asked for; `seed` is the one in use
     output_ids      new tokens so far
-    logprobs        of these, where params.logprobs asks for them
-    finish_reason   None: not yet; "eos" (a stop token id), "stop" (a stop string), "length", "abort", or "error", with
-    error           why
-    accepted        how many drafts each step of it accepted,
-    levels          how many all of them could, each by its own tree, and
-    drafted         how many were verified in all of them
+    logprobs        of these tokens, where params.logprobs asks for them
+    finish_reason   "eos" (a stop token id), "stop" (a stop string), "length", "abort" or "error"; None: not yet
+    error           why it failed
+    accepted        drafts that each of its steps accepted
+    levels          drafts that all its steps could have accepted, each by its own tree
+    drafted         drafts verified in all its steps
     """
 
     id: int
@@ -49,10 +49,10 @@ class Request:
     levels: int = 0
     drafted: int = 0
     stop_strings: StopStrings | None = None
-    # events that its owner has not collected yet; of submitted requests a list of the engine has them as well
+    # events that its owner has not collected yet; those of submitted requests go to a list of the engine as well
     _events: list[TokenEvent] = field(default_factory=list)
     outbox: list[TokenEvent] | None = None
-    # what was raised, if that is why, until somebody is told
+    # the error that ended it, until it is raised
     exception: Exception | None = None
 
     @property
@@ -61,7 +61,7 @@ class Request:
 
     @property
     def text(self) -> str | None:
-        """The output up to a stop string; None without stop strings, where decoding is the caller's."""
+        """The output up to a stop string; None without stop strings, where the caller decodes."""
         return None if self.stop_strings is None else self.stop_strings.text
 
     @property
@@ -70,21 +70,21 @@ class Request:
         return bool(self._events)
 
     def collect(self) -> list[TokenEvent]:
-        """The tokens since the last call."""
+        """Returns the tokens since the last call."""
         events, self._events = self._events, []
         return events
 
     def fail(self, error: Exception) -> None:
-        """Ends here, for what was raised."""
+        """Ends the request with an error."""
         self.finish_reason, self.exception = "error", error
         self.error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        # frames hold the activations and pools of the step that failed, for as long as somebody holds the request
+        # frames would hold the activations and pools of the failed step for as long as the request lives
         origin = _Origin("\n" + "".join(traceback.format_exception(error)))
         traceback.clear_frames(error.__traceback__)
         error.__traceback__, error.__context__, error.__cause__ = None, None, origin
 
     def raise_error(self) -> None:
-        """Raises what ended it, if something did; once, since it holds every frame that it passes from then on."""
+        """Raises the error that ended it, if any; only once, since an error holds every frame that it passes."""
         error, self.exception = self.exception, None
         try:
             if error is not None:
@@ -93,7 +93,7 @@ class Request:
             del error
 
     def push(self, tokens: list[int], accepted: int, logprobs: list[float] | None) -> None:
-        """Takes what a step brought, `accepted` drafts and a token of the target, until the request ends."""
+        """Takes the tokens of a step, `accepted` drafts and one of the target, until the request ends."""
         events = []
         for index, token in enumerate(tokens):
             self.output_ids.append(token)
@@ -120,11 +120,11 @@ class Request:
 
 
 class _Origin(Exception):
-    """Where an error was raised, in words."""
+    """The traceback of an error, as text."""
 
 
 class StopStrings:
-    """Decodes a request's tokens one by one and looks for strings that end it, wherever they begin and end."""
+    """A search for the strings that end a request, in the text of its tokens, wherever they begin and end."""
 
     def __init__(self, strings: tuple[str, ...], tokenizer: Tokenizer, prompt: list[int]):
         self._strings = strings
@@ -132,11 +132,11 @@ class StopStrings:
         self.text = ""
 
     def push(self, token: int) -> bool:
-        """Whether this token completes one; the text then ends before the earliest of them."""
+        """Returns whether this token completes a string; the text then ends before the earliest one."""
         return self._ends(self._detokenizer.push([token]))
 
     def finish(self) -> bool:
-        """No token follows: the same of what was held back, the bytes of half a character say."""
+        """Returns the same after the last token, for bytes held back, such as those of half a character."""
         return self._ends(self._detokenizer.finish())
 
     def _ends(self, piece: str) -> bool:

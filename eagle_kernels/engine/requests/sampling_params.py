@@ -1,4 +1,4 @@
-"""What a request may ask of its tokens, and the same for the rows of a batch, as tensors on the device."""
+"""What a request asks of its tokens, and which parts of verification that needs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are drawn, and what ends it. Every value is checked here.
+    """The sampling of one request, and what ends it. Every value is checked here.
 
     temperature         0: greedy
     top_k, top_p, min_p filters, in this order; 0, 1.0 and 0.0 turn them off
     repetition_penalty  divides positive logits of tokens in prompt or output, multiplies negative ones; 1: off
     frequency_penalty   subtracted from a token's logit once per occurrence in the output; 0: off
     presence_penalty    subtracted from the logit of every token of the output; 0: off
-    seed                64 bits; None: a fresh one, which the request tells
+    seed                64 bits; None: a fresh one, which `Request.seed` tells
     max_new_tokens      a request ends with exactly so many tokens, or with
     stop_token_ids      the first of these that it emits, or
     stop                the first token that completes one of these strings (needs the engine's tokenizer); the text
@@ -29,7 +29,7 @@ class SamplingParams:
     logprobs            keep the log-probability of every token: True among those that the filters left, as it was
                         drawn (greedy: among all, at temperature 1); "raw" by the target's logits as they are, without
                         penalties, temperature and filters
-    drafter             of several methods of the configuration the one that drafts for this request; None: the first
+    drafter             the method that drafts for this request, where the configuration has several; None: the first
     """
 
     temperature: float = 0.0
@@ -90,7 +90,7 @@ SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 
 
 class Features(NamedTuple):
-    """Which parts of verification the requests of a step need: together with the batch's size, what a graph is for."""
+    """The parts of verification that the requests of a step need; a graph is for one batch size and one of these."""
 
     sampling: bool = False
     filters: bool = False

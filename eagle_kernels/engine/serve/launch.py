@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..step.phases import mark
 from ..step.stepper import StepResult
 
 
@@ -22,7 +23,7 @@ class Launch:
         if device.type == "cuda":
             result = StepResult(*(None if tensor is None else _to_host(tensor) for tensor in result))
         self.rows, self.number, self.step_ms = rows, number, None
-        self._result, self._end = result, record_event(device)
+        self._result, self._end = result, mark(device) if device.type == "cuda" else None
         self._start: torch.cuda.Event | None = None
 
     def timed_from(self, start: torch.cuda.Event | None, start_s: float, end_s: float) -> None:
@@ -45,15 +46,6 @@ class Launch:
             (row, _before_padding(tokens[index]), logprobs and logprobs[index], raw_logprobs and raw_logprobs[index])
             for index, row in self.rows
         ]
-
-
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Records an event after everything queued so far; returns None where nothing queues."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 def _before_padding(tokens: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What generation returns: tokens and the numbers about them."""
+"""The results of generation: tokens, and counts and times."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class GenerationStats:
-    """Counts and times of one `generate` call; `stats["name"]` answers fields and properties alike.
+    """Counts and times of one `generate` call; `stats["name"]` reads fields and properties alike.
 
     A *step* is one verification of one request (a batch of 3 makes 3 steps at once); the token that follows the prompt
     comes from the prefill and belongs to no step. Acceptance counts what verification accepted, also where an end token
     or the token limit then cut the text.
 
-    levels              draft tokens that steps could accept: of each the levels of its own tree, or its drafts where
-                        these are fewer; of a plain one 0
-    drafted             draft tokens verified: of a tree that stays the same, steps * (num_draft_tokens - 1)
+    levels              draft tokens that steps could accept: for each step the levels of its tree, or its drafts where
+                        these are fewer; 0 for a plain one
+    drafted             draft tokens verified: steps * (num_draft_tokens - 1) if the tree stays the same
     accepted            draft tokens accepted
     accepted_per_depth  [num_steps] in how many steps the draft at depth 1, 2, ... was accepted
-    finish_reasons      per request: as in `Request`
-    seeds               per request, also those that the engine chose
+    finish_reasons      per request, as in `Request`
+    seeds               per request, including those that the engine chose
     phase_time_ms       device time of draft / verify / sample / bookkeeping
     plain_step_ms       measured time of one plain decoding step at this batch size, None if none was measured
     """
@@ -74,7 +74,7 @@ class GenerationStats:
 
     @property
     def speedup(self) -> float | None:
-        """Over plain decoding, per step: mean_accept_length * plain_step_ms / step_ms; None if never measured."""
+        """Speedup over plain decoding: mean_accept_length * plain_step_ms / step_ms; None if never measured."""
         if self.plain_step_ms is None or not self.batch_steps:
             return None
         return self.mean_accept_length * self.plain_step_ms / self.step_ms
@@ -95,7 +95,7 @@ class _TokensAndStats(NamedTuple):
 class GenerationOutput(_TokensAndStats):
     """`output_ids, stats = engine.generate(...)`: the new tokens (a list per request; one list for one prompt).
 
-    logprobs    of these, likewise; None unless `SamplingParams.logprobs` asks for them. Not unpacked
+    logprobs    of these tokens, in the same form; None unless `SamplingParams.logprobs` asks for them. Not unpacked
     """
 
     logprobs: list[list[float]] | list[float] | None = None

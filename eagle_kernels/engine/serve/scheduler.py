@@ -1,9 +1,9 @@
-"""Requests and the rows that they step in: who waits, who runs, and what the host learns one step late.
+"""Requests and the rows that they step in: which wait, which run, and what the host learns one step late.
 
-A step is three things. `prepare` gives free rows to those who wait and reads their prompts, a part at a time; `launch`
-queues one step of all rows, and a copy of its tokens to pinned memory; `read_back` looks at the tokens of the step
-before, while the device works on this one. So the device never waits for the host. The price is that a request that
-ends is stepped once more, and what that step brought is dropped.
+A step has three parts. `prepare` gives free rows to waiting requests and reads their prompts, a part at a time;
+`_launch` queues one step of all rows, and a copy of its tokens to pinned memory; `_read_back` looks at the tokens of
+the step before, while the device works on this one. So the device never waits for the host. The price: a request that
+ends is stepped once more, and the tokens of that step are dropped.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from ..batch.kv_pool import PageAllocator, PrefillAttend
-from ..batch.state import MEMORY, BatchState
+from ..batch.state import CATCH_UP_EVERY, BatchState
 from ..models.protocol import TargetModel
 from ..requests.request import Request
 from ..requests.sampling_params import Features
+from ..step.phases import mark
 from ..step.plan import StepPlan
 from ..step.runner import StepRunner
 from ..step.stepper import StepResult
-from .launch import Launch, record_event
+from .launch import Launch
 from .threads import saving_threads
 
 # every so many steps the host waits for one, to read the times of its phases
@@ -35,7 +36,7 @@ TIMED_STEPS = 32
 
 @dataclass(eq=False)
 class _Row:
-    """A request's place in the batch. Its prompt is read up to `num_read`; it runs once all of it is."""
+    """A request's place in the batch. Its prompt is read up to `num_read`; it runs once the whole prompt is read."""
 
     request: Request
     pages: list[int]
@@ -44,12 +45,12 @@ class _Row:
     block_table: Tensor | None = None
     num_read: int = 0
     is_running: bool = False
-    # launches that the host has not read yet: it gets a token of each at least
+    # launches that the host has not read yet; each brings at least one token
     num_pending: int = 0
 
 
 class Scheduler:
-    """The rows, pages and requests of one engine. `steps` may change while nobody runs."""
+    """The rows, pages and requests of one batch. `plan` may change while no request runs."""
 
     def __init__(self, state: BatchState, prefill_chunk: int):
         self.state, self._prefill_chunk = state, prefill_chunk
@@ -61,7 +62,7 @@ class Scheduler:
         # steps until the next one is waited for, to read the times of its phases
         self._until_timed = 0
         self.num_steps = 0
-        # of these, such as had something to compile or to capture
+        # steps that compiled or captured something
         self.num_cold_steps = 0
         self._phases_ms: deque[dict[str, float]] = deque(maxlen=256)
         self._waiting: deque[Request] = deque()
@@ -79,11 +80,11 @@ class Scheduler:
 
     @property
     def is_reading(self) -> bool:
-        """Whether `prepare` has a prompt to read now; those that wait for a row or for pages are not."""
+        """Whether `prepare` has a prompt to read now; requests that wait for a row or for pages do not count."""
         return any(row is not None and not row.is_running for row in self._rows) or self._can_admit()
 
     def runs_beside(self, requests: list[Request]) -> bool:
-        """Whether others than these run, whom no prompt should keep from stepping."""
+        """Returns whether other requests than these run, which should step between the parts of a prompt."""
         return any(row is not None and row.is_running and row.request not in requests for row in self._rows)
 
     def use(self, plan: StepPlan) -> None:
@@ -98,12 +99,12 @@ class Scheduler:
         self.plan, self._num_missed = plan, 0
 
     def _pages_for(self, request: Request) -> int:
-        """Pages that a request takes, with what its steps write behind its last token."""
+        """Returns the pages that a request takes, with what its steps write after its last token."""
         num_tokens = len(request.prompt) + request.params.max_new_tokens + self.plan.overshoot
         return -(-num_tokens // self.state.target_pool.page_size)
 
     def most_tokens(self) -> int:
-        """Of a request that has the pool for itself, its prompt included."""
+        """Returns the most tokens of a request that has the pool for itself, its prompt included."""
         return self.pages.num_pages * self.state.target_pool.page_size - self.plan.overshoot
 
     def _can_admit(self) -> bool:
@@ -112,12 +113,12 @@ class Scheduler:
         return self._pages_for(self._waiting[0]) <= self.pages.num_free
 
     def submit(self, request: Request) -> None:
-        """The request waits for a row and for its pages, unless it was aborted before its stream began."""
+        """Queues a request for a row and pages, unless it was aborted before its stream began."""
         if not request.is_finished:
             self._waiting.append(request)
 
     def why_never(self, request: Request) -> str | None:
-        """Why a request would wait for ever; None: it would not."""
+        """Returns why a request would wait for ever; None if it would not."""
         needed, page_size = self._pages_for(request), self.state.target_pool.page_size
         if needed <= min(self.pages.num_pages, self.state.block_table.shape[1]):
             return None
@@ -127,11 +128,11 @@ class Scheduler:
         )
 
     def holds(self, requests: list[Request]) -> bool:
-        """Whether an empty batch has rows and pages for all of them at once."""
+        """Returns whether an empty batch has rows and pages for all of them at once."""
         return len(requests) <= len(self._rows) and sum(map(self._pages_for, requests)) <= self.pages.num_pages
 
     def abort(self, request: Request) -> None:
-        """Ends a request wherever it is; what it has brought stays."""
+        """Ends a request wherever it is; its tokens so far stay."""
         if request.is_finished:
             return
         request.finish_reason = "abort"
@@ -142,14 +143,14 @@ class Scheduler:
                 self._release(row)
 
     def step(self, is_speculating: bool = True) -> None:
-        """Advances everything by one step, without drafts if they are not to be; requests learn of their tokens."""
+        """Advances all requests by one step, without drafts if `is_speculating` is off, and hands out their tokens."""
         self.prepare()
         self.advance(is_speculating)
 
     @saving_threads
     @torch.inference_mode()
     def advance(self, is_speculating: bool = True) -> None:
-        """A step without `prepare`, for who has called that."""
+        """Does the rest of a step after `prepare`."""
         has_launched = self._launch(is_speculating)
         # times must be read before the next step overwrites them, so this step is waited for, and the device with it
         is_timed = has_launched and self.plan.plain.config.phase_times and (self.lag == 0 or self._until_timed == 0)
@@ -165,7 +166,7 @@ class Scheduler:
     @saving_threads
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Admits who waits, first come, first served; reads prompts, at most `prefill_chunk` tokens of all together."""
+        """Admits waiting requests, first come, first served; reads at most `prefill_chunk` tokens of all prompts."""
         while self._can_admit():
             request = self._waiting.popleft()
             pages = self.pages.allocate(self._pages_for(request))
@@ -190,7 +191,7 @@ class Scheduler:
         self._compact()
 
     def _fail_who_would_wait_for_ever(self) -> None:
-        """`submit` takes none whom an empty batch cannot hold, so pages have been lost; nobody should spin for that."""
+        """Ends a request that an empty batch cannot hold: `submit` takes none of these, so pages have been lost."""
         request = self._waiting.popleft()
         needed, num_free, num_pages = self._pages_for(request), self.pages.num_free, self.pages.num_pages
         request.fail(
@@ -201,11 +202,11 @@ class Scheduler:
         )
 
     def _read_prompt(self, row: _Row, most: int) -> int:
-        """The next part of a prompt, in both models; behind the last one the row's first token is drawn."""
+        """Reads the next part of a prompt in both models; after the last part draws the row's first token."""
         prompt, start, stepper = row.request.prompt, row.num_read, self.plan.plain
         stop = min(len(prompt), start + most)
         is_last = stop == len(prompt)
-        # with the token behind this part, which a draft reads beside the part's last feature
+        # with the token after this part, which a draft reads beside the part's last feature
         tokens = torch.tensor(prompt[start : stop + 1], device=self.state.roots.device)
         output = stepper.target.forward(
             tokens[None, : stop - start],
@@ -244,7 +245,7 @@ class Scheduler:
             self._rows[row.index], self._rows[to], row.index = None, row, to
 
     def _launch(self, is_speculating: bool) -> bool:
-        """Queues a step of all rows that run, unless none may need one."""
+        """Queues a step of all rows that run, unless none needs one; returns whether it did."""
         running = [row for row in self._rows if row is not None and row.is_running and self._needs_step(row)]
         if not running:
             return False
@@ -258,14 +259,15 @@ class Scheduler:
         number = self.plan.choice.choose(num_rows) if is_speculating else 0
         runner = self.last_runner = self.plan.runners[number]
         is_wanted = runner.stepper.drafter.reader is not None
-        if self._num_missed and (is_wanted or self._num_missed == MEMORY):
+        if self._num_missed and (is_wanted or self._num_missed == CATCH_UP_EVERY):
             self.plan.runners[0].catch_up(num_rows, is_wanted)
             self._num_missed = 0
         features = Features.of([row.request.params for row in running])
         if self.plan.feed is not None:
             self.plan.feed.send([(row.index, row.request) for row in running])
         is_known = runner.has_run(num_rows, features)  # else it compiles, which is no step's time
-        start = record_event(self.state.lengths.device), time.perf_counter()
+        start = mark(self.state.lengths.device) if self.state.lengths.device.type == "cuda" else None
+        start_s = time.perf_counter()
         result = runner.run(num_rows, features)
         end_s = time.perf_counter()
         launch = self._push(result, [(row.index, row) for row in running], number)
@@ -273,10 +275,10 @@ class Scheduler:
         self.num_steps += 1
         self.num_cold_steps += not is_known
         if is_known:
-            launch.timed_from(*start, end_s)
+            launch.timed_from(start, start_s, end_s)
 
     def drain(self) -> None:
-        """Reads what is left of steps that nobody needed."""
+        """Reads what is left of steps whose requests have ended."""
         while self._unread and not any(row is not None and row.is_running for row in self._rows):
             self._read_back()
 
@@ -287,8 +289,10 @@ class Scheduler:
 
     @contextlib.contextmanager
     def _failing_alone(self, *rows: _Row) -> Iterator[None]:
-        """What goes wrong inside, for want of memory say, ends these requests and no other: a step that broke off may
-        have changed any of its rows."""
+        """Ends these requests, and no other, if anything fails inside, such as an allocation.
+
+        A step that broke off may have changed any of its rows.
+        """
         try:
             yield
         except Exception as error:
@@ -302,14 +306,14 @@ class Scheduler:
         self._until_timed = 0
 
     def take_phase_times_ms(self, num_steps: int) -> dict[str, float]:
-        """Device time of each phase over `num_steps` steps, by those that were timed since the last call."""
+        """Returns the device time of each phase over `num_steps` steps, by those timed since the last call."""
         timed = list(self._phases_ms)
         self._phases_ms.clear()
         names = timed[0] if timed else ()
         return {name: sum(phases[name] for phases in timed) / len(timed) * num_steps for name in names}
 
     def _needs_step(self, row: _Row) -> bool:
-        """Not one whose last tokens are on their way for certain."""
+        """Returns False if pending launches already cover the request's limit."""
         return len(row.request.output_ids) + row.num_pending < row.request.params.max_new_tokens
 
     def _push(self, result: StepResult, rows: list[tuple[int, _Row]], number: int | None = None) -> Launch:
@@ -339,7 +343,7 @@ class Scheduler:
                 self._release(row)
 
     def _hand_out(self, number: int | None, row: _Row, brought: list[int], logprobs: list[float] | None) -> None:
-        """What a launch of this number brought a request that goes on."""
+        """Gives a running request the tokens of a launch of this number."""
         request, accepted = row.request, len(brought) - 1
         if number is not None:
             request.accepted.append(accepted)
@@ -362,15 +366,15 @@ class Scheduler:
 
 
 def _twin(error: Exception) -> Exception:
-    """Another one for another request, since what is raised holds the frames that it passes."""
+    """Returns a copy of an error for another request, since a raised error holds the frames that it passes."""
     try:
         twin = copy.copy(error)
-    except Exception:  # of a class that is made of something else than its arguments
+    except Exception:  # its class takes other arguments than it keeps
         twin = RuntimeError(f"{type(error).__name__}: {error}")
     twin.__cause__ = error.__cause__  # where, in words
     return twin
 
 
 def host_lag(device: torch.device) -> int:
-    """How many steps the host is behind; where nothing works on its own, a step is done when it was launched."""
+    """Returns how many steps the host is behind; on the CPU a step is done when it is launched."""
     return 1 if device.type == "cuda" else 0

@@ -1,4 +1,4 @@
-"""How many of PyTorch's threads a step takes on the CPU: as many as its model gives work to.
+"""The number of PyTorch's threads that a step takes on the CPU: as many as its model gives work to.
 
 Threads that share an operator wait for each other at its end, and they wait by spinning. Where another program has the
 core of one of them, the others spin until it gets its turn, which takes milliseconds, whatever the operator takes. A

@@ -1,34 +1,34 @@
-"""How many drafts a step makes: always the same, by a table of batch sizes, or whatever has been fastest so far."""
+"""Chooses the tree of a step: always the same, by a table of batch sizes, or the fastest so far."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-# Of the automatic choice: steps of each tree that are measured before it is judged, and again when one that is not in
-# use is looked at: after so many steps, or as many more as keep the time that this loses below a share of all.
+# A tree is judged after so many measured steps. One that is not in use is measured again, with as many steps, after
+# PROBE_AFTER others, or as many more as keep the time lost by that below PROBE_SHARE of all.
 PROBE_STEPS = 4
 PROBE_AFTER = 256
 PROBE_SHARE = 0.01
-# Of a new step time at the least; GPUs take about the same time for the same work.
+# The least weight of a new step time; GPUs take about the same time for the same work.
 TIME_WEIGHT = 0.25
-# Rows whose tokens in a step are averaged over, and steps at the least: rows may have the same text.
+# Tokens of a step are averaged over so many rows, and at least so many steps: rows may have the same text.
 TOKEN_ROWS, TOKEN_STEPS = 64, 16
-# A tree this much slower than a smaller one is not tried first thing with more requests, which only make it dearer.
+# A tree below this share of a smaller one's speed is not measured at once with more requests, which make it dearer.
 HOPELESS = 0.8
 
 
 class Choice(Protocol):
-    """Which of several steppers steps next; number 0 is plain decoding."""
+    """A choice among steppers by number; number 0 is plain decoding."""
 
     def choose(self, num_rows: int) -> int:
-        """For a step of so many rows: the requests that step, and those that happen to lie between them."""
+        """Returns the number for a step of `num_rows` rows, dead rows between others included."""
 
     def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
-        """What such a step took, None where nobody knows, and how many tokens it brought a request."""
+        """Notes what such a step took, None if not measured, and how many tokens it brought a request."""
 
 
 class ByBatchSize:
-    """table: (most rows, number), ascending; more rows than the last entry has are decoded plainly."""
+    """A choice by a table of (most rows, number), ascending; batches beyond its last entry are decoded plainly."""
 
     def __init__(self, table: tuple[tuple[int | None, int], ...]):
         self._table = table
@@ -44,11 +44,13 @@ class ByBatchSize:
 
 
 class Fastest:
-    """The number with most tokens a second at this batch size: step times by batch size, tokens over all of them.
+    """A choice of the number with most tokens a second: step times by batch size, tokens over all batch sizes.
 
-    The others are measured again now and then, so that a change of the texts is noticed; the slower, the more rarely.
-    One that has lost in smaller batches is first measured then, as rarely as what it took there suggests: larger ones
-    may have other texts. Numbers stand for trees of ever more nodes. most_rows: above, plain decoding alone.
+    The others are measured again now and then, so that a change of the texts is noticed; the slower ones more rarely.
+    A number that lost in smaller batches is first measured by these probes, as rarely as its times there suggest: texts
+    of larger batches may differ. Larger numbers stand for trees of more nodes.
+
+    most_rows  batches beyond it are decoded plainly; None: none are
     """
 
     def __init__(self, count: int, most_rows: int | None):
@@ -97,7 +99,7 @@ class Fastest:
             self._probe = (*key, left) if left else None
 
     def _is_hopeless(self, size: int, number: int) -> bool:
-        """Whether it has lost, with as many tokens as it brings by now, against a smaller tree in a smaller batch."""
+        """Returns whether it lost against a smaller tree in a smaller batch, with the tokens that it brings by now."""
         for fewer in range(size - 1, -1, -1):
             speed = self._speed(fewer, number)
             if speed:
@@ -105,7 +107,7 @@ class Fastest:
         return False
 
     def _lost_steps(self, size: int, number: int, best: int) -> float:
-        """Time of a step that the best one would not take for the same tokens, in steps of its own; 0: not known."""
+        """Returns the time that a step loses against the best one for the same tokens, in steps; 0 if not known."""
         step_ms, best_ms = self._step_ms.get((size, number)), self._step_ms.get((size, best))
         if best_ms is None:
             return 0.0
@@ -114,7 +116,7 @@ class Fastest:
         return step_ms / best_ms - self._tokens.get(number, 1.0) / self._tokens.get(best, 1.0)
 
     def _extra_ms(self, size: int, number: int, best: int) -> float:
-        """What a step may take longer than the best one's: what it took in the next smaller batch, for each request."""
+        """Returns how much longer than the best one's a step may take, by each request of the next smaller batch."""
         for fewer in range(size - 1, -1, -1):
             times = [self._step_ms.get((fewer, each)) for each in (number, best)]
             if None not in times:
@@ -127,7 +129,7 @@ class Fastest:
 
 
 def _size_class(num_rows: int) -> int:
-    """The same for all numbers of rows that share a graph."""
+    """Returns one number for all batch sizes that share a graph."""
     return (num_rows - 1).bit_length()
 
 

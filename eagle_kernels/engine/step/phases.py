@@ -1,4 +1,4 @@
-"""Time of phases: device events on a GPU, inside a captured graph too, the wall clock elsewhere."""
+"""The times of a step's phases: by device events on a GPU, also inside a captured graph, by the clock elsewhere."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ def synchronize(device: torch.device) -> None:
 
 
 class PhaseTimer:
-    """The phases of one step: `with timer.phase("verify"): ...` inside, `read_ms()` once it is done.
+    """A timer of one step's phases: `with timer.phase("verify"): ...` inside, `read_ms()` once the step is done.
 
-    Each begins where the one before it ended: nothing is queued between two phases.
-    is_captured: the step is captured in a CUDA graph, whose replays then record the events anew. Between a replay and
-    `read_ms` no other replay may begin.
-    is_on: False times nothing, and records nothing.
+    Each phase begins where the one before it ended: nothing is queued between two phases.
+
+    is_captured  the step is captured in a CUDA graph, whose replays record the events anew. Between a replay and
+                 `read_ms` no other replay may begin
+    is_on        False: nothing is timed or recorded
     """
 
     def __init__(self, device: torch.device, is_captured: bool = False, *, is_on: bool = True):
@@ -44,7 +45,7 @@ class PhaseTimer:
         self._events.append((name, start, mark(self._device, self._is_captured)))
 
     def read_ms(self) -> dict[str, float]:
-        """Milliseconds of each phase of the last step, which the device must have finished."""
+        """Returns the milliseconds of each phase of the last step, which the device must have finished."""
         total_ms: dict[str, float] = {}
         timed = [(name, start.elapsed_time(end)) for name, start, end in self._events]
         for name, elapsed_ms in [*timed, *self._host_ms]:
@@ -53,6 +54,7 @@ class PhaseTimer:
 
 
 def mark(device: torch.device, is_captured: bool = False) -> torch.cuda.Event:
+    """Records an event with a time after everything queued so far."""
     event = torch.cuda.Event(enable_timing=True, **({"external": True} if is_captured else {}))
     # Not the current device's stream: the models may be on another device.
     event.record(torch.cuda.current_stream(device))

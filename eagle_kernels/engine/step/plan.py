@@ -1,4 +1,4 @@
-"""The kinds of steps that a configuration chooses from, each with its graphs, and who chooses."""
+"""The kinds of steps that a configuration chooses from, each with its graphs, and the choice among them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ _logger = logging.getLogger(__name__)
 
 
 class StepPlan(NamedTuple):
-    """runners: number 0 decodes plainly. With a draft it keeps what the draft misses, so that others can follow.
+    """The steps of a configuration.
 
-    feed: of suffix decoding, whose drafts are made on the host. methods: of drafting, that requests choose from.
+    runners  number 0 decodes plainly; with a draft it keeps what the draft misses, so that other steps can follow
+    choice   chooses one of them for each step
+    feed     makes the drafts of suffix decoding, on the host
+    methods  of drafting, that requests choose from
     """
 
     runners: tuple[StepRunner, ...]
@@ -39,7 +42,7 @@ class StepPlan(NamedTuple):
 
     @property
     def overshoot(self) -> int:
-        """Slots past its last token that a request may need, whichever steps it meets."""
+        """The slots after its last token that a request may need, whichever steps it meets."""
         return max(overshoot(runner.stepper.drafter) for runner in self.runners)
 
 
@@ -53,9 +56,11 @@ def plan_steps(
     suffix_cache: SuffixCache | None = None,
     on_tree: Callable[[Verified], None] | None = None,
 ) -> StepPlan:
-    """Of a configuration; plain decoding alone where it is not to speculate.
+    """Plans the steps for `config`; only plain decoding when `speculative` is off.
 
-    lag: steps that the host is behind the device. suffix_cache: where the method needs it. on_tree: see `Stepper`.
+    lag           steps that the host is behind the device
+    suffix_cache  where the method needs it
+    on_tree       see `Stepper`
     """
     trees = config.trees if speculative and config.may_speculate else ()
     reader = make_reader(config, draft) if trees else None
@@ -81,13 +86,13 @@ def plan_steps(
 
 
 def warn_of_eager_steps(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> None:
-    """One warning for each model that keeps steps from being CUDA graphs, which nobody has asked to do without."""
+    """Warns of each model that keeps steps from being CUDA graphs, unless the caller chose for or against graphs."""
     if target.device.type != "cuda" or config.cuda_graph is not None:
         return
     for role, model in (("target", target), ("draft", draft)):
         if not getattr(model, "can_be_captured", True):
             model = model.model if isinstance(model, CausalDraft) else model
-            name = type(getattr(model, "model", model)).__name__  # of what `TransformersTarget` wraps
+            name = type(getattr(model, "model", model)).__name__  # `TransformersTarget` wraps the model
             _logger.warning(
                 "EAGLEInference: steps run eagerly, not as CUDA graphs: the forward of the %s, %s, waits for the "
                 "device; cuda_graph=False silences this",

@@ -1,4 +1,4 @@
-"""Runs steps: as they are, or as CUDA graphs, one for each number of rows, configuration and set of features."""
+"""Runs steps as they are, or captures them as CUDA graphs: one per number of rows, configuration and features."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .stepper import Stepper, StepResult
 
 
 def buckets(most: int) -> list[int]:
-    """The numbers of rows that graphs are captured for."""
+    """Returns the numbers of rows that graphs are captured for."""
     return sorted({bucket_of(num_rows, most) for num_rows in range(1, most + 1)})
 
 
 def bucket_of(num_rows: int, most: int) -> int:
-    """The number of rows that a graph is captured for: the next power of two, or `most`."""
+    """Returns the number of rows of the graph for `num_rows`: the next power of two, or `most`."""
     return min(most, 1 << (num_rows - 1).bit_length())
 
 
@@ -32,10 +32,10 @@ class _Captured(NamedTuple):
 
 
 class StepRunner:
-    """One configuration's steps on one batch.
+    """The steps of one configuration on one batch.
 
-    use_graphs: capture a step once, after a first run on rows that are nobody's (which compiles the kernels), and
-    replay it from then on. Else the same steps run one launch after another.
+    use_graphs  capture a step once, after a first run on rows that are nobody's (which compiles the kernels), and
+                replay it from then on; False: the same steps run one launch after another
     """
 
     def __init__(self, stepper: Stepper, state: BatchState, use_graphs: bool):
@@ -46,12 +46,12 @@ class StepRunner:
         self._timer: PhaseTimer | None = None
         if stepper.resting:
             state.make_room(stepper.resting.num_kept, len(stepper.aux_layers) * stepper.target.hidden_size)
-        # of all graphs, and the stream that they are captured on
+        # all graphs share memory, and the stream that they are captured on
         self._memory = torch.cuda.graph_pool_handle() if use_graphs else None
         self._stream = torch.cuda.Stream(stepper.target.device) if use_graphs else None
 
     def has_run(self, num_rows: int, features: Features) -> bool:
-        """Whether `run` has nothing left to compile or to capture."""
+        """Returns whether `run` has nothing left to compile or to capture."""
         key = bucket_of(num_rows, self._state.num_rows), features
         return key in self._graphs or key in self._have_run
 
@@ -77,7 +77,7 @@ class StepRunner:
         self._catch_ups[key].replay()
 
     def warm_up(self, num_rows: int, features: Features) -> None:
-        """What `run` would compile and capture on its first call."""
+        """Compiles and captures what the first call of `run` would."""
         if features.penalties:
             self._state.sampling.add_penalties()
         if self._use_graphs:
@@ -89,7 +89,7 @@ class StepRunner:
                 self.catch_up(num_rows, is_wanted)
 
     def phases_ms(self) -> dict[str, float]:
-        """Of the last step, which the device must have finished."""
+        """Returns the phases of the last step, which the device must have finished."""
         return self._timer.read_ms()
 
     def _run_eagerly(self, num_rows: int, features: Features) -> StepResult:
@@ -118,8 +118,8 @@ class StepRunner:
     def _record(
         self, run: Callable[[], StepResult | None], what: str
     ) -> tuple[torch.cuda.CUDAGraph, StepResult | None]:
-        """A graph of what `run` launches; what: in words."""
-        # compile, and let libraries allocate, on rows that are nobody's: a step changes those that are somebody's
+        """Captures what `run` launches as a graph; what: its name in an error."""
+        # compile, and let libraries allocate, while all rows are dead: a step changes those that are not
         with _nobody(self._state):
             run()
         device, graph = self.stepper.target.device, torch.cuda.CUDAGraph()
@@ -140,7 +140,7 @@ class StepRunner:
 
 
 class _nobody:
-    """Inside, all rows are dead; afterwards they are what they were."""
+    """A context in which all rows are dead; afterwards they are what they were."""
 
     def __init__(self, state: BatchState):
         self._state = state

@@ -29,11 +29,11 @@ from .verification import links_of, make_verifier
 
 
 class StepResult(NamedTuple):
-    """What the host reads after a step; of rows that are not live nothing means anything.
+    """The tensors that the host reads after a step; rows that are not live hold nothing of meaning.
 
-    tokens    [B, S + 1] int64  what the step brought: accepted drafts and the bonus, -1 padded
-    logprobs  [B, S + 1] fp32   of these tokens, among those that the filters left, and
-    raw_logprobs                by the logits as given; both None where no request asked for either
+    tokens        [B, S + 1] int64  the step's tokens: accepted drafts and the bonus, -1 padded
+    logprobs      [B, S + 1] fp32   of these tokens, among those that the filters left
+    raw_logprobs  [B, S + 1] fp32   of these tokens, by the logits as given; both None where no request asked for either
     """
 
     tokens: Tensor
@@ -42,7 +42,7 @@ class StepResult(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What `on_tree` is shown: a step's trees with the verdict on them, before anything of the batch has changed.
+    """A step's trees with the verdict on them, before anything of the batch has changed: the argument of `on_tree`.
 
     logits  [B * N, V]  of the target at all nodes
     """
@@ -55,11 +55,11 @@ class Verified(NamedTuple):
 
 
 class Stepper:
-    """Steps a batch with one configuration and the drafter that it names.
+    """The step of one configuration: its drafter proposes, the target verifies.
 
-    resting        of plain steps: who reads for the others, and reads later what it misses of these
+    resting        for plain steps beside others: the reader of the others' draft, which reads later what it misses
     keeps_history  write committed tokens into `BatchState.history`, since some drafter of the batch reads it
-    on_tree        called in every step, which is not captured then: it may wait for the device, and must change nothing
+    on_tree        called in every step, which is then not captured: it may wait for the device, and must change nothing
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Stepper:
 
     @property
     def can_be_captured(self) -> bool:
+        """Whether nothing in the step waits for the device."""
         if not all(getattr(model, "can_be_captured", True) for model in (self.target, self._model)):
             return False
         return self.num_nodes == 1 or self.config.tree_mask_mode != ops.TreeMaskMode.FULL_MASK
@@ -117,13 +118,13 @@ class Stepper:
             if self.keeps_history:
                 state.append_to_history(batch.rows, committed.tokens)
             state.sampling.count(features, batch.rows, committed.tokens)
-            # of rows that are not live -1, which is no token
+            # rows that are not live have -1, which is no token
             torch.clamp(committed.bonus_tokens, min=0, out=batch.roots)
             batch.lengths.copy_(committed.new_seq_lens)
         return StepResult(committed.tokens, committed.logprobs, committed.raw_logprobs)
 
     def draw_first(self, logits: Tensor, state: BatchState, row: int, length: int, features: Features) -> StepResult:
-        """The token behind a prompt of `length` tokens, by the logits [1, V] of its last one: the row's first root."""
+        """Draws the row's first root: the token after a prompt of `length` tokens, by the logits [1, V] of its last."""
         last = torch.full((1,), length - 1, device=logits.device)
         tree = root_only(torch.zeros_like(last), last)
         rows = slice(row, row + 1)
@@ -143,7 +144,7 @@ class Stepper:
         return StepResult(root[:, None], *logprobs)
 
     def _run_target(self, batch: Batch, tree: ops.BuildTreeOutput) -> tuple[Tensor, Tensor]:
-        """Logits [B * N, V] and features [B, N, F] of all nodes; their KV lands behind the committed prefix."""
+        """Returns logits [B * N, V] and features [B, N, F] of all nodes; their KV lands after the committed prefix."""
         shape = (len(batch), self.num_nodes)
         # Drafts past the last position are never kept (the token limit comes first) but must not index out of range.
         positions = tree.positions.view(shape).clamp(max=self.target.max_length - 1)

@@ -1,6 +1,6 @@
-"""Verification of a step's trees, by one of five strategies: which drafts are kept, and which token follows.
+"""Verification of a step's trees by one of five strategies: which drafts are kept, and which token follows.
 
-Lossless are `greedy`, `target_match` and `rejection`; `topp` and `typical` are not, and say so.
+`greedy`, `target_match` and `rejection` are lossless; `topp` and `typical` are not, and say so.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from ..requests.sampling_params import Features
 
 
 class Verifier(Protocol):
-    """One strategy, on trees at most `num_steps` drafts deep."""
+    """A strategy, for trees at most `num_steps` drafts deep."""
 
     def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
-        """logits [B * N, V] of the target at all nodes."""
+        """Returns the verdict, from the target's logits [B * N, V] at all nodes."""
         ...
 
 
 def make_verifier(config: EAGLEConfig, num_steps: int, device: torch.device) -> Verifier:
-    """Of a configuration; without drafts all strategies are plain decoding."""
+    """Returns the configuration's strategy; without drafts all strategies are plain decoding."""
     if num_steps == 0 or config.verify_strategy in ("greedy", "target_match"):
         return TargetMatch(config, num_steps, device)
     return {"topp": TopP, "typical": Typical, "rejection": Rejection}[config.verify_strategy](config, num_steps)
 
 
 class TargetMatch:
-    """The target's own token of every node, drawn with the noise of plain decoding: a draft that is it is kept.
+    """Sample and match: the target's token of every node is drawn with the noise of plain decoding, and a draft that
+    equals it is kept.
 
-    The walk of greedy rows needs no draws; `greedy` is this with requests of temperature 0 alone.
+    Greedy rows need no draws; `greedy` is this with requests of temperature 0 alone.
     """
 
     def __init__(self, config: EAGLEConfig, num_steps: int, device: torch.device):
@@ -45,7 +46,7 @@ class TargetMatch:
         if num_steps and config.accept_policy != "normal":
             self._policy["accept_policy"] = config.accept_policy
         if num_steps and config.simulated_rates is not None:
-            # which may be ints
+            # rates may be ints
             self._policy["simulated_rates"] = torch.tensor(config.simulated_rates, dtype=torch.float32, device=device)
 
     def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
@@ -77,9 +78,10 @@ class TargetMatch:
 class TopP:
     """LOSSY. FastDeploy's TOPP: a draft among the target's candidates is kept, whatever its probability.
 
-    Candidates are what the request's filters leave, if that is `max_candidate_len` tokens at most. Where it is more,
-    there are none, with top_p = 1 the `max_candidate_len` most likely ones. The second most likely token is kept, too,
-    whatever the filters, where each of the next `verify_window` drafts is the most likely one (`ops.verify_tree_topp`).
+    Candidates are the tokens that the request's filters leave, if these are at most `max_candidate_len`. If they are
+    more, there are no candidates; with top_p = 1 there are the `max_candidate_len` most likely ones. The second most
+    likely token is kept as well, whatever the filters, where each of the next `verify_window` drafts is the most likely
+    one (`ops.verify_tree_topp`).
     """
 
     def __init__(self, config: EAGLEConfig, num_steps: int):
@@ -98,7 +100,7 @@ class TopP:
             num_left = (_filtered(rows, logits) > 0).sum(-1)
             most = torch.where(top_p < 1, 0, self._num_candidates)
             num_left = torch.where(num_left > self._num_candidates, most, num_left)
-            # a row's own filters, not its neighbours': without any, what rounds to 0 is left, too
+            # by the row's own filters: a row without any keeps what rounds to 0 as well
             has_filters = (rows.of("top_k") > 0) | (top_p < 1) | (rows.of("min_p") > 0)
             num_kept = torch.where(has_filters, num_left, num_kept)
         own = ops.sample_from_logits(
@@ -138,8 +140,11 @@ class Typical:
 
 
 class Rejection:
-    """Recursive rejection: drafts that were drawn from the draft's law are kept with probability min(1, p / q), and
-    what follows a rejection comes from the rest of the target's law. Drafts that were chosen, not drawn, have q = 1."""
+    """Recursive rejection: a draft drawn from the draft model's law is kept with probability min(1, target / draft).
+
+    The token after a rejection comes from the rest of the target's law. Drafts that were chosen, not drawn, count as
+    drawn with probability 1.
+    """
 
     def __init__(self, config: EAGLEConfig, num_steps: int):
         self._num_steps = num_steps
@@ -153,7 +158,7 @@ class Rejection:
             target = {"target_logits": None, "target_probs": _filtered(_RowParams(batch, proposal), logits)}
         drawn_at, draft_logits = temperature, proposal.draft_logits
         if draft_logits is None:
-            # chosen: the draft's rows are not read, whatever they are
+            # chosen drafts: the draft model's rows are not read
             drawn_at, draft_logits = torch.zeros_like(temperature), logits
         verdict = ops.verify_tree_rejection(
             *links_of(tree),
@@ -181,7 +186,7 @@ class _RowParams:
 
 
 def _filtered(rows: _RowParams, logits: Tensor) -> Tensor:
-    """What the filters leave of the target's law, in the order of plain decoding; of greedy rows the argmax."""
+    """Returns what the filters leave of the target's law, in plain decoding's order; greedy rows keep the argmax."""
     temperature = rows.of("temperature")[:, None]
     is_greedy = temperature < GREEDY_BELOW
     probs = torch.softmax(logits.float() / torch.where(is_greedy, 1.0, temperature), dim=-1)
@@ -193,7 +198,7 @@ def _filtered(rows: _RowParams, logits: Tensor) -> Tensor:
 
 
 def penalized(batch: Batch, tree: ops.BuildTreeOutput, logits: Tensor, features: Features) -> Tensor:
-    """The target's logits with the requests' penalties, by the output and the drafts on each node's path."""
+    """Returns the target's logits with the requests' penalties, by the output and the drafts on each node's path."""
     if not features.penalties:
         return logits
     names = ("repetition_penalty", "frequency_penalty", "presence_penalty", "prompt_mask", "output_counts")
@@ -202,13 +207,13 @@ def penalized(batch: Batch, tree: ops.BuildTreeOutput, logits: Tensor, features:
 
 
 def links_of(tree: ops.BuildTreeOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tree as verification takes it."""
+    """Returns the tree in the form that the verification ops take."""
     candidates = tree.draft_tokens.view_as(tree.retrieve_index)
     return candidates, tree.retrieve_index, tree.retrieve_next_token, tree.retrieve_next_sibling
 
 
 def _commit(batch: Batch, verdict: tuple[Tensor, ...]) -> Committed:
-    """verdict: predicts, accept_index and accept_token_num first."""
+    """Returns what follows from a verdict, which begins with predicts, accept_index and accept_token_num."""
     commit = ops.verify_commit(*verdict[:3], batch.lengths, batch.is_live)
     commit = {name: getattr(commit, name) for name in Committed._fields if name in commit._fields}
     return Committed(*verdict[1:3], **commit)
