@@ -36,7 +36,7 @@ from ...primitives.tree import depths
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .build_tree import MAX_NODES
+from .shared.tree_contract import MAX_NODES
 
 
 class Output(NamedTuple):

@@ -37,7 +37,7 @@ from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .build_tree import MAX_NODES
+from .shared.tree_contract import MAX_NODES
 from .shared.tree_mask import TreeMaskMode, check_mask, load_keys, row_starts
 
 

@@ -31,7 +31,16 @@ from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.tree_mask import TreeMaskMode, check_mask, fill_prefix, load_keys, mask_spec, row_starts, store_keys
+from .shared.tree_mask import (
+    TreeMask,
+    TreeMaskMode,
+    check_mask,
+    fill_prefix,
+    load_keys,
+    mask_spec,
+    row_starts,
+    store_keys,
+)
 
 TUNING = {"default": {"BLOCK_ROW": 16, "BLOCK_FILL": 64, "num_warps": 4}}
 # Rows are as long as the context: each has a program, or a short batch leaves most of the GPU idle.
@@ -61,9 +70,10 @@ def _unpack_tree_mask_kernel(
     source = row_starts(seq_lens_ptr, request, row, batch_size, NUM_ROWS, NUM_KEYS, "packed", BLOCK_BATCH)
     target = row_starts(seq_lens_ptr, request, row, batch_size, NUM_ROWS, NUM_KEYS, MASK_MODE, BLOCK_BATCH)
     if MASK_MODE == "full_mask":
+        mask = TreeMask(output_ptr, seq_lens_ptr, batch_size, mask_size)
         fill_prefix(
-            seq_lens_ptr, output_ptr, request, tl.program_id(1), tl.num_programs(1), batch_size, mask_size, NUM_KEYS,
-            IS_ALIGNED, BLOCK_BATCH, BLOCK_ROW, BLOCK_FILL,
+            mask, request, tl.program_id(1), tl.num_programs(1), NUM_NODES=NUM_KEYS, IS_ALIGNED=IS_ALIGNED,
+            BLOCK_BATCH=BLOCK_BATCH, BLOCK_ROW=BLOCK_ROW, BLOCK_FILL=BLOCK_FILL,
         )  # fmt: skip
     for word in range((NUM_KEYS + 63) // 64):
         seen = load_keys(tree_mask_ptr, source, is_row, word, mask_size, NUM_KEYS, "packed")

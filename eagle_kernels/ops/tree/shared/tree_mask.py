@@ -13,6 +13,7 @@ As inputs, masks of cells may be uint8 too, where any value but 0 is set.
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +31,15 @@ class TreeMaskMode(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+class TreeMask(NamedTuple):
+    """A tree mask of any layout as kernels take it, and what tells where its rows start."""
+
+    mask_ptr: Any
+    seq_lens_ptr: Any  # read for FULL_MASK only
+    batch_size: Any
+    size: Any  # elements
 
 
 _CELL = (torch.bool, torch.uint8)
@@ -110,29 +120,26 @@ def store_keys(
 
 @triton.jit
 def fill_prefix(
-    seq_lens_ptr,
-    tree_mask_ptr,
+    mask,
     request,
     part,
     num_parts,
-    batch_size,
-    mask_size,
     NUM_NODES: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
 ):
-    """FULL_MASK: every node sees the whole committed prefix; this program fills one of num_parts of the rows."""
-    seq_len = tl.maximum(tl.load(seq_lens_ptr + request).to(tl.int64), 0)
-    request_begin = full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH)
+    """Fills one of num_parts of the rows of a FULL_MASK `mask`: every node sees the whole committed prefix."""
+    seq_len = tl.maximum(tl.load(mask.seq_lens_ptr + request).to(tl.int64), 0)
+    request_begin = full_mask_start(mask.seq_lens_ptr, request, mask.batch_size, NUM_NODES, BLOCK_BATCH)
     for first_row in range(part * BLOCK_ROW, NUM_NODES, num_parts * BLOCK_ROW):
         row = first_row + tl.arange(0, BLOCK_ROW)
         row_begin = request_begin + row * (seq_len + NUM_NODES)
-        begin = tl.minimum(tl.maximum(row_begin, 0), mask_size)
-        end = tl.maximum(tl.minimum(row_begin + seq_len, mask_size), begin)
+        begin = tl.minimum(tl.maximum(row_begin, 0), mask.size)
+        end = tl.maximum(tl.minimum(row_begin + seq_len, mask.size), begin)
         end = tl.where(row < NUM_NODES, end, begin)
-        _fill(tree_mask_ptr, begin, end, tl.minimum(seq_len, mask_size), IS_ALIGNED, BLOCK_ROW, BLOCK_FILL)
+        _fill(mask.mask_ptr, begin, end, tl.minimum(seq_len, mask.size), IS_ALIGNED, BLOCK_ROW, BLOCK_FILL)
 
 
 @triton.jit
