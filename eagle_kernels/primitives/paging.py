@@ -12,6 +12,7 @@ Page ids outside 0..num_pages - 1 and slots outside the table are never derefere
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,13 +44,21 @@ def request_pages(batch, request, is_live, PAGE_SIZE: tl.constexpr, IS_CSR: tl.c
     return first, count.to(tl.int32), length.to(tl.int32)
 
 
+class Table(NamedTuple):
+    """The page ids of one request."""
+
+    row_ptr: Any
+    width: Any  # how many there are
+    num_pages: Any  # of the pool
+
+
 @triton.jit
-def find_pages(page_table_ptr, first_page, page_count, num_pages, slot, is_wanted, PAGE_SIZE: tl.constexpr):
-    """(page ids int64, whether the slots exist) for a vector of slots."""
+def find_pages(table, slot, is_wanted, PAGE_SIZE: tl.constexpr):
+    """Returns (page ids int64, whether the slots exist) for slots of a request, one or several."""
     index = slot // PAGE_SIZE
-    is_wanted = is_wanted & (slot >= 0) & (index < page_count)
-    page = tl.load(page_table_ptr + first_page + index, mask=is_wanted, other=-1).to(tl.int64)
-    return page, is_wanted & (page >= 0) & (page < num_pages)
+    is_wanted = is_wanted & (slot >= 0) & (index < table.width)
+    page = tl.load(table.row_ptr + index, mask=is_wanted, other=-1).to(tl.int64)
+    return page, is_wanted & (page >= 0) & (page < table.num_pages)
 
 
 def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> None:

@@ -14,6 +14,8 @@ those of PyTorch.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ..runtime import check
@@ -25,32 +27,44 @@ from .strides import check_tokens, of_token, token_arguments
 MAX_HEAD_DIM = 1024
 
 
+class Tables(NamedTuple):
+    """The tables of angles, and the positions of the tokens in them: what `table_arguments` describes."""
+
+    cos_ptr: Any
+    sin_ptr: Any
+    stride_cos_position: Any
+    stride_sin_position: Any
+    num_positions: Any  # rows of the tables
+    positions_ptr: Any
+    num_positions_columns: Any
+    stride_positions_row: Any
+    stride_positions_column: Any
+
+
+class Angles(NamedTuple):
+    """The angles by which one token's heads turn."""
+
+    cos: Any  # [PAIR]
+    sin: Any  # [PAIR]
+    is_known: Any  # whether the tables have the token's position; heads of other tokens stay as they are
+
+
 @triton.jit
-def load_angles(
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    token,
-    num_positions_columns,
-    stride_positions_row,
-    stride_positions_column,
-    num_positions,
-    stride_cos_position,
-    stride_sin_position,
-    ROTARY_DIM: tl.constexpr,
-):
-    """(cos [PAIR], sin [PAIR], whether the tables know the token's position); without tables what nobody reads."""
+def load_angles(tables, token, ROTARY_DIM: tl.constexpr):
+    """Returns the angles of one token; without tables (ROTARY_DIM 0) what `move_heads` does not read."""
     if ROTARY_DIM > 0:
         pair = tl.arange(0, triton.next_power_of_2(ROTARY_DIM // 2))
-        place = of_token(token, num_positions_columns, stride_positions_row, stride_positions_column)
-        position = tl.load(positions_ptr + place).to(tl.int64)
-        is_known = (position >= 0) & (position < num_positions)
+        place = of_token(
+            token, tables.num_positions_columns, tables.stride_positions_row, tables.stride_positions_column
+        )
+        position = tl.load(tables.positions_ptr + place).to(tl.int64)
+        is_known = (position >= 0) & (position < tables.num_positions)
         in_bounds = is_known & (pair < ROTARY_DIM // 2)
-        cos = tl.load(cos_ptr + position * stride_cos_position + pair, mask=in_bounds, other=0.0)
-        sin = tl.load(sin_ptr + position * stride_sin_position + pair, mask=in_bounds, other=0.0)
-        return cos, sin, is_known
+        cos = tl.load(tables.cos_ptr + position * tables.stride_cos_position + pair, mask=in_bounds, other=0.0)
+        sin = tl.load(tables.sin_ptr + position * tables.stride_sin_position + pair, mask=in_bounds, other=0.0)
+        return Angles(cos, sin, is_known)
     else:
-        return 0.0, 0.0, False
+        return Angles(0.0, 0.0, False)
 
 
 @triton.jit
@@ -88,9 +102,7 @@ def move_heads(
     source_row,
     target_row,
     is_head,
-    cos,
-    sin,
-    is_known,
+    angles,
     scale,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -99,7 +111,6 @@ def move_heads(
 ):
     """Moves heads [HEAD] from row source_row to row target_row, both int64, a row being HEAD_DIM elements.
 
-    cos, sin, is_known: of `load_angles`; a token whose position the tables do not know is moved as it is.
     scale: [HEAD, 1] or a number. FP8: name of the 8-bit float to write; None: elements keep their dtype, unscaled.
     Source and target may be one: a program reads an element before it writes there, and no other program reads it.
     """
@@ -115,9 +126,9 @@ def move_heads(
             first_column, second_column = pair, ROTARY_DIM // 2 + pair
         first = tl.load(source_ptr + first_column, mask=in_bounds)  # [HEAD, PAIR]
         second = tl.load(source_ptr + second_column, mask=in_bounds)
-        turned_first, turned_second = _rotate(first, second, cos[None, :], sin[None, :])
-        _store(target_ptr + first_column, tl.where(is_known, turned_first, first), in_bounds, scale, FP8)
-        _store(target_ptr + second_column, tl.where(is_known, turned_second, second), in_bounds, scale, FP8)
+        turned_first, turned_second = _rotate(first, second, angles.cos[None, :], angles.sin[None, :])
+        _store(target_ptr + first_column, tl.where(angles.is_known, turned_first, first), in_bounds, scale, FP8)
+        _store(target_ptr + second_column, tl.where(angles.is_known, turned_second, second), in_bounds, scale, FP8)
     if ROTARY_DIM < HEAD_DIM:
         column = ROTARY_DIM + tl.arange(0, triton.next_power_of_2(HEAD_DIM - ROTARY_DIM))[None, :]
         in_bounds = is_head & (column < HEAD_DIM)

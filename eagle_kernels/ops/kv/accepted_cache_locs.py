@@ -43,7 +43,7 @@ Traffic
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -75,43 +75,42 @@ class Output(NamedTuple):
 TUNING = {"default": {"BLOCK_ENTRY": 256, "num_warps": 2}}
 
 
+class Paths(NamedTuple):
+    """The accepted paths of all requests."""
+
+    accept_index_ptr: Any  # None: chains
+    accept_token_num_ptr: Any  # None: a path is as long as accept_index has nodes
+    width: Any  # the most nodes of a path
+    num_nodes: Any  # of each request's tree
+
+
 @triton.jit
-def _read_path(accept_index_ptr, accept_token_num_ptr, request, depth, is_wanted, path_width, num_nodes):
-    """The nodes int32 at these depths of the paths of one or many requests, -1 for none."""
-    if accept_index_ptr is None:
+def _read_path(paths, request, depth, is_wanted):
+    """Returns the nodes int32 at these depths of the paths of one or several requests, -1 for none."""
+    if paths.accept_index_ptr is None:
         node = (depth + request * 0).to(tl.int64)
     else:
-        index = tl.load(accept_index_ptr + request * path_width + depth, mask=is_wanted, other=-1)
-        node = index.to(tl.int64) - request * num_nodes
-    is_node = is_wanted & (node >= 0) & (node < num_nodes)
-    if accept_token_num_ptr is not None:
-        accepted = tl.load(accept_token_num_ptr + request, mask=is_wanted, other=-1)
+        index = tl.load(paths.accept_index_ptr + request * paths.width + depth, mask=is_wanted, other=-1)
+        node = index.to(tl.int64) - request * paths.num_nodes
+    is_node = is_wanted & (node >= 0) & (node < paths.num_nodes)
+    if paths.accept_token_num_ptr is not None:
+        accepted = tl.load(paths.accept_token_num_ptr + request, mask=is_wanted, other=-1)
         is_node &= depth <= accepted
     return tl.where(is_node, node, -1).to(tl.int32)
 
 
 @triton.jit
-def _count_free(
-    accept_index_ptr,
-    accept_token_num_ptr,
-    seq_lens_ptr,
-    free_token_num_ptr,
-    request,
-    is_wanted,
-    path_width,
-    num_nodes,
-    PAGE_SIZE: tl.constexpr,
-):
-    """How many int32 of the last slots of one or many requests are free."""
-    has_root = is_wanted & (path_width > 0)
-    root = _read_path(accept_index_ptr, accept_token_num_ptr, request, 0, has_root, path_width, num_nodes)
+def _count_free(paths, seq_lens_ptr, free_token_num_ptr, request, is_wanted, PAGE_SIZE: tl.constexpr):
+    """Returns how many int32 of the last slots of one or several requests are free."""
+    has_root = is_wanted & (paths.width > 0)
+    root = _read_path(paths, request, 0, has_root)
     if free_token_num_ptr is not None:
-        count = tl.minimum(read_lengths(free_token_num_ptr, request, is_wanted), num_nodes)
+        count = tl.minimum(read_lengths(free_token_num_ptr, request, is_wanted), paths.num_nodes)
     elif seq_lens_ptr is not None:
         seq_len = read_lengths(seq_lens_ptr, request, is_wanted)
-        length = seq_len + read_lengths(accept_token_num_ptr, request, is_wanted) + 1
+        length = seq_len + read_lengths(paths.accept_token_num_ptr, request, is_wanted) + 1
         kept = (length + PAGE_SIZE - 1) // PAGE_SIZE * PAGE_SIZE - seq_len
-        count = tl.maximum(num_nodes - kept, 0)
+        count = tl.maximum(paths.num_nodes - kept, 0)
     else:
         count = (request * 0).to(tl.int64)
     return tl.where(root >= 0, count, 0).to(tl.int32)
@@ -150,6 +149,7 @@ def _accepted_cache_locs_kernel(
     num_requests = tl.num_programs(0)
     is_live = own < batch_size  # an empty batch has one program, for its bounds and tails
     entry = tl.arange(0, BLOCK_ENTRY)
+    paths = Paths(accept_index_ptr, accept_token_num_ptr, path_width, num_verify_tokens)
 
     # what lies before the request's lists: of paths and free slots of all requests, before anything is written
     path_before = tl.zeros([BLOCK_ENTRY], tl.int32)
@@ -157,10 +157,7 @@ def _accepted_cache_locs_kernel(
     for start in range(0, batch_size * path_width, BLOCK_ENTRY):
         place = start + entry
         request = place // path_width
-        node = _read_path(
-            accept_index_ptr, accept_token_num_ptr, request, place - request * path_width,
-            place < batch_size * path_width, path_width, num_verify_tokens,
-        )  # fmt: skip
+        node = _read_path(paths, request, place - request * path_width, place < batch_size * path_width)
         is_node = (node >= 0).to(tl.int32)
         path_before += tl.where(request < own, is_node, 0)
         path_total += is_node
@@ -168,16 +165,10 @@ def _accepted_cache_locs_kernel(
     free_total = tl.zeros([BLOCK_ENTRY], tl.int32)
     for start in range(0, batch_size, BLOCK_ENTRY):
         request = start + entry
-        counts = _count_free(
-            accept_index_ptr, accept_token_num_ptr, seq_lens_ptr, free_token_num_ptr, request, request < batch_size,
-            path_width, num_verify_tokens, PAGE_SIZE,
-        )  # fmt: skip
+        counts = _count_free(paths, seq_lens_ptr, free_token_num_ptr, request, request < batch_size, PAGE_SIZE)
         free_before += tl.where(request < own, counts, 0)
         free_total += counts
-    num_free = _count_free(
-        accept_index_ptr, accept_token_num_ptr, seq_lens_ptr, free_token_num_ptr, own, is_live,
-        path_width, num_verify_tokens, PAGE_SIZE,
-    )  # fmt: skip
+    num_free = _count_free(paths, seq_lens_ptr, free_token_num_ptr, own, is_live, PAGE_SIZE)
     path_begin, all_paths = tl.sum(path_before), tl.sum(path_total)
     free_begin, all_free = tl.sum(free_before), tl.sum(free_total)
 
@@ -186,10 +177,7 @@ def _accepted_cache_locs_kernel(
     num_own = tl.zeros([], tl.int32)
     for start in range(0, tl.where(is_live, path_width, 0), BLOCK_ENTRY):
         depth = start + entry
-        node = _read_path(
-            accept_index_ptr, accept_token_num_ptr, own + entry * 0, depth, depth < path_width, path_width,
-            num_verify_tokens,
-        )  # fmt: skip
+        node = _read_path(paths, own + entry * 0, depth, depth < path_width)
         is_node = node >= 0
         rank = num_own + tl.cumsum(is_node.to(tl.int32), 0) - 1
         source = tl.load(own_locs_ptr + node, mask=is_node, other=-1).to(tl.int64)
