@@ -43,22 +43,13 @@ Traffic
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from ...primitives import paging
 from ...runtime import check, tuning
 from ...runtime.launch import launcher
+from .shared.attention import Output
 from .shared.split_attention import launch_attention
-
-
-class Output(NamedTuple):
-    """What `gqa_decode` returns."""
-
-    output: torch.Tensor
-    lse: torch.Tensor
-
 
 # see `split_attention.ORDERED_TUNING`, which deterministic calls have instead; gfx942 has 64 KiB of shared memory
 _ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": 264, "merged_rows": 4,

@@ -50,8 +50,7 @@ from ...primitives.paging import request_pages
 from ...runtime import check, tuning
 from ...runtime.language import is_interpreting, tl, triton
 from ...runtime.launch import launch, launcher
-from .gqa_decode import Output
-from .shared.attention import Pool, Queries, Span, attend, request_rows
+from .shared.attention import Output, Pool, Queries, Span, attend, request_rows
 from .shared.shares import Batch
 from .shared.softmax import LOG2_E, add_sink, finish_rows, start_rows, tile_sizes
 
@@ -161,7 +160,8 @@ def _prefill_attention_kernel(
             Pool(k_ptr, v_ptr, page_table_ptr, first_page, num_pages, stride_k, stride_v, kv_head),
             Span(begin, stop, common_stop, window, last_position, 0, None),
             start_rows(BLOCK_ROW, BLOCK_DIM),
-            IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
+            IS_WIDENED=IS_WIDENED, PAGE_SIZE=PAGE_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
+            BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM,
         )  # fmt: skip
         if v_scale_ptr is not None:
             accumulator *= tl.load(v_scale_ptr)

@@ -66,7 +66,7 @@ from ...primitives import paging
 from ...runtime import check, tuning
 from ...runtime.language import triton
 from ...runtime.launch import launcher
-from .gqa_decode import Output
+from .shared.attention import Output
 from .shared.split_attention import launch_attention
 
 MAX_QUERY = 256

@@ -63,6 +63,7 @@ from .shared.ngram import (
     take_first,
     zeros_as_bits,
 )
+from .shared.token_budget import cut_to_budget
 
 
 class Output(NamedTuple):
@@ -87,7 +88,6 @@ SCAN_TUNING = {
     "sm_90": {"BLOCK_TOKEN": 512, "programs": 8192, "max_parts": 256, "num_warps": 1},
 }
 MERGE_TUNING = {"default": {"BLOCK_KEY": 256, "num_warps": 2}}
-BUDGET_TUNING = {"default": {"BLOCK_BATCH": 256, "num_warps": 1}}
 
 
 @triton.jit(do_not_specialize=["stride_token_ids_request", "width", "min_ngram_size", "max_ngram_size"])
@@ -237,7 +237,7 @@ def _ngram_match_merge_kernel(
     first = request * NUM_DRAFTS
     count, longest = merge_paths(
         history, tl.where(slot < MAX_MATCHES, kept, 0), spec_steps, limit.to(tl.int32), tokens_ptr + first,
-        parents_ptr + first, IS_LATEST, BLOCK_MATCH, BLOCK_NODE,
+        parents_ptr + first, IS_LATEST=IS_LATEST, BLOCK_MATCH=BLOCK_MATCH, BLOCK_NODE=BLOCK_NODE,
     )  # fmt: skip
     node = tl.arange(0, BLOCK_NODE)
     is_padding = (node >= count) & (node < NUM_DRAFTS)
@@ -246,43 +246,6 @@ def _ngram_match_merge_kernel(
     tl.store(parents_ptr + first + node, nothing, mask=is_padding)
     tl.store(num_drafts_ptr + request, count)
     tl.store(match_len_ptr + request, longest)
-
-
-@triton.jit(do_not_specialize=["batch_size", "token_budget"])
-def _ngram_match_budget_kernel(
-    # inputs
-    seq_lens_ptr,
-    wanted_ptr,
-    # outputs
-    tokens_ptr,
-    parents_ptr,
-    num_drafts_ptr,
-    # sizes
-    batch_size,
-    token_budget,
-    NUM_DRAFTS: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """Cuts one row's trie to what the budget leaves it."""
-    await_predecessor(ENABLE_PDL)
-    request = tl.program_id(0).to(tl.int64)
-    num_live = tl.zeros([BLOCK_BATCH], tl.int64)
-    before = tl.zeros([BLOCK_BATCH], tl.int64)
-    for start in range(0, batch_size, BLOCK_BATCH):
-        other = start + tl.arange(0, BLOCK_BATCH)
-        num_live += (tl.load(seq_lens_ptr + other, mask=other < batch_size, other=0) > 0).to(tl.int64)
-        before += tl.load(wanted_ptr + other, mask=other < request, other=0).to(tl.int64)
-    room = tl.maximum(tl.maximum(token_budget - tl.sum(num_live), 0) - tl.sum(before), 0)
-    wanted = tl.load(wanted_ptr + request)
-    granted = tl.minimum(wanted.to(tl.int64), room).to(tl.int32)
-    tl.store(num_drafts_ptr + request, granted)
-    node = tl.arange(0, BLOCK_NODE)
-    is_cut = (node >= granted) & (node < wanted)
-    nothing = tl.full([BLOCK_NODE], -1, tl.int64)
-    tl.store(tokens_ptr + request * NUM_DRAFTS + node, nothing, mask=is_cut)
-    tl.store(parents_ptr + request * NUM_DRAFTS + node, nothing, mask=is_cut)
 
 
 def contract(values: dict) -> Output:
@@ -394,21 +357,7 @@ def ngram_match(
         **merge,
     )
     if has_budget:
-        launch(
-            "ngram_match",
-            _ngram_match_budget_kernel,
-            (batch_size,),
-            seq_lens_ptr=seq_lens,
-            wanted_ptr=wanted,
-            tokens_ptr=out.tokens,
-            parents_ptr=out.parents,
-            num_drafts_ptr=out.num_drafts,
-            batch_size=batch_size,
-            token_budget=token_budget,
-            NUM_DRAFTS=num_speculative_tokens,
-            BLOCK_NODE=block_node,
-            **tuning.row(BUDGET_TUNING, device),
-        )
+        cut_to_budget("ngram_match", seq_lens, wanted, out.tokens, out.parents, out.num_drafts, token_budget)
     return out
 
 

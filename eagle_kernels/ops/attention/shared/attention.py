@@ -9,8 +9,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from ....runtime.language import tl, triton
 from .softmax import add_tile, multiply_keys
+
+
+class Output(NamedTuple):
+    """What the ops of this family return."""
+
+    output: torch.Tensor
+    lse: torch.Tensor
 
 
 class Pool(NamedTuple):

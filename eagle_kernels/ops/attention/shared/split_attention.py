@@ -1,7 +1,7 @@
-"""Attention whose keys are split over programs: the kernels of gqa_decode, and of tree_attention with its draft block.
+"""Attention whose keys are split over programs: what gqa_decode launches, and tree_attention with its draft block.
 
-One kernel attends, tile of rows by tile of rows, to one share of a request's keys (`shares.py`); a second one merges
-the rows of requests that have more than one share.
+One kernel attends, tile of rows by tile of rows, to one share of a request's keys (`shares.py`). A second one merges
+the rows of requests that have more than one share (`merge_shares.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from ....runtime import tuning
 from ....runtime.language import is_interpreting, tl, triton
 from ....runtime.launch import launch
 from .attention import Pool, Queries, Span, attend, request_rows
+from .merge_shares import launch_merge
 from .shares import Batch, cut, find_share, share_tiles, slot_range
-from .softmax import LOG2_E, add_sink, finish_rows, merge_rows, start_rows, tile_sizes
+from .softmax import LOG2_E, add_sink, finish_rows, start_rows, tile_sizes
 
 # CUDA's limit, of all axes of a grid but the first
 MAX_PROGRAMS = 65535
@@ -30,8 +31,6 @@ MAX_PROGRAMS = 65535
 _ORDERED = {"max_rows": 64, "min_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264,
             "ordered_shares": 32, "merged_rows": 4, "merged_parts": 4, "num_warps": 4, "num_stages": 2}  # fmt: skip
 ORDERED_TUNING = {"default": _ORDERED, "sm_90": _ORDERED | {"num_stages": 3}}
-# programs: of all requests together
-MERGE_TUNING = {"default": {"programs": 1024, "num_warps": 4}}
 
 
 @triton.jit(
@@ -176,7 +175,8 @@ def _attention_kernel(
             ),
             Span(tl.maximum(begin, first), pool_stop, prefix, window, last_position, 0, positions_of_drafts_ptr),
             start_rows(BLOCK_ROW, BLOCK_DIM),
-            IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
+            IS_WIDENED=IS_WIDENED, PAGE_SIZE=PAGE_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
+                BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM,
         )  # fmt: skip
         if v_scale_ptr is not None:
             accumulator *= tl.load(v_scale_ptr)
@@ -197,7 +197,8 @@ def _attention_kernel(
                     positions_of_drafts_ptr,
                 ),
                 (row_max, row_sum, accumulator),
-                IS_WIDENED, 0, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
+                IS_WIDENED=IS_WIDENED, PAGE_SIZE=0, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
+                BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM,
             )  # fmt: skip
 
         if sinks_ptr is not None:
@@ -217,62 +218,6 @@ def _attention_kernel(
             partial_row = (share.to(tl.int64) * num_query + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
             tl.store(partial_lse_ptr + partial_row, lse, mask=is_row)
             tl.store(partial_output_ptr + partial_row[:, None] * HEAD_DIM + column[None, :], output, mask=in_bounds)
-
-
-@triton.jit(do_not_specialize=["num_query", "num_rows", "num_parts"])
-def _merge_kernel(
-    # inputs
-    qo_indptr_ptr,
-    shares_ptr,
-    partial_output_ptr,
-    partial_lse_ptr,
-    # outputs
-    output_ptr,
-    lse_ptr,
-    # sizes
-    num_query,
-    num_rows,
-    num_parts,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_MERGED: tl.constexpr,
-    BLOCK_PART: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """Merges the shares of a request that has more than one, BLOCK_MERGED rows (token, head) at a time."""
-    await_predecessor(ENABLE_PDL)
-    request = tl.program_id(0).to(tl.int64)
-    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
-    has_rows = num_tokens > 0
-    before = tl.load(shares_ptr + request * 2, mask=has_rows, other=0)
-    num_shares = tl.load(shares_ptr + request * 2 + 1, mask=has_rows, other=0)
-    # requests of a malformed table, that share pages, may have more shares than there are programs: nobody told theirs
-    num_shares = tl.where(before >= 0, tl.minimum(num_shares, num_parts - before), 0)
-    if num_shares > 1:
-        column = tl.arange(0, BLOCK_DIM)
-        is_column = column < HEAD_DIM
-        for tile in range(tl.program_id(1), tl.cdiv(num_tokens * NUM_HEADS, BLOCK_MERGED), tl.num_programs(1)):
-            row = tile * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
-            is_row = row < num_tokens * NUM_HEADS
-            row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM)
-            for start in range(0, num_shares, BLOCK_PART):
-                part = start + tl.arange(0, BLOCK_PART)
-                is_part = is_row[:, None] & (part < num_shares)[None, :]
-                place = (before + part).to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
-                lse = tl.load(partial_lse_ptr + place, mask=is_part, other=float("-inf"))
-                output = tl.load(
-                    partial_output_ptr + place[:, :, None] * HEAD_DIM + column[None, None, :],
-                    mask=is_part[:, :, None] & is_column[None, None, :], other=0.0,
-                )  # fmt: skip
-                row_max, row_sum, accumulator = merge_rows(row_max, row_sum, accumulator, lse, output)
-            output, lse = finish_rows(row_max, row_sum, accumulator)
-            output_row = first_row * NUM_HEADS + row
-            tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
-            tl.store(
-                output_ptr + output_row[:, None] * HEAD_DIM + column[None, :],
-                output.to(output_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :],
-            )  # fmt: skip
 
 
 def launch_attention(
@@ -386,17 +331,4 @@ def launch_attention(
         **tuning.compiler_options(tuned),
     )
     if has_parts:
-        merging = tuning.row(MERGE_TUNING, device)
-        row_tiles = triton.cdiv(num_query * num_heads, tuned["merged_rows"])
-        launch(
-            op,
-            _merge_kernel,
-            (batch_size, min(row_tiles, triton.cdiv(merging["programs"], max(batch_size, 1)))),
-            num_parts=num_shares,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_MERGED=tuned["merged_rows"],
-            BLOCK_PART=tuned["merged_parts"],
-            **shared,
-            **tuning.compiler_options(merging),
-        )
+        launch_merge(op, num_shares, tuned, **shared)
