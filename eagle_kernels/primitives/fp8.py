@@ -40,28 +40,6 @@ def encode_e4m3(value, IS_FNUZ: tl.constexpr):
     return code.to(tl.uint8)
 
 
-@triton.jit
-def match_keys(query, scale, k_scale_ptr, KEY_TYPE: tl.constexpr):
-    """(query [ROW, DIM], scale [ROW] of its logits) to multiply with keys of KEY_TYPE, whose scale is at k_scale_ptr.
-
-    8-bit keys are widened to fp16: it holds them all, and they are there in one step. So a bf16 query becomes fp16 too,
-    in rows that are brought below 2 by powers of two; what fp16 loses of it is 2^-24 of the row's largest element.
-    """
-    if k_scale_ptr is not None:
-        # keys that are all 0 may have the scale 0
-        scale = tl.maximum(scale * tl.load(k_scale_ptr), 1e-30)
-    scale += tl.zeros([query.shape[0]], tl.float32)
-    if KEY_TYPE.is_fp8() and query.dtype == tl.bfloat16:
-        query = query.to(tl.float32)
-        power = tl.max(tl.abs(query), axis=1).to(tl.int32, bitcast=True) & 0x7F800000
-        # with an inverse that is a normal number too
-        power = tl.minimum(tl.maximum(power, 0x00800000), 0x7E000000)
-        inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
-        query = (query * inverse[:, None]).to(tl.float16)
-        scale *= power.to(tl.float32, bitcast=True)
-    return query, scale
-
-
 def check_target(op: str, name: str, value: torch.Tensor) -> None:
     """Refuses an fp8 tensor on a GPU that has no such type: no kernel there could compute with it."""
     if value.dtype in FP8 and not target.has_fp8(value.device, value.dtype):

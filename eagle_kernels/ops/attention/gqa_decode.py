@@ -48,6 +48,7 @@ import torch
 from ...primitives import paging
 from ...runtime import check, tuning
 from ...runtime.launch import launcher
+from .shared import paged_cache
 from .shared.attention import Output
 from .shared.split_attention import launch_attention
 
@@ -68,8 +69,8 @@ def contract(values: dict) -> Output:
     query = args.tensor("query", ("B", "Hq", "D"), check.FLOAT, contiguous=2)
     paging.check_row_strides(args, "query", query, 1)
     batch_size, num_heads, head_dim = args.size("B"), args.size("Hq"), args.size("D")
-    paging.check_cache(args, query.dtype, "B")
-    paging.check_logits(args)
+    paged_cache.check_cache(args, query.dtype, "B")
+    paged_cache.check_logits(args)
     return Output(args.spec((batch_size, num_heads, head_dim), query.dtype),
                   args.spec((batch_size, num_heads), torch.float32))  # fmt: skip
 

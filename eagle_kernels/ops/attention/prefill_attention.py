@@ -45,14 +45,13 @@ import torch
 
 from ...primitives import paging
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.fp8 import match_keys
-from ...primitives.paging import request_pages
 from ...runtime import check, tuning
 from ...runtime.language import is_interpreting, tl, triton
 from ...runtime.launch import launch, launcher
+from .shared import paged_cache
 from .shared.attention import Output, Pool, Queries, Span, attend, request_rows
 from .shared.shares import Batch
-from .shared.softmax import LOG2_E, add_sink, finish_rows, start_rows, tile_sizes
+from .shared.softmax import LOG2_E, add_sink, finish_rows, match_keys, start_rows, tile_sizes
 
 # see `split_attention.ORDERED_TUNING`; the first one is taken for which requests have from_rows rows for a KV head: no
 # more than these two tiles for all lengths, so that few variants are ever compiled
@@ -126,7 +125,7 @@ def _prefill_attention_kernel(
                 page_indptr_ptr, lengths_ptr, None, stride_page_table_request, table_size, batch_size, num_query,
                 num_rows, 0, None,
             )  # fmt: skip
-            first_page, _, length = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
+            first_page, _, length = paged_cache.request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
         if k_scale_ptr is not None and not ONE_SCALE:
             k_scale_ptr += kv_head
             v_scale_ptr += kv_head
@@ -183,16 +182,16 @@ def contract(values: dict) -> Output:
     query = args.tensor("query", ("T", "Hq", "D"), check.FLOAT, contiguous=2)
     paging.check_row_strides(args, "query", query, 1)
     args.integer("max_query", 1)
-    batch_size = paging.check_bounds(args, args.size("T"))
+    batch_size = paged_cache.check_bounds(args, args.size("T"))
     if args.exactly_one("key", "k_cache") == "k_cache":
-        paging.check_cache(args, query.dtype, batch_size)
+        paged_cache.check_cache(args, query.dtype, batch_size)
         unused = ("value", "key_indptr")
     else:
-        paging.check_head_dim(args)
+        paged_cache.check_head_dim(args)
         for name in ("key", "value"):
             rows = args.tensor(name, ("Tk", "Hkv", "D"), (query.dtype,), contiguous=2)
             paging.check_row_strides(args, name, rows, 1)
-        paging.check_group(args)
+        paged_cache.check_group(args)
         args.tensor("key_indptr", (batch_size + 1,), check.INTEGER, optional=True)
         if values["key_indptr"] is None and args.size("Tk") != args.size("T"):
             args.fail("key_indptr", "be given where keys are not as many as queries", None)
@@ -209,7 +208,7 @@ def contract(values: dict) -> Output:
     for name in unused:
         if values[name] is not None:
             args.fail(name, f"not be given with {'key' if values['key'] is not None else 'k_cache'}", "a tensor")
-    paging.check_logits(args)
+    paged_cache.check_logits(args)
     return Output(args.spec(tuple(query.shape), query.dtype), args.spec(tuple(query.shape[:2]), torch.float32))
 
 
@@ -250,7 +249,7 @@ def prefill_attention(
     device, (num_heads, head_dim) = query.device, query.shape[1:]
     batch_size = len(qo_indptr) - 1
     if key is None:
-        cache = paging.cache_arguments(values)
+        cache = paged_cache.cache_arguments(values)
         cache |= {"k_ptr": cache.pop("k_cache_ptr"), "v_ptr": cache.pop("v_cache_ptr"), "num_keys": 0}
         cache |= {"stride_k": cache.pop("stride_k_page"), "stride_v": cache.pop("stride_v_page")}
     else:

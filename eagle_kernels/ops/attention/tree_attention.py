@@ -66,6 +66,7 @@ from ...primitives import paging
 from ...runtime import check, tuning
 from ...runtime.language import triton
 from ...runtime.launch import launcher
+from .shared import paged_cache
 from .shared.attention import Output
 from .shared.split_attention import launch_attention
 
@@ -99,7 +100,7 @@ def contract(values: dict) -> Output:
     if is_ragged:
         query = args.tensor("query", ("T", "Hq", "D"), check.FLOAT, contiguous=2)
         num_query, rows = args.integer("max_query", 1, MAX_QUERY), ("T",)
-        batch = paging.check_bounds(args, args.size("T"))
+        batch = paged_cache.check_bounds(args, args.size("T"))
         if values["num_draft_keys"] is not None:
             args.fail("num_draft_keys", "not be given with qo_indptr, which tells it", values["num_draft_keys"])
         if values["key_positions"] is not None:
@@ -118,8 +119,8 @@ def contract(values: dict) -> Output:
             if values["is_causal"] and num_keys < num_query:
                 args.fail("num_draft_keys", f"be at least Nq = {num_query} with is_causal", num_keys)
     paging.check_row_strides(args, "query", query, len(rows))
-    paging.check_cache(args, query.dtype, batch)
-    paging.check_logits(args)
+    paged_cache.check_cache(args, query.dtype, batch)
+    paged_cache.check_logits(args)
     num_rows = query.shape[0] if is_ragged else args.size("B") * num_query
     if bool(values["is_causal"]) == (values["tree_mask"] is not None):
         args.fail("tree_mask", "be given, or is_causal be True, and not both", f"is_causal={values['is_causal']}")

@@ -27,10 +27,11 @@ from __future__ import annotations
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.slots import ROW_SIZES, check_rows, find_row, read_lengths, row_arguments
+from ...primitives.slots import read_lengths
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.rows import ROW_SIZES, check_rows, find_row, row_arguments
 
 MUTATES = ("req_to_token",)
 

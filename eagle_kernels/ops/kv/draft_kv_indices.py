@@ -47,21 +47,16 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.slots import (
     MAX_CAPACITY,
-    ROW_SIZES,
     check_capacity,
     check_keep_unused,
-    check_rows,
     fill_unused,
-    find_row,
-    first_draft_column,
     read_lengths,
-    read_slots,
-    row_arguments,
     store_overflow,
 )
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.rows import ROW_SIZES, check_rows, find_row, first_draft_column, read_slots, row_arguments
 
 
 class Output(NamedTuple):

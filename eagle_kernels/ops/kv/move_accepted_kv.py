@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.paging import Table, find_pages
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -46,6 +45,14 @@ CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3f
                 torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.uint8, torch.int8)  # fmt: skip
 
 TUNING = {"default": {"block_bytes": 2048, "num_warps": 4}}
+
+
+class Table(NamedTuple):
+    """The page ids of one request."""
+
+    row_ptr: Any
+    width: Any  # how many there are
+    num_pages: Any  # of the pool
 
 
 class Path(NamedTuple):
@@ -98,6 +105,15 @@ def _move_accepted_kv_kernel(
 
 
 @triton.jit
+def _find_pages(table, slot, is_wanted, PAGE_SIZE: tl.constexpr):
+    """Returns (page ids int64, whether the slots exist) for slots of a request, one or several."""
+    index = slot // PAGE_SIZE
+    is_wanted = is_wanted & (slot >= 0) & (index < table.width)
+    page = tl.load(table.row_ptr + index, mask=is_wanted, other=-1).to(tl.int64)
+    return page, is_wanted & (page >= 0) & (page < table.num_pages)
+
+
+@triton.jit
 def _move_path(
     path,
     table,
@@ -117,8 +133,8 @@ def _move_path(
         is_moved = (node >= 0) & (node < path.num_nodes) & (node != depth)
         source = seq_len + node
         destination = seq_len + depth
-        source_page, source_exists = find_pages(table, source, is_moved, PAGE_SIZE)
-        destination_page, destination_exists = find_pages(table, destination, is_moved, PAGE_SIZE)
+        source_page, source_exists = _find_pages(table, source, is_moved, PAGE_SIZE)
+        destination_page, destination_exists = _find_pages(table, destination, is_moved, PAGE_SIZE)
         in_bounds = (column < ROW_BYTES) & source_exists & destination_exists
         source_row = first_row + source_page * stride_page + source % PAGE_SIZE
         destination_row = first_row + destination_page * stride_page + destination % PAGE_SIZE

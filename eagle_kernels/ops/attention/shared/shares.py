@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ....primitives.paging import request_pages
 from ....runtime.language import tl, triton
+from .paged_cache import request_pages
 
 # within a warp: reductions need no barrier
 BLOCK_BATCH = tl.constexpr(32)

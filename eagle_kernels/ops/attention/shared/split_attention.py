@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
-from ....primitives.fp8 import FP8, match_keys
-from ....primitives.paging import cache_arguments, request_pages
+from ....primitives.fp8 import FP8
 from ....runtime import tuning
 from ....runtime.language import is_interpreting, tl, triton
 from ....runtime.launch import launch
 from .attention import Pool, Queries, Span, attend, request_rows
 from .merge_shares import launch_merge
+from .paged_cache import cache_arguments, request_pages
 from .shares import Batch, cut, find_share, share_tiles, slot_range
-from .softmax import LOG2_E, add_sink, finish_rows, start_rows, tile_sizes
+from .softmax import LOG2_E, add_sink, finish_rows, match_keys, start_rows, tile_sizes
 
 # CUDA's limit, of all axes of a grid but the first
 MAX_PROGRAMS = 65535
