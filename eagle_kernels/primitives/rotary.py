@@ -1,4 +1,4 @@
-"""Heads on their way from one place to another, turned by rotary position embedding: what rope and write_kv share.
+"""Moves heads from one place to another and turns them by rotary position embedding: what rope and write_kv share.
 
 A head's first rotary_dim coordinates turn in pairs, pair i of a token at position t by the angle whose cosine and sine
 stand in row t, column i of two tables; the other coordinates stay. Two layouts of pairs are in use:
@@ -69,13 +69,13 @@ def load_angles(tables, token, ROTARY_DIM: tl.constexpr):
 
 @triton.jit
 def _product(left, right, dtype: tl.constexpr):
-    """fp32 left * right, rounded to dtype on the way."""
+    """Returns left * right in fp32, rounded to dtype in between."""
     return (left * right).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _rotate(first, second, cos, sin):
-    """The turned pair, in the dtype of the heads."""
+    """Returns the turned pair, in the dtype of the heads."""
     heads_dtype: tl.constexpr = first.dtype
     tables_dtype: tl.constexpr = cos.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
@@ -87,7 +87,7 @@ def _rotate(first, second, cos, sin):
 
 @triton.jit
 def _store(place_ptr, value, mask, scale, FP8: tl.constexpr):
-    """value, or value / scale as bytes of an 8-bit float."""
+    """Stores value, or value / scale as bytes of an 8-bit float."""
     if FP8 is None:
         tl.store(place_ptr, value, mask=mask)
     else:
@@ -112,7 +112,7 @@ def move_heads(
     """Moves heads [HEAD] from row source_row to row target_row, both int64, a row being HEAD_DIM elements.
 
     scale: [HEAD, 1] or a number. FP8: name of the 8-bit float to write; None: elements keep their dtype, unscaled.
-    Source and target may be one: a program reads an element before it writes there, and no other program reads it.
+    Source and target may be the same: a program reads an element before it writes there, and no other program reads it.
     """
     source_ptr += source_row[:, None] * HEAD_DIM
     target_ptr += target_row[:, None] * HEAD_DIM
@@ -137,7 +137,7 @@ def move_heads(
 
 
 def check_heads(args: check.Arguments, name: str, heads: str, dtypes) -> torch.Tensor:
-    """A tensor [T, heads, D]; tokens and heads may be strided by whole rows of D, as in a fused projection."""
+    """Checks a tensor [T, heads, D]; tokens and heads may be strided by whole rows of D, as in a fused projection."""
     value = args.tensor(name, ("T", heads, "D"), dtypes, contiguous=1)
     if not 1 <= args.size("D") <= MAX_HEAD_DIM:
         args.fail(name, f"have D in 1..{MAX_HEAD_DIM}", args.size("D"))
@@ -146,13 +146,13 @@ def check_heads(args: check.Arguments, name: str, heads: str, dtypes) -> torch.T
 
 
 def check_out(op: str, **heads: torch.Tensor) -> None:
-    """The caller's buffers, too, are strided by whole rows of D."""
+    """Checks that the caller's buffers too are strided by whole rows of D."""
     for name, value in heads.items():
         check_row_strides(check.Arguments(op, {}), name, value, 2)
 
 
 def check_tables(args: check.Arguments, dtype: torch.dtype) -> None:
-    """positions, cos and sin for heads of this dtype; T and D are bound before."""
+    """Checks positions, cos and sin for heads of this dtype; T and D are bound before."""
     check_tokens(args, "positions")
     dtypes = (dtype,) if dtype == torch.float32 else (dtype, torch.float32)
     cos = args.tensor("cos", ("max_positions", "rotary_dim / 2"), dtypes, contiguous=1)
@@ -163,7 +163,7 @@ def check_tables(args: check.Arguments, dtype: torch.dtype) -> None:
 
 
 def head_strides(name: str, heads: torch.Tensor) -> dict[str, int]:
-    """The strides of heads [T, heads, D] as kernels take them: in rows of D."""
+    """Returns the strides of heads [T, heads, D] as kernels take them: in rows of D."""
     head_dim = heads.shape[2]
     return {
         f"stride_{name}_token": heads.stride(0) // head_dim,
@@ -172,7 +172,7 @@ def head_strides(name: str, heads: torch.Tensor) -> dict[str, int]:
 
 
 def table_arguments(positions: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None) -> dict:
-    """The launch arguments that describe checked tables, or that there are none."""
+    """Returns the launch arguments that describe checked tables, or that there are none."""
     return {
         **token_arguments("positions", positions),
         "cos_ptr": cos,
@@ -185,5 +185,5 @@ def table_arguments(positions: torch.Tensor | None, cos: torch.Tensor | None, si
 
 
 def tile_of_heads(num_heads: int, head_dim: int, tile_elements: int) -> int:
-    """How many heads a program moves: a power of two, about tile_elements in all."""
+    """Returns how many heads a program moves: a power of two, about tile_elements elements in all."""
     return max(1, min(triton.next_power_of_2(num_heads), tile_elements // triton.next_power_of_2(head_dim)))

@@ -15,14 +15,14 @@ MAX_CAPACITY = 2**31 - 1
 
 @triton.jit
 def read_lengths(lengths_ptr, request, is_wanted):
-    """Lengths (or places in a row) int64 of one or many requests, limited so that no sum of them leaves int64."""
+    """Returns lengths (or places in a row) int64 of one or several requests, limited so that sums of them fit int64."""
     length = tl.load(lengths_ptr + request, mask=is_wanted, other=0).to(tl.int64)
     return tl.minimum(tl.maximum(length, 0), 2147483647)
 
 
 @triton.jit
 def fill_unused(list_ptr, used, capacity, part, num_parts, VALUE: tl.constexpr, BLOCK: tl.constexpr):
-    """Program `part` of `num_parts` writes its share of the entries used..capacity - 1."""
+    """Writes the share of program `part` of `num_parts` in the entries used..capacity - 1."""
     entry = tl.arange(0, BLOCK)
     for start in range(used + part.to(tl.int64) * BLOCK, capacity, num_parts * BLOCK):
         place = start + entry
@@ -31,16 +31,16 @@ def fill_unused(list_ptr, used, capacity, part, num_parts, VALUE: tl.constexpr, 
 
 @triton.jit
 def store_overflow(overflow_ptr, needed, capacity):
-    """`overflow`: the room that was needed if it exceeds capacity (limited to int32), else 0."""
+    """Writes `overflow`: the room that was needed if it exceeds capacity (limited to int32), else 0."""
     tl.store(overflow_ptr, tl.where(needed > capacity, tl.minimum(needed, 2147483647), 0).to(tl.int32))
 
 
 def check_capacity(args: check.Arguments, name: str = "capacity") -> int:
-    """The room for a list, an argument of the op."""
+    """Checks the room for a list, an argument of the op, and returns it."""
     return args.integer(name, 0, MAX_CAPACITY)
 
 
 def check_keep_unused(args: check.Arguments) -> None:
-    """keep_unused says something about what the caller's buffers hold."""
+    """Checks that keep_unused comes with buffers of the caller."""
     if args.values["keep_unused"] and args.values.get("out") is None:
         args.fail("keep_unused", "come with out, whose unused entries it keeps", True)

@@ -1,4 +1,4 @@
-"""Merges two tries of drafts into one: a model's, and what retrieval found behind or beside it.
+"""Merges two tries of drafts into one: a model's, and what retrieval found after or beside it.
 
 Computes
     The nodes of the first trie, then those of the other one, whose root is node attach[b] of the first, are put into an
@@ -7,7 +7,7 @@ Computes
 Shapes
     tokens         [B, M]   int    of nodes 1..M of the first trie; M <= 255
     parents        [B, M]   int    node of each one's parent, 0 the root, -1: no such node (as `tree_from_parents`)
-    other_tokens   [B, M2]  int    likewise of the other trie; M2 <= 255
+    other_tokens   [B, M2]  int    the same of the other trie; M2 <= 255
     other_parents  [B, M2]  int
     attach         [B]      int    node of the first trie; one that does not exist leaves the other trie out
     -> tokens      [B, K]   int64  K = num_speculative_tokens; -1 padded
@@ -15,7 +15,7 @@ Shapes
     -> num_drafts  [B]      int32
 Invariants
     Every output is written whole. Parents precede their children, siblings differ. A node whose parent does not precede
-    it, or whose token is below 0, does not exist, and neither does what hangs on it.
+    it, or whose token is below 0, does not exist, and neither do nodes below it.
 Grid
     (B,), one program merges the tries of one row, a node at a time.
 Launches
@@ -46,7 +46,7 @@ class Output(NamedTuple):
 
 MAX_DRAFTS = 255
 
-# Not measured. One warp: nodes depend on one another, and reductions within a warp are the quickest.
+# Not measured. One warp: nodes depend on each other, and reductions within a warp are the quickest.
 TUNING = {"default": {"num_warps": 1}}
 
 

@@ -5,34 +5,34 @@ Computes
     first of the request's N slots: source_locs lists the slots of the path, target_locs as many from the front
     (SGLang's fill_accept_out_cache_loc, fill_front_out_cache_loc). source_locs alone are the accepted slots where they
     lie, for pools that do not move. Without accept_index the tree is a chain, whose path is its first nodes.
-    The slots behind the path are free, but for the rest of the page that its last token is in: of the request's N, in
-    the order of their tokens, all from token ceil((seq_len + a + 1) / P) * P on, a = accept_token_num (SGLang's
-    get_src_tgt_cache_loc and get_target_cache_loc). free_token_num says instead how many of the last slots are.
+    The slots after the path are free, except the rest of the page with its last token: of the request's N slots, in the
+    order of their tokens, all from token ceil((seq_len + a + 1) / P) * P on, a = accept_token_num (SGLang's
+    get_src_tgt_cache_loc and get_target_cache_loc). free_token_num says instead how many of the last slots are free.
 Shapes
     cache_locs         [B * N]          int    slots of the nodes; or of the requests' next N tokens, node 0 first
     accept_token_num   [B]              int    accepted drafts, the bonus and the root not counted; None: the path is
                                                as long as accept_index has nodes
     accept_index       [B, W]           int    b * N + node, -1 padded; None: a chain, W = N
     seq_lens           [B]              int    committed length before this step; None: nothing is free
-    free_token_num     [B]              int    in place of seq_lens
+    free_token_num     [B]              int    instead of seq_lens
     num_verify_tokens  int                     N
     page_size          int                     P
     capacity           int                     room for the path's slots; None: B * W, enough always
     free_capacity      int                     room for free slots; None: B * N, enough always (0 if nothing is free)
     -> path_indptr     [B + 1]          int32  where a request's path starts, limited to capacity
     -> source_locs     [capacity]       int64  slots to copy from, -1 in the unused tail; int32 if `out` is
-    -> target_locs     [capacity]       int64  slots to copy to, likewise
+    -> target_locs     [capacity]       int64  slots to copy to, in the same form
     -> free_indptr     [B + 1]          int32  where a request's free slots start, limited to free_capacity
     -> free_locs       [free_capacity]  int64  free slots, -1 in the unused tail; int32 if `out` is
     -> overflow        [2]              int32  the room that paths and free slots need if it exceeds theirs, else 0
     B * N and B * W are at most 2^31 - 1024.
 Invariants
-    Every output is written whole, but for unused tails with keep_unused. What exceeds a capacity is not written, and
+    Every output is written whole, except unused tails with keep_unused. What exceeds a capacity is not written, and
     no bound exceeds it. Path entries outside the request's N nodes are left out, so a dead request, whose entries are
     -1 or whose accept_token_num is negative, moves nothing; one whose first entry is left out frees nothing either.
     Slots below 0 are -1, and of a pair one of whose slots is -1 both are. No slot is free that is a target, unless
-    free_token_num says so. Along an ascending path a slot is a source, if at all, before it is a target: a mover may go
-    through a request's pairs in order.
+    free_token_num says so. Along an ascending path a slot is a source, if at all, before it is a target: the pairs of a
+    request may be moved in order.
 Grid
     (max(B, 1),), one program lists what belongs to one request and its share of the unused tails.
 Launches
@@ -143,7 +143,7 @@ def _accepted_cache_locs_kernel(
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
-    # `contract` sees to it that int32 is enough for all entries and slots; divisions of int64 would take longer than
+    # `contract` ensures that int32 is enough for all entries and slots; divisions of int64 would take longer than
     # all the rest
     own = tl.program_id(0)
     num_requests = tl.num_programs(0)
@@ -151,7 +151,7 @@ def _accepted_cache_locs_kernel(
     entry = tl.arange(0, BLOCK_ENTRY)
     paths = Paths(accept_index_ptr, accept_token_num_ptr, path_width, num_verify_tokens)
 
-    # what lies before the request's lists: of paths and free slots of all requests, before anything is written
+    # what lies before the request's lists, from paths and free slots of all requests, before anything is written
     path_before = tl.zeros([BLOCK_ENTRY], tl.int32)
     path_total = tl.zeros([BLOCK_ENTRY], tl.int32)
     for start in range(0, batch_size * path_width, BLOCK_ENTRY):
@@ -274,9 +274,9 @@ def accepted_cache_locs(
     """Lists the moves that make accepted paths contiguous, and the slots that are free; see the module's docstring.
 
     num_verify_tokens: N, nodes of each request's tree, which cache_locs and accept_index count in.
-    page_size: pages that are in part in use are not freed.
-    capacity, free_capacity: room for paths and for free slots; `overflow` tells on the device when it was too little.
-    keep_unused: with `out` only, what lies behind the lists stays as it is instead of -1.
+    page_size: pages that are partly used are not freed.
+    capacity, free_capacity: room for paths and for free slots; `overflow` says on the device when it was too little.
+    keep_unused: with `out` only, what comes after the lists stays as it is instead of -1.
     """
     contracted = contract(locals())
     out = check.allocate("accepted_cache_locs", contracted, out)

@@ -16,7 +16,7 @@ Invariants
     Rows move bit by bit. Path entries outside the request's N nodes, slots past the block table and page ids outside
     the pool are passed over; nothing outside the slots seq_len..seq_len + S of a request is written. Requests must not
     share the pages that they write.
-    Free of races: no two programs touch the same column of a request's rows, and a program walks the depths upwards in
+    There are no races: no two programs touch the same column of a request's rows, and a program walks up the depths in
     one fixed 1-D layout, so each thread reads and writes only its own columns, in program order. Along an ascending
     path source >= destination, so a row that depth d overwrites was read at an earlier depth or is not on the path. A
     path that does not ascend moves the same way, depth by depth.

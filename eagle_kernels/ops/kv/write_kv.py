@@ -3,8 +3,8 @@
 Computes
     k_cache[slots[t]] = key[t], v_cache[slots[t]] = value[t]; slot s is row s % page_size of page s // page_size. With
     tables cos and sin the key is turned on its way, and so is the query, if there is one: bits are those of `rope` and
-    then a write. Into a cache of 8-bit floats goes what comes divided by its scale, rounded to nearest (ties to even)
-    and limited to the largest finite value, so that cache * scale is near the key.
+    then a write. A cache of 8-bit floats gets elements divided by their scale, rounded to nearest (ties to even) and
+    limited to the largest finite value, so that cache * scale is near the key.
 Shapes
     key        [T, Hkv, D]                       fp32 / fp16 / bf16, D in 1..1024; tokens and heads may be strided by
     value      [T, Hkv, D]                       as key                            whole rows of D (a fused projection)
@@ -19,9 +19,9 @@ Shapes
     v_scale    as k_scale
     -> query   [T, Hq, D]                        as key, turned; without a query [T, 0, D]
 Invariants
-    A slot outside 0..num_pages * page_size - 1, as -1, is not written, and nothing else in the caches is. A slot that
-    two tokens name holds elements of either. Queries are turned whatever the slot of their token; `out=query` does it
-    in place. Without 8-bit floats elements keep their bits, NaN as well; with them a NaN stays one.
+    A slot outside 0..num_pages * page_size - 1, such as -1, is not written, and nothing else in the caches is. A slot
+    that two tokens name holds elements of either. Queries are turned whatever the slot of their token; `out=query` does
+    it in place. Without 8-bit floats elements keep their bits, NaN as well; with them a NaN stays one.
 Grid
     (T, head tiles), one program moves a few heads of one token: of keys, of values or of queries.
 Launches
@@ -153,7 +153,7 @@ def _write_kv_kernel(
 
 @triton.jit
 def _load_scale(scale_ptr, head, is_head, stride_scale_head):
-    """[HEAD, 1], or 1 where no scale is given."""
+    """Returns the scales [HEAD, 1], or 1 where none is given."""
     if scale_ptr is None:
         return 1.0
     else:
@@ -180,6 +180,7 @@ def contract(values: dict) -> check.Spec:
 
 
 def _check_caches(args: check.Arguments, dtype: torch.dtype) -> None:
+    """Checks the caches, and their scales, for keys of this dtype."""
     for name in MUTATES:
         cache = args.tensor(name, ("num_pages", "page_size", "Hkv", "D"), (dtype, *fp8.FP8), contiguous=3)
         check_row_strides(args, name, cache, 1)
@@ -268,4 +269,5 @@ def write_kv(
 
 
 def _scale_stride(scale: torch.Tensor | None) -> int:
+    """Returns the step from one head's scale to the next one's: 0 if all heads share one."""
     return int(scale is not None and scale.numel() > 1)

@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys.
 
 Computes
-    Of each head the first rotary_dim coordinates, in pairs (a, b), become (a cos - b sin, b cos + a sin); the others
+    The first rotary_dim coordinates of each head, in pairs (a, b), become (a cos - b sin, b cos + a sin); the others
     stay. Pairs are coordinates i and rotary_dim / 2 + i (GPT-NeoX, Llama), or 2 i and 2 i + 1 where is_interleaved
     (GPT-J). rotary_dim is twice the tables' columns, so partial rotary embedding is a matter of the tables; so is every
     scaling of frequencies (linear, llama3, yarn with its attention factor).

@@ -24,11 +24,11 @@ Invariants
     Every output is written whole. A node whose parent is missing or does not precede it is linked to nothing; its mask
     row holds the root and itself, its position is seq_len, and nodes below it count their depth from there. A candidate
     id outside 0 .. 2^31 - 2 counts as missing. Reads stay within the row.
-    any_order, for those who select as SGLang may: the parent is the first node of its candidate id wherever that
-    stands, so links may lead backwards and form cycles. A node sees what it meets on its way up, spec_steps nodes at
-    most, itself among them, and the root; its position is seq_len + so many. A missing parent ends the way.
-    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place behind its end are left out, and
-    what they leave of a longer one is not written.
+    any_order, for selections in any order as SGLang allows them: the parent is the first node of its candidate id,
+    earlier or later, so links may lead backwards and form cycles. A node sees the nodes that it meets on its way up, at
+    most spec_steps with itself, and the root; its position is seq_len + their number. A missing parent ends the way.
+    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place past its end are left out, and
+    cells of a longer one that they do not reach are not written.
 Grid
     (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
 Launches
@@ -140,8 +140,8 @@ def build_tree(
     topk, spec_steps: the branching and the number of levels that the candidates were drafted with.
     num_verify_tokens: N, nodes of a tree with its root, 1..256.
     prefix_is_set: FULL_MASK only, the caller's `out` already holds True in the prefix columns; they are not written.
-    any_order: top_scores_index need not ascend, see Invariants; verify_tree_greedy and verify_tree_coins, told so as
-        well, follow the links of such trees.
+    any_order: top_scores_index need not ascend, see Invariants; verify_tree_greedy and verify_tree_coins follow the
+        links of such trees with the same argument.
     out: six tensors to write into; a FULL_MASK buffer may be longer than needed.
     """
     contracted = contract(locals())

@@ -13,10 +13,10 @@ Shapes
     -> tree_mask, positions, retrieve_index, retrieve_next_token, retrieve_next_sibling, draft_tokens: as build_tree
     -> top_scores_index  [B, N - 1]  int64  kept flat candidate ids, ascending
 Invariants
-    As of both ops: every output is written whole, NaN counts as -inf, -0.0 equals 0.0, malformed parents link to
+    Those of both ops: every output is written whole, NaN counts as -inf, -0.0 equals 0.0, malformed parents link to
     nothing. C is at most 4096.
-    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place behind its end are left out, and
-    what they leave of a longer one is not written.
+    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place past its end are left out, and
+    cells of a longer one that they do not reach are not written.
 Grid
     (B, 1), one program ranks and builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
 Launches

@@ -26,7 +26,7 @@ Shapes
 Invariants
     A beam's candidates are ordered by logit, then by ascending id; beams by score, then by ascending flat id. NaN
     counts as -inf, +inf as the largest finite fp32, -0.0 equals 0.0. A row of -inf alone proposes ids 0 .. K - 1 with
-    score -inf. Results of a row do not depend on the batch around it (but hidden_rows, which count it).
+    score -inf. Results of a row do not depend on the batch around it (except hidden_rows, which count its rows).
     draft_to_target is not checked for range.
 Grid
     One program scans some chunks of 1024 ids of a row, one warp each; then (B,), one program selects for one request,

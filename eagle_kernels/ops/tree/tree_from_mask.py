@@ -1,7 +1,7 @@
 """Turns ancestor masks into trees: positions and first-child / next-sibling links, for drafters that deliver a mask.
 
 Computes
-    With M[t, j]: node t sees node j, and j < t (other bits are ignored; the diagonal is of no use here):
+    With M[t, j]: node t sees node j, and j < t (other bits are ignored, the diagonal too):
         depth(t) = how many j are seen; parent(t) = the largest of them, -1 if there is none;
         first child of t = the smallest k with M[k, t], which in a sound mask is a child;
         next sibling of t = the smallest k > t with parent(k) = parent(t), -1 if t has no parent.

@@ -1,10 +1,10 @@
-"""Turns tokens and their parents into a token tree: mask, positions and links, for drafters that say who follows whom.
+"""Turns tokens and their parents into a token tree: mask, positions and links, for drafters that name parents.
 
 Computes
     Draft j is node j + 1, parents[b, j] the node that it follows: 0 is the root, -1 says that there is no such node.
     A node is linked if a path of parents leads from it to the root, every step to an earlier node, over tokens that
-    are not negative. Of linked nodes: mask, depth, first child and next sibling. Ancestor sets follow by pointer
-    doubling, ceil(log2 N) rounds. This is what n-gram and suffix drafting need.
+    are not negative. Linked nodes get a mask, a depth, a first child and a next sibling. Ancestor sets follow by
+    pointer doubling, ceil(log2 N) rounds. This is what n-gram and suffix drafting need.
 Shapes
     verified_id   [B]         int    the root's token: the last committed one, not yet in the target's KV
     draft_tokens  [B, N - 1]  int    tokens of nodes 1..N-1
@@ -21,11 +21,11 @@ Shapes
     -> retrieve_next_sibling   [B, N]   int64   next sibling, -1 for none; siblings ascend
     -> draft_tokens            [B * N]  int64   verified_id, then draft_tokens
 Invariants
-    Every output is written whole. A node that is not linked is nobody's child and nobody's sibling; of the drafts it
-    sees itself alone; it has the root's position and the root's token, so that tables of embeddings are read in range.
-    Siblings of one token stay two nodes.
-    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place behind its end are left out, and
-    what they leave of a longer one is not written.
+    Every output is written whole. A node that is not linked is no node's child or sibling; of the drafts it sees itself
+    alone; it has the root's position and the root's token, so that tables of embeddings are read in range.
+    Siblings with the same token stay two nodes.
+    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place past its end are left out, and
+    cells of a longer one that they do not reach are not written.
 Grid
     (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
 Launches

@@ -13,8 +13,8 @@ Shapes
     (Nq = Nk = N where the layout has no room for others)
 Invariants
     The output is written whole.
-    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place behind its end are left out, and
-    what they leave of a longer one is not written.
+    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place past its end are left out, and
+    cells of a longer one that they do not reach are not written.
 Grid
     (B, row blocks), one program writes a block of rows.
 Launches
@@ -43,7 +43,7 @@ from .shared.tree_mask import (
 )
 
 TUNING = {"default": {"BLOCK_ROW": 16, "BLOCK_FILL": 64, "num_warps": 4}}
-# Rows are as long as the context: each has a program, or a short batch leaves most of the GPU idle.
+# Rows are as long as the context: each has a program, since a small batch would leave most of the GPU idle.
 FULL_MASK_TUNING = {"default": {"BLOCK_ROW": 1, "BLOCK_FILL": 512, "num_warps": 4}}
 
 
@@ -108,7 +108,7 @@ def unpack_tree_mask(
     tree_mask_mode: str = TreeMaskMode.QLEN_ONLY,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The packed mask in layout `tree_mask_mode`; shapes and layouts are in the module's docstring.
+    """Returns the packed mask in layout `tree_mask_mode`; shapes and layouts are in the module's docstring.
 
     num_verify_tokens: Nk, draft keys of a row; None: as many as rows.
     out: a FULL_MASK buffer may be longer than needed.

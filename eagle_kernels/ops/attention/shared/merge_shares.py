@@ -36,14 +36,14 @@ def _merge_kernel(
     BLOCK_PART: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Merges the shares of a request that has more than one, BLOCK_MERGED rows (token, head) at a time."""
+    """Merges the shares of a request that has several, BLOCK_MERGED rows (token, head) at a time."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
     has_rows = num_tokens > 0
     before = tl.load(shares_ptr + request * 2, mask=has_rows, other=0)
     num_shares = tl.load(shares_ptr + request * 2 + 1, mask=has_rows, other=0)
-    # requests of a malformed table, that share pages, may have more shares than there are programs: nobody told theirs
+    # requests of a malformed table, which share pages, may have more shares than programs: theirs was not stored
     num_shares = tl.where(before >= 0, tl.minimum(num_shares, num_parts - before), 0)
     if num_shares > 1:
         column = tl.arange(0, BLOCK_DIM)

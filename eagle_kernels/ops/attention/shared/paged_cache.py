@@ -1,7 +1,7 @@
 """The paged KV cache as attention reads it: the two forms of a page table, and checks of the arguments.
 
-The page table comes in one of two forms, which differ only in where a request's page ids start and in what tells its
-length:
+The page table comes in one of two forms, which differ only in where a request's page ids start and in how its length is
+given:
 
     block_table [B, max_pages], seq_lens [B]                          vLLM
     kv_indptr [B + 1], kv_indices [*], last_page_len [B]              FlashInfer, SGLang
@@ -19,9 +19,9 @@ from ....runtime.language import tl, triton
 
 @triton.jit
 def request_pages(batch, request, is_live, PAGE_SIZE: tl.constexpr, IS_CSR: tl.constexpr):
-    """(where the page ids of a request start, how many there are, how many slots are filled), or of several requests.
+    """Returns where the page ids of a request start, how many there are, and how many slots are filled.
 
-    batch: a `shares.Batch`. Requests that are not live have no page.
+    It does so for one request or for several. batch: a `shares.Batch`. Requests that are not live have no page.
     """
     length = tl.load(batch.lengths_ptr + request, mask=is_live, other=0).to(tl.int64)
     if IS_CSR:
@@ -77,7 +77,7 @@ def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> 
         table = "kv_indices"
         excluded = ("seq_lens",)
     num_slots = values[table].shape[-1] * page_size
-    # a draft block, and what is left of a tile, are counted behind them in int32
+    # a draft block, and the rest of a tile, come after them and are counted in int32
     if num_slots > 2**31 - 1024:
         args.fail(table, "name at most 2^31 - 1024 slots", num_slots)
     if values[table].numel() * page_size >= 2**35:
@@ -114,7 +114,7 @@ def check_bounds(args: check.Arguments, num_rows: int) -> int:
 
 
 def check_logits(args: check.Arguments) -> None:
-    """Checks what changes logits: sm_scale, soft_cap, window and sinks."""
+    """Checks the arguments that change logits: sm_scale, soft_cap, window and sinks."""
     for name in ("sm_scale", "soft_cap"):
         value = args.values[name]
         if value is not None and not 0.0 < value < float("inf"):
@@ -125,7 +125,7 @@ def check_logits(args: check.Arguments) -> None:
 
 
 def cache_arguments(values: dict) -> dict:
-    """The launch arguments that describe a checked cache and its page table."""
+    """Returns the launch arguments that describe a checked cache and its page table."""
     k_cache, v_cache, block_table = values["k_cache"], values["v_cache"], values["block_table"]
     num_pages, page_size, num_kv_heads, head_dim = k_cache.shape
     is_csr = block_table is None

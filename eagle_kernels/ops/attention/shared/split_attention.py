@@ -19,13 +19,15 @@ from .paged_cache import cache_arguments, request_pages
 from .shares import Batch, cut, find_share, share_tiles, slot_range
 from .softmax import LOG2_E, add_sink, finish_rows, match_keys, start_rows, tile_sizes
 
-# CUDA's limit, of all axes of a grid but the first
+# CUDA's limit for all axes of a grid except the first
 MAX_PROGRAMS = 65535
-# A row of an op's TUNING has, beside the compiler's options: of tiles, at most max_rows rows, at least min_rows, and
-# tile_bytes of keys; of shares, at least share_keys keys, and about as many shares as give `programs` programs; of the
-# merge, rows and parts at once. float8: what differs with keys of 8 bits.
+# A row of an op's TUNING has the compiler's options, and
+#     for tiles       at most max_rows and at least min_rows rows, and tile_bytes of keys
+#     for shares      at least share_keys keys, and about as many shares as give `programs` programs
+#     for the merge   merged_rows rows and merged_parts parts at once
+#     float8          what differs with keys of 8 bits
 #
-# Where bits must not depend on the batch, sums are taken in the order that this table tells, with at most
+# Where bits must not depend on the batch, sums are taken in the order that this table gives, with at most
 # ordered_shares shares of a request: one table for all ops, since the root of a tree must have the bits of plain
 # decoding.
 _ORDERED = {"max_rows": 64, "min_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264,
@@ -101,7 +103,7 @@ def _attention_kernel(
     BLOCK_DIM: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """One tile of rows of one KV head and one share of the keys."""
+    """Attends one tile of rows of one KV head to one share of the keys."""
     await_predecessor(ENABLE_PDL)
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     row_tile = tl.program_id(0) // NUM_KV_HEADS
@@ -115,7 +117,7 @@ def _attention_kernel(
         size = share_tiles(batch, wanted_shares, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
     request, index = find_share(batch, share, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
     first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, request < batch_size)
-    # a share that there is not, or a tile of rows that its request does not have
+    # all but shares that do not exist, and tiles of rows that their request does not have
     if (request < batch_size) & (row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE):
         first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         size, num_shares = cut(batch, request, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
@@ -141,7 +143,7 @@ def _attention_kernel(
         query = tl.load(query_ptr + query_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
 
         mask_ptr, last_draft, last_slot, positions_of_drafts_ptr = None, None, None, None
-        # of a query without a draft block: it is the last slot
+        # without a draft block the query is in the last slot
         position = prefix - 1 + token * 0
         if DRAFTS != "":
             num_keys = num_drafts
@@ -202,7 +204,7 @@ def _attention_kernel(
             )  # fmt: skip
 
         if sinks_ptr is not None:
-            # to the first share, not to the merged ones: whether there is one more must not change a row's bits
+            # added to the first share, not when shares are merged: one more share must not change a row's bits
             is_sink = is_row & (index == 0)
             sink = tl.load(sinks_ptr + head, mask=is_sink, other=float("-inf")).to(tl.float32) * 1.4426950408889634
             row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
@@ -253,11 +255,11 @@ def launch_attention(
     num_tiles = cache["NUM_KV_HEADS"] * triton.cdiv(num_query * group_size, tiles["BLOCK_ROW"])
     wanted_shares = max(1, tuned["programs"] // max(num_tiles, 1))
     share_tiles_least = max(1, tuned["share_keys"] // block_key)
-    # shares that there can be, by the pages that there can be; in the CSR form requests have those among them
+    # the most shares, from the most pages; in the CSR form all requests have these pages together
     most_tiles = triton.cdiv(cache["table_size"] * cache["PAGE_SIZE"], block_key)
     draft_tiles = triton.cdiv(num_drafts, block_key) if drafts == "beside" else 0
     if cache["IS_CSR"]:
-        if drafts == "beside":  # behind a tile that the prefix does not fill
+        if drafts == "beside":  # after a tile that the prefix does not fill
             most_tiles += batch_size * (1 + draft_tiles)
         num_shares = batch_size + max(1, triton.cdiv(most_tiles, share_tiles_least)) - 1
     else:
@@ -268,7 +270,7 @@ def launch_attention(
     else:
         num_shares = min(num_shares, wanted_shares + batch_size - 1)
     has_parts = num_shares > batch_size
-    # over two axes as evenly as may be: each program of the grid has its partial results
+    # as even as possible over two axes: each program of the grid has its partial results
     layers = max(1, triton.cdiv(num_shares, MAX_PROGRAMS))
     layer_shares = triton.cdiv(num_shares, layers)
     num_shares = layers * layer_shares
@@ -287,7 +289,7 @@ def launch_attention(
     }
 
     def stride(tensor, axis):
-        """Of an axis before the last two, in rows of HEAD_DIM."""
+        """Returns the stride of an axis before the last two, in rows of HEAD_DIM."""
         return 0 if tensor is None or tensor.dim() < axis + 3 else tensor.stride(axis) // head_dim
 
     token_axis = 0 if query.dim() == 3 else 1

@@ -17,24 +17,24 @@ ROW_SIZES = ["num_rows", "row_size", "stride_req_to_token_row"]
 
 @triton.jit
 def find_row(req_pool_indices_ptr, req_to_token_ptr, request, is_live, num_rows, stride_req_to_token_row):
-    """(pointer to the request's row, whether there is one)."""
+    """Returns (pointer to the request's row, whether there is one)."""
     row = tl.load(req_pool_indices_ptr + request, mask=is_live, other=-1).to(tl.int64)
     return req_to_token_ptr + row * stride_req_to_token_row, (row >= 0) & (row < num_rows)
 
 
 @triton.jit
 def read_slots(row_ptr, column, is_wanted, row_exists, row_size):
-    """The pool slots int64 in these columns of a row, -1 where there are none."""
+    """Returns the pool slots int64 in these columns of a row, -1 where there are none."""
     in_row = is_wanted & row_exists & (column >= 0) & (column < row_size)
     return tl.maximum(tl.load(row_ptr + column, mask=in_row, other=-1).to(tl.int64), -1)
 
 
 @triton.jit
 def first_draft_column(seq_len, branch, TOPK: tl.constexpr, NUM_STEPS: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Where in its request's row the draft tokens of a branch begin; they are next to each other from there on.
+    """Returns the column of its request's row where the draft tokens of a branch begin; they follow each other.
 
-    Branches lie one after another behind the prefix. With pages and several branches each has pages of its own, which
-    begin where the prefix's last page does and leave as much room as the prefix takes in that page.
+    Branches lie one after another after the prefix. With pages and several branches each branch has pages of its own,
+    from the prefix's last page on, and leaves as much room at their beginning as the prefix takes in that page.
     """
     if (PAGE_SIZE == 1) or (TOPK == 1):
         return seq_len + branch * NUM_STEPS
@@ -50,7 +50,7 @@ def check_rows(args: check.Arguments) -> None:
 
 
 def row_arguments(req_pool_indices: torch.Tensor, req_to_token: torch.Tensor) -> dict:
-    """The launch arguments that describe checked rows."""
+    """Returns the launch arguments that describe checked rows."""
     return {
         "req_pool_indices_ptr": req_pool_indices,
         "req_to_token_ptr": req_to_token,

@@ -8,7 +8,7 @@ from ....runtime import check
 
 MAX_CANDIDATES = 4096
 
-# Few candidates are counted by one warp, which waits for nobody; more than four warps wait longer than they count.
+# Few candidates are counted by one warp, which waits for no other; more than four warps wait longer than they count.
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/build_tree.txt
 RANKING_TUNING = {"default": {"candidates_per_warp": 128, "max_warps": 4}}
 

@@ -1,12 +1,12 @@
 """The largest logits of long rows, exactly and in order, from one read of the rows.
 
-A row is cut into chunks of LANES groups of LANES ids. `scan_chunks` reads all and keeps the maxima. `largest_in_rows`
-then reads little: the best COUNT ids lie in the COUNT chunks with the largest maxima, and in the COUNT groups of these
-with the largest (one that lay elsewhere would have COUNT better ones above it).
+A row is cut into chunks of LANES groups of LANES ids. `scan_chunks` reads all logits and keeps the maxima.
+`largest_in_rows` then reads little: the best COUNT ids lie in the COUNT chunks with the largest maxima, and there in
+the COUNT groups with the largest maxima (an id elsewhere would have COUNT better ones above it).
 
 Tensors of the selection are [slot, row, LANES]. Launched with as many warps as there are rows, Triton gives every warp
 a row and every lane its slots, so a maximum over slots and lanes needs no shared memory and no warp waits for another.
-(With other numbers of warps, or wider ones, it may; the results are the same.)
+(With another number of warps, or wider warps, it may; the results are the same.)
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ CHUNK = tl.constexpr(CHUNK_SIZE)
 
 _LARGEST_FINITE = tl.constexpr(3.4028234663852886e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Below the ordered bits of all values: marks places that hold no pair.
+# Below the ordered bits of all values: marks places without a pair.
 _NO_BITS = tl.constexpr(-(2**31))
 _NO_ID = tl.constexpr(2**31 - 1)
 
 
 class Scan(NamedTuple):
-    """What `scan_chunks` found in one row, or in all rows one after another."""
+    """The results of `scan_chunks` in one row, or in all rows one after another."""
 
     group_max_ptr: Any  # [num_chunks * LANES] of the logits' type: the maximum of each group
     chunk_max_ptr: Any  # [num_chunks] fp32: the maximum of each chunk
@@ -113,9 +113,9 @@ def largest_in_rows(
 
 @triton.jit
 def _load_lanes(pointer, offsets, mask):
-    """tl.load of [slot, row, LANES], neighbours in neighbouring lanes, without a detour.
+    """Loads [slot, row, LANES], neighbours in neighbouring lanes, without a change of layout.
 
-    Triton arranges three axes anew for a load, but two axes as the selection needs them if it knows their order.
+    Triton rearranges three axes for a load, but keeps two axes as the selection needs them if it knows their order.
     """
     SLOTS: tl.constexpr = offsets.shape[0]
     ROWS: tl.constexpr = offsets.shape[1]
@@ -126,7 +126,7 @@ def _load_lanes(pointer, offsets, mask):
 
 @triton.jit
 def _pair_bits(values, exists):
-    """int32 that order as the fp32 values do (NaN as -inf, +inf as finite); below all of them where no pair exists."""
+    """Returns int32 that order as the fp32 values do (NaN as -inf, +inf as finite), the lowest where no pair exists."""
     return tl.where(exists, ordered_bits(tl.minimum(comparable(values), _LARGEST_FINITE)), _NO_BITS)
 
 
@@ -134,7 +134,7 @@ def _pair_bits(values, exists):
 def _largest_ids(
     values, ids, exists, TYPE: tl.constexpr, MAX_ID: tl.constexpr, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr
 ):
-    """The ids of `_largest_pairs`, from values that were of TYPE and ids below MAX_ID.
+    """Returns the ids of `_largest_pairs`, from values that were of TYPE and ids below MAX_ID.
 
     If both fit 16 bits, one number holds the pair, and a round takes one maximum.
     """
@@ -154,7 +154,7 @@ def _largest_ids(
 
 @triton.jit
 def _largest_pairs(bits, ids, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr):
-    """The COUNT largest pairs of each row: larger bits first, equal ones by ascending id.
+    """Returns the COUNT largest pairs of each row: larger bits first, equal ones by ascending id.
 
     bits and distinct ids, int32 [slot, row, LANES] -> bits and ids [BLOCK_COUNT, row, LANES], the same in all lanes;
     id -1 where a row has no more pairs, and from COUNT on.

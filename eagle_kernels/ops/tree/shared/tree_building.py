@@ -1,9 +1,9 @@
-"""Device functions that make a token tree of kept candidates: parents, links, ancestor sets, masks.
+"""Device functions that build a token tree: parents of kept candidates, links, ancestor sets, masks.
 
-A tree is one vector over its nodes, so everything happens at once: parents and links by comparing all nodes with all
-nodes (tiles that are reduced along their first axis, which keeps the result where the vectors live), ancestor sets by
-pointer doubling on packed words. MAX_HOPS above 0 takes nodes in any order: parents may stand behind their children or
-form cycles, and every node walks up that many steps at most.
+A tree is one vector over its nodes, so all nodes are handled at once: parents and links by comparing all nodes with
+all nodes (tiles that are reduced along their first axis, which keeps the result in the layout of the vectors), ancestor
+sets by pointer doubling on packed words. With MAX_HOPS above 0 nodes may be in any order: parents may come after their
+children or form cycles, and every node walks up that many steps at most.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .tree_mask import row_starts
 
 
 class Candidates(NamedTuple):
-    """The candidates that a request keeps, and what tells their parents and the root."""
+    """The candidates that a request keeps, with what determines their parents and the root."""
 
-    ids: Any  # [node] int64, the root's is of no meaning
+    ids: Any  # [node] int64, the root's has no meaning
     tokens: Any  # [node] int64
     verified_id_ptr: Any
     parent_list_ptr: Any
@@ -26,7 +26,7 @@ class Candidates(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """Where a kernel writes its trees, but for their masks (`TreeMask`)."""
+    """The outputs of a kernel that writes trees, except their masks (`TreeMask`)."""
 
     positions_ptr: Any
     retrieve_index_ptr: Any
@@ -54,7 +54,7 @@ def store_tree(
     node = tl.arange(0, BLOCK_NODE)
     is_node = node < NUM_NODES
     offset = request * NUM_NODES + node
-    # first what waits for nothing, so that these loads and stores travel while the parents are found
+    # first the loads and stores that wait for nothing, so that they run while the parents are found
     seq_len = tl.load(mask.seq_lens_ptr + request).to(tl.int64)
     root_token = tl.load(candidates.verified_id_ptr + request).to(tl.int64)
     parent = _find_parents(request, candidates, MAX_HOPS > 0, TOPK, NUM_NODES, BLOCK_NODE)
@@ -85,9 +85,9 @@ def store_links(
 ):
     """Writes links, mask and positions of one request from its parents int32 [node], each an earlier node or -1.
 
-    KEEP_LOOSE: nodes that no path joins to the root see it all the same, and are linked among themselves; else they see
-    themselves alone, and are linked to nothing. Returns which nodes a path does join to it.
-    MAX_HOPS, with KEEP_LOOSE: parents may be any nodes; depths are steps up, a missing parent the last of them.
+    KEEP_LOOSE: nodes that no path joins to the root still see it, and are linked among themselves; otherwise they see
+    themselves alone and are linked to nothing. Returns which nodes a path joins to the root.
+    MAX_HOPS, with KEEP_LOOSE: parents may be any nodes; a depth counts steps up, the last one to a missing parent too.
     """
     node = tl.arange(0, BLOCK_NODE)
     is_node = node < NUM_NODES
@@ -136,8 +136,8 @@ def store_links(
             tl.store(mask.mask_ptr + cell, visible, mask=in_bounds)
     tl.store(tree.positions_ptr + offset, seq_len + depth, mask=is_node)
     if not KEEP_LOOSE:
-        # only here, from the links of all: compilers would take what follows from paths to where all nodes meet all
-        # nodes, and follow the paths there, many times over. A linked node's children and siblings are linked too
+        # only here, and from the links of all nodes: compilers would move what follows from paths to where all nodes
+        # are compared, and follow the paths there many times. A linked node's children and siblings are linked too
         first_child = tl.where(is_linked, first_child, -1)
         next_sibling = tl.where(is_linked, next_sibling, -1)
         tl.store(tree.next_token_ptr + offset, first_child.to(tl.int64), mask=is_node)
@@ -154,9 +154,9 @@ def _find_parents(
     NUM_NODES: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
 ):
-    """Parents [node]: slot -> the parent's candidate id -> the first node with it, -1 if there is none.
+    """Returns parents [node]: slot -> the parent's candidate id -> the first node with it, -1 if there is none.
 
-    Without ANY_ORDER it must be an earlier node.
+    Without ANY_ORDER the parent must be an earlier node.
     """
     row_ptr = candidates.parent_list_ptr + request * candidates.parent_width
     node = tl.arange(0, BLOCK_NODE)
@@ -177,7 +177,7 @@ def _find_parents(
 
 @triton.jit
 def _count_bits(words):
-    """The set bits of int64 words, int32: sums of neighbours in pairs, fours, and bytes."""
+    """Counts the set bits of int64 words, int32: sums of neighbours in pairs, fours, and bytes."""
     words -= (words >> 1) & 0x5555555555555555
     words = (words & 0x3333333333333333) + ((words >> 2) & 0x3333333333333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F

@@ -12,12 +12,12 @@ from .tree_mask import TreeMaskMode, mask_spec
 
 MAX_NODES = 256
 
-# A warp for every 16 nodes keeps the N x N comparisons in registers, more wait for each other; past 64 nodes so many
-# warps do not find the registers they need.
+# With a warp for every 16 nodes the N x N comparisons stay in registers, and more warps wait for each other; past 64
+# nodes that many warps do not find the registers they need.
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/build_tree.txt
 TUNING = {"default": {"nodes_per_warp": 16, "nodes_per_warp_past_64": 32}}
 BLOCK_BATCH = 128
-# Prefixes are filled some rows and words at a time; more programs than these wait for each other's places.
+# Prefixes are filled some rows and words at a time; more programs than FILL_PROGRAMS would wait for each other.
 BLOCK_ROW = 4
 BLOCK_FILL = 128
 FILL_PROGRAMS = 1024
