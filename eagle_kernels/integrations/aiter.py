@@ -6,9 +6,9 @@ Names, argument order, returned shapes and counts are AITER's; nothing of AITER 
 ours in two places: `accept_length` excludes the bonus token (our statistics include it), and its acceptance rate
 divides by num_draft_tokens, the nodes verified with their root.
 
-What differs on purpose: trees are trees. AITER's CPU path links the nodes into a chain and its kernel walks one; here
-mask, positions, links and walk are those of SGLang, which AITER models (`sgl_kernel.py`). `use_triton` is accepted and
-changes nothing: CPU tensors run the reference, GPU tensors the kernel. Equal scores go to the lower index.
+One difference is on purpose: trees are trees. AITER's CPU path links the nodes into a chain and its kernel walks one;
+here mask, positions, links and walk are those of SGLang, which AITER models (`sgl_kernel.py`). `use_triton` is accepted
+and changes nothing: CPU tensors run the reference, GPU tensors the kernel. Equal scores go to the lower index.
 
 `compute_tree_statistics`, `generate_token_bitmask` and `select_top_k_tokens` share their names with functions of
 `eagle_kernels` that do more and take other arguments.
@@ -49,7 +49,7 @@ def build_tree_efficient_triton(
     """Builds every request's tree; returns tree_mask, positions, the three retrive_* and the tokens with their root.
 
     seq_lens_sum sizes a FULL_MASK, other modes ignore it. tree_mask is flat; QLEN_ONLY_BITPACKING (which AITER lists
-    without packing) gives one word of 8, 16 or 32 bits a node, as SGLang packs them.
+    without packing) gives one word of 8, 16 or 32 bits for each node, as SGLang packs them.
     """
     mode = TreeMaskMode(tree_mask_mode)
     tree = build_tree(
@@ -78,7 +78,7 @@ def verify_tree_greedy_triton(
     retrive_next_sibling: torch.Tensor,
     target_predict: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`sgl_kernel.verify_tree_greedy`: writes the first three arguments in place, and returns them."""
+    """Calls `sgl_kernel.verify_tree_greedy`, which writes the first three arguments in place, and returns these."""
     links = (retrive_index, retrive_next_token, retrive_next_sibling)
     sgl_kernel.verify_tree_greedy(predicts, accept_index, accept_token_num, candidates, *links, target_predict)
     return predicts, accept_index, accept_token_num
@@ -93,9 +93,9 @@ def organize_draft_results(
     parents_list: Sequence[torch.Tensor],
     num_draft_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The best num_draft_tokens - 1 candidates of all steps, ascending by flat id.
+    """Keeps the best num_draft_tokens - 1 candidates of all steps, ascending by flat id.
 
-    A list has one tensor a step: scores [B, n] (or SGLang's [B, n, K]), tokens [B, n], parents [B, m].
+    A list has one tensor for each step: scores [B, n] (or SGLang's [B, n, K]), tokens [B, n], parents [B, m].
     Returns parent_list (all steps but the last), top_scores_index and draft_tokens [B, num_draft_tokens - 1].
     """
     kept = _organize_draft_results(
@@ -120,7 +120,7 @@ def build_tree_structure(
     tree_mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK,
     use_triton: bool = False,
 ) -> Tree:
-    """`build_tree_efficient_triton` without seq_lens_sum, which FULL_MASK then waits for the device to read."""
+    """Does what `build_tree_efficient_triton` does; FULL_MASK waits for the device to learn the sum of seq_lens."""
     seq_lens_sum = int(seq_lens.sum()) if tree_mask_mode == TreeMaskMode.FULL_MASK else 0
     drafts = (verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, seq_lens_sum)
     return build_tree_efficient_triton(*drafts, topk, spec_steps, num_draft_tokens, tree_mask_mode)
@@ -150,7 +150,7 @@ def verify_tree_greedy(
 
 
 def compute_tree_statistics(accept_lengths: torch.Tensor, num_draft_tokens: int, num_steps: int) -> dict:
-    """Statistics of one verification, read from the device at once; accept_lengths exclude the bonus.
+    """Returns the statistics of one verification, for which it waits; accept_lengths exclude the bonus.
 
     num_steps is accepted and not used, as in AITER. An empty batch gives zeros.
     """
@@ -173,16 +173,17 @@ def compute_tree_statistics(accept_lengths: torch.Tensor, num_draft_tokens: int,
 def fast_topk_torch(
     scores: torch.Tensor, k: int, dim: int = -1, sorted: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest values along `dim` and their indices, always sorted, equal values by ascending index."""
+    """Returns the k largest values along `dim` and their indices, always sorted, equal values by ascending index."""
     values, indices = torch.sort(scores, dim=dim, descending=True, stable=True)
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 
 
 def select_top_k_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k (up to 16) most likely tokens of each row of logits [B, V] or [B, n, V]: log-probabilities fp32, token ids.
+    """Returns the k (up to 16) most likely tokens of each row of logits [B, V] or [B, n, V].
 
-    AITER's docstring promises log-probabilities and its code returns the logits; this keeps the promise. Rows that are
-    log-probabilities already come back unchanged up to rounding.
+    The result is log-probabilities fp32 and token ids. AITER's docstring promises log-probabilities and its code
+    returns the logits; this keeps the promise. Rows that are log-probabilities already are returned unchanged up to
+    rounding.
     """
     level = _select_top_k_tokens(logits.reshape(-1, logits.shape[-1]), topk=k, level=0)
     shape = (*logits.shape[:-1], k)
@@ -190,7 +191,7 @@ def select_top_k_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, tor
 
 
 def generate_token_bitmask(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """bool [B, vocab_size], True at the ids of token_ids [B, n]; ids outside the vocabulary (-1 padding) are skipped.
+    """Returns bool [B, vocab_size], True at the ids of token_ids [B, n]; ids outside the vocabulary are skipped.
 
     The packed words of a grammar over a whole tree are another function: `eagle_kernels.engine.requests.grammar`.
     """
@@ -225,13 +226,13 @@ def sample_from_logits(
 
 
 def calculate_acceptance_rate(accept_lengths: torch.Tensor, num_draft_tokens: int) -> float:
-    """Accepted over proposed drafts, 0 for none."""
+    """Returns accepted over proposed drafts, 0 for none."""
     proposed = num_draft_tokens * accept_lengths.numel()
     return int(accept_lengths.sum()) / proposed if proposed else 0.0
 
 
 def pad_to_alignment(tensor: torch.Tensor, alignment: int, dim: int = 0, value: float = 0.0) -> torch.Tensor:
-    """The tensor with `value` appended along `dim` until its size there is a multiple of `alignment`."""
+    """Returns the tensor with `value` appended along `dim` until its size is a multiple of `alignment`."""
     missing = -tensor.shape[dim] % alignment
     if missing == 0:
         return tensor
@@ -240,7 +241,7 @@ def pad_to_alignment(tensor: torch.Tensor, alignment: int, dim: int = 0, value: 
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n, 1 for n <= 0."""
+    """Returns the smallest power of two that is at least n, 1 for n <= 0."""
     return 1 << max(n - 1, 0).bit_length()
 
 

@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EAGLEConfig:
-    """AITER's fields with its defaults; None turns a filter off.
+    """The fields of AITER's configuration with its defaults; None turns a filter off.
 
-    num_draft_tokens  nodes verified a step, root included, kept as given (AITER's code replaces it by the size of the
-                      full topk-ary tree)
-    device, dtype     what the models must be on and in; None: whatever they are. They are checked, never moved
+    num_draft_tokens  nodes verified in a step, root included, kept as given (AITER's code replaces it by the size of
+                      the full topk-ary tree)
+    device, dtype     where the models must be, and in which dtype; None: anything. Models are checked, never moved
     """
 
     topk: int = 4
@@ -38,10 +38,10 @@ class EAGLEConfig:
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        self.for_engine()  # which checks every value
+        self.for_engine()  # the engine's configuration checks every value
 
     def for_engine(self) -> EngineConfig:
-        """The same choices as our engine's configuration."""
+        """Returns the same choices as our engine's configuration."""
         return EngineConfig(
             topk=self.topk,
             num_steps=self.num_steps,
@@ -56,8 +56,8 @@ class EAGLEConfig:
 class EAGLEInference:
     """AITER's interface of generation; the models keep our protocol (`eagle_kernels/engine/models/protocol.py`).
 
-    Unlike AITER's it takes batches and ragged prompts (as lists), stops at exactly max_new_tokens and verifies sampled
-    text by sampling.
+    Unlike AITER's class it takes batches and ragged prompts (as lists), stops at exactly max_new_tokens and verifies
+    sampled text by sampling.
     """
 
     def __init__(self, draft_model, target_model, config: EAGLEConfig | None = None, device=None):
@@ -95,7 +95,7 @@ class EAGLEInference:
         return _appended(input_ids, texts), statistics if return_stats else None
 
     def benchmark(self, test_data: Iterable, max_new_tokens: int = 100) -> dict:
-        """Statistics over all prompts of `test_data`, each an `input_ids`, decoded with and without drafts.
+        """Returns statistics over all prompts of `test_data`, each an `input_ids`, decoded with and without drafts.
 
         Rates and ratios are means over the prompts.
         """
@@ -110,7 +110,7 @@ class EAGLEInference:
 
 
 def _statistics(stats: GenerationStats) -> dict:
-    """Our statistics under AITER's names, with its counts."""
+    """Returns our statistics under AITER's names, with its counts."""
     proposed = stats.steps * stats.num_draft_tokens
     rate = stats.accepted / proposed if proposed else 0.0
     return {
@@ -127,6 +127,7 @@ def _statistics(stats: GenerationStats) -> dict:
 
 
 def _appended(input_ids, texts: list) -> torch.Tensor | list[list[int]]:
+    """Returns the prompts with their new tokens, in the form of the prompts."""
     if isinstance(input_ids, torch.Tensor):
         return torch.cat([input_ids, torch.tensor(texts, dtype=input_ids.dtype, device=input_ids.device)], dim=-1)
     is_single = texts and not isinstance(texts[0], list)

@@ -1,4 +1,4 @@
-"""The tree ops of SGLang's `sgl_kernel`, in place and with its spellings, on top of ours; and its lists of KV slots.
+"""The tree ops of SGLang's `sgl_kernel`, in place and with its spellings, on top of ours.
 
     import eagle_kernels.integrations.sgl_kernel as sgl_kernel
 
@@ -13,12 +13,12 @@ Who writes what                  sgl_kernel                         here
     retrive_next_*  (build)      links only: -1 before              written whole, whatever they held
     predicts                     visited nodes only                 the same; a target's token that is no int32 id: -1
     accept_index                 the path only: -1 before           the path, then -1
-    draft_probs                  rejected tokens: zeroed before     not touched, not read: any tensor will do, or None
+    draft_probs                  rejected tokens: zeroed before     neither written nor read: any tensor, or None
     positions, retrive_index     written whole                      the same
 
-Selections may stand in any order and trees may be malformed: every output of a build is what SGLang's
+Selections may be in any order and trees may be malformed: every output of a build is what SGLang's
 test_build_eagle_tree_malformed.py asserts. That test is newer than 0.5.23, which hangs on cycles, and reads past a row
-where a parent is missing. What no test of SGLang's asserts, and differs:
+where a parent is missing. These differences are asserted by no test of SGLang's:
 
 Odd input                        sgl_kernel                         here
     candidate ids below 0        children of the root               have no parent
@@ -29,7 +29,7 @@ Odd input                        sgl_kernel                         here
     N                            at most 1024                       at most 256 in a build, 1024 elsewhere
     integer inputs               int64                              int32 as well
 
-A child of probability p, before which and with which its siblings have mass m, is accepted at a coin if
+A child of probability p, whose siblings up to itself have mass m, is accepted at a coin if
     0.5.23 and here     p > 0 and (coin < m / max(threshold_acc, 1e-9) or p >= threshold_single)
     0.5.17              coin <= m / max(threshold_acc, 1e-9) or p >= threshold_single
 The older rule (its sgl_kernel is that of sglang-kernel 0.4.5) takes tokens of probability 0, also underflowed ones: the
@@ -39,10 +39,10 @@ a reciprocal and takes numbers below 2^-126 for 0. Two more differences, from bo
 counts once here and twice there, where it then leaves the target's law; and sums for the bonus are made in another
 order, so that a final coin within rounding of an edge may give the token on its other side.
 
-What SGLang keeps account of KV slots with, Triton kernels and functions, is described in sglang_cache_locs.py, norms,
-activation, rotary embedding and renormalising filters in sglang_elementwise.py; both have their names here too.
+SGLang's functions and kernels for KV slots are in sglang_cache_locs.py and sglang_kv_indices.py; its norms, activation,
+rotary embedding and renormalising filters are in sglang_elementwise.py. This module has all of their names too.
 
-Not here: segment_packbits, which SGLang itself no longer calls.
+segment_packbits, which SGLang itself no longer calls, is missing.
 """
 
 from __future__ import annotations
@@ -63,12 +63,8 @@ from .sglang_cache_locs import (  # noqa: F401  (names of this module too)
     assign_extend_cache_locs_func,
     assign_extend_cache_locs_uniform_func,
     assign_req_to_token_pool_func,
-    create_draft_kv_indices,
-    create_flashinfer_kv_indices_triton,
     fill_accept_out_cache_loc_func,
     fill_front_out_cache_loc_func,
-    generate_draft_decode_kv_indices,
-    generate_draft_decode_window_kv_indices,
     get_src_tgt_cache_loc,
     get_target_cache_loc,
 )
@@ -83,6 +79,12 @@ from .sglang_elementwise import (  # noqa: F401
     top_k_renorm_probs,
     top_p_renorm_prob,
     top_p_renorm_probs,
+)
+from .sglang_kv_indices import (  # noqa: F401
+    create_draft_kv_indices,
+    create_flashinfer_kv_indices_triton,
+    generate_draft_decode_kv_indices,
+    generate_draft_decode_window_kv_indices,
 )
 
 
@@ -111,7 +113,7 @@ def build_tree_kernel_efficient(
     """Writes tree_mask, positions and the three retrive_* of every request's tree.
 
     parent_list [B, topk * (depth - 1) + 1], of any width for depth 1; selected_index [B, N - 1]; verified_seq_len [B];
-    tree_mask of any dtype, its bytes are what counts; positions [B * N] int64; retrive_* [B, N] int64.
+    tree_mask of any dtype, of which only the bytes matter; positions [B * N] int64; retrive_* [B, N] int64.
     Raises ValueError where a buffer is too short (FULL_MASK: cells past its end are not written).
     """
     op = "build_tree_kernel_efficient"
@@ -125,8 +127,8 @@ def build_tree_kernel_efficient(
         retrieve_next_sibling=_front(op, "retrive_next_sibling", retrive_next_sibling, *nodes),
         draft_tokens=torch.empty(batch_size * draft_token_num, dtype=torch.int64, device=verified_seq_len.device),
     )
-    # Our op also lays out the tokens, which this interface does not carry: it copies what it reads anyway into scratch
-    # (through views: a launch is planned for tensors that are all different).
+    # Our op also lays out the tokens, which this interface does not have: give it what it reads anyway, and scratch to
+    # write to (through views: a launch is planned for tensors that are all different).
     build_tree(
         verified_id=verified_seq_len.view(-1),
         parent_list=parent_slots(parent_list, depth),
@@ -243,19 +245,19 @@ def reconstruct_indices_from_tree_mask(
 
 
 def layout(mode: int) -> str:
-    """Our name of a mask mode."""
+    """Returns our name of a mask mode."""
     return _Layout[TreeMaskMode(mode).name]
 
 
 def parent_slots(parent_list: torch.Tensor, depth: int) -> torch.Tensor:
-    """parent_list as our op wants it: a tree of one level has only the root's slot, which nobody reads."""
+    """Returns parent_list as our op takes it: a tree of one level has only the root's slot, which is not read."""
     if depth == 1 and parent_list.shape[1] != 1:
         return parent_list.new_empty(parent_list.shape[0], 1)
     return parent_list
 
 
 def _mask_view(op: str, tree_mask: torch.Tensor, mode: TreeMaskMode, batch_size: int, num_nodes: int) -> torch.Tensor:
-    """The bytes of the caller's mask, whatever their dtype, in the shape that our op writes."""
+    """Returns the bytes of the caller's mask, whatever their dtype, in the shape that our op writes."""
     cells = tree_mask.view(-1).view(torch.uint8)
     if mode == TreeMaskMode.FULL_MASK:
         return cells.view(torch.bool)
@@ -266,7 +268,7 @@ def _mask_view(op: str, tree_mask: torch.Tensor, mode: TreeMaskMode, batch_size:
 
 
 def _front(op: str, name: str, buffer: torch.Tensor, *shape: int) -> torch.Tensor:
-    """The first elements of a contiguous buffer in this shape."""
+    """Returns the first elements of a contiguous buffer in this shape."""
     size = math.prod(shape)
     if buffer.numel() < size:
         raise ValueError(

@@ -1,23 +1,24 @@
-"""What SGLang 0.5.23 (and, where it says so, its older workers) uses to keep account of KV slots, on top of our ops.
+"""SGLang's functions that keep account of KV slots, on top of our ops; its lists for attention: sglang_kv_indices.py.
 
-    import eagle_kernels.integrations.sgl_kernel as sgl_kernel      # has these names as well
+    import eagle_kernels.integrations.sgl_kernel as sgl_kernel      # has the names of both files as well
 
-Names, argument order, dtypes and written values are SGLang's; nothing of it is imported. What is a Triton kernel there
-is called here as one, `name[grid](...)`; sizes that only a kernel needs (pool_len, bs_upper, BLOCK_SIZE and their like)
-are accepted and change nothing. int32 and int64 tensors do, wherever integers are asked for.
+Names, argument order, dtypes and written values are those of SGLang 0.5.23, or of an older version where a docstring
+says so; nothing of SGLang is imported. What is a Triton kernel there is called here as one, `name[grid](...)`; sizes
+that only a kernel needs (pool_len, bs_upper, BLOCK_SIZE and their like) are accepted and change nothing. Integers may
+be int32 or int64 everywhere.
 
 What differs                     SGLang                             here
     lists that do not fit        are written past the buffer        are cut at its end
     rows, columns out of range   are read                           give -1
     kv_indptr                    entry 0 is the caller's zero       written whole, by the lengths alone: `positions`
                                                                     and the bounds that a caller made are not read
-    behind the lists             as it was; what an op allocates    the same; what an op allocates ends with -1
+    after the lists              as it was; what an op allocates    the same; what an op allocates ends with -1
                                  holds anything
     align_evict_mask             a request without a token keeps    keeps nothing: it has no page
                                  the slots of its first page
 
-Not here, and refused with the reason: tables of pages (ENTRY_PAGE_SIZE), and translation of virtual slots on the way
-(v2p). `mrope` positions neither.
+Not supported, and refused with the reason: tables of pages (ENTRY_PAGE_SIZE), translation of virtual slots (v2p), and
+`mrope` positions.
 """
 
 from __future__ import annotations
@@ -30,162 +31,23 @@ import torch
 from ..ops import (
     accepted_cache_locs,
     assign_req_to_token,
-    chain_kv_indices,
     draft_cache_locs,
-    draft_kv_indices,
     extend_cache_locs,
-    kv_indices,
 )
 from ..ops import align_evict_mask_to_page_size as _align_evict_mask_to_page_size
 from ..ops.kv.accepted_cache_locs import Output as AcceptedOutput
-from ..ops.kv.chain_kv_indices import Output as ChainOutput
 from ..ops.kv.draft_cache_locs import Output as DraftLocsOutput
-from ..ops.kv.draft_kv_indices import Output as DraftIndicesOutput
 from ..ops.kv.extend_cache_locs import Output as ExtendOutput
-from ..ops.kv.kv_indices import Output as IndicesOutput
 
 
 class Kernel:
-    """A function that is called as a Triton kernel is; it gets the grid, a tuple, as its first argument."""
+    """A function that is called as a Triton kernel is; its first argument is the grid, a tuple."""
 
     def __init__(self, function: Callable):
         functools.update_wrapper(self, function)
 
     def __getitem__(self, grid: int | tuple[int, ...]) -> Callable:
         return functools.partial(self.__wrapped__, grid if isinstance(grid, tuple) else (grid,))
-
-
-# lists for attention
-
-
-@Kernel
-def generate_draft_decode_kv_indices(
-    grid: tuple[int, ...],
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    paged_kernel_lens: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    positions: torch.Tensor,
-    row_stride: int,
-    kv_indices_stride: int,
-    kv_indptr_stride: int,
-    bs_upper: int,
-    iter_upper: int,
-    num_tokens_upper: int,
-    page_size: int,
-    window_size: int = 0,
-    sink_size: int = 0,
-    NUM_STEPS: int = 0,
-    ENTRY_PAGE_SIZE: int = 1,
-    v2p: torch.Tensor | None = None,
-    TRANSLATE: bool = False,
-) -> None:
-    """Writes kv_indices [N, *] and kv_indptr [N, *] of N draft steps; grid (N, B, K), or (N * blocks, B, K).
-
-    N is NUM_STEPS where that is given. `draft_kv_indices` says what is written. Without a window sink_size means
-    nothing, as there.
-    """
-    _refuse_translation("generate_draft_decode_kv_indices", ENTRY_PAGE_SIZE, TRANSLATE)
-    _list_draft_steps(
-        (NUM_STEPS or grid[0], *grid[1:]), req_pool_indices, req_to_token, paged_kernel_lens, kv_indices, kv_indptr,
-        page_size=page_size, window_size=window_size, sink_size=sink_size if window_size > 0 else 0,
-    )  # fmt: skip
-
-
-@Kernel
-def generate_draft_decode_window_kv_indices(
-    grid: tuple[int, ...],
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    paged_kernel_lens: torch.Tensor,
-    window_kv_indices: torch.Tensor,
-    window_kv_indptr: torch.Tensor,
-    positions: torch.Tensor,
-    row_stride: int,
-    kv_indices_stride: int,
-    kv_indptr_stride: int,
-    bs_upper: int,
-    iter_upper: int,
-    num_tokens_upper: int,
-    page_size: int,
-    window: int,
-    ENTRY_PAGE_SIZE: int = 1,
-    v2p: torch.Tensor | None = None,
-    TRANSLATE: bool = False,
-) -> None:
-    """The same, clipped at every step to the last `window` tokens of prefix and drafts; grid (N, B, K)."""
-    _refuse_translation("generate_draft_decode_window_kv_indices", ENTRY_PAGE_SIZE, TRANSLATE)
-    _list_draft_steps(
-        grid, req_pool_indices, req_to_token, paged_kernel_lens, window_kv_indices, window_kv_indptr,
-        page_size=page_size, window_size=window, window_counts_drafts=True,
-    )  # fmt: skip
-
-
-@Kernel
-def create_flashinfer_kv_indices_triton(
-    grid: tuple[int, ...],
-    req_to_token_ptr: torch.Tensor,
-    req_pool_indices_ptr: torch.Tensor,
-    page_kernel_lens_ptr: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_start_idx: torch.Tensor | None,
-    kv_indices_ptr: torch.Tensor,
-    req_to_token_ptr_stride: int,
-    ENTRY_PAGE_SIZE: int = 1,
-    TOKEN_BLOCK_PARALLEL: bool = False,
-    token_mapping: torch.Tensor | None = None,
-) -> None:
-    """Writes the slots of every request, one after another, to kv_indices; grid (B,) or (B, blocks).
-
-    kv_indptr [B + 1] is the running sum of the lengths, as all callers make it; it is written once more.
-    """
-    op, batch_size = "create_flashinfer_kv_indices_triton", grid[0]
-    _refuse_translation(op, ENTRY_PAGE_SIZE, token_mapping is not None)
-    kv_indices(
-        req_pool_indices_ptr[:batch_size],
-        req_to_token_ptr,
-        page_kernel_lens_ptr[:batch_size],
-        None if kv_start_idx is None else kv_start_idx[:batch_size],
-        capacity=kv_indices_ptr.numel(),
-        keep_unused=True,
-        out=IndicesOutput(
-            kv_indptr[: batch_size + 1],
-            kv_indices_ptr.view(-1),
-            _scratch(kv_indptr, batch_size),
-            _scratch(kv_indptr, 1),
-        ),
-    )
-
-
-@Kernel
-def create_draft_kv_indices(
-    grid: tuple[int, ...],
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    req_pool: torch.Tensor,
-    req_to_token: torch.Tensor,
-    seq_lens: torch.Tensor,
-    expand_factor: int,
-    row_stride: int,
-    num_tokens_upper: int,
-) -> None:
-    """Of the proposed naive EAGLE: one list for each of the last expand_factor tokens of a request; grid (B,).
-
-    expand_factor is 2 there and any number here. `chain_kv_indices` says what is written.
-    """
-    batch_size = grid[0]
-    chain_kv_indices(
-        req_pool[:batch_size],
-        req_to_token,
-        seq_lens[:batch_size],
-        num_verify_tokens=expand_factor,
-        capacity=kv_indices.numel(),
-        keep_unused=True,
-        out=ChainOutput(
-            kv_indptr[: batch_size * expand_factor + 1], kv_indices.view(-1), _scratch(kv_indptr, 1)
-        ),
-    )  # fmt: skip
 
 
 # rows of req_to_token
@@ -218,7 +80,7 @@ def assign_extend_cache_locs_func(
     draft_token_num: int,
     device: torch.device | str,
 ) -> torch.Tensor:
-    """The slots in columns start..end - 1, packed, as int64 [batch_size * draft_token_num]; -1 behind them."""
+    """Returns the slots in columns start..end - 1, packed, as int64 [batch_size * draft_token_num]; then -1."""
     return extend_cache_locs(
         req_pool_indices[:batch_size],
         req_to_token,
@@ -245,12 +107,12 @@ def assign_extend_cache_locs_uniform_func(
     anchor_src: torch.Tensor | None = None,
     anchor_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The slots in draft_token_num columns from start on, as int64 [batch_size * draft_token_num].
+    """Returns the slots in draft_token_num columns from start on, as int64 [batch_size * draft_token_num].
 
     positions_out, if given, gets the columns; anchor_out[:, 0] gets anchor_src.
     """
-    op = "assign_extend_cache_locs_uniform_func"
-    _refuse_translation(op, 1, full_v2p is not None or swa_v2p is not None)
+    where = f"{__name__}.assign_extend_cache_locs_uniform_func"
+    refuse_translation(where, 1, full_v2p is not None or swa_v2p is not None)
     size = batch_size * draft_token_num
     cache_locs = torch.empty(size, dtype=torch.int64, device=start_offset.device)
     positions = torch.empty_like(cache_locs) if positions_out is None else positions_out.view(-1)[:size]
@@ -259,7 +121,7 @@ def assign_extend_cache_locs_uniform_func(
         req_to_token,
         start_offset[:batch_size],
         num_tokens=draft_token_num,
-        out=ExtendOutput(_scratch(cache_locs, batch_size + 1), cache_locs, positions, _scratch(cache_locs, 1)),
+        out=ExtendOutput(scratch(cache_locs, batch_size + 1), cache_locs, positions, scratch(cache_locs, 1)),
     )
     if anchor_out is not None:
         anchor_out[:, 0].copy_(anchor_src.view(-1))
@@ -280,9 +142,9 @@ def assign_draft_cache_locs_contiguous_func(
 
     positions [B * topk], if given, gets the length that each branch starts from.
     """
-    op = "assign_draft_cache_locs_contiguous_func"
     if mrope is not None:
-        raise ValueError(f"eagle_kernels.integrations.sglang_cache_locs.{op}: mrope must be None, got a tensor")
+        where = f"{__name__}.assign_draft_cache_locs_contiguous_func"
+        raise ValueError(f"{where}: mrope must be None, got a tensor")
     num_branches = seq_lens.shape[0] * topk
     if positions is None:
         positions = torch.empty(num_branches, dtype=torch.int64, device=seq_lens.device)
@@ -295,10 +157,10 @@ def assign_draft_cache_locs_contiguous_func(
         out=DraftLocsOutput(
             cache_locs=out_cache_loc.view(-1)[: num_branches * num_cols].view(num_branches, num_cols),
             positions=positions.view(-1)[:num_branches],
-            copy_indptr=_scratch(seq_lens, seq_lens.shape[0] + 1),
-            source_locs=_scratch(seq_lens, 0),
-            target_locs=_scratch(seq_lens, 0),
-            overflow=_scratch(seq_lens, 1),
+            copy_indptr=scratch(seq_lens, seq_lens.shape[0] + 1),
+            source_locs=scratch(seq_lens, 0),
+            target_locs=scratch(seq_lens, 0),
+            overflow=scratch(seq_lens, 1),
         ),
     )
 
@@ -312,8 +174,8 @@ def fill_accept_out_cache_loc_func(
     accept_out_cache_loc: torch.Tensor,
     size: int,
 ) -> None:
-    """Writes the slots that the first `size` entries of accept_index name, those of -1 left out, one after another."""
-    # all requests are one to our op: its nodes are numbered through
+    """Writes the slots that the first `size` entries of accept_index name, one after another; -1 names none."""
+    # for our op all requests are one, whose nodes are numbered as here
     slots, target = out_cache_loc.view(-1), accept_out_cache_loc.view(-1)
     _list_accepted(slots, None, accept_index.view(1, -1)[:, :size], None, slots.numel(), source=target)
 
@@ -333,7 +195,7 @@ def fill_front_out_cache_loc_func(
         num_front,
         capacity=front.numel(),
         keep_unused=True,
-        out=ExtendOutput(_scratch(front, batch_size + 1), front, torch.empty_like(front), _scratch(front, 1)),
+        out=ExtendOutput(scratch(front, batch_size + 1), front, torch.empty_like(front), scratch(front, 1)),
     )
 
 
@@ -345,10 +207,10 @@ def get_src_tgt_cache_loc(
     draft_token_num: int,
     page_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of SGLang 0.5.10: slots of the path, room for as many (zeros), and how many slots of each request are free.
+    """Returns the slots of the path, zeros for as many, and how many slots of each request are free (SGLang 0.5.10).
 
-    accept_index names the path's nodes only, accept_length counts accepted drafts. These few operators of torch are
-    what it is in SGLang; `accepted_cache_locs` does this and what `get_target_cache_loc` does in one launch.
+    accept_index names the path's nodes only, accept_length counts accepted drafts. SGLang calls the same operators of
+    torch; `accepted_cache_locs` does this, and what `get_target_cache_loc` does, in one launch.
     """
     src_cache_loc = out_cache_loc[accept_index]
     extended = seq_lens + draft_token_num
@@ -388,35 +250,14 @@ def align_evict_mask_to_page_size(
     num_draft_tokens: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Clears the marks of each request's page in part in use in evict_mask [B * num_draft_tokens]; grid (B,)."""
+    """Clears in evict_mask [B * num_draft_tokens] the marks of each request's partly used page; grid (B,)."""
     batch_size = grid[0]
     mask = evict_mask.view(-1)[: batch_size * num_draft_tokens].view(batch_size, num_draft_tokens)
     _align_evict_mask_to_page_size(seq_lens[:batch_size], mask, page_size=page_size)
 
 
-# what several of them do
-
-
-def _list_draft_steps(grid, req_pool_indices, req_to_token, lengths, indices, indptr, **options) -> None:
-    """draft_kv_indices into the first rows and columns of the caller's matrices."""
-    num_steps, batch_size, topk = grid
-    draft_kv_indices(
-        req_pool_indices[:batch_size],
-        req_to_token,
-        lengths[:batch_size],
-        topk=topk,
-        num_steps=num_steps,
-        capacity=indices.shape[1],
-        keep_unused=True,
-        out=DraftIndicesOutput(
-            indptr[:num_steps, : batch_size * topk + 1], indices[:num_steps], _scratch(indices, 1)
-        ),
-        **options,
-    )  # fmt: skip
-
-
 def _list_accepted(slots, accepted, paths, num_free, num_nodes, *, source=None, target=None, free=None) -> None:
-    """accepted_cache_locs into those lists that the caller wants."""
+    """Calls accepted_cache_locs with the lists that the caller has, and with scratch for the others."""
     wanted = source if target is None else target
     batch_size = 1 if accepted is None else accepted.shape[0]
     if num_nodes == 0:
@@ -431,23 +272,23 @@ def _list_accepted(slots, accepted, paths, num_free, num_nodes, *, source=None, 
         free_capacity=0 if free is None else free.numel(),
         keep_unused=True,
         out=AcceptedOutput(
-            path_indptr=_scratch(slots, batch_size + 1),
+            path_indptr=scratch(slots, batch_size + 1),
             source_locs=torch.empty_like(wanted) if source is None else source,
             target_locs=torch.empty_like(wanted) if target is None else target,
-            free_indptr=_scratch(slots, batch_size + 1),
-            free_locs=_scratch(slots, 0) if free is None else free,
-            overflow=_scratch(slots, 2),
+            free_indptr=scratch(slots, batch_size + 1),
+            free_locs=scratch(slots, 0) if free is None else free,
+            overflow=scratch(slots, 2),
         ),
     )
 
 
-def _scratch(like: torch.Tensor, size: int) -> torch.Tensor:
-    """Room for an output of our ops that SGLang's do not have."""
+def scratch(like: torch.Tensor, size: int) -> torch.Tensor:
+    """Allocates an output of our ops that SGLang's do not have."""
     return torch.empty(size, dtype=torch.int32, device=like.device)
 
 
-def _refuse_translation(op: str, entry_page_size: int, is_translated: bool) -> None:
-    where = f"eagle_kernels.integrations.sglang_cache_locs.{op}"
+def refuse_translation(where: str, entry_page_size: int, is_translated: bool) -> None:
+    """Raises ValueError for what `where`, a function's whole name, does not support: pages and virtual slots."""
     if entry_page_size != 1:
         raise ValueError(
             f"{where}: ENTRY_PAGE_SIZE must be 1, tables of pages are not supported, got {entry_page_size}"

@@ -1,8 +1,8 @@
-"""The norms, the activation, the rotary embedding and the renormalising filters of `sgl_kernel`, on top of ours.
+"""The norms, the activation, the rotary embedding and the renormalising filters of `sgl_kernel`, on top of our ops.
 
 Names, argument order and rounding are those of `sgl_kernel.elementwise` and `sgl_kernel.sampling`: norms are rounded
-once, at the end. `enable_pdl` is taken and ignored: our launches decide for themselves. `sgl_kernel.py` has these names
-too.
+once, at the end. `enable_pdl` is accepted and ignored: our launches decide for themselves. `sgl_kernel.py` has these
+names too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def rmsnorm(
     out: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
-    """input [T, H] normed; into `out` where it is given."""
+    """Returns input [T, H] normed, or writes it to `out`."""
     return _norm(input, weight, eps, 0.0, out)
 
 
@@ -32,7 +32,7 @@ def gemma_rmsnorm(
     out: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
-    """As rmsnorm, with 1 + weight."""
+    """Does what rmsnorm does, with 1 + weight."""
     return _norm(input, weight, eps, 1.0, out)
 
 
@@ -43,7 +43,7 @@ def fused_add_rmsnorm(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """residual += input, input = norm(residual), in place."""
+    """Adds input to residual and writes the norm of the sum to input, both in place."""
     _add_norm(input, residual, weight, eps, 0.0)
 
 
@@ -54,12 +54,12 @@ def gemma_fused_add_rmsnorm(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """As fused_add_rmsnorm, with 1 + weight."""
+    """Does what fused_add_rmsnorm does, with 1 + weight."""
     _add_norm(input, residual, weight, eps, 1.0)
 
 
 def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """silu of the first half of each row times its second half: input [..., 2 I] -> [..., I]."""
+    """Returns silu of the first half of each row times its second half: input [..., 2 I] -> [..., I]."""
     rows = input.view(-1, input.shape[-1])
     if out is None:
         return ops.silu_and_mul(rows).view(*input.shape[:-1], -1)
@@ -79,8 +79,8 @@ def apply_rope_with_cos_sin_cache_inplace(
 ) -> None:
     """Turns query [T, Hq * head_size] and key [T, Hkv * head_size] in place.
 
-    cos_sin_cache [max_positions, rotary_dim] fp32: cosines, then sines. fused_set_kv_buffer_arg is refused: write_kv
-    turns and writes in one launch.
+    cos_sin_cache [max_positions, rotary_dim] fp32: cosines, then sines. fused_set_kv_buffer_arg is refused: our op
+    write_kv turns and writes in one launch.
     """
     if fused_set_kv_buffer_arg is not None:
         name = "apply_rope_with_cos_sin_cache_inplace"
@@ -91,12 +91,12 @@ def apply_rope_with_cos_sin_cache_inplace(
 
 
 def top_k_renorm_prob(probs: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
-    """The k most likely tokens of probs [T, V] fp32, renormalised."""
+    """Returns probs [T, V] fp32 of the k most likely tokens alone, renormalised."""
     return ops.top_k_renorm(probs, _per_row(probs, top_k, torch.int32))
 
 
 def top_p_renorm_prob(probs: torch.Tensor, top_p: torch.Tensor | float) -> torch.Tensor:
-    """The fewest most likely tokens of probs [T, V] fp32 that hold top_p, renormalised."""
+    """Returns probs [T, V] fp32 of the fewest most likely tokens that hold top_p, renormalised."""
     return ops.top_p_renorm(probs, _per_row(probs, top_p, torch.float32))
 
 
@@ -104,6 +104,7 @@ top_k_renorm_probs, top_p_renorm_probs = top_k_renorm_prob, top_p_renorm_prob
 
 
 def _norm(rows, weight, eps, weight_offset, out):
+    """Norms rows into `out`, or into a new tensor."""
     options = {"eps": eps, "weight_offset": weight_offset, "round_normalized": False}
     if out is None:
         return ops.rms_norm(rows, weight, **options).output
@@ -112,6 +113,7 @@ def _norm(rows, weight, eps, weight_offset, out):
 
 
 def _add_norm(rows, residual, weight, eps, weight_offset):
+    """Adds rows to residual and norms the sum into rows, both in place."""
     ops.rms_norm(
         rows, weight, residual, eps=eps, weight_offset=weight_offset, round_normalized=False,
         out=_NormOutput(rows, residual),
@@ -119,6 +121,7 @@ def _add_norm(rows, residual, weight, eps, weight_offset):
 
 
 def _per_row(probs, value, dtype):
+    """Returns a tensor with a value for each row."""
     if isinstance(value, torch.Tensor):
         return value
     return torch.full((len(probs),), value, dtype=dtype, device=probs.device)

@@ -5,7 +5,7 @@ from eagle_kernels.integrations.transformers import register
 register()
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eagle_kernels")
 
-For inference: the ops have no derivatives, so a forward that would record some is refused.
+This is for inference: the ops have no derivatives, so a forward pass that would record them is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..engine.models.transformers_adapter import attention
 
 
 def register(name: str = "eagle_kernels") -> None:
-    """Makes `attn_implementation=name` known to transformers, with masks that only say what is padding."""
+    """Makes `attn_implementation=name` known to transformers, with masks that only say which keys are padding."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -36,10 +36,10 @@ def _padding_mask(
     device: torch.device | str | None = None,
     **kwargs,
 ) -> torch.Tensor | None:
-    """Which of the keys that are there are no padding, [B, keys]; None: all of kv_length.
+    """Returns which of the filled keys are no padding, [B, keys], or None if all of kv_length are.
 
-    As transformers' mask for flash attention, but it also tells how much of a preallocated cache is filled.
-    cache_position: in place of q_offset and q_length, before transformers 5.
+    Unlike transformers' mask for flash attention it also tells how much of a preallocated cache is filled.
+    cache_position: given instead of q_offset and q_length by transformers before version 5.
     """
     if attention_mask is None:
         num_seen = int(q_offset) + q_length if cache_position is None else int(cache_position[-1]) + 1

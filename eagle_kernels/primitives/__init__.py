@@ -1,1 +1,1 @@
-"""L1, what kernels share: Triton device functions, and steps (a kernel and its launch) that several ops take."""
+"""L1, what two or more families of ops share: device functions, with the checks and arguments that belong to them."""

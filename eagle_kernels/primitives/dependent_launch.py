@@ -1,16 +1,16 @@
 """Programmatic dependent launch: a kernel starts while the one before it in its stream ends.
 
-A kernel of a few microseconds spends a good part of them in being launched. With this (compute capability 9.0 and up)
-its programs are on the GPU already when the last program of the kernel before ends, and wait there. Every kernel of
-this package calls `await_predecessor` before it reads or writes what another kernel may touch; and a kernel that does
-not know about it, launched after one of ours, waits for our end as ever.
+A large part of the time of a short kernel is its launch. With this feature (compute capability 9.0 and up) its programs
+are already on the GPU, waiting, when the last program of the kernel before ends. Every kernel of this package calls
+`await_predecessor` before it reads or writes what another kernel may touch. A kernel without that call, launched after
+one of ours, waits for the end of ours as usual.
 
-They begin with it, and so do nothing early, whatever ran before. One that streams weights may be told to prefetch: then
-it waits a little later, when it has asked for the first of them, so that they are on their way while the kernel before
-ends. What it may not have seen then is what the kernel directly before it wrote, and nothing older: that one let it
-come up only after its own wait, when all before had ended. So the caller answers for it that this one kernel does not
-write what is prefetched. For the same reason the two steps stay together in one function: were a successor let up
-before the wait, a chain of such kernels could run ahead of any number of others.
+Kernels begin with the call, so they do nothing early, whatever ran before. A kernel that streams weights may be asked
+to prefetch: then it waits a little later, after it has asked for its first weights, which are loaded while the kernel
+before ends. Those loads may miss what the kernel directly before wrote, but nothing older: that kernel let this one
+start only after its own wait, when all kernels before it had ended. So the caller promises that this one kernel does
+not write what is prefetched. For the same reason both steps are in one function: if a kernel let its successor start
+before its own wait, a chain of such kernels could run ahead of any number of others.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..runtime.language import tl, triton
 
 @triton.jit
 def await_predecessor(ENABLE_PDL: tl.constexpr):
-    """Waits until all that the kernels before wrote can be seen; then lets the kernel after this one come up.
+    """Waits until all that the kernels before wrote can be seen; then lets the kernel after this one start.
 
-    Called by every program, outside of branches and loops, and once with a true ENABLE_PDL where the GPU can.
+    Every program calls it, outside of branches and loops, and once with a true ENABLE_PDL where the GPU can.
     """
     if ENABLE_PDL:
         tl.extra.cuda.gdc_wait()

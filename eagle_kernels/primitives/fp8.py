@@ -1,10 +1,10 @@
-"""8-bit floats of four exponent bits: made by the same whole-number steps on every target.
+"""8-bit floats with four exponent bits, encoded by the same integer steps on every target.
 
     float8_e4m3fn    exponent counted from 7, largest value 448, NaN s.1111.111      NVIDIA, AMD from gfx950 on
     float8_e4m3fnuz  exponent counted from 8, largest value 240, NaN 1.0000.000      AMD gfx942; there is no -0
 
-The instructions of one GPU limit what is too large, those of another make it NaN, and Triton's interpreter does not
-round. A store of a few KiB has the time to do it by hand, and then all of them write the same bytes.
+The instructions of one GPU saturate what is too large, those of another make it NaN, and Triton's interpreter does not
+round. A store of a few KiB has the time to encode by hand, and then all of them write the same bytes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 @triton.jit
 def encode_e4m3(value, IS_FNUZ: tl.constexpr):
-    """fp32 values as bytes uint8: to nearest, ties to even, limited to the largest finite value; NaN stays NaN."""
+    """Returns fp32 values as bytes uint8: to nearest, ties to even, at most the largest finite value; NaN stays NaN."""
     BIAS: tl.constexpr = 8 if IS_FNUZ else 7
     LARGEST: tl.constexpr = 240.0 if IS_FNUZ else 448.0
     SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
-    STEPS_OF_ONE: tl.constexpr = 2.0 ** (2 + BIAS)  # below the normal numbers all steps are as wide
+    STEPS_OF_ONE: tl.constexpr = 2.0 ** (2 + BIAS)  # subnormal numbers are equally far apart
     magnitude = tl.minimum(tl.abs(value), LARGEST)
     bits = magnitude.to(tl.int32, bitcast=True)
-    # 3 of the 23 bits of the fraction stay; what rounding carries over goes into the exponent, as it should
+    # 3 of the 23 bits of the fraction stay; a carry of the rounding goes into the exponent, as it should
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - BIAS) << 3)
-    # at 2^23 the steps of fp32 are whole numbers: the addition rounds
+    # from 2^23 on fp32 holds whole numbers only: the addition rounds
     subnormal = (magnitude * STEPS_OF_ONE + 8388608.0).to(tl.int32, bitcast=True) & 0xF
     code = tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal)
     sign = (value.to(tl.int32, bitcast=True) >> 24) & 0x80
@@ -40,30 +40,8 @@ def encode_e4m3(value, IS_FNUZ: tl.constexpr):
     return code.to(tl.uint8)
 
 
-@triton.jit
-def match_keys(query, scale, k_scale_ptr, KEY_TYPE: tl.constexpr):
-    """(query [ROW, DIM], scale [ROW] of its logits) to multiply with keys of KEY_TYPE, whose scale is at k_scale_ptr.
-
-    8-bit keys are widened to fp16: it holds them all, and they are there in one step. So a bf16 query becomes fp16 too,
-    in rows that are brought below 2 by powers of two; what fp16 loses of it is 2^-24 of the row's largest element.
-    """
-    if k_scale_ptr is not None:
-        # keys that are all 0 may have the scale 0
-        scale = tl.maximum(scale * tl.load(k_scale_ptr), 1e-30)
-    scale += tl.zeros([query.shape[0]], tl.float32)
-    if KEY_TYPE.is_fp8() and query.dtype == tl.bfloat16:
-        query = query.to(tl.float32)
-        power = tl.max(tl.abs(query), axis=1).to(tl.int32, bitcast=True) & 0x7F800000
-        # with an inverse that is a normal number too
-        power = tl.minimum(tl.maximum(power, 0x00800000), 0x7E000000)
-        inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
-        query = (query * inverse[:, None]).to(tl.float16)
-        scale *= power.to(tl.float32, bitcast=True)
-    return query, scale
-
-
 def check_target(op: str, name: str, value: torch.Tensor) -> None:
-    """Refuses an fp8 tensor on a GPU that has no such type: no kernel there could compute with it."""
+    """Refuses an fp8 tensor on a GPU without that type: no kernel there could compute with it."""
     if value.dtype in FP8 and not target.has_fp8(value.device, value.dtype):
         known = "; ".join(f"{str(dtype).removeprefix('torch.')}: {names}" for dtype, names in target.FP8_ON.items())
         architecture = target.architecture(value.device)

@@ -5,8 +5,8 @@ A pair becomes one int64 key that compares as the pair does, so a maximum of key
     bit  63 ........ 32 31 ........ 0
          ordered bits  | ~id
 
-Where values carry noise, equal ones go by more of the noise than an fp32 value holds, and only then by ascending id
-(`noisy_key`):
+Where values carry noise, equal ones are ordered by further bits of the noise, which an fp32 value does not hold, and
+only then by ascending id (`noisy_key`):
 
     bit  63 ........ 32 31 .... 20 19 .... 0
          ordered bits  | fine     | ~id
@@ -16,25 +16,25 @@ from __future__ import annotations
 
 from ..runtime.language import tl, triton
 
-# Below the keys of all pairs: it marks lanes that hold none.
+# Below the keys of all pairs: it marks lanes without a pair.
 LOWEST_KEY = tl.constexpr(-(2**63))
 
 # A noisy key has room for this many ids.
 MAX_NOISY_IDS = 2**20
-# The fine bits where there is no noise: above those of all noise, and equal ones leave the choice to the id.
+# The fine bits where there is no noise: above those of all noise; ties then go to the lower id.
 NO_NOISE = tl.constexpr(0xFFF00000)
 
 
 @triton.jit
 def comparable(values):
-    """fp32 values without the two that do not order: NaN counts as -inf, -0.0 as 0.0."""
+    """Returns fp32 values without the two that do not order: NaN counts as -inf, -0.0 as 0.0."""
     values = tl.where(values == values, values, float("-inf"))
     return tl.where(values == 0.0, 0.0, values)
 
 
 @triton.jit
 def ordered_bits(values):
-    """int32 that compare as the fp32 `comparable` values do."""
+    """Returns int32 that compare as the fp32 `comparable` values do."""
     bits = values.to(tl.int32, bitcast=True)
     # the bits of negative floats grow with their magnitude: flip all but the sign
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -42,25 +42,25 @@ def ordered_bits(values):
 
 @triton.jit
 def bits_value(bits):
-    """The fp32 values that ordered bits were made of."""
+    """Returns the fp32 values that ordered bits were made of."""
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def unsigned_rank(values):
-    """uint32 that order as fp32 `comparable` values do, so that an edge can be found bit by bit from the top."""
+    """Returns uint32 that order as fp32 `comparable` values do; an edge can be found bit by bit from the top."""
     return ordered_bits(values).to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
 @triton.jit
 def ordered_key(values, ids):
-    """The keys of fp32 `comparable` values with ids in 0 .. 2^32 - 1."""
+    """Returns the keys of fp32 `comparable` values with ids in 0 .. 2^32 - 1."""
     return (ordered_bits(values).to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))
 
 
 @triton.jit
 def short_key(values, ids, TYPE: tl.constexpr):
-    """int32 keys of fp32 values that were of the 16-bit float TYPE, with ids in 0 .. 65535 (and short_key_id)."""
+    """Returns int32 keys of fp32 values that were of the 16-bit float TYPE, with ids in 0 .. 65535."""
     bits = comparable(values).to(TYPE).to(tl.int16, bitcast=True)
     order = bits ^ ((bits >> 15) & 0x7FFF)
     return (order.to(tl.int32) << 16) | (0xFFFF - ids)
@@ -68,32 +68,32 @@ def short_key(values, ids, TYPE: tl.constexpr):
 
 @triton.jit
 def short_key_id(keys):
-    """The ids that short keys were made of."""
+    """Returns the ids that short keys were made of."""
     return 0xFFFF - (keys & 0xFFFF)
 
 
 @triton.jit
 def key_id(keys):
-    """The ids int64 that keys were made of."""
+    """Returns the ids int64 that keys were made of."""
     return 0xFFFFFFFF - (keys & 0xFFFFFFFF)
 
 
 @triton.jit
 def noisy_key(values, fine, ids):
-    """The keys of fp32 `comparable` values, fine bits in their place, and ids in 0 .. MAX_NOISY_IDS - 1."""
+    """Returns the keys of fp32 `comparable` values, shifted fine bits, and ids in 0 .. MAX_NOISY_IDS - 1."""
     low = (0xFFFFF - ids).to(tl.uint32) | fine
     return (ordered_bits(values).to(tl.int64) << 32) | low.to(tl.int64)
 
 
 @triton.jit
 def noisy_key_id(keys):
-    """The ids int32 that noisy keys were made of."""
+    """Returns the ids int32 that noisy keys were made of."""
     return 0xFFFFF - (keys & 0xFFFFF).to(tl.int32)
 
 
 @triton.jit
 def largest_key(keys):
-    """The largest of int64 keys [n], half by half: a warp reduces int32 in one instruction, int64 in thirty."""
+    """Returns the largest of int64 keys [n], half by half: a warp reduces int32 in one instruction, int64 in thirty."""
     high = (keys >> 32).to(tl.int32)
     largest = tl.max(high)
     low = tl.max(tl.where(high == largest, keys.to(tl.uint32), 0))
@@ -102,9 +102,10 @@ def largest_key(keys):
 
 @triton.jit
 def is_among_best(values, is_present, count):
-    """Whether each of a vector's fp32 values is among the `count` largest, equal ones by ascending place.
+    """Returns whether each of a vector's fp32 values is among the `count` largest, equal ones by ascending place.
 
-    NaN counts as -inf. The edge, the largest value that `count` of them reach, is found from its highest bit down.
+    NaN counts as -inf. The edge, the largest value that at least `count` values reach, is found from its highest bit
+    down.
     """
     # unsigned: 0 is below every value
     order = tl.where(is_present, unsigned_rank(comparable(values)), 0)
@@ -115,7 +116,7 @@ def is_among_best(values, is_present, count):
         num_reaching = tl.sum((order >= raised).to(tl.int32))
         edge = tl.where(num_reaching >= count, raised, edge)
         bit = bit >> 1
-    # of those at the edge, the first ones fill the places left
+    # the first values at the edge fill the places left
     is_above = order > edge
     is_at_edge = order == edge
     places_left = count - tl.sum(is_above.to(tl.int32))

@@ -1,4 +1,4 @@
-"""Heads on their way from one place to another, turned by rotary position embedding: what rope and write_kv share.
+"""Moves heads from one place to another and turns them by rotary position embedding: what rope and write_kv share.
 
 A head's first rotary_dim coordinates turn in pairs, pair i of a token at position t by the angle whose cosine and sine
 stand in row t, column i of two tables; the other coordinates stay. Two layouts of pairs are in use:
@@ -14,6 +14,8 @@ those of PyTorch.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ..runtime import check
@@ -25,43 +27,55 @@ from .strides import check_tokens, of_token, token_arguments
 MAX_HEAD_DIM = 1024
 
 
+class Tables(NamedTuple):
+    """The tables of angles, and the positions of the tokens in them: what `table_arguments` describes."""
+
+    cos_ptr: Any
+    sin_ptr: Any
+    stride_cos_position: Any
+    stride_sin_position: Any
+    num_positions: Any  # rows of the tables
+    positions_ptr: Any
+    num_positions_columns: Any
+    stride_positions_row: Any
+    stride_positions_column: Any
+
+
+class Angles(NamedTuple):
+    """The angles by which one token's heads turn."""
+
+    cos: Any  # [PAIR]
+    sin: Any  # [PAIR]
+    is_known: Any  # whether the tables have the token's position; heads of other tokens stay as they are
+
+
 @triton.jit
-def load_angles(
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    token,
-    num_positions_columns,
-    stride_positions_row,
-    stride_positions_column,
-    num_positions,
-    stride_cos_position,
-    stride_sin_position,
-    ROTARY_DIM: tl.constexpr,
-):
-    """(cos [PAIR], sin [PAIR], whether the tables know the token's position); without tables what nobody reads."""
+def load_angles(tables, token, ROTARY_DIM: tl.constexpr):
+    """Returns the angles of one token; without tables (ROTARY_DIM 0) what `move_heads` does not read."""
     if ROTARY_DIM > 0:
         pair = tl.arange(0, triton.next_power_of_2(ROTARY_DIM // 2))
-        place = of_token(token, num_positions_columns, stride_positions_row, stride_positions_column)
-        position = tl.load(positions_ptr + place).to(tl.int64)
-        is_known = (position >= 0) & (position < num_positions)
+        place = of_token(
+            token, tables.num_positions_columns, tables.stride_positions_row, tables.stride_positions_column
+        )
+        position = tl.load(tables.positions_ptr + place).to(tl.int64)
+        is_known = (position >= 0) & (position < tables.num_positions)
         in_bounds = is_known & (pair < ROTARY_DIM // 2)
-        cos = tl.load(cos_ptr + position * stride_cos_position + pair, mask=in_bounds, other=0.0)
-        sin = tl.load(sin_ptr + position * stride_sin_position + pair, mask=in_bounds, other=0.0)
-        return cos, sin, is_known
+        cos = tl.load(tables.cos_ptr + position * tables.stride_cos_position + pair, mask=in_bounds, other=0.0)
+        sin = tl.load(tables.sin_ptr + position * tables.stride_sin_position + pair, mask=in_bounds, other=0.0)
+        return Angles(cos, sin, is_known)
     else:
-        return 0.0, 0.0, False
+        return Angles(0.0, 0.0, False)
 
 
 @triton.jit
 def _product(left, right, dtype: tl.constexpr):
-    """fp32 left * right, rounded to dtype on the way."""
+    """Returns left * right in fp32, rounded to dtype in between."""
     return (left * right).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _rotate(first, second, cos, sin):
-    """The turned pair, in the dtype of the heads."""
+    """Returns the turned pair, in the dtype of the heads."""
     heads_dtype: tl.constexpr = first.dtype
     tables_dtype: tl.constexpr = cos.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
@@ -73,7 +87,7 @@ def _rotate(first, second, cos, sin):
 
 @triton.jit
 def _store(place_ptr, value, mask, scale, FP8: tl.constexpr):
-    """value, or value / scale as bytes of an 8-bit float."""
+    """Stores value, or value / scale as bytes of an 8-bit float."""
     if FP8 is None:
         tl.store(place_ptr, value, mask=mask)
     else:
@@ -88,9 +102,7 @@ def move_heads(
     source_row,
     target_row,
     is_head,
-    cos,
-    sin,
-    is_known,
+    angles,
     scale,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -99,9 +111,8 @@ def move_heads(
 ):
     """Moves heads [HEAD] from row source_row to row target_row, both int64, a row being HEAD_DIM elements.
 
-    cos, sin, is_known: of `load_angles`; a token whose position the tables do not know is moved as it is.
     scale: [HEAD, 1] or a number. FP8: name of the 8-bit float to write; None: elements keep their dtype, unscaled.
-    Source and target may be one: a program reads an element before it writes there, and no other program reads it.
+    Source and target may be the same: a program reads an element before it writes there, and no other program reads it.
     """
     source_ptr += source_row[:, None] * HEAD_DIM
     target_ptr += target_row[:, None] * HEAD_DIM
@@ -115,9 +126,9 @@ def move_heads(
             first_column, second_column = pair, ROTARY_DIM // 2 + pair
         first = tl.load(source_ptr + first_column, mask=in_bounds)  # [HEAD, PAIR]
         second = tl.load(source_ptr + second_column, mask=in_bounds)
-        turned_first, turned_second = _rotate(first, second, cos[None, :], sin[None, :])
-        _store(target_ptr + first_column, tl.where(is_known, turned_first, first), in_bounds, scale, FP8)
-        _store(target_ptr + second_column, tl.where(is_known, turned_second, second), in_bounds, scale, FP8)
+        turned_first, turned_second = _rotate(first, second, angles.cos[None, :], angles.sin[None, :])
+        _store(target_ptr + first_column, tl.where(angles.is_known, turned_first, first), in_bounds, scale, FP8)
+        _store(target_ptr + second_column, tl.where(angles.is_known, turned_second, second), in_bounds, scale, FP8)
     if ROTARY_DIM < HEAD_DIM:
         column = ROTARY_DIM + tl.arange(0, triton.next_power_of_2(HEAD_DIM - ROTARY_DIM))[None, :]
         in_bounds = is_head & (column < HEAD_DIM)
@@ -126,7 +137,7 @@ def move_heads(
 
 
 def check_heads(args: check.Arguments, name: str, heads: str, dtypes) -> torch.Tensor:
-    """A tensor [T, heads, D]; tokens and heads may be strided by whole rows of D, as in a fused projection."""
+    """Checks a tensor [T, heads, D]; tokens and heads may be strided by whole rows of D, as in a fused projection."""
     value = args.tensor(name, ("T", heads, "D"), dtypes, contiguous=1)
     if not 1 <= args.size("D") <= MAX_HEAD_DIM:
         args.fail(name, f"have D in 1..{MAX_HEAD_DIM}", args.size("D"))
@@ -135,13 +146,13 @@ def check_heads(args: check.Arguments, name: str, heads: str, dtypes) -> torch.T
 
 
 def check_out(op: str, **heads: torch.Tensor) -> None:
-    """The caller's buffers, too, are strided by whole rows of D."""
+    """Checks that the caller's buffers too are strided by whole rows of D."""
     for name, value in heads.items():
         check_row_strides(check.Arguments(op, {}), name, value, 2)
 
 
 def check_tables(args: check.Arguments, dtype: torch.dtype) -> None:
-    """positions, cos and sin for heads of this dtype; T and D are bound before."""
+    """Checks positions, cos and sin for heads of this dtype; T and D are bound before."""
     check_tokens(args, "positions")
     dtypes = (dtype,) if dtype == torch.float32 else (dtype, torch.float32)
     cos = args.tensor("cos", ("max_positions", "rotary_dim / 2"), dtypes, contiguous=1)
@@ -152,7 +163,7 @@ def check_tables(args: check.Arguments, dtype: torch.dtype) -> None:
 
 
 def head_strides(name: str, heads: torch.Tensor) -> dict[str, int]:
-    """The strides of heads [T, heads, D] as kernels take them: in rows of D."""
+    """Returns the strides of heads [T, heads, D] as kernels take them: in rows of D."""
     head_dim = heads.shape[2]
     return {
         f"stride_{name}_token": heads.stride(0) // head_dim,
@@ -161,7 +172,7 @@ def head_strides(name: str, heads: torch.Tensor) -> dict[str, int]:
 
 
 def table_arguments(positions: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None) -> dict:
-    """The launch arguments that describe checked tables, or that there are none."""
+    """Returns the launch arguments that describe checked tables, or that there are none."""
     return {
         **token_arguments("positions", positions),
         "cos_ptr": cos,
@@ -174,5 +185,5 @@ def table_arguments(positions: torch.Tensor | None, cos: torch.Tensor | None, si
 
 
 def tile_of_heads(num_heads: int, head_dim: int, tile_elements: int) -> int:
-    """How many heads a program moves: a power of two, about tile_elements in all."""
+    """Returns how many heads a program moves: a power of two, about tile_elements elements in all."""
     return max(1, min(triton.next_power_of_2(num_heads), tile_elements // triton.next_power_of_2(head_dim)))

@@ -1,8 +1,8 @@
-"""Strides: of rows, told to a kernel so that it still knows where they begin; and of numbers that tokens have.
+"""Strides of rows, in a form from which the compiler sees alignment; and of tensors with a number for each token.
 
-A stride is no constant of a kernel, which would compile anew for each one. But then the compiler knows nothing about
-it, takes it that a row may begin anywhere, and loads element by element. Counted in units of 16 bytes a stride tells
-what is needed: `row * stride * UNIT` is a multiple of 16 bytes, whatever the stride is.
+A stride is no constant of a kernel, which would be compiled again for every stride. But then the compiler knows nothing
+about it, must assume that a row may begin anywhere, and loads element by element. A stride in units of 16 bytes avoids
+this: `row * stride * UNIT` is a multiple of 16 bytes, whatever the stride is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..runtime.language import tl, triton
 
 
 def row_unit(*tensors: torch.Tensor) -> int:
-    """The elements in 16 bytes if every row of these tensors (of one dtype) begins at a multiple of that, else 1."""
+    """Returns the elements in 16 bytes if every row of these tensors (of one dtype) is aligned to 16 bytes, else 1."""
     unit = 16 // tensors[0].element_size()
     for tensor in tensors:
         for size, stride in zip(tensor.shape[:-1], tensor.stride()):
@@ -23,20 +23,20 @@ def row_unit(*tensors: torch.Tensor) -> int:
     return unit
 
 
-# sizes of a kernel that `of_token` reads, for a tensor called `name`
 def token_sizes(name: str) -> list[str]:
+    """Returns the names of the sizes that `of_token` reads, for a tensor called `name`."""
     return [f"num_{name}_columns", f"stride_{name}_row", f"stride_{name}_column"]
 
 
 @triton.jit
 def of_token(token, num_columns, stride_row, stride_column):
-    """Where token's number lies in a tensor [T], or [B, T / B] with any strides, int64."""
+    """Returns where a token's number lies in a tensor [T], or [B, T / B] with any strides, int64."""
     row = token // num_columns
     return row.to(tl.int64) * stride_row + (token % num_columns).to(tl.int64) * stride_column
 
 
 def check_tokens(args: check.Arguments, name: str) -> None:
-    """Integers [T], or [B, T / B] with any strides; T is bound before."""
+    """Checks integers [T], or [B, T / B] with any strides; T is bound before."""
     value = args.values[name]
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
         args.tensor(name, ("T",), check.INTEGER, contiguous=0)
@@ -47,7 +47,7 @@ def check_tokens(args: check.Arguments, name: str) -> None:
 
 
 def token_arguments(name: str, tensor: torch.Tensor | None) -> dict:
-    """The launch arguments of a tensor that `check_tokens` has passed, or that there is none."""
+    """Returns the launch arguments that describe a tensor checked by `check_tokens`, or that there is none."""
     sizes = (1, 0, 0)
     if tensor is not None:
         *rows, num_columns = tensor.shape

@@ -7,7 +7,7 @@ from ..runtime.language import tl, triton
 
 @triton.jit
 def depths(parents, NUM_ROUNDS: tl.constexpr):
-    """Hops of every node to the end of its path, by pointer doubling; parents [node], -1 ends a path."""
+    """Returns the hops of every node to the end of its path, by pointer doubling; parents [node], -1 ends a path."""
     depth = (parents >= 0).to(tl.int32)
     hop = parents
     for _ in tl.static_range(NUM_ROUNDS):
@@ -19,7 +19,7 @@ def depths(parents, NUM_ROUNDS: tl.constexpr):
 
 @triton.jit
 def ancestor_word(ancestors, parents, NUM_ROUNDS: tl.constexpr):
-    """One word of every node's ancestor set, closed upwards by pointer doubling; parents -1 end a path."""
+    """Returns one word of every node's ancestor set, closed upwards by pointer doubling; a parent of -1 ends a path."""
     hop = parents
     for _ in tl.static_range(NUM_ROUNDS):
         safe_hop = tl.maximum(hop, 0)
@@ -30,9 +30,10 @@ def ancestor_word(ancestors, parents, NUM_ROUNDS: tl.constexpr):
 
 @triton.jit
 def way_up(parents, word, MAX_HOPS: tl.constexpr):
-    """(one word of the nodes on every node's way up, itself among them, the root not; how many steps the way has).
+    """Returns one word of the nodes on every node's way up, and the number of steps on it.
 
-    parents [node] may be any nodes, also in cycles. A way ends at the root, at a parent of -1, or after MAX_HOPS steps.
+    The node itself is on its way, the root is not. parents [node] may be any nodes, also in cycles. A way ends at the
+    root, at a parent of -1, or after MAX_HOPS steps.
     """
     hop = tl.arange(0, parents.shape[0])
     seen = tl.zeros([parents.shape[0]], tl.int64)

@@ -304,7 +304,7 @@ def test_what_is_not_supported_is_refused(options, message, device):
     sizes = (32, 9, 5, 2, 2, 4, 1)
     integers = torch.zeros(1, 9, dtype=torch.int32, device=device)
     values = (integers[0, :2], example_rows(0, 1, device=device)["req_to_token"], integers[0, :2], integers, integers)
-    with pytest.raises(ValueError, match="sglang_cache_locs.generate_draft_decode_kv_indices: " + message):
+    with pytest.raises(ValueError, match="sglang_kv_indices.generate_draft_decode_kv_indices: " + message):
         sgl_kernel.generate_draft_decode_kv_indices[1, 2, 2](*values, integers, *sizes, **options)
     with pytest.raises(ValueError, match="assign_draft_cache_locs_contiguous_func: mrope must be None"):
         sgl_kernel.assign_draft_cache_locs_contiguous_func(*values[:3], integers, 2, 2, mrope=integers)

@@ -6,8 +6,8 @@ Computes
     each is attended with an online softmax, and partial results merge by their log-sum-exp.
     soft_cap: logits become soft_cap * tanh(logits / soft_cap), with an error of about soft_cap * 1e-7. window: only the
     last `window` slots are seen. sinks: a logit per query head that takes probability and has no value (gpt-oss).
-    k_scale, v_scale: factors, at least 0, of the cached keys and values. lse: log of the sum of exp(logits), the sink
-    among them.
+    k_scale, v_scale: factors, at least 0, of the cached keys and values. lse: log of the sum of exp(logits), with the
+    sink.
 Shapes
     query          [B, Hq, D]                      float  D in 16..256; Hq a multiple of Hkv; rows may be strided
     k_cache        [num_pages, page_size, Hkv, D]  as query, or fp8 with 16-bit queries; page_size a power of
@@ -30,7 +30,7 @@ Invariants
     stays in its request and KV head.
     deterministic: bits depend on the request's own query, keys and length alone, not on the batch, on padding, or on
     the size of the page table; they are those of the root of a tree in tree_attention whose draft block is in the pool.
-    Else they depend on the lengths of the batch as well, which decide how keys are cut.
+    Otherwise they also depend on the lengths of the batch, which decide how keys are cut.
 Grid
     (Hkv * row tiles, shares), one program attends the heads of a group to a share; merge: (B, programs), one program
     merges every programs-th tile of a request's rows.
@@ -43,24 +43,16 @@ Traffic
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from ...primitives import paging
 from ...runtime import check, tuning
 from ...runtime.launch import launcher
+from .shared import paged_cache
+from .shared.attention import Output
 from .shared.split_attention import launch_attention
 
-
-class Output(NamedTuple):
-    """What `gqa_decode` returns."""
-
-    output: torch.Tensor
-    lse: torch.Tensor
-
-
-# see `split_attention.ORDERED_TUNING`, which deterministic calls have instead; gfx942 has 64 KiB of shared memory
+# See `split_attention.ORDERED_TUNING`, which deterministic calls use instead; gfx942 has 64 KiB of shared memory.
 _ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": 264, "merged_rows": 4,
         "merged_parts": 16, "num_warps": 4, "num_stages": 3}  # fmt: skip
 TUNING = {
@@ -77,8 +69,8 @@ def contract(values: dict) -> Output:
     query = args.tensor("query", ("B", "Hq", "D"), check.FLOAT, contiguous=2)
     paging.check_row_strides(args, "query", query, 1)
     batch_size, num_heads, head_dim = args.size("B"), args.size("Hq"), args.size("D")
-    paging.check_cache(args, query.dtype, "B")
-    paging.check_logits(args)
+    paged_cache.check_cache(args, query.dtype, "B")
+    paged_cache.check_logits(args)
     return Output(args.spec((batch_size, num_heads, head_dim), query.dtype),
                   args.spec((batch_size, num_heads), torch.float32))  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""Causal attention of whole prompts, or of chunks of them behind what is cached already: a flash kernel.
+"""Causal attention of whole prompts, or of chunks of them after what is cached already: a flash kernel.
 
 Computes
     output = softmax(sm_scale * query . key) . value per query row and head. The queries of a request are the last ones
-    of its keys: of n queries and m keys, query i is at position m - n + i, and sees the keys up to its own (is_causal)
-    or all. FlashAttention (arXiv 2205.14135, 2307.08691): a program keeps a tile of query rows and reads the keys once,
-    tile by tile; only tiles on the diagonal and at the edge of a window are masked.
+    of its keys: with n queries and m keys, query i is at position m - n + i, and sees the keys up to its own
+    (is_causal) or all. FlashAttention (arXiv 2205.14135, 2307.08691): a program keeps a tile of query rows and reads
+    the keys once, tile by tile; only tiles on the diagonal and at the edge of a window are masked.
     soft_cap, window, sinks, k_scale, v_scale, lse: as in gqa_decode.
 Shapes
     query          [T, Hq, D]                      float  rows of all requests one after another, which may be strided;
@@ -27,7 +27,7 @@ Shapes
     -> lse         [T, Hq]                         fp32, natural logarithm
 Invariants
     A row that sees no key (there are more queries than keys) has output 0 and lse -inf (or its sink). Keys that no row
-    of a tile sees are not read. Of a request of more than max_query queries that many are attended, as if all were;
+    of a tile sees are not read. A request of more than max_query queries has that many attended, as if they were all;
     rows of no request are not written. A row's bits depend on its own request and on max_query alone.
 Grid
     (row tiles of max_query, Hkv, B), one program attends a tile of (token, head of the group) rows of one KV head; the
@@ -45,18 +45,16 @@ import torch
 
 from ...primitives import paging
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.fp8 import match_keys
-from ...primitives.paging import request_pages
 from ...runtime import check, tuning
 from ...runtime.language import is_interpreting, tl, triton
 from ...runtime.launch import launch, launcher
-from .gqa_decode import Output
-from .shared.attention import Pool, Queries, Span, attend, request_rows
+from .shared import paged_cache
+from .shared.attention import Output, Pool, Queries, Span, attend, request_rows
 from .shared.shares import Batch
-from .shared.softmax import LOG2_E, add_sink, finish_rows, start_rows, tile_sizes
+from .shared.softmax import LOG2_E, add_sink, finish_rows, match_keys, start_rows, tile_sizes
 
-# see `split_attention.ORDERED_TUNING`; the first one is taken for which requests have from_rows rows for a KV head: no
-# more than these two tiles for all lengths, so that few variants are ever compiled
+# See `split_attention.ORDERED_TUNING`. The first entry is taken whose from_rows rows for a KV head a request has: two
+# tiles for all lengths, so that few variants are ever compiled.
 _ROW = {"from_rows": 33, "min_rows": 128, "max_rows": 128, "tile_bytes": 16384, "num_warps": 8, "num_stages": 2}
 _FEW = {"from_rows": 0, "min_rows": 32, "max_rows": 32}
 TUNING = {
@@ -127,7 +125,7 @@ def _prefill_attention_kernel(
                 page_indptr_ptr, lengths_ptr, None, stride_page_table_request, table_size, batch_size, num_query,
                 num_rows, 0, None,
             )  # fmt: skip
-            first_page, _, length = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
+            first_page, _, length = paged_cache.request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
         if k_scale_ptr is not None and not ONE_SCALE:
             k_scale_ptr += kv_head
             v_scale_ptr += kv_head
@@ -143,25 +141,26 @@ def _prefill_attention_kernel(
 
         # positions of the tile's first and last row decide what is read, and what needs no mask
         last_token = tl.minimum(((row_tile + 1) * BLOCK_ROW - 1) // GROUP_SIZE, num_tokens - 1)
-        # queries beyond max_query are not attended, but their keys are there
+        # queries past max_query are not attended, but their keys exist
         _, num_queries = request_rows(qo_indptr_ptr, request, num_rows, num_rows, True)
-        behind = length - num_queries
-        first_position, last_position = behind + row_tile * BLOCK_ROW // GROUP_SIZE, behind + last_token
+        num_before = length - num_queries
+        first_position, last_position = num_before + row_tile * BLOCK_ROW // GROUP_SIZE, num_before + last_token
         begin = tl.zeros([], tl.int32)
         common_stop, stop, last_slot = length, length, None
         if IS_CAUSAL:
             common_stop, stop = tl.maximum(first_position + 1, 0), tl.maximum(last_position + 1, 0)
-            last_slot = behind + token
+            last_slot = num_before + token
         if window is not None:
             # queries before the first key are at positions below 0, where the largest window would wrap around
             begin = tl.minimum(tl.maximum(tl.maximum(first_position, 0) - window + 1, 0), stop)
         query, logit_scale = match_keys(query, scale, k_scale_ptr, k_ptr.dtype.element_ty)
         row_max, row_sum, accumulator = attend(
-            Queries(query, logit_scale, behind + token, last_slot, None, 0, soft_cap),
+            Queries(query, logit_scale, num_before + token, last_slot, None, 0, soft_cap),
             Pool(k_ptr, v_ptr, page_table_ptr, first_page, num_pages, stride_k, stride_v, kv_head),
             Span(begin, stop, common_stop, window, last_position, 0, None),
             start_rows(BLOCK_ROW, BLOCK_DIM),
-            IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
+            IS_WIDENED=IS_WIDENED, PAGE_SIZE=PAGE_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
+            BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM,
         )  # fmt: skip
         if v_scale_ptr is not None:
             accumulator *= tl.load(v_scale_ptr)
@@ -183,16 +182,16 @@ def contract(values: dict) -> Output:
     query = args.tensor("query", ("T", "Hq", "D"), check.FLOAT, contiguous=2)
     paging.check_row_strides(args, "query", query, 1)
     args.integer("max_query", 1)
-    batch_size = paging.check_bounds(args, args.size("T"))
+    batch_size = paged_cache.check_bounds(args, args.size("T"))
     if args.exactly_one("key", "k_cache") == "k_cache":
-        paging.check_cache(args, query.dtype, batch_size)
+        paged_cache.check_cache(args, query.dtype, batch_size)
         unused = ("value", "key_indptr")
     else:
-        paging.check_head_dim(args)
+        paged_cache.check_head_dim(args)
         for name in ("key", "value"):
             rows = args.tensor(name, ("Tk", "Hkv", "D"), (query.dtype,), contiguous=2)
             paging.check_row_strides(args, name, rows, 1)
-        paging.check_group(args)
+        paged_cache.check_group(args)
         args.tensor("key_indptr", (batch_size + 1,), check.INTEGER, optional=True)
         if values["key_indptr"] is None and args.size("Tk") != args.size("T"):
             args.fail("key_indptr", "be given where keys are not as many as queries", None)
@@ -209,7 +208,7 @@ def contract(values: dict) -> Output:
     for name in unused:
         if values[name] is not None:
             args.fail(name, f"not be given with {'key' if values['key'] is not None else 'k_cache'}", "a tensor")
-    paging.check_logits(args)
+    paged_cache.check_logits(args)
     return Output(args.spec(tuple(query.shape), query.dtype), args.spec(tuple(query.shape[:2]), torch.float32))
 
 
@@ -250,7 +249,7 @@ def prefill_attention(
     device, (num_heads, head_dim) = query.device, query.shape[1:]
     batch_size = len(qo_indptr) - 1
     if key is None:
-        cache = paging.cache_arguments(values)
+        cache = paged_cache.cache_arguments(values)
         cache |= {"k_ptr": cache.pop("k_cache_ptr"), "v_ptr": cache.pop("v_cache_ptr"), "num_keys": 0}
         cache |= {"stride_k": cache.pop("stride_k_page"), "stride_v": cache.pop("stride_v_page")}
     else:

@@ -1,4 +1,4 @@
-"""Attention of a block of draft tokens over a paged prefix, which all see, and over the draft block, under a tree mask.
+"""Attention of a block of draft tokens: to a paged prefix, which all see, and to the block itself, under a tree mask.
 
 Computes
     output = softmax(sm_scale * query . key) . value per request, query row and head, over every prefix slot
@@ -42,12 +42,12 @@ Shapes
     -> lse         [B, Nq, Hq] or [T, Hq]          fp32, natural logarithm
 Invariants
     A row that sees no key has output 0 and lse -inf (or its sink). Slots past the end are not read, nor those that a
-    row right behind the prefix would not see for its window, nor pages outside the pool; page ids of the other slots of
+    row right after the prefix would not see for its window, nor pages outside the pool; page ids of the other slots of
     the prefix must lie within it. Values of draft keys must be finite, seen or not. NaN in a query or in a key that is
     read stays in its request and KV head.
     Ragged: of a request of more than max_query rows that many are attended, and see as many draft keys at most; rows of
     no request are not written.
-    deterministic: as in gqa_decode, and not on Nq, on the mask of other rows, or on their number either.
+    deterministic: as in gqa_decode; bits do not depend on Nq, on other rows' masks, or on the number of rows either.
 Grid
     (Hkv * row tiles, shares), one program attends a tile of (token, head of the group) rows of one KV head to a share;
     merge: (B, programs), one program merges every programs-th tile of a request's rows.
@@ -66,15 +66,16 @@ from ...primitives import paging
 from ...runtime import check, tuning
 from ...runtime.language import triton
 from ...runtime.launch import launcher
-from .gqa_decode import Output
+from .shared import paged_cache
+from .shared.attention import Output
 from .shared.split_attention import launch_attention
 
 MAX_QUERY = 256
 MAX_DRAFT_KEYS = 512
 
-# See `split_attention.ORDERED_TUNING`. From tiles of many rows, which read keys less often, to those of few, which
-# leave more programs: the first one is taken for which requests have from_rows rows for a KV head, and the batch
-# least_programs programs, with program_keys keys each.
+# See `split_attention.ORDERED_TUNING`. From tiles of many rows, which read keys less often, to tiles of few rows, which
+# give more programs. The first entry is taken whose from_rows rows for a KV head a request has, and whose
+# least_programs programs, with program_keys keys each, the batch has.
 _ROW = {"from_rows": 0, "least_programs": 0, "program_keys": 1 << 31, "max_rows": 64, "min_rows": 16,
         "tile_bytes": 16384, "share_keys": 128, "programs": 264, "merged_rows": 4, "merged_parts": 16, "num_warps": 4,
         "num_stages": 2}  # fmt: skip
@@ -86,7 +87,7 @@ TUNING = {
                  "maxnreg": 128},
         _MANY | {"least_programs": 32, "program_keys": 2048, "max_rows": 128, "num_warps": 8, "num_stages": 4},
         _MANY | {"tile_bytes": 8192, "merged_parts": 4, "num_stages": 3},
-        # for few rows, and for large heads: with the tensor cores' large instructions, though rows may be empty
+        # for few rows, and for large heads: rows may be empty, but the tensor cores' large instructions are used
         _ROW | {"min_rows": 64, "programs": 132, "num_stages": 4},
     ),
 }  # fmt: skip
@@ -99,7 +100,7 @@ def contract(values: dict) -> Output:
     if is_ragged:
         query = args.tensor("query", ("T", "Hq", "D"), check.FLOAT, contiguous=2)
         num_query, rows = args.integer("max_query", 1, MAX_QUERY), ("T",)
-        batch = paging.check_bounds(args, args.size("T"))
+        batch = paged_cache.check_bounds(args, args.size("T"))
         if values["num_draft_keys"] is not None:
             args.fail("num_draft_keys", "not be given with qo_indptr, which tells it", values["num_draft_keys"])
         if values["key_positions"] is not None:
@@ -118,8 +119,8 @@ def contract(values: dict) -> Output:
             if values["is_causal"] and num_keys < num_query:
                 args.fail("num_draft_keys", f"be at least Nq = {num_query} with is_causal", num_keys)
     paging.check_row_strides(args, "query", query, len(rows))
-    paging.check_cache(args, query.dtype, batch)
-    paging.check_logits(args)
+    paged_cache.check_cache(args, query.dtype, batch)
+    paged_cache.check_logits(args)
     num_rows = query.shape[0] if is_ragged else args.size("B") * num_query
     if bool(values["is_causal"]) == (values["tree_mask"] is not None):
         args.fail("tree_mask", "be given, or is_causal be True, and not both", f"is_causal={values['is_causal']}")
@@ -147,18 +148,18 @@ def contract(values: dict) -> Output:
 
 
 def _choose_tuning(values: dict, num_query: int) -> dict:
-    """The tuning row for the rows and the keys that there can be."""
+    """Returns the tuning entry for the most rows and keys that there can be."""
     query, table = values["query"], values["block_table"]
     num_heads, head_dim = query.shape[-2:]
     _, page_size, num_kv_heads, _ = values["k_cache"].shape
     num_rows = num_query * (num_heads // num_kv_heads)
-    # in the CSR form, of all requests together
+    # the CSR form has the pages of all requests together
     batch_size, num_pages = (1, len(values["kv_indices"])) if table is None else table.shape
     *rows, last = tuning.row(TUNING, query.device)
     for row in rows:
         row_tiles = batch_size * num_kv_heads * triton.cdiv(num_rows, row["max_rows"])
         programs = row_tiles * triton.cdiv(num_pages * page_size, row["program_keys"])
-        # registers hold so many rows only of heads that are not larger
+        # registers do not hold as many rows of larger heads
         if head_dim <= 128 and num_rows >= row["from_rows"] and programs >= row["least_programs"]:
             return row
     return last
@@ -196,7 +197,7 @@ def tree_attention(
     """Attends draft tokens to their prefix and their ancestors; shapes and layouts are in the module's docstring.
 
     num_draft_keys: Nk, keys of the draft block: the tree's nodes, or the beams of all levels drafted so far.
-    draft_key, draft_value: the draft block; without them it is read from the pool, behind the prefix.
+    draft_key, draft_value: the draft block; without them it is read from the pool, after the prefix.
     max_query: with qo_indptr, the most rows that a request can have.
     The page table is either block_table with seq_lens, or kv_indptr with kv_indices and last_page_len.
     sm_scale: factor of the logits, by default 1 / sqrt(D).

@@ -1,4 +1,4 @@
-"""Merges two tries of drafts into one: a model's, and what retrieval found behind or beside it.
+"""Merges two tries of drafts into one: a model's, and what retrieval found after or beside it.
 
 Computes
     The nodes of the first trie, then those of the other one, whose root is node attach[b] of the first, are put into an
@@ -7,7 +7,7 @@ Computes
 Shapes
     tokens         [B, M]   int    of nodes 1..M of the first trie; M <= 255
     parents        [B, M]   int    node of each one's parent, 0 the root, -1: no such node (as `tree_from_parents`)
-    other_tokens   [B, M2]  int    likewise of the other trie; M2 <= 255
+    other_tokens   [B, M2]  int    the same of the other trie; M2 <= 255
     other_parents  [B, M2]  int
     attach         [B]      int    node of the first trie; one that does not exist leaves the other trie out
     -> tokens      [B, K]   int64  K = num_speculative_tokens; -1 padded
@@ -15,7 +15,7 @@ Shapes
     -> num_drafts  [B]      int32
 Invariants
     Every output is written whole. Parents precede their children, siblings differ. A node whose parent does not precede
-    it, or whose token is below 0, does not exist, and neither does what hangs on it.
+    it, or whose token is below 0, does not exist, and neither do nodes below it.
 Grid
     (B,), one program merges the tries of one row, a node at a time.
 Launches
@@ -26,7 +26,7 @@ Traffic
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,22 +46,30 @@ class Output(NamedTuple):
 
 MAX_DRAFTS = 255
 
-# Not measured. One warp: nodes depend on one another, and reductions within a warp are the quickest.
+# Not measured. One warp: nodes depend on each other, and reductions within a warp are the quickest.
 TUNING = {"default": {"num_warps": 1}}
+
+
+class Trie(NamedTuple):
+    """The nodes of a trie, its root not among them: node i + 1 is at place i."""
+
+    tokens: Any  # [BLOCK_KEPT] int64
+    parents: Any  # [BLOCK_KEPT] int32
+    count: Any
 
 
 @triton.jit
 def _insert(
-    tokens_ptr, parents_ptr, root, kept_tokens, kept_parents, count, NUM_DRAFTS: tl.constexpr, NUM_KEPT: tl.constexpr,
-    BLOCK_NODE: tl.constexpr, BLOCK_KEPT: tl.constexpr,
+    trie, tokens_ptr, parents_ptr, root, NUM_DRAFTS: tl.constexpr, NUM_KEPT: tl.constexpr, BLOCK_NODE: tl.constexpr,
+    BLOCK_KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Puts the nodes of one row of a trie below node `root` (-1: nowhere). Returns the new trie, and where nodes are.
+    """Puts the nodes of one row of another trie below node `root` (-1: nowhere).
 
-    kept_tokens, kept_parents [BLOCK_KEPT]: node i + 1 of the new trie is at i.
+    Returns the trie with them, and of each node of the row, root first, its node there (-1: none).
     """
+    kept_tokens, kept_parents, count = trie
     node = tl.arange(0, BLOCK_NODE)
     place = tl.arange(0, BLOCK_KEPT)
-    # of each node of the row, root first, its node in the new trie; -1: it is not there
     moved = tl.where(node == 0, root, -1)
     for index in range(NUM_DRAFTS):
         token = tl.load(tokens_ptr + index).to(tl.int64)
@@ -76,7 +84,7 @@ def _insert(
         count += is_new.to(tl.int32)
         target = tl.where(is_new, count, tl.where(exists & (twin > 0), twin, -1))
         moved = tl.where(node == index + 1, target, moved)
-    return kept_tokens, kept_parents, count, moved
+    return Trie(kept_tokens, kept_parents, count), moved
 
 
 @triton.jit
@@ -102,25 +110,21 @@ def _merge_drafts_kernel(
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    kept_tokens = tl.full([BLOCK_KEPT], -1, tl.int64)
-    kept_parents = tl.full([BLOCK_KEPT], -1, tl.int32)
-    count = tl.full([], 0, tl.int32)
+    trie = Trie(tl.full([BLOCK_KEPT], -1, tl.int64), tl.full([BLOCK_KEPT], -1, tl.int32), tl.full([], 0, tl.int32))
     first, other = request * NUM_DRAFTS, request * NUM_OTHERS
-    kept_tokens, kept_parents, count, moved = _insert(
-        tokens_ptr + first, parents_ptr + first, 0, kept_tokens, kept_parents, count, NUM_DRAFTS, NUM_KEPT, BLOCK_NODE,
-        BLOCK_KEPT,
-    )  # fmt: skip
+    trie, moved = _insert(
+        trie, tokens_ptr + first, parents_ptr + first, 0, NUM_DRAFTS, NUM_KEPT, BLOCK_NODE, BLOCK_KEPT
+    )
     attach = tl.load(attach_ptr + request).to(tl.int64)
     root = tl.max(tl.where(tl.arange(0, BLOCK_NODE) == attach, moved, -1))
-    kept_tokens, kept_parents, count, moved = _insert(
-        other_tokens_ptr + other, other_parents_ptr + other, root, kept_tokens, kept_parents, count, NUM_OTHERS,
-        NUM_KEPT, BLOCK_OTHER, BLOCK_KEPT,
-    )  # fmt: skip
+    trie, _ = _insert(
+        trie, other_tokens_ptr + other, other_parents_ptr + other, root, NUM_OTHERS, NUM_KEPT, BLOCK_OTHER, BLOCK_KEPT
+    )
     place = tl.arange(0, BLOCK_KEPT)
     offset = request * NUM_KEPT + place
-    tl.store(merged_tokens_ptr + offset, kept_tokens, mask=place < NUM_KEPT)
-    tl.store(merged_parents_ptr + offset, kept_parents.to(tl.int64), mask=place < NUM_KEPT)
-    tl.store(num_drafts_ptr + request, count)
+    tl.store(merged_tokens_ptr + offset, trie.tokens, mask=place < NUM_KEPT)
+    tl.store(merged_parents_ptr + offset, trie.parents.to(tl.int64), mask=place < NUM_KEPT)
+    tl.store(num_drafts_ptr + request, trie.count)
 
 
 def contract(values: dict) -> Output:

@@ -1,4 +1,4 @@
-"""Looks up in a request's own text what came after its last tokens before: drafts without a model.
+"""Looks up what followed the last tokens earlier in a request's own text: drafts without a model.
 
 Computes
     h is the history: token_ids[b, :seq_len], then draft_tokens[b] up to the first negative one; its last token is the
@@ -20,11 +20,11 @@ Shapes
     -> tokens      [B, M]  int64  M = num_speculative_tokens; -1 padded
     -> parents     [B, M]  int64  node of each one's parent as `tree_from_parents` takes it, 0 the root; -1 padded
     -> num_drafts  [B]     int32
-    -> match_len   [B]     int32  length of the first match, whatever is left of its drafts; 0: there is none
+    -> match_len   [B]     int32  length of the first match, however many of its drafts are left; 0: no match
 Invariants
-    Every output is written whole. What stands behind seq_len and behind a row's drafts is of no account. Parents
-    precede their children, siblings differ. The result does not depend on L, on how a row is cut into parts, or, but
-    for token_budget, on other rows. Dead rows have no drafts.
+    Every output is written whole. Tokens past seq_len and past a row's drafts do not matter. Parents precede their
+    children, siblings differ. The result does not depend on L, on how a row is cut into parts, or, without a
+    token_budget, on other rows. Dead rows have no drafts.
 Grid
     (B, parts), one program scans one part of a row's history, in blocks; (B,), one program merges the matches of a
     row's parts and makes the trie; with token_budget (B,), one program cuts one trie.
@@ -63,6 +63,7 @@ from .shared.ngram import (
     take_first,
     zeros_as_bits,
 )
+from .shared.token_budget import cut_to_budget
 
 
 class Output(NamedTuple):
@@ -78,16 +79,15 @@ MAX_DRAFTS = 255
 MAX_NGRAM = 32
 MAX_MATCHES = 16
 
-# bench/results/NVIDIA_H100_80GB_HBM3/tuning/ngram_match.txt. A warp that scans alone waits for no other one.
-# BLOCK_TOKEN: a whole number of 16-byte loads of all lanes; a match is found among so many tokens at once, so trees,
-# which look for many, want few. programs: about so many scan, each as long as its part is; more parts than max_parts
-# only cost the merging program.
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/ngram_match.txt. A program of one warp waits for no other warp.
+# BLOCK_TOKEN: a whole number of 16-byte loads of all lanes; a match is searched in that many tokens at once, so trees,
+# which look for many matches, want few. programs: about how many scan; more parts than max_parts would only cost the
+# merging program.
 SCAN_TUNING = {
     "default": {"BLOCK_TOKEN": 1024, "programs": 4096, "max_parts": 256, "num_warps": 1},
     "sm_90": {"BLOCK_TOKEN": 512, "programs": 8192, "max_parts": 256, "num_warps": 1},
 }
 MERGE_TUNING = {"default": {"BLOCK_KEY": 256, "num_warps": 2}}
-BUDGET_TUNING = {"default": {"BLOCK_BATCH": 256, "num_warps": 1}}
 
 
 @triton.jit(do_not_specialize=["stride_token_ids_request", "width", "min_ngram_size", "max_ngram_size"])
@@ -114,7 +114,7 @@ def _ngram_match_scan_kernel(
     BLOCK_NGRAM: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Finds the best matches that end in one part of one row, but for its last few tokens, which fill no vector."""
+    """Finds the best matches that end in one part of one row, except in its last few tokens, which fill no vector."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -135,7 +135,7 @@ def _ngram_match_scan_kernel(
     last_block = tl.where(is_last, last_block, first_block)
     slot = tl.arange(0, BLOCK_MATCH)
     kept = tl.where(slot < MAX_MATCHES, 0, 2**62).to(tl.int64)
-    # nothing shorter than this is of use any more; the order of blocks is that of preference, so nothing as long either
+    # only longer matches are of use from now on: blocks come in the order of preference
     worst_size = min_ngram_size - 1
     done = 0
     while (first_block + done < last_block) & (worst_size < max_ngram_size):
@@ -144,11 +144,11 @@ def _ngram_match_scan_kernel(
             block = last_block - 1 - done
         position = block * BLOCK_TOKEN + tl.arange(0, BLOCK_TOKEN)
         token = tl.load(row_ptr + position, mask=position < num_vectors * VECTOR, other=-1)
-        # 0 where a match may end; of rare tokens most blocks have none
+        # 0 where a match may end; most blocks have no such place if the token is rare
         difference = token ^ last
         if smallest(difference) == 0:
             difference = tl.where(position < length - 1, difference, -1)
-            if worst_size > 0:  # where the longer ones go on
+            if worst_size > 0:  # only where a match may be longer
                 difference = add_difference(difference, history, position, worst_size)
             place, ends = take_first(zeros_as_bits(difference, VECTOR), VECTOR, IS_LATEST)
             while (place >= 0) & (worst_size < max_ngram_size):
@@ -156,12 +156,12 @@ def _ngram_match_scan_kernel(
                 size = match_length(history, end, max_ngram_size, BLOCK_NGRAM)
                 key = end_keys(history, end, size, min_ngram_size, IS_LATEST)
                 if (size >= min_ngram_size) & (key == 0):
-                    # nothing follows this one, and maybe others
+                    # nothing follows this match, and perhaps others
                     may_end = (difference == 0) & (position + 1 < committed)
                     following = tl.load(row_ptr + position + 1, mask=may_end, other=0)
                     difference = tl.where(following < 0, -1, difference)
                     ends &= zeros_as_bits(difference, VECTOR)
-                if size <= worst_size:  # where this one breaks off, and with it maybe all others
+                if size <= worst_size:  # exclude all that differ where this one does
                     difference = add_difference(difference, history, position, size)
                     ends &= zeros_as_bits(difference, VECTOR)
                 kept = keep_if_better(kept, key, BLOCK_MATCH)
@@ -237,7 +237,7 @@ def _ngram_match_merge_kernel(
     first = request * NUM_DRAFTS
     count, longest = merge_paths(
         history, tl.where(slot < MAX_MATCHES, kept, 0), spec_steps, limit.to(tl.int32), tokens_ptr + first,
-        parents_ptr + first, IS_LATEST, BLOCK_MATCH, BLOCK_NODE,
+        parents_ptr + first, IS_LATEST=IS_LATEST, BLOCK_MATCH=BLOCK_MATCH, BLOCK_NODE=BLOCK_NODE,
     )  # fmt: skip
     node = tl.arange(0, BLOCK_NODE)
     is_padding = (node >= count) & (node < NUM_DRAFTS)
@@ -246,43 +246,6 @@ def _ngram_match_merge_kernel(
     tl.store(parents_ptr + first + node, nothing, mask=is_padding)
     tl.store(num_drafts_ptr + request, count)
     tl.store(match_len_ptr + request, longest)
-
-
-@triton.jit(do_not_specialize=["batch_size", "token_budget"])
-def _ngram_match_budget_kernel(
-    # inputs
-    seq_lens_ptr,
-    wanted_ptr,
-    # outputs
-    tokens_ptr,
-    parents_ptr,
-    num_drafts_ptr,
-    # sizes
-    batch_size,
-    token_budget,
-    NUM_DRAFTS: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """Cuts one row's trie to what the budget leaves it."""
-    await_predecessor(ENABLE_PDL)
-    request = tl.program_id(0).to(tl.int64)
-    num_live = tl.zeros([BLOCK_BATCH], tl.int64)
-    before = tl.zeros([BLOCK_BATCH], tl.int64)
-    for start in range(0, batch_size, BLOCK_BATCH):
-        other = start + tl.arange(0, BLOCK_BATCH)
-        num_live += (tl.load(seq_lens_ptr + other, mask=other < batch_size, other=0) > 0).to(tl.int64)
-        before += tl.load(wanted_ptr + other, mask=other < request, other=0).to(tl.int64)
-    room = tl.maximum(tl.maximum(token_budget - tl.sum(num_live), 0) - tl.sum(before), 0)
-    wanted = tl.load(wanted_ptr + request)
-    granted = tl.minimum(wanted.to(tl.int64), room).to(tl.int32)
-    tl.store(num_drafts_ptr + request, granted)
-    node = tl.arange(0, BLOCK_NODE)
-    is_cut = (node >= granted) & (node < wanted)
-    nothing = tl.full([BLOCK_NODE], -1, tl.int64)
-    tl.store(tokens_ptr + request * NUM_DRAFTS + node, nothing, mask=is_cut)
-    tl.store(parents_ptr + request * NUM_DRAFTS + node, nothing, mask=is_cut)
 
 
 def contract(values: dict) -> Output:
@@ -330,7 +293,7 @@ def ngram_match(
 
     num_speculative_tokens: M, most drafts of a row, 1..255.
     spec_steps: most drafts of a path; None: M.
-    max_ngram_size, min_ngram_size: so many last tokens are looked for, 1 <= min <= max <= 32.
+    max_ngram_size, min_ngram_size: how many last tokens are looked for, 1 <= min <= max <= 32.
     max_matches: 1 drafts a chain; more, up to 16, a tree.
     prefer: "latest" or "earliest", among matches of one length.
     token_budget: most tokens that the batch verifies, the root of every live row counted; None: no limit.
@@ -389,30 +352,16 @@ def ngram_match(
         spec_steps=min(spec_steps or num_speculative_tokens, num_speculative_tokens),
         NUM_DRAFTS=num_speculative_tokens,
         BLOCK_NODE=block_node,
-        # the tokens that fill no vector, and the given drafts behind them
+        # the tokens that fill no vector, and the given drafts after them
         BLOCK_TAIL=triton.next_power_of_2(num_given + 4),
         **merge,
     )
     if has_budget:
-        launch(
-            "ngram_match",
-            _ngram_match_budget_kernel,
-            (batch_size,),
-            seq_lens_ptr=seq_lens,
-            wanted_ptr=wanted,
-            tokens_ptr=out.tokens,
-            parents_ptr=out.parents,
-            num_drafts_ptr=out.num_drafts,
-            batch_size=batch_size,
-            token_budget=token_budget,
-            NUM_DRAFTS=num_speculative_tokens,
-            BLOCK_NODE=block_node,
-            **tuning.row(BUDGET_TUNING, device),
-        )
+        cut_to_budget("ngram_match", seq_lens, wanted, out.tokens, out.parents, out.num_drafts, token_budget)
     return out
 
 
 def _num_parts(batch_size: int, width: int, scan: dict) -> int:
-    """Into how many parts each row is cut: enough programs for a GPU, none without a block in a row that is full."""
+    """Returns the parts that each row is cut into: enough programs for a GPU, each with a block of a full row."""
     wanted = math.ceil(scan["programs"] / max(batch_size, 1))
     return max(1, min(wanted, scan["max_parts"], math.ceil(width / scan["BLOCK_TOKEN"])))

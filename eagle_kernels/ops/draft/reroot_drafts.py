@@ -1,11 +1,11 @@
-"""Moves a trie of drafts to a later root: what is left of it below the tokens that were committed since it was made.
+"""Moves a trie of drafts to a later root: keeps what is below the tokens that were committed since it was made.
 
 Computes
     A drafter on the host is a step behind the device: while it looks for drafts, the tokens of that step are verified.
-    From the root, path[b] leads down, each token to the child that carries it, the first of several. If all of it is
-    there, the descendants of the node that it reaches, at most spec_steps below it, in their order, the first
-    num_speculative_tokens of them, are the drafts of a new root. If not, there are none. A path ends at its first
-    token below 0; an empty one stays at the root.
+    From the root path[b] leads down, each token to the first child that carries it. If the whole path is in the trie,
+    the node at its end is a new root; its drafts are the first num_speculative_tokens of its descendants at most
+    spec_steps below it, in their order. If not, there are none. A path ends at its first token below 0; an empty one
+    stays at the root.
 Shapes
     tokens   [B, M]  int    of nodes 1..M; M <= 1023
     parents  [B, M]  int    node of each one's parent, 0 the root, -1: no such node (as `tree_from_parents` takes them)
@@ -15,7 +15,7 @@ Shapes
     -> num_drafts  [B]     int32
 Invariants
     Every output is written whole. Parents precede their children. A node whose parent does not precede it, or whose
-    token is below 0, does not exist, and neither does what hangs on it.
+    token is below 0, does not exist, and neither do nodes below it.
 Grid
     (B,), one program moves one trie.
 Launches
@@ -95,7 +95,7 @@ def _reroot_drafts_kernel(
     depth = depths(below, NUM_ROUNDS)
     is_under = ancestor_word((node == root).to(tl.int32), below, NUM_ROUNDS) != 0
     is_kept = is_under & (depth > 0) & (depth <= spec_steps)
-    # the root's number is 0, and so is that of nodes before the first that is kept
+    # the number of the root is 0, and that of nodes that are not kept too
     number = tl.cumsum(is_kept.to(tl.int32), 0)
     number = tl.where(is_kept, number, 0)
     new_parent = tl.gather(number, tl.maximum(parent, 0), 0)

@@ -5,34 +5,34 @@ Computes
     first of the request's N slots: source_locs lists the slots of the path, target_locs as many from the front
     (SGLang's fill_accept_out_cache_loc, fill_front_out_cache_loc). source_locs alone are the accepted slots where they
     lie, for pools that do not move. Without accept_index the tree is a chain, whose path is its first nodes.
-    The slots behind the path are free, but for the rest of the page that its last token is in: of the request's N, in
-    the order of their tokens, all from token ceil((seq_len + a + 1) / P) * P on, a = accept_token_num (SGLang's
-    get_src_tgt_cache_loc and get_target_cache_loc). free_token_num says instead how many of the last slots are.
+    The slots after the path are free, except the rest of the page with its last token: of the request's N slots, in the
+    order of their tokens, all from token ceil((seq_len + a + 1) / P) * P on, a = accept_token_num (SGLang's
+    get_src_tgt_cache_loc and get_target_cache_loc). free_token_num says instead how many of the last slots are free.
 Shapes
     cache_locs         [B * N]          int    slots of the nodes; or of the requests' next N tokens, node 0 first
     accept_token_num   [B]              int    accepted drafts, the bonus and the root not counted; None: the path is
                                                as long as accept_index has nodes
     accept_index       [B, W]           int    b * N + node, -1 padded; None: a chain, W = N
     seq_lens           [B]              int    committed length before this step; None: nothing is free
-    free_token_num     [B]              int    in place of seq_lens
+    free_token_num     [B]              int    instead of seq_lens
     num_verify_tokens  int                     N
     page_size          int                     P
     capacity           int                     room for the path's slots; None: B * W, enough always
     free_capacity      int                     room for free slots; None: B * N, enough always (0 if nothing is free)
     -> path_indptr     [B + 1]          int32  where a request's path starts, limited to capacity
     -> source_locs     [capacity]       int64  slots to copy from, -1 in the unused tail; int32 if `out` is
-    -> target_locs     [capacity]       int64  slots to copy to, likewise
+    -> target_locs     [capacity]       int64  slots to copy to, in the same form
     -> free_indptr     [B + 1]          int32  where a request's free slots start, limited to free_capacity
     -> free_locs       [free_capacity]  int64  free slots, -1 in the unused tail; int32 if `out` is
     -> overflow        [2]              int32  the room that paths and free slots need if it exceeds theirs, else 0
     B * N and B * W are at most 2^31 - 1024.
 Invariants
-    Every output is written whole, but for unused tails with keep_unused. What exceeds a capacity is not written, and
+    Every output is written whole, except unused tails with keep_unused. What exceeds a capacity is not written, and
     no bound exceeds it. Path entries outside the request's N nodes are left out, so a dead request, whose entries are
     -1 or whose accept_token_num is negative, moves nothing; one whose first entry is left out frees nothing either.
     Slots below 0 are -1, and of a pair one of whose slots is -1 both are. No slot is free that is a target, unless
-    free_token_num says so. Along an ascending path a slot is a source, if at all, before it is a target: a mover may go
-    through a request's pairs in order.
+    free_token_num says so. Along an ascending path a slot is a source, if at all, before it is a target: the pairs of a
+    request may be moved in order.
 Grid
     (max(B, 1),), one program lists what belongs to one request and its share of the unused tails.
 Launches
@@ -43,7 +43,7 @@ Traffic
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -75,43 +75,42 @@ class Output(NamedTuple):
 TUNING = {"default": {"BLOCK_ENTRY": 256, "num_warps": 2}}
 
 
+class Paths(NamedTuple):
+    """The accepted paths of all requests."""
+
+    accept_index_ptr: Any  # None: chains
+    accept_token_num_ptr: Any  # None: a path is as long as accept_index has nodes
+    width: Any  # the most nodes of a path
+    num_nodes: Any  # of each request's tree
+
+
 @triton.jit
-def _read_path(accept_index_ptr, accept_token_num_ptr, request, depth, is_wanted, path_width, num_nodes):
-    """The nodes int32 at these depths of the paths of one or many requests, -1 for none."""
-    if accept_index_ptr is None:
+def _read_path(paths, request, depth, is_wanted):
+    """Returns the nodes int32 at these depths of the paths of one or several requests, -1 for none."""
+    if paths.accept_index_ptr is None:
         node = (depth + request * 0).to(tl.int64)
     else:
-        index = tl.load(accept_index_ptr + request * path_width + depth, mask=is_wanted, other=-1)
-        node = index.to(tl.int64) - request * num_nodes
-    is_node = is_wanted & (node >= 0) & (node < num_nodes)
-    if accept_token_num_ptr is not None:
-        accepted = tl.load(accept_token_num_ptr + request, mask=is_wanted, other=-1)
+        index = tl.load(paths.accept_index_ptr + request * paths.width + depth, mask=is_wanted, other=-1)
+        node = index.to(tl.int64) - request * paths.num_nodes
+    is_node = is_wanted & (node >= 0) & (node < paths.num_nodes)
+    if paths.accept_token_num_ptr is not None:
+        accepted = tl.load(paths.accept_token_num_ptr + request, mask=is_wanted, other=-1)
         is_node &= depth <= accepted
     return tl.where(is_node, node, -1).to(tl.int32)
 
 
 @triton.jit
-def _count_free(
-    accept_index_ptr,
-    accept_token_num_ptr,
-    seq_lens_ptr,
-    free_token_num_ptr,
-    request,
-    is_wanted,
-    path_width,
-    num_nodes,
-    PAGE_SIZE: tl.constexpr,
-):
-    """How many int32 of the last slots of one or many requests are free."""
-    has_root = is_wanted & (path_width > 0)
-    root = _read_path(accept_index_ptr, accept_token_num_ptr, request, 0, has_root, path_width, num_nodes)
+def _count_free(paths, seq_lens_ptr, free_token_num_ptr, request, is_wanted, PAGE_SIZE: tl.constexpr):
+    """Returns how many int32 of the last slots of one or several requests are free."""
+    has_root = is_wanted & (paths.width > 0)
+    root = _read_path(paths, request, 0, has_root)
     if free_token_num_ptr is not None:
-        count = tl.minimum(read_lengths(free_token_num_ptr, request, is_wanted), num_nodes)
+        count = tl.minimum(read_lengths(free_token_num_ptr, request, is_wanted), paths.num_nodes)
     elif seq_lens_ptr is not None:
         seq_len = read_lengths(seq_lens_ptr, request, is_wanted)
-        length = seq_len + read_lengths(accept_token_num_ptr, request, is_wanted) + 1
+        length = seq_len + read_lengths(paths.accept_token_num_ptr, request, is_wanted) + 1
         kept = (length + PAGE_SIZE - 1) // PAGE_SIZE * PAGE_SIZE - seq_len
-        count = tl.maximum(num_nodes - kept, 0)
+        count = tl.maximum(paths.num_nodes - kept, 0)
     else:
         count = (request * 0).to(tl.int64)
     return tl.where(root >= 0, count, 0).to(tl.int32)
@@ -144,23 +143,21 @@ def _accepted_cache_locs_kernel(
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
-    # `contract` sees to it that int32 is enough for all entries and slots; divisions of int64 would take longer than
+    # `contract` ensures that int32 is enough for all entries and slots; divisions of int64 would take longer than
     # all the rest
     own = tl.program_id(0)
     num_requests = tl.num_programs(0)
     is_live = own < batch_size  # an empty batch has one program, for its bounds and tails
     entry = tl.arange(0, BLOCK_ENTRY)
+    paths = Paths(accept_index_ptr, accept_token_num_ptr, path_width, num_verify_tokens)
 
-    # what lies before the request's lists: of paths and free slots of all requests, before anything is written
+    # what lies before the request's lists, from paths and free slots of all requests, before anything is written
     path_before = tl.zeros([BLOCK_ENTRY], tl.int32)
     path_total = tl.zeros([BLOCK_ENTRY], tl.int32)
     for start in range(0, batch_size * path_width, BLOCK_ENTRY):
         place = start + entry
         request = place // path_width
-        node = _read_path(
-            accept_index_ptr, accept_token_num_ptr, request, place - request * path_width,
-            place < batch_size * path_width, path_width, num_verify_tokens,
-        )  # fmt: skip
+        node = _read_path(paths, request, place - request * path_width, place < batch_size * path_width)
         is_node = (node >= 0).to(tl.int32)
         path_before += tl.where(request < own, is_node, 0)
         path_total += is_node
@@ -168,16 +165,10 @@ def _accepted_cache_locs_kernel(
     free_total = tl.zeros([BLOCK_ENTRY], tl.int32)
     for start in range(0, batch_size, BLOCK_ENTRY):
         request = start + entry
-        counts = _count_free(
-            accept_index_ptr, accept_token_num_ptr, seq_lens_ptr, free_token_num_ptr, request, request < batch_size,
-            path_width, num_verify_tokens, PAGE_SIZE,
-        )  # fmt: skip
+        counts = _count_free(paths, seq_lens_ptr, free_token_num_ptr, request, request < batch_size, PAGE_SIZE)
         free_before += tl.where(request < own, counts, 0)
         free_total += counts
-    num_free = _count_free(
-        accept_index_ptr, accept_token_num_ptr, seq_lens_ptr, free_token_num_ptr, own, is_live,
-        path_width, num_verify_tokens, PAGE_SIZE,
-    )  # fmt: skip
+    num_free = _count_free(paths, seq_lens_ptr, free_token_num_ptr, own, is_live, PAGE_SIZE)
     path_begin, all_paths = tl.sum(path_before), tl.sum(path_total)
     free_begin, all_free = tl.sum(free_before), tl.sum(free_total)
 
@@ -186,10 +177,7 @@ def _accepted_cache_locs_kernel(
     num_own = tl.zeros([], tl.int32)
     for start in range(0, tl.where(is_live, path_width, 0), BLOCK_ENTRY):
         depth = start + entry
-        node = _read_path(
-            accept_index_ptr, accept_token_num_ptr, own + entry * 0, depth, depth < path_width, path_width,
-            num_verify_tokens,
-        )  # fmt: skip
+        node = _read_path(paths, own + entry * 0, depth, depth < path_width)
         is_node = node >= 0
         rank = num_own + tl.cumsum(is_node.to(tl.int32), 0) - 1
         source = tl.load(own_locs_ptr + node, mask=is_node, other=-1).to(tl.int64)
@@ -286,9 +274,9 @@ def accepted_cache_locs(
     """Lists the moves that make accepted paths contiguous, and the slots that are free; see the module's docstring.
 
     num_verify_tokens: N, nodes of each request's tree, which cache_locs and accept_index count in.
-    page_size: pages that are in part in use are not freed.
-    capacity, free_capacity: room for paths and for free slots; `overflow` tells on the device when it was too little.
-    keep_unused: with `out` only, what lies behind the lists stays as it is instead of -1.
+    page_size: pages that are partly used are not freed.
+    capacity, free_capacity: room for paths and for free slots; `overflow` says on the device when it was too little.
+    keep_unused: with `out` only, what comes after the lists stays as it is instead of -1.
     """
     contracted = contract(locals())
     out = check.allocate("accepted_cache_locs", contracted, out)

@@ -76,7 +76,7 @@ def contract(values: dict) -> None:
 
 @launcher
 def align_evict_mask_to_page_size(seq_lens: torch.Tensor, evict_mask: torch.Tensor, *, page_size: int) -> None:
-    """Clears the marks of every request's last page in part in use, in place; see the module's docstring.
+    """Clears the marks of every request's last page where it is partly used, in place; see the module's docstring.
 
     page_size: P, of the KV pool.
     """

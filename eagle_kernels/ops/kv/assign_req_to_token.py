@@ -7,7 +7,7 @@ Shapes
     req_pool_indices  [B]     int    the request's row of req_to_token
     req_to_token      [R, C]  int    in place; rows may be strided
     starts            [B]     int    the first token that gets a slot
-    ends              [B]     int    behind the last one
+    ends              [B]     int    after the last one
     cache_locs        [T]     int    slots of all requests
 Invariants
     Nothing outside the columns starts..ends - 1 of the requests' rows is written. A slot for a column past C or for a
@@ -27,10 +27,11 @@ from __future__ import annotations
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.slots import ROW_SIZES, check_rows, find_row, read_lengths, row_arguments
+from ...primitives.slots import read_lengths
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.rows import ROW_SIZES, check_rows, find_row, row_arguments
 
 MUTATES = ("req_to_token",)
 

@@ -15,7 +15,7 @@ Shapes
     -> kv_indices      [capacity]   int32  pool slots, -1 in the unused tail; int64 if `out` is
     -> overflow        [1]          int32  the room that was needed if it exceeds capacity, else 0
 Invariants
-    Every output is written whole, but for the unused tail with keep_unused. Indices past `capacity` are not written,
+    Every output is written whole, except the unused tail with keep_unused. Indices past `capacity` are not written,
     and no bound exceeds it. Columns past C and rows outside 0..R - 1 are not read; their entries are -1. A request of
     fewer than N tokens has empty lists for those that are missing, its first ones; negative lengths count as 0.
 Grid
@@ -36,20 +36,16 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.slots import (
     MAX_CAPACITY,
-    ROW_SIZES,
     check_capacity,
     check_keep_unused,
-    check_rows,
     fill_unused,
-    find_row,
     read_lengths,
-    read_slots,
-    row_arguments,
     store_overflow,
 )
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.rows import ROW_SIZES, check_rows, find_row, read_slots, row_arguments
 
 
 class Output(NamedTuple):
@@ -65,8 +61,8 @@ TUNING = {"default": {"BLOCK_INDEX": 512, "max_chunks": 32, "num_warps": 4}}
 
 @triton.jit
 def _count(kv_len, num_tokens, chain_length):
-    """Indices of the first num_tokens tokens of a chain: the sum of their lists' lengths."""
-    num_empty = tl.maximum(chain_length - 1 - kv_len, 0)  # the request has not as many tokens
+    """Counts the indices of the first num_tokens tokens of a chain: the sum of their lists' lengths."""
+    num_empty = tl.maximum(chain_length - 1 - kv_len, 0)  # the request has fewer tokens
     num_lists = tl.maximum(num_tokens - num_empty, 0)
     shortest = kv_len - chain_length + 1 + num_empty
     return num_lists * shortest + num_lists * (num_lists - 1) // 2
@@ -164,8 +160,8 @@ def chain_kv_indices(
     """Lists the slots that every token of a chain attends to; shapes and layouts are in the module's docstring.
 
     num_verify_tokens: N, tokens of a chain, its root included.
-    capacity: room for all indices; N * (sum of kv_lens) suffices, and `overflow` tells on the device when it was less.
-    keep_unused: with `out` only, what lies behind the indices stays as it is instead of -1.
+    capacity: room for all indices; N * (sum of kv_lens) suffices, and `overflow` says on the device when it was less.
+    keep_unused: with `out` only, what comes after the indices stays as it is instead of -1.
     """
     contracted = contract(locals())
     out = check.allocate("chain_kv_indices", contracted, out)

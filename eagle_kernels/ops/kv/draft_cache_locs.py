@@ -9,9 +9,9 @@ Computes
         p p p p p p p p|p x x x x x . .|c x x x x x . .
           whole pages  |   branch 0    |   branch 1
 
-    There attention that reads whole pages needs the prefix's partial last page in front of every branch, but branch 0,
-    whose first page it is. source_locs and target_locs list what to copy for that: for each branch k >= 1 the
-    seq_len % P slots behind the last full page, and the slots in front of the branch (SGLang's
+    There attention that reads whole pages needs the prefix's partial last page in front of every branch except branch
+    0, whose first page it is. source_locs and target_locs list what to copy for that: for each branch k >= 1 the
+    seq_len % P slots after the last full page, and the slots in front of the branch (SGLang's
     duplicate_prefix_tail_to_draft_branches).
 Shapes
     req_pool_indices  [B]                     int    the request's row of req_to_token
@@ -25,7 +25,7 @@ Shapes
     -> positions      [B * K]                 int64  seq_len, the position of a branch's first draft; int32 if `out` is
     -> copy_indptr    [B + 1]                 int32  where a request's copies start, limited to capacity
     -> source_locs    [capacity]              int64  slots to copy from, -1 in the unused tail; int32 if `out` is
-    -> target_locs    [capacity]              int64  slots to copy to, likewise
+    -> target_locs    [capacity]              int64  slots to copy to, in the same form
     -> overflow       [1]                     int32  the room that the copies need if it exceeds capacity, else 0
 Invariants
     Every output is written whole. Copies past `capacity` are not written, and no bound exceeds it. Columns past C and
@@ -46,22 +46,11 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.slots import (
-    MAX_CAPACITY,
-    ROW_SIZES,
-    check_capacity,
-    check_rows,
-    fill_unused,
-    find_row,
-    first_draft_column,
-    read_lengths,
-    read_slots,
-    row_arguments,
-    store_overflow,
-)
+from ...primitives.slots import MAX_CAPACITY, check_capacity, fill_unused, read_lengths, store_overflow
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.rows import ROW_SIZES, check_rows, find_row, first_draft_column, read_slots, row_arguments
 
 
 class Output(NamedTuple):
@@ -208,7 +197,7 @@ def draft_cache_locs(
     """Lists the slots that the draft steps write, and what to copy before; see the module's docstring.
 
     topk: K, branches a request. num_steps: draft steps, 1..64.
-    capacity: room for the copies; (K - 1) * (sum of seq_lens % P) suffices, and `overflow` tells on the device when it
+    capacity: room for the copies; (K - 1) * (sum of seq_lens % P) suffices, and `overflow` says on the device when it
     was less. None: room for any lengths.
     is_step_major: lays the slots out step by step, so that those of one step lie together.
     """

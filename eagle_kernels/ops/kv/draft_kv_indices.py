@@ -5,7 +5,7 @@ Computes
     prefix tokens, then of its s + 1 own draft tokens (SGLang's generate_draft_decode_kv_indices). Draft token j of
     branch k is in column seq_len + k * num_steps + j of the request's row where page_size or topk is 1; else every
     branch has its own pages: seq_len // P * P + k * ceil((seq_len % P + num_steps) / P) * P + seq_len % P + j.
-    A window of W tokens drops what lies before it, but for the first sink_size tokens of the prefix:
+    A window of W tokens drops what lies before it, except the first sink_size tokens of the prefix:
     of the prefix           the last W tokens of the prefix stay, and all drafts: the same prefix at every step
     window_counts_drafts    the last W of prefix and drafts together stay (generate_draft_decode_window_kv_indices): the
                             window moves on by a token each step, past the first drafts too where it is short
@@ -24,7 +24,7 @@ Shapes
     -> overflow       [1]                       int32  the room that the last step needs if it exceeds capacity, else 0
     Rows of the two matrices in `out` may be strided.
 Invariants
-    Every output is written whole, but for the unused tail with keep_unused. Indices past `capacity` are not written,
+    Every output is written whole, except the unused tail with keep_unused. Indices past `capacity` are not written,
     and no bound exceeds it. Columns past C and rows outside 0..R - 1 are not read; their entries are -1. Negative
     lengths count as 0.
 Grid
@@ -47,21 +47,16 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.slots import (
     MAX_CAPACITY,
-    ROW_SIZES,
     check_capacity,
     check_keep_unused,
-    check_rows,
     fill_unused,
-    find_row,
-    first_draft_column,
     read_lengths,
-    read_slots,
-    row_arguments,
     store_overflow,
 )
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.rows import ROW_SIZES, check_rows, find_row, first_draft_column, read_slots, row_arguments
 
 
 class Output(NamedTuple):
@@ -79,7 +74,7 @@ TUNING = {"default": {"BLOCK_INDEX": 512, "max_chunks": 32, "num_warps": 4}}
 
 @triton.jit
 def _window(seq_len, num_drafts, window_size, sink_size):
-    """What a branch keeps whose window counts so many drafts: (tokens of the sink, prefix and drafts from where on)."""
+    """Returns what a branch keeps if its window counts num_drafts drafts: (sink tokens, first of prefix, of drafts)."""
     sink = tl.minimum(seq_len, sink_size)
     first = seq_len + num_drafts - window_size
     return sink, tl.minimum(tl.maximum(first, sink), seq_len), tl.maximum(first - seq_len, 0)
@@ -87,7 +82,7 @@ def _window(seq_len, num_drafts, window_size, sink_size):
 
 @triton.jit
 def _count(seq_len, num_drafts, window_size, sink_size):
-    """How many indices that are."""
+    """Returns how many indices that makes."""
     sink, recent, draft = _window(seq_len, num_drafts, window_size, sink_size)
     return sink + seq_len - recent + num_drafts - draft
 
@@ -129,7 +124,7 @@ def _draft_kv_indices_kernel(
     branch = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     num_chunks = tl.num_programs(1)
-    # a program has all steps, or where the prefix is another one at every step its own one
+    # a program has all steps, or one where the prefix differs from step to step
     first_step = tl.program_id(2)
     stop_step = first_step + 1 if COUNTS_DRAFTS else NUM_STEPS
     request = branch // TOPK
@@ -140,7 +135,7 @@ def _draft_kv_indices_kernel(
         req_pool_indices_ptr, req_to_token_ptr, request, is_live, num_rows, stride_req_to_token_row
     )
     num_drafts = first_step + 1
-    # what a window counts that ends with the prefix: no drafts
+    # a window that ends with the prefix counts no drafts
     window_drafts = num_drafts if COUNTS_DRAFTS else 0
     drafts_apart = 0 if COUNTS_DRAFTS else num_drafts
     before = tl.zeros([BLOCK_BATCH], tl.int64)
@@ -155,13 +150,13 @@ def _draft_kv_indices_kernel(
     sink, recent, draft_start = _window(seq_len, window_drafts, window_size, sink_size)
     num_entries = sink + seq_len - recent  # of the prefix
     own_count = _count(seq_len, window_drafts, window_size, sink_size) + drafts_apart
-    # where the branch's indices start, and where the unused tail does; at a further step all have one more before them
+    # where the branch's indices start, and the unused tail; at each further step every earlier branch has one more
     begin = tl.sum(before) * TOPK + branch % TOPK * own_count
     tail = tl.sum(total) * TOPK
     num_branches = batch_size.to(tl.int64) * TOPK
 
     # prefix: read once, written to every step
-    index = tl.arange(0, BLOCK_INDEX).to(tl.uint32)  # unsigned: places past the largest capacity do not turn negative
+    index = tl.arange(0, BLOCK_INDEX).to(tl.uint32)  # unsigned: places past the largest capacity do not become negative
     skipped = (recent - sink).to(tl.uint32)
     stop = tl.minimum(num_entries, capacity).to(tl.int32)
     for start in range(chunk * BLOCK_INDEX, stop, num_chunks * BLOCK_INDEX):
@@ -243,10 +238,10 @@ def draft_kv_indices(
 
     topk: K, branches a request. num_steps: draft steps, 1..64.
     capacity: room for the indices of one step; K * (sum of seq_lens + B * num_steps) suffices, with a window
-    K * B * (window_size + sink_size + num_steps), and `overflow` tells on the device when it was less.
-    page_size: of the KV pool; it decides where a branch's draft slots are, the indices are token slots all the same.
+    K * B * (window_size + sink_size + num_steps), and `overflow` says on the device when it was less.
+    page_size: of the KV pool; it decides where a branch's draft slots are; the indices are token slots anyway.
     window_size, sink_size, window_counts_drafts: what of the prefix, and of the drafts, a branch attends to.
-    keep_unused: with `out` only, what lies behind a step's indices stays as it is instead of -1.
+    keep_unused: with `out` only, what comes after a step's indices stays as it is instead of -1.
     """
     contracted = contract(locals())
     out = check.allocate("draft_kv_indices", contracted, out)
@@ -265,7 +260,7 @@ def draft_kv_indices(
         **row_arguments(req_pool_indices, req_to_token),
         batch_size=batch_size,
         capacity=capacity,
-        # without a window one that nothing lies before: the kernel has no other case for it
+        # no window is a window that leaves nothing out: the kernel has no other case
         window_size=window_size or MAX_CAPACITY,
         sink_size=sink_size,
         stride_kv_indptr_step=out.kv_indptr.stride(0),

@@ -2,13 +2,13 @@
 
 Computes
     The slots of the tokens starts[b] .. ends[b] - 1 of request b, those of all requests one after another, and the
-    tokens' positions beside them (SGLang's assign_extend_cache_locs). With num_tokens every request has that many, from
-    starts[b] on (its uniform variant), as when N nodes are to be verified behind each prefix.
+    tokens' positions with them (SGLang's assign_extend_cache_locs). With num_tokens every request has that many, from
+    starts[b] on (its uniform variant), as for N nodes to verify after each prefix.
 Shapes
     req_pool_indices  [B]          int    the request's row of req_to_token
     req_to_token      [R, C]       int    the pool slot of every token; rows may be strided
     starts            [B]          int    the first token
-    ends              [B]          int    behind the last one; or
+    ends              [B]          int    after the last one; or
     num_tokens        int                 tokens of every request
     capacity          int                 room for all slots, with ends; with num_tokens it is B * num_tokens
     -> indptr         [B + 1]      int32  where a request's slots start, limited to capacity
@@ -17,7 +17,7 @@ Shapes
                                           if `out` is
     -> overflow       [1]          int32  the room that was needed if it exceeds capacity, else 0
 Invariants
-    Every output is written whole, but for the unused tail with keep_unused. Entries past `capacity` are not written,
+    Every output is written whole, except the unused tail with keep_unused. Entries past `capacity` are not written,
     and no bound exceeds it. Columns past C and rows outside 0..R - 1 are not read; their slots are -1. Negative starts
     and ends count as 0, a range that ends before it starts is empty.
 Grid
@@ -38,20 +38,16 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.slots import (
     MAX_CAPACITY,
-    ROW_SIZES,
     check_capacity,
     check_keep_unused,
-    check_rows,
     fill_unused,
-    find_row,
     read_lengths,
-    read_slots,
-    row_arguments,
     store_overflow,
 )
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.rows import ROW_SIZES, check_rows, find_row, read_slots, row_arguments
 
 
 class Output(NamedTuple):
@@ -175,9 +171,9 @@ def extend_cache_locs(
     """Lists slots and positions of a range of every request's tokens; shapes are in the module's docstring.
 
     ends, capacity: ranges of different lengths, and room for all of them; the sum of ends - starts suffices, and
-    `overflow` tells on the device when it was less.
-    num_tokens: in place of both, as many tokens of every request.
-    keep_unused: with `out` only, what lies behind the slots and positions stays as it is instead of -1 and 0.
+    `overflow` says on the device when it was less.
+    num_tokens: instead of both, the number of tokens of every request.
+    keep_unused: with `out` only, what comes after the slots and positions stays as it is instead of -1 and 0.
     """
     contracted = contract(locals())
     out = check.allocate("extend_cache_locs", contracted, out)

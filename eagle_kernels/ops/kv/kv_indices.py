@@ -18,7 +18,7 @@ Shapes
     -> last_page_len  [B]          int32  tokens in a request's last page, 1..P; 0 for a request without tokens
     -> overflow       [1]          int32  the room that was needed if it exceeds capacity, else 0
 Invariants
-    Every output is written whole, but for the unused tail with keep_unused. Indices past `capacity` are not written,
+    Every output is written whole, except the unused tail with keep_unused. Indices past `capacity` are not written,
     and no bound exceeds it. Columns past C and rows outside 0..R - 1 are not read; their entries are -1. Negative
     lengths and starts count as 0.
 Grid
@@ -37,21 +37,11 @@ from typing import NamedTuple
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.slots import (
-    ROW_SIZES,
-    check_capacity,
-    check_keep_unused,
-    check_rows,
-    fill_unused,
-    find_row,
-    read_lengths,
-    read_slots,
-    row_arguments,
-    store_overflow,
-)
+from ...primitives.slots import check_capacity, check_keep_unused, fill_unused, read_lengths, store_overflow
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.rows import ROW_SIZES, check_rows, find_row, read_slots, row_arguments
 
 
 class Output(NamedTuple):
@@ -68,7 +58,7 @@ TUNING = {"default": {"BLOCK_INDEX": 512, "max_chunks": 32, "num_warps": 4}}
 
 @triton.jit
 def _read_span(seq_lens_ptr, starts_ptr, request, is_live, PAGE_SIZE: tl.constexpr):
-    """(first token, tokens, indices) of one or many requests."""
+    """Returns (first token, tokens, indices) of one or several requests."""
     length = read_lengths(seq_lens_ptr, request, is_live)
     start = tl.zeros_like(length)
     if starts_ptr is not None:
@@ -175,9 +165,9 @@ def kv_indices(
     """Lists the slots or pages that every request attends to; shapes and layouts are in the module's docstring.
 
     capacity: room for all indices; the sum of seq_lens suffices, with pages (sum of seq_lens) / P + 2 B, and `overflow`
-    tells on the device when it was less.
+    says on the device when it was less.
     page_size: P > 1 lists page ids, 1 slots.
-    keep_unused: with `out` only, what lies behind the indices stays as it is instead of -1.
+    keep_unused: with `out` only, what comes after the indices stays as it is instead of -1.
     """
     contracted = contract(locals())
     out = check.allocate("kv_indices", contracted, out)

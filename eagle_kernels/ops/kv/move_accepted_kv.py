@@ -16,7 +16,7 @@ Invariants
     Rows move bit by bit. Path entries outside the request's N nodes, slots past the block table and page ids outside
     the pool are passed over; nothing outside the slots seq_len..seq_len + S of a request is written. Requests must not
     share the pages that they write.
-    Free of races: no two programs touch the same column of a request's rows, and a program walks the depths upwards in
+    There are no races: no two programs touch the same column of a request's rows, and a program walks up the depths in
     one fixed 1-D layout, so each thread reads and writes only its own columns, in program order. Along an ascending
     path source >= destination, so a row that depth d overwrites was read at an earlier depth or is not on the path. A
     path that does not ascend moves the same way, depth by depth.
@@ -30,10 +30,11 @@ Traffic
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.paging import find_pages
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
@@ -44,6 +45,25 @@ CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3f
                 torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.uint8, torch.int8)  # fmt: skip
 
 TUNING = {"default": {"block_bytes": 2048, "num_warps": 4}}
+
+
+class Table(NamedTuple):
+    """The page ids of one request."""
+
+    row_ptr: Any
+    width: Any  # how many there are
+    num_pages: Any  # of the pool
+
+
+class Path(NamedTuple):
+    """The accepted path of one request."""
+
+    request: Any  # int64
+    seq_lens_ptr: Any
+    accept_index_ptr: Any
+    accept_token_num_ptr: Any
+    num_depths: Any  # columns of accept_index
+    num_nodes: Any  # of the request's tree
 
 
 @triton.jit(
@@ -75,53 +95,46 @@ def _move_accepted_kv_kernel(
     request = tl.program_id(0).to(tl.int64)
     layer = (tl.program_id(1) // 2).to(tl.int64)
     column = tl.program_id(2) * BLOCK_COLUMN + tl.arange(0, BLOCK_COLUMN)
+    path = Path(request, seq_lens_ptr, accept_index_ptr, accept_token_num_ptr, num_depths, num_verify_tokens)
+    table = Table(block_table_ptr + request * stride_block_table_request, table_width, num_pages)
     # two calls rather than a choice of pointers, which would lose what is known about their alignment
-    table_row_ptr = block_table_ptr + request * stride_block_table_request
     if tl.program_id(1) % 2 == 0:
-        _move_path(
-            k_cache_ptr, layer * stride_k_layer, stride_k_page, table_row_ptr, seq_lens_ptr,
-            accept_index_ptr, accept_token_num_ptr, request, column, num_pages, table_width, num_depths,
-            num_verify_tokens, PAGE_SIZE, ROW_BYTES,
-        )  # fmt: skip
+        _move_path(path, table, k_cache_ptr, layer * stride_k_layer, stride_k_page, column, PAGE_SIZE, ROW_BYTES)
     else:
-        _move_path(
-            v_cache_ptr, layer * stride_v_layer, stride_v_page, table_row_ptr, seq_lens_ptr,
-            accept_index_ptr, accept_token_num_ptr, request, column, num_pages, table_width, num_depths,
-            num_verify_tokens, PAGE_SIZE, ROW_BYTES,
-        )  # fmt: skip
+        _move_path(path, table, v_cache_ptr, layer * stride_v_layer, stride_v_page, column, PAGE_SIZE, ROW_BYTES)
+
+
+@triton.jit
+def _find_pages(table, slot, is_wanted, PAGE_SIZE: tl.constexpr):
+    """Returns (page ids int64, whether the slots exist) for slots of a request, one or several."""
+    index = slot // PAGE_SIZE
+    is_wanted = is_wanted & (slot >= 0) & (index < table.width)
+    page = tl.load(table.row_ptr + index, mask=is_wanted, other=-1).to(tl.int64)
+    return page, is_wanted & (page >= 0) & (page < table.num_pages)
 
 
 @triton.jit
 def _move_path(
+    path,
+    table,
     cache_ptr,
     first_row,
     stride_page,
-    table_row_ptr,
-    seq_lens_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
-    request,
     column,
-    num_pages,
-    table_width,
-    num_depths,
-    num_verify_tokens,
     PAGE_SIZE: tl.constexpr,
     ROW_BYTES: tl.constexpr,
 ):
-    """These columns of one request's path, depth by depth; first_row and stride_page count rows of ROW_BYTES."""
-    seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
-    accepted = tl.load(accept_token_num_ptr + request).to(tl.int64)
-    for depth in range(0, tl.minimum(accepted + 1, num_depths)):
-        index = tl.load(accept_index_ptr + request * num_depths + depth).to(tl.int64)
-        node = index - request * num_verify_tokens
-        is_moved = (node >= 0) & (node < num_verify_tokens) & (node != depth)
+    """Moves these columns of a path's rows, depth by depth; first_row and stride_page count rows of ROW_BYTES."""
+    seq_len = tl.load(path.seq_lens_ptr + path.request).to(tl.int64)
+    accepted = tl.load(path.accept_token_num_ptr + path.request).to(tl.int64)
+    for depth in range(0, tl.minimum(accepted + 1, path.num_depths)):
+        index = tl.load(path.accept_index_ptr + path.request * path.num_depths + depth).to(tl.int64)
+        node = index - path.request * path.num_nodes
+        is_moved = (node >= 0) & (node < path.num_nodes) & (node != depth)
         source = seq_len + node
         destination = seq_len + depth
-        source_page, source_exists = find_pages(table_row_ptr, 0, table_width, num_pages, source, is_moved, PAGE_SIZE)
-        destination_page, destination_exists = find_pages(
-            table_row_ptr, 0, table_width, num_pages, destination, is_moved, PAGE_SIZE
-        )
+        source_page, source_exists = _find_pages(table, source, is_moved, PAGE_SIZE)
+        destination_page, destination_exists = _find_pages(table, destination, is_moved, PAGE_SIZE)
         in_bounds = (column < ROW_BYTES) & source_exists & destination_exists
         source_row = first_row + source_page * stride_page + source % PAGE_SIZE
         destination_row = first_row + destination_page * stride_page + destination % PAGE_SIZE

@@ -3,8 +3,8 @@
 Computes
     k_cache[slots[t]] = key[t], v_cache[slots[t]] = value[t]; slot s is row s % page_size of page s // page_size. With
     tables cos and sin the key is turned on its way, and so is the query, if there is one: bits are those of `rope` and
-    then a write. Into a cache of 8-bit floats goes what comes divided by its scale, rounded to nearest (ties to even)
-    and limited to the largest finite value, so that cache * scale is near the key.
+    then a write. A cache of 8-bit floats gets elements divided by their scale, rounded to nearest (ties to even) and
+    limited to the largest finite value, so that cache * scale is near the key.
 Shapes
     key        [T, Hkv, D]                       fp32 / fp16 / bf16, D in 1..1024; tokens and heads may be strided by
     value      [T, Hkv, D]                       as key                            whole rows of D (a fused projection)
@@ -19,9 +19,9 @@ Shapes
     v_scale    as k_scale
     -> query   [T, Hq, D]                        as key, turned; without a query [T, 0, D]
 Invariants
-    A slot outside 0..num_pages * page_size - 1, as -1, is not written, and nothing else in the caches is. A slot that
-    two tokens name holds elements of either. Queries are turned whatever the slot of their token; `out=query` does it
-    in place. Without 8-bit floats elements keep their bits, NaN as well; with them a NaN stays one.
+    A slot outside 0..num_pages * page_size - 1, such as -1, is not written, and nothing else in the caches is. A slot
+    that two tokens name holds elements of either. Queries are turned whatever the slot of their token; `out=query` does
+    it in place. Without 8-bit floats elements keep their bits, NaN as well; with them a NaN stays one.
 Grid
     (T, head tiles), one program moves a few heads of one token: of keys, of values or of queries.
 Launches
@@ -40,7 +40,7 @@ import torch
 from ...primitives import fp8, rotary
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.paging import check_row_strides
-from ...primitives.rotary import load_angles, move_heads
+from ...primitives.rotary import Tables, load_angles, move_heads
 from ...primitives.strides import check_tokens, of_token, token_arguments, token_sizes
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
@@ -117,43 +117,43 @@ def _write_kv_kernel(
     is_written = (slot >= 0) & (page < num_pages)
     row_in_page = (slot % PAGE_SIZE) * NUM_KV_HEADS
     block = tl.arange(0, BLOCK_HEAD).to(tl.int64)
+    tables = Tables(
+        cos_ptr, sin_ptr, stride_cos_position, stride_sin_position, num_positions, positions_ptr,
+        num_positions_columns, stride_positions_row, stride_positions_column,
+    )  # fmt: skip
 
     if tile < num_kv_tiles:
         head = tile * BLOCK_HEAD + block
         is_head = (head < NUM_KV_HEADS) & is_written
-        cos, sin, is_known = load_angles(
-            cos_ptr, sin_ptr, positions_ptr, tl.program_id(0), num_positions_columns, stride_positions_row,
-            stride_positions_column, num_positions, stride_cos_position, stride_sin_position, ROTARY_DIM,
-        )  # fmt: skip
+        angles = load_angles(tables, tl.program_id(0), ROTARY_DIM)
         move_heads(
             key_ptr, k_cache_ptr, token * stride_key_token + head * stride_key_head,
-            page * stride_k_page + row_in_page + head, is_head, cos, sin, is_known,
-            _load_scale(k_scale_ptr, head, is_head, stride_k_scale_head), HEAD_DIM, ROTARY_DIM, IS_INTERLEAVED, FP8,
+            page * stride_k_page + row_in_page + head, is_head, angles,
+            _load_scale(k_scale_ptr, head, is_head, stride_k_scale_head),
+            HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8=FP8,
         )  # fmt: skip
     elif tile < 2 * num_kv_tiles:
         head = (tile - num_kv_tiles) * BLOCK_HEAD + block
         is_head = (head < NUM_KV_HEADS) & is_written
         move_heads(
             value_ptr, v_cache_ptr, token * stride_value_token + head * stride_value_head,
-            page * stride_v_page + row_in_page + head, is_head, 0.0, 0.0, False,
-            _load_scale(v_scale_ptr, head, is_head, stride_v_scale_head), HEAD_DIM, 0, IS_INTERLEAVED, FP8,
+            page * stride_v_page + row_in_page + head, is_head, None,
+            _load_scale(v_scale_ptr, head, is_head, stride_v_scale_head),
+            HEAD_DIM=HEAD_DIM, ROTARY_DIM=0, IS_INTERLEAVED=IS_INTERLEAVED, FP8=FP8,
         )  # fmt: skip
     elif NUM_QUERY_HEADS > 0:
         head = (tile - 2 * num_kv_tiles) * BLOCK_HEAD + block
-        cos, sin, is_known = load_angles(
-            cos_ptr, sin_ptr, positions_ptr, tl.program_id(0), num_positions_columns, stride_positions_row,
-            stride_positions_column, num_positions, stride_cos_position, stride_sin_position, ROTARY_DIM,
-        )  # fmt: skip
+        angles = load_angles(tables, tl.program_id(0), ROTARY_DIM)
         move_heads(
             query_ptr, output_ptr, token * stride_query_token + head * stride_query_head,
-            token * stride_output_token + head * stride_output_head, head < NUM_QUERY_HEADS, cos, sin, is_known,
-            1.0, HEAD_DIM, ROTARY_DIM, IS_INTERLEAVED, None,
+            token * stride_output_token + head * stride_output_head, head < NUM_QUERY_HEADS, angles, 1.0,
+            HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8=None,
         )  # fmt: skip
 
 
 @triton.jit
 def _load_scale(scale_ptr, head, is_head, stride_scale_head):
-    """[HEAD, 1], or 1 where no scale is given."""
+    """Returns the scales [HEAD, 1], or 1 where none is given."""
     if scale_ptr is None:
         return 1.0
     else:
@@ -180,6 +180,7 @@ def contract(values: dict) -> check.Spec:
 
 
 def _check_caches(args: check.Arguments, dtype: torch.dtype) -> None:
+    """Checks the caches, and their scales, for keys of this dtype."""
     for name in MUTATES:
         cache = args.tensor(name, ("num_pages", "page_size", "Hkv", "D"), (dtype, *fp8.FP8), contiguous=3)
         check_row_strides(args, name, cache, 1)
@@ -268,4 +269,5 @@ def write_kv(
 
 
 def _scale_stride(scale: torch.Tensor | None) -> int:
+    """Returns the step from one head's scale to the next one's: 0 if all heads share one."""
     return int(scale is not None and scale.numel() > 1)

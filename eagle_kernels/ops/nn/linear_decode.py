@@ -7,11 +7,11 @@ Shapes
     weight  [N, K]  as x, unit stride along K
     bias    [N]     as x, optional
     prefetch_weight bool    read the first tile of weight before the kernel directly before this one has ended, where
-                            the GPU can (primitives/dependent_launch.py): for weights that nobody writes
+                            the GPU can (primitives/dependent_launch.py): for weights that no kernel writes
     -> out  [T, N]  as x, contiguous, unless `out` is not
 Invariants
-    A row's bits depend on no other row, so a NaN stays in its row, nor, in fp32, on how many there are. In fp16 and
-    bf16 one row alone is summed up in another order than two or more, so its last bit may be another one.
+    A row's bits depend on no other row, so a NaN stays in its row, and in fp32 not on the number of rows. In fp16 and
+    bf16 a single row is summed up in another order than two or more, so its last bit may differ.
     An output's bits depend on no other row of weight. Sums are made in one order, without atomics.
     out may not overlap x. With prefetch_weight the kernel directly before this one in the stream may write x and bias,
     but not weight.
@@ -34,18 +34,18 @@ from ...runtime import check, tuning
 from ...runtime.language import is_interpreting, tl, triton
 from ...runtime.launch import launch, launcher
 
-# of fp16 and bf16, on the tensor cores; of fp32, which they do not have
+# MAX_ROWS: in fp16 and bf16, on the tensor cores. MAX_SINGLE_ROWS: in fp32, which these do not have.
 MAX_ROWS = 16
 MAX_SINGLE_ROWS = 64
-# Past MAX_ROWS the weights come out of the cache again and again: on an H100 more products than these take longer so
+# Past MAX_ROWS the weights are read from the cache again and again: on an H100 more products than these take longer
 # than in cuBLAS, whose calls with few rows take 6 us and more.
 MAX_SINGLE_PRODUCTS = 2**25
-# of a program without the tensor cores: their sums must fit into registers
+# rows of a program without the tensor cores: their sums must fit into registers
 PLAIN_ROWS = 4
 
-# The first one is taken that allows so many rows and is for so many outputs. Two tokens and more must get the same one:
-# a row's bits follow from it. Of a tile with 256 * num_warps columns every warp has 16 bytes in each row. uses_dot: on
-# the tensor cores, all rows at once.
+# The first entry that allows the number of rows and of outputs is taken. Two tokens and more must get the same entry:
+# it decides a row's bits. In a tile with 256 * num_warps columns every warp has 16 bytes of each row. uses_dot: on the
+# tensor cores, all rows at once.
 _ONE = {"max_rows": 1, "least_outputs": 0, "uses_dot": False, "block_output": 8, "block_column": 1024,
         "num_warps": 4, "num_stages": 2}  # fmt: skip
 _MANY = {"max_rows": MAX_ROWS, "least_outputs": 0, "uses_dot": True, "block_output": 32, "block_column": 256,
@@ -57,12 +57,12 @@ TUNING = {
     "sm_90": (
         _ONE | {"block_output": 4, "block_column": 2048, "num_warps": 8},
         _HOPPER | {"least_outputs": 16384},
-        # programs of fewer stages, of which one more fits on an SM: all at once
+        # with fewer stages one more program fits on an SM: all run at once
         _HOPPER | {"least_outputs": 5120, "num_stages": 3},
         _HOPPER,
     ),
 }
-# In fp32 all rows get the same one, the first that is for so many columns.
+# In fp32 all rows get the same entry, the first that allows the number of columns.
 _SINGLE = {"most_columns": 2**31, "uses_dot": False, "block_output": 8, "block_column": 512, "num_warps": 4,
            "num_stages": 2}  # fmt: skip
 SINGLE_TUNING = {
@@ -76,7 +76,7 @@ SINGLE_TUNING = {
 
 @triton.jit
 def _load_weight(weight_row_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
-    """A tile of weights, which nobody reads again later: they leave the caches to what is."""
+    """Loads a tile of weights. Nothing reads them again later, so they leave the caches first."""
     if IS_EVEN:
         return tl.load(weight_row_ptr + start + column, eviction_policy="evict_first")
     else:
@@ -86,6 +86,7 @@ def _load_weight(weight_row_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EV
 
 @triton.jit
 def _load_row(x_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
+    """Loads the part of one row of x that meets a tile of weights."""
     if IS_EVEN:
         return tl.load(x_ptr + start + column)
     else:
@@ -94,8 +95,8 @@ def _load_row(x_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.const
 
 @triton.jit
 def _neighbours(values):
-    """values [OUTPUT, COLUMN] as four tensors [OUTPUT, COLUMN // 4], one for each of the neighbours that a thread loads
-    at once; in the same order whatever the values."""
+    """Splits values [OUTPUT, COLUMN] into four tensors [OUTPUT, COLUMN // 4], one for each of the neighbours that a
+    thread loads at once, always in the same order."""
     pairs = tl.reshape(values, (values.shape[0], values.shape[1] // 4, 2, 2))
     left, right = tl.split(pairs)
     return tl.split(left) + tl.split(right)
@@ -105,10 +106,10 @@ def _neighbours(values):
 def _add_products(
     totals, weight, x_ptrs, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr, VECTOR: tl.constexpr
 ):
-    """totals, of each row [OUTPUT, COLUMN // VECTOR], plus the products of weight [OUTPUT, COLUMN] and its x [COLUMN].
+    """Returns totals, [OUTPUT, COLUMN // VECTOR] for each row, plus the products of weight [OUTPUT, COLUMN] and x.
 
-    A thread loads VECTOR neighbours at once; it keeps one sum of them, where one for each would take its registers. In
-    fp32 each product is fused with the sum before, explicitly: what a compiler fuses depends on the rows beside.
+    A thread loads VECTOR neighbours at once and keeps one sum of them; a sum for each would take too many registers. In
+    fp32 each product is fused explicitly with the sum before: what a compiler fuses depends on the other rows.
     """
     sums = ()
     for index in tl.static_range(len(totals)):
@@ -118,11 +119,11 @@ def _add_products(
             products = weights[0] * xs[0]
             for place in tl.static_range(1, VECTOR):
                 products = tl.fma(weights[place], xs[place], products)
-        else:  # one row, alone: in an order given to it ptxas loads the last weights late, which costs 10 %
+        else:  # a single row: with a fixed order ptxas loads the last weights late, which costs 10 %
             NUM_VECTORS: tl.constexpr = weight.shape[1] // VECTOR
             products = weight.to(tl.float32) * x.to(tl.float32)
             products = tl.sum(tl.reshape(products, (weight.shape[0], NUM_VECTORS, VECTOR)), axis=2)
-        sums += (totals[index] + products,)  # which waits for no other tile's products
+        sums += (totals[index] + products,)  # the products wait for no other tile
     return sums
 
 
@@ -150,15 +151,14 @@ def _linear_decode_plain_kernel(
     PREFETCH_WEIGHT: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """BLOCK_ROW rows, each for itself: products and sums on the plain floating-point units, the next tiles on their way
-    meanwhile."""
+    """Multiplies BLOCK_ROW rows, one by one, on the plain floating-point units, while the next tiles are loaded."""
     await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
     first_row, output_block = 0, tl.program_id(0)
-    if BLOCK_ROW > 1:  # blocks that read the same weights stand side by side: the first one brings those into the cache
+    if BLOCK_ROW > 1:  # neighbouring blocks read the same weights, which the first one brings into the cache
         num_row_blocks = tl.cdiv(num_rows, BLOCK_ROW)
         first_row, output_block = output_block % num_row_blocks * BLOCK_ROW, output_block // num_row_blocks
     output = output_block * BLOCK_OUTPUT + tl.arange(0, BLOCK_OUTPUT)
-    # past the end the last row once more: cheaper than a mask on every load
+    # past the end the last row again: cheaper than a mask on every load
     weight_row = tl.minimum(output, num_outputs - 1).to(tl.int64)
     column = tl.arange(0, BLOCK_COLUMN)
     weight_row_ptr = weight_ptr + (weight_row * stride_weight_output * UNIT)[:, None]
@@ -173,7 +173,7 @@ def _linear_decode_plain_kernel(
     for start in tl.range(BLOCK_COLUMN, NUM_COLUMNS, BLOCK_COLUMN, num_stages=NUM_STAGES):
         weight = _load_weight(weight_row_ptr, start, column[None, :], NUM_COLUMNS, IS_EVEN)
         totals = _add_products(totals, weight, x_ptrs, start, column, NUM_COLUMNS, IS_EVEN, VECTOR)
-    # last, so that the loop has asked for its tiles before anything waits for x
+    # last, so that the loop has started to load its tiles before anything waits for x
     totals = _add_products(totals, first_weight, x_ptrs, 0, column, NUM_COLUMNS, IS_EVEN, VECTOR)
 
     is_output = output < num_outputs
@@ -189,6 +189,7 @@ def _linear_decode_plain_kernel(
 
 @triton.jit
 def _load_rows(x_row_ptr, is_row, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
+    """Loads the part of all rows of x that meets a tile of weights."""
     is_read = is_row
     if not IS_EVEN:
         is_read &= start + column < NUM_COLUMNS
@@ -197,7 +198,7 @@ def _load_rows(x_row_ptr, is_row, start, column, NUM_COLUMNS: tl.constexpr, IS_E
 
 @triton.jit
 def _multiply(x, weight, total, IS_WIDENED: tl.constexpr):
-    """total [PART, ROW, OUTPUT] plus x [PART, ROW, COLUMN] times weight [PART, OUTPUT, COLUMN].
+    """Returns total [PART, ROW, OUTPUT] plus x [PART, ROW, COLUMN] times weight [PART, OUTPUT, COLUMN].
 
     IS_WIDENED: multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
     """
@@ -232,11 +233,11 @@ def _linear_decode_rows_kernel(
     PREFETCH_WEIGHT: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Up to BLOCK_ROW rows on the tensor cores. Every warp has columns of its own, a part, which keeps all of them busy
-    with few outputs; the parts' sums are added up last."""
+    """Multiplies up to BLOCK_ROW rows on the tensor cores. Every warp has columns of its own, a part, which keeps all
+    warps busy with few outputs; the parts' sums are added up last."""
     await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
     output = tl.program_id(0) * BLOCK_OUTPUT + tl.arange(0, BLOCK_OUTPUT)
-    # past the end the last row once more: cheaper than a mask on every load
+    # past the end the last row again: cheaper than a mask on every load
     weight_row = tl.minimum(output, num_outputs - 1).to(tl.int64)
     part, lane = tl.arange(0, NUM_PARTS), tl.arange(0, BLOCK_COLUMN)
     column = part[:, None, None] * BLOCK_COLUMN + lane[None, None, :]
@@ -279,16 +280,18 @@ def contract(values: dict) -> check.Spec:
 
 
 def is_for(num_rows: int, weight: torch.Tensor) -> bool:
-    """Whether `linear_decode` takes so many rows and, where those are more than 16, is faster than cuBLAS."""
+    """Returns whether `linear_decode` takes this many rows and, for more than 16, is faster than cuBLAS."""
     is_fast = num_rows <= MAX_ROWS or num_rows * weight.numel() <= MAX_SINGLE_PRODUCTS
     return is_fast and num_rows <= _max_rows(weight.dtype)
 
 
 def _max_rows(dtype: torch.dtype) -> int:
+    """Returns the most rows that the op takes."""
     return MAX_SINGLE_ROWS if dtype == torch.float32 else MAX_ROWS
 
 
 def _choose_tuning(x: torch.Tensor, num_outputs: int) -> dict:
+    """Returns the first entry that fits the sizes."""
     num_rows, num_columns = x.shape
     if x.dtype == torch.float32:
         return next(row for row in tuning.row(SINGLE_TUNING, x.device) if num_columns <= row["most_columns"])
@@ -308,7 +311,7 @@ def linear_decode(
     prefetch_weight: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias for up to 16 rows, 64 in fp32; shapes are in the module's docstring.
+    """Returns x @ weight.T + bias for up to 16 rows, 64 in fp32; shapes are in the module's docstring.
 
     prefetch_weight: faster, but then the kernel directly before must not write weight, see Invariants.
     """

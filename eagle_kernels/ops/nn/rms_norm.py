@@ -4,7 +4,7 @@ Computes
     y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in fp32. With a residual, x is x + residual, rounded to
     its dtype, and is returned as well: the stream that the next layer adds to.
     round_normalized: x / sqrt(...) is rounded to the dtype of x before it meets the weight, as Llama's norm in Hugging
-    Face does, and Qwen's and Mistral's; else y is rounded once, as Gemma's (there weight_offset = 1) and OLMo 2's.
+    Face does, and Qwen's and Mistral's; otherwise y is rounded once, as in Gemma (with weight_offset = 1) and OLMo 2.
 Shapes
     x            [T, H] or [T, heads, H]  fp32 / fp16 / bf16, unit stride along H; H in 1..65536
     residual     as x, optional
@@ -86,7 +86,7 @@ def _rms_norm_kernel(
 
     x_row_ptr = x_ptr + (token * stride_x_token + head * stride_x_head) * UNIT
     x = tl.load(x_row_ptr + column, mask=is_column, other=0.0).to(tl.float32)
-    # asked for before the sum is waited for
+    # loaded before anything waits for the sum
     weight = tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         residual_row_ptr = residual_ptr + (token * stride_residual_token + head * stride_residual_head) * UNIT

@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys.
 
 Computes
-    Of each head the first rotary_dim coordinates, in pairs (a, b), become (a cos - b sin, b cos + a sin); the others
+    The first rotary_dim coordinates of each head, in pairs (a, b), become (a cos - b sin, b cos + a sin); the others
     stay. Pairs are coordinates i and rotary_dim / 2 + i (GPT-NeoX, Llama), or 2 i and 2 i + 1 where is_interleaved
     (GPT-J). rotary_dim is twice the tables' columns, so partial rotary embedding is a matter of the tables; so is every
     scaling of frequencies (linear, llama3, yarn with its attention factor).
@@ -35,7 +35,7 @@ import torch
 
 from ...primitives import rotary
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.rotary import load_angles, move_heads
+from ...primitives.rotary import Tables, load_angles, move_heads
 from ...primitives.strides import token_sizes
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
@@ -97,18 +97,19 @@ def _rope_kernel(
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * BLOCK_HEAD
     first_key = tl.cdiv(NUM_QUERY_HEADS, BLOCK_HEAD) * BLOCK_HEAD
-    cos, sin, is_known = load_angles(
-        cos_ptr, sin_ptr, positions_ptr, tl.program_id(0), num_positions_columns, stride_positions_row,
-        stride_positions_column, num_positions, stride_cos_position, stride_sin_position, ROTARY_DIM,
+    tables = Tables(
+        cos_ptr, sin_ptr, stride_cos_position, stride_sin_position, num_positions, positions_ptr,
+        num_positions_columns, stride_positions_row, stride_positions_column,
     )  # fmt: skip
+    angles = load_angles(tables, tl.program_id(0), ROTARY_DIM)
     head = first_head.to(tl.int64) + tl.arange(0, BLOCK_HEAD)
     if first_head < first_key:
         source_row = token * stride_query_token + head * stride_query_head
         target_row = token * stride_output_query_token + head * stride_output_query_head
         is_head = head < NUM_QUERY_HEADS
         move_heads(
-            query_ptr, output_query_ptr, source_row, target_row, is_head, cos, sin, is_known, 1.0,
-            HEAD_DIM, ROTARY_DIM, IS_INTERLEAVED, None,
+            query_ptr, output_query_ptr, source_row, target_row, is_head, angles, 1.0,
+            HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8=None,
         )  # fmt: skip
     else:
         head -= first_key
@@ -116,8 +117,8 @@ def _rope_kernel(
         target_row = token * stride_output_key_token + head * stride_output_key_head
         is_head = head < NUM_KV_HEADS
         move_heads(
-            key_ptr, output_key_ptr, source_row, target_row, is_head, cos, sin, is_known, 1.0,
-            HEAD_DIM, ROTARY_DIM, IS_INTERLEAVED, None,
+            key_ptr, output_key_ptr, source_row, target_row, is_head, angles, 1.0,
+            HEAD_DIM=HEAD_DIM, ROTARY_DIM=ROTARY_DIM, IS_INTERLEAVED=IS_INTERLEAVED, FP8=None,
         )  # fmt: skip
 
 

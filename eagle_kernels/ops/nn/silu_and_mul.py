@@ -81,7 +81,7 @@ def contract(values: dict) -> check.Spec:
 def silu_and_mul(
     gate: torch.Tensor, up: torch.Tensor | None = None, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """silu(gate) * up, of two tensors or of the two halves of one; shapes are in the module's docstring."""
+    """Returns silu(gate) * up of two tensors or of the two halves of one; shapes are in the module's docstring."""
     out = check.allocate("silu_and_mul", contract(locals()), out)
     unit = row_unit(gate, out) if up is None else row_unit(gate, up, out)
     tuned = dict(tuning.row(TUNING, gate.device))

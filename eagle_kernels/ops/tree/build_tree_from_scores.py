@@ -13,10 +13,10 @@ Shapes
     -> tree_mask, positions, retrieve_index, retrieve_next_token, retrieve_next_sibling, draft_tokens: as build_tree
     -> top_scores_index  [B, N - 1]  int64  kept flat candidate ids, ascending
 Invariants
-    As of both ops: every output is written whole, NaN counts as -inf, -0.0 equals 0.0, malformed parents link to
+    Those of both ops: every output is written whole, NaN counts as -inf, -0.0 equals 0.0, malformed parents link to
     nothing. C is at most 4096.
-    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place behind its end are left out, and
-    what they leave of a longer one is not written.
+    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place past its end are left out, and
+    cells of a longer one that they do not reach are not written.
 Grid
     (B, 1), one program ranks and builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
 Launches
@@ -36,10 +36,10 @@ from ...primitives.ordering import is_among_best
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .build_tree import tree_contract, tree_grid, tree_sizes
-from .organize_draft_results import candidates_contract, ranking_warps
-from .shared.tree_building import store_tree
-from .shared.tree_mask import TreeMaskMode, fill_prefix
+from .shared.ranking import RANKING_TUNING, candidates_contract, ranking_warps
+from .shared.tree_building import Candidates, Tree, store_tree
+from .shared.tree_contract import MAX_NODES, TUNING, candidates_tree_contract, tree_arguments, tree_grid
+from .shared.tree_mask import TreeMask, TreeMaskMode, fill_prefix
 
 
 class Output(NamedTuple):
@@ -52,11 +52,6 @@ class Output(NamedTuple):
     retrieve_next_sibling: torch.Tensor
     draft_tokens: torch.Tensor
     top_scores_index: torch.Tensor
-
-
-# As build_tree, but never fewer warps than ranking takes.
-# bench/results/NVIDIA_H100_80GB_HBM3/tuning/build_tree.txt
-TUNING = {"default": {"nodes_per_warp": 16, "nodes_per_warp_past_64": 32}}
 
 
 @triton.jit(
@@ -101,6 +96,7 @@ def _build_tree_from_scores_kernel(
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
+    mask = TreeMask(tree_mask_ptr, seq_lens_ptr, batch_size, mask_size)
     if tl.program_id(1) == 0:
         flat = tl.arange(0, BLOCK_CANDIDATE)
         is_candidate = flat < num_candidates
@@ -120,24 +116,26 @@ def _build_tree_from_scores_kernel(
         tokens_row_ptr = candidate_tokens_ptr + request * stride_candidate_tokens_request
         draft_token = tl.load(tokens_row_ptr + candidate, mask=is_draft, other=0).to(tl.int64)
         tl.store(top_scores_index_ptr + request * (NUM_NODES - 1) + node - 1, candidate, mask=is_draft)
+        candidates = Candidates(candidate, draft_token, verified_id_ptr, parent_list_ptr, parent_width)
+        tree = Tree(
+            positions_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr, tree_tokens_ptr
+        )
         store_tree(
-            request, candidate, draft_token, verified_id_ptr, parent_list_ptr, seq_lens_ptr, tree_mask_ptr,
-            positions_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr, tree_tokens_ptr,
-            batch_size, parent_width, mask_size, TOPK, NUM_NODES, NUM_WORDS, MASK_MODE, BLOCK_NODE, BLOCK_BATCH,
-            NUM_ROUNDS,
+            request, candidates, mask, tree, TOPK=TOPK, NUM_NODES=NUM_NODES, NUM_WORDS=NUM_WORDS, MASK_MODE=MASK_MODE,
+            BLOCK_NODE=BLOCK_NODE, BLOCK_BATCH=BLOCK_BATCH, NUM_ROUNDS=NUM_ROUNDS,
         )  # fmt: skip
     elif MASK_MODE == "full_mask":
         fill_prefix(
-            seq_lens_ptr, tree_mask_ptr, request, tl.program_id(1) - 1, tl.num_programs(1) - 1, batch_size, mask_size,
-            NUM_NODES, IS_ALIGNED, BLOCK_BATCH, BLOCK_ROW, BLOCK_FILL,
+            mask, request, tl.program_id(1) - 1, tl.num_programs(1) - 1, NUM_NODES=NUM_NODES, IS_ALIGNED=IS_ALIGNED,
+            BLOCK_BATCH=BLOCK_BATCH, BLOCK_ROW=BLOCK_ROW, BLOCK_FILL=BLOCK_FILL,
         )  # fmt: skip
 
 
 def contract(values: dict) -> Output:
     """Checks the arguments of `build_tree_from_scores` and describes its outputs."""
     args = check.Arguments("build_tree_from_scores", values)
-    num_nodes = args.values["num_verify_tokens"]
-    tree = tree_contract(args)
+    num_nodes = args.integer("num_verify_tokens", 1, MAX_NODES)
+    tree = candidates_tree_contract(args, num_nodes)
     num_candidates = candidates_contract(args)
     topk, spec_steps = values["topk"], values["spec_steps"]
     if num_candidates != topk + (spec_steps - 1) * topk * topk:
@@ -172,9 +170,11 @@ def build_tree_from_scores(
     contracted = contract(locals())
     out = check.allocate("build_tree_from_scores", contracted, out)
     block_candidate = triton.next_power_of_2(candidate_scores.shape[1])
-    tuned = tuning.row(TUNING, seq_lens.device)
-    sizes = tree_sizes(out.tree_mask, topk, num_verify_tokens, tree_mask_mode, tuned)
-    sizes["num_warps"] = max(sizes["num_warps"], ranking_warps(block_candidate, seq_lens.device))
+    device = seq_lens.device
+    arguments = tree_arguments(out.tree_mask, num_verify_tokens, tree_mask_mode, tuning.row(TUNING, device))
+    # never fewer warps than ranking takes
+    num_ranking_warps = ranking_warps(block_candidate, tuning.row(RANKING_TUNING, device))
+    arguments["num_warps"] = max(arguments["num_warps"], num_ranking_warps)
     launch(
         "build_tree_from_scores",
         _build_tree_from_scores_kernel,
@@ -196,8 +196,9 @@ def build_tree_from_scores(
         num_candidates=candidate_scores.shape[1],
         stride_candidate_scores_request=candidate_scores.stride(0),
         stride_candidate_tokens_request=candidate_tokens.stride(0),
+        TOPK=topk,
         BLOCK_CANDIDATE=block_candidate,
         SEARCH_ROUNDS=block_candidate.bit_length() - 1,
-        **sizes,
+        **arguments,
     )
     return out

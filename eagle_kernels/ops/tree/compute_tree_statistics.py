@@ -36,7 +36,7 @@ from ...primitives.tree import depths
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .build_tree import MAX_NODES
+from .shared.tree_contract import MAX_NODES
 
 
 class Output(NamedTuple):
@@ -52,7 +52,7 @@ class Output(NamedTuple):
 # A warp for every 16 nodes keeps the N x N comparisons in registers.
 TUNING = {"default": {"nodes_per_warp": 16, "min_warps": 4, "BLOCK_DEPTH": 16}}
 
-# Added to a path's sum by the root alone, so that the sum tells whether the path ends there.
+# Added to a path's sum by the root alone, so that the sum shows whether the path ends there.
 _ROOT = tl.constexpr(1 << 16)
 
 
@@ -89,7 +89,7 @@ def _compute_tree_statistics_kernel(
     before = tl.where(is_named, link // 2, -1)
     is_child = is_named & (link % 2 == 0)
 
-    # a path leads through siblings too, and only its child links lead downwards
+    # a path leads through siblings too, and only its child links lead down
     path_sum = is_child.to(tl.int32) + tl.where(node == 0, _ROOT, 0)
     hop = before
     for _ in tl.static_range(NUM_ROUNDS):

@@ -32,6 +32,8 @@ from ...primitives.ordering import is_among_best
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
+from .shared.ranking import MAX_CANDIDATES as MAX_CANDIDATES  # which the engine has to know as well
+from .shared.ranking import RANKING_TUNING, candidates_contract, ranking_warps
 
 
 class Output(NamedTuple):
@@ -39,13 +41,6 @@ class Output(NamedTuple):
 
     top_scores_index: torch.Tensor
     draft_tokens: torch.Tensor
-
-
-MAX_CANDIDATES = 4096
-
-# Few candidates are counted by one warp, which waits for nobody; more than four warps wait longer than they count.
-# bench/results/NVIDIA_H100_80GB_HBM3/tuning/build_tree.txt
-TUNING = {"default": {"candidates_per_warp": 128, "max_warps": 4}}
 
 
 @triton.jit(
@@ -93,16 +88,6 @@ def contract(values: dict) -> Output:
     return Output(kept, kept)
 
 
-def candidates_contract(args: check.Arguments) -> int:
-    """What every op that ranks candidates asks of them; returns their number."""
-    args.tensor("candidate_scores", ("B", "C"), (torch.float32,), contiguous=1)
-    args.tensor("candidate_tokens", ("B", "C"), check.INTEGER, contiguous=1)
-    num_candidates = args.size("C")
-    if num_candidates > MAX_CANDIDATES:
-        args.fail("candidate_scores", f"have at most {MAX_CANDIDATES} candidates", num_candidates)
-    return num_candidates
-
-
 @launcher
 def organize_draft_results(
     candidate_scores: torch.Tensor,
@@ -135,12 +120,6 @@ def organize_draft_results(
         stride_candidate_scores_request=candidate_scores.stride(0),
         stride_candidate_tokens_request=candidate_tokens.stride(0),
         BLOCK_CANDIDATE=block_candidate,
-        num_warps=ranking_warps(block_candidate, candidate_scores.device),
+        num_warps=ranking_warps(block_candidate, tuning.row(RANKING_TUNING, candidate_scores.device)),
     )
     return out
-
-
-def ranking_warps(block_candidate: int, device: torch.device) -> int:
-    """Warps of a program that ranks this many candidates."""
-    row = tuning.row(TUNING, device)
-    return min(max(block_candidate // row["candidates_per_warp"], 1), row["max_warps"])

@@ -64,7 +64,7 @@ def contract(values: dict) -> check.Spec:
 
 
 def _sizes(args: check.Arguments) -> tuple[int, int, int]:
-    """(requests, query rows, draft keys), checked."""
+    """Checks the arguments and returns (requests, query rows, draft keys)."""
     mode = args.choice("tree_mask_mode", list(TreeMaskMode))
     num_nodes = None if args.values["num_verify_tokens"] is None else args.integer("num_verify_tokens", 1)
     if mode == TreeMaskMode.FULL_MASK:
@@ -84,9 +84,9 @@ def pack_tree_mask(
     tree_mask_mode: str = TreeMaskMode.QLEN_ONLY,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The mask as packed words; shapes and layouts are in the module's docstring.
+    """Returns the mask as packed words; shapes and layouts are in the module's docstring.
 
-    num_verify_tokens: Nk, needed where the mask's shape does not tell it: full_mask and flat qlen_only.
+    num_verify_tokens: Nk, needed where the mask's shape does not give it: full_mask and flat qlen_only.
     tree_mask_mode: the layout of `tree_mask`.
     """
     args = check.Arguments("pack_tree_mask", locals())

@@ -26,7 +26,7 @@ Shapes
 Invariants
     A beam's candidates are ordered by logit, then by ascending id; beams by score, then by ascending flat id. NaN
     counts as -inf, +inf as the largest finite fp32, -0.0 equals 0.0. A row of -inf alone proposes ids 0 .. K - 1 with
-    score -inf. Results of a row do not depend on the batch around it (but hidden_rows, which count it).
+    score -inf. Results of a row do not depend on the batch around it (except hidden_rows, which count its rows).
     draft_to_target is not checked for range.
 Grid
     One program scans some chunks of 1024 ids of a row, one warp each; then (B,), one program selects for one request,
@@ -49,7 +49,7 @@ from ...primitives.ordering import LOWEST_KEY, bits_value, comparable, ordered_b
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.selection import CHUNK_SIZE, LANES, NUM_LANES, largest_in_rows, scan_chunks
+from .shared.selection import CHUNK_SIZE, LANES, NUM_LANES, Scan, largest_in_rows, scan_chunks
 
 
 class Output(NamedTuple):
@@ -88,11 +88,12 @@ def _select_top_k_tokens_scan_kernel(
     num_blocks = tl.cdiv(num_chunks, BLOCK_CHUNK)
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     first_chunk = tl.program_id(0) % num_blocks * BLOCK_CHUNK
-    scan_chunks(
-        logits_ptr + row * stride_logits_row * VECTOR, num_vectors, group_max_ptr + row * num_chunks * LANES,
-        chunk_max_ptr + row * num_chunks, chunk_sum_ptr + row * num_chunks, first_chunk, num_chunks,
-        VECTOR, BLOCK_CHUNK,
+    row_ptr = logits_ptr + row * stride_logits_row * VECTOR
+    scan = Scan(
+        group_max_ptr + row * num_chunks * LANES, chunk_max_ptr + row * num_chunks, chunk_sum_ptr + row * num_chunks,
+        num_chunks,
     )  # fmt: skip
+    scan_chunks(row_ptr, num_vectors, scan, first_chunk, VECTOR, BLOCK_CHUNK)
 
 
 @triton.jit(
@@ -150,9 +151,10 @@ def _select_top_k_tokens_kernel(
     beam_score = tl.zeros([1, BLOCK_BEAM, 1], tl.float32)
     if beam_scores_ptr is not None:
         beam_score = tl.load(beam_scores_ptr + row, mask=is_beam, other=0.0)
+    scan = Scan(group_max_ptr, chunk_max_ptr, chunk_sum_ptr, num_chunks)
     bits, token, row_max, log_sum = largest_in_rows(
-        logits_ptr, stride_logits_row, vocab_size, group_max_ptr, chunk_max_ptr, chunk_sum_ptr, num_chunks,
-        row, is_beam, TOPK, BLOCK_TOPK, BLOCK_SLOT,
+        logits_ptr, stride_logits_row, vocab_size, scan, row, is_beam,
+        COUNT=TOPK, BLOCK_COUNT=BLOCK_TOPK, BLOCK_SLOT=BLOCK_SLOT,
     )  # fmt: skip
     # the maximum first: its difference from the best logits is exact or nearly so
     score = comparable((bits_value(bits) - row_max) - log_sum + beam_score)

@@ -1,7 +1,7 @@
 """Turns ancestor masks into trees: positions and first-child / next-sibling links, for drafters that deliver a mask.
 
 Computes
-    With M[t, j]: node t sees node j, and j < t (other bits are ignored; the diagonal is of no use here):
+    With M[t, j]: node t sees node j, and j < t (other bits are ignored, the diagonal too):
         depth(t) = how many j are seen; parent(t) = the largest of them, -1 if there is none;
         first child of t = the smallest k with M[k, t], which in a sound mask is a child;
         next sibling of t = the smallest k > t with parent(k) = parent(t), -1 if t has no parent.
@@ -37,7 +37,7 @@ from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .build_tree import MAX_NODES
+from .shared.tree_contract import MAX_NODES
 from .shared.tree_mask import TreeMaskMode, check_mask, load_keys, row_starts
 
 

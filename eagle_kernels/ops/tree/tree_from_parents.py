@@ -1,10 +1,10 @@
-"""Turns tokens and their parents into a token tree: mask, positions and links, for drafters that say who follows whom.
+"""Turns tokens and their parents into a token tree: mask, positions and links, for drafters that name parents.
 
 Computes
     Draft j is node j + 1, parents[b, j] the node that it follows: 0 is the root, -1 says that there is no such node.
     A node is linked if a path of parents leads from it to the root, every step to an earlier node, over tokens that
-    are not negative. Of linked nodes: mask, depth, first child and next sibling. Ancestor sets follow by pointer
-    doubling, ceil(log2 N) rounds. This is what n-gram and suffix drafting need.
+    are not negative. Linked nodes get a mask, a depth, a first child and a next sibling. Ancestor sets follow by
+    pointer doubling, ceil(log2 N) rounds. This is what n-gram and suffix drafting need.
 Shapes
     verified_id   [B]         int    the root's token: the last committed one, not yet in the target's KV
     draft_tokens  [B, N - 1]  int    tokens of nodes 1..N-1
@@ -21,11 +21,11 @@ Shapes
     -> retrieve_next_sibling   [B, N]   int64   next sibling, -1 for none; siblings ascend
     -> draft_tokens            [B * N]  int64   verified_id, then draft_tokens
 Invariants
-    Every output is written whole. A node that is not linked is nobody's child and nobody's sibling; of the drafts it
-    sees itself alone; it has the root's position and the root's token, so that tables of embeddings are read in range.
-    Siblings of one token stay two nodes.
-    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place behind its end are left out, and
-    what they leave of a longer one is not written.
+    Every output is written whole. A node that is not linked is no node's child or sibling; of the drafts it sees itself
+    alone; it has the root's position and the root's token, so that tables of embeddings are read in range.
+    Siblings with the same token stay two nodes.
+    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place past its end are left out, and
+    cells of a longer one that they do not reach are not written.
 Grid
     (B, 1), one program builds one tree; FULL_MASK: (B, 1 + F), the others share the rows' prefix columns.
 Launches
@@ -42,13 +42,9 @@ from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .build_tree import TUNING as BUILD_TREE_TUNING
-from .build_tree import Output, layout_contract, layout_sizes, tree_grid
-from .shared.tree_building import store_links
-from .shared.tree_mask import TreeMaskMode, fill_prefix
-
-# The N x N comparisons are those of build_tree.
-TUNING = BUILD_TREE_TUNING
+from .shared.tree_building import Tree, store_links
+from .shared.tree_contract import MAX_NODES, TUNING, Output, tree_arguments, tree_contract, tree_grid
+from .shared.tree_mask import TreeMask, TreeMaskMode, fill_prefix
 
 
 @triton.jit(do_not_specialize=["batch_size", "mask_size"])
@@ -81,6 +77,7 @@ def _tree_from_parents_kernel(
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
+    mask = TreeMask(tree_mask_ptr, seq_lens_ptr, batch_size, mask_size)
     if tl.program_id(1) == 0:
         node = tl.arange(0, BLOCK_NODE)
         is_node = node < NUM_NODES
@@ -94,26 +91,28 @@ def _tree_from_parents_kernel(
         offset = request * NUM_NODES + node
         tl.store(retrieve_index_ptr + offset, offset, mask=is_node)
         parent = tl.where((named >= 0) & (named < node) & (token >= 0), named, -1).to(tl.int32)
+        tree = Tree(
+            positions_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr, tree_tokens_ptr
+        )
         is_linked = store_links(
-            request, parent, seq_len, seq_lens_ptr, tree_mask_ptr, positions_ptr, retrieve_next_token_ptr,
-            retrieve_next_sibling_ptr, batch_size, mask_size, False, NUM_NODES, NUM_WORDS, MASK_MODE, BLOCK_NODE,
-            BLOCK_BATCH, NUM_ROUNDS,
+            request, parent, seq_len, mask, tree, KEEP_LOOSE=False, NUM_NODES=NUM_NODES, NUM_WORDS=NUM_WORDS,
+            MASK_MODE=MASK_MODE, BLOCK_NODE=BLOCK_NODE, BLOCK_BATCH=BLOCK_BATCH, NUM_ROUNDS=NUM_ROUNDS,
         )  # fmt: skip
         tl.store(tree_tokens_ptr + offset, tl.where(is_linked & is_draft, token, root_token), mask=is_node)
     elif MASK_MODE == "full_mask":
         fill_prefix(
-            seq_lens_ptr, tree_mask_ptr, request, tl.program_id(1) - 1, tl.num_programs(1) - 1, batch_size, mask_size,
-            NUM_NODES, IS_ALIGNED, BLOCK_BATCH, BLOCK_ROW, BLOCK_FILL,
+            mask, request, tl.program_id(1) - 1, tl.num_programs(1) - 1, NUM_NODES=NUM_NODES, IS_ALIGNED=IS_ALIGNED,
+            BLOCK_BATCH=BLOCK_BATCH, BLOCK_ROW=BLOCK_ROW, BLOCK_FILL=BLOCK_FILL,
         )  # fmt: skip
 
 
 def contract(values: dict) -> Output:
     """Checks the arguments of `tree_from_parents` and describes its outputs."""
     args = check.Arguments("tree_from_parents", values)
-    output = layout_contract(args)
-    num_drafts = values["num_verify_tokens"] - 1
-    args.tensor("draft_tokens", ("B", num_drafts), check.INTEGER)
-    args.tensor("parents", ("B", num_drafts), check.INTEGER)
+    num_nodes = args.integer("num_verify_tokens", 1, MAX_NODES)
+    output = tree_contract(args, num_nodes)
+    args.tensor("draft_tokens", ("B", num_nodes - 1), check.INTEGER)
+    args.tensor("parents", ("B", num_nodes - 1), check.INTEGER)
     return output
 
 
@@ -153,6 +152,6 @@ def tree_from_parents(
         retrieve_next_sibling_ptr=out.retrieve_next_sibling,
         tree_tokens_ptr=out.draft_tokens,
         batch_size=seq_lens.shape[0],
-        **layout_sizes(out.tree_mask, num_verify_tokens, tree_mask_mode, tuning.row(TUNING, seq_lens.device)),
+        **tree_arguments(out.tree_mask, num_verify_tokens, tree_mask_mode, tuning.row(TUNING, seq_lens.device)),
     )
     return out

@@ -13,8 +13,8 @@ Shapes
     (Nq = Nk = N where the layout has no room for others)
 Invariants
     The output is written whole.
-    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place behind its end are left out, and
-    what they leave of a longer one is not written.
+    A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place past its end are left out, and
+    cells of a longer one that they do not reach are not written.
 Grid
     (B, row blocks), one program writes a block of rows.
 Launches
@@ -31,10 +31,19 @@ from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.tree_mask import TreeMaskMode, check_mask, fill_prefix, load_keys, mask_spec, row_starts, store_keys
+from .shared.tree_mask import (
+    TreeMask,
+    TreeMaskMode,
+    check_mask,
+    fill_prefix,
+    load_keys,
+    mask_spec,
+    row_starts,
+    store_keys,
+)
 
 TUNING = {"default": {"BLOCK_ROW": 16, "BLOCK_FILL": 64, "num_warps": 4}}
-# Rows are as long as the context: each has a program, or a short batch leaves most of the GPU idle.
+# Rows are as long as the context: each has a program, since a small batch would leave most of the GPU idle.
 FULL_MASK_TUNING = {"default": {"BLOCK_ROW": 1, "BLOCK_FILL": 512, "num_warps": 4}}
 
 
@@ -61,9 +70,10 @@ def _unpack_tree_mask_kernel(
     source = row_starts(seq_lens_ptr, request, row, batch_size, NUM_ROWS, NUM_KEYS, "packed", BLOCK_BATCH)
     target = row_starts(seq_lens_ptr, request, row, batch_size, NUM_ROWS, NUM_KEYS, MASK_MODE, BLOCK_BATCH)
     if MASK_MODE == "full_mask":
+        mask = TreeMask(output_ptr, seq_lens_ptr, batch_size, mask_size)
         fill_prefix(
-            seq_lens_ptr, output_ptr, request, tl.program_id(1), tl.num_programs(1), batch_size, mask_size, NUM_KEYS,
-            IS_ALIGNED, BLOCK_BATCH, BLOCK_ROW, BLOCK_FILL,
+            mask, request, tl.program_id(1), tl.num_programs(1), NUM_NODES=NUM_KEYS, IS_ALIGNED=IS_ALIGNED,
+            BLOCK_BATCH=BLOCK_BATCH, BLOCK_ROW=BLOCK_ROW, BLOCK_FILL=BLOCK_FILL,
         )  # fmt: skip
     for word in range((NUM_KEYS + 63) // 64):
         seen = load_keys(tree_mask_ptr, source, is_row, word, mask_size, NUM_KEYS, "packed")
@@ -98,7 +108,7 @@ def unpack_tree_mask(
     tree_mask_mode: str = TreeMaskMode.QLEN_ONLY,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The packed mask in layout `tree_mask_mode`; shapes and layouts are in the module's docstring.
+    """Returns the packed mask in layout `tree_mask_mode`; shapes and layouts are in the module's docstring.
 
     num_verify_tokens: Nk, draft keys of a row; None: as many as rows.
     out: a FULL_MASK buffer may be longer than needed.

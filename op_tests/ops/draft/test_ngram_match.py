@@ -9,6 +9,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.draft import ngram_match as op
+from eagle_kernels.ops.draft.shared.token_budget import BUDGET_TUNING
 from op_tests.harness import (
     assert_in_bounds,
     assert_only_launches,
@@ -286,7 +287,7 @@ def test_budget(budget, device):
 
 
 def test_a_budget_over_many_rows(device, monkeypatch):
-    retune(monkeypatch, op.BUDGET_TUNING, BLOCK_BATCH=4)
+    retune(monkeypatch, BUDGET_TUNING, BLOCK_BATCH=4)
     check_operation(PATH, make(11, 16, token_budget=40, num_speculative_tokens=4, device=device))
 
 

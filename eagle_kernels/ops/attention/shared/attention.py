@@ -1,22 +1,31 @@
-"""Rows of queries attend to a span of slots: one loop over tiles of keys, which masks only the tiles that need it.
+"""Lets rows of queries attend to a span of slots: a loop over tiles of keys, which masks only the tiles that need it.
 
-Nearly all tiles of a prefix are seen by all rows, from the first key to the last. The others are the edges: where a
-sliding window begins, the last tile of a span, and the draft block behind the prefix. They take the same loop, whose
-loads run ahead, and a branch inside it.
+Nearly all tiles of a prefix are seen by all rows, from the first key to the last. The others are at the edges: where a
+sliding window begins, the last tile of a span, and the draft block after the prefix. They go through the same loop,
+whose loads run ahead, and take a branch inside it.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from ....runtime.language import tl, triton
 from .softmax import add_tile, multiply_keys
 
 
-class Pool(NamedTuple):
-    """The keys and values as one program reads them: one request's pages, or rows one after another, of one head.
+class Output(NamedTuple):
+    """What the ops of this family return."""
 
-    Without pages (PAGE_SIZE 0) a slot is a row: first_page is the request's first one, and the strides are those of a
+    output: torch.Tensor
+    lse: torch.Tensor
+
+
+class Pool(NamedTuple):
+    """The keys and values of one head and request as a program reads them: in pages, or in rows one after another.
+
+    Without pages (PAGE_SIZE 0) a slot is a row: first_page is the request's first row, and the strides are those of a
     row.
     """
 
@@ -26,31 +35,34 @@ class Pool(NamedTuple):
     first_page: Any
     num_pages: Any
     stride_key: Any  # of a page, in rows of HEAD_DIM
-    stride_value: Any  # None: that of the keys, so that one computation of places serves both
+    stride_value: Any  # None: that of the keys, so that places are computed once for both
     kv_head: Any
 
 
 class Queries(NamedTuple):
-    """A tile of rows: (token, head of the group), the head fastest."""
+    """A tile of rows: one for each (token, head of the group), heads next to each other."""
 
     query: Any  # [ROW, DIM], of the type that keys and values are widened to
     scale: Any  # [ROW]: of the logits in base 2; includes the scale of the keys
-    position: Any  # [ROW] int32; of no meaning without a window
-    last_slot: Any  # [ROW]: causal, the last slot that each row sees; None: the mask tells, or all are seen
+    position: Any  # [ROW] int32; read only with a window
+    last_slot: Any  # [ROW]: causal, the last slot that each row sees; None: the mask says, or rows see all
     mask_ptr: Any  # [ROW] pointers to words int64, whose first bit is the slot common_stop; None: no mask
     num_words: Any
     soft_cap: Any
 
 
 class Span(NamedTuple):
-    """The slots to attend to, first..stop - 1, and which of them a row sees: all before common_stop, of the others what
-    its mask or last_slot tells; a window takes away the oldest ones."""
+    """The slots to attend to, first..stop - 1, and what a row sees of them.
+
+    It sees all slots before common_stop, and of the others those that its mask or last_slot allows; a window takes away
+    the oldest ones.
+    """
 
     first: Any  # a multiple of BLOCK_KEY, unless there is a window
     stop: Any
     common_stop: Any
     window: Any  # how many positions back a row sees; None: all
-    last_position: Any  # of the rows that there are
+    last_position: Any  # of the rows that exist
     origin: Any  # position of slot 0
     positions_ptr: Any  # of the slots from common_stop on; None: they follow those before
 
@@ -68,15 +80,15 @@ def attend(
     BLOCK_KEY: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """The rows' state (row_max, row_sum, accumulator) after the span.
+    """Returns the rows' state (row_max, row_sum, accumulator) after the span.
 
-    Tiles come in the order of their slots and begin at multiples of BLOCK_KEY: which other slots a row's tile has, and
-    which of them other rows see, does not change the row's bits.
+    Tiles come in the order of their slots and begin at multiples of BLOCK_KEY: the other slots of a tile, and what
+    other rows see of them, do not change a row's bits.
     """
     row_max, row_sum, accumulator = state
     column = tl.arange(0, BLOCK_DIM)
     begin = span.first // BLOCK_KEY * BLOCK_KEY
-    whole_from = span.first  # tiles from here on, and up to there, are seen as they are
+    whole_from = span.first  # tiles between these two need no mask
     whole_until = tl.minimum(span.stop, span.common_stop)
     if span.window is not None:
         # not below 0, where the largest window would wrap around
@@ -87,7 +99,7 @@ def attend(
         if HEAD_DIM < BLOCK_DIM:
             is_read &= (column < HEAD_DIM)[None, :]
         key_row, value_row = _find_rows(pool, page, start, PAGE_SIZE, NUM_KV_HEADS, BLOCK_KEY)
-        # one tile ahead: else every tile would wait for its pages before it could ask for its keys
+        # one tile ahead: otherwise every tile would wait for its pages before it could load its keys
         page = _load_page(pool, span, start + BLOCK_KEY, PAGE_SIZE, BLOCK_KEY)
         key_ptr = pool.key_ptr + key_row.to(tl.int64)[:, None] * HEAD_DIM + column[None, :]
         value_ptr = pool.value_ptr + value_row.to(tl.int64)[:, None] * HEAD_DIM + column[None, :]
@@ -104,8 +116,10 @@ def attend(
 
 @triton.jit
 def _load_page(pool, span, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constexpr):
-    """int32: the page id of the tile of slots from `start` on, or, where tiles may cross pages, one per slot; -1 where
-    there is nothing to read."""
+    """Returns the page id int32 of the tile of slots from `start` on; where tiles may cross pages, one for each slot.
+
+    It is -1 where there is nothing to read.
+    """
     if PAGE_SIZE == 0:
         return tl.zeros([], tl.int32)
     else:
@@ -114,7 +128,7 @@ def _load_page(pool, span, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constex
             page = tl.load(table_ptr + start // PAGE_SIZE, mask=start < span.stop, other=-1)
         else:
             lane = tl.arange(0, BLOCK_KEY)
-            # unsigned: else compilers keep a pointer per lane from tile to tile, in registers that there are not
+            # unsigned: otherwise compilers keep a pointer for each lane from tile to tile, in too many registers
             index = (start // PAGE_SIZE + lane // PAGE_SIZE).to(tl.uint32)
             page = tl.load(table_ptr + index, mask=_in_span(span, start + lane), other=-1)
         if page.dtype == tl.int64:
@@ -124,6 +138,7 @@ def _load_page(pool, span, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constex
 
 @triton.jit
 def _in_span(span, slot):
+    """Returns whether slots belong to the span."""
     is_in = slot < span.stop
     if span.window is not None:
         is_in &= slot >= span.first
@@ -132,7 +147,7 @@ def _in_span(span, slot):
 
 @triton.jit
 def _may_read(pool, span, page, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constexpr):
-    """bool [KEY]: the slots of the span whose pages lie in the pool; keys and values of others count as 0."""
+    """Returns bool [KEY]: slots of the span whose pages lie in the pool; keys and values of others count as 0."""
     slot = start + tl.arange(0, BLOCK_KEY)
     if PAGE_SIZE == 0:
         return _in_span(span, slot)
@@ -147,14 +162,16 @@ def _may_read(pool, span, page, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.co
 
 @triton.jit
 def _find_rows(pool, page, start, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_KEY: tl.constexpr):
-    """uint32 [KEY]: where the keys and the values of the tile lie, in rows of HEAD_DIM; `check_row_strides` sees to it
-    that this is enough."""
+    """Returns where the keys and the values of the tile lie, uint32 [KEY] in rows of HEAD_DIM.
+
+    `check_row_strides` ensures that 32 bits are enough.
+    """
     lane = tl.arange(0, BLOCK_KEY)
     if PAGE_SIZE == 0:
         place, row = (pool.first_page + start + lane).to(tl.uint32), pool.kv_head
     else:
         place = page.to(tl.uint32)
-        # of small pages the same in every tile, so that it is computed once
+        # with small pages the same in every tile, so that it is computed once
         slot_of_page = lane % PAGE_SIZE if PAGE_SIZE < BLOCK_KEY else start % PAGE_SIZE + lane
         row = slot_of_page * NUM_KV_HEADS + pool.kv_head
     key_row = place * pool.stride_key + row
@@ -166,9 +183,9 @@ def _find_rows(pool, page, start, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.cons
 
 @triton.jit
 def _visible(queries, pool, span, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.constexpr):
-    """bool [ROW, KEY]: which rows see which slots of the tile that begins at `start`."""
+    """Returns bool [ROW, KEY]: which rows see which slots of the tile that begins at `start`."""
     slot = start + tl.arange(0, BLOCK_KEY)
-    # read once more: tiles that need no mask do without
+    # read again: most tiles need no mask, and so no page here
     page = _load_page(pool, span, start, PAGE_SIZE, BLOCK_KEY)
     is_slot = _may_read(pool, span, page, start, PAGE_SIZE, BLOCK_KEY)
     is_seen = is_slot[None, :]
@@ -179,16 +196,16 @@ def _visible(queries, pool, span, start, PAGE_SIZE: tl.constexpr, BLOCK_KEY: tl.
     if span.window is not None:
         position = span.origin + slot
         if span.positions_ptr is not None:
-            is_told = (slot >= span.common_stop) & is_slot
-            told = tl.load(span.positions_ptr + slot - span.common_stop, mask=is_told, other=0).to(tl.int32)
-            position = tl.where(is_told, told, position)
+            is_given = (slot >= span.common_stop) & is_slot
+            given = tl.load(span.positions_ptr + slot - span.common_stop, mask=is_given, other=0).to(tl.int32)
+            position = tl.where(is_given, given, position)
         is_seen &= queries.position[:, None] - position[None, :] < span.window
     return is_seen
 
 
 @triton.jit
 def _unpacked(queries, first_bit, BLOCK_KEY: tl.constexpr):
-    """bool [ROW, KEY]: the bits from first_bit on of the rows' masks; of no meaning below 0 and past the words."""
+    """Returns bool [ROW, KEY]: the rows' mask bits from first_bit on, without meaning below 0 and past the words."""
     tl.static_assert(BLOCK_KEY <= 64, "a tile lies within two words")
     index = first_bit >> 6
     shift = (first_bit & 63).to(tl.uint64)
@@ -196,7 +213,7 @@ def _unpacked(queries, first_bit, BLOCK_KEY: tl.constexpr):
     high = tl.load(queries.mask_ptr + index + 1, mask=(index >= -1) & (index + 1 < queries.num_words), other=0)
     # in two steps, as a shift by 64 is undefined
     word = (low.to(tl.uint64) >> shift) | (high.to(tl.uint64) << 1 << (63 - shift))
-    # of the half that has a lane's bit, which is known at compile time, the sign tells the bit: two instructions each
+    # shift a lane's bit into the sign of its half, which is known at compile time: two instructions each
     lane = tl.arange(0, BLOCK_KEY)
     half = word.to(tl.int32)[:, None]
     if BLOCK_KEY > 32:
@@ -206,7 +223,7 @@ def _unpacked(queries, first_bit, BLOCK_KEY: tl.constexpr):
 
 @triton.jit
 def request_rows(qo_indptr_ptr, request, num_query, num_rows, is_live):
-    """(first row int64 of the flat [rows, heads], how many tokens int32) of a request's queries; none if not live."""
+    """Returns (first row int64 of the flat [rows, heads], tokens int32) of a request's queries; none if not live."""
     if qo_indptr_ptr is None:
         return request * num_query, num_query
     else:

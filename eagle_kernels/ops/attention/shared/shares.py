@@ -1,24 +1,24 @@
-"""Who attends to which keys: the slots of a batch, cut into shares of about equal size.
+"""Divides the keys of a batch among programs: its slots, cut into shares of about equal size.
 
-Keys are counted in tiles of BLOCK_KEY slots, from slot 0 on; behind the prefix comes the draft block. A share is at
-most `share_tiles` tiles of one request, so a long request has many shares and a short one has one, and requests of very
-different lengths end together. Shares are numbered request by request. A program finds its own by the lengths of all
-requests, which it reads itself: nothing is planned on the host, and a captured graph serves all lengths.
+Keys are counted in tiles of BLOCK_KEY slots, from slot 0 on; the draft block comes after the prefix. A share is at most
+`share_tiles` tiles of one request, so a long request has many shares and a short one has one, and requests of very
+different lengths end together. Shares are numbered request by request. A program finds its share from the lengths of
+all requests, which it reads itself: nothing is planned on the host, and a captured graph serves all lengths.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ....primitives.paging import request_pages
 from ....runtime.language import tl, triton
+from .paged_cache import request_pages
 
-# within a warp: reductions need no barrier
+# reductions stay within a warp and need no barrier
 BLOCK_BATCH = tl.constexpr(32)
 
 
 class Batch(NamedTuple):
-    """What tells how many keys each request has; see `request_pages` and `slot_range`."""
+    """What determines how many keys each request has; see `request_pages` and `slot_range`."""
 
     page_indptr_ptr: Any
     lengths_ptr: Any
@@ -29,18 +29,18 @@ class Batch(NamedTuple):
     num_query: Any  # rows of a request, at most
     num_rows: Any  # of all requests
     num_drafts: Any  # draft keys of a request whose rows are not ragged
-    reach: Any  # no query sees a slot more than this before the end of the prefix; None: all are seen
+    reach: Any  # no query sees a slot more than this before the end of the prefix; None: they see all
 
 
 @triton.jit
 def slot_range(
     batch, request, DRAFTS: tl.constexpr, BLOCK_KEY: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_CSR: tl.constexpr
 ):
-    """(first, prefix, stop) int32 of a request, or of each of several: prefix slots first..prefix - 1 may be seen, and
-    the draft block ends at stop - 1.
+    """Returns (first, prefix, stop) int32 of a request, or of each of several.
 
-    DRAFTS, where the block is: "" nowhere, "counted" among the filled slots, "behind" them in the pool, "beside": in
-    tensors of its own, with slots from the next multiple of BLOCK_KEY on.
+    Prefix slots first..prefix - 1 may be seen, and the draft block ends at stop - 1. DRAFTS says where the block is: ""
+    nowhere, "counted" among the filled slots, "behind" them in the pool, or "beside" them in tensors of its own, with
+    slots from the next multiple of BLOCK_KEY on.
     """
     is_live = request < batch.batch_size
     _, page_count, filled = request_pages(batch, request, is_live, PAGE_SIZE, IS_CSR)
@@ -51,7 +51,7 @@ def slot_range(
             first_row = tl.load(batch.qo_indptr_ptr + request, mask=is_live, other=0).to(tl.int64)
             first_row = tl.minimum(tl.maximum(first_row, 0), batch.num_rows)
             last_row = tl.load(batch.qo_indptr_ptr + request + 1, mask=is_live, other=0).to(tl.int64)
-            # those beyond max_query are in the pool too
+            # drafts past max_query are in the pool too
             num_counted = tl.maximum(tl.minimum(last_row, batch.num_rows) - first_row, 0).to(tl.int32)
             num_drafts = tl.minimum(num_counted, batch.num_query)
         if DRAFTS == "counted":
@@ -60,7 +60,7 @@ def slot_range(
         elif DRAFTS == "behind":
             stop = tl.minimum(prefix + num_drafts, page_count * PAGE_SIZE)
         else:
-            # a request that there is not counts nothing
+            # a request that does not exist counts nothing
             stop = tl.cdiv(prefix, BLOCK_KEY) * BLOCK_KEY + tl.where(is_live, num_drafts, 0)
     first = prefix * 0
     if batch.reach is not None:
@@ -78,8 +78,8 @@ def share_tiles(
     PAGE_SIZE: tl.constexpr,
     IS_CSR: tl.constexpr,
 ):
-    """How many tiles a share has if there are to be about wanted_shares in the batch; at least MIN_TILES."""
-    total = tl.zeros([BLOCK_BATCH], tl.int32)  # `check_cache` sees to it that this is enough
+    """Returns how many tiles a share has, at least MIN_TILES, to cut the batch into about wanted_shares."""
+    total = tl.zeros([BLOCK_BATCH], tl.int32)  # `check_cache` ensures that this is enough
     for start in range(0, batch.batch_size, BLOCK_BATCH):
         request = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
         first, _, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
@@ -98,18 +98,19 @@ def cut(
     PAGE_SIZE: tl.constexpr,
     IS_CSR: tl.constexpr,
 ):
-    """(tiles of a share, number of shares) of a request, or of each of several.
+    """Returns (tiles of a share, number of shares) of a request, or of each of several.
 
-    At least one share: somebody has to write the outputs. size: how many tiles a share has at most. MOST_SHARES: if not
-    0, shares have that size, but for those of requests that would have more shares. Then `size` is a constant and all
-    follows from the request's prefix alone, whatever the number of drafts; they may add a share or two.
+    There is at least one share, since a program has to write the outputs. size: how many tiles a share has at most.
+    MOST_SHARES: if not 0, shares have that size, unless the request would then have more shares than these. Then `size`
+    is a constant and all follows from the request's prefix alone, whatever the number of drafts; these may add a share
+    or two.
     """
     first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
     num_tiles = tl.cdiv(stop, BLOCK_KEY) - first // BLOCK_KEY
     if MOST_SHARES:
         own_size = tl.maximum(size, tl.cdiv(tl.cdiv(prefix, BLOCK_KEY) - first // BLOCK_KEY, MOST_SHARES))
     else:
-        # as evenly as may be: a share of what is left over would still need its program
+        # as even as possible: a small last share would still need its program
         own_size = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, size), 1))
     num_shares = tl.maximum(tl.cdiv(num_tiles, tl.maximum(own_size, 1)), 1)
     return own_size, tl.where(request < batch.batch_size, num_shares, 0)
@@ -126,7 +127,7 @@ def find_share(
     PAGE_SIZE: tl.constexpr,
     IS_CSR: tl.constexpr,
 ):
-    """(request int64, which of its shares) of share number `share`; the request is batch_size if there are fewer."""
+    """Returns (request int64, which of its shares) of share number `share`; request batch_size if there are fewer."""
     found = tl.zeros([], tl.int64)
     passed = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.int32)

@@ -14,7 +14,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def start_rows(BLOCK_ROW: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """The state of rows that have seen no key: largest logit, sum of exponentials, weighted sum of values."""
+    """Returns the state of rows that have seen no key: largest logit, sum of exponentials, weighted sum of values."""
     row_max = tl.full([BLOCK_ROW], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_ROW], tl.float32)
     accumulator = tl.zeros([BLOCK_ROW, BLOCK_DIM], tl.float32)
@@ -22,8 +22,30 @@ def start_rows(BLOCK_ROW: tl.constexpr, BLOCK_DIM: tl.constexpr):
 
 
 @triton.jit
+def match_keys(query, scale, k_scale_ptr, KEY_TYPE: tl.constexpr):
+    """Returns (query [ROW, DIM], scale [ROW] of its logits) for keys of KEY_TYPE, whose own scale is at k_scale_ptr.
+
+    8-bit keys are widened to fp16, in one step and without loss. So a bf16 query becomes fp16 too, in rows that are
+    brought below 2 by powers of two; fp16 loses at most 2^-24 of the row's largest element.
+    """
+    if k_scale_ptr is not None:
+        # keys that are all 0 may have the scale 0
+        scale = tl.maximum(scale * tl.load(k_scale_ptr), 1e-30)
+    scale += tl.zeros([query.shape[0]], tl.float32)
+    if KEY_TYPE.is_fp8() and query.dtype == tl.bfloat16:
+        query = query.to(tl.float32)
+        power = tl.max(tl.abs(query), axis=1).to(tl.int32, bitcast=True) & 0x7F800000
+        # limited so that the inverse is a normal number too
+        power = tl.minimum(tl.maximum(power, 0x00800000), 0x7E000000)
+        inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
+        query = (query * inverse[:, None]).to(tl.float16)
+        scale *= power.to(tl.float32, bitcast=True)
+    return query, scale
+
+
+@triton.jit
 def multiply_keys(query, key, scale, soft_cap, IS_WIDENED: tl.constexpr):
-    """(logits [ROW, KEY], factors [ROW] that bring them to base 2) of rows query [ROW, DIM] and keys [KEY, DIM].
+    """Returns (logits [ROW, KEY], factors [ROW] to base 2) of rows query [ROW, DIM] and keys [KEY, DIM].
 
     scale [ROW] includes log2(e) and the scale of the keys. soft_cap (or None): logits become soft_cap * tanh(logits /
     soft_cap). IS_WIDENED: multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
@@ -40,9 +62,9 @@ def multiply_keys(query, key, scale, soft_cap, IS_WIDENED: tl.constexpr):
 
 @triton.jit
 def add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED: tl.constexpr):
-    """The state of rows after one more tile: logits [ROW, KEY], -inf where a row does not see a key, value [KEY, DIM].
+    """Returns the state of rows after one more tile: logits [ROW, KEY], -inf for unseen keys, and value [KEY, DIM].
 
-    Values that nobody sees must be finite (loaded as 0): their weight is 0, but 0 * NaN is NaN.
+    Values that no row sees must be finite (loaded as 0): their weight is 0, but 0 * NaN is NaN.
     """
     new_max = tl.maximum(row_max, tl.max(logits, axis=1) * scale)
     # a row that sees nothing yet would compute -inf - -inf
@@ -58,14 +80,14 @@ def add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED: tl
 
 @triton.jit
 def _soft_capped(logits, cap):
-    """cap * tanh(logits / cap); 1 - 2 / (e^2x + 1) is tanh(x) at both ends."""
+    """Returns cap * tanh(logits / cap), from 1 - 2 / (e^2x + 1), which is tanh(x) at both ends."""
     power = tl.exp2(logits * (2.0 * 1.4426950408889634 / cap))
     return cap * (1.0 - 2.0 / (power + 1.0))
 
 
 @triton.jit
 def add_sink(row_max, row_sum, accumulator, sink):
-    """The state after one more logit [ROW], in base 2, that has no value."""
+    """Returns the state after one more logit [ROW], in base 2, that has no value."""
     new_max = tl.maximum(row_max, sink)
     anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
     decay = tl.exp2(row_max - anchor)
@@ -74,7 +96,7 @@ def add_sink(row_max, row_sum, accumulator, sink):
 
 @triton.jit
 def finish_rows(row_max, row_sum, accumulator):
-    """output [ROW, DIM] and lse [ROW], in base 2, of the state; 0 and -inf for rows that saw no key."""
+    """Returns output [ROW, DIM] and lse [ROW], in base 2, of the state; 0 and -inf for rows that saw no key."""
     has_keys = row_max != float("-inf")
     has_keys |= row_sum != 0.0  # NaN logits leave the maximum at -inf
     divisor = tl.where(has_keys, row_sum, 1.0)
@@ -83,7 +105,7 @@ def finish_rows(row_max, row_sum, accumulator):
 
 @triton.jit
 def merge_rows(row_max, row_sum, accumulator, lse, output):
-    """The state after partial results of more keys: lse [ROW, PART], in base 2, and output [ROW, PART, DIM]."""
+    """Returns the state after partial results of more keys: lse [ROW, PART], in base 2, and output [ROW, PART, DIM]."""
     new_max = tl.maximum(row_max, tl.max(lse, axis=1))
     anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
     decay = tl.exp2(row_max - anchor)
@@ -94,7 +116,7 @@ def merge_rows(row_max, row_sum, accumulator, lse, output):
 
 
 def tile_sizes(num_rows: int, head_dim: int, element_bytes: int, tuned: dict) -> dict:
-    """BLOCK_ROW, BLOCK_KEY, BLOCK_DIM for query rows that share a KV head, within an op's tuning row.
+    """Returns BLOCK_ROW, BLOCK_KEY, BLOCK_DIM for query rows that share a KV head, within an op's tuning row.
 
     A tile of keys takes at most `tile_bytes` of shared memory; fp32 products run on the plain floating-point units,
     where more than 16 rows only cost registers.

@@ -1,7 +1,7 @@
-"""Attention whose keys are split over programs: the kernels of gqa_decode, and of tree_attention with its draft block.
+"""Attention whose keys are split over programs: what gqa_decode launches, and tree_attention with its draft block.
 
-One kernel attends, tile of rows by tile of rows, to one share of a request's keys (`shares.py`); a second one merges
-the rows of requests that have more than one share.
+One kernel attends, tile of rows by tile of rows, to one share of a request's keys (`shares.py`). A second one merges
+the rows of requests that have more than one share (`merge_shares.py`).
 """
 
 from __future__ import annotations
@@ -9,29 +9,30 @@ from __future__ import annotations
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
-from ....primitives.fp8 import FP8, match_keys
-from ....primitives.paging import cache_arguments, request_pages
+from ....primitives.fp8 import FP8
 from ....runtime import tuning
 from ....runtime.language import is_interpreting, tl, triton
 from ....runtime.launch import launch
 from .attention import Pool, Queries, Span, attend, request_rows
+from .merge_shares import launch_merge
+from .paged_cache import cache_arguments, request_pages
 from .shares import Batch, cut, find_share, share_tiles, slot_range
-from .softmax import LOG2_E, add_sink, finish_rows, merge_rows, start_rows, tile_sizes
+from .softmax import LOG2_E, add_sink, finish_rows, match_keys, start_rows, tile_sizes
 
-# CUDA's limit, of all axes of a grid but the first
+# CUDA's limit for all axes of a grid except the first
 MAX_PROGRAMS = 65535
-# A row of an op's TUNING has, beside the compiler's options: of tiles, at most max_rows rows, at least min_rows, and
-# tile_bytes of keys; of shares, at least share_keys keys, and about as many shares as give `programs` programs; of the
-# merge, rows and parts at once. float8: what differs with keys of 8 bits.
+# A row of an op's TUNING has the compiler's options, and
+#     for tiles       at most max_rows and at least min_rows rows, and tile_bytes of keys
+#     for shares      at least share_keys keys, and about as many shares as give `programs` programs
+#     for the merge   merged_rows rows and merged_parts parts at once
+#     float8          what differs with keys of 8 bits
 #
-# Where bits must not depend on the batch, sums are taken in the order that this table tells, with at most
+# Where bits must not depend on the batch, sums are taken in the order that this table gives, with at most
 # ordered_shares shares of a request: one table for all ops, since the root of a tree must have the bits of plain
 # decoding.
 _ORDERED = {"max_rows": 64, "min_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264,
             "ordered_shares": 32, "merged_rows": 4, "merged_parts": 4, "num_warps": 4, "num_stages": 2}  # fmt: skip
 ORDERED_TUNING = {"default": _ORDERED, "sm_90": _ORDERED | {"num_stages": 3}}
-# programs: of all requests together
-MERGE_TUNING = {"default": {"programs": 1024, "num_warps": 4}}
 
 
 @triton.jit(
@@ -102,7 +103,7 @@ def _attention_kernel(
     BLOCK_DIM: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """One tile of rows of one KV head and one share of the keys."""
+    """Attends one tile of rows of one KV head to one share of the keys."""
     await_predecessor(ENABLE_PDL)
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     row_tile = tl.program_id(0) // NUM_KV_HEADS
@@ -116,7 +117,7 @@ def _attention_kernel(
         size = share_tiles(batch, wanted_shares, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
     request, index = find_share(batch, share, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
     first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, request < batch_size)
-    # a share that there is not, or a tile of rows that its request does not have
+    # all but shares that do not exist, and tiles of rows that their request does not have
     if (request < batch_size) & (row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE):
         first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         size, num_shares = cut(batch, request, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
@@ -142,7 +143,7 @@ def _attention_kernel(
         query = tl.load(query_ptr + query_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
 
         mask_ptr, last_draft, last_slot, positions_of_drafts_ptr = None, None, None, None
-        # of a query without a draft block: it is the last slot
+        # without a draft block the query is in the last slot
         position = prefix - 1 + token * 0
         if DRAFTS != "":
             num_keys = num_drafts
@@ -176,7 +177,8 @@ def _attention_kernel(
             ),
             Span(tl.maximum(begin, first), pool_stop, prefix, window, last_position, 0, positions_of_drafts_ptr),
             start_rows(BLOCK_ROW, BLOCK_DIM),
-            IS_WIDENED, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
+            IS_WIDENED=IS_WIDENED, PAGE_SIZE=PAGE_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
+                BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM,
         )  # fmt: skip
         if v_scale_ptr is not None:
             accumulator *= tl.load(v_scale_ptr)
@@ -197,11 +199,12 @@ def _attention_kernel(
                     positions_of_drafts_ptr,
                 ),
                 (row_max, row_sum, accumulator),
-                IS_WIDENED, 0, NUM_KV_HEADS, HEAD_DIM, BLOCK_KEY, BLOCK_DIM,
+                IS_WIDENED=IS_WIDENED, PAGE_SIZE=0, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
+                BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM,
             )  # fmt: skip
 
         if sinks_ptr is not None:
-            # to the first share, not to the merged ones: whether there is one more must not change a row's bits
+            # added to the first share, not when shares are merged: one more share must not change a row's bits
             is_sink = is_row & (index == 0)
             sink = tl.load(sinks_ptr + head, mask=is_sink, other=float("-inf")).to(tl.float32) * 1.4426950408889634
             row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
@@ -217,62 +220,6 @@ def _attention_kernel(
             partial_row = (share.to(tl.int64) * num_query + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
             tl.store(partial_lse_ptr + partial_row, lse, mask=is_row)
             tl.store(partial_output_ptr + partial_row[:, None] * HEAD_DIM + column[None, :], output, mask=in_bounds)
-
-
-@triton.jit(do_not_specialize=["num_query", "num_rows", "num_parts"])
-def _merge_kernel(
-    # inputs
-    qo_indptr_ptr,
-    shares_ptr,
-    partial_output_ptr,
-    partial_lse_ptr,
-    # outputs
-    output_ptr,
-    lse_ptr,
-    # sizes
-    num_query,
-    num_rows,
-    num_parts,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_MERGED: tl.constexpr,
-    BLOCK_PART: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """Merges the shares of a request that has more than one, BLOCK_MERGED rows (token, head) at a time."""
-    await_predecessor(ENABLE_PDL)
-    request = tl.program_id(0).to(tl.int64)
-    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
-    has_rows = num_tokens > 0
-    before = tl.load(shares_ptr + request * 2, mask=has_rows, other=0)
-    num_shares = tl.load(shares_ptr + request * 2 + 1, mask=has_rows, other=0)
-    # requests of a malformed table, that share pages, may have more shares than there are programs: nobody told theirs
-    num_shares = tl.where(before >= 0, tl.minimum(num_shares, num_parts - before), 0)
-    if num_shares > 1:
-        column = tl.arange(0, BLOCK_DIM)
-        is_column = column < HEAD_DIM
-        for tile in range(tl.program_id(1), tl.cdiv(num_tokens * NUM_HEADS, BLOCK_MERGED), tl.num_programs(1)):
-            row = tile * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
-            is_row = row < num_tokens * NUM_HEADS
-            row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM)
-            for start in range(0, num_shares, BLOCK_PART):
-                part = start + tl.arange(0, BLOCK_PART)
-                is_part = is_row[:, None] & (part < num_shares)[None, :]
-                place = (before + part).to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
-                lse = tl.load(partial_lse_ptr + place, mask=is_part, other=float("-inf"))
-                output = tl.load(
-                    partial_output_ptr + place[:, :, None] * HEAD_DIM + column[None, None, :],
-                    mask=is_part[:, :, None] & is_column[None, None, :], other=0.0,
-                )  # fmt: skip
-                row_max, row_sum, accumulator = merge_rows(row_max, row_sum, accumulator, lse, output)
-            output, lse = finish_rows(row_max, row_sum, accumulator)
-            output_row = first_row * NUM_HEADS + row
-            tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
-            tl.store(
-                output_ptr + output_row[:, None] * HEAD_DIM + column[None, :],
-                output.to(output_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :],
-            )  # fmt: skip
 
 
 def launch_attention(
@@ -308,11 +255,11 @@ def launch_attention(
     num_tiles = cache["NUM_KV_HEADS"] * triton.cdiv(num_query * group_size, tiles["BLOCK_ROW"])
     wanted_shares = max(1, tuned["programs"] // max(num_tiles, 1))
     share_tiles_least = max(1, tuned["share_keys"] // block_key)
-    # shares that there can be, by the pages that there can be; in the CSR form requests have those among them
+    # the most shares, from the most pages; in the CSR form all requests have these pages together
     most_tiles = triton.cdiv(cache["table_size"] * cache["PAGE_SIZE"], block_key)
     draft_tiles = triton.cdiv(num_drafts, block_key) if drafts == "beside" else 0
     if cache["IS_CSR"]:
-        if drafts == "beside":  # behind a tile that the prefix does not fill
+        if drafts == "beside":  # after a tile that the prefix does not fill
             most_tiles += batch_size * (1 + draft_tiles)
         num_shares = batch_size + max(1, triton.cdiv(most_tiles, share_tiles_least)) - 1
     else:
@@ -323,7 +270,7 @@ def launch_attention(
     else:
         num_shares = min(num_shares, wanted_shares + batch_size - 1)
     has_parts = num_shares > batch_size
-    # over two axes as evenly as may be: each program of the grid has its partial results
+    # as even as possible over two axes: each program of the grid has its partial results
     layers = max(1, triton.cdiv(num_shares, MAX_PROGRAMS))
     layer_shares = triton.cdiv(num_shares, layers)
     num_shares = layers * layer_shares
@@ -342,7 +289,7 @@ def launch_attention(
     }
 
     def stride(tensor, axis):
-        """Of an axis before the last two, in rows of HEAD_DIM."""
+        """Returns the stride of an axis before the last two, in rows of HEAD_DIM."""
         return 0 if tensor is None or tensor.dim() < axis + 3 else tensor.stride(axis) // head_dim
 
     token_axis = 0 if query.dim() == 3 else 1
@@ -386,17 +333,4 @@ def launch_attention(
         **tuning.compiler_options(tuned),
     )
     if has_parts:
-        merging = tuning.row(MERGE_TUNING, device)
-        row_tiles = triton.cdiv(num_query * num_heads, tuned["merged_rows"])
-        launch(
-            op,
-            _merge_kernel,
-            (batch_size, min(row_tiles, triton.cdiv(merging["programs"], max(batch_size, 1)))),
-            num_parts=num_shares,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_MERGED=tuned["merged_rows"],
-            BLOCK_PART=tuned["merged_parts"],
-            **shared,
-            **tuning.compiler_options(merging),
-        )
+        launch_merge(op, num_shares, tuned, **shared)

@@ -5,7 +5,7 @@ A match that ends at position e is one int64 key, larger is better, 0 is none:
     bit  62 ........ 32 31 ................ 0
          match length  | e, or ~e if the earliest is preferred
 
-Keys of different ends differ, so the best ones are the same however a text is cut.
+Keys of different ends differ, so the best keys do not depend on how a text is cut.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def history_lengths(
     NUM_GIVEN: tl.constexpr,
     BLOCK_GIVEN: tl.constexpr,
 ):
-    """(tokens of a request's row, tokens of its history), int32; its drafts end at the first negative one."""
+    """Returns (tokens of a request's row, tokens of its history), int32; its drafts end at the first negative one."""
     seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
     committed = tl.minimum(tl.maximum(seq_len, 0), width).to(tl.int32)
     length = committed
@@ -47,7 +47,7 @@ def history_lengths(
 
 @triton.jit
 def load_token(history, position):
-    """The token at one position, int64; -1 for one before the text."""
+    """Returns the token at one position, int64; -1 before the text."""
     token = tl.load(history.row_ptr + position, mask=(position >= 0) & (position < history.committed), other=-1)
     token = token.to(tl.int64)
     if history.drafts_ptr is not None:
@@ -59,7 +59,7 @@ def load_token(history, position):
 
 @triton.jit
 def load_tokens(history, position, is_wanted):
-    """The tokens at several positions of the text, int64; -1 where none is wanted."""
+    """Returns the tokens at several positions of the text, int64; -1 where none is wanted."""
     token = tl.load(history.row_ptr + position, mask=is_wanted & (position < history.committed), other=-1)
     token = token.to(tl.int64)
     if history.drafts_ptr is not None:
@@ -71,21 +71,21 @@ def load_tokens(history, position, is_wanted):
 
 @triton.jit
 def as_row_token(token, row_ptr):
-    """(A token int64 in the type of the rows, whether it can stand in one: not below 0, nor a draft of more bits)."""
+    """Returns (a token int64 in the type of the rows, whether a row can hold it: not below 0 nor too large)."""
     own = token.to(row_ptr.dtype.element_ty)
     return own, (token >= 0) & (own == token)
 
 
 @triton.jit
 def smallest(values):
-    """Of integers without their signs: an instruction each, where booleans take many to be put together."""
+    """Returns the smallest of integers taken as unsigned: one instruction each, where booleans take many."""
     unsigned: tl.constexpr = tl.uint64 if values.dtype.primitive_bitwidth == 64 else tl.uint32
     return tl.min(values.to(unsigned, bitcast=True))
 
 
 @triton.jit
 def add_difference(difference, history, position, shift):
-    """difference [N], no longer 0 either where the text `shift` places before is not as it is before its end."""
+    """Returns difference [N], now also not 0 where the token `shift` places before is not the text's own one."""
     wanted, is_wanted = as_row_token(load_token(history, history.length - 1 - shift), history.row_ptr)
     may_end = (difference == 0) & (position >= shift) & is_wanted
     wanted = tl.where(is_wanted, wanted, 0)
@@ -94,8 +94,11 @@ def add_difference(difference, history, position, shift):
 
 @triton.jit
 def zeros_as_bits(values, VECTOR: tl.constexpr):
-    """Of values [N] those that are 0, as words of at most 16 bits: bit i VECTOR + j of word k is that of the value at
-    (i words + k) VECTOR + j, so that what a thread has loaded, VECTOR values at once, stays with it."""
+    """Returns which values [N] are 0, as words of at most 16 bits.
+
+    Bit i VECTOR + j of word k is that of the value at (i words + k) VECTOR + j, so that what a thread has loaded,
+    VECTOR values at once, stays with it.
+    """
     NUM_VALUES: tl.constexpr = values.shape[0]
     WANTED_WORDS: tl.constexpr = NUM_VALUES // 16 if NUM_VALUES > 512 else 32
     MOST_WORDS: tl.constexpr = NUM_VALUES // VECTOR
@@ -108,12 +111,12 @@ def zeros_as_bits(values, VECTOR: tl.constexpr):
 
 @triton.jit
 def take_first(words, VECTOR: tl.constexpr, IS_LATEST: tl.constexpr):
-    """(Place of the value whose bit is set, the latest or the earliest one, or -1 of none; the words without it)."""
+    """Returns (the place of the latest or the earliest value whose bit is set, -1 for none; the words without it)."""
     NUM_WORDS: tl.constexpr = words.shape[0]
     bits = words
     if not IS_LATEST:
         bits = words & -words
-    # a float's exponent tells the highest bit
+    # a float's exponent is the highest bit
     bit = tl.maximum((bits.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127, 0)
     place = (bit // VECTOR * NUM_WORDS + tl.arange(0, NUM_WORDS)) * VECTOR + bit % VECTOR
     if IS_LATEST:
@@ -127,9 +130,9 @@ def take_first(words, VECTOR: tl.constexpr, IS_LATEST: tl.constexpr):
 
 @triton.jit
 def match_lengths(history, position, is_match, max_ngram_size):
-    """How many tokens, at most max_ngram_size, match the text's last ones where they end at each position [n], int32.
+    """Returns how many tokens that end at each position [n] match the text's last ones, at most max_ngram_size, int32.
 
-    is_match: whether the last token, no negative one, stands there, before its own place.
+    is_match: whether the last token, which is not negative, is at the position, before its own place.
     """
     length = is_match.to(tl.int32)
     shift = 1
@@ -145,7 +148,7 @@ def match_lengths(history, position, is_match, max_ngram_size):
 
 @triton.jit
 def match_length(history, end, max_ngram_size, BLOCK_NGRAM: tl.constexpr):
-    """The same for one position, int32, all tokens at once: 0 where that is not before the text's last place."""
+    """Returns the same for one position, int32, all tokens at once: 0 if it is not before the text's last place."""
     shift = tl.arange(0, BLOCK_NGRAM)
     last = history.length - 1
     is_inside = (shift < max_ngram_size) & (end >= shift) & (end < last)
@@ -156,7 +159,7 @@ def match_length(history, end, max_ngram_size, BLOCK_NGRAM: tl.constexpr):
 
 @triton.jit
 def end_keys(history, position, length, min_ngram_size, IS_LATEST: tl.constexpr):
-    """The keys of matches of these lengths that end at these positions, or of one; 0 for those that do not count."""
+    """Returns the keys of matches of these lengths that end at these positions, or of one; 0 if it does not count."""
     counts = length >= min_ngram_size
     counts = counts & (load_tokens(history, position + 1, counts) >= 0)
     order = position
@@ -167,7 +170,7 @@ def end_keys(history, position, length, min_ngram_size, IS_LATEST: tl.constexpr)
 
 @triton.jit
 def _key_end(key, IS_LATEST: tl.constexpr):
-    """The positions int32 that keys were made of."""
+    """Returns the positions int32 that keys were made of."""
     order = (key & 0x7FFFFFFF).to(tl.int32)
     if not IS_LATEST:
         order = 0x7FFFFFFF - order
@@ -176,7 +179,7 @@ def _key_end(key, IS_LATEST: tl.constexpr):
 
 @triton.jit
 def keep_if_better(kept, key, BLOCK_MATCH: tl.constexpr):
-    """kept [BLOCK_MATCH] with a key in the place of its worst one, if it is better."""
+    """Returns kept [BLOCK_MATCH] with a key in the place of its worst one, if it is better."""
     slot = tl.arange(0, BLOCK_MATCH)
     worst = tl.min(kept)
     place = tl.min(tl.where(kept == worst, slot, BLOCK_MATCH))
@@ -185,7 +188,7 @@ def keep_if_better(kept, key, BLOCK_MATCH: tl.constexpr):
 
 @triton.jit
 def keep_best(kept, key, MAX_MATCHES: tl.constexpr, BLOCK_MATCH: tl.constexpr):
-    """The best keys of both, in no order: kept [BLOCK_MATCH], where slots that are not to be used hold huge ones."""
+    """Returns the best keys of both, in no order: kept [BLOCK_MATCH], where slots not to be used hold huge ones."""
     best = tl.max(key)
     num_taken = 0
     while (num_taken < MAX_MATCHES) & (best > tl.min(kept)):
@@ -210,13 +213,13 @@ def merge_paths(
 ):
     """Writes tokens and parents of the trie of what follows the matches `key` [BLOCK_MATCH], its first `limit` nodes.
 
-    Returns (how many nodes, length of the best match), int32. A path shares with the earlier ones the longest beginning
-    that it has in common with one of them, and its other nodes, which are new, are numbered in a row. So a whole path
-    is merged at once: it takes its tokens, that length, and where the nodes of earlier paths are.
+    Returns (how many nodes, length of the best match), int32. A path shares with the earlier paths the longest
+    beginning that it has in common with one of them; its other nodes are new and numbered in a row. So a whole path is
+    merged at once, from its tokens, that length, and the places of the nodes of earlier paths.
     """
     slot = tl.arange(0, BLOCK_MATCH)
     step = tl.arange(0, BLOCK_NODE)
-    # best first; those that are none, 0, come last
+    # best first; keys of no match, 0, come last
     rank = tl.sum((key[None, :] > key[:, None]).to(tl.int32), axis=1)
     key = tl.sum(tl.where(rank[:, None] == slot[None, :], key[:, None], 0), axis=0)
     is_found = key > 0
@@ -241,7 +244,7 @@ def merge_paths(
         in_common = tl.min(tl.where(differs, step[None, :], BLOCK_NODE), axis=1)
         in_common = tl.where(slot < index, in_common, 0)
         shared = tl.max(in_common)
-        # the first path that goes so far has made the node where this one leaves
+        # the first path that shares as much has made the node where this one leaves
         maker = tl.min(tl.where(in_common == shared, slot, BLOCK_MATCH))
         branching = tl.sum(tl.where(slot == maker, num_before + shared - num_shared, 0))
         node = count + 1 + step - shared

@@ -1,1 +1,1 @@
-"""What ops of this family share: links, masks of every layout, and the best candidates."""
+"""What ops of this family share: building trees, masks of every layout, and the selection of candidates."""

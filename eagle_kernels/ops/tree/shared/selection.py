@@ -1,15 +1,17 @@
 """The largest logits of long rows, exactly and in order, from one read of the rows.
 
-A row is cut into chunks of LANES groups of LANES ids. `scan_chunks` reads all and keeps the maxima. `largest_in_rows`
-then reads little: the best COUNT ids lie in the COUNT chunks with the largest maxima, and in the COUNT groups of these
-with the largest (one that lay elsewhere would have COUNT better ones above it).
+A row is cut into chunks of LANES groups of LANES ids. `scan_chunks` reads all logits and keeps the maxima.
+`largest_in_rows` then reads little: the best COUNT ids lie in the COUNT chunks with the largest maxima, and there in
+the COUNT groups with the largest maxima (an id elsewhere would have COUNT better ones above it).
 
 Tensors of the selection are [slot, row, LANES]. Launched with as many warps as there are rows, Triton gives every warp
 a row and every lane its slots, so a maximum over slots and lanes needs no shared memory and no warp waits for another.
-(With other numbers of warps, or wider ones, it may; the results are the same.)
+(With another number of warps, or wider warps, it may; the results are the same.)
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from ....primitives.ordering import comparable, ordered_bits, short_key, short_key_id
 from ....runtime.language import tl, triton
@@ -22,27 +24,25 @@ CHUNK = tl.constexpr(CHUNK_SIZE)
 
 _LARGEST_FINITE = tl.constexpr(3.4028234663852886e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Below the ordered bits of all values: marks places that hold no pair.
+# Below the ordered bits of all values: marks places without a pair.
 _NO_BITS = tl.constexpr(-(2**31))
 _NO_ID = tl.constexpr(2**31 - 1)
 
 
-@triton.jit
-def scan_chunks(
-    row_ptr,
-    num_vectors,
-    group_max_ptr,
-    chunk_max_ptr,
-    chunk_sum_ptr,
-    first_chunk,
-    num_chunks,
-    VECTOR: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-):
-    """Writes maxima of some chunks of a row and of their groups, and sums of exponentials relative to the former.
+class Scan(NamedTuple):
+    """The results of `scan_chunks` in one row, or in all rows one after another."""
 
-    The row has num_vectors * VECTOR logits. All pointers lead to what belongs to it: for groups [num_chunks * LANES] of
-    the logits' type, for chunks [num_chunks] fp32. NaN counts as -inf, +inf as the largest finite fp32.
+    group_max_ptr: Any  # [num_chunks * LANES] of the logits' type: the maximum of each group
+    chunk_max_ptr: Any  # [num_chunks] fp32: the maximum of each chunk
+    chunk_sum_ptr: Any  # [num_chunks] fp32: its sum of exponentials relative to that maximum
+    num_chunks: Any
+
+
+@triton.jit
+def scan_chunks(row_ptr, num_vectors, scan, first_chunk, VECTOR: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
+    """Writes the scan of BLOCK_CHUNK chunks of a row of num_vectors * VECTOR logits.
+
+    NaN counts as -inf, +inf as the largest finite fp32.
     """
     chunk = first_chunk + tl.arange(0, BLOCK_CHUNK)
     # [BLOCK_CHUNK, CHUNK / WIDTH, WIDTH]: every warp reads chunks of its own, so no maximum and no sum crosses warps
@@ -61,11 +61,11 @@ def scan_chunks(
     # all from [BLOCK_CHUNK, LANES], where every warp still holds its chunks
     lane = tl.arange(0, LANES)[None, :]
     chunk = chunk[:, None]
-    is_first = (chunk < num_chunks) & (lane == 0)
+    is_first = (chunk < scan.num_chunks) & (lane == 0)
     group_max = tl.reshape(group_max, [BLOCK_CHUNK, LANES])
-    tl.store(group_max_ptr + chunk * LANES + lane, group_max, mask=chunk < num_chunks)
-    tl.store(chunk_max_ptr + chunk + lane, chunk_max[:, None], mask=is_first)
-    tl.store(chunk_sum_ptr + chunk + lane, chunk_sum[:, None], mask=is_first)
+    tl.store(scan.group_max_ptr + chunk * LANES + lane, group_max, mask=chunk < scan.num_chunks)
+    tl.store(scan.chunk_max_ptr + chunk + lane, chunk_max[:, None], mask=is_first)
+    tl.store(scan.chunk_sum_ptr + chunk + lane, chunk_sum[:, None], mask=is_first)
 
 
 @triton.jit
@@ -73,28 +73,25 @@ def largest_in_rows(
     logits_ptr,
     stride_logits_row,
     vocab_size,
-    group_max_ptr,
-    chunk_max_ptr,
-    chunk_sum_ptr,
-    num_chunks,
+    scan,
     row,
     is_row,
     COUNT: tl.constexpr,
     BLOCK_COUNT: tl.constexpr,
     BLOCK_SLOT: tl.constexpr,
 ):
-    """The COUNT best ids of some rows, and the log-sum-exp of each row in two parts.
+    """Returns the COUNT best ids of some rows, and the log-sum-exp of each row in two parts.
 
-    row int64 [1, BLOCK, 1]; LANES * BLOCK_SLOT is at least the number of chunks. Returns (ordered bits, ids) int32
-    [BLOCK_COUNT, BLOCK, LANES], the same in all lanes, by descending logit and ascending id, and (maximum, logarithm of
-    the sum of exponentials relative to it) [1, BLOCK, 1].
+    scan: of all rows. row int64 [1, BLOCK, 1]; LANES * BLOCK_SLOT is at least the number of chunks. The results are
+    (ordered bits, ids) int32 [BLOCK_COUNT, BLOCK, LANES], the same in all lanes, by descending logit and ascending id,
+    and (maximum, logarithm of the sum of exponentials relative to it) [1, BLOCK, 1].
     """
     lane = tl.arange(0, LANES)[None, None, :]
     chunk = tl.arange(0, BLOCK_SLOT)[:, None, None] * LANES + lane
-    is_chunk = is_row & (chunk < num_chunks)
-    chunk_max = _load_lanes(chunk_max_ptr, row * num_chunks + chunk, is_chunk)
+    is_chunk = is_row & (chunk < scan.num_chunks)
+    chunk_max = _load_lanes(scan.chunk_max_ptr, row * scan.num_chunks + chunk, is_chunk)
     chunk_max = tl.where(is_chunk, chunk_max, float("-inf"))
-    chunk_sum = _load_lanes(chunk_sum_ptr, row * num_chunks + chunk, is_chunk)
+    chunk_sum = _load_lanes(scan.chunk_sum_ptr, row * scan.num_chunks + chunk, is_chunk)
     row_max = tl.max(tl.max(chunk_max, axis=0), axis=1)[None, :, None]
     row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = tl.sum(tl.sum(chunk_sum * tl.exp(chunk_max - row_max), axis=0), axis=1)[None, :, None]
@@ -105,7 +102,7 @@ def largest_in_rows(
     chunk = _largest_ids(chunk_max, chunk, is_chunk, TYPE, MAX_ID, COUNT, BLOCK_COUNT)
     group = chunk * LANES + lane
     is_group = is_row & (chunk >= 0) & (group * LANES < vocab_size)
-    group_max = _load_lanes(group_max_ptr, row * (num_chunks * LANES) + group, is_group)
+    group_max = _load_lanes(scan.group_max_ptr, row * (scan.num_chunks * LANES) + group, is_group)
     group = _largest_ids(group_max, group, is_group, TYPE, MAX_ID, COUNT, BLOCK_COUNT)
     token = group * LANES + lane
     is_token = is_row & (group >= 0) & (token < vocab_size)
@@ -116,9 +113,9 @@ def largest_in_rows(
 
 @triton.jit
 def _load_lanes(pointer, offsets, mask):
-    """tl.load of [slot, row, LANES], neighbours in neighbouring lanes, without a detour.
+    """Loads [slot, row, LANES], neighbours in neighbouring lanes, without a change of layout.
 
-    Triton arranges three axes anew for a load, but two axes as the selection needs them if it knows their order.
+    Triton rearranges three axes for a load, but keeps two axes as the selection needs them if it knows their order.
     """
     SLOTS: tl.constexpr = offsets.shape[0]
     ROWS: tl.constexpr = offsets.shape[1]
@@ -129,7 +126,7 @@ def _load_lanes(pointer, offsets, mask):
 
 @triton.jit
 def _pair_bits(values, exists):
-    """int32 that order as the fp32 values do (NaN as -inf, +inf as finite); below all of them where no pair exists."""
+    """Returns int32 that order as the fp32 values do (NaN as -inf, +inf as finite), the lowest where no pair exists."""
     return tl.where(exists, ordered_bits(tl.minimum(comparable(values), _LARGEST_FINITE)), _NO_BITS)
 
 
@@ -137,7 +134,7 @@ def _pair_bits(values, exists):
 def _largest_ids(
     values, ids, exists, TYPE: tl.constexpr, MAX_ID: tl.constexpr, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr
 ):
-    """The ids of `_largest_pairs`, from values that were of TYPE and ids below MAX_ID.
+    """Returns the ids of `_largest_pairs`, from values that were of TYPE and ids below MAX_ID.
 
     If both fit 16 bits, one number holds the pair, and a round takes one maximum.
     """
@@ -157,7 +154,7 @@ def _largest_ids(
 
 @triton.jit
 def _largest_pairs(bits, ids, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr):
-    """The COUNT largest pairs of each row: larger bits first, equal ones by ascending id.
+    """Returns the COUNT largest pairs of each row: larger bits first, equal ones by ascending id.
 
     bits and distinct ids, int32 [slot, row, LANES] -> bits and ids [BLOCK_COUNT, row, LANES], the same in all lanes;
     id -1 where a row has no more pairs, and from COUNT on.

@@ -1,38 +1,46 @@
-"""Device functions that make a token tree of kept candidates: parents, links, ancestor sets, masks.
+"""Device functions that build a token tree: parents of kept candidates, links, ancestor sets, masks.
 
-A tree is one vector over its nodes, so everything happens at once: parents and links by comparing all nodes with all
-nodes (tiles that are reduced along their first axis, which keeps the result where the vectors live), ancestor sets by
-pointer doubling on packed words. MAX_HOPS above 0 takes nodes in any order: parents may stand behind their children or
-form cycles, and every node walks up that many steps at most.
+A tree is one vector over its nodes, so all nodes are handled at once: parents and links by comparing all nodes with
+all nodes (tiles that are reduced along their first axis, which keeps the result in the layout of the vectors), ancestor
+sets by pointer doubling on packed words. With MAX_HOPS above 0 nodes may be in any order: parents may come after their
+children or form cycles, and every node walks up that many steps at most.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from ....primitives.tree import ancestor_word, way_up
 from ....runtime.language import tl, triton
 from .tree_mask import row_starts
 
 
+class Candidates(NamedTuple):
+    """The candidates that a request keeps, with what determines their parents and the root."""
+
+    ids: Any  # [node] int64, the root's has no meaning
+    tokens: Any  # [node] int64
+    verified_id_ptr: Any
+    parent_list_ptr: Any
+    parent_width: Any
+
+
+class Tree(NamedTuple):
+    """The outputs of a kernel that writes trees, except their masks (`TreeMask`)."""
+
+    positions_ptr: Any
+    retrieve_index_ptr: Any
+    next_token_ptr: Any
+    next_sibling_ptr: Any
+    tokens_ptr: Any
+
+
 @triton.jit
 def store_tree(
-    # inputs of one request
     request,
-    candidate,
-    draft_token,
-    verified_id_ptr,
-    parent_list_ptr,
-    seq_lens_ptr,
-    # outputs
-    tree_mask_ptr,
-    positions_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
-    tree_tokens_ptr,
-    # sizes
-    batch_size,
-    parent_width,
-    mask_size,
+    candidates,
+    mask,
+    tree,
     TOPK: tl.constexpr,
     NUM_NODES: tl.constexpr,
     NUM_WORDS: tl.constexpr,
@@ -42,40 +50,30 @@ def store_tree(
     NUM_ROUNDS: tl.constexpr,
     MAX_HOPS: tl.constexpr = 0,
 ):
-    """Writes all that `build_tree` returns for one request, from its candidate ids and tokens [node], int64."""
+    """Writes all that `build_tree` returns for one request."""
     node = tl.arange(0, BLOCK_NODE)
     is_node = node < NUM_NODES
     offset = request * NUM_NODES + node
-    # first what waits for nothing, so that these loads and stores travel while the parents are found
-    seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
-    root_token = tl.load(verified_id_ptr + request).to(tl.int64)
-    parent_list_row_ptr = parent_list_ptr + request * parent_width
-    parent = _parents(candidate, parent_list_row_ptr, parent_width, MAX_HOPS > 0, TOPK, NUM_NODES, BLOCK_NODE)
-    tl.store(tree_tokens_ptr + offset, tl.where(node == 0, root_token, draft_token), mask=is_node)
-    tl.store(retrieve_index_ptr + offset, offset, mask=is_node)
+    # first the loads and stores that wait for nothing, so that they run while the parents are found
+    seq_len = tl.load(mask.seq_lens_ptr + request).to(tl.int64)
+    root_token = tl.load(candidates.verified_id_ptr + request).to(tl.int64)
+    parent = _find_parents(request, candidates, MAX_HOPS > 0, TOPK, NUM_NODES, BLOCK_NODE)
+    tl.store(tree.tokens_ptr + offset, tl.where(node == 0, root_token, candidates.tokens), mask=is_node)
+    tl.store(tree.retrieve_index_ptr + offset, offset, mask=is_node)
 
     store_links(
-        request, parent, seq_len, seq_lens_ptr, tree_mask_ptr, positions_ptr, retrieve_next_token_ptr,
-        retrieve_next_sibling_ptr, batch_size, mask_size, True, NUM_NODES, NUM_WORDS, MASK_MODE, BLOCK_NODE,
-        BLOCK_BATCH, NUM_ROUNDS, MAX_HOPS,
+        request, parent, seq_len, mask, tree, KEEP_LOOSE=True, NUM_NODES=NUM_NODES, NUM_WORDS=NUM_WORDS,
+        MASK_MODE=MASK_MODE, BLOCK_NODE=BLOCK_NODE, BLOCK_BATCH=BLOCK_BATCH, NUM_ROUNDS=NUM_ROUNDS, MAX_HOPS=MAX_HOPS,
     )  # fmt: skip
 
 
 @triton.jit
 def store_links(
-    # inputs of one request
     request,
     parent,
     seq_len,
-    seq_lens_ptr,
-    # outputs
-    tree_mask_ptr,
-    positions_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
-    # sizes
-    batch_size,
-    mask_size,
+    mask,
+    tree,
     KEEP_LOOSE: tl.constexpr,
     NUM_NODES: tl.constexpr,
     NUM_WORDS: tl.constexpr,
@@ -87,9 +85,9 @@ def store_links(
 ):
     """Writes links, mask and positions of one request from its parents int32 [node], each an earlier node or -1.
 
-    KEEP_LOOSE: nodes that no path joins to the root see it all the same, and are linked among themselves; else they see
-    themselves alone, and are linked to nothing. Returns which nodes a path does join to it.
-    MAX_HOPS, with KEEP_LOOSE: parents may be any nodes; depths are steps up, a missing parent the last of them.
+    KEEP_LOOSE: nodes that no path joins to the root still see it, and are linked among themselves; otherwise they see
+    themselves alone and are linked to nothing. Returns which nodes a path joins to the root.
+    MAX_HOPS, with KEEP_LOOSE: parents may be any nodes; a depth counts steps up, the last one to a missing parent too.
     """
     node = tl.arange(0, BLOCK_NODE)
     is_node = node < NUM_NODES
@@ -103,10 +101,12 @@ def store_links(
     first_child = tl.where(first_child < BLOCK_NODE, first_child, -1)
     next_sibling = tl.where(next_sibling < BLOCK_NODE, next_sibling, -1)
     if KEEP_LOOSE:
-        tl.store(retrieve_next_token_ptr + offset, first_child.to(tl.int64), mask=is_node)
-        tl.store(retrieve_next_sibling_ptr + offset, next_sibling.to(tl.int64), mask=is_node)
+        tl.store(tree.next_token_ptr + offset, first_child.to(tl.int64), mask=is_node)
+        tl.store(tree.next_sibling_ptr + offset, next_sibling.to(tl.int64), mask=is_node)
 
-    mask_row = row_starts(seq_lens_ptr, request, node, batch_size, NUM_NODES, NUM_NODES, MASK_MODE, BLOCK_BATCH)
+    mask_row = row_starts(
+        mask.seq_lens_ptr, request, node, mask.batch_size, NUM_NODES, NUM_NODES, MASK_MODE, BLOCK_BATCH
+    )
     depth = tl.full([BLOCK_NODE], -1, tl.int32)
     is_linked = node == 0
     for word in tl.static_range(NUM_WORDS):
@@ -124,48 +124,49 @@ def store_links(
         if KEEP_LOOSE and word == 0:
             ancestors |= 1
         if (MASK_MODE == "packed") or (MASK_MODE == "qlen_only_bitpacking"):
-            value = ancestors.to(tree_mask_ptr.dtype.element_ty)
-            tl.store(tree_mask_ptr + mask_row + word, value, mask=is_node)
+            value = ancestors.to(mask.mask_ptr.dtype.element_ty)
+            tl.store(mask.mask_ptr + mask_row + word, value, mask=is_node)
         else:
             column = tl.arange(0, 64)
             cell = mask_row[:, None] + word * 64 + column[None, :]
             visible = ((ancestors[:, None] >> column[None, :]) & 1) != 0
             in_bounds = is_node[:, None] & (word * 64 + column < NUM_NODES)[None, :]
             if MASK_MODE == "full_mask":  # lengths that do not fit the mask must not lead out of it
-                in_bounds = in_bounds & (cell >= 0) & (cell < mask_size)
-            tl.store(tree_mask_ptr + cell, visible, mask=in_bounds)
-    tl.store(positions_ptr + offset, seq_len + depth, mask=is_node)
+                in_bounds = in_bounds & (cell >= 0) & (cell < mask.size)
+            tl.store(mask.mask_ptr + cell, visible, mask=in_bounds)
+    tl.store(tree.positions_ptr + offset, seq_len + depth, mask=is_node)
     if not KEEP_LOOSE:
-        # only here, from the links of all: compilers would take what follows from paths to where all nodes meet all
-        # nodes, and follow the paths there, many times over. A linked node's children and siblings are linked too
+        # only here, and from the links of all nodes: compilers would move what follows from paths to where all nodes
+        # are compared, and follow the paths there many times. A linked node's children and siblings are linked too
         first_child = tl.where(is_linked, first_child, -1)
         next_sibling = tl.where(is_linked, next_sibling, -1)
-        tl.store(retrieve_next_token_ptr + offset, first_child.to(tl.int64), mask=is_node)
-        tl.store(retrieve_next_sibling_ptr + offset, next_sibling.to(tl.int64), mask=is_node)
+        tl.store(tree.next_token_ptr + offset, first_child.to(tl.int64), mask=is_node)
+        tl.store(tree.next_sibling_ptr + offset, next_sibling.to(tl.int64), mask=is_node)
     return is_linked
 
 
 @triton.jit
-def _parents(
-    candidate,
-    parent_list_row_ptr,
-    parent_width,
+def _find_parents(
+    request,
+    candidates,
     ANY_ORDER: tl.constexpr,
     TOPK: tl.constexpr,
     NUM_NODES: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
 ):
-    """Parents [node]: slot -> the parent's candidate id -> the first node with it, -1 if there is none.
+    """Returns parents [node]: slot -> the parent's candidate id -> the first node with it, -1 if there is none.
 
-    Without ANY_ORDER it must be an earlier node.
+    Without ANY_ORDER the parent must be an earlier node.
     """
+    row_ptr = candidates.parent_list_ptr + request * candidates.parent_width
     node = tl.arange(0, BLOCK_NODE)
     is_draft = (node > 0) & (node < NUM_NODES)
+    candidate = candidates.ids
     # ids in 32 bits: comparisons of all nodes with all nodes are half as wide
     candidate = tl.where(is_draft & (candidate >= 0) & (candidate < 2147483647), candidate, -1).to(tl.int32)
     slot = candidate // TOPK
-    has_slot = (candidate >= 0) & (slot < parent_width)
-    parent_candidate = tl.load(parent_list_row_ptr + slot, mask=has_slot & (slot > 0), other=-1).to(tl.int64)
+    has_slot = (candidate >= 0) & (slot < candidates.parent_width)
+    parent_candidate = tl.load(row_ptr + slot, mask=has_slot & (slot > 0), other=-1).to(tl.int64)
     is_id = (parent_candidate >= 0) & (parent_candidate < 2147483647)
     parent_candidate = tl.where(is_id, parent_candidate, -2).to(tl.int32)
     holds = candidate[:, None] == parent_candidate[None, :]
@@ -176,7 +177,7 @@ def _parents(
 
 @triton.jit
 def _count_bits(words):
-    """The set bits of int64 words, int32: sums of neighbours in pairs, fours, and bytes."""
+    """Counts the set bits of int64 words, int32: sums of neighbours in pairs, fours, and bytes."""
     words -= (words >> 1) & 0x5555555555555555
     words = (words & 0x3333333333333333) + ((words >> 2) & 0x3333333333333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F

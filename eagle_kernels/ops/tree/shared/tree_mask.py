@@ -1,4 +1,4 @@
-"""The layouts of a tree mask: what they hold, reading and writing rows of any of them.
+"""The layouts of a tree mask, and functions that read and write rows of any of them.
 
 A row says which of the Nk draft keys one of the Nq query rows sees. Keys come in words of 64, whatever the layout.
 
@@ -13,6 +13,7 @@ As inputs, masks of cells may be uint8 too, where any value but 0 is set.
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,13 +33,22 @@ class TreeMaskMode(str, Enum):
         return self.value
 
 
+class TreeMask(NamedTuple):
+    """A tree mask of any layout as kernels take it, with what determines where its rows start."""
+
+    mask_ptr: Any
+    seq_lens_ptr: Any  # read for FULL_MASK only
+    batch_size: Any
+    size: Any  # elements
+
+
 _CELL = (torch.bool, torch.uint8)
 _SMALL_WORD_BITS = {torch.uint8: 8, torch.uint16: 16, torch.uint32: 32}
 
 
 @triton.jit
 def full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES: tl.constexpr, BLOCK_BATCH: tl.constexpr):
-    """Where the block of `request` starts in the flat FULL_MASK: the cells of all requests before it."""
+    """Returns where the block of `request` starts in the flat FULL_MASK: the cells of all requests before it."""
     length_before = tl.zeros([BLOCK_BATCH], dtype=tl.int64)
     for start in range(0, batch_size, BLOCK_BATCH):
         other = start + tl.arange(0, BLOCK_BATCH)
@@ -57,7 +67,7 @@ def row_starts(
     MASK_MODE: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
 ):
-    """Where the draft keys of each row start: its first word, or its first cell after the prefix (int64)."""
+    """Returns where the draft keys of each row start: its first word, or its first cell after the prefix (int64)."""
     index = request * NUM_ROWS + row.to(tl.int64)
     if MASK_MODE == "packed":
         start = index * ((NUM_KEYS + 63) // 64)
@@ -76,7 +86,7 @@ def row_starts(
 def load_keys(
     tree_mask_ptr, row_start, is_row, word, mask_size, NUM_KEYS: tl.constexpr, MASK_MODE: tl.constexpr
 ):  # fmt: skip
-    """[row, 64]: whether each row sees the draft keys word * 64 and on; no for rows and keys that do not exist."""
+    """Returns [row, 64]: whether each row sees the draft keys word * 64 and on; False for a missing row or key."""
     column = tl.arange(0, 64)
     key = word * 64 + column
     exists = is_row[:, None] & (key < NUM_KEYS)[None, :]
@@ -110,38 +120,36 @@ def store_keys(
 
 @triton.jit
 def fill_prefix(
-    seq_lens_ptr,
-    tree_mask_ptr,
+    mask,
     request,
     part,
     num_parts,
-    batch_size,
-    mask_size,
     NUM_NODES: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
     BLOCK_FILL: tl.constexpr,
 ):
-    """FULL_MASK: every node sees the whole committed prefix; this program fills one of num_parts of the rows."""
-    seq_len = tl.maximum(tl.load(seq_lens_ptr + request).to(tl.int64), 0)
-    request_begin = full_mask_start(seq_lens_ptr, request, batch_size, NUM_NODES, BLOCK_BATCH)
+    """Fills one of num_parts of the rows of a FULL_MASK `mask`: every node sees the whole committed prefix."""
+    seq_len = tl.maximum(tl.load(mask.seq_lens_ptr + request).to(tl.int64), 0)
+    request_begin = full_mask_start(mask.seq_lens_ptr, request, mask.batch_size, NUM_NODES, BLOCK_BATCH)
     for first_row in range(part * BLOCK_ROW, NUM_NODES, num_parts * BLOCK_ROW):
         row = first_row + tl.arange(0, BLOCK_ROW)
         row_begin = request_begin + row * (seq_len + NUM_NODES)
-        begin = tl.minimum(tl.maximum(row_begin, 0), mask_size)
-        end = tl.maximum(tl.minimum(row_begin + seq_len, mask_size), begin)
+        begin = tl.minimum(tl.maximum(row_begin, 0), mask.size)
+        end = tl.maximum(tl.minimum(row_begin + seq_len, mask.size), begin)
         end = tl.where(row < NUM_NODES, end, begin)
-        _fill(tree_mask_ptr, begin, end, tl.minimum(seq_len, mask_size), IS_ALIGNED, BLOCK_ROW, BLOCK_FILL)
+        _fill(mask.mask_ptr, begin, end, tl.minimum(seq_len, mask.size), IS_ALIGNED, BLOCK_ROW, BLOCK_FILL)
 
 
 @triton.jit
 def _fill(
     mask_ptr, begin, end, length, IS_ALIGNED: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_FILL: tl.constexpr
 ):  # fmt: skip
-    """True in the cells begin .. end - 1 of each row, at most `length` of them, which start anywhere.
+    """Writes True to the cells begin .. end - 1 of each row, at most `length` of them, which start anywhere.
 
-    Aligned pairs of words in the middle, bytes at the ends; bytes everywhere if the mask itself is not aligned to 16.
+    Stores are aligned pairs of words in the middle and bytes at the ends, or bytes alone if the mask itself is not
+    aligned to 16 bytes.
     """
     lane = tl.arange(0, BLOCK_FILL)[None, :]
     if IS_ALIGNED:
@@ -169,7 +177,7 @@ def _fill(
 def check_mask(args: check.Arguments, mode: str, num_nodes: int | None) -> tuple[int, int, int]:
     """Checks the argument `tree_mask`, a mask of layout `mode`; returns how many (requests, query rows, draft keys).
 
-    num_nodes: draft keys, None where the mask's shape tells them. FULL_MASK needs `seq_lens` checked before.
+    num_nodes: draft keys, None where the mask's shape gives them. FULL_MASK needs `seq_lens` checked before.
     """
     tree_mask = args.values["tree_mask"]
     is_flat = isinstance(tree_mask, torch.Tensor) and tree_mask.dim() == 1
@@ -202,9 +210,9 @@ def mask_spec(args: check.Arguments, mode: str, batch_size: int, num_rows: int, 
     """Describes a mask of layout `mode` as an output; `out` is the caller's buffer for it, if there is one.
 
     FULL_MASK: a given buffer may be larger than needed (for the longest batch) and is never overrun; without one the
-    argument `seq_lens_sum` tells the size. Where lengths and size contradict each other, cells that the lengths place
-    behind the end are left out, and cells that they place nowhere are not written; with EAGLE_KERNELS_DEBUG=1 a wrong
-    sum and a buffer that is too short are errors.
+    argument `seq_lens_sum` gives the size. Where lengths and size contradict each other, cells that the lengths place
+    past the end are left out, and cells that they do not reach are not written; with EAGLE_KERNELS_DEBUG=1 a wrong sum
+    and a buffer that is too short are errors.
     """
     if mode == TreeMaskMode.PACKED:
         return args.spec((batch_size, num_rows, -(-num_keys // 64)), torch.int64)
@@ -221,6 +229,7 @@ def mask_spec(args: check.Arguments, mode: str, batch_size: int, num_rows: int, 
 
 
 def _full_mask_size(args: check.Arguments, batch_size: int, num_nodes: int, out: torch.Tensor | None) -> int:
+    """Returns the cells of a FULL_MASK, or of the caller's buffer for it; checks them where lengths can be read."""
     seq_lens, seq_lens_sum = args.values["seq_lens"], args.values["seq_lens_sum"]
     if seq_lens_sum is not None:
         args.integer("seq_lens_sum", 0)

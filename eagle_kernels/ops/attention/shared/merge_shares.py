@@ -1,0 +1,95 @@
+"""Merges the partial results of requests whose keys were cut into several shares."""
+
+from __future__ import annotations
+
+import torch
+
+from ....primitives.dependent_launch import await_predecessor
+from ....runtime import tuning
+from ....runtime.language import tl, triton
+from ....runtime.launch import launch
+from .attention import request_rows
+from .softmax import finish_rows, merge_rows, start_rows
+
+# programs: of all requests together
+MERGE_TUNING = {"default": {"programs": 1024, "num_warps": 4}}
+
+
+@triton.jit(do_not_specialize=["num_query", "num_rows", "num_parts"])
+def _merge_kernel(
+    # inputs
+    qo_indptr_ptr,
+    shares_ptr,
+    partial_output_ptr,
+    partial_lse_ptr,
+    # outputs
+    output_ptr,
+    lse_ptr,
+    # sizes
+    num_query,
+    num_rows,
+    num_parts,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_MERGED: tl.constexpr,
+    BLOCK_PART: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Merges the shares of a request that has several, BLOCK_MERGED rows (token, head) at a time."""
+    await_predecessor(ENABLE_PDL)
+    request = tl.program_id(0).to(tl.int64)
+    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
+    has_rows = num_tokens > 0
+    before = tl.load(shares_ptr + request * 2, mask=has_rows, other=0)
+    num_shares = tl.load(shares_ptr + request * 2 + 1, mask=has_rows, other=0)
+    # requests of a malformed table, which share pages, may have more shares than programs: theirs was not stored
+    num_shares = tl.where(before >= 0, tl.minimum(num_shares, num_parts - before), 0)
+    if num_shares > 1:
+        column = tl.arange(0, BLOCK_DIM)
+        is_column = column < HEAD_DIM
+        for tile in range(tl.program_id(1), tl.cdiv(num_tokens * NUM_HEADS, BLOCK_MERGED), tl.num_programs(1)):
+            row = tile * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
+            is_row = row < num_tokens * NUM_HEADS
+            row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM)
+            for start in range(0, num_shares, BLOCK_PART):
+                part = start + tl.arange(0, BLOCK_PART)
+                is_part = is_row[:, None] & (part < num_shares)[None, :]
+                place = (before + part).to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
+                lse = tl.load(partial_lse_ptr + place, mask=is_part, other=float("-inf"))
+                output = tl.load(
+                    partial_output_ptr + place[:, :, None] * HEAD_DIM + column[None, None, :],
+                    mask=is_part[:, :, None] & is_column[None, None, :], other=0.0,
+                )  # fmt: skip
+                row_max, row_sum, accumulator = merge_rows(row_max, row_sum, accumulator, lse, output)
+            output, lse = finish_rows(row_max, row_sum, accumulator)
+            output_row = first_row * NUM_HEADS + row
+            tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
+            tl.store(
+                output_ptr + output_row[:, None] * HEAD_DIM + column[None, :],
+                output.to(output_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :],
+            )  # fmt: skip
+
+
+def launch_merge(op: str, num_parts: int, tuned: dict, *, output_ptr: torch.Tensor, **arguments) -> None:
+    """Launches the merge of at most num_parts partial results into `output_ptr` [..., heads, HEAD_DIM].
+
+    tuned: the row that the shares were computed with. arguments: what both kernels take.
+    """
+    num_heads, head_dim = output_ptr.shape[-2:]
+    num_requests = len(arguments["shares_ptr"])
+    merging = tuning.row(MERGE_TUNING, output_ptr.device)
+    row_tiles = triton.cdiv(arguments["num_query"] * num_heads, tuned["merged_rows"])
+    launch(
+        op,
+        _merge_kernel,
+        (num_requests, min(row_tiles, triton.cdiv(merging["programs"], max(num_requests, 1)))),
+        output_ptr=output_ptr,
+        num_parts=num_parts,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_MERGED=tuned["merged_rows"],
+        BLOCK_PART=tuned["merged_parts"],
+        **arguments,
+        **tuning.compiler_options(merging),
+    )

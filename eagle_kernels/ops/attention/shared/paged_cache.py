@@ -1,0 +1,149 @@
+"""The paged KV cache as attention reads it: the two forms of a page table, and checks of the arguments.
+
+The page table comes in one of two forms, which differ only in where a request's page ids start and in how its length is
+given:
+
+    block_table [B, max_pages], seq_lens [B]                          vLLM
+    kv_indptr [B + 1], kv_indices [*], last_page_len [B]              FlashInfer, SGLang
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ....primitives.fp8 import FP8, check_target
+from ....primitives.paging import MAX_HEAD_DIM, MAX_PAGE_SIZE, MIN_HEAD_DIM, check_row_strides
+from ....runtime import check
+from ....runtime.language import tl, triton
+
+
+@triton.jit
+def request_pages(batch, request, is_live, PAGE_SIZE: tl.constexpr, IS_CSR: tl.constexpr):
+    """Returns where the page ids of a request start, how many there are, and how many slots are filled.
+
+    It does so for one request or for several. batch: a `shares.Batch`. Requests that are not live have no page.
+    """
+    length = tl.load(batch.lengths_ptr + request, mask=is_live, other=0).to(tl.int64)
+    if IS_CSR:
+        first = tl.load(batch.page_indptr_ptr + request, mask=is_live, other=0).to(tl.int64)
+        last = tl.load(batch.page_indptr_ptr + request + 1, mask=is_live, other=0).to(tl.int64)
+        first = tl.minimum(tl.maximum(first, 0), batch.table_size)
+        count = tl.maximum(tl.minimum(last, batch.table_size) - first, 0)
+        length += (count - 1) * PAGE_SIZE
+    else:
+        first = request * batch.stride_page_table_request
+        count = tl.where(is_live, batch.table_size, 0).to(tl.int64)
+    length = tl.maximum(tl.minimum(length, count * PAGE_SIZE), 0)
+    return first, count.to(tl.int32), length.to(tl.int32)
+
+
+def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> None:
+    """Checks k_cache and v_cache against the query's axes Hq and D, their scales, and the page table in either form.
+
+    batch: the axis or number of requests.
+    """
+    values = args.values
+    check_head_dim(args)
+    dtypes = (dtype,) if dtype == torch.float32 else (dtype, *FP8)
+    for name in ("k_cache", "v_cache"):
+        cache = args.tensor(name, ("num_pages", "page_size", "Hkv", "D"), dtypes, contiguous=3)
+        check_row_strides(args, name, cache, 1)
+    if values["k_cache"].dtype != values["v_cache"].dtype:
+        args.fail("v_cache", f"have dtype {values['k_cache'].dtype} like k_cache", values["v_cache"].dtype)
+    check_target(args.op, "k_cache", values["k_cache"])
+    for name in ("k_scale", "v_scale"):
+        scale = args.tensor(name, (None,), (torch.float32,), optional=True)
+        if scale is not None and len(scale) not in (1, args.size("Hkv")):
+            args.fail(name, f"have 1 or Hkv = {args.size('Hkv')} elements", len(scale))
+    if (values["k_scale"] is None) != (values["v_scale"] is None):
+        args.fail("v_scale" if values["v_scale"] is None else "k_scale", "be given with the other scale", None)
+    if values["k_scale"] is not None and len(values["k_scale"]) != len(values["v_scale"]):
+        args.fail("v_scale", f"have {len(values['k_scale'])} elements like k_scale", len(values["v_scale"]))
+    page_size = args.size("page_size")
+    if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
+        args.fail("k_cache", f"have a page size that is a power of two in 1..{MAX_PAGE_SIZE}", page_size)
+    check_group(args)
+    form = args.exactly_one("block_table", "kv_indptr")
+    if form == "block_table":
+        args.tensor("block_table", (batch, "max_pages"), check.INTEGER, contiguous=1)
+        args.tensor("seq_lens", (batch,), check.INTEGER)
+        table = "block_table"
+        excluded = ("kv_indices", "last_page_len")
+    else:
+        num_requests = batch if isinstance(batch, int) else args.size(batch)
+        args.tensor("kv_indptr", (num_requests + 1,), check.INTEGER)
+        args.tensor("kv_indices", (None,), check.INTEGER)
+        args.tensor("last_page_len", (num_requests,), check.INTEGER)
+        table = "kv_indices"
+        excluded = ("seq_lens",)
+    num_slots = values[table].shape[-1] * page_size
+    # a draft block, and the rest of a tile, come after them and are counted in int32
+    if num_slots > 2**31 - 1024:
+        args.fail(table, "name at most 2^31 - 1024 slots", num_slots)
+    if values[table].numel() * page_size >= 2**35:
+        args.fail(table, "name less than 2^35 slots in all", values[table].numel() * page_size)
+    for name in excluded:
+        if values[name] is not None:
+            args.fail(name, f"not be given with {form}, the other form of a page table", "a tensor")
+
+
+def check_head_dim(args: check.Arguments) -> None:
+    """Checks the axis D, which the query has bound."""
+    if not MIN_HEAD_DIM <= args.size("D") <= MAX_HEAD_DIM:
+        args.fail("query", f"have D in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}", args.size("D"))
+
+
+def check_group(args: check.Arguments) -> None:
+    """Checks that heads come in groups."""
+    num_heads, num_kv_heads = args.size("Hq"), args.size("Hkv")
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        args.fail("query", f"have Hq that is a multiple of Hkv = {num_kv_heads}", num_heads)
+
+
+def check_bounds(args: check.Arguments, num_rows: int) -> int:
+    """Checks qo_indptr [B + 1], the bounds of every request's rows, and max_query; returns B."""
+    bounds = args.tensor("qo_indptr", (None,), check.INTEGER)
+    if len(bounds) == 0:
+        args.fail("qo_indptr", "have at least one element", 0)
+    steps = lambda: torch.diff(bounds, prepend=torch.zeros_like(bounds[:1]))  # noqa: E731
+    args.debug("qo_indptr", f"ascend within 0..{num_rows}", lambda: (steps() >= 0) & (bounds <= num_rows))
+    most = args.values["max_query"]
+    if check.can_read(bounds) and len(bounds) > 1 and (longest := int(bounds.diff().max())) > most:
+        args.fail("qo_indptr", f"give no request more than max_query = {most} rows", longest)
+    return len(bounds) - 1
+
+
+def check_logits(args: check.Arguments) -> None:
+    """Checks the arguments that change logits: sm_scale, soft_cap, window and sinks."""
+    for name in ("sm_scale", "soft_cap"):
+        value = args.values[name]
+        if value is not None and not 0.0 < value < float("inf"):
+            args.fail(name, "be a positive finite number or None", value)
+    if args.values["window"] is not None:
+        args.integer("window", 1, 2**31 - 1)
+    args.tensor("sinks", ("Hq",), check.FLOAT, optional=True)
+
+
+def cache_arguments(values: dict) -> dict:
+    """Returns the launch arguments that describe a checked cache and its page table."""
+    k_cache, v_cache, block_table = values["k_cache"], values["v_cache"], values["block_table"]
+    num_pages, page_size, num_kv_heads, head_dim = k_cache.shape
+    is_csr = block_table is None
+    table = values["kv_indices"] if is_csr else block_table
+    return {
+        "k_cache_ptr": k_cache,
+        "v_cache_ptr": v_cache,
+        "page_table_ptr": table,
+        "page_indptr_ptr": values["kv_indptr"],
+        "lengths_ptr": values["last_page_len"] if is_csr else values["seq_lens"],
+        "stride_k_page": k_cache.stride(0) // head_dim,
+        "stride_v_page": None if v_cache.stride(0) == k_cache.stride(0) else v_cache.stride(0) // head_dim,
+        "stride_page_table_request": 0 if is_csr else block_table.stride(0),
+        # a pool without pages has no slots
+        "table_size": table.shape[-1] if num_pages else 0,
+        "num_pages": num_pages,
+        "PAGE_SIZE": page_size,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "IS_CSR": is_csr,
+    }
