@@ -69,7 +69,17 @@ from .shared.pair import check_pair, invert_draft_map
 from .shared.rejection import Node, draw_left, left_probs, reject
 from .shared.residual import accept_coin, residual_key
 from .shared.rows import GREEDY_BELOW, open_row, scan_logits
-from .shared.tree_walk import Output, check_tree, is_own, load_nodes, output_arguments, store_walk, tree_arguments
+from .shared.tree_walk import (
+    Links,
+    Output,
+    Walk,
+    check_tree,
+    is_own,
+    load_nodes,
+    output_arguments,
+    store_walk,
+    tree_arguments,
+)
 
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
 
@@ -121,10 +131,8 @@ def _verify_tree_rejection_kernel(
     if KEEPS_DRAFT:
         is_certain = request < 0
     nodes = tl.arange(0, BLOCK_NODE)
-    retrieved, tokens, links = load_nodes(
-        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-        request, NUM_NODES, BLOCK_NODE,
-    )  # fmt: skip
+    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+    retrieved, tokens, links = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
     depth = tl.where((nodes == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
     is_walking = tl.max(depth) == 0
     emitted = tl.full([BLOCK_NODE], -1, tl.int32)
@@ -198,10 +206,9 @@ def _verify_tree_rejection_kernel(
         depth = tl.where((nodes == chosen) & (chosen > 0), accepted, depth)
         is_walking = chosen > 0
         current = chosen
-    store_walk(
-        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, emitted, depth,
-        SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
-    )  # fmt: skip
+    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
+    walk = Walk(retrieved, emitted, depth)
+    store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, False, BLOCK_DEPTH)
 
 
 def contract(values: dict) -> Output:

@@ -69,12 +69,14 @@ from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .shared import logits, sampling
-from .shared.accept_policy import check_policy, plant, plant_path
+from .shared.accept_policy import Coins, check_policy, plant, plant_path
 from .shared.filters import load_filters
 from .shared.logits import Processors, Row, read_temperature
 from .shared.random import STREAM_TARGET, Noise
 from .shared.sampling import Scratch, draw_token, row_winner, scan_slice, store_slice_key
 from .shared.tree_walk import (
+    Links,
+    Path,
     check_tree,
     follow,
     is_own,
@@ -191,21 +193,18 @@ def _verify_tree_sampled_scan_kernel(
         children = tl.load(children_ptr + above * NUM_NODES + nodes, mask=nodes < NUM_NODES, other=-1)
         token = row_winner(keys_ptr, above, VOCAB_SIZE, BLOCK_CHUNK)
         if ACCEPT_POLICY != "normal":
-            _, tokens, links = load_nodes(
-                candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-                request, NUM_NODES, BLOCK_NODE,
-            )  # fmt: skip
+            trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+            tree = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
+            coins = Coins(seeds_ptr, positions_ptr, simulated_rates_ptr)
+            parent = tl.load(path_ptr + above)
             token = plant(
-                token, tl.load(path_ptr + above), level - 1, tokens, links, request, seeds_ptr, positions_ptr,
-                simulated_rates_ptr, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
-            )  # fmt: skip
+                token, parent, level - 1, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY=ACCEPT_POLICY
+            )
         current = match_child(children, token)
     if not ALL_ROWS:
         if is_lister:
-            children = load_children(
-                candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-                request, current, NUM_NODES, BLOCK_NODE,
-            )  # fmt: skip
+            trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+            children = load_children(trees, request, current, NUM_NODES, BLOCK_NODE)
             tl.store(children_ptr + place * NUM_NODES + nodes, children, mask=nodes < NUM_NODES)
         elif part == 0:
             tl.store(path_ptr + place, current)
@@ -334,14 +333,12 @@ def _verify_tree_sampled_draw_kernel(
             VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, BLOCK_CHUNK,
         )  # fmt: skip
         if ACCEPT_POLICY != "normal" and not ALL_ROWS:  # which are planted where they are walked over
-            _, tokens, links = load_nodes(
-                candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-                request, NUM_NODES, BLOCK_NODE,
-            )  # fmt: skip
+            trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+            tree = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
+            coins = Coins(seeds_ptr, positions_ptr, simulated_rates_ptr)
             token = plant(
-                token, current, level, tokens, links, request, seeds_ptr, positions_ptr, simulated_rates_ptr,
-                SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
-            )  # fmt: skip
+                token, current, level, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY=ACCEPT_POLICY
+            )
         tl.store(drawn_ptr + place, token)
     if HAS_LOGPROBS:
         column = request * (SPEC_STEPS + 1) + level
@@ -408,19 +405,15 @@ def _verify_tree_sampled_path_kernel(
     request = tl.program_id(0).to(tl.int64)
     depth = tl.arange(0, BLOCK_DEPTH)
     if ALL_ROWS or ACCEPT_POLICY != "normal":
-        retrieved, tokens, links = load_nodes(
-            candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-            request, NUM_NODES, BLOCK_NODE,
-        )  # fmt: skip
+        trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+        tree = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
     if ALL_ROWS:
         node = tl.arange(0, BLOCK_NODE)
         first_row = request * NUM_NODES
         predicted = tl.load(drawn_ptr + first_row + node, mask=node < NUM_NODES, other=-1)
-        predicted = plant_path(
-            predicted, tokens, links, request, seeds_ptr, positions_ptr, simulated_rates_ptr,
-            SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
-        )  # fmt: skip
-        depth_of = follow(retrieved, tokens, links, predicted, request, SPEC_STEPS, NUM_NODES, BLOCK_NODE)
+        coins = Coins(seeds_ptr, positions_ptr, simulated_rates_ptr)
+        predicted = plant_path(predicted, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY)
+        depth_of = follow(tree, predicted, request, SPEC_STEPS, NUM_NODES)
         # [depth, node]
         is_there = depth_of[None, :] == depth[:, None]
         path = tl.max(tl.where(is_there, node[None, :], -1), axis=1)
@@ -432,11 +425,11 @@ def _verify_tree_sampled_path_kernel(
         if ACCEPT_POLICY != "normal":
             for level in range(SPEC_STEPS):
                 is_here = depth == level
+                coins = Coins(seeds_ptr, positions_ptr, simulated_rates_ptr)
+                token, node = tl.sum(tl.where(is_here, drawn, 0)), tl.sum(tl.where(is_here, path, 0))
                 token = plant(
-                    tl.sum(tl.where(is_here, drawn, 0)), tl.sum(tl.where(is_here, path, 0)), level, tokens, links,
-                    request, seeds_ptr, positions_ptr, simulated_rates_ptr,
-                    SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
-                )  # fmt: skip
+                    token, node, level, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY=ACCEPT_POLICY
+                )
                 drawn = tl.where(is_here & (path >= 0), token, drawn)
     _store_outputs(
         Output(
@@ -466,10 +459,8 @@ def _store_outputs(
     depth = tl.arange(0, BLOCK_DEPTH)
     in_row = depth <= SPEC_STEPS
     is_visited = path >= 0
-    store_path(
-        retrieve_index_ptr, out.predicts, out.accept_index, out.accept_token_num, request, path, drawn,
-        SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
-    )  # fmt: skip
+    walked = Path(path, drawn)
+    store_path(out, retrieve_index_ptr, request, walked, SPEC_STEPS, NUM_NODES, False, BLOCK_NODE)
     if seq_lens_ptr is not None:
         if is_live_ptr is not None:
             is_visited = is_visited & (tl.load(is_live_ptr + request) != 0)

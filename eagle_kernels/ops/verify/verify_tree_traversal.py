@@ -71,7 +71,17 @@ from .shared.residual import (
     store_step,
 )
 from .shared.rows import row_probs
-from .shared.tree_walk import Output, check_tree, is_own, load_nodes, output_arguments, store_walk, tree_arguments
+from .shared.tree_walk import (
+    Links,
+    Output,
+    Walk,
+    check_tree,
+    is_own,
+    load_nodes,
+    output_arguments,
+    store_walk,
+    tree_arguments,
+)
 
 # Of a coin: depth * this + node. A position that the next round drafts again has another depth there, whatever the
 # trees' shapes: what a leaf's coin has told already is not asked again.
@@ -132,10 +142,8 @@ def _verify_tree_traversal_kernel(
     request = tl.program_id(0).to(tl.int64)
     first_row = request * NUM_NODES
     node = tl.arange(0, BLOCK_NODE)
-    retrieved, tokens, links = load_nodes(
-        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-        request, NUM_NODES, BLOCK_NODE,
-    )  # fmt: skip
+    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+    retrieved, tokens, links = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
     seed = tl.load(seeds_ptr + request)
     pair = Pair(
         target_ptr, draft_ptr, temperature_ptr, draft_temperature_ptr, target_to_draft_ptr, scans_ptr,
@@ -241,10 +249,9 @@ def _verify_tree_traversal_kernel(
             token = tl.sum(tl.where(is_current, tokens, 0))
             current = tl.sum(tl.where(is_current, parents, 0))
             place -= 1
-    store_walk(
-        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
-        SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
-    )  # fmt: skip
+    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
+    walk = Walk(retrieved, predicted, depth)
+    store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, False, BLOCK_DEPTH)
 
 
 def contract(values: dict) -> Output:

@@ -49,7 +49,7 @@ from .shared.argmax import slice_key, winner
 from .shared.logits import GREEDY_BELOW, LARGEST_FINITE
 from .shared.random import STREAM_TARGET, add_grouped_gumbel, grouped_words, random_block
 from .shared.sampling import check_vocabulary
-from .shared.tree_walk import Output, check_tree, follow, is_own, load_nodes, store_walk
+from .shared.tree_walk import Links, Output, Walk, check_tree, follow, is_own, load_nodes, store_walk
 
 # No measurement yet: a slice as wide as verify_tree_greedy's, but for the registers of an exponential.
 SCAN_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
@@ -145,14 +145,12 @@ def _verify_tree_typical_walk_kernel(
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_NODE)
     inverse_temperature, is_sampled = _read_temperature(tl.load(temperature_ptr + request))
-    retrieved, tokens, links = load_nodes(
-        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-        request, NUM_NODES, BLOCK_NODE,
-    )  # fmt: skip
-    has_child = links >= 65536
+    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+    tree = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
+    has_child = tree.links >= 65536
     predicted = tl.full([BLOCK_NODE], -1, tl.int32)
     parent = tl.full([BLOCK_NODE], -1, tl.int32)
-    depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
+    depth = tl.where((node == 0) & is_own(tree.retrieved, request, NUM_NODES), 0, -1)
     if is_sampled:
         largest, total, moment = _merge_slices(partial_sums_ptr, request, has_child, NUM_SLICES, NUM_NODES, BLOCK_NODE)
         # min(epsilon, delta * exp(-H)) times the sum of weights: H = ln(total) - moment / total
@@ -164,10 +162,10 @@ def _verify_tree_typical_walk_kernel(
         while current < BLOCK_NODE:  # parents before children, so in ascending order
             is_here = node == current
             depth_here = tl.sum(tl.where(is_here, depth, 0))
-            is_child = _children(links, current, BLOCK_NODE)
-            is_token = is_child & (tokens >= 0) & (tokens < VOCAB_SIZE)
+            is_child = _children(tree.links, current, BLOCK_NODE)
+            is_token = is_child & (tree.tokens >= 0) & (tree.tokens < VOCAB_SIZE)
             row_ptr = target_logits_ptr + (request * NUM_NODES + current) * stride_logits_row
-            logits = tl.load(row_ptr + tokens, mask=is_token, other=float("-inf"))
+            logits = tl.load(row_ptr + tree.tokens, mask=is_token, other=float("-inf"))
             largest_here = tl.sum(tl.where(is_here, largest, 0.0))
             weight = tl.exp(_scaled(logits, inverse_temperature) - largest_here)
             is_likely = weight > tl.sum(tl.where(is_here, by_epsilon, 0.0))
@@ -182,7 +180,7 @@ def _verify_tree_typical_walk_kernel(
         while at > 0:
             is_at = node == at
             above = tl.sum(tl.where(is_at, parent, 0))
-            predicted = tl.where(node == above, tl.sum(tl.where(is_at, tokens, 0)), predicted)
+            predicted = tl.where(node == above, tl.sum(tl.where(is_at, tree.tokens, 0)), predicted)
             is_on_path = is_on_path | (node == above)
             at = above
         depth = tl.where(is_on_path, depth, -1)
@@ -192,14 +190,13 @@ def _verify_tree_typical_walk_kernel(
             place = (request * NUM_SLICES + part) * NUM_NODES + node
             keys = tl.maximum(keys, tl.load(partial_keys_ptr + place, mask=has_child, other=LOWEST_KEY))
         predicted = winner(keys)
-        depth = follow(retrieved, tokens, links, predicted, request, SPEC_STEPS, NUM_NODES, BLOCK_NODE)
+        depth = follow(tree, predicted, request, SPEC_STEPS, NUM_NODES)
 
     last = tl.min(tl.where((depth == tl.max(depth)) & (depth >= 0), node, BLOCK_NODE))
     tl.store(last_ptr + request, tl.where(last < BLOCK_NODE, last, -1))
-    store_walk(
-        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
-        SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
-    )  # fmt: skip
+    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
+    walk = Walk(tree.retrieved, predicted, depth)
+    store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, False, BLOCK_DEPTH)
 
 
 @triton.jit
