@@ -1,0 +1,260 @@
+"""The launched steps that top_k_renorm, top_p_renorm and min_p_renorm share: kernels, and what launches them.
+
+    scan       by slices: the largest key of every chunk; if wanted, a sample of it and its sum
+    (bracket)  by rows, the op's own: two keys with the edge between them, the state of the row (`start_row`)
+    collect    by slices: the weight above the bracket, and the probabilities within it, gathered
+    (edge)     by rows, if a bracket is wider than nothing: the edge, exactly, and the mass that stays (`store_edge`)
+    write      by slices: kept probabilities divided by their mass, 0 for the others
+
+`threshold.py` explains keys, masses and brackets, `renorm_state.py` what the steps leave of a row to each other. They
+also leave chunk_largest [R, C] int32: keys, by which a step reads only chunks that can hold what it looks for.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ....primitives.dependent_launch import await_predecessor
+from ....runtime import check, tuning
+from ....runtime.language import tl, triton
+from ....runtime.launch import launch
+from .renorm_state import HIGH, LARGEST, LOW, NUM_CANDIDATES, STATES, SUMS, load_edge, open_state
+from .threshold import (
+    MAX_VOCAB_SIZE,
+    fixed_point_mass,
+    key_probability,
+    lowest_with_mass,
+    probability_keys,
+    sample_offset,
+)
+
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/renorm.txt. Slices are small in steps that leave out slices without what
+# they look for.
+SCAN_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
+BRACKET_TUNING = {"default": {"num_warps": 8}}
+COLLECT_TUNING = {"default": {"BLOCK_VOCAB": 1024, "num_warps": 1}}
+EDGE_TUNING = {"default": {"BLOCK_CANDIDATE": 8192, "num_warps": 8}}
+WRITE_TUNING = {"default": {"BLOCK_VOCAB": 1024, "num_warps": 1}}
+
+# A chunk, which can be left out when a row is read again, has at least a cache line of fp32. A bracket is found from
+# MAX_CHUNKS at most.
+MIN_CHUNK_SIZE = 32
+MAX_CHUNKS = 8192
+
+
+@triton.jit(do_not_specialize=["stride_probs_row"])
+def _renorm_scan_kernel(
+    probs_ptr,
+    chunk_largest_ptr,
+    chunk_sample_ptr,
+    chunk_sum_ptr,
+    stride_probs_row,
+    ALIGNMENT: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Writes largest key, sampled key and fp32 sum of each chunk of a slice; the last two if there is a pointer."""
+    await_predecessor(ENABLE_PDL)
+    row = tl.program_id(0).to(tl.int64)
+    probs_ptr += tl.multiple_of(row * stride_probs_row, ALIGNMENT)
+    BLOCK_CHUNK: tl.constexpr = BLOCK_VOCAB // CHUNK
+    chunk = tl.program_id(1) * BLOCK_CHUNK + tl.arange(0, BLOCK_CHUNK)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    keys = probability_keys(tl.load(probs_ptr + token, mask=token < VOCAB_SIZE, other=0.0))
+    place = row * NUM_CHUNKS + chunk
+    tl.store(chunk_largest_ptr + place, tl.max(keys, axis=1), mask=chunk < NUM_CHUNKS)
+    if chunk_sample_ptr is not None:
+        token = chunk * CHUNK + sample_offset(chunk, CHUNK)
+        sample = probability_keys(tl.load(probs_ptr + token, mask=token < VOCAB_SIZE, other=0.0))
+        tl.store(chunk_sample_ptr + place, sample, mask=chunk < NUM_CHUNKS)
+    if chunk_sum_ptr is not None:
+        tl.store(chunk_sum_ptr + place, tl.sum(key_probability(keys), axis=1), mask=chunk < NUM_CHUNKS)
+
+
+@triton.jit
+def _open_slice(chunk_largest_ptr, row, part, lowest, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+                BLOCK_VOCAB: tl.constexpr):  # fmt: skip
+    """Returns the tokens [chunks, CHUNK] of a slice, which chunks [chunks] have a key >= lowest, whether any has."""
+    BLOCK_CHUNK: tl.constexpr = BLOCK_VOCAB // CHUNK
+    chunk = part * BLOCK_CHUNK + tl.arange(0, BLOCK_CHUNK)
+    largest = tl.load(chunk_largest_ptr + row * NUM_CHUNKS + chunk, mask=chunk < NUM_CHUNKS, other=0)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    return token, largest >= lowest, tl.max(largest) >= lowest
+
+
+@triton.jit
+def _load_keys(row_ptr, token, is_read, VOCAB_SIZE: tl.constexpr):
+    """Returns the keys of a slice's tokens, 0 in chunks that are not read."""
+    return probability_keys(tl.load(row_ptr + token, mask=is_read[:, None] & (token < VOCAB_SIZE), other=0.0))
+
+
+@triton.jit(do_not_specialize=["stride_probs_row"])
+def _renorm_collect_kernel(
+    probs_ptr,
+    output_ptr,
+    chunk_largest_ptr,
+    state_ptr,
+    sums_ptr,
+    stride_probs_row,
+    ALIGNMENT: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Adds a slice to the sums of its row, and its probabilities between LOW and HIGH to the row's candidates.
+
+    WEIGHT: what the second sum adds up, "count" or "mass"; None: there is no second sum, and no candidates either.
+    """
+    await_predecessor(ENABLE_PDL)
+    row = tl.program_id(0).to(tl.int64)
+    probs_ptr += tl.multiple_of(row * stride_probs_row, ALIGNMENT)
+    candidates_ptr = output_ptr + row * VOCAB_SIZE
+    state = open_state(state_ptr, sums_ptr, row)
+    low = tl.load(state.words_ptr + LOW)
+    high = tl.load(state.words_ptr + HIGH)
+    largest = tl.load(state.words_ptr + LARGEST)
+    lowest = tl.minimum(low, lowest_with_mass(largest)) if WEIGHT == "mass" else low
+    token, is_read, is_any = _open_slice(
+        chunk_largest_ptr, row, tl.program_id(1), lowest, NUM_CHUNKS, CHUNK, BLOCK_VOCAB
+    )
+    if is_any:
+        keys = _load_keys(probs_ptr, token, is_read, VOCAB_SIZE)
+        mass = fixed_point_mass(keys, largest)
+        is_above = keys >= high
+        above = tl.sum(tl.where(is_above, mass, 0))
+        tl.atomic_add(state.sums_ptr, above, mask=above > 0, sem="relaxed")
+        if WEIGHT == "mass":
+            total = tl.sum(mass)
+            tl.atomic_add(state.sums_ptr + 1, total, mask=total > 0, sem="relaxed")
+        elif WEIGHT == "count":
+            count = tl.sum(is_above.to(tl.int32)).to(tl.int64)
+            tl.atomic_add(state.sums_ptr + 1, count, mask=count > 0, sem="relaxed")
+        if WEIGHT is not None:
+            is_candidate = (keys >= low) & (keys < high)
+            in_chunk = tl.cumsum(is_candidate.to(tl.int32), axis=1)
+            of_chunk = tl.sum(is_candidate.to(tl.int32), axis=1)
+            num_candidates = tl.sum(of_chunk)
+            if num_candidates > 0:
+                # the order does not matter: what is found among the candidates does not depend on it
+                first = tl.atomic_add(state.words_ptr + NUM_CANDIDATES, num_candidates, sem="relaxed")
+                place = first + (tl.cumsum(of_chunk, axis=0) - of_chunk)[:, None] + in_chunk - 1
+                # place and key travel as one number: then the compiler may store them in the order in which threads
+                # hold them, instead of sorting both through shared memory into the order of neighbouring places
+                pairs = (tl.where(is_candidate, place, -1).to(tl.int64) << 32) | keys
+                pairs = tl.reshape(pairs, [BLOCK_VOCAB], can_reorder=True)
+                tl.store(candidates_ptr + (pairs >> 32), key_probability(pairs.to(tl.int32)), mask=pairs >= 0)
+
+
+@triton.jit(do_not_specialize=["stride_probs_row"])
+def _renorm_write_kernel(
+    probs_ptr,
+    output_ptr,
+    chunk_largest_ptr,
+    state_ptr,
+    sums_ptr,
+    stride_probs_row,
+    ALIGNMENT: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Writes a slice of a row of the output: what reaches LOW divided by the first sum, 0 for the rest."""
+    await_predecessor(ENABLE_PDL)
+    row = tl.program_id(0).to(tl.int64)
+    probs_ptr += tl.multiple_of(row * stride_probs_row, ALIGNMENT)
+    output_ptr += row * VOCAB_SIZE
+    edge, mass = load_edge(state_ptr, sums_ptr, row)
+    token, is_read, is_any = _open_slice(chunk_largest_ptr, row, tl.program_id(1), edge, NUM_CHUNKS, CHUNK, BLOCK_VOCAB)
+    if is_any:
+        keys = _load_keys(probs_ptr, token, is_read, VOCAB_SIZE)
+        # a row without mass keeps nothing, and is not divided by it
+        kept = tl.math.div_rn(key_probability(keys), tl.where(mass > 0.0, mass, 1.0))
+        tl.store(output_ptr + token, tl.where(keys >= edge, kept, 0.0), mask=token < VOCAB_SIZE)
+    else:
+        tl.store(output_ptr + token, tl.zeros(token.shape, tl.float32), mask=token < VOCAB_SIZE)
+
+
+def check_renorm(op: str, values: dict, parameter: str, dtypes: tuple) -> check.Spec:
+    """Checks `probs` and the filter's parameter, and describes the output."""
+    args = check.Arguments(op, values)
+    args.tensor("probs", ("R", "V"), check.FLOAT, contiguous=1)
+    if args.tensor(parameter, ("R",), dtypes).is_floating_point():
+        args.debug_numbers(parameter)
+    if not 1 <= args.size("V") <= MAX_VOCAB_SIZE:
+        args.fail("probs", f"have 1..{MAX_VOCAB_SIZE} tokens a row", list(values["probs"].shape))
+    return args.spec((args.size("R"), args.size("V")), torch.float32)
+
+
+class Work(NamedTuple):
+    """The kernel arguments of one call, by what a kernel needs them for."""
+
+    rows: dict  # to read rows and their state, and to write the output
+    chunks: dict  # to leave out chunks of a slice
+    summary: dict  # to find a bracket from what the scan wrote
+
+
+def launch_scan(op: str, probs: torch.Tensor, out: torch.Tensor, *, has_sample=False, has_sum=False) -> Work:
+    """Launches the first step, and allocates what the steps leave to each other.
+
+    has_sample, has_sum: whether the op's bracket needs a sample of each chunk, and its sum.
+    """
+    device, (num_rows, vocab_size) = probs.device, probs.shape
+    chunk = max(MIN_CHUNK_SIZE, triton.next_power_of_2(vocab_size) // MAX_CHUNKS)
+    # a multiple of 4, so that the chunks of every row begin at 16 bytes
+    num_chunks = triton.cdiv(triton.cdiv(vocab_size, chunk), 4) * 4
+    rows = {
+        "probs_ptr": probs,
+        "stride_probs_row": probs.stride(0),
+        # a divisor of every row's offset, so that loads can be wide
+        "ALIGNMENT": math.gcd(probs.stride(0), 16),
+        "VOCAB_SIZE": vocab_size,
+    }
+    chunks = {
+        "chunk_largest_ptr": torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device),
+        "NUM_CHUNKS": num_chunks,
+        "CHUNK": chunk,
+    }
+    found = {"chunk_sample_ptr": None, "chunk_sum_ptr": None}
+    if has_sample:
+        found["chunk_sample_ptr"] = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
+    if has_sum:
+        found["chunk_sum_ptr"] = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
+    _launch_by_slices(op, _renorm_scan_kernel, SCAN_TUNING, rows | chunks | found)
+    state = {
+        "state_ptr": torch.empty((num_rows, STATES), dtype=torch.int32, device=device),
+        "sums_ptr": torch.empty((num_rows, SUMS), dtype=torch.int64, device=device),
+    }
+    summary = {name: value for name, value in found.items() if value is not None}
+    summary |= {"chunk_largest_ptr": chunks["chunk_largest_ptr"], "NUM_CHUNKS": num_chunks}
+    summary |= {"BLOCK_CHUNK": triton.next_power_of_2(num_chunks)}
+    return Work(rows | state | {"output_ptr": out}, chunks, summary | state)
+
+
+def launch_collect(op: str, work: Work, weight: str | None) -> None:
+    """Launches the step that weighs what lies above the brackets and gathers what lies within.
+
+    weight: the kernel's WEIGHT.
+    """
+    _launch_by_slices(op, _renorm_collect_kernel, COLLECT_TUNING, work.rows | work.chunks | {"WEIGHT": weight})
+
+
+def launch_write(op: str, work: Work) -> None:
+    """Launches the last step."""
+    _launch_by_slices(op, _renorm_write_kernel, WRITE_TUNING, work.rows | work.chunks)
+
+
+def _launch_by_slices(op: str, kernel, table: dict, arguments: dict) -> None:
+    probs = arguments["probs_ptr"]
+    row = tuning.row(table, probs.device)
+    launch(op, kernel, (probs.shape[0], triton.cdiv(probs.shape[1], row["BLOCK_VOCAB"])), **arguments, **row)
