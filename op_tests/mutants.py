@@ -182,7 +182,7 @@ MUTANTS = [
     ),
     both(
         "q not renormalised, traversal", _TRAVERSAL, _TRAVERSAL_LAW,
-        [(SHARED + "residual.py", "(ids == token, 0.0, draft * scale)", "(ids == token, 0.0, draft)")],
+        [(SHARED + "deletions.py", "(ids == token, 0.0, draft * scale)", "(ids == token, 0.0, draft)")],
         [("reference/residual.py", "left * (1.0 / mass) if mass > 0 else torch.zeros_like(left)", "left")],
     ),
     both(
@@ -207,7 +207,7 @@ MUTANTS = [
     both(
         "draft before warping, chain", _CHAIN, _CHAIN_LAW,
         [
-            (SHARED + "pair.py", 'values["temperature"] if draft_temperature is None else draft_temperature',
+            (SHARED + "prepare_pair.py", 'values["temperature"] if draft_temperature is None else draft_temperature',
              'values["temperature"]'),
         ],
         [(_OWN_DRAFT_TEMPERATURE, "draft_temperature = temperature")],

@@ -57,10 +57,12 @@ from ...primitives.ordering import LOWEST_KEY
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.pair import SLICE_TUNING, Pair, check_pair, draft_ids, load_draft, load_probs, load_target, prepare_pair
+from .shared.block_verification import block_chances, block_shares, launch_masses
+from .shared.draws import accept_coin, drawn_token, keys_of_words, residual_key
+from .shared.pair import Pair, draft_ids, load_probs
+from .shared.prepare_pair import SLICE_TUNING, check_pair, prepare_pair
 from .shared.random import token_words
-from .shared.residual import accept_coin, drawn_token, keys_of_words, residual_key
-from .shared.rows import row_probs
+from .shared.rows import Rows, load_row, row_probs
 from .shared.tree_walk import Output, token_ids
 
 # All statistics of one chain are merged in registers.
@@ -72,7 +74,7 @@ FINISH_TUNING = {"default": {"num_warps": 1}}
 
 @triton.jit
 def _load_coins(positions_ptr, seed, request, is_draft, NUM_TOKENS: tl.constexpr, BLOCK_TOKEN: tl.constexpr):
-    """The coins [draft] of a chain."""
+    """Returns the coins [draft] of a chain."""
     draft = tl.arange(0, BLOCK_TOKEN)
     position = tl.load(positions_ptr + request * NUM_TOKENS + 1 + draft, mask=is_draft, other=0)
     return accept_coin(seed + tl.zeros([BLOCK_TOKEN], tl.int64), position, draft)
@@ -107,7 +109,7 @@ def _verify_chain_walk_kernel(
     BLOCK_SLICE: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """ends [B, 2]: gamma (-1: dead) and the drafts accepted one by one; for "block" the r_i, shares [B, T - 1]."""
+    """Writes ends [B, 2]: gamma (-1: dead) and the drafts accepted one by one; for "block" also the r_i, to shares."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     root = token_ids(tl.load(candidates_ptr + request * NUM_TOKENS))
@@ -119,108 +121,28 @@ def _verify_chain_walk_kernel(
         place = request * NUM_TOKENS + 1 + draft
         token = token_ids(tl.load(candidates_ptr + place, mask=is_draft, other=-1))
         coin = _load_coins(positions_ptr, tl.load(seeds_ptr + request), request, is_draft, NUM_TOKENS, BLOCK_TOKEN)
-        pair = Pair(
-            target_ptr, draft_ptr, temperature_ptr, draft_temperature_ptr, target_to_draft_ptr, scans_ptr,
-            num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
-        )  # fmt: skip
+        target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, 0)
+        draft_rows = Rows(draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, num_target_scans)
         row = tl.minimum(draft, NUM_TOKENS - 2)
-        target_row = load_target(
-            pair, request, request * NUM_TOKENS + row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, True
+        target_row = load_row(
+            target_rows, request, request * NUM_TOKENS + row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, True
         )
-        draft_row = load_draft(
-            pair, request, request * (NUM_TOKENS - 1) + row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS, True
+        draft_row = load_row(
+            draft_rows, request, request * (NUM_TOKENS - 1) + row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS, True
         )
-        # [draft]
-        target_prob, draft_prob = load_probs(
-            target_row, draft_row, target_to_draft_ptr, token, is_draft & (token >= 0), TARGET_IS_PROBS, DRAFT_IS_PROBS
-        )
+        pair = Pair(target_row, draft_row, target_to_draft_ptr)
+        is_token = is_draft & (token >= 0)
+        target_prob, draft_prob = load_probs(pair, token, is_token, TARGET_IS_PROBS, DRAFT_IS_PROBS)
         is_drawn = draft_prob > 0.0
         gamma = tl.min(tl.where(is_drawn, NUM_TOKENS - 1, draft))
         if IS_BLOCK:
-            ratio = tl.math.div_rn(target_prob, tl.where(is_drawn, draft_prob, 1.0))
-            share = tl.full([], 1.0, tl.float32)
-            for index in range(NUM_TOKENS - 1):
-                share = tl.minimum(share * tl.sum(tl.where(draft == index, ratio, 0.0)), 1.0)
-                ratio = tl.where(draft == index, share, ratio)
-            tl.store(shares_ptr + request * (NUM_TOKENS - 1) + draft, ratio, mask=is_draft)
+            shares = block_shares(target_prob, draft_prob, NUM_TOKENS)
+            tl.store(shares_ptr + request * (NUM_TOKENS - 1) + draft, shares, mask=is_draft)
         else:
             is_accepted = is_drawn & (coin * draft_prob < target_prob)
             accepted = tl.min(tl.where(is_accepted, NUM_TOKENS - 1, draft))
     tl.store(ends_ptr + request * 2, tl.where(root >= 0, gamma, -1))
     tl.store(ends_ptr + request * 2 + 1, accepted)
-
-
-@triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
-def _verify_chain_mass_kernel(
-    target_ptr,
-    draft_ptr,
-    temperature_ptr,
-    draft_temperature_ptr,
-    target_to_draft_ptr,
-    scans_ptr,
-    ends_ptr,
-    shares_ptr,
-    masses_ptr,
-    # sizes
-    num_target_scans,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """One slice of S_i, to masses [B, T - 1, slices]; 0 for i = 0 and from gamma on, where it is not needed."""
-    await_predecessor(ENABLE_PDL)
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    request = row // (NUM_TOKENS - 1)
-    index = row % (NUM_TOKENS - 1)
-    mass = tl.zeros([], tl.float32)
-    if (index > 0) & (index < tl.load(ends_ptr + request * 2)):
-        pair = Pair(
-            target_ptr, draft_ptr, temperature_ptr, draft_temperature_ptr, target_to_draft_ptr, scans_ptr,
-            num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
-        )  # fmt: skip
-        target_row = load_target(pair, request, request * NUM_TOKENS + index, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
-        draft_row = load_draft(pair, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
-        ids = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
-        target, draft = load_probs(
-            target_row, draft_row, target_to_draft_ptr, ids, ids < vocab_size, TARGET_IS_PROBS, DRAFT_IS_PROBS
-        )
-        share = tl.load(shares_ptr + row - 1)
-        mass = tl.sum(tl.maximum(share * target - draft, 0.0))
-    tl.store(masses_ptr + row * NUM_SLICES + part, mass)
-
-
-@triton.jit
-def _block_chances(
-    shares_ptr,
-    masses_ptr,
-    request,
-    gamma,
-    NUM_TOKENS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_TOKEN: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
-):
-    """The h_i [draft] of block verification, draft 0 being x_1; only those of gamma drafts mean anything."""
-    draft = tl.arange(0, BLOCK_TOKEN)
-    slices = tl.arange(0, BLOCK_SLICE)
-    first = request * (NUM_TOKENS - 1)
-    shares = tl.load(shares_ptr + first + draft, mask=draft < gamma, other=0.0)
-    # of draft i + 1 the mass after it, S_{i + 1}: [draft, slice]
-    place = (first + 1 + draft)[:, None] * NUM_SLICES + slices[None, :]
-    is_mass = (draft + 1 < gamma)[:, None] & (slices < NUM_SLICES)[None, :]
-    mass = tl.sum(tl.load(masses_ptr + place, mask=is_mass, other=0.0), axis=1)
-    divisor = mass + (1.0 - shares)
-    chance = tl.where(divisor > 0.0, tl.math.div_rn(mass, tl.where(divisor > 0.0, divisor, 1.0)), 1.0)
-    return tl.where(draft + 1 < gamma, chance, shares)
 
 
 @triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
@@ -255,7 +177,7 @@ def _verify_chain_draw_kernel(
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """The best keys of one slice, by the residual and by p, to keys [B, 2, slices]; accepted [B] (-1: dead)."""
+    """Writes the best keys of one slice, by the residual and by p, to keys [B, 2, slices]; accepted [B] (-1: dead)."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -267,7 +189,7 @@ def _verify_chain_draw_kernel(
         if NUM_TOKENS > 1:
             draft = tl.arange(0, BLOCK_TOKEN)
             coin = _load_coins(positions_ptr, seed, request, draft < gamma, NUM_TOKENS, BLOCK_TOKEN)
-            chance = _block_chances(
+            chance = block_chances(
                 shares_ptr, masses_ptr, request, gamma, NUM_TOKENS, NUM_SLICES, BLOCK_TOKEN, BLOCK_SLICE
             )
             accepted = tl.max(tl.where((draft < gamma) & (coin < chance), draft + 1, 0))
@@ -279,17 +201,15 @@ def _verify_chain_draw_kernel(
     if accepted >= 0:
         ids = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
         is_token = ids < vocab_size
-        pair = Pair(
-            target_ptr, draft_ptr, temperature_ptr, draft_temperature_ptr, target_to_draft_ptr, scans_ptr,
-            num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
-        )  # fmt: skip
+        target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, 0)
+        draft_rows = Rows(draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, num_target_scans)
         row = request * NUM_TOKENS + accepted
-        target_row = load_target(pair, request, row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
+        target_row = load_row(target_rows, request, row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
         target = row_probs(target_row, ids, is_token, TARGET_IS_PROBS)
         draft_prob = tl.zeros([BLOCK_VOCAB], tl.float32)
         if accepted < gamma:
             row -= request  # T - 1 a request
-            draft_row = load_draft(pair, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+            draft_row = load_row(draft_rows, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
             places = draft_ids(target_to_draft_ptr, ids, is_token, vocab_size)
             draft_prob = row_probs(draft_row, places, places >= 0, DRAFT_IS_PROBS)
         else:
@@ -378,54 +298,43 @@ def verify_chain(
     device, (batch_size, num_tokens) = candidates.device, candidates.shape
     pair = prepare_pair("verify_chain", locals(), num_tokens, num_tokens - 1, None)
     num_slices = pair["NUM_SLICES"]
-    row = tuning.row(SLICE_TUNING, device)
-    is_block = method == "block"
     draws = {"positions_ptr": positions, "seeds_ptr": seeds}
+    sizes = {"NUM_TOKENS": num_tokens, "BLOCK_TOKEN": triton.next_power_of_2(num_tokens)}
     ends = torch.empty((batch_size, 2), dtype=torch.int32, device=device)
     keys = torch.empty((batch_size, 2, num_slices), dtype=torch.int64, device=device)
     accepted = torch.empty((batch_size,), dtype=torch.int32, device=device)
-    scratch = {"ends_ptr": ends, "shares_ptr": None}
-    masses = None
-    if is_block:
-        scratch["shares_ptr"] = torch.empty((batch_size, num_tokens - 1), dtype=torch.float32, device=device)
-        masses = torch.empty((batch_size, num_tokens - 1, num_slices), dtype=torch.float32, device=device)
-    sizes = {"NUM_TOKENS": num_tokens, "BLOCK_TOKEN": triton.next_power_of_2(num_tokens)}
+    shares = masses = None
+    if method == "block":
+        shares = torch.empty((batch_size, num_tokens - 1), dtype=torch.float32, device=device)
     launch(
         "verify_chain",
         _verify_chain_walk_kernel,
         (batch_size,),
         candidates_ptr=candidates,
-        IS_BLOCK=is_block,
+        ends_ptr=ends,
+        shares_ptr=shares,
+        IS_BLOCK=method == "block",
         **draws,
         **pair,
-        **scratch,
         **sizes,
         **tuning.row(WALK_TUNING, device),
     )
-    if is_block:
-        launch(
-            "verify_chain",
-            _verify_chain_mass_kernel,
-            (batch_size * (num_tokens - 1), num_slices),
-            masses_ptr=masses,
-            NUM_TOKENS=num_tokens,
-            **pair,
-            **scratch,
-            **row,
-        )
+    if method == "block":
+        masses = launch_masses(pair, ends, shares)
     launch(
         "verify_chain",
         _verify_chain_draw_kernel,
         (batch_size, num_slices),
+        ends_ptr=ends,
+        shares_ptr=shares,
         masses_ptr=masses,
         accepted_ptr=accepted,
         keys_ptr=keys,
-        IS_BLOCK=is_block,
+        IS_BLOCK=method == "block",
         **draws,
         **pair,
-        **scratch,
         **sizes,
-        **row,
+        **tuning.row(SLICE_TUNING, device),
     )
     launch(
         "verify_chain",

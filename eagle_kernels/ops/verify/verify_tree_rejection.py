@@ -65,9 +65,10 @@ from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.pair import check_pair, invert_draft_map
+from .shared.draws import accept_coin, residual_key
+from .shared.pair import Pair
+from .shared.prepare_pair import check_pair, invert_draft_map
 from .shared.rejection import Node, draw_left, left_probs, reject
-from .shared.residual import accept_coin, residual_key
 from .shared.rows import GREEDY_BELOW, open_row, scan_logits
 from .shared.tree_walk import (
     Links,
@@ -175,9 +176,8 @@ def _verify_tree_rejection_kernel(
                         draft_row_ptr, draft_size, draft_temperature, draft_max, draft_total, draft_best
                     )
                     node = Node(
-                        target_row, draft_row, target_to_draft_ptr, is_certain,
-                        candidates_ptr + offset, retrieve_next_sibling_ptr + offset, first_child, num_rejected,
-                        scale, mass, draft_mass,
+                        Pair(target_row, draft_row, target_to_draft_ptr), is_certain, candidates_ptr + offset,
+                        retrieve_next_sibling_ptr + offset, first_child, num_rejected, scale, mass, draft_mass,
                     )  # fmt: skip
                     target_prob, draft_prob = left_probs(node, token, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
                     coin = accept_coin(seed, tl.load(positions_ptr + offset + child), child)
@@ -196,9 +196,8 @@ def _verify_tree_rejection_kernel(
         if chosen == 0:
             left_row = open_row(draft_row_ptr, draft_size, draft_temperature, draft_max, draft_total, draft_best)
             last = Node(
-                target_row, left_row, target_to_draft_ptr, is_certain,
-                candidates_ptr + offset, retrieve_next_sibling_ptr + offset, first_child, num_rejected,
-                scale, mass, draft_mass,
+                Pair(target_row, left_row, target_to_draft_ptr), is_certain, candidates_ptr + offset,
+                retrieve_next_sibling_ptr + offset, first_child, num_rejected, scale, mass, draft_mass,
             )  # fmt: skip
             noise_key = residual_key(seed, tl.load(positions_ptr + offset + current).to(tl.int64) + 1)
             token = draw_left(last, noise_key, NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)

@@ -59,18 +59,11 @@ from ...primitives.ordering import LOWEST_KEY
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.pair import Pair, check_pair, load_draft, load_probs, load_target, prepare_pair
-from .shared.residual import (
-    STEP_WORDS,
-    accept_coin,
-    apply_steps,
-    draw_keys,
-    drawn_token,
-    residual_key,
-    residual_masses,
-    store_step,
-)
-from .shared.rows import row_probs
+from .shared.deletions import DELETION_WORDS, Deletions, apply_deletions, masses_left, store_deletion
+from .shared.draws import accept_coin, draw_keys, drawn_token, residual_key
+from .shared.pair import Pair, load_probs
+from .shared.prepare_pair import check_pair, prepare_pair
+from .shared.rows import Rows, load_row, row_probs
 from .shared.tree_walk import (
     Links,
     Output,
@@ -83,8 +76,8 @@ from .shared.tree_walk import (
     tree_arguments,
 )
 
-# Of a coin: depth * this + node. A position that the next round drafts again has another depth there, whatever the
-# trees' shapes: what a leaf's coin has told already is not asked again.
+# A coin is keyed by depth * this + node. If the next round drafts for a position again, that position has another depth
+# there, whatever the shapes of the trees; so no coin decides twice.
 _NODES = tl.constexpr(65536)
 
 # One program reads whole rows one after another: as many bytes in flight as one program can have.
@@ -111,7 +104,7 @@ def _verify_tree_traversal_kernel(
     target_to_draft_ptr,
     # scratch
     scans_ptr,
-    steps_ptr,
+    deletions_ptr,
     # outputs
     predicts_ptr,
     accept_index_ptr,
@@ -134,9 +127,10 @@ def _verify_tree_traversal_kernel(
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Walks one tree depth first. steps [B, N, 4] is a stack: the deletions of the nodes of the current path, in order.
+    """Walks one tree depth first.
 
-    A deleted node's own deletions are dropped, so those of a path's node lie side by side, after its parent's.
+    deletions [B, N, 4] is a stack: the deletions of the nodes of the current path, in order. A deleted node's own
+    deletions are dropped, so those of a node of the path lie side by side, after its parent's.
     """
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -145,18 +139,16 @@ def _verify_tree_traversal_kernel(
     trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
     retrieved, tokens, links = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
     seed = tl.load(seeds_ptr + request)
-    pair = Pair(
-        target_ptr, draft_ptr, temperature_ptr, draft_temperature_ptr, target_to_draft_ptr, scans_ptr,
-        num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
-    )  # fmt: skip
-    steps_ptr += first_row * STEP_WORDS
+    target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, 0)
+    draft_rows = Rows(draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, num_target_scans)
+    deletions_ptr += first_row * DELETION_WORDS
 
-    # of every node: parent, acceptance when the walk went below it, where its deletions begin
+    # for every node: its parent, its acceptance when the walk went below it, where its deletions begin
     parents = tl.full([BLOCK_NODE], -1, tl.int32)
     acceptances = tl.full([BLOCK_NODE], 1.0, tl.float32)
     bases = tl.zeros([BLOCK_NODE], tl.int32)
     is_entered = node < 0
-    # of the current one
+    # for the current node
     current = tl.zeros([], tl.int32)
     acceptance = tl.full([], 1.0, tl.float32)
     base = tl.zeros([], tl.int32)
@@ -173,14 +165,13 @@ def _verify_tree_traversal_kernel(
         if (is_new & (accepted < SPEC_STEPS)) & (acceptance > 0.0):
             is_entered = is_entered | is_child
             token = tl.sum(tl.where(is_child, tokens, 0))
-            target_row = load_target(pair, request, first_row + current, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
-            draft_row = load_draft(pair, request, first_row + current, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
-            target_prob, draft_prob = load_probs(
-                target_row, draft_row, target_to_draft_ptr, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS
-            )
-            target_prob, draft_prob = apply_steps(
-                target_prob, draft_prob, token, steps_ptr + base * STEP_WORDS, top - base, False
-            )
+            row = first_row + current
+            target_row = load_row(target_rows, request, row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
+            draft_row = load_row(draft_rows, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+            pair = Pair(target_row, draft_row, target_to_draft_ptr)
+            target_prob, draft_prob = load_probs(pair, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+            deletions = Deletions(deletions_ptr + base * DELETION_WORDS, top - base)
+            target_prob, draft_prob = apply_deletions(target_prob, draft_prob, token, deletions)
             is_drawn = draft_prob > 0.0
             ratio = tl.math.div_rn(target_prob, tl.where(is_drawn, draft_prob, 1.0))
             is_left = node == tl.where(is_drawn, current, -1)
@@ -205,13 +196,15 @@ def _verify_tree_traversal_kernel(
                 share = tl.sum(tl.where(is_parent, acceptances, 0.0))
                 top = base
                 base = tl.sum(tl.where(is_parent, bases, 0))
-                target_row = load_target(pair, request, first_row + parent, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
-                draft_row = load_draft(pair, request, first_row + parent, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
-                target_mass, draft_mass = residual_masses(
-                    target_row, draft_row, target_to_draft_ptr, steps_ptr + base * STEP_WORDS, top - base, share,
-                    token, num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, False, BLOCK_VOCAB,
-                )  # fmt: skip
-                store_step(steps_ptr, top, share, target_mass, draft_mass, token)
+                row = first_row + parent
+                target_row = load_row(target_rows, request, row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
+                draft_row = load_row(draft_rows, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+                parent_pair = Pair(target_row, draft_row, target_to_draft_ptr)
+                before = Deletions(deletions_ptr + base * DELETION_WORDS, top - base)
+                target_mass, draft_mass = masses_left(
+                    parent_pair, before, share, token, num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, BLOCK_VOCAB
+                )
+                store_deletion(deletions_ptr + top * DELETION_WORDS, share, target_mass, draft_mass, token)
                 divisor = target_mass + (1.0 - share)
                 has_chance = divisor > 0.0
                 acceptance = tl.where(has_chance, tl.math.div_rn(target_mass, tl.where(has_chance, divisor, 1.0)), 1.0)
@@ -223,23 +216,25 @@ def _verify_tree_traversal_kernel(
     depth = tl.full([BLOCK_NODE], -1, tl.int32)
     predicted = tl.full([BLOCK_NODE], -1, tl.int32)
     if is_live:
-        target_row = load_target(pair, request, first_row + current, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
+        target_row = load_row(target_rows, request, first_row + current, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
         noise_key = residual_key(seed, tl.load(positions_ptr + first_row + current) + 1)
         best = tl.full([BLOCK_VOCAB], LOWEST_KEY, tl.int64)
         if top > base:
-            draft_row = load_draft(pair, request, first_row + current, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+            draft_row = load_row(draft_rows, request, first_row + current, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+            last_pair = Pair(target_row, draft_row, target_to_draft_ptr)
+            last_deletions = Deletions(deletions_ptr + base * DELETION_WORDS, top - base)
             for first in range(0, vocab_size, BLOCK_VOCAB):
                 ids = first + tl.arange(0, BLOCK_VOCAB)
-                target, draft = load_probs(
-                    target_row, draft_row, target_to_draft_ptr, ids, ids < vocab_size, TARGET_IS_PROBS, DRAFT_IS_PROBS
+                target_probs, draft_probs = load_probs(
+                    last_pair, ids, ids < vocab_size, TARGET_IS_PROBS, DRAFT_IS_PROBS
                 )
-                target, draft = apply_steps(target, draft, ids, steps_ptr + base * STEP_WORDS, top - base, False)
-                best = tl.maximum(best, draw_keys(target, ids, noise_key))
-        else:  # its row of q may be nobody's
+                left, _ = apply_deletions(target_probs, draft_probs, ids, last_deletions)
+                best = tl.maximum(best, draw_keys(left, ids, noise_key))
+        else:  # the draft's row is not read: it may have no meaning
             for first in range(0, vocab_size, BLOCK_VOCAB):
                 ids = first + tl.arange(0, BLOCK_VOCAB)
-                target = row_probs(target_row, ids, ids < vocab_size, TARGET_IS_PROBS)
-                best = tl.maximum(best, draw_keys(target, ids, noise_key))
+                target_probs = row_probs(target_row, ids, ids < vocab_size, TARGET_IS_PROBS)
+                best = tl.maximum(best, draw_keys(target_probs, ids, noise_key))
         token = drawn_token(tl.max(best))
         place = accepted
         while current >= 0:
@@ -297,8 +292,8 @@ def verify_tree_traversal(
         (batch_size,),
         positions_ptr=positions,
         seeds_ptr=seeds,
-        steps_ptr=torch.empty((batch_size, num_nodes, 4), dtype=torch.int32, device=candidates.device),
-        # Q may have mass on ids that the target does not have
+        deletions_ptr=torch.empty((batch_size, num_nodes, 4), dtype=torch.int32, device=candidates.device),
+        # the draft may have probability on ids that the target does not have
         num_ids=max(vocab_size, draft_vocab_size) if d2t is None else vocab_size,
         **tree_arguments(locals()),
         **output_arguments(out),
