@@ -1,32 +1,33 @@
-"""Lossless verification of a chain of drafts that were sampled from a draft distribution: standard or block.
+"""Verifies chains of drafts that were sampled from a draft distribution, without loss: standard or block.
 
 Computes
-    p_i, q_i: what target and draft say after i drafts x_1 .. x_i, each at its temperature; gamma: how many drafts.
+    p_i, q_i: the distributions of target and draft after i drafts x_1 .. x_i, each at its temperature; gamma: the
+    number of drafts.
     standard    Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318):
-                draft x is accepted with probability min(1, p(x) / q(x)). The first that is not is replaced by a token
-                from the residual norm((p - q)+); after the last one comes a token from p.
-    block       Block verification (Sun et al., arXiv 2403.10444, algorithm 2), which accepts at least as many drafts in
-                expectation, and the most that any verifier of chains can:
+                draft x is accepted with probability min(1, p(x) / q(x)). The first one that is not accepted is replaced
+                by a token from the residual norm((p - q)+); after the last one comes a token from p.
+    block       Block verification (Sun et al., arXiv 2403.10444, algorithm 2), which in expectation accepts at least as
+                many drafts, and as many as any verifier of chains can:
                     r_0 = 1, r_i = min(r_{i-1} p(x_i) / q(x_i), 1), S_i = sum of (r_i p_i - q_i)+,
                     h_i = S_i / (S_i + 1 - r_i) (1 for 0 / 0), h_gamma = r_gamma
-                accepted are the drafts up to the last i whose coin is below h_i (later ones do not need it of earlier
-                ones); then a token from norm((r_i p_i - q_i)+), or from p_gamma.
+                The drafts up to the last i whose coin is below h_i are accepted (whatever the coins before it); then
+                comes a token from norm((r_i p_i - q_i)+), or from p_gamma.
     Both emit tokens of the target's law if every draft was drawn from its row of q, and if coins, residual draws and
     drafts are independent. Coins and noise are those of shared/random.py, keyed by seed, position of the token and
-    stream: drafts must be drawn with another stream (STREAM_DRAFT). Block looks at coins and drafts beyond those that
-    it accepts, at positions that the next round drafts again: coins are keyed by the place in the chain as well, and so
-    must drafts be (`sample_children`, nodes).
+    stream: drafts must be drawn with another stream (STREAM_DRAFT). The block method looks at coins and drafts beyond
+    those that it accepts, at positions for which the next round drafts again: so coins are also keyed by the place in
+    the chain, and drafts must be, too (`sample_children`, nodes).
 Shapes
     candidates          [B, T]            int    root, then gamma = T - 1 drafts; -1 ends a chain early
     target_logits       [B * T, V]        fp32 / fp16 / bf16, unit stride along V; or
-    target_probs        [B * T, V]        fp32   rows sum to 1; filters are not applied here: give what they left;
+    target_probs        [B * T, V]        fp32   rows sum to 1; filters are not applied here: pass filtered rows;
                                                  V and Vd <= 2^20
-    draft_logits        [B * (T - 1), Vd] fp32 / fp16 / bf16, row b * (T - 1) + i is what candidates[b, i + 1] was drawn
-                                          from, by draft ids; or
+    draft_logits        [B * (T - 1), Vd] fp32 / fp16 / bf16, candidates[b, i + 1] was drawn from row b * (T - 1) + i,
+                                          by draft ids; or
     draft_probs         [B * (T - 1), Vd] fp32   likewise
     positions           [B * T]           int    position of each token; the one emitted after it has position + 1
     seeds               [B]               int
-    temperature         [B]               fp32   of logits; below 1e-5 one-hot at the argmax. None: no logits need it
+    temperature         [B]               fp32   of logits; below 1e-5 one-hot at the argmax. None if no logits need it
     draft_temperature   [B]               fp32   of draft_logits, or None: temperature
     d2t                 [Vd]              int    target id - draft id, one to one; None: the vocabularies share ids
     -> predicts         [B * T]           int32  the token emitted after each accepted one and after the root, -1 after
@@ -34,18 +35,18 @@ Shapes
     -> accept_token_num [B]               int32  accepted drafts; the token after them is not counted
 Invariants
     A draft of target probability 0 is never accepted (coin * q < p, strict). A draft that cannot have been drawn from
-    its row - q is 0, NaN, negative or above 1.001, its token is -1 or lies outside the draft vocabulary - ends the
-    chain before it: then the token after is drawn from p. Where rounding leaves no residual it is drawn from p. NaN
-    logits count as -inf, +inf as the largest finite number; a sampled row of nothing but -inf gives token 0. A row
-    whose root is no token is dead: predicts and accept_index -1, accept_token_num 0. Results of a request do not depend
-    on the batch around it.
+    its row (q is 0, NaN, negative or above 1.001, its token is -1 or outside the draft vocabulary) ends the chain
+    before it: then the token after is drawn from p. If rounding leaves no residual it is drawn from p, too. NaN logits
+    count as -inf, +inf as the largest finite number; a sampled row of nothing but -inf gives token 0. A row whose root
+    is no token is dead: predicts and accept_index -1, accept_token_num 0. Results of a request do not depend on the
+    batch around it.
 Grid
     map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,) compares;
     mass (B * (T - 1), slices) sums S_i; draw (B, slices) finds the best key of each slice; finish (B,) writes.
 Launches
     3: walk, draw and finish; one more each: scan for logits, mass for "block", map for d2t
 Traffic
-    every row of logits once, and for "block" the rows of p and q at drafts 2 .. gamma once more, two rows for the draw.
+    every row of logits once, for "block" the rows of p and q at drafts 2 .. gamma once more, and two rows for the draw.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ def _verify_chain_finish_kernel(
     index = tl.arange(0, BLOCK_TOKEN)
     is_token = index < NUM_TOKENS
     place = request * NUM_TOKENS + index
-    # accepted drafts are tokens of a vocabulary
+    # every accepted draft is a token of a vocabulary, so int32 holds it
     draft = tl.load(candidates_ptr + place + 1, mask=index < accepted, other=-1).to(tl.int32)
     tl.store(predicts_ptr + place, tl.where(index == accepted, bonus, draft), mask=is_token)
     tl.store(accept_index_ptr + place, tl.where(index <= accepted, place, -1).to(tl.int32), mask=is_token)

@@ -1,15 +1,15 @@
-"""Lossless verification of a tree of sampled drafts from its leaves up: traversal verification.
+"""Verifies trees of sampled drafts from their leaves up, without loss: traversal verification.
 
 Computes
     Traversal verification (Weng et al., arXiv 2505.12398, algorithms 1 and 2). Every node has a target distribution P,
     the draft distribution Q that its children were drawn from one after another without replacement, and an acceptance
     a: that of the root is 1, that of a child c is min(a P(c) / Q(c), 1) by its parent's numbers. The first leaf in
-    depth-first order is held against its coin: below a, the whole path to it is accepted and the next token is drawn
-    from its P. Else the leaf is deleted, and with R = (a P - Q)+ and S its sum, its parent goes on with
+    depth-first order is compared with its coin. If the coin is below a, the whole path to the leaf is accepted and the
+    next token is drawn from its P. Else the leaf is deleted, and with R = (a P - Q)+ and S its sum, its parent has
         P <- R / S,  a <- S / (S + 1 - a) (1 for 0 / 0),  Q <- Q without the leaf's token, renormalised
-    and is a leaf itself when no child is left. The root's coin always succeeds.
+    from then on, and is a leaf itself when no child is left. The root's coin always succeeds.
     The emitted tokens have the target's law if every node's children were drawn from its row of q, in sibling order,
-    each from what the ones before left, and if coins, residual draws and drafts are independent. On a chain this is
+    each from what those before it left, and if coins, residual draws and drafts are independent. On a chain this is
     block verification (verify_chain). Coins and noise are those of shared/random.py, keyed by seed, position of the
     token, node with its depth, and stream: drafts must be drawn with another stream (STREAM_DRAFT), and no two rounds
     may draw at one position for one node (`sample_children`), as this looks at drafts beyond those that it accepts.
@@ -19,14 +19,14 @@ Shapes
     retrieve_next_token     [B, N]      int    first child, -1 for none
     retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
     target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V; or
-    target_probs            [B * N, V]  fp32   rows sum to 1; filters are not applied here: give what they left;
+    target_probs            [B * N, V]  fp32   rows sum to 1; filters are not applied here: pass filtered rows;
                                                V and Vd <= 2^20
     draft_logits            [B * N, Vd] fp32 / fp16 / bf16, row of a node: what its children were drawn from, by draft
                                         ids (rows of nodes without children are not read); or
     draft_probs             [B * N, Vd] fp32   likewise
     positions               [B * N]     int    position of each node; the token emitted after it has position + 1
     seeds                   [B]         int
-    temperature             [B]         fp32   of logits; below 1e-5 one-hot at the argmax. None: no logits need it
+    temperature             [B]         fp32   of logits; below 1e-5 one-hot at the argmax. None if no logits need it
     draft_temperature       [B]         fp32   of draft_logits, or None: temperature
     d2t                     [Vd]        int    target id - draft id, one to one; None: the vocabularies share ids
     -> predicts             [B * N]     int32  the token emitted after each node of the path, -1 elsewhere
@@ -34,12 +34,12 @@ Shapes
     -> accept_token_num     [B]         int32  accepted drafts; the token after them is not counted
 Invariants
     Nodes deeper than spec_steps = S are not looked at. A draft of target probability 0 is never accepted. A child that
-    cannot have been drawn - by its parent's Q its token has probability 0, NaN, negative or above 1.001: also a second
-    sibling of the same token, -1, or a token outside the draft vocabulary - is passed over, and so are all below it.
-    Where rounding leaves no residual P stays as it was. NaN logits count as -inf, +inf as the largest finite number; a
+    cannot have been drawn (its probability in its parent's Q is 0, NaN, negative or above 1.001: also a second sibling
+    of the same token, -1, or a token outside the draft vocabulary) is passed over, and so are all nodes below it. If
+    rounding leaves no residual P stays as it was. NaN logits count as -inf, +inf as the largest finite number; a
     sampled row of nothing but -inf gives token 0. Links that do not point forward within the tree, or point to a node
-    that was met before, end the list. A row whose root has a retrieve_index outside the request is dead: predicts and
-    accept_index -1, accept_token_num 0. Results of a request do not depend on the batch around it.
+    that was met before, end the list of siblings. A row whose root has a retrieve_index outside the request is dead:
+    predicts and accept_index -1, accept_token_num 0. Results of a request do not depend on the batch around it.
 Grid
     map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,), one
     program walks one tree, and reads its parent's rows once for every node that it deletes.
