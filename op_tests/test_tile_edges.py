@@ -20,7 +20,7 @@ from eagle_kernels.ops.verify import (
     verify_tree_typical,
 )
 from eagle_kernels.ops.verify.shared import prepare_pair, renorm_steps, sampling
-from eagle_kernels.ops.verify.shared.filters import CHUNK_SIZE
+from eagle_kernels.ops.verify.shared.row_summary import CHUNK_SIZE
 from eagle_kernels.reference import random
 from eagle_kernels.runtime import tuning
 from op_tests.harness import check_operation, to_device

@@ -146,7 +146,7 @@ def _verify_tree_greedy_rows_kernel(
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """The key of one slice of any row, to [B, slices, N]."""
+    """Writes the key of one slice of any row, to [B, slices, N]."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -286,7 +286,7 @@ def contract(values: dict) -> Output:
 
 
 def scans_all_rows(target_logits: torch.Tensor, num_visited: int, num_levels: int, level_bytes: int) -> bool:
-    """Whether reading the rows off the paths takes less time than the launches that tell which they are."""
+    """Tells whether reading the rows off the paths takes less time than the launches that tell which they are."""
     num_rows, vocab_size = target_logits.shape
     return (num_rows - num_visited) * vocab_size * target_logits.element_size() <= num_levels * level_bytes
 
@@ -354,7 +354,7 @@ def verify_tree_greedy(
 
 
 def _walk_level_by_level(tree: dict, policy: dict, scan: dict, writing: dict) -> None:
-    """S + 1 launches that step and scan, and one that writes the outputs."""
+    """Makes S + 1 launches that step and scan, and one that writes the outputs."""
     device = scan["target_logits_ptr"].device
     batch_size, spec_steps = len(tree["candidates_ptr"]), writing["SPEC_STEPS"]
     path, planted = torch.empty((spec_steps + 1, batch_size), dtype=torch.int32, device=device), None
