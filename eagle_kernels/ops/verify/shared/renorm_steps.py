@@ -1,4 +1,4 @@
-"""The launched steps that top_k_renorm, top_p_renorm and min_p_renorm share: kernels, and what launches them.
+"""The launched steps that top_k_renorm, top_p_renorm and min_p_renorm share: kernels and their launches.
 
     scan       by slices: the largest key of every chunk; if wanted, a sample of it and its sum
     (bracket)  by rows, the op's own: two keys with the edge between them, the state of the row (`start_row`)
@@ -6,8 +6,8 @@
     (edge)     by rows, if a bracket is wider than nothing: the edge, exactly, and the mass that stays (`store_edge`)
     write      by slices: kept probabilities divided by their mass, 0 for the others
 
-`threshold.py` explains keys, masses and brackets, `renorm_state.py` what the steps leave of a row to each other. They
-also leave chunk_largest [R, C] int32: keys, by which a step reads only chunks that can hold what it looks for.
+`threshold.py` explains keys, masses and brackets; `renorm_state.py` says what the steps write about a row for the next
+ones. The scan also writes chunk_largest [R, C] int32, keys, so that later steps read only the chunks they need.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Work(NamedTuple):
 
 
 def launch_scan(op: str, probs: torch.Tensor, out: torch.Tensor, *, has_sample=False, has_sum=False) -> Work:
-    """Launches the first step, and allocates what the steps leave to each other.
+    """Launches the first step, and allocates what the steps write for each other.
 
     has_sample, has_sum: whether the op's bracket needs a sample of each chunk, and its sum.
     """
@@ -255,6 +255,7 @@ def launch_write(op: str, work: Work) -> None:
 
 
 def _launch_by_slices(op: str, kernel, table: dict, arguments: dict) -> None:
+    """Launches a kernel of which one program takes one slice of a row."""
     probs = arguments["probs_ptr"]
     row = tuning.row(table, probs.device)
     launch(op, kernel, (probs.shape[0], triton.cdiv(probs.shape[1], row["BLOCK_VOCAB"])), **arguments, **row)
