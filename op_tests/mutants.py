@@ -182,7 +182,7 @@ MUTANTS = [
     ),
     both(
         "q not renormalised, traversal", _TRAVERSAL, _TRAVERSAL_LAW,
-        [(SHARED + "residual.py", "(ids == token, 0.0, draft * scale)", "(ids == token, 0.0, draft)")],
+        [(SHARED + "deletions.py", "(ids == token, 0.0, draft * scale)", "(ids == token, 0.0, draft)")],
         [("reference/residual.py", "left * (1.0 / mass) if mass > 0 else torch.zeros_like(left)", "left")],
     ),
     both(
@@ -207,7 +207,7 @@ MUTANTS = [
     both(
         "draft before warping, chain", _CHAIN, _CHAIN_LAW,
         [
-            (SHARED + "pair.py", 'values["temperature"] if draft_temperature is None else draft_temperature',
+            (SHARED + "prepare_pair.py", 'values["temperature"] if draft_temperature is None else draft_temperature',
              'values["temperature"]'),
         ],
         [(_OWN_DRAFT_TEMPERATURE, "draft_temperature = temperature")],
@@ -224,13 +224,19 @@ MUTANTS = [
     ),
     both(
         "position not + 1", _SAMPLED, of(_SAMPLED, "test_joint_law_of_the_emitted_tokens[{}]"),
-        [("tl.load(positions_ptr + node).to(tl.int64) + 1", "tl.load(positions_ptr + node).to(tl.int64)")],
+        [
+            (SHARED + "sampled_levels.py", "tl.load(positions_ptr + node).to(tl.int64) + 1",
+             "tl.load(positions_ptr + node).to(tl.int64)"),
+            ("position_offset=1", "position_offset=0"),
+        ],
         [("positions + 1", "positions"), ("positions[row] + 1", "positions[row]")],
     ),
     both(
         "min-p relative to 1", _SAMPLED, _PARAMETERS_LAW,
-        [(SHARED + "filters.py", "weight >= tl.minimum(", "(weight == 1.0) | (weight / total >= tl.minimum(")]
-        + [(SHARED + "filters.py", "tl.minimum(filters.min_p, 1.0)", "tl.minimum(filters.min_p, 1.0))")],
+        [(SHARED + name, "keep &= weight >= ", "keep &= (weight == 1.0) | (weight / tl.sum(weight) >= ")
+         for name in ("filters.py", "edge_search.py")]
+        + [(SHARED + name, "tl.minimum(filters.min_p, 1.0)", "tl.minimum(filters.min_p, 1.0))")
+           for name in ("filters.py", "edge_search.py")],
         [("reference/sampling.py", "(weight >= min_p.clamp(max=1.0)[:, None])", _MIN_P_OF_ONE)],
     ),
     both(

@@ -32,7 +32,7 @@ from eagle_kernels.ops.verify.shared.random import (
     token_words,
     uniform,
 )
-from eagle_kernels.ops.verify.shared.sampling import Scratch, scan_slice
+from eagle_kernels.ops.verify.shared.sampling import Found, Scratch, scan_slice
 from eagle_kernels.primitives.ordering import LOWEST_KEY, bits_value, largest_key, noisy_key, noisy_key_id
 from eagle_kernels.reference import random as reference
 from eagle_kernels.runtime.language import tl, triton
@@ -180,8 +180,9 @@ def _price_kernel(logits_ptr, seeds_ptr, keys_ptr, scale, VOCAB_SIZE: tl.constex
     noise = Noise(tl.load(seeds_ptr), tl.load(seeds_ptr + 1), 0)
     row = Row(logits_ptr, Processors(None, None, None, None, None, None, None), 0, 0, scale, None, 0, 0)
     scan_slice(
-        row, True, None, noise, Scratch(keys_ptr, None, None, None), 0, 0, tl.program_id(0), None, False,
-        VOCAB_SIZE, False, False, False, 8, BLOCK_CHUNK,
+        row, True, None, noise, Scratch(keys_ptr, None, None, None, 0, 0), Found(None, False), tl.program_id(0),
+        VOCAB_SIZE=VOCAB_SIZE, HAS_FILTERS=False, HAS_PENALTIES=False, HAS_LOGPROBS=False, VECTOR=8,
+        BLOCK_CHUNK=BLOCK_CHUNK,
     )  # fmt: skip
 
 

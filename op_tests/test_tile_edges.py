@@ -19,8 +19,8 @@ from eagle_kernels.ops.verify import (
     verify_tree_traversal,
     verify_tree_typical,
 )
-from eagle_kernels.ops.verify.shared import pair, renorm, sampling
-from eagle_kernels.ops.verify.shared.filters import CHUNK_SIZE
+from eagle_kernels.ops.verify.shared import prepare_pair, renorm_steps, sampling
+from eagle_kernels.ops.verify.shared.row_summary import CHUNK_SIZE
 from eagle_kernels.reference import random
 from eagle_kernels.runtime import tuning
 from op_tests.harness import check_operation, to_device
@@ -155,7 +155,7 @@ def test_rejected_children(op, kind, device):
 def test_chain(method, kind, device):
     """A draft on an edge, of p = 0.9 and q = 1. Rejected, it leaves another token. Accepted, what p says next is on the
     edge alone, which for block verification is all of the mass that lets it accept."""
-    tile = tile_of(pair.SLICE_TUNING, device)
+    tile = tile_of(prepare_pair.SLICE_TUNING, device)
     size, inner = 2 * tile + PAST, tile // 2
     at_edges = edges(size, tile)
     seeds = [seed_with_coin(0.91, 1.0, 0), seed_with_coin(0.1, 0.4, 0)]
@@ -236,7 +236,8 @@ def test_drawn_children(device):
 @pytest.mark.parametrize(("name", "value"), {"top_k": 1, "top_p": 0.4, "min_p": 0.9}.items())
 def test_renorms(name, value, device):
     """The likeliest token on every edge in turn, the next ones on the others: it alone stays."""
-    tiles = [tile_of(table, device) for table in (renorm.SCAN_TUNING, renorm.COLLECT_TUNING, renorm.WRITE_TUNING)]
+    tables = (renorm_steps.SCAN_TUNING, renorm_steps.COLLECT_TUNING, renorm_steps.WRITE_TUNING)
+    tiles = [tile_of(table, device) for table in tables]
     size = 2 * max(tiles) + PAST
     at_edges = edges(size, *tiles)
     probs = rows_of([dict.fromkeys(at_edges, 2.0**-6) | {edge: 0.5} for edge in at_edges], size)

@@ -264,10 +264,11 @@ def test_the_walk_reads_as_many_rows(depth, topk, scans, device, monkeypatch):
         assert real[1] == [2] * (depth + 1) + [0] * (NUM_STEPS - depth)
 
 
+SCAN, DRAW, PATH = (f"verify_tree_sampled_{kernel}" for kernel in ("scan", "draw", "path"))
 WALKS = {
-    "all rows": ({}, True, ["scan", "draw", "path"]),
-    "level by level": ({}, False, ["scan"] * (NUM_STEPS + 1) + ["path"]),
-    "with filters": ({"top_k": torch.tensor([5, 5])}, False, ["scan", "draw"] * (NUM_STEPS + 1)),
+    "all rows": ({}, True, ["sample_rows_scan", "sample_rows_draw", "verify_tree_sampled_walk"]),
+    "level by level": ({}, False, [SCAN] * (NUM_STEPS + 1) + [PATH]),
+    "with filters": ({"top_k": torch.tensor([5, 5])}, False, [SCAN, DRAW] * (NUM_STEPS + 1)),
 }
 
 
@@ -288,4 +289,4 @@ def test_sampled_walks_launch_as_much(walk, device, monkeypatch):
             sampled.verify_tree_sampled(**values, **policy)
         launches.append(launched)
     assert launches[0] == launches[1]
-    assert [name for name, _ in launches[0]] == [f"_verify_tree_sampled_{kernel}_kernel" for kernel in kernels]
+    assert [name for name, _ in launches[0]] == [f"_{kernel}_kernel" for kernel in kernels]

@@ -1,33 +1,34 @@
-"""Appends what a step brought to every request's tokens, in place, up to where the request ends.
+"""Appends a step's tokens to every request's tokens, in place, up to where the request ends.
 
 Computes
-    From the step's tokens of request b it takes one after another until one ends the request: an end token (reason 1),
-    one that completes a stop sequence (2), or the one that fills the request's room (3); where one token is several of
-    these, the lowest number counts. That token is the last one that is kept. A stop sequence ends inside the step's
-    tokens; it may begin in the output before them, never in the prompt. End tokens and stop sequences count from the
-    token on that makes the output, itself included, min_tokens long.
+    The step's tokens of request b are kept one after another until one ends the request: an end token (reason 1), one
+    that completes a stop sequence (2), or the one that fills the request's room (3); if one token is several of these,
+    the lowest number counts. That token is the last one kept. A stop sequence must end inside the step's tokens; it may
+    begin in the output before them, but not in the prompt. End tokens and stop sequences count from the token on that
+    makes the output min_tokens long, that token included.
 Shapes
     token_ids          [R, L]      int         in place: prompt, then output; rows may be strided
     num_tokens         [B]         int         tokens of the request's row before the step
     num_prompt_tokens  [B]         int         those of them that are the prompt
-    tokens             [B, T]      int         what the step brought, -1 padded, as verify_commit returns it
-    max_tokens         [B]         int         most tokens of the row, the prompt among them, or None: L
+    tokens             [B, T]      int         the step's tokens, -1 padded, as verify_commit returns them
+    max_tokens         [B]         int         most tokens of the row, the prompt included, or None: L
     end_token_ids      [E] or [B, E]  int      -1 padded, or None
-    stop_sequences     [B, Q, W]   int         each behind its last -1, W <= 1024; nothing but -1: none; or None
+    stop_sequences     [B, Q, W]   int         each follows its last -1, W <= 1024; nothing but -1: none; or None
     min_tokens         [B]         int         or None: 0
     is_live            [B]         int / bool  or None: all
     rows               [B]         int         the request's row of token_ids, or None: b
-    -> new_num_tokens  [B]         as num_tokens  with those that were kept
-    -> tokens          [B, T]      int64       those that were kept, -1 padded
+    -> new_num_tokens  [B]         as num_tokens  with the kept tokens
+    -> tokens          [B, T]      int64       the kept tokens, -1 padded
     -> num_kept        [B]         int32
     -> finish_reason   [B]         int32       0: not finished, 1: end token, 2: stop sequence, 3: length
 Invariants
-    Every output is written whole, and of token_ids what is kept and nothing else. A row that brings no token or is not
-    live, or whose row of token_ids does not exist, is dead: it keeps its num_tokens, all else is -1, 0 and 0. What is
-    no id, 0..2^31 - 1, ends the step's tokens as -1 does. num_tokens count as 0..L, other numbers below 0 as 0. A row
-    that is full already keeps nothing and ends as 3. Requests must not share a row.
+    Every output is written whole; in token_ids the kept tokens are written, and nothing else. A request that has no
+    token in this step, is not live, or whose row of token_ids does not exist, is dead: new_num_tokens is its
+    num_tokens, its tokens are -1, num_kept and finish_reason 0. A number that is no id (outside 0..2^31 - 1) ends the
+    step's tokens as -1 does. num_tokens are clamped to 0..L; other numbers below 0 count as 0. A row that is already
+    full keeps nothing and ends with reason 3. Requests must not share a row.
 Grid
-    (B,), one program takes one request's tokens.
+    (B,), one program appends one request's tokens.
 Launches
     1
 Traffic
@@ -50,7 +51,7 @@ MUTATES = ("token_ids",)
 
 MAX_STOP_TOKENS = 1024
 
-# tile_elements: ids that are compared with tokens at once
+# tile_elements: how many pairs of a token and an id are compared at once
 TUNING = {"default": {"tile_elements": 1024, "num_warps": 1}}
 
 
@@ -120,9 +121,9 @@ def _append_output_kernel(
     room = row_size.to(tl.int64)
     if max_tokens_ptr is not None:
         room = tl.minimum(room, read_lengths(max_tokens_ptr, request, True))
-    # the columns of the first token that ends the request, NUM_COLUMNS for none, for each of the reasons
+    # for each reason the column of the first token that ends the request, NUM_COLUMNS if there is none
     length_at = tl.minimum(tl.maximum(room - length, 0) - 1, NUM_COLUMNS)
-    first = 0  # column from which on the output is long enough for the others
+    first = 0  # the column from which on end tokens and stop sequences count
     if min_tokens_ptr is not None:
         first = read_lengths(min_tokens_ptr, request, True) - (length - prompt) - 1
     end_at = tl.full([], NUM_COLUMNS, tl.int32)
@@ -159,13 +160,13 @@ def _append_output_kernel(
 
 @triton.jit
 def _first_column(column, is_wanted, NUM_COLUMNS: tl.constexpr):
-    """The first of the columns where something holds, NUM_COLUMNS if it holds nowhere."""
+    """Returns the first wanted column, NUM_COLUMNS if none is wanted."""
     return tl.min(tl.where(is_wanted, column, NUM_COLUMNS))
 
 
 @triton.jit
 def _load_window(row_ptr, step_ptr, length, prompt, last, count, stop_size, BLOCK_WINDOW: tl.constexpr):
-    """The stop_size output tokens int64 [last, window] up to each of these columns of the step; -2 where is none."""
+    """Returns the stop_size output tokens int64 [last, window] up to each column `last` of the step; -2 for none."""
     offset = last[:, None] - stop_size + 1 + tl.arange(0, BLOCK_WINDOW)[None, :]  # from the step's first token
     is_output = (offset <= last[:, None]) & (length + offset >= prompt)
     before = tl.load(row_ptr + length + offset, mask=is_output & (offset < 0) & (count > 0), other=-2).to(tl.int64)
@@ -175,7 +176,7 @@ def _load_window(row_ptr, step_ptr, length, prompt, last, count, stop_size, BLOC
 
 @triton.jit
 def _completes(window, stop_ptr, stop, is_stop, stop_size, BLOCK_WINDOW: tl.constexpr):
-    """Whether the last token of each window [last, window] completes any of these stop sequences; [last]."""
+    """Tells of each window [last, window] whether its last token completes one of these stop sequences; [last]."""
     place = tl.arange(0, BLOCK_WINDOW)[None, :]
     is_place = is_stop[:, None] & (place < stop_size)
     sequence = tl.load(stop_ptr + stop[:, None] * stop_size + place, mask=is_place, other=-1).to(tl.int64)

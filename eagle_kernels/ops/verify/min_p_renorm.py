@@ -29,8 +29,8 @@ from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared import renorm
-from .shared.renorm import BRACKET_TUNING, load_chunks, start_row
+from .shared.renorm_state import load_chunks, open_state, start_row
+from .shared.renorm_steps import BRACKET_TUNING, check_renorm, launch_collect, launch_scan, launch_write
 from .shared.threshold import key_probability
 
 
@@ -44,26 +44,26 @@ def _min_p_renorm_edge_kernel(
     BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """The smallest key of a row that stays, 1 where the filter is off: a bracket with nothing in it."""
+    """Writes the smallest key of a row that stays, 1 if the filter is off, as a bracket with nothing in it."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     min_p = tl.load(min_p_ptr + row)
     largest = tl.max(load_chunks(chunk_largest_ptr, row, NUM_CHUNKS, BLOCK_CHUNK))
     edge = (tl.minimum(min_p, 1.0) * key_probability(largest)).to(tl.int32, bitcast=True)
     edge = tl.where(min_p > 0.0, tl.maximum(edge, 1), 1)
-    start_row(state_ptr, sums_ptr, row, edge, edge, largest)
+    start_row(open_state(state_ptr, sums_ptr, row), edge, edge, largest)
 
 
 def contract(values: dict) -> check.Spec:
     """Checks the arguments of `min_p_renorm` and describes its output."""
-    return renorm.contract("min_p_renorm", values, "min_p", (torch.float32,))
+    return check_renorm("min_p_renorm", values, "min_p", (torch.float32,))
 
 
 @launcher
 def min_p_renorm(probs: torch.Tensor, min_p: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Keeps what is at least min_p as likely as the likeliest token of its row, divided by its sum; see the module."""
+    """Keeps tokens at least min_p times as likely as the likeliest of the row, divided by their sum; see the module."""
     out = check.allocate("min_p_renorm", contract(locals()), out)
-    work = renorm.scan("min_p_renorm", probs, out)
+    work = launch_scan("min_p_renorm", probs, out)
     launch(
         "min_p_renorm",
         _min_p_renorm_edge_kernel,
@@ -72,6 +72,6 @@ def min_p_renorm(probs: torch.Tensor, min_p: torch.Tensor, *, out: torch.Tensor 
         **work.summary,
         **tuning.row(BRACKET_TUNING, probs.device),
     )
-    renorm.collect("min_p_renorm", work, None)
-    renorm.write("min_p_renorm", work)
+    launch_collect("min_p_renorm", work, None)
+    launch_write("min_p_renorm", work)
     return out

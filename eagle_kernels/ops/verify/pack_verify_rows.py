@@ -1,26 +1,26 @@
 """Packs the nodes of ragged requests into rows without gaps, as a server's forward pass reads them.
 
 Computes
-    Request b has num_tokens[b] rows, one after another behind those of the requests before it: the tokens of its first
-    nodes and their positions. Beside each row stands whose it is, so that nothing has to be copied back to find out
-    (FastDeploy's virtual padding). Prompts are the caller's business: a request of 0 has no row.
+    Request b has num_tokens[b] rows, after those of the requests before it: the tokens of its first nodes and their
+    positions. row_to_batch and row_to_node name the request and node of each row, so that nothing has to be copied to
+    the host to find out (FastDeploy's virtual padding). The caller packs prompts: a request of 0 tokens has no row.
 Shapes
     draft_tokens      [B, N]      int    node 0 the root, then the drafts; requests may be strided
     num_tokens        [B]         int    rows of each request, from node 0 on
-    positions         [B, N]      int    of the nodes; requests may be strided. Without them
-    seq_lens          [B]         int    of a chain: node i has position seq_len + i
+    positions         [B, N]      int    of the nodes; requests may be strided; or None: the nodes are a chain
+    seq_lens          [B]         int    without positions: node i has position seq_len + i
     max_rows          int                room for all rows
-    -> input_ids      [max_rows]  int64  0 in the unused tail, which every vocabulary has
-    -> positions      [max_rows]  int64  0 in the unused tail, which every table of positions has
+    -> input_ids      [max_rows]  int64  0 in the unused tail, a token of every vocabulary
+    -> positions      [max_rows]  int64  0 in the unused tail, a row of every table of positions
     -> row_to_batch   [max_rows]  int32  the request, -1 in the unused tail
     -> row_to_node    [max_rows]  int32  the node, -1 in the unused tail
     -> cu_seqlens     [B + 1]     int32  where a request's rows start, limited to max_rows
     -> num_rows       [1]         int32  rows in use, at most max_rows
     -> overflow       [1]         int32  the room that was needed if it exceeds max_rows, else 0
 Invariants
-    Every output is written whole. Rows past max_rows are cut off the end: the first max_rows rows are those that more
-    room would have given, no bound exceeds max_rows, and overflow tells. num_tokens count as 0..N. A token below 0
-    keeps its row, with id 0, and a position below 0 counts as 0, so that what gathers by them stays in bounds.
+    Every output is written whole. Rows past max_rows are dropped: the first max_rows rows are those that more room
+    would have given, no bound exceeds max_rows, and overflow reports it. num_tokens are clamped to 0..N. A token below
+    0 keeps its row, with id 0, and a position below 0 counts as 0, so that a gather by them stays in bounds.
 Grid
     (max(B, 1),), one program writes one request's rows, its bound and its share of the unused tail.
 Launches
@@ -86,7 +86,7 @@ def _pack_verify_rows_kernel(
 ):
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    is_request = request < batch_size  # an empty batch has one program, for its bound and tail
+    is_request = request < batch_size  # an empty batch still has one program, for its bound and its tail
     sum_before = tl.zeros([BLOCK_BATCH], tl.int64)
     sum_total = tl.zeros([BLOCK_BATCH], tl.int64)
     for start in range(0, batch_size, BLOCK_BATCH):
@@ -161,8 +161,8 @@ def pack_verify_rows(
 ) -> Output:
     """Packs the first num_tokens nodes of every request; each output is described in the module's docstring.
 
-    positions, seq_lens: one of them; positions, if both are given. max_rows: the rows of the outputs; `overflow` tells
-    on the device when they were too few.
+    positions, seq_lens: one of them; if both are given, positions count. max_rows: the rows of the outputs; `overflow`
+    tells, on the device, if they were too few.
     """
     contracted = contract(locals())
     out = check.allocate("pack_verify_rows", contracted, out)

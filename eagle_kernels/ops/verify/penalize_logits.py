@@ -51,7 +51,7 @@ from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .shared import logits as processors
 from .shared.logits import Processors, Row, load_counts, process
-from .shared.tree_walk import check_links, find_above, is_own, load_nodes, tree_arguments
+from .shared.tree_walk import Links, check_links, find_above, is_own, load_nodes, tree_arguments
 
 IN_PLACE = {"out": ("target_logits",)}
 
@@ -122,10 +122,8 @@ def _penalize_logits_kernel(
             end_ptr = end_token_ids_ptr + request * stride_end_token_ids_batch
             has_end = _has_any(first, end_ptr, num_ends, BLOCK_VOCAB, BLOCK_ID)
         if HAS_PENALTIES or min_tokens_ptr is not None:
-            _, tokens, links = load_nodes(
-                candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-                request, NUM_NODES, BLOCK_NODE,
-            )  # fmt: skip
+            trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+            _, tokens, links = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
             nodes = tl.arange(0, BLOCK_NODE)
             # most slices hold no draft and no end token: who is on the path does not matter to them
             has_draft = tl.max(((tokens >= first) & (tokens < first + BLOCK_VOCAB)).to(tl.int32)) > 0
@@ -136,7 +134,7 @@ def _penalize_logits_kernel(
                     depth += 1
                     if HAS_PENALTIES:
                         count += (ids == tl.sum(tl.where(nodes == current, tokens, 0))).to(tl.int32)
-                current, is_on_path = find_above(links, current, BLOCK_NODE)
+                current, is_on_path = find_above(links, current)
         logit = process(logit, count, row, ids, is_token, VOCAB_SIZE, HAS_PENALTIES)
         if min_tokens_ptr is not None:
             num_output_tokens = tl.load(num_output_tokens_ptr + request).to(tl.int64) + depth

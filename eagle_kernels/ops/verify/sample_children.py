@@ -7,7 +7,7 @@ Computes
                             Kool et al., arXiv 1903.06059, Alg. 1 without its tree; Vieira 2014). The order has the law
                             of Plackett and Luce.
     with replacement        num_children independent draws from q, each with noise of its own.
-    `verify_tree_rejection` takes either kind; the draft distribution it is handed must be the one drawn from here.
+    `verify_tree_rejection` takes either kind; the draft distribution it gets must be the one that is drawn from here.
 Shapes
     draft_logits            [R, Vd]     fp32 / fp16 / bf16, unit stride along Vd; Vd <= 2^20
     positions               [R]         int    position of the children
@@ -15,18 +15,18 @@ Shapes
     temperature             [R]         fp32   0 (anything below 1e-5): greedy
     nodes                   [R]         int, or None (0)   the node of the tree whose children are drawn, 0 .. 65535:
                                         rows of one request at one position draw independently if their nodes differ.
-                                        What block or traversal verification is to verify needs other nodes at a
-                                        position in each round: nodes that tell the depth do
+                                        Block and traversal verification need another node for a position in each round
+                                        of drafting: it suffices that the node tells the depth
     d2t                     [Vd]        int, or None   target id minus draft id (EAGLE-3's reduced vocabulary)
     -> tokens               [R, K]      int64  target ids in the order of the draws, -1 where q has no token left
     -> logprobs             [R, K]      fp32   log q of each child, q being the whole distribution; -inf at -1
 Invariants
-    Equal logits, seed, position and node give equal children, in whichever row or batch; fewer children are the first
-    ones of more. NaN counts as -inf, +inf as the largest finite number; -inf is never drawn. Greedy rows give the K
-    largest logits without replacement, the argmax K times with, of equal ones the lowest ids; their logprobs are those
-    of temperature 1, the scores of a top-k tree.
+    Equal logits, seed, position and node give equal children, in whichever row or batch; a smaller num_children gives
+    the first of them. NaN counts as -inf, +inf as the largest finite number; -inf is never drawn. Greedy rows give the
+    K largest logits without replacement, the argmax K times with replacement; among equal ones the lowest ids win.
+    Their logprobs are those of temperature 1, the scores of a top-k tree.
 Grid
-    Every row is cut into slices, (R, slices): the K best of each. Then (R,): the K best of these.
+    (R, slices): one program finds the K best of a slice of a row. Then (R,): one finds the K best of a row's slices.
 Launches
     2
 Traffic
@@ -54,18 +54,20 @@ MAX_CHILDREN = 64
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
 MERGE_TUNING = {"default": {"num_warps": 4}}
 
-# Of draws with replacement each has a counter of its own: child * this + node.
+# With replacement each draw has a counter of its own: child * this + node.
 _NODES = tl.constexpr(65536)
 
 
 class Output(NamedTuple):
+    """What `sample_children` returns."""
+
     tokens: torch.Tensor
     logprobs: torch.Tensor
 
 
 @triton.jit
 def _keys(scaled, token, noise_key, IS_SAMPLED: tl.constexpr):
-    """What the largest of is drawn; below all others where nothing may be."""
+    """Returns keys, the largest of which is drawn; LOWEST_KEY for tokens that must not be."""
     if IS_SAMPLED:
         words = token_words(noise_key, token)
         key = noisy_key(add_gumbel(scaled, words), fine_bits(words), token)
@@ -76,7 +78,7 @@ def _keys(scaled, token, noise_key, IS_SAMPLED: tl.constexpr):
 
 @triton.jit
 def _store_best(keys, keys_ptr, NUM_CHILDREN: tl.constexpr):
-    """The largest keys, in order."""
+    """Writes the NUM_CHILDREN largest keys, in order."""
     for child in range(NUM_CHILDREN):
         largest = tl.max(keys)
         tl.store(keys_ptr + child, largest)
@@ -106,7 +108,7 @@ def _sample_children_slice_kernel(
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Keys [R, slices, K] of a slice's best tokens for every child, and its maximum and sum of exponentials."""
+    """Writes keys [R, slices, K] of a slice's best token for every child, its maximum and its sum of exponentials."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -161,7 +163,7 @@ def _sample_children_merge_kernel(
     BLOCK_CHILD: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """The best of the slices' best, their ids and probabilities."""
+    """Writes ids and log probabilities of the best among the slices' best."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_SLICE)
@@ -256,7 +258,7 @@ def sample_children(
         nodes_ptr=nodes,
         VOCAB_SIZE=vocab_size,
         STREAM=STREAM_DRAFT,
-        # what is known of the offset of every row, so that loads can be wide
+        # a divisor of every row's offset, so that loads can be wide
         ALIGNMENT=math.gcd(draft_logits.stride(0), 16),
         **shared,
         **scan,

@@ -40,126 +40,13 @@ from __future__ import annotations
 
 import torch
 
-from ...primitives.dependent_launch import await_predecessor
-from ...runtime import check, tuning
-from ...runtime.language import tl, triton
-from ...runtime.launch import launch, launcher
+from ...runtime import check
+from ...runtime.launch import launcher
 from .shared import logits as processors
 from .shared import sampling
-from .shared.filters import load_filters
-from .shared.logits import Processors, Row, read_temperature
-from .shared.random import STREAM_TARGET, Noise
-from .shared.sampling import Scratch, draw_token, scan_slice
+from .shared.sample_rows import sample_rows
 
 SCAN_TUNING, DRAW_TUNING = sampling.SCAN_TUNING, sampling.DRAW_TUNING
-
-
-@triton.jit(do_not_specialize=["stride_logits_row"])
-def _sample_from_logits_scan_kernel(
-    # inputs
-    logits_ptr,
-    positions_ptr,
-    seeds_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    repetition_penalty_ptr,
-    frequency_penalty_ptr,
-    presence_penalty_ptr,
-    prompt_mask_ptr,
-    output_counts_ptr,
-    logit_bias_ptr,
-    token_bitmask_ptr,
-    # scratch
-    keys_ptr,
-    summary_ptr,
-    raw_ptr,
-    gathered_ptr,
-    # sizes
-    stride_logits_row,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    HAS_LOGPROBS: tl.constexpr,
-    IS_JOINT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    STREAM: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """Scans one slice of one row."""
-    await_predecessor(ENABLE_PDL)
-    index = tl.program_id(0).to(tl.int64)
-    processors = Processors(
-        repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
-        logit_bias_ptr, token_bitmask_ptr,
-    )  # fmt: skip
-    inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + index))
-    row_ptr = logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT)
-    row = Row(row_ptr, processors, index, index, inverse_temperature, None, 0, 0)
-    scan_slice(
-        row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, index, is_sampled, VOCAB_SIZE, IS_JOINT),
-        Noise(tl.load(seeds_ptr + index), tl.load(positions_ptr + index), STREAM),
-        Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), index, index, tl.program_id(1), None, False,
-        VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["stride_logits_row"])
-def _sample_from_logits_draw_kernel(
-    # inputs
-    logits_ptr,
-    positions_ptr,
-    seeds_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    repetition_penalty_ptr,
-    frequency_penalty_ptr,
-    presence_penalty_ptr,
-    prompt_mask_ptr,
-    output_counts_ptr,
-    logit_bias_ptr,
-    token_bitmask_ptr,
-    # scratch
-    keys_ptr,
-    summary_ptr,
-    raw_ptr,
-    gathered_ptr,
-    # outputs
-    tokens_ptr,
-    # sizes
-    stride_logits_row,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    HAS_LOGPROBS: tl.constexpr,
-    IS_JOINT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    STREAM: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """Draws the token of one scanned row."""
-    await_predecessor(ENABLE_PDL)
-    index = tl.program_id(0).to(tl.int64)
-    processors = Processors(
-        repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
-        logit_bias_ptr, token_bitmask_ptr,
-    )  # fmt: skip
-    inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + index))
-    row_ptr = logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT)
-    row = Row(row_ptr, processors, index, index, inverse_temperature, None, 0, 0)
-    token, _, _ = draw_token(
-        row, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, index, is_sampled, VOCAB_SIZE, IS_JOINT),
-        Noise(tl.load(seeds_ptr + index), tl.load(positions_ptr + index), STREAM),
-        Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), index, index,
-        VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, BLOCK_CHUNK,
-    )  # fmt: skip
-    tl.store(tokens_ptr + index, token.to(tl.int64))
 
 
 def contract(values: dict) -> check.Spec:
@@ -197,35 +84,5 @@ def sample_from_logits(
     values = locals()
     contracted = contract(values)
     out = check.allocate("sample_from_logits", contracted, out)
-    num_rows, device = logits.shape[0], logits.device
-    shared = {
-        "logits_ptr": logits,
-        "positions_ptr": positions,
-        "seeds_ptr": seeds,
-        "temperature_ptr": temperature,
-        "top_k_ptr": top_k,
-        "top_p_ptr": top_p,
-        "min_p_ptr": min_p,
-        "stride_logits_row": logits.stride(0),
-        "STREAM": STREAM_TARGET,
-        **processors.pointers(values),
-        **sampling.allocate_scratch(values, logits, num_rows),
-        **sampling.constants(values, logits),
-    }
-    launch(
-        "sample_from_logits",
-        _sample_from_logits_scan_kernel,
-        (num_rows, sampling.num_slices(values, logits)),
-        **shared,
-        VECTOR=sampling.vector_size(logits),
-        num_warps=sampling.scan_tuning(values, device)["num_warps"],
-    )
-    launch(
-        "sample_from_logits",
-        _sample_from_logits_draw_kernel,
-        (num_rows,),
-        **shared,
-        tokens_ptr=out,
-        **tuning.row(DRAW_TUNING, device),
-    )
+    sample_rows("sample_from_logits", values, logits, out, rows_per_request=1, position_offset=0)
     return out

@@ -29,8 +29,8 @@ from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared import renorm
-from .shared.renorm import BRACKET_TUNING, EDGE_TUNING, LOW, NUM_STATES, NUM_SUMS, load_chunks, start_row, store_edge
+from .shared.renorm_state import LOW, load_chunks, open_state, start_row, store_edge
+from .shared.renorm_steps import BRACKET_TUNING, EDGE_TUNING, check_renorm, launch_collect, launch_scan, launch_write
 from .shared.threshold import bracket_by_count, lowest_with_mass
 
 
@@ -47,19 +47,19 @@ def _top_k_renorm_bracket_kernel(
     BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Two keys of a row, the k-th largest all but surely between them."""
+    """Finds two keys of a row between which the k-th largest lies, all but surely."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(top_k_ptr + row)
     chunk_largest = load_chunks(chunk_largest_ptr, row, NUM_CHUNKS, BLOCK_CHUNK)
     chunk_sample = load_chunks(chunk_sample_ptr, row, NUM_CHUNKS, BLOCK_CHUNK)
     largest = tl.max(chunk_largest)
-    # where the filter is off: everything that has mass is above the bracket
+    # if the filter is off, everything that has mass is above the bracket
     low = lowest_with_mass(largest)
     high = low
     if (top_k > 0) & (top_k < VOCAB_SIZE):
         low, high = bracket_by_count(chunk_largest, chunk_sample, top_k, tl.full([], 1, tl.int32), largest + 1, CHUNK)
-    start_row(state_ptr, sums_ptr, row, low, high, largest)
+    start_row(open_state(state_ptr, sums_ptr, row), low, high, largest)
 
 
 @triton.jit(do_not_specialize=["stride_probs_row"])
@@ -75,24 +75,23 @@ def _top_k_renorm_edge_kernel(
     BLOCK_CANDIDATE: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """The k-th largest key of a row, and the mass that stays."""
+    """Writes the k-th largest key of a row, and the mass that stays."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
-    state_ptr += row * NUM_STATES
-    sums_ptr += row * NUM_SUMS
+    state = open_state(state_ptr, sums_ptr, row)
     top_k = tl.load(top_k_ptr + row)
     if (top_k > 0) & (top_k < VOCAB_SIZE):
-        store_edge(
-            probs_ptr + tl.multiple_of(row * stride_probs_row, ALIGNMENT), output_ptr + row * VOCAB_SIZE,
-            state_ptr, sums_ptr, top_k.to(tl.int64), tl.full([], 1, tl.int32), False, VOCAB_SIZE, BLOCK_CANDIDATE,
-        )  # fmt: skip
+        row_ptr = probs_ptr + tl.multiple_of(row * stride_probs_row, ALIGNMENT)
+        candidates_ptr = output_ptr + row * VOCAB_SIZE
+        lowest = tl.full([], 1, tl.int32)
+        store_edge(row_ptr, candidates_ptr, state, top_k.to(tl.int64), lowest, False, VOCAB_SIZE, BLOCK_CANDIDATE)
     else:
-        tl.store(state_ptr + LOW, 1)
+        tl.store(state.words_ptr + LOW, 1)
 
 
 def contract(values: dict) -> check.Spec:
     """Checks the arguments of `top_k_renorm` and describes its output."""
-    return renorm.contract("top_k_renorm", values, "top_k", check.INTEGER)
+    return check_renorm("top_k_renorm", values, "top_k", check.INTEGER)
 
 
 @launcher
@@ -100,7 +99,7 @@ def top_k_renorm(probs: torch.Tensor, top_k: torch.Tensor, *, out: torch.Tensor 
     """Keeps the top_k most likely tokens of each row, divided by their sum; shapes are in the module's docstring."""
     out = check.allocate("top_k_renorm", contract(locals()), out)
     device, (num_rows, vocab_size) = probs.device, probs.shape
-    work = renorm.scan("top_k_renorm", probs, out, has_sample=True)
+    work = launch_scan("top_k_renorm", probs, out, has_sample=True)
     launch(
         "top_k_renorm",
         _top_k_renorm_bracket_kernel,
@@ -111,7 +110,7 @@ def top_k_renorm(probs: torch.Tensor, top_k: torch.Tensor, *, out: torch.Tensor 
         **work.summary,
         **tuning.row(BRACKET_TUNING, device),
     )
-    renorm.collect("top_k_renorm", work, "count")
+    launch_collect("top_k_renorm", work, "count")
     launch(
         "top_k_renorm",
         _top_k_renorm_edge_kernel,
@@ -120,5 +119,5 @@ def top_k_renorm(probs: torch.Tensor, top_k: torch.Tensor, *, out: torch.Tensor 
         **work.rows,
         **tuning.row(EDGE_TUNING, device),
     )
-    renorm.write("top_k_renorm", work)
+    launch_write("top_k_renorm", work)
     return out

@@ -31,18 +31,8 @@ from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared import renorm
-from .shared.renorm import (
-    BRACKET_TUNING,
-    EDGE_TUNING,
-    LARGEST,
-    LOW,
-    NUM_STATES,
-    NUM_SUMS,
-    load_chunks,
-    start_row,
-    store_edge,
-)
+from .shared.renorm_state import LARGEST, LOW, load_chunks, open_state, start_row, store_edge
+from .shared.renorm_steps import BRACKET_TUNING, EDGE_TUNING, check_renorm, launch_collect, launch_scan, launch_write
 from .shared.threshold import bracket_by_mass, lowest_with_mass, wanted_mass
 
 
@@ -59,7 +49,7 @@ def _top_p_renorm_bracket_kernel(
     BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Two keys of a row, the least likely kept one all but surely between them."""
+    """Finds two keys of a row between which that of the least likely kept token lies, all but surely."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     top_p = tl.load(top_p_ptr + row)
@@ -67,13 +57,13 @@ def _top_p_renorm_bracket_kernel(
     chunk_sample = load_chunks(chunk_sample_ptr, row, NUM_CHUNKS, BLOCK_CHUNK)
     chunk_sum = load_chunks(chunk_sum_ptr, row, NUM_CHUNKS, BLOCK_CHUNK)
     largest = tl.max(chunk_largest)
-    # where the filter is off: everything that has mass is above the bracket
+    # if the filter is off, everything that has mass is above the bracket
     low = lowest_with_mass(largest)
     high = low
     if top_p < 1.0:
         wanted = top_p * tl.sum(chunk_sum)
         low, high = bracket_by_mass(chunk_largest, chunk_sample, chunk_sum, wanted, low, largest + 1, CHUNK)
-    start_row(state_ptr, sums_ptr, row, low, high, largest)
+    start_row(open_state(state_ptr, sums_ptr, row), low, high, largest)
 
 
 @triton.jit(do_not_specialize=["stride_probs_row"])
@@ -89,25 +79,24 @@ def _top_p_renorm_edge_kernel(
     BLOCK_CANDIDATE: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """The least likely key of a row that stays, and the mass that does."""
+    """Writes the key of the least likely token that stays, and the mass that does."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
-    state_ptr += row * NUM_STATES
-    sums_ptr += row * NUM_SUMS
+    state = open_state(state_ptr, sums_ptr, row)
     top_p = tl.load(top_p_ptr + row)
     if top_p < 1.0:
-        store_edge(
-            probs_ptr + tl.multiple_of(row * stride_probs_row, ALIGNMENT), output_ptr + row * VOCAB_SIZE,
-            state_ptr, sums_ptr, wanted_mass(tl.load(sums_ptr + 1), top_p),
-            lowest_with_mass(tl.load(state_ptr + LARGEST)), True, VOCAB_SIZE, BLOCK_CANDIDATE,
-        )  # fmt: skip
+        row_ptr = probs_ptr + tl.multiple_of(row * stride_probs_row, ALIGNMENT)
+        candidates_ptr = output_ptr + row * VOCAB_SIZE
+        wanted = wanted_mass(tl.load(state.sums_ptr + 1), top_p)
+        lowest = lowest_with_mass(tl.load(state.words_ptr + LARGEST))
+        store_edge(row_ptr, candidates_ptr, state, wanted, lowest, True, VOCAB_SIZE, BLOCK_CANDIDATE)
     else:
-        tl.store(state_ptr + LOW, 1)
+        tl.store(state.words_ptr + LOW, 1)
 
 
 def contract(values: dict) -> check.Spec:
     """Checks the arguments of `top_p_renorm` and describes its output."""
-    return renorm.contract("top_p_renorm", values, "top_p", (torch.float32,))
+    return check_renorm("top_p_renorm", values, "top_p", (torch.float32,))
 
 
 @launcher
@@ -115,7 +104,7 @@ def top_p_renorm(probs: torch.Tensor, top_p: torch.Tensor, *, out: torch.Tensor 
     """Keeps the most likely tokens that hold top_p of each row, divided by their sum; see the module's docstring."""
     out = check.allocate("top_p_renorm", contract(locals()), out)
     device, num_rows = probs.device, len(probs)
-    work = renorm.scan("top_p_renorm", probs, out, has_sample=True, has_sum=True)
+    work = launch_scan("top_p_renorm", probs, out, has_sample=True, has_sum=True)
     launch(
         "top_p_renorm",
         _top_p_renorm_bracket_kernel,
@@ -125,7 +114,7 @@ def top_p_renorm(probs: torch.Tensor, top_p: torch.Tensor, *, out: torch.Tensor 
         **work.summary,
         **tuning.row(BRACKET_TUNING, device),
     )
-    renorm.collect("top_p_renorm", work, "mass")
+    launch_collect("top_p_renorm", work, "mass")
     launch(
         "top_p_renorm",
         _top_p_renorm_edge_kernel,
@@ -134,5 +123,5 @@ def top_p_renorm(probs: torch.Tensor, top_p: torch.Tensor, *, out: torch.Tensor 
         **work.rows,
         **tuning.row(EDGE_TUNING, device),
     )
-    renorm.write("top_p_renorm", work)
+    launch_write("top_p_renorm", work)
     return out

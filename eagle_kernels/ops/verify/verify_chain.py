@@ -1,32 +1,33 @@
-"""Lossless verification of a chain of drafts that were sampled from a draft distribution: standard or block.
+"""Verifies chains of drafts that were sampled from a draft distribution, without loss: standard or block.
 
 Computes
-    p_i, q_i: what target and draft say after i drafts x_1 .. x_i, each at its temperature; gamma: how many drafts.
+    p_i, q_i: the distributions of target and draft after i drafts x_1 .. x_i, each at its temperature; gamma: the
+    number of drafts.
     standard    Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318):
-                draft x is accepted with probability min(1, p(x) / q(x)). The first that is not is replaced by a token
-                from the residual norm((p - q)+); after the last one comes a token from p.
-    block       Block verification (Sun et al., arXiv 2403.10444, algorithm 2), which accepts at least as many drafts in
-                expectation, and the most that any verifier of chains can:
+                draft x is accepted with probability min(1, p(x) / q(x)). The first one that is not accepted is replaced
+                by a token from the residual norm((p - q)+); after the last one comes a token from p.
+    block       Block verification (Sun et al., arXiv 2403.10444, algorithm 2), which in expectation accepts at least as
+                many drafts, and as many as any verifier of chains can:
                     r_0 = 1, r_i = min(r_{i-1} p(x_i) / q(x_i), 1), S_i = sum of (r_i p_i - q_i)+,
                     h_i = S_i / (S_i + 1 - r_i) (1 for 0 / 0), h_gamma = r_gamma
-                accepted are the drafts up to the last i whose coin is below h_i (later ones do not need it of earlier
-                ones); then a token from norm((r_i p_i - q_i)+), or from p_gamma.
+                The drafts up to the last i whose coin is below h_i are accepted (whatever the coins before it); then
+                comes a token from norm((r_i p_i - q_i)+), or from p_gamma.
     Both emit tokens of the target's law if every draft was drawn from its row of q, and if coins, residual draws and
     drafts are independent. Coins and noise are those of shared/random.py, keyed by seed, position of the token and
-    stream: drafts must be drawn with another stream (STREAM_DRAFT). Block looks at coins and drafts beyond those that
-    it accepts, at positions that the next round drafts again: coins are keyed by the place in the chain as well, and so
-    must drafts be (`sample_children`, nodes).
+    stream: drafts must be drawn with another stream (STREAM_DRAFT). The block method looks at coins and drafts beyond
+    those that it accepts, at positions for which the next round drafts again: so coins are also keyed by the place in
+    the chain, and drafts must be, too (`sample_children`, nodes).
 Shapes
     candidates          [B, T]            int    root, then gamma = T - 1 drafts; -1 ends a chain early
     target_logits       [B * T, V]        fp32 / fp16 / bf16, unit stride along V; or
-    target_probs        [B * T, V]        fp32   rows sum to 1; filters are not applied here: give what they left;
+    target_probs        [B * T, V]        fp32   rows sum to 1; filters are not applied here: pass filtered rows;
                                                  V and Vd <= 2^20
-    draft_logits        [B * (T - 1), Vd] fp32 / fp16 / bf16, row b * (T - 1) + i is what candidates[b, i + 1] was drawn
-                                          from, by draft ids; or
+    draft_logits        [B * (T - 1), Vd] fp32 / fp16 / bf16, candidates[b, i + 1] was drawn from row b * (T - 1) + i,
+                                          by draft ids; or
     draft_probs         [B * (T - 1), Vd] fp32   likewise
     positions           [B * T]           int    position of each token; the one emitted after it has position + 1
     seeds               [B]               int
-    temperature         [B]               fp32   of logits; below 1e-5 one-hot at the argmax. None: no logits need it
+    temperature         [B]               fp32   of logits; below 1e-5 one-hot at the argmax. None if no logits need it
     draft_temperature   [B]               fp32   of draft_logits, or None: temperature
     d2t                 [Vd]              int    target id - draft id, one to one; None: the vocabularies share ids
     -> predicts         [B * T]           int32  the token emitted after each accepted one and after the root, -1 after
@@ -34,18 +35,18 @@ Shapes
     -> accept_token_num [B]               int32  accepted drafts; the token after them is not counted
 Invariants
     A draft of target probability 0 is never accepted (coin * q < p, strict). A draft that cannot have been drawn from
-    its row - q is 0, NaN, negative or above 1.001, its token is -1 or lies outside the draft vocabulary - ends the
-    chain before it: then the token after is drawn from p. Where rounding leaves no residual it is drawn from p. NaN
-    logits count as -inf, +inf as the largest finite number; a sampled row of nothing but -inf gives token 0. A row
-    whose root is no token is dead: predicts and accept_index -1, accept_token_num 0. Results of a request do not depend
-    on the batch around it.
+    its row (q is 0, NaN, negative or above 1.001, its token is -1 or outside the draft vocabulary) ends the chain
+    before it: then the token after is drawn from p. If rounding leaves no residual it is drawn from p, too. NaN logits
+    count as -inf, +inf as the largest finite number; a sampled row of nothing but -inf gives token 0. A row whose root
+    is no token is dead: predicts and accept_index -1, accept_token_num 0. Results of a request do not depend on the
+    batch around it.
 Grid
     map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,) compares;
     mass (B * (T - 1), slices) sums S_i; draw (B, slices) finds the best key of each slice; finish (B,) writes.
 Launches
     3: walk, draw and finish; one more each: scan for logits, mass for "block", map for d2t
 Traffic
-    every row of logits once, and for "block" the rows of p and q at drafts 2 .. gamma once more, two rows for the draw.
+    every row of logits once, for "block" the rows of p and q at drafts 2 .. gamma once more, and two rows for the draw.
 """
 
 from __future__ import annotations
@@ -57,10 +58,12 @@ from ...primitives.ordering import LOWEST_KEY
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.pair import SLICE_TUNING, Pair, check_pair, draft_ids, load_draft, load_probs, load_target, prepare_pair
+from .shared.block_verification import block_chances, block_shares, launch_masses
+from .shared.draws import accept_coin, drawn_token, keys_of_words, residual_key
+from .shared.pair import Pair, draft_ids, load_probs
+from .shared.prepare_pair import SLICE_TUNING, check_pair, prepare_pair
 from .shared.random import token_words
-from .shared.residual import accept_coin, drawn_token, keys_of_words, residual_key
-from .shared.rows import row_probs
+from .shared.rows import Rows, load_row, row_probs
 from .shared.tree_walk import Output, token_ids
 
 # All statistics of one chain are merged in registers.
@@ -72,7 +75,7 @@ FINISH_TUNING = {"default": {"num_warps": 1}}
 
 @triton.jit
 def _load_coins(positions_ptr, seed, request, is_draft, NUM_TOKENS: tl.constexpr, BLOCK_TOKEN: tl.constexpr):
-    """The coins [draft] of a chain."""
+    """Returns the coins [draft] of a chain."""
     draft = tl.arange(0, BLOCK_TOKEN)
     position = tl.load(positions_ptr + request * NUM_TOKENS + 1 + draft, mask=is_draft, other=0)
     return accept_coin(seed + tl.zeros([BLOCK_TOKEN], tl.int64), position, draft)
@@ -107,7 +110,7 @@ def _verify_chain_walk_kernel(
     BLOCK_SLICE: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """ends [B, 2]: gamma (-1: dead) and the drafts accepted one by one; for "block" the r_i, shares [B, T - 1]."""
+    """Writes ends [B, 2]: gamma (-1: dead) and the drafts accepted one by one; for "block" also the r_i, to shares."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     root = token_ids(tl.load(candidates_ptr + request * NUM_TOKENS))
@@ -119,108 +122,28 @@ def _verify_chain_walk_kernel(
         place = request * NUM_TOKENS + 1 + draft
         token = token_ids(tl.load(candidates_ptr + place, mask=is_draft, other=-1))
         coin = _load_coins(positions_ptr, tl.load(seeds_ptr + request), request, is_draft, NUM_TOKENS, BLOCK_TOKEN)
-        pair = Pair(
-            target_ptr, draft_ptr, temperature_ptr, draft_temperature_ptr, target_to_draft_ptr, scans_ptr,
-            num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
-        )  # fmt: skip
+        target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, 0)
+        draft_rows = Rows(draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, num_target_scans)
         row = tl.minimum(draft, NUM_TOKENS - 2)
-        target_row = load_target(
-            pair, request, request * NUM_TOKENS + row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, True
+        target_row = load_row(
+            target_rows, request, request * NUM_TOKENS + row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, True
         )
-        draft_row = load_draft(
-            pair, request, request * (NUM_TOKENS - 1) + row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS, True
+        draft_row = load_row(
+            draft_rows, request, request * (NUM_TOKENS - 1) + row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS, True
         )
-        # [draft]
-        target_prob, draft_prob = load_probs(
-            target_row, draft_row, target_to_draft_ptr, token, is_draft & (token >= 0), TARGET_IS_PROBS, DRAFT_IS_PROBS
-        )
+        pair = Pair(target_row, draft_row, target_to_draft_ptr)
+        is_token = is_draft & (token >= 0)
+        target_prob, draft_prob = load_probs(pair, token, is_token, TARGET_IS_PROBS, DRAFT_IS_PROBS)
         is_drawn = draft_prob > 0.0
         gamma = tl.min(tl.where(is_drawn, NUM_TOKENS - 1, draft))
         if IS_BLOCK:
-            ratio = tl.math.div_rn(target_prob, tl.where(is_drawn, draft_prob, 1.0))
-            share = tl.full([], 1.0, tl.float32)
-            for index in range(NUM_TOKENS - 1):
-                share = tl.minimum(share * tl.sum(tl.where(draft == index, ratio, 0.0)), 1.0)
-                ratio = tl.where(draft == index, share, ratio)
-            tl.store(shares_ptr + request * (NUM_TOKENS - 1) + draft, ratio, mask=is_draft)
+            shares = block_shares(target_prob, draft_prob, NUM_TOKENS)
+            tl.store(shares_ptr + request * (NUM_TOKENS - 1) + draft, shares, mask=is_draft)
         else:
             is_accepted = is_drawn & (coin * draft_prob < target_prob)
             accepted = tl.min(tl.where(is_accepted, NUM_TOKENS - 1, draft))
     tl.store(ends_ptr + request * 2, tl.where(root >= 0, gamma, -1))
     tl.store(ends_ptr + request * 2 + 1, accepted)
-
-
-@triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
-def _verify_chain_mass_kernel(
-    target_ptr,
-    draft_ptr,
-    temperature_ptr,
-    draft_temperature_ptr,
-    target_to_draft_ptr,
-    scans_ptr,
-    ends_ptr,
-    shares_ptr,
-    masses_ptr,
-    # sizes
-    num_target_scans,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """One slice of S_i, to masses [B, T - 1, slices]; 0 for i = 0 and from gamma on, where it is not needed."""
-    await_predecessor(ENABLE_PDL)
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    request = row // (NUM_TOKENS - 1)
-    index = row % (NUM_TOKENS - 1)
-    mass = tl.zeros([], tl.float32)
-    if (index > 0) & (index < tl.load(ends_ptr + request * 2)):
-        pair = Pair(
-            target_ptr, draft_ptr, temperature_ptr, draft_temperature_ptr, target_to_draft_ptr, scans_ptr,
-            num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
-        )  # fmt: skip
-        target_row = load_target(pair, request, request * NUM_TOKENS + index, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
-        draft_row = load_draft(pair, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
-        ids = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
-        target, draft = load_probs(
-            target_row, draft_row, target_to_draft_ptr, ids, ids < vocab_size, TARGET_IS_PROBS, DRAFT_IS_PROBS
-        )
-        share = tl.load(shares_ptr + row - 1)
-        mass = tl.sum(tl.maximum(share * target - draft, 0.0))
-    tl.store(masses_ptr + row * NUM_SLICES + part, mass)
-
-
-@triton.jit
-def _block_chances(
-    shares_ptr,
-    masses_ptr,
-    request,
-    gamma,
-    NUM_TOKENS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_TOKEN: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
-):
-    """The h_i [draft] of block verification, draft 0 being x_1; only those of gamma drafts mean anything."""
-    draft = tl.arange(0, BLOCK_TOKEN)
-    slices = tl.arange(0, BLOCK_SLICE)
-    first = request * (NUM_TOKENS - 1)
-    shares = tl.load(shares_ptr + first + draft, mask=draft < gamma, other=0.0)
-    # of draft i + 1 the mass after it, S_{i + 1}: [draft, slice]
-    place = (first + 1 + draft)[:, None] * NUM_SLICES + slices[None, :]
-    is_mass = (draft + 1 < gamma)[:, None] & (slices < NUM_SLICES)[None, :]
-    mass = tl.sum(tl.load(masses_ptr + place, mask=is_mass, other=0.0), axis=1)
-    divisor = mass + (1.0 - shares)
-    chance = tl.where(divisor > 0.0, tl.math.div_rn(mass, tl.where(divisor > 0.0, divisor, 1.0)), 1.0)
-    return tl.where(draft + 1 < gamma, chance, shares)
 
 
 @triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
@@ -255,7 +178,7 @@ def _verify_chain_draw_kernel(
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """The best keys of one slice, by the residual and by p, to keys [B, 2, slices]; accepted [B] (-1: dead)."""
+    """Writes the best keys of one slice, by the residual and by p, to keys [B, 2, slices]; accepted [B] (-1: dead)."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -267,7 +190,7 @@ def _verify_chain_draw_kernel(
         if NUM_TOKENS > 1:
             draft = tl.arange(0, BLOCK_TOKEN)
             coin = _load_coins(positions_ptr, seed, request, draft < gamma, NUM_TOKENS, BLOCK_TOKEN)
-            chance = _block_chances(
+            chance = block_chances(
                 shares_ptr, masses_ptr, request, gamma, NUM_TOKENS, NUM_SLICES, BLOCK_TOKEN, BLOCK_SLICE
             )
             accepted = tl.max(tl.where((draft < gamma) & (coin < chance), draft + 1, 0))
@@ -279,17 +202,15 @@ def _verify_chain_draw_kernel(
     if accepted >= 0:
         ids = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
         is_token = ids < vocab_size
-        pair = Pair(
-            target_ptr, draft_ptr, temperature_ptr, draft_temperature_ptr, target_to_draft_ptr, scans_ptr,
-            num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
-        )  # fmt: skip
+        target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, 0)
+        draft_rows = Rows(draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, num_target_scans)
         row = request * NUM_TOKENS + accepted
-        target_row = load_target(pair, request, row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
+        target_row = load_row(target_rows, request, row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
         target = row_probs(target_row, ids, is_token, TARGET_IS_PROBS)
         draft_prob = tl.zeros([BLOCK_VOCAB], tl.float32)
         if accepted < gamma:
             row -= request  # T - 1 a request
-            draft_row = load_draft(pair, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+            draft_row = load_row(draft_rows, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
             places = draft_ids(target_to_draft_ptr, ids, is_token, vocab_size)
             draft_prob = row_probs(draft_row, places, places >= 0, DRAFT_IS_PROBS)
         else:
@@ -330,7 +251,7 @@ def _verify_chain_finish_kernel(
     index = tl.arange(0, BLOCK_TOKEN)
     is_token = index < NUM_TOKENS
     place = request * NUM_TOKENS + index
-    # accepted drafts are tokens of a vocabulary
+    # every accepted draft is a token of a vocabulary, so int32 holds it
     draft = tl.load(candidates_ptr + place + 1, mask=index < accepted, other=-1).to(tl.int32)
     tl.store(predicts_ptr + place, tl.where(index == accepted, bonus, draft), mask=is_token)
     tl.store(accept_index_ptr + place, tl.where(index <= accepted, place, -1).to(tl.int32), mask=is_token)
@@ -378,54 +299,43 @@ def verify_chain(
     device, (batch_size, num_tokens) = candidates.device, candidates.shape
     pair = prepare_pair("verify_chain", locals(), num_tokens, num_tokens - 1, None)
     num_slices = pair["NUM_SLICES"]
-    row = tuning.row(SLICE_TUNING, device)
-    is_block = method == "block"
     draws = {"positions_ptr": positions, "seeds_ptr": seeds}
+    sizes = {"NUM_TOKENS": num_tokens, "BLOCK_TOKEN": triton.next_power_of_2(num_tokens)}
     ends = torch.empty((batch_size, 2), dtype=torch.int32, device=device)
     keys = torch.empty((batch_size, 2, num_slices), dtype=torch.int64, device=device)
     accepted = torch.empty((batch_size,), dtype=torch.int32, device=device)
-    scratch = {"ends_ptr": ends, "shares_ptr": None}
-    masses = None
-    if is_block:
-        scratch["shares_ptr"] = torch.empty((batch_size, num_tokens - 1), dtype=torch.float32, device=device)
-        masses = torch.empty((batch_size, num_tokens - 1, num_slices), dtype=torch.float32, device=device)
-    sizes = {"NUM_TOKENS": num_tokens, "BLOCK_TOKEN": triton.next_power_of_2(num_tokens)}
+    shares = masses = None
+    if method == "block":
+        shares = torch.empty((batch_size, num_tokens - 1), dtype=torch.float32, device=device)
     launch(
         "verify_chain",
         _verify_chain_walk_kernel,
         (batch_size,),
         candidates_ptr=candidates,
-        IS_BLOCK=is_block,
+        ends_ptr=ends,
+        shares_ptr=shares,
+        IS_BLOCK=method == "block",
         **draws,
         **pair,
-        **scratch,
         **sizes,
         **tuning.row(WALK_TUNING, device),
     )
-    if is_block:
-        launch(
-            "verify_chain",
-            _verify_chain_mass_kernel,
-            (batch_size * (num_tokens - 1), num_slices),
-            masses_ptr=masses,
-            NUM_TOKENS=num_tokens,
-            **pair,
-            **scratch,
-            **row,
-        )
+    if method == "block":
+        masses = launch_masses(pair, ends, shares)
     launch(
         "verify_chain",
         _verify_chain_draw_kernel,
         (batch_size, num_slices),
+        ends_ptr=ends,
+        shares_ptr=shares,
         masses_ptr=masses,
         accepted_ptr=accepted,
         keys_ptr=keys,
-        IS_BLOCK=is_block,
+        IS_BLOCK=method == "block",
         **draws,
         **pair,
-        **scratch,
         **sizes,
-        **row,
+        **tuning.row(SLICE_TUNING, device),
     )
     launch(
         "verify_chain",

@@ -1,4 +1,4 @@
-"""What a batch carries on with after verification: lengths, next roots, next draft inputs and the rows to gather.
+"""Computes what a batch continues with after verification: lengths, roots, the draft's inputs and rows to gather.
 
 Computes
     The path of request b is accept_index[b, 0 .. a], a = accept_token_num[b], root first. The target's token at path
@@ -13,14 +13,14 @@ Shapes
     -> bonus_tokens      [B]         int64  the last token of the path's text, the next root; dead rows -1
     -> accept_lengths    [B]         int32  tokens that the step emits, a + 1; dead rows 0
     -> tokens            [B, S + 1]  int64  accepted drafts, then the bonus, -1 padded: the draft's next inputs, one
-                                            beside the target's feature of each path node; dead rows -1
+                                            for the target's feature of each path node; dead rows -1
     -> hidden_rows       [B, S + 1]  int64  row of the target's features [B * N] of each path node; padding and dead
                                             rows b * N, the root's, so that a gather stays in bounds
-    -> last_row          [B]         int64  row of the path's last node in what was made of `tokens`, [B * (S + 1)]:
-                                            b * (S + 1) + a; dead rows b * (S + 1)
+    -> last_row          [B]         int64  row of the path's last node in what is computed from `tokens`,
+                                            [B * (S + 1)]: b * (S + 1) + a; dead rows b * (S + 1)
 Invariants
-    Every output is written whole. a is cut to 0 .. S. A path entry outside the request's N nodes gives a token of -1
-    and the root's row.
+    Every output is written whole. a is clamped to 0 .. S. A path entry outside the request's N nodes gives a token of
+    -1 and the root's row.
 Grid
     (B,), one program commits one request.
 Launches

@@ -52,7 +52,7 @@ from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.inverse_cdf import first_above, residual, token_probs
-from .shared.tree_walk import MET, Output, check_tree, is_own, load_nodes, store_walk
+from .shared.tree_walk import MET, Links, Output, Walk, check_tree, is_own, load_nodes, store_walk
 
 # One warp walks, and one draws: what they look up lies in its own registers.
 TUNING = {"default": {"num_warps": 1}}
@@ -98,10 +98,8 @@ def _verify_tree_coins_kernel(
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_NODE)
     is_node = node < NUM_NODES
-    retrieved, tokens, links = load_nodes(
-        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-        request, NUM_NODES, BLOCK_NODE, ANY_ORDER,
-    )  # fmt: skip
+    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+    retrieved, tokens, links = load_nodes(trees, request, NUM_NODES, BLOCK_NODE, ANY_ORDER)
     coins = tl.load(uniform_samples_ptr + request * NUM_NODES + node, mask=is_node, other=0.0)
     row_ptr = target_probs_ptr + request * stride_probs_request
     probs = token_probs(row_ptr, tokens, VOCAB_SIZE)
@@ -146,10 +144,9 @@ def _verify_tree_coins_kernel(
                 probs = token_probs(row_ptr + current * stride_probs_node.to(tl.int64), tokens, VOCAB_SIZE)
 
     # the last node's token is not known yet: -1 until it is drawn
-    store_walk(
-        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
-        SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_NODE, BLOCK_DEPTH,
-    )  # fmt: skip
+    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
+    walk = Walk(retrieved, predicted, depth)
+    store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_DEPTH)
     ends_ptr += request * (NUM_NODES + 1)
     tl.store(ends_ptr, tl.where(is_live, current, -1))
     tl.store(ends_ptr + 1 + node, tl.where(is_rejected, tokens, -1), mask=is_node)

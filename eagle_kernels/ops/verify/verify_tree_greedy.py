@@ -54,10 +54,13 @@ from ...primitives.ordering import LOWEST_KEY
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.accept_policy import check_policy, plant, plant_path
+from .shared.accept_policy import Coins, check_policy, plant, plant_path
 from .shared.argmax import slice_key, winner
 from .shared.tree_walk import (
+    Links,
     Output,
+    Path,
+    Walk,
     check_tree,
     find_child,
     follow,
@@ -110,10 +113,8 @@ def _verify_tree_greedy_kernel(
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_NODE)
-    retrieved, tokens, links = load_nodes(
-        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-        request, NUM_NODES, BLOCK_NODE, ANY_ORDER,
-    )  # fmt: skip
+    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+    tree = load_nodes(trees, request, NUM_NODES, BLOCK_NODE, ANY_ORDER)
     if target_predict_ptr is not None:
         place = request * NUM_NODES + node
         predicted = token_ids(tl.load(target_predict_ptr + place, mask=node < NUM_NODES, other=-1))
@@ -125,15 +126,12 @@ def _verify_tree_greedy_kernel(
         predicted = winner(keys)
 
     if ACCEPT_POLICY != "normal":
-        predicted = plant_path(
-            predicted, tokens, links, request, seeds_ptr, positions_ptr, simulated_rates_ptr,
-            SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
-        )  # fmt: skip
-    depth = follow(retrieved, tokens, links, predicted, request, SPEC_STEPS, NUM_NODES, BLOCK_NODE, ANY_ORDER)
-    store_walk(
-        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
-        SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_NODE, BLOCK_DEPTH,
-    )  # fmt: skip
+        coins = Coins(seeds_ptr, positions_ptr, simulated_rates_ptr)
+        predicted = plant_path(predicted, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY)
+    depth = follow(tree, predicted, request, SPEC_STEPS, NUM_NODES, ANY_ORDER)
+    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
+    walk = Walk(tree.retrieved, predicted, depth)
+    store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_DEPTH)
 
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
@@ -148,7 +146,7 @@ def _verify_tree_greedy_rows_kernel(
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """The key of one slice of any row, to [B, slices, N]."""
+    """Writes the key of one slice of any row, to [B, slices, N]."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -197,29 +195,27 @@ def _verify_tree_greedy_level_kernel(
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slices = tl.arange(0, BLOCK_SLICE)
-    retrieved, tokens, links = load_nodes(
-        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-        request, NUM_NODES, BLOCK_NODE,
-    )  # fmt: skip
+    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+    tree = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
     place = level * batch_size.to(tl.int64) + request
     above = place - batch_size
     parent = tl.load(path_ptr + above, mask=level > 0, other=-1)
     is_key = (slices < NUM_SLICES) & (level > 0)
     keys = tl.load(partial_keys_ptr + above * NUM_SLICES + slices, mask=is_key, other=LOWEST_KEY)
     if level == 0:
-        own_root = (tl.arange(0, BLOCK_NODE) == 0) & is_own(retrieved, request, NUM_NODES)
+        own_root = (tl.arange(0, BLOCK_NODE) == 0) & is_own(tree.retrieved, request, NUM_NODES)
         current = tl.max(own_root.to(tl.int32)) - 1
     else:
         node = tl.maximum(parent, 0)
         token = winner(tl.max(keys))
         if ACCEPT_POLICY != "normal":
+            coins = Coins(seeds_ptr, positions_ptr, simulated_rates_ptr)
             token = plant(
-                token, node, level - 1, tokens, links, request, seeds_ptr, positions_ptr,
-                simulated_rates_ptr, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
-            )  # fmt: skip
+                token, node, level - 1, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY=ACCEPT_POLICY
+            )
             if part == 0:
                 tl.store(planted_ptr + above, token)
-        child = find_child(tokens, links, node, token, BLOCK_NODE)
+        child = find_child(tree, node, token)
         current = tl.where((parent >= 0) & (child > 0), child, -1)
     if part == 0:
         tl.store(path_ptr + place, current)
@@ -262,10 +258,9 @@ def _verify_tree_greedy_path_kernel(
     if planted_ptr is not None:
         is_planted = (path >= 0) & (depth < SPEC_STEPS)
         predicted = tl.where(is_planted, tl.load(planted_ptr + place, mask=is_planted, other=-1), predicted)
-    store_path(
-        retrieve_index_ptr, predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, path, predicted,
-        SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_NODE, BLOCK_DEPTH,
-    )  # fmt: skip
+    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
+    walked = Path(path, predicted)
+    store_path(out, retrieve_index_ptr, request, walked, SPEC_STEPS, NUM_NODES, KEEPS_UNVISITED, BLOCK_NODE)
 
 
 def contract(values: dict) -> Output:
@@ -291,7 +286,7 @@ def contract(values: dict) -> Output:
 
 
 def scans_all_rows(target_logits: torch.Tensor, num_visited: int, num_levels: int, level_bytes: int) -> bool:
-    """Whether reading the rows off the paths takes less time than the launches that tell which they are."""
+    """Tells whether reading the rows off the paths takes less time than the launches that tell which they are."""
     num_rows, vocab_size = target_logits.shape
     return (num_rows - num_visited) * vocab_size * target_logits.element_size() <= num_levels * level_bytes
 
@@ -359,7 +354,7 @@ def verify_tree_greedy(
 
 
 def _walk_level_by_level(tree: dict, policy: dict, scan: dict, writing: dict) -> None:
-    """S + 1 launches that step and scan, and one that writes the outputs."""
+    """Makes S + 1 launches that step and scan, and one that writes the outputs."""
     device = scan["target_logits_ptr"].device
     batch_size, spec_steps = len(tree["candidates_ptr"]), writing["SPEC_STEPS"]
     path, planted = torch.empty((spec_steps + 1, batch_size), dtype=torch.int32, device=device), None

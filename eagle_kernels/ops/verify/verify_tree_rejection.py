@@ -1,27 +1,27 @@
-"""Recursive rejection: verifies trees whose children were drawn from the draft's distribution.
+"""Verifies trees whose children were drawn from the draft's distribution: recursive rejection.
 
 Computes
     At each node, with p the target's and q the draft's distribution there, the children t in sibling order:
     accept t if coin * q(t) < p(t) (strictly, so a token of p = 0 never); on rejection p <- norm((p - q)+), and
-    without replacement     q(t) <- 0, q <- norm(q): the children were drawn one after the other, each from what the
-                            ones before had left (`sample_children`). Recursive rejection sampling: RSD (arXiv
+    without replacement     q(t) <- 0, q <- norm(q): the children were drawn one after the other, each from what those
+                            before it had left (`sample_children`). Recursive rejection sampling: RSD (arXiv
                             2402.14160, Alg. 2), Sequoia (arXiv 2402.12374, Alg. 2)
     with replacement        q stays; the children are independent draws, and two may be alike. Multi-step speculative
                             sampling: SpecInfer (arXiv 2305.09781, Alg. 2), EAGLE-1 (arXiv 2401.15077, Alg. 1)
-    None accepted: a token drawn from what is left of p ends the walk as the bonus; at a leaf, and after S drafts, one
-    drawn from the node's p. The emitted text has the target's law if the children were drawn as said, from this q.
-    After rejections, and up to its mass, p is (p - a q)+ with the first p and q, one number a, and 0 at the rejected
-    tokens: nothing of the vocabulary's size is written down.
+    If no child is accepted, a token drawn from what is left of p ends the walk as the bonus; at a leaf, and after S
+    drafts, one drawn from the node's p. The emitted text has the target's law if the children were drawn as described,
+    from this q. After rejections p is, but for normalisation, (p - a q)+ with the first p and q, one number a, and 0 at
+    the rejected tokens: nothing of the vocabulary's size is written to memory.
 Shapes
     candidates              [B, N]      int    tokens of the nodes (target ids), node 0 the root
     retrieve_index          [B, N]      int    b * N + i
     retrieve_next_token     [B, N]      int    first child, -1 for none
     retrieve_next_sibling   [B, N]      int    next sibling, -1 for none; siblings in the order of their draws
-    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V; or target_probs, fp32. Of filters
-                                        (top-k, top-p, min-p) nothing is known here: filter with the renorm ops, and
-                                        pass probabilities. V and Vd <= 2^20
-    draft_logits            [B * N, Vd] fp32 / fp16 / bf16, unit stride along Vd; or draft_probs, fp32: row of a node =
-                                        what its children were drawn from
+    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V; or target_probs, fp32. This op does not
+                                        filter (top-k, top-p, min-p): filter with the renorm ops, and pass
+                                        probabilities. V and Vd <= 2^20
+    draft_logits            [B * N, Vd] fp32 / fp16 / bf16, unit stride along Vd; or draft_probs, fp32: the children of
+                                        a node were drawn from its row
     positions               [B * N]     int    position of each node
     seeds                   [B]         int
     temperature             [B]         fp32   of the target's logits; 0 (anything below 1e-5): one-hot at the largest
@@ -34,25 +34,25 @@ Invariants
     Probabilities are taken as they are, without a temperature; they should sum to 1. NaN logits count as -inf, +inf as
     the largest finite number, probabilities that are NaN, negative or above 1.001 as 0.
     A draft temperature below 1e-5, without replacement: the children were not drawn but chosen, as top-k trees are.
-    Each counts as proposed with certainty (q one-hot at it, EAGLE-2's rule), the draft's rows are not read.
+    Each counts as proposed with certainty (q one-hot at it, EAGLE-2's rule), and the draft's rows are not read.
     A child with q(t) = 0 was not drawn from q: it ends the list of its siblings and takes nothing from p. So do
-    repeated tokens without replacement and tokens outside the reduced vocabulary. Tokens that are none (-1, outside the
-    vocabulary) are passed over.
-    Without replacement independent draws may be verified as well: what a repeated token costs is the children after it.
-    Where p = q but for rounding, (p - q)+ may have no mass, and rejection no probability: the child is then accepted
-    if p(t) > 0, else p stays as it was.
+    repeated tokens without replacement and tokens outside the reduced vocabulary. A child without a token (-1, outside
+    the vocabulary) is passed over.
+    Independent draws may be verified without replacement as well: a repeated token costs only the children after it.
+    If p = q but for rounding, (p - q)+ may have no mass, and rejection no probability: the child is then accepted if
+    p(t) > 0, else p stays as it was.
     Without replacement q is summed anew after every rejection, and on another scale once the tokens left have less than
-    1e-9 of it: from logits it does not run out before the vocabulary does.
-    A row of the target that is nothing but -inf accepts nothing; its bonus is token 0. Malformed links and dead rows as
-    in verify_tree_greedy. Results of a request do not depend on the batch around it.
+    1e-9 of it: if it comes from logits, it does not run out before the vocabulary does.
+    A row of the target that is nothing but -inf accepts nothing; its bonus is token 0. Malformed links and dead rows
+    have the effects described in verify_tree_greedy. Results of a request do not depend on the batch around it.
     The coin of a child is keyed by (seed, its position, its node), the bonus by (seed, its position, token).
 Grid
     (B,), one program walks one tree.
 Launches
     1; 2 with d2t, whose inverse int32 [V] is made first
 Traffic
-    With V and Vd times their element sizes, per visited node with children: 2 reads of both rows (statistics; the
-    draw), where it is the last one, and one more for each rejected child; probabilities need no statistics.
+    For each visited node with children both rows (V and Vd, times their element sizes) are read once for statistics,
+    once more for each rejected child, and at the last node once for the draw; probabilities need no statistics.
 """
 
 from __future__ import annotations
@@ -65,11 +65,22 @@ from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.pair import check_pair, invert_draft_map
+from .shared.draws import accept_coin, residual_key
+from .shared.pair import Pair
+from .shared.prepare_pair import check_pair, invert_draft_map
 from .shared.rejection import Node, draw_left, left_probs, reject
-from .shared.residual import accept_coin, residual_key
 from .shared.rows import GREEDY_BELOW, open_row, scan_logits
-from .shared.tree_walk import Output, check_tree, is_own, load_nodes, output_arguments, store_walk, tree_arguments
+from .shared.tree_walk import (
+    Links,
+    Output,
+    Walk,
+    check_tree,
+    is_own,
+    load_nodes,
+    output_arguments,
+    store_walk,
+    tree_arguments,
+)
 
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
 
@@ -116,15 +127,13 @@ def _verify_tree_rejection_kernel(
     seed = tl.load(seeds_ptr + request)
     temperature = tl.load(temperature_ptr + request)
     draft_temperature = tl.load(draft_temperature_ptr + request)
-    # whether children were chosen, not drawn; a NaN is below as well
+    # whether children were chosen, not drawn; a NaN counts as below
     is_certain = (draft_temperature >= GREEDY_BELOW) == 0
     if KEEPS_DRAFT:
         is_certain = request < 0
     nodes = tl.arange(0, BLOCK_NODE)
-    retrieved, tokens, links = load_nodes(
-        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-        request, NUM_NODES, BLOCK_NODE,
-    )  # fmt: skip
+    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+    retrieved, tokens, links = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
     depth = tl.where((nodes == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
     is_walking = tl.max(depth) == 0
     emitted = tl.full([BLOCK_NODE], -1, tl.int32)
@@ -136,7 +145,7 @@ def _verify_tree_rejection_kernel(
         first_child = child
         target_row_ptr = target_ptr + tl.multiple_of((offset + current) * stride_target_row, TARGET_ALIGNMENT)
         draft_row_ptr = draft_ptr + tl.multiple_of((offset + current) * stride_draft_row, DRAFT_ALIGNMENT)
-        # a row of no tokens is not read
+        # size 0: the row is not read
         draft_size = tl.where((child == 0) | is_certain, 0, DRAFT_VOCAB_SIZE)
         target_max, target_total, target_best = tl.zeros([], tl.float32), tl.zeros([], tl.float32), child
         draft_max, draft_total, draft_best = target_max, target_total, child
@@ -148,7 +157,7 @@ def _verify_tree_rejection_kernel(
             )
         target_row = open_row(target_row_ptr, VOCAB_SIZE, temperature, target_max, target_total, target_best)
 
-        # what is left of p and q: see Node
+        # what is left of p and q: see shared/rejection.py, Node
         mass = tl.full([], 1.0, tl.float32)
         draft_mass = tl.full([], 1.0, tl.float32)
         scale = tl.zeros([], tl.float32)
@@ -167,9 +176,8 @@ def _verify_tree_rejection_kernel(
                         draft_row_ptr, draft_size, draft_temperature, draft_max, draft_total, draft_best
                     )
                     node = Node(
-                        target_row, draft_row, target_to_draft_ptr, is_certain,
-                        candidates_ptr + offset, retrieve_next_sibling_ptr + offset, first_child, num_rejected,
-                        scale, mass, draft_mass,
+                        Pair(target_row, draft_row, target_to_draft_ptr), is_certain, candidates_ptr + offset,
+                        retrieve_next_sibling_ptr + offset, first_child, num_rejected, scale, mass, draft_mass,
                     )  # fmt: skip
                     target_prob, draft_prob = left_probs(node, token, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
                     coin = accept_coin(seed, tl.load(positions_ptr + offset + child), child)
@@ -188,9 +196,8 @@ def _verify_tree_rejection_kernel(
         if chosen == 0:
             left_row = open_row(draft_row_ptr, draft_size, draft_temperature, draft_max, draft_total, draft_best)
             last = Node(
-                target_row, left_row, target_to_draft_ptr, is_certain,
-                candidates_ptr + offset, retrieve_next_sibling_ptr + offset, first_child, num_rejected,
-                scale, mass, draft_mass,
+                Pair(target_row, left_row, target_to_draft_ptr), is_certain, candidates_ptr + offset,
+                retrieve_next_sibling_ptr + offset, first_child, num_rejected, scale, mass, draft_mass,
             )  # fmt: skip
             noise_key = residual_key(seed, tl.load(positions_ptr + offset + current).to(tl.int64) + 1)
             token = draw_left(last, noise_key, NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
@@ -198,10 +205,9 @@ def _verify_tree_rejection_kernel(
         depth = tl.where((nodes == chosen) & (chosen > 0), accepted, depth)
         is_walking = chosen > 0
         current = chosen
-    store_walk(
-        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, emitted, depth,
-        SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
-    )  # fmt: skip
+    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
+    walk = Walk(retrieved, emitted, depth)
+    store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, False, BLOCK_DEPTH)
 
 
 def contract(values: dict) -> Output:
@@ -218,6 +224,7 @@ def contract(values: dict) -> Output:
 
 
 def _lead_into(d2t: torch.Tensor, tokens: range) -> torch.Tensor:
+    """Tells of each draft token whether d2t maps it to one of `tokens`."""
     target = torch.arange(len(d2t), device=d2t.device) + d2t
     return (target >= tokens.start) & (target < tokens.stop)
 
@@ -252,7 +259,7 @@ def verify_tree_rejection(
     target = target_logits if target_probs is None else target_probs
     draft = draft_logits if draft_probs is None else draft_probs
     vocab_size, draft_vocab_size = target.shape[1], draft.shape[1]
-    # draft tokens that the target does not have carry probability of q
+    # the draft may have probability on ids that the target does not have
     num_ids = vocab_size if d2t is not None else max(vocab_size, draft_vocab_size)
     scan = dict(tuning.row(TUNING, candidates.device))
     scan["BLOCK_VOCAB"] = min(scan["BLOCK_VOCAB"], triton.next_power_of_2(num_ids))
@@ -276,7 +283,7 @@ def verify_tree_rejection(
         TARGET_IS_PROBS=target_probs is not None,
         DRAFT_IS_PROBS=draft_probs is not None,
         KEEPS_DRAFT=replacement,
-        # what is known of the offset of every row, so that loads can be wide
+        # divisors of every row's offset, so that loads can be wide
         TARGET_ALIGNMENT=math.gcd(target.stride(0), 16),
         DRAFT_ALIGNMENT=math.gcd(draft.stride(0), 16),
         **tree_arguments(locals()),

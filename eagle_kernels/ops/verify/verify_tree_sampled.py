@@ -59,35 +59,19 @@ Traffic
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.ordering import LOWEST_KEY
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .shared import logits, sampling
-from .shared.accept_policy import check_policy, plant, plant_path
-from .shared.filters import load_filters
-from .shared.logits import Processors, Row, read_temperature
-from .shared.random import STREAM_TARGET, Noise
-from .shared.sampling import Scratch, draw_token, row_winner, scan_slice, store_slice_key
-from .shared.tree_walk import (
-    check_tree,
-    follow,
-    is_own,
-    load_children,
-    load_nodes,
-    match_child,
-    output_arguments,
-    store_path,
-    tree_arguments,
-)
+from .shared.accept_policy import Coins, check_policy, plant_path
+from .shared.sample_rows import sample_rows
+from .shared.sampled_levels import walk_by_levels
+from .shared.sampled_output import WALK_TUNING, Commit, Output, store_arguments, store_outputs
+from .shared.tree_walk import Links, Path, check_tree, follow, load_nodes, tree_arguments
 
-SCAN_TUNING, DRAW_TUNING = sampling.SCAN_TUNING, sampling.DRAW_TUNING
-TUNING = {"default": {"num_warps": 1}}
 # Microseconds that a level takes besides reading, and that as many draws take as programs run at once, with filters and
 # without; and how fast rows are scanned.
 CHOICE_TUNING = {
@@ -96,278 +80,8 @@ CHOICE_TUNING = {
 }  # fmt: skip
 
 
-class Output(NamedTuple):
-    """What `verify_tree_sampled` returns; fields that were not asked for are empty."""
-
-    predicts: torch.Tensor
-    accept_index: torch.Tensor
-    accept_token_num: torch.Tensor
-    logprobs: torch.Tensor
-    raw_logprobs: torch.Tensor
-    new_seq_lens: torch.Tensor
-    bonus_tokens: torch.Tensor
-    accept_lengths: torch.Tensor
-    tokens: torch.Tensor
-    hidden_rows: torch.Tensor
-    last_row: torch.Tensor
-
-
-@triton.jit(do_not_specialize=["stride_logits_row", "level", "batch_size"])
-def _verify_tree_sampled_scan_kernel(
-    # inputs
-    candidates_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
-    target_logits_ptr,
-    positions_ptr,
-    seeds_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    repetition_penalty_ptr,
-    frequency_penalty_ptr,
-    presence_penalty_ptr,
-    prompt_mask_ptr,
-    output_counts_ptr,
-    logit_bias_ptr,
-    token_bitmask_ptr,
-    simulated_rates_ptr,
-    # scratch
-    path_ptr,
-    children_ptr,
-    drawn_ptr,
-    keys_ptr,
-    found_ptr,
-    summary_ptr,
-    raw_ptr,
-    gathered_ptr,
-    # sizes
-    stride_logits_row,
-    level,
-    batch_size,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    ALL_ROWS: tl.constexpr,
-    HAS_DRAW: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    HAS_LOGPROBS: tl.constexpr,
-    IS_JOINT: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    STREAM: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """Scans a slice of the row of one walk's node of this level, path [level, B] (-1: ended); or of any row.
-
-    Where no launch of its own draws the tokens, all programs of a request first take the step to the node. Meanwhile
-    one more program lists the node's children, children [level, B, N], so that the next step waits for memory once.
-    """
-    await_predecessor(ENABLE_PDL)
-    request = (tl.program_id(0) // NUM_NODES if ALL_ROWS else tl.program_id(0)).to(tl.int64)
-    part = tl.program_id(1)
-    is_lister = (part == tl.num_programs(1) - 1) & (not ALL_ROWS)
-    nodes = tl.arange(0, BLOCK_NODE)
-    # read before the walk tells whether they are needed: it waits for memory once less
-    temperature = tl.load(temperature_ptr + request)
-    seed = tl.load(seeds_ptr + request)
-    place = level * batch_size.to(tl.int64) + request
-    if ALL_ROWS:
-        current = (tl.program_id(0) % NUM_NODES).to(tl.int32)
-        place = tl.program_id(0).to(tl.int64)
-    elif level == 0:
-        root = tl.load(retrieve_index_ptr + request * NUM_NODES).to(tl.int64)
-        current = tl.where(is_own(root, request, NUM_NODES), 0, -1)
-    elif HAS_DRAW:
-        current = tl.load(path_ptr + place)
-    else:
-        above = place - batch_size
-        children = tl.load(children_ptr + above * NUM_NODES + nodes, mask=nodes < NUM_NODES, other=-1)
-        token = row_winner(keys_ptr, above, VOCAB_SIZE, BLOCK_CHUNK)
-        if ACCEPT_POLICY != "normal":
-            _, tokens, links = load_nodes(
-                candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-                request, NUM_NODES, BLOCK_NODE,
-            )  # fmt: skip
-            token = plant(
-                token, tl.load(path_ptr + above), level - 1, tokens, links, request, seeds_ptr, positions_ptr,
-                simulated_rates_ptr, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
-            )  # fmt: skip
-        current = match_child(children, token)
-    if not ALL_ROWS:
-        if is_lister:
-            children = load_children(
-                candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-                request, current, NUM_NODES, BLOCK_NODE,
-            )  # fmt: skip
-            tl.store(children_ptr + place * NUM_NODES + nodes, children, mask=nodes < NUM_NODES)
-        elif part == 0:
-            tl.store(path_ptr + place, current)
-            if found_ptr is not None:  # of the next level; in the first one nobody prepared the place to tell
-                tl.store(found_ptr + place + batch_size, LOWEST_KEY)
-        if (current < 0) & (not is_lister) & (not HAS_DRAW):
-            # the next step reads the keys before it knows that the walk has ended
-            store_slice_key(keys_ptr, place, part, LOWEST_KEY, VOCAB_SIZE, BLOCK_CHUNK)
-    if (current >= 0) & (not is_lister):
-        node = request * NUM_NODES + current
-        processors = Processors(
-            repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
-            logit_bias_ptr, token_bitmask_ptr,
-        )  # fmt: skip
-        inverse_temperature, is_sampled = read_temperature(temperature)
-        row_ptr = target_logits_ptr + tl.multiple_of(node * stride_logits_row, ALIGNMENT)
-        drafts_ptr = drawn_ptr + request
-        row = Row(row_ptr, processors, request, node, inverse_temperature, drafts_ptr, level, batch_size)
-        scan_slice(
-            row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE, IS_JOINT),
-            Noise(seed, tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM),
-            Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, place if ALL_ROWS else request, part,
-            None if found_ptr is None else found_ptr + place, level > 0,
-            VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["stride_logits_row", "level", "batch_size"])
-def _verify_tree_sampled_draw_kernel(
-    # inputs
-    candidates_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
-    target_logits_ptr,
-    positions_ptr,
-    seeds_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    repetition_penalty_ptr,
-    frequency_penalty_ptr,
-    presence_penalty_ptr,
-    prompt_mask_ptr,
-    output_counts_ptr,
-    logit_bias_ptr,
-    token_bitmask_ptr,
-    simulated_rates_ptr,
-    seq_lens_ptr,
-    is_live_ptr,
-    # scratch
-    path_ptr,
-    children_ptr,
-    drawn_ptr,
-    keys_ptr,
-    summary_ptr,
-    raw_ptr,
-    gathered_ptr,
-    # outputs
-    logprobs_ptr,
-    raw_logprobs_ptr,
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
-    new_seq_lens_ptr,
-    bonus_tokens_ptr,
-    accept_lengths_ptr,
-    tokens_ptr,
-    hidden_rows_ptr,
-    last_row_ptr,
-    # sizes
-    stride_logits_row,
-    level,
-    batch_size,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    ALL_ROWS: tl.constexpr,
-    HAS_FILTERS: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    HAS_LOGPROBS: tl.constexpr,
-    IS_JOINT: tl.constexpr,
-    ACCEPT_POLICY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    STREAM: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """Draws the token of one walk's node of this level, drawn [level, B], from the scanned row, and steps on; after the
-    last level writes the outputs.
-
-    Of all rows: draws the token of any row, drawn [B * N].
-    """
-    await_predecessor(ENABLE_PDL)
-    request = (tl.program_id(0) // NUM_NODES if ALL_ROWS else tl.program_id(0)).to(tl.int64)
-    # read before the walk tells whether they are needed: it waits for memory once less
-    inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
-    filters = load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE, IS_JOINT)
-    seed = tl.load(seeds_ptr + request)
-    place = level * batch_size.to(tl.int64) + request
-    if ALL_ROWS:
-        current = (tl.program_id(0) % NUM_NODES).to(tl.int32)
-        place = tl.program_id(0).to(tl.int64)
-    else:
-        current = tl.load(path_ptr + place)
-        nodes = tl.arange(0, BLOCK_NODE)
-        children = tl.load(children_ptr + place * NUM_NODES + nodes, mask=nodes < NUM_NODES, other=-1)
-    token = tl.full([], -1, tl.int32)
-    logprob = tl.full([], float("-inf"), tl.float32)
-    raw_logprob = tl.full([], float("-inf"), tl.float32)
-    if current >= 0:
-        node = request * NUM_NODES + current
-        processors = Processors(
-            repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
-            logit_bias_ptr, token_bitmask_ptr,
-        )  # fmt: skip
-        row_ptr = target_logits_ptr + tl.multiple_of(node * stride_logits_row, ALIGNMENT)
-        drafts_ptr = drawn_ptr + request
-        row = Row(row_ptr, processors, request, node, inverse_temperature, drafts_ptr, level, batch_size)
-        token, logprob, raw_logprob = draw_token(
-            row, filters, Noise(seed, tl.load(positions_ptr + node).to(tl.int64) + 1, STREAM),
-            Scratch(keys_ptr, summary_ptr, raw_ptr, gathered_ptr), place, place if ALL_ROWS else request,
-            VOCAB_SIZE, HAS_FILTERS, HAS_PENALTIES, HAS_LOGPROBS, BLOCK_CHUNK,
-        )  # fmt: skip
-        if ACCEPT_POLICY != "normal" and not ALL_ROWS:  # which are planted where they are walked over
-            _, tokens, links = load_nodes(
-                candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-                request, NUM_NODES, BLOCK_NODE,
-            )  # fmt: skip
-            token = plant(
-                token, current, level, tokens, links, request, seeds_ptr, positions_ptr, simulated_rates_ptr,
-                SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
-            )  # fmt: skip
-        tl.store(drawn_ptr + place, token)
-    if HAS_LOGPROBS:
-        column = request * (SPEC_STEPS + 1) + level
-        tl.store(logprobs_ptr + column, logprob)
-        tl.store(raw_logprobs_ptr + column, raw_logprob)
-    if not ALL_ROWS:
-        if level < SPEC_STEPS:
-            tl.store(path_ptr + place + batch_size, match_child(children, token))
-        else:
-            depth = tl.arange(0, BLOCK_DEPTH)
-            is_above = depth < level
-            places = depth.to(tl.int64) * batch_size + request
-            path = tl.where(depth == level, current, tl.load(path_ptr + places, mask=is_above, other=-1))
-            drawn = tl.where(depth == level, token, tl.load(drawn_ptr + places, mask=is_above & (path >= 0), other=-1))
-            _store_outputs(
-                Output(
-                    predicts_ptr, accept_index_ptr, accept_token_num_ptr, logprobs_ptr, raw_logprobs_ptr,
-                    new_seq_lens_ptr, bonus_tokens_ptr, accept_lengths_ptr, tokens_ptr, hidden_rows_ptr, last_row_ptr,
-                ),
-                retrieve_index_ptr, seq_lens_ptr, is_live_ptr, request, path, drawn,
-                SPEC_STEPS, NUM_NODES, BLOCK_NODE, BLOCK_DEPTH,
-            )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["batch_size"])
-def _verify_tree_sampled_path_kernel(
+@triton.jit
+def _verify_tree_sampled_walk_kernel(
     # inputs
     candidates_ptr,
     retrieve_index_ptr,
@@ -378,9 +92,7 @@ def _verify_tree_sampled_path_kernel(
     simulated_rates_ptr,
     seq_lens_ptr,
     is_live_ptr,
-    path_ptr,
     drawn_ptr,
-    keys_ptr,
     # outputs
     predicts_ptr,
     accept_index_ptr,
@@ -392,100 +104,34 @@ def _verify_tree_sampled_path_kernel(
     hidden_rows_ptr,
     last_row_ptr,
     # sizes
-    batch_size,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    ALL_ROWS: tl.constexpr,
     ACCEPT_POLICY: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Writes the outputs of one walk: by its path [S + 1, B] and its rows' winners, or it walks by drawn [B * N]."""
+    """Walks one tree by the tokens of all its rows, drawn [B * N], and writes the outputs."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     depth = tl.arange(0, BLOCK_DEPTH)
-    if ALL_ROWS or ACCEPT_POLICY != "normal":
-        retrieved, tokens, links = load_nodes(
-            candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-            request, NUM_NODES, BLOCK_NODE,
-        )  # fmt: skip
-    if ALL_ROWS:
-        node = tl.arange(0, BLOCK_NODE)
-        first_row = request * NUM_NODES
-        predicted = tl.load(drawn_ptr + first_row + node, mask=node < NUM_NODES, other=-1)
-        predicted = plant_path(
-            predicted, tokens, links, request, seeds_ptr, positions_ptr, simulated_rates_ptr,
-            SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
-        )  # fmt: skip
-        depth_of = follow(retrieved, tokens, links, predicted, request, SPEC_STEPS, NUM_NODES, BLOCK_NODE)
-        # [depth, node]
-        is_there = depth_of[None, :] == depth[:, None]
-        path = tl.max(tl.where(is_there, node[None, :], -1), axis=1)
-        drawn = tl.max(tl.where(is_there, predicted[None, :], -1), axis=1)
-    else:
-        place = depth.to(tl.int64) * batch_size + request
-        path = tl.load(path_ptr + place, mask=depth <= SPEC_STEPS, other=-1)
-        drawn = row_winner(keys_ptr, place, VOCAB_SIZE, BLOCK_CHUNK, path >= 0)
-        if ACCEPT_POLICY != "normal":
-            for level in range(SPEC_STEPS):
-                is_here = depth == level
-                token = plant(
-                    tl.sum(tl.where(is_here, drawn, 0)), tl.sum(tl.where(is_here, path, 0)), level, tokens, links,
-                    request, seeds_ptr, positions_ptr, simulated_rates_ptr,
-                    SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
-                )  # fmt: skip
-                drawn = tl.where(is_here & (path >= 0), token, drawn)
-    _store_outputs(
-        Output(
-            predicts_ptr, accept_index_ptr, accept_token_num_ptr, None, None, new_seq_lens_ptr,
-            bonus_tokens_ptr, accept_lengths_ptr, tokens_ptr, hidden_rows_ptr, last_row_ptr,
-        ),
-        retrieve_index_ptr, seq_lens_ptr, is_live_ptr, request, path, drawn,
-        SPEC_STEPS, NUM_NODES, BLOCK_NODE, BLOCK_DEPTH,
+    links = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+    tree = load_nodes(links, request, NUM_NODES, BLOCK_NODE)
+    node = tl.arange(0, BLOCK_NODE)
+    predicted = tl.load(drawn_ptr + request * NUM_NODES + node, mask=node < NUM_NODES, other=-1)
+    coins = Coins(seeds_ptr, positions_ptr, simulated_rates_ptr)
+    predicted = plant_path(predicted, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY)
+    node_depth = follow(tree, predicted, request, SPEC_STEPS, NUM_NODES)
+    # [depth, node]
+    is_there = node_depth[None, :] == depth[:, None]
+    nodes = tl.max(tl.where(is_there, node[None, :], -1), axis=1)
+    tokens = tl.max(tl.where(is_there, predicted[None, :], -1), axis=1)
+    out = Output(
+        predicts_ptr, accept_index_ptr, accept_token_num_ptr, None, None, new_seq_lens_ptr, bonus_tokens_ptr,
+        accept_lengths_ptr, tokens_ptr, hidden_rows_ptr, last_row_ptr,
     )  # fmt: skip
-
-
-@triton.jit
-def _store_outputs(
-    out,
-    retrieve_index_ptr,
-    seq_lens_ptr,
-    is_live_ptr,
-    request,
-    path,
-    drawn,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-):
-    """Writes the outputs, all but log-probabilities, of a walk from its nodes and their drawn tokens, both [depth]."""
-    depth = tl.arange(0, BLOCK_DEPTH)
-    in_row = depth <= SPEC_STEPS
-    is_visited = path >= 0
-    store_path(
-        retrieve_index_ptr, out.predicts, out.accept_index, out.accept_token_num, request, path, drawn,
-        SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
-    )  # fmt: skip
-    if seq_lens_ptr is not None:
-        if is_live_ptr is not None:
-            is_visited = is_visited & (tl.load(is_live_ptr + request) != 0)
-        num_emitted = tl.sum(is_visited.to(tl.int32))
-        seq_len = tl.load(seq_lens_ptr + request)
-        last = tl.maximum(num_emitted - 1, 0)
-        root_row = request * NUM_NODES
-        row = tl.load(retrieve_index_ptr + root_row + path, mask=is_visited, other=0).to(tl.int64)
-        column = request * (SPEC_STEPS + 1) + depth
-        bonus = tl.sum(tl.where(is_visited & (depth == last), drawn, 0)) - tl.where(num_emitted > 0, 0, 1)
-        tl.store(out.new_seq_lens + request, (seq_len + num_emitted).to(seq_len.dtype))
-        tl.store(out.bonus_tokens + request, bonus.to(tl.int64))
-        tl.store(out.accept_lengths + request, num_emitted)
-        tl.store(out.tokens + column, tl.where(is_visited, drawn, -1).to(tl.int64), mask=in_row)
-        tl.store(out.hidden_rows + column, tl.where(is_visited, row, root_row), mask=in_row)
-        tl.store(out.last_row + request, request * (SPEC_STEPS + 1) + last)
+    commit = Commit(seq_lens_ptr, is_live_ptr)
+    store_outputs(out, retrieve_index_ptr, commit, request, Path(nodes, tokens), SPEC_STEPS, NUM_NODES, BLOCK_NODE)
 
 
 def contract(values: dict) -> Output:
@@ -568,80 +214,26 @@ def verify_tree_sampled(
     values = locals()
     contracted = contract(values)
     out = check.allocate("verify_tree_sampled", contracted, out)
-    device, (batch_size, num_nodes) = candidates.device, candidates.shape
-    has_filters = sampling.has_filters(values)
     needs_path = logits.has_penalties(values) or return_logprobs
-    all_rows = not needs_path and draws_all_rows(target_logits, batch_size, spec_steps, has_filters)
-    has_draw = needs_path or has_filters or all_rows
-    num_levels, num_places = (1, batch_size * num_nodes) if all_rows else (spec_steps + 1, batch_size)
-    scratch = sampling.allocate_scratch(values, target_logits, num_places, num_levels)
-    scratch["path_ptr"] = torch.empty((num_levels, num_places), dtype=torch.int32, device=device)
-    num_children = 0 if all_rows else num_nodes
-    scratch["children_ptr"] = torch.empty((num_levels, num_places, num_children), dtype=torch.int32, device=device)
-    scratch["drawn_ptr"] = torch.empty((num_levels, num_places), dtype=torch.int32, device=device)
-    constants = sampling.constants(values, target_logits)
-    tree = tree_arguments(values)
-    walk = output_arguments(out) | {
-        "seq_lens_ptr": seq_lens,
-        "is_live_ptr": is_live,
-        "new_seq_lens_ptr": out.new_seq_lens,
-        "bonus_tokens_ptr": out.bonus_tokens,
-        "accept_lengths_ptr": out.accept_lengths,
-        "tokens_ptr": out.tokens,
-        "hidden_rows_ptr": out.hidden_rows,
-        "last_row_ptr": out.last_row,
-    }
-    shared = tree | scratch | constants | logits.pointers(values) | {
-        "target_logits_ptr": target_logits,
-        "positions_ptr": positions,
-        "seeds_ptr": seeds,
-        "temperature_ptr": temperature,
-        "top_k_ptr": top_k,
-        "top_p_ptr": top_p,
-        "min_p_ptr": min_p,
-        "simulated_rates_ptr": simulated_rates,
-        "stride_logits_row": target_logits.stride(0),
-        "batch_size": batch_size,
-        "SPEC_STEPS": spec_steps,
-        "ALL_ROWS": all_rows,
-        "ACCEPT_POLICY": accept_policy,
-        "STREAM": STREAM_TARGET,
-    }  # fmt: skip
-    scan = shared | {
-        "HAS_DRAW": has_draw,
-        "found_ptr": None if has_draw else torch.empty((num_levels + 1, num_places), dtype=torch.int64, device=device),
-        "VECTOR": sampling.vector_size(target_logits),
-        "num_warps": sampling.scan_tuning(values, device)["num_warps"],
-    }
-    draw = shared | walk | {
-        "logprobs_ptr": out.logprobs,
-        "raw_logprobs_ptr": out.raw_logprobs,
-        **tuning.row(DRAW_TUNING, device),
-    }  # fmt: skip
-    num_listers = 0 if all_rows else 1
-    grid = (num_places, sampling.num_slices(values, target_logits) + num_listers)
-    for level in range(num_levels):
-        launch("verify_tree_sampled", _verify_tree_sampled_scan_kernel, grid, level=level, **scan)
-        if has_draw:
-            launch("verify_tree_sampled", _verify_tree_sampled_draw_kernel, (num_places,), level=level, **draw)
-    if all_rows or not has_draw:
-        launch(
-            "verify_tree_sampled",
-            _verify_tree_sampled_path_kernel,
-            (batch_size,),
-            **tree,
-            **walk,
-            path_ptr=scratch["path_ptr"],
-            drawn_ptr=scratch["drawn_ptr"],
-            keys_ptr=scratch["keys_ptr"],
-            positions_ptr=positions,
-            seeds_ptr=seeds,
-            simulated_rates_ptr=simulated_rates,
-            ACCEPT_POLICY=accept_policy,
-            batch_size=batch_size,
-            VOCAB_SIZE=constants["VOCAB_SIZE"],
-            ALL_ROWS=all_rows,
-            BLOCK_CHUNK=constants["BLOCK_CHUNK"],
-            **tuning.row(TUNING, device),
-        )
+    if needs_path or not draws_all_rows(target_logits, len(candidates), spec_steps, sampling.has_filters(values)):
+        walk_by_levels(values, out)
+        return out
+    drawn = torch.empty((len(target_logits),), dtype=torch.int32, device=target_logits.device)
+    # the position of a token that is drawn at a node is one above that of the node
+    sample_rows(
+        "verify_tree_sampled", values, target_logits, drawn, rows_per_request=candidates.shape[1], position_offset=1
+    )
+    launch(
+        "verify_tree_sampled",
+        _verify_tree_sampled_walk_kernel,
+        (len(candidates),),
+        drawn_ptr=drawn,
+        positions_ptr=positions,
+        seeds_ptr=seeds,
+        simulated_rates_ptr=simulated_rates,
+        ACCEPT_POLICY=accept_policy,
+        **tree_arguments(values),
+        **store_arguments(values, out),
+        **tuning.row(WALK_TUNING, candidates.device),
+    )
     return out

@@ -42,7 +42,9 @@ from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.tree_walk import (
+    Links,
     Output,
+    Walk,
     check_tree,
     find_child,
     is_own,
@@ -88,14 +90,12 @@ def _verify_tree_topp_kernel(
     offset = request * NUM_NODES
     node = tl.arange(0, BLOCK_NODE)
     rank = tl.arange(0, BLOCK_CANDIDATE)
-    retrieved, tokens, links = load_nodes(
-        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-        request, NUM_NODES, BLOCK_NODE,
-    )  # fmt: skip
+    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+    tree = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
     is_node = node < NUM_NODES
     predicted = token_ids(tl.load(target_predict_ptr + offset + node, mask=is_node, other=-1))
     first_candidate = token_ids(tl.load(candidate_ids_ptr + (offset + node) * NUM_CANDIDATES, mask=is_node, other=-1))
-    depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
+    depth = tl.where((node == 0) & is_own(tree.retrieved, request, NUM_NODES), 0, -1)
     is_walking = tl.max(depth) == 0
     current = tl.zeros([], dtype=tl.int32)
     accepted = tl.zeros([], dtype=tl.int32)
@@ -104,19 +104,19 @@ def _verify_tree_topp_kernel(
         while is_walking:
             first = tl.sum(tl.where(node == current, first_candidate, 0))
             if in_window > 0:
-                child = find_child(tokens, links, current, first, BLOCK_NODE)
+                child = find_child(tree, current, first)
                 in_window -= 1
             else:
                 place = (offset + current) * NUM_CANDIDATES + rank
                 ids = token_ids(tl.load(candidate_ids_ptr + place, mask=rank < NUM_CANDIDATES, other=-1))
                 is_candidate = (rank < tl.load(candidate_lens_ptr + offset + current)) & (rank < NUM_CANDIDATES)
-                child = _find_member(tokens, links, current, ids, is_candidate, BLOCK_NODE)
+                child = _find_member(tree, current, ids, is_candidate)
                 if (child == 0) & (NUM_CANDIDATES >= 2):
-                    second = find_child(tokens, links, current, tl.sum(tl.where(rank == 1, ids, 0)), BLOCK_NODE)
+                    second = find_child(tree, current, tl.sum(tl.where(rank == 1, ids, 0)))
                     at = second
                     num_matched = tl.zeros([], dtype=tl.int32)
                     while (at > 0) & (num_matched < VERIFY_WINDOW):
-                        at = find_child(tokens, links, at, tl.sum(tl.where(node == at, first_candidate, 0)), BLOCK_NODE)
+                        at = find_child(tree, at, tl.sum(tl.where(node == at, first_candidate, 0)))
                         num_matched += (at > 0).to(tl.int32)
                     is_window = (at > 0) & (accepted + 1 + VERIFY_WINDOW <= SPEC_STEPS)
                     child = tl.where(is_window, second, 0)
@@ -124,26 +124,25 @@ def _verify_tree_topp_kernel(
             is_accepted = child > 0
             accepted += is_accepted.to(tl.int32)
             depth = tl.where((node == child) & is_accepted, accepted, depth)
-            child_token = tl.sum(tl.where(node == child, tokens, 0))
+            child_token = tl.sum(tl.where(node == child, tree.tokens, 0))
             predicted = tl.where((node == current) & is_accepted, child_token, predicted)
             current = child
             is_walking = is_accepted & (accepted < SPEC_STEPS)
-    store_walk(
-        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
-        SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
-    )  # fmt: skip
+    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
+    walk = Walk(tree.retrieved, predicted, depth)
+    store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, False, BLOCK_DEPTH)
 
 
 @triton.jit
-def _find_member(tokens, links, node, ids, is_candidate, BLOCK_NODE: tl.constexpr):
-    """The first child of `node` whose token is among the candidates, 0 if none is."""
-    nodes = tl.arange(0, BLOCK_NODE)
+def _find_member(tree, node, ids, is_candidate):
+    """Returns the first child of `node` whose token is among the candidates, 0 if none is."""
+    nodes = tl.arange(0, tree.links.shape[0])
     match = tl.zeros([], dtype=tl.int32)
-    child = tl.sum(tl.where(nodes == node, links, 0)) >> 16
+    child = tl.sum(tl.where(nodes == node, tree.links, 0)) >> 16
     while child > 0:
         is_child = nodes == child
-        is_match = tl.max((is_candidate & (ids == tl.sum(tl.where(is_child, tokens, 0)))).to(tl.int32)) > 0
-        sibling = tl.sum(tl.where(is_child, links, 0)) & 0xFFFF
+        is_match = tl.max((is_candidate & (ids == tl.sum(tl.where(is_child, tree.tokens, 0)))).to(tl.int32)) > 0
+        sibling = tl.sum(tl.where(is_child, tree.links, 0)) & 0xFFFF
         match = tl.where(is_match, child, match)
         child = tl.where(is_match, 0, sibling)
     return match

@@ -1,15 +1,15 @@
-"""Lossless verification of a tree of sampled drafts from its leaves up: traversal verification.
+"""Verifies trees of sampled drafts from their leaves up, without loss: traversal verification.
 
 Computes
     Traversal verification (Weng et al., arXiv 2505.12398, algorithms 1 and 2). Every node has a target distribution P,
     the draft distribution Q that its children were drawn from one after another without replacement, and an acceptance
     a: that of the root is 1, that of a child c is min(a P(c) / Q(c), 1) by its parent's numbers. The first leaf in
-    depth-first order is held against its coin: below a, the whole path to it is accepted and the next token is drawn
-    from its P. Else the leaf is deleted, and with R = (a P - Q)+ and S its sum, its parent goes on with
+    depth-first order is compared with its coin. If the coin is below a, the whole path to the leaf is accepted and the
+    next token is drawn from its P. Else the leaf is deleted, and with R = (a P - Q)+ and S its sum, its parent has
         P <- R / S,  a <- S / (S + 1 - a) (1 for 0 / 0),  Q <- Q without the leaf's token, renormalised
-    and is a leaf itself when no child is left. The root's coin always succeeds.
+    from then on, and is a leaf itself when no child is left. The root's coin always succeeds.
     The emitted tokens have the target's law if every node's children were drawn from its row of q, in sibling order,
-    each from what the ones before left, and if coins, residual draws and drafts are independent. On a chain this is
+    each from what those before it left, and if coins, residual draws and drafts are independent. On a chain this is
     block verification (verify_chain). Coins and noise are those of shared/random.py, keyed by seed, position of the
     token, node with its depth, and stream: drafts must be drawn with another stream (STREAM_DRAFT), and no two rounds
     may draw at one position for one node (`sample_children`), as this looks at drafts beyond those that it accepts.
@@ -19,14 +19,14 @@ Shapes
     retrieve_next_token     [B, N]      int    first child, -1 for none
     retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
     target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V; or
-    target_probs            [B * N, V]  fp32   rows sum to 1; filters are not applied here: give what they left;
+    target_probs            [B * N, V]  fp32   rows sum to 1; filters are not applied here: pass filtered rows;
                                                V and Vd <= 2^20
     draft_logits            [B * N, Vd] fp32 / fp16 / bf16, row of a node: what its children were drawn from, by draft
                                         ids (rows of nodes without children are not read); or
     draft_probs             [B * N, Vd] fp32   likewise
     positions               [B * N]     int    position of each node; the token emitted after it has position + 1
     seeds                   [B]         int
-    temperature             [B]         fp32   of logits; below 1e-5 one-hot at the argmax. None: no logits need it
+    temperature             [B]         fp32   of logits; below 1e-5 one-hot at the argmax. None if no logits need it
     draft_temperature       [B]         fp32   of draft_logits, or None: temperature
     d2t                     [Vd]        int    target id - draft id, one to one; None: the vocabularies share ids
     -> predicts             [B * N]     int32  the token emitted after each node of the path, -1 elsewhere
@@ -34,12 +34,12 @@ Shapes
     -> accept_token_num     [B]         int32  accepted drafts; the token after them is not counted
 Invariants
     Nodes deeper than spec_steps = S are not looked at. A draft of target probability 0 is never accepted. A child that
-    cannot have been drawn - by its parent's Q its token has probability 0, NaN, negative or above 1.001: also a second
-    sibling of the same token, -1, or a token outside the draft vocabulary - is passed over, and so are all below it.
-    Where rounding leaves no residual P stays as it was. NaN logits count as -inf, +inf as the largest finite number; a
+    cannot have been drawn (its probability in its parent's Q is 0, NaN, negative or above 1.001: also a second sibling
+    of the same token, -1, or a token outside the draft vocabulary) is passed over, and so are all nodes below it. If
+    rounding leaves no residual P stays as it was. NaN logits count as -inf, +inf as the largest finite number; a
     sampled row of nothing but -inf gives token 0. Links that do not point forward within the tree, or point to a node
-    that was met before, end the list. A row whose root has a retrieve_index outside the request is dead: predicts and
-    accept_index -1, accept_token_num 0. Results of a request do not depend on the batch around it.
+    that was met before, end the list of siblings. A row whose root has a retrieve_index outside the request is dead:
+    predicts and accept_index -1, accept_token_num 0. Results of a request do not depend on the batch around it.
 Grid
     map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,), one
     program walks one tree, and reads its parent's rows once for every node that it deletes.
@@ -59,22 +59,25 @@ from ...primitives.ordering import LOWEST_KEY
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.pair import Pair, check_pair, load_draft, load_probs, load_target, prepare_pair
-from .shared.residual import (
-    STEP_WORDS,
-    accept_coin,
-    apply_steps,
-    draw_keys,
-    drawn_token,
-    residual_key,
-    residual_masses,
-    store_step,
+from .shared.deletions import DELETION_WORDS, Deletions, apply_deletions, masses_left, store_deletion
+from .shared.draws import accept_coin, draw_keys, drawn_token, residual_key
+from .shared.pair import Pair, load_probs
+from .shared.prepare_pair import check_pair, prepare_pair
+from .shared.rows import Rows, load_row, row_probs
+from .shared.tree_walk import (
+    Links,
+    Output,
+    Walk,
+    check_tree,
+    is_own,
+    load_nodes,
+    output_arguments,
+    store_walk,
+    tree_arguments,
 )
-from .shared.rows import row_probs
-from .shared.tree_walk import Output, check_tree, is_own, load_nodes, output_arguments, store_walk, tree_arguments
 
-# Of a coin: depth * this + node. A position that the next round drafts again has another depth there, whatever the
-# trees' shapes: what a leaf's coin has told already is not asked again.
+# A coin is keyed by depth * this + node. If the next round drafts for a position again, that position has another depth
+# there, whatever the shapes of the trees; so no coin decides twice.
 _NODES = tl.constexpr(65536)
 
 # One program reads whole rows one after another: as many bytes in flight as one program can have.
@@ -101,7 +104,7 @@ def _verify_tree_traversal_kernel(
     target_to_draft_ptr,
     # scratch
     scans_ptr,
-    steps_ptr,
+    deletions_ptr,
     # outputs
     predicts_ptr,
     accept_index_ptr,
@@ -124,31 +127,28 @@ def _verify_tree_traversal_kernel(
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Walks one tree depth first. steps [B, N, 4] is a stack: the deletions of the nodes of the current path, in order.
+    """Walks one tree depth first.
 
-    A deleted node's own deletions are dropped, so those of a path's node lie side by side, after its parent's.
+    deletions [B, N, 4] is a stack: the deletions of the nodes of the current path, in order. A deleted node's own
+    deletions are dropped, so those of a node of the path lie side by side, after its parent's.
     """
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     first_row = request * NUM_NODES
     node = tl.arange(0, BLOCK_NODE)
-    retrieved, tokens, links = load_nodes(
-        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-        request, NUM_NODES, BLOCK_NODE,
-    )  # fmt: skip
+    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+    retrieved, tokens, links = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
     seed = tl.load(seeds_ptr + request)
-    pair = Pair(
-        target_ptr, draft_ptr, temperature_ptr, draft_temperature_ptr, target_to_draft_ptr, scans_ptr,
-        num_target_scans, vocab_size, draft_vocab_size, stride_target, stride_draft,
-    )  # fmt: skip
-    steps_ptr += first_row * STEP_WORDS
+    target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, 0)
+    draft_rows = Rows(draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, num_target_scans)
+    deletions_ptr += first_row * DELETION_WORDS
 
-    # of every node: parent, acceptance when the walk went below it, where its deletions begin
+    # for every node: its parent, its acceptance when the walk went below it, where its deletions begin
     parents = tl.full([BLOCK_NODE], -1, tl.int32)
     acceptances = tl.full([BLOCK_NODE], 1.0, tl.float32)
     bases = tl.zeros([BLOCK_NODE], tl.int32)
     is_entered = node < 0
-    # of the current one
+    # for the current node
     current = tl.zeros([], tl.int32)
     acceptance = tl.full([], 1.0, tl.float32)
     base = tl.zeros([], tl.int32)
@@ -165,14 +165,13 @@ def _verify_tree_traversal_kernel(
         if (is_new & (accepted < SPEC_STEPS)) & (acceptance > 0.0):
             is_entered = is_entered | is_child
             token = tl.sum(tl.where(is_child, tokens, 0))
-            target_row = load_target(pair, request, first_row + current, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
-            draft_row = load_draft(pair, request, first_row + current, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
-            target_prob, draft_prob = load_probs(
-                target_row, draft_row, target_to_draft_ptr, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS
-            )
-            target_prob, draft_prob = apply_steps(
-                target_prob, draft_prob, token, steps_ptr + base * STEP_WORDS, top - base, False
-            )
+            row = first_row + current
+            target_row = load_row(target_rows, request, row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
+            draft_row = load_row(draft_rows, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+            pair = Pair(target_row, draft_row, target_to_draft_ptr)
+            target_prob, draft_prob = load_probs(pair, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+            deletions = Deletions(deletions_ptr + base * DELETION_WORDS, top - base)
+            target_prob, draft_prob = apply_deletions(target_prob, draft_prob, token, deletions)
             is_drawn = draft_prob > 0.0
             ratio = tl.math.div_rn(target_prob, tl.where(is_drawn, draft_prob, 1.0))
             is_left = node == tl.where(is_drawn, current, -1)
@@ -197,13 +196,15 @@ def _verify_tree_traversal_kernel(
                 share = tl.sum(tl.where(is_parent, acceptances, 0.0))
                 top = base
                 base = tl.sum(tl.where(is_parent, bases, 0))
-                target_row = load_target(pair, request, first_row + parent, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
-                draft_row = load_draft(pair, request, first_row + parent, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
-                target_mass, draft_mass = residual_masses(
-                    target_row, draft_row, target_to_draft_ptr, steps_ptr + base * STEP_WORDS, top - base, share,
-                    token, num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, False, BLOCK_VOCAB,
-                )  # fmt: skip
-                store_step(steps_ptr, top, share, target_mass, draft_mass, token)
+                row = first_row + parent
+                target_row = load_row(target_rows, request, row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
+                draft_row = load_row(draft_rows, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+                parent_pair = Pair(target_row, draft_row, target_to_draft_ptr)
+                before = Deletions(deletions_ptr + base * DELETION_WORDS, top - base)
+                target_mass, draft_mass = masses_left(
+                    parent_pair, before, share, token, num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, BLOCK_VOCAB
+                )
+                store_deletion(deletions_ptr + top * DELETION_WORDS, share, target_mass, draft_mass, token)
                 divisor = target_mass + (1.0 - share)
                 has_chance = divisor > 0.0
                 acceptance = tl.where(has_chance, tl.math.div_rn(target_mass, tl.where(has_chance, divisor, 1.0)), 1.0)
@@ -215,23 +216,25 @@ def _verify_tree_traversal_kernel(
     depth = tl.full([BLOCK_NODE], -1, tl.int32)
     predicted = tl.full([BLOCK_NODE], -1, tl.int32)
     if is_live:
-        target_row = load_target(pair, request, first_row + current, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
+        target_row = load_row(target_rows, request, first_row + current, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
         noise_key = residual_key(seed, tl.load(positions_ptr + first_row + current) + 1)
         best = tl.full([BLOCK_VOCAB], LOWEST_KEY, tl.int64)
         if top > base:
-            draft_row = load_draft(pair, request, first_row + current, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+            draft_row = load_row(draft_rows, request, first_row + current, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+            last_pair = Pair(target_row, draft_row, target_to_draft_ptr)
+            last_deletions = Deletions(deletions_ptr + base * DELETION_WORDS, top - base)
             for first in range(0, vocab_size, BLOCK_VOCAB):
                 ids = first + tl.arange(0, BLOCK_VOCAB)
-                target, draft = load_probs(
-                    target_row, draft_row, target_to_draft_ptr, ids, ids < vocab_size, TARGET_IS_PROBS, DRAFT_IS_PROBS
+                target_probs, draft_probs = load_probs(
+                    last_pair, ids, ids < vocab_size, TARGET_IS_PROBS, DRAFT_IS_PROBS
                 )
-                target, draft = apply_steps(target, draft, ids, steps_ptr + base * STEP_WORDS, top - base, False)
-                best = tl.maximum(best, draw_keys(target, ids, noise_key))
-        else:  # its row of q may be nobody's
+                left, _ = apply_deletions(target_probs, draft_probs, ids, last_deletions)
+                best = tl.maximum(best, draw_keys(left, ids, noise_key))
+        else:  # the draft's row is not read: it may have no meaning
             for first in range(0, vocab_size, BLOCK_VOCAB):
                 ids = first + tl.arange(0, BLOCK_VOCAB)
-                target = row_probs(target_row, ids, ids < vocab_size, TARGET_IS_PROBS)
-                best = tl.maximum(best, draw_keys(target, ids, noise_key))
+                target_probs = row_probs(target_row, ids, ids < vocab_size, TARGET_IS_PROBS)
+                best = tl.maximum(best, draw_keys(target_probs, ids, noise_key))
         token = drawn_token(tl.max(best))
         place = accepted
         while current >= 0:
@@ -241,10 +244,9 @@ def _verify_tree_traversal_kernel(
             token = tl.sum(tl.where(is_current, tokens, 0))
             current = tl.sum(tl.where(is_current, parents, 0))
             place -= 1
-    store_walk(
-        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
-        SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
-    )  # fmt: skip
+    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
+    walk = Walk(retrieved, predicted, depth)
+    store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, False, BLOCK_DEPTH)
 
 
 def contract(values: dict) -> Output:
@@ -290,8 +292,8 @@ def verify_tree_traversal(
         (batch_size,),
         positions_ptr=positions,
         seeds_ptr=seeds,
-        steps_ptr=torch.empty((batch_size, num_nodes, 4), dtype=torch.int32, device=candidates.device),
-        # Q may have mass on ids that the target does not have
+        deletions_ptr=torch.empty((batch_size, num_nodes, 4), dtype=torch.int32, device=candidates.device),
+        # the draft may have probability on ids that the target does not have
         num_ids=max(vocab_size, draft_vocab_size) if d2t is None else vocab_size,
         **tree_arguments(locals()),
         **output_arguments(out),

@@ -24,7 +24,7 @@ Shapes
     -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
 Invariants
     A token of probability 0 is never accepted. NaN logits count as -inf; a row of nothing but -inf accepts nothing and
-    its bonus is token 0. A node that lists of several parents name belongs to the first one that accepts it. Malformed
+    its bonus is token 0. A node that several parents list belongs to the first one that accepts it. Malformed
     links and dead rows as in verify_tree_greedy. Results of a request do not depend on the batch around it.
 Grid
     rows: (B * N, slices), rows without children are not read; walk: (B,); bonus: (B, slices), then (B,)
@@ -46,10 +46,10 @@ from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.argmax import slice_key, winner
-from .shared.logits import GREEDY_BELOW, LARGEST_FINITE
+from .shared.logits import LARGEST_FINITE, read_temperature
 from .shared.random import STREAM_TARGET, add_grouped_gumbel, grouped_words, random_block
 from .shared.sampling import check_vocabulary
-from .shared.tree_walk import Output, check_tree, follow, is_own, load_nodes, store_walk
+from .shared.tree_walk import Links, Output, Walk, check_tree, follow, is_own, load_nodes, store_walk
 
 # No measurement yet: a slice as wide as verify_tree_greedy's, but for the registers of an exponential.
 SCAN_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
@@ -57,15 +57,8 @@ WALK_TUNING = {"default": {"num_warps": 1}}
 
 
 @triton.jit
-def _read_temperature(temperature):
-    """1 / temperature and whether the request is sampled; else it is greedy and not scaled."""
-    is_sampled = temperature >= GREEDY_BELOW
-    return tl.where(is_sampled, tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), 1.0), is_sampled
-
-
-@triton.jit
 def _scaled(logits, inverse_temperature):
-    """fp32 logits / temperature as every sampler sees them: NaN -inf, +inf the largest finite."""
+    """Returns logits / temperature in fp32 as every sampler sees them: NaN as -inf, +inf as the largest finite."""
     return tl.minimum(comparable(logits.to(tl.float32) * inverse_temperature), LARGEST_FINITE)
 
 
@@ -84,14 +77,17 @@ def _verify_tree_typical_rows_kernel(
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Of one slice of the row of a node with children: its key, to [B, slices, N]; or, if the request is sampled, its
-    maximum, sum w and sum w (x - maximum) with w = exp(x - maximum), to [B, slices, 3, N]."""
+    """Summarises one slice of the row of a node with children.
+
+    A greedy request's slice writes its key, to [B, slices, N]; a sampled one's its maximum, sum w and
+    sum w (x - maximum) with w = exp(x - maximum), to [B, slices, 3, N].
+    """
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     request, node = row // NUM_NODES, row % NUM_NODES
     first_child = tl.load(retrieve_next_token_ptr + row)
-    inverse_temperature, is_sampled = _read_temperature(tl.load(temperature_ptr + request))
+    inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
     row_ptr = target_logits_ptr + tl.multiple_of(row * stride_logits_row, ALIGNMENT)
     if (first_child > node) & (first_child < NUM_NODES):
         if is_sampled:
@@ -144,15 +140,13 @@ def _verify_tree_typical_walk_kernel(
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_NODE)
-    inverse_temperature, is_sampled = _read_temperature(tl.load(temperature_ptr + request))
-    retrieved, tokens, links = load_nodes(
-        candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr,
-        request, NUM_NODES, BLOCK_NODE,
-    )  # fmt: skip
-    has_child = links >= 65536
+    inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
+    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+    tree = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
+    has_child = tree.links >= 65536
     predicted = tl.full([BLOCK_NODE], -1, tl.int32)
     parent = tl.full([BLOCK_NODE], -1, tl.int32)
-    depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
+    depth = tl.where((node == 0) & is_own(tree.retrieved, request, NUM_NODES), 0, -1)
     if is_sampled:
         largest, total, moment = _merge_slices(partial_sums_ptr, request, has_child, NUM_SLICES, NUM_NODES, BLOCK_NODE)
         # min(epsilon, delta * exp(-H)) times the sum of weights: H = ln(total) - moment / total
@@ -164,10 +158,10 @@ def _verify_tree_typical_walk_kernel(
         while current < BLOCK_NODE:  # parents before children, so in ascending order
             is_here = node == current
             depth_here = tl.sum(tl.where(is_here, depth, 0))
-            is_child = _children(links, current, BLOCK_NODE)
-            is_token = is_child & (tokens >= 0) & (tokens < VOCAB_SIZE)
+            is_child = _children(tree.links, current, BLOCK_NODE)
+            is_token = is_child & (tree.tokens >= 0) & (tree.tokens < VOCAB_SIZE)
             row_ptr = target_logits_ptr + (request * NUM_NODES + current) * stride_logits_row
-            logits = tl.load(row_ptr + tokens, mask=is_token, other=float("-inf"))
+            logits = tl.load(row_ptr + tree.tokens, mask=is_token, other=float("-inf"))
             largest_here = tl.sum(tl.where(is_here, largest, 0.0))
             weight = tl.exp(_scaled(logits, inverse_temperature) - largest_here)
             is_likely = weight > tl.sum(tl.where(is_here, by_epsilon, 0.0))
@@ -182,7 +176,7 @@ def _verify_tree_typical_walk_kernel(
         while at > 0:
             is_at = node == at
             above = tl.sum(tl.where(is_at, parent, 0))
-            predicted = tl.where(node == above, tl.sum(tl.where(is_at, tokens, 0)), predicted)
+            predicted = tl.where(node == above, tl.sum(tl.where(is_at, tree.tokens, 0)), predicted)
             is_on_path = is_on_path | (node == above)
             at = above
         depth = tl.where(is_on_path, depth, -1)
@@ -192,21 +186,23 @@ def _verify_tree_typical_walk_kernel(
             place = (request * NUM_SLICES + part) * NUM_NODES + node
             keys = tl.maximum(keys, tl.load(partial_keys_ptr + place, mask=has_child, other=LOWEST_KEY))
         predicted = winner(keys)
-        depth = follow(retrieved, tokens, links, predicted, request, SPEC_STEPS, NUM_NODES, BLOCK_NODE)
+        depth = follow(tree, predicted, request, SPEC_STEPS, NUM_NODES)
 
     last = tl.min(tl.where((depth == tl.max(depth)) & (depth >= 0), node, BLOCK_NODE))
     tl.store(last_ptr + request, tl.where(last < BLOCK_NODE, last, -1))
-    store_walk(
-        predicts_ptr, accept_index_ptr, accept_token_num_ptr, request, retrieved, predicted, depth,
-        SPEC_STEPS, NUM_NODES, False, BLOCK_NODE, BLOCK_DEPTH,
-    )  # fmt: skip
+    out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
+    walk = Walk(tree.retrieved, predicted, depth)
+    store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, False, BLOCK_DEPTH)
 
 
 @triton.jit
 def _merge_slices(
     partial_sums_ptr, request, mask, NUM_SLICES: tl.constexpr, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr
 ):
-    """Maximum (0 where all is -inf), sum w and sum w (x - maximum) of the whole rows [node], 0 where not in mask."""
+    """Returns the maximum (0 where all is -inf), sum w and sum w (x - maximum) of the whole rows [node].
+
+    All are 0 for nodes that are not in mask.
+    """
     node = tl.arange(0, BLOCK_NODE)
     place = partial_sums_ptr + request * (NUM_SLICES * 3 * NUM_NODES) + node
     largest = tl.full([BLOCK_NODE], float("-inf"), tl.float32)
@@ -228,7 +224,7 @@ def _merge_slices(
 
 @triton.jit
 def _children(links, node, BLOCK_NODE: tl.constexpr):
-    """Which nodes are children of `node`."""
+    """Tells which nodes are children of `node`."""
     nodes = tl.arange(0, BLOCK_NODE)
     is_child = nodes < 0
     child = tl.sum(tl.where(nodes == node, links, 0)) >> 16
@@ -256,14 +252,14 @@ def _verify_tree_typical_draw_kernel(
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """The key of the best noisy logit of one slice of the last node's row, to [B, slices]."""
+    """Writes the key of the best noisy logit of one slice of the last node's row, to [B, slices]."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     last = tl.load(last_ptr + request)
     if last >= 0:
         row = request * NUM_NODES + last
-        inverse_temperature, is_sampled = _read_temperature(tl.load(temperature_ptr + request))
+        inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
         token = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
         row_ptr = target_logits_ptr + tl.multiple_of(row * stride_logits_row, ALIGNMENT)
         logits = tl.load(row_ptr + token, mask=token < VOCAB_SIZE, other=float("-inf"))

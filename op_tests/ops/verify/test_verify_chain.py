@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from eagle_kernels.ops.verify.shared import pair
+from eagle_kernels.ops.verify.shared import prepare_pair
 from eagle_kernels.reference.ops.verify import verify_chain as reference
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
@@ -24,8 +24,8 @@ METHODS = ("standard", "block")
 def _small_tiles(monkeypatch, device):
     """The interpreter takes its time by the lane; a launch of few small tiles is soon done."""
     if device.type == "cpu":
-        monkeypatch.setitem(pair.SLICE_TUNING, "default", {"BLOCK_VOCAB": 64, "num_warps": 4})
-        monkeypatch.setitem(pair.MAP_TUNING, "default", {"BLOCK_TARGET": 32, "BLOCK_DRAFT": 32, "num_warps": 4})
+        monkeypatch.setitem(prepare_pair.SLICE_TUNING, "default", {"BLOCK_VOCAB": 64, "num_warps": 4})
+        monkeypatch.setitem(prepare_pair.MAP_TUNING, "default", {"BLOCK_TARGET": 32, "BLOCK_DRAFT": 32, "num_warps": 4})
 
 
 def make(

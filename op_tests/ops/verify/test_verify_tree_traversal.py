@@ -9,7 +9,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.verify import verify_tree_traversal as op
-from eagle_kernels.ops.verify.shared import pair
+from eagle_kernels.ops.verify.shared import prepare_pair
 from eagle_kernels.reference.ops.verify import verify_tree_traversal as reference
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
@@ -28,9 +28,9 @@ SHAPES = [(2, 1, 1, 1), (2, 1, 4, 5), (2, 4, 1, 5), (2, 3, 3, 8)]
 def _small_tiles(monkeypatch, device):
     """The interpreter takes its time by the lane; a launch of few small tiles is soon done."""
     if device.type == "cpu":
-        for table in (op.TUNING, pair.SLICE_TUNING):
+        for table in (op.TUNING, prepare_pair.SLICE_TUNING):
             monkeypatch.setitem(table, "default", {"BLOCK_VOCAB": 64, "num_warps": 4})
-        monkeypatch.setitem(pair.MAP_TUNING, "default", {"BLOCK_TARGET": 32, "BLOCK_DRAFT": 32, "num_warps": 4})
+        monkeypatch.setitem(prepare_pair.MAP_TUNING, "default", {"BLOCK_TARGET": 32, "BLOCK_DRAFT": 32, "num_warps": 4})
 
 
 def children_of(links, request, node):

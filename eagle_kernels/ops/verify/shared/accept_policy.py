@@ -11,6 +11,8 @@ so much. The text is not the target's.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ....runtime import check
@@ -21,6 +23,14 @@ from .tree_walk import NO_TOKEN, find_child
 STREAM = tl.constexpr(STREAM_SIMULATE)
 
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "simulate")
+
+
+class Coins(NamedTuple):
+    """Pointers to what `simulate` tosses its coins by: the op's arguments of these names; None: not given."""
+
+    seeds: Any
+    positions: Any
+    simulated_rates: Any
 
 
 def check_policy(args: check.Arguments) -> None:
@@ -39,54 +49,51 @@ def plant(
     token,
     node,
     depth,
-    tokens,
-    links,
+    tree,
     request,
-    seeds_ptr,
-    positions_ptr,
-    simulated_rates_ptr,
+    coins,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     ACCEPT_POLICY: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
 ):
-    """What takes the place of the target's `token` (int32) at `node`, to which `depth` accepted drafts have led.
+    """Returns what replaces the target's `token` (int32) at `node`, to which `depth` accepted drafts have led.
 
-    tokens and links [node] as load_nodes gives. Below depth SPEC_STEPS nothing is accepted, so nothing is planted.
+    Below depth SPEC_STEPS nothing is accepted, so nothing is planted.
     """
     if ACCEPT_POLICY != "normal":
         if depth < SPEC_STEPS:
             if ACCEPT_POLICY == "simulate":
-                is_wanted = is_accepted_by_coin(
-                    depth, request, seeds_ptr, positions_ptr, simulated_rates_ptr, NUM_NODES
-                )
+                is_wanted = is_accepted_by_coin(depth, request, coins, NUM_NODES)
             else:
                 is_wanted = tl.full([], ACCEPT_POLICY == "accept_all", tl.int1)
-            token = planted_token(token, node, is_wanted, tokens, links, BLOCK_NODE)
+            token = planted_token(token, node, is_wanted, tree)
     return token
 
 
 @triton.jit
-def is_accepted_by_coin(
-    depth, request, seeds_ptr, positions_ptr, simulated_rates_ptr, NUM_NODES: tl.constexpr
-):  # fmt: skip
-    """Whether the coin of this depth accepts the draft below it, which it does with probability rates[depth] over the
-    rate of the depth before: rates are P(more than `depth` drafts are accepted)."""
-    position = tl.load(positions_ptr + request * NUM_NODES) + depth + 1
-    coin = uniform(tl.load(seeds_ptr + request), position, STREAM, 0)
-    rate = tl.load(simulated_rates_ptr + depth)
-    rate_before = tl.load(simulated_rates_ptr + depth - 1, mask=depth > 0, other=1.0)
+def is_accepted_by_coin(depth, request, coins, NUM_NODES: tl.constexpr):
+    """Tells whether the coin of this depth accepts the draft below it.
+
+    It does so with probability rates[depth] over the rate of the depth before: rates[depth] is the probability that
+    more than `depth` drafts are accepted.
+    """
+    position = tl.load(coins.positions + request * NUM_NODES) + depth + 1
+    coin = uniform(tl.load(coins.seeds + request), position, STREAM, 0)
+    rate = tl.load(coins.simulated_rates + depth)
+    rate_before = tl.load(coins.simulated_rates + depth - 1, mask=depth > 0, other=1.0)
     # not divided: 0 / 0 is no rate, and below 1 the product of equal rates stays below them
     return coin * rate_before < rate
 
 
 @triton.jit
-def planted_token(token, node, is_wanted, tokens, links, BLOCK_NODE: tl.constexpr):
-    """If one more draft is wanted the token of the first child that carries one, `token` where none does.
+def planted_token(token, node, is_wanted, tree):
+    """Returns the token to plant at `node`.
 
-    If not, a `token` that a child carries gives way to the smallest id that none carries; any other stays.
+    If one more draft is wanted, this is the token of the first child that carries one, or `token` where none does. If
+    not, a `token` that a child carries is replaced by the smallest id that none carries; any other stays.
     """
-    nodes = tl.arange(0, BLOCK_NODE)
+    tokens, links = tree.tokens, tree.links
+    nodes = tl.arange(0, links.shape[0])
     is_child = nodes < 0
     first_token = tl.full([], NO_TOKEN, tl.int32)
     child = tl.sum(tl.where(nodes == node, links, 0)) >> 16
@@ -107,30 +114,24 @@ def planted_token(token, node, is_wanted, tokens, links, BLOCK_NODE: tl.constexp
 @triton.jit
 def plant_path(
     predicted,
-    tokens,
-    links,
+    tree,
     request,
-    seeds_ptr,
-    positions_ptr,
-    simulated_rates_ptr,
+    coins,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     ACCEPT_POLICY: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
 ):
-    """The target's tokens `predicted` [node] with planted ones at the nodes that they lead to."""
+    """Returns the target's tokens `predicted` [node] with planted ones at the nodes that they lead to."""
     if ACCEPT_POLICY != "normal":
-        nodes = tl.arange(0, BLOCK_NODE)
+        nodes = tl.arange(0, tree.links.shape[0])
         depth = tl.zeros([], dtype=tl.int32)
         node = tl.zeros([], dtype=tl.int32)
         is_walking = depth < SPEC_STEPS
         while is_walking:
-            token = plant(
-                tl.sum(tl.where(nodes == node, predicted, 0)), node, depth, tokens, links, request,
-                seeds_ptr, positions_ptr, simulated_rates_ptr, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY, BLOCK_NODE,
-            )  # fmt: skip
+            token = tl.sum(tl.where(nodes == node, predicted, 0))
+            token = plant(token, node, depth, tree, request, coins, SPEC_STEPS, NUM_NODES, ACCEPT_POLICY=ACCEPT_POLICY)
             predicted = tl.where(nodes == node, token, predicted)
-            node = find_child(tokens, links, node, token, BLOCK_NODE)
+            node = find_child(tree, node, token)
             depth += 1
             is_walking = (node > 0) & (depth < SPEC_STEPS)
     return predicted

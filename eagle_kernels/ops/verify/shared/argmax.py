@@ -11,7 +11,9 @@ from ....runtime.language import tl, triton
 
 @triton.jit
 def slice_key(row_ptr, slice_index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The key of the largest of the BLOCK values of slice `slice_index`; NaN counts as -inf, ties go to the lowest id.
+    """Returns the key of the largest of the BLOCK values of slice `slice_index`.
+
+    NaN counts as -inf, and ties go to the lowest id.
 
     Only maxima are taken of all values (two instructions each); the id is looked up in the group of eight that holds
     the largest, which is read again. A slice begins within the row, so one of nothing but -inf and NaN gives the id of
@@ -32,5 +34,5 @@ def slice_key(row_ptr, slice_index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def winner(keys):
-    """The id int32 that the largest of a row's keys [...] names."""
+    """Returns the id int32 that the largest of a row's keys [...] names."""
     return key_id(keys).to(tl.int32)

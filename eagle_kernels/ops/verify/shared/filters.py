@@ -1,14 +1,13 @@
 """Top-k, top-p and min-p on one long row of scaled logits, exactly and without sorting it.
 
-The row is read once by many programs (`scan_filtered`): of every group of LANES tokens they keep the maximum, of every
-chunk of LANES groups the maximum and, where top-p is a share of all tokens, the sum of exponentials relative to it. One
-program then draws (`draw_filtered`):
+The row is read once by many programs, which keep its maxima and sums (`scan_filtered` in `row_summary.py`). One program
+then draws (`draw_filtered`):
 
 * a value that WANTED groups reach lies at or below the WANTED-th largest logit, so the tokens that the filters ask for
   are among those that reach it. By the chunks' maxima such a value is found that few more groups reach. Their tokens
   are gathered, and each is compared with each: how many lie above it, and how much probability;
 * if they are not enough to tell (a nucleus of thousands of tokens, k above MAX_TOP_K, hundreds of equal logits), the
-  edge is searched for in the whole row, three bits of the float at a time.
+  edge is searched for in the whole row (`edge_search.py`).
 
 The tokens that a filter keeps are those at or above an edge: tokens that tie with it all stay. A token stays in top-k
 if fewer than k lie above it, in top-p if the tokens above it hold less than top_p of the probability, in min-p if it is
@@ -19,15 +18,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ....primitives.ordering import LOWEST_KEY, noisy_key, noisy_key_id, ordered_bits, unsigned_rank
+from ....primitives.ordering import LOWEST_KEY, noisy_key, noisy_key_id, ordered_bits
 from ....runtime.language import tl, triton
-from .logits import load_processed, load_raw, load_scaled, scaled
+from .edge_search import search_row
+from .logits import load_scaled
 from .random import add_grouped_gumbel, grouped_words, noise_key
-
-NUM_LANES = 32
-LANES = tl.constexpr(NUM_LANES)
-CHUNK_SIZE = NUM_LANES * NUM_LANES
-CHUNK = tl.constexpr(CHUNK_SIZE)
+from .row_summary import CHUNK, LANES, row_mass
 
 # The largest k for which tokens are gathered, and the room for them.
 MAX_TOP_K = tl.constexpr(128)
@@ -52,23 +48,11 @@ class Filters(NamedTuple):
     is_of_all: Any
 
 
-class Summary(NamedTuple):
-    """Pointers to what `scan_filtered` keeps of one row and to the room for what is gathered of it."""
-
-    group_rank: Any  # maxima of groups as ordered bits, int32 [num_chunks * LANES]
-    chunk_max: Any  # fp32 [num_chunks]
-    chunk_sum: Any
-    raw_max: Any  # the same of the logits as the model gave them, if log-probabilities are wanted
-    raw_sum: Any
-    gathered_values: Any  # fp32 [MAX_TOKENS]
-    gathered_ids: Any  # int32 [MAX_TOKENS]
-
-
 @triton.jit
 def load_filters(
     top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE: tl.constexpr, IS_JOINT: tl.constexpr
 ):
-    """The filters of a request; pointers may be None."""
+    """Loads the filters of a request; pointers may be None."""
     top_k = tl.zeros([], tl.int32)
     top_p = tl.full([], 1.0, tl.float32)
     min_p = tl.zeros([], tl.float32)
@@ -84,71 +68,6 @@ def load_filters(
 
 
 @triton.jit
-def scan_filtered(
-    row,
-    summary,
-    part,
-    needs_sums,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    HAS_LOGPROBS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
-):
-    """Writes maxima and, if needed, sums of the chunks of slice `part` of a row.
-
-    Launched with as many warps as BLOCK_CHUNK.
-    """
-    chunk = part * BLOCK_CHUNK + tl.arange(0, BLOCK_CHUNK)
-    # [BLOCK_CHUNK, CHUNK / WIDTH, WIDTH]: every warp reads chunks of its own, so no maximum and no sum crosses warps
-    WIDTH: tl.constexpr = LANES * VECTOR
-    offset = tl.arange(0, CHUNK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    token = chunk[:, None, None] * CHUNK + offset[None, :, :]
-    is_token = token < VOCAB_SIZE
-    logit = load_processed(row, token, is_token, VOCAB_SIZE, HAS_PENALTIES)
-    # scaling keeps the order (but for +inf at an infinite temperature), so of a group only the maximum is scaled
-    group_max = tl.max(tl.reshape(logit, [BLOCK_CHUNK, CHUNK // WIDTH, VECTOR, LANES]), axis=3)
-    group_max = scaled(row, group_max)
-    chunk_max = tl.max(tl.max(group_max, axis=1), axis=1)
-
-    # all from [BLOCK_CHUNK, LANES], where every warp still holds its chunks
-    NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    lane = tl.arange(0, LANES)[None, :]
-    chunk = chunk[:, None]
-    is_first = (chunk < NUM_CHUNKS) & (lane == 0)
-    group_rank = ordered_bits(tl.reshape(group_max, [BLOCK_CHUNK, LANES]))
-    tl.store(summary.group_rank + chunk * LANES + lane, group_rank, mask=chunk < NUM_CHUNKS)
-    tl.store(summary.chunk_max + chunk + lane, chunk_max[:, None], mask=is_first)
-    if needs_sums:
-        chunk_sum = _chunk_sum(scaled(row, logit), chunk_max)
-        tl.store(summary.chunk_sum + chunk + lane, chunk_sum[:, None], mask=is_first)
-    if HAS_LOGPROBS:
-        raw = load_raw(row, token, is_token)
-        raw_max = tl.max(tl.max(raw, axis=1), axis=1)
-        tl.store(summary.raw_max + chunk + lane, raw_max[:, None], mask=is_first)
-        tl.store(summary.raw_sum + chunk + lane, _chunk_sum(raw, raw_max)[:, None], mask=is_first)
-
-
-@triton.jit
-def _chunk_sum(value, chunk_max):
-    """The sums [chunk] of exponentials of values [chunk, _, _] relative to the chunks' maxima."""
-    shift = tl.where(chunk_max == float("-inf"), 0.0, chunk_max)
-    return tl.sum(tl.sum(tl.exp(value - shift[:, None, None]), axis=1), axis=1)
-
-
-@triton.jit
-def row_mass(chunk_max_ptr, chunk_sum_ptr, shift, VOCAB_SIZE: tl.constexpr):
-    """A row's sum of exponentials relative to `shift`."""
-    NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    BLOCK_CHUNK: tl.constexpr = triton.next_power_of_2(NUM_CHUNKS)
-    # triton 3.6 does not compile axes shorter than a warp
-    chunk = tl.arange(0, BLOCK_CHUNK if BLOCK_CHUNK > LANES else LANES)
-    chunk_max = tl.load(chunk_max_ptr + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))
-    chunk_sum = tl.load(chunk_sum_ptr + chunk, mask=chunk < NUM_CHUNKS, other=0.0)
-    return tl.sum(chunk_sum * tl.exp(chunk_max - shift))
-
-
-@triton.jit
 def draw_filtered(
     row,
     filters,
@@ -158,11 +77,12 @@ def draw_filtered(
     HAS_PENALTIES: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
 ):
-    """The token int32 drawn from what the filters keep of a row, and with HAS_LOGPROBS the log of the kept sum of
-    exponentials. A row of nothing but -inf gives token 0.
+    """Draws a token int32 from what the filters keep of a row; a row of nothing but -inf gives token 0.
 
-    What bounds this is the exchange between warps, of which every step waits for the one before. So tiles of what is
-    gathered are [LANES, _]: a warp holds whole columns, one lane one value, which it counts without the others.
+    Returns it and, with HAS_LOGPROBS, the log of the kept sum of exponentials.
+
+    The time goes to the exchange between warps, each step of which waits for the one before. So tiles of what is
+    gathered are [LANES, _]: a warp holds whole columns, a lane one value of each, and counts without the other warps.
     """
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
     MOST_CHUNKS: tl.constexpr = triton.next_power_of_2(NUM_CHUNKS)
@@ -215,13 +135,16 @@ def draw_filtered(
                 filters, summary, noise, num_tokens, shift, VOCAB_SIZE, HAS_LOGPROBS, MAX_TOKENS
             )
     if (not is_enough) & (largest > float("-inf")):
-        chosen, kept_sum = _search_row(row, filters, summary, noise, largest, VOCAB_SIZE, HAS_PENALTIES)
+        chosen, kept_sum = search_row(row, filters, summary, noise, largest, VOCAB_SIZE, HAS_PENALTIES)
     return tl.where(largest > float("-inf"), chosen, 0), shift + tl.log(kept_sum)
 
 
 @triton.jit
 def _chunk_maxima(summary, NUM_CHUNKS: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
-    """How many chunk maxima are above -inf, the smallest and the largest of them (-inf: there is none), their sum."""
+    """Returns how many chunk maxima are above -inf, the smallest and the largest of them, and their sum.
+
+    Where none is above -inf, the largest is -inf.
+    """
     chunk = tl.arange(0, BLOCK_CHUNK)
     chunk_max = tl.load(summary.chunk_max + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))
     is_one = chunk_max > float("-inf")
@@ -239,7 +162,7 @@ def _merge_maxima(number, smallest, largest, total, other_number, other_smallest
 def _raise_edge(rank, low, high, wanted, ROOM: tl.constexpr):
     """Raises `low` while more than ROOM of rank [LANES, n] reach it, as long as at least `wanted` do.
 
-    Returns it, how many reach it, and the place of each that does among them. `high` is the largest rank.
+    Returns `low`, how many reach it, and the place of each that does among them. `high` is the largest rank.
     """
     in_column, running = _count(rank >= low)
     count = tl.sum(in_column)
@@ -258,9 +181,9 @@ def _raise_edge(rank, low, high, wanted, ROOM: tl.constexpr):
 
 @triton.jit
 def _count(flags):
-    """How many of flags [LANES, n] are set in each column, int32 [n], and how many up to each in its column [LANES, n].
+    """Counts the set flags [LANES, n] of each column: int32 [n] of the whole column, [LANES, n] up to each flag.
 
-    A column's count needs one byte: the lanes exchange the words of four columns.
+    A column's count needs one byte, so the lanes exchange words of four columns.
     """
     NUM_COLUMNS: tl.constexpr = flags.shape[1]
     flags = tl.reshape(flags.to(tl.int32), [LANES, 4, NUM_COLUMNS // 4])
@@ -273,7 +196,7 @@ def _count(flags):
 
 @triton.jit
 def _middle(low, high):
-    """The mean of two int32 rounded down, though their sum may be none."""
+    """Returns the mean of two int32, rounded down, also where their sum is no int32."""
     return (low & high) + ((low ^ high) >> 1)
 
 
@@ -288,7 +211,8 @@ def _draw_gathered(
     HAS_LOGPROBS: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """The token drawn from the gathered ones, what the filters keep of them weighs, and whether they were enough."""
+    """Returns the token drawn from the gathered ones, the weight of those that the filters keep, and whether the
+    gathered ones were enough to tell."""
     place = tl.arange(0, ROOM)
     is_token = place < num_tokens
     token = tl.load(summary.gathered_ids + place, mask=is_token, other=0)
@@ -320,7 +244,7 @@ def _draw_gathered(
 
 @triton.jit
 def _above(values_ptr, num_values, shift, ROOM: tl.constexpr):
-    """How many values lie above each of them, int32 [ROOM], and the sum of those exponentials relative to `shift`."""
+    """Returns how many values lie above each, int32 [ROOM], and the sum of their exponentials relative to `shift`."""
     place = tl.arange(0, ROOM)
     value = tl.load(values_ptr + place, mask=place < num_values, other=float("-inf"))
     num_above = tl.zeros([ROOM, 8], tl.float32)
@@ -334,116 +258,3 @@ def _above(values_ptr, num_values, shift, ROOM: tl.constexpr):
         num_above += tl.sum(is_above, axis=0)
         mass_above += tl.sum(is_above * tl.exp(other_value - shift), axis=0)
     return tl.sum(num_above, axis=1).to(tl.int32), tl.sum(mass_above, axis=1)
-
-
-@triton.jit
-def _rank(value):
-    """uint32 that order as the values do, 0 for -inf: what cannot be drawn reaches no edge above 0."""
-    return tl.where(value == float("-inf"), 0, unsigned_rank(value))
-
-
-@triton.jit
-def _search_row(
-    row,
-    filters,
-    summary,
-    noise,
-    largest,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-):
-    """`draw_filtered` by reading the row again, up to eleven times a filter."""
-    BLOCK: tl.constexpr = 2048
-    above = unsigned_rank(largest) + 1
-    edge = tl.full([], 1, tl.uint32)
-    if filters.top_k > 0:
-        edge = _search_edge(
-            row, summary, largest, edge, above, filters.top_k.to(tl.float32), VOCAB_SIZE, HAS_PENALTIES, False, BLOCK
-        )
-    if filters.top_p < 1.0:
-        if filters.is_of_all:
-            mass = row_mass(summary.chunk_max, summary.chunk_sum, largest, VOCAB_SIZE)
-        else:
-            mass = tl.max(_reaching(row, summary, largest, edge, 0, VOCAB_SIZE, HAS_PENALTIES, True, BLOCK))
-        # the most likely token weighs 1 and always stays, also for top_p = 0
-        wanted = tl.maximum(mass * filters.top_p, 1.1754943508222875e-38)
-        by_mass = _search_edge(
-            row, summary, largest, tl.full([], 1, tl.uint32), above, wanted, VOCAB_SIZE, HAS_PENALTIES, True, BLOCK
-        )
-        edge = tl.maximum(edge, by_mass)
-
-    key = noise_key(noise)
-    lane = tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], LOWEST_KEY, tl.int64)
-    kept = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, VOCAB_SIZE, BLOCK):
-        if _chunk_rank(summary, start, VOCAB_SIZE, BLOCK) >= edge:
-            token = start + lane
-            value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
-            weight = tl.exp(value - largest)
-            keep = (token < VOCAB_SIZE) & (_rank(value) >= edge)
-            if filters.min_p > 0.0:
-                keep &= weight >= tl.minimum(filters.min_p, 1.0)
-            kept += tl.where(keep, weight, 0.0)
-            noisy, fine = add_grouped_gumbel(value, grouped_words(key, token))
-            best = tl.maximum(best, tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY))
-    return noisy_key_id(tl.max(best)), tl.sum(kept)
-
-
-@triton.jit
-def _search_edge(
-    row,
-    summary,
-    largest,
-    low,
-    high,
-    wanted,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    IS_MASS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The largest rank that `wanted` tokens reach, or tokens that weigh `wanted` together."""
-    while high - low > 1:
-        step = (high - low + 7) // 8
-        reaching = _reaching(row, summary, largest, low, step, VOCAB_SIZE, HAS_PENALTIES, IS_MASS, BLOCK)
-        chosen = tl.maximum(tl.sum((reaching >= wanted).to(tl.int32)) - 1, 0)
-        low += chosen.to(tl.uint32) * step
-        high = tl.minimum(high, low + step)
-    return low
-
-
-@triton.jit
-def _reaching(
-    row,
-    summary,
-    largest,
-    low,
-    step,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_PENALTIES: tl.constexpr,
-    IS_MASS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """How many tokens, or what weight of them, reach each of the ranks low, low + step, ...: fp32 [8]."""
-    threshold = low + tl.arange(0, 8).to(tl.uint32) * step
-    counts = tl.zeros([BLOCK, 8], tl.float32)
-    for start in range(0, VOCAB_SIZE, BLOCK):
-        if _chunk_rank(summary, start, VOCAB_SIZE, BLOCK) >= low:
-            token = start + tl.arange(0, BLOCK)
-            value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
-            rank = _rank(value)
-            if IS_MASS:
-                weight = tl.exp(value - largest)
-                counts += tl.where(rank[:, None] >= threshold[None, :], weight[:, None], 0.0)
-            else:
-                counts += (rank[:, None] >= threshold[None, :]).to(tl.float32)
-    return tl.sum(counts, axis=0)
-
-
-@triton.jit
-def _chunk_rank(summary, start, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The rank of the largest value of BLOCK tokens from `start` on."""
-    NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    chunk = start // CHUNK + tl.arange(0, BLOCK // CHUNK)
-    return _rank(tl.max(tl.load(summary.chunk_max + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))))

@@ -1,7 +1,7 @@
 """Rows of logits as sampling sees them: penalties, bias, grammar and temperature are applied where they are read.
 
-No processed copy of the logits exists: whoever needs the logits of some tokens reads them with `load_scaled`, once or
-again, and gets the same bits.
+No processed copy of the logits exists: a kernel that needs the logits of some tokens reads them with `load_scaled`,
+once or again, and gets the same bits.
 """
 
 from __future__ import annotations
@@ -57,26 +57,29 @@ class Row(NamedTuple):
 
 @triton.jit
 def read_temperature(temperature):
-    """1 / temperature and whether the row is sampled; below 1e-5 (or NaN) it is greedy and not scaled."""
+    """Returns 1 / temperature and whether the row is sampled; below 1e-5 (or NaN) it is greedy and not scaled."""
     is_sampled = temperature >= GREEDY_BELOW
     return tl.where(is_sampled, tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), 1.0), is_sampled
 
 
 @triton.jit
 def load_scaled(row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
-    """The tokens' logits as they are sampled from: NaN and masked lanes -inf, +inf the largest finite fp32, -0 as 0."""
+    """Loads the tokens' logits as they are sampled from.
+
+    NaN and masked lanes count as -inf, +inf as the largest finite fp32, -0 as 0.
+    """
     return scaled(row, load_processed(row, ids, mask, VOCAB_SIZE, HAS_PENALTIES))
 
 
 @triton.jit
 def scaled(row, logit):
-    """Processed logits as they are sampled from."""
+    """Returns processed logits as they are sampled from."""
     return tl.minimum(comparable(logit * row.inverse_temperature), LARGEST_FINITE)
 
 
 @triton.jit
 def load_processed(row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
-    """The tokens' logits after repetition, frequency and presence penalties, bias and grammar, in this order; fp32."""
+    """Loads the tokens' logits fp32 and applies repetition, frequency and presence penalties, bias and grammar."""
     logit = tl.load(row.logits + ids, mask=mask, other=float("-inf")).to(tl.float32)
     if HAS_PENALTIES:
         return process(logit, load_counts(row, ids, mask, VOCAB_SIZE), row, ids, mask, VOCAB_SIZE, HAS_PENALTIES)
@@ -86,7 +89,7 @@ def load_processed(row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.c
 
 @triton.jit
 def process(logit, count, row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
-    """As load_processed, from the tokens' logits fp32 and, with penalties, how often each occurs in the output."""
+    """Processes the tokens' logits fp32; with penalties `count` says how often each token occurs in the output."""
     processors = row.processors
     if HAS_PENALTIES:
         logit = _penalise(logit, count, row, ids, mask, VOCAB_SIZE)
@@ -101,14 +104,14 @@ def process(logit, count, row, ids, mask, VOCAB_SIZE: tl.constexpr, HAS_PENALTIE
 
 @triton.jit
 def load_raw(row, ids, mask):
-    """The tokens' logits as the model gave them, NaN and +inf as in `load_scaled`."""
+    """Loads the tokens' logits as the model gave them, NaN and +inf as in `load_scaled`."""
     logit = tl.load(row.logits + ids, mask=mask, other=float("-inf")).to(tl.float32)
     return tl.minimum(comparable(logit), LARGEST_FINITE)
 
 
 @triton.jit
 def load_counts(row, ids, mask, VOCAB_SIZE: tl.constexpr):
-    """How often each of the tokens occurs in the output, int32: in the request's counts and among the row's drafts."""
+    """Counts how often each of the tokens occurs in the output, int32: in the request's counts and the row's drafts."""
     count = tl.zeros(ids.shape, tl.int32)
     if row.processors.output_counts is not None:
         count = tl.load(row.processors.output_counts + row.request * VOCAB_SIZE + ids, mask=mask, other=0)
@@ -120,7 +123,7 @@ def load_counts(row, ids, mask, VOCAB_SIZE: tl.constexpr):
 
 @triton.jit
 def _penalise(logit, count, row, ids, mask, VOCAB_SIZE: tl.constexpr):
-    """As Hugging Face's repetition penalty and OpenAI's frequency and presence penalties."""
+    """Applies Hugging Face's repetition penalty and OpenAI's frequency and presence penalties."""
     processors = row.processors
     if processors.repetition_penalty is not None:
         penalty = tl.load(processors.repetition_penalty + row.request)
@@ -130,7 +133,7 @@ def _penalise(logit, count, row, ids, mask, VOCAB_SIZE: tl.constexpr):
         repeated = tl.where(logit > 0.0, tl.math.div_rn(logit, penalty), logit * penalty)
         logit = tl.where(is_seen, repeated, logit)
     if processors.frequency_penalty is not None:
-        # One rounding, said explicitly: left to itself the compiler fuses in one kernel and not in another.
+        # one rounding, by name: left to itself the compiler fuses in one kernel and not in another
         penalty = tl.load(processors.frequency_penalty + row.request)
         logit = tl.fma(-penalty, count.to(tl.float32), logit)
     if processors.presence_penalty is not None:
@@ -140,14 +143,17 @@ def _penalise(logit, count, row, ids, mask, VOCAB_SIZE: tl.constexpr):
 
 @triton.jit
 def _load_bits(words_ptr, index, ids, mask, VOCAB_SIZE: tl.constexpr):
-    """The tokens' bits in row `index` of [_, ceil(VOCAB_SIZE / 32)] words."""
+    """Loads the tokens' bits in row `index` of [_, ceil(VOCAB_SIZE / 32)] words."""
     WORDS: tl.constexpr = (VOCAB_SIZE + 31) // 32
     word = tl.load(words_ptr + index * WORDS + ids // 32, mask=mask, other=0)
     return (word >> (ids % 32)) & 1 != 0
 
 
 def check_processors(args: check.Arguments, axis: str, node_axis: str | int) -> bool:
-    """Checks penalties, bias and grammar, one per row of `axis` (the bitmask: of node_axis); whether there is any."""
+    """Checks penalties, bias and grammar, one per row of `axis` (the bitmask: of node_axis).
+
+    Returns whether any is given.
+    """
     words = -(-args.size("V") // 32)
     for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
         args.tensor(name, (axis,), (torch.float32,), optional=True)
@@ -168,10 +174,10 @@ def check_processors(args: check.Arguments, axis: str, node_axis: str | int) -> 
 
 
 def has_penalties(values: dict) -> bool:
-    """Whether any penalty is given."""
+    """Tells whether any penalty is given."""
     return any(values[name] is not None for name in NAMES[:3])
 
 
 def pointers(values: dict) -> dict:
-    """The kernel arguments of the processors."""
+    """Returns the kernel arguments of the processors."""
     return {f"{name}_ptr": values[name] for name in NAMES}

@@ -1,80 +1,30 @@
-"""Target and draft distributions, as the ops that compare the two are given them: rows of logits or of probabilities.
+"""A row of the target's and a row of the draft's distributions side by side, read by the target's token ids.
 
-Before a kernel can read such rows (`rows.py`), logits are scanned, and the map of a draft on a reduced vocabulary is
-inverted: `prepare_pair` launches that. `draft_ids` says where a target token lies in the draft's vocabulary.
+`prepare_pair.py` checks such distributions and launches what makes them readable; `rows.py` reads a single row.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-
-from ....primitives.dependent_launch import await_predecessor
-from ....runtime import check, tuning
 from ....runtime.language import tl, triton
-from ....runtime.launch import launch
-from .rows import load_row, row_probs, store_scan
-from .sampling import check_vocabulary
-
-# A slice is a tile: 16 tokens a thread, so that p, q and noise stay in registers.
-SLICE_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
-MAP_TUNING = {"default": {"BLOCK_TARGET": 4096, "BLOCK_DRAFT": 4096, "num_warps": 8}}
+from .rows import row_probs
 
 
 class Pair(NamedTuple):
-    """The rows of target and draft as an op got them: tensors [rows, size] of logits or of probabilities."""
+    """One row of the target and one of the draft."""
 
-    target_ptr: Any
-    draft_ptr: Any
-    temperature_ptr: Any  # [B], None where nobody reads it
-    draft_temperature_ptr: Any
+    target: Any  # Row
+    draft: Any  # Row
     target_to_draft_ptr: Any  # see draft_ids
-    scans_ptr: Any  # int32 [rows of logits, 3, slices]: the target's rows, if it has logits, then the draft's
-    num_target_scans: Any
-    vocab_size: Any
-    draft_vocab_size: Any
-    stride_target: Any  # of a row, int64
-    stride_draft: Any
-
-
-@triton.jit
-def load_target(
-    pair,
-    request,
-    row,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
-    IS_PROBS: tl.constexpr,
-    IS_VECTOR: tl.constexpr = False,
-):
-    """The target's row number `row` int64 (or a vector of rows)."""
-    return load_row(
-        pair.target_ptr + row * pair.stride_target, pair.vocab_size, pair.temperature_ptr, request,
-        pair.scans_ptr, row, NUM_SLICES, BLOCK_SLICE, IS_PROBS, IS_VECTOR,
-    )  # fmt: skip
-
-
-@triton.jit
-def load_draft(
-    pair,
-    request,
-    row,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
-    IS_PROBS: tl.constexpr,
-    IS_VECTOR: tl.constexpr = False,
-):
-    """The draft's row number `row` int64 (or a vector of rows)."""
-    return load_row(
-        pair.draft_ptr + row * pair.stride_draft, pair.draft_vocab_size, pair.draft_temperature_ptr, request,
-        pair.scans_ptr, pair.num_target_scans + row, NUM_SLICES, BLOCK_SLICE, IS_PROBS, IS_VECTOR,
-    )  # fmt: skip
 
 
 @triton.jit
 def draft_ids(target_to_draft_ptr, ids, is_token, vocab_size):
-    """Where target tokens lie in the draft vocabulary, -1 for nowhere; target_to_draft None: both are one."""
+    """Returns the draft's ids of target tokens, -1 for those that the draft does not have.
+
+    target_to_draft_ptr: None if the two vocabularies share their ids.
+    """
     if target_to_draft_ptr is not None:
         is_known = is_token & (ids >= 0) & (ids < vocab_size)
         return tl.load(target_to_draft_ptr + ids, mask=is_known, other=-1)
@@ -83,181 +33,8 @@ def draft_ids(target_to_draft_ptr, ids, is_token, vocab_size):
 
 
 @triton.jit
-def load_probs(
-    target_row,
-    draft_row,
-    target_to_draft_ptr,
-    ids,
-    is_token,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-):
-    """p and q of tokens by their target ids, of a tile or of one token."""
-    target = row_probs(target_row, ids, is_token, TARGET_IS_PROBS)
-    places = draft_ids(target_to_draft_ptr, ids, is_token, target_row.size)
-    return target, row_probs(draft_row, places, places >= 0, DRAFT_IS_PROBS)
-
-
-@triton.jit(do_not_specialize=["vocab_size", "draft_vocab_size"])
-def _draft_map_kernel(
-    d2t_ptr,
-    target_to_draft_ptr,
-    vocab_size,
-    draft_vocab_size,
-    BLOCK_TARGET: tl.constexpr,
-    BLOCK_DRAFT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """target_to_draft [V] int32 of one part of the target tokens, from d2t [Vd]: target id - draft id.
-
-    The map must be one to one. Every program reads all of d2t, so that none has to wait for another.
-    """
-    await_predecessor(ENABLE_PDL)
-    start = tl.program_id(0).to(tl.int64) * BLOCK_TARGET
-    stop = tl.minimum(start + BLOCK_TARGET, vocab_size)
-    target = start + tl.arange(0, BLOCK_TARGET)
-    tl.store(target_to_draft_ptr + target, tl.full([BLOCK_TARGET], -1, tl.int32), mask=target < stop)
-    tl.debug_barrier()  # other threads write there
-    for first in range(0, draft_vocab_size, BLOCK_DRAFT):
-        draft = first + tl.arange(0, BLOCK_DRAFT)
-        is_draft = draft < draft_vocab_size
-        mapped = draft + tl.load(d2t_ptr + draft, mask=is_draft, other=0).to(tl.int64)
-        tl.store(target_to_draft_ptr + mapped, draft, mask=is_draft & (mapped >= start) & (mapped < stop))
-
-
-@triton.jit(do_not_specialize=["num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"])
-def _scan_pair_kernel(
-    target_ptr,
-    draft_ptr,
-    temperature_ptr,
-    draft_temperature_ptr,
-    first_child_ptr,
-    scans_ptr,
-    # sizes
-    num_target_scans,
-    vocab_size,
-    draft_vocab_size,
-    stride_target,
-    stride_draft,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-    TARGET_ROWS: tl.constexpr,
-    DRAFT_ROWS: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """The statistics of one slice of a row of logits, to scans [rows, 3, slices]: the target's rows, then the draft's.
-
-    first_child_ptr: where it is given, draft rows that have no child are left out, since nobody reads them.
-    """
-    await_predecessor(ENABLE_PDL)
-    scan = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    scans_ptr += scan * (3 * NUM_SLICES)
-    if scan < num_target_scans:
-        if not TARGET_IS_PROBS:
-            temperature = tl.load(temperature_ptr + scan // TARGET_ROWS)
-            row_ptr = target_ptr + scan * stride_target
-            store_scan(row_ptr, vocab_size, temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
-    else:
-        if not DRAFT_IS_PROBS:
-            row = scan - num_target_scans
-            is_read = part >= 0
-            if first_child_ptr is not None:
-                is_read = tl.load(first_child_ptr + row) > 0
-            if is_read:
-                temperature = tl.load(draft_temperature_ptr + row // DRAFT_ROWS)
-                row_ptr = draft_ptr + row * stride_draft
-                store_scan(row_ptr, draft_vocab_size, temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
-
-
-def check_pair(args: check.Arguments, num_target_rows: int, num_draft_rows: int) -> None:
-    """What ops ask of target and draft distributions, and of what their draws are keyed by; B is bound before."""
-    if args.exactly_one("target_logits", "target_probs") == "target_logits":
-        args.tensor("target_logits", (num_target_rows, "V"), check.FLOAT, contiguous=1)
-    else:
-        args.tensor("target_probs", (num_target_rows, "V"), (torch.float32,), contiguous=1)
-    if args.exactly_one("draft_logits", "draft_probs") == "draft_logits":
-        args.tensor("draft_logits", (num_draft_rows, "Vd"), check.FLOAT, contiguous=1)
-    else:
-        args.tensor("draft_probs", (num_draft_rows, "Vd"), (torch.float32,), contiguous=1)
-    for name, axis in (("target", "V"), ("draft", "Vd")):
-        given = name + ("_logits" if args.values[name + "_logits"] is not None else "_probs")
-        check_vocabulary(args, given, axis)
-    args.tensor("positions", (num_target_rows,), check.INTEGER)
-    args.tensor("seeds", ("B",), check.INTEGER)
-    draft_needs = args.values["draft_logits"] is not None and args.values["draft_temperature"] is None
-    is_needed = args.values["target_logits"] is not None or draft_needs
-    args.tensor("temperature", ("B",), (torch.float32,), optional=not is_needed)
-    args.tensor("draft_temperature", ("B",), (torch.float32,), optional=True)
-    args.debug_numbers("temperature", 0)
-    args.debug_numbers("draft_temperature", 0)
-    args.tensor("d2t", ("Vd",), check.INTEGER, optional=True)
-
-
-def invert_draft_map(op: str, d2t: torch.Tensor | None, vocab_size: int) -> torch.Tensor | None:
-    """Launches the inversion of d2t: target_to_draft [V] for `draft_ids`, None where there is no map."""
-    if d2t is None:
-        return None
-    target_to_draft = torch.empty(vocab_size, dtype=torch.int32, device=d2t.device)
-    row = tuning.row(MAP_TUNING, d2t.device)
-    launch(
-        op,
-        _draft_map_kernel,
-        (triton.cdiv(vocab_size, row["BLOCK_TARGET"]),),
-        d2t_ptr=d2t,
-        target_to_draft_ptr=target_to_draft,
-        vocab_size=vocab_size,
-        draft_vocab_size=len(d2t),
-        **row,
-    )
-    return target_to_draft
-
-
-def prepare_pair(op: str, values: dict, target_rows: int, draft_rows: int, first_child: torch.Tensor | None) -> dict:
-    """Launches what makes rows readable, and returns the arguments of kernels that read them (Pair).
-
-    target_rows, draft_rows: how many a request has. first_child [draft rows]: see the scan kernel; None: all are read.
-    """
-    target = values["target_logits"] if values["target_probs"] is None else values["target_probs"]
-    draft = values["draft_logits"] if values["draft_probs"] is None else values["draft_probs"]
-    draft_temperature = values["draft_temperature"]
-    pair = {
-        "target_ptr": target,
-        "draft_ptr": draft,
-        "temperature_ptr": values["temperature"],
-        "draft_temperature_ptr": values["temperature"] if draft_temperature is None else draft_temperature,
-        "vocab_size": target.shape[1],
-        "draft_vocab_size": draft.shape[1],
-        "stride_target": target.stride(0),
-        "stride_draft": draft.stride(0),
-        "num_target_scans": len(target) if values["target_probs"] is None else 0,
-        "TARGET_IS_PROBS": values["target_probs"] is not None,
-        "DRAFT_IS_PROBS": values["draft_probs"] is not None,
-    }
-    target_to_draft = invert_draft_map(op, values["d2t"], pair["vocab_size"])
-    row = tuning.row(SLICE_TUNING, target.device)
-    num_slices = triton.cdiv(max(pair["vocab_size"], pair["draft_vocab_size"]), row["BLOCK_VOCAB"])
-    num_scans = pair["num_target_scans"] + (0 if pair["DRAFT_IS_PROBS"] else len(draft))
-    scans = None
-    if not (pair["TARGET_IS_PROBS"] and pair["DRAFT_IS_PROBS"]):
-        scans = torch.empty((num_scans, 3, num_slices), dtype=torch.int32, device=target.device)
-        launch(
-            op,
-            _scan_pair_kernel,
-            (num_scans, num_slices),
-            first_child_ptr=first_child,
-            scans_ptr=scans,
-            TARGET_ROWS=target_rows,
-            DRAFT_ROWS=max(draft_rows, 1),
-            NUM_SLICES=num_slices,
-            **pair,
-            **row,
-        )
-    return pair | {
-        "target_to_draft_ptr": target_to_draft,
-        "scans_ptr": scans,
-        "NUM_SLICES": num_slices,
-        "BLOCK_SLICE": triton.next_power_of_2(num_slices),
-    }
+def load_probs(pair, ids, is_token, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr):
+    """Returns p and q of target tokens, of a tile or of a single one."""
+    target = row_probs(pair.target, ids, is_token, TARGET_IS_PROBS)
+    places = draft_ids(pair.target_to_draft_ptr, ids, is_token, pair.target.size)
+    return target, row_probs(pair.draft, places, places >= 0, DRAFT_IS_PROBS)

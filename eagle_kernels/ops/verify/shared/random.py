@@ -1,14 +1,14 @@
 """Counter-based noise: a draw depends on its key alone, never on batch size, row order, padding or graph replay.
 
 Whatever is random at one position of one request begins with one Philox4x32-10 block (Salmon et al., SC 2011): the key
-is the request's 64-bit seed, the counter (position, position >> 32, stream, draw). Its words are what few numbers are
-made of (`uniform`), or they key a hash that gives every token id 64 bits of its own (`token_words`): two rounds of
-multiply-and-fold as in wyhash, each a 32 x 32 -> 64 bit product and exclusive ors. The second product's factors are
-folded in once more, as a product forgets one factor where the other is 0: neighbouring ids would share such words, and
-words of 0 win whatever the logits are.
+is the request's 64-bit seed, the counter (position, position >> 32, stream, draw). A few numbers are made of its words
+directly (`uniform`). For numbers of every token they key a hash that gives each token id 64 bits of its own
+(`token_words`): two rounds of multiply-and-fold as in wyhash, each a 32 x 32 -> 64 bit product and exclusive ors. The
+second product's factors are folded in once more, as a product forgets one factor where the other is 0: neighbouring ids
+would share such words, and words of 0 win whatever the logits are.
 
 No key may serve two draws of a text, unless nothing that was decided between them depends on the first one: it is no
-longer random for whoever knows something that was made of it. Coins are keyed by the place in the tree for this reason
+longer random to one who knows something that was made of it. Coins are keyed by the place in the tree for this reason
 (traversal and block verification look beyond what they accept). The keys of drafts do come again, of drafts that no
 verification has read: `engine/drafters/sampled_drafter.py` says what this needs.
 
@@ -53,7 +53,7 @@ _LEADER = tl.constexpr(0xC0000000)
 
 
 class Noise(NamedTuple):
-    """What keys the noise of one row. Rows that need none do without the eighty instructions of `noise_key`."""
+    """The key of one row's noise. Rows that need none do without the eighty instructions of `noise_key`."""
 
     seed: Any
     position: Any
@@ -62,13 +62,13 @@ class Noise(NamedTuple):
 
 @triton.jit
 def noise_key(noise):
-    """The four words that the noise of a row's tokens is keyed by."""
+    """Returns the four words that the noise of a row's tokens is keyed by."""
     return random_block(noise.seed, noise.position, noise.stream, 0)
 
 
 @triton.jit
 def random_block(seed, position, STREAM: tl.constexpr, draw):
-    """Four 32-bit words uint32, for integer scalars or for tensors of one shape."""
+    """Returns four words uint32, for integer scalars or for tensors of one shape."""
     position = position.to(tl.int64)
     return tl.philox(
         seed.to(tl.int64).to(tl.uint64),
@@ -81,15 +81,17 @@ def random_block(seed, position, STREAM: tl.constexpr, draw):
 
 @triton.jit
 def uniform(seed, position, STREAM: tl.constexpr, draw):
-    """A uniform fp32 in [0, 1), a multiple of 2^-24, so that `uniform < p` never holds for p = 0, always for p = 1."""
+    """Returns a uniform fp32 in [0, 1), a multiple of 2^-24: `uniform < p` never holds for p = 0, always for p = 1."""
     word, _, _, _ = random_block(seed, position, STREAM, draw)
     return (word >> 8).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit
 def token_words(key, ids):
-    """64 bits of each token id, for the four words of a `random_block`: a word uint32 and one that tells equal ones
-    apart."""
+    """Returns 64 bits of each token id, for the four words of a `random_block`.
+
+    They are a word uint32 and a second one that tells equal words apart.
+    """
     key0, key1, key2, key3 = key
     # odd: different ids have different low halves
     low, high = _halves_of_product(ids.to(tl.uint32) ^ key0, key1 | 1)
@@ -99,7 +101,7 @@ def token_words(key, ids):
 
 @triton.jit
 def _halves_of_product(left, right):
-    """The lower and the upper 32 bits of the product of two uint32."""
+    """Returns the lower and the upper 32 bits of the product of two uint32."""
     if _HAS_WIDE_PRODUCT:
         product = left.to(tl.uint64) * right.to(tl.uint64)
         return product.to(tl.uint32), (product >> 32).to(tl.uint32)
@@ -109,29 +111,30 @@ def _halves_of_product(left, right):
 
 @triton.jit
 def fine_bits(words):
-    """uint32 that tell apart noise that is equal in fp32: the highest 12 bits, larger for more noise; 0 below."""
+    """Returns uint32 that tell apart noise that is equal in fp32: the highest 12 bits, larger for more noise."""
     _, low = words
     return (low ^ 0xFFFFFFFF) & 0xFFF00000
 
 
 @triton.jit
 def add_gumbel(values, words):
-    """values + standard Gumbel noise -ln E of `token_words`: E = -log1p(-u), u = (word + (low + 1/2) / 2^32) / 2^32.
+    """Returns values + standard Gumbel noise -ln E of `token_words`.
 
-    In the same bits wherever it is compiled: every product is part of a named operation.
+    E = -log1p(-u), u = (word + (low + 1/2) / 2^32) / 2^32.
+    It gives the same bits wherever it is compiled: every product is part of a named operation.
     """
     return _add_noise(values, _add_exponential(0.0, words))
 
 
 @triton.jit
 def group_words(key, groups):
-    """What `token_words` is to a token, of groups: of id // GROUP."""
+    """Returns of groups, id // GROUP, what `token_words` returns of tokens."""
     return token_words(key, groups.to(tl.uint32) | _MINIMUM)
 
 
 @triton.jit
 def grouped_words(key, ids):
-    """What the grouped noise of token ids is made of: their own words, their groups', and which of them lead.
+    """Returns what the grouped noise of token ids is made of: their own words, their groups', and which of them lead.
 
     The leader has a hash of its own, as `low` is not as random as `word`: of a product, whose last bits are more often
     0 than 1, and of words near 0, those of winners, it is the product's upper half as well, and rather small.
@@ -143,7 +146,7 @@ def grouped_words(key, ids):
 
 @triton.jit
 def add_grouped_gumbel(values, words):
-    """values + the grouped noise of `grouped_words`, and the fine bits of this noise."""
+    """Returns values + the grouped noise of `grouped_words`, and the fine bits of this noise."""
     own, group, is_leader = words
     minimum = _add_exponential(0.0, group) * 0.125
     exponential = tl.where(is_leader, minimum, _add_exponential(minimum, own))
@@ -152,11 +155,12 @@ def add_grouped_gumbel(values, words):
 
 @triton.jit
 def add_group_bound(logits, scale, words):
-    """At least value + grouped noise of the tokens of `group_words` whose value does not exceed logits * scale.
+    """Returns an upper bound of value + grouped noise, for tokens of a group whose value is at most logits * scale.
 
-    No logarithm is taken; the bound is by at most 0.07 above logits * scale - ln M for words from 2^8 to 2^28. E >= u,
-    and the bits of a float, as an integer, are its logarithm with the mantissa taken linearly, which is less. They
-    become a float without a conversion: as the mantissa of 2^23 + bits / 128 - constant.
+    `words` are those of `group_words`. No logarithm is taken; the bound is by at most 0.07 above logits * scale - ln M
+    for words from 2^8 to 2^28. E >= u, and the bits of a float, as an integer, are its logarithm with the mantissa
+    taken linearly, which is less. They become a float without a conversion: as the mantissa of 2^23 + bits / 128 -
+    constant.
     """
     word, _ = words
     u = tl.fma(word.to(tl.float32), 2.3283064365386963e-10, 2.710505431213761e-20)
@@ -167,13 +171,15 @@ def add_group_bound(logits, scale, words):
 
 @triton.jit
 def _add_noise(values, exponential):
-    """values - ln E."""
+    """Returns values - ln E."""
     return tl.fma(tl.log2(exponential), -0.6931471805599453, values)
 
 
 @triton.jit
 def _add_exponential(values, words):
-    """values + E. The largest noise decides which token wins, and u is near 0 there: log1p's series keeps what 1 - u
+    """Returns values + E.
+
+    The largest noise decides which token wins, and u is near 0 there: log1p's series keeps what 1 - u
     loses. (With 24-bit uniforms every 140th draw over a vocabulary of 128k would tie.)
     """
     word, low = words

@@ -1,13 +1,13 @@
-"""Recursive rejection: what the rejected children of a node have left of the target and of the draft.
+"""The part of verify_tree_rejection that computes what rejected children of a node leave of the target and the draft.
 
 Rejecting a child t makes of the target's p and the draft's q
 
-    p <- norm((p - q)+)        q <- norm(q without t), or q as it was where children are drawn with replacement
+    p <- norm((p - q)+)        q <- norm(q without t), or q as it was if children are drawn with replacement
 
-Taken without their masses, these are p_j = (p_(j-1) - m q_(j-1))+ with a number m, and q_j is q without tokens. As
-((x)+ - y)+ = (x - y)+ for y >= 0, all steps together are one: p_j = (p - a q)+, where a collects the numbers m. At a
-rejected t it is 0: rejection says coin * q(t) >= p(t). So however many children were rejected, what is left of a token
-takes one subtraction, and the list of the rejected tokens, which the tree itself holds.
+Without the normalisation these are p_j = (p_(j-1) - m q_(j-1))+ with a number m, and q_j is q without some tokens. As
+((x)+ - y)+ = (x - y)+ for y >= 0, all rejections together are a single subtraction: p_j = (p - a q)+, where a collects
+the numbers m. At a rejected t it is 0, because rejection means coin * q(t) >= p(t). So however many children were
+rejected, what is left of a token takes one subtraction and the list of the rejected tokens, which is in the tree.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ from typing import Any, NamedTuple
 
 from ....primitives.ordering import LOWEST_KEY
 from ....runtime.language import tl, triton
+from .draws import draw_keys, drawn_token
 from .pair import draft_ids, load_probs
-from .residual import draw_keys, drawn_token
 from .rows import load_scaled
 from .tree_walk import token_ids
 
-# Below this share of q its tokens are put on a scale of their own.
+# If less than this share of q is left, the tokens left are put on a scale of their own.
 SMALL_SHARE = tl.constexpr(1e-9)
-# Given probabilities do not reach below.
+# A smaller sum of q counts as 0; given probabilities do not reach below it.
 SMALLEST_MASS = tl.constexpr(1e-37)
 
 
 class Node(NamedTuple):
     """A node's distributions, and what the children rejected so far have left of them."""
 
-    target_row: Any
-    draft_row: Any
-    target_to_draft: Any
+    pair: Any  # Pair
     is_certain: Any  # whether its children were chosen, not drawn: then q is one-hot at each of them, and not read
     candidates: Any  # pointers to what belongs to the request
     siblings: Any
@@ -45,7 +43,7 @@ class Node(NamedTuple):
 
 @triton.jit
 def _is_rejected(node, ids):
-    """Whether tokens are those of rejected children."""
+    """Tells which tokens are those of rejected children."""
     found = ids < 0
     sibling = node.first_child
     for _ in range(node.num_rejected):
@@ -55,12 +53,11 @@ def _is_rejected(node, ids):
 
 
 @triton.jit
-def _load_left(node, ids, is_token, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr,
-               KEEPS_DRAFT: tl.constexpr):  # fmt: skip
-    """What is left of p and q, neither normalised, of a tile of tokens or of one."""
-    target, draft = load_probs(
-        node.target_row, node.draft_row, node.target_to_draft, ids, is_token, TARGET_IS_PROBS, DRAFT_IS_PROBS
-    )
+def _load_left(
+    node, ids, is_token, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr, KEEPS_DRAFT: tl.constexpr
+):
+    """Returns what is left of p and q, neither normalised, of a tile of tokens or of a single one."""
+    target, draft = load_probs(node.pair, ids, is_token, TARGET_IS_PROBS, DRAFT_IS_PROBS)
     target = tl.maximum(target - node.scale * draft, 0.0)
     if not KEEPS_DRAFT:
         is_gone = _is_rejected(node, ids)
@@ -71,7 +68,7 @@ def _load_left(node, ids, is_token, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROB
 
 @triton.jit
 def left_probs(node, token, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr, KEEPS_DRAFT: tl.constexpr):
-    """p and q of a child's token as its predecessors left them, normalised; 0 where nothing is left."""
+    """Returns p and q of a child's token as the children before it left them, normalised; 0 where nothing is left."""
     target, draft = _load_left(node, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
     has_mass = node.mass > 0.0
     target = tl.where(has_mass, target / tl.where(has_mass, node.mass, 1.0), 0.0)
@@ -81,22 +78,31 @@ def left_probs(node, token, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.co
 
 
 @triton.jit
-def reject(node, num_rejected, NUM_IDS: tl.constexpr, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr,
-           KEEPS_DRAFT: tl.constexpr, BLOCK_VOCAB: tl.constexpr):  # fmt: skip
-    """A node after one more child, the last of num_rejected, was rejected: whether nothing is left of p, then scale,
-    mass and draft_mass, then maximum and total of the draft's row. Where nothing is left p stays as it was."""
+def reject(
+    node,
+    num_rejected,
+    NUM_IDS: tl.constexpr,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    KEEPS_DRAFT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+):
+    """Rejects one more child, the last of num_rejected.
+
+    Returns whether nothing is left of p, which then stays as it was; the node's scale, mass and draft_mass afterwards;
+    maximum and total of the draft's row.
+    """
     has_draft = node.draft_mass > SMALLEST_MASS
     taken = tl.where(node.is_certain, 0.0, node.mass / tl.where(has_draft, node.draft_mass, 1.0))
     after = Node(
-        node.target_row, node.draft_row, node.target_to_draft, node.is_certain,
-        node.candidates, node.siblings, node.first_child, num_rejected,
+        node.pair, node.is_certain, node.candidates, node.siblings, node.first_child, num_rejected,
         node.scale + taken, node.mass, node.draft_mass,
     )  # fmt: skip
-    new_mass, new_draft_mass = _left_masses(after, NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
+    new_mass, new_draft_mass = _masses_left(after, NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
     has_left = new_mass > 0.0
     scale = tl.where(has_left, after.scale, node.scale)
     mass = tl.where(has_left, new_mass, node.mass)
-    draft_mass, maximum, total = node.draft_mass, node.draft_row.maximum, node.draft_row.total
+    draft_mass, maximum, total = node.draft_mass, node.pair.draft.maximum, node.pair.draft.total
     if not KEEPS_DRAFT:
         draft_mass = new_draft_mass
         if not DRAFT_IS_PROBS:
@@ -111,9 +117,15 @@ def reject(node, num_rejected, NUM_IDS: tl.constexpr, TARGET_IS_PROBS: tl.conste
 
 
 @triton.jit
-def _left_masses(node, NUM_IDS: tl.constexpr, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr,
-            KEEPS_DRAFT: tl.constexpr, BLOCK_VOCAB: tl.constexpr):  # fmt: skip
-    """The sums of what is left of p and q."""
+def _masses_left(
+    node,
+    NUM_IDS: tl.constexpr,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    KEEPS_DRAFT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+):
+    """Returns the sums of what is left of p and q."""
     target_sums = tl.zeros([BLOCK_VOCAB], tl.float32)
     draft_sums = tl.zeros([BLOCK_VOCAB], tl.float32)
     for first in range(0, NUM_IDS, BLOCK_VOCAB):
@@ -126,7 +138,7 @@ def _left_masses(node, NUM_IDS: tl.constexpr, TARGET_IS_PROBS: tl.constexpr, DRA
 
 @triton.jit
 def _rescan_draft(node, NUM_IDS: tl.constexpr, BLOCK_VOCAB: tl.constexpr):
-    """The largest of the scaled draft logits that are left, and the sum of exponentials relative to it."""
+    """Returns the largest of the scaled draft logits that are left, and the sum of exponentials relative to it."""
     largest = tl.full([BLOCK_VOCAB], float("-inf"), tl.float32)
     for first in range(0, NUM_IDS, BLOCK_VOCAB):
         largest = tl.maximum(largest, _load_scores_left(node, first + tl.arange(0, BLOCK_VOCAB), NUM_IDS))
@@ -140,17 +152,24 @@ def _rescan_draft(node, NUM_IDS: tl.constexpr, BLOCK_VOCAB: tl.constexpr):
 
 @triton.jit
 def _load_scores_left(node, ids, NUM_IDS: tl.constexpr):
-    """Scaled draft logits by target ids, -inf for tokens that cannot be drawn any more."""
-    row = node.draft_row
-    places = draft_ids(node.target_to_draft, ids, ids < NUM_IDS, node.target_row.size)
+    """Returns scaled draft logits by target ids, -inf for tokens that cannot be drawn any more."""
+    row = node.pair.draft
+    places = draft_ids(node.pair.target_to_draft_ptr, ids, ids < NUM_IDS, node.pair.target.size)
     scaled = load_scaled(row.row_ptr, places, (places >= 0) & (places < row.size), row.scale)
     return tl.where(_is_rejected(node, ids), float("-inf"), scaled)
 
 
 @triton.jit
-def draw_left(node, noise_key, NUM_IDS: tl.constexpr, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr,
-          KEEPS_DRAFT: tl.constexpr, BLOCK_VOCAB: tl.constexpr):  # fmt: skip
-    """A token by what is left of p."""
+def draw_left(
+    node,
+    noise_key,
+    NUM_IDS: tl.constexpr,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    KEEPS_DRAFT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+):
+    """Draws a token by what is left of p."""
     best = tl.full([BLOCK_VOCAB], LOWEST_KEY, tl.int64)
     for first in range(0, NUM_IDS, BLOCK_VOCAB):
         ids = first + tl.arange(0, BLOCK_VOCAB)

@@ -1,7 +1,8 @@
-"""One row of the vocabulary as probabilities, a tile of tokens at a time, or one token.
+"""One row of the vocabulary as probabilities, a tile of tokens at a time, or a single token.
 
-A row is given as probabilities, or as logits with a temperature: then one scan finds its statistics (`scan_logits`;
-slices of a row by several programs, `store_scan`, `load_row`), with which any tile of it can be read (`row_probs`).
+A row holds probabilities, or logits that have a temperature. For logits one scan finds statistics of the row
+(`scan_logits`; several programs can scan a row in slices: `store_scan`, `load_row`). With them any tile of the row can
+be read (`row_probs`).
 """
 
 from __future__ import annotations
@@ -31,30 +32,41 @@ class Row(NamedTuple):
     best: Any  # the one token of a greedy row, -1 for a row that is sampled
 
 
+class Rows(NamedTuple):
+    """Rows of logits or of probabilities, as an op got them: a tensor [rows, size]."""
+
+    rows_ptr: Any
+    stride: Any  # of a row, int64
+    size: Any
+    temperature_ptr: Any  # [B], None for probabilities
+    scans_ptr: Any  # int32 [scans, 3, slices], see store_scan; None if no rows hold logits
+    first_scan: Any  # row r of logits has the scan first_scan + r
+
+
 @triton.jit
 def open_row(row_ptr, size, temperature, maximum, total, best):
-    """The row at row_ptr, with the statistics that `scan_logits` (and `merge_scans`) found at this temperature."""
+    """Returns the row at row_ptr, with the statistics that `scan_logits` (and `merge_scans`) found at temperature."""
     scale, is_sampled = inverse_temperature(temperature)
     return Row(row_ptr, size, scale, maximum, total, tl.where(is_sampled, -1, best))
 
 
 @triton.jit
 def inverse_temperature(temperature):
-    """1 / temperature, and whether the row is sampled; a NaN or what is below 1e-5 is greedy and not scaled."""
+    """Returns 1 / temperature and whether the row is sampled; NaN and all below 1e-5 is greedy, and not scaled."""
     is_sampled = temperature >= GREEDY_BELOW
     return tl.where(is_sampled, tl.math.div_rn(1.0, tl.where(is_sampled, temperature, 1.0)), 1.0), is_sampled
 
 
 @triton.jit
 def load_scaled(row_ptr, ids, mask, scale):
-    """Scaled logits fp32: NaN and masked lanes -inf, +inf the largest finite number, -0 as 0."""
+    """Returns scaled logits fp32: -inf for NaN and masked lanes, the largest finite number for +inf, 0 for -0."""
     logit = tl.load(row_ptr + ids, mask=mask, other=float("-inf")).to(tl.float32)
     return tl.minimum(comparable(logit * scale), _LARGEST_FINITE)
 
 
 @triton.jit
 def scan_logits(row_ptr, start, stop, temperature, BLOCK_VOCAB: tl.constexpr):
-    """maximum, total and best (lowest id int32 of the maximum) of tokens start .. stop - 1 of a row of logits."""
+    """Returns maximum, total and best (lowest id int32 of the maximum) of tokens start .. stop - 1 of a row."""
     scale, _ = inverse_temperature(temperature)
     lane = tl.arange(0, BLOCK_VOCAB)
     maximum = tl.full([], float("-inf"), tl.float32)
@@ -75,7 +87,7 @@ def scan_logits(row_ptr, start, stop, temperature, BLOCK_VOCAB: tl.constexpr):
 
 @triton.jit
 def merge_scans(maxima, totals, bests, AXIS: tl.constexpr):
-    """The statistics of rows that were scanned in slices; lanes without a slice hold -inf, 0, 2147483647."""
+    """Returns the statistics of rows that were scanned in slices; lanes without a slice hold -inf, 0, 2147483647."""
     maximum = tl.max(maxima, axis=AXIS)
     anchor = _anchor(maximum)
     total = tl.sum(totals * tl.exp(maxima - tl.expand_dims(anchor, AXIS)), axis=AXIS)
@@ -95,53 +107,48 @@ def store_scan(row_ptr, size, temperature, scans_ptr, part, NUM_SLICES: tl.const
 
 @triton.jit
 def load_row(
-    row_ptr,
-    size,
-    temperature_ptr,
+    rows,
     request,
-    scans_ptr,
-    scan,
+    row,
     NUM_SLICES: tl.constexpr,
     BLOCK_SLICE: tl.constexpr,
     IS_PROBS: tl.constexpr,
-    IS_VECTOR: tl.constexpr,
+    IS_VECTOR: tl.constexpr = False,
 ):
-    """The row at row_ptr; if it is of logits, at its request's temperature and with the scan number `scan`.
-
-    IS_VECTOR: row_ptr and scan are vectors, one row each.
-    """
+    """Returns the Row with the number `row` int64, at its request's temperature; IS_VECTOR: a vector of rows."""
+    row_ptr = rows.rows_ptr + row * rows.stride
     if IS_PROBS:
-        return Row(row_ptr, size, 1.0, 0.0, 1.0, -1)
+        return Row(row_ptr, rows.size, 1.0, 0.0, 1.0, -1)
     else:
         AXIS: tl.constexpr = 1 if IS_VECTOR else 0
         part = tl.arange(0, BLOCK_SLICE)
         is_part = part < NUM_SLICES
-        place = scan * (3 * NUM_SLICES)
+        place = (rows.first_scan + row) * (3 * NUM_SLICES)
         if IS_VECTOR:
             place = place[:, None]
             part = part[None, :]
             is_part = is_part[None, :]
-        maxima = tl.load(scans_ptr + place + part, mask=is_part, other=-8388608)  # the bits of -inf
-        totals = tl.load(scans_ptr + place + NUM_SLICES + part, mask=is_part, other=0)
-        bests = tl.load(scans_ptr + place + 2 * NUM_SLICES + part, mask=is_part, other=2147483647)
+        maxima = tl.load(rows.scans_ptr + place + part, mask=is_part, other=-8388608)  # the bits of -inf
+        totals = tl.load(rows.scans_ptr + place + NUM_SLICES + part, mask=is_part, other=0)
+        bests = tl.load(rows.scans_ptr + place + 2 * NUM_SLICES + part, mask=is_part, other=2147483647)
         maximum, total, best = merge_scans(
             maxima.to(tl.float32, bitcast=True), totals.to(tl.float32, bitcast=True), bests, AXIS
         )
-        return open_row(row_ptr, size, tl.load(temperature_ptr + request), maximum, total, best)
+        return open_row(row_ptr, rows.size, tl.load(rows.temperature_ptr + request), maximum, total, best)
 
 
 @triton.jit
 def _anchor(maximum):
-    """The maximum, or 0 where no logit is above -inf: -inf - -inf would be NaN."""
+    """Returns the maximum, or 0 if no logit is above -inf, since -inf - -inf would be NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
 def row_probs(row, ids, is_token, IS_PROBS: tl.constexpr):
-    """Probabilities fp32 of tokens, 0 where is_token is false or the row ends before `ids`.
+    """Returns the probabilities fp32 of tokens, 0 where is_token is false or the row ends before `ids`.
 
-    Given probabilities that are NaN, negative or above 1.001 count as 0; a row of logits none of which is above -inf
-    has none above 0, unless it is greedy: its token is 0. `row` holds one row, or one per token.
+    Given probabilities that are NaN, negative or above 1.001 count as 0. In a row of logits none of which is above -inf
+    all are 0, except that a greedy row has token 0. `row` holds one row, or one for each token.
     """
     is_token = is_token & (ids >= 0) & (ids < row.size)
     if IS_PROBS:

@@ -29,20 +29,10 @@ from ....primitives.ordering import (
 from ....runtime import check, tuning
 from ....runtime.language import tl, triton
 from . import logits
-from .filters import (
-    CHUNK,
-    CHUNK_SIZE,
-    LANES,
-    MAX_TOKENS,
-    NUM_LANES,
-    NUM_TOKENS_GATHERED,
-    Summary,
-    draw_filtered,
-    row_mass,
-    scan_filtered,
-)
+from .filters import MAX_TOKENS, NUM_TOKENS_GATHERED, draw_filtered
 from .logits import LARGEST_FINITE, load_processed, load_raw, load_scaled
 from .random import GROUP, LARGEST_GUMBEL, add_group_bound, add_grouped_gumbel, group_words, grouped_words, noise_key
+from .row_summary import CHUNK, CHUNK_SIZE, LANES, NUM_LANES, Summary, row_mass, scan_filtered
 
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_sampled.txt
 SCAN_TUNING = {"default": {"BLOCK_CHUNK": 4, "num_warps": 1}}
@@ -54,12 +44,21 @@ _NO_BOUND = tl.constexpr(-(2**31))
 
 
 class Scratch(NamedTuple):
-    """Pointers to what scanning keeps of all rows; see `allocate_scratch`."""
+    """Pointers to what scanning keeps of all rows (see `allocate_scratch`), and where one row has its share of it."""
 
     keys: Any
     summary: Any
     raw: Any
     gathered: Any
+    key_place: Any  # of the slice keys
+    place: Any  # of all else
+
+
+class Found(NamedTuple):
+    """The largest key that any slice of a row has found so far, so that slices that cannot win end early."""
+
+    key: Any  # pointer to it, LOWEST_KEY before the programs of the row start; None: they do not tell each other
+    is_told: Any  # whether it may be used
 
 
 @triton.jit
@@ -69,11 +68,8 @@ def scan_slice(
     filters,
     noise,
     scratch,
-    key_place,
-    place,
+    found,
     part,
-    found_ptr,
-    is_told,
     VOCAB_SIZE: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
@@ -81,23 +77,23 @@ def scan_slice(
     VECTOR: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
 ):
-    """Scans slice `part` of a row, which keeps its slice keys at key_place, all else at `place` of the scratch.
+    """Scans slice `part` of a row and keeps what it finds in the scratch.
 
-    found_ptr: where the programs of a row tell each other the largest key so far, LOWEST_KEY before they start, so that
-    slices that cannot win end early; or None. Not if is_told is false. A slice's key is its own largest one, or one
-    that cannot win either way.
+    A slice's key is its own largest one, or one that cannot win either way.
     """
     is_plain = not HAS_FILTERS
     if HAS_FILTERS:
         is_plain = ~filters.is_on
     if is_plain:
-        key = _slice_winner(row, is_sampled, noise, part, found_ptr, is_told, VOCAB_SIZE, HAS_PENALTIES, BLOCK_CHUNK)
-        store_slice_key(scratch.keys, key_place, part, key, VOCAB_SIZE, BLOCK_CHUNK)
+        key = _slice_winner(row, is_sampled, noise, part, found, VOCAB_SIZE, HAS_PENALTIES, BLOCK_CHUNK)
+        store_slice_key(scratch.keys, scratch.key_place, part, key, VOCAB_SIZE, BLOCK_CHUNK)
     if HAS_FILTERS or HAS_LOGPROBS:
         if HAS_LOGPROBS or (not is_plain):
-            summary = open_summary(scratch, place, VOCAB_SIZE)
+            summary = open_summary(scratch, VOCAB_SIZE)
             needs_sums = filters.is_of_all | HAS_LOGPROBS
-            scan_filtered(row, summary, part, needs_sums, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK)
+            scan_filtered(
+                row, summary, part, needs_sums, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS, VECTOR, BLOCK_CHUNK=BLOCK_CHUNK
+            )
 
 
 @triton.jit
@@ -106,15 +102,15 @@ def draw_token(
     filters,
     noise,
     scratch,
-    key_place,
-    place,
     VOCAB_SIZE: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
 ):
-    """The token int32 of a scanned row, and its log-probabilities, processed and raw (NaN without HAS_LOGPROBS).
+    """Draws the token int32 of a scanned row; returns it and its log-probabilities, processed and raw.
+
+    Those are NaN without HAS_LOGPROBS.
 
     NaN logits count as -inf, ties of greedy rows go to the lowest id, a row of nothing but -inf gives token 0.
     """
@@ -124,17 +120,17 @@ def draw_token(
     if HAS_FILTERS:
         is_plain = ~filters.is_on
         if filters.is_on:
-            summary = open_summary(scratch, place, VOCAB_SIZE)
+            summary = open_summary(scratch, VOCAB_SIZE)
             token, log_mass = draw_filtered(row, filters, summary, noise, VOCAB_SIZE, HAS_PENALTIES, HAS_LOGPROBS)
     if is_plain:
-        token = row_winner(scratch.keys, key_place, VOCAB_SIZE, BLOCK_CHUNK)
+        token = row_winner(scratch.keys, scratch.key_place, VOCAB_SIZE, BLOCK_CHUNK)
         if HAS_LOGPROBS:
-            summary = open_summary(scratch, place, VOCAB_SIZE)
+            summary = open_summary(scratch, VOCAB_SIZE)
             log_mass = _log_mass(summary.chunk_max, summary.chunk_sum, VOCAB_SIZE)
     logprob = tl.full([], float("nan"), tl.float32)
     raw_logprob = tl.full([], float("nan"), tl.float32)
     if HAS_LOGPROBS:
-        summary = open_summary(scratch, place, VOCAB_SIZE)
+        summary = open_summary(scratch, VOCAB_SIZE)
         logprob = _difference(load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES), log_mass)
         raw_mass = _log_mass(summary.raw_max, summary.raw_sum, VOCAB_SIZE)
         raw_logprob = _difference(load_raw(row, token, token < VOCAB_SIZE), raw_mass)
@@ -142,16 +138,16 @@ def draw_token(
 
 
 @triton.jit
-def open_summary(scratch, place, VOCAB_SIZE: tl.constexpr):
-    """The part of the scratch that belongs to a row."""
+def open_summary(scratch, VOCAB_SIZE: tl.constexpr):
+    """Returns the Summary of a row: its share of the scratch."""
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    groups = scratch.summary + place * (NUM_CHUNKS * (LANES + 2))
+    groups = scratch.summary + scratch.place * (NUM_CHUNKS * (LANES + 2))
     chunk_max = groups + NUM_CHUNKS * LANES
     raw_max = chunk_max
     if scratch.raw is not None:
-        raw_max = scratch.raw + place * (NUM_CHUNKS * 2)
+        raw_max = scratch.raw + scratch.place * (NUM_CHUNKS * 2)
     # values and ids [MAX_TOKENS] each
-    gathered = scratch.gathered + place * (2 * MAX_TOKENS)
+    gathered = scratch.gathered + scratch.place * (2 * MAX_TOKENS)
     group_rank = groups.to(tl.pointer_type(tl.int32), bitcast=True)
     ids = (gathered + MAX_TOKENS).to(tl.pointer_type(tl.int32), bitcast=True)
     return Summary(group_rank, chunk_max, chunk_max + NUM_CHUNKS, raw_max, raw_max + NUM_CHUNKS, gathered, ids)
@@ -159,14 +155,14 @@ def open_summary(scratch, place, VOCAB_SIZE: tl.constexpr):
 
 @triton.jit
 def store_slice_key(keys_ptr, key_place, part, key, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
-    """Keeps the key of slice `part` of a row for `row_winner`; LOWEST_KEY: of a slice that was not read."""
+    """Keeps the key of slice `part` of a row for `row_winner`; LOWEST_KEY is that of a slice that was not read."""
     NUM_SLICES: tl.constexpr = (VOCAB_SIZE + BLOCK_CHUNK * CHUNK - 1) // (BLOCK_CHUNK * CHUNK)
     tl.store(keys_ptr + key_place * NUM_SLICES + part, key)
 
 
 @triton.jit
 def row_winner(keys_ptr, key_place, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.constexpr, mask=None):
-    """The ids int32 of the largest slice keys of rows: key_place is a scalar, or [n] with a mask [n]."""
+    """Returns the ids int32 of the largest slice keys of rows; key_place is a scalar, or [n] with a mask [n]."""
     NUM_SLICES: tl.constexpr = (VOCAB_SIZE + BLOCK_CHUNK * CHUNK - 1) // (BLOCK_CHUNK * CHUNK)
     slices = tl.arange(0, triton.next_power_of_2(NUM_SLICES))
     if mask is None:
@@ -185,13 +181,12 @@ def _slice_winner(
     is_sampled,
     noise,
     part,
-    found_ptr,
-    is_told,
+    found,
     VOCAB_SIZE: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
 ):
-    """The noisy key of the largest noisy logit of a slice; greedy rows have no noise.
+    """Returns the noisy key of the largest noisy logit of a slice; greedy rows have no noise.
 
     Of all tokens only the maximum of each group of eight is taken; what is looked at in full are the groups that could
     have the winner. A tile draws no noise if none of its tokens could win with the largest possible one. A slice of
@@ -215,7 +210,7 @@ def _slice_winner(
             if index > 0:
                 may_win = _may_win(tl.max(group_max) * row.inverse_temperature + LARGEST_GUMBEL, best)
             if may_win:
-                best = _best_with_noise(row, key, group_max, first, best, found_ptr, is_told, VOCAB_SIZE, HAS_PENALTIES)
+                best = _best_with_noise(row, key, group_max, first, best, found, VOCAB_SIZE, HAS_PENALTIES)
         else:
             best = tl.maximum(best, _largest_logit(row, group_max, first, VOCAB_SIZE, HAS_PENALTIES))
         first += TILE
@@ -224,7 +219,7 @@ def _slice_winner(
 
 @triton.jit
 def _largest_logit(row, group_max, first, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
-    """The noisy key of the largest logit of the groups from token `first` on, without noise."""
+    """Returns the noisy key of the largest logit of the groups from token `first` on, without noise."""
     NUM_GROUPS: tl.constexpr = group_max.shape[0]
     bits = ordered_bits(tl.minimum(comparable(group_max), LARGEST_FINITE))
     group = tl.min(tl.where(bits == tl.max(bits), tl.arange(0, NUM_GROUPS), NUM_GROUPS))
@@ -234,10 +229,8 @@ def _largest_logit(row, group_max, first, VOCAB_SIZE: tl.constexpr, HAS_PENALTIE
 
 
 @triton.jit
-def _best_with_noise(
-    row, key, group_max, first, best, found_ptr, is_told, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr
-):
-    """The larger one of `best` and the noisy keys of the groups from token `first` on.
+def _best_with_noise(row, key, group_max, first, best, found, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+    """Returns the largest of `best` and the noisy keys of the groups from token `first` on.
 
     In each turn 32 tokens are looked at: of each quarter of the groups the one with the largest bound, until no bound
     of those left reaches the best key. One group of a flat slice has to be, of others three to five: one turn, or two,
@@ -263,29 +256,30 @@ def _best_with_noise(
         best = tl.maximum(best, largest_key(noisy_key(value, fine, token)))
         top_bound = _bound(bounds)
         is_open = _may_win(top_bound, best)
-        if found_ptr is not None:
-            if is_told:
-                found = tl.atomic_max(found_ptr, best, sem="relaxed")
+        if found.key is not None:
+            if found.is_told:
+                found_before = tl.atomic_max(found.key, best, sem="relaxed")
                 if is_open:  # else there is no waiting for the answer
-                    is_open = _may_win(top_bound, tl.maximum(best, found))
+                    is_open = _may_win(top_bound, tl.maximum(best, found_before))
     return best
 
 
 @triton.jit
 def _bound(bounds):
-    """The largest bound fp32, rounded up: -inf stays, and once all have been looked at it is NaN."""
+    """Returns the largest bound fp32, rounded up: -inf stays, and once all have been looked at it is NaN."""
     return bits_value(tl.max(bounds) | (bounds.shape[0] - 1))
 
 
 @triton.jit
 def _may_win(bound, best):
-    """Whether something below `bound` can reach the key `best`; bounds of large logits are rounded."""
+    """Tells whether something below `bound` can reach the key `best`; bounds of large logits are rounded."""
     value = bits_value((best >> 32).to(tl.int32))
     return bound + tl.abs(bound) * 1e-6 >= value
 
 
 @triton.jit
 def _log_mass(max_ptr, sum_ptr, VOCAB_SIZE: tl.constexpr):
+    """Returns the log of a row's sum of exponentials, from the maxima and sums of its chunks."""
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
     BLOCK_CHUNK: tl.constexpr = triton.next_power_of_2(NUM_CHUNKS)
     chunk = tl.arange(0, BLOCK_CHUNK if BLOCK_CHUNK > LANES else LANES)
@@ -296,7 +290,7 @@ def _log_mass(max_ptr, sum_ptr, VOCAB_SIZE: tl.constexpr):
 
 @triton.jit
 def _difference(value, log_mass):
-    """value - log_mass, -inf where both are."""
+    """Returns value - log_mass, and -inf where both are."""
     return tl.where(value == float("-inf"), float("-inf"), value - log_mass)
 
 
@@ -317,7 +311,7 @@ FILTER_ORDERS = ("top_k_first", "joint")
 
 
 def check_vocabulary(args: check.Arguments, name: str, axis: str = "V") -> None:
-    """A row of logits must offer a token, and the keys that are drawn by must have room for all ids."""
+    """Checks that a row of logits offers a token, and that the keys which tokens are drawn by have room for all ids."""
     if args.size(axis) == 0:
         args.fail(name, "have at least one token a row", list(args.values[name].shape))
     if args.size(axis) > MAX_NOISY_IDS:
@@ -325,7 +319,7 @@ def check_vocabulary(args: check.Arguments, name: str, axis: str = "V") -> None:
 
 
 def has_filters(values: dict) -> bool:
-    """Whether any filter is given."""
+    """Tells whether any filter is given."""
     return any(values[name] is not None for name in ("top_k", "top_p", "min_p"))
 
 
@@ -334,35 +328,42 @@ def _needs_summary(values: dict) -> bool:
 
 
 def allocate_scratch(values: dict, rows: torch.Tensor, num_places: int, num_levels: int = 1) -> dict:
-    """Kernel arguments of the scratch: room for the slice keys of num_levels * num_places rows, all else of num_places.
+    """Allocates the scratch and returns it as kernel arguments.
 
     keys int64 [num_levels * num_places, slices]; with filters or log-probabilities summary fp32 [num_places, chunks *
-    34] (group maxima, chunk maxima, chunk sums) and gathered fp32 [num_places, 512] (what `open_summary` makes of it);
-    raw fp32 [num_places, chunks * 2].
+    34] (group maxima, chunk maxima, chunk sums) and gathered fp32 [num_places, 512] (see `open_summary`).
     """
     device, vocab_size = rows.device, rows.shape[1]
     num_chunks = -(-vocab_size // CHUNK_SIZE)
     scratch = {
         "keys_ptr": torch.empty((num_levels * num_places, num_slices(values, rows)), dtype=torch.int64, device=device)
     }
-    scratch |= dict.fromkeys(("summary_ptr", "raw_ptr", "gathered_ptr"))
+    scratch |= dict.fromkeys(("summary_ptr", "gathered_ptr"))
     if _needs_summary(values):
         scratch |= {
             "summary_ptr": torch.empty((num_places, num_chunks * (NUM_LANES + 2)), dtype=torch.float32, device=device),
             "gathered_ptr": torch.empty((num_places, 2 * NUM_TOKENS_GATHERED), dtype=torch.float32, device=device),
         }
-    if values.get("return_logprobs", False):
-        scratch["raw_ptr"] = torch.empty((num_places, num_chunks * 2), dtype=torch.float32, device=device)
     return scratch
 
 
+def allocate_raw(rows: torch.Tensor, num_places: int) -> torch.Tensor:
+    """Allocates the scratch of raw log-probabilities, fp32 [num_places, chunks * 2]: chunk maxima, chunk sums."""
+    num_chunks = -(-rows.shape[1] // CHUNK_SIZE)
+    return torch.empty((num_places, num_chunks * 2), dtype=torch.float32, device=rows.device)
+
+
+def pointers(values: dict) -> dict:
+    """Returns the kernel arguments of seeds, temperature and the filters."""
+    return {f"{name}_ptr": values[name] for name in ("seeds", "temperature", "top_k", "top_p", "min_p")}
+
+
 def constants(values: dict, rows: torch.Tensor) -> dict:
-    """Kernel arguments that scanning and drawing share."""
+    """Returns the kernel arguments that scanning and drawing share."""
     return {
         "VOCAB_SIZE": rows.shape[1],
         "HAS_FILTERS": has_filters(values),
         "HAS_PENALTIES": logits.has_penalties(values),
-        "HAS_LOGPROBS": values.get("return_logprobs", False),
         "IS_JOINT": values["filter_order"] == "joint",
         # what is known of the offset of every row, so that loads can be wide
         "ALIGNMENT": math.gcd(rows.stride(0), 16),
@@ -371,15 +372,15 @@ def constants(values: dict, rows: torch.Tensor) -> dict:
 
 
 def scan_tuning(values: dict, device: torch.device) -> dict:
-    """The tuning row of scanning."""
+    """Returns the tuning row of scanning."""
     return tuning.row(FILTERED_SCAN_TUNING if _needs_summary(values) else SCAN_TUNING, device)
 
 
 def num_slices(values: dict, rows: torch.Tensor) -> int:
-    """Programs that scan one row."""
+    """Returns the number of programs that scan one row."""
     return -(-rows.shape[1] // (scan_tuning(values, rows.device)["BLOCK_CHUNK"] * CHUNK_SIZE))
 
 
 def vector_size(rows: torch.Tensor) -> int:
-    """Logits that one load of 16 bytes reads."""
+    """Returns the number of logits that one load of 16 bytes reads."""
     return 16 // rows.element_size()

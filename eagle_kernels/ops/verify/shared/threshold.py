@@ -1,15 +1,15 @@
-"""The edge of a filter on a long row: the largest key t such that the weight of all keys >= t reaches what is wanted.
+"""The edge of a filter on a long row: the largest key t such that all keys >= t together weigh what is wanted.
 
-Keys are the bits of probabilities, int32: they order as these do. Weights are whole numbers, so their sums do not
-depend on how a row is cut: ones, where a number of keys is wanted, or masses (`fixed_point_mass`), where a share of the
-probability is.
+Keys are the bits of probabilities, int32: they have the same order. Weights are whole numbers, so their sums do not
+depend on how a row is cut. If a number of keys is wanted, each weighs one; if a share of the probability is, each
+weighs its mass (`fixed_point_mass`).
 
-A row is not sorted. It is cut into chunks, of each of which one program keeps the largest key, the total mass and one
-key from the middle, a sample of the row (`sample_offset`). From these alone a bracket [low, high) is guessed that holds
-the edge, all but surely (`bracket_by_count`, `bracket_by_mass`); one read of the row weighs what lies above the bracket
-and gathers what lies in it, a few percent of a flat row and next to nothing of a peaked one; the edge among these is
-found by halving (`largest_reaching`). Sums tell whether the guess was right. Where it was not, as rows can be built for
-which it is wrong, the row itself is halved (`largest_reaching_in_memory`): the edge is always exact.
+A row is not sorted. It is cut into chunks. One program keeps the largest key of each chunk, its total mass and one of
+its keys as a sample of the row (`sample_offset`). From these alone a bracket [low, high) is guessed that holds the
+edge, all but surely (`bracket_by_count`, `bracket_by_mass`). One read of the row weighs what lies above the bracket and
+gathers what lies in it: a few percent of a flat row, and next to nothing of a peaked one. The edge among these keys is
+found by halving (`largest_reaching`). The sums tell whether the guess was right. If it was wrong (rows can be built for
+which it is), the row itself is halved (`largest_reaching_in_memory`), so the edge is always exact.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from ....runtime.language import tl, triton
 MASS_BITS = tl.constexpr(40)
 MAX_VOCAB_SIZE = 1 << 21
 
-# Deviations of an estimate that a bracket allows for. At four none of thousands of random rows was missed.
+# How many deviations of its estimate a bracket allows for. With four, none of thousands of random rows was missed.
 _DEVIATIONS = tl.constexpr(4.0)
-# Halvings of a bracket: of some 2^30 keys, to one part in a thousand of a value.
+# Halvings of a bracket: they lead from some 2^30 keys to one part in a thousand of a value.
 _ROUNDS = tl.constexpr(16)
 
 
 @triton.jit
 def probability_keys(values):
-    """int32 keys of probabilities: their bits in fp32; NaN, infinite and negative ones count as 0."""
+    """Returns the int32 keys of probabilities, their bits in fp32; NaN, infinite and negative ones count as 0."""
     values = values.to(tl.float32)
     return tl.where((values > 0.0) & (values < float("inf")), values, 0.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def key_probability(keys):
-    """The fp32 probabilities that keys were made of."""
+    """Returns the fp32 probabilities that keys were made of."""
     return keys.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _exponent(key):
-    """The biased exponent of the number that is not negative and has these bits; 1 for subnormal numbers and 0."""
+    """Returns the biased exponent of the number >= 0 that has these bits; 1 for subnormal numbers and 0."""
     return tl.maximum(key >> 23, 1)
 
 
 @triton.jit
 def fixed_point_mass(keys, largest):
-    """int64: the probabilities of these keys in units of 2^-40 of the largest one's power of two, rounded down.
+    """Returns int64 masses: the keys' probabilities in units of 2^-40 of the largest one's power of two, rounded down.
 
-    No key is above the largest, so masses are below 2^41 each.
+    No key is above the largest, so each mass is below 2^41.
     """
-    # a power of two beyond the range of fp32 is two factors; no product that keeps a mass is rounded
+    # two factors, since the power of two can exceed the range of fp32; no product that gives a mass is rounded
     power = MASS_BITS + 127 - _exponent(largest)
     first = tl.minimum(power, 126)
     scaled = key_probability(keys) * _power_of_two(first) * _power_of_two(power - first)
@@ -60,38 +60,38 @@ def fixed_point_mass(keys, largest):
 
 @triton.jit
 def _power_of_two(power):
-    """fp32, for powers in -126 .. 127."""
+    """Returns 2^power as fp32, for powers in -126 .. 127."""
     return ((power + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def mass_value(mass, largest):
-    """fp32: the number that a sum of masses relative to the largest key stands for."""
+    """Returns the number fp32 that a sum of masses relative to the largest key stands for."""
     power = (_exponent(largest) - 127 - MASS_BITS + 1023).to(tl.int64) << 52
     return (mass.to(tl.float64) * power.to(tl.float64, bitcast=True)).to(tl.float32)
 
 
 @triton.jit
 def lowest_with_mass(largest):
-    """The smallest key above 0 that may have a mass above 0."""
+    """Returns the smallest key above 0 that may have a mass above 0."""
     return tl.maximum((_exponent(largest) - MASS_BITS) << 23, 1)
 
 
 @triton.jit
 def wanted_mass(total, share):
-    """int64: a share (fp32, below 1) of a mass, rounded up from float64; at least 1, which the largest key has."""
+    """Returns a share (fp32, below 1) of a mass, int64, rounded up from float64; at least 1, as the largest key has."""
     return tl.maximum(tl.ceil(total.to(tl.float64) * share.to(tl.float64)), 1.0).to(tl.int64)
 
 
 @triton.jit
 def _middle(low, high):
-    """The integer halfway between two keys, rounded down, without overflow."""
+    """Returns the integer halfway between two keys, rounded down, without overflow."""
     return (low & high) + ((low ^ high) >> 1)
 
 
 @triton.jit
 def largest_reaching(keys, weights, wanted, low, high):
-    """The largest t in [low, high) such that the weights of keys >= t sum to `wanted` or more; low if there is none."""
+    """Returns the largest t in [low, high) such that keys >= t weigh `wanted` or more; low if there is none."""
     while _middle(low, high) > low:  # at most 31 halvings
         candidate = _middle(low, high)
         reaches = tl.sum(tl.where(keys >= candidate, weights, 0)) >= wanted
@@ -104,7 +104,7 @@ def largest_reaching(keys, weights, wanted, low, high):
 def _weigh_in_memory(
     values_ptr, size, edge, largest, HAS_COUNT: tl.constexpr, HAS_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """(number, mass) int64 of the keys >= edge of `size` probabilities in memory, 0 for what is not asked for."""
+    """Returns number and mass int64 of the keys >= edge of `size` probabilities in memory, 0 for what is not wanted."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
@@ -122,7 +122,10 @@ def _weigh_in_memory(
 def largest_reaching_in_memory(
     values_ptr, size, wanted, low, high, largest, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """(t, number, mass of the keys >= t): `largest_reaching` of probabilities in memory, read once for each halving."""
+    """Returns t as `largest_reaching` does, of probabilities in memory; number and mass of the keys >= t.
+
+    Each halving reads all probabilities.
+    """
     while _middle(low, high) > low:  # at most 31 halvings
         candidate = _middle(low, high)
         count, mass = _weigh_in_memory(values_ptr, size, candidate, largest, not BY_MASS, BY_MASS, BLOCK)
@@ -135,13 +138,13 @@ def largest_reaching_in_memory(
 
 @triton.jit
 def sample_offset(chunk, CHUNK: tl.constexpr):
-    """Where a chunk's sample lies in it: anywhere, so that rows in some order are sampled fairly."""
+    """Returns where a chunk's sample lies in it: anywhere, so that rows in some order are sampled fairly."""
     return (chunk * 11 + 5) % CHUNK
 
 
 @triton.jit
 def bracket_by_count(largest, sample, wanted, low, high, CHUNK: tl.constexpr):
-    """Keys (low, high) between which a row's `wanted`-th largest key lies, all but surely, within the given two.
+    """Returns keys (low, high), within the given two, between which the `wanted`-th largest key lies, all but surely.
 
     largest, sample: keys of each chunk, below the given low where there is no chunk; at most 2^15 of them.
     """
@@ -159,12 +162,12 @@ def bracket_by_count(largest, sample, wanted, low, high, CHUNK: tl.constexpr):
 
 @triton.jit
 def _count_bounds(largest, sample, edge, CHUNK: tl.constexpr):
-    """Bounds fp32 of the number of keys >= edge: what the sample says, within what the largest keys prove."""
+    """Returns bounds fp32 of the number of keys >= edge: what the sample says, within what the largest keys prove."""
     # both numbers in one sum
     numbers = tl.sum((largest >= edge).to(tl.int32) + ((sample >= edge).to(tl.int32) << 16))
     num_chunks = (numbers & 0xFFFF).to(tl.float32)
     num_samples = (numbers >> 16).to(tl.float32)
-    # as scattered as Poisson's law has it, and a few more for what a small sample does not show
+    # the deviation of a Poisson law, and some more for what a small sample does not show
     deviation = _DEVIATIONS * (tl.sqrt(num_samples) + 1.0)
     at_least = tl.maximum(CHUNK * (num_samples - deviation), num_chunks)
     at_most = tl.minimum(num_samples + deviation, num_chunks) * CHUNK
@@ -173,9 +176,9 @@ def _count_bounds(largest, sample, edge, CHUNK: tl.constexpr):
 
 @triton.jit
 def bracket_by_mass(largest, sample, total, wanted, low, high, CHUNK: tl.constexpr):
-    """Keys (low, high) between which the edge lies whose probability is `wanted`, all but surely, within the given two.
+    """Returns keys (low, high), within the given two, between which lies, all but surely, the edge of `wanted` mass.
 
-    largest, sample, total: keys of each chunk, below the given low where there is no chunk, and what it sums to.
+    largest, sample: keys of each chunk, below the given low where there is no chunk. total: the sum of each chunk.
     """
     low_end, high_end = high, high
     high_start = low
@@ -191,10 +194,10 @@ def bracket_by_mass(largest, sample, total, wanted, low, high, CHUNK: tl.constex
 
 @triton.jit
 def _mass_bounds(largest, sample, total, edge, CHUNK: tl.constexpr):
-    """Bounds fp32 of what the keys >= edge sum to: what the sample says, within what the chunks' largest keys prove.
+    """Returns bounds fp32 of the sum of keys >= edge: what the sample says, within what the largest keys prove.
 
-    Only chunks whose largest key reaches the edge hold such keys. Of their sum the sample tells what lies *below* the
-    edge: there no key is heavier than the edge's, so that none that the sample missed matters much.
+    Only chunks whose largest key reaches the edge hold such keys. The sample tells which part of their sum lies *below*
+    the edge: no key there weighs more than the edge, so a key that the sample missed matters little.
     """
     is_reached = largest >= edge
     below = tl.where(is_reached & (sample < edge), key_probability(sample) * CHUNK, 0.0)
@@ -211,7 +214,7 @@ def _mass_bounds(largest, sample, total, edge, CHUNK: tl.constexpr):
 
 @triton.jit
 def _four_sums(first, second, third, fourth):
-    """The sums of four vectors in one go: what a reduction costs is to wait for the other warps."""
+    """Returns the sums of four vectors, in one reduction, since most of its cost is to wait for the other warps."""
     sums = tl.sum(tl.join(tl.join(first, second), tl.join(third, fourth)), axis=0)
     even, odd = tl.split(sums)
     first, second = tl.split(even)
@@ -221,4 +224,5 @@ def _four_sums(first, second, third, fourth):
 
 @triton.jit
 def _halve(low, high, candidate, reaches):
+    """Returns the half of [low, high) that holds the edge."""
     return tl.where(reaches, candidate, low), tl.where(reaches, high, candidate)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,22 +11,54 @@ from ....runtime.language import tl, triton
 
 MAX_NODES = 1024
 
-# What a node carries whose candidate is no token; no target's token (-1 at the least) equals it.
+# The token of a node whose candidate is no token. No token of the target equals it: those are -1 at the least.
 NO_TOKEN = tl.constexpr(-2)
-# What a walk in any order leaves in the place of the links of a node that it met.
+# A walk in any order writes this over the links of a node that it has met.
 MET = tl.constexpr(-1)
 
 
 class Output(NamedTuple):
-    """What the verify ops return."""
+    """The outputs of a verify op; in a kernel, the pointers to them."""
 
     predicts: torch.Tensor
     accept_index: torch.Tensor
     accept_token_num: torch.Tensor
 
 
+class Links(NamedTuple):
+    """Pointers to the trees that an op was given, int [B, N] each."""
+
+    candidates: Any
+    retrieve_index: Any
+    retrieve_next_token: Any
+    retrieve_next_sibling: Any
+
+
+class Tree(NamedTuple):
+    """One request's tree in registers, [node] each; see `load_nodes`."""
+
+    retrieved: Any  # int64, its retrieve_index
+    tokens: Any  # int32, NO_TOKEN for none
+    links: Any  # int32: first child * 65536 + next sibling, 0 for none
+
+
+class Walk(NamedTuple):
+    """A finished walk by nodes, [node] each."""
+
+    retrieved: Any  # int64, as in Tree
+    predicted: Any  # int32, the token that the op emits at the node if it is on the path
+    depth: Any  # int32, the accepted drafts up to the node; -1 off the path
+
+
+class Path(NamedTuple):
+    """A finished walk by levels, [depth] each."""
+
+    nodes: Any  # int32, -1 past the end of the walk
+    tokens: Any  # int32, the token that the op emits at the node
+
+
 def check_tree(args: check.Arguments) -> Output:
-    """What every tree-verification op asks of the tree, and what it returns."""
+    """Checks what every op that verifies trees is given, and describes what it returns."""
     spec_steps = args.integer("spec_steps", 0, MAX_NODES)  # no path is longer; outputs are as wide
     batch_size, num_nodes = check_links(args)
     return Output(
@@ -37,7 +69,7 @@ def check_tree(args: check.Arguments) -> Output:
 
 
 def check_links(args: check.Arguments) -> tuple[int, int]:
-    """Checks the trees themselves; how many there are, and of how many nodes."""
+    """Checks the trees themselves; returns how many there are, and how many nodes each has."""
     for name in ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"):
         args.tensor(name, ("B", "N"), check.INTEGER)
     batch_size, num_nodes = args.size("B"), args.size("N")
@@ -47,7 +79,7 @@ def check_links(args: check.Arguments) -> tuple[int, int]:
 
 
 def tree_arguments(values: dict) -> dict:
-    """A kernel's arguments for reading the trees that an op was given."""
+    """Returns the kernel arguments that `load_nodes` reads the op's trees by."""
     num_nodes = values["candidates"].shape[1]
     return {
         "candidates_ptr": values["candidates"],
@@ -60,7 +92,7 @@ def tree_arguments(values: dict) -> dict:
 
 
 def output_arguments(out: Output) -> dict:
-    """A kernel's arguments for writing what a verify op of trees returns."""
+    """Returns the kernel arguments that `store_walk` and `store_path` write the outputs by."""
     num_depths = out.accept_index.shape[1]
     return {
         "predicts_ptr": out.predicts,
@@ -73,106 +105,87 @@ def output_arguments(out: Output) -> dict:
 
 @triton.jit
 def token_ids(ids):
-    """int32 ids of tokens; what is no token is -1."""
+    """Returns ids of tokens as int32; what is no token becomes -1."""
     wide = ids.to(tl.int64)
     return tl.where((wide >= 0) & (wide < 2147483648), wide, -1).to(tl.int32)
 
 
 @triton.jit
 def is_own(retrieved, request, NUM_NODES: tl.constexpr):
-    """Whether a retrieve_index entry names a node of this request; a root that does not marks a dead row."""
+    """Tells whether a retrieve_index entry names a node of this request; if the root's does not, the row is dead."""
     return (retrieved >= request * NUM_NODES) & (retrieved < (request + 1) * NUM_NODES)
 
 
 @triton.jit
-def load_nodes(
-    candidates_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
-    request,
-    NUM_NODES: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-    ANY_ORDER: tl.constexpr = False,
-):
-    """One request's tree in registers: retrieved int64, tokens int32 and links int32, each [node].
+def load_nodes(links, request, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr, ANY_ORDER: tl.constexpr = False):
+    """Loads one request's Tree, given the Links.
 
-    All rows are read at once, so that a walk waits for memory a single time. links holds the first child in its upper
-    half and the next sibling in its lower half; 0, which no sound link names, stands for none. Nodes are in topological
-    order, so a sound link points forward within the tree; that also ends every cycle. ANY_ORDER: it may point to any
-    node but the root, and who follows it looks out for cycles. A node whose retrieve_index is not of this request ends
-    the list it is met in: it carries no token and has no sibling. A node without a token carries NO_TOKEN.
+    All nodes are read at once, so that a walk waits for memory a single time. `Tree.links` holds the first child in its
+    upper half and the next sibling in its lower half; 0, which no sound link names, stands for none. Nodes are in
+    topological order, so a sound link points forward within the tree; that also ends every cycle. With ANY_ORDER a link
+    may point to any node but the root, and the caller that follows it looks out for cycles. A node whose retrieve_index
+    is not of this request ends the list in which it is met: it carries no token and has no sibling.
     """
     node = tl.arange(0, BLOCK_NODE)
     is_node = node < NUM_NODES
     offset = request * NUM_NODES + node
-    retrieved = tl.load(retrieve_index_ptr + offset, mask=is_node, other=-1).to(tl.int64)
-    candidate = tl.load(candidates_ptr + offset, mask=is_node, other=-1).to(tl.int64)
-    first_child = tl.load(retrieve_next_token_ptr + offset, mask=is_node, other=-1).to(tl.int64)
-    next_sibling = tl.load(retrieve_next_sibling_ptr + offset, mask=is_node, other=-1).to(tl.int64)
+    retrieved = tl.load(links.retrieve_index + offset, mask=is_node, other=-1).to(tl.int64)
+    candidate = tl.load(links.candidates + offset, mask=is_node, other=-1).to(tl.int64)
+    first_child = tl.load(links.retrieve_next_token + offset, mask=is_node, other=-1).to(tl.int64)
+    next_sibling = tl.load(links.retrieve_next_sibling + offset, mask=is_node, other=-1).to(tl.int64)
     is_sound = is_own(retrieved, request, NUM_NODES)
     is_token = (candidate >= 0) & (candidate < 2147483648) & is_sound
     tokens = tl.where(is_token, candidate, NO_TOKEN).to(tl.int32)
     above = tl.zeros_like(node) if ANY_ORDER else node
     first_child = tl.where((first_child > above) & (first_child < NUM_NODES), first_child, 0)
     next_sibling = tl.where((next_sibling > above) & (next_sibling < NUM_NODES) & is_sound, next_sibling, 0)
-    links = (first_child * 65536 + next_sibling).to(tl.int32)
-    return retrieved, tokens, links
+    return Tree(retrieved, tokens, (first_child * 65536 + next_sibling).to(tl.int32))
 
 
 @triton.jit
-def find_child(tokens, links, node, token, BLOCK_NODE: tl.constexpr):
-    """The first child of `node` that carries `token` (int32), 0 if none does; tokens and links as load_nodes gives."""
-    nodes = tl.arange(0, BLOCK_NODE)
+def find_child(tree, node, token):
+    """Returns the first child of `node` that carries `token` (int32), 0 if none does."""
+    nodes = tl.arange(0, tree.links.shape[0])
     match = tl.zeros([], dtype=tl.int32)
-    child = tl.sum(tl.where(nodes == node, links, 0)) >> 16
+    child = tl.sum(tl.where(nodes == node, tree.links, 0)) >> 16
     while child > 0:
         is_child = nodes == child
-        is_match = tl.sum(tl.where(is_child, tokens, 0)) == token
-        sibling = tl.sum(tl.where(is_child, links, 0)) & 0xFFFF
+        is_match = tl.sum(tl.where(is_child, tree.tokens, 0)) == token
+        sibling = tl.sum(tl.where(is_child, tree.links, 0)) & 0xFFFF
         match = tl.where(is_match, child, match)
         child = tl.where(is_match, 0, sibling)
     return match
 
 
 @triton.jit
-def find_above(links, node, BLOCK_NODE: tl.constexpr):
-    """(the node whose links name `node`, -1 if none does; whether it is its parent, else a sibling before it).
+def find_above(links, node):
+    """Returns the node whose links, as in Tree, name `node` (-1 if none does), and whether it is its parent.
 
-    links as load_nodes gives them. In sound trees one node names each but the root; else the first that does counts,
-    and as parent if it does both. It always stands before `node`, so going up ends.
+    If it is not the parent, it is a sibling before `node`. In sound trees one node names each but the root; else the
+    first that does counts, and as parent if it does both. It always stands before `node`, so going up ends.
     """
-    nodes = tl.arange(0, BLOCK_NODE)
-    NONE: tl.constexpr = 2 * BLOCK_NODE
+    nodes = tl.arange(0, links.shape[0])
+    NONE: tl.constexpr = 2 * links.shape[0]
     key = tl.where(links >> 16 == node, 2 * nodes, tl.where(links & 0xFFFF == node, 2 * nodes + 1, NONE))
     first = tl.min(key)
     return tl.where(first < NONE, first >> 1, -1), first & 1 == 0
 
 
 @triton.jit
-def load_children(
-    candidates_ptr,
-    retrieve_index_ptr,
-    retrieve_next_token_ptr,
-    retrieve_next_sibling_ptr,
-    request,
-    parent,
-    NUM_NODES: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
-):
-    """The tokens int32 [node] of the children of `parent`, -1 for all other nodes; parent -1 has none.
+def load_children(links, request, parent, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr):
+    """Returns the tokens int32 [node] of the children of `parent`, -1 for all other nodes; parent -1 has none.
 
-    Follows the links in memory, each read waiting for the one before: for a program that has the time.
+    This follows the Links in memory, and each read waits for the one before: for a program that has the time.
     """
     first = request * NUM_NODES
     node = tl.arange(0, BLOCK_NODE)
     tokens = tl.full([BLOCK_NODE], -1, tl.int32)
     above = parent.to(tl.int64)
-    child = tl.load(retrieve_next_token_ptr + first + parent, mask=parent >= 0, other=-1).to(tl.int64)
+    child = tl.load(links.retrieve_next_token + first + parent, mask=parent >= 0, other=-1).to(tl.int64)
     while (child > above) & (child < NUM_NODES):
-        candidate = tl.load(candidates_ptr + first + child)
-        sibling = tl.load(retrieve_next_sibling_ptr + first + child).to(tl.int64)
-        is_sound = is_own(tl.load(retrieve_index_ptr + first + child).to(tl.int64), request, NUM_NODES)
+        candidate = tl.load(links.candidates + first + child)
+        sibling = tl.load(links.retrieve_next_sibling + first + child).to(tl.int64)
+        is_sound = is_own(tl.load(links.retrieve_index + first + child).to(tl.int64), request, NUM_NODES)
         tokens = tl.where((node == child) & is_sound, token_ids(candidate), tokens)
         above = child
         child = tl.where(is_sound, sibling, -1)
@@ -181,7 +194,7 @@ def load_children(
 
 @triton.jit
 def match_child(children, token):
-    """The first of the children, as load_children gives them, that carries `token` int32; -1 if none does."""
+    """Returns the first of the children, as `load_children` gives them, that carries `token` int32; -1 if none does."""
     LAST: tl.constexpr = children.shape[0]
     node = tl.arange(0, LAST)
     match = tl.min(tl.where((children == token) & (token >= 0), node, LAST))
@@ -189,22 +202,24 @@ def match_child(children, token):
 
 
 @triton.jit
-def follow(retrieved, tokens, links, predicted, request, SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr,
-           BLOCK_NODE: tl.constexpr, ANY_ORDER: tl.constexpr = False):  # fmt: skip
-    """The depth [node] of the nodes on the path that the target's tokens `predicted` [node] take, -1 for all others.
+def follow(
+    tree, predicted, request, SPEC_STEPS: tl.constexpr, NUM_NODES: tl.constexpr, ANY_ORDER: tl.constexpr = False
+):
+    """Returns the depth [node] of the nodes on the path that the target's tokens `predicted` [node] take, else -1.
 
-    One loop over the siblings of all levels: a child brings along what is needed next if it is the one. In any order
-    a node that was met before ends the walk.
+    One loop goes over the siblings of all levels: a child brings along what is needed next if it is the one. In any
+    order a node that was met before ends the walk.
     """
-    node = tl.arange(0, BLOCK_NODE)
-    depth = tl.where((node == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
+    node = tl.arange(0, tree.links.shape[0])
+    links = tree.links
+    depth = tl.where((node == 0) & is_own(tree.retrieved, request, NUM_NODES), 0, -1)
     is_live = (tl.max(depth) == 0) & (SPEC_STEPS > 0)
     token = tl.sum(tl.where(node == 0, predicted, 0))
     child = tl.where(is_live, tl.sum(tl.where(node == 0, links, 0)) >> 16, 0)
     accepted = tl.zeros([], dtype=tl.int32)
     while child > 0:
         is_child = node == child
-        is_match = tl.sum(tl.where(is_child, tokens, 0)) == token
+        is_match = tl.sum(tl.where(is_child, tree.tokens, 0)) == token
         child_token = tl.sum(tl.where(is_child, predicted, 0))
         child_links = tl.sum(tl.where(is_child, links, 0))
         if ANY_ORDER:
@@ -221,63 +236,53 @@ def follow(retrieved, tokens, links, predicted, request, SPEC_STEPS: tl.constexp
 
 @triton.jit
 def store_walk(
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
+    out,
     request,
-    retrieved,
-    predicted,
-    depth,
+    walk,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     KEEPS_UNVISITED: tl.constexpr,
-    BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    """Writes the three outputs of a verify op; depth [node] is -1 for nodes that are not on the path."""
-    is_visited = depth >= 0
-    last = tl.max(depth)
-    _store_predicts(predicts_ptr, request, predicted, is_visited, NUM_NODES, KEEPS_UNVISITED, BLOCK_NODE)
-    path_ptr = accept_index_ptr + request * (SPEC_STEPS + 1)
-    tl.store(path_ptr + depth, retrieved.to(tl.int32), mask=is_visited)
+    """Writes the three outputs of a verify op from its Walk."""
+    is_visited = walk.depth >= 0
+    last = tl.max(walk.depth)
+    _store_predicts(out.predicts, request, walk.predicted, is_visited, NUM_NODES, KEEPS_UNVISITED)
+    path_ptr = out.accept_index + request * (SPEC_STEPS + 1)
+    tl.store(path_ptr + walk.depth, walk.retrieved.to(tl.int32), mask=is_visited)
     column = tl.arange(0, BLOCK_DEPTH)
     tl.store(path_ptr + column, tl.full([BLOCK_DEPTH], -1, tl.int32), mask=(column > last) & (column <= SPEC_STEPS))
-    tl.store(accept_token_num_ptr + request, tl.maximum(last, 0))
+    tl.store(out.accept_token_num + request, tl.maximum(last, 0))
 
 
 @triton.jit
 def store_path(
+    out,
     retrieve_index_ptr,
-    predicts_ptr,
-    accept_index_ptr,
-    accept_token_num_ptr,
     request,
     path,
-    predicted,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     KEEPS_UNVISITED: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
 ):
-    """As store_walk, from the nodes of the path and the target's tokens there, both [depth]; path -1 past its end."""
+    """Writes the three outputs of a verify op from its Path."""
     node = tl.arange(0, BLOCK_NODE)
-    depth = tl.arange(0, BLOCK_DEPTH)
-    is_visited = path >= 0
+    depth = tl.arange(0, path.nodes.shape[0])
+    is_visited = path.nodes >= 0
     # [depth, node]
-    at_node = tl.where(is_visited[:, None] & (path[:, None] == node[None, :]), predicted[:, None], -1)
+    at_node = tl.where(is_visited[:, None] & (path.nodes[:, None] == node[None, :]), path.tokens[:, None], -1)
     tokens = tl.max(at_node, axis=0)  # of a visited row, so never negative
-    _store_predicts(predicts_ptr, request, tokens, tokens >= 0, NUM_NODES, KEEPS_UNVISITED, BLOCK_NODE)
-    retrieved = tl.load(retrieve_index_ptr + request * NUM_NODES + path, mask=is_visited, other=-1)
-    tl.store(accept_index_ptr + request * (SPEC_STEPS + 1) + depth, retrieved.to(tl.int32), mask=depth <= SPEC_STEPS)
-    tl.store(accept_token_num_ptr + request, tl.maximum(tl.sum(is_visited.to(tl.int32)) - 1, 0))
+    _store_predicts(out.predicts, request, tokens, tokens >= 0, NUM_NODES, KEEPS_UNVISITED)
+    retrieved = tl.load(retrieve_index_ptr + request * NUM_NODES + path.nodes, mask=is_visited, other=-1)
+    tl.store(out.accept_index + request * (SPEC_STEPS + 1) + depth, retrieved.to(tl.int32), mask=depth <= SPEC_STEPS)
+    tl.store(out.accept_token_num + request, tl.maximum(tl.sum(is_visited.to(tl.int32)) - 1, 0))
 
 
 @triton.jit
-def _store_predicts(predicts_ptr, request, tokens, is_visited, NUM_NODES: tl.constexpr, KEEPS_UNVISITED: tl.constexpr,
-                    BLOCK_NODE: tl.constexpr):  # fmt: skip
-    """The tokens [node] of visited nodes; all others get -1, or keep what they hold."""
-    node = tl.arange(0, BLOCK_NODE)
+def _store_predicts(predicts_ptr, request, tokens, is_visited, NUM_NODES: tl.constexpr, KEEPS_UNVISITED: tl.constexpr):
+    """Writes the tokens [node] of visited nodes; all others get -1, or keep what they hold."""
+    node = tl.arange(0, tokens.shape[0])
     mask = node < NUM_NODES
     if KEEPS_UNVISITED:
         mask = mask & is_visited

@@ -1,19 +1,13 @@
-"""Filters of probabilities that renormalise what they keep: what top_k_renorm, top_p_renorm and min_p_renorm share.
+"""The launched steps that top_k_renorm, top_p_renorm and min_p_renorm share: kernels and their launches.
 
-    scan       by slices: the largest key of every chunk, where wanted a sample and the sum
+    scan       by slices: the largest key of every chunk; if wanted, a sample of it and its sum
     (bracket)  by rows, the op's own: two keys with the edge between them, the state of the row (`start_row`)
     collect    by slices: the weight above the bracket, and the probabilities within it, gathered
-    (edge)     by rows, where a bracket is wider than nothing: the edge, exactly, and the mass that stays (`store_edge`)
+    (edge)     by rows, if a bracket is wider than nothing: the edge, exactly, and the mass that stays (`store_edge`)
     write      by slices: kept probabilities divided by their mass, 0 for the others
 
-`threshold.py` tells of keys, masses and brackets. What a step leaves to the next:
-
-    chunk_largest  [R, C]  int32  keys; a step reads only chunks that can hold what it looks for
-    state          [R, 4]  int32  LOW (at the end the edge), HIGH, LARGEST, NUM_CANDIDATES
-    sums           [R, 2]  int64  mass of the keys >= HIGH (at the end of the kept ones), and the number of the keys
-                                  >= HIGH or the mass of the row
-
-The candidates of a row lie in the row of the output that will be written last.
+`threshold.py` explains keys, masses and brackets; `renorm_state.py` says what the steps write about a row for the next
+ones. The scan also writes chunk_largest [R, C] int32, keys, so that later steps read only the chunks they need.
 """
 
 from __future__ import annotations
@@ -27,39 +21,28 @@ from ....primitives.dependent_launch import await_predecessor
 from ....runtime import check, tuning
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
+from .renorm_state import HIGH, LARGEST, LOW, NUM_CANDIDATES, STATES, SUMS, load_edge, open_state
 from .threshold import (
     MAX_VOCAB_SIZE,
     fixed_point_mass,
     key_probability,
-    largest_reaching,
-    largest_reaching_in_memory,
     lowest_with_mass,
-    mass_value,
     probability_keys,
     sample_offset,
 )
 
-# bench/results/NVIDIA_H100_80GB_HBM3/tuning/renorm.txt. Slices are small where those without what is looked for are
-# left early.
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/renorm.txt. Slices are small in steps that leave out slices without what
+# they look for.
 SCAN_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
 BRACKET_TUNING = {"default": {"num_warps": 8}}
 COLLECT_TUNING = {"default": {"BLOCK_VOCAB": 1024, "num_warps": 1}}
 EDGE_TUNING = {"default": {"BLOCK_CANDIDATE": 8192, "num_warps": 8}}
 WRITE_TUNING = {"default": {"BLOCK_VOCAB": 1024, "num_warps": 1}}
 
-# A cache line of fp32: what can be left out when a row is read again. A bracket is found from MAX_CHUNKS at most.
+# A chunk, which can be left out when a row is read again, has at least a cache line of fp32. A bracket is found from
+# MAX_CHUNKS at most.
 MIN_CHUNK_SIZE = 32
 MAX_CHUNKS = 8192
-
-# of a row
-STATES = 4
-SUMS = 2
-NUM_STATES = tl.constexpr(STATES)
-NUM_SUMS = tl.constexpr(SUMS)
-LOW = tl.constexpr(0)
-HIGH = tl.constexpr(1)
-LARGEST = tl.constexpr(2)
-NUM_CANDIDATES = tl.constexpr(3)
 
 
 @triton.jit(do_not_specialize=["stride_probs_row"])
@@ -76,7 +59,7 @@ def _renorm_scan_kernel(
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Largest key, sampled key and fp32 sum of each chunk of a slice; the last two where there is a pointer."""
+    """Writes largest key, sampled key and fp32 sum of each chunk of a slice; the last two if there is a pointer."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     probs_ptr += tl.multiple_of(row * stride_probs_row, ALIGNMENT)
@@ -95,29 +78,9 @@ def _renorm_scan_kernel(
 
 
 @triton.jit
-def load_chunks(chunk_ptr, row, NUM_CHUNKS: tl.constexpr, BLOCK_CHUNK: tl.constexpr):
-    """What the scan wrote of all chunks of a row; 0 where there is none."""
-    chunk = tl.arange(0, BLOCK_CHUNK)
-    return tl.load(chunk_ptr + row * NUM_CHUNKS + chunk, mask=chunk < NUM_CHUNKS, other=0)
-
-
-@triton.jit
-def start_row(state_ptr, sums_ptr, row, low, high, largest):
-    """Writes the bracket of a row, and no sums and no candidates yet."""
-    state_ptr += row * NUM_STATES
-    sums_ptr += row * NUM_SUMS
-    tl.store(state_ptr + LOW, low)
-    tl.store(state_ptr + HIGH, high)
-    tl.store(state_ptr + LARGEST, largest)
-    tl.store(state_ptr + NUM_CANDIDATES, 0)
-    tl.store(sums_ptr, tl.zeros([], tl.int64))
-    tl.store(sums_ptr + 1, tl.zeros([], tl.int64))
-
-
-@triton.jit
 def _open_slice(chunk_largest_ptr, row, part, lowest, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
                 BLOCK_VOCAB: tl.constexpr):  # fmt: skip
-    """Tokens [chunks, CHUNK] of a slice, which of its chunks [chunks] have a key >= lowest, and whether any has."""
+    """Returns the tokens [chunks, CHUNK] of a slice, which chunks [chunks] have a key >= lowest, whether any has."""
     BLOCK_CHUNK: tl.constexpr = BLOCK_VOCAB // CHUNK
     chunk = part * BLOCK_CHUNK + tl.arange(0, BLOCK_CHUNK)
     largest = tl.load(chunk_largest_ptr + row * NUM_CHUNKS + chunk, mask=chunk < NUM_CHUNKS, other=0)
@@ -127,7 +90,7 @@ def _open_slice(chunk_largest_ptr, row, part, lowest, NUM_CHUNKS: tl.constexpr, 
 
 @triton.jit
 def _load_keys(row_ptr, token, is_read, VOCAB_SIZE: tl.constexpr):
-    """The keys of a slice's tokens, 0 in chunks that are not read."""
+    """Returns the keys of a slice's tokens, 0 in chunks that are not read."""
     return probability_keys(tl.load(row_ptr + token, mask=is_read[:, None] & (token < VOCAB_SIZE), other=0.0))
 
 
@@ -149,17 +112,16 @@ def _renorm_collect_kernel(
 ):
     """Adds a slice to the sums of its row, and its probabilities between LOW and HIGH to the row's candidates.
 
-    WEIGHT: what the second sum is of, "count" or "mass"; with None there is none, and there are no candidates either.
+    WEIGHT: what the second sum adds up, "count" or "mass"; None: there is no second sum, and no candidates either.
     """
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     probs_ptr += tl.multiple_of(row * stride_probs_row, ALIGNMENT)
     candidates_ptr = output_ptr + row * VOCAB_SIZE
-    state_ptr += row * NUM_STATES
-    sums_ptr += row * NUM_SUMS
-    low = tl.load(state_ptr + LOW)
-    high = tl.load(state_ptr + HIGH)
-    largest = tl.load(state_ptr + LARGEST)
+    state = open_state(state_ptr, sums_ptr, row)
+    low = tl.load(state.words_ptr + LOW)
+    high = tl.load(state.words_ptr + HIGH)
+    largest = tl.load(state.words_ptr + LARGEST)
     lowest = tl.minimum(low, lowest_with_mass(largest)) if WEIGHT == "mass" else low
     token, is_read, is_any = _open_slice(
         chunk_largest_ptr, row, tl.program_id(1), lowest, NUM_CHUNKS, CHUNK, BLOCK_VOCAB
@@ -169,87 +131,27 @@ def _renorm_collect_kernel(
         mass = fixed_point_mass(keys, largest)
         is_above = keys >= high
         above = tl.sum(tl.where(is_above, mass, 0))
-        tl.atomic_add(sums_ptr, above, mask=above > 0, sem="relaxed")
+        tl.atomic_add(state.sums_ptr, above, mask=above > 0, sem="relaxed")
         if WEIGHT == "mass":
             total = tl.sum(mass)
-            tl.atomic_add(sums_ptr + 1, total, mask=total > 0, sem="relaxed")
+            tl.atomic_add(state.sums_ptr + 1, total, mask=total > 0, sem="relaxed")
         elif WEIGHT == "count":
             count = tl.sum(is_above.to(tl.int32)).to(tl.int64)
-            tl.atomic_add(sums_ptr + 1, count, mask=count > 0, sem="relaxed")
+            tl.atomic_add(state.sums_ptr + 1, count, mask=count > 0, sem="relaxed")
         if WEIGHT is not None:
             is_candidate = (keys >= low) & (keys < high)
             in_chunk = tl.cumsum(is_candidate.to(tl.int32), axis=1)
             of_chunk = tl.sum(is_candidate.to(tl.int32), axis=1)
             num_candidates = tl.sum(of_chunk)
             if num_candidates > 0:
-                # in any order: what is found among them does not depend on it
-                first = tl.atomic_add(state_ptr + NUM_CANDIDATES, num_candidates, sem="relaxed")
+                # the order does not matter: what is found among the candidates does not depend on it
+                first = tl.atomic_add(state.words_ptr + NUM_CANDIDATES, num_candidates, sem="relaxed")
                 place = first + (tl.cumsum(of_chunk, axis=0) - of_chunk)[:, None] + in_chunk - 1
                 # place and key travel as one number: then the compiler may store them in the order in which threads
                 # hold them, instead of sorting both through shared memory into the order of neighbouring places
                 pairs = (tl.where(is_candidate, place, -1).to(tl.int64) << 32) | keys
                 pairs = tl.reshape(pairs, [BLOCK_VOCAB], can_reorder=True)
                 tl.store(candidates_ptr + (pairs >> 32), key_probability(pairs.to(tl.int32)), mask=pairs >= 0)
-
-
-@triton.jit
-def store_edge(
-    row_ptr,
-    candidates_ptr,
-    state_ptr,
-    sums_ptr,
-    wanted,
-    lowest,
-    BY_MASS: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    BLOCK_CANDIDATE: tl.constexpr,
-):
-    """Writes the edge, the largest key that `wanted` (a number, or a mass) reaches, at least `lowest`, and its mass.
-
-    The row is read only where its bracket does not hold the edge.
-    """
-    low = tl.load(state_ptr + LOW)
-    high = tl.load(state_ptr + HIGH)
-    largest = tl.load(state_ptr + LARGEST)
-    num_candidates = tl.load(state_ptr + NUM_CANDIDATES)
-    mass_above = tl.load(sums_ptr)
-    above = mass_above if BY_MASS else tl.load(sums_ptr + 1)
-    BLOCK: tl.constexpr = BLOCK_CANDIDATE // 2
-
-    # where in the row the edge lies if not in the bracket
-    is_missed = above >= wanted
-    row_low = high
-    row_high = largest + 1
-    edge = low
-    mass = mass_above
-    if above < wanted:
-        if num_candidates <= BLOCK_CANDIDATE:
-            index = tl.arange(0, BLOCK_CANDIDATE)
-            is_candidate = index < num_candidates
-            keys = probability_keys(tl.load(candidates_ptr + index, mask=is_candidate, other=0.0))
-            masses = tl.where(is_candidate, fixed_point_mass(keys, largest), 0)
-            weights = masses if BY_MASS else is_candidate.to(tl.int32)
-            is_missed = above + tl.sum(weights) < wanted
-            # the edge is the key of a candidate
-            first = tl.maximum(tl.min(tl.where(is_candidate, keys, high)), low)
-            end = tl.maximum(tl.max(keys) + 1, first)
-            edge = largest_reaching(keys, weights, wanted - above, first, end)
-            mass += tl.sum(tl.where(keys >= edge, masses, 0))
-        else:
-            edge, count, candidate_mass = largest_reaching_in_memory(
-                candidates_ptr, num_candidates, wanted - above, low, high, largest, BY_MASS, BLOCK
-            )
-            is_missed = above + (candidate_mass if BY_MASS else count) < wanted
-            mass += candidate_mass
-        is_missed = is_missed & (low > lowest)
-        row_low = lowest
-        row_high = low
-    if is_missed:
-        edge, _, mass = largest_reaching_in_memory(
-            row_ptr, VOCAB_SIZE, wanted, row_low, row_high, largest, BY_MASS, BLOCK
-        )
-    tl.store(state_ptr + LOW, edge)
-    tl.store(sums_ptr, mass)
 
 
 @triton.jit(do_not_specialize=["stride_probs_row"])
@@ -267,14 +169,12 @@ def _renorm_write_kernel(
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """A slice of a row of the output: what reaches LOW divided by the first sum, the rest 0."""
+    """Writes a slice of a row of the output: what reaches LOW divided by the first sum, 0 for the rest."""
     await_predecessor(ENABLE_PDL)
     row = tl.program_id(0).to(tl.int64)
     probs_ptr += tl.multiple_of(row * stride_probs_row, ALIGNMENT)
     output_ptr += row * VOCAB_SIZE
-    state_ptr += row * NUM_STATES
-    edge = tl.load(state_ptr + LOW)
-    mass = mass_value(tl.load(sums_ptr + row * NUM_SUMS), tl.load(state_ptr + LARGEST))
+    edge, mass = load_edge(state_ptr, sums_ptr, row)
     token, is_read, is_any = _open_slice(chunk_largest_ptr, row, tl.program_id(1), edge, NUM_CHUNKS, CHUNK, BLOCK_VOCAB)
     if is_any:
         keys = _load_keys(probs_ptr, token, is_read, VOCAB_SIZE)
@@ -285,7 +185,7 @@ def _renorm_write_kernel(
         tl.store(output_ptr + token, tl.zeros(token.shape, tl.float32), mask=token < VOCAB_SIZE)
 
 
-def contract(op: str, values: dict, parameter: str, dtypes: tuple) -> check.Spec:
+def check_renorm(op: str, values: dict, parameter: str, dtypes: tuple) -> check.Spec:
     """Checks `probs` and the filter's parameter, and describes the output."""
     args = check.Arguments(op, values)
     args.tensor("probs", ("R", "V"), check.FLOAT, contiguous=1)
@@ -297,15 +197,18 @@ def contract(op: str, values: dict, parameter: str, dtypes: tuple) -> check.Spec
 
 
 class Work(NamedTuple):
-    """Arguments of the kernels of one call, by what a kernel does with them."""
+    """The kernel arguments of one call, by what a kernel needs them for."""
 
-    rows: dict  # reads rows and their state, writes the output
-    chunks: dict  # leaves out chunks of a slice
-    summary: dict  # makes a bracket of what the scan left
+    rows: dict  # to read rows and their state, and to write the output
+    chunks: dict  # to leave out chunks of a slice
+    summary: dict  # to find a bracket from what the scan wrote
 
 
-def scan(op: str, probs: torch.Tensor, out: torch.Tensor, *, has_sample=False, has_sum=False) -> Work:
-    """Launches the first step, and allocates what the steps leave to each other."""
+def launch_scan(op: str, probs: torch.Tensor, out: torch.Tensor, *, has_sample=False, has_sum=False) -> Work:
+    """Launches the first step, and allocates what the steps write for each other.
+
+    has_sample, has_sum: whether the op's bracket needs a sample of each chunk, and its sum.
+    """
     device, (num_rows, vocab_size) = probs.device, probs.shape
     chunk = max(MIN_CHUNK_SIZE, triton.next_power_of_2(vocab_size) // MAX_CHUNKS)
     # a multiple of 4, so that the chunks of every row begin at 16 bytes
@@ -313,7 +216,7 @@ def scan(op: str, probs: torch.Tensor, out: torch.Tensor, *, has_sample=False, h
     rows = {
         "probs_ptr": probs,
         "stride_probs_row": probs.stride(0),
-        # divides the offset of each row, so that loads can be wide
+        # a divisor of every row's offset, so that loads can be wide
         "ALIGNMENT": math.gcd(probs.stride(0), 16),
         "VOCAB_SIZE": vocab_size,
     }
@@ -338,17 +241,21 @@ def scan(op: str, probs: torch.Tensor, out: torch.Tensor, *, has_sample=False, h
     return Work(rows | state | {"output_ptr": out}, chunks, summary | state)
 
 
-def collect(op: str, work: Work, weight: str | None) -> None:
-    """Launches the step that weighs what lies above the brackets and gathers what lies within."""
+def launch_collect(op: str, work: Work, weight: str | None) -> None:
+    """Launches the step that weighs what lies above the brackets and gathers what lies within.
+
+    weight: the kernel's WEIGHT.
+    """
     _launch_by_slices(op, _renorm_collect_kernel, COLLECT_TUNING, work.rows | work.chunks | {"WEIGHT": weight})
 
 
-def write(op: str, work: Work) -> None:
+def launch_write(op: str, work: Work) -> None:
     """Launches the last step."""
     _launch_by_slices(op, _renorm_write_kernel, WRITE_TUNING, work.rows | work.chunks)
 
 
 def _launch_by_slices(op: str, kernel, table: dict, arguments: dict) -> None:
+    """Launches a kernel of which one program takes one slice of a row."""
     probs = arguments["probs_ptr"]
     row = tuning.row(table, probs.device)
     launch(op, kernel, (probs.shape[0], triton.cdiv(probs.shape[1], row["BLOCK_VOCAB"])), **arguments, **row)

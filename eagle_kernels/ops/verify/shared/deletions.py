@@ -1,0 +1,91 @@
+"""The part of verify_tree_traversal that computes what deleted children leave of P and Q, one tile of tokens at a time.
+
+Deleting a child t of a node, which could have been accepted with the probability a at most, leaves
+
+    P <- norm((a P - Q)+)        Q <- norm(Q without t)
+
+(Traversal verification, arXiv 2505.12398.) After several deletions a token's P and Q are still functions of its first p
+and q and of four numbers for each deletion: a, the two masses that normalise, and t. So no vector of the vocabulary's
+size is ever written: P and Q of a tile, or of a single token, are computed from p and q by all deletions in turn
+(`apply_deletions`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ....runtime.language import tl, triton
+from .pair import load_probs
+
+# Words of int32 scratch that one deletion takes.
+DELETION_WORDS = tl.constexpr(4)
+
+
+class Deletions(NamedTuple):
+    """The deletions of one node's children, in scratch that a single program writes and reads."""
+
+    words_ptr: Any  # int32 [count, 4]: see store_deletion
+    count: Any
+
+
+@triton.jit
+def _delete(target, draft, ids, acceptance, target_mass, draft_mass, token):
+    """Returns P and Q of tokens after one deletion: see the module's docstring.
+
+    target_mass: the sum of (acceptance P - Q)+ over all tokens; if it is 0 nothing is left of P, which stays as it was
+    (in exact arithmetic the child would have been accepted). draft_mass: the sum of Q without the token; if it is 0
+    nothing is left of Q.
+    """
+    left = tl.maximum(acceptance * target - draft, 0.0)
+    has_target = target_mass > 0.0
+    target = tl.where(has_target, left * tl.math.div_rn(1.0, tl.where(has_target, target_mass, 1.0)), target)
+    has_draft = draft_mass > 0.0
+    scale = tl.where(has_draft, tl.math.div_rn(1.0, tl.where(has_draft, draft_mass, 1.0)), 0.0)
+    return target, tl.where(ids == token, 0.0, draft * scale)
+
+
+@triton.jit
+def apply_deletions(target, draft, ids, deletions):
+    """Returns P and Q of tokens, or of a single one, whose first p and q are `target` and `draft`."""
+    for index in range(deletions.count):
+        words_ptr = deletions.words_ptr + index * DELETION_WORDS
+        acceptance = tl.load(words_ptr).to(tl.float32, bitcast=True)
+        target_mass = tl.load(words_ptr + 1).to(tl.float32, bitcast=True)
+        draft_mass = tl.load(words_ptr + 2).to(tl.float32, bitcast=True)
+        token = tl.load(words_ptr + 3)
+        target, draft = _delete(target, draft, ids, acceptance, target_mass, draft_mass, token)
+    return target, draft
+
+
+@triton.jit
+def store_deletion(words_ptr, acceptance, target_mass, draft_mass, token):
+    """Writes one deletion to its words [4], and makes it visible to the whole program."""
+    tl.debug_barrier()  # other threads may still read what stood there
+    tl.store(words_ptr, acceptance.to(tl.int32, bitcast=True))
+    tl.store(words_ptr + 1, target_mass.to(tl.int32, bitcast=True))
+    tl.store(words_ptr + 2, draft_mass.to(tl.int32, bitcast=True))
+    tl.store(words_ptr + 3, token)
+    tl.debug_barrier()
+
+
+@triton.jit
+def masses_left(
+    pair,
+    deletions,
+    acceptance,
+    token,
+    num_ids,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+):
+    """Returns target_mass and draft_mass of the deletion of `token` after `deletions`; ids run to num_ids."""
+    target_sums = tl.zeros([BLOCK_VOCAB], tl.float32)
+    draft_sums = tl.zeros([BLOCK_VOCAB], tl.float32)
+    for first in range(0, num_ids, BLOCK_VOCAB):
+        ids = first + tl.arange(0, BLOCK_VOCAB)
+        target, draft = load_probs(pair, ids, ids < num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+        target, draft = apply_deletions(target, draft, ids, deletions)
+        target_sums += tl.maximum(acceptance * target - draft, 0.0)
+        draft_sums += tl.where(ids == token, 0.0, draft)
+    return tl.sum(target_sums), tl.sum(draft_sums)

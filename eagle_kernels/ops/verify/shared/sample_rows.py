@@ -1,0 +1,163 @@
+"""Draws a token from each of many rows of logits in two launches: one scans slices of rows, the next one draws.
+
+`sample_from_logits` is nothing else; `verify_tree_sampled` draws all rows of its trees like this where they are few.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ....primitives.dependent_launch import await_predecessor
+from ....runtime import tuning
+from ....runtime.language import tl, triton
+from ....runtime.launch import launch
+from . import logits as processors
+from . import sampling
+from .filters import load_filters
+from .logits import Processors, Row, read_temperature
+from .random import STREAM_TARGET, Noise
+from .sampling import DRAW_TUNING, Found, Scratch, draw_token, scan_slice
+
+
+@triton.jit(do_not_specialize=["stride_logits_row"])
+def _sample_rows_scan_kernel(
+    # inputs
+    logits_ptr,
+    positions_ptr,
+    seeds_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    repetition_penalty_ptr,
+    frequency_penalty_ptr,
+    presence_penalty_ptr,
+    prompt_mask_ptr,
+    output_counts_ptr,
+    logit_bias_ptr,
+    token_bitmask_ptr,
+    # scratch
+    keys_ptr,
+    summary_ptr,
+    gathered_ptr,
+    # sizes
+    stride_logits_row,
+    ROWS_PER_REQUEST: tl.constexpr,
+    POSITION_OFFSET: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
+    IS_JOINT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    STREAM: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Scans one slice of one row."""
+    await_predecessor(ENABLE_PDL)
+    index = tl.program_id(0).to(tl.int64)
+    request = index // ROWS_PER_REQUEST
+    applied = Processors(
+        repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
+        logit_bias_ptr, token_bitmask_ptr,
+    )  # fmt: skip
+    inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
+    row_ptr = logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT)
+    row = Row(row_ptr, applied, request, index, inverse_temperature, None, 0, 0)
+    scan_slice(
+        row, is_sampled, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE, IS_JOINT),
+        Noise(tl.load(seeds_ptr + request), tl.load(positions_ptr + index).to(tl.int64) + POSITION_OFFSET, STREAM),
+        Scratch(keys_ptr, summary_ptr, None, gathered_ptr, index, index), Found(None, False), tl.program_id(1),
+        VOCAB_SIZE=VOCAB_SIZE, HAS_FILTERS=HAS_FILTERS, HAS_PENALTIES=HAS_PENALTIES, HAS_LOGPROBS=False,
+        VECTOR=VECTOR, BLOCK_CHUNK=BLOCK_CHUNK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stride_logits_row"])
+def _sample_rows_draw_kernel(
+    # inputs
+    logits_ptr,
+    positions_ptr,
+    seeds_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    repetition_penalty_ptr,
+    frequency_penalty_ptr,
+    presence_penalty_ptr,
+    prompt_mask_ptr,
+    output_counts_ptr,
+    logit_bias_ptr,
+    token_bitmask_ptr,
+    # scratch
+    keys_ptr,
+    summary_ptr,
+    gathered_ptr,
+    # outputs
+    tokens_ptr,
+    # sizes
+    stride_logits_row,
+    ROWS_PER_REQUEST: tl.constexpr,
+    POSITION_OFFSET: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    HAS_FILTERS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
+    IS_JOINT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    STREAM: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Draws the token of one scanned row."""
+    await_predecessor(ENABLE_PDL)
+    index = tl.program_id(0).to(tl.int64)
+    request = index // ROWS_PER_REQUEST
+    applied = Processors(
+        repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
+        logit_bias_ptr, token_bitmask_ptr,
+    )  # fmt: skip
+    inverse_temperature, is_sampled = read_temperature(tl.load(temperature_ptr + request))
+    row_ptr = logits_ptr + tl.multiple_of(index * stride_logits_row, ALIGNMENT)
+    row = Row(row_ptr, applied, request, index, inverse_temperature, None, 0, 0)
+    token, _, _ = draw_token(
+        row, load_filters(top_k_ptr, top_p_ptr, min_p_ptr, request, is_sampled, VOCAB_SIZE, IS_JOINT),
+        Noise(tl.load(seeds_ptr + request), tl.load(positions_ptr + index).to(tl.int64) + POSITION_OFFSET, STREAM),
+        Scratch(keys_ptr, summary_ptr, None, gathered_ptr, index, index),
+        VOCAB_SIZE=VOCAB_SIZE, HAS_FILTERS=HAS_FILTERS, HAS_PENALTIES=HAS_PENALTIES, HAS_LOGPROBS=False,
+        BLOCK_CHUNK=BLOCK_CHUNK,
+    )  # fmt: skip
+    tl.store(tokens_ptr + index, token.to(tokens_ptr.dtype.element_ty))
+
+
+def sample_rows(
+    op: str, values: dict, rows: torch.Tensor, tokens: torch.Tensor, *, rows_per_request: int, position_offset: int
+) -> None:
+    """Draws `tokens` [R] from the logits `rows` [R, V], by the parameters and processors among the op's values.
+
+    rows_per_request: rows that share one entry of each parameter; the bitmask has one for every row.
+    position_offset: what the position of a row's token has over that of the row.
+    """
+    num_rows, device = len(rows), rows.device
+    shared = {
+        "logits_ptr": rows,
+        "positions_ptr": values["positions"],
+        "stride_logits_row": rows.stride(0),
+        "ROWS_PER_REQUEST": rows_per_request,
+        "POSITION_OFFSET": position_offset,
+        "STREAM": STREAM_TARGET,
+        **sampling.pointers(values),
+        **processors.pointers(values),
+        **sampling.allocate_scratch(values, rows, num_rows),
+        **sampling.constants(values, rows),
+    }
+    launch(
+        op,
+        _sample_rows_scan_kernel,
+        (num_rows, sampling.num_slices(values, rows)),
+        **shared,
+        VECTOR=sampling.vector_size(rows),
+        num_warps=sampling.scan_tuning(values, device)["num_warps"],
+    )
+    launch(op, _sample_rows_draw_kernel, (num_rows,), **shared, tokens_ptr=tokens, **tuning.row(DRAW_TUNING, device))
