@@ -28,9 +28,9 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.reference.enumeration import enumerate_outcomes, total_variation
 from eagle_kernels.reference.ops.verify.verify_tree_sampled import verify_tree_sampled
 from eagle_kernels.reference.residual import Draws
-from op_tests.harness.enumeration import enumerate_outcomes, total_variation
 from op_tests.harness.noise_keys import NoiseKeys
 from op_tests.harness.statistics import assert_follows_law
 
