@@ -321,11 +321,11 @@ def test_importing_touches_no_device():
 EVERY_OP_WITHOUT_TRITON = """
 import importlib, sys
 sys.modules["triton"] = None
-from op_tests.harness.ahead_of_time import PATHS
+from op_tests.harness.ahead_of_time import PATHS, module_of_tests
 for path in PATHS:
-    category, _, name = path.rpartition(".")
+    name = path.rpartition(".")[2]
     launcher = getattr(importlib.import_module("eagle_kernels.ops." + path), name)
-    _, values = next(importlib.import_module(f"op_tests.ops.{category}.test_{name}").ahead_of_time_cases())
+    _, values = next(module_of_tests(path).ahead_of_time_cases())
     try:
         launcher(**values)
     except RuntimeError as error:

@@ -6,6 +6,12 @@ import itertools
 
 import torch
 
+from eagle_kernels.reference.enumeration import (
+    EnumeratedDraws,
+    enumerate_outcomes,
+)
+from eagle_kernels.reference.ops.verify import verify_chain as reference
+
 
 def random_law(vocab_size: int, depth: int, *, sharpness: float = 1.5, zeros: int = 0) -> dict[tuple, torch.Tensor]:
     """The distribution float64 [V] of the next token after every text of at most `depth` tokens.
@@ -41,3 +47,36 @@ def draft_map(vocab_size: int, draft_vocab_size: int) -> torch.Tensor:
     """A random d2t [Vd]: target id - draft id, ascending in the target id as the heads have it."""
     kept = torch.randperm(vocab_size)[:draft_vocab_size].sort().values
     return kept - torch.arange(draft_vocab_size)
+
+
+def emitted_by_a_chain(
+    method, target, draft, num_drafts, *, claimed=None, propose=None, num_rounds=1, draws=EnumeratedDraws
+):
+    """Returns the exact law of what verify_chain's reference emits, and the expected number of accepted drafts.
+
+    claimed: the draft distributions that the verifier is told, by default the true ones. propose(probs, source): how
+    drafts are drawn. num_rounds: each drafts on from where the one before ended. draws(source): what all rounds of one
+    request draw from.
+    """
+    claimed = claimed or draft
+    propose = propose or (lambda probs, source: source.choose(probs))
+
+    def run(source):
+        text, of_request = (), draws(source)
+        for _ in range(num_rounds):
+            prefixes = [text]
+            for _ in range(num_drafts):
+                prefixes.append((*prefixes[-1], propose(draft[prefixes[-1]], source)))
+            accepted, bonus = reference.verify_request(
+                [0, *prefixes[-1][len(text) :]],
+                torch.stack([target[prefix] for prefix in prefixes]),
+                torch.stack([claimed[prefix] for prefix in prefixes[:-1]]),
+                [len(prefix) for prefix in prefixes],
+                of_request,
+                method,
+            )
+            text = (*prefixes[accepted], bonus)
+        return text
+
+    law = enumerate_outcomes(run)
+    return law, sum(probability * (len(text) - num_rounds) for text, probability in law.items())

@@ -22,8 +22,7 @@ from eagle_kernels.reference.residual import Draws
 from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.verify.cases import MALFORMED, make_tree
-from op_tests.ops.verify.laws import draft_map, dyadic_probs, near, random_law
-from op_tests.ops.verify.test_verify_chain import emitted_law as emitted_by_a_chain
+from op_tests.ops.verify.laws import draft_map, dyadic_probs, emitted_by_a_chain, near, random_law
 
 PATH = "verify.verify_tree_traversal"
 LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
