@@ -47,7 +47,9 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
         if options.app not in APPS:
             parser.error(f"no app {options.app}; there are {', '.join(APPS)}")
         rest += ["--help"] * options.help
-        return APPS[options.app](rest, None if options.results == "none" else Path(options.results), options.commit)
+        return APPS[options.app].main(
+            rest, None if options.results == "none" else Path(options.results), options.commit
+        )
     if options.help:
         parser.print_help()
         return 0
