@@ -83,8 +83,8 @@ class StepClock:
 def test_latencies_are_those_of_steps(target, lag, monkeypatch):
     """First tokens need none; what a step brings shares its time, also where the end of the text cuts it short."""
     clock = StepClock(monkeypatch)
-    for module in ("benchmark", "output"):
-        monkeypatch.setattr(f"eagle_kernels.engine.{module}.time", clock)
+    for module in ("benchmark", "latency"):
+        monkeypatch.setattr(f"eagle_kernels.engine.serve.{module}.time", clock)
     # itself as the draft: a step brings 3 tokens, the last one 1 of them here
     decoding = _Decoding(make(target, target, num_steps=2, topk=1, cuda_graph=False))  # replays pass the clock by
     tokens = decoding.add([prompt_of(1), prompt_of(2)], 5, seeds=0)
