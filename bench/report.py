@@ -1,7 +1,8 @@
 """Makes the tables of the results: `python -m bench.report` writes them, `--check` tells whether they are up to date.
 
-`results/<gpu>/README.md` holds every case; README.md, between its two marks, the headline cases and the steps of the
-engine. A row is of one run: the newest in which our provider was timed on that case. Nobody types a number.
+`results/<gpu>/README.md` holds every case; README.md, between its two marks, the headline cases and what the apps of
+`bench/apps` have measured, each of which makes its own tables. A row is of one run: the newest in which our provider
+was timed on that case. Nobody types a number.
 Where matplotlib is installed, `results/<gpu>/report.html` shows them too, with pictures, which `figures/` holds as PNG
 and SVG: of an experiment, of throughput, of kernels; `--check` leaves them alone, they differ with its version.
 `--experiment FILE --output DIR` makes nothing but the page and the pictures of one experiment.
@@ -14,20 +15,19 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .apps import APPS
 from .harness import results
 from .harness.declaration import Benchmark, Case, declared
+from .harness.markdown import markdown
 from .lab.gallery import is_drawable
 from .lab.log import read_events, read_lines
 from .lab.records import newest_cells
 from .lab.report import FIGURES, write_page
-from .lab.tables import markdown_table
 from .pictures import MissingMatplotlib
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 OURS = "eagle_kernels"
-# numbers of a step of the engine that its table shows
-_SHOWN = ("tokens_per_s", "accept_length", "of_floor", "of_plain", "of_ours", "ratio", "worst_us")
 # of a benchmark that marks no headline case: the first ones that a peer was timed on, or the very first
 _MAX_UNMARKED = 2
 
@@ -80,9 +80,10 @@ def _report_experiment(file: Path, output: Path) -> int:
 
 
 def _write_pages(directory: Path, benchmarks: Sequence[Benchmark]) -> None:
-    """Of each folder with something to draw."""
+    """Writes the page of each folder with something to draw."""
     for folder in _folders(directory):
-        cells, steps = _cells(folder), _lines(folder / "generation.jsonl")
+        cells = newest_cells(read_events(folder / "experiment.jsonl", "cell"))
+        steps = read_lines(file) if (file := folder / "generation.jsonl").exists() else []
         kernels = [
             row[OURS] | {"family": benchmark.path.partition(".")[0]}
             for benchmark in benchmarks
@@ -100,40 +101,28 @@ def _folders(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.is_dir())
 
 
-def _cells(folder: Path) -> list[dict]:
-    return newest_cells(read_events(folder / "experiment.jsonl", "cell"))
-
-
 def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> dict[Path, str]:
-    """The whole text of every file that holds tables."""
-    files, headlines, steps = {}, [], []
+    """Returns the whole text of every file that holds tables."""
+    files, headlines, of_apps = {}, [], []
     for folder in _folders(directory):
         sections = [(b, newest_rows(folder / f"{b.op}.jsonl", b.cases)) for b in benchmarks]
         sections = [(benchmark, rows) for benchmark, rows in sections if rows]
-        of_drafters = _lines(folder / "drafters.jsonl")
         if sections:
             headlines.append(_headline_table(sections))
-        parts = ([_full_report(sections)] if sections else []) + _more_of_drafters(of_drafters)
-        parts += _suffix_cache_table(_lines(folder / "suffix_cache.jsonl"))
+        parts = [_full_report(sections)] if sections else []
+        for name, app in APPS.items():
+            if (file := folder / f"{name}.jsonl").exists():
+                parts += app.details(file)
+                of_apps += app.headlines(file)
         if parts:
             files[folder / "README.md"] = "\n\n".join(parts) + "\n"
-        shapes: dict[str, list[dict]] = {}
-        for line in _lines(folder / "generation.jsonl"):
-            shapes.setdefault(line["shape"], []).append(line)
-        steps += map(_engine_tables, shapes.values())
-        steps += _drafter_table(of_drafters)
-        steps += _experiment_table(_cells(folder))
     before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise ValueError(f"{readme} must hold {BEGIN} and, after it, {END}")
-    tables = "\n\n".join(headlines + steps) or "No results yet."
+    tables = "\n\n".join(headlines + of_apps) or "No results yet."
     files[readme] = f"{before}{begin}\n{tables}\n{end}{after}"
     return files
-
-
-def _lines(file: Path) -> list[dict]:
-    return read_lines(file) if file.exists() else []
 
 
 def newest_rows(file: Path, cases: Iterable[Case]) -> list[tuple[Case, Row]]:
@@ -143,7 +132,7 @@ def newest_rows(file: Path, cases: Iterable[Case]) -> list[tuple[Case, Row]]:
     Cases that are no longer declared are history.
     """
     runs: dict[str, dict[tuple, Row]] = {}
-    for line in _lines(file):
+    for line in read_lines(file) if file.exists() else ():
         of_case = runs.setdefault(line["case"], {})
         run = ("run", line["run"]) if line.get("run") else ("commit", line["commit"])
         # taken out and put back: the run that was written to last comes last
@@ -174,7 +163,7 @@ def _full_report(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> st
         if has_floor:
             bandwidth, fixed_us = benchmark.floor
             heading += f"\n\nFloor: the bytes at the bandwidth of a large {bandwidth}, and {fixed_us:g} µs."
-        parts += [heading, _markdown(table)]
+        parts += [heading, markdown(table)]
     return "\n\n".join(parts)
 
 
@@ -188,97 +177,7 @@ def _headline_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) ->
             ours = [_time(row[OURS].get(name)) for name in ("graph_p50_us", "host_p50_us", "public_host_p50_us")]
             theirs = [best, _time(_graph(row, best)), _ratio(row, best)] if best else ["-"] * 3
             table.append([f"`{benchmark.op}`", case.name, *ours, *theirs, f"`{row[OURS]['commit']}`"])
-    return f"{_machine(sections)}, times in µs:\n\n{_markdown(table)}"
-
-
-def _engine_tables(lines: Sequence[dict]) -> str:
-    """Steps of the engine, and its throughput by batch size and preset: the newest line of each case and provider."""
-    newest = _newest(lines)
-    steps = [["section", "case", "provider", "ms a step", "numbers", "at commit"]]
-    speeds: dict[str, dict[str, str]] = {}
-    for (section, case, provider), line in newest.items():
-        if section == "throughput":
-            plain = newest[section, case, "plain"]["tokens_per_s"]
-            speeds.setdefault(case, {})[provider] = f"{line['tokens_per_s']:.0f} ({line['tokens_per_s'] / plain:.2f}×)"
-            continue
-        numbers = [f"{name} {line[name]:.4g}" for name in _SHOWN if name in line]
-        steps.append([section, case, provider, f"{line['step_ms']:.3f}", ", ".join(numbers), f"`{line['commit']}`"])
-    presets = list(dict.fromkeys(name for row in speeds.values() for name in row))
-    throughput = [["tokens/s (of plain)", *presets]]
-    throughput += [[case, *(row.get(name, "-") for name in presets)] for case, row in speeds.items()]
-    about = f"The engine on {lines[0]['gpu']}, shape of {lines[0]['shape']}, random weights, simulated acceptance"
-    tables = [_markdown(table) for table in (steps, throughput) if len(table) > 1]
-    return "\n\n".join([f"{about} (`--app generation`):", *tables])
-
-
-def _newest(lines: Sequence[dict]) -> dict[tuple[str, str, str], dict]:
-    """By section, case and provider the last line."""
-    return {(line["section"], line["case"], line["provider"]): line for line in lines}
-
-
-def _drafter_table(lines: Sequence[dict]) -> list[str]:
-    """Methods of drafting by workload, and naive drafting in turns with plain decoding: the newest line of each."""
-    rows = []
-    for (section, case, provider), line in _newest(lines).items():
-        if section in ("methods", "naive"):
-            case += ", in turns with plain decoding" if section == "naive" else ""
-            numbers = [
-                f"{line.get('accept_length', 1.0):.2f}",
-                f"{line['tokens_per_s']:.0f}",
-                f"{line['of_plain']:.2f}×",
-            ]
-            drafts = 0 if provider in ("plain", "naive") else line.get("drafts", "-")
-            rows.append([case, provider, str(drafts), *numbers, f"`{line['commit']}`"])
-    if not rows:
-        return []
-    workloads = list(dict.fromkeys(row[0] for row in rows))
-    rows.sort(key=lambda row: (workloads.index(row[0]), row[1] != "plain"))
-    table = [["workload", "method", "drafts", "tokens a step", "tokens/s", "of plain", "at commit"], *rows]
-    about = f"Methods of drafting on {lines[-1]['gpu']}, shape of {lines[-1]['shape']} (`--app drafters`):"
-    return [f"{about}\n\n{_markdown(table)}"]
-
-
-def _more_of_drafters(lines: Sequence[dict]) -> list[str]:
-    """Chains against trees, and what the device waits for: the newest line of each case and provider."""
-    trees: dict[str, dict[str, str]] = {}
-    commits: dict[str, list[str]] = {}
-    gaps = [["requests", "method", "device idle before a step, µs", "worst, µs", "at commit"]]
-    for (section, case, provider), line in _newest(lines).items():
-        if section == "trees":
-            trees.setdefault(case, {})[provider] = f"{line['accept_length']:.2f}, {line['tokens_per_s']:.0f}"
-            commits.setdefault(provider, []).append(f"`{line['commit']}`")
-        elif section == "gap":
-            times = [f"{line[name]:.0f}" for name in ("median_us", "worst_us")]
-            gaps.append([case, provider, *times, f"`{line['commit']}`"])
-    providers = sorted({name for row in trees.values() for name in row})
-    lengths = [["tokens a step, tokens/s", *providers]]
-    lengths += [[case, *(row.get(name, "-") for name in providers)] for case, row in trees.items()]
-    if commits:
-        lengths.append(["at commit", *(", ".join(dict.fromkeys(commits[name])) for name in providers)])
-    tables = [_markdown(table) for table in (lengths, gaps) if len(table) > 1]
-    return ["## Drafters", *tables] if tables else []
-
-
-def _suffix_cache_table(lines: Sequence[dict]) -> list[str]:
-    """What suffix decoding costs the host: the newest line of each kind of text and provider."""
-    table = [["drafts", "text", "provider", "responses", "p50, µs", "p99, µs", "worst, µs", "at commit"]]
-    for (section, case, provider), line in _newest(lines).items():
-        times = [f"{line[name]:.0f}" for name in ("p50_us", "p99_us", "worst_us")]
-        table.append([section, case, provider, str(line["responses"]), *times, f"`{line['commit']}`"])
-    if len(table) == 1:
-        return []
-    about = f"A step of a request, update and drafts, on {lines[-1]['processor']} (`--app suffix_cache`):"
-    return [f"## Suffix trees on the host\n\n{about}\n\n{_markdown(table)}"]
-
-
-def _experiment_table(cells: Sequence[dict]) -> list[str]:
-    """Pair, domain and method against K: the newest line of each."""
-    table = markdown_table(cells)
-    if len(table) == 1:
-        return []
-    machines = ", ".join(dict.fromkeys(cell["gpu"] for cell in cells))
-    about = f"An experiment on {machines} (`--app experiment`): tokens/s (speed-up over plain decoding, tokens a step)"
-    return [f"{about}:\n\n{_markdown(table)}"]
+    return f"{_machine(sections)}, times in µs:\n\n{markdown(table)}"
 
 
 def _headlines(benchmark: Benchmark, rows: list[tuple[Case, Row]]) -> list[tuple[Case, Row]]:
@@ -308,13 +207,6 @@ def _time(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
-
-
-def _markdown(table: list[list[str]]) -> str:
-    header, *rows = table
-    # names to the left, numbers to the right
-    rule = [":--" if rows and any(c.isalpha() for c in rows[0][i]) else "--:" for i in range(len(header))]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from eagle_kernels.runtime.interpreter import speed_up
 from eagle_kernels.runtime.language import is_interpreting
 
 from .harness import results
@@ -46,7 +47,9 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
         if options.app not in APPS:
             parser.error(f"no app {options.app}; there are {', '.join(APPS)}")
         rest += ["--help"] * options.help
-        return APPS[options.app](rest, None if options.results == "none" else Path(options.results), options.commit)
+        return APPS[options.app].main(
+            rest, None if options.results == "none" else Path(options.results), options.commit
+        )
     if options.help:
         parser.print_help()
         return 0
@@ -54,8 +57,6 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
 
     if is_interpreting():
-        from op_tests.harness.interpreter import speed_up  # needs what the tests need
-
         speed_up()
     benchmarks = list(benchmarks or declared())
     unknown = set(options.op or ()) - {benchmark.op for benchmark in benchmarks}

@@ -11,15 +11,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
 
-from .harness import interpreter
-
 # Threads of torch wait for each other: with another worker or a compiler on one's core the others spin all that while.
 NUM_THREADS = max(1, os.cpu_count() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "2")))
 torch.set_num_threads(NUM_THREADS)
 os.environ.setdefault("OMP_NUM_THREADS", str(NUM_THREADS))  # of the programs that tests start
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    interpreter.speed_up()
+    from eagle_kernels.runtime.interpreter import speed_up
+
+    speed_up()
 
 
 @pytest.hookimpl(optionalhook=True)

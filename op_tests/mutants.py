@@ -293,7 +293,7 @@ MUTANTS = [
     ),
     Mutant(
         "distances are 0", _COINS,
-        [("op_tests/harness/enumeration.py", "return 0.5 * sum", "return 0.0 * sum")],
+        [("reference/enumeration.py", "return 0.5 * sum", "return 0.0 * sum")],
         [f"{LAWS}test_wrong_schemes_are_seen", *of(_COINS, "test_wrong_schemes_are_seen")], "enumeration",
     ),
     Mutant(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
 from eagle_kernels.runtime.target import SHARED_MEMORY_BYTES
 
-from .harness.ahead_of_time import PATHS, TARGETS, compile_for_targets
+from .harness.ahead_of_time import PATHS, TARGETS, compile_for_targets, module_of_tests
 from .ops.attention.cases import HEAD_DIMS
 
 
@@ -49,8 +47,7 @@ def _check_cases(path: str, part: str) -> None:
 
 
 def _not_supported(path: str) -> set[tuple[str, str]]:
-    module = importlib.import_module("op_tests.ops.{}.test_{}".format(*path.split(".")))
-    return getattr(module, "NOT_SUPPORTED", set())
+    return getattr(module_of_tests(path), "NOT_SUPPORTED", set())
 
 
 def _check(records: list[dict]) -> set[str]:

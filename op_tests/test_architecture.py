@@ -10,18 +10,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from op_tests import architecture
+from op_tests.architecture import ROOT, House
+
 PACKAGE = ROOT / "eagle_kernels"
-LAYERS = (
-    "runtime",
-    "primitives",
-    "ops",
-    "engine",
-    "tools",
-    "integrations",
-)  # each may import itself and those before it
 HEAVY = {"transformers", "tokenizers", "safetensors", "matplotlib", "tqdm"}  # extras: imported inside functions only
 TOP_LEVEL = {"eagle_kernels", "reference", "op_tests", "bench"}
+HOUSE = House.of_folder(ROOT)
 
 
 def sources(folder: Path) -> list[Path]:
@@ -38,54 +33,202 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def imported_modules(path: Path, package_root: Path = ROOT, *, top_level_only: bool = False) -> set[str]:
-    """Absolute names of everything a file imports, relative imports resolved."""
-    package = list(path.relative_to(package_root).with_suffix("").parts)[:-1]
-    tree = parse(path)
-    nodes = tree.body if top_level_only else ast.walk(tree)
-    found = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join(base + ([node.module] if node.module else []))
-            found.add(module)
-            found |= {f"{module}.{alias.name}" for alias in node.names}
-    return found
-
-
-def layer_of(module: str) -> str | None:
-    parts = module.split(".")
-    return parts[1] if parts[0] == "eagle_kernels" and len(parts) > 1 and parts[1] in LAYERS else None
+def imported_roots(path: Path, *, top_level_only: bool = False) -> set[str]:
+    """First components of everything that a file imports."""
+    file = next(file for file in HOUSE.files.values() if ROOT / file.path == path)
+    lines = {node.lineno for node in parse(path).body} if top_level_only else None
+    return {i.module.split(".")[0] for i in file.imports if lines is None or i.line in lines}
 
 
 def calls_and_attributes(tree: ast.Module):
     return (node for node in ast.walk(tree) if isinstance(node, (ast.Call, ast.Attribute)))
 
 
-@pytest.mark.parametrize("path", sources(PACKAGE), ids=lambda p: str(p.relative_to(ROOT)))
-def test_layers_import_downwards_only(path):
-    own = layer_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    for module in imported_modules(path):
-        assert module.split(".")[0] not in ("op_tests", "bench"), f"{path} imports {module}"
-        assert module.split(".")[0] != "reference", f"{path} imports {module}, not through the package"
-        other = layer_of(module)
-        if own and other:
-            assert LAYERS.index(other) <= LAYERS.index(own), f"{own} imports {module}"
+@pytest.mark.parametrize("law", architecture.LAWS, ids=lambda law: law.__name__)
+def test_the_house_obeys(law):
+    violations = list(law(HOUSE))
+    if violations:
+        pytest.fail("\n".join([law.__name__, law.__doc__, *violations]), pytrace=False)
+
+
+# a law, a house that breaks it, and where
+BROKEN = {
+    "upward": (
+        architecture.no_import_upward,
+        {
+            "eagle_kernels/__init__.py": "from . import engine, tools",
+            "eagle_kernels/runtime/check.py": "from ..ops import build_tree",
+            "eagle_kernels/ops/__init__.py": "from ..runtime import check",
+            "eagle_kernels/engine/step.py": "def run():\n    import eagle_kernels.tools.view",
+            "eagle_kernels/tools/view.py": "from ..engine import step\nfrom ..integrations import aiter",
+            "eagle_kernels/integrations/aiter.py": "import torch\nimport eagle_kernels",
+        },
+        [
+            "eagle_kernels/runtime/check.py:1",
+            "eagle_kernels/engine/step.py:2",
+            "eagle_kernels/tools/view.py:2",
+            "eagle_kernels/integrations/aiter.py:2",
+        ],
+    ),
+    "circle": (
+        architecture.no_circle,
+        {
+            "eagle_kernels/a.py": "from .b import run",
+            "eagle_kernels/b.py": "def run():\n    from .c import go",
+            "eagle_kernels/c.py": "from . import a",
+            "eagle_kernels/d.py": "from . import a",
+        },
+        ["eagle_kernels/a.py:1", "eagle_kernels/b.py:2", "eagle_kernels/c.py:1"],
+    ),
+    "families": (
+        architecture.families_apart,
+        {
+            "eagle_kernels/ops/__init__.py": "from .tree.shared.masks import Mode",
+            "eagle_kernels/ops/tree/shared/masks.py": "MODE = 1",
+            "eagle_kernels/ops/tree/build.py": "from .shared.masks import MODE\nfrom ..verify.walk import Walk",
+            "eagle_kernels/ops/verify/walk.py": "from .. import build\nfrom ..tree.shared import masks",
+            "eagle_kernels/engine/step.py": (
+                "from ..ops.tree.build import Output\n"
+                "from ..ops.tree.shared.masks import MODE\n"
+                "from ..ops.tree.shared.masks import pack"
+            ),
+        },
+        [
+            "eagle_kernels/ops/tree/build.py:2",
+            "eagle_kernels/ops/verify/walk.py:1",
+            "eagle_kernels/ops/verify/walk.py:2",
+            "eagle_kernels/engine/step.py:3",
+        ],
+    ),
+    "primitives": (
+        architecture.primitives_are_shared,
+        {
+            "eagle_kernels/primitives/paging.py": "from .strides import offset",
+            "eagle_kernels/primitives/strides.py": "",
+            "eagle_kernels/primitives/unused.py": "",
+            "eagle_kernels/ops/kv/write.py": "from ...primitives.paging import page",
+            "eagle_kernels/ops/kv/move.py": "from ...primitives import paging",
+            "eagle_kernels/ops/nn/norm.py": "from ...primitives.strides import offset",
+        },
+        ["eagle_kernels/primitives/paging.py:1", "eagle_kernels/primitives/unused.py:1"],
+    ),
+    "private": (
+        architecture.no_private_name_of_others,
+        {
+            "eagle_kernels/a.py": "import torch\nfrom .b import _run, Row\nfrom . import b\ntorch._C.call()\nb._run()",
+            "eagle_kernels/b.py": "class Row:\n    def __init__(self, other):\n        self._x = other._x",
+            "reference/c.py": "def f(self, row):\n    self._y\n    row._replace(a=1)\n    row.__class__\n    row._y",
+            "bench/d.py": "def f(engine, _):\n    engine._scheduler.step()\n    getattr(engine, '_lock')",
+            "op_tests/e.py": "from eagle_kernels.b import _run",
+        },
+        [
+            "eagle_kernels/a.py:2",
+            "eagle_kernels/a.py:5",
+            "reference/c.py:5",
+            "bench/d.py:2",
+            "bench/d.py:3",
+        ],
+    ),
+    "device calls": (
+        architecture.device_calls_are_short,
+        {
+            "eagle_kernels/primitives/tree.py": (
+                "@triton.jit\ndef walk(a): pass\n@triton.jit(noinline=True)\ndef go(a): pass"
+            ),
+            "eagle_kernels/ops/a.py": (
+                "from ..primitives import tree\nfrom ..primitives.tree import walk as stroll, go\n"
+                "def host(*a): pass\nhost(1, 2, 3, 4, 5, 6, 7, 8, 9)\n"
+                "stroll(1, 2, 3, 4, 5, 6, 7, 8, nine=9)\nstroll(1, 2, 3, 4, 5, 6, 7, 8, 9)\n"
+                "go(1, 2, 3, 4, 5, 6, 7, 8, 9)\ntree.walk(1, 2, 3, 4, 5, 6, 7, 8, 9)\ngo(1, *a)"
+            ),
+        },
+        [f"eagle_kernels/ops/a.py:{line}" for line in (6, 7, 8, 9)],
+    ),
+    "long files": (
+        architecture.files_are_short,
+        {"reference/a.py": "\n" * 400, "reference/b.py": "\n" * 401, "bench/c.py": "\n" * 401},
+        ["reference/b.py:401"],
+    ),
+    "references": (
+        architecture.references_are_backends_only,
+        {
+            "eagle_kernels/__init__.py": "from . import reference",
+            "eagle_kernels/ops/__init__.py": "import_module('..reference.ops.' + path)\nimport reference.tree",
+            "eagle_kernels/engine/step.py": "from ..reference.tree import depth\nimport_module('..reference.tree')",
+            "reference/tree.py": "",
+            "reference/__init__.py": "",
+        },
+        ["eagle_kernels/ops/__init__.py:2", "eagle_kernels/engine/step.py:1", "eagle_kernels/engine/step.py:2"],
+    ),
+    "bench and tests": (
+        architecture.product_knows_no_tests,
+        {
+            "eagle_kernels/a.py": "import bench.run",
+            "reference/b.py": "from op_tests import harness",
+            "bench/run.py": "def main():\n    from op_tests.harness import interpreter",
+            "op_tests/test_bench.py": "from bench import run",
+            "op_tests/lab/test_page.py": "from bench.lab import page",
+            "op_tests/conftest.py": "from bench.harness import timing",
+        },
+        ["eagle_kernels/a.py:1", "reference/b.py:1", "bench/run.py:2", "op_tests/conftest.py:1"],
+    ),
+    "test modules": (
+        architecture.tests_stand_alone,
+        {
+            "op_tests/engine/test_a.py": "from .toys import make\nfrom op_tests.engine import test_b",
+            "op_tests/engine/test_b.py": "from .test_a import one",
+            "op_tests/engine/toys.py": "from .test_a import one",
+        },
+        ["op_tests/engine/test_a.py:2", "op_tests/engine/test_b.py:1", "op_tests/engine/toys.py:1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_law_sees_who_breaks_it(name):
+    law, texts, expected = BROKEN[name]
+    assert sorted(violation.partition(" ")[0] for violation in law(House(texts))) == sorted(expected)
+
+
+def test_every_law_is_seen_broken():
+    assert {law for law, _, _ in BROKEN.values()} == set(architecture.LAWS)
+
+
+USES_OF_A_TYPE = {
+    "called": ("def f():\n    return Engine()", True),
+    "read": ("def f():\n    return Engine.limit", True),
+    "annotates": ("def f(engine: Engine, others: list[Engine]) -> Engine | None:\n    return engine", False),
+    "parameter": ("def f(engine: Engine | None):\n    engine.step()", True),
+    "parameter in quotes": ("def f(engine: 'Engine'):\n    return engine.limit", True),
+    "parameter of another": ("def f(engine: Engine):\n    pass\ndef g(engine):\n    engine.step()", False),
+    "variable": ("def f(x):\n    engine: Engine = x\n    engine.step()", True),
+    "attribute": ("class A:\n    def __init__(self, engine: Engine):\n        self.engine = engine\n"
+                  "    def f(self):\n        self.engine.step()", True),
+    "field": ("class A:\n    engine: Engine\ndef f(a):\n    a.engine.step()", True),
+    "property": ("class A:\n    @property\n    def engine(self) -> Engine:\n        pass\n"
+                 "    def f(self):\n        self.engine.step()", True),
+    "field that is handed on": ("class A:\n    engine: Engine\ndef f(a):\n    return a.engine", False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USES_OF_A_TYPE)
+def test_an_import_for_types_counts_if_it_is_used(name):
+    text, counts = USES_OF_A_TYPE[name]
+    head = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .engine import Engine\n"
+    texts = {"eagle_kernels/stream.py": head + text, "eagle_kernels/engine.py": "from .stream import f"}
+    assert bool(list(architecture.no_circle(House(texts)))) == counts
 
 
 @pytest.mark.parametrize("path", sources(ROOT / "reference"), ids=lambda p: str(p.relative_to(ROOT)))
 def test_references_stand_alone(path):
     """torch and the standard library: a mistake shared with the kernels could not show."""
-    for module in imported_modules(path):
-        allowed = {"torch", "reference", "__future__"} | set(sys.stdlib_module_names)
-        assert module.split(".")[0] in allowed, f"{path} imports {module}"
+    foreign = imported_roots(path) - {"torch", "reference", "__future__"} - set(sys.stdlib_module_names)
+    assert not foreign, f"{path} imports {foreign}"
 
 
 @pytest.mark.parametrize("path", sources(PACKAGE), ids=lambda p: str(p.relative_to(ROOT)))
 def test_extras_are_imported_lazily(path):
-    roots = {module.split(".")[0] for module in imported_modules(path, top_level_only=True)}
+    roots = imported_roots(path, top_level_only=True)
     assert not roots & HEAVY, f"{path} imports {roots & HEAVY} at the top"
     if path != PACKAGE / "runtime" / "language.py":
         assert "triton" not in roots, f"{path}: triton comes from runtime/language.py, which can do without it"
@@ -96,8 +239,7 @@ def test_adapters_import_nothing_of_the_project_they_imitate(path):
     allowed = {"eagle_kernels", "torch", "__future__"} | set(sys.stdlib_module_names)
     if path.stem == "transformers":  # imitates nothing: it tells transformers of our attention
         allowed.add("transformers")
-    for module in imported_modules(path):
-        assert module.split(".")[0] in allowed
+    assert imported_roots(path) <= allowed
 
 
 @pytest.mark.parametrize("path", sources(PACKAGE / "ops"), ids=lambda p: str(p.relative_to(ROOT)))
@@ -179,11 +321,11 @@ def test_importing_touches_no_device():
 EVERY_OP_WITHOUT_TRITON = """
 import importlib, sys
 sys.modules["triton"] = None
-from op_tests.harness.ahead_of_time import PATHS
+from op_tests.harness.ahead_of_time import PATHS, module_of_tests
 for path in PATHS:
-    category, _, name = path.rpartition(".")
+    name = path.rpartition(".")[2]
     launcher = getattr(importlib.import_module("eagle_kernels.ops." + path), name)
-    _, values = next(importlib.import_module(f"op_tests.ops.{category}.test_{name}").ahead_of_time_cases())
+    _, values = next(module_of_tests(path).ahead_of_time_cases())
     try:
         launcher(**values)
     except RuntimeError as error:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bench import peers, plot, report, run
+from bench.apps import suffix_cache
 from bench.harness import Benchmark, Case, Floor, Unavailable, results, timing
 from bench.harness.check import check_provider, expected_outputs
 from bench.harness.declaration import declared
@@ -560,7 +561,7 @@ def test_steps_of_the_cache_are_kept_beside_a_gpu(tmp_path, monkeypatch, capsys)
             list(map(int, times)), abs=1
         )
         assert line["processor"] and (line["section"], line["responses"], line["commit"]) == ("path", 4, "abc")
-    (table,) = report._suffix_cache_table(lines)
+    (table,) = suffix_cache.details(file)
     assert "| path | code | eagle_kernels | 4 | " in table and lines[0]["processor"] in table
 
 

@@ -11,7 +11,7 @@ import torch
 
 import eagle_kernels
 from op_tests.harness.statistics import FALSE_ALARM, assert_follows_law
-from op_tests.test_laws import SCHEMES, emitted_in_rounds
+from op_tests.rounds import SCHEMES, emitted_in_rounds
 
 # of the interpreter, in lanes that are masked
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .harness.enumeration import enumerate_outcomes, total_variation
+from eagle_kernels.reference.enumeration import enumerate_outcomes, total_variation
 
 
 def test_a_uniform_is_cut_down_by_what_is_asked_of_it():

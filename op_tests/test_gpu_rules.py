@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 
 import eagle_kernels
 from op_tests.harness import assert_equal, to_device
-from op_tests.harness.ahead_of_time import PATHS
-from op_tests.ops.tree.test_build_tree import make as make_tree
+from op_tests.harness.ahead_of_time import PATHS, module_of_tests
+from op_tests.ops.tree.cases import make_tree
 
 pytestmark = pytest.mark.gpu
 
@@ -18,8 +16,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("path", PATHS)
 def test_no_op_waits_for_the_device(path, device):
     """The first call compiles, the second is planned, the third replayed; the public function goes its own way."""
-    category, _, name = path.rpartition(".")
-    _, values = next(iter(importlib.import_module(f"op_tests.ops.{category}.test_{name}").ahead_of_time_cases()))
+    name = path.rpartition(".")[2]
+    _, values = next(iter(module_of_tests(path).ahead_of_time_cases()))
     values = to_device(values, device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

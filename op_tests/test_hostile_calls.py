@@ -15,18 +15,12 @@ import eagle_kernels
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.runtime.calls import refuse_overlaps
 from op_tests.engine.toys import ToyModel
-from op_tests.ops.nn.test_linear_decode import make as make_linear
-from op_tests.ops.nn.test_rms_norm import make as make_norm
-from op_tests.ops.nn.test_silu_and_mul import make as make_silu
-from op_tests.ops.tree.test_build_tree import make as make_tree
-from op_tests.ops.tree.test_build_tree_from_scores import make as make_scored
-from op_tests.ops.tree.test_tree_from_parents import make as make_parents
-from op_tests.ops.tree.test_unpack_tree_mask import make as make_words
-from op_tests.ops.verify.test_sample_from_logits import make as make_logits
-from op_tests.ops.verify.test_verify_tree_sampled import make as make_sampled
+from op_tests.ops.nn.cases import make_linear, make_norm, make_silu
+from op_tests.ops.tree.cases import make_parents, make_scored, make_tree, make_words
+from op_tests.ops.verify.cases import make_logits, make_sampled
 
 from .harness import Guarded, assert_in_bounds, to_device
-from .harness.ahead_of_time import PATHS
+from .harness.ahead_of_time import PATHS, module_of_tests
 
 NAN = math.nan
 
@@ -44,8 +38,7 @@ def signature_of(path: str) -> dict[str, inspect.Parameter]:
 
 
 def cases_of(path: str):
-    module = importlib.import_module("op_tests.ops.{}.test_{}".format(*path.split(".")))
-    for _, values in module.ahead_of_time_cases():
+    for _, values in module_of_tests(path).ahead_of_time_cases():
         yield {name: value for name, value in values.items() if name != "out"}
 
 

@@ -1,4 +1,4 @@
-"""The interpreter as harness/interpreter.py leaves it: patched in a launch, restored behind it, also after errors."""
+"""The interpreter as runtime/interpreter.py leaves it: patched in a launch, restored after it, also after errors."""
 
 from __future__ import annotations
 

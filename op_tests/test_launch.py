@@ -10,8 +10,8 @@ import torch
 import eagle_kernels
 from eagle_kernels.runtime import launch as launch_module
 from op_tests.harness import assert_equal
-from op_tests.ops.tree.test_build_tree import make as make_tree
-from op_tests.ops.verify.test_verify_tree_sampled import ahead_of_time_cases as sampled_cases
+from op_tests.harness.ahead_of_time import module_of_tests
+from op_tests.ops.tree.cases import make_tree
 
 # of the launcher that `pretend` makes
 IN_PLACE = {"out": ("x",)}
@@ -156,7 +156,7 @@ def test_one_tensor_in_two_places_is_not_taken_for_one_argument(device):
 @pytest.mark.gpu
 def test_allocated_scratch_is_fresh_in_every_call(device):
     """Two results of an op with workspaces must not share memory."""
-    _, values = next(iter(sampled_cases()))
+    _, values = next(iter(module_of_tests("verify.verify_tree_sampled").ahead_of_time_cases()))
     values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
     results = [eagle_kernels.raw.verify_tree_sampled(**values) for _ in range(3)]
     assert len({result.predicts.data_ptr() for result in results}) == 3

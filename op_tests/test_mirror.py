@@ -37,6 +37,10 @@ def test_every_op_is_four_files(folder, prefix):
     assert sorted(op_paths(ROOT / folder, prefix)) == OPS
 
 
+def test_every_op_is_registered():
+    assert sorted(eagle_kernels.ops.OPS.values()) == OPS
+
+
 @pytest.mark.parametrize("path", OPS)
 def test_launcher_and_reference_have_one_signature(path):
     name = path.rpartition(".")[2]

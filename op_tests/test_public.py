@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 
 import pytest
 import torch
 
 import eagle_kernels
-from op_tests.ops.attention.test_gqa_decode import ahead_of_time_cases as attention_cases
-from op_tests.ops.tree.test_build_tree import make as make_tree
-from op_tests.ops.verify.test_sample_from_logits import make as make_logits
+from op_tests.ops.tree.cases import make_tree
+from op_tests.ops.verify.cases import make_logits
 
-from .harness.ahead_of_time import PATHS, count_variants
+from .harness.ahead_of_time import PATHS, count_variants, module_of_tests
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,7 @@ def test_debug_mode_leaves_tracing_alone(monkeypatch):
 
 def test_what_would_need_derivatives_is_refused(device):
     """In grad mode alone, and below torch.no_grad() nothing is recorded, also not in reused buffers."""
-    _, values = next(iter(attention_cases()))
+    _, values = next(iter(module_of_tests("attention.gqa_decode").ahead_of_time_cases()))
     values = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
     values["query"] = values["query"].float().requires_grad_()
     values["k_cache"], values["v_cache"] = values["k_cache"].float(), values["v_cache"].float()
@@ -115,7 +113,7 @@ def test_a_nan_filter_is_off_in_kernel_and_reference(device):
 @pytest.mark.parametrize("path", PATHS)
 def test_batch_and_lengths_compile_at_most_two_variants(path):
     """A server sees every batch size and length; each must not cost a compilation."""
-    module = importlib.import_module("op_tests.ops.{}.test_{}".format(*path.split(".")))
+    module = module_of_tests(path)
     assert inspect.isgeneratorfunction(module.size_sweep), f"{module.__name__} declares no size_sweep()"
     variants = count_variants(path)
     assert variants and all(count <= 2 for count in variants.values()), variants

@@ -27,7 +27,9 @@ from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.loading import demo_pair
 
 from ..harness import results
+from ..harness.markdown import markdown, newest
 from ..harness.trace import graph_gaps_us
+from ..lab.log import read_lines
 from .random_models import SHAPES, random_modules, random_target
 from .replay import Replay, ReplayModules, edited_file
 from .suffix_cache import Texts
@@ -166,6 +168,49 @@ def gap(bench: Bench) -> None:
             gaps = sorted(graph_gaps_us(engine._scheduler.step, 20))
             stream.close()
             bench.record("gap", f"B={num_rows}", provider, median_us=gaps[len(gaps) // 2], worst_us=gaps[-1])
+
+
+def headlines(file: Path) -> list[str]:
+    """Returns the README's table: methods of drafting by workload, and naive drafting in turns with plain decoding."""
+    lines, rows = read_lines(file), []
+    for (section, case, provider), line in newest(lines).items():
+        if section in ("methods", "naive"):
+            case += ", in turns with plain decoding" if section == "naive" else ""
+            numbers = [
+                f"{line.get('accept_length', 1.0):.2f}",
+                f"{line['tokens_per_s']:.0f}",
+                f"{line['of_plain']:.2f}×",
+            ]
+            drafts = 0 if provider in ("plain", "naive") else line.get("drafts", "-")
+            rows.append([case, provider, str(drafts), *numbers, f"`{line['commit']}`"])
+    if not rows:
+        return []
+    workloads = list(dict.fromkeys(row[0] for row in rows))
+    rows.sort(key=lambda row: (workloads.index(row[0]), row[1] != "plain"))
+    table = [["workload", "method", "drafts", "tokens a step", "tokens/s", "of plain", "at commit"], *rows]
+    about = f"Methods of drafting on {lines[-1]['gpu']}, shape of {lines[-1]['shape']} (`--app drafters`):"
+    return [f"{about}\n\n{markdown(table)}"]
+
+
+def details(file: Path) -> list[str]:
+    """Returns tables of chains against trees, and of what the device waits for."""
+    trees: dict[str, dict[str, str]] = {}
+    commits: dict[str, list[str]] = {}
+    gaps = [["requests", "method", "device idle before a step, µs", "worst, µs", "at commit"]]
+    for (section, case, provider), line in newest(read_lines(file)).items():
+        if section == "trees":
+            trees.setdefault(case, {})[provider] = f"{line['accept_length']:.2f}, {line['tokens_per_s']:.0f}"
+            commits.setdefault(provider, []).append(f"`{line['commit']}`")
+        elif section == "gap":
+            times = [f"{line[name]:.0f}" for name in ("median_us", "worst_us")]
+            gaps.append([case, provider, *times, f"`{line['commit']}`"])
+    providers = sorted({name for row in trees.values() for name in row})
+    lengths = [["tokens a step, tokens/s", *providers]]
+    lengths += [[case, *(row.get(name, "-") for name in providers)] for case, row in trees.items()]
+    if commits:
+        lengths.append(["at commit", *(", ".join(dict.fromkeys(commits[name])) for name in providers)])
+    tables = [markdown(table) for table in (lengths, gaps) if len(table) > 1]
+    return ["## Drafters", *tables] if tables else []
 
 
 def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:

@@ -27,13 +27,16 @@ import torch
 from eagle_kernels import EAGLEInference
 
 from ..harness import results
+from ..harness.markdown import markdown
 from ..lab.config import METHODS, BenchmarkConfig
 from ..lab.experiment import Experiment
 from ..lab.loader import load_pair
 from ..lab.log import EventLog, read_events
 from ..lab.measure import Measurement, Meter
 from ..lab.prompts import Prompt, PromptDataset
+from ..lab.records import newest_cells
 from ..lab.sources import DOMAINS
+from ..lab.tables import markdown_table
 
 # of all cells of a group; each makes pools and graphs anew where methods with a model meet those without
 MOST_TURNS = 5
@@ -54,6 +57,17 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
         print(f"error: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
         return 1
     return 0
+
+
+def headlines(file: Path) -> list[str]:
+    """Returns the README's table: pair, domain and method against K."""
+    cells = newest_cells(read_events(file, "cell"))
+    table = markdown_table(cells)
+    if len(table) == 1:
+        return []
+    machines = ", ".join(dict.fromkeys(cell["gpu"] for cell in cells))
+    about = f"An experiment on {machines} (`--app experiment`): tokens/s (speed-up over plain decoding, tokens a step)"
+    return [f"{about}:\n\n{markdown(table)}"]
 
 
 class Runner:

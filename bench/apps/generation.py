@@ -32,8 +32,10 @@ from eagle_kernels.engine.serve.stream import TokenStream
 from eagle_kernels.engine.step.choice import PROBE_STEPS
 
 from ..harness import results
+from ..harness.markdown import markdown, newest
 from ..harness.timing import ceiling_gb_per_s
 from ..harness.trace import graph_gaps_us
+from ..lab.log import read_lines
 from .random_models import SHAPES, Hollow, random_head, random_target, target_config
 
 PROMPT_TOKENS = 512
@@ -48,6 +50,8 @@ PRESETS = {
     # chains of 1 and 3 accept as much as above, all trees as if their paths were such chains
     "adaptive": {"tree": (8, 5, 64), "accept": (0.7, 0.5, 0.4, 0.3, 0.2), "adaptive": "auto"},
 }
+# numbers of a step that the table shows
+SHOWN = ("tokens_per_s", "accept_length", "of_floor", "of_plain", "of_ours", "ratio", "worst_us")
 WARM_STEPS = 8
 # of the steps that are timed in one go
 MOST_S = 2.0
@@ -307,6 +311,34 @@ def _slope_ms(run: Callable[[int], None]) -> float:
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start_s))
     return (times[1] - times[0]) / (long - short)
+
+
+def headlines(file: Path) -> list[str]:
+    """Returns the README's tables, one text for each shape of a model."""
+    shapes: dict[str, list[dict]] = {}
+    for line in read_lines(file):
+        shapes.setdefault(line["shape"], []).append(line)
+    return list(map(_tables, shapes.values()))
+
+
+def _tables(lines: Sequence[dict]) -> str:
+    """Returns steps of the engine, and its throughput by batch size and preset."""
+    kept = newest(lines)
+    steps = [["section", "case", "provider", "ms a step", "numbers", "at commit"]]
+    speeds: dict[str, dict[str, str]] = {}
+    for (section, case, provider), line in kept.items():
+        if section == "throughput":
+            plain = kept[section, case, "plain"]["tokens_per_s"]
+            speeds.setdefault(case, {})[provider] = f"{line['tokens_per_s']:.0f} ({line['tokens_per_s'] / plain:.2f}×)"
+            continue
+        numbers = [f"{name} {line[name]:.4g}" for name in SHOWN if name in line]
+        steps.append([section, case, provider, f"{line['step_ms']:.3f}", ", ".join(numbers), f"`{line['commit']}`"])
+    presets = list(dict.fromkeys(name for row in speeds.values() for name in row))
+    throughput = [["tokens/s (of plain)", *presets]]
+    throughput += [[case, *(row.get(name, "-") for name in presets)] for case, row in speeds.items()]
+    about = f"The engine on {lines[0]['gpu']}, shape of {lines[0]['shape']}, random weights, simulated acceptance"
+    tables = [markdown(table) for table in (steps, throughput) if len(table) > 1]
+    return "\n\n".join([f"{about} (`--app generation`):", *tables])
 
 
 def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:

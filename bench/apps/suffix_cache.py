@@ -39,6 +39,8 @@ from eagle_kernels.engine.drafters.suffix_drafts import SuffixDraft
 
 from ..harness import results
 from ..harness.declaration import Unavailable
+from ..harness.markdown import markdown, newest
+from ..lab.log import read_lines
 from ..peers import arctic_inference
 from .replay import edited_file
 
@@ -141,6 +143,19 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
                 ours[kind] = drafts
         del cache  # two of them need not fit into the memory
     return 0
+
+
+def details(file: Path) -> list[str]:
+    """Returns the table of what suffix decoding costs the host."""
+    lines = read_lines(file)
+    table = [["drafts", "text", "provider", "responses", "p50, µs", "p99, µs", "worst, µs", "at commit"]]
+    for (section, case, provider), line in newest(lines).items():
+        times = [f"{line[name]:.0f}" for name in ("p50_us", "p99_us", "worst_us")]
+        table.append([section, case, provider, str(line["responses"]), *times, f"`{line['commit']}`"])
+    if len(table) == 1:
+        return []
+    about = f"A step of a request, update and drafts, on {lines[-1]['processor']} (`--app suffix_cache`):"
+    return [f"## Suffix trees on the host\n\n{about}\n\n{markdown(table)}"]
 
 
 def _fill(cache: SuffixCache, provider: str, responses: list[list[int]]) -> None:

@@ -15,6 +15,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from eagle_kernels.reference.enumeration import (
+    EnumeratedDraws,
+    completed,
+    enumerate_outcomes,
+    text_law,
+    total_variation,
+)
+from eagle_kernels.reference.ops.verify.verify_chain import verify_request
+
 from .predictions import measured_cells, measured_lines, of_cells, of_presets
 from .speedup import expected_tokens_of_chain, ideal_speedup
 
@@ -100,9 +109,6 @@ def _likeliest(probs: Tensor) -> Tensor:
 
 
 def _rejection_step(source) -> tuple[int, ...]:
-    from eagle_kernels.reference.ops.verify.verify_chain import verify_request
-    from op_tests.ops.verify.laws import EnumeratedDraws
-
     tokens = [0]
     for _ in range(NUM_DRAFTS):
         tokens.append(source.choose(DRAFT[tokens[-1]]))
@@ -145,16 +151,11 @@ def _match(source, draft: Callable[[int], int]) -> tuple[int, ...]:
 
 
 def _law_of(step: Callable) -> dict[tuple[int, ...], float]:
-    from op_tests.harness.enumeration import enumerate_outcomes
-
     return enumerate_outcomes(step)
 
 
 def _distance(law: dict[tuple[int, ...], float]) -> float:
     """Total variation between texts that begin with a step and go on as the target, and texts of the target."""
-    from op_tests.harness.enumeration import total_variation
-    from op_tests.ops.verify.laws import completed, text_law
-
     target = _Texts()
     return total_variation(completed(law, target, NUM_DRAFTS + 1), text_law(target, NUM_DRAFTS + 1))
 

@@ -11,6 +11,7 @@ import torch
 
 from ..runtime import check
 from ..runtime.library import operator
+from .registry import OPS
 from .tree.build_tree import Output as BuildTreeOutput
 from .tree.build_tree import TreeMaskMode
 from .verify.verify_commit import Output as CommitOutput
@@ -23,53 +24,10 @@ def _operator(path: str):
     return operator(import_module("." + path, __name__), import_module("..reference.ops." + path, __name__))
 
 
-accepted_cache_locs = _operator("kv.accepted_cache_locs")
-align_evict_mask_to_page_size = _operator("kv.align_evict_mask_to_page_size")
-append_output = _operator("verify.append_output")
-assign_req_to_token = _operator("kv.assign_req_to_token")
-build_tree = _operator("tree.build_tree")
-build_tree_from_scores = _operator("tree.build_tree_from_scores")
-chain_kv_indices = _operator("kv.chain_kv_indices")
-compute_tree_statistics = _operator("tree.compute_tree_statistics")
-draft_cache_locs = _operator("kv.draft_cache_locs")
-draft_kv_indices = _operator("kv.draft_kv_indices")
-extend_cache_locs = _operator("kv.extend_cache_locs")
-find_slots = _operator("kv.find_slots")
-gqa_decode = _operator("attention.gqa_decode")
-kv_indices = _operator("kv.kv_indices")
-linear_decode = _operator("nn.linear_decode")
-merge_drafts = _operator("draft.merge_drafts")
-min_p_renorm = _operator("verify.min_p_renorm")
-move_accepted_kv = _operator("kv.move_accepted_kv")
-ngram_match = _operator("draft.ngram_match")
-organize_draft_results = _operator("tree.organize_draft_results")
-pack_tree_mask = _operator("tree.pack_tree_mask")
-pack_verify_rows = _operator("verify.pack_verify_rows")
-penalize_logits = _operator("verify.penalize_logits")
-prefill_attention = _operator("attention.prefill_attention")
-reroot_drafts = _operator("draft.reroot_drafts")
-rms_norm = _operator("nn.rms_norm")
-rope = _operator("nn.rope")
-sample_children = _operator("verify.sample_children")
-sample_from_logits = _operator("verify.sample_from_logits")
-select_top_k_tokens = _operator("tree.select_top_k_tokens")
-silu_and_mul = _operator("nn.silu_and_mul")
-top_k_renorm = _operator("verify.top_k_renorm")
-top_p_renorm = _operator("verify.top_p_renorm")
-tree_attention = _operator("attention.tree_attention")
-tree_from_mask = _operator("tree.tree_from_mask")
-tree_from_parents = _operator("tree.tree_from_parents")
-unpack_tree_mask = _operator("tree.unpack_tree_mask")
-verify_chain = _operator("verify.verify_chain")
-verify_commit = _operator("verify.verify_commit")
-verify_tree_coins = _operator("verify.verify_tree_coins")
-verify_tree_greedy = _operator("verify.verify_tree_greedy")
-verify_tree_rejection = _operator("verify.verify_tree_rejection")
-verify_tree_sampled = _operator("verify.verify_tree_sampled")
-verify_tree_topp = _operator("verify.verify_tree_topp")
-verify_tree_typical = _operator("verify.verify_tree_typical")
-verify_tree_traversal = _operator("verify.verify_tree_traversal")
-write_kv = _operator("kv.write_kv")
+_public = {name: _operator(path) for name, path in OPS.items()}
+globals().update(_public)
+# by name as well, for verify_tree
+verify_tree_greedy, verify_tree_sampled = _public["verify_tree_greedy"], _public["verify_tree_sampled"]
 
 
 def verify_tree(
@@ -140,57 +98,4 @@ def _with_unasked(out: tuple, spec_steps: int, device: torch.device | None) -> S
     return SampledOutput(*out, **empty)
 
 
-__all__ = [
-    "BuildTreeOutput",
-    "CommitOutput",
-    "TreeMaskMode",
-    "VerifyOutput",
-    "accepted_cache_locs",
-    "align_evict_mask_to_page_size",
-    "append_output",
-    "assign_req_to_token",
-    "build_tree",
-    "build_tree_from_scores",
-    "chain_kv_indices",
-    "compute_tree_statistics",
-    "draft_cache_locs",
-    "draft_kv_indices",
-    "extend_cache_locs",
-    "find_slots",
-    "gqa_decode",
-    "kv_indices",
-    "linear_decode",
-    "merge_drafts",
-    "min_p_renorm",
-    "move_accepted_kv",
-    "ngram_match",
-    "organize_draft_results",
-    "pack_tree_mask",
-    "pack_verify_rows",
-    "penalize_logits",
-    "prefill_attention",
-    "reroot_drafts",
-    "rms_norm",
-    "rope",
-    "sample_children",
-    "sample_from_logits",
-    "select_top_k_tokens",
-    "silu_and_mul",
-    "top_k_renorm",
-    "top_p_renorm",
-    "tree_attention",
-    "tree_from_mask",
-    "tree_from_parents",
-    "unpack_tree_mask",
-    "verify_chain",
-    "verify_commit",
-    "verify_tree",
-    "verify_tree_coins",
-    "verify_tree_greedy",
-    "verify_tree_rejection",
-    "verify_tree_sampled",
-    "verify_tree_topp",
-    "verify_tree_typical",
-    "verify_tree_traversal",
-    "write_kv",
-]
+__all__ = ["BuildTreeOutput", "CommitOutput", "TreeMaskMode", "VerifyOutput", "verify_tree", *OPS]

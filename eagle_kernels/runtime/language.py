@@ -91,10 +91,11 @@ def _splat_by_type() -> None:
 def _reduce_without_nan() -> None:
     """Makes the interpreter of triton 3.4 ignore NaN in `tl.max` and `tl.min`, as GPUs and later versions do."""
     import numpy
+    from triton.language import standard
     from triton.runtime.interpreter import ReduceOps
 
     apply = ReduceOps.apply_impl
-    without_nan = {tl.standard._elementwise_max: numpy.nanmax, tl.standard._elementwise_min: numpy.nanmin}
+    without_nan = {standard._elementwise_max: numpy.nanmax, standard._elementwise_min: numpy.nanmin}
 
     def apply_without_nan(self, values):
         if self.combine_fn in without_nan:

@@ -73,7 +73,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
         if out is not None:
             out = check.allocate(name, contract, out)
             refuse_overlaps(name, values, out, fields, getattr(module, "IN_PLACE", {}))
-        # what only a launcher has to be told, as whether bits may depend on the batch, a reference does not know
+        # a reference does not take what only a launcher has to be told, such as whether bits may depend on the batch
         values = {name: value for name, value in values.items() if name in reference_names}
         with torch.no_grad():
             result = reference(**values, out=out) if "out" in reference_names else reference(**values)
@@ -84,14 +84,14 @@ def operator(module: ModuleType, reference_module: ModuleType):
         return out
 
     def call(overload, args, kwargs, out=None):
-        """Through the dispatcher; arguments that it refuses are named by the op's own contract."""
+        """Calls the op through the dispatcher; the op's own contract names what the dispatcher refuses."""
         check_kinds(args, kwargs)
         if torch.compiler.is_compiling():
             return overload(*args, **kwargs)
         try:
             if torch.is_inference_mode_enabled():
                 return overload(*args, **kwargs)
-            return _below_autograd(overload, args, kwargs)
+            return _below_autograd(overload, names, args, kwargs)
         except (RuntimeError, TypeError):
             given = {key: value for key, value in kwargs.items() if not key.startswith("out_")}
             try:
@@ -106,7 +106,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
     declared = ", ".join(_declare(parameters, mutates))
     if not returns:
         _LIBRARY.define(f"{name}({declared}) -> ()")
-        _implement(name, lambda *args, **kwargs: run(bind(args, kwargs)))
+        _implement(name, names, lambda *args, **kwargs: run(bind(args, kwargs)))
         torch.library.register_fake(f"eagle_kernels::{name}", lambda *args, **kwargs: None, lib=_LIBRARY)
         overload = getattr(torch.ops.eagle_kernels, name).default
 
@@ -134,8 +134,8 @@ def operator(module: ModuleType, reference_module: ModuleType):
         result = check.allocate(name, module.contract(bind(args, kwargs)))
         return tuple(result) if result_type else result
 
-    _implement(name, functional)
-    _implement(f"{name}.out", into_buffers)
+    _implement(name, names, functional)
+    _implement(f"{name}.out", names, into_buffers)
     torch.library.register_fake(f"eagle_kernels::{name}", fake, lib=_LIBRARY)
     torch.library.register_fake(f"eagle_kernels::{name}.out", lambda *args, **kwargs: None, lib=_LIBRARY)
     packet = getattr(torch.ops.eagle_kernels, name)
@@ -154,27 +154,28 @@ def operator(module: ModuleType, reference_module: ModuleType):
     return public
 
 
-def _implement(name: str, function) -> None:
-    """One implementation for every device, and none for autograd."""
+def _implement(name: str, names: list[str], function) -> None:
+    """Registers one implementation for every device, and none for autograd."""
     op, _, overload_name = name.partition(".")
     overload = getattr(getattr(torch.ops.eagle_kernels, op), overload_name or "default")
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, lambda *args, **kwargs: _below_autograd(overload, args, kwargs), "Autograd")
+    _LIBRARY.impl(name, lambda *args, **kwargs: _below_autograd(overload, names, args, kwargs), "Autograd")
 
 
-def _below_autograd(overload, args: tuple, kwargs: dict):
+def _below_autograd(overload, names: list[str], args: tuple, kwargs: dict):
     """Calls an op past autograd, which has nothing to record; raises RuntimeError where it would have.
 
-    Public functions do this by themselves, which takes half a microsecond: the dispatcher's way here takes four.
+    `names` are those of the positional arguments. Public functions do this by themselves, which takes half a
+    microsecond: the dispatcher's way here takes four.
     """
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
-        names = [argument.name for argument in overload._schema.arguments]
         given = dict(zip(names, args)) | kwargs
         wrong = next(key for key, value in given.items() if isinstance(value, torch.Tensor) and value.requires_grad)
         if wrong.startswith("out_"):
             wrong = "out" if wrong == "out_output" else "out." + wrong.removeprefix("out_")
+        op = overload.name().partition("::")[2].partition(".")[0]
         raise RuntimeError(
-            f"eagle_kernels.{overload._opname}: {wrong} must not require grad, since ops have no derivatives (call it "
+            f"eagle_kernels.{op}: {wrong} must not require grad, since ops have no derivatives (call it "
             "under torch.no_grad(), or with a tensor that is detached), got requires_grad=True"
         )
     with torch._C._AutoDispatchBelowAutograd():

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HIDDEN, TARGET_VOCAB, DRAFT_VOCAB = 32, 61, 23
+IDS = torch.tensor([[7, 3, 60, 11, 0, 25], [9, 9, 1, 44, 2, 18]])
 HEADS, KV_HEADS, HEAD_DIM, EPS = 4, 2, 16, 1e-5  # deliberately HEADS * HEAD_DIM != HIDDEN
 WIDTHS = {
     "model_type": "llama",

@@ -26,8 +26,7 @@ from eagle_kernels.engine.batch.row_sampling import RowSampling
 from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.engine.requests.sampling_params import Features
 from eagle_kernels.engine.serve.scheduler import Scheduler
-from op_tests.engine.test_scheduler import LetterTokenizer
-from op_tests.engine.toys import random_head, random_llama, random_modules
+from op_tests.engine.toys import LetterTokenizer, random_head, random_llama, random_modules
 
 VOCAB, MOST_TOKENS = 61, 40
 # of the device; where kernels are references a step takes a hundred times as long

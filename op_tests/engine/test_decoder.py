@@ -11,7 +11,7 @@ from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.layers import rotate
 from eagle_kernels.engine.models.rotary import Rotary
-from op_tests.engine.test_decoder_config import CONFIG as SIZES
+from op_tests.engine.toys import DECODER_CONFIG as SIZES
 
 CONFIG = SIZES | {
     "head_dim": 16,  # deliberately not hidden_size / num_attention_heads

@@ -10,14 +10,12 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.causal_draft import CausalDraft
-from op_tests.engine.test_scheduler import LetterTokenizer, prompt_of
+from op_tests.engine.endings import LENGTH, MOST_STEPS, TOKENIZER, endings
+from op_tests.engine.engines import prompt_of
 from op_tests.engine.toys import random_llama
 
-MOST_STEPS = 5
-LENGTH = 1 + 2 * (MOST_STEPS + 1)  # the prompt's own token and two blocks
 TREES = [(1, 1), (1, 5), (4, 3), (8, 4)]
 ALL_TREES = [(topk, num_steps) for topk in (1, 4, 8) for num_steps in range(1, MOST_STEPS + 1)]
-TOKENIZER = LetterTokenizer()
 
 
 class Sure(CausalDraft):
@@ -45,17 +43,6 @@ def prompt_and_text(target):
 def make(target, topk, num_steps, **config):
     config = {"topk": topk, "num_steps": num_steps, "max_batch": 4, "max_length": 64} | config
     return EAGLEInference(Sure(target), target, EAGLEConfig(**config), tokenizer=TOKENIZER)
-
-
-def endings(text: list[int], last: int, **others) -> dict[str, SamplingParams]:
-    """All that can end the text with its token `last`, by the reason that is given for it."""
-    # with the last letter of the token before, unless there is none
-    stop = TOKENIZER.decode(text[max(last - 1, 0) : last + 1])[-2:]
-    return {
-        "eos": SamplingParams(max_new_tokens=LENGTH + 9, stop_token_ids=(text[last],), **others),
-        "stop": SamplingParams(max_new_tokens=LENGTH + 9, stop=(stop,), **others),
-        "length": SamplingParams(max_new_tokens=last + 1, **others),
-    }
 
 
 def check_endings(target, prompt_and_text, topk, num_steps, cuda_graph, logprobs=False):

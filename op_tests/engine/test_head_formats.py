@@ -15,12 +15,11 @@ from eagle_kernels.engine.models.draft_loading import read_head
 from eagle_kernels.engine.models.loading import load_draft
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
 from op_tests.engine import heads
-from op_tests.engine.heads import HIDDEN, STREAMS, TARGET_IDS, TARGET_VOCAB, WRITERS, edit_config, edit_tensors
+from op_tests.engine.heads import HIDDEN, IDS, STREAMS, TARGET_IDS, TARGET_VOCAB, WRITERS, edit_config, edit_tensors
 from op_tests.engine.toys import random_llama
 
 OPTIONS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11], [4]]
-IDS = torch.tensor([[7, 3, 60, 11, 0, 25], [9, 9, 1, 44, 2, 18]])
 POSITIONS = torch.arange(4, 10).expand(2, -1)
 
 

@@ -35,22 +35,13 @@ from eagle_kernels.tools.training.chat import chat_format_of  # noqa: E402
 from eagle_kernels.tools.training.recipe import Stage  # noqa: E402
 from op_tests.engine import heads  # noqa: E402
 from op_tests.engine.heads import edit_config, edit_tensors  # noqa: E402
+from op_tests.engine.hostile import DEEP, refused  # noqa: E402
 from op_tests.engine.toys import random_llama  # noqa: E402
 
-DEEP = "[" * 100_000
 HUGE, ENORMOUS = 10**9, 10**12
 NAN, INFINITY = float("nan"), float("inf")
 SIZES = heads.WIDTHS | {"num_hidden_layers": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
 WINDOWED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 4}
-
-
-def refused(call, *arguments, **keywords) -> str:
-    """The one line, short enough to be read, with which a call is refused."""
-    with pytest.raises(ValueError) as caught:
-        call(*arguments, **keywords)
-    told = str(caught.value)
-    assert "\n" not in told and len(told) < 450
-    return told
 
 
 def shown(value) -> str:

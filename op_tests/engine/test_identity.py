@@ -15,8 +15,8 @@ pytest.importorskip("transformers", reason="it writes the folders of the targets
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.loading import load_draft, load_target
 from op_tests.engine import heads
-from op_tests.engine.test_families import CASES as FAMILIES
-from op_tests.engine.test_families import make as write_target
+from op_tests.engine.families import CASES as FAMILIES
+from op_tests.engine.families import write_target
 
 # what the heads fit; families whose layers differ would need a list of eight
 SIZES = {name: heads.WIDTHS[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")}

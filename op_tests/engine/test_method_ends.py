@@ -13,9 +13,9 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
-from op_tests.engine.test_ends import TOKENIZER, endings
-from op_tests.engine.test_method_proofs import METHODS, engine_of, plain_of
-from op_tests.engine.test_methods import MIXED
+from op_tests.engine.endings import TOKENIZER, endings
+from op_tests.engine.methods import MIXED, engine_of, plain_of
+from op_tests.engine.methods import PROVEN as METHODS
 from op_tests.engine.toys import Walker
 
 # a walk that says no token twice, for longer than a block of any method

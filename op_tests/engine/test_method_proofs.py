@@ -12,29 +12,8 @@ from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.protocol import KVShape, TargetOutput
 from eagle_kernels.engine.requests.sampling_params import SAMPLING_FIELDS
 from eagle_kernels.engine.step.verification import TargetMatch, links_of
-from op_tests.engine import test_methods
-from op_tests.engine.toys import Walker, WalkerHead
-
-METHODS = {name: options for name, options in test_methods.METHODS.items() if name != "ngram earliest"} | {
-    "eagle": {"method": "eagle", "topk": 3, "num_steps": 3, "num_draft_tokens": 9},
-    "mtp": {"method": "mtp", "topk": 1, "num_steps": 3},
-}
-# walks of eight tokens, so that texts jump often
-SIZES = {"vocab_size": 20, "walk": 8}
-
-
-def engine_of(name: str, device, sizes=SIZES, tokenizer=None, **others) -> EAGLEInference:
-    """Drafts of a model are right wherever the target walks, and by chance where it jumps."""
-    config = EAGLEConfig(**METHODS[name] | others)
-    kind = Walker if name in ("draft_model", "hybrid tree") else WalkerHead
-    draft = kind(**sizes, seed=1, device=device) if config.needs_model else None
-    return EAGLEInference(draft, Walker(**sizes, device=device), config, tokenizer=tokenizer)
-
-
-def plain_of(device, sizes=SIZES, **options) -> EAGLEInference:
-    """Plain decoding by an engine that has never had a draft."""
-    return EAGLEInference(None, Walker(**sizes, device=device), EAGLEConfig(method="naive", **options))
-
+from op_tests.engine.methods import PROVEN as METHODS
+from op_tests.engine.methods import SIZES, engine_of, plain_of
 
 COUNT = 64 if torch.cuda.is_available() else 4
 COIN = random.Random(2)

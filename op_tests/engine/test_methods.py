@@ -18,24 +18,11 @@ from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.engine.step.verification import TargetMatch
 from eagle_kernels.tools.cli import main as cli
+from op_tests.engine.methods import METHODS, MIXED, toys
 from op_tests.engine.toys import ToyModel, Walker, random_head, random_llama
 
 # ragged, with much to look up
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 5, 6], [4], [8, 8, 8, 8]]
-METHODS = {
-    "naive": {"method": "naive"},
-    "ngram chain": {"method": "ngram", "topk": 1, "num_steps": 5, "min_ngram_size": 1},
-    "ngram tree": {"method": "ngram", "topk": 4, "num_steps": 4, "num_draft_tokens": 12, "min_ngram_size": 1},
-    "ngram earliest": {"method": "ngram", "topk": 1, "num_steps": 3, "ngram_prefer": "earliest", "min_ngram_size": 1},
-    "suffix chain": {"method": "suffix", "topk": 1, "num_steps": 6},
-    "suffix tree": {"method": "suffix", "topk": 2, "num_steps": 6, "num_draft_tokens": 13},
-    "hybrid chain": {"method": "hybrid", "topk": 1, "num_steps": 6, "num_model_steps": 2, "min_ngram_size": 1},
-    "hybrid tree": {
-        "method": "hybrid", "topk": 2, "num_steps": 6, "num_model_steps": 2, "num_draft_tokens": 12,
-        "min_ngram_size": 1,
-    },
-    "draft_model": {"method": "draft_model", "topk": 2, "num_steps": 3, "num_draft_tokens": 8},
-}  # fmt: skip
 
 
 @pytest.fixture(params=[0, 1], ids=["host at once", "host a step behind"])
@@ -43,11 +30,6 @@ def lag(request, monkeypatch):
     """Of the host, as on a GPU, where it is always behind."""
     monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: request.param)
     return request.param
-
-
-def toys(device, seed=0) -> tuple[ToyModel, ToyModel]:
-    """A target over few tokens, whose text repeats itself, and a draft that knows nothing of it."""
-    return ToyModel(vocab_size=20, seed=seed, device=device), ToyModel(vocab_size=20, seed=seed + 1, device=device)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=["greedy", "seeded"])
@@ -335,12 +317,6 @@ def test_a_request_that_fails_before_it_begins_leaves_the_others(device, monkeyp
     engine.collect()
     assert [request.finish_reason for request in requests] == ["length", "error", "length", "length"]
     assert requests[1].error == "RuntimeError: no memory"
-
-
-MIXED = {
-    "method": ("draft_model", "ngram", "suffix", "hybrid", "naive"), "topk": 2, "num_steps": 4, "num_draft_tokens": 8,
-    "num_model_steps": 2, "min_ngram_size": 1,
-}  # fmt: skip
 
 
 def test_random_requests_of_mixed_methods_in_one_batch(device):

@@ -17,8 +17,7 @@ from eagle_kernels.engine.models.draft_loading import read_head
 from eagle_kernels.engine.models.loading import load_draft, load_target
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
 from op_tests.engine import heads
-from op_tests.engine.heads import HIDDEN, edit_config, edit_tensors
-from op_tests.engine.test_head_formats import IDS
+from op_tests.engine.heads import HIDDEN, IDS, edit_config, edit_tensors
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
 

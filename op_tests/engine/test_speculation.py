@@ -17,7 +17,7 @@ from eagle_kernels.engine.serve.scheduler import TIMED_STEPS
 from eagle_kernels.engine.step.choice import PROBE_AFTER, PROBE_STEPS, ByBatchSize, Fastest
 from eagle_kernels.engine.step.plan import tell_who_waits
 from eagle_kernels.engine.step.runner import bucket_of
-from op_tests.engine.test_scheduler import make, prompt_of
+from op_tests.engine.engines import make, prompt_of
 from op_tests.engine.toys import random_llama
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

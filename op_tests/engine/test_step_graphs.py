@@ -17,7 +17,7 @@ from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.requests.sampling_params import Features
 from eagle_kernels.engine.step.runner import StepRunner, bucket_of, buckets
 from eagle_kernels.runtime import launch
-from op_tests.engine.test_scheduler import PARAMS, alone, make, mixed_requests, prompt_of
+from op_tests.engine.engines import PARAMS, alone, make, mixed_requests, prompt_of
 from op_tests.engine.toys import ToyModel, random_llama
 
 TREES = [(1, 1, 2), (1, 5, 6), (2, 3, None), (4, 4, 16), (8, 5, 64)]

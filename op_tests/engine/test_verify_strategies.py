@@ -9,7 +9,7 @@ from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
 from eagle_kernels.engine.drafters.protocol import Proposal
 from eagle_kernels.engine.requests.sampling_params import Features
 from eagle_kernels.engine.step.verification import TopP, make_verifier
-from op_tests.engine.test_scheduler import steps_known
+from op_tests.engine.engines import steps_known
 from op_tests.engine.toys import Markov, ToyModel, random_eagle1_head, random_head, random_llama
 from op_tests.harness.statistics import FALSE_ALARM, assert_follows_law
 

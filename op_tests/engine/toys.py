@@ -11,6 +11,7 @@ from eagle_kernels.engine.models.eagle1_head import Eagle1Config, Eagle1Head
 from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
 from eagle_kernels.engine.models.next_token_modules import NextTokenConfig, NextTokenModules
 from eagle_kernels.engine.models.protocol import DraftOutput, KVShape, TargetOutput
+from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from op_tests.engine import heads
 
 
@@ -149,3 +150,36 @@ def plain_logits(engine, tokens: list[int]) -> torch.Tensor:
         ids = torch.tensor([tokens], device=engine.device)
         positions = torch.arange(len(tokens), device=engine.device)[None]
         return engine.target.forward(ids, positions, causal_attend).logits[0].float()
+
+
+class LetterTokenizer(ByteTokenizer):
+    """Every id below 61 is a letter, some are two."""
+
+    def encode(self, text):
+        return [ord(letter) - 64 for letter in text]
+
+    def decode(self, token_ids):
+        return "".join(chr(64 + token) * (2 if token % 5 == 0 else 1) for token in token_ids)
+
+    def detokenizer(self, context=()):
+        decode = self.decode
+
+        class Detokenizer:
+            def push(self, token_ids):
+                return decode(token_ids)
+
+            def finish(self):
+                return ""
+
+        return Detokenizer()
+
+
+DECODER_CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 96,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}

@@ -76,7 +76,8 @@ def _without_interpreter():
             os.environ["TRITON_INTERPRET"] = wanted
 
 
-def _test_module(path: str):
+def module_of_tests(path: str):
+    """Returns the test module of an op, which declares its cases."""
     return importlib.import_module("op_tests.ops.{}.test_{}".format(*path.split(".")))
 
 
@@ -126,7 +127,7 @@ def _variants(path: str, cases: str) -> tuple[dict[str, list[dict[str, _Launch]]
 
     variants: dict[str, list[dict[str, _Launch]]] = {}
     refusals, known = [], set()
-    for case, values in getattr(_test_module(path), cases)():
+    for case, values in getattr(module_of_tests(path), cases)():
         found: dict[tuple[str, int], dict[str, _Launch]] = {}
         for architecture in TARGETS:
             recorded: list[tuple] = []
@@ -160,7 +161,7 @@ def _variants_of(path: str) -> dict[str, int]:
         keys.setdefault(kernel.__name__, set()).add(_specialisation(kernel, arguments))
 
     with target.assume("sm_90"), launch_module.intercept(record):
-        for values in _test_module(path).size_sweep():
+        for values in module_of_tests(path).size_sweep():
             _launcher(path)(**values)
     return {kernel: len(variants) for kernel, variants in keys.items()}
 

@@ -12,6 +12,7 @@ import eagle_kernels.integrations.sgl_kernel as sgl_kernel
 from eagle_kernels.integrations.sgl_kernel import TreeMaskMode
 from op_tests.harness import Guarded, assert_equal, replay_in_graph
 from op_tests.harness.trees import random_drafts
+from op_tests.integrations.buffers import BITPACKING, FULL_MASK, QLEN_ONLY, build
 from op_tests.integrations.oracles import (
     oracle_build,
     oracle_mask,
@@ -19,8 +20,6 @@ from op_tests.integrations.oracles import (
     oracle_sample,
     oracle_verify,
 )
-
-FULL_MASK, QLEN_ONLY, BITPACKING = TreeMaskMode
 
 # (batch, topk, depth, nodes): the root alone, one level, chains, stars, word borders
 CASES = [
@@ -37,33 +36,6 @@ def make_drafts(batch_size, topk, depth, num_nodes, device, dtype=torch.int64):
     parent_list, selected_index, _ = random_drafts(batch_size, topk, depth, num_nodes)
     drafts = (parent_list, selected_index, torch.randint(0, 20, (batch_size,)))
     return [tensor.to(device=device, dtype=dtype) for tensor in drafts]
-
-
-def mask_buffer(seq_lens, num_nodes, mode, device) -> Guarded:
-    batch_size = len(seq_lens)
-    if mode == BITPACKING:
-        word = torch.uint8 if num_nodes <= 8 else torch.uint16 if num_nodes <= 16 else torch.uint32
-        return Guarded((batch_size * num_nodes,), word, device)
-    prefix = num_nodes * int(seq_lens.sum()) if mode == FULL_MASK else 0
-    return Guarded((prefix + batch_size * num_nodes**2,), torch.bool, device)
-
-
-def build(drafts, topk, depth, num_nodes, mode, device):
-    """Runs the op on poisoned buffers between guard zones; returns the mask and the four others."""
-    batch_size = len(drafts[2])
-    mask = mask_buffer(drafts[2], num_nodes, mode, device)
-    if mode == FULL_MASK:
-        mask.tensor.fill_(True)  # as every caller does
-    positions = Guarded((batch_size * num_nodes,), torch.int64, device)
-    links = [Guarded((batch_size, num_nodes), torch.int64, device) for _ in range(3)]
-    buffers = [mask, positions, *links]
-    result = sgl_kernel.build_tree_kernel_efficient(
-        *drafts, *(buffer.tensor for buffer in buffers), topk, depth, num_nodes, int(mode)
-    )
-    assert result is None
-    for buffer, name in zip(buffers, ("tree_mask", "positions", "retrive_index", "next_token", "next_sibling")):
-        buffer.check("build_tree_kernel_efficient", name)
-    return [buffer.tensor for buffer in buffers]
 
 
 @pytest.mark.parametrize(("shape", "mode"), CASES, ids=str)

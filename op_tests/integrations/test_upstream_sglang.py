@@ -35,7 +35,7 @@ import eagle_kernels
 import eagle_kernels.integrations.sgl_kernel as sgl_kernel
 from eagle_kernels.integrations.sgl_kernel import TreeMaskMode
 from op_tests.integrations import oracles
-from op_tests.integrations.test_sgl_kernel import build
+from op_tests.integrations.buffers import build
 
 LEFT = -7  # what buffers hold before
 

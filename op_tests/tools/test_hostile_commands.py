@@ -28,7 +28,7 @@ from eagle_kernels.tools.cli import main as cli
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.training import chat, head_data, progress, trainer
 from eagle_kernels.tools.training.recipe import Stage
-from op_tests.engine.test_hostile_files import DEEP, refused
+from op_tests.engine.hostile import DEEP, refused
 from op_tests.engine.toys import random_llama
 
 ROOT = Path(__file__).resolve().parents[2]

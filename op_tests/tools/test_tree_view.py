@@ -15,7 +15,7 @@ from eagle_kernels.engine.drafters.model_drafter import Candidates
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.step import plan as steps
 from eagle_kernels.tools.trees.view import VerifiedTree, verified_trees, why
-from op_tests.engine.test_methods import METHODS, toys
+from op_tests.engine.methods import METHODS, toys
 from op_tests.engine.toys import ToyModel, plain_logits, random_llama, random_modules
 
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]

@@ -20,6 +20,7 @@ from op_tests.harness import (
     to_device,
 )
 from op_tests.harness.retune import retune
+from op_tests.ops.nn.cases import make_linear as make
 
 from ..attention.cases import in_float64
 
@@ -27,14 +28,6 @@ PATH = "nn.linear_decode"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # (N, K): below every tile and one more than a tile; not a multiple of 16 bytes; several tiles, the last one partial
 SIZES = ((1, 1), (5, 3), (33, 16), (40, 1025), (65, 1096), (7, 2048), (32, 3000))
-
-
-def make(num_rows, num_outputs, num_columns, dtype, *, has_bias=False, device="cpu"):
-    values = {"weight": torch.randn(num_outputs, num_columns).to(device, dtype)}
-    if has_bias:
-        values["bias"] = (5.0 * torch.randn(num_outputs)).to(device, dtype)
-    values["x"] = (torch.randn(num_rows, num_columns) / num_columns**0.5).to(device, dtype)
-    return values
 
 
 def check(values, case=""):

@@ -19,19 +19,12 @@ from op_tests.harness import (
     replay_in_graph,
     to_device,
 )
+from op_tests.ops.nn.cases import make_norm as make
 
 from ..attention.cases import in_float64
 
 PATH = "nn.rms_norm"
 SIZES = (1, 2, 3, 31, 64, 129, 512, 4096, 5120, 5121, 8192)
-
-
-def make(num_tokens, hidden_size, dtype, *, heads=(), has_residual=False, device="cpu", **options):
-    shape = (num_tokens, *heads, hidden_size)
-    values = {"x": torch.randn(shape).to(dtype), "weight": (1.0 + 0.2 * torch.randn(hidden_size)).to(dtype)}
-    if has_residual:
-        values["residual"] = (3.0 * torch.randn(shape)).to(dtype)
-    return to_device(values, device) | options
 
 
 def check(values, case=""):

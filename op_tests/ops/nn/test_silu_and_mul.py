@@ -17,18 +17,12 @@ from op_tests.harness import (
     replay_in_graph,
     to_device,
 )
+from op_tests.ops.nn.cases import make_silu as make
 
 from ..attention.cases import in_float64
 
 PATH = "nn.silu_and_mul"
 SIZES = (1, 3, 8, 127, 1024, 1025, 2880)
-
-
-def make(num_tokens, num_columns, dtype, *, is_packed=True, device="cpu"):
-    packed = (3.0 * torch.randn(num_tokens, 2 * num_columns)).to(device, dtype)
-    if is_packed:
-        return {"gate": packed}
-    return {"gate": packed[:, :num_columns].contiguous(), "up": packed[:, num_columns:].contiguous()}
 
 
 def check(values, case=""):

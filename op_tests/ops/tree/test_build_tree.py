@@ -17,33 +17,13 @@ from op_tests.harness import (
     replay_in_graph,
     to_device,
 )
-from op_tests.harness.trees import random_drafts
+from op_tests.ops.tree.cases import make_tree as make
 
 MODES = ("packed", "full_mask", "qlen_only", "qlen_only_bitpacking")
 
 # (batch, topk, spec_steps, nodes): single nodes, chains, stars, word borders, the largest tree
 SHAPES = [(1, 1, 1, 1), (2, 1, 4, 5), (3, 8, 1, 9), (2, 4, 3, 8), (1, 3, 4, 31), (2, 4, 3, 32), (1, 8, 5, 33),
           (1, 8, 5, 64), (1, 10, 3, 65), (1, 8, 5, 129), (1, 8, 5, 256)]  # fmt: skip
-
-
-def make(batch_size, topk, spec_steps, num_nodes, *, mode="packed", dtype=torch.int64, device="cpu"):
-    parent_list, top_scores_index, draft_tokens = random_drafts(batch_size, topk, spec_steps, num_nodes)
-    seq_lens = torch.randint(0, 40, (batch_size,))
-    values = {
-        "verified_id": torch.randint(97, (batch_size,)),
-        "parent_list": parent_list,
-        "top_scores_index": top_scores_index,
-        "draft_tokens": draft_tokens,
-        "seq_lens": seq_lens,
-    }
-    values = {key: value.to(device=device, dtype=dtype) for key, value in values.items()}
-    return values | {
-        "seq_lens_sum": int(seq_lens.sum()) if mode == "full_mask" else None,
-        "topk": topk,
-        "spec_steps": spec_steps,
-        "num_verify_tokens": num_nodes,
-        "tree_mask_mode": mode,
-    }
 
 
 def ahead_of_time_cases():

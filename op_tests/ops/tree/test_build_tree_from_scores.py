@@ -16,6 +16,7 @@ from op_tests.harness import (
     replay_in_graph,
     to_device,
 )
+from op_tests.ops.tree.cases import make_scored as make
 
 PATH = "tree.build_tree_from_scores"
 MODES = ("packed", "full_mask", "qlen_only", "qlen_only_bitpacking")
@@ -23,37 +24,6 @@ MODES = ("packed", "full_mask", "qlen_only", "qlen_only_bitpacking")
 # (batch, topk, spec_steps, nodes): roots alone, chains, stars, every candidate kept, word borders, the largest tree
 SHAPES = [(1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 4, 5), (3, 8, 1, 9), (2, 4, 3, 8), (1, 3, 4, 31), (2, 4, 3, 37),
           (1, 8, 5, 64), (1, 10, 8, 60), (1, 10, 3, 65), (1, 8, 5, 256)]  # fmt: skip
-
-
-def make(batch_size, topk, spec_steps, num_nodes, *, mode="packed", dtype=torch.int64, is_tied=False, device="cpu"):
-    """Scores as drafting makes them, on a grid where ties are common: no child scores above its parent."""
-    scores = -torch.randint(0, 2 if is_tied else 16, (batch_size, topk)).float() / 4
-    parent_list = torch.full((batch_size, 1), -1)
-    beams, beam_scores, first = torch.arange(topk).expand(batch_size, -1), scores, 0
-    for level in range(1, spec_steps):
-        parent_list = torch.cat([parent_list, beams], dim=1)
-        drop = torch.randint(0, 2 if is_tied else 16, (batch_size, topk, topk)).float() / 4
-        level_scores = (beam_scores[:, :, None] - drop).flatten(1)
-        scores = torch.cat([scores, level_scores], dim=1)
-        first = topk + (level - 1) * topk * topk
-        best = level_scores.sort(dim=1, descending=True, stable=True).indices[:, :topk]
-        beams, beam_scores = first + best, level_scores.gather(1, best)
-    seq_lens = torch.randint(0, 40, (batch_size,))
-    integers = {
-        "verified_id": torch.randint(97, (batch_size,)),
-        "candidate_tokens": torch.randint(97, scores.shape),
-        "parent_list": parent_list,
-        "seq_lens": seq_lens,
-    }
-    values = {key: value.to(device=device, dtype=dtype) for key, value in integers.items()}
-    return values | {
-        "candidate_scores": scores.to(device),
-        "seq_lens_sum": int(seq_lens.sum()) if mode == "full_mask" else None,
-        "topk": topk,
-        "spec_steps": spec_steps,
-        "num_verify_tokens": num_nodes,
-        "tree_mask_mode": mode,
-    }
 
 
 def ahead_of_time_cases():

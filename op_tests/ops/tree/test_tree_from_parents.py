@@ -18,24 +18,11 @@ from op_tests.harness import (
     to_device,
 )
 from op_tests.harness.trees import random_drafts
+from op_tests.ops.tree.cases import make_parents as make
 from op_tests.ops.tree.masks import MODES, in_layout, links_from, random_parents, visible_from
 
 PATH = "tree.tree_from_parents"
 SIZES = (1, 2, 7, 8, 9, 16, 31, 32, 33, 63, 64, 65, 130, 256)
-
-
-def make(batch_size, num_nodes, *, mode="packed", dtype=torch.int64, parents=None, device="cpu"):
-    seq_lens = torch.randint(0, 20, (batch_size,))
-    parents = random_parents(batch_size, num_nodes) if parents is None else parents
-    values = {
-        "verified_id": torch.randint(97, (batch_size,)),
-        "draft_tokens": torch.randint(97, (batch_size, num_nodes - 1)),
-        "parents": parents[:, 1:].contiguous(),
-        "seq_lens": seq_lens,
-    }
-    values = {name: value.to(device, dtype) for name, value in values.items()}
-    seq_lens_sum = int(seq_lens.sum()) if mode == "full_mask" else None
-    return values | {"seq_lens_sum": seq_lens_sum, "num_verify_tokens": num_nodes, "tree_mask_mode": mode}
 
 
 def ahead_of_time_cases():

@@ -16,20 +16,11 @@ from op_tests.harness import (
     replay_in_graph,
     to_device,
 )
+from op_tests.ops.tree.cases import make_words as make
 from op_tests.ops.tree.masks import MODES, in_layout
 
 PATH = "tree.unpack_tree_mask"
 SIZES = (1, 8, 9, 16, 32, 63, 64, 65, 128, 200)
-
-
-def make(batch_size, num_nodes, *, mode="qlen_only", dtype=torch.int64, longest=20, device="cpu"):
-    """Words of any bits, those past the last key too."""
-    seq_lens = torch.randint(0, longest, (batch_size,))
-    words = torch.randint(-(2**63), 2**63 - 1, (batch_size, num_nodes, -(-num_nodes // 64)))
-    values = {"tree_mask": words, "tree_mask_mode": mode}
-    if mode == "full_mask":
-        values |= {"seq_lens": seq_lens.to(dtype), "seq_lens_sum": int(seq_lens.sum())}
-    return to_device(values, device)
 
 
 def ahead_of_time_cases():

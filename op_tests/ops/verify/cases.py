@@ -1,4 +1,4 @@
-"""Inputs that the verification tests share: random trees, with target logits that follow them for a while."""
+"""Inputs of verification: random trees, target logits that follow them for a while, arguments of whole ops."""
 
 from __future__ import annotations
 
@@ -56,3 +56,57 @@ MALFORMED = {
     "rows of another request": lambda links: links["retrieve_index"].copy_(links["retrieve_index"].flip(0)),
     "children of another request": lambda links: links["retrieve_index"][:, 1:].add_(links["candidates"].numel()),
 }
+
+
+def make_logits(num_rows, vocab_size, *, dtype=torch.float32, device="cpu", temperature=None, **filters):
+    temperatures = torch.tensor([0.0, 0.5, 0.8, 1.0, 1.7])[torch.arange(num_rows) % 5]
+    if temperature is not None:
+        temperatures.fill_(temperature)
+    values = {
+        "logits": (3.0 * torch.randn(num_rows, vocab_size)).to(dtype),
+        "positions": torch.randint(0, 2**31 - 1, (num_rows,)),
+        "seeds": torch.randint(-(2**62), 2**62, (num_rows,)),
+        "temperature": temperatures,
+    }
+    for name, value in filters.items():
+        values[name] = torch.full((num_rows,), value, dtype=torch.int64 if name == "top_k" else torch.float32)
+    return {key: value.to(device) for key, value in values.items()}
+
+
+def make_sampled(
+    batch_size, topk, spec_steps, num_nodes, *, vocab_size=61, device="cpu", dtype=torch.float32, **filters
+):
+    links, positions = make_tree(batch_size, topk, spec_steps, num_nodes, vocab_size=vocab_size, device=device)
+    values = {
+        **links,
+        "target_logits": follow_tree(links, vocab_size, peak=6.0, dtype=dtype),
+        "positions": positions,
+        "seeds": torch.randint(-(2**62), 2**62, (batch_size,), device=device),
+        "temperature": torch.tensor([0.8, 0.0, 1.0, 1.3], device=device).repeat(batch_size)[:batch_size].contiguous(),
+        "spec_steps": spec_steps,
+    }
+    for name, value in filters.items():
+        dtype = torch.int64 if name == "top_k" else torch.float32
+        values[name] = torch.full((batch_size,), value, dtype=dtype, device=device)
+    return values
+
+
+def with_processors(values: dict, *, penalties: bool = True) -> dict:
+    """The same trees with a bias and a grammar that forbids every eighth token, and penalties; all on a dyadic grid."""
+    device, (batch_size, num_nodes) = values["candidates"].device, values["candidates"].shape
+    vocab_size = values["target_logits"].shape[1]
+    words = torch.randint(-(2**31), 2**31, (3, batch_size * num_nodes, -(-vocab_size // 32)))
+    request = torch.arange(batch_size)
+    made = {
+        "logit_bias": torch.randint(-4, 5, (batch_size, vocab_size)) / 4.0,
+        "token_bitmask": (words[0] | words[1] | words[2]).to(torch.int32),
+    }
+    if penalties:
+        made |= {
+            "repetition_penalty": torch.tensor([1.25, 1.0, 2.0])[request % 3],
+            "frequency_penalty": torch.tensor([0.25, 0.5])[request % 2],
+            "presence_penalty": torch.tensor([0.0, 1.0, 0.5, -0.25])[request % 4],
+            "prompt_mask": words[1, :batch_size].to(torch.int32),
+            "output_counts": torch.randint(0, 3, (batch_size, vocab_size), dtype=torch.int32),
+        }
+    return values | {name: value.to(device) for name, value in made.items()}

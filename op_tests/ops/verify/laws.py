@@ -6,6 +6,12 @@ import itertools
 
 import torch
 
+from eagle_kernels.reference.enumeration import (
+    EnumeratedDraws,
+    enumerate_outcomes,
+)
+from eagle_kernels.reference.ops.verify import verify_chain as reference
+
 
 def random_law(vocab_size: int, depth: int, *, sharpness: float = 1.5, zeros: int = 0) -> dict[tuple, torch.Tensor]:
     """The distribution float64 [V] of the next token after every text of at most `depth` tokens.
@@ -28,48 +34,6 @@ def near(law: dict[tuple, torch.Tensor], share: float) -> dict[tuple, torch.Tens
     return {text: share * law[text] + (1 - share) * other[text] for text in law}
 
 
-def text_law(law: dict[tuple, torch.Tensor], length: int) -> dict[tuple, float]:
-    """The probability of every text of `length` tokens."""
-    return completed({(): 1.0}, law, length)
-
-
-def completed(emitted: dict[tuple, float], law: dict[tuple, torch.Tensor], length: int) -> dict[tuple, float]:
-    """The law of texts of `length` tokens that begin as `emitted` and go on as plain sampling from `law`."""
-    whole: dict[tuple, float] = {}
-    for text, probability in emitted.items():
-        if len(text) < length:
-            ways = {(*text, token): probability * float(prob) for token, prob in enumerate(law[text])}
-            ways = completed(ways, law, length)
-        else:
-            ways = {text[:length]: probability}
-        for way, share in ways.items():
-            whole[way] = whole.get(way, 0.0) + share
-    return whole
-
-
-class EnumeratedDraws:
-    """Stands in for a reference's `Draws`: what it hands out comes from a source that enumerates all outcomes.
-
-    No two draws of one request may have the same key, in whatever rounds, or what is random in one would be known from
-    the other.
-    """
-
-    def __init__(self, source):
-        self._source, self._keys = source, set()
-
-    def uniform(self, position, draw=0):
-        self._use(("accept", position, draw))
-        return self._source.uniform()
-
-    def choose(self, weights, position):
-        self._use(("residual", position))
-        return self._source.choose(weights / weights.sum())
-
-    def _use(self, key):
-        assert key not in self._keys, f"the draw {key} is used twice"
-        self._keys.add(key)
-
-
 def dyadic_probs(num_rows: int, vocab_size: int, grid: int = 64) -> torch.Tensor:
     """Random probabilities fp32 [num_rows, V] that are multiples of 1 / grid, some of them 0: their sums are exact."""
     probs = torch.zeros(num_rows, vocab_size)
@@ -83,3 +47,36 @@ def draft_map(vocab_size: int, draft_vocab_size: int) -> torch.Tensor:
     """A random d2t [Vd]: target id - draft id, ascending in the target id as the heads have it."""
     kept = torch.randperm(vocab_size)[:draft_vocab_size].sort().values
     return kept - torch.arange(draft_vocab_size)
+
+
+def emitted_by_a_chain(
+    method, target, draft, num_drafts, *, claimed=None, propose=None, num_rounds=1, draws=EnumeratedDraws
+):
+    """Returns the exact law of what verify_chain's reference emits, and the expected number of accepted drafts.
+
+    claimed: the draft distributions that the verifier is told, by default the true ones. propose(probs, source): how
+    drafts are drawn. num_rounds: each drafts on from where the one before ended. draws(source): what all rounds of one
+    request draw from.
+    """
+    claimed = claimed or draft
+    propose = propose or (lambda probs, source: source.choose(probs))
+
+    def run(source):
+        text, of_request = (), draws(source)
+        for _ in range(num_rounds):
+            prefixes = [text]
+            for _ in range(num_drafts):
+                prefixes.append((*prefixes[-1], propose(draft[prefixes[-1]], source)))
+            accepted, bonus = reference.verify_request(
+                [0, *prefixes[-1][len(text) :]],
+                torch.stack([target[prefix] for prefix in prefixes]),
+                torch.stack([claimed[prefix] for prefix in prefixes[:-1]]),
+                [len(prefix) for prefix in prefixes],
+                of_request,
+                method,
+            )
+            text = (*prefixes[accepted], bonus)
+        return text
+
+    law = enumerate_outcomes(run)
+    return law, sum(probability * (len(text) - num_rounds) for text, probability in law.items())

@@ -19,9 +19,7 @@ from op_tests.harness import (
     retune,
     to_device,
 )
-from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
-from op_tests.ops.verify.test_verify_tree_sampled import make as make_sampled
-from op_tests.ops.verify.test_verify_tree_sampled import with_processors
+from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_sampled, make_tree, with_processors
 
 PATH = "verify.penalize_logits"
 MODULE = importlib.import_module("eagle_kernels.ops." + PATH)

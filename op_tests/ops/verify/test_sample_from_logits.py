@@ -14,6 +14,7 @@ from eagle_kernels.reference import random as reference_random
 from eagle_kernels.reference import sampling as reference_sampling
 from op_tests.harness import assert_only_launches, check_registration
 from op_tests.harness.statistics import assert_follows_law
+from op_tests.ops.verify.cases import make_logits as make
 
 PATH = "verify.sample_from_logits"
 FILTERS = {
@@ -25,21 +26,6 @@ FILTERS = {
 }
 PROCESSORS = reference_sampling.Processors._fields
 ORDERS = ("top_k_first", "joint")
-
-
-def make(num_rows, vocab_size, *, dtype=torch.float32, device="cpu", temperature=None, **filters):
-    temperatures = torch.tensor([0.0, 0.5, 0.8, 1.0, 1.7])[torch.arange(num_rows) % 5]
-    if temperature is not None:
-        temperatures.fill_(temperature)
-    values = {
-        "logits": (3.0 * torch.randn(num_rows, vocab_size)).to(dtype),
-        "positions": torch.randint(0, 2**31 - 1, (num_rows,)),
-        "seeds": torch.randint(-(2**62), 2**62, (num_rows,)),
-        "temperature": temperatures,
-    }
-    for name, value in filters.items():
-        values[name] = torch.full((num_rows,), value, dtype=torch.int64 if name == "top_k" else torch.float32)
-    return {key: value.to(device) for key, value in values.items()}
 
 
 def ahead_of_time_cases():

@@ -9,12 +9,18 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.verify.shared import prepare_pair
+from eagle_kernels.reference.enumeration import (
+    EnumeratedDraws,
+    completed,
+    text_law,
+    total_variation,
+)
 from eagle_kernels.reference.ops.verify import verify_chain as reference
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
-from op_tests.harness.enumeration import enumerate_outcomes, total_variation
 from op_tests.harness.statistics import assert_follows_law
-from op_tests.ops.verify.laws import EnumeratedDraws, completed, draft_map, dyadic_probs, near, random_law, text_law
+from op_tests.ops.verify.laws import draft_map, dyadic_probs, near, random_law
+from op_tests.ops.verify.laws import emitted_by_a_chain as emitted_law
 
 PATH = "verify.verify_chain"
 METHODS = ("standard", "block")
@@ -259,37 +265,6 @@ def test_neighbours_and_batch_do_not_matter(device):
 
 
 # --- the law ---
-
-
-def emitted_law(method, target, draft, num_drafts, *, claimed=None, propose=None, num_rounds=1, draws=EnumeratedDraws):
-    """The exact law of what the shipped reference emits, and the expected number of accepted drafts.
-
-    claimed: the draft distributions that the verifier is told, by default the true ones. propose(probs, source): how
-    drafts are drawn. num_rounds: each drafts on from where the one before ended. draws(source): what all rounds of one
-    request draw from.
-    """
-    claimed = claimed or draft
-    propose = propose or (lambda probs, source: source.choose(probs))
-
-    def run(source):
-        text, of_request = (), draws(source)
-        for _ in range(num_rounds):
-            prefixes = [text]
-            for _ in range(num_drafts):
-                prefixes.append((*prefixes[-1], propose(draft[prefixes[-1]], source)))
-            accepted, bonus = reference.verify_request(
-                [0, *prefixes[-1][len(text) :]],
-                torch.stack([target[prefix] for prefix in prefixes]),
-                torch.stack([claimed[prefix] for prefix in prefixes[:-1]]),
-                [len(prefix) for prefix in prefixes],
-                of_request,
-                method,
-            )
-            text = (*prefixes[accepted], bonus)
-        return text
-
-    law = enumerate_outcomes(run)
-    return law, sum(probability * (len(text) - num_rounds) for text, probability in law.items())
 
 
 def deviation(method, target, draft, num_drafts, *, num_rounds=1, **options):

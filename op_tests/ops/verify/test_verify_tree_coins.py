@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.reference.enumeration import enumerate_outcomes, total_variation
 from eagle_kernels.reference.ops.verify import verify_tree_coins as reference
 from op_tests.harness import (
     assert_equal,
@@ -17,7 +18,6 @@ from op_tests.harness import (
     replay_in_graph,
     to_device,
 )
-from op_tests.harness.enumeration import enumerate_outcomes, total_variation
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
 

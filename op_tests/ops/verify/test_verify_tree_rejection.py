@@ -10,10 +10,10 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.reference import random as reference_random
+from eagle_kernels.reference.enumeration import enumerate_outcomes, total_variation
 from eagle_kernels.reference.ops.verify.verify_tree_rejection import children, normalised, verify_request, without
 from eagle_kernels.reference.ops.verify.verify_tree_rejection import verify_tree_rejection as verify
 from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
-from op_tests.harness.enumeration import enumerate_outcomes, total_variation
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.verify.cases import MALFORMED, make_tree
 

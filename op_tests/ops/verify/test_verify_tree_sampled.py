@@ -15,7 +15,8 @@ import eagle_kernels
 from eagle_kernels.reference import sampling as reference_sampling
 from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
 from op_tests.harness.statistics import assert_follows_law
-from op_tests.ops.verify.cases import MALFORMED, follow_tree, make_tree
+from op_tests.ops.verify.cases import MALFORMED, with_processors
+from op_tests.ops.verify.cases import make_sampled as make
 
 PATH = "verify.verify_tree_sampled"
 MODULE = importlib.import_module("eagle_kernels.ops." + PATH)
@@ -23,43 +24,6 @@ LOGPROBS = ("logprobs", "raw_logprobs")
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 SHAPES = [(2, 1, 1, 1), (3, 1, 4, 5), (2, 8, 1, 9), (4, 4, 3, 8), (2, 8, 5, 32)]
 FILTERS = {"none": {}, "all": {"top_k": 20, "top_p": 0.9, "min_p": 0.02}}
-
-
-def make(batch_size, topk, spec_steps, num_nodes, *, vocab_size=61, device="cpu", dtype=torch.float32, **filters):
-    links, positions = make_tree(batch_size, topk, spec_steps, num_nodes, vocab_size=vocab_size, device=device)
-    values = {
-        **links,
-        "target_logits": follow_tree(links, vocab_size, peak=6.0, dtype=dtype),
-        "positions": positions,
-        "seeds": torch.randint(-(2**62), 2**62, (batch_size,), device=device),
-        "temperature": torch.tensor([0.8, 0.0, 1.0, 1.3], device=device).repeat(batch_size)[:batch_size].contiguous(),
-        "spec_steps": spec_steps,
-    }
-    for name, value in filters.items():
-        dtype = torch.int64 if name == "top_k" else torch.float32
-        values[name] = torch.full((batch_size,), value, dtype=dtype, device=device)
-    return values
-
-
-def with_processors(values: dict, *, penalties: bool = True) -> dict:
-    """The same trees with a bias and a grammar that forbids every eighth token, and penalties; all on a dyadic grid."""
-    device, (batch_size, num_nodes) = values["candidates"].device, values["candidates"].shape
-    vocab_size = values["target_logits"].shape[1]
-    words = torch.randint(-(2**31), 2**31, (3, batch_size * num_nodes, -(-vocab_size // 32)))
-    request = torch.arange(batch_size)
-    made = {
-        "logit_bias": torch.randint(-4, 5, (batch_size, vocab_size)) / 4.0,
-        "token_bitmask": (words[0] | words[1] | words[2]).to(torch.int32),
-    }
-    if penalties:
-        made |= {
-            "repetition_penalty": torch.tensor([1.25, 1.0, 2.0])[request % 3],
-            "frequency_penalty": torch.tensor([0.25, 0.5])[request % 2],
-            "presence_penalty": torch.tensor([0.0, 1.0, 0.5, -0.25])[request % 4],
-            "prompt_mask": words[1, :batch_size].to(torch.int32),
-            "output_counts": torch.randint(0, 3, (batch_size, vocab_size), dtype=torch.int32),
-        }
-    return values | {name: value.to(device) for name, value in made.items()}
 
 
 @pytest.fixture(params=["levels", "all_rows"])

@@ -10,14 +10,19 @@ import torch
 import eagle_kernels
 from eagle_kernels.ops.verify import verify_tree_traversal as op
 from eagle_kernels.ops.verify.shared import prepare_pair
+from eagle_kernels.reference.enumeration import (
+    EnumeratedDraws,
+    completed,
+    enumerate_outcomes,
+    text_law,
+    total_variation,
+)
 from eagle_kernels.reference.ops.verify import verify_tree_traversal as reference
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
-from op_tests.harness.enumeration import enumerate_outcomes, total_variation
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.verify.cases import MALFORMED, make_tree
-from op_tests.ops.verify.laws import EnumeratedDraws, completed, draft_map, dyadic_probs, near, random_law, text_law
-from op_tests.ops.verify.test_verify_chain import emitted_law as emitted_by_a_chain
+from op_tests.ops.verify.laws import draft_map, dyadic_probs, emitted_by_a_chain, near, random_law
 
 PATH = "verify.verify_tree_traversal"
 LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")

@@ -18,9 +18,9 @@ import torch
 
 
 def enumerate_outcomes(function: Callable[[Source], Hashable], *, most: int = 1_000_000) -> dict[Hashable, float]:
-    """The probability of every outcome of `function`, which must depend on nothing but its source's draws.
+    """Returns the probability of every outcome of `function`, which must depend on nothing but its source's draws.
 
-    Raises RuntimeError where there are more than `most` ways through it. Every way must end.
+    Raises RuntimeError if there are more than `most` ways through it. Every way must end.
     """
     law: dict[Hashable, float] = {}
     way: list[_Branch] | None = []
@@ -38,27 +38,46 @@ def enumerate_outcomes(function: Callable[[Source], Hashable], *, most: int = 1_
 
 
 def total_variation(law: dict[Hashable, float], other: dict[Hashable, float]) -> float:
-    """Half the summed difference of two laws."""
+    """Returns half the summed difference of two laws."""
     return 0.5 * sum(abs(law.get(outcome, 0.0) - other.get(outcome, 0.0)) for outcome in law.keys() | other.keys())
 
 
+def text_law(law: dict[tuple, torch.Tensor], length: int) -> dict[tuple, float]:
+    """Returns the probability of every text of `length` tokens."""
+    return completed({(): 1.0}, law, length)
+
+
+def completed(emitted: dict[tuple, float], law: dict[tuple, torch.Tensor], length: int) -> dict[tuple, float]:
+    """Returns the law of texts of `length` tokens that begin as `emitted` and go on as plain sampling from `law`."""
+    whole: dict[tuple, float] = {}
+    for text, probability in emitted.items():
+        if len(text) < length:
+            ways = {(*text, token): probability * float(prob) for token, prob in enumerate(law[text])}
+            ways = completed(ways, law, length)
+        else:
+            ways = {text[:length]: probability}
+        for way, share in ways.items():
+            whole[way] = whole.get(way, 0.0) + share
+    return whole
+
+
 class Source:
-    """Hands out draws in one replay: the branches of `way` are taken as they stand, each later one its first way."""
+    """The draws of one replay: it takes the branches of `way` as they stand, and the first option of each later one."""
 
     def __init__(self, way: Sequence[_Branch] = ()):
         self._way = list(way)
         self.branches: list[_Branch] = []
 
     def uniform(self) -> LazyUniform:
-        """A uniform in [0, 1), independent of all others."""
+        """Returns a uniform in [0, 1), independent of all others."""
         return LazyUniform(self)
 
     def choose(self, probs: torch.Tensor | Sequence[float]) -> int:
-        """An index drawn by these probabilities."""
+        """Returns an index drawn by these probabilities."""
         return self.branch([(index, float(prob)) for index, prob in enumerate(probs)])
 
     def branch(self, options: list[tuple[Hashable, float]]) -> Hashable:
-        """One of the options (what it is, its probability), in this replay; those of probability 0 are never taken."""
+        """Returns one of the options, pairs of an outcome and its probability; one of probability 0 is never taken."""
         options = [(option, probability) for option, probability in options if probability > 0.0]
         if len(options) == 1:
             return options[0][0]
@@ -69,8 +88,30 @@ class Source:
         return branch.options[branch.taken][0]
 
 
+class EnumeratedDraws:
+    """A stand-in for a reference's `Draws`, which draws from a source that enumerates all outcomes.
+
+    No two draws of one request may have the same key, in whatever rounds, or one of them would tell the other.
+    """
+
+    def __init__(self, source):
+        self._source, self._keys = source, set()
+
+    def uniform(self, position, draw=0):
+        self._use(("accept", position, draw))
+        return self._source.uniform()
+
+    def choose(self, weights, position):
+        self._use(("residual", position))
+        return self._source.choose(weights / weights.sum())
+
+    def _use(self, key):
+        assert key not in self._keys, f"the draw {key} is used twice"
+        self._keys.add(key)
+
+
 class LazyUniform:
-    """A uniform of which only the answers given so far are known: it lies in [low, high), anywhere."""
+    """A uniform that lies anywhere in [low, high): only the answers given so far are known."""
 
     def __init__(self, source: Source):
         self._source, self.low, self.high = source, 0.0, 1.0
@@ -114,7 +155,7 @@ class _Branch:
 
 
 def _next_way(branches: list[_Branch]) -> list[_Branch] | None:
-    """The branches up to the last one with an option left, that option taken; None when all ways are through."""
+    """Returns the branches up to the last one with an option left, with that option taken; None after the last way."""
     while branches:
         last = branches[-1]
         if last.taken + 1 < len(last.options):

@@ -1,9 +1,9 @@
 """Triton's interpreter in a quarter of the time; what it computes stays as it is.
 
-It replaces the functions of triton.language by its own where a launch begins and puts them back where it ends, and does
-so again at every call of a device function, where all is in place already. For every value, of however few numbers, it
-describes type and shape anew. And it computes all whole numbers twice, once in 64 bits, for a check of overflows that
-it makes with debug=True alone. Together that is most of what a test of a kernel takes.
+The interpreter replaces the functions of triton.language by its own when a launch begins and restores them when it
+ends. It does this again at every call of a device function, although all is in place by then. For every value, however
+small, it describes type and shape anew. It computes all whole numbers twice, once in 64 bits, for a check of overflows
+that only debug=True makes. Together these take most of the time of a kernel's test. Tests and `bench.run` skip them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NOTHING_TO_RESTORE = SimpleNamespace(restore=lambda: None)
 
 @functools.cache
 def speed_up() -> None:
-    """For the rest of this process."""
+    """Speeds the interpreter up for the rest of this process."""
     _patch_once_a_launch()
     _describe_types_once()
     _compute_once()

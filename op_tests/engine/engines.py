@@ -1,0 +1,63 @@
+"""Engines of small models, prompts, and requests of all kinds."""
+
+from __future__ import annotations
+
+import random
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.requests.sampling_params import Features
+
+PARAMS = [
+    SamplingParams(max_new_tokens=9),
+    SamplingParams(max_new_tokens=14, temperature=1.0, seed=3),
+    SamplingParams(max_new_tokens=1, temperature=0.7, top_k=10, seed=4),
+    SamplingParams(max_new_tokens=11, temperature=0.9, top_p=0.8, min_p=0.05, seed=5, logprobs=True),
+    SamplingParams(max_new_tokens=12, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2),
+    SamplingParams(max_new_tokens=10, temperature=1.2, repetition_penalty=1.1, presence_penalty=0.5, seed=6),
+    SamplingParams(max_new_tokens=7, logprobs=True),
+]
+
+
+def make(draft, target, **config):
+    return EAGLEInference(draft, target, EAGLEConfig(**{"topk": 3, "num_steps": 3, "max_batch": 3} | config))
+
+
+def prompt_of(number: int) -> list[int]:
+    return [(7 * number + 3 * index) % 61 for index in range(1 + number * 5 % 23)]
+
+
+def alone(engine, prompt, params, **options):
+    """Decodes one request by itself, without drafts; returns its tokens and log-probabilities."""
+    wanted = {name: getattr(params, name) for name in params.__dataclass_fields__ if name != "seed"}
+    stream = engine.stream(prompt, seeds=params.seed or 0, speculative=False, **wanted, **options)
+    for _ in stream:
+        pass
+    return stream.requests[0].output_ids, stream.requests[0].logprobs
+
+
+COMMON = [
+    {"logprobs": logprobs, "seed": 3, **drawn}
+    for logprobs in (False, True)
+    for drawn in ({}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 5}, {"temperature": 0.9, "min_p": 0.2})
+]
+
+
+def mixed_requests(engine, coin: random.Random, count: int) -> None:
+    """Runs `count` requests with common parameters, some together; drafting stops and starts again meanwhile."""
+    for number in range(count):
+        params = SamplingParams(max_new_tokens=coin.randrange(1, 9), **coin.choice(COMMON))
+        engine.submit(prompt_of(number), params)
+        for _ in range(coin.randrange(4)):
+            engine.is_speculating = coin.random() < 0.7
+            engine.step()
+    engine.is_speculating = True
+    engine.collect()
+
+
+def steps_known(runner) -> set[Features]:
+    """Returns the sets of features for which the runner has nothing left to compile or to capture."""
+    return {features for _, features in [*runner._have_run, *runner._graphs]}
+
+
+async def all_of(stream):
+    return [event.token_id async for event in stream]

@@ -1,0 +1,68 @@
+"""Models of transformers, of every family, rotary scaling, bias and window, written to folders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="the models to compare with are those of transformers")
+
+SIZES = {
+    "vocab_size": 83,
+    "hidden_size": 60,
+    "intermediate_size": 76,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,  # deliberately neither hidden_size / num_attention_heads nor a power of two
+    "max_position_embeddings": 96,
+    "initializer_range": 0.15,  # attention far from uniform
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+THETA = {"rope_theta": 3000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | THETA
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24} | THETA
+SLIDING = {"use_sliding_window": True, "sliding_window": 5}
+CASES = {
+    "llama": ("Llama", {}),
+    "llama tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama one key head": ("Llama", {"num_key_value_heads": 1, "rope_parameters": THETA}),
+    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0} | THETA}),
+    "llama llama3": ("Llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 40}}),
+    "llama yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama yarn, not truncated": ("Llama", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 8.0}}),
+    "llama yarn, attention factor": ("Llama", {"rope_parameters": YARN | {"attention_factor": 0.7}}),
+    "llama yarn, mscale": ("Llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
+    "llama yarn, one ramp": ("Llama", {"rope_parameters": YARN | {"beta_fast": 1.5, "beta_slow": 1.4}}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral window": ("Mistral", {"sliding_window": 5}),
+    "mistral window, shorter than a path": ("Mistral", {"sliding_window": 2}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2 window": ("Qwen2", SLIDING | {"max_window_layers": 1}),
+    "qwen2 yarn": ("Qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3 biases": ("Qwen3", {"attention_bias": True}),
+    "qwen3 layer types": ("Qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+}
+
+
+def write_target(family: str, changes: dict, folder) -> torch.nn.Module:
+    """A random model of transformers, which has written itself to `folder`."""
+    torch.manual_seed(0)
+    changes = dict(changes)
+    if "layer_types" in changes:
+        changes["num_hidden_layers"] = len(changes["layer_types"])
+    config = getattr(transformers, family + "Config")(**SIZES | changes)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, family + "ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.5)
+    model.save_pretrained(folder)
+    return model

@@ -1,0 +1,16 @@
+"""Hostile input, and the one line with which it is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+DEEP = "[" * 100_000
+
+
+def refused(call, *arguments, **keywords) -> str:
+    """Returns the one line, short enough to be read, with which a call is refused."""
+    with pytest.raises(ValueError) as caught:
+        call(*arguments, **keywords)
+    told = str(caught.value)
+    assert "\n" not in told and len(told) < 450
+    return told

@@ -1,0 +1,162 @@
+"""What goes wrong for one request, or in one step, is not the concern of others."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+from eagle_kernels import SamplingParams
+from op_tests.engine.engines import all_of, make, prompt_of
+
+
+def test_who_cannot_run_fails_alone(target, draft):
+    engine = make(draft, target, kv_cache_bytes=40_000, page_size=4)
+    engine.submit([1], SamplingParams(max_new_tokens=1))
+    engine.collect()
+    num_pages = engine._scheduler.pages.num_pages
+    assert num_pages < 3 * (256 // 4), "the pool holds everyone, so the case proves little"
+    fine = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=5))
+    too_long = engine.submit([1] * 250, SamplingParams(max_new_tokens=10))
+    empty = engine.submit([], SamplingParams())
+    strange = engine.submit([1, 99], SamplingParams())
+    engine.collect()
+    assert fine.finish_reason == "length" and len(fine.output_ids) == 5
+    assert "exceed the 256 tokens" in too_long.error and too_long.finish_reason == "error"
+    assert "must hold at least one token" in empty.error and "the prompt holds 99" in strange.error
+    tiny = make(draft, target, kv_cache_bytes=10_000, page_size=4)
+    full = tiny.submit([1] * 100, SamplingParams(max_new_tokens=100))
+    assert "kv_cache_bytes makes it larger" in full.error and not tiny.has_work
+    with pytest.raises(ValueError, match="kv_cache_bytes makes it larger"):
+        tiny.generate([1] * 100, 100)
+
+
+def test_lost_pages_are_told_and_not_waited_for(target, draft):
+    """Alone in the batch a request cannot wait for the pages of others; those that still fit go on."""
+    engine = make(draft, target, page_size=4)
+    engine.generate([1, 2, 3], 5)
+    free = engine._scheduler.pages._free
+    while len(free) > 10:
+        free.pop()
+    requests = [engine.submit([1, 2, 3], SamplingParams(max_new_tokens=count)) for count in (60, 5, 60)]
+    engine.collect()
+    first, fine, last = requests
+    assert fine.finish_reason == "length" and len(fine.output_ids) == 5
+    for request in (first, last):
+        assert request.finish_reason == "error" and "pages have been lost" in request.error
+    with pytest.raises(RuntimeError, match=r"needs \d+ pages, and of .* only 10 are free"):
+        engine.generate([1, 2, 3], 60)
+
+
+def test_what_goes_wrong_for_one_request_is_its_own(target, draft, lag, monkeypatch):
+    """In a part of a prompt, and where its tokens are taken."""
+    engine = make(draft, target, prefill_chunk=8)
+    want = engine.generate(prompt_of(1), 12)[0]
+    fine = engine.submit(prompt_of(1), SamplingParams(max_new_tokens=12))
+    engine.step()
+    forward, broken = target.forward, prompt_of(4) * 2
+
+    def out_of_memory(input_ids, *arguments, **keywords):
+        if input_ids.shape[0] == 1 and broken[8 : 8 + input_ids.shape[1]] == input_ids[0].tolist():
+            raise RuntimeError("out of memory\nand much more")
+        return forward(input_ids, *arguments, **keywords)
+
+    monkeypatch.setattr(target, "forward", out_of_memory)
+    failed = engine.submit(broken, SamplingParams(max_new_tokens=5))
+    strange = engine.submit(prompt_of(2), SamplingParams(max_new_tokens=5))
+    monkeypatch.setattr(strange, "push", lambda *arguments: 1 / 0)
+    engine.collect()
+    assert failed.finish_reason == "error" and failed.error == "RuntimeError: out of memory"
+    assert strange.finish_reason == "error" and strange.error == "ZeroDivisionError: division by zero"
+    assert fine.output_ids == want
+    pages = engine._scheduler.pages
+    assert pages.num_free == pages.num_pages and not engine.has_work
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.generate(broken, 5)
+    assert not engine.has_work
+
+
+class Odd(RuntimeError):
+    """Cannot be copied."""
+
+    def __init__(self, text, number):
+        super().__init__(f"{text} {number}")
+
+
+@pytest.mark.parametrize("broken", ["run", "catch_up"])
+@pytest.mark.parametrize("error", [MemoryError("no room"), Odd("no room", 7)])
+def test_a_step_that_breaks_off_ends_its_requests_alone(target, draft, lag, monkeypatch, error, broken):
+    """They say why and leave rows and pages; who waits, and who comes later, does not notice."""
+    engine = make(draft, target, max_batch=2)
+    want = engine.generate(prompt_of(3), 9).output_ids
+    first, second, waiting = (
+        engine.submit(prompt_of(number), SamplingParams(max_new_tokens=9)) for number in (1, 2, 3)
+    )
+    engine.is_speculating = False  # so that the draft has to catch up
+    engine.step()
+    engine.is_speculating = True
+
+    def breaks(*arguments):
+        raise error
+
+    with monkeypatch.context() as patches:
+        for runner in engine._scheduler.steps.runners:
+            patches.setattr(runner, broken, breaks)
+        engine.step()
+    assert first.finish_reason == second.finish_reason == "error" and not waiting.is_finished
+    assert "no room" in first.error and "no room" in second.error and first.exception is error
+    for request in (first, second):
+        assert "in breaks" in str(request.exception.__cause__) and request.exception.__traceback__ is None
+    assert second.exception is not error and isinstance(second.exception, (MemoryError, RuntimeError))
+    engine.collect()
+    assert waiting.output_ids == want and engine.generate(prompt_of(3), 9).output_ids == want
+    pages = engine._scheduler.pages
+    assert pages.num_free == pages.num_pages and not engine._scheduler.state.is_live.any()
+    stream = engine.stream([prompt_of(1), prompt_of(2)], 9)
+    monkeypatch.setattr(engine._scheduler.steps.runners[1], "run", breaks)
+    with pytest.raises(type(error), match="no room"):
+        list(stream)
+    assert not engine.has_work
+
+
+class Activation:
+    """Something large that a forward pass holds."""
+
+
+@pytest.mark.parametrize("way", ["submit", "for", "async for"])
+def test_what_has_failed_holds_no_memory(target, draft, monkeypatch, way):
+    """Of the frames that it was raised in, or raised from, only the places stay, in words."""
+    engine, held = make(draft, target), []
+
+    def out_of_memory(*arguments, **keywords):
+        activation = Activation()
+        held.append(weakref.ref(activation))
+        try:
+            raise KeyError(activation)
+        except KeyError as error:
+            raise RuntimeError("out of memory") from error
+
+    monkeypatch.setattr(target, "forward", out_of_memory)
+    gc.disable()  # what is in no cycle goes at once
+    try:
+        try:
+            raise ValueError("of the caller, who keeps its traceback")
+        except ValueError as error:
+            if way != "submit":
+                stream = engine.stream([1, 2], 5)
+                with pytest.raises(RuntimeError, match="out of memory") as raised:
+                    next(stream) if way == "for" else asyncio.run(all_of(stream))
+                (request,), origin = stream.requests, raised.value.__cause__
+                assert request.exception is None, "it holds the frames of the stream"
+            else:
+                request = engine.submit([1, 2], SamplingParams(max_new_tokens=5))
+                engine.collect()
+                origin = request.exception.__cause__
+            assert error.__traceback__ is not None
+        assert len(held) == 1 and held[0]() is None
+    finally:
+        gc.enable()
+    assert request.error == "RuntimeError: out of memory"
+    assert "in out_of_memory" in str(origin)

@@ -1,0 +1,265 @@
+"""Requests that join and leave between steps: each has the text that it has alone, whatever runs beside it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.serve.scheduler import host_lag
+from op_tests.engine.engines import PARAMS, alone, make, prompt_of
+from op_tests.engine.toys import LetterTokenizer, ToyModel
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_requests_join_and_leave(target, draft, lag, page_size):
+    engine = make(draft, target, page_size=page_size)
+    expected = [alone(engine, prompt_of(number), PARAMS[number % len(PARAMS)]) for number in range(14)]
+    waiting, requests, events = list(range(14)), [], []
+    coin = random.Random(page_size)
+    while waiting or engine.has_work:
+        for _ in range(coin.randrange(3) if requests else 1):
+            if waiting:
+                number = waiting.pop(0)
+                requests.append(engine.submit(prompt_of(number), PARAMS[number % len(PARAMS)]))
+        events += engine.step()
+    for number, (request, (tokens, logprobs)) in enumerate(zip(requests, expected)):
+        assert request.output_ids == tokens, f"request {number}"
+        assert request.finish_reason == "length" and request.error is None
+        assert [event.token_id for event in events if event.request == request.id] == tokens
+        assert [event.token_id for event in request.collect()] == tokens and request.collect() == []
+        assert request.logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert len(logprobs) == (len(tokens) if request.params.logprobs else 0)
+    pages = engine._scheduler.pages
+    assert pages.num_free == pages.num_pages
+    assert not engine._scheduler.state.is_live.any() and (engine._scheduler.state.block_table == -1).all()
+
+
+def test_rows_move_up(target, draft):
+    """The first request ends early, the last one goes on in its row; text and speed do not notice."""
+    engine = make(draft, target)
+    lengths, widths = [2, 4, 30], []
+    want = [engine.generate(prompt_of(number), count)[0] for number, count in enumerate(lengths)]
+    requests = [
+        engine.submit(prompt_of(number), SamplingParams(max_new_tokens=count)) for number, count in enumerate(lengths)
+    ]
+    _, runner = engine._scheduler.steps.runners
+    run = runner.run
+    runner.run = lambda num_rows, features: widths.append(num_rows) or run(num_rows, features)
+    engine.collect()
+    assert [request.output_ids for request in requests] == want
+    assert widths[0] == 3 and widths[-1] == 1
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16])
+def test_prompts_in_parts(target, draft, chunk):
+    whole, parts = make(draft, target), make(draft, target, prefill_chunk=chunk)
+    prompts = [prompt_of(4), prompt_of(9), prompt_of(2)]
+    want, stats = whole.generate(prompts, 10, temperature=0.8, seeds=3)
+    got, other = parts.generate(prompts, 10, temperature=0.8, seeds=3)
+    assert got == want and other.accepted == stats.accepted
+
+
+def test_steps_go_on_while_a_prompt_is_read(target, draft):
+    engine = make(draft, target, prefill_chunk=4)
+    first = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40))
+    engine.step()
+    second = engine.submit(prompt_of(4) * 3, SamplingParams(max_new_tokens=4))
+    before = len(first.output_ids)
+    for _ in range(3):
+        engine.step()
+        assert not second.output_ids
+    assert len(first.output_ids) >= before + 3 - host_lag(target.device)
+    engine.collect()
+    assert second.output_ids == engine.generate(prompt_of(4) * 3, 4)[0]
+
+
+def test_an_end_token_of_one_request(target, draft, lag):
+    engine = make(draft, target)
+    (whole, _) = alone(engine, prompt_of(1), PARAMS[1])
+    end = whole[5]
+    requests = [
+        engine.submit(prompt_of(1), SamplingParams(max_new_tokens=14, temperature=1.0, seed=3, stop_token_ids=(end,))),
+        engine.submit(prompt_of(1), PARAMS[1]),
+    ]
+    engine.collect()
+    assert requests[0].output_ids == whole[: whole.index(end) + 1] and requests[0].finish_reason == "eos"
+    assert requests[1].output_ids == whole
+
+
+def test_stop_strings(target, draft, lag):
+    """At every place of the text, within a token and over several; text ends before the string, tokens with it."""
+    tokenizer = LetterTokenizer()
+    engine = EAGLEInference(draft, target, EAGLEConfig(topk=3, num_steps=3), tokenizer=tokenizer)
+    whole, _ = engine.generate(prompt_of(1), 12, temperature=1.0, seeds=3)
+    text = tokenizer.decode(whole)
+    for begin in range(len(text) - 2):
+        for size in (1, 3):
+            stop = text[begin : begin + size]
+            params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, stop=(stop, "~~"))
+            request = engine.submit(prompt_of(1), params)
+            engine.collect()
+            assert request.finish_reason == "stop" and request.text == text[: text.index(stop)]
+            ends = text.index(stop) + len(stop)
+            shown = tokenizer.decode(request.output_ids)
+            assert text.startswith(shown) and len(shown) >= ends > len(tokenizer.decode(request.output_ids[:-1]))
+            pieces = list(engine.stream_text(tokenizer.decode([1]), 12, stop=(stop,), temperature=1.0, seeds=3))
+            assert stop not in "".join(pieces)
+    with pytest.raises(ValueError, match="stop strings need the tokenizer"):
+        make(draft, target).submit([1], SamplingParams(stop=("a",)))
+
+
+@pytest.mark.parametrize(("stop", "reason", "text"), [("?", "stop", "A"), ("??", "length", "A?"), ("A?", "stop", "")])
+def test_stop_strings_in_what_is_held_back(target, draft, stop, reason, text):
+    """Of a character that the last token leaves unfinished a detokenizer makes something at the end only."""
+
+    class Holding(LetterTokenizer):
+        def detokenizer(self, context=()):
+            pieces = ["A", ""]  # of a token each, and then of the end
+
+            class Detokenizer:
+                def push(self, token_ids):
+                    return pieces.pop(0)
+
+                def finish(self):
+                    return "?"
+
+            return Detokenizer()
+
+    engine = EAGLEInference(draft, target, tokenizer=Holding())
+    request = engine.submit(prompt_of(1), SamplingParams(max_new_tokens=2, stop=(stop,)))
+    engine.collect()
+    assert (request.finish_reason, request.text) == (reason, text)
+
+
+def test_a_stop_string_that_never_comes_changes_no_text(target, draft):
+    """An end token has a letter, too, and may complete a stop string: text ends before that one."""
+    tokenizer = LetterTokenizer()
+    engine = EAGLEInference(draft, target, EAGLEConfig(topk=3, num_steps=3), tokenizer=tokenizer)
+    prompt, options = tokenizer.decode([1]), {"temperature": 1.0, "seeds": 3}
+    whole = engine.generate([1], 12, **options).output_ids
+    last = next(index for index in range(3, 12) if whole.index(whole[index]) == index)
+    options |= {"stop_token_ids": (whole[last],)}
+    shown = tokenizer.decode(whole[: last + 1])
+    for stop, text in (("~~", shown), (shown[-2:], shown[: shown.index(shown[-2:])])):
+        stream = engine.stream_text(prompt, 12, stop=(stop,), **options)
+        assert "".join(stream) == stream._tokens.requests[0].text == text
+        if stop == "~~":
+            assert "".join(engine.stream_text(prompt, 12, **options)) == text
+            assert stream.output().output_ids == whole[: last + 1]
+            assert stream.output().stats.finish_reasons == ["eos"]
+
+
+def test_abort(target, draft, lag):
+    """In line, while its prompt is read, and in mid-flight; the others do not notice."""
+    engine = make(draft, target, max_batch=2, prefill_chunk=8)
+    want = engine.generate(prompt_of(1), 20)[0]
+    running, staying, reading, waiting = (
+        engine.submit(prompt, SamplingParams(max_new_tokens=20))
+        for prompt in (prompt_of(2), prompt_of(1), prompt_of(4) * 2, prompt_of(3))
+    )
+    for _ in range(4):
+        engine.step()
+    assert running.output_ids and not reading.output_ids and not running.is_finished
+    engine.abort(running)
+    engine.abort(waiting)
+    engine.step()
+    engine.abort(reading)
+    engine.abort(reading)
+    kept = list(running.output_ids)
+    engine.collect()
+    assert staying.output_ids == want
+    assert running.output_ids == kept and running.finish_reason == waiting.finish_reason == "abort"
+    pages = engine._scheduler.pages
+    assert pages.num_free == pages.num_pages
+
+
+def test_what_another_engine_aborts_leaves_nothing(target, draft, lag):
+    """That engine knows neither its row nor its pages: in mid-flight, while its prompt is read, and in line."""
+    engine, other = make(draft, target, max_batch=2, prefill_chunk=8), make(draft, target)
+    other.generate([1], 1)
+    requests = [
+        engine.submit(prompt, SamplingParams(max_new_tokens=60)) for prompt in ([1], prompt_of(4) * 2, prompt_of(3))
+    ]
+    engine.step()
+    for request in requests:
+        other.abort(request)
+    for _ in range(20):
+        engine.step()
+    assert not engine.has_work and {request.finish_reason for request in requests} == {"abort"}
+    assert engine._scheduler.pages.num_free == engine._scheduler.pages.num_pages
+
+
+def test_another_configuration_waits_for_an_empty_batch(target, draft):
+    engine = make(draft, target)
+    request = engine.submit([1, 2], SamplingParams(max_new_tokens=9))
+    engine.step()
+    for change in ({"topk": 2}, {"page_size": 4}, {"speculative": False}):
+        with pytest.raises(RuntimeError, match="another configuration"):
+            engine.generate([1], 2, **change)
+    engine.generate([3], 5)  # the same one shares the batch
+    engine.collect()
+    assert len(request.output_ids) == 9
+    engine.generate([1], 2, topk=2, page_size=4)
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.gpu)])
+def test_many_short_requests_through_a_small_pool(count, device):
+    toy = ToyModel(device=device)
+    engine = EAGLEInference(toy, toy, EAGLEConfig(topk=2, num_steps=2, max_batch=8, kv_cache_bytes=60_000, page_size=4))
+    coin = random.Random(0)
+    requests = [
+        engine.submit([coin.randrange(40)] * coin.randrange(1, 9), SamplingParams(max_new_tokens=coin.randrange(1, 9)))
+        for _ in range(count)
+    ]
+    aborted = set()
+    while engine.has_work:
+        engine.step()
+        if coin.random() < 0.1:
+            aborted.add(coin.randrange(count))
+            engine.abort(requests[max(aborted)])
+    pages = engine._scheduler.pages
+    assert pages.num_free == pages.num_pages and len(set(pages._free)) == pages.num_pages
+    texts: dict[tuple, list[int]] = {}
+    for request in requests:
+        assert request.finish_reason in ("length", "abort")
+        if request.finish_reason == "length":
+            # equal prompts have equal text, however much of it was asked for
+            known = texts.setdefault(tuple(request.prompt), request.output_ids)
+            size = min(len(known), len(request.output_ids))
+            assert (
+                known[:size] == request.output_ids[:size] and len(request.output_ids) == request.params.max_new_tokens
+            )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -1}, "temperature must be at least 0, got -1"),
+        ({"top_k": 2**31}, r"top_k must be an int of at least 0 \(0: off\), below 2\^31"),
+        ({"presence_penalty": 1e39}, "presence_penalty must be a finite int or float"),
+        ({"temperature": float("nan")}, "temperature must be a finite int or float, got nan"),
+        ({"top_k": 1.5}, r"top_k must be an int of at least 0 \(0: off\), below 2\^31, got 1.5"),
+        ({"top_p": 0}, r"top_p must lie in \(0, 1\]"),
+        ({"min_p": 2}, "min_p must lie in 0..1"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"seed": 2**63}, "seed must be None or an int of 64 bits"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an int of at least 1, got 0"),
+        ({"stop": "abc"}, "stop must be a tuple of strings that are not empty, got 'abc'"),
+        ({"stop": ("",)}, "stop must be a tuple"),
+        ({"stop_token_ids": ("a",)}, "stop_token_ids must be a tuple of token ids"),
+        ({"logprobs": 1}, "logprobs must be True, False or 'raw', got 1"),
+        ({"logprobs": "all"}, "logprobs must be True, False or 'raw', got 'all'"),
+    ],
+)
+def test_bad_parameters_are_named(values, message):
+    with pytest.raises(ValueError, match="SamplingParams: " + message):
+        SamplingParams(**values)
+
+
+def test_unknown_options_are_named(target, draft):
+    with pytest.raises(ValueError, match="there is no field temprature in EAGLEConfig or SamplingParams"):
+        make(draft, target).generate([1], temprature=1.0)
+    with pytest.raises(ValueError, match="submit takes one prompt"):
+        make(draft, target).submit([[1], [2]])

@@ -1,0 +1,259 @@
+"""Streams: given up, forgotten, cancelled, side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import gc
+import pkgutil
+import threading
+import time
+import weakref
+
+import pytest
+
+from eagle_kernels import SamplingParams
+from op_tests.engine.engines import all_of, make, prompt_of
+
+
+def test_steps_go_on_while_a_stream_reads_its_prompt(target, draft, lag, monkeypatch):
+    """Beside who runs; a batch for itself is read without a step between its parts."""
+    engine, prompt = make(draft, target, prefill_chunk=4), prompt_of(4) * 3
+    want = engine.generate(prompt, 6)[0]
+    assert engine._scheduler.num_steps == engine.generate(prompt, 6).stats.batch_steps
+    scheduler, parts = engine._scheduler, []
+    for name in ("_read_prompt", "_launch_rows"):
+        monkeypatch.setattr(scheduler, name, noted(getattr(scheduler, name), parts))
+    running = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=90))
+    engine.step()
+    parts.clear()
+    stream = engine.stream(prompt, 6)
+    first = next(stream)
+    assert parts[:-1] == (len(prompt) // 4) * [4, None] and 0 < parts[-1] <= 4  # None: of a step
+    assert [first.token_id, *(event.token_id for event in stream)] == want
+    engine.collect()
+    assert running.output_ids == engine.generate([1, 2, 3], 90)[0]
+
+
+def noted(call, results: list):
+    def noting(*arguments):
+        results.append(call(*arguments))
+        return results[-1]
+
+    return noting
+
+
+def test_a_stream_that_is_given_up(target, draft, lag):
+    engine = make(draft, target)
+    stream = engine.stream([prompt_of(1), prompt_of(2)], 30)
+    next(stream)
+    stream.close()
+    assert not engine.has_work
+    assert {request.finish_reason for request in stream.requests} == {"abort"}
+    assert stream.output().stats.finish_reasons == ["abort", "abort"]
+
+
+def test_a_stream_that_is_forgotten(target, draft, lag):
+    """Nothing but its owner holds it, so it ends there and then, not whenever a collector comes along."""
+    engine = make(draft, target)
+    for event in engine.stream([prompt_of(1), prompt_of(2)], 30):
+        assert event.token_id >= 0
+        break
+    assert not engine.has_work
+    engine.generate(prompt_of(1), 3, topk=2)
+
+
+def test_a_stream_that_never_begins(target, draft):
+    engine = make(draft, target)
+    stream = engine.stream([prompt_of(1), prompt_of(2)], 30)
+    stream.close()
+    assert stream.output().stats.finish_reasons == ["abort", "abort"] and next(stream, None) is None
+    assert not engine.has_work
+
+
+def test_a_request_that_is_aborted_before_its_stream_begins(target, draft, lag):
+    """It takes no place in the line, nor a row or pages once it is its turn."""
+    engine = make(draft, target, max_batch=2)
+    want = engine.generate(prompt_of(2), 9)[0]
+    both, one = engine.stream([prompt_of(1), prompt_of(2)], 9), engine.stream(prompt_of(1), 9)
+    for stream in (both, one):
+        engine.abort(stream.requests[0])
+    assert [(event.request, event.token_id) for event in both] == [(1, token) for token in want]
+    assert not engine.has_work
+    running = [engine.submit(prompt_of(2), SamplingParams(max_new_tokens=9)) for _ in range(2)]
+    engine.step()
+    assert list(one) == [] and not engine._scheduler._waiting
+    engine.collect()
+    assert [request.output_ids for request in running] == [want, want]
+    assert engine._scheduler.pages.num_free == engine._scheduler.pages.num_pages
+
+
+def test_a_stream_holds_no_pools_before_and_after(target, draft):
+    """It begins with those that the engine has then, and lets go of them when it has ended."""
+    engine = make(draft, target)
+    early, ended = engine.stream(prompt_of(1), 5), engine.stream(prompt_of(1), 5)
+    want = list(ended)
+    held = weakref.ref(engine._scheduler.state)
+    engine.generate(prompt_of(2), 3, page_size=4)
+    gc.collect()
+    assert held() is None and ended.output().output_ids == [event.token_id for event in want]
+    running = engine.submit(prompt_of(2), SamplingParams(max_new_tokens=3))
+    assert list(early) == want and early.requests[0].finish_reason == "length"
+    engine.collect()
+    assert running.finish_reason == "length"
+
+
+def test_a_stream_is_checked_again_when_it_begins(target, draft):
+    """What fitted into the pools that there were may wait for ever for the next ones."""
+    engine = make(draft, target)
+    stream = engine.stream(prompt_of(1), 100)
+    engine.submit([1], SamplingParams(max_new_tokens=9))
+    with pytest.raises(RuntimeError, match="another configuration"):
+        next(engine.stream(prompt_of(1), 5, topk=2))
+    engine.collect()
+    engine._scheduler.pages.num_pages = 1
+    with pytest.raises(ValueError, match="prompt 0: .* kv_cache_bytes makes it larger"):
+        next(stream)
+
+
+def test_a_stream_is_made_under_the_lock(target, draft, monkeypatch):
+    """Another thread may change the configuration at any other time."""
+    engine, is_locked = make(draft, target), []
+    for name in ("TokenStream", "Scheduler.why_never"):
+        path = f"eagle_kernels.engine.inference.{name}"
+        made = pkgutil.resolve_name(path)
+        monkeypatch.setattr(path, lambda *args, made=made: is_locked.append(engine.lock._is_owned()) or made(*args))
+    stream = engine.stream(prompt_of(1), 5)
+    assert len(is_locked) > 1 and all(is_locked)
+    stream.close()
+
+
+def test_a_server_loses_no_events_to_streams(target, draft, lag):
+    engine = make(draft, target)
+    request = engine.submit(prompt_of(1), SamplingParams(max_new_tokens=6))
+    engine.generate(prompt_of(2), 20)
+    assert request.is_finished and engine.has_work
+    assert [event.token_id for event in engine.step()] == request.output_ids and not engine.has_work
+
+
+def test_streams_side_by_side(target, draft, lag):
+    engine = make(draft, target)
+    want = [engine.generate(prompt_of(number), 12)[0] for number in range(5)]
+
+    async def read(number):
+        return [event.token_id async for event in engine.stream(prompt_of(number), 12)]
+
+    async def read_all():
+        return await asyncio.gather(*map(read, range(5)))
+
+    assert asyncio.run(read_all()) == want
+
+
+def test_a_reader_that_is_cancelled_in_a_step_leaves_nothing(target, draft, lag):
+    """As where a server's client hangs up."""
+    engine, is_stepping, may_go_on = make(draft, target), threading.Event(), threading.Event()
+    want = engine.generate(prompt_of(2), 12)[0]
+    step = engine._scheduler.step
+
+    def slow(*arguments):
+        is_stepping.set()
+        assert may_go_on.wait(60)
+        step(*arguments)
+
+    async def read(stream):
+        async with contextlib.aclosing(stream):
+            async for _ in stream:
+                pass
+
+    async def hang_up():
+        stream = engine.stream(prompt_of(1), 100)
+        reader = asyncio.create_task(read(stream))
+        await asyncio.to_thread(is_stepping.wait, 60)
+        reader.cancel()
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        return stream.output().stats.finish_reasons
+
+    engine._scheduler.step = slow
+    assert asyncio.run(hang_up()) == ["abort"] and not engine.has_work
+    assert engine.generate(prompt_of(2), 12)[0] == want
+
+
+@pytest.mark.parametrize(
+    "rest_of",
+    [lambda stream: asyncio.run(all_of(stream)), lambda stream: [event.token_id for event in stream]],
+    ids=["another event loop", "none"],
+)
+def test_a_reader_that_is_cancelled_and_goes_on_misses_nothing(target, draft, lag, monkeypatch, rest_of):
+    """As where a server waits for a token with a time limit, and tries again; also in another loop, or in none."""
+    engine = make(draft, target)
+    want = engine.generate(prompt_of(1), 20)[0]
+    stream, step, tokens, num_cancelled = engine.stream(prompt_of(1), 20), engine._scheduler.step, [], 0
+
+    def slow(*arguments):
+        time.sleep(0.05)
+        step(*arguments)
+
+    async def read():
+        return await asyncio.wait_for(stream.__anext__(), 0.01)
+
+    async def read_on():
+        nonlocal num_cancelled
+        while len(tokens) < 12:
+            try:
+                tokens.append((await read()).token_id)
+            except asyncio.TimeoutError:
+                num_cancelled += 1
+        with contextlib.suppress(asyncio.TimeoutError):
+            tokens.append((await read()).token_id)
+
+    monkeypatch.setattr(engine._scheduler, "step", slow)
+    asyncio.run(read_on())
+    tokens += rest_of(stream)
+    assert tokens == want and num_cancelled and not engine.has_work
+
+
+def test_a_reader_that_is_cancelled_before_its_turn_keeps_nobody_waiting(target, draft):
+    """Where all threads of an event loop are busy."""
+    engine, may_go_on = make(draft, target), threading.Event()
+    want = engine.generate(prompt_of(1), 20)[0]
+    stream = engine.stream(prompt_of(1), 20)
+
+    async def read():
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(1))
+        busy = loop.run_in_executor(None, may_go_on.wait, 60)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(stream.__anext__(), 0.01)
+        tokens = [event.token_id for event in stream]
+        may_go_on.set()
+        await busy
+        return tokens
+
+    assert asyncio.run(read()) == want and not engine.has_work
+
+
+def test_what_a_cancelled_reader_would_have_been_told_the_next_one_is(target, draft, monkeypatch):
+    engine, is_stepping, may_go_on = make(draft, target), threading.Event(), threading.Event()
+    stream = engine.stream(prompt_of(1), 20)
+    next(stream)
+
+    def fail(*arguments):
+        is_stepping.set()
+        assert may_go_on.wait(60)
+        raise MemoryError("in a step")
+
+    async def read():
+        item = asyncio.ensure_future(anext(stream))
+        await asyncio.to_thread(is_stepping.wait, 60)
+        item.cancel()
+        await asyncio.wait((item,))
+        may_go_on.set()
+        with pytest.raises(MemoryError, match="in a step"):
+            await anext(stream)
+        return await anext(stream, "the end")
+
+    monkeypatch.setattr(engine._scheduler, "step", fail)
+    assert asyncio.run(read()) == "the end" and not engine.has_work

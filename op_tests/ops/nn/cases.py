@@ -1,0 +1,32 @@
+"""Arguments of the nn ops, as their tests and others need them."""
+
+from __future__ import annotations
+
+import torch
+
+from op_tests.harness import (
+    to_device,
+)
+
+
+def make_linear(num_rows, num_outputs, num_columns, dtype, *, has_bias=False, device="cpu"):
+    values = {"weight": torch.randn(num_outputs, num_columns).to(device, dtype)}
+    if has_bias:
+        values["bias"] = (5.0 * torch.randn(num_outputs)).to(device, dtype)
+    values["x"] = (torch.randn(num_rows, num_columns) / num_columns**0.5).to(device, dtype)
+    return values
+
+
+def make_norm(num_tokens, hidden_size, dtype, *, heads=(), has_residual=False, device="cpu", **options):
+    shape = (num_tokens, *heads, hidden_size)
+    values = {"x": torch.randn(shape).to(dtype), "weight": (1.0 + 0.2 * torch.randn(hidden_size)).to(dtype)}
+    if has_residual:
+        values["residual"] = (3.0 * torch.randn(shape)).to(dtype)
+    return to_device(values, device) | options
+
+
+def make_silu(num_tokens, num_columns, dtype, *, is_packed=True, device="cpu"):
+    packed = (3.0 * torch.randn(num_tokens, 2 * num_columns)).to(device, dtype)
+    if is_packed:
+        return {"gate": packed}
+    return {"gate": packed[:, :num_columns].contiguous(), "up": packed[:, num_columns:].contiguous()}
