@@ -11,10 +11,11 @@ import torch
 pytest.importorskip("safetensors")
 
 from eagle_kernels.engine.models.checkpoint import Checkpoint
-from eagle_kernels.engine.models.loading import demo_pair, load_draft, save_folder
+from eagle_kernels.engine.models.loading import demo_pair, load_draft
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.inspection import SweepRow, _judge, inspect_head, read_prompts_file, sweep_aux_layers
+from eagle_kernels.tools.training.saving import save_folder
 from op_tests.engine import heads
 from op_tests.engine.heads import TARGET_VOCAB, WRITERS
 from op_tests.engine.toys import random_llama

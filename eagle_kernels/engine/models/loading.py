@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..config.values import first_line, is_integer
 from .checkpoint import (
@@ -19,8 +18,6 @@ from .checkpoint import (
     read_json,
     refuse_names,
     refuse_not_finite,
-    save_tensors,
-    write_json,
 )
 from .decoder import Decoder
 from .decoder_config import FAMILIES, DecoderConfig, read_model_type
@@ -31,7 +28,7 @@ from .protocol import ModelError, TargetModel
 from .stored_sizes import check_layers, check_most_layers, check_sizes
 from .transformers_target import TransformersTarget
 
-__all__ = ["demo_pair", "load_draft", "load_target", "read_eos_token_ids", "read_json", "save_folder"]
+__all__ = ["demo_pair", "load_draft", "load_target", "read_eos_token_ids", "read_json"]
 
 DEMO_PAIR_FOLDER = Path(__file__).resolve().parents[2] / "assets" / "demo_pair"
 
@@ -127,15 +124,3 @@ def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
         if not all(map(is_integer, token_ids)):
             raise ModelError(f"eos_token_id must be a token id or a list of them, got {eos!r}")
     return token_ids
-
-
-def save_folder(module: nn.Module, config: dict[str, Any], folder: str | Path) -> None:
-    """Write `config` and the module's tensors, floating-point ones as bf16, so that the loaders above read them, and
-    Hugging Face's too."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = module.state_dict()
-    if config.get("tie_word_embeddings"):
-        tensors.pop("lm_head.weight", None)
-    save_tensors(tensors, folder / "model.safetensors")
-    write_json(folder / "config.json", config)
