@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import Checkpoint, StoredTensor, fill, naming, read_config
-from .draft_head import IN_THE_FILE, DraftHead, HeadConfig
+from .draft_head import OPTIONS_IN_FILE, DraftHead, HeadConfig
 from .eagle1_head import Eagle1Config, Eagle1Head
 from .eagle_head import EagleConfig, EagleHead
 from .head_formats import (
@@ -148,7 +148,7 @@ def read_head(
 
 def _settings(config: dict[str, Any], kind: str, names: Collection[str]) -> HeadConfig:
     """config.json, and for what it need not say, the tensors that are there."""
-    seen = {setting: any(name.endswith(end) for name in names) for setting, end in IN_THE_FILE.items()}
+    seen = {setting: any(name.endswith(end) for name in names) for setting, end in OPTIONS_IN_FILE.items()}
     if kind == "MTP":
         return NextTokenConfig.from_dict(config)
     if kind == "EAGLE-3":

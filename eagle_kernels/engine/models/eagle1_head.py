@@ -1,4 +1,4 @@
-"""The draft head of EAGLE-1 (Li et al., arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858), one and the same network.
+"""The draft head of EAGLE-1 (Li et al., arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858), which share one network.
 
 One row stands for (feature f_j of token t_j, token t_{j+1}) at draft position j and predicts t_{j+2}:
 
@@ -7,8 +7,8 @@ One row stands for (feature f_j of token t_j, token t_{j+1}) at draft position j
     out    = u + mlp(post_attention_layernorm(u))
     logits = lm_head(out)                                   no final norm; the target's own lm_head
 
-f_j is what the target's lm_head reads, so the stream *after* its final norm, and `out` guesses f_{j+1}: it is fed back
-as it is.
+f_j is the input of the target's lm_head, which is the stream *after* its final norm. `out` is a guess of f_{j+1}, and
+is fed back unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .stored_sizes import StoredSize
 
 @dataclass(kw_only=True)
 class Eagle1Config(HeadConfig):
-    """As `HeadConfig`; `fc_bias` says whether fc has a bias (published heads of Llama 3 have none)."""
+    """A `HeadConfig`; `fc_bias` says whether fc has a bias (published heads for Llama 3 have none)."""
 
     kind = "EAGLE-1"
     layer_prefix = "layers.0."
@@ -65,7 +65,7 @@ class Eagle1Head(DraftHead):
     def forward(
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
     ) -> DraftOutput:
-        """See `protocol.DraftModel.forward`; a target's feature and the head's guess of one are read alike."""
+        """See `protocol.DraftModel.forward`; the target's features and the head's guesses are read alike."""
         hidden = self._fuse(input_ids, hidden)
         out = self.layers[0](hidden, self.rotary(positions), attend)
         return DraftOutput(self.project(out), out)

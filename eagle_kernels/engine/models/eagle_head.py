@@ -8,8 +8,8 @@ One row stands for (feature f_j of token t_j, token t_{j+1}) at draft position j
     out    = u + mlp(post_attention_layernorm(u))            fed back before the final norm
     logits = lm_head(norm(out))                              over the draft vocabulary
 
-A head with the order swapped, the feature a row off or the wrong norm on the feedback still produces correct text: only
-its acceptance suffers. The config keys below are therefore explicit, and everything checkable is checked in `bind`.
+A head that swaps this order, reads features a row off or feeds back the wrong norm still produces correct text: only
+its acceptance suffers. So the config keys below are explicit, and `bind` checks all that can be checked.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .stored_sizes import StoredSize
 
 @dataclass(kw_only=True)
 class EagleConfig(HeadConfig):
-    """As `HeadConfig`, and the options of the network.
+    """A `HeadConfig` with the options of the network.
 
     norm_before_residual    the residual is hidden_norm(h) instead of h
-    norm_output             feed back norm(out) instead of out (the meaning in SGLang and vLLM)
+    norm_output             norm(out) is fed back instead of out (the meaning in SGLang and vLLM)
     norm_before_fc          an RMSNorm over the concatenated streams, before fc
-    fc_norm                 an RMSNorm of its own for each stream, before they are concatenated
+    fc_norm                 a separate RMSNorm for each stream, before they are concatenated
     use_aux_hidden_state    False: h is the target's stream after its final norm, and there is no fc
     """
 
@@ -63,7 +63,7 @@ class EagleConfig(HeadConfig):
 
 
 class EagleLayer(nn.Module):
-    """The head's only layer: a Llama layer whose attention reads (embedding, hidden) and adds to hidden."""
+    """The head's only layer: a Llama layer whose attention reads (embedding, hidden) pairs and adds to hidden."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class EagleHead(DraftHead):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def _fuse(self, features: Tensor) -> Tensor:
-        """The target's streams [B, T, F] as one h [B, T, H]."""
+        """Joins the target's streams [B, T, F] to one h [B, T, H]."""
         if self.fc_norm is not None:
             streams = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(stream) for norm, stream in zip(self.fc_norm, streams)], dim=-1)
@@ -115,7 +115,7 @@ class EagleHead(DraftHead):
     def forward(
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
     ) -> DraftOutput:
-        """See `protocol.DraftModel.forward`; F is len(aux_layers)·target_hidden_size or, fed back, hidden_size."""
+        """See `protocol.DraftModel.forward`; F is len(aux_layers)·target_hidden_size, or hidden_size when fed back."""
         if from_target:
             hidden = self._fuse(hidden)
         out = self.midlayer(self.embed(input_ids), hidden, self.rotary(positions), attend)
