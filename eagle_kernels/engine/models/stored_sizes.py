@@ -1,8 +1,8 @@
-"""Checks of config.json's sizes against the headers of the tensors, before a wrong size costs hours or memory."""
+"""Checks of config.json's sizes against the headers of the tensors, before a wrong size costs time or memory."""
 
 from __future__ import annotations
 
-import operator
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
@@ -11,15 +11,16 @@ from ..config.values import is_integer, shown
 from .checkpoint import StoredTensor
 from .protocol import ModelError
 
-_OPERATORS = {"*": operator.mul, "+": operator.add}
-# what config.json of models of transformers calls the number of layers
+# names that transformers' models have for the number of layers
 _LAYER_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 class StoredSize(NamedTuple):
-    """A size that is in config.json and in a tensor: a field, or two with * or + between them.
+    """A size that both config.json and a tensor tell.
 
-    tensors  its names, the first that is there tells
+    fields   a field of config.json, or several with * and + between them
+    axis     the axis of the tensor
+    tensors  names of tensors; the first that exists is compared
     """
 
     fields: str
@@ -28,32 +29,30 @@ class StoredSize(NamedTuple):
 
 
 def check_sizes(config: Any, sizes: Iterable[StoredSize], tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuses a field that is not what the tensors have; `config` holds the fields."""
+    """Refuses sizes that differ from those of the tensors; `config` has the fields as attributes."""
     for fields, axis, names in sizes:
-        stored = next((tensors[name] for name in names if name in tensors), None)
-        if stored is None or len(stored.shape) <= axis:
-            continue  # of which `fill` complains
-        words = [str(getattr(config, word)) if word.isidentifier() else word for word in fields.split()]
-        size = int(words[0]) if len(words) == 1 else _OPERATORS[words[1]](int(words[0]), int(words[2]))
-        if size != stored.shape[axis]:
-            name = next(name for name in names if name in tensors)
+        name = next((name for name in names if name in tensors), None)
+        shape = [] if name is None else tensors[name].shape
+        if len(shape) <= axis:
+            continue  # `fill` refuses these
+        numbers = re.sub("[a-z_]+", lambda field: str(getattr(config, field[0])), fields)
+        if shape[axis] != sum(math.prod(map(int, term.split("*"))) for term in numbers.split("+")):
             raise ModelError(
-                f"config.json: {fields} must be {stored.shape[axis]} as in {name} of shape {stored.shape}, got "
-                f"{' '.join(words)}"
+                f"config.json: {fields} must be {shape[axis]} as in {name} of shape {shape}, got {numbers}"
             )
 
 
 def check_layers(config: Mapping[str, Any], field: str, names: Iterable[str], prefix: str) -> None:
-    """Refuses a number of layers that is not that of the tensors `prefix`0, `prefix`1, ..."""
+    """Refuses a number of layers that differs from that of the tensors `prefix`0, `prefix`1, ..."""
     layers = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
     value = config.get(field)
-    if layers and is_integer(value) and value != len(layers):  # what is no integer is named where it is read
+    if layers and is_integer(value) and value != len(layers):  # other types are refused where they are read
         _refuse(field, f"{len(layers)}", prefix, value)
 
 
 def check_most_layers(config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Refuses more layers than the longest numbered list of tensors has; for models of transformers, whose names of
-    fields and tensors differ."""
+    """Refuses more layers than the longest numbered list of tensors has; for transformers' models, which name fields
+    and tensors in many ways."""
     lists: dict[str, set[str]] = {}
     for name in names:
         found = re.match(r"(.*?\.)(\d+)\.", name)
