@@ -6,8 +6,7 @@ import torch
 
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
-from eagle_kernels.engine.models.eagle1_head import Eagle1Config, Eagle1Head
-from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
+from eagle_kernels.engine.models.eagle_head import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 from eagle_kernels.engine.models.next_token_modules import NextTokenConfig, NextTokenModules
 from eagle_kernels.engine.models.protocol import DraftOutput, KVShape, TargetOutput
 from eagle_kernels.tools.training.causal_attend import causal_attend

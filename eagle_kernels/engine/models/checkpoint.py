@@ -6,23 +6,26 @@ copied into place in their final dtype, so loading takes the memory of the weigh
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ..config.values import first_line, parse_json, shown
+from ..config.values import first_line, is_integer, parse_json, shown
 from .protocol import ModelError
 
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that exists is read, itself or its shards
 _LFS_POINTER = b"version https://git-lfs"
 _PIECE = 2**24  # elements
+# names of the number of layers in models of transformers
+_LAYER_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 class StoredTensor(NamedTuple):
@@ -50,7 +53,7 @@ class Checkpoint:
         self.index, self.file_names = _file_names(folder)
         self.tensors: dict[str, StoredTensor] = {}
         for file_name in self.file_names:
-            with self._open(file_name, "cpu") as file:
+            with self._open(file_name) as file:
                 for name in file.keys():  # noqa: SIM118 (an open safetensors file is no mapping)
                     # Old checkpoints hold the RoPE frequencies, which follow from the config.
                     if not name.endswith("rotary_emb.inv_freq"):
@@ -67,18 +70,18 @@ class Checkpoint:
             with self._open(file_name, str(device)) as file:
                 for name, stored in self.tensors.items():
                     if stored.file_name == file_name:
-                        yield name, file.get_tensor(stored.name)
+                        yield name, file.get_tensor(stored.name).to(device)
         if is_watched:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
     def get(self, name: str) -> Tensor:
         """Returns one tensor, on the CPU."""
         stored = self.tensors[name]
-        with self._open(stored.file_name, "cpu") as file:
+        with self._open(stored.file_name) as file:
             return file.get_tensor(stored.name)
 
     @contextmanager
-    def _open(self, file_name: str, device: str) -> Iterator[Any]:
+    def _open(self, file_name: str, device: str = "cpu") -> Iterator[Any]:
         path = self.folder / file_name
         if not path.is_file():
             raise ModelError(f"{file_name}, named by {self.index}, is missing")
@@ -86,40 +89,35 @@ class Checkpoint:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 raise ModelError(f"{file_name} is a pointer of Git LFS: git lfs pull fetches the file itself")
         if file_name.endswith(".bin"):
-            yield _PickledFile(path, device)
+            yield _PickledFile(path)
             return
-        safe_open = safetensors().safe_open
-        from safetensors import SafetensorError
-
+        package = safetensors()
         try:
-            with safe_open(path, framework="pt", device=device) as file:
+            with package.safe_open(path, framework="pt", device=device) as file:
                 yield file
-        except SafetensorError as error:
+        except package.SafetensorError as error:
             raise ModelError(f"{file_name} cannot be read: {first_line(error)}") from None
 
 
-class _PickledFile:
-    """A file of torch.save with the methods of an open safetensors file; no code of the file is run.
+class _PickledFile(dict[str, Tensor]):
+    """The tensors of a file of torch.save, with the methods of an open safetensors file; no code of the file is run.
 
     The file is mapped into memory, so that each tensor is read on demand. Files from before torch 1.6, which are not
     zip archives, are read whole.
     """
 
-    def __init__(self, path: Path, device: str) -> None:
-        self._device = device
-        tensors = self._tensors = load_pickled(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    def __init__(self, path: Path) -> None:
+        tensors = load_pickled(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
         is_table = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
         if not (is_table and all(isinstance(tensor, Tensor) for tensor in tensors.values())):
             raise ModelError(f"{path.name} holds no dictionary of tensors")
-
-    def keys(self) -> list[str]:
-        return list(self._tensors)
+        super().__init__(tensors)
 
     def get_slice(self, name: str) -> _PickledHeader:
-        return _PickledHeader(self._tensors[name])
+        return _PickledHeader(self[name])
 
     def get_tensor(self, name: str) -> Tensor:
-        return self._tensors[name].to(self._device)
+        return self[name]
 
 
 class _PickledHeader(NamedTuple):
@@ -150,11 +148,7 @@ def load_pickled(path: Path, **options: Any) -> Any:
 
 
 def fill(
-    module: nn.Module,
-    checkpoint: Checkpoint,
-    device: torch.device,
-    dtype: torch.dtype,
-    check_weights: bool = True,
+    module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, check_weights: bool = True
 ) -> None:
     """Moves a module built on the meta device to `device` and fills it with the checkpoint's tensors, floating-point
     ones as `dtype`; leaves it frozen and in eval mode.
@@ -208,6 +202,63 @@ def not_finite(tensors: dict[str, Tensor]) -> list[str]:
         return []
     is_finite = torch.stack(extremes).isfinite().all(-1).tolist()
     return list(dict.fromkeys(name for name, holds in zip(names, is_finite) if not holds))
+
+
+class StoredSize(NamedTuple):
+    """A size that both config.json and a tensor tell.
+
+    fields   a field of config.json, or several with * and + between them
+    axis     the axis of the tensor
+    tensors  names of tensors; the first that exists is compared
+    """
+
+    fields: str
+    axis: int
+    tensors: tuple[str, ...]
+
+
+def check_sizes(config: Any, sizes: Iterable[StoredSize], tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuses sizes that differ from those of the tensors; `config` has the fields as attributes."""
+    for fields, axis, names in sizes:
+        name = next((name for name in names if name in tensors), None)
+        shape = [] if name is None else tensors[name].shape
+        if len(shape) <= axis:
+            continue  # `fill` refuses these
+        numbers = re.sub("[a-z_]+", lambda field: str(getattr(config, field[0])), fields)
+        if shape[axis] != sum(math.prod(map(int, term.split("*"))) for term in numbers.split("+")):
+            raise ModelError(
+                f"config.json: {fields} must be {shape[axis]} as in {name} of shape {shape}, got {numbers}"
+            )
+
+
+def check_layers(config: Mapping[str, Any], field: str, names: Iterable[str], prefix: str) -> None:
+    """Refuses a number of layers that differs from that of the tensors `prefix`0, `prefix`1, ..."""
+    layers = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
+    value = config.get(field)
+    if layers and is_integer(value) and value != len(layers):  # other types are refused where they are read
+        _refuse_layers(field, f"{len(layers)}", prefix, value)
+
+
+def check_most_layers(config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuses more layers than the longest numbered list of tensors has; for transformers' models, which name fields
+    and tensors in many ways."""
+    lists: dict[str, set[str]] = {}
+    for name in names:
+        found = re.match(r"(.*?\.)(\d+)\.", name)
+        if found:
+            lists.setdefault(found[1], set()).add(found[2])
+    if not lists:
+        return
+    prefix = max(lists, key=lambda each: len(lists[each]))
+    for section in (config, *(section for section in config.values() if isinstance(section, dict))):
+        for field in _LAYER_FIELDS:
+            value = section.get(field)
+            if is_integer(value) and value > len(lists[prefix]):
+                _refuse_layers(field, f"at most {len(lists[prefix])}", prefix, value)
+
+
+def _refuse_layers(field: str, rule: str, prefix: str, value: int) -> NoReturn:
+    raise ModelError(f"config.json: {field} must be {rule} as in the tensors {prefix}*, got {shown(value)}")
 
 
 def check_memory(needed_bytes: int, device: torch.device, need: str) -> None:

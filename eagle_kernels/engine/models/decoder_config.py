@@ -11,8 +11,8 @@ from typing import Any
 
 from ...primitives.paging import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..config.values import is_fp32, is_integer, shown
+from .checkpoint import StoredSize
 from .protocol import ModelError
-from .stored_sizes import StoredSize
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_w
 FAMILIES = {
     "llama": Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
     "mistral": Family(
-        sliding="all",
-        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        sliding="all", defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
     ),
     "qwen2": Family(qkv_bias=True, sliding="by layer", defaults=_QWEN),
     "qwen3": Family(
@@ -196,6 +195,17 @@ class RopeConfig:
         return cls(**values)
 
 
+def layer_sizes(prefix: str) -> list[StoredSize]:
+    """Returns the sizes that the tensors of one layer tell, whose names begin with `prefix`."""
+    names = {
+        "hidden_size": "post_attention_layernorm",
+        "intermediate_size": "mlp.gate_proj",
+        "num_attention_heads * head_dim": "self_attn.q_proj",
+        "num_key_value_heads * head_dim": "self_attn.k_proj",
+    }
+    return [StoredSize(fields, 0, (f"{prefix}{name}.weight",)) for fields, name in names.items()]
+
+
 @dataclass(kw_only=True)
 class DecoderConfig:
     """The keys of a config.json that decide the computation. Names are Hugging Face's, apart from the last five:
@@ -205,6 +215,11 @@ class DecoderConfig:
     windows            for each layer the number of keys that a token sees, itself included; None: all
     rope               the frequencies of the rotary embedding
     """
+
+    stored_sizes = (  # that the tensors tell as well
+        StoredSize("vocab_size", 0, ("model.embed_tokens.weight", "lm_head.weight")),
+        *layer_sizes("model.layers.0."),
+    )
 
     vocab_size: int
     hidden_size: int
@@ -240,13 +255,6 @@ class DecoderConfig:
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM:
             raise ModelError(f"head_dim must lie in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {self.head_dim}")
 
-    @property
-    def stored_sizes(self) -> list[StoredSize]:
-        """The sizes that the tensors tell as well."""
-        return [StoredSize("vocab_size", 0, ("model.embed_tokens.weight", "lm_head.weight"))] + layer_sizes(
-            "model.layers.0."
-        )
-
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> DecoderConfig:
         """Reads a parsed config.json; refuses by name what is not implemented and would change the result."""
@@ -275,17 +283,6 @@ class DecoderConfig:
         values.setdefault("max_position_embeddings", cls.max_position_embeddings)
         values["rope"] = RopeConfig.from_dict(config, read_size(values, "max_position_embeddings"))
         return values
-
-
-def layer_sizes(prefix: str) -> list[StoredSize]:
-    """Returns the sizes that the tensors of one layer tell, whose names begin with `prefix`."""
-    names = {
-        "hidden_size": "post_attention_layernorm",
-        "intermediate_size": "mlp.gate_proj",
-        "num_attention_heads * head_dim": "self_attn.q_proj",
-        "num_key_value_heads * head_dim": "self_attn.k_proj",
-    }
-    return [StoredSize(fields, 0, (f"{prefix}{name}.weight",)) for fields, name in names.items()]
 
 
 def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:

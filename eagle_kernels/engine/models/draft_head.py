@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .checkpoint import StoredSize
 from .decoder import ConfiguredModel
 from .decoder_config import DecoderConfig, layer_sizes
 from .head_formats import flatten
 from .layers import Linear
 from .protocol import FINAL_NORM, KVShape, ModelError, TargetModel
 from .rotary import Rotary
-from .stored_sizes import StoredSize
 
 # Options that a head has if its file holds their tensors: the setting, and the end of the tensor's name.
 OPTIONS_IN_FILE = {
@@ -27,10 +27,16 @@ OPTIONS_IN_FILE = {
 }
 
 # Modules that a head without its own takes from the target: what they are, and the target's method that returns them.
-_SHARED_PARTS = {
-    "embed_tokens": ("embedding", "get_input_embeddings"),
-    "lm_head": ("output", "get_output_embeddings"),
-}
+_SHARED_PARTS = {"embed_tokens": ("embedding", "get_input_embeddings"), "lm_head": ("output", "get_output_embeddings")}
+
+
+def head_sizes(layer_prefix: str) -> list[StoredSize]:
+    """Returns the sizes that the tensors of a head tell; the names of its first layer's begin with `layer_prefix`."""
+    return [
+        StoredSize("vocab_size", 0, ("embed_tokens.weight", "t2d")),
+        StoredSize("draft_vocab_size", 0, ("lm_head.weight", "d2t")),
+        *layer_sizes(layer_prefix),
+    ]
 
 
 @dataclass(kw_only=True)
@@ -45,7 +51,6 @@ class HeadConfig(DecoderConfig):
     """
 
     kind: ClassVar[str]
-    layer_prefix: ClassVar[str]  # of the tensors of its first layer
 
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
@@ -59,15 +64,6 @@ class HeadConfig(DecoderConfig):
             self.target_hidden_size = self.hidden_size
         if self.draft_vocab_size > self.vocab_size:
             raise ModelError(f"draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}")
-
-    @property
-    def stored_sizes(self) -> list[StoredSize]:
-        """The sizes that the tensors tell as well."""
-        return [
-            StoredSize("vocab_size", 0, ("embed_tokens.weight", "t2d")),
-            StoredSize("draft_vocab_size", 0, ("lm_head.weight", "d2t")),
-            *layer_sizes(self.layer_prefix),
-        ]
 
     @property
     def num_aux_layers(self) -> int:

@@ -1,13 +1,5 @@
 """The published formats of EAGLE heads and next-token modules, and their translation into our names.
 
-| format | recognised by | tensors that differ |
-|---|---|---|
-| official (SafeAILab) | no other format fits | `midlayer.*`, in EAGLE-1 and EAGLE-2 `layers.0.*` |
-| SpecForge/SGLang | `eagle_config`, or `LlamaForCausalLMEagle`, `...Eagle3` | `aux_norm_low`, `mid`, `high` |
-| vLLM speculators | `speculators_model_type` | `layers.0.*`; in EAGLE-1 `fusion_fc`, `transformer.*` |
-| NVIDIA ModelOpt | keys of its own in `eagle_config` | `input_embeds_norm`, `hidden_norm`, `eagle_lm_head` |
-| MiMo (next-token modules) | `model.mtp_layers.*` beside the target | none; the target's own are skipped |
-
 Auxiliary layer ids inside `eagle_config` (SpecForge, ModelOpt) name the layers whose *output* is read; ids beside
 `hidden_size` (speculators, vLLM) are hidden_states indices. hidden_states[i] is the input of layer i, which is the
 output of layer i - 1, so the conventions differ by one. A head that reads the wrong streams still gives correct text,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .decoder import DecoderLayer
 from .decoder_config import read_size
-from .draft_head import DraftHead, HeadConfig
+from .draft_head import DraftHead, HeadConfig, head_sizes
 from .layers import Linear, RMSNorm
 from .protocol import FINAL_NORM, Angles, Attend, DraftOutput, KVShape, ModelError, StoringAttend
 
@@ -30,7 +30,7 @@ class NextTokenConfig(HeadConfig):
     """The target's config.json, read for its modules; `num_nextn_predict_layers` is their number."""
 
     kind = "MTP"
-    layer_prefix = "mtp_layers.0."
+    stored_sizes = head_sizes("mtp_layers.0.")
 
     num_modules: int = 1
 

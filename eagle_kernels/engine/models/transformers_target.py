@@ -65,6 +65,8 @@ class TransformersTarget:
         self.model = model = _twin(model).eval()
         self.config = config = model.config.get_text_config(decoder=True)
         self._check_config()
+        weight = model.get_input_embeddings().weight
+        self.device, self.dtype = weight.device, weight.dtype
         model.set_attn_implementation(IMPLEMENTATION)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
@@ -80,14 +82,6 @@ class TransformersTarget:
         has_experts = any(getattr(config, name, None) for name in _EXPERTS)
         self.can_be_captured = not (has_experts or rope_types & _CHANGING_ROPE_TYPES)
         self._learn_sizes()
-
-    @property
-    def device(self) -> torch.device:
-        return self.get_input_embeddings().weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.get_input_embeddings().weight.dtype
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.get_input_embeddings()
@@ -109,13 +103,12 @@ class TransformersTarget:
         call = _Call(attend, dict.fromkeys(capture))
         token = _CALL.set(call)
         try:
-            logits = self.model(
+            output = self.model(
                 input_ids=input_ids, position_ids=positions, use_cache=False, return_dict=True, **options
-            ).logits
+            )
         finally:
             _CALL.reset(token)
-        if last_only:
-            logits = logits[:, -1:]
+        logits = output.logits[:, -1:] if last_only else output.logits
         features = torch.cat([call.streams[index] for index in capture], dim=-1) if capture else None
         return TargetOutput(logits.to(self.dtype), features)
 
