@@ -5,7 +5,8 @@
 * `eagle_kernels::build_tree` is functional and allocates, `eagle_kernels::build_tree.out` writes into given buffers;
   both work under torch.compile (the op's contract infers shapes) and inside CUDA graphs;
 * CPU tensors run the reference, GPU tensors the Triton launcher; EAGLE_KERNELS_BACKEND=reference|triton forces one;
-* the ops have no derivatives: in grad mode they refuse tensors that require them.
+* the ops have no derivatives: in grad mode they refuse tensors that require them; the function's attribute `reference`
+  is plain PyTorch, which has them.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
         def public(*args, **kwargs):
             call(overload, args, kwargs)
 
+        public.reference = reference
         return public
 
     returned = ", ".join(["Tensor"] * len(fields))
@@ -151,6 +153,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
         call(out_overload, args, {**kwargs, **buffer_arguments}, out)
         return result_type(*buffers) if result_type else out
 
+    public.reference = reference
     return public
 
 

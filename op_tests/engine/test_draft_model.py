@@ -9,8 +9,8 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.causal_draft import CausalDraft
-from eagle_kernels.engine.models.loading import save_folder
 from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.tools.training.saving import save_folder
 from op_tests.engine.toys import random_llama
 
 CONFIG = EAGLEConfig(method="draft_model", topk=2, num_steps=3, num_draft_tokens=8)

@@ -11,7 +11,7 @@ pytest.importorskip("safetensors")
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.draft_loading import read_head
-from eagle_kernels.engine.models.eagle1_head import Eagle1Config, Eagle1Head
+from eagle_kernels.engine.models.eagle_head import Eagle1Config, Eagle1Head
 from eagle_kernels.engine.models.loading import load_draft
 from eagle_kernels.engine.models.protocol import ModelError
 from op_tests.engine import heads
@@ -185,7 +185,7 @@ def test_rope_theta_is_the_heads_own(tmp_path, target):
 
 
 def _one_pass(engine, ids, features):
-    from eagle_kernels.engine.models.causal_attend import causal_attend
+    from eagle_kernels.tools.training.causal_attend import causal_attend
 
     positions = torch.arange(len(ids))[None]
     return engine.draft(ids[None], features[None], positions, causal_attend, from_target=True).logits[0]

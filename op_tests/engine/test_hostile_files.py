@@ -26,13 +26,14 @@ from eagle_kernels.engine.models import checkpoint  # noqa: E402
 from eagle_kernels.engine.models.decoder import Decoder  # noqa: E402
 from eagle_kernels.engine.models.decoder_config import DecoderConfig  # noqa: E402
 from eagle_kernels.engine.models.draft_loading import read_head  # noqa: E402
-from eagle_kernels.engine.models.loading import load_draft, load_target, read_eos_token_ids, save_folder  # noqa: E402
+from eagle_kernels.engine.models.loading import load_draft, load_target, read_eos_token_ids  # noqa: E402
 from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
 from eagle_kernels.engine.models.tokenizer import check_same_vocabulary, load_tokenizer  # noqa: E402
 from eagle_kernels.tools.cli.main import main  # noqa: E402
 from eagle_kernels.tools.training import answers, trainer  # noqa: E402
 from eagle_kernels.tools.training.chat import chat_format_of  # noqa: E402
 from eagle_kernels.tools.training.recipe import Stage  # noqa: E402
+from eagle_kernels.tools.training.saving import save_folder  # noqa: E402
 from op_tests.engine import heads  # noqa: E402
 from op_tests.engine.heads import edit_config, edit_tensors  # noqa: E402
 from op_tests.engine.hostile import DEEP, refused  # noqa: E402

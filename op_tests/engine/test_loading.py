@@ -16,8 +16,9 @@ from eagle_kernels.engine.models import checkpoint, loading  # noqa: E402
 from eagle_kernels.engine.models.decoder import Decoder  # noqa: E402
 from eagle_kernels.engine.models.decoder_config import DecoderConfig  # noqa: E402
 from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead  # noqa: E402
-from eagle_kernels.engine.models.loading import load_draft, load_target, save_folder  # noqa: E402
+from eagle_kernels.engine.models.loading import load_draft, load_target  # noqa: E402
 from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
+from eagle_kernels.tools.training.saving import save_folder  # noqa: E402
 
 WIDTHS = {
     "model_type": "llama",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eagle_kernels.engine.models.transformers_adapter import attention
-from eagle_kernels.integrations.transformers import register
+from eagle_kernels.integrations.transformers import attention, register
 
 transformers = pytest.importorskip("transformers")
 

@@ -20,12 +20,13 @@ from eagle_kernels import EAGLEInference
 from eagle_kernels.engine.config.eagle_config import EAGLEConfig
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
-from eagle_kernels.engine.models.loading import demo_pair, save_folder
+from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.models.tokenizer import ByteDetokenizer, ByteTokenizer
 from eagle_kernels.runtime import language
 from eagle_kernels.runtime.library import backend
 from eagle_kernels.tools.cli import main as cli
 from eagle_kernels.tools.cli.main import main
+from eagle_kernels.tools.training.saving import save_folder
 from op_tests.engine.toys import plain_logits
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,10 +11,11 @@ import torch
 pytest.importorskip("safetensors")
 
 from eagle_kernels.engine.models.checkpoint import Checkpoint
-from eagle_kernels.engine.models.loading import demo_pair, load_draft, save_folder
+from eagle_kernels.engine.models.loading import demo_pair, load_draft
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.inspection import SweepRow, _judge, inspect_head, read_prompts_file, sweep_aux_layers
+from eagle_kernels.tools.training.saving import save_folder
 from op_tests.engine import heads
 from op_tests.engine.heads import TARGET_VOCAB, WRITERS
 from op_tests.engine.toys import random_llama
@@ -180,8 +181,7 @@ def test_every_reason_is_told(capsys, tmp_path):
 
 def test_the_sweep_leaves_the_head_as_it_was():
     target = random_llama(num_layers=8, vocab_size=TARGET_VOCAB)
-    from eagle_kernels.engine.models.eagle1_head import Eagle1Config, Eagle1Head
-    from eagle_kernels.engine.models.eagle_head import EagleConfig, EagleHead
+    from eagle_kernels.engine.models.eagle_head import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 
     head = EagleHead(EagleConfig.from_dict(heads.WIDTHS)).bind(target)
     rows = sweep_aux_layers(head, target, [[1, 2, 3]], 4)

@@ -21,7 +21,7 @@ from eagle_kernels.engine.models.decoder_config import DecoderConfig
 from eagle_kernels.engine.models.draft_loading import read_head
 from eagle_kernels.engine.models.eagle_head import EagleConfig
 from eagle_kernels.engine.models.head_formats import recognise
-from eagle_kernels.engine.models.loading import load_draft, load_target, save_folder
+from eagle_kernels.engine.models.loading import load_draft, load_target
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from eagle_kernels.tools.cli.main import EXIT_INTERRUPTED, main
 from eagle_kernels.tools.training import chat, head_data, unrolled
@@ -29,6 +29,7 @@ from eagle_kernels.tools.training import train_head as train_module
 from eagle_kernels.tools.training.answers import answer_prompts
 from eagle_kernels.tools.training.head_fitting import Accuracy, Piece, piece_loss, shuffled_pieces
 from eagle_kernels.tools.training.head_recipe import HeadOptions, default_aux_layers, head_config
+from eagle_kernels.tools.training.saving import save_folder
 from eagle_kernels.tools.training.train_head import _new_head, _settle, train_head
 from eagle_kernels.tools.training.trainer import EXIT_UNFINISHED, tell_changes
 

@@ -1,19 +1,18 @@
-"""A small language model as the draft: classic speculative decoding, with trees if wanted."""
+"""A small language model as the draft: classic speculative decoding, also with trees."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .protocol import Attend, DraftOutput, KVShape, TargetModel
+from .protocol import Attend, DraftOutput, TargetModel
 
 
 class CausalDraft:
-    """Makes any `TargetModel` a `DraftModel`: reads no features, and every token has a row at its own position.
+    """Adapter that makes any `TargetModel` a `DraftModel`: it reads no features, and token t_i sits at position i.
 
-    vocab_size  the target's, where it is not the model's: tables of one tokenizer are padded to other sizes. Ids that
-                the model has not got are never drafted, those that the target has not got are left out. None: the
-                model's
+    vocab_size  the target's, where it differs from the model's: the tables of one tokenizer are padded to various
+                sizes. Ids that only one of them has are never drafted. None: the model's
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -22,33 +21,20 @@ class CausalDraft:
 
     def __init__(self, model: TargetModel, vocab_size: int | None = None) -> None:
         self.model = model
-        self.vocab_size: int = model.vocab_size if vocab_size is None else vocab_size
-        self.draft_vocab_size: int = min(model.vocab_size, self.vocab_size)
-        is_whole = self.draft_vocab_size == self.vocab_size
-        # ids are the same in both
-        self.draft_to_target: Tensor | None = (
-            None if is_whole else torch.zeros(self.draft_vocab_size, dtype=torch.int64, device=model.device)
-        )
-        self.max_length: int = model.max_length
-        self.kv_shape: KVShape = model.kv_shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    @property
-    def can_be_captured(self) -> bool:
-        return getattr(self.model, "can_be_captured", True)
+        self.vocab_size = model.vocab_size if vocab_size is None else vocab_size
+        self.draft_vocab_size = min(model.vocab_size, self.vocab_size)
+        self.draft_to_target: Tensor | None = None
+        if self.draft_vocab_size < self.vocab_size:  # offsets of 0: an id is the same in both
+            self.draft_to_target = torch.zeros(self.draft_vocab_size, dtype=torch.int64, device=model.device)
+        self.max_length, self.kv_shape = model.max_length, model.kv_shape
+        self.device, self.dtype = model.device, model.dtype
+        self.can_be_captured = getattr(model, "can_be_captured", True)
 
     def forward(
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
     ) -> DraftOutput:
-        """`hidden` is passed through unread: the whole state of a language model is in its KV cache."""
-        if self.draft_to_target is not None:  # text may hold padding that is the target's alone
+        """See `protocol.DraftModel.forward`; `hidden` is returned unread, as the KV cache is the model's whole state."""
+        if self.draft_to_target is not None:  # the text may hold ids that only the target has
             input_ids = input_ids.clamp(max=self.draft_vocab_size - 1)
         logits = self.model.forward(input_ids, positions, attend).logits
         return DraftOutput(logits[..., : self.draft_vocab_size].contiguous(), hidden)

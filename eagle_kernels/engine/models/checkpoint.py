@@ -1,49 +1,35 @@
-"""Model folders as files: config.json, the tensors beside it, and the modules that are filled from them.
+"""Files of a model folder: config.json, the tensors beside it, and the modules that are filled from them.
 
-Shapes are known from the files' headers before anything is allocated. Tensors then go one by one from the file to the
-device and into their place, in their final dtype, so a load needs the weights' memory and that of one tensor.
+The files' headers tell all shapes before anything is allocated. Tensors are then read one by one onto the device and
+copied into place in their final dtype, so loading takes the memory of the weights and of one tensor more.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ..config.values import first_line, parse_json, shown
+from ..config.values import first_line, is_integer, parse_json, shown
 from .protocol import ModelError
 
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there, whole or by its index
-
-# elements
-_PIECE = 2**24
-
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that exists is read, itself or its shards
 _LFS_POINTER = b"version https://git-lfs"
-
-# How safetensors calls the types that files of torch.save hold as well.
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
-}
+_PIECE = 2**24  # elements
+# names of the number of layers in models of transformers
+_LAYER_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 class StoredTensor(NamedTuple):
-    """What a file says of a tensor, and how it is called there; `dtype` is a name of safetensors, as BF16."""
+    """The header of a tensor in a file, and its name there; `dtype` is in the words of safetensors, such as BF16."""
 
     file_name: str
     name: str
@@ -56,10 +42,10 @@ class StoredTensor(NamedTuple):
 
 
 class Checkpoint:
-    """`model.safetensors` or `pytorch_model.bin` of a folder, or its shards.
+    """The tensors of a folder: of `model.safetensors` or `pytorch_model.bin`, or of its shards.
 
-    `tensors` are what will be read, by the name that the module has for each: drop from it what is not, rename what is
-    called otherwise in the file.
+    `tensors` maps the name that the module has for a tensor to its header. Only these are read: callers delete those
+    that the module lacks, and rename those whose names in the file differ.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,16 +53,15 @@ class Checkpoint:
         self.index, self.file_names = _file_names(folder)
         self.tensors: dict[str, StoredTensor] = {}
         for file_name in self.file_names:
-            with self._open(file_name, "cpu") as file:
-                names = file.keys()  # no mapping: cannot be iterated over
-                for name in names:
-                    # Old checkpoints carry the RoPE frequencies, which are derived from the config.
+            with self._open(file_name) as file:
+                for name in file.keys():  # noqa: SIM118 (an open safetensors file is no mapping)
+                    # Old checkpoints hold the RoPE frequencies, which follow from the config.
                     if not name.endswith("rotary_emb.inv_freq"):
                         header = file.get_slice(name)
                         self.tensors[name] = StoredTensor(file_name, name, header.get_shape(), header.get_dtype())
 
     def read(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor with its name, on the device, shard by shard; says on a terminal which one it is at."""
+        """Yields the name and the tensor on the device, shard by shard; shows its progress on a terminal."""
         is_watched = sys.stderr.isatty()
         for number, file_name in enumerate(self.file_names, start=1):
             if is_watched:
@@ -85,18 +70,18 @@ class Checkpoint:
             with self._open(file_name, str(device)) as file:
                 for name, stored in self.tensors.items():
                     if stored.file_name == file_name:
-                        yield name, file.get_tensor(stored.name)
+                        yield name, file.get_tensor(stored.name).to(device)
         if is_watched:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
+        """Returns one tensor, on the CPU."""
         stored = self.tensors[name]
-        with self._open(stored.file_name, "cpu") as file:
+        with self._open(stored.file_name) as file:
             return file.get_tensor(stored.name)
 
     @contextmanager
-    def _open(self, file_name: str, device: str) -> Iterator[Any]:
+    def _open(self, file_name: str, device: str = "cpu") -> Iterator[Any]:
         path = self.folder / file_name
         if not path.is_file():
             raise ModelError(f"{file_name}, named by {self.index}, is missing")
@@ -104,59 +89,57 @@ class Checkpoint:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 raise ModelError(f"{file_name} is a pointer of Git LFS: git lfs pull fetches the file itself")
         if file_name.endswith(".bin"):
-            yield _PickledFile(path, device)
+            yield _PickledFile(path)
             return
-        safe_open = safetensors().safe_open
-        from safetensors import SafetensorError
-
+        package = safetensors()
         try:
-            with safe_open(path, framework="pt", device=device) as file:
+            with package.safe_open(path, framework="pt", device=device) as file:
                 yield file
-        except SafetensorError as error:
+        except package.SafetensorError as error:
             raise ModelError(f"{file_name} cannot be read: {first_line(error)}") from None
 
 
-class _PickledFile:
-    """A file of torch.save, read without running code of it, in the words of an open safetensors file.
+class _PickledFile(dict[str, Tensor]):
+    """The tensors of a file of torch.save, with the methods of an open safetensors file; no code of the file is run.
 
-    It is mapped, so that a tensor is read when it is asked for. Files from before torch 1.6, which are no zip archives,
-    cannot be: they are read whole.
+    The file is mapped into memory, so that each tensor is read on demand. Files from before torch 1.6, which are not
+    zip archives, are read whole.
     """
 
-    def __init__(self, path: Path, device: str) -> None:
-        self._device = device
-        tensors = self._tensors = load_pickled(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    def __init__(self, path: Path) -> None:
+        tensors = load_pickled(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
         is_table = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
         if not (is_table and all(isinstance(tensor, Tensor) for tensor in tensors.values())):
             raise ModelError(f"{path.name} holds no dictionary of tensors")
-
-    def keys(self) -> list[str]:
-        return list(self._tensors)
+        super().__init__(tensors)
 
     def get_slice(self, name: str) -> _PickledHeader:
-        return _PickledHeader(self._tensors[name])
+        return _PickledHeader(self[name])
 
     def get_tensor(self, name: str) -> Tensor:
-        return self._tensors[name].to(self._device)
+        return self[name]
 
 
 class _PickledHeader(NamedTuple):
+    """The header of a tensor, with the methods of a slice of safetensors."""
+
     tensor: Tensor
 
     def get_shape(self) -> list[int]:
         return list(self.tensor.shape)
 
     def get_dtype(self) -> str:
-        return _DTYPE_NAMES.get(self.tensor.dtype) or str(self.tensor.dtype).removeprefix("torch.").upper()
+        name = str(self.tensor.dtype).removeprefix("torch.").upper()
+        return name.replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I").removesuffix("FN")
 
 
 def load_pickled(path: Path, **options: Any) -> Any:
-    """What torch.save wrote, by torch.load with these options; no code of the file is run, nor advised to be."""
+    """Returns what torch.save wrote, through torch.load with these options; no code of the file is run."""
     try:
         return torch.load(path, weights_only=True, **options)
     except (MemoryError, PermissionError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of any class, where a file is not what it seems
+    except Exception as error:  # a damaged file raises errors of any class
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         reason = f"it names {named[1]}, and no code of a file is run" if named else "it is no whole file of torch.save"
         if type(error) in (RuntimeError, OSError):
@@ -165,15 +148,13 @@ def load_pickled(path: Path, **options: Any) -> Any:
 
 
 def fill(
-    module: nn.Module,
-    checkpoint: Checkpoint,
-    device: torch.device,
-    dtype: torch.dtype,
-    check_weights: bool = True,
+    module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, check_weights: bool = True
 ) -> None:
-    """Moves a module built on the meta device to `device` and gives it the checkpoint's tensors, floating-point ones
-    as `dtype`; leaves it frozen, in eval mode. Names, shapes and memory are checked before anything is allocated,
-    afterwards whether the weights are finite."""
+    """Moves a module built on the meta device to `device` and fills it with the checkpoint's tensors, floating-point
+    ones as `dtype`; leaves it frozen and in eval mode.
+
+    Names, shapes and memory are checked before anything is allocated, and then whether all weights are finite.
+    """
     module.to(dtype)
     expected = module.state_dict()
     refuse_names("missing", expected.keys() - checkpoint.tensors.keys())
@@ -197,22 +178,24 @@ def fill(
 
 
 def refuse_not_finite(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Refuses weights with which every text would be the same token again and again."""
+    """Refuses NaN and infinite weights, with which a model repeats one token for ever."""
     names = not_finite(tensors)
     if names:
-        told = f"tensors with NaN or infinite values as {dtype}: {_listed(names)}"
-        raise ModelError(f"{told}; check_weights=False (--no-check-weights) loads them")
+        fault = f"tensors with NaN or infinite values as {dtype}: {_listed(names)}"
+        raise ModelError(f"{fault}; check_weights=False (--no-check-weights) loads them")
 
 
 def not_finite(tensors: dict[str, Tensor]) -> list[str]:
-    """The names of the floating-point tensors that hold NaN or infinite values.
+    """Returns the names of the floating-point tensors that hold NaN or infinite values.
 
-    Each is read once, where it is, and nothing as large is made; the host waits once, for all of them.
+    Each tensor is read once, on its device and without a copy of its size; the host waits once, for all of them.
     """
     names, extremes = [], []
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel() > 0:
-            for piece in _pieces(tensor):
+            # torch cannot compare numbers of one byte: they are widened, piece by piece
+            is_wide = tensor.dtype.itemsize > 1
+            for piece in (tensor,) if is_wide else map(Tensor.float, tensor.flatten().split(_PIECE)):
                 names.append(name)
                 extremes.append(torch.stack(torch.aminmax(piece)).double())
     if not names:
@@ -221,24 +204,73 @@ def not_finite(tensors: dict[str, Tensor]) -> list[str]:
     return list(dict.fromkeys(name for name, holds in zip(names, is_finite) if not holds))
 
 
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """What torch can compare: the tensor, or, of one byte an element, its pieces as fp32, one after another."""
-    if tensor.dtype.itemsize > 1:
-        yield tensor
+class StoredSize(NamedTuple):
+    """A size that both config.json and a tensor tell.
+
+    fields   a field of config.json, or several with * and + between them
+    axis     the axis of the tensor
+    tensors  names of tensors; the first that exists is compared
+    """
+
+    fields: str
+    axis: int
+    tensors: tuple[str, ...]
+
+
+def check_sizes(config: Any, sizes: Iterable[StoredSize], tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuses sizes that differ from those of the tensors; `config` has the fields as attributes."""
+    for fields, axis, names in sizes:
+        name = next((name for name in names if name in tensors), None)
+        shape = [] if name is None else tensors[name].shape
+        if len(shape) <= axis:
+            continue  # `fill` refuses these
+        numbers = re.sub("[a-z_]+", lambda field: str(getattr(config, field[0])), fields)
+        if shape[axis] != sum(math.prod(map(int, term.split("*"))) for term in numbers.split("+")):
+            raise ModelError(
+                f"config.json: {fields} must be {shape[axis]} as in {name} of shape {shape}, got {numbers}"
+            )
+
+
+def check_layers(config: Mapping[str, Any], field: str, names: Iterable[str], prefix: str) -> None:
+    """Refuses a number of layers that differs from that of the tensors `prefix`0, `prefix`1, ..."""
+    layers = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
+    value = config.get(field)
+    if layers and is_integer(value) and value != len(layers):  # other types are refused where they are read
+        _refuse_layers(field, f"{len(layers)}", prefix, value)
+
+
+def check_most_layers(config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuses more layers than the longest numbered list of tensors has; for transformers' models, which name fields
+    and tensors in many ways."""
+    lists: dict[str, set[str]] = {}
+    for name in names:
+        found = re.match(r"(.*?\.)(\d+)\.", name)
+        if found:
+            lists.setdefault(found[1], set()).add(found[2])
+    if not lists:
         return
-    for piece in tensor.flatten().split(_PIECE):
-        yield piece.float()
+    prefix = max(lists, key=lambda each: len(lists[each]))
+    for section in (config, *(section for section in config.values() if isinstance(section, dict))):
+        for field in _LAYER_FIELDS:
+            value = section.get(field)
+            if is_integer(value) and value > len(lists[prefix]):
+                _refuse_layers(field, f"at most {len(lists[prefix])}", prefix, value)
 
 
-def check_memory(needed: int, device: torch.device, told: str) -> None:
-    """Refuses `needed` bytes that the device has no room for; `told` says of what, {} in it are the bytes."""
+def _refuse_layers(field: str, rule: str, prefix: str, value: int) -> NoReturn:
+    raise ModelError(f"config.json: {field} must be {rule} as in the tensors {prefix}*, got {shown(value)}")
+
+
+def check_memory(needed_bytes: int, device: torch.device, need: str) -> None:
+    """Refuses more bytes than the device has free; `need` is the text of the error, with {} for the amount."""
     free = free_memory_bytes(device)
-    if free is not None and needed > free:
-        raise ModelError(f"{told.format(f'{needed / 2**30:.2f} GiB')}, but {device} has {free / 2**30:.2f} GiB free")
+    if free is not None and needed_bytes > free:
+        amount = f"{needed_bytes / 2**30:.2f} GiB"
+        raise ModelError(f"{need.format(amount)}, but {device} has {free / 2**30:.2f} GiB free")
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """Memory that can be had on the device now; None where nobody says."""
+    """Returns the memory that can be allocated on the device now, or None where it is unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -252,7 +284,7 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 @contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """Put the folder in front of every complaint about its contents."""
+    """Puts the folder's name before the text of every ModelError about its contents."""
     try:
         yield
     except ModelError as error:
@@ -260,7 +292,7 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def check_folder(folder: Path) -> None:
-    """Says also of a name of the Hugging Face hub why it is no folder."""
+    """Refuses a path that is no folder, and tells how to download what looks like a name of the Hugging Face hub."""
     if not folder.is_dir():
         fault = "there is no such folder, and nothing is downloaded"
         is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", folder.as_posix()) and not folder.exists()
@@ -268,6 +300,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the parsed config.json of a folder."""
     check_folder(folder)
     if not (folder / "config.json").is_file():
         raise ModelError("config.json is missing")
@@ -275,7 +308,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
-    """The JSON object in a file; {} where an optional one does not exist."""
+    """Returns the JSON object in a file; {} for an optional file that does not exist."""
     if is_optional and not path.is_file():
         return {}
     try:
@@ -287,25 +320,8 @@ def read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
     return content
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Renamed into place, so that being killed while writing leaves the previous file whole."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
-
-
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """One safetensors file; floating-point tensors are rounded to bf16."""
-    stored = {
-        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
-        for name, tensor in tensors.items()
-    }
-    # Not `save_file`: it leaves the file readable by its owner alone.
-    path.write_bytes(safetensors().torch.save(stored, metadata={"format": "pt"}))
-
-
 def safetensors() -> Any:
-    """The package, with its part for torch."""
+    """Returns the package safetensors, with its module for torch."""
     try:
         import safetensors.torch
     except ImportError:
@@ -314,8 +330,8 @@ def safetensors() -> Any:
 
 
 def _file_names(folder: Path) -> tuple[str, list[str]]:
-    """The index, which need not be there, and the files that hold tensors."""
-    for name in WEIGHT_FILES:
+    """Returns the name of the index, which may not exist, and the names of the files that hold tensors."""
+    for name in _WEIGHT_FILES:
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
             return index.name, [name]
@@ -325,20 +341,21 @@ def _file_names(folder: Path) -> tuple[str, list[str]]:
                 raise ModelError(f"{index.name}: weight_map must be an object that names the file of each tensor")
             for tensor, file in weight_map.items():
                 if not _is_inside(file):
-                    told = f"weight_map must name files inside the folder, got {shown(file)} for {tensor}"
-                    raise ModelError(f"{index.name}: {told}")
+                    fault = f"weight_map must name files inside the folder, got {shown(file)} for {tensor}"
+                    raise ModelError(f"{index.name}: {fault}")
             return index.name, sorted(set(weight_map.values()))
     raise ModelError("neither model.safetensors nor model.safetensors.index.json nor pytorch_model.bin is there")
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a file's name leads nowhere else. Of names alone: the files of a hub's cache are links to elsewhere."""
-    path = PureWindowsPath(name)  # knows the separators and roots of other systems too
+    """Tells whether a file's name stays inside the folder. Links may leave it: the files of a hub's cache are links."""
+    path = PureWindowsPath(name)  # this class knows the separators and roots of all systems
     parts = path.parts
     return len(parts) > 0 and not path.anchor and ".." not in parts and "\0" not in name and max(map(len, parts)) < 256
 
 
 def refuse_names(fault: str, names: set[str]) -> None:
+    """Raises ModelError when tensors are `fault`: missing or unexpected."""
     if names:
         raise ModelError(f"{fault} tensors: {_listed(sorted(names))}")
 

@@ -1,7 +1,7 @@
 """The decoder of Llama, Mistral, Qwen2, Qwen3 and MiMo: one class, whose config says what differs.
 
-Parameter names outside are Hugging Face's, so its checkpoints load unchanged. Attention itself is the caller's
-(`protocol.Attend`): the module holds no cache and no mask, reads no tensor on the host, and may be captured in a CUDA
+State dicts use Hugging Face's parameter names, so its checkpoints load unchanged. The caller supplies the attention
+(`protocol.Attend`): the module holds no cache and no mask, reads no tensor on the host, and can be captured in a CUDA
 graph.
 """
 
@@ -21,7 +21,7 @@ from .rotary import Rotary
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP.
 
-    The residual stream [B, T, H] travels as a sum that is not formed yet, stream + delta: the next norm forms it.
+    The residual stream [B, T, H] is passed on as two summands, stream + delta, which the next norm adds.
     """
 
     def __init__(self, config: DecoderConfig, window: int | None) -> None:
@@ -34,7 +34,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, stream: Tensor, delta: Tensor | None, angles: Angles, attend: Attend, layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(the stream that came in, now formed, and the stream and delta that go out)."""
+        """Returns the sum that entered the layer, and the stream and delta that leave it."""
         entering, normed = self.input_layernorm.add(stream, delta)
         delta = self.self_attn(normed, angles, attend, layer)
         stream, normed = self.post_attention_layernorm.add(entering, delta)
@@ -42,7 +42,7 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderBackbone(nn.Module):
-    """Everything below the language-model head; exists so that parameters carry the published prefix `model.`."""
+    """Everything below the language-model head: a module of its own for the published prefix `model.`."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class DecoderBackbone(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor, attend: Attend, capture: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """The normed output [B, T, H], and the captured streams side by side."""
+        """Returns the normed output [B, T, H] and the captured streams, concatenated."""
         angles = self.rotary(positions)
         stream, delta = self.embed_tokens(input_ids), None
         captured = {}
@@ -67,34 +67,16 @@ class DecoderBackbone(nn.Module):
         return captured[FINAL_NORM], features
 
 
-class Decoder(nn.Module):
-    """A target of any of the families (`protocol.TargetModel`); also what the demo trainer trains."""
+class ConfiguredModel(nn.Module):
+    """Base of decoders and draft heads: the members of `protocol` that their config and weights determine."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = DecoderBackbone(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.tie_weights()
-
-    def tie_weights(self) -> None:
-        """Point the output at the embedding where the config says so; needed again after parameters are replaced."""
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.model.embed_tokens
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.lm_head
 
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
 
     @property
     def max_length(self) -> int:
@@ -106,11 +88,36 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device
+        return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.lm_head.weight.dtype
+        return next(self.parameters()).dtype
+
+
+class Decoder(ConfiguredModel):
+    """A target of any of the families (`protocol.TargetModel`)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.model = DecoderBackbone(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Makes the output share the embedding's weight if the config says so; repeat it after replacing parameters."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
 
     def forward(
         self,

@@ -1,7 +1,7 @@
-"""What a Hugging Face config.json says about a decoder: one table of families, one dataclass of what they come down to.
+"""The config.json of a Hugging Face decoder: a table of the families, and one dataclass that describes them all.
 
-What does not change the computation is ignored; what would and is not implemented is refused by name. Where a key is
-absent, the family's own default in transformers holds.
+Keys that do not change the computation are ignored; values that change it and are not implemented are refused by name.
+An absent key has the default that the family has in transformers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 from ...primitives.paging import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..config.values import is_fp32, is_integer, shown
+from .checkpoint import StoredSize
 from .protocol import ModelError
-from .stored_sizes import StoredSize
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Family:
 
     qkv_bias, o_bias, mlp_bias   whether the projections have a bias, or the key of config.json that says so
     has_qk_norms                 an RMS norm of each query and key head, before RoPE
-    sliding                      "none", "all" layers where `sliding_window` is set, or "by layer"
-    defaults                     of keys that config.json leaves out, where they are not those of `DecoderConfig`
+    sliding                      layers with a sliding window: "none", "all" if `sliding_window` is set, or "by layer"
+    defaults                     values of absent keys, where they differ from those of `DecoderConfig`
     """
 
     qkv_bias: bool | str = False
@@ -38,8 +38,7 @@ _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_w
 FAMILIES = {
     "llama": Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
     "mistral": Family(
-        sliding="all",
-        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        sliding="all", defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
     ),
     "qwen2": Family(qkv_bias=True, sliding="by layer", defaults=_QWEN),
     "qwen3": Family(
@@ -52,16 +51,20 @@ FAMILIES = {
     "mimo": Family(qkv_bias=True, sliding="by layer", defaults=_QWEN),
 }
 
-# Keys that change the computation, with the one value that is implemented. An absent or null key means that value.
-IMPLEMENTED = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None}
+# Keys that change the computation, with the one value that is implemented.
+_IMPLEMENTED = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None}
 
-# Token ids and places in the KV pools lie in int32. Layers are made one by one, as often as config.json says.
+# Fields of `DecoderConfig` that config.json expresses in other ways.
+_DERIVED = {"qkv_bias", "o_bias", "mlp_bias", "has_qk_norms", "windows", "rope"}
+
+# Token ids and places in the KV pools are int32. A layer is a Python object: config.json must not ask for millions.
 _LARGEST_SIZE = 2**31 - 1
 MOST_LAYERS = 1000
 _MOST = dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), MOST_LAYERS)
+_NOT_NEGATIVE = {"rms_norm_eps", "mscale", "mscale_all_dim"}
 
-# Scalings of the rotary frequencies, and the keys that each cannot do without.
-ROPE_TYPES = {
+# Scalings of the rotary frequencies, and the keys that each requires.
+_ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -70,7 +73,7 @@ ROPE_TYPES = {
 
 
 def read_section(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """The JSON object under a key of config.json; {} where the key is absent or null."""
+    """Returns the JSON object under a key of config.json; {} for an absent or null key."""
     section = config.get(name)
     if section is not None and not isinstance(section, dict):
         raise ModelError(f"config.json: {name} must be an object, got {shown(section)}")
@@ -78,7 +81,7 @@ def read_section(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def read_size(config: dict[str, Any], name: str) -> int:
-    """The positive integer under a key of config.json."""
+    """Returns the positive integer under a key of config.json."""
     value, most = config.get(name), _MOST.get(name, _LARGEST_SIZE)
     if not (is_integer(value) and value > 0):
         raise ModelError(f"config.json: {name} must be a positive integer, got {shown(value)}")
@@ -88,7 +91,7 @@ def read_size(config: dict[str, Any], name: str) -> int:
 
 
 def read_flag(config: dict[str, Any], name: str) -> bool:
-    """The boolean under a key of config.json; False where the key is absent or null."""
+    """Returns the boolean under a key of config.json; False for an absent or null key."""
     value = config.get(name)
     if value is not None and not isinstance(value, bool):
         raise ModelError(f"config.json: {name} must be true or false, got {shown(value)}")
@@ -96,42 +99,45 @@ def read_flag(config: dict[str, Any], name: str) -> bool:
 
 
 def read_model_type(config: dict[str, Any]) -> str:
-    """The family that a config.json names; llama where the key is absent or null."""
+    """Returns the family that a config.json names; llama for an absent or null key."""
     model_type = config.get("model_type") or "llama"
     if not isinstance(model_type, str):
         raise ModelError(f"config.json: model_type must be a string, got {shown(model_type)}")
     return model_type
 
 
+def check_implemented(config: dict[str, Any], implemented: dict[str, Any], of: str = "") -> None:
+    """Refuses values other than the implemented one of each key; an absent or null key means the implemented one."""
+    for name, only in implemented.items():
+        value = config.get(name)
+        if value is not None and value != only:
+            raise ModelError(f"config.json: {name}={shown(value)} is not implemented{of} (only {only!r})")
+
+
 def check_fields(config: Any) -> None:
-    """Numbers of a dataclass are numbers, of floats such as fp32 holds; sizes are positive."""
+    """Checks the sizes, numbers and flags of a dataclass by the types of its fields; makes floats of its numbers."""
     for item in fields(config):
-        value, kind = getattr(config, item.name), item.type.removesuffix(" | None")
+        name, value, kind = item.name, getattr(config, item.name), item.type.removesuffix(" | None")
         if value is None and kind != item.type:
             continue
         if kind == "int":
-            read_size({item.name: value}, item.name)
-        if kind == "float" and not (is_integer(value) or isinstance(value, float)):
-            raise ModelError(f"config.json: {item.name} must be a number, got {shown(value)}")
-        if kind == "float" and not is_fp32(value):
-            raise ModelError(f"config.json: {item.name} must be a finite number that fp32 holds, got {shown(value)}")
-        if kind == "float":
-            object.__setattr__(config, item.name, float(value))  # torch takes no ints of more than 64 bits
+            read_size({name: value}, name)
         if kind == "bool":
-            read_flag({item.name: value}, item.name)
-
-
-def check_not_negative(config: Any, name: str) -> None:
-    """A number of a dataclass, which may be None, is at least 0."""
-    value = getattr(config, name)
-    if value is not None and value < 0:
-        raise ModelError(f"config.json: {name} must be at least 0, got {shown(value)}")
+            read_flag({name: value}, name)
+        if kind == "float":
+            if not (is_integer(value) or isinstance(value, float)):
+                raise ModelError(f"config.json: {name} must be a number, got {shown(value)}")
+            if not is_fp32(value):
+                raise ModelError(f"config.json: {name} must be a finite number that fp32 holds, got {shown(value)}")
+            value = float(value)  # torch takes no ints of more than 64 bits
+            if name in _NOT_NEGATIVE and value < 0:
+                raise ModelError(f"config.json: {name} must be at least 0, got {shown(value)}")
+            object.__setattr__(config, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """`rope_scaling` or, since transformers 5, `rope_parameters`; the names are theirs. `rotary.py` says what is used
-    by which type."""
+    """`rope_scaling`, which transformers 5 calls `rope_parameters`; the names are theirs, and `rotary.py` uses them."""
 
     rope_type: str = "default"
     rope_theta: float = 10000.0
@@ -148,14 +154,11 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("mscale", "mscale_all_dim"):
-            check_not_negative(self, name)
-        for name in (
-            "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow",
-        ):  # fmt: skip
+        divisors = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow")
+        # yarn divides by the logarithm of rope_theta
+        bounds = {"rope_theta": 1 if self.rope_type == "yarn" else 0} | dict.fromkeys(divisors, 0)
+        for name, bound in bounds.items():
             value = getattr(self, name)
-            # yarn divides by the logarithm of rope_theta, and everything else by the numbers themselves
-            bound = 1 if (self.rope_type, name) == ("yarn", "rope_theta") else 0
             if value is not None and not value > bound:
                 raise ModelError(
                     f"config.json: {name} must be above {bound} for rope_type={self.rope_type!r}, got {shown(value)}"
@@ -163,21 +166,19 @@ class RopeConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], max_length: int) -> RopeConfig:
-        """Of a whole config.json; `max_length` is what the model was pretrained for where nothing else is said."""
+        """Reads a whole config.json; `max_length` is the pretrained length where config.json names no other."""
         name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
         section = read_section(config, name)
         rope_type = section.get("rope_type", section.get("type", "default"))
         nested = [key for key, value in section.items() if isinstance(value, dict)]
         if nested:
             raise ModelError(f"config.json: {name} that differ by layer ({', '.join(nested)}) are not implemented")
-        if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+        if not isinstance(rope_type, str) or rope_type not in _ROPE_TYPES:
             raise ModelError(
-                f"config.json: {name} of type {shown(rope_type)} is not implemented (only {', '.join(ROPE_TYPES)})"
+                f"config.json: {name} of type {shown(rope_type)} is not implemented (only {', '.join(_ROPE_TYPES)})"
             )
-        if section.get("partial_rotary_factor") not in (None, 1.0):
-            value = section["partial_rotary_factor"]
-            raise ModelError(f"config.json: partial_rotary_factor={shown(value)} is not implemented (only 1.0)")
-        missing = [key for key in ROPE_TYPES[rope_type] if section.get(key) is None]
+        check_implemented(section, {"partial_rotary_factor": 1.0})
+        missing = [key for key in _ROPE_TYPES[rope_type] if section.get(key) is None]
         if missing:
             raise ModelError(f"config.json: {name} of type {rope_type!r} lacks {', '.join(missing)}")
         known = {item.name for item in fields(cls)}
@@ -186,7 +187,7 @@ class RopeConfig:
         if config.get("rope_theta") is not None:
             values.setdefault("rope_theta", config["rope_theta"])
         length = "original_max_position_embeddings"
-        if config.get(length) is not None:  # goes before the section's own
+        if config.get(length) is not None:  # has precedence over the section's own
             values[length] = config[length]
         read_size({length: values.setdefault(length, max_length)}, length)
         if rope_type == "yarn":
@@ -194,15 +195,31 @@ class RopeConfig:
         return cls(**values)
 
 
+def layer_sizes(prefix: str) -> list[StoredSize]:
+    """Returns the sizes that the tensors of one layer tell, whose names begin with `prefix`."""
+    names = {
+        "hidden_size": "post_attention_layernorm",
+        "intermediate_size": "mlp.gate_proj",
+        "num_attention_heads * head_dim": "self_attn.q_proj",
+        "num_key_value_heads * head_dim": "self_attn.k_proj",
+    }
+    return [StoredSize(fields, 0, (f"{prefix}{name}.weight",)) for fields, name in names.items()]
+
+
 @dataclass(kw_only=True)
 class DecoderConfig:
-    """The part of a config.json that decides the computation. Names are Hugging Face's, apart from the last five:
+    """The keys of a config.json that decide the computation. Names are Hugging Face's, apart from the last five:
 
-    qkv_bias, o_bias   of the projections into and out of attention
-    has_qk_norms       an RMS norm of each query and key head
-    windows            of each layer: the keys it sees, its own among them; None: all
-    rope               frequencies of the rotary embedding
+    qkv_bias, o_bias   whether the projections into and out of attention have a bias
+    has_qk_norms       whether each query and key head has an RMS norm
+    windows            for each layer the number of keys that a token sees, itself included; None: all
+    rope               the frequencies of the rotary embedding
     """
+
+    stored_sizes = (  # that the tensors tell as well
+        StoredSize("vocab_size", 0, ("model.embed_tokens.weight", "lm_head.weight")),
+        *layer_sizes("model.layers.0."),
+    )
 
     vocab_size: int
     hidden_size: int
@@ -225,7 +242,6 @@ class DecoderConfig:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         check_fields(self)
-        check_not_negative(self, "rms_norm_eps")
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         self.windows = self.windows or (None,) * self.num_hidden_layers
@@ -239,16 +255,9 @@ class DecoderConfig:
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM:
             raise ModelError(f"head_dim must lie in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {self.head_dim}")
 
-    @property
-    def stored_sizes(self) -> list[StoredSize]:
-        """What the tensors tell too."""
-        return [StoredSize("vocab_size", 0, ("model.embed_tokens.weight", "lm_head.weight"))] + layer_sizes(
-            "model.layers.0."
-        )
-
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> DecoderConfig:
-        """Read a parsed config.json; refuse by name what would change the result and is not implemented."""
+        """Reads a parsed config.json; refuses by name what is not implemented and would change the result."""
         return cls(**cls._read(config))
 
     @classmethod
@@ -258,14 +267,10 @@ class DecoderConfig:
             raise ModelError(
                 f"config.json: model_type={shown(model_type)} is not implemented (only {', '.join(FAMILIES)})"
             )
-        for name, implemented in IMPLEMENTED.items():
-            value = config.get(name)
-            if value is not None and value != implemented:
-                raise ModelError(f"config.json: {name}={shown(value)} is not implemented (only {implemented!r})")
+        check_implemented(config, _IMPLEMENTED)
         family = FAMILIES[model_type]
         config = family.defaults | config
-        own = ("qkv_bias", "o_bias", "mlp_bias", "has_qk_norms", "windows", "rope")  # said in other words
-        known = {item.name for item in fields(cls)} - set(own)
+        known = {item.name for item in fields(cls)} - _DERIVED
         values = {name: value for name, value in config.items() if name in known and value is not None}
         for item in fields(cls):
             if item.default is MISSING and item.name not in values:
@@ -280,35 +285,21 @@ class DecoderConfig:
         return values
 
 
-def layer_sizes(prefix: str) -> list[StoredSize]:
-    """Those of a layer whose tensors begin so."""
-    names = {
-        "hidden_size": "post_attention_layernorm",
-        "intermediate_size": "mlp.gate_proj",
-        "num_attention_heads * head_dim": "self_attn.q_proj",
-        "num_key_value_heads * head_dim": "self_attn.k_proj",
-    }
-    return [StoredSize(fields, 0, (f"{prefix}{name}.weight",)) for fields, name in names.items()]
-
-
 def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer, None for those that see everything."""
-    window = config.get("sliding_window")
-    first = 0
+    """Returns the window of each layer; None for layers that see every token."""
+    window, first = config.get("sliding_window"), None
     if family.sliding == "by layer":
         window = window if read_flag(config, "use_sliding_window") else None
         first = config.get("max_window_layers")
         if first is not None and not (is_integer(first) and first >= 0):
             raise ModelError(f"config.json: max_window_layers must be an integer of at least 0, got {shown(first)}")
-        first = first or 0
     if window is not None:
         if family.sliding == "none":
             raise ModelError(f"config.json: sliding_window={shown(window)} is not implemented for this model_type")
         window = read_size(config, "sliding_window")
-    computed = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(num_layers)]
-    layer_types = config.get("layer_types")
-    if layer_types is None:
-        layer_types = computed
+    num_full = num_layers if window is None else min(first or 0, num_layers)
+    computed = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
+    layer_types = computed if config.get("layer_types") is None else config["layer_types"]
     if family.sliding != "by layer" and layer_types != computed:
         raise ModelError(f"config.json: layer_types={shown(layer_types)} is not implemented for this model_type")
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:

@@ -1,4 +1,4 @@
-"""What EAGLE-1 and EAGLE-3 heads share: configuration, vocabulary, and the fit to their target."""
+"""The parts that all draft heads share: configuration, vocabulary, and the fit to their target."""
 
 from __future__ import annotations
 
@@ -10,35 +10,47 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .checkpoint import StoredSize
+from .decoder import ConfiguredModel
 from .decoder_config import DecoderConfig, layer_sizes
 from .head_formats import flatten
 from .layers import Linear
 from .protocol import FINAL_NORM, KVShape, ModelError, TargetModel
 from .rotary import Rotary
-from .stored_sizes import StoredSize
 
-# Parts that a head has where its file holds them: setting, and the end of the names of its tensors.
-IN_THE_FILE = {
+# Options that a head has if its file holds their tensors: the setting, and the end of the tensor's name.
+OPTIONS_IN_FILE = {
     "qkv_bias": "q_proj.bias",
     "o_bias": "o_proj.bias",
     "mlp_bias": "gate_proj.bias",
     "has_qk_norms": "q_norm.weight",
 }
 
+# Modules that a head without its own takes from the target: what they are, and the target's method that returns them.
+_SHARED_PARTS = {"embed_tokens": ("embedding", "get_input_embeddings"), "lm_head": ("output", "get_output_embeddings")}
+
+
+def head_sizes(layer_prefix: str) -> list[StoredSize]:
+    """Returns the sizes that the tensors of a head tell; the names of its first layer's begin with `layer_prefix`."""
+    return [
+        StoredSize("vocab_size", 0, ("embed_tokens.weight", "t2d")),
+        StoredSize("draft_vocab_size", 0, ("lm_head.weight", "d2t")),
+        *layer_sizes(layer_prefix),
+    ]
+
 
 @dataclass(kw_only=True)
 class HeadConfig(DecoderConfig):
-    """A head's config.json: the keys of its one decoder layer, and these. `rope_theta` is 10000 unless it says so,
-    whatever the target's is.
+    """A head's config.json: the keys of its one decoder layer, and those below.
 
+    `rope_theta` is 10000 where config.json has none, whatever the target's is.
     draft_vocab_size     rows of lm_head; None: the target's vocabulary
     target_hidden_size   width of one target stream; None: hidden_size
-    aux_layers           which streams, as `TargetModel.forward` takes them in `capture`;
-                         None: (2, n // 2, n - 3) of an n-layer target, the official choice, settled in `bind`
+    aux_layers           the target's streams, as `capture` of `TargetModel.forward`;
+                         None: `usual_aux_layers`, which `bind` settles
     """
 
     kind: ClassVar[str]
-    layer_prefix: ClassVar[str]  # of the tensors of its first layer
 
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
@@ -54,15 +66,6 @@ class HeadConfig(DecoderConfig):
             raise ModelError(f"draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}")
 
     @property
-    def stored_sizes(self) -> list[StoredSize]:
-        """What the tensors tell too."""
-        return [
-            StoredSize("vocab_size", 0, ("embed_tokens.weight", "t2d")),
-            StoredSize("draft_vocab_size", 0, ("lm_head.weight", "d2t")),
-            *layer_sizes(self.layer_prefix),
-        ]
-
-    @property
     def num_aux_layers(self) -> int:
         return 3 if self.aux_layers is None else len(self.aux_layers)
 
@@ -72,49 +75,40 @@ class HeadConfig(DecoderConfig):
         values = super()._read(flat)
         if values["windows"] != (None,):
             raise ModelError(f"config.json: sliding_window={flat.get('sliding_window')!r} is not implemented for heads")
-        # The families say what their targets have; heads differ from these, so the file goes before.
-        return values | {name: flat[name] for name in IN_THE_FILE if name in flat}
+        # A family describes its targets, from which heads differ: the head's own file has precedence.
+        return values | {name: flat[name] for name in OPTIONS_IN_FILE if name in flat}
 
 
-class DraftHead(nn.Module):
-    """Base of the heads (`protocol.DraftModel`); `bind` one to its target before use.
+class DraftHead(ConfiguredModel):
+    """Base of the heads (`protocol.DraftModel`); `bind` a head to its target before use.
 
-    What the checkpoint holds is used, what it lacks comes from the target:
-    own_embedding   it holds `embed_tokens.weight` [V, H]
-    own_output      it holds `lm_head.weight` [Vd, H]
+    The head uses what its checkpoint holds and takes the rest from the target:
+    own_embedding   the checkpoint holds `embed_tokens.weight` [V, H]
+    own_output      the checkpoint holds `lm_head.weight` [Vd, H]
     """
 
+    config: HeadConfig
     token_shift = 1
     method = "eagle"
 
     def __init__(self, config: HeadConfig, *, own_embedding: bool, own_output: bool) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
         self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_output else None
         self.rotary = Rotary(config)
         whole = config.draft_vocab_size == config.vocab_size
         self.register_buffer("d2t", None if whole else torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", None if whole else torch.zeros(config.vocab_size, dtype=torch.bool))
-        # In tuples, because assigning the target's modules would make their weights part of this head's state dict.
-        self._target_embedding: tuple[nn.Module, ...] = ()
-        self._target_output: tuple[nn.Module, ...] = ()
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
+        # In a dict, because modules assigned as attributes would become part of this head's state dict.
+        self._shared: dict[str, nn.Module] = {}
 
     @property
     def draft_vocab_size(self) -> int:
         return self.config.draft_vocab_size
 
     @property
-    def max_length(self) -> int:
-        return self.config.max_position_embeddings
-
-    @property
     def kv_shape(self) -> KVShape:
-        return KVShape(1, self.config.num_key_value_heads, self.config.head_dim)
+        return super().kv_shape._replace(num_layers=1)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -126,32 +120,24 @@ class DraftHead(nn.Module):
     def draft_to_target(self) -> Tensor | None:
         return self.d2t
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
-
     def embed(self, input_ids: Tensor) -> Tensor:
-        """[B, T] int64 -> [B, T, H]."""
-        if self.embed_tokens is not None:
-            return self.embed_tokens(input_ids)
-        if not self._target_embedding:
-            raise ModelError("the head holds no embed_tokens.weight: call bind(target) first")
-        return self._target_embedding[0](input_ids)
+        """Embeds ids [B, T] int64 as [B, T, H]."""
+        return self._own_or_shared("embed_tokens")(input_ids)
 
     def project(self, hidden: Tensor) -> Tensor:
-        """[B, T, H] -> logits [B, T, Vd]."""
-        if self.lm_head is not None:
-            return self.lm_head(hidden)
-        if not self._target_output:
-            raise ModelError("the head holds no lm_head.weight: call bind(target) first")
-        return self._target_output[0](hidden)
+        """Computes the logits [B, T, Vd] of hidden [B, T, H]."""
+        return self._own_or_shared("lm_head")(hidden)
+
+    def _own_or_shared(self, part: str) -> nn.Module:
+        module = getattr(self, part)
+        module = self._shared.get(part) if module is None else module
+        if module is None:
+            raise ModelError(f"the head holds no {part}.weight: call bind(target) first")
+        return module
 
     def use_aux_layers(self, aux_layers: Sequence[int]) -> None:
-        """Read other streams of the target than config.json says: as many, as hidden_states indices. Bind it again."""
+        """Replaces the streams that config.json names by as many others (hidden_states indices); bind the head again
+        afterwards."""
         if self.config.aux_layers == (FINAL_NORM,):
             raise ModelError("the head reads the target's last feature: there are no aux layers to choose")
         if len(aux_layers) != self.config.num_aux_layers:
@@ -159,21 +145,21 @@ class DraftHead(nn.Module):
         self.config.aux_layers = tuple(aux_layers)
 
     def bind(self, target: TargetModel) -> DraftHead:
-        """Check that the head fits the target, settle the default aux layers and share what it lacks; returns self."""
+        """Checks that the head fits the target, settles the default aux layers, takes the parts that the head lacks
+        from the target, and returns the head."""
         for misfit in self.misfits(target):
             raise ModelError(misfit)
         self.config.aux_layers = self._aux_layers_for(target)
-        if self.embed_tokens is None:
-            self._target_embedding = (target.get_input_embeddings(),)
-        if self.lm_head is None:
-            self._target_output = (target.get_output_embeddings(),)
-        if self.d2t is not None and self.t2d is None:  # ModelOpt leaves it out; d2t says it all
+        for part, (_, getter) in _SHARED_PARTS.items():
+            if getattr(self, part) is None:
+                self._shared[part] = getattr(target, getter)()
+        if self.d2t is not None and self.t2d is None:  # ModelOpt omits t2d, which follows from d2t
             self.t2d = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.d2t.device)
-            self.t2d[self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)] = True
+            self.t2d[_target_ids(self.d2t)] = True
         return self
 
     def misfits(self, target: TargetModel) -> list[str]:
-        """Every reason why the head and the target do not belong together, a line each."""
+        """Returns every reason why the head and the target do not belong together, a line each."""
         config, found = self.config, []
         if config.vocab_size != target.vocab_size:
             found.append(f"the head's vocab_size {config.vocab_size} is not the target's {target.vocab_size}")
@@ -181,25 +167,22 @@ class DraftHead(nn.Module):
             found.append(
                 f"the head reads features of width {config.target_hidden_size}, the target's are {target.hidden_size}"
             )
-        found += _misfits_of_aux_layers(self._aux_layers_for(target), target.kv_shape.num_layers)
+        found += _faults_of_aux_layers(self._aux_layers_for(target), target.kv_shape.num_layers)
         found += self.vocabulary_faults()
-        for is_own, part, tensor, getter in (
-            (self.embed_tokens is not None, "embedding", "embed_tokens.weight", "get_input_embeddings"),
-            (self.lm_head is not None, "output", "lm_head.weight", "get_output_embeddings"),
-        ):
-            if is_own:
+        for part, (noun, getter) in _SHARED_PARTS.items():
+            if getattr(self, part) is not None:
                 continue
             if config.hidden_size != target.hidden_size:
                 found.append(
                     f"hidden_size {config.hidden_size} differs from the target's {target.hidden_size}, so the head "
-                    f"cannot share its {part} and must hold {tensor}"
+                    f"cannot share its {noun} and must hold {part}.weight"
                 )
             elif not hasattr(target, getter):
-                found.append(f"the head holds no {tensor} and the target has no {getter}()")
+                found.append(f"the head holds no {part}.weight and the target has no {getter}()")
         return found
 
     def vocabulary_faults(self) -> list[str]:
-        """What is wrong with the draft vocabulary, whatever the target; the first bad id of each fault."""
+        """Returns what is wrong with the draft vocabulary whatever the target: the first bad id of each fault."""
         if self.d2t is None:
             return []
         found = _faults_of_offsets(self.d2t, self.t2d, self.vocab_size)
@@ -211,42 +194,45 @@ class DraftHead(nn.Module):
         return found
 
     def _aux_layers_for(self, target: TargetModel) -> tuple[int, ...]:
-        num_layers = target.kv_shape.num_layers
-        return self.config.aux_layers or _usual_aux_layers(num_layers)
+        return self.config.aux_layers or usual_aux_layers(target.kv_shape.num_layers)
 
 
-def _usual_aux_layers(num_layers: int) -> tuple[int, ...]:
+def usual_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """Returns the official choice of streams of a target with `num_layers` layers, as hidden_states indices."""
     return 2, num_layers // 2, num_layers - 3
 
 
-def _misfits_of_aux_layers(aux_layers: tuple[int, ...], num_layers: int) -> list[str]:
+def _faults_of_aux_layers(aux_layers: tuple[int, ...], num_layers: int) -> list[str]:
     if aux_layers == (FINAL_NORM,):
         return []
     if not all(0 <= layer <= num_layers for layer in aux_layers):
         return [f"aux layers {aux_layers} (hidden_states indices) leave a target of {num_layers} layers"]
-    if any(low >= high for low, high in pairwise(aux_layers)):
-        fault = f"aux layers {aux_layers} (hidden_states indices) do not ascend"
-        if aux_layers == _usual_aux_layers(num_layers):
-            fault += "; targets of fewer than 7 layers need explicit eagle_config.eagle_aux_hidden_state_layer_ids"
-        return [fault]
-    return []
+    if all(low < high for low, high in pairwise(aux_layers)):
+        return []
+    fault = f"aux layers {aux_layers} (hidden_states indices) do not ascend"
+    if aux_layers == usual_aux_layers(num_layers):
+        fault += "; targets of fewer than 7 layers need explicit eagle_config.eagle_aux_hidden_state_layer_ids"
+    return [fault]
+
+
+def _target_ids(d2t: Tensor) -> Tensor:
+    return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
 def _faults_of_offsets(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> list[str]:
-    """d2t [Vd] int64 offsets and t2d [V] bool, if there is one, must describe the same ascending subset of the target
-    vocabulary."""
-    target_ids = d2t + torch.arange(len(d2t), device=d2t.device)
-    found = []
-    outside = (target_ids < 0) | (target_ids >= vocab_size)
-    descending = target_ids.diff() <= 0
-    if outside.any():
-        draft_id = int(outside.nonzero()[0])
+    """Checks that the offsets d2t [Vd] int64 and, if there is one, t2d [V] bool describe the same ascending subset of
+    the target's vocabulary."""
+    target_ids, found = _target_ids(d2t), []
+    outside = ((target_ids < 0) | (target_ids >= vocab_size)).nonzero()
+    descending = (target_ids.diff() <= 0).nonzero() + 1
+    if len(outside):
+        draft_id = int(outside[0])
         found.append(
             f"d2t: draft id {draft_id} maps to target id {int(target_ids[draft_id])}, outside the {vocab_size} there "
             "are"
         )
-    if descending.any():
-        draft_id = int(descending.nonzero()[0]) + 1
+    if len(descending):
+        draft_id = int(descending[0])
         found.append(
             f"d2t: draft id {draft_id} maps to target id {int(target_ids[draft_id])}, not above its predecessor's "
             f"{int(target_ids[draft_id - 1])}; d2t holds offsets (target id - draft id)"
@@ -255,15 +241,13 @@ def _faults_of_offsets(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> list
         ascends_as_ids = bool((d2t.diff() > 0).all()) and int(d2t[0]) >= 0 and int(d2t[-1]) < vocab_size
         if ascends_as_ids and (t2d is None or bool(t2d[d2t].all())):
             found[0] += "; these look like target ids themselves, where offsets (target id - draft id) are expected"
-        return found
-    if t2d is None:
-        return []
-    expected = torch.zeros_like(t2d)
-    expected[target_ids] = True
-    differing = expected != t2d
-    if differing.any():
-        target_id = int(differing.nonzero()[0])
-        found.append(
-            f"t2d: target id {target_id} is {bool(t2d[target_id])}, but d2t makes it {bool(expected[target_id])}"
-        )
+    elif t2d is not None:
+        expected = torch.zeros_like(t2d)
+        expected[target_ids] = True
+        differing = (expected != t2d).nonzero()
+        if len(differing):
+            target_id = int(differing[0])
+            found.append(
+                f"t2d: target id {target_id} is {bool(t2d[target_id])}, but d2t makes it {bool(expected[target_id])}"
+            )
     return found

@@ -1,4 +1,4 @@
-"""EAGLE heads and next-token modules from their folders, in any of the published formats (`head_formats.py`)."""
+"""Loading of EAGLE heads and next-token modules from their folders, in any published format (`head_formats.py`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint, StoredTensor, fill, naming, read_config
-from .draft_head import IN_THE_FILE, DraftHead, HeadConfig
-from .eagle1_head import Eagle1Config, Eagle1Head
-from .eagle_head import EagleConfig, EagleHead
+from .checkpoint import Checkpoint, StoredTensor, check_layers, check_sizes, fill, naming, read_config
+from .draft_head import OPTIONS_IN_FILE, DraftHead, HeadConfig
+from .eagle_head import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 from .head_formats import (
     MODULE_PREFIX,
     NEXT_TOKEN_MODULES,
@@ -28,23 +27,25 @@ from .head_formats import (
 from .next_token_modules import NextTokenConfig, NextTokenModules
 from .placement import read_placement
 from .protocol import FINAL_NORM, ModelError, TargetModel
-from .stored_sizes import check_layers, check_sizes
 
 _logger = logging.getLogger(__name__)
 
-
-_CLASSES = {"EAGLE-1": Eagle1Head, "EAGLE-3": EagleHead, "MTP": NextTokenModules}
+_CLASSES = {
+    "EAGLE-1": (Eagle1Config, Eagle1Head),
+    "EAGLE-3": (EagleConfig, EagleHead),
+    "MTP": (NextTokenConfig, NextTokenModules),
+}
 
 
 class HeadFile(NamedTuple):
-    """A head as its folder holds it, not yet bound to a target.
+    """A head from its folder, not yet bound to a target.
 
     head          frozen, in eval mode
-    format_name   which of the published formats
-    kind          `EAGLE-1` (EAGLE-2's network too), `EAGLE-3` or `MTP`
-    dtypes        of its floating-point tensors in the file, in the words of safetensors, as BF16
-    written_aux   the auxiliary layer ids as config.json has them
-    remarks       what config.json leaves open and how it was read, a line each
+    format_name   the name of the published format
+    kind          `EAGLE-1` (which EAGLE-2 shares), `EAGLE-3` or `MTP`
+    dtypes        the types of its floating-point tensors in the file, in the words of safetensors, such as BF16
+    written_aux   the auxiliary layer ids that config.json has
+    remarks       see `head_formats.remarks_on`
     """
 
     head: DraftHead
@@ -64,12 +65,12 @@ def load_draft(
     aux_layers: Sequence[int] | None = None,
     check_weights: bool = True,
 ) -> DraftHead:
-    """An EAGLE head, or the next-token modules in a target's own folder; frozen, in eval mode, bound to `target`, from
-    which it takes an embedding or lm_head it lacks.
+    """Loads an EAGLE head, or the next-token modules in a target's own folder; frozen, in eval mode and bound to
+    `target`, whose embedding or lm_head it uses if it has none.
 
-    device, dtype  of its weights; None: the target's
-    aux_layers     hidden_states indices to read in place of those that config.json names
-    check_weights  as of `load_target`
+    device, dtype  where its weights go, and their type; None: the target's
+    aux_layers     hidden_states indices to read instead of those that config.json names
+    check_weights  see `load_target`
     One line of logging names the format and the auxiliary layers as written and as read.
     """
     folder = Path(folder)
@@ -90,7 +91,7 @@ def load_draft(
 
 
 def tell_aux_layers(file: HeadFile) -> str:
-    """The auxiliary layers as config.json has them."""
+    """Describes the auxiliary layers as config.json names them."""
     if file.head.config.aux_layers == (FINAL_NORM,):
         return "the target's last feature"
     if file.written_aux.written is None:
@@ -99,7 +100,7 @@ def tell_aux_layers(file: HeadFile) -> str:
 
 
 def tell_capture(aux_layers: Sequence[int]) -> str:
-    """`capture` of these streams in words."""
+    """Describes the streams that `capture` names."""
     if tuple(aux_layers) == (FINAL_NORM,):
         return "the stream after the final norm"
     return f"hidden_states {list(aux_layers)}"
@@ -112,14 +113,14 @@ def read_head(
     *,
     check_weights: bool = True,
 ) -> HeadFile:
-    """The head of a folder, its floating-point tensors converted to `dtype`."""
+    """Loads the head of a folder, with its floating-point tensors converted to `dtype`."""
     folder, (device, dtype) = Path(folder), read_placement("load_draft", device, dtype)
     with naming(folder):
         config = read_config(folder)
         checkpoint = Checkpoint(folder)
         kind = kind_of(config, checkpoint.tensors)
         form = NEXT_TOKEN_MODULES if kind == "MTP" else recognise(config)
-        if kind == "MTP":  # its target's
+        if kind == "MTP":  # config.json, and most of the tensors, are the target's
             check_layers(config, "num_hidden_layers", checkpoint.tensors, "model.layers.")
         tensors = checkpoint.tensors = _renamed(form, kind, checkpoint.tensors)
         dtypes = sorted({stored.dtype for stored in tensors.values() if stored.is_floating_point})
@@ -127,10 +128,10 @@ def read_head(
             check_layers(config, "num_nextn_predict_layers", tensors, "mtp_layers.")
         settings = _settings(config, kind, tensors)
         if settings.aux_layers == (FINAL_NORM,) and kind == "EAGLE-3":
-            tensors.pop("fc.weight", None)  # SGLang's class always has one, and does not call it then
+            tensors.pop("fc.weight", None)  # SGLang's class always has one, even if it does not use it
         check_sizes(settings, settings.stored_sizes, tensors)
         if settings.draft_vocab_size == settings.vocab_size:
-            # Some trainers write the identity mapping; a head over the whole vocabulary has none.
+            # A head over the whole vocabulary has no mapping; some trainers write the identity.
             if "d2t" in tensors:
                 _check_identity(checkpoint.get("d2t"))
                 del tensors["d2t"]
@@ -139,30 +140,28 @@ def read_head(
             tensors.setdefault("lm_head.weight", tensors["embed_tokens.weight"])
         own = {"own_embedding": "embed_tokens.weight" in tensors, "own_output": "lm_head.weight" in tensors}
         with torch.device("meta"):
-            head = _CLASSES[kind](settings, **own)
+            head = _CLASSES[kind][1](settings, **own)
         if "t2d" not in tensors:
-            head.t2d = None  # `bind` makes it of d2t
+            head.t2d = None  # `bind` derives it from d2t
         fill(head, checkpoint, device, dtype, check_weights)
         return HeadFile(head, form.name, kind, dtypes, written_aux_layers(config), remarks_on(form, kind, config))
 
 
 def _settings(config: dict[str, Any], kind: str, names: Collection[str]) -> HeadConfig:
-    """config.json, and for what it need not say, the tensors that are there."""
-    seen = {setting: any(name.endswith(end) for name in names) for setting, end in IN_THE_FILE.items()}
-    if kind == "MTP":
-        return NextTokenConfig.from_dict(config)
-    if kind == "EAGLE-3":
-        return EagleConfig.from_dict(seen | config)
-    if config.get("bias") is None and config.get("fusion_bias") is None:
+    """Reads config.json; heads may leave out some options, which the names of their tensors then tell."""
+    seen = {}
+    if kind != "MTP":
+        seen = {setting: any(name.endswith(end) for name in names) for setting, end in OPTIONS_IN_FILE.items()}
+    if kind == "EAGLE-1" and config.get("bias") is None and config.get("fusion_bias") is None:
         seen["fc_bias"] = "fc.bias" in names
-    return Eagle1Config.from_dict(seen | config)
+    return _CLASSES[kind][0].from_dict(seen | config)
 
 
 def _renamed(form: HeadFormat, kind: str, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     renamed: dict[str, StoredTensor] = {}
     for name, stored in tensors.items():
         if kind == "MTP" and not name.startswith(MODULE_PREFIX):
-            continue  # the target's own
+            continue  # it is the target's
         ours = rename(form, kind, name)
         if ours in renamed:
             raise ModelError(f"tensor {name}: another one is {ours} already")
@@ -171,7 +170,7 @@ def _renamed(form: HeadFormat, kind: str, tensors: dict[str, StoredTensor]) -> d
 
 
 def _check_identity(d2t: Tensor) -> None:
-    """Offsets of a head that drafts every token move none."""
+    """Refuses offsets other than 0 in a head that drafts every token of the target."""
     moved = d2t.flatten().nonzero().flatten()
     if len(moved):
         first = int(moved[0])

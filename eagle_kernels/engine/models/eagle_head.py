@@ -1,6 +1,8 @@
-"""The EAGLE-3 draft head (Li et al., arXiv 2503.01840), with the options of 3.1 and the published parameter names.
+"""The draft heads of EAGLE-3, and of EAGLE-1 and EAGLE-2, with the published parameter names.
 
-One row stands for (feature f_j of token t_j, token t_{j+1}) at draft position j and predicts t_{j+2}:
+One row stands for (feature f_j of token t_j, token t_{j+1}) at draft position j and predicts t_{j+2}.
+
+EAGLE-3 (Li et al., arXiv 2503.01840), with the options of 3.1:
 
     h      = fc(cat(low, middle, high target streams)_j)     or, on later draft levels, the head's own `out`
     z      = cat(input_layernorm(embed(t_{j+1})), hidden_norm(h))                        [2H], embedding first
@@ -8,8 +10,18 @@ One row stands for (feature f_j of token t_j, token t_{j+1}) at draft position j
     out    = u + mlp(post_attention_layernorm(u))            fed back before the final norm
     logits = lm_head(norm(out))                              over the draft vocabulary
 
-A head with the order swapped, the feature a row off or the wrong norm on the feedback still produces correct text: only
-its acceptance suffers. The config keys below are therefore explicit, and everything checkable is checked in `bind`.
+EAGLE-1 (arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858), which share one network:
+
+    x      = fc(cat(embed(t_{j+1}), f_j))                   embedding first
+    u      = x + attention(x)                               a Llama layer that has no input_layernorm
+    out    = u + mlp(post_attention_layernorm(u))
+    logits = lm_head(out)                                   no final norm; the target's own lm_head
+
+There f_j is the input of the target's lm_head, which is the stream *after* its final norm. `out` is a guess of f_{j+1},
+and is fed back unchanged.
+
+A head that swaps this order, reads features a row off or feeds back the wrong norm still produces correct text: only
+its acceptance suffers. So the config keys below are explicit, and `bind` checks all that can be checked.
 """
 
 from __future__ import annotations
@@ -19,25 +31,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .draft_head import DraftHead, HeadConfig
+from .checkpoint import StoredSize
+from .draft_head import DraftHead, HeadConfig, head_sizes
 from .layers import MLP, Attention, Linear, RMSNorm
 from .protocol import Angles, Attend, DraftOutput, ModelError, StoringAttend
-from .stored_sizes import StoredSize
 
 
 @dataclass(kw_only=True)
 class EagleConfig(HeadConfig):
-    """As `HeadConfig`, and the options of the network.
+    """A `HeadConfig` with the options of the network.
 
     norm_before_residual    the residual is hidden_norm(h) instead of h
-    norm_output             feed back norm(out) instead of out (the meaning in SGLang and vLLM)
+    norm_output             norm(out) is fed back instead of out (the meaning in SGLang and vLLM)
     norm_before_fc          an RMSNorm over the concatenated streams, before fc
-    fc_norm                 an RMSNorm of its own for each stream, before they are concatenated
+    fc_norm                 a separate RMSNorm for each stream, before they are concatenated
     use_aux_hidden_state    False: h is the target's stream after its final norm, and there is no fc
     """
 
     kind = "EAGLE-3"
-    layer_prefix = "midlayer."
+    stored_sizes = (*head_sizes("midlayer."), StoredSize("num_aux_layers * target_hidden_size", 1, ("fc.weight",)))
 
     norm_before_residual: bool = False
     norm_output: bool = False
@@ -57,13 +69,9 @@ class EagleConfig(HeadConfig):
                 f"hidden_size={self.hidden_size}"
             )
 
-    @property
-    def stored_sizes(self) -> list[StoredSize]:
-        return [*super().stored_sizes, StoredSize("num_aux_layers * target_hidden_size", 1, ("fc.weight",))]
-
 
 class EagleLayer(nn.Module):
-    """The head's only layer: a Llama layer whose attention reads (embedding, hidden) and adds to hidden."""
+    """The head's only layer: a Llama layer whose attention reads (embedding, hidden) pairs and adds to hidden."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -104,7 +112,7 @@ class EagleHead(DraftHead):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def _fuse(self, features: Tensor) -> Tensor:
-        """The target's streams [B, T, F] as one h [B, T, H]."""
+        """Joins the target's streams [B, T, F] to one h [B, T, H]."""
         if self.fc_norm is not None:
             streams = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(stream) for norm, stream in zip(self.fc_norm, streams)], dim=-1)
@@ -115,7 +123,7 @@ class EagleHead(DraftHead):
     def forward(
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
     ) -> DraftOutput:
-        """See `protocol.DraftModel.forward`; F is len(aux_layers)·target_hidden_size or, fed back, hidden_size."""
+        """See `protocol.DraftModel.forward`; F is len(aux_layers)·target_hidden_size, or hidden_size when fed back."""
         if from_target:
             hidden = self._fuse(hidden)
         out = self.midlayer(self.embed(input_ids), hidden, self.rotary(positions), attend)
@@ -125,3 +133,53 @@ class EagleHead(DraftHead):
     def store(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: StoringAttend) -> None:
         """See `protocol.DraftModel`."""
         self.midlayer.store(self.embed(input_ids), self._fuse(hidden), self.rotary(positions), attend)
+
+
+@dataclass(kw_only=True)
+class Eagle1Config(HeadConfig):
+    """A `HeadConfig`; `fc_bias` says whether fc has a bias (published heads for Llama 3 have none)."""
+
+    kind = "EAGLE-1"
+    stored_sizes = (*head_sizes("layers.0."), StoredSize("hidden_size + target_hidden_size", 1, ("fc.weight",)))
+
+    fc_bias: bool = True
+
+
+class Eagle1Layer(nn.Module):
+    """A Llama layer without input_layernorm. [B, T, H] -> [B, T, H]."""
+
+    def __init__(self, config: Eagle1Config) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, input_size=config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        hidden = hidden + self.self_attn(hidden, angles, attend, layer=0)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle1Head(DraftHead):
+    """An EAGLE-1 or EAGLE-2 head."""
+
+    config: Eagle1Config
+
+    def __init__(self, config: Eagle1Config, *, own_embedding: bool = False, own_output: bool = False) -> None:
+        super().__init__(config, own_embedding=own_embedding, own_output=own_output)
+        self.fc = Linear(config.hidden_size + config.target_hidden_size, config.hidden_size, bias=config.fc_bias)
+        self.layers = nn.ModuleList([Eagle1Layer(config)])
+
+    def forward(
+        self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
+    ) -> DraftOutput:
+        """See `protocol.DraftModel.forward`; the target's features and the head's guesses are read alike."""
+        hidden = self._fuse(input_ids, hidden)
+        out = self.layers[0](hidden, self.rotary(positions), attend)
+        return DraftOutput(self.project(out), out)
+
+    def store(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: StoringAttend) -> None:
+        """See `protocol.DraftModel`."""
+        self.layers[0].self_attn.store(self._fuse(input_ids, hidden), self.rotary(positions), attend, layer=0)
+
+    def _fuse(self, input_ids: Tensor, hidden: Tensor) -> Tensor:
+        return self.fc(torch.cat((self.embed(input_ids), hidden), dim=-1))

@@ -1,19 +1,11 @@
-"""The published formats of EAGLE heads and next-token modules, and how each is turned into our names.
+"""The published formats of EAGLE heads and next-token modules, and their translation into our names.
 
-| format | recognised by | tensors that differ |
-|---|---|---|
-| official (SafeAILab) | no other fits | `midlayer.*`, in EAGLE-1 and EAGLE-2 `layers.0.*` |
-| SpecForge/SGLang | `eagle_config`, or `LlamaForCausalLMEagle`, `...Eagle3` | `aux_norm_low`, `mid`, `high` |
-| vLLM speculators | `speculators_model_type` | `layers.0.*`; in EAGLE-1 `fusion_fc`, `transformer.*` |
-| NVIDIA ModelOpt | keys of its own in `eagle_config` | `input_embeds_norm`, `hidden_norm`, `eagle_lm_head` |
-| MiMo (next-token modules) | `model.mtp_layers.*` beside the target | none; those of the target are left out |
+Auxiliary layer ids inside `eagle_config` (SpecForge, ModelOpt) name the layers whose *output* is read; ids beside
+`hidden_size` (speculators, vLLM) are hidden_states indices. hidden_states[i] is the input of layer i, which is the
+output of layer i - 1, so the conventions differ by one. A head that reads the wrong streams still gives correct text,
+only more slowly. The official files name no layers. `d2t` holds offsets in every format that has it.
 
-Auxiliary layer ids inside `eagle_config` (SpecForge, ModelOpt) name the layers whose *output* is read, ids beside
-`hidden_size` (speculators, vLLM) are hidden_states indices. hidden_states[i] is what layer i reads, so the output of
-layer i - 1: the conventions differ by one, and a head that reads the wrong streams still writes correct text, only
-slower. The official files name none. `d2t` holds offsets wherever there is one.
-
-`norm_output` is read as SGLang and vLLM read it: the head feeds back its output after the final norm.
+`norm_output` has the meaning that SGLang and vLLM give it: the head feeds back its output after the final norm.
 """
 
 from __future__ import annotations
@@ -23,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..config.values import is_integer, shown
-from .decoder_config import MOST_LAYERS, read_section
+from .decoder_config import MOST_LAYERS, check_implemented, read_section
 from .protocol import FINAL_NORM, ModelError
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-MODULE_PREFIX = "model.mtp_layers."  # of next-token modules, in their target's folder
+MODULE_PREFIX = "model.mtp_layers."  # of the tensors of next-token modules, which lie in the target's folder
 
 # Keys of `eagle_config` that only ModelOpt writes.
 _MODELOPT_KEYS = {
@@ -39,7 +31,7 @@ _MODELOPT_KEYS = {
     "parallel_draft_heads_num_layers",
 }
 
-# Other names of what our configurations call the second.
+# Other names of settings, and our own.
 _SYNONYMS = {
     "truncated_vocab_size": "draft_vocab_size",
     "use_aux_norm": "fc_norm",
@@ -48,8 +40,7 @@ _SYNONYMS = {
     "bias": "fc_bias",
 }
 
-# Variants of a head that trainers can write, with the one value that is implemented. An absent or null key means that
-# value.
+# Options that trainers can write, with the one value that is implemented.
 _IMPLEMENTED = {
     "num_hidden_layers": 1,
     "logit_scale": 1.0,
@@ -59,7 +50,7 @@ _IMPLEMENTED = {
     "parallel_draft_step": 1,
 }
 
-# As above, by kind of network: EAGLE-1 has neither an input norm nor a final one.
+# The same by kind of network: EAGLE-1 has neither an input norm nor a final norm.
 _IMPLEMENTED_BY_KIND = {
     "EAGLE-1": {"use_input_layernorm_in_first_layer": False, "use_last_layernorm": False},
     "EAGLE-3": {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True},
@@ -68,12 +59,12 @@ _IMPLEMENTED_BY_KIND = {
 
 @dataclass(frozen=True)
 class HeadFormat:
-    """One format.
+    """A published format.
 
-    name            for people
-    is_written_by   does this parsed config.json come from here
-    section         the object inside config.json that holds the rest of the keys; its values go before those beside it
-    tensor_names    (beginning of a name in the file, ours)
+    name            the name shown to users
+    is_written_by   tells whether a parsed config.json has this format
+    section         an object inside config.json with further keys, which have precedence over those beside it
+    tensor_names    (beginning of a name in the file, our beginning)
     """
 
     name: str
@@ -95,7 +86,7 @@ def _architectures(config: dict[str, Any]) -> list[str]:
     return names
 
 
-FORMATS = (  # the first that fits
+_FORMATS = (  # the first that fits is taken
     HeadFormat(
         "vLLM speculators",
         lambda config: config.get("speculators_model_type") is not None,
@@ -124,15 +115,15 @@ FORMATS = (  # the first that fits
 )
 
 
-NEXT_TOKEN_MODULES = HeadFormat("MiMo (next-token modules)", lambda config: False)  # its tensors say so, no key
+NEXT_TOKEN_MODULES = HeadFormat("MiMo (next-token modules)", lambda config: False)  # recognised by its tensors
 
 
 class AuxLayers(NamedTuple):
-    """Which streams of the target a head reads, as its config.json says it.
+    """The streams of the target that a head reads, according to its config.json.
 
-    written   the ids in the file, None where it names none
-    meaning   what they number
-    indices   the same as hidden_states indices, () where the file names none
+    written   the ids in the file; None if it has none
+    meaning   what the ids number
+    indices   the same streams as hidden_states indices; () if the file has none
     """
 
     written: tuple[int, ...] | None
@@ -141,12 +132,12 @@ class AuxLayers(NamedTuple):
 
 
 def recognise(config: dict[str, Any]) -> HeadFormat:
-    """The format of a parsed config.json."""
-    return next(form for form in FORMATS if form.is_written_by(config))
+    """Returns the format of a parsed config.json."""
+    return next(form for form in _FORMATS if form.is_written_by(config))
 
 
 def kind_of(config: dict[str, Any], tensor_names: Iterable[str]) -> str:
-    """`EAGLE-3`, `EAGLE-1` (whose network is EAGLE-2's too) or `MTP`: by what config.json says, else by the tensors."""
+    """Returns `EAGLE-3`, `EAGLE-1` (which EAGLE-2 shares) or `MTP`, from config.json or, failing that, the tensors."""
     names = list(tensor_names)
     if any(name.startswith(MODULE_PREFIX) for name in names):
         return "MTP"
@@ -167,7 +158,7 @@ def kind_of(config: dict[str, Any], tensor_names: Iterable[str]) -> str:
 
 
 def rename(form: HeadFormat, kind: str, name: str) -> str:
-    """Our name of a tensor of the file."""
+    """Returns our name of a tensor in the file."""
     name = name.removeprefix("model.")
     for theirs, ours in form.tensor_names:
         if name.startswith(theirs):
@@ -179,12 +170,9 @@ def rename(form: HeadFormat, kind: str, name: str) -> str:
 
 
 def flatten(config: dict[str, Any], kind: str) -> dict[str, Any]:
-    """config.json of any format as one flat object with the names of our configurations; `aux_layers` as indices."""
+    """Returns config.json of any format as one flat object with our names; `aux_layers` are hidden_states indices."""
     form = recognise(config)
-    values = {
-        **config,
-        **{key: value for key, value in read_section(config, form.section).items() if value is not None},
-    }
+    values = config | {key: value for key, value in read_section(config, form.section).items() if value is not None}
     for theirs, ours in _SYNONYMS.items():
         value = values.pop(theirs, None)
         if value is None:
@@ -192,18 +180,14 @@ def flatten(config: dict[str, Any], kind: str) -> dict[str, Any]:
         if values.get(ours) not in (None, value):
             raise ModelError(f"config.json: {theirs}={shown(value)} contradicts {ours}={shown(values[ours])}")
         values[ours] = value
-    for name, implemented in (_IMPLEMENTED | _IMPLEMENTED_BY_KIND[kind]).items():
-        value = values.get(name)
-        if value is not None and value != implemented:
-            raise ModelError(f"config.json: {name}={shown(value)} is not implemented for {kind} (only {implemented!r})")
+    check_implemented(values, _IMPLEMENTED | _IMPLEMENTED_BY_KIND[kind], f" for {kind}")
     reads_last = kind == "EAGLE-1" or values.get("use_aux_hidden_state") is False
-    # this file's name for what checkpoints say in their own ways
     values["aux_layers"] = (FINAL_NORM,) if reads_last else written_aux_layers(config).indices or None
     return values
 
 
 def written_aux_layers(config: dict[str, Any]) -> AuxLayers:
-    """The auxiliary layers that config.json names, in its own numbers and as hidden_states indices."""
+    """Reads the auxiliary layers that config.json names."""
     inside, beside = read_section(config, "eagle_config").get(LAYER_IDS), config.get(LAYER_IDS)
     ids, offset, meaning = (beside, 0, "hidden_states") if inside is None else (inside, 1, "layer outputs")
     if ids is None:
@@ -221,9 +205,9 @@ def written_aux_layers(config: dict[str, Any]) -> AuxLayers:
 
 
 def remarks_on(form: HeadFormat, kind: str, config: dict[str, Any]) -> list[str]:
-    """What config.json leaves open, or says in words that others use for something else; a line each."""
+    """Returns a line for each setting that config.json leaves open or that other programs read differently."""
     remarks = []
-    if kind != "EAGLE-3":  # has none of these options
+    if kind != "EAGLE-3":  # the other kinds have none of these options
         return remarks
     if form.name == "vLLM speculators" and config.get("norm_before_residual") is None:
         remarks.append(

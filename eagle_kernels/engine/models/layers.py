@@ -1,52 +1,51 @@
 """The parts of a decoder layer: RMS norm, attention around the caller's `attend`, SwiGLU.
 
-Projections of one input are one matrix product (`FusedLinear`); state dicts have the published names all the same, so
-checkpoints load unchanged and are written as they came. Norm, rotary embedding and activation are the library's ops.
+Projections of the same input are one matrix product (`FusedLinear`). State dicts still have the published names, so
+checkpoints load and are saved unchanged. Norm, rotary embedding and activation are ops of this library.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
 from ... import ops
 from ...ops.nn.linear_decode import is_for
-from ...reference.ops.nn.rms_norm import rms_norm
-from ...reference.ops.nn.rope import rope
-from ...reference.ops.nn.silu_and_mul import silu_and_mul
 from .decoder_config import DecoderConfig
 from .protocol import Angles, Attend, StoringAttend
 
-_DIFFERENTIABLE = SimpleNamespace(rms_norm=rms_norm, rope=rope, silu_and_mul=silu_and_mul)
+_DIFFERENTIABLE = SimpleNamespace(
+    rms_norm=ops.rms_norm.reference, rope=ops.rope.reference, silu_and_mul=ops.silu_and_mul.reference
+)
 
 
-def library(*tensors: Tensor) -> SimpleNamespace:
-    """Where to take the operators on these tensors from: `ops`, or, for training, the references, or PyTorch where that
-    has the same, which can be differentiated and run in mixed precision."""
+def library(*tensors: Tensor) -> ModuleType | SimpleNamespace:
+    """Returns the operators to apply to these tensors: `ops`, or in training their plain PyTorch forms, which have
+    derivatives and run in mixed precision."""
     is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return _DIFFERENTIABLE if is_trained or torch.is_autocast_enabled(tensors[0].device.type) else ops
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Of the few tokens of a decoding step on a GPU by `ops.linear_decode`, else as PyTorch does it. [B, T, K]."""
+    """Multiplies x [B, T, K] by weightᵀ and adds the bias; on a GPU, `ops.linear_decode` does it for a few tokens."""
     is_decoding = x.is_cuda and is_for(x.shape[:2].numel(), weight)
     if not is_decoding or library(x, weight, *(() if bias is None else (bias,))) is not ops:
         return nn.functional.linear(x, weight, bias)
-    # a step writes no weights
+    # prefetch_weight: no kernel of a step writes weights
     return ops.linear_decode(x.flatten(0, 1), weight, bias, prefetch_weight=True).unflatten(0, x.shape[:2])
 
 
 class Linear(nn.Linear):
-    """See `linear`."""
+    """A linear layer through `linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) in fp32, rounded to the dtype of x, then scaled. [B, T, H] or [B, T, heads, H], as x."""
+    """RMS norm of x [B, T, H] or [B, T, heads, H]: x / rms(x) in fp32, rounded to the dtype of x, then scaled."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -58,7 +57,7 @@ class RMSNorm(nn.Module):
         return norm(x.flatten(0, 1), self.weight, eps=self.eps).output.unflatten(0, x.shape[:2])
 
     def add(self, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(stream + delta, its norm) of [B, T, H], in one kernel; without a delta (stream, its norm)."""
+        """Returns stream + delta [B, T, H] and its norm, from one kernel; delta None stands for zeros."""
         if delta is None:
             return stream, self(stream)
         norm = library(stream, delta, self.weight).rms_norm
@@ -67,10 +66,10 @@ class RMSNorm(nn.Module):
 
 
 class FusedLinear(Linear):
-    """Several projections of one input as one: `parts` names them, with their output sizes, in order.
+    """Several projections of the same input as one matrix product; `parts` maps their names to their output sizes.
 
-    Its state dict holds the parts, as views, where they would be as modules beside it. The module around it has to
-    register `join_parts` for the way back.
+    Its state dict holds views of the parts, under the names that separate modules would have. The parent module must
+    register `join_parts`, which joins them again on loading.
     """
 
     def __init__(self, input_size: int, parts: dict[str, int], bias: bool) -> None:
@@ -78,11 +77,11 @@ class FusedLinear(Linear):
         self.parts = parts
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of the parts, views."""
+        """Returns the outputs of the parts, as views."""
         return self(x).split(list(self.parts.values()), dim=-1)
 
     def split_rest(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of the parts but the first one."""
+        """Returns the outputs of all parts but the first."""
         size, *others = self.parts.values()
         bias = None if self.bias is None else self.bias[size:]
         return linear(x, self.weight[size:], bias).split(others, dim=-1)
@@ -96,7 +95,7 @@ class FusedLinear(Linear):
 
 
 def join_parts(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_) -> None:
-    """A hook before `load_state_dict`: the parts of the module's fused projections become one tensor each."""
+    """Joins the parts of each fused projection of the module; a hook that runs before `load_state_dict`."""
     for name, child in module.named_children():
         for kind in ("weight", "bias") if isinstance(child, FusedLinear) else ():
             parts = [f"{prefix}{part}.{kind}" for part in child.parts]
@@ -107,7 +106,7 @@ def join_parts(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
 class Attention(nn.Module):
     """Grouped-query attention around the caller's `attend`. [B, T, input_size] -> [B, T, H].
 
-    `input_size` is H in a decoder layer and 2H in an EAGLE-3 head, which attends from (embedding, feature) pairs.
+    `input_size` is H in a decoder layer, and 2H in an EAGLE-3 head, whose input is (embedding, feature) pairs.
     """
 
     def __init__(self, config: DecoderConfig, input_size: int, window: int | None = None) -> None:
@@ -135,12 +134,6 @@ class Attention(nn.Module):
         if self.k_norm is not None:
             key = self.k_norm(key)
         attend.store(layer, key, value, angles=angles)
-
-
-def rotate(query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-    """Query and key [B, T, heads, D] turned to their positions, in fp32; rounds once."""
-    turned = library(query, key).rope(query.flatten(0, 1), key.flatten(0, 1), *angles)
-    return turned.query.view(query.shape), turned.key.view(key.shape)
 
 
 class MLP(nn.Module):

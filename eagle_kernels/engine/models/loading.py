@@ -1,4 +1,4 @@
-"""Model folders in the Hugging Face layout: `config.json` next to `model.safetensors` (or its sharded form)."""
+"""Loading of targets from model folders in the Hugging Face layout: `config.json` next to the tensors."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..config.values import first_line, is_integer
 from .checkpoint import (
     Checkpoint,
+    check_layers,
     check_memory,
+    check_most_layers,
+    check_sizes,
     fill,
     naming,
     read_config,
     read_json,
     refuse_names,
     refuse_not_finite,
-    save_tensors,
-    write_json,
 )
 from .decoder import Decoder
 from .decoder_config import FAMILIES, DecoderConfig, read_model_type
@@ -28,10 +28,9 @@ from .draft_loading import load_draft
 from .head_formats import MODULE_PREFIX
 from .placement import read_placement
 from .protocol import ModelError, TargetModel
-from .stored_sizes import check_layers, check_most_layers, check_sizes
 from .transformers_target import TransformersTarget
 
-__all__ = ["demo_pair", "load_draft", "load_target", "read_eos_token_ids", "read_json", "save_folder"]
+__all__ = ["demo_pair", "load_draft", "load_target", "read_eos_token_ids", "read_json"]
 
 DEMO_PAIR_FOLDER = Path(__file__).resolve().parents[2] / "assets" / "demo_pair"
 
@@ -43,13 +42,13 @@ def load_target(
     *,
     check_weights: bool = True,
 ) -> TargetModel:
-    """A decoder of any family of `decoder_config.FAMILIES`, or another causal language model behind transformers' own
-    class (`transformers_target.py`), frozen, in eval mode, its weights converted to `dtype`.
+    """Loads a decoder of one of `decoder_config.FAMILIES`, or another causal language model through transformers
+    (`transformers_target.py`); frozen, in eval mode, with its weights converted to `dtype`.
 
-    check_weights  refuse NaN and infinite weights by name, by one pass over them on the device
+    check_weights  refuses NaN and infinite weights by name, with one pass over them on the device
 
-    On the device `meta` a decoder is the names and sizes that its files tell, whose weights are not read; behind
-    transformers there is no such, and the model is on the CPU then.
+    On the device `meta` a decoder has names and sizes, and its weights are not read. Models of transformers are loaded
+    onto the CPU instead.
     """
     folder, (device, dtype) = Path(folder), read_placement("load_target", device, dtype, "meta")
     with naming(folder):
@@ -59,7 +58,7 @@ def load_target(
             return _load_through_transformers(folder, content, device, dtype, check_weights)
         checkpoint = Checkpoint(folder)
         for name in [name for name in checkpoint.tensors if name.startswith(MODULE_PREFIX)]:
-            del checkpoint.tensors[name]  # a draft, see `load_draft`
+            del checkpoint.tensors[name]  # they are a draft, see `load_draft`
         if "fc.weight" in checkpoint.tensors and "model.embed_tokens.weight" not in checkpoint.tensors:
             raise ModelError("holds fc.weight and no model.embed_tokens.weight: an EAGLE head, a draft and no target")
         check_layers(content, "num_hidden_layers", checkpoint.tensors, "model.layers.")
@@ -68,7 +67,7 @@ def load_target(
         with torch.device("meta"):
             target = Decoder(config)
         if config.tie_word_embeddings:
-            # allocated once, and read once where a checkpoint holds it twice
+            # allocates it once, and reads it once if the checkpoint holds it twice
             target.lm_head.weight = None
             checkpoint.tensors.pop("lm_head.weight", None)
         fill(target, checkpoint, device, dtype, check_weights)
@@ -94,9 +93,9 @@ def _load_through_transformers(
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
-    except Exception as error:  # whatever a config.json or a file that nobody has checked leads to over there
+    except Exception as error:  # unchecked files can raise anything in transformers
         raise ModelError(f"transformers cannot load it: {type(error).__name__}: {first_line(error)}") from None
-    # tensors that transformers makes up where the files have none
+    # transformers would fill these with random numbers
     refuse_names("missing", set(report["missing_keys"]))
     model = model.to(device)
     if check_weights:
@@ -105,7 +104,7 @@ def _load_through_transformers(
 
 
 def demo_pair() -> tuple[Path, Path]:
-    """The folders (target, draft) of the byte-level pair that comes with the package."""
+    """Returns the folders (target, draft) of the byte-level pair that comes with the package."""
     target, draft = DEMO_PAIR_FOLDER / "target", DEMO_PAIR_FOLDER / "draft"
     if not (target.is_dir() and draft.is_dir()):
         raise ModelError(
@@ -116,7 +115,7 @@ def demo_pair() -> tuple[Path, Path]:
 
 
 def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
-    """The end tokens that a model folder names; generation_config.json first, where chat models list their own."""
+    """Returns the end tokens of a model folder; generation_config.json, which chat models use, has precedence."""
     folder = Path(folder)
     with naming(folder):
         config = read_json(folder / "config.json", is_optional=True)
@@ -127,15 +126,3 @@ def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
         if not all(map(is_integer, token_ids)):
             raise ModelError(f"eos_token_id must be a token id or a list of them, got {eos!r}")
     return token_ids
-
-
-def save_folder(module: nn.Module, config: dict[str, Any], folder: str | Path) -> None:
-    """Write `config` and the module's tensors, floating-point ones as bf16, so that the loaders above read them, and
-    Hugging Face's too."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = module.state_dict()
-    if config.get("tie_word_embeddings"):
-        tensors.pop("lm_head.weight", None)
-    save_tensors(tensors, folder / "model.safetensors")
-    write_json(folder / "config.json", config)

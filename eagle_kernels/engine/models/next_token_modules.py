@@ -1,13 +1,13 @@
-"""Next-token modules (MTP), as they come with MiMo (arXiv 2505.07608) in the target's own folder.
+"""Next-token modules (MTP), which MiMo (arXiv 2505.07608) ships in the target's own folder.
 
 Row i of module k = 0, 1, .. stands for token t_{i+1+k}, and predicts t_{i+2+k}:
 
     x      = input_proj(cat(hidden_layernorm(h), token_layernorm(embed(t_{i+1+k}))))       hidden state first
     out    = final_layernorm(layer(x))                       a decoder layer of the target's kind
-    logits = lm_head(out)                                    the target's own, as is the embedding
+    logits = lm_head(out)                                    lm_head and embed are the target's
 
-h is what the target's lm_head reads of token t_i (so the stream after its final norm), and of module k > 0 what module
-k - 1 made of row i. A single module drafts on: it takes its own output for the next token's h.
+For module 0, h is the input of the target's lm_head at token t_i, which is the stream after the final norm; for module
+k > 0 it is the output of module k - 1 in row i. A single module feeds itself: its output is the next token's h.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor, nn
 
 from .decoder import DecoderLayer
 from .decoder_config import read_size
-from .draft_head import DraftHead, HeadConfig
+from .draft_head import DraftHead, HeadConfig, head_sizes
 from .layers import Linear, RMSNorm
 from .protocol import FINAL_NORM, Angles, Attend, DraftOutput, KVShape, ModelError, StoringAttend
 
 
 @dataclass(kw_only=True)
 class NextTokenConfig(HeadConfig):
-    """The target's config.json, read for its modules; num_modules is `num_nextn_predict_layers` there."""
+    """The target's config.json, read for its modules; `num_nextn_predict_layers` is their number."""
 
     kind = "MTP"
-    layer_prefix = "mtp_layers.0."
+    stored_sizes = head_sizes("mtp_layers.0.")
 
     num_modules: int = 1
 
@@ -48,7 +48,7 @@ class NextTokenConfig(HeadConfig):
 
 
 class NextTokenModule(DecoderLayer):
-    """One module: a decoder layer below two norms and a projection, and above it a norm."""
+    """One module: two norms and a projection, a decoder layer, and a final norm."""
 
     def __init__(self, config: NextTokenConfig) -> None:
         super().__init__(config, window=None)
@@ -58,12 +58,12 @@ class NextTokenModule(DecoderLayer):
         self.final_layernorm = RMSNorm(size, eps)
 
     def read(self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: Attend, layer: int) -> Tensor:
-        """[B, T, H]; keys and values go to `layer` of the pool."""
+        """Returns the output [B, T, H]; keys and values go to `layer` of the pool."""
         _, stream, delta = self(self._join(embedding, hidden), None, angles, attend, layer)
         return self.final_layernorm.add(stream, delta)[1]
 
     def store(self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: StoringAttend, layer: int) -> None:
-        """Keys and values alone."""
+        """Writes keys and values, and computes nothing else."""
         normed = self.input_layernorm(self._join(embedding, hidden))
         self.self_attn.store(normed, angles, attend, layer)
 
@@ -72,7 +72,7 @@ class NextTokenModule(DecoderLayer):
 
 
 class NextTokenModules(DraftHead):
-    """All modules of a folder (`protocol.DraftModules`, where there are several)."""
+    """All modules of a folder (a `protocol.DraftModules` if there are several)."""
 
     config: NextTokenConfig
     method = "mtp"
@@ -97,7 +97,7 @@ class NextTokenModules(DraftHead):
     def forward(
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
     ) -> DraftOutput:
-        """See `protocol.DraftModel.forward`; a target's feature and the module's guess of one are read alike."""
+        """See `protocol.DraftModel.forward`; the target's features and the module's guesses are read alike."""
         out = self.advance(input_ids, hidden, positions, attend, module=0)
         return DraftOutput(self.project(out), out)
 

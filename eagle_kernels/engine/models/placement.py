@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def read_placement(
     caller: str, device: str | torch.device | None, dtype: torch.dtype | None, *others: str
 ) -> tuple[torch.device, torch.dtype]:
-    """Returns the device and the dtype of the weights. None: `choose_device()` and float32, as the command takes."""
+    """Returns the device and the dtype of the weights. None stands for `choose_device()` and float32."""
     device = choose_device() if device is None else read_device(f"{caller}: device", device, *others)
     dtype = torch.float32 if dtype is None else dtype
     if dtype not in DTYPES:
@@ -24,7 +24,7 @@ def read_placement(
 
 
 def choose_device(tell: Callable[[str], None] | None = None) -> torch.device:
-    """Returns the GPU, else the CPU; where torch cannot use a GPU that is there, `tell` says why (None: a warning)."""
+    """Returns the GPU, else the CPU; if torch cannot use an existing GPU, `tell` gets the reason (None: a warning)."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     reason = why_no_gpu()
@@ -36,7 +36,7 @@ def choose_device(tell: Callable[[str], None] | None = None) -> torch.device:
 
 
 def read_device(owner: str, name: str | torch.device, *others: str) -> torch.device:
-    """Returns the device, if this machine has it; `others` are further names that the caller takes."""
+    """Returns the device if this machine has it; `others` are further names that the caller allows."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
@@ -50,7 +50,7 @@ def read_device(owner: str, name: str | torch.device, *others: str) -> torch.dev
 
 
 def why_no_gpu() -> str | None:
-    """Says why torch uses no GPU of a machine that has one; None: there is none, torch uses it, or the user hid it."""
+    """Returns why torch cannot use the machine's GPU; None if it can, if there is none, or if the user hides it."""
     files = gpu_files()
     hidden = [os.environ.get(f"{name}_VISIBLE_DEVICES") in ("", "-1") for name in ("CUDA", "HIP", "ROCR")]
     if torch.cuda.is_available() or not files or any(hidden):

@@ -1,4 +1,4 @@
-"""What the engine asks of a model, and nothing more.
+"""The members that the engine uses of a model.
 
 The engine owns the KV pool, the tree masks and the token bookkeeping. A model owns its weights and its positions: it
 projects, rotates, and calls `attend` once per layer. Any class with the members below will do; no base class is needed.
@@ -15,16 +15,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-# In `capture`: the stream after the final norm, which the language-model head reads (Hugging Face's hidden_states[-1]).
+# In `capture`: the stream after the final norm, which is the input of lm_head (Hugging Face's hidden_states[-1]).
 FINAL_NORM = -1
 
 
 class ModelError(ValueError):
-    """A model, its files or its configuration cannot be used; the message is one line that says what to change."""
+    """Error for a model, files or a configuration that cannot be used; one line that says what to change."""
 
 
 class Angles(NamedTuple):
-    """What turns the heads of B * T rows: positions [B, T], and cos and sin [max_length, D / 2] fp32 to look up."""
+    """Arguments of RoPE for B * T rows: positions [B, T], and the tables cos and sin [max_length, D / 2] fp32."""
 
     positions: Tensor
     cos: Tensor
@@ -32,7 +32,7 @@ class Angles(NamedTuple):
 
 
 class Attend(Protocol):
-    """Writes the keys and values of the new tokens into the KV pool and attends over everything each query may see.
+    """Function that writes the keys and values of the new tokens into the KV pool and attends to all visible tokens.
 
     The engine supplies it. Prefill, tree verification, draft levels and training differ only in this object.
 
@@ -42,12 +42,11 @@ class Attend(Protocol):
         key     [B, T, Hkv, D]
         value   [B, T, Hkv, D]
         window  the layer's sliding window: a row at position p sees keys at positions above p - window; None: all
-        angles  RoPE that is still to be applied to query and key, which takes no launch beside writing them; None: it
-                has been, or there is none
-    and, of models other than the native ones,
-        sm_scale  what query keyᵀ is multiplied by; None: 1 / sqrt(D)
-        soft_cap  scores become soft_cap · tanh(score / soft_cap); None: they stay
-        sinks     [Hq], a score per query head that takes part in the softmax and brings no value; None: none
+        angles  RoPE to be applied to query and key, in the same launch that writes them; None: nothing is to be done
+    and for models other than ours
+        sm_scale  factor of query keyᵀ; None: 1 / sqrt(D)
+        soft_cap  scores become soft_cap · tanh(score / soft_cap); None: they are left as they are
+        sinks     [Hq], a score per query head that takes part in the softmax without a value; None: there is none
     Returns [B, T, Hq, D]: softmax(query keyᵀ · sm_scale) value; query head h reads key-value head h // (Hq // Hkv).
     """
 
@@ -67,15 +66,15 @@ class Attend(Protocol):
 
 
 class StoringAttend(Attend, Protocol):
-    """What `DraftModel.store` is given."""
+    """The argument of `DraftModel.store`."""
 
     def store(self, layer: int, key: Tensor, value: Tensor, *, angles: Angles | None = None) -> None:
-        """Writes the keys and values, as a call does, and attends to nothing."""
+        """Writes the keys and values as a call does, and attends to nothing."""
         ...
 
 
 class KVShape(NamedTuple):
-    """The KV cache one token of the model needs: `num_layers` × 2 × `num_kv_heads` × `head_dim` numbers."""
+    """The KV cache of one token: `num_layers` × 2 × `num_kv_heads` × `head_dim` numbers."""
 
     num_layers: int
     num_kv_heads: int
@@ -83,30 +82,30 @@ class KVShape(NamedTuple):
 
 
 class TargetOutput(NamedTuple):
-    """logits [B, T, V], or [B, 1, V] with `last_only`; features [B, T, len(capture)·H], None when capture is empty."""
+    """logits [B, T, V], or [B, 1, V] with `last_only`; features [B, T, len(capture)·H], None if capture is empty."""
 
     logits: Tensor
     features: Tensor | None
 
 
 class DraftOutput(NamedTuple):
-    """logits [B, T, Vd]; hidden [B, T, H], what the children of these rows receive as `hidden`."""
+    """logits [B, T, Vd]; hidden [B, T, H], which the children of these rows receive as `hidden`."""
 
     logits: Tensor
     hidden: Tensor
 
 
 class TargetModel(Protocol):
-    """The model whose distribution must be kept.
+    """The model whose distribution speculation keeps.
 
     vocab_size, hidden_size   V and H
-    max_length                number of positions the model was made for; the engine never goes past it
-    kv_shape                  what to allocate
-    device, dtype             of the weights
+    max_length                the number of positions that the model was made for; the engine never exceeds it
+    kv_shape                  the shape of the KV pool
+    device, dtype             those of the weights
 
-    A draft head without an embedding of its own also calls `get_input_embeddings() -> nn.Embedding`, one without an
-    output of its own `get_output_embeddings() -> nn.Linear`, the Hugging Face names; other drafts never ask for them.
-    A model whose forward waits for the device has `can_be_captured = False`: its steps are no CUDA graphs.
+    A draft head without an embedding calls `get_input_embeddings() -> nn.Embedding`, and one without an output
+    `get_output_embeddings() -> nn.Linear` (Hugging Face's names); other drafts need neither. A model whose forward
+    waits for the device has `can_be_captured = False`: its steps are no CUDA graphs.
     """
 
     @property
@@ -136,36 +135,35 @@ class TargetModel(Protocol):
         capture: Sequence[int] = (),
         last_only: bool = False,
     ) -> TargetOutput:
-        """Run the T new tokens of each request.
+        """Runs the T new tokens of each request.
 
         input_ids   [B, T] int64
         positions   [B, T] int64, the absolute position of each row; rows of a tree may share one
-        capture     which residual streams to return as features, concatenated in this order: 0 is the embedding
+        capture     the residual streams to return as features, concatenated in this order: 0 is the embedding's
                     output, i the output of layer i - 1, all before the final norm; FINAL_NORM the stream after it
-        last_only   compute logits of the last row only (a prompt needs no others)
+        last_only   computes the logits of the last row only (a prompt needs no others)
         """
         ...
 
 
 class DraftModel(Protocol):
-    """The model that guesses.
+    """The model that drafts tokens.
 
-    vocab_size          the target's V: what `input_ids` are drawn from
+    vocab_size          the target's V, from which `input_ids` come
     draft_vocab_size    Vd, the width of the logits
-    max_length          number of positions the draft was made for
-    kv_shape            what to allocate
-    aux_layers          the `capture` its features come from, () when it reads none
-    draft_to_target     [Vd] int64 *offsets*, target id = draft id + draft_to_target[draft id]; None when Vd = V
+    max_length          the number of positions that the draft was made for
+    kv_shape            the shape of the KV pool
+    aux_layers          the target's `capture` that gives its features; () if it reads none
+    draft_to_target     [Vd] int64 *offsets*, target id = draft id + draft_to_target[draft id]; None if Vd = V
     token_shift         1 for EAGLE: the row of token t_i carries the feature of t_{i-1} and sits at draft position
                         i - 1, so t_0 has no row. 0 for a plain language model: t_i sits at position i.
 
-    A draft of several next-token modules, one for each level of a chain, is a `DraftModules`.
-    A draft that says its `device` and `dtype` as a target does is checked against the target, and its `method`, one of
-    `eagle`, `mtp` and `draft_model`, against the configuration's. One of a single layer, whose keys depend on no
-    attention, may have
+    Optional members: `device` and `dtype`, which are compared with the target's; `method` (`eagle`, `mtp` or
+    `draft_model`), which is compared with the configuration's; and, for a draft of a single layer, whose keys depend on
+    no attention,
         store(input_ids, hidden, positions, attend: StoringAttend) -> None
-    which writes what `forward(..., from_target=True)` writes and computes nothing else: plain decoding, while it goes
-    on, then costs little more than without a draft that may come back.
+    which writes what `forward(..., from_target=True)` writes and computes nothing else. It keeps the draft ready during
+    plain decoding at little cost. A draft with a module for each level of a chain is a `DraftModules`.
     """
 
     @property
@@ -192,35 +190,34 @@ class DraftModel(Protocol):
     def forward(
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
     ) -> DraftOutput:
-        """Run T rows of each request.
+        """Runs T rows of each request.
 
         input_ids     [B, T] int64, target vocabulary
-        hidden        [B, T, F]: target features (F = len(aux_layers)·H of the target) when `from_target`,
+        hidden        [B, T, F]: target features (F = len(aux_layers)·H of the target) if `from_target`,
                       else the `DraftOutput.hidden` of each row's parent
         positions     [B, T] int64 draft positions (token index - token_shift)
-        from_target   which of the two `hidden` is; widths alone cannot tell them apart
+        from_target   which of the two `hidden` is; their widths may be equal
         """
         ...
 
 
 class DraftModules(DraftModel, Protocol):
-    """A draft of `num_modules` > 1 next-token modules: module k predicts from row i the token k + 2 places after t_i.
+    """A draft of `num_modules` > 1 next-token modules: module k predicts t_{i + k + 2} from row i.
 
-    `aux_layers` and `token_shift` are those of the first one, and `kv_shape` has a layer for each. `forward` is the
-    first one alone.
+    `aux_layers`, `token_shift` and `forward` are those of the first module; `kv_shape` has a layer for each module.
     """
 
     num_modules: int
 
     def advance(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, module: int) -> Tensor:
-        """Run T rows of each request through module 0, 1, ..; returns [B, T, H], what the next one takes as `hidden`.
+        """Runs T rows of each request through one module; returns [B, T, H], the `hidden` of the next module.
 
         input_ids  [B, T] int64, t_{i + 1 + module} in row i
-        hidden     [B, T, F] of the first one the target's features, of the others what the one before returned
-        positions  [B, T] int64, of row i the number i, whatever the module
+        hidden     [B, T, F], the target's features for module 0, else the output of the module before
+        positions  [B, T] int64, i in row i for every module
         """
         ...
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Logits [B, T, Vd] of what `advance` returned."""
+        """Computes logits [B, T, Vd] of the output of `advance`."""
         ...

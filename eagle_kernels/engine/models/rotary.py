@@ -1,6 +1,6 @@
-"""Rotary position embedding: the frequencies of each scaling, and their angles in a table that is made once.
+"""Rotary position embedding: the frequencies of each scaling, and a table of their angles.
 
-Frequencies are those of transformers (modeling_rope_utils.py) to the bit: its formulas in its order, in fp32.
+Frequencies equal those of transformers (modeling_rope_utils.py) bit for bit: its formulas in its order, in fp32.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from .protocol import Angles, ModelError
 
 
 class Rotary(nn.Module):
-    """The half-split form: coordinate c turns with coordinate c + D / 2. positions [B, T] int64 -> `Angles`."""
+    """The half-split form, which rotates coordinates c and c + D / 2 together. positions [B, T] int64 -> `Angles`."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         num_positions = config.max_position_embeddings
-        # two thirds of which are gone once the table is made
-        needed = 10 * num_positions * config.head_dim
-        told = f"config.json: max_position_embeddings={num_positions} needs {{}} for the angles of its positions"
-        check_memory(needed, torch.device("cpu"), told)
+        # two thirds of these bytes are free again once the table is made
+        need = f"config.json: max_position_embeddings={num_positions} needs {{}} for the angles of its positions"
+        check_memory(10 * num_positions * config.head_dim, torch.device("cpu"), need)
         frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
         if not ((frequencies * (num_positions - 1)).isfinite().all() and is_fp32(factor)):
             raise ModelError(
                 f"config.json: the rotary embedding with rope_type={config.rope.rope_type!r} turns position "
                 f"{num_positions - 1} by an angle that fp32 does not hold"
             )
-        # On the CPU whatever the model's device: another's cos may differ in the last bit.
+        # Always on the CPU: cos may differ in its last bit on other devices.
         positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
         angles = positions[:, None] * frequencies
         table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
         self.register_buffer("table", table, persistent=False)
 
     def _apply(self, function, recurse: bool = True) -> Rotary:
-        # The table follows the module to its device, but `.to(bfloat16)` must not round it, nor `to_empty` drop it.
+        # The table follows the module to its device, but `.to(bfloat16)` must not round it nor `to_empty` lose it.
         self.table = self.table.to(function(self.table.new_empty(0)).device)
         return self
 
@@ -48,7 +47,7 @@ class Rotary(nn.Module):
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """([D / 2] fp32 on the CPU, the factor of cos and sin)."""
+    """Returns the frequencies [D / 2] fp32 on the CPU, and the factor of cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / rope.rope_theta**exponents
     if rope.rope_type == "linear":
@@ -61,7 +60,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Llama 3.1: long waves are stretched by `factor`, short ones stay, those between are interpolated."""
+    """Stretches long waves by `factor`, keeps short ones and interpolates between them, as in Llama 3.1."""
     length, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
     wavelengths = 2 * math.pi / frequencies
     is_long = wavelengths > length / low
@@ -72,8 +71,8 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, wavelengths: Tensor, head_dim: int) -> Tensor:
-    """YaRN (arXiv 2309.00071): pairs that turn more than beta_fast times in the original length stay, those that turn
-    less than beta_slow times are stretched by `factor`, a ramp lies between."""
+    """Stretches by `factor` the pairs that turn less than beta_slow times in the original length, and keeps those that
+    turn more than beta_fast times, with a ramp between them, as in YaRN (arXiv 2309.00071)."""
 
     def pair_that_turns(times: float) -> float:
         length = rope.original_max_position_embeddings
@@ -91,7 +90,7 @@ def _yarn(rope: RopeConfig, wavelengths: Tensor, head_dim: int) -> Tensor:
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
-    """The attention temperature of YaRN, which cos and sin carry."""
+    """Returns the attention temperature of YaRN, by which cos and sin are multiplied."""
 
     def scale(mscale: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0

@@ -1,4 +1,4 @@
-"""Text to ids and back, for the demo pair (bytes) and for Hugging Face checkpoints (`tokenizer.json`)."""
+"""Tokenizers of the demo pair (bytes) and of Hugging Face checkpoints (`tokenizer.json`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import codecs
 import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..config.values import first_line, is_integer, shown
 from .checkpoint import check_folder, naming, read_json
@@ -15,51 +15,50 @@ from .protocol import ModelError
 
 
 class Detokenizer(Protocol):
-    """Turns ids that arrive in pieces into text; the pieces joined equal what `Tokenizer.decode` makes of all ids,
-    behind those of the context."""
+    """Text of ids that arrive in pieces; the texts joined equal what `Tokenizer.decode` makes of all ids at once."""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text these ids complete; a character whose bytes are not all there yet waits for the next call."""
+        """Returns the text that these ids complete; a character that lacks some bytes waits for the next call."""
         ...
 
     def finish(self) -> str:
-        """What is left, an unfinished character as U+FFFD."""
+        """Returns the rest, with U+FFFD for an unfinished character."""
         ...
 
 
 class Tokenizer(Protocol):
-    """What the engine and the command line use of a tokenizer."""
+    """What the engine, the command line and the training of heads use of a tokenizer."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
-        """The ids; ValueError where the text is none that UTF-8 holds."""
+        """Returns the ids; ValueError for text that UTF-8 cannot represent."""
         ...
 
     def encode_with_spans(self, text: str, *, is_complete: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids, and the characters [begin, end) of the text that each stands for; a text that `is_complete` holds
-        the marks of its beginning and end itself, and gets none."""
+        """Returns the ids, and for each the characters [begin, end) that it stands for.
+
+        is_complete  the text has its own marks of beginning and end, and gets no others
+        """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text; ValueError where an id is neither the tokenizer's nor the model's, whose table may be longer."""
+        """Returns the text; ValueError for ids that neither the tokenizer nor the model has."""
         ...
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
-        """context: the ids that stand before, whose text is not told; at the beginning of a text some tokenizers strip
-        a space."""
+        """Returns a detokenizer of ids that follow `context`; some tokenizers strip a space at the start of a text."""
         ...
 
 
 class ByteTokenizer:
-    """Ids 0..255 are the bytes of UTF-8 text; 256 is `<|endoftext|>`, which ends a text and stands before the next.
+    """Tokenizer of bytes: ids 0..255 are those of UTF-8 text, and 256 is `<|endoftext|>`, which separates texts.
 
-    num_ids  of the model, where they are more
+    num_ids  how many ids the model has, if more
     """
 
     vocab_size = 257
-    bos_token_id = 256
     eos_token_ids = (256,)
 
     def __init__(self, num_ids: int = 257) -> None:
@@ -81,7 +80,7 @@ class ByteTokenizer:
 
 
 class ByteDetokenizer:
-    """`Detokenizer` of `ByteTokenizer`."""
+    """`Detokenizer` of a `ByteTokenizer`."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -103,7 +102,7 @@ def _checked_text(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        # what Python makes of a command line, and of JSON, that holds no text
+        # Python decodes damaged command lines and JSON to such strings.
         half = f"its character {error.start} is {text[error.start]!r}, half of a surrogate pair"
         raise ValueError(f"encode: text must be UTF-8, {half}") from None
     return text
@@ -125,9 +124,9 @@ def _checked_ids(token_ids: Sequence[int], num_ids: int) -> list[int]:
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`, through the `tokenizers` package.
+    """Tokenizer of a Hugging Face `tokenizer.json`, through the package `tokenizers`.
 
-    num_ids  of the model, where they are more
+    num_ids  how many ids the model has, if more
     """
 
     def __init__(self, path: Path, eos_token_ids: tuple[int, ...], num_ids: int = 0) -> None:
@@ -157,21 +156,20 @@ class FileTokenizer:
         return FileDetokenizer(self, context)
 
 
-# ids: special ones that have no text, or the bytes of a character, may be the last
-_MOST_CONTEXT = 8
+_MOST_CONTEXT = 8  # ids: the last ones may be special ones without text, or the bytes of one character
 
 
 class FileDetokenizer:
-    """`Detokenizer` of `FileTokenizer`.
+    """`Detokenizer` of a `FileTokenizer`.
 
-    The text of an id can depend on its neighbours (spaces, multi-byte characters), so a window of recent ids is decoded
-    with and without the new ones, and the difference is new text unless it ends inside a character.
+    The text of an id can depend on its neighbours (spaces, multi-byte characters). So recent ids are decoded with and
+    without the new ones: the difference is the new text, unless it ends inside a character.
     """
 
     def __init__(self, tokenizer: FileTokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._settled = self._last_text(context)  # already returned; context for what follows
-        self._pending: list[int] = []  # not yet returned
+        self._settled = self._last_text(context)  # ids whose text was returned, as context of the next
+        self._pending: list[int] = []  # ids whose text was not
 
     def push(self, token_ids: Iterable[int]) -> str:
         self._pending.extend(token_ids)
@@ -185,7 +183,7 @@ class FileDetokenizer:
         return self._new_text()
 
     def _last_text(self, context: Sequence[int]) -> list[int]:
-        """The last ids that are text, of whole characters: half of one would change with what follows."""
+        """Returns the last ids whose text is whole characters: half a character would change with the next id."""
         for size in range(1, min(len(context), _MOST_CONTEXT) + 1):
             text = self._tokenizer.decode(context[-size:])
             if text and "\N{REPLACEMENT CHARACTER}" not in text:
@@ -198,7 +196,7 @@ class FileDetokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a model folder: `ByteTokenizer` where the config names it, else `tokenizer.json`."""
+    """Returns the tokenizer of a model folder: `ByteTokenizer` if its config names it, else its `tokenizer.json`."""
     folder = Path(folder)
     with naming(folder):
         check_folder(folder)
@@ -213,14 +211,14 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def holds_bytes(folder: Path) -> bool:
-    """Whether the tokenizer of a model folder is `ByteTokenizer`."""
+    """Tells whether the tokenizer of a model folder is `ByteTokenizer`."""
     with naming(folder):
         configs = [read_json(folder / name, is_optional=True) for name in ("config.json", "tokenizer_config.json")]
     return any(config.get("tokenizer_class") == "ByteTokenizer" for config in configs)
 
 
 def check_same_vocabulary(folder: str | Path, other: str | Path) -> bool:
-    """Two model folders must mean the same text by the same ids; False: no tokenizer is there to tell."""
+    """Refuses two model folders whose ids mean different text; returns False if neither has a tokenizer.json."""
     vocabularies = [_vocabulary(Path(each)) for each in (folder, other)]
     if None in vocabularies:
         if vocabularies[0] is not vocabularies[1]:
@@ -240,24 +238,20 @@ def check_same_vocabulary(folder: str | Path, other: str | Path) -> bool:
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """Ids by token of tokenizer.json; None without one."""
+    """Returns the ids of the tokens in tokenizer.json; None if there is no such file."""
     with naming(folder):
         content = read_json(folder / "tokenizer.json", is_optional=True)
-        return _read_vocabulary(content) if content else None
-
-
-def _read_vocabulary(content: dict[str, Any]) -> dict[str, int]:
-    model, added = content.get("model") or {}, content.get("added_tokens") or []
-    if not isinstance(model, dict):
-        raise ModelError(f"tokenizer.json: model must be an object, got {shown(model)}")
-    known = model.get("vocab") or {}
-    if isinstance(known, list) and all(isinstance(entry, list) and entry for entry in known):  # unigrams and scores
-        known = {str(entry[0]): number for number, entry in enumerate(known)}
-    if not isinstance(known, dict):
-        raise ModelError(f"tokenizer.json: vocab must be a table of tokens, got {shown(known)}")
-    is_list = isinstance(added, list) and all(
-        isinstance(each, dict) and {"content", "id"} <= each.keys() for each in added
-    )
-    if not is_list:
-        raise ModelError(f"tokenizer.json: added_tokens must be objects with content and id, got {shown(added)}")
-    return known | {str(each["content"]): each["id"] for each in added}
+        if not content:
+            return None
+        model, added = content.get("model") or {}, content.get("added_tokens") or []
+        if not isinstance(model, dict):
+            raise ModelError(f"tokenizer.json: model must be an object, got {shown(model)}")
+        known = model.get("vocab") or {}
+        if isinstance(known, list) and all(isinstance(entry, list) and entry for entry in known):  # (unigram, score)
+            known = {str(entry[0]): number for number, entry in enumerate(known)}
+        if not isinstance(known, dict):
+            raise ModelError(f"tokenizer.json: vocab must be a table of tokens, got {shown(known)}")
+        is_entry = (isinstance(each, dict) and {"content", "id"} <= each.keys() for each in added)
+        if not (isinstance(added, list) and all(is_entry)):
+            raise ModelError(f"tokenizer.json: added_tokens must be objects with content and id, got {shown(added)}")
+        return known | {str(each["content"]): each["id"] for each in added}

@@ -1,7 +1,7 @@
 """Any causal language model of `transformers` as a target: its own class and forward, with our attention and KV pool.
 
-Attention reaches us through transformers' AttentionInterface, the hidden states through hooks. So the model builds
-neither cache nor mask, and positions, embeddings, experts and what is done to the logits are its own.
+transformers' AttentionInterface leads attention to us, and hooks read the hidden states. So the model builds neither a
+cache nor a mask; positions, embeddings, experts and the treatment of logits are its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,42 +19,42 @@ from torch import Tensor, nn
 from ...primitives.paging import MAX_HEAD_DIM, MIN_HEAD_DIM
 from .protocol import FINAL_NORM, Attend, KVShape, ModelError, TargetOutput
 
-# The name (attn_implementation) of our attention in transformers. It has no entry in AttentionMaskInterface:
-# transformers then makes no mask, and does not look for packed sequences in the positions, which would take those of a
-# tree for some and wait for the device.
+# The name (attn_implementation) of our attention in transformers. It has no entry in AttentionMaskInterface, so
+# transformers makes no mask. Nor does it search the positions for packed sequences: that search would wait for the
+# device and take the positions of a tree for several sequences.
 IMPLEMENTATION = "eagle_kernels_pool"
 
-# A layer that config.layer_types calls otherwise computes something else than our attention.
+# Layers of any other type in config.layer_types compute something else than our attention.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
-# What config.json calls the number of experts: which of them a token takes is read on the host (or, by kernels of some
-# GPUs and dtypes alone, is not).
+# Names of the number of experts in config.json. Most implementations choose a token's experts on the host; those that
+# do not exist for some GPUs and dtypes only.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
 
-# Rotary frequencies that depend on the last position of the batch, which is read on the host.
+# Rotary frequencies that depend on the last position of the batch, which the host reads.
 _CHANGING_ROPE_TYPES = {"dynamic", "longrope"}
 
 
 class _Call(NamedTuple):
-    """A forward in progress: what it attends with, and the streams that it is asked for, None until they come."""
+    """A forward in progress: its attention, and the streams to capture, None until the hooks fill them in."""
 
     attend: Attend
     streams: dict[int, Tensor | None]
 
 
-# Of the thread: a draft and a target, and models in several threads, do not get into each other's way.
+# A variable of the thread, so that a draft and a target, and models in several threads, keep apart.
 _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 class TransformersTarget:
     """A causal language model of transformers as a `protocol.TargetModel`.
 
-    model  stays as it is: `self.model`, which runs through `forward` here alone, is a copy in eval mode and with our
-           attention, whose weights are those of the model, and change where they are changed in place
+    model  is left unchanged: `self.model` is a copy in eval mode with our attention, which only `forward` here may run.
+           The copy shares the weights, and sees changes that are made to them in place
 
-    Two tokens are run at once, to learn what its layers ask of the KV pool; what they would ask that the pool's
-    attention has not is refused. `can_be_captured` is False for models with experts and for rotary frequencies that
-    depend on the batch: their forward waits for the device.
+    Two tokens are run at once to learn what the layers ask of the KV pool; requests that the pool's attention cannot
+    meet are refused. `can_be_captured` is False for models with experts and for rotary frequencies that depend on the
+    batch: their forward waits for the device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -63,50 +63,25 @@ class TransformersTarget:
         AttentionInterface.register(IMPLEMENTATION, _attention)
         self._name = type(model).__name__
         self.model = model = _twin(model).eval()
-        self.config = model.config.get_text_config(decoder=True)
+        self.config = config = model.config.get_text_config(decoder=True)
         self._check_config()
+        weight = model.get_input_embeddings().weight
+        self.device, self.dtype = weight.device, weight.dtype
         model.set_attn_implementation(IMPLEMENTATION)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
-                # there is none, and the search waits for the device
-                module.warn_if_padding_and_no_attention_mask = _warn_of_nothing
+                # no row is padding, and the search for padding waits for the device
+                module.warn_if_padding_and_no_attention_mask = lambda *_: None
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
-        num_layers = self.config.num_hidden_layers
-        decoder, layers = _find_layers(model, num_layers)
+        decoder, layers = _find_layers(model, config.num_hidden_layers)
         if any(isinstance(part, nn.Conv1d) for part in layers.modules()):
-            raise ModelError(
-                f"{self._name}: layers with convolutions over time keep a state, which the pool cannot hold"
-            )
+            self._refuse("layers with convolutions over time keep a state, which the pool cannot hold")
         _hook(decoder, layers)
-        self.max_length = _max_length(self.config)
-        self.can_be_captured = not (
-            any(getattr(self.config, name, None) for name in _EXPERTS)
-            or _rope_types(self.config) & _CHANGING_ROPE_TYPES
-        )
-        seen: dict[int, _Layer] = {}
-        capture = (*range(num_layers + 1), FINAL_NORM)
-        tokens = torch.arange(2, device=self.device)[None]
-        with torch.inference_mode():
-            try:
-                logits, features = self.forward(tokens, tokens, partial(_note_layer, self._name, seen), capture=capture)
-            except ModelError:
-                raise
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-                raise ModelError(f"{self._name}: its forward does not run with our attention, {reason}") from error
-        self.vocab_size = logits.shape[-1]
-        self.hidden_size = self.config.hidden_size
-        if features.shape != (1, 2, len(capture) * self.hidden_size):
-            raise ModelError(f"{self._name}: hidden states of another width than hidden_size={self.hidden_size}")
-        self.kv_shape = self._check_layers(seen)
-
-    @property
-    def device(self) -> torch.device:
-        return self.get_input_embeddings().weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.get_input_embeddings().weight.dtype
+        rope, rope_types = _rope_parameters(config)
+        self.max_length = _max_length(config, rope)
+        has_experts = any(getattr(config, name, None) for name in _EXPERTS)
+        self.can_be_captured = not (has_experts or rope_types & _CHANGING_ROPE_TYPES)
+        self._learn_sizes()
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.get_input_embeddings()
@@ -128,18 +103,20 @@ class TransformersTarget:
         call = _Call(attend, dict.fromkeys(capture))
         token = _CALL.set(call)
         try:
-            logits = self.model(
+            output = self.model(
                 input_ids=input_ids, position_ids=positions, use_cache=False, return_dict=True, **options
-            ).logits
+            )
         finally:
             _CALL.reset(token)
-        if last_only:
-            logits = logits[:, -1:]
+        logits = output.logits[:, -1:] if last_only else output.logits
         features = torch.cat([call.streams[index] for index in capture], dim=-1) if capture else None
         return TargetOutput(logits.to(self.dtype), features)
 
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ModelError(f"{self._name}: {reason}")
+
     def _check_config(self) -> None:
-        """Refuses what config.json says and no layer would tell."""
+        """Refuses what config.json says but the layers would not show."""
         config = self.config
         unfit = {
             "an encoder": config.is_encoder_decoder,
@@ -152,63 +129,80 @@ class TransformersTarget:
             unfit[f"a layer of type {layer_type}"] = layer_type not in _LAYER_TYPES
         for name, is_there in unfit.items():
             if is_there:
-                raise ModelError(f"{self._name}: {name} is not supported")
+                self._refuse(f"{name} is not supported")
         if "position_ids" not in inspect.signature(self.model.forward).parameters:
-            raise ModelError(f"{self._name}: its forward takes no position_ids, which the rows of a tree need")
+            self._refuse("its forward takes no position_ids, which the rows of a tree need")
         if not config.num_hidden_layers > 0:
-            raise ModelError(f"{self._name}: num_hidden_layers must be above 0, got {config.num_hidden_layers}")
+            self._refuse(f"num_hidden_layers must be above 0, got {config.num_hidden_layers}")
         if not getattr(config, "max_position_embeddings", None):
-            raise ModelError(f"{self._name}: config.json says no max_position_embeddings")
+            self._refuse("config.json says no max_position_embeddings")
+
+    def _learn_sizes(self) -> None:
+        """Runs two tokens; sets the sizes that they tell, and refuses what the pool cannot do."""
+        seen: dict[int, _Layer] = {}
+        capture = (*range(self.config.num_hidden_layers + 1), FINAL_NORM)
+        tokens = torch.arange(2, device=self.device)[None]
+        try:
+            with torch.inference_mode():
+                logits, features = self.forward(tokens, tokens, partial(self._note_layer, seen), capture=capture)
+        except ModelError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ModelError(f"{self._name}: its forward does not run with our attention, {reason}") from error
+        self.vocab_size = logits.shape[-1]
+        self.hidden_size = self.config.hidden_size
+        if features.shape != (1, 2, len(capture) * self.hidden_size):
+            self._refuse(f"hidden states of another width than hidden_size={self.hidden_size}")
+        self.kv_shape = self._check_layers(seen)
+
+    def _note_layer(
+        self,
+        seen: dict[int, _Layer],
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Notes the arguments of a layer, as a `protocol.Attend` whose output is meaningless."""
+        sizes = [tensor.shape[-1] for tensor in (query, key, value)]
+        if len(set(sizes)) > 1:
+            self._refuse(f"query, key and value heads of different sizes {sizes} are not supported")
+        if layer in seen:
+            self._refuse(f"layer {layer} attends more than once, which is not supported")
+        seen[layer] = _Layer(tuple(key.shape[-2:]), window)
+        return query
 
     def _check_layers(self, seen: dict[int, _Layer]) -> KVShape:
-        """What all layers store; refuses layers that differ, do not attend, or do not say their window."""
+        """Returns what all layers store; refuses layers that differ, do not attend, or hide their window."""
         num_layers = self.config.num_hidden_layers
         silent = sorted(set(range(num_layers)) - seen.keys())
         if silent:
-            raise ModelError(
-                f"{self._name}: layer {silent[0]} of {num_layers} does not attend through transformers' "
-                "AttentionInterface, so its keys and values cannot be kept in our pool"
+            self._refuse(
+                f"layer {silent[0]} of {num_layers} does not attend through transformers' AttentionInterface, so its "
+                "keys and values cannot be kept in our pool"
             )
-        shapes = {(layer.num_kv_heads, layer.head_dim) for layer in seen.values()}
+        shapes = {layer.shape for layer in seen.values()}
         if len(shapes) > 1:
-            raise ModelError(f"{self._name}: layers of different (key heads, size) {sorted(shapes)}")
+            self._refuse(f"layers of different (key heads, size) {sorted(shapes)}")
         (shape,) = shapes
         if not MIN_HEAD_DIM <= shape[1] <= MAX_HEAD_DIM:
-            raise ModelError(f"{self._name}: heads of size {shape[1]}; {MIN_HEAD_DIM}..{MAX_HEAD_DIM} are supported")
+            self._refuse(f"heads of size {shape[1]}; {MIN_HEAD_DIM}..{MAX_HEAD_DIM} are supported")
         window = getattr(self.config, "sliding_window", None)
         layer_types = getattr(self.config, "layer_types", None) or ["sliding_attention" if window else ""] * num_layers
         for layer, layer_type in enumerate(layer_types[:num_layers]):
             if layer_type == "sliding_attention" and seen[layer].window is None:
-                raise ModelError(f"{self._name}: layer {layer} does not tell its attention the sliding window")
+                self._refuse(f"layer {layer} does not tell its attention the sliding window")
         return KVShape(num_layers, *shape)
 
 
 class _Layer(NamedTuple):
-    """What a layer asked of `attend`."""
+    """The arguments of a layer's attention: (key-value heads, size of a head), and the window."""
 
-    num_kv_heads: int
-    head_dim: int
+    shape: tuple[int, int]
     window: int | None
-
-
-def _note_layer(
-    name: str,
-    seen: dict[int, _Layer],
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window: int | None = None,
-    **options: Any,
-) -> Tensor:
-    """A `protocol.Attend` that only notes what it is asked; the output means nothing."""
-    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
-        sizes = [tensor.shape[-1] for tensor in (query, key, value)]
-        raise ModelError(f"{name}: query, key and value heads of different sizes {sizes} are not supported")
-    if layer in seen:
-        raise ModelError(f"{name}: layer {layer} attends more than once, which is not supported")
-    seen[layer] = _Layer(key.shape[-2], key.shape[-1], window)
-    return query
 
 
 def _attention(
@@ -224,9 +218,9 @@ def _attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of transformers' AttentionInterface, by the `attend` of the call in progress.
+    """Leads transformers' AttentionInterface to the `attend` of the call in progress.
 
-    query [B, Hq, T, D]; key, value [B, Hkv, T, D], of the new tokens alone -> [B, T, Hq, D] and no weights
+    query [B, Hq, T, D]; key, value [B, Hkv, T, D], of the new tokens only. Returns [B, T, Hq, D] and no weights.
     """
     call = _CALL.get()
     if call is None:
@@ -241,17 +235,17 @@ def _attention(
 
 
 def _twin(model: nn.Module) -> nn.Module:
-    """A copy with modules, configurations and hooks of its own, but no memory of its own for weights and buffers."""
+    """Copies the modules, configurations and hooks of a model, but not the memory of its weights and buffers."""
     shared: dict[int, Tensor] = {id(buffer): buffer for buffer in model.buffers()}
     for parameter in model.parameters():
-        # a class of its own, of quantised weights say, may know of more than its numbers
+        # Other classes, such as those of quantised weights, may hold more than their numbers: they are shared whole.
         is_plain = type(parameter) is nn.Parameter
         shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False) if is_plain else parameter
     return copy.deepcopy(model, shared)
 
 
 def _hook(decoder: nn.Module, layers: nn.ModuleList) -> None:
-    """Lets every stream that `capture` can name come by `_CALL`."""
+    """Makes every stream that `capture` can name available to `_CALL`."""
     layers[0].register_forward_pre_hook(_keep_first, with_kwargs=True)
     for index, layer in enumerate(layers, start=1):
         layer.register_forward_hook(partial(_keep, index))
@@ -259,25 +253,19 @@ def _hook(decoder: nn.Module, layers: nn.ModuleList) -> None:
 
 
 def _keep(index: int, module: nn.Module, args: tuple, output: Any) -> None:
-    """A hook: what comes out of the module is stream `index`."""
+    """Keeps the output of the module as stream `index`; a forward hook."""
     call = _CALL.get()
     if call is not None and index in call.streams:
         call.streams[index] = output if isinstance(output, Tensor) else output[0]
 
 
 def _keep_first(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """A hook: what goes into the first layer is stream 0."""
-    call = _CALL.get()
-    if call is not None and 0 in call.streams:
-        call.streams[0] = args[0] if args else kwargs["hidden_states"]
-
-
-def _warn_of_nothing(*_: Any) -> None:
-    """In place of a search for padding."""
+    """Keeps the input of the first layer as stream 0; a forward pre-hook."""
+    _keep(0, module, args, args or (kwargs["hidden_states"],))
 
 
 def _find_layers(model: nn.Module, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
-    """The decoder, which ends with the final norm, and the list whose i-th module holds the attention of layer i."""
+    """Returns the decoder, which ends with the final norm, and the list whose i-th module holds attention i."""
     for decoder in model.modules():
         for layers in decoder.children():
             if isinstance(layers, nn.ModuleList) and len(layers) == num_layers:
@@ -290,21 +278,18 @@ def _layers_within(module: nn.Module) -> set[int]:
     return {part.layer_idx for part in module.modules() if isinstance(getattr(part, "layer_idx", None), int)}
 
 
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """One for all layers, or one for each type of layer."""
+def _rope_parameters(config: Any) -> tuple[list[dict[str, Any]], set[str]]:
+    """Returns the rotary parameters, one set for all layers or one for each type of layer, and their rope types."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    return parts, {str(part.get("rope_type") or part.get("type")) for part in parts}
 
 
-def _rope_types(config: Any) -> set[str]:
-    return {str(rope.get("rope_type") or rope.get("type")) for rope in _rope_parameters(config)}
-
-
-def _max_length(config: Any) -> int:
-    """Up to where rotary frequencies are the same whatever else is in the batch: longrope changes them for all rows
-    once one of them is longer than what the model was first trained on."""
+def _max_length(config: Any, rope: list[dict[str, Any]]) -> int:
+    """Returns how long texts may be without changing each other's rotary frequencies: longrope changes those of the
+    whole batch once one text exceeds the length of the first training."""
     length = config.max_position_embeddings
-    for rope in _rope_parameters(config):
-        if rope.get("rope_type") == "longrope":
-            length = min(length, rope.get("original_max_position_embeddings") or length)
+    for part in rope:
+        if part.get("rope_type") == "longrope":
+            length = min(length, part.get("original_max_position_embeddings") or length)
     return length

@@ -23,17 +23,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...engine.models.checkpoint import write_json
 from ...engine.models.decoder import Decoder
 from ...engine.models.decoder_config import DecoderConfig
 from ...engine.models.eagle_head import EagleConfig, EagleHead
-from ...engine.models.loading import save_folder
 from ...engine.models.placement import choose_device
 from .acceptance import NEW_TOKENS, measure_acceptance
 from .corpus import END_OF_TEXT, VOCAB_SIZE, held_out_prompts, read_corpus, token_stream
 from .evaluation import accuracy_by_depth, held_out_loss
 from .model_card import write_model_card
 from .recipe import Recipe, make_recipe
+from .saving import save_folder, write_json
 from .trainer import EXIT_UNFINISHED, Run, TimeBudgetReached, device_name, initialise, random_windows
 from .unrolled import head_loss, most_frequent, set_draft_vocabulary, start_from_output_of, target_loss
 

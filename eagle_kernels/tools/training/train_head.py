@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from ...engine.models.checkpoint import naming, read_config, read_json, write_json
+from ...engine.models.checkpoint import naming, read_config, read_json
 from ...engine.models.decoder import Decoder
 from ...engine.models.decoder_config import FAMILIES, read_model_type
 from ...engine.models.eagle_head import EagleConfig, EagleHead
-from ...engine.models.loading import load_draft, load_target, read_eos_token_ids, save_folder
+from ...engine.models.loading import load_draft, load_target, read_eos_token_ids
 from ...engine.models.tokenizer import load_tokenizer
 from .acceptance import BATCH_SIZE, TREES, acceptance_rows
 from .answers import answer_prompts
@@ -33,6 +33,7 @@ from .chat import chat_format_of
 from .head_data import Example, count_tokens, learn_answer, prompts_of, read_examples, split_held_out, teaches
 from .head_fitting import fit_head
 from .head_recipe import MOST_DRAFT_VOCAB, MOST_WINDOW, HeadOptions, default_aux_layers, head_config
+from .saving import save_folder, write_json
 from .trainer import Run, device_name, initialise
 from .unrolled import draft_vocabulary_of, most_frequent, set_draft_vocabulary, start_from_output_of
 

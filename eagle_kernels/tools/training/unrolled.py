@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...engine.models.causal_attend import causal_attend
 from ...engine.models.decoder import Decoder
 from ...engine.models.eagle_head import EagleHead
-from ...engine.models.layers import rotate
 from ...engine.models.protocol import FINAL_NORM, Angles, ModelError
+from .causal_attend import causal_attend, rotate
 
 DEPTH_DISCOUNT = 0.8  # weight of depth i is DEPTH_DISCOUNT**i
 LOGIT_ROWS = 1024  # rows whose logits over the whole vocabulary exist at once

@@ -1,4 +1,4 @@
-"""Attention of whole sequences without a cache, in plain PyTorch: of prompts, and of training."""
+"""Attention over whole sequences without a cache, in plain PyTorch, which has derivatives."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import rotate
-from .protocol import Angles
+from ...engine.models.layers import library
+from ...engine.models.protocol import Angles
+
+
+def rotate(query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+    """Turns query and key [B, T, heads, D] to their positions, in fp32, and rounds once."""
+    turned = library(query, key).rope(query.flatten(0, 1), key.flatten(0, 1), *angles)
+    return turned.query.view(query.shape), turned.key.view(key.shape)
 
 
 def causal_attend(
@@ -22,7 +28,7 @@ def causal_attend(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`protocol.Attend` over the sequence itself."""
+    """Attends to the tokens of the sequence itself, as a `protocol.Attend` without a KV pool."""
     if angles is not None:
         query, key = rotate(query, key, angles)
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -44,7 +50,7 @@ def causal_attend(
 
 
 def _visible(query: Tensor, window: int | None) -> Tensor:
-    """[T, T] bool: which key each row of query [B, Hq, T, D] sees."""
+    """Returns [T, T] bool: which key each row of query [B, Hq, T, D] sees."""
     rows = torch.arange(query.shape[2], device=query.device)
     distance = rows[:, None] - rows
     return (distance >= 0) & (distance < (len(rows) if window is None else window))
