@@ -1,7 +1,7 @@
 """Counts of every short string of tokens in texts that grow, and of what mostly follows it.
 
 All strings of 1 .. max_length tokens that occur end somewhere; strings that end at the same places are one *state*.
-They are the ends of one string: the longest has `length` tokens, the shortest one more than the state's `link`, which is
+They are ends of one string: the longest has `length` tokens, the shortest one more than the state's `link`, which is
 the state of the longest string that ends at more places. Hence the strings that end where a text ends lie on one chain
 of links, and it is short: a new token creates or splits a state or two and counts one up on every state of its chain.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ...runtime import check
-from ..config.method_options import MAX_TREE_DEPTH
+from ..config.drafting_options import MAX_TREE_DEPTH
 from .suffix_automaton import Cursor, SuffixAutomaton
 from .suffix_drafts import Limits, SuffixDraft, SuffixSearch, limits_of
 
