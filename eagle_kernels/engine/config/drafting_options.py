@@ -9,7 +9,6 @@ from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from ...ops.tree.build_tree import MAX_NODES
 from ...ops.tree.organize_draft_results import MAX_CANDIDATES
 from ...ops.tree.select_top_k_tokens import MAX_TOPK
-from ..drafters.suffix_cache import MAX_TREE_DEPTH
 from ..requests.sampling_params import SamplingParams
 from .tree import Tree
 from .validated import Validated
@@ -25,6 +24,8 @@ VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp", "typical")
 _OTHER_DRAWS = ("rejection", "topp", "typical")
 NGRAM_PREFERENCES = ("latest", "earliest")
 MAX_NGRAM = 32
+# most tokens of a match and its drafts together, in a suffix tree
+MAX_TREE_DEPTH = 2**16
 
 
 def _option(default: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The drafters, and the readers of their models, by their names."""
+"""Drafters, and the readers of their models, by the names of the methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .suffix import SuffixDrafter
 
 
 def make_reader(config: EAGLEConfig, model: DraftModel | None) -> Reader | None:
-    """Of all drafters of a configuration; model: where its methods need one."""
+    """Makes the reader that all drafters of a configuration share, or None if they need no model."""
     if model is None or not config.needs_model:
         return None
     trees = [tree for _, tree in config.trees if tree is not None] or [config]
@@ -32,7 +32,7 @@ def make_reader(config: EAGLEConfig, model: DraftModel | None) -> Reader | None:
 
 
 def make_drafter(config: EAGLEConfig, reader: Reader | None, device: torch.device) -> Drafter:
-    """Of a configuration with one tree; reader: where its methods have a model."""
+    """Makes the drafter of a configuration with one tree; reader: for methods with a model."""
     if len(config.methods) > 1:
         return MixedDrafter([_part(name, config, reader, device) for name in config.methods])
     if config.method == "naive":
@@ -49,7 +49,7 @@ def make_drafter(config: EAGLEConfig, reader: Reader | None, device: torch.devic
 
 
 def _part(name: str, config: EAGLEConfig, reader: Reader | None, device: torch.device) -> Drafter:
-    """One of several methods."""
+    """Makes the drafter of one of several methods."""
     if name == "naive":
         return NaiveDrafter(config)
     levels = config.num_model_steps if name == "hybrid" else None

@@ -10,17 +10,17 @@ from torch import Tensor
 from ..batch.batch import Batch
 from .protocol import Drafter, Proposal
 
-# of a tree, what differs from row to row but for its place in the batch
+# the fields of a tree that depend on its drafts
 _OF_ROWS = ("tree_mask", "positions", "retrieve_next_token", "retrieve_next_sibling", "draft_tokens")
-# of the words of bit masks: on a GPU torch chooses between signed numbers only
+# torch.where takes no unsigned words of bit masks on a GPU
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}
 
 
 class MixedDrafter:
-    """All methods draft for all rows, and each row takes the drafts of its own; their trees have as many nodes.
+    """All methods draft for all rows, and each row takes the drafts of its own method. All trees have the same size.
 
-    parts: one for each method, in their order; `BatchState.methods` says which row has which. A model reads the tokens
-    of all rows, whoever drafts for them.
+    parts: one drafter for each method, in their order; `BatchState.methods` has the number of each row's. A model reads
+    the tokens of all rows, whichever method drafts for them.
     """
 
     def __init__(self, drafters: Sequence[Drafter]):
@@ -38,11 +38,9 @@ class MixedDrafter:
         tree = proposals[0].tree
         for number, proposal in enumerate(proposals[1:], start=1):
             other = proposal.tree
-            chosen = {
-                name: _choose(method == number, getattr(other, name), getattr(tree, name), len(batch))
-                for name in _OF_ROWS
-            }
-            tree = tree._replace(**chosen)
+            for name in _OF_ROWS:
+                chosen = _choose(method == number, getattr(other, name), getattr(tree, name), len(batch))
+                tree = tree._replace(**{name: chosen})
 
         def path_probs() -> Tensor:
             probs = torch.full(tree.retrieve_index[:, 1:].shape, float("nan"), device=method.device)
@@ -55,7 +53,7 @@ class MixedDrafter:
 
 
 def _choose(is_other: Tensor, other: Tensor, tensor: Tensor, num_rows: int) -> Tensor:
-    """Of two tensors of B rows, [B, ..] or flat, each row of the one or the other."""
+    """Takes each row of two tensors of B rows, [B, ..] or flat, from `other` or from `tensor`."""
     dtype = _SIGNED.get(tensor.dtype, tensor.dtype)
     rows = (each.view(dtype).view(num_rows, -1) for each in (other, tensor))
     return torch.where(is_other[:, None], *rows).view(tensor.dtype).view(tensor.shape)

@@ -1,4 +1,4 @@
-"""Drafts of a model: EAGLE-2's dynamic tree from an EAGLE head, a next-token module or a small language model."""
+"""Drafts of a model, an EAGLE head, next-token modules or a small language model, as EAGLE-2's dynamic tree."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ... import ops
 from ..batch.batch import Batch
 from ..config.eagle_config import EAGLEConfig
 from .protocol import Proposal, Reader
+from .trees import lengths_sum
 
 
 class ModelDrafter:
@@ -30,7 +31,7 @@ class ModelDrafter:
         return Proposal(links, path_probs=lambda: places.path_probs(tree.top_scores_index))
 
     def _draft(self, batch: Batch) -> tuple[NamedTuple, Candidates]:
-        """What `build_tree_from_scores` makes of all candidates, and these."""
+        """Returns what `build_tree_from_scores` makes of all candidates, and the candidates."""
         config, topk, offsets = self._config, self._config.topk, self.reader.model.draft_to_target
         levels, places = self.reader.levels(batch), Candidates(len(batch), config, batch.roots.device)
         level = ops.select_top_k_tokens(levels.logits, draft_to_target=offsets, topk=topk, level=0, out=places.level(0))
@@ -39,16 +40,14 @@ class ModelDrafter:
             level = ops.select_top_k_tokens(
                 logits, level.scores, level.ancestors, offsets, topk=topk, level=depth, out=places.level(depth)
             )
-        levels.finish(config.num_steps)
-        # only the full-mask layout needs the host to know the lengths
-        is_full = config.tree_mask_mode == ops.TreeMaskMode.FULL_MASK
+        levels.finish()
         tree = ops.build_tree_from_scores(
             batch.roots,
             places.scores,
             places.tokens,
             places.parent_slots,
             batch.lengths,
-            int(batch.lengths.sum()) if is_full else None,
+            lengths_sum(batch, config),
             topk=topk,
             spec_steps=config.num_steps,
             num_verify_tokens=config.num_verify_tokens,
@@ -58,34 +57,32 @@ class ModelDrafter:
 
 
 class Candidates:
-    """What the levels of a draft propose, side by side as `build_tree_from_scores` reads it.
+    """All candidates of a step, level after level, as `build_tree_from_scores` reads them.
 
     scores, tokens  [B, C]  C = K + (S - 1) * K * K
     parent_slots    [B, P]  P = K * (S - 1) + 1, the root's -1 first
     """
 
     def __init__(self, size: int, config: EAGLEConfig, device: torch.device):
-        self._size, self._topk, self._num_steps, self._device = size, config.topk, config.num_steps, device
-        topk, levels = self._topk, self._num_steps - 1
+        self._topk, self._num_steps = config.topk, config.num_steps
+        topk, levels = config.topk, config.num_steps - 1
         self.scores = torch.empty(size, topk + levels * topk * topk, device=device)
         self.tokens = torch.empty(self.scores.shape, dtype=torch.int64, device=device)
         self.parent_slots = torch.full((size, 1 + levels * topk), -1, device=device)
 
     def path_probs(self, kept: Tensor) -> Tensor:
-        """[B, N - 1] of those that were kept; see `Proposal`."""
+        """Returns the probabilities [B, N - 1] of the kept candidates; see `Proposal`."""
         return self.scores.gather(1, kept).exp()
 
     def level(self, level: int) -> tuple[Tensor, ...]:
-        """Where `select_top_k_tokens` writes one level."""
-        topk = self._topk
+        """Returns the tensors that `select_top_k_tokens` writes for one level."""
+        topk, size, device = self._topk, len(self.scores), self.scores.device
         begin = topk + (level - 1) * topk * topk if level else 0
         end = topk + level * topk * topk
-        beams = torch.empty(4, self._size, topk, dtype=torch.int64, device=self._device)
-        scores = torch.empty(self._size, topk, device=self._device)
-        num_words = -(-(level + 1) * topk // 64)
-        ancestors = torch.empty(self._size, topk, num_words, dtype=torch.int64, device=self._device)
-        tokens, parents, hidden_rows, parent_slots = beams
-        if level < self._num_steps - 1:  # nobody reads the last level's
+        tokens, parents, hidden_rows, parent_slots = torch.empty(4, size, topk, dtype=torch.int64, device=device)
+        scores = torch.empty(size, topk, device=device)
+        ancestors = torch.empty(size, topk, -(-(level + 1) * topk // 64), dtype=torch.int64, device=device)
+        if level < self._num_steps - 1:  # the last level's are not read
             parent_slots = self.parent_slots[:, 1 + level * topk : 1 + (level + 1) * topk]
         candidates = self.scores[:, begin:end], self.tokens[:, begin:end]
         return scores, tokens, parents, hidden_rows, parent_slots, *candidates, ancestors

@@ -1,8 +1,7 @@
-"""A draft model reads the text, and level after level its own drafts: an EAGLE head, a next-token module, a language
-model.
+"""Reading with one draft model for all levels: an EAGLE head, a next-token module or a language model.
 
 Positions, for a request with n committed tokens t_0 .. t_{n-1} and root t_n (sampled, not yet in the target's KV): the
-draft reads token t_i at position and slot i - token_shift, for EAGLE beside the feature of t_{i-1}. So it holds
+draft reads token t_i at position and slot i - token_shift, for EAGLE together with the feature of t_{i-1}. So it holds
 n + 1 - token_shift rows, and level i >= 1 of the tree reads its tokens at position n + i - token_shift.
 """
 
@@ -16,83 +15,63 @@ from ..batch.batch import Batch, Committed
 from ..batch.kv_pool import PrefillAttend, TreeAttend
 from ..batch.state import CATCH_UP_EVERY, BatchState
 from ..models.protocol import DraftModel
+from .protocol import PromptPart
 
 
 class ModelReader:
-    """One model for all levels: what it says of a draft's children depends on what it made of the draft.
+    """The reader for one model, whose guess after a draft depends on what it made of the draft.
 
     num_levels, topk  levels that it drafts, and their width
-    num_steps         the most drafts that a step accepts, others than its own included
+    num_steps         the most drafts that a step accepts, those of other drafters included
     """
 
     def __init__(self, model: DraftModel, num_levels: int, topk: int, num_steps: int):
         self.model, self.num_kept = model, CATCH_UP_EVERY
-        self._behind = 1 - model.token_shift
-        self.num_slots = self._behind + max((num_levels - 1) * topk, num_steps + 1)
+        self._past_root = 1 - model.token_shift
+        self.num_slots = self._past_root + max((num_levels - 1) * topk, num_steps + 1)
 
-    def read_prompt(
-        self,
-        state: BatchState,
-        row: int,
-        block_table: Tensor,
-        tokens: Tensor,
-        features: Tensor | None,
-        start: int,
-        num_prompt: int,
-    ) -> None:
-        """Draft rows from `start` on, row i being token i + token_shift beside the feature of the token before it;
-        without a shift the root's row comes last."""
-        shift, stop = self.model.token_shift, start + len(tokens) - 1
-        is_last = stop == num_prompt
-        num_rows = stop - start + (self._behind if is_last else 0)
-        if features is None:
-            features = state.draft_logits.new_zeros(1, num_rows, 0)
+    def read_prompt(self, state: BatchState, part: PromptPart) -> None:
+        """See `Reader`. Row i reads token i + token_shift; without a shift, the root's row comes last."""
+        shift, start = self.model.token_shift, part.start
+        num_rows = len(part.tokens) - 1 + (self._past_root if part.is_last else 0)
         output = self.model.forward(
-            tokens[None, shift : shift + num_rows],
-            features,
-            torch.arange(start, start + num_rows, device=tokens.device)[None],
-            PrefillAttend(state.draft_pool, block_table, start, num_rows),
+            part.tokens[None, shift : shift + num_rows],
+            state.draft_logits.new_zeros(1, num_rows, 0) if part.features is None else part.features,
+            torch.arange(start, start + num_rows, device=part.tokens.device)[None],
+            PrefillAttend(state.draft_pool, part.block_table, start, num_rows),
             from_target=True,
         )
-        if is_last:
-            state.set_draft(row, output.logits[0, -1], output.hidden[0, -1])
+        if part.is_last:
+            state.set_draft(part.row, output.logits[0, -1], output.hidden[0, -1])
 
     def levels(self, batch: Batch) -> ModelLevels:
         """See `Reader`."""
-        return ModelLevels(self.model, batch, _Rows(batch, self._behind))
+        return ModelLevels(self.model, batch, self._past_root)
 
     def observe(self, batch: Batch, committed: Committed, features: Tensor) -> None:
-        """Reads the accepted path beside the target's true features; the rows of the tree are overwritten.
+        """Reads the accepted path with the target's own features, over the rows of the tree.
 
-        Row d reads the token that follows path node d beside that node's feature; rows past the path are padding that
-        only later rows see.
+        Row d reads the token after path node d with that node's feature. Rows past the path are padding that only
+        later rows see.
         """
-        rows, count = _Rows(batch, self._behind), committed.tokens.shape[1]
+        rows, count, state = _Rows(batch, self._past_root), committed.tokens.shape[1], batch.state
+        positions = rows.positions[:, :count]
         output = self.model.forward(
             committed.tokens.clamp(min=0),
             features.flatten(0, 1)[committed.hidden_rows],
-            rows.positions[:, :count],
-            rows.path_attend(count),
+            positions,
+            rows.attend(0, positions),
             from_target=True,
         )
-        state = batch.state
-        torch.index_select(output.logits.flatten(0, 1), 0, committed.last_row, out=state.draft_logits[batch.rows])
-        torch.index_select(output.hidden.flatten(0, 1), 0, committed.last_row, out=state.draft_hidden[batch.rows])
-
-    def keep(self, batch: Batch, roots: Tensor, features: Tensor) -> None:
-        """See `Reader`."""
-        batch.state.keep(batch.rows, self.num_kept, roots, features)
+        for held, read in ((state.draft_logits, output.logits), (state.draft_hidden, output.hidden)):
+            torch.index_select(read.flatten(0, 1), 0, committed.last_row, out=held[batch.rows])
 
     def catch_up(self, state: BatchState, num_rows: int, is_wanted: bool) -> None:
-        """See `Reader`; where no drafts are wanted next, keys are enough by now."""
-        model, pool, rows, memory = self.model, state.draft_pool, slice(0, num_rows), self.num_kept
-        count, table, kept = state.num_behind[rows], state.block_table[rows], state.kept[memory]
-        first = state.lengths[rows] + self._behind - count
-        slots, positions = ops.find_slots(
-            table, first, count=memory, page_size=pool.page_size, max_length=model.max_length
-        )
-        # rows past what was missed are padding that only later rows see, in slots that hold nothing yet
-        attend = TreeAttend(pool, table, first, slots, memory, None, positions)
+        """See `Reader`. Only keys are written if no drafts are wanted next and the model can do that."""
+        model, rows, memory = self.model, slice(0, num_rows), self.num_kept
+        count, kept = state.num_behind[rows], state.kept[memory]
+        first = state.lengths[rows] + self._past_root - count
+        positions, attend = attend_chain(state, rows, first, memory, model.max_length)
         missed = kept.tokens[rows], kept.features[rows], positions, attend
         if not is_wanted and hasattr(model, "store"):
             model.store(*missed)
@@ -108,65 +87,54 @@ class ModelReader:
 class ModelLevels:
     """See `Levels`."""
 
-    def __init__(self, model: DraftModel, batch: Batch, rows: _Rows):
-        self._model, self._rows = model, rows
+    def __init__(self, model: DraftModel, batch: Batch, past_root: int):
+        self._model, self._rows = model, _Rows(batch, past_root)
         self.logits, self._hidden = batch.state.draft_logits[batch.rows], batch.state.draft_hidden[batch.rows]
 
     def expand(self, depth: int, tokens: Tensor, ancestors: Tensor | None, parents: Tensor | None = None) -> Tensor:
         """See `Levels`."""
-        size, topk = tokens.shape
-        hidden = self._hidden
+        topk, hidden, rows = tokens.shape[1], self._hidden, self._rows
         if depth == 1:
             hidden = hidden[:, None].expand(-1, topk, -1)
         elif parents is not None:
             hidden = hidden.flatten(0, 1)[parents]
-        output = self._model.forward(
-            tokens,
-            hidden,
-            self._rows.positions[:, depth - 1 : depth].expand(size, topk),
-            self._rows.level_attend(depth, topk, ancestors),
-            from_target=False,
-        )
+        of_levels = rows.positions[:, :depth, None].expand(-1, -1, topk)
+        positions = of_levels[:, -1]
+        attend = rows.attend((depth - 1) * topk, positions, ancestors, of_levels)
+        output = self._model.forward(tokens, hidden, positions, attend, from_target=False)
         self._hidden = output.hidden
         return output.logits.flatten(0, 1)
 
-    def finish(self, num_levels: int) -> None:
-        """Nothing: rows of drafts are written anew once it is known what was accepted."""
+    def finish(self) -> None:
+        """Does nothing: `observe` overwrites the rows of drafts."""
 
 
 class _Rows:
-    """Where the model's rows of a step go.
+    """The model's rows of a step; positions [B, M] of those after the rows that it holds."""
 
-    positions  [B, M]  of the rows behind those that it holds
-    """
-
-    def __init__(self, batch: Batch, behind: int):
+    def __init__(self, batch: Batch, past_root: int):
         self._pool, self._block_table = batch.state.draft_pool, batch.block_table
-        self._slots, self.positions = batch.slots[:, behind:], batch.positions[:, behind:]
-        self._lengths = batch.lengths + behind if behind else batch.lengths
+        self._slots, self.positions = batch.slots[:, past_root:], batch.positions[:, past_root:]
+        self._lengths = batch.lengths + past_root if past_root else batch.lengths
 
-    def level_attend(self, depth: int, topk: int, ancestors: Tensor) -> TreeAttend:
-        """Of the beams of level `depth`, which see those of the levels before."""
-        first, positions = (depth - 1) * topk, self.positions
-        return TreeAttend(
-            self._pool,
-            self._block_table,
-            self._lengths,
-            self._slots[:, first : first + topk],
-            first + topk,
-            ancestors,
-            positions[:, depth - 1 : depth].expand(-1, topk),
-            positions[:, :depth, None].expand(-1, -1, topk),
-        )
+    def attend(
+        self, first: int, positions: Tensor, ancestors: Tensor | None = None, key_positions: Tensor | None = None
+    ) -> TreeAttend:
+        """Returns the `attend` of the rows from place `first` on at these positions [B, T]; without ancestors, a chain
+        from place 0."""
+        stop, table = first + positions.shape[1], self._block_table
+        slots = self._slots[:, first:stop]
+        return TreeAttend(self._pool, table, self._lengths, slots, stop, ancestors, positions, key_positions)
 
-    def path_attend(self, num_rows: int) -> TreeAttend:
-        """Of the accepted path, which is a chain."""
-        return TreeAttend(
-            self._pool,
-            self._block_table,
-            self._lengths,
-            self._slots[:, :num_rows],
-            num_rows,
-            None,
-            self.positions[:, :num_rows],
-        )
+
+def attend_chain(
+    state: BatchState, rows: slice, first: Tensor, count: int, max_length: int
+) -> tuple[Tensor, TreeAttend]:
+    """Returns positions [B, count] and the `attend` of a chain that the draft reads from its rows `first` [B] on.
+
+    A request that has fewer tokens to read has padding in the last rows, whose slots hold nothing yet. Only later rows
+    see it.
+    """
+    pool, table = state.draft_pool, state.block_table[rows]
+    slots, positions = ops.find_slots(table, first, count=count, page_size=pool.page_size, max_length=max_length)
+    return positions, TreeAttend(pool, table, first, slots, count, None, positions)

@@ -11,7 +11,7 @@ from .trees import root_only, tree_of
 class NaiveDrafter:
     """FastDeploy's method of this name. `EAGLEConfig.naive_eagle()` is something else: one draft of an EAGLE head.
 
-    config: of other methods beside it, whose trees are as large; their root alone is there.
+    config: beside other methods, their configuration; trees are then as large as theirs, but empty below the root.
     """
 
     reader = None

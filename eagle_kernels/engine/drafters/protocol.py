@@ -1,4 +1,4 @@
-"""What a step asks of whatever makes its drafts, and of whatever reads the text for it."""
+"""What a step asks of the object that makes its drafts, and of the one that reads the text for it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from ..models.protocol import DraftModel
 
 
 class Proposal(NamedTuple):
-    """tree: of N = `num_nodes` nodes for each row; nodes that are linked to nothing are padding.
+    """A tree of N = `num_nodes` nodes for each row; nodes without a link to them are padding.
 
-    draft_logits     [B * N, Vd]  of drafts that were drawn: what the children of each node were drawn from, at the
-                                  request's temperature, without replacement; None: drafts were chosen. The tree of
-                                  drafts that were drawn has one shape in all steps: `SampledDrafter` says why
-    draft_to_target  [Vd]         of these, as `DraftModel` has it
-    path_probs       () -> [B, N - 1] fp32: how probable the drafter finds each draft with all those above it, as
-                                  EAGLE-2 scores it; NaN where it does not know. Computed for whoever asks, within the
-                                  step; None: it knows of none
+    draft_logits     [B * N, Vd]  what the children of each node were drawn from, at the request's temperature and
+                                  without replacement; None: drafts were chosen, not drawn. A tree of drawn drafts has
+                                  the same shape in all steps, for the reason that `SampledDrafter` gives
+    draft_to_target  [Vd]         the offsets of `DraftModel`, with draft_logits
+    path_probs       () -> [B, N - 1] fp32: the drafter's probability of each draft with all above it, as EAGLE-2
+                                  scores it, NaN where unknown. Computed on demand, within the step; None: unknown
     """
 
     tree: ops.BuildTreeOutput
@@ -34,14 +33,14 @@ class Proposal(NamedTuple):
 class Drafter(Protocol):
     """Proposes a chain or a tree for each row of a batch.
 
-    What was accepted it finds in `BatchState.history`, or its `reader` has read it. `propose` is part of a step, as are
-    the reader's methods but `read_prompt`: they wait for nothing, allocate nothing by data, and may be captured in a
-    CUDA graph.
+    It finds accepted tokens in `BatchState.history`, or its `reader` has read them. `propose` is part of a step, and so
+    are the reader's methods except `read_prompt`: they never wait for the device, allocate nothing that depends on
+    data, and may be captured in a CUDA graph.
 
-    num_steps      deepest draft, so the most that a step accepts
+    num_steps      depth of the deepest draft, so the most drafts that a step accepts
     num_nodes      nodes that a step verifies, root included; 1: no drafts
-    num_slots      slots behind a row's committed tokens that drafting and verification may write, in either pool
-    reader         of its model; None: it has none
+    num_slots      slots after a row's committed tokens that drafting and verification may write, in either pool
+    reader         reads the text with the drafter's model; None: there is no model
     reads_history  whether it reads `BatchState.history`
     """
 
@@ -52,83 +51,83 @@ class Drafter(Protocol):
     reads_history: bool
 
     def propose(self, batch: Batch) -> Proposal:
-        """A tree for each row, within `num_nodes` nodes."""
+        """Returns a tree for each row."""
         ...
+
+
+class PromptPart(NamedTuple):
+    """Part of a prompt: P tokens from token `start` on.
+
+    block_table  [1, max_pages]  of the row, which joins the batch only when its prompt has been read
+    tokens       [P + 1]         the part and the token after it; after the last part, that is the row's root
+    features     [1, P, F]       the target's features of the P tokens; None if the model reads none
+    """
+
+    row: int
+    block_table: Tensor
+    tokens: Tensor
+    features: Tensor | None
+    start: int
+    is_last: bool
 
 
 class Reader(Protocol):
     """Reads every committed token into the batch's second pool, with a draft model, and computes levels of drafts.
 
-    All drafters of a batch share one. While plain steps go on it rests: they keep for it what it misses (`keep`), and
-    it reads that when it is wanted again (`catch_up`). What a row was before is forgotten with `read_prompt`.
+    All drafters of a batch share one reader. It rests during plain steps: they keep what it misses (`BatchState.keep`),
+    and it reads that before it drafts again (`catch_up`). `read_prompt` forgets what its row was before.
 
-    num_slots  slots behind a row's committed tokens that it may write
-    num_kept   tokens of a row, with the target's features, that it may keep from step to step in `BatchState.kept`
+    num_slots  slots after a row's committed tokens that it may write
+    num_kept   most tokens of a row, with the target's features, that are kept for it between steps
     """
 
     model: DraftModel
     num_slots: int
     num_kept: int
 
-    def read_prompt(
-        self,
-        state: BatchState,
-        row: int,
-        block_table: Tensor,
-        tokens: Tensor,
-        features: Tensor | None,
-        start: int,
-        num_prompt: int,
-    ) -> None:
-        """A part of a prompt of num_prompt tokens, from token `start` on.
-
-        block_table  [1, max_pages]  of the row, which is in the batch only once its prompt is read
-        tokens       [P + 1]         of the part, and the one behind it, which after the last part is the row's root
-        features     [1, P, F]       the target's features beside the P tokens; None where the model reads none
-        """
+    def read_prompt(self, state: BatchState, part: PromptPart) -> None:
+        """Reads the next part of a row's prompt."""
         ...
 
     def levels(self, batch: Batch) -> Levels:
-        """Of a step, from its roots on."""
+        """Starts the drafts of a step, after the rows' roots."""
         ...
 
     def observe(self, batch: Batch, committed: Committed, features: Tensor) -> None:
-        """What was accepted, and the target's features [B, N, F] of all nodes."""
-        ...
-
-    def keep(self, batch: Batch, roots: Tensor, features: Tensor) -> None:
-        """For `catch_up`: the new roots [B] of a plain step and, beside each, the feature [B, 1, F] of the token
-        before it."""
+        """Takes what was accepted, and the target's features [B, N, F] of all nodes."""
         ...
 
     def catch_up(self, state: BatchState, num_rows: int, is_wanted: bool) -> None:
-        """Reads what was kept for it of the first `num_rows` rows.
+        """Reads what was kept of the first `num_rows` rows.
 
-        is_wanted: its drafts are wanted next. Else a plain step follows, and it reads that one before they are.
+        is_wanted: its drafts are wanted next. Otherwise a plain step follows, which it will read before it drafts.
         """
         ...
 
 
 class Levels(Protocol):
-    """logits [B, Vd]: of what may follow the roots."""
+    """The levels of a step's drafts; logits [B, Vd] are those after the roots."""
 
     logits: Tensor
 
     def expand(self, depth: int, tokens: Tensor, ancestors: Tensor | None, parents: Tensor | None = None) -> Tensor:
-        """Logits [B * K, Vd] of what may follow the drafts of level depth - 1, for depth = 1, 2, ..
+        """Returns logits [B * K, Vd] after the drafts of level depth - 1, for depth = 1, 2, ..
 
-        tokens     [B, K]
-        ancestors  [B * K, W]  packed words of the slots that each sees, of all levels so far, K a level
-        parents    [B, K]      flat rows that this level's drafts come from; None: each follows the one in its place
+        tokens     [B, K]      these drafts
+        ancestors  [B * K, W]  packed words of the slots that each of them sees, of all levels so far, K a level
+        parents    [B, K]      flat rows of the level before that they follow; None: each follows the row in its place
         """
         ...
 
-    def finish(self, num_levels: int) -> None:
-        """No more than these: what has to be read all the same."""
+    def finish(self) -> None:
+        """Reads what must be read although no more levels are drafted."""
         ...
 
 
 def overshoot(drafter: Drafter) -> int:
-    """Slots that a request may need past its last token: what a step brings beyond it, the step that runs before the
-    host knows of the end, and what steps write behind the committed tokens."""
+    """Returns the slots that a request may need past its last token.
+
+    These are the tokens that its last step brings beyond it, a step that runs before the host knows of the end, and
+    the slots that steps write after the committed tokens.
+    """
     return 2 * (drafter.num_steps + 1) + drafter.num_slots

@@ -1,9 +1,10 @@
-"""Drafts that are drawn from the model's law, for verification that asks with which probability they were drawn."""
+"""Drafts drawn from the model's distribution, for verification that needs the probabilities of the draws."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ... import ops
 from ..batch.batch import Batch
@@ -18,16 +19,16 @@ class SampledDrafter(ModelDrafter):
 
     The shape of the tree is fixed. Nodes are numbered level by level; a smaller `num_nodes` leaves out the last ones.
 
-    Draws are keyed by position and beam, and keys come again in later steps. With its root at position n a step draws
-    level d (0: the root's children) for position n + d + 1. If it accepts a drafts, the next root is at n + a + 1, and
-    the children of that one have the keys of level a + 1, beam 0, of the step before; likewise the levels below. Yet
-    the second draws are independent of all that the first step told. Its walk ended at a node of depth a: it read this
-    node's children, drawn at level a, and nothing of the levels below them.
+    Draws are keyed by position and beam, and later steps use the same keys again. With its root at position n, a step
+    draws level d (0: the root's children) for position n + d + 1. If it accepts a drafts, the next root is at
+    n + a + 1, and its children have the keys of level a + 1, beam 0, of the step before; likewise the levels below.
+    The second draws are nevertheless independent of everything that the first step revealed: its walk ended at a node
+    of depth a, so it read that node's children, drawn at level a, and nothing of the levels below them.
 
-    So nothing but the tokens that a walk reads may tell of draws: not the tree's shape, and not what a step leaves to
-    later ones, as the draft's cache. A dynamic tree tells of all draws by its shape. It would lose the target's law
-    unless it had a key of its own for every draw of a text. Watched by op_tests/engine/test_noise_keys.py (keys, shape)
-    and test_draft_state.py (cache).
+    So only the tokens that a walk reads may reveal draws, neither the tree's shape nor what a step leaves to later
+    ones, such as the draft's cache. A dynamic tree reveals all draws by its shape. It would not keep the target's
+    distribution unless every draw of a text had a key of its own. Tested by op_tests/engine/test_noise_keys.py (keys,
+    shape) and test_draft_state.py (cache).
     """
 
     def __init__(self, reader: Reader, config: EAGLEConfig, device: torch.device):
@@ -36,10 +37,10 @@ class SampledDrafter(ModelDrafter):
         node = torch.arange(1, self.num_nodes, device=device)
         self._parents = (node - topk).clamp(min=0)[None]
         # [K, W] for each depth: a beam sees its own slots of the levels before
-        self._ancestors = [_own_slots(topk, depth, device) for depth in range(1, self.num_steps)]
+        self._ancestors = [_own_slots(topk, depth).to(device) for depth in range(1, self.num_steps)]
 
     def propose(self, batch: Batch) -> Proposal:
-        """Draws level by level; see `ModelDrafter`."""
+        """Draws the tree level by level."""
         topk, size = self._topk, len(batch)
         temperature, levels = batch.numbers("temperature"), self.reader.levels(batch)
         logits, offsets = levels.logits, self.reader.model.draft_to_target
@@ -57,7 +58,7 @@ class SampledDrafter(ModelDrafter):
             tokens = tokens.view(size, topk)
             drawn.append(tokens)
             read.append(below.view(size, topk, -1))
-        levels.finish(self.num_steps)
+        levels.finish()
         draft_logits = logits.new_zeros(size, self.num_nodes, logits.shape[-1])
         rows_read = torch.cat(read, dim=1)[:, : self.num_nodes]
         draft_logits[:, : rows_read.shape[1]] = rows_read
@@ -68,7 +69,7 @@ class SampledDrafter(ModelDrafter):
         )
 
     def _path_probs(self, tokens: Tensor, draft_logits: Tensor, offsets: Tensor | None, temperature: Tensor) -> Tensor:
-        """See `Proposal`: by the law at the request's temperature (greedy: at 1), before anything was drawn of it."""
+        """See `Proposal`: softmax at the request's temperature (greedy: at 1), without what the draws took from it."""
         topk, vocab = self._topk, draft_logits.shape[-1]
         temperature = torch.where(temperature > 0, temperature, 1.0)[::topk, None, None]
         parents = self._parents[..., None].expand(len(tokens), -1, vocab)
@@ -81,11 +82,7 @@ class SampledDrafter(ModelDrafter):
         return probs
 
 
-def _own_slots(topk: int, depth: int, device: torch.device) -> Tensor:
-    """Packed words [K, W]: beam j sees slots j, K + j, 2 K + j, .. of `depth` levels."""
-    words = torch.zeros(topk, -(-depth * topk // 64), dtype=torch.int64)
-    for beam in range(topk):
-        for level in range(depth):
-            slot = level * topk + beam
-            words[beam, slot // 64] |= torch.tensor(1).bitwise_left_shift(slot % 64)
-    return words.to(device)
+def _own_slots(topk: int, depth: int) -> Tensor:
+    """Returns packed words [K, W], by which beam j sees slots j, K + j, 2 K + j, .. of `depth` levels."""
+    bits = pad(torch.eye(topk, dtype=torch.int64).repeat(1, depth), (0, -depth * topk % 64)).view(topk, -1, 64)
+    return (bits << torch.arange(64)).sum(-1)

@@ -1,13 +1,12 @@
-"""How often every short string of tokens occurs in texts that grow, and what mostly follows it.
+"""Counts of every short string of tokens in texts that grow, and of what mostly follows it.
 
 All strings of 1 .. max_length tokens that occur end somewhere; strings that end at the same places are one *state*.
-They are the last so many tokens of one string, from `length` of the state down to one more than that of its `link`, the
-state of the longest one that ends at more places. Hence the strings that end where a text ends lie on one chain of
-links, and it is short: a new token creates or splits a state or two and counts one up on every state of its chain.
+They are ends of one string: the longest has `length` tokens, the shortest one more than the state's `link`, which is
+the state of the longest string that ends at more places. Hence the strings that end where a text ends lie on one chain
+of links, and it is short: a new token creates or splits a state or two and counts one up on every state of its chain.
 
 A state keeps its most frequent next token in two lists, where following it costs no look-up, and all others in a dict.
-
-What is known of states lies in lists, not in arrays: these take two thirds of the memory and twice the time.
+The lists are not arrays, which would take two thirds of the memory and twice the time.
 """
 
 from __future__ import annotations
@@ -15,36 +14,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# More next tokens than this are not all looked at where the first few are asked for; so many of the first are known.
+# A state with more next tokens than this keeps a list of its most frequent ones, this many.
 MANY_TOKENS = 64
-# States are made by so many.
+# States are allocated in blocks of this size.
 NEW_STATES = 128
 
 
 class Cursor(NamedTuple):
-    """Where a text is: the state of its last `size` tokens; these are all of it, or max_length - 1."""
+    """The end of a text: the state of its last `size` tokens, which are the whole text or max_length - 1 tokens."""
 
     state: int = 0
     size: int = 0
 
 
-class _Leaders:
+class _Leaders(NamedTuple):
     """All next tokens of a state that occur there more often than `bound`, and perhaps some that no longer do."""
 
-    def __init__(self, bound: int, tokens: Iterable[int]):
-        self.bound, self.tokens = bound, set(tokens)
+    bound: int
+    tokens: set[int]
 
 
 class SuffixAutomaton:
-    """The counts of several texts. State 0 is the empty string; it is never followed, and so needs no count.
+    """The counts of several texts. State 0 is the empty string; nothing leads to it, so it needs no count.
 
-    link     the state of the longest shorter string at the end of this one's that ends at more places; -1 of state 0
-    length   of its longest string
-    count    how often each of its strings occurs
-    last     when one occurred last: tokens are numbered as they come; removed texts are not forgotten
-    token    what follows most often, of equals what did so last; -1: nothing, and in state 0
-    target   the state of that
-    others   the other next tokens and their states, None where there are none
+    link     state of the longest shorter end of this state's strings that ends at more places; -1 for state 0
+    length   of the longest string
+    count    how often each of the strings occurs
+    last     when one occurred last: tokens are numbered as they come, and a removed text keeps its numbers
+    token    the most frequent next token, of equals the one that came last; -1: none, and in state 0
+    target   the state that this token leads to
+    others   the other next tokens and the states they lead to; None: there are none
     """
 
     def __init__(self, max_length: int):
@@ -61,21 +60,21 @@ class SuffixAutomaton:
 
     @property
     def num_states(self) -> int:
-        """Those in use, without state 0."""
+        """Number of states in use, without state 0."""
         return len(self.link) - 1 - len(self._free)
 
     def extend(self, cursor: Cursor, tokens: Sequence[int]) -> Cursor:
-        """Appends tokens to the text at whose end `cursor` is, and returns where it ends now."""
+        """Appends tokens to the text that ends at `cursor`, and returns its new end."""
         link, length, count, last, free = self.link, self.length, self.count, self.last, self._free
         next_token, target, others, leaders = self.token, self.target, self.others, self._leaders
         most, now = self.max_length - 1, self._now
         state, size = cursor
         for token in tokens:
-            while size and length[link[state]] >= size:  # it has been split since
+            while size and length[link[state]] >= size:  # the state has been split
                 state = link[state]
             now += 1
             new = end = 0
-            while True:  # up to a state that this token has followed before
+            while True:  # until a state that this token has followed before
                 if next_token[state] == token:
                     end = target[state]
                     break
@@ -132,7 +131,7 @@ class SuffixAutomaton:
         return Cursor(state, size)
 
     def _new_state(self) -> int:
-        """A state that is not in use; makes some if there is none."""
+        """Returns a state that is not in use, and allocates some if there is none."""
         if not self._free:
             first = len(self.link)
             for values in (self.link, self.length, self.count, self.target, self.last):
@@ -143,10 +142,10 @@ class SuffixAutomaton:
         return self._free.pop()
 
     def _split(self, state: int, token: int, end: int, length: int) -> int:
-        """Moves the strings of `end` up to this length into a state of their own, which is returned."""
+        """Moves the strings of `end` of at most this length into a state of their own, and returns it."""
         new = self._new_state()
         self.length[new], self.link[new], self.link[end] = length, self.link[end], new
-        self.count[new] = self.count[end]  # `last` is set by who counts it up next
+        self.count[new] = self.count[end]  # the caller counts it up and sets `last`
         self.token[new], self.target[new] = self.token[end], self.target[end]
         self.others[new] = dict(self.others[end]) if self.others[end] else None
         while state >= 0:
@@ -163,7 +162,7 @@ class SuffixAutomaton:
         return new
 
     def remove(self, tokens: Sequence[int]) -> None:
-        """Takes a whole text out again."""
+        """Takes a whole text out of the counts."""
         link, length, count = self.link, self.length, self.count
         next_token, target, others = self.token, self.target, self.others
         state, size, unused = 0, 0, []
@@ -178,7 +177,7 @@ class SuffixAutomaton:
                     vanished.append(current)
                 current = link[current]
             while state >= 0:
-                if not state or count[state]:  # of those that vanish all transitions do
+                if not state or count[state]:  # a vanishing state loses all its next tokens
                     self._count_down(state, token)
                 state = link[state]
             self._release(unused)
@@ -188,7 +187,7 @@ class SuffixAutomaton:
             self._clear()
 
     def _count_down(self, state: int, token: int) -> None:
-        """What `state` knows of its next token `token` is put right, one occurrence of which was taken away."""
+        """Updates the order of a state's next tokens after an occurrence of `token` was taken away."""
         others = self.others[state]
         if self.token[state] != token:
             if not self.count[others[token]]:
@@ -221,7 +220,7 @@ class SuffixAutomaton:
         self._free += states
 
     def rank_others(self, state: int, least_count: int, most: int) -> list[int]:
-        """Next tokens apart from the most frequent one, the first `most` of those that occur so often, in order."""
+        """Returns up to `most` next tokens apart from the most frequent one, in order, that occur often enough."""
         others, count = self.others[state], self.count
         if not others:
             return []
@@ -247,19 +246,19 @@ class SuffixAutomaton:
 
     def _find_leaders(self, others: dict[int, int]) -> _Leaders:
         count = self.count
-        # of many that are all looked at this once, sorting is the quickest: it calls no Python
+        # sorting all is fastest here, since it calls no Python function
         bound = sorted(map(count.__getitem__, others.values()))[-MANY_TOKENS]
-        return _Leaders(bound, [token for token, end in others.items() if count[end] > bound])
+        return _Leaders(bound, {token for token, end in others.items() if count[end] > bound})
 
     def settle(self, cursor: Cursor) -> Cursor:
-        """The cursor after whatever happened since to other texts."""
+        """Returns the cursor of the same text after states were split."""
         state, size = cursor
         while size and self.length[self.link[state]] >= size:
             state = self.link[state]
         return Cursor(state, size)
 
     def followed(self, cursor: Cursor) -> Cursor:
-        """The longest end of its string behind which something comes."""
+        """Returns the longest end of the cursor's string that something follows."""
         state, size = cursor
         while state and not self.target[state]:
             state = self.link[state]
@@ -267,22 +266,17 @@ class SuffixAutomaton:
         return Cursor(state, size)
 
     def match(self, tokens: Sequence[int]) -> Cursor:
-        """The longest string that occurs and at which `tokens` end, of at most max_length - 1 tokens."""
-        next_token, target, others = self.token, self.target, self.others
+        """Returns the longest end of `tokens` that occurs, of at most max_length - 1 tokens."""
+        next_token, target, all_others = self.token, self.target, self.others
         state = size = 0
         for token in tokens[1 - self.max_length :]:
             while True:
-                if next_token[state] == token:
-                    state = target[state]
-                    size += 1
-                    break
-                more = others[state]
-                if more and token in more:
-                    state = more[token]
-                    size += 1
-                    break
-                if not state:
+                others = all_others[state]
+                end = target[state] if next_token[state] == token else others and others.get(token)
+                if end or not state:
                     break
                 state = self.link[state]
                 size = self.length[state]
+            if end:
+                state, size = end, size + 1
         return Cursor(state, size)

@@ -1,4 +1,4 @@
-"""Suffix decoding: drafts are what followed the last tokens of a request before, in its own text or in a response.
+"""Suffix decoding: drafts are what followed the last tokens of a request earlier, in its own text or in a response.
 
 Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications" (2024), with the scores and
 limits of Arctic Inference. Pure Python on the host, so that it can overlap the target's forward pass on a GPU.
@@ -12,45 +12,45 @@ import operator
 from array import array
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ...runtime import check
+from ..config.drafting_options import MAX_TREE_DEPTH
 from .suffix_automaton import Cursor, SuffixAutomaton
-from .suffix_drafts import Limits, SuffixDraft, limits_of
-from .suffix_matches import best_path, best_tree
+from .suffix_drafts import Limits, SuffixDraft, SuffixSearch, limits_of
 
-MAX_TREE_DEPTH = 2**16  # there is a limit for every length of a match
-_MOST_TOKEN_IDS = 2**31  # they lie in int32
+_MOST_TOKEN_IDS = 2**31  # they are stored as int32
 
 
+@dataclass
 class _Response:
-    """A response in the global automaton: where it ends there, and what to remove from it; None if it is never."""
+    """A response in the global automaton: its tokens, to be removed later (None: never), and where it ends."""
 
-    __slots__ = ("cursor", "tokens", "is_cached")
+    tokens: array | None
+    cursor: Cursor = Cursor()
+    is_cached: bool = True
 
-    def __init__(self, tokens: array | None):
-        self.cursor, self.tokens, self.is_cached = Cursor(), tokens, True
 
-
+@dataclass
 class _Request:
-    """A running request: the counts of its own text, where that ends in them, and the text's last tokens."""
+    """A running request: the counts of its own text, where the text ends in them, and its last tokens."""
 
-    __slots__ = ("counts", "cursor", "context", "response")
-
-    def __init__(self, counts: SuffixAutomaton, response: _Response | None):
-        self.counts, self.response = counts, response
-        self.cursor, self.context = Cursor(), []
+    counts: SuffixAutomaton
+    response: _Response | None
+    cursor: Cursor = Cursor()
+    context: list[int] = field(default_factory=list)
 
 
 class SuffixCache:
-    """What followed which tokens, in every running request's own text and in the responses of all.
+    """Counts of what followed which tokens, in the text of every running request and in the responses of all.
 
-    A running request has a *local* automaton, of its prompt and response; the *global* one holds the responses of
+    A running request has a *local* automaton of its prompt and response. The *global* one holds the responses of
     running and past requests. Both know strings of up to `max_tree_depth` tokens, a match and its drafts together.
 
     max_tree_depth       2..65536; time and memory hardly depend on it
     max_cached_requests  responses in the global automaton; -1: all of them, 0: none. The oldest makes room for a new
-                         one; if its request still runs, it goes on with its local automaton and what others add
+                         one. If its request still runs, it goes on with its local automaton and other responses
     """
 
     def __init__(self, max_tree_depth: int = 64, max_cached_requests: int = -1):
@@ -62,13 +62,13 @@ class SuffixCache:
         self._responses: deque[_Response] = deque()
 
     def start(self, request: Hashable, prompt: Sequence[int]) -> None:
-        """A new request; the id may be that of one that was stopped."""
+        """Starts a request; its id may be that of one that was stopped."""
         if request in self._requests:
             _fail("start", "request", "not run already", repr(request))
         tokens = _token_ids("start", "prompt", prompt)
-        new = _Request(SuffixAutomaton(self.max_tree_depth), self._new_response())
-        self._requests[request] = new
-        self._append(new, tokens)
+        running = _Request(SuffixAutomaton(self.max_tree_depth), self._new_response())
+        self._requests[request] = running
+        self._append(running, tokens)
 
     def extend(self, request: Hashable, tokens: Sequence[int]) -> None:
         """Appends accepted tokens to a request's response."""
@@ -81,13 +81,16 @@ class SuffixCache:
                 response.tokens.extend(tokens)
 
     def stop(self, request: Hashable) -> None:
-        """Ends a request: its own text is forgotten, its response stays in the global automaton."""
+        """Ends a request. Its own text is forgotten; its response stays in the global automaton."""
         self._running("stop", request)
         del self._requests[request]
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Within, no response from before is known, and behind it none from within; no request runs when it begins."""
+        """Hides earlier responses inside the context, and forgets those from inside after it.
+
+        No request may run when it begins.
+        """
         if self._requests:
             raise RuntimeError(f"SuffixCache: forgetting needs that no request runs, got {len(self._requests)}")
         known = self._counts, self._responses
@@ -95,7 +98,7 @@ class SuffixCache:
         try:
             yield
         finally:
-            for running in self._requests.values():  # whose responses are of no use to the others
+            for running in self._requests.values():  # their responses are in the automaton that goes
                 running.response = None
             self._counts, self._responses = known
 
@@ -109,36 +112,37 @@ class SuffixCache:
         min_token_prob: float = 0.1,
         use_tree: bool = False,
     ) -> SuffixDraft:
-        """The best drafts to follow the text of a request.
+        """Returns the best drafts to follow the text of a request.
 
-        A match is the last m >= 1 tokens of the text that occur, m below max_tree_depth. It allows
-        min(max_spec_tokens, m * max_spec_factor + max_spec_offset) drafts, rounded down, that lie at most
-        max_tree_depth - m deep. The probability of a draft is that of the one before it times the share of occurrences
-        of all tokens up to that one which it follows; none is below min_token_prob. A path follows the most frequent
-        token, of equals the one that was added last; a tree takes the most probable of all, of equals the child of the
-        one taken first, then the one that was added last. The score is the sum of the probabilities. Of all matches
-        the best score counts, of equal ones the longest match; the request's own text wins against responses.
-        Nothing found: no drafts, and the longest match in its text.
+        A match is the last m tokens of the text if they occur elsewhere, 1 <= m < max_tree_depth. It allows
+        min(max_spec_tokens, m * max_spec_factor + max_spec_offset) drafts, rounded down, at most max_tree_depth - m
+        deep. The probability of a draft is its parent's times the share of occurrences of everything up to the parent
+        that the draft follows; none is below min_token_prob.
+
+        A path follows the most frequent token, of equals the one that was added last. A tree takes the most probable
+        drafts: of equals a child of the draft that was taken first, then the one that was added last. The sum of the
+        probabilities is the score. The best score of all matches wins, of equals the longest match, and the request's
+        own text wins against responses. Without any draft, match_len is the longest match in the request's own text.
         """
         running = self._running("speculate", request)
         values = (max_spec_tokens, max_spec_factor, max_spec_offset, min_token_prob)
         try:
             limits = _limits(self.max_tree_depth, *values)
-        except TypeError:  # a list, say, which no dict takes: without one the check names it
+        except TypeError:  # an unhashable argument, which the check names
             limits = _limits.__wrapped__(self.max_tree_depth, *values)
-        find = best_tree if use_tree else best_path
-        local = find(running.counts, running.counts.settle(running.cursor), limits, min_token_prob)
-        return find(self._counts, self._match(running), limits, min_token_prob, local)
+        local = SuffixSearch(running.counts, limits, min_token_prob, use_tree)
+        draft = local.best_draft(running.counts.settle(running.cursor))
+        return SuffixSearch(self._counts, limits, min_token_prob, use_tree).best_draft(self._match(running), draft)
 
     def longest_match(self, request: Hashable) -> int:
-        """How many of the last tokens of a request's text something has followed, in it or in a response."""
+        """Returns how many of the last tokens of a request's text were followed by something, anywhere."""
         running = self._running("longest_match", request)
         local = running.counts.followed(running.counts.settle(running.cursor))
         return max(local.size, self._counts.followed(self._match(running)).size)
 
     @property
     def num_states(self) -> tuple[int, int]:
-        """How large the local automata are, all together, and the global one."""
+        """Sizes of all local automata together, and of the global one."""
         return sum(request.counts.num_states for request in self._requests.values()), self._counts.num_states
 
     def _running(self, op: str, request: Hashable) -> _Request:
@@ -165,7 +169,7 @@ class SuffixCache:
             del running.context[: 1 - self.max_tree_depth]
 
     def _match(self, running: _Request) -> Cursor:
-        """The longest match in the global automaton."""
+        """Returns the longest match in the global automaton."""
         response = running.response
         if response is not None and response.is_cached and response.cursor.size == self.max_tree_depth - 1:
             return self._counts.settle(response.cursor)
@@ -176,7 +180,7 @@ class SuffixCache:
 def _limits(
     max_tree_depth: int, max_spec_tokens: int, max_spec_factor: float, max_spec_offset: float, min_token_prob: float
 ) -> Limits:
-    """Of arguments of `speculate`, which are checked when they are new."""
+    """Checks the arguments of `speculate` and computes the limits."""
     args = check.Arguments("SuffixCache.speculate", locals())
     args.integer("max_spec_tokens", 0)
     for name, low in (("max_spec_factor", 0), ("max_spec_offset", None), ("min_token_prob", 0)):

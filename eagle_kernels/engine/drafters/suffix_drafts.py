@@ -1,29 +1,41 @@
-"""What follows one match, by the counts of a `SuffixAutomaton`: the most frequent path, the most probable tree."""
+"""The best drafts after a text, by the counts of a `SuffixAutomaton`.
+
+A match is a string of the last m tokens of the text that occurs elsewhere. It allows `Limits.drafts[m]` drafts, each of
+which follows it with some probability. The sum of these is the score of a match. The best score wins, and the longest
+match among equal scores. All matches of one state are followed by the same tokens, and no score exceeds the number of
+drafts times the probability of the first one. So only few drafts have to be made.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from heapq import heappop, heappush, heappushpop
+from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
-from .suffix_automaton import SuffixAutomaton
+from .suffix_automaton import Cursor, SuffixAutomaton
 
-# Sums of probabilities are rounded; two that differ by less are compared by making both drafts.
+# Sums of probabilities are rounded. Two that differ by less are compared by making both drafts.
 ROUNDING = 1e-9
-# To the length of a match times a factor, before it is rounded down: 0.1 * 30 are 3.
+# Added to the length of a match times a factor before it is rounded down: 0.1 * 30 must give 3.
 ROUNDING_UP = 1e-6
+# At most this many candidates are tried one after the other. The bounds of more are tightened first.
+FEW = 4
 
-# Matches of one state: a bound of their scores, the longest of them, the one to try, the state, and drafts at most.
+# Matches of one state: an upper bound of their scores, the longest and the shortest of them (for a tree: the one to try
+# first), the state, and the most drafts.
 Candidate = tuple[float, int, int, int, int]
 
 
 class SuffixDraft(NamedTuple):
-    """Drafts behind the last token of a context.
+    """Drafts after the last token of a text.
 
-    token_ids  a parent before its children
-    parents    of each the index of the one before it; -1: it follows the context
-    probs      how often it and those above it followed the match, as a share
-    score      their sum
-    match_len  how many tokens of the context they were found behind
+    token_ids  parents come before their children
+    parents    index of each draft's parent; -1: it follows the text
+    probs      how often the draft and all above it followed the match, as a share
+    score      sum of `probs`
+    match_len  number of the text's last tokens that the drafts were found after
     """
 
     token_ids: list[int]
@@ -34,10 +46,10 @@ class SuffixDraft(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """By the length of the match, 0 .. max_length - 1.
+    """Limits for a match of length 0 .. max_length - 1.
 
-    drafts  how many at most; never falls
-    reach   and in a path, so that it and the match are no longer than max_length
+    drafts  most drafts; never falls with the length
+    reach   most drafts in one path, so that the match and the path have at most max_length tokens
     """
 
     max_length: int
@@ -46,6 +58,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(max_length: int, max_spec_tokens: int, max_spec_factor: float, max_spec_offset: float) -> Limits:
+    """Computes the limits from the arguments of `SuffixCache.speculate`."""
     drafts = [
         max(0, int(min(max_spec_tokens, length * max_spec_factor + max_spec_offset + ROUNDING_UP)))
         for length in range(max_length)
@@ -53,138 +66,220 @@ def limits_of(max_length: int, max_spec_tokens: int, max_spec_factor: float, max
     return Limits(max_length, drafts, [min(most, max_length - length) for length, most in enumerate(drafts)])
 
 
-def path_of(
-    counts: SuffixAutomaton, candidate: Candidate, limits: Limits, min_prob: float, least_score: float
-) -> SuffixDraft:
-    """The most frequent next token again and again; anything of a lower score where that is below the least."""
-    _, length, _, state, most = candidate
-    tokens, probs, score = _walk(counts, state, most, min_prob, least_score)
-    while limits.reach[length] < len(tokens):  # none of which is too improbable to add to the score
-        length -= 1
-    return SuffixDraft(tokens, list(range(-1, len(tokens) - 1)), probs, score, length)
+class SuffixSearch:
+    """A search for the best path of drafts, which follows the most frequent token again and again, or the best tree,
+    which takes the most probable drafts wherever they are."""
 
+    def __init__(self, counts: SuffixAutomaton, limits: Limits, min_prob: float, is_tree: bool):
+        self._counts, self._limits, self._min_prob, self._is_tree = counts, limits, min_prob, is_tree
 
-def _walk(
-    counts: SuffixAutomaton, state: int, most: int, min_prob: float, least_score: float
-) -> tuple[list[int], list[float], float]:
-    """Tokens, probabilities and score; ends early, with a lower score, where that cannot be as high as the least."""
-    count, token, target = counts.count, counts.token, counts.target
-    tokens: list[int] = []
-    probs: list[float] = []
-    prob, score, total = 1.0, 0.0, count[state]
-    for left in range(most, 0, -1):
-        follower = target[state]
-        if not follower:
-            break
-        num_followed = count[follower]
-        if num_followed != total:
-            prob *= num_followed / total
-            if prob < min_prob or (score + left * prob) * (1 + ROUNDING) < least_score:
+    def best_draft(self, match: Cursor, other: SuffixDraft | None = None) -> SuffixDraft:
+        """Returns the best draft after the longest match or a shorter one, or `other` if none has a higher score."""
+        best = other = other or SuffixDraft([], [], [], 0.0, match.size)
+        candidates, is_tight = self._candidates(match, best.score), False
+        candidates.sort()
+        while candidates:
+            candidate = candidates.pop()
+            if candidate[0] < best.score:
                 break
-            total = num_followed
-        tokens.append(token[state])
-        probs.append(prob)
-        score += prob
-        state = follower
-    return tokens, probs, score
+            draft = self.draft_of(candidate, best.score)
+            is_equal = draft.score == best.score and best is not other
+            if draft.score > best.score or (is_equal and draft.match_len > best.match_len):
+                best = draft
+            if len(candidates) > FEW and not is_tight:
+                candidates = [candidate for candidate in candidates if candidate[0] >= best.score]
+                if len(candidates) > FEW:
+                    candidates = self.tightened(candidates)
+                is_tight = True
+        return best
 
+    def draft_of(self, candidate: Candidate, least_score: float) -> SuffixDraft:
+        """Makes the draft of a candidate, or some draft of a lower score if it cannot reach `least_score`."""
+        return (self._tree if self._is_tree else self._path)(candidate, least_score)
 
-class _Tree(NamedTuple):
-    """A draft of one match, how deep each of it lies, and the best of those left out that lie less deep than some."""
+    def _candidates(self, match: Cursor, score: float) -> list[Candidate]:
+        """Returns the matches whose score may reach `score`."""
+        counts, drafts, max_length = self._counts, self._limits.drafts, self._limits.max_length
+        link, length, count, target = counts.link, counts.length, counts.count, counts.target
+        most_of, spans_of = (drafts, self._tree_spans) if self._is_tree else (self._limits.reach, self._path_spans)
+        found = []
+        state, high = match
+        while state and drafts[high] >= score:
+            shorter = link[state]
+            low = length[shorter] + 1
+            follower = target[state]
+            first_prob = count[follower] / count[state] if follower else 0.0
+            if follower and first_prob >= self._min_prob:
+                for most, longest, shortest in ((most_of[low], low, low),) if low == high else spans_of(low, high):
+                    bound = min(most * first_prob, max_length - shortest) * (1 + ROUNDING)
+                    if bound >= score:
+                        found.append((bound, longest, shortest, state, most))
+            state, high = shorter, low - 1
+        return found
 
-    draft: SuffixDraft
-    depths: list[int]
-    next_prob: float
+    def _path_spans(self, low: int, high: int) -> list[tuple[int, int, int]]:
+        """Returns the most drafts of a path after a match of low .. high tokens, with these two lengths."""
+        return [(max(self._limits.reach[low : high + 1]), high, low)]
 
+    def _tree_spans(self, low: int, high: int) -> list[tuple[int, int, int]]:
+        """Returns the lengths low .. high of which one has the best tree, as ranges that allow equally many drafts.
 
-def tree_of(
-    counts: SuffixAutomaton, candidate: Candidate, limits: Limits, min_prob: float, least_score: float
-) -> SuffixDraft:
-    """The most probable drafts, whatever they follow; anything of a lower score where that is below the least."""
-    _, longest, length, state, _ = candidate
-    tree = _grow(counts, state, length, limits, min_prob, least_score)
-    if tree.draft.score < least_score or not tree.draft.token_ids:
-        return tree.draft
-    return _longest_alike(counts, state, tree, longest, limits, min_prob)
+        More drafts never lower the score, and neither do deeper ones. So the shortest of several lengths with the same
+        limit is best, and the longest of those whose depth is no limit.
+        """
+        drafts, first = self._limits.drafts, high
+        while first > low and drafts[first - 1] == drafts[high]:
+            first -= 1
+        found = [(drafts[high], high, first)]
+        while first > low and drafts[first] > self._limits.max_length - first:
+            first -= 1
+            found.append((drafts[first], first, first))
+        return found
 
+    def _path(self, candidate: Candidate, least_score: float) -> SuffixDraft:
+        counts, min_prob, reach = self._counts, self._min_prob, self._limits.reach
+        count, token, target = counts.count, counts.token, counts.target
+        _, length, _, state, most = candidate
+        tokens: list[int] = []
+        probs: list[float] = []
+        prob, score, total = 1.0, 0.0, count[state]
+        for left in range(most, 0, -1):
+            follower = target[state]
+            if not follower:
+                break
+            num_followed = count[follower]
+            if num_followed != total:
+                prob *= num_followed / total
+                if prob < min_prob or (score + left * prob) * (1 + ROUNDING) < least_score:
+                    break
+                total = num_followed
+            tokens.append(token[state])
+            probs.append(prob)
+            score += prob
+            state = follower
+        while reach[length] < len(tokens):
+            length -= 1
+        return SuffixDraft(tokens, list(range(-1, len(tokens) - 1)), probs, score, length)
 
-def _grow(
-    counts: SuffixAutomaton, state: int, length: int, limits: Limits, min_prob: float, least_score: float
-) -> _Tree:
-    """The tree of a match: always the most probable next, of equals what was found first. Ends early, with a lower
-    score, where that cannot be as high as the least."""
-    count, token, target, all_others = counts.count, counts.token, counts.target, counts.others
-    most, deepest = limits.drafts[length], limits.max_length - length
-    tokens: list[int] = []
-    parents: list[int] = []
-    probs: list[float] = []
-    depths: list[int] = []
-    # minus probability, parent, rank among its children, state, token, depth
-    waiting: list[tuple[float, int, int, int, int, int]] = []
-    prob, depth, score, parent = 1.0, 0, 0.0, -1
-    while True:
-        next_prob, follower = 0.0, target[state]
-        if follower and depth < deepest:
-            total = count[state]
-            next_prob = prob * (count[follower] / total)
-            if next_prob < min_prob:
-                next_prob = 0.0
-            elif others := all_others[state]:
-                # a bit too few, since the exact quotient decides
-                least = max(1, int(min_prob * total / prob * (1 - ROUNDING)))
-                if total - count[follower] >= least:
-                    for rank, other in enumerate(counts.rank_others(state, least, most - len(tokens)), start=1):
-                        end = others[other]
-                        other_prob = prob * (count[end] / total)
-                        if other_prob < min_prob:
-                            break
-                        heappush(waiting, (-other_prob, parent, rank, end, other, depth + 1))
-        if len(tokens) == most:
-            break
-        if next_prob and (not waiting or next_prob > -waiting[0][0]):
-            new_token, state, prob, depth = token[state], follower, next_prob, depth + 1
-        elif next_prob or waiting:
-            first = (-next_prob, parent, 0, follower, token[state], depth + 1)
-            item = heappushpop(waiting, first) if next_prob else heappop(waiting)
-            minus_prob, parent, _, state, new_token, depth = item
-            prob = -minus_prob
-        else:
-            break
-        if (score + (most - len(tokens)) * prob) * (1 + ROUNDING) < least_score:
-            break
-        tokens.append(new_token)
-        parents.append(parent)
-        probs.append(prob)
-        depths.append(depth)
-        score += prob
-        parent = len(tokens) - 1
-    if next_prob and len(tokens) == most:
-        waiting.append((-next_prob, parent, 0, follower, token[state], depth + 1))
-    deepest = max(depths, default=0)
-    next_prob = max((-item[0] for item in waiting if item[5] < deepest), default=0.0)
-    return _Tree(SuffixDraft(tokens, parents, probs, score, length), depths, next_prob)
+    def _tree(self, candidate: Candidate, least_score: float) -> SuffixDraft:
+        """Makes the tree of the shortest match, with the longest match that has a tree of the same score.
 
+        A longer match has the same tree until its depth cuts something off. Then its tree is worse, unless drafts that
+        are as probable take the place of what was cut.
+        """
+        _, longest, shortest, state, _ = candidate
+        draft, depths, next_prob = self._grow(state, shortest, least_score)
+        if draft.score < least_score or not depths:
+            return draft
+        low = min(longest, self._limits.max_length - max(depths))
+        best = draft._replace(match_len=low)
+        too_probable = next_prob + ROUNDING * draft.score
+        needed = max((depth for depth, prob in zip(depths, draft.probs) if prob > too_probable), default=1)
+        high = min(longest, self._limits.max_length - needed)
+        while low < high:
+            middle = (low + high + 1) // 2
+            longer, _, _ = self._grow(state, middle, draft.score)
+            if longer.score == draft.score:
+                best, low = longer, middle
+            else:
+                high = middle - 1
+        return best
 
-def _longest_alike(
-    counts: SuffixAutomaton, state: int, tree: _Tree, longest: int, limits: Limits, min_prob: float
-) -> SuffixDraft:
-    """The draft of the longest match of this state, up to `longest`, that has the score of `tree` and as many drafts.
+    def _grow(self, state: int, length: int, least_score: float) -> tuple[SuffixDraft, list[int], float]:
+        """Makes the tree of a match of `length` tokens.
 
-    A longer one is the same until its depth cuts something off. Then it is worse, unless what takes the place of that
-    is as probable, which happens in ties.
-    """
-    draft, depths = tree.draft, tree.depths
-    match_len = min(longest, limits.max_length - max(depths))
-    best = draft._replace(match_len=match_len)
-    needed = max(
-        (depth for depth, prob in zip(depths, draft.probs) if prob > tree.next_prob + ROUNDING * draft.score), default=1
-    )
-    low, high = match_len, min(longest, limits.max_length - needed)
-    while low < high:
-        middle = (low + high + 1) // 2
-        longer = _grow(counts, state, middle, limits, min_prob, draft.score).draft
-        if longer.score == draft.score:
-            best, low = longer, middle
-        else:
-            high = middle - 1
-    return best
+        Always adds the most probable draft, of equal ones the one that was found first. Ends early, with a lower score,
+        if it cannot reach `least_score`. Returns the drafts, their depths, and the probability of the best draft that
+        was left out and is less deep than the deepest.
+        """
+        counts, min_prob = self._counts, self._min_prob
+        count, token, target, all_others = counts.count, counts.token, counts.target, counts.others
+        most, deepest = self._limits.drafts[length], self._limits.max_length - length
+        tokens: list[int] = []
+        parents: list[int] = []
+        probs: list[float] = []
+        depths: list[int] = []
+        # minus probability, parent, rank among its children, state, token, depth
+        waiting: list[tuple[float, int, int, int, int, int]] = []
+        prob, depth, score, parent = 1.0, 0, 0.0, -1
+        while True:
+            next_prob, follower = 0.0, target[state]
+            if follower and depth < deepest:
+                total = count[state]
+                next_prob = prob * (count[follower] / total)
+                if next_prob < min_prob:
+                    next_prob = 0.0
+                elif others := all_others[state]:
+                    # slightly too few, since the exact quotient decides
+                    least = max(1, int(min_prob * total / prob * (1 - ROUNDING)))
+                    if total - count[follower] >= least:
+                        for rank, other in enumerate(counts.rank_others(state, least, most - len(tokens)), start=1):
+                            end = others[other]
+                            other_prob = prob * (count[end] / total)
+                            if other_prob < min_prob:
+                                break
+                            heappush(waiting, (-other_prob, parent, rank, end, other, depth + 1))
+            if len(tokens) == most:
+                break
+            if next_prob and (not waiting or next_prob > -waiting[0][0]):
+                new_token, state, prob, depth = token[state], follower, next_prob, depth + 1
+            elif next_prob or waiting:
+                first = (-next_prob, parent, 0, follower, token[state], depth + 1)
+                item = heappushpop(waiting, first) if next_prob else heappop(waiting)
+                minus_prob, parent, _, state, new_token, depth = item
+                prob = -minus_prob
+            else:
+                break
+            if (score + (most - len(tokens)) * prob) * (1 + ROUNDING) < least_score:
+                break
+            tokens.append(new_token)
+            parents.append(parent)
+            probs.append(prob)
+            depths.append(depth)
+            score += prob
+            parent = len(tokens) - 1
+        if next_prob and len(tokens) == most:
+            waiting.append((-next_prob, parent, 0, follower, token[state], depth + 1))
+        deepest = max(depths, default=0)
+        next_prob = max((-item[0] for item in waiting if item[5] < deepest), default=0.0)
+        return SuffixDraft(tokens, parents, probs, score, length), depths, next_prob
+
+    def tightened(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Returns the candidates in the order of bounds that are nearly their scores.
+
+        A text that repeats itself has many matches, all followed by much the same. The path of one match is a piece of
+        the path of a shorter one, and its score is the sum of the counts in that piece. Drafts of a tree that leave the
+        path follow one of its states less often than the path's next token does. All these together count what is
+        lost from that state to the next, so none of them counts more.
+        """
+        count, target, others = self._counts.count, self._counts.target, self._counts.others
+        path = [target[min(candidates, key=itemgetter(2))[3]]]
+        while (beyond := target[path[-1]]) and len(path) < self._counts.max_length:
+            path.append(beyond)
+        places = {state: place for place, state in enumerate(path)}
+        falling = [-count[state] for state in path]  # negative, since bisect needs an ascending list
+        sums = list(accumulate(falling, initial=0))
+        is_tree = self._is_tree
+        lost = [count[state] - count[target[state]] if is_tree and others[state] else 0 for state in path]
+        is_lossless = not any(lost)
+        found = []
+        for bound, longest, shortest, state, most in candidates:
+            follower = target[state]
+            if follower in places:
+                first, total = places[follower], count[state]
+                last = first + most
+                aside = 0 if is_lossless else max(lost[first:last], default=0)
+                if is_tree and others[state]:
+                    aside = max(aside, total - count[follower])
+                if last > len(path):
+                    last, aside = len(path), max(aside, count[beyond])
+                # a draft must be at least as probable
+                least = self._min_prob * total * (1 - ROUNDING)
+                end = bisect_right(falling, -max(aside, least), first, last)
+                sum_counts = sums[first] - sums[end]
+                if aside >= least:
+                    sum_counts += aside * (first + most - end)
+                bound = min(bound, sum_counts / total * (1 + ROUNDING))
+            found.append((bound, longest, shortest, state, most))
+        found.sort()
+        return found

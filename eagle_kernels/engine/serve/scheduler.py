@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..batch.kv_pool import PageAllocator, PrefillAttend
 from ..batch.state import CATCH_UP_EVERY, BatchState
+from ..drafters.protocol import PromptPart
 from ..models.protocol import TargetModel
 from ..requests.request import Request
 from ..requests.sampling_params import Features
@@ -222,9 +223,8 @@ class Scheduler:
         if stepper.keeps_history:
             self.state.history[row.index, start : stop + 1] = tokens
         if stepper.resting is not None:
-            stepper.resting.read_prompt(
-                self.state, row.index, row.block_table, tokens, output.features, start, len(prompt)
-            )
+            part = PromptPart(row.index, row.block_table, tokens, output.features, start, is_last)
+            stepper.resting.read_prompt(self.state, part)
         if is_last:
             self.state.block_table[row.index] = row.block_table[0]
             self.state.lengths[row.index] = len(prompt)

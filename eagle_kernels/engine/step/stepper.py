@@ -114,7 +114,7 @@ class Stepper:
                 self.drafter.reader.observe(batch, committed, target_features)
         with timer.phase("bookkeeping"):
             if self.resting:
-                self.resting.keep(batch, committed.bonus_tokens, target_features)
+                state.keep(batch.rows, self.resting.num_kept, committed.bonus_tokens, target_features)
             if self.keeps_history:
                 state.append_to_history(batch.rows, committed.tokens)
             state.sampling.count(features, batch.rows, committed.tokens)

@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from eagle_kernels.engine.drafters import suffix_matches
 from eagle_kernels.engine.drafters.suffix_cache import SuffixCache
-from eagle_kernels.engine.drafters.suffix_drafts import limits_of, path_of, tree_of
+from eagle_kernels.engine.drafters.suffix_drafts import FEW, SuffixSearch
 
 from .suffix_oracle import OracleCache
 
@@ -23,20 +22,19 @@ REPEATING = {
 
 @pytest.mark.parametrize("text", REPEATING)
 def test_texts_that_repeat_themselves_equal_the_definition(text, monkeypatch):
-    """Their many matches have bounds of another kind; which no draft's score exceeds."""
-    tighten, bounded = suffix_matches._tightened, []
+    """Their many matches have bounds of another kind, which no draft's score exceeds."""
+    tighten, bounded = SuffixSearch.tightened, []
 
-    def tightened(counts, candidates, min_prob, is_tree):
-        found = tighten(counts, candidates, min_prob, is_tree)
-        limits = limits_of(16, options["max_spec_tokens"], 1.0, options["max_spec_offset"])
+    def tightened(search, candidates):
+        found = tighten(search, candidates)
         for candidate in found:
-            draft = (tree_of if is_tree else path_of)(counts, candidate, limits, min_prob, 0.0)
+            draft = search.draft_of(candidate, 0.0)
             assert draft.score <= candidate[0]
             bounded.append(draft.score / candidate[0])
         assert len(found) == len(candidates) and found == sorted(found)
         return found
 
-    monkeypatch.setattr(suffix_matches, "_tightened", tightened)
+    monkeypatch.setattr(SuffixSearch, "tightened", tightened)
     rng = random.Random(0)
     caches = SuffixCache(16), OracleCache(16, -1)
     for request in range(2):
@@ -62,12 +60,8 @@ def test_texts_that_repeat_themselves_equal_the_definition(text, monkeypatch):
 @pytest.mark.parametrize("use_tree", [False, True])
 def test_few_drafts_are_made_for_a_text_of_one_token(use_tree, monkeypatch):
     """Though each of up to 63 tokens is a match, in the own text and in what others have said."""
-    made = []
-    for name in ("path_of", "tree_of"):
-        draft_of = getattr(suffix_matches, name)
-        monkeypatch.setattr(
-            suffix_matches, name, lambda *arguments, draft_of=draft_of: made.append(1) or draft_of(*arguments)
-        )
+    made, draft_of = [], SuffixSearch.draft_of
+    monkeypatch.setattr(SuffixSearch, "draft_of", lambda *arguments: made.append(1) or draft_of(*arguments))
     cache, most_made = SuffixCache(), 0
     for request in range(2):
         cache.start(request, list(range(100)))
@@ -76,4 +70,4 @@ def test_few_drafts_are_made_for_a_text_of_one_token(use_tree, monkeypatch):
             made.clear()
             cache.speculate(request, max_spec_tokens=32, use_tree=use_tree)
             most_made = max(most_made, len(made))
-    assert most_made <= 2 * (suffix_matches.FEW + 2)
+    assert most_made <= 2 * (FEW + 2)
