@@ -155,7 +155,7 @@ def gap(bench: Bench) -> None:
     config = EAGLEConfig(**METHODS["suffix"], max_batch=32, eos_token_ids=(), max_length=4096)
     engine, texts = EAGLEInference(None, bench.target, config), Texts(0)
     engine.generate([0], 2)  # which makes the cache
-    (cache,) = engine._suffix_caches.values()
+    (cache,) = engine.session.suffix_caches.values()
     for _ in range(NUM_RESPONSES):
         cache.start("past", [])
         cache.extend("past", texts.response())
@@ -165,7 +165,7 @@ def gap(bench: Bench) -> None:
             prompts = [[token % bench.target.vocab_size for token in texts.edited()] for _ in range(num_rows)]
             stream = engine.stream(prompts, 400, seeds=0, speculative=speculative)
             next(stream)
-            gaps = sorted(graph_gaps_us(engine._scheduler.step, 20))
+            gaps = sorted(graph_gaps_us(engine.session.scheduler.step, 20))
             stream.close()
             bench.record("gap", f"B={num_rows}", provider, median_us=gaps[len(gaps) // 2], worst_us=gaps[-1])
 

@@ -104,7 +104,7 @@ class Bench:
         prompts = torch.randint(SHAPES[self.shape]["vocab_size"], (batch_size, self.prompt_tokens)).tolist()
         stream = engine.stream(prompts, min(most * per_step, room), **wanted)
         next(stream)  # the prompts are read
-        scheduler = engine._scheduler
+        scheduler = engine.session.scheduler
         for _ in range(WARM_STEPS):
             start_s = time.perf_counter()
             scheduler.step()
@@ -119,10 +119,10 @@ class Bench:
         """(time of a step, tokens of a request in it), the host's part included; the median of five parts."""
         if engine.config.adaptive == "auto":  # measures each of its trees first, behind prompts of their own
             with self.running(engine, batch_size, is_plain, **sampling):
-                for _ in range((PROBE_STEPS + 1) * len(engine._scheduler.steps.runners)):
-                    engine._scheduler.step()
+                for _ in range((PROBE_STEPS + 1) * len(engine.session.scheduler.plan.runners)):
+                    engine.session.scheduler.step()
         with self.running(engine, batch_size, is_plain, **sampling) as (stream, steps):
-            scheduler = engine._scheduler
+            scheduler = engine.session.scheduler
             self._synchronize()
             before, marks = _tokens_of(stream), [(scheduler.num_steps, time.perf_counter())]
             parts = min(PARTS, steps)
@@ -140,7 +140,7 @@ class Bench:
     def device_ms(self, engine: EAGLEInference, batch_size: int, is_plain: bool, **sampling) -> float:
         """Time of a step's graph, one behind another: what is left when the host is not waited for."""
         with self.running(engine, batch_size, is_plain, **sampling) as (stream, steps):
-            runner = engine._scheduler._last_runner
+            runner = engine.session.scheduler.last_runner
             features = Features.of([request.params for request in stream.requests])
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             for number in range(8 + steps):
@@ -195,7 +195,7 @@ def _bare_loop_ms(bench: Bench, batch_size: int) -> float:
     engine = bench.engine(batch_size)
     stream = engine.stream([[0] * bench.prompt_tokens] * batch_size, 64, seeds=0, speculative=False)
     next(stream)
-    state = engine._scheduler.state
+    state = engine.session.scheduler.state
     table, lengths, roots = state.block_table[:batch_size], state.lengths[:batch_size], state.roots[:batch_size]
 
     def step():
@@ -263,7 +263,7 @@ def gap(bench: Bench) -> None:
         engine = bench.engine(1, shape, accept)
         stream = engine.stream([[0] * bench.prompt_tokens], 400, seeds=0, speculative=shape is not None)
         next(stream)
-        gaps = graph_gaps_us(engine._scheduler.step, 20)
+        gaps = graph_gaps_us(engine.session.scheduler.step, 20)
         stream.close()
         middle = sorted(gaps)[len(gaps) // 2]
         bench.record("gap", name, "eagle_kernels", middle / 1e3, worst_us=max(gaps), median_us=middle)

@@ -298,7 +298,7 @@ class _Round:
 
     def check_pages(self) -> None:
         """Of the engine that is tested, and of the one that it is judged by."""
-        for scheduler in (self.engine._scheduler, self.soak.plain._scheduler):
+        for scheduler in (self.engine.session.scheduler, self.soak.plain.session.scheduler):
             if scheduler is not None:
                 self.check_pages_of(scheduler)
 
@@ -309,7 +309,7 @@ class _Round:
 
     def check_empty(self) -> None:
         self.check_pages()
-        scheduler = self.engine._scheduler
+        scheduler = self.engine.session.scheduler
         if self.unchecked or scheduler is None:
             return self._require(not self.unchecked, f"never ended: {self.unchecked}")
         state = scheduler.state

@@ -52,7 +52,7 @@ def make(target, text, is_right):
 def choices(engine, text, num_requests: int, step_ms=None) -> list[int]:
     """Nodes of one step after another while so many requests run that know no end; step_ms: of so many nodes."""
     requests = [engine.submit(PROMPT, SamplingParams(max_new_tokens=LENGTH)) for _ in range(num_requests)]
-    steps, chosen = engine._scheduler.steps, []
+    steps, chosen = engine.session.scheduler.plan, []
     nodes = [runner.stepper.num_nodes for runner in steps.runners]
     assert nodes == [1, 2, 4, 8, 16]
     choose, note = type(steps.choice).choose, type(steps.choice).note
@@ -107,6 +107,6 @@ def test_times_of_this_gpu_reach_the_choice(target, text):
     engine = make(target, text, True)
     engine.warmup()
     choices(engine, text, 1)
-    step_ms = engine._scheduler.steps.choice._step_ms
+    step_ms = engine.session.scheduler.plan.choice._step_ms
     assert {number for _, number in step_ms} == {0, 1, 2, 3, 4}
     assert all(0 < ms < 1000 for ms in step_ms.values())

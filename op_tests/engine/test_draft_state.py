@@ -92,8 +92,8 @@ def check_steps(models, *, policy, switches=None, temperature=0.0, **config):
         for prompt, count in zip(PROMPTS, LENGTHS)
     ]
     num_checked, has_rested = 0, switches is not None
-    scheduler, num_caught_up = engine._scheduler, 0
-    plain = scheduler.steps.runners[0]
+    scheduler, num_caught_up = engine.session.scheduler, 0
+    plain = scheduler.plan.runners[0]
     catch_up = plain.catch_up
 
     def check_rows():

@@ -61,8 +61,8 @@ def check_endings(target, prompt_and_text, topk, num_steps, cuda_graph, logprobs
         assert len(request.logprobs) == (last + 1 if logprobs else 0), where
         # a place of a block is what the case says only if all blocks before it were whole
         assert request.accepted == [num_steps] * -(-last // (num_steps + 1)), where
-    pages = engine._scheduler.pages
-    assert pages.num_free == pages.num_pages and not engine._scheduler.state.is_live.any()
+    pages = engine.session.scheduler.pages
+    assert pages.num_free == pages.num_pages and not engine.session.scheduler.state.is_live.any()
 
 
 @pytest.mark.parametrize("lag", [0, 1])

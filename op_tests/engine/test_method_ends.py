@@ -36,7 +36,7 @@ def lag(request, monkeypatch):
 
 
 def check_nothing_is_held(engine) -> None:
-    scheduler = engine._scheduler
+    scheduler = engine.session.scheduler
     assert scheduler.pages.num_free == scheduler.pages.num_pages and not scheduler.state.is_live.any()
     assert sorted(scheduler.pages._free) == list(range(scheduler.pages.num_pages))
     assert (scheduler.state.block_table == -1).all()
@@ -55,7 +55,7 @@ def known_behind(cache: SuffixCache, token: int) -> set[tuple]:
 
 def check_cache(engine, responses: list[list[int]]) -> None:
     """The engine's suffix cache knows these responses and no more."""
-    (cache,), fresh = engine._suffix_caches.values(), SuffixCache()
+    (cache,), fresh = engine.session.suffix_caches.values(), SuffixCache()
     assert cache.num_states[0] == 0
     cache = copy.deepcopy(cache)
     cache.max_cached_requests = -1  # so that it drops none for those that ask
@@ -135,7 +135,7 @@ def test_more_requests_than_pools_and_caches_hold(lag, device):
     target, draft = (Walker(**sizes, seed=seed, device=device) for seed in range(2))
     engine, plain = EAGLEInference(draft, target, EAGLEConfig(**options)), plain_of(device, sizes, eos_token_ids=ends)
     engine.generate([0], 2)
-    scheduler, feed = engine._scheduler, engine._scheduler.steps.feed
+    scheduler, feed = engine.session.scheduler, engine.session.scheduler.plan.feed
     assert scheduler.pages.num_pages == 28, "it would hold more than three requests"
     begun, start = [], feed.start
     feed.start = lambda request: begun.append(request) or start(request)

@@ -163,7 +163,7 @@ def test_a_warmup_is_not_remembered(device):
     sizes = {"suffix_decoding_max_cached_requests": 8, "max_batch": 4}
     engine = EAGLEInference(None, target, EAGLEConfig.chain(4, method="suffix", **sizes))
     engine.generate([[3], [4]], 24)
-    (cache,) = engine._suffix_caches.values()
+    (cache,) = engine.session.suffix_caches.values()
     before = [list(response.tokens) for response in cache._responses]
     engine.warmup(most_requests=2)
     assert len(before) == 2 and [list(response.tokens) for response in cache._responses] == before
@@ -174,7 +174,7 @@ def remembering(device) -> tuple[EAGLEInference, SuffixCache]:
     config = EAGLEConfig(**METHODS["suffix chain"], suffix_decoding_max_cached_requests=8)
     engine = EAGLEInference(None, toys(device)[0], config)
     engine.generate([3, 1, 4], 24)
-    (cache,) = engine._suffix_caches.values()
+    (cache,) = engine.session.suffix_caches.values()
     return engine, cache
 
 
@@ -182,7 +182,7 @@ def test_requests_of_other_threads_wait_for_a_benchmark(device):
     """Which would be measured with it, and be told what it forgets."""
     engine, cache = remembering(device)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        with engine._alone("this", engine.config):
+        with engine.session.alone("this", engine.config):
             waiting = pool.submit(engine.generate, [4, 1], 8)
             engine.generate([3, 1], 8)
             with pytest.raises(concurrent.futures.TimeoutError):
@@ -224,7 +224,7 @@ def test_the_warm_up_of_the_command_tells_no_answers(device):
     engine, cache = remembering(device)
     # as on a GPU: on a CPU there is no warm-up
     as_if = SimpleNamespace(
-        device=torch.device("cuda"), config=engine.config, generate=engine.generate, _alone=engine._alone
+        device=torch.device("cuda"), config=engine.config, generate=engine.generate, _alone=engine.session.alone
     )
     cli._warm_up(as_if, PROMPTS[0], SimpleNamespace(max_new_tokens=24, compare=True))
     assert len(cache._responses) == 1
@@ -295,8 +295,8 @@ def test_requests_that_end_leave_no_suffix_tree(device):
     engine.step()
     engine.abort(requests[1])
     engine.collect()
-    (cache,) = engine._suffix_caches.values()
-    assert cache.num_states[0] == 0 and not engine._scheduler.steps.feed._made
+    (cache,) = engine.session.suffix_caches.values()
+    assert cache.num_states[0] == 0 and not engine.session.scheduler.plan.feed._made
     assert requests[0].output_ids == engine.generate(PROMPTS[0], 10, speculative=False).output_ids
 
 
@@ -305,14 +305,14 @@ def test_a_request_that_fails_before_it_begins_leaves_the_others(device, monkeyp
     target, _ = toys(device)
     engine = EAGLEInference(None, target, EAGLEConfig(**METHODS["suffix chain"]))
     engine.generate(PROMPTS[0], 2)
-    set_row = type(engine._scheduler.state.sampling).set_row
+    set_row = type(engine.session.scheduler.state.sampling).set_row
 
     def fail_once(self, row, params, seed, prompt):
         if prompt == PROMPTS[1]:
             raise RuntimeError("no memory")
         set_row(self, row, params, seed, prompt)
 
-    monkeypatch.setattr(type(engine._scheduler.state.sampling), "set_row", fail_once)
+    monkeypatch.setattr(type(engine.session.scheduler.state.sampling), "set_row", fail_once)
     requests = [engine.submit(prompt, SamplingParams(max_new_tokens=10)) for prompt in PROMPTS]
     engine.collect()
     assert [request.finish_reason for request in requests] == ["length", "error", "length", "length"]

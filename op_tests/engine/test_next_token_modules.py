@@ -90,7 +90,7 @@ class Oracle:
         def checked(drafter, batch):
             tree, parents = propose(drafter, batch)
             drafts = tree.draft_tokens.view(len(batch), -1)[:, 1:].tolist()
-            for row in engine._scheduler._rows:
+            for row in engine.session.scheduler._rows:
                 if row is not None and row.is_running and row.index < len(batch):
                     text = row.request.prompt + row.request.output_ids
                     if len(text) == batch.lengths[row.index]:  # the first token is not read back yet
@@ -223,7 +223,7 @@ def test_one_module_drafts_on(tmp_path, device, num_steps):
     target, several = load(tmp_path / "several", 3, device)
     engine = EAGLEInference(several, target, EAGLEConfig.chain(num_steps, method="mtp"))
     engine.generate(PROMPTS[0], 2)
-    assert isinstance(engine._scheduler.steps.plain.resting, ModuleReader) == (num_steps > 1)
+    assert isinstance(engine.session.scheduler.plan.plain.resting, ModuleReader) == (num_steps > 1)
 
 
 def test_chains_that_modules_cannot_draft(tmp_path):

@@ -15,7 +15,7 @@ from eagle_kernels.engine.drafters import model_reader
 from eagle_kernels.engine.serve import scheduler
 from eagle_kernels.engine.serve.scheduler import TIMED_STEPS
 from eagle_kernels.engine.step.choice import PROBE_AFTER, PROBE_STEPS, ByBatchSize, Fastest
-from eagle_kernels.engine.step.plan import tell_who_waits
+from eagle_kernels.engine.step.plan import warn_of_eager_steps
 from eagle_kernels.engine.step.runner import bucket_of
 from op_tests.engine.engines import make, prompt_of
 from op_tests.engine.toys import random_llama
@@ -58,9 +58,9 @@ class Recording:
     def of(cls, engine, number=0):
         """The choice of an engine from now on."""
         engine.generate([1], 1)
-        scheduler, choice = engine._scheduler, cls(number)
-        scheduler.steps = scheduler.steps._replace(choice=choice)
-        engine._steps = dict.fromkeys(engine._steps, scheduler.steps)
+        scheduler, choice = engine.session.scheduler, cls(number)
+        scheduler.plan = scheduler.plan._replace(choice=choice)
+        engine.session.plans = dict.fromkeys(engine.session.plans, scheduler.plan)
         return choice
 
 
@@ -87,7 +87,7 @@ def test_the_rows_of_a_step_are_those_of_its_graph(target, monkeypatch):
     """A request between two others whose prompt is still being read makes the graph as large as if it stepped."""
     engine = make(target, target, prefill_chunk=4)
     choice, widths = Recording.of(engine), []
-    (runner, _) = engine._scheduler.steps.runners
+    (runner, _) = engine.session.scheduler.plan.runners
     run = runner.run
     monkeypatch.setattr(runner, "run", lambda num_rows, features: widths.append(num_rows) or run(num_rows, features))
     ending, _, staying = (
@@ -108,7 +108,7 @@ def test_which_steps_are_waited_for(target, monkeypatch, lag):
     engine = make(target, target)
     for _ in range(2):
         engine.submit([1], SamplingParams(max_new_tokens=80))
-        scheduler, timed = engine._scheduler, []
+        scheduler, timed = engine.session.scheduler, []
         scheduler.start_timing()
         first = scheduler.num_steps
         while scheduler.has_work:
@@ -137,8 +137,8 @@ def test_steps_whose_phases_nobody_wants_to_know(target, monkeypatch, lag):
     engine = make(target, target, phase_times=False)
     request = engine.submit([1, 2], SamplingParams(max_new_tokens=30))
     while not request.is_finished:
-        engine._scheduler.step()
-    assert request.output_ids == text and not engine._scheduler._phases_ms
+        engine.session.scheduler.step()
+    assert request.output_ids == text and not engine.session.scheduler._phases_ms
 
 
 @pytest.mark.parametrize("memory", [1, 3, 16])
@@ -146,7 +146,7 @@ def test_steps_whose_phases_nobody_wants_to_know(target, monkeypatch, lag):
 def test_any_mixture_of_steps_has_the_text_of_plain_decoding(target, monkeypatch, memory, sampling):
     """The target as its own draft, which accepts everything, if it has read all that plain steps passed over."""
     for module in (model_reader, scheduler):
-        monkeypatch.setattr(module, "MEMORY", memory)
+        monkeypatch.setattr(module, "CATCH_UP_EVERY", memory)
     engine = make(target, target, adaptive=((8, (1, 3, 4)),), topk=1, num_steps=3)
     want = [
         engine.generate(prompt_of(number), 30, seeds=number, speculative=False, **sampling)[0] for number in range(5)
@@ -155,8 +155,8 @@ def test_any_mixture_of_steps_has_the_text_of_plain_decoding(target, monkeypatch
     engine.submit([1], SamplingParams(max_new_tokens=1))
     engine.collect()
     choice = Scripted(2, memory)
-    engine._scheduler.steps = engine._scheduler.steps._replace(choice=choice)
-    engine._steps = dict.fromkeys(engine._steps, engine._scheduler.steps)
+    engine.session.scheduler.plan = engine.session.scheduler.plan._replace(choice=choice)
+    engine.session.plans = dict.fromkeys(engine.session.plans, engine.session.scheduler.plan)
     for number in range(5):
         requests.append(engine.submit(prompt_of(number), SamplingParams(max_new_tokens=30, seed=number, **sampling)))
         engine.step()
@@ -184,7 +184,7 @@ def test_trees_by_the_number_of_requests(target):
         engine.submit(prompt, SamplingParams(max_new_tokens=12 + 6 * number)) for number, prompt in enumerate(prompts)
     ]
     chosen = []
-    choice = engine._scheduler.steps.choice
+    choice = engine.session.scheduler.plan.choice
     choose = choice.choose
     choice.choose = lambda num_rows: chosen.append((num_rows, choose(num_rows))) or chosen[-1][1]
     engine.collect()
@@ -199,7 +199,7 @@ def test_models_that_wait_are_warned_of(waits, cuda_graph, caplog):
         role: SimpleNamespace(device=torch.device("cuda"), can_be_captured=role != waits)
         for role in ("target", "draft")
     }
-    tell_who_waits(**models, config=EAGLEConfig(cuda_graph=cuda_graph))
+    warn_of_eager_steps(**models, config=EAGLEConfig(cuda_graph=cuda_graph))
     told = [f"steps run eagerly, not as CUDA graphs: the forward of the {waits}, SimpleNamespace, waits"]
     assert [record.getMessage()[16 : 16 + len(told[0])] for record in caplog.records] == told * (
         waits != "" and cuda_graph is None
@@ -275,9 +275,9 @@ def test_plain_decoding_after_steps_that_drafts_have_missed(target):
     """As many as the memory holds: the next one would have read them, if there were a draft."""
     engine = make(target, target)
     engine.is_speculating = False
-    engine.generate(prompt_of(1), 1 + batch_state.MEMORY)
+    engine.generate(prompt_of(1), 1 + batch_state.CATCH_UP_EVERY)
     want = engine.generate(prompt_of(1), 5)[0]
-    engine.generate(prompt_of(1), 1 + batch_state.MEMORY)
+    engine.generate(prompt_of(1), 1 + batch_state.CATCH_UP_EVERY)
     assert engine.generate(prompt_of(1), 5, speculative=False)[0] == want
 
 

@@ -130,7 +130,7 @@ def draft(request, target):
 
 def has_graphs(engine) -> bool:
     """Whether the last speculative steps were replays; without this question a test of graphs may see none."""
-    return bool(engine._scheduler.steps.runners[1]._graphs)
+    return bool(engine.session.scheduler.plan.runners[1]._graphs)
 
 
 @pytest.mark.gpu
@@ -182,7 +182,7 @@ def test_requests_join_and_leave(target, draft):
                 number = waiting.pop(0)
                 requests.append(engine.submit(prompt_of(number), PARAMS[number % len(PARAMS)]))
         engine.step()
-    graphs = engine._scheduler.steps.runners[1]._graphs
+    graphs = engine.session.scheduler.plan.runners[1]._graphs
     assert len({num_rows for num_rows, _ in graphs}) > 2 and len({features for _, features in graphs}) > 2
     for number, (request, (tokens, logprobs)) in enumerate(zip(requests, expected)):
         assert request.output_ids == tokens, f"request {number}"
@@ -212,7 +212,7 @@ def test_nothing_compiles_after_warmup(target, draft, speculative, compiled):
     engine.warmup(*PARAMS, speculative=speculative)
     assert compiled, "the hook is not called"
     compiled.clear()
-    runners = engine._scheduler.steps.runners
+    runners = engine.session.scheduler.plan.runners
     captured = [(set(runner._graphs), set(runner._catch_ups)) for runner in runners]
     assert all({num_rows for num_rows, _ in graphs} == {1, 2, 4} for graphs, _ in captured)
     catch_ups = {(num_rows, is_wanted) for num_rows in (1, 2, 4) for is_wanted in (True, False)}
@@ -242,7 +242,7 @@ def test_a_bare_warmup_is_for_what_is_common(target, draft, adaptive, compiled):
     engine.warmup()
     assert compiled, "the hook is not called"
     compiled.clear()
-    runners = engine._scheduler.steps.runners
+    runners = engine.session.scheduler.plan.runners
     captured = [(set(runner._graphs), set(runner._catch_ups)) for runner in runners]
     assert len(runners) > (2 if adaptive else 1)
     assert all(len(graphs) == 6 * 3 for graphs, _ in captured), "of six sets of features at three sizes"
@@ -269,10 +269,10 @@ def test_a_step_of_the_scheduler_never_waits(target, draft):
         engine.step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        before = engine._scheduler.num_steps
+        before = engine.session.scheduler.num_steps
         for _ in range(3):
-            engine._scheduler.step()
-        assert engine._scheduler.num_steps == before + 3
+            engine.session.scheduler.step()
+        assert engine.session.scheduler.num_steps == before + 3
     finally:
         torch.cuda.set_sync_debug_mode("default")
     engine.collect()

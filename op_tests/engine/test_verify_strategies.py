@@ -277,7 +277,7 @@ def test_a_bare_warmup_is_for_what_a_strategy_serves(strategy, num_warmed, devic
     for options, overrides in ((strategy, {}), ("target_match", {"verify_strategy": strategy})):
         engine = engine_of(toy, toy, (1, 1, 2), options, max_batch=1)
         engine.warmup(**overrides)
-        for runner in engine._scheduler.steps.runners:
+        for runner in engine.session.scheduler.plan.runners:
             assert len(steps_known(runner)) == num_warmed
 
 

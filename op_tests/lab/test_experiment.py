@@ -194,9 +194,9 @@ def test_no_run_compiles(tmp_path, monkeypatch):
     cold, real = [], Meter.run
 
     def run_watched(meter):
-        before = meter._engine._scheduler.num_cold_steps
+        before = meter._engine.session.scheduler.num_cold_steps
         real(meter)
-        cold.append(meter._engine._scheduler.num_cold_steps - before)
+        cold.append(meter._engine.session.scheduler.num_cold_steps - before)
 
     monkeypatch.setattr(Meter, "run", run_watched)
     sizes = ["--batch-sizes", "4", "--prompts-per-domain", "4", "--max-new-tokens", "64"]

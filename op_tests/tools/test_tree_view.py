@@ -205,7 +205,7 @@ def test_every_method_shows_its_trees_and_goes_on_as_before(name, sampling, lag,
         options = METHODS.get(name, {"topk": 2, "num_steps": 2, "adaptive": "auto"})
     engine = EAGLEInference(draft, target, EAGLEConfig(**options))
     want = engine.generate(PROMPT, 30, seeds=5, **sampling).output_ids
-    used = dict(engine._steps)
+    used = dict(engine.session.plans)
     trees = collect(engine, PROMPT, 30, seeds=5, **sampling)
     check_text(trees, PROMPT, want)
     for tree in trees:
@@ -215,7 +215,7 @@ def test_every_method_shows_its_trees_and_goes_on_as_before(name, sampling, lag,
     assert engine.on_tree is None
     if "suffix" not in name:
         assert engine.generate(PROMPT, 30, seeds=5, **sampling).output_ids == want
-    assert engine._steps == used and all(made.plain.on_tree is None for made in used.values())
+    assert engine.session.plans == used and all(made.plain.on_tree is None for made in used.values())
 
 
 def counting(device, **options) -> EAGLEInference:

@@ -195,7 +195,7 @@ def _warm_up(engine: EAGLEInference, prompt: list[int], arguments: argparse.Name
     """Compiles the kernels first, so that the printed speed is that of decoding."""
     if engine.device.type == "cuda":
         few = min(8, arguments.max_new_tokens)
-        with engine._alone("the warm-up", engine.config):
+        with engine.session.alone("the warm-up", engine.config):
             engine.generate(prompt, few, seeds=0)
             if arguments.compare:
                 engine.generate(prompt, few, seeds=0, speculative=False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_kernels import SamplingParams
-from eagle_kernels.engine.serve.benchmark import _Decoding
+from eagle_kernels.engine.serve.benchmark import Decoding
 from eagle_kernels.engine.step.stepper import Stepper
 from op_tests.engine.engines import make, prompt_of
 
@@ -86,8 +86,9 @@ def test_latencies_are_those_of_steps(target, lag, monkeypatch):
     for module in ("benchmark", "latency"):
         monkeypatch.setattr(f"eagle_kernels.engine.serve.{module}.time", clock)
     # itself as the draft: a step brings 3 tokens, the last one 1 of them here
-    decoding = _Decoding(make(target, target, num_steps=2, topk=1, cuda_graph=False))  # replays pass the clock by
-    tokens = decoding.add([prompt_of(1), prompt_of(2)], 5, seeds=0)
+    engine = make(target, target, num_steps=2, topk=1, cuda_graph=False)  # replays pass the clock by
+    decoding = Decoding()
+    tokens = decoding.add(lambda: engine.stream([prompt_of(1), prompt_of(2)], 5, seeds=0))
     assert list(map(len, tokens)) == [5, 5] and decoding._ttft_ms == [0.0, 0.0]
     assert decoding._gaps_ms == pytest.approx(2 * [2.0, 2.0, 2.0, 6.0])
 
@@ -96,21 +97,21 @@ def test_first_tokens_come_before_steps(target, draft, lag):
     """As soon as the prompts are read; of one that ends there, nothing is stepped."""
     engine = make(draft, target)
     stream = engine.stream([prompt_of(1), prompt_of(2)], 5)
-    assert [next(stream).request for _ in range(2)] == [0, 1] and engine._scheduler.num_steps == 0
+    assert [next(stream).request for _ in range(2)] == [0, 1] and engine.session.scheduler.num_steps == 0
     rest = list(stream)
     assert len(rest) == 8 and not engine.has_work
     first = stream.requests[0].output_ids[0]
-    before = engine._scheduler.num_steps
+    before = engine.session.scheduler.num_steps
     ended = engine.stream(prompt_of(1), 5, stop_token_ids=(first,))
-    assert [event.token_id for event in ended] == [first] and engine._scheduler.num_steps == before
+    assert [event.token_id for event in ended] == [first] and engine.session.scheduler.num_steps == before
     assert ended.output().stats.finish_reasons == ["eos"] and not engine.has_work
     # beside one that steps already
     running = engine.submit(prompt_of(3), SamplingParams(max_new_tokens=40))
     for _ in range(3):
         engine.step()
-    before = engine._scheduler.num_steps
+    before = engine.session.scheduler.num_steps
     joined = engine.stream(prompt_of(1), 5)
-    assert next(joined).token_id == first and engine._scheduler.num_steps == before
+    assert next(joined).token_id == first and engine.session.scheduler.num_steps == before
     assert [first, *(event.token_id for event in joined)] == stream.requests[0].output_ids
     engine.collect()
     assert running.output_ids == engine.generate(prompt_of(3), 40, speculative=False)[0]

@@ -31,9 +31,9 @@ def test_requests_join_and_leave(target, draft, lag, page_size):
         assert [event.token_id for event in request.collect()] == tokens and request.collect() == []
         assert request.logprobs == pytest.approx(logprobs, abs=1e-4)
         assert len(logprobs) == (len(tokens) if request.params.logprobs else 0)
-    pages = engine._scheduler.pages
+    pages = engine.session.scheduler.pages
     assert pages.num_free == pages.num_pages
-    assert not engine._scheduler.state.is_live.any() and (engine._scheduler.state.block_table == -1).all()
+    assert not engine.session.scheduler.state.is_live.any() and (engine.session.scheduler.state.block_table == -1).all()
 
 
 def test_rows_move_up(target, draft):
@@ -44,7 +44,7 @@ def test_rows_move_up(target, draft):
     requests = [
         engine.submit(prompt_of(number), SamplingParams(max_new_tokens=count)) for number, count in enumerate(lengths)
     ]
-    _, runner = engine._scheduler.steps.runners
+    _, runner = engine.session.scheduler.plan.runners
     run = runner.run
     runner.run = lambda num_rows, features: widths.append(num_rows) or run(num_rows, features)
     engine.collect()
@@ -171,7 +171,7 @@ def test_abort(target, draft, lag):
     engine.collect()
     assert staying.output_ids == want
     assert running.output_ids == kept and running.finish_reason == waiting.finish_reason == "abort"
-    pages = engine._scheduler.pages
+    pages = engine.session.scheduler.pages
     assert pages.num_free == pages.num_pages
 
 
@@ -188,7 +188,7 @@ def test_what_another_engine_aborts_leaves_nothing(target, draft, lag):
     for _ in range(20):
         engine.step()
     assert not engine.has_work and {request.finish_reason for request in requests} == {"abort"}
-    assert engine._scheduler.pages.num_free == engine._scheduler.pages.num_pages
+    assert engine.session.scheduler.pages.num_free == engine.session.scheduler.pages.num_pages
 
 
 def test_another_configuration_waits_for_an_empty_batch(target, draft):
@@ -219,7 +219,7 @@ def test_many_short_requests_through_a_small_pool(count, device):
         if coin.random() < 0.1:
             aborted.add(coin.randrange(count))
             engine.abort(requests[max(aborted)])
-    pages = engine._scheduler.pages
+    pages = engine.session.scheduler.pages
     assert pages.num_free == pages.num_pages and len(set(pages._free)) == pages.num_pages
     texts: dict[tuple, list[int]] = {}
     for request in requests:

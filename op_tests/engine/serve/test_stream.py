@@ -21,8 +21,8 @@ def test_steps_go_on_while_a_stream_reads_its_prompt(target, draft, lag, monkeyp
     """Beside who runs; a batch for itself is read without a step between its parts."""
     engine, prompt = make(draft, target, prefill_chunk=4), prompt_of(4) * 3
     want = engine.generate(prompt, 6)[0]
-    assert engine._scheduler.num_steps == engine.generate(prompt, 6).stats.batch_steps
-    scheduler, parts = engine._scheduler, []
+    assert engine.session.scheduler.num_steps == engine.generate(prompt, 6).stats.batch_steps
+    scheduler, parts = engine.session.scheduler, []
     for name in ("_read_prompt", "_launch_rows"):
         monkeypatch.setattr(scheduler, name, noted(getattr(scheduler, name), parts))
     running = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=90))
@@ -83,10 +83,10 @@ def test_a_request_that_is_aborted_before_its_stream_begins(target, draft, lag):
     assert not engine.has_work
     running = [engine.submit(prompt_of(2), SamplingParams(max_new_tokens=9)) for _ in range(2)]
     engine.step()
-    assert list(one) == [] and not engine._scheduler._waiting
+    assert list(one) == [] and not engine.session.scheduler._waiting
     engine.collect()
     assert [request.output_ids for request in running] == [want, want]
-    assert engine._scheduler.pages.num_free == engine._scheduler.pages.num_pages
+    assert engine.session.scheduler.pages.num_free == engine.session.scheduler.pages.num_pages
 
 
 def test_a_stream_holds_no_pools_before_and_after(target, draft):
@@ -94,7 +94,7 @@ def test_a_stream_holds_no_pools_before_and_after(target, draft):
     engine = make(draft, target)
     early, ended = engine.stream(prompt_of(1), 5), engine.stream(prompt_of(1), 5)
     want = list(ended)
-    held = weakref.ref(engine._scheduler.state)
+    held = weakref.ref(engine.session.scheduler.state)
     engine.generate(prompt_of(2), 3, page_size=4)
     gc.collect()
     assert held() is None and ended.output().output_ids == [event.token_id for event in want]
@@ -112,7 +112,7 @@ def test_a_stream_is_checked_again_when_it_begins(target, draft):
     with pytest.raises(RuntimeError, match="another configuration"):
         next(engine.stream(prompt_of(1), 5, topk=2))
     engine.collect()
-    engine._scheduler.pages.num_pages = 1
+    engine.session.scheduler.pages.num_pages = 1
     with pytest.raises(ValueError, match="prompt 0: .* kv_cache_bytes makes it larger"):
         next(stream)
 
@@ -121,7 +121,7 @@ def test_a_stream_is_made_under_the_lock(target, draft, monkeypatch):
     """Another thread may change the configuration at any other time."""
     engine, is_locked = make(draft, target), []
     for name in ("TokenStream", "Scheduler.why_never"):
-        path = f"eagle_kernels.engine.inference.{name}"
+        path = f"eagle_kernels.engine.serve.stream.{name}"
         made = pkgutil.resolve_name(path)
         monkeypatch.setattr(path, lambda *args, made=made: is_locked.append(engine.lock._is_owned()) or made(*args))
     stream = engine.stream(prompt_of(1), 5)
@@ -154,7 +154,7 @@ def test_a_reader_that_is_cancelled_in_a_step_leaves_nothing(target, draft, lag)
     """As where a server's client hangs up."""
     engine, is_stepping, may_go_on = make(draft, target), threading.Event(), threading.Event()
     want = engine.generate(prompt_of(2), 12)[0]
-    step = engine._scheduler.step
+    step = engine.session.scheduler.step
 
     def slow(*arguments):
         is_stepping.set()
@@ -176,7 +176,7 @@ def test_a_reader_that_is_cancelled_in_a_step_leaves_nothing(target, draft, lag)
             await reader
         return stream.output().stats.finish_reasons
 
-    engine._scheduler.step = slow
+    engine.session.scheduler.step = slow
     assert asyncio.run(hang_up()) == ["abort"] and not engine.has_work
     assert engine.generate(prompt_of(2), 12)[0] == want
 
@@ -190,7 +190,7 @@ def test_a_reader_that_is_cancelled_and_goes_on_misses_nothing(target, draft, la
     """As where a server waits for a token with a time limit, and tries again; also in another loop, or in none."""
     engine = make(draft, target)
     want = engine.generate(prompt_of(1), 20)[0]
-    stream, step, tokens, num_cancelled = engine.stream(prompt_of(1), 20), engine._scheduler.step, [], 0
+    stream, step, tokens, num_cancelled = engine.stream(prompt_of(1), 20), engine.session.scheduler.step, [], 0
 
     def slow(*arguments):
         time.sleep(0.05)
@@ -209,7 +209,7 @@ def test_a_reader_that_is_cancelled_and_goes_on_misses_nothing(target, draft, la
         with contextlib.suppress(asyncio.TimeoutError):
             tokens.append((await read()).token_id)
 
-    monkeypatch.setattr(engine._scheduler, "step", slow)
+    monkeypatch.setattr(engine.session.scheduler, "step", slow)
     asyncio.run(read_on())
     tokens += rest_of(stream)
     assert tokens == want and num_cancelled and not engine.has_work
@@ -255,5 +255,5 @@ def test_what_a_cancelled_reader_would_have_been_told_the_next_one_is(target, dr
             await anext(stream)
         return await anext(stream, "the end")
 
-    monkeypatch.setattr(engine._scheduler, "step", fail)
+    monkeypatch.setattr(engine.session.scheduler, "step", fail)
     assert asyncio.run(read()) == "the end" and not engine.has_work

@@ -33,13 +33,13 @@ def test_what_compiles_is_no_step_of_plain_decoding(target, draft, monkeypatch):
         seen.clear()
         if is_warm:
             engine.warmup(speculative=False)
-            assert engine.plain_step_ms(2) is None
+            assert engine.session.plain_step_ms(2) is None
         for num_requests in (1, 2):
             prompts = [prompt_of(1)] * num_requests
             assert engine.generate(prompts, 2, speculative=False).stats.batch_steps == 1
-            assert (engine.plain_step_ms(num_requests) is not None) == is_warm
+            assert (engine.session.plain_step_ms(num_requests) is not None) == is_warm
             engine.generate(prompts, 8, speculative=False)
-            assert engine.plain_step_ms(num_requests) == pytest.approx(6.0)
+            assert engine.session.plain_step_ms(num_requests) == pytest.approx(6.0)
 
 
 def test_warmup_and_workspace(target, draft):
@@ -49,7 +49,7 @@ def test_warmup_and_workspace(target, draft):
     engine.warmup(speculative=False)
     assert engine.generate(prompt_of(3), 6, temperature=1.0, seeds=2)[0] == want
     sizes = engine.workspace_bytes()
-    pool = engine._scheduler.state
+    pool = engine.session.scheduler.state
     held = [pool.target_pool.k_cache, pool.target_pool.v_cache, pool.draft_pool.k_cache, pool.draft_pool.v_cache]
     assert sizes["kv_cache"] == sum(tensor.numel() * tensor.element_size() for tensor in held)
     rows = sum(tensor.numel() * tensor.element_size() for tensor in pool.tensors())
@@ -81,10 +81,10 @@ def test_the_workspace_of_every_method(target, method):
     fields = {"num_model_steps": 1} if method == "hybrid" else {}
     engine = make(CausalDraft(target), target, method=method, num_draft_tokens=8, **fields)
     engine.generate(prompt_of(3), 6)
-    held = engine._scheduler.state.tensors()
+    held = engine.session.scheduler.state.tensors()
     assert engine.workspace_bytes()["rows"] == sum(tensor.nbytes for tensor in held)
     never = engine.workspace_bytes(replace(engine.config, max_spec_batch=0))["rows"]
-    history = engine._scheduler.state.history
+    history = engine.session.scheduler.state.history
     assert (history is not None) == (method not in (None, "naive"))
     assert history is None or never <= sum(tensor.nbytes for tensor in held) - history.nbytes
 
@@ -109,9 +109,9 @@ def test_the_workspace_of_the_largest_step(target):
 def test_after_a_bare_warmup_no_common_request_is_cold(target, adaptive):
     engine = make(target, target, adaptive=adaptive)
     engine.warmup()
-    assert engine._scheduler.num_steps == 0, "those that choose would count steps that nobody timed"
+    assert engine.session.scheduler.num_steps == 0, "those that choose would count steps that nobody timed"
     mixed_requests(engine, random.Random(2), 16)
-    assert engine._scheduler.num_steps > 16 and engine._scheduler.num_cold_steps == 0
+    assert engine.session.scheduler.num_steps > 16 and engine.session.scheduler.num_cold_steps == 0
 
 
 def test_how_to_warm_less(target):
@@ -124,7 +124,7 @@ def test_how_to_warm_less(target):
     ):
         engine = make(target, target, max_batch=1)
         engine.warmup(*params, **options)
-        for runner in engine._scheduler.steps.runners:
+        for runner in engine.session.scheduler.plan.runners:
             assert steps_known(runner) == warmed
 
 
@@ -139,7 +139,7 @@ def test_what_does_nothing_needs_no_step_of_its_own(target):
     ):
         engine = make(target, target)
         engine.generate(prompt_of(1), 4, temperature=temperature, seeds=1, **others)
-        assert steps_known(engine._scheduler.steps.runners[1]) == {features}
+        assert steps_known(engine.session.scheduler.plan.runners[1]) == {features}
 
 
 def test_pools_and_rows_must_fit_into_free_memory(target, monkeypatch):
