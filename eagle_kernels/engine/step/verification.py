@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ...reference.sampling import GREEDY_BELOW
+from ...ops.verify.shared.rows import GREEDY_TEMPERATURE
 from ..batch.batch import Batch, Committed
 from ..config.eagle_config import EAGLEConfig
 from ..drafters.protocol import Proposal
@@ -93,7 +93,7 @@ class TopP:
         tree, rows = proposal.tree, _RowParams(batch, proposal)
         logits = penalized(batch, tree, logits, features)
         temperature, top_p = rows.of("temperature"), rows.of("top_p")
-        is_greedy = temperature < GREEDY_BELOW
+        is_greedy = temperature < GREEDY_TEMPERATURE
         best = ops.select_top_k_tokens(logits.float(), topk=self._num_candidates, level=0)
         num_kept = torch.where(is_greedy, 1, self._num_candidates)
         if features.filters:
@@ -188,7 +188,7 @@ class _RowParams:
 def _filtered(rows: _RowParams, logits: Tensor) -> Tensor:
     """Returns what the filters leave of the target's law, in plain decoding's order; greedy rows keep the argmax."""
     temperature = rows.of("temperature")[:, None]
-    is_greedy = temperature < GREEDY_BELOW
+    is_greedy = temperature < GREEDY_TEMPERATURE
     probs = torch.softmax(logits.float() / torch.where(is_greedy, 1.0, temperature), dim=-1)
     probs = ops.top_k_renorm(probs, rows.of("top_k"))
     probs = ops.top_p_renorm(probs, rows.of("top_p"))

@@ -373,9 +373,7 @@ def _train_head(arguments: argparse.Namespace) -> int:
 
 
 def _environment(arguments: argparse.Namespace) -> int:
-    import eagle_kernels
-
-    rows = [("eagle_kernels", str(Path(eagle_kernels.__file__).parent)), ("python", platform.python_version())]
+    rows = [("eagle_kernels", str(Path(__file__).parents[2])), ("python", platform.python_version())]
     rows.append(("torch", torch.__version__))
     if language.MISSING is None:
         rows.append(("triton", language.triton.__version__))

@@ -13,9 +13,7 @@ import torch
 from ....primitives.ordering import comparable
 from ....runtime import check
 from ....runtime.language import tl, triton
-
-# Below this temperature sampling is greedy: logits over it would leave the range of fp32.
-GREEDY_BELOW = tl.constexpr(1e-5)
+from .rows import GREEDY_BELOW
 
 LARGEST_FINITE = tl.constexpr(3.4028234663852886e38)
 

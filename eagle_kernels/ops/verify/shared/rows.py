@@ -13,7 +13,8 @@ from ....primitives.ordering import comparable
 from ....runtime.language import tl, triton
 
 # Below this temperature a row is one-hot at its largest logit: logits over it would leave the range of fp32.
-GREEDY_BELOW = tl.constexpr(1e-5)
+GREEDY_TEMPERATURE = 1e-5
+GREEDY_BELOW = tl.constexpr(GREEDY_TEMPERATURE)
 
 # A given probability may exceed 1 by what rounding in another precision leaves.
 LARGEST_PROB = tl.constexpr(1.001)
