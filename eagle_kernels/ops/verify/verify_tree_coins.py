@@ -93,8 +93,8 @@ def _verify_tree_coins_kernel(
 
     ends [B, 1 + N] gets the last node (-1 for a dead row) and the tokens rejected there.
 
-    One loop goes over the siblings of all levels. A level waits for memory once: the row of a node that was just reached is
-    read at the tokens of all nodes, whichever of them are its children.
+    One loop goes over the siblings of all levels. A level waits for memory once: the row of a node that was just
+    reached is read at the tokens of all nodes, whichever of them are its children.
     """
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
