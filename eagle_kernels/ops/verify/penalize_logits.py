@@ -125,10 +125,10 @@ def _penalize_logits_kernel(
             trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
             _, tokens, links = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
             nodes = tl.arange(0, BLOCK_NODE)
-            # most slices hold no draft and no end token: who is on the path does not matter to them
+            # most slices hold no draft and no end token: which drafts are on the path does not matter to them
             has_draft = tl.max(((tokens >= first) & (tokens < first + BLOCK_VOCAB)).to(tl.int32)) > 0
             current = tl.where(has_draft | has_end, (place % NUM_NODES).to(tl.int32), 0)
-            is_on_path = current > 0  # not one that is passed on the way to the first of its siblings
+            is_on_path = current > 0  # false for one that is passed on the way to the first of its siblings
             while current > 0:
                 if is_on_path:
                     depth += 1
@@ -149,7 +149,7 @@ def _penalize_logits_kernel(
 
 @triton.jit
 def _has_any(first, list_ptr, num_listed, BLOCK_VOCAB: tl.constexpr, BLOCK_ID: tl.constexpr):
-    """Whether a token of a list is in the slice."""
+    """Tells whether a token of a list is in the slice."""
     smallest = tl.full([], _NOT_LISTED, tl.int64)
     for start in range(0, num_listed, BLOCK_ID):
         smallest = tl.minimum(smallest, tl.min(_listed_here(list_ptr, start, num_listed, first, BLOCK_VOCAB, BLOCK_ID)))
@@ -158,7 +158,7 @@ def _has_any(first, list_ptr, num_listed, BLOCK_VOCAB: tl.constexpr, BLOCK_ID: t
 
 @triton.jit
 def _listed_here(list_ptr, start, num_listed, first, BLOCK_VOCAB: tl.constexpr, BLOCK_ID: tl.constexpr):
-    """The tokens [BLOCK_ID] of a list from `start` on that are in the slice, _NOT_LISTED in the place of others."""
+    """Loads the tokens [BLOCK_ID] of a list from `start` on that are in the slice, _NOT_LISTED instead of others."""
     entry = start + tl.arange(0, BLOCK_ID)
     listed = tl.load(list_ptr + entry, mask=entry < num_listed, other=-1).to(tl.int64)
     return tl.where((listed >= first) & (listed < first + BLOCK_VOCAB), listed, _NOT_LISTED)
@@ -166,7 +166,7 @@ def _listed_here(list_ptr, start, num_listed, first, BLOCK_VOCAB: tl.constexpr, 
 
 @triton.jit
 def _forbid(logit, ids, first, list_ptr, num_listed, BLOCK_VOCAB: tl.constexpr, BLOCK_ID: tl.constexpr):
-    """-inf for the tokens of a list; of those that are in the slice, which are few, one after another."""
+    """Returns the logits with -inf for the tokens of a list: those in the slice are few and are taken one by one."""
     for start in range(0, num_listed, BLOCK_ID):
         listed = _listed_here(list_ptr, start, num_listed, first, BLOCK_VOCAB, BLOCK_ID)
         token = tl.min(listed)

@@ -26,7 +26,7 @@ Shapes
 Invariants
     The noise is keyed by (seed, position, token id) and shared with `verify_tree_sampled`: equal logits, seed and
     position give the equal token, in whichever row, batch or op. NaN counts as -inf; a row of nothing but -inf and NaN
-    gives token 0. Ties of greedy rows go to the lowest id; of sampled rows they are next to none, as noise in more bits
+    gives token 0. Ties of greedy rows go to the lowest id; of sampled rows they hardly occur, as noise in more bits
     than fp32 has decides them.
 Grid
     (R, slices), programs that scan a slice of a row each; (R,), programs that draw a token each.

@@ -24,10 +24,10 @@ Shapes
     -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
     -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
 Invariants
-    Every output is written whole, but for predicts with keep_unvisited. At most spec_steps = S drafts are accepted.
+    Every output is written whole, except predicts with keep_unvisited. At most spec_steps = S drafts are accepted.
     A probability that is NaN, infinite or negative counts as 0, and so does that of a token outside 0 .. V - 1 and of
     a token that a sibling before carried (SGLang counts it twice, which is lossy). What has probability 0 is never
-    emitted, but for a row without any mass left: it gives V - 1. The bonus is the first token of a positive
+    emitted, except by a row without any mass left: it gives V - 1. The bonus is the first token of a positive
     probability at which the sum passes coin * mass, the last one of them if rounding lets none pass. Links that do not
     point forward within the tree end the walk (any_order: those to the root or to a node met before do). A row whose
     root has a retrieve_index outside the request is dead: predicts and accept_index -1, accept_token_num 0. Results of
@@ -89,10 +89,12 @@ def _verify_tree_coins_kernel(
     BLOCK_DEPTH: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Walks one tree; all outputs but the bonus. ends [B, 1 + N]: the last node (-1: dead), the tokens rejected there.
+    """Walks one tree and writes all outputs but the bonus.
 
-    One loop over the siblings of all levels. A level waits for memory once: the row of a node that was just reached is
-    read at the tokens of all nodes, whichever of them are its children.
+    ends [B, 1 + N] gets the last node (-1 for a dead row) and the tokens rejected there.
+
+    One loop goes over the siblings of all levels. A level waits for memory once: the row of a node that was just
+    reached is read at the tokens of all nodes, whichever of them are its children.
     """
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -168,7 +170,7 @@ def _verify_tree_coins_mass_kernel(
     BLOCK_GROUP: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """The residual mass of every group of one slice of the row at which a walk ended, to sums [B, groups]."""
+    """Writes the residual mass of every group of one slice of the row at which a walk ended, to sums [B, groups]."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -227,14 +229,14 @@ def _verify_tree_coins_draw_kernel(
 
 @triton.jit
 def _pick_float(values, is_lane):
-    """The fp32 of the one lane that is_lane marks; as bits, since a warp adds integers in one instruction."""
+    """Returns the fp32 of the one lane that is_lane marks; as bits, since a warp adds integers in one instruction."""
     bits = tl.where(is_lane, values.to(tl.int32, bitcast=True), 0)
     return tl.sum(bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _load_end(ends_ptr, request, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr):
-    """The node at which a walk ended, -1 for none, and the tokens [node] rejected there, -1 for none."""
+    """Loads the node at which a walk ended, -1 for none, and the tokens [node] rejected there, -1 for none."""
     node = tl.arange(0, BLOCK_NODE)
     ends_ptr += request * (NUM_NODES + 1)
     return tl.load(ends_ptr), tl.load(ends_ptr + 1 + node, mask=node < NUM_NODES, other=-1)

@@ -4,7 +4,7 @@ Computes
     From the root: the target's token at the current node (its argmax) is the next token of plain greedy decoding. If a
     child carries it, that draft is accepted and becomes the current node; else the token ends the walk as the bonus.
     EAGLE (arXiv 2401.15077) with the first-child / next-sibling walk of SGLang.
-    accept_policy, for timing: `accept_all`, `reject_all` and `simulate` plant other tokens in the place of the target's
+    accept_policy, for timing: `accept_all`, `reject_all` and `simulate` replace the target's tokens with planted ones
     before they are compared, so that the path of first children is taken to its end, not at all, or as deep as coins
     say: d drafts or more with probability simulated_rates[d - 1]. Rows are read and walked as ever. A policy but
     `normal` emits text that is not the target's.
@@ -22,7 +22,7 @@ Shapes
     -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
     -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
 Invariants
-    Every output is written whole, but for predicts with keep_unvisited. At most spec_steps = S drafts are accepted.
+    Every output is written whole, except predicts with keep_unvisited. At most spec_steps = S drafts are accepted.
     Ties go to the lowest id, NaN counts as -inf; a target id outside int32 counts as -1. Links that do not point
     forward within the tree end the walk (any_order: those to the root or to a node met before do); a token of -1 is
     never accepted. A row whose root has a retrieve_index outside the request is dead: predicts and accept_index -1,

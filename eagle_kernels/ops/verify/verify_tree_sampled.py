@@ -40,15 +40,15 @@ Invariants
     Equal logits, seed and position give the equal token, with or without a tree around it, in any batch. Duplicate
     siblings are harmless: the first one is followed. Malformed links and dead rows as in verify_tree_greedy.
 Grid
-    Every row that is read is cut into slices, (rows, slices), one program scans each; (rows,), one program draws a
-    token each; (B,), one program writes a request's outputs.
-    level by level          scanned and drawn are the rows of the nodes that the walks have reached: nothing is read or
-                            normalised off the paths, and a walk that has ended costs no bytes. One more program per
-                            row lists the node's children meanwhile. Without filters the programs of the next scan draw,
+    Every row that is read is cut into slices: (rows, slices), one program scans a slice; (rows,), one program draws a
+    token; (B,), one program writes a request's outputs.
+    level by level          only the rows of nodes that the walks have reached are scanned and drawn: nothing is read or
+    (`sampled_levels.py`)   normalised off the paths, and a walk that has ended costs no bytes. One more program per row
+                            lists the node's children meanwhile. Without filters the programs of the next scan draw,
                             and step the walk themselves; with them the last draw writes the outputs.
-    all rows, then walk     all at once, where this takes less time: few rows, which leave most of the GPU idle. Shapes
-                            alone decide (`draws_all_rows`), and both give the same bits. Penalties and
-                            log-probabilities go level by level, as they need the path.
+    all rows, then walk     all rows are drawn at once (`sample_rows.py`) where this takes less time: few rows, which
+                            leave most of the GPU idle. Shapes alone decide (`draws_all_rows`), and both give the same
+                            bits. Penalties and log-probabilities go level by level, as they need the path.
 Launches
     S + 2; 2 S + 2 with filters, penalties or log-probabilities; 3 for all rows
 Traffic
@@ -72,8 +72,8 @@ from .shared.sampled_levels import walk_by_levels
 from .shared.sampled_output import WALK_TUNING, Commit, Output, store_arguments, store_outputs
 from .shared.tree_walk import Links, Path, check_tree, follow, load_nodes, tree_arguments
 
-# Microseconds that a level takes besides reading, and that as many draws take as programs run at once, with filters and
-# without; and how fast rows are scanned.
+# Microseconds that a level takes besides reading, and microseconds that `programs` draws take, which run at once: with
+# filters, and without (plain_). Then the speed at which rows are scanned.
 CHOICE_TUNING = {
     "default": {"level_us": 8.5, "draw_us": 7.0, "plain_level_us": 3.0, "plain_draw_us": 1.5, "programs": 132,
                 "bytes_per_us": 2.2e6},
@@ -166,7 +166,7 @@ def contract(values: dict) -> Output:
 
 
 def draws_all_rows(target_logits: torch.Tensor, batch_size: int, spec_steps: int, has_filters: bool) -> bool:
-    """Whether scanning and drawing all rows at once takes less time than level by level those that are visited."""
+    """Tells whether scanning and drawing all rows at once takes less time than the visited ones level by level."""
     num_rows, vocab_size = target_logits.shape
     model = tuning.row(CHOICE_TUNING, target_logits.device)
     prefix = "" if has_filters else "plain_"

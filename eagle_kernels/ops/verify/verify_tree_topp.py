@@ -1,6 +1,6 @@
 """Lossy verification by membership: a draft is taken if it is among the target's most likely tokens.
 
-WARNING: lossy, opt-in. A draft in the candidate set is taken with probability 1 in the place of its own probability, so
+WARNING: lossy, opt-in. A draft in the candidate set is taken with probability 1 instead of its own probability, so
 the text does not have the target's law. `verify_tree_sampled` keeps it.
 
 Computes
@@ -24,7 +24,7 @@ Shapes
 Invariants
     At most spec_steps = S drafts are accepted; a window that would lead further is none. A token of -1 is never
     accepted, an id outside int32 counts as -1. Malformed links and dead rows as in verify_tree_greedy. Results of a
-    request do not depend on the batch around it. End tokens are the caller's business.
+    request do not depend on the batch around it. End tokens are left to the caller.
 Grid
     (B,), one program walks one tree.
 Launches

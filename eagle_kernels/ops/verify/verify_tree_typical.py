@@ -51,7 +51,7 @@ from .shared.random import STREAM_TARGET, add_grouped_gumbel, grouped_words, ran
 from .shared.sampling import check_vocabulary
 from .shared.tree_walk import Links, Output, Walk, check_tree, follow, is_own, load_nodes, store_walk
 
-# No measurement yet: a slice as wide as verify_tree_greedy's, but for the registers of an exponential.
+# No measurement yet: a slice as wide as verify_tree_greedy's, less what the registers of an exponential need.
 SCAN_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
 WALK_TUNING = {"default": {"num_warps": 1}}
 

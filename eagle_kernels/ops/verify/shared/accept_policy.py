@@ -1,4 +1,4 @@
-"""Acceptance to order: tokens planted in the place of the target's, before a walk compares them with the drafts.
+"""Acceptance as wished: the target's tokens are replaced with planted ones before a walk compares them with the drafts.
 
     normal       the target's own tokens
     accept_all   at every node the token of its first child

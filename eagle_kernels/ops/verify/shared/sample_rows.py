@@ -57,7 +57,7 @@ def _sample_rows_scan_kernel(
     """Scans one slice of one row."""
     await_predecessor(ENABLE_PDL)
     index = tl.program_id(0).to(tl.int64)
-    request = index // ROWS_PER_REQUEST
+    request = (tl.program_id(0) // ROWS_PER_REQUEST).to(tl.int64)
     applied = Processors(
         repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
         logit_bias_ptr, token_bitmask_ptr,
@@ -113,7 +113,7 @@ def _sample_rows_draw_kernel(
     """Draws the token of one scanned row."""
     await_predecessor(ENABLE_PDL)
     index = tl.program_id(0).to(tl.int64)
-    request = index // ROWS_PER_REQUEST
+    request = (tl.program_id(0) // ROWS_PER_REQUEST).to(tl.int64)
     applied = Processors(
         repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
         logit_bias_ptr, token_bitmask_ptr,
