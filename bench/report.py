@@ -126,7 +126,7 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
 
 
 def newest_rows(file: Path, cases: Iterable[Case]) -> list[tuple[Case, Row]]:
-    """Each case that was timed with its newest row, in the order declared; newer lines stand further down the file.
+    """Returns each case that was timed with its newest row, in the order declared; newer lines come later in the file.
 
     Lines of one run share `run`; from before there was one, they share `commit`. The last line of a provider counts.
     Cases that are no longer declared are history.
@@ -187,7 +187,7 @@ def _headlines(benchmark: Benchmark, rows: list[tuple[Case, Row]]) -> list[tuple
 
 
 def _machine(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> str:
-    """The GPU, and the versions of everything that was timed on it."""
+    """Returns the GPU, and the versions of everything that was timed on it."""
     lines = [row[OURS] for _, rows in sections for _, row in rows]
     versions = {f"{name} {line['versions'][name]}": None for name in ("torch", "triton") for line in lines}
     return ", ".join([lines[0]["gpu"], *versions])
@@ -198,7 +198,7 @@ def _graph(row: Row, provider: str) -> float:
 
 
 def _ratio(row: Row, provider: str) -> str:
-    """How many times longer than ours the provider took."""
+    """Returns how many times longer than ours the provider took."""
     ratio = _graph(row, provider) / _graph(row, OURS)
     return f"{ratio:.0f}×" if ratio >= 10 else f"{ratio:.1f}×" if ratio >= 1 else f"{ratio:.2f}×"
 

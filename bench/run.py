@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
 
 
 class _Runner:
-    """Checks and times the providers of one benchmark; one that was `red` once is not run again."""
+    """Checks and timings of the providers of one benchmark; one that was `red` once is not run again."""
 
     def __init__(self, benchmark: Benchmark, with_peers: bool, only: Sequence[str] | None = None):
         self.benchmark = benchmark
@@ -105,7 +105,7 @@ class _Runner:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def agreeing(self) -> list[str]:
-        """The providers that ran and were right every time."""
+        """Returns the providers that ran and were right every time."""
         return [provider for provider in self.providers if provider in self._ran - self.red]
 
     def check(self, cases: Sequence[Case]) -> None:
@@ -115,7 +115,7 @@ class _Runner:
                 self._check(case, provider, expected)
 
     def time(self, cases: Sequence[Case], directory: Path | None, commit: str, run: str) -> list[dict]:
-        """Result records of the cases; appended to the files in `directory` one by one."""
+        """Returns result records of the cases, each appended to its file in `directory` at once."""
         lines = []
         for case in cases:
             expected = expected_outputs(self.benchmark, case, self.device) if case.is_checked else None
@@ -142,13 +142,13 @@ class _Runner:
         return lines
 
     def _public_host_us(self, case: Case) -> float:
-        """The host's time in a call of the public function."""
+        """Returns the host's time in a call of the public function."""
         public = self.benchmark.prepare_public(self.benchmark.inputs(case, self.device))
         public()
         return host_us(public)
 
     def _check(self, case: Case, provider: str, expected: dict[str, torch.Tensor]) -> bool:
-        """Whether the provider ran and agrees."""
+        """Tells whether the provider ran and agrees."""
         with self._reasons(provider):
             try:
                 check_provider(self.benchmark, case, self.providers[provider], expected, self.device)
@@ -162,7 +162,7 @@ class _Runner:
 
     @contextlib.contextmanager
     def _reasons(self, provider: str):
-        """A provider that cannot run says why in one line, a peer whatever it raises: what is not ours may fail."""
+        """Prints in one line why a provider cannot run; of a peer, any error counts: what is not ours may fail."""
         try:
             yield
         except Unavailable as reason:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("eagle_kernels", "reference", "bench", "op_tests")
-RANKS = {"runtime": 0, "primitives": 1, "ops": 2, "engine": 3, "tools": 4, "integrations": 4}
+RANKS = {"runtime": 0, "primitives": 1, "ops": 2, "engine": 3, "": 4, "raw": 4, "tools": 5, "integrations": 5}
 MOST_LINES = 400
 MOST_POSITIONAL = 8
 NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
@@ -23,7 +23,7 @@ TESTS_OF_BENCH = ("op_tests/test_bench.py", "op_tests/lab/")
 
 
 class Import(NamedTuple):
-    """One imported name: `name` of `module`, or the module itself; the file knows it as `bound`."""
+    """An imported name: `name` of `module`, or the module itself; the file knows it as `bound`."""
 
     line: int
     module: str
@@ -82,22 +82,25 @@ class House:
         return (file for file in self.files.values() if file.path.split("/")[0] in folders)
 
     def target(self, imported: Import) -> tuple[str, str | None]:
-        """The module that an import leads to, and the name that it takes of it (None: the module itself)."""
+        """Returns the module that an import leads to, and the name that it takes of it (None: the module itself)."""
         whole, module = _real(f"{imported.module}.{imported.name}"), _real(imported.module)
         return (whole, None) if whole in self.files else (module, imported.name)
 
 
 def _real(module: str) -> str:
-    """`eagle_kernels.reference` is a link to `reference`."""
+    """Resolves the link `eagle_kernels.reference` to `reference`."""
     return module.removeprefix("eagle_kernels.") if module.startswith("eagle_kernels.reference") else module
 
 
 def no_import_upward(house: House) -> Iterator[str]:
-    """runtime <- primitives <- ops <- engine <- tools, integrations (side by side) <- the package itself."""
+    """Modules import what is below: runtime <- primitives <- ops <- engine <- public names <- tools, integrations.
+
+    The public names are those of `eagle_kernels` itself and of `eagle_kernels.raw`.
+    """
 
     def place(module: str) -> tuple[str, int]:
         folder = (module.split(".") + [""])[1]
-        return (folder, RANKS[folder]) if folder in RANKS else ("", len(RANKS))
+        return folder, RANKS.get(folder, len(RANKS))
 
     for file in house.under("eagle_kernels"):
         own, rank = place(file.module)
@@ -106,12 +109,12 @@ def no_import_upward(house: House) -> Iterator[str]:
             if target.split(".")[0] != "eagle_kernels":
                 continue
             other, other_rank = place(target)
-            if other != own and other_rank >= rank:
-                yield f"{file.path}:{imported.line} imports {target}, which is not below {own or 'the package'}"
+            if other != own and other_rank >= rank and {own, other} != {"", "raw"}:
+                yield f"{file.path}:{imported.line} imports {target}, which is not below {own or 'the public names'}"
 
 
 def no_circle(house: House) -> Iterator[str]:
-    """Nor one that an import for types closes, where what it names is called or read."""
+    """Imports form no circle; one under TYPE_CHECKING counts if what it names is called, or an attribute of it read."""
     edges: dict[str, dict[str, int]] = {}
     for file in house.under("eagle_kernels", "reference"):
         used = names_used_through_types(file)
@@ -192,18 +195,18 @@ def names_used_through_types(file: File) -> set[str]:
 
 
 def _touched(node: ast.AST) -> str | None:
-    """The plain name that a call calls, or of which an attribute is read."""
+    """Returns the plain name that a call calls, or of which an attribute is read."""
     base = node.func if isinstance(node, ast.Call) else node.value if isinstance(node, ast.Attribute) else None
     return base.id if isinstance(base, ast.Name) else None
 
 
 def _key(node: ast.AST) -> str | None:
-    """`x` for a variable, `.x` for an attribute."""
+    """Returns `x` for a variable, `.x` for an attribute."""
     return node.id if isinstance(node, ast.Name) else f".{node.attr}" if isinstance(node, ast.Attribute) else None
 
 
 def _named(annotation: ast.AST | None) -> set[str]:
-    """The types that a value itself may be of: not those of what it contains."""
+    """Returns the types that a value itself may have, not those of what it contains."""
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         return _named(ast.parse(annotation.value, mode="eval").body)
     if isinstance(annotation, ast.BinOp):
@@ -217,7 +220,7 @@ def _named(annotation: ast.AST | None) -> set[str]:
 
 
 def families_apart(house: House) -> Iterator[str]:
-    """Op files import their own family; what a family shares is its own, but for constants that higher layers read."""
+    """Op files import no other family; `ops/A/shared` is for family A alone, except constants for higher layers."""
     for file in house.under("eagle_kernels"):
         own = family(file.module)
         for imported in file.imports:
@@ -234,7 +237,7 @@ def families_apart(house: House) -> Iterator[str]:
 
 
 def primitives_are_shared(house: House) -> Iterator[str]:
-    """A primitive serves two families at least, directly or through other primitives."""
+    """A primitive serves at least two families of ops, directly or through other primitives."""
     users: dict[str, set[str]] = {}
     edges = {
         file.module: {house.target(imported)[0] for imported in file.imports}
@@ -260,7 +263,7 @@ def family(module: str) -> str | None:
 
 
 def no_private_name_of_others(house: House) -> Iterator[str]:
-    """In what ships and in bench: no `from x import _y`, no `x._y` where `_y` is no name of this file."""
+    """The product and bench use no private name of another file: no `from x import _y`, no `x._y`."""
     for file in house.under("eagle_kernels", "reference", "bench"):
         foreign = {imported.bound for imported in file.imports if imported.module.split(".")[0] not in FOLDERS}
         for imported in file.imports:
@@ -300,7 +303,7 @@ def names_of(nodes: list[ast.AST]) -> set[str]:
 
 
 def root_of(node: ast.AST) -> str | None:
-    """`a` of `a.b.c`."""
+    """Returns `a` of `a.b.c`."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None
@@ -339,7 +342,7 @@ def files_are_short(house: House) -> Iterator[str]:
 
 
 def references_are_backends_only(house: House) -> Iterator[str]:
-    """Product code takes no value of a reference, or a mistake could hide in both; those who may go by the package."""
+    """Product code takes no value of a reference, else a mistake could hide in both."""
     for file in house.under("eagle_kernels"):
         for imported in file.imports:
             target, _ = house.target(imported)
@@ -355,7 +358,7 @@ def references_are_backends_only(house: House) -> Iterator[str]:
 
 
 def product_knows_no_tests(house: House) -> Iterator[str]:
-    """The product imports neither op_tests nor bench, and bench and op_tests not each other, but for tests of bench."""
+    """The product imports neither op_tests nor bench, nor these each other; only tests of bench import bench."""
     for file in house.files.values():
         folder = file.path.split("/")[0]
         banned = {"bench": {"op_tests"}, "op_tests": {"bench"}}.get(folder, {"bench", "op_tests"})

@@ -75,7 +75,7 @@ class Bench:
         self.modules = ReplayModules(modules, script, DRAFT_ACCURACY)
 
     def replay(self, speculative: bool = True, max_tokens: int | None = None, **fields) -> tuple[float, float]:
-        """(tokens a step, tokens a second) of the edited file. Past responses are not remembered: there is one text."""
+        """Returns (tokens a step, tokens a second) of the edited file. Past responses are not remembered."""
         script = self.after[:max_tokens]
         config = EAGLEConfig(
             **fields, max_batch=1, eos_token_ids=(), max_length=len(self.before) + len(self.after) + 1,
@@ -149,7 +149,7 @@ def naive(bench: Bench) -> None:
 
 
 def gap(bench: Bench) -> None:
-    """The host makes the drafts of one step while the device is busy with another; else it would have to wait."""
+    """Times the device's waits: the host makes the drafts of one step while the device is busy with another."""
     if bench.device.type != "cuda":
         return
     config = EAGLEConfig(**METHODS["suffix"], max_batch=32, eos_token_ids=(), max_length=4096)

@@ -111,7 +111,7 @@ class Runner:
                 _say(f"{cell!r}: {measured[cell].tokens_per_second:.0f} tokens/s")
 
     def _measure(self, cells: Sequence[BenchmarkConfig], progress: _Progress) -> dict[BenchmarkConfig, Measurement]:
-        """All of them in turns."""
+        """Measures all of them in turns."""
         meters = {cell: self._meter(cell) for cell in cells}
         for turn in range(self._num_turns):
             for cell, meter in meters.items():
@@ -154,7 +154,7 @@ class Runner:
 
 
 class _Progress:
-    """Tells what is done and how long the rest will take if it goes on so."""
+    """A progress line: what is done, and how long the rest will take at this speed."""
 
     def __init__(self, count: int):
         self._count, self._num_done, self._start_s = count, 0, time.perf_counter()
@@ -178,7 +178,7 @@ def _numbers(measured: Measurement, plain: Measurement) -> dict[str, Any]:
 
 
 def _basis(cell: BenchmarkConfig) -> BenchmarkConfig:
-    """The plain decoding that a cell is held against."""
+    """Returns the plain decoding that a cell is compared with."""
     return replace(cell, K=None)
 
 

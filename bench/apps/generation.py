@@ -81,7 +81,7 @@ class Bench:
         draft=None,
         **config,
     ) -> EAGLEInference:
-        """accept: mean tokens of a step, or P(at least 1, 2, .. drafts accepted)."""
+        """Makes an engine. accept: mean tokens of a step, or P(at least 1, 2, .. drafts accepted)."""
         config |= {"max_batch": batch_size, "eos_token_ids": ()}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of the engine before
@@ -96,7 +96,7 @@ class Bench:
     def running(
         self, engine: EAGLEInference, batch_size: int, is_plain: bool, **sampling
     ) -> Iterator[tuple[TokenStream, int]]:
-        """A full batch behind its prompts, warm, and how many more steps may be taken and timed."""
+        """Yields a full batch after its prompts, warm, and how many more steps may be taken and timed."""
         most = 2 * self.steps + WARM_STEPS + 16
         per_step = 1 if is_plain else 1 + max((tree.num_steps for _, tree in engine.config.trees if tree), default=0)
         room = SHAPES[self.shape]["max_position_embeddings"] - self.prompt_tokens
@@ -116,7 +116,7 @@ class Bench:
             stream.close()
 
     def step_ms(self, engine: EAGLEInference, batch_size: int, is_plain: bool, **sampling) -> tuple[float, float]:
-        """(time of a step, tokens of a request in it), the host's part included; the median of five parts."""
+        """Returns (time of a step, tokens of a request in it), the host's part included; the median of five parts."""
         if engine.config.adaptive == "auto":  # measures each of its trees first, behind prompts of their own
             with self.running(engine, batch_size, is_plain, **sampling):
                 for _ in range((PROBE_STEPS + 1) * len(engine.session.scheduler.plan.runners)):
@@ -138,7 +138,7 @@ class Bench:
             return 1e3 * step_s, (_tokens_of(stream) - before) / (scheduler.num_steps - marks[0][0]) / batch_size
 
     def device_ms(self, engine: EAGLEInference, batch_size: int, is_plain: bool, **sampling) -> float:
-        """Time of a step's graph, one behind another: what is left when the host is not waited for."""
+        """Returns the time of a step's graph, one after another: what is left when the host is not waited for."""
         with self.running(engine, batch_size, is_plain, **sampling) as (stream, steps):
             runner = engine.session.scheduler.last_runner
             features = Features.of([request.params for request in stream.requests])
@@ -171,7 +171,7 @@ class Bench:
 
 
 def _tokens_of(stream: TokenStream) -> int:
-    """What steps have brought; the first token of a prompt is none of theirs."""
+    """Returns the number of tokens that steps have brought; the first token after a prompt is not one of them."""
     return sum(len(request.accepted) + sum(request.accepted) for request in stream.requests)
 
 
@@ -191,7 +191,7 @@ def plain(bench: Bench) -> None:
 
 @torch.inference_mode()
 def _bare_loop_ms(bench: Bench, batch_size: int) -> float:
-    """The target's forward pass and an argmax, in a graph that is replayed with nothing between."""
+    """Times the target's forward pass and an argmax, in a graph that is replayed with nothing between."""
     engine = bench.engine(batch_size)
     stream = engine.stream([[0] * bench.prompt_tokens] * batch_size, 64, seeds=0, speculative=False)
     next(stream)
@@ -256,7 +256,7 @@ def throughput(bench: Bench) -> None:
 
 
 def gap(bench: Bench) -> None:
-    """How long the device has nothing to do before each graph, kernels and copies being work, from a trace."""
+    """Times how long the device is idle before each graph, kernels and copies being work, from a trace."""
     if bench.device.type != "cuda":
         return
     for name, shape, accept in (("plain", None, 1.0), ("tree 8/5/64", (8, 5, 64), 4.0)):
@@ -270,7 +270,7 @@ def gap(bench: Bench) -> None:
 
 
 def huggingface(bench: Bench) -> None:
-    """The same weights in transformers' own class: views of ours, so that both fit."""
+    """Times the same weights in transformers' own class: views of ours, so that both fit."""
     if bench.device.type != "cuda":
         return
     try:
@@ -293,13 +293,13 @@ def huggingface(bench: Bench) -> None:
 
 
 def _generator(model, prompts: torch.Tensor, options: dict) -> Callable[[int], None]:
-    """run(count) generates so many tokens."""
+    """Returns run(count), which generates `count` tokens."""
     fixed = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "pad_token_id": 0} | options
     return lambda count: model.generate(prompts, min_new_tokens=count, max_new_tokens=count, **fixed)
 
 
 def _slope_ms(run: Callable[[int], None]) -> float:
-    """Milliseconds a token costs, without what a call costs by itself."""
+    """Returns the milliseconds of a token, without what a call costs by itself."""
     short, long = 16, 48
     run(long)  # first: a static cache that is long enough is kept
     run(short)

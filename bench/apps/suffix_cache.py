@@ -87,7 +87,7 @@ class Texts:
 
 
 def kinds_of(texts: Texts, num_requests: int) -> dict[str, list[Request]]:
-    """The requests of each kind of text."""
+    """Returns the requests of each kind of text."""
     coin = random.Random(1)
     makers: dict[str, Callable[[], list[int]]] = {
         "similar": texts.edited,
@@ -206,7 +206,7 @@ def _agreement(ours: list[SuffixDraft], theirs: list[SuffixDraft]) -> str:
 
 
 def _marks(times_us: list[float]) -> tuple[float, float, float]:
-    """Median, 99th percentile and worst."""
+    """Returns median, 99th percentile and worst."""
     ordered = sorted(times_us)
     return ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100], ordered[-1]
 
@@ -216,7 +216,7 @@ def _text(times_us: list[float]) -> str:
 
 
 def _processor() -> str:
-    """Its name, as far as the system knows it."""
+    """Returns the processor's name, as far as the system knows it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

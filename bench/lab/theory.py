@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def worked_example() -> str:
-    """K = 4 drafts over three words, as Markdown."""
+    """Returns the example of K = 4 drafts over three words, as Markdown."""
     accepted = torch.minimum(TARGET, DRAFT)
     residual = (TARGET - DRAFT).clamp(min=0)
     first = [_row(probs[0]) for probs in (TARGET, DRAFT, accepted, residual, residual / residual.sum(1, keepdim=True))]
@@ -96,7 +96,7 @@ def worked_example() -> str:
 
 
 def shares_kept(kept: Tensor) -> list[float]:
-    """P(the first 1, 2, .. K drafts are kept) after `a`; kept [V, V]: P(next is drafted and kept | last)."""
+    """Returns P(the first 1, 2, .. K drafts are kept) after `a`; kept [V, V]: P(next is drafted and kept | last)."""
     reached, shares = torch.eye(len(WORDS), dtype=torch.float64)[0], []
     for _ in range(NUM_DRAFTS):
         reached = reached @ kept
@@ -138,7 +138,7 @@ def _match_likeliest_step(source) -> tuple[int, ...]:
 
 
 def _match(source, draft: Callable[[int], int]) -> tuple[int, ...]:
-    """Up to the first draft that is not what the target draws there itself."""
+    """Draws a step: the target's own tokens, up to the first that differs from the draft."""
     drafts = [0]
     for _ in range(NUM_DRAFTS):
         drafts.append(draft(drafts[-1]))
@@ -155,7 +155,7 @@ def _law_of(step: Callable) -> dict[tuple[int, ...], float]:
 
 
 def _distance(law: dict[tuple[int, ...], float]) -> float:
-    """Total variation between texts that begin with a step and go on as the target, and texts of the target."""
+    """Returns the total variation between texts of the target, and those that a step begins and the target ends."""
     target = _Texts()
     return total_variation(completed(law, target, NUM_DRAFTS + 1), text_law(target, NUM_DRAFTS + 1))
 
@@ -176,7 +176,7 @@ def _row(probs: Tensor) -> str:
 
 
 def _filled(text: str, mark: str, content: str) -> str:
-    """The text with other content between two marks."""
+    """Returns the text with other content between two marks."""
     before, begin, rest = text.partition(f"<!-- {mark}:begin -->")
     _, end, after = rest.partition(f"<!-- {mark}:end -->")
     if not end:

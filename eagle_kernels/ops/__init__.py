@@ -20,7 +20,7 @@ from .verify.verify_tree_sampled import Output as SampledOutput
 
 
 def _operator(path: str):
-    """The public function of the op `eagle_kernels/ops/<path>.py` and its reference of the same name."""
+    """Returns the public function of the op `eagle_kernels/ops/<path>.py` and its reference of the same name."""
     return operator(import_module("." + path, __name__), import_module("..reference.ops." + path, __name__))
 
 
@@ -82,7 +82,7 @@ def verify_tree(
 
 
 def _with_unasked(out: tuple, spec_steps: int, device: torch.device | None) -> SampledOutput:
-    """The buffers of verify_tree_sampled: three that are given, and the others, which are empty unless asked for."""
+    """Returns the buffers of verify_tree_sampled: three that are given, and empty ones for what nobody asked for."""
     row = (0, check.Arguments("verify_tree", {"spec_steps": spec_steps}).integer("spec_steps", 0) + 1)
     unasked = {
         "logprobs": (row, torch.float32),

@@ -30,7 +30,7 @@ class Spec(NamedTuple):
 
 
 class Arguments:
-    """Checks the arguments of one call; each error names the op, the argument, the rule and the value.
+    """Checks of the arguments of one call; each error names the op, the argument, the rule and the value.
 
     Axes are named: the first tensor that shows an axis (`"B"`) binds its size, later ones must agree.
     All tensors must be on one device.
@@ -47,7 +47,7 @@ class Arguments:
         raise kind(f"eagle_kernels.{self.op}: {name} must {rule}, got {got}")
 
     def size(self, axis: str) -> int:
-        """The size bound to a named axis."""
+        """Returns the size bound to a named axis."""
         return self._sizes[axis][0]
 
     def tensor(
@@ -59,7 +59,7 @@ class Arguments:
         optional: bool = False,
         contiguous: int | None = None,
     ) -> torch.Tensor | None:
-        """A tensor of this shape: an axis is a name, an exact size, or None for any size.
+        """Checks and returns a tensor of this shape: an axis is a name, an exact size, or None for any size.
 
         `contiguous` counts the trailing axes that must be laid out without gaps (1: unit stride of the last axis);
         None means all of them.
@@ -99,7 +99,7 @@ class Arguments:
             expected *= value.shape[axis]
 
     def integer(self, name: str, low: int, high: int | None = None) -> int:
-        """An int in low..high (both included)."""
+        """Checks and returns an int in low..high (both included)."""
         value = self.values.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
             self.fail(name, "be an int", type(value).__name__, TypeError)
@@ -108,7 +108,7 @@ class Arguments:
         return value
 
     def number(self, name: str, low: float | None = None) -> float:
-        """An int or a float, of at least `low`; neither NaN nor infinite."""
+        """Checks and returns an int or a float of at least `low`, neither NaN nor infinite."""
         value = self.values.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
             self.fail(name, "be a number", type(value).__name__, TypeError)
@@ -119,21 +119,21 @@ class Arguments:
         return value
 
     def choice(self, name: str, options: Sequence[str]) -> str:
-        """One of the listed strings."""
+        """Checks and returns one of the listed strings."""
         value = self.values.get(name)
         if value not in options:
             self.fail(name, "be one of " + ", ".join(repr(str(option)) for option in options), repr(value))
         return value
 
     def exactly_one(self, *names: str) -> str:
-        """Exactly one of these arguments is given; returns its name."""
+        """Checks that exactly one of these arguments is given; returns its name."""
         given = [name for name in names if self.values.get(name) is not None]
         if len(given) != 1:
             self.fail(" / ".join(names), "be given exactly once", " and ".join(given) or "none of them")
         return given[0]
 
     def debug(self, name: str, rule: str, holds) -> None:
-        """With EAGLE_KERNELS_DEBUG=1 checks `holds()`, a tensor of truths; else not, as it waits for the device."""
+        """Checks `holds()`, a tensor of truths, only with EAGLE_KERNELS_DEBUG=1: it waits for the device."""
         if can_read(self.values[name]):
             wrong = (~holds()).nonzero()
             if len(wrong):
@@ -141,7 +141,7 @@ class Arguments:
                 self.fail(name, rule, f"{self.values[name][at].item()} at {list(at)}")
 
     def debug_numbers(self, name: str, low: float | None = None) -> None:
-        """`debug` of a tensor of numbers, if it is given: of at least `low`, and no NaN."""
+        """Checks with `debug` that a tensor, if it is given, holds numbers of at least `low` and no NaN."""
         value = self.values[name]
         if value is not None and low is None:
             self.debug(name, "be a number", lambda: ~value.isnan())
@@ -149,23 +149,23 @@ class Arguments:
             self.debug(name, f"be a number of at least {low:g}", lambda: value >= low)
 
     def integers(self, shape: tuple[int, ...], position: int, *, default=torch.int32, contiguous=None) -> Spec:
-        """An output of integers: of the default dtype, or of that which `out` holds at this position."""
+        """Returns the spec of integers, of the default dtype or of that which `out` holds at this position."""
         given = self.buffer(position)
         dtype = given.dtype if isinstance(given, torch.Tensor) and given.dtype in INTEGER else default
         return self.spec(shape, dtype, contiguous=contiguous)
 
     def buffer(self, position: int):
-        """What `out` holds at this position, whatever that is; None where it holds nothing."""
+        """Returns what `out` holds at this position, whatever that is, or None."""
         out = self.values.get("out")
         return out[position] if isinstance(out, (tuple, list)) and position < len(out) else None
 
     def spec(self, shape: tuple[int, ...], dtype: torch.dtype, *, contiguous: int | None = None) -> Spec:
-        """An output on the device of the arguments."""
+        """Returns the spec of an output on the device of the arguments."""
         return Spec(shape, dtype, self.device, contiguous)
 
 
 def allocate(op: str, contract, out=None):
-    """Empty outputs for a contract, or the caller's `out` buffers after checking them against it."""
+    """Returns empty outputs for a contract, or the caller's `out` buffers after checking them against it."""
     single = isinstance(contract, Spec)
     specs = (contract,) if single else contract
     if out is None:
@@ -181,7 +181,7 @@ def allocate(op: str, contract, out=None):
 
 
 def unpack(op: str, out, count: int) -> tuple:
-    """The buffers of an op that has several outputs."""
+    """Returns the buffers of an op that has several outputs."""
     buffers = tuple(out) if isinstance(out, (tuple, list)) else ()
     if len(buffers) != count:
         got = len(buffers) if isinstance(out, (tuple, list)) else type(out).__name__
@@ -190,7 +190,7 @@ def unpack(op: str, out, count: int) -> tuple:
 
 
 def can_read(tensor: torch.Tensor) -> bool:
-    """Whether checks that need a tensor's values are wanted (EAGLE_KERNELS_DEBUG=1 at the first import) and possible.
+    """Tells whether checks of a tensor's values are wanted (EAGLE_KERNELS_DEBUG=1 at the first import) and possible.
 
     They are not while torch.compile traces, where tensors have no values, nor while a CUDA graph is captured.
     """

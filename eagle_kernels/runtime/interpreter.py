@@ -32,7 +32,7 @@ def _patch_once_a_launch() -> None:
 
     @functools.cache
     def names_of(fn) -> set[str]:
-        """What _patch_lang would patch for this function: it takes what the function's module has imported."""
+        """Returns what _patch_lang would patch for this function: the names that its module has imported."""
         modules = {"tl": tl, "core": tl.core}
         return {name for name, lang in modules.items() if any(value is lang for value in fn.__globals__.values())}
 
@@ -64,7 +64,7 @@ def _describe_types_once() -> None:
         return numpy_dtypes[name]
 
     def describe(sizes):
-        """Shape and number of elements of a tensor as values of the language, which nobody changes."""
+        """Returns shape and number of elements of a tensor as values of the language, which nobody changes."""
         return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
 
     scalar = describe(())

@@ -54,7 +54,7 @@ triton, MISSING = _import_triton()  # MISSING: what a launch needs, in words; No
 
 
 class _StandIn:
-    """Answers every attribute and every call with itself, so that module-level uses of triton do nothing."""
+    """A stand-in that answers every attribute and call with itself, so that module-level uses of triton do nothing."""
 
     def __getattr__(self, name):
         return self

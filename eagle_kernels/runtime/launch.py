@@ -156,7 +156,7 @@ class _Plan:
     before: tuple = (None, [], [])
 
     def tensors_of(self, args: tuple, kwargs: dict) -> tuple | None:
-        """The tensors of a call that differs from this plan's in addresses alone; None says nothing."""
+        """Returns the tensors of a call that differs from this plan's in addresses alone, else None."""
         if len(args) != self.num_args or tuple(kwargs) != self.names:
             return None
         values = [*args, *kwargs.values()]
@@ -176,7 +176,7 @@ class _Plan:
         return tensors if self.guards.check(*distinct) else None
 
     def accepts(self, pointers: list) -> bool:
-        """Whether these addresses are as well aligned as a plan that may be the latest one wants them."""
+        """Tells whether these addresses are aligned as this plan, which may be the latest one, needs them."""
         return pointers == self.before[1] or _all_aligned(pointers)
 
     def run(self, tensors: Sequence, pointers: list, kwargs: dict):
@@ -207,8 +207,8 @@ def _knows_triton() -> bool:
 
 
 def _can_plan() -> bool:
-    """Not with another Triton, in the interpreter, under the test harness, within another launcher, for profilers that
-    hook into launches, or where every call is to be checked."""
+    """Tells whether calls may be planned: not with another Triton, in the interpreter, under the test harness, within
+    another launcher, for profilers that hook into launches, or where every call is to be checked."""
     if not _knows_triton() or _interceptor is not None or check.DEBUG:
         return False
     if getattr(_recording, "launches", None) is not None or torch.compiler.is_compiling():
@@ -235,7 +235,7 @@ _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided)
 
 
 def _split(args: tuple, kwargs: dict) -> tuple[list | None, list]:
-    """What of a call is no tensor, by value, and its tensors in order; (None, ...) if one of them cannot be planned."""
+    """Returns what of a call is no tensor, by value, and its tensors; (None, ...) if one of them cannot be planned."""
     plain, tensors = [len(args), *kwargs], []
     values = [*args, *kwargs.values()]
     for value in values:
@@ -259,7 +259,7 @@ def _look(tensor: torch.Tensor, pointer: int) -> tuple:
 
 
 def _repeats(tensors: list) -> tuple:
-    """(place, earlier place) of each tensor that was met before, as where an op works in place.
+    """Returns (place, earlier place) of each tensor that occurs twice, as when an op works in place.
 
     A plan takes the two for one, which only a call that repeats them likewise may do.
     """
@@ -269,7 +269,7 @@ def _repeats(tensors: list) -> tuple:
 
 
 def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointers: list) -> tuple:
-    """The launcher's result, and the plan of what it did, None if that cannot be told from the arguments alone."""
+    """Returns the launcher's result, and the plan of what it did: None if the arguments alone do not determine that."""
     _recording.launches = launches = []
     try:
         result = function(*args, **kwargs)
@@ -312,16 +312,16 @@ def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointe
 
 
 def _picker(places: list[int]) -> Callable:
-    """A function that picks these places out of a list, always as a tuple."""
+    """Returns a function that picks these places out of a list, always as a tuple."""
     if len(places) > 1:
         return operator.itemgetter(*places)
     return lambda values: tuple(values[place] for place in places)
 
 
 def _guards(tensors: list):
-    """The check that torch.compile makes of its inputs: a twentieth of the time of the same questions in Python.
+    """Returns the check that torch.compile makes of its inputs: it takes a twentieth of the time of the same in Python.
 
-    Of each tensor once: the check fails where it meets one again.
+    Each tensor is given once: the check fails if it meets one again.
     """
     tensors = list({id(tensor): tensor for tensor in tensors}.values())
     try:
@@ -346,7 +346,7 @@ class _Tensors:
         self.allocated: list = []
 
     def index(self, tensor: torch.Tensor) -> int:
-        """Where it stands. Raises LookupError for a tensor whose address does not follow from the call's tensors."""
+        """Returns its place. Raises LookupError for a tensor whose address does not follow from the call's tensors."""
         for index, known in enumerate(self._tensors):
             if tensor is known:
                 return index

@@ -36,7 +36,7 @@ _SCHEMA_TYPES = {
 
 
 def backend(device: torch.device) -> str:
-    """`"reference"` or `"triton"` for tensors on `device`."""
+    """Returns `"reference"` or `"triton"` for tensors on `device`."""
     forced = os.environ.get("EAGLE_KERNELS_BACKEND", "")
     if forced not in ("", "reference", "triton"):
         raise ValueError(f"EAGLE_KERNELS_BACKEND must be 'reference' or 'triton', got {forced!r}")
@@ -44,7 +44,7 @@ def backend(device: torch.device) -> str:
 
 
 def operator(module: ModuleType, reference_module: ModuleType):
-    """The public function of an op, from its op file and its reference.
+    """Returns the public function of an op, from its op file and its reference.
 
     The op file offers the launcher (named as the file) and `contract(values)`. `MUTATES` names the arguments that an op
     works on in place; one that returns nothing besides has a contract that returns None, and no `out`. `IN_PLACE` names
@@ -190,7 +190,7 @@ def _flat(result) -> tuple:
 
 
 def _declare(parameters, mutates):
-    """The schema text of each parameter, with `*` before the first keyword-only one."""
+    """Yields the schema text of each parameter, with `*` before the first keyword-only one."""
     keyword_only = False
     for index, parameter in enumerate(parameters):
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:

@@ -23,7 +23,7 @@ _assumed: str | None = None
 
 
 def architecture(device: torch.device) -> str:
-    """`sm_90`, `gfx942`, ... of a GPU, `cpu` for everything else."""
+    """Returns `sm_90`, `gfx942`, ... of a GPU, `cpu` for everything else."""
     if _assumed is not None:
         return _assumed
     if device.type != "cuda":
@@ -32,18 +32,18 @@ def architecture(device: torch.device) -> str:
 
 
 def has_dependent_launch(device: torch.device) -> bool:
-    """Whether kernels start while the one before ends, see primitives/dependent_launch.py."""
+    """Tells whether kernels start while the one before ends, see primitives/dependent_launch.py."""
     name = architecture(device)
     is_able = name.startswith("sm_") and int(name.removeprefix("sm_")) >= 90
     return is_able and _PDL_IS_WANTED and language.HAS_DEPENDENT_LAUNCH
 
 
 class NotSupported(ValueError):
-    """What an op is asked for is nothing that this architecture can do."""
+    """A request that this architecture cannot serve."""
 
 
 def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the architecture has this type, see FP8_ON; outside of a GPU there are both."""
+    """Tells whether the architecture has this type, see FP8_ON; without a GPU both types are there."""
     name = architecture(device)
     if name.startswith("sm_"):
         return dtype == torch.float8_e4m3fn and int(name.removeprefix("sm_")) >= 89

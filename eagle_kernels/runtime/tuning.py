@@ -13,10 +13,10 @@ from .target import architecture
 
 
 def row(table: dict[str, Any], device: torch.device) -> Any:
-    """The row of `device`'s architecture, or the default."""
+    """Returns the row of `device`'s architecture, or the default."""
     return table.get(architecture(device), table["default"])
 
 
 def compiler_options(tuned: dict) -> dict:
-    """What of a row is not for the op but for Triton."""
+    """Returns the part of a row that is not for the op but for Triton."""
     return {name: tuned[name] for name in ("num_warps", "num_stages", "maxnreg") if name in tuned}
