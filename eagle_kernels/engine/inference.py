@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.placement import read_placement
 from .batch.kv_pool import KVPool, PrefillAttend
 from .batch.memory import check_fits, count_pages, workspace_bytes
 from .batch.state import BatchState
@@ -25,7 +26,6 @@ from .drafters.protocol import overshoot
 from .drafters.suffix_cache import SuffixCache
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
-from .models.placement import read_placement
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from .requests.inputs import Prompts, Seeds, read_flag, read_max_new_tokens, read_prompts, read_seeds

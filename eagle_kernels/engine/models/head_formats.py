@@ -31,6 +31,8 @@ _MODELOPT_KEYS = {
     "parallel_draft_heads_num_layers",
 }
 
+_SPECFORGE_ARCHITECTURES = {"LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"}
+
 # Other names of settings, and our own.
 _SYNONYMS = {
     "truncated_vocab_size": "draft_vocab_size",
@@ -73,12 +75,6 @@ class HeadFormat:
     tensor_names: tuple[tuple[str, str], ...] = ()
 
 
-def _is_specforge(config: dict[str, Any]) -> bool:
-    return bool(config.get("eagle_config")) or any(
-        name in ("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3") for name in _architectures(config)
-    )
-
-
 def _architectures(config: dict[str, Any]) -> list[str]:
     names = config.get("architectures") or []
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
@@ -104,7 +100,7 @@ _FORMATS = (  # the first that fits is taken
     ),
     HeadFormat(
         "SpecForge/SGLang",
-        _is_specforge,
+        lambda config: bool(config.get("eagle_config") or _SPECFORGE_ARCHITECTURES & set(_architectures(config))),
         tensor_names=(
             ("aux_norm_low.", "fc_norm.0."),
             ("aux_norm_mid.", "fc_norm.1."),
