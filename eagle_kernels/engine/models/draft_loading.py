@@ -71,16 +71,15 @@ def load_draft(
         if aux_layers is not None:
             head.use_aux_layers(aux_layers)
         head.bind(target)
-    written = tell_aux_layers(file) if aux_layers is None else "aux layers given by the caller"
-    _logger.info(
-        "%s: %s format, %s, %s = %s", folder, file.format_name, file.kind, written, tell_capture(head.aux_layers)
-    )
+    written = _tell_aux_layers(file) if aux_layers is None else "aux layers given by the caller"
+    told = (file.format_name, file.kind, written, tell_capture(head.aux_layers))
+    _logger.info("%s: %s format, %s, %s = %s", folder, *told)
     for remark in file.remarks:
         _logger.warning("%s: %s", folder, remark)
     return head
 
 
-def tell_aux_layers(file: HeadFile) -> str:
+def _tell_aux_layers(file: HeadFile) -> str:
     """Describes the auxiliary layers as config.json names them."""
     if file.head.config.aux_layers == (FINAL_NORM,):
         return "the target's last feature"
@@ -110,12 +109,12 @@ def read_head(
         checkpoint = Checkpoint(folder)
         kind = head_formats.kind_of(config, checkpoint.tensors)
         form = head_formats.NEXT_TOKEN_MODULES if kind == "MTP" else head_formats.recognise(config)
-        if kind == "MTP":  # config.json, and most of the tensors, are the target's
+        tensors = _renamed(form, kind, checkpoint.tensors)
+        if kind == "MTP":  # config.json is the target's
             check_layers(config, "num_hidden_layers", checkpoint.tensors, "model.layers.")
-        tensors = checkpoint.tensors = _renamed(form, kind, checkpoint.tensors)
-        dtypes = sorted({stored.dtype for stored in tensors.values() if stored.is_floating_point})
-        if kind == "MTP":
             check_layers(config, "num_nextn_predict_layers", tensors, "mtp_layers.")
+        checkpoint.tensors = tensors
+        dtypes = sorted({stored.dtype for stored in tensors.values() if stored.is_floating_point})
         settings = _settings(config, kind, tensors)
         if settings.aux_layers == (FINAL_NORM,) and kind == "EAGLE-3":
             tensors.pop("fc.weight", None)  # SGLang's class always has one, even if it does not use it

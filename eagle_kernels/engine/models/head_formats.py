@@ -101,11 +101,7 @@ _FORMATS = (  # the first that fits is taken
     HeadFormat(
         "SpecForge/SGLang",
         lambda config: bool(config.get("eagle_config") or _SPECFORGE_ARCHITECTURES & set(_architectures(config))),
-        tensor_names=(
-            ("aux_norm_low.", "fc_norm.0."),
-            ("aux_norm_mid.", "fc_norm.1."),
-            ("aux_norm_high.", "fc_norm.2."),
-        ),
+        tensor_names=tuple((f"aux_norm_{name}.", f"fc_norm.{i}.") for i, name in enumerate(("low", "mid", "high"))),
     ),
     HeadFormat("official (SafeAILab)", lambda config: True),
 )
@@ -202,9 +198,9 @@ def written_aux_layers(config: dict[str, Any]) -> AuxLayers:
 
 def remarks_on(form: HeadFormat, kind: str, config: dict[str, Any]) -> list[str]:
     """Returns a line for each setting that config.json leaves open or that other programs read differently."""
-    remarks = []
     if kind != "EAGLE-3":  # the other kinds have none of these options
-        return remarks
+        return []
+    remarks = []
     if form.name == "vLLM speculators" and config.get("norm_before_residual") is None:
         remarks.append(
             "config.json does not say norm_before_residual: False is taken, speculators' own default, where vLLM takes "

@@ -207,21 +207,18 @@ def holds_bytes(folder: Path) -> bool:
 
 def check_same_vocabulary(folder: str | Path, other: str | Path) -> bool:
     """Refuses two model folders whose ids mean different text; returns False if neither has a tokenizer.json."""
-    vocabularies = [_vocabulary(Path(each)) for each in (folder, other)]
-    if None in vocabularies:
-        if vocabularies[0] is not vocabularies[1]:
-            raise ModelError(f"{folder} and {other} must have the same tokenizer, one of them holds bytes or none")
+    first, second = (_vocabulary(Path(each)) for each in (folder, other))
+    rule = f"{folder} and {other} must have the same tokenizer"
+    if first is None and second is None:
         return False
-    first, second = vocabularies
+    if first is None or second is None:
+        raise ModelError(f"{rule}, one of them holds bytes or none")
     for token in first.keys() & second.keys():
         if first[token] != second[token]:
-            raise ModelError(
-                f"{folder} and {other} must have the same tokenizer, {token!r} is {first[token]} in the one and "
-                f"{second[token]} in the other"
-            )
+            raise ModelError(f"{rule}, {token!r} is {first[token]} in the one and {second[token]} in the other")
     rest = sorted(first.keys() ^ second.keys())
     if rest:
-        raise ModelError(f"{folder} and {other} must have the same tokenizer, {rest[0]!r} is in one of them alone")
+        raise ModelError(f"{rule}, {rest[0]!r} is in one of them alone")
     return True
 
 

@@ -76,7 +76,11 @@ class TransformersTarget:
         decoder, layers = _find_layers(model, config.num_hidden_layers)
         if any(isinstance(part, nn.Conv1d) for part in layers.modules()):
             self._refuse("layers with convolutions over time keep a state, which the pool cannot hold")
-        _hook(decoder, layers)
+        # the streams that `capture` can name
+        layers[0].register_forward_pre_hook(_keep_first, with_kwargs=True)
+        for index, layer in enumerate(layers, start=1):
+            layer.register_forward_hook(partial(_keep, index))
+        decoder.register_forward_hook(partial(_keep, FINAL_NORM))
         self.max_length, has_fixed_frequencies = _read_rope(config)
         has_experts = any(getattr(config, name, None) for name in _EXPERTS)
         self.can_be_captured = has_fixed_frequencies and not has_experts
@@ -243,14 +247,6 @@ def _twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, shared)
 
 
-def _hook(decoder: nn.Module, layers: nn.ModuleList) -> None:
-    """Makes every stream that `capture` can name available to `_CALL`."""
-    layers[0].register_forward_pre_hook(_keep_first, with_kwargs=True)
-    for index, layer in enumerate(layers, start=1):
-        layer.register_forward_hook(partial(_keep, index))
-    decoder.register_forward_hook(partial(_keep, FINAL_NORM))
-
-
 def _keep(index: int, module: nn.Module, args: tuple, output: Any) -> None:
     """Keeps the output of the module as stream `index`; a forward hook."""
     call = _CALL.get()
@@ -268,13 +264,10 @@ def _find_layers(model: nn.Module, num_layers: int) -> tuple[nn.Module, nn.Modul
     for decoder in model.modules():
         for layers in decoder.children():
             if isinstance(layers, nn.ModuleList) and len(layers) == num_layers:
-                if all(index in _layers_within(layer) for index, layer in enumerate(layers)):
+                indices = [{getattr(part, "layer_idx", None) for part in layer.modules()} for layer in layers]
+                if all(index in found for index, found in enumerate(indices)):
                     return decoder, layers
     raise ModelError(f"{type(model).__name__}: its layers, or their layer_idx, were not found")
-
-
-def _layers_within(module: nn.Module) -> set[int]:
-    return {part.layer_idx for part in module.modules() if isinstance(getattr(part, "layer_idx", None), int)}
 
 
 def _read_rope(config: Any) -> tuple[int, bool]:
