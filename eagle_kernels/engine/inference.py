@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.placement import read_placement
 from .batch.kv_pool import KVPool, PrefillAttend
 from .config.eagle_config import EAGLEConfig
 from .config.overrides import sampling_params, split_overrides
@@ -19,7 +20,6 @@ from .config.values import is_integer
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.pairing import as_draft, bind_draft, check_target, check_trees, is_same_device, rounds_fp32_matmuls
-from .models.placement import read_placement
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from .requests.inputs import Prompts, Seeds, read_flag, read_max_new_tokens, read_prompts, read_seeds

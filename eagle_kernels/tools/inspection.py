@@ -20,9 +20,9 @@ from ..engine.models.draft_head import DraftHead
 from ..engine.models.draft_loading import HeadFile, load_draft, read_head, tell_capture
 from ..engine.models.loading import load_target
 from ..engine.models.next_token_modules import NextTokenModules
-from ..engine.models.placement import read_placement
 from ..engine.models.protocol import FINAL_NORM, ModelError, TargetModel
 from ..engine.models.tokenizer import load_tokenizer
+from ..runtime.placement import read_placement
 
 SHIFTS = (-1, 0, 1)
 # A chain: it leans on every draft, so wrong streams cost it more than a tree.

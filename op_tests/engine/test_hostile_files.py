@@ -31,7 +31,7 @@ from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
 from eagle_kernels.engine.models.tokenizer import check_same_vocabulary, load_tokenizer  # noqa: E402
 from eagle_kernels.tools.cli.main import main  # noqa: E402
 from eagle_kernels.tools.training import answers, trainer  # noqa: E402
-from eagle_kernels.tools.training.chat import chat_format_of  # noqa: E402
+from eagle_kernels.tools.training.chat import chat_format_of, encode_with_spans  # noqa: E402
 from eagle_kernels.tools.training.recipe import Stage  # noqa: E402
 from eagle_kernels.tools.training.saving import save_folder  # noqa: E402
 from op_tests.engine import heads  # noqa: E402
@@ -575,7 +575,7 @@ def test_ids_of_a_models_padding_are_no_text(tokenizer):
 )
 def test_texts_that_are_none(tokenizer, text, message):
     assert refused(tokenizer.encode, text) == message
-    assert refused(tokenizer.encode_with_spans, text) == message
+    assert refused(encode_with_spans, tokenizer, text, False) == message
 
 
 def test_a_template_beside_bytes(folder_of):

@@ -21,9 +21,9 @@ import torch
 pytest.importorskip("safetensors")
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine.models import placement
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
+from eagle_kernels.runtime import placement
 from eagle_kernels.tools.cli import main as cli
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.training import chat, head_data, progress, trainer

@@ -33,7 +33,7 @@ class CausalDraft:
     def forward(
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
     ) -> DraftOutput:
-        """See `protocol.DraftModel.forward`; `hidden` is returned unread, as the KV cache is the model's whole state."""
+        """See `protocol.DraftModel.forward`; returns `hidden` unread, as the model's whole state is in its KV cache."""
         if self.draft_to_target is not None:  # the text may hold ids that only the target has
             input_ids = input_ids.clamp(max=self.draft_vocab_size - 1)
         logits = self.model.forward(input_ids, positions, attend).logits

@@ -302,15 +302,15 @@ def check_folder(folder: Path) -> None:
 def read_config(folder: Path) -> dict[str, Any]:
     """Returns the parsed config.json of a folder."""
     check_folder(folder)
-    if not (folder / "config.json").is_file():
-        raise ModelError("config.json is missing")
     return read_json(folder / "config.json")
 
 
 def read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
     """Returns the JSON object in a file; {} for an optional file that does not exist."""
-    if is_optional and not path.is_file():
-        return {}
+    if not path.is_file():
+        if is_optional:
+            return {}
+        raise ModelError(f"{path.name} is missing")
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not JSON, or not even UTF-8

@@ -74,10 +74,19 @@ _ROPE_TYPES = {
 
 def read_section(config: dict[str, Any], name: str) -> dict[str, Any]:
     """Returns the JSON object under a key of config.json; {} for an absent or null key."""
-    section = config.get(name)
-    if section is not None and not isinstance(section, dict):
-        raise ModelError(f"config.json: {name} must be an object, got {shown(section)}")
-    return section or {}
+    return _read_optional(config, name, dict, "an object")
+
+
+def read_flag(config: dict[str, Any], name: str) -> bool:
+    """Returns the boolean under a key of config.json; False for an absent or null key."""
+    return _read_optional(config, name, bool, "true or false")
+
+
+def _read_optional(config: dict[str, Any], name: str, kind: type, told: str) -> Any:
+    value = config.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise ModelError(f"config.json: {name} must be {told}, got {shown(value)}")
+    return value or kind()
 
 
 def read_size(config: dict[str, Any], name: str) -> int:
@@ -88,14 +97,6 @@ def read_size(config: dict[str, Any], name: str) -> int:
     if value > most:
         raise ModelError(f"config.json: {name} must be at most {most}, got {shown(value)}")
     return value
-
-
-def read_flag(config: dict[str, Any], name: str) -> bool:
-    """Returns the boolean under a key of config.json; False for an absent or null key."""
-    value = config.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ModelError(f"config.json: {name} must be true or false, got {shown(value)}")
-    return bool(value)
 
 
 def read_model_type(config: dict[str, Any]) -> str:
@@ -245,11 +246,9 @@ class DecoderConfig:
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         self.windows = self.windows or (None,) * self.num_hidden_layers
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ModelError(
-                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}"
-            )
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads % kv_heads:
+            raise ModelError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
         if self.head_dim % 2:
             raise ModelError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs")
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM:

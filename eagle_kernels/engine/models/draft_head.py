@@ -136,8 +136,7 @@ class DraftHead(ConfiguredModel):
         return module
 
     def use_aux_layers(self, aux_layers: Sequence[int]) -> None:
-        """Replaces the streams that config.json names by as many others (hidden_states indices); bind the head again
-        afterwards."""
+        """Replaces the streams that config.json names by as many others (hidden_states indices); then bind again."""
         if self.config.aux_layers == (FINAL_NORM,):
             raise ModelError("the head reads the target's last feature: there are no aux layers to choose")
         if len(aux_layers) != self.config.num_aux_layers:
@@ -227,10 +226,8 @@ def _faults_of_offsets(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> list
     descending = (target_ids.diff() <= 0).nonzero() + 1
     if len(outside):
         draft_id = int(outside[0])
-        found.append(
-            f"d2t: draft id {draft_id} maps to target id {int(target_ids[draft_id])}, outside the {vocab_size} there "
-            "are"
-        )
+        target_id = int(target_ids[draft_id])
+        found.append(f"d2t: draft id {draft_id} maps to target id {target_id}, outside the {vocab_size} there are")
     if len(descending):
         draft_id = int(descending[0])
         found.append(

@@ -10,22 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime.placement import read_placement
+from . import head_formats
 from .checkpoint import Checkpoint, StoredTensor, check_layers, check_sizes, fill, naming, read_config
 from .draft_head import OPTIONS_IN_FILE, DraftHead, HeadConfig
 from .eagle_head import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
-from .head_formats import (
-    MODULE_PREFIX,
-    NEXT_TOKEN_MODULES,
-    AuxLayers,
-    HeadFormat,
-    kind_of,
-    recognise,
-    remarks_on,
-    rename,
-    written_aux_layers,
-)
 from .next_token_modules import NextTokenConfig, NextTokenModules
-from .placement import read_placement
 from .protocol import FINAL_NORM, ModelError, TargetModel
 
 _logger = logging.getLogger(__name__)
@@ -52,7 +42,7 @@ class HeadFile(NamedTuple):
     format_name: str
     kind: str
     dtypes: list[str]
-    written_aux: AuxLayers
+    written_aux: head_formats.AuxLayers
     remarks: list[str]
 
 
@@ -81,16 +71,15 @@ def load_draft(
         if aux_layers is not None:
             head.use_aux_layers(aux_layers)
         head.bind(target)
-    written = tell_aux_layers(file) if aux_layers is None else "aux layers given by the caller"
-    _logger.info(
-        "%s: %s format, %s, %s = %s", folder, file.format_name, file.kind, written, tell_capture(head.aux_layers)
-    )
+    written = _tell_aux_layers(file) if aux_layers is None else "aux layers given by the caller"
+    told = (file.format_name, file.kind, written, tell_capture(head.aux_layers))
+    _logger.info("%s: %s format, %s, %s = %s", folder, *told)
     for remark in file.remarks:
         _logger.warning("%s: %s", folder, remark)
     return head
 
 
-def tell_aux_layers(file: HeadFile) -> str:
+def _tell_aux_layers(file: HeadFile) -> str:
     """Describes the auxiliary layers as config.json names them."""
     if file.head.config.aux_layers == (FINAL_NORM,):
         return "the target's last feature"
@@ -118,14 +107,14 @@ def read_head(
     with naming(folder):
         config = read_config(folder)
         checkpoint = Checkpoint(folder)
-        kind = kind_of(config, checkpoint.tensors)
-        form = NEXT_TOKEN_MODULES if kind == "MTP" else recognise(config)
-        if kind == "MTP":  # config.json, and most of the tensors, are the target's
+        kind = head_formats.kind_of(config, checkpoint.tensors)
+        form = head_formats.NEXT_TOKEN_MODULES if kind == "MTP" else head_formats.recognise(config)
+        tensors = _renamed(form, kind, checkpoint.tensors)
+        if kind == "MTP":  # config.json is the target's
             check_layers(config, "num_hidden_layers", checkpoint.tensors, "model.layers.")
-        tensors = checkpoint.tensors = _renamed(form, kind, checkpoint.tensors)
-        dtypes = sorted({stored.dtype for stored in tensors.values() if stored.is_floating_point})
-        if kind == "MTP":
             check_layers(config, "num_nextn_predict_layers", tensors, "mtp_layers.")
+        checkpoint.tensors = tensors
+        dtypes = sorted({stored.dtype for stored in tensors.values() if stored.is_floating_point})
         settings = _settings(config, kind, tensors)
         if settings.aux_layers == (FINAL_NORM,) and kind == "EAGLE-3":
             tensors.pop("fc.weight", None)  # SGLang's class always has one, even if it does not use it
@@ -144,7 +133,8 @@ def read_head(
         if "t2d" not in tensors:
             head.t2d = None  # `bind` derives it from d2t
         fill(head, checkpoint, device, dtype, check_weights)
-        return HeadFile(head, form.name, kind, dtypes, written_aux_layers(config), remarks_on(form, kind, config))
+        written, remarks = head_formats.written_aux_layers(config), head_formats.remarks_on(form, kind, config)
+        return HeadFile(head, form.name, kind, dtypes, written, remarks)
 
 
 def _settings(config: dict[str, Any], kind: str, names: Collection[str]) -> HeadConfig:
@@ -157,12 +147,12 @@ def _settings(config: dict[str, Any], kind: str, names: Collection[str]) -> Head
     return _CLASSES[kind][0].from_dict(seen | config)
 
 
-def _renamed(form: HeadFormat, kind: str, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _renamed(form: head_formats.HeadFormat, kind: str, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     renamed: dict[str, StoredTensor] = {}
     for name, stored in tensors.items():
-        if kind == "MTP" and not name.startswith(MODULE_PREFIX):
+        if kind == "MTP" and not name.startswith(head_formats.MODULE_PREFIX):
             continue  # it is the target's
-        ours = rename(form, kind, name)
+        ours = head_formats.rename(form, kind, name)
         if ours in renamed:
             raise ModelError(f"tensor {name}: another one is {ours} already")
         renamed[ours] = stored

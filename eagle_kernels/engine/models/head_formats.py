@@ -31,6 +31,8 @@ _MODELOPT_KEYS = {
     "parallel_draft_heads_num_layers",
 }
 
+_SPECFORGE_ARCHITECTURES = {"LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"}
+
 # Other names of settings, and our own.
 _SYNONYMS = {
     "truncated_vocab_size": "draft_vocab_size",
@@ -73,12 +75,6 @@ class HeadFormat:
     tensor_names: tuple[tuple[str, str], ...] = ()
 
 
-def _is_specforge(config: dict[str, Any]) -> bool:
-    return bool(config.get("eagle_config")) or any(
-        name in ("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3") for name in _architectures(config)
-    )
-
-
 def _architectures(config: dict[str, Any]) -> list[str]:
     names = config.get("architectures") or []
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
@@ -104,12 +100,8 @@ _FORMATS = (  # the first that fits is taken
     ),
     HeadFormat(
         "SpecForge/SGLang",
-        _is_specforge,
-        tensor_names=(
-            ("aux_norm_low.", "fc_norm.0."),
-            ("aux_norm_mid.", "fc_norm.1."),
-            ("aux_norm_high.", "fc_norm.2."),
-        ),
+        lambda config: bool(config.get("eagle_config") or _SPECFORGE_ARCHITECTURES & set(_architectures(config))),
+        tensor_names=tuple((f"aux_norm_{name}.", f"fc_norm.{i}.") for i, name in enumerate(("low", "mid", "high"))),
     ),
     HeadFormat("official (SafeAILab)", lambda config: True),
 )
@@ -206,9 +198,9 @@ def written_aux_layers(config: dict[str, Any]) -> AuxLayers:
 
 def remarks_on(form: HeadFormat, kind: str, config: dict[str, Any]) -> list[str]:
     """Returns a line for each setting that config.json leaves open or that other programs read differently."""
-    remarks = []
     if kind != "EAGLE-3":  # the other kinds have none of these options
-        return remarks
+        return []
+    remarks = []
     if form.name == "vLLM speculators" and config.get("norm_before_residual") is None:
         remarks.append(
             "config.json does not say norm_before_residual: False is taken, speculators' own default, where vLLM takes "

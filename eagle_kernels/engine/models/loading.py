@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...runtime.placement import read_placement
 from ..config.values import first_line, is_integer
 from .checkpoint import (
     Checkpoint,
@@ -26,7 +27,6 @@ from .decoder import Decoder
 from .decoder_config import FAMILIES, DecoderConfig, read_model_type
 from .draft_loading import load_draft
 from .head_formats import MODULE_PREFIX
-from .placement import read_placement
 from .protocol import ModelError, TargetModel
 from .transformers_target import TransformersTarget
 

@@ -38,9 +38,7 @@ class Attend(Protocol):
 
     Arguments
         layer   index below `KVShape.num_layers`
-        query   [B, T, Hq, D]
-        key     [B, T, Hkv, D]
-        value   [B, T, Hkv, D]
+        query   [B, T, Hq, D]; key and value [B, T, Hkv, D]
         window  the layer's sliding window: a row at position p sees keys at positions above p - window; None: all
         angles  RoPE to be applied to query and key, in the same launch that writes them; None: nothing is to be done
     and for models other than ours

@@ -91,12 +91,8 @@ def _yarn(rope: RopeConfig, wavelengths: Tensor, head_dim: int) -> Tensor:
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
     """Returns the attention temperature of YaRN, by which cos and sin are multiplied."""
-
-    def scale(mscale: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
-
     if rope.attention_factor is not None:
         return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return scale(rope.mscale) / scale(rope.mscale_all_dim)
-    return scale(1.0)
+    over, under = (rope.mscale, rope.mscale_all_dim) if rope.mscale and rope.mscale_all_dim else (1.0, 0.0)
+    growth = max(math.log(rope.factor), 0.0)
+    return (0.1 * over * growth + 1.0) / (0.1 * under * growth + 1.0)

@@ -6,7 +6,7 @@ import codecs
 import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..config.values import first_line, is_integer, shown
 from .checkpoint import check_folder, naming, read_json
@@ -27,20 +27,13 @@ class Detokenizer(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What the engine, the command line and the training of heads use of a tokenizer."""
+    """The members that the engine and the command line use of a tokenizer."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids; ValueError for text that UTF-8 cannot represent."""
-        ...
-
-    def encode_with_spans(self, text: str, *, is_complete: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids, and for each the characters [begin, end) that it stands for.
-
-        is_complete  the text has its own marks of beginning and end, and gets no others
-        """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -66,11 +59,6 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(_checked_text(text).encode("utf-8"))
-
-    def encode_with_spans(self, text: str, *, is_complete: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
-        _checked_text(text)
-        spans = [(index, index + 1) for index, character in enumerate(text) for _ in character.encode("utf-8")]
-        return self.encode(text), spans
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return _text_bytes(_checked_ids(token_ids, self._num_ids)).decode("utf-8", errors="replace")
@@ -143,11 +131,11 @@ class FileTokenizer:
         self.eos_token_ids = eos_token_ids
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(_checked_text(text)).ids
+        return self.encoding_of(text).ids
 
-    def encode_with_spans(self, text: str, *, is_complete: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
-        encoding = self._tokenizer.encode(_checked_text(text), add_special_tokens=not is_complete)
-        return encoding.ids, encoding.offsets
+    def encoding_of(self, text: str, **options: Any) -> Any:
+        """Returns the `tokenizers.Encoding` of a text."""
+        return self._tokenizer.encode(_checked_text(text), **options)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(_checked_ids(token_ids, self._num_ids), skip_special_tokens=True)
@@ -219,21 +207,18 @@ def holds_bytes(folder: Path) -> bool:
 
 def check_same_vocabulary(folder: str | Path, other: str | Path) -> bool:
     """Refuses two model folders whose ids mean different text; returns False if neither has a tokenizer.json."""
-    vocabularies = [_vocabulary(Path(each)) for each in (folder, other)]
-    if None in vocabularies:
-        if vocabularies[0] is not vocabularies[1]:
-            raise ModelError(f"{folder} and {other} must have the same tokenizer, one of them holds bytes or none")
+    first, second = (_vocabulary(Path(each)) for each in (folder, other))
+    rule = f"{folder} and {other} must have the same tokenizer"
+    if first is None and second is None:
         return False
-    first, second = vocabularies
+    if first is None or second is None:
+        raise ModelError(f"{rule}, one of them holds bytes or none")
     for token in first.keys() & second.keys():
         if first[token] != second[token]:
-            raise ModelError(
-                f"{folder} and {other} must have the same tokenizer, {token!r} is {first[token]} in the one and "
-                f"{second[token]} in the other"
-            )
+            raise ModelError(f"{rule}, {token!r} is {first[token]} in the one and {second[token]} in the other")
     rest = sorted(first.keys() ^ second.keys())
     if rest:
-        raise ModelError(f"{folder} and {other} must have the same tokenizer, {rest[0]!r} is in one of them alone")
+        raise ModelError(f"{rule}, {rest[0]!r} is in one of them alone")
     return True
 
 
@@ -251,7 +236,7 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
             known = {str(entry[0]): number for number, entry in enumerate(known)}
         if not isinstance(known, dict):
             raise ModelError(f"tokenizer.json: vocab must be a table of tokens, got {shown(known)}")
-        is_entry = (isinstance(each, dict) and {"content", "id"} <= each.keys() for each in added)
-        if not (isinstance(added, list) and all(is_entry)):
+        entries = added if isinstance(added, list) else [None]
+        if not all(isinstance(each, dict) and {"content", "id"} <= each.keys() for each in entries):
             raise ModelError(f"tokenizer.json: added_tokens must be objects with content and id, got {shown(added)}")
         return known | {str(each["content"]): each["id"] for each in added}

@@ -76,11 +76,14 @@ class TransformersTarget:
         decoder, layers = _find_layers(model, config.num_hidden_layers)
         if any(isinstance(part, nn.Conv1d) for part in layers.modules()):
             self._refuse("layers with convolutions over time keep a state, which the pool cannot hold")
-        _hook(decoder, layers)
-        rope, rope_types = _rope_parameters(config)
-        self.max_length = _max_length(config, rope)
+        # the streams that `capture` can name
+        layers[0].register_forward_pre_hook(_keep_first, with_kwargs=True)
+        for index, layer in enumerate(layers, start=1):
+            layer.register_forward_hook(partial(_keep, index))
+        decoder.register_forward_hook(partial(_keep, FINAL_NORM))
+        self.max_length, has_fixed_frequencies = _read_rope(config)
         has_experts = any(getattr(config, name, None) for name in _EXPERTS)
-        self.can_be_captured = not (has_experts or rope_types & _CHANGING_ROPE_TYPES)
+        self.can_be_captured = has_fixed_frequencies and not has_experts
         self._learn_sizes()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -99,13 +102,13 @@ class TransformersTarget:
         last_only: bool = False,
     ) -> TargetOutput:
         """See `protocol.TargetModel.forward`."""
-        options: dict[str, Any] = {"logits_to_keep": 1} if last_only and self._keeps_last else {}
+        options: dict[str, Any] = {"use_cache": False, "return_dict": True}
+        if last_only and self._keeps_last:
+            options["logits_to_keep"] = 1
         call = _Call(attend, dict.fromkeys(capture))
         token = _CALL.set(call)
         try:
-            output = self.model(
-                input_ids=input_ids, position_ids=positions, use_cache=False, return_dict=True, **options
-            )
+            output = self.model(input_ids=input_ids, position_ids=positions, **options)
         finally:
             _CALL.reset(token)
         logits = output.logits[:, -1:] if last_only else output.logits
@@ -244,14 +247,6 @@ def _twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, shared)
 
 
-def _hook(decoder: nn.Module, layers: nn.ModuleList) -> None:
-    """Makes every stream that `capture` can name available to `_CALL`."""
-    layers[0].register_forward_pre_hook(_keep_first, with_kwargs=True)
-    for index, layer in enumerate(layers, start=1):
-        layer.register_forward_hook(partial(_keep, index))
-    decoder.register_forward_hook(partial(_keep, FINAL_NORM))
-
-
 def _keep(index: int, module: nn.Module, args: tuple, output: Any) -> None:
     """Keeps the output of the module as stream `index`; a forward hook."""
     call = _CALL.get()
@@ -269,27 +264,20 @@ def _find_layers(model: nn.Module, num_layers: int) -> tuple[nn.Module, nn.Modul
     for decoder in model.modules():
         for layers in decoder.children():
             if isinstance(layers, nn.ModuleList) and len(layers) == num_layers:
-                if all(index in _layers_within(layer) for index, layer in enumerate(layers)):
+                indices = [{getattr(part, "layer_idx", None) for part in layer.modules()} for layer in layers]
+                if all(index in found for index, found in enumerate(indices)):
                     return decoder, layers
     raise ModelError(f"{type(model).__name__}: its layers, or their layer_idx, were not found")
 
 
-def _layers_within(module: nn.Module) -> set[int]:
-    return {part.layer_idx for part in module.modules() if isinstance(getattr(part, "layer_idx", None), int)}
-
-
-def _rope_parameters(config: Any) -> tuple[list[dict[str, Any]], set[str]]:
-    """Returns the rotary parameters, one set for all layers or one for each type of layer, and their rope types."""
+def _read_rope(config: Any) -> tuple[int, bool]:
+    """Returns the length up to which rotary frequencies do not depend on the batch, and whether they never do: longrope
+    changes those of the whole batch once one text exceeds the length of the first training."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
-    return parts, {str(part.get("rope_type") or part.get("type")) for part in parts}
-
-
-def _max_length(config: Any, rope: list[dict[str, Any]]) -> int:
-    """Returns how long texts may be without changing each other's rotary frequencies: longrope changes those of the
-    whole batch once one text exceeds the length of the first training."""
-    length = config.max_position_embeddings
-    for part in rope:
+    length, is_fixed = config.max_position_embeddings, True
+    # one set of parameters for all layers, or one for each type of layer
+    for part in [part for part in rope.values() if isinstance(part, dict)] or [rope]:
+        is_fixed &= str(part.get("rope_type") or part.get("type")) not in _CHANGING_ROPE_TYPES
         if part.get("rope_type") == "longrope":
             length = min(length, part.get("original_max_position_embeddings") or length)
-    return length
+    return length, is_fixed

@@ -19,11 +19,11 @@ from ...engine.config.values import first_line
 from ...engine.inference import EAGLEInference, TokenStream
 from ...engine.models import draft_loading
 from ...engine.models.loading import demo_pair
-from ...engine.models.placement import choose_device, read_device, why_no_gpu
 from ...engine.models.tokenizer import Tokenizer, load_tokenizer
 from ...engine.serve.output import GenerationOutput, GenerationStats
 from ...runtime import language
 from ...runtime.library import backend
+from ...runtime.placement import choose_device, read_device, why_no_gpu
 from ...runtime.target import architecture
 from ..inspection import inspect_head, read_prompts_file
 from ..training.head_recipe import add_options, read_options

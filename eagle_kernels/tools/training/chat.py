@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from ...engine.config.values import first_line
 from ...engine.models.checkpoint import read_json
 from ...engine.models.protocol import ModelError
-from ...engine.models.tokenizer import Tokenizer, holds_bytes
+from ...engine.models.tokenizer import FileTokenizer, Tokenizer, holds_bytes
 
 _READER = "transformers, which reads the chat template,"
 
@@ -87,7 +87,7 @@ def chat_format_of(folder: Path) -> tuple[ChatFormat, str]:
 def encode_turns(turns: Sequence[Turn], chat: ChatFormat, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     """The ids, and whether each belongs to an answer: to its text, or is the token after it, which ends the turn."""
     text, places = _places(turns, chat)
-    ids, spans = tokenizer.encode_with_spans(text, is_complete=chat.is_complete)
+    ids, spans = encode_with_spans(tokenizer, text, chat.is_complete)
     if not chat.is_complete and turns[-1].is_answer:
         ids, spans = ids + list(tokenizer.eos_token_ids[:1]), spans + [(len(text), len(text))]
     is_answer = [False] * len(ids)
@@ -123,4 +123,16 @@ def _places(turns: Sequence[Turn], chat: ChatFormat) -> tuple[str, list[tuple[in
 
 def encode_prompt(turns: Sequence[Turn], chat: ChatFormat, tokenizer: Tokenizer) -> list[int]:
     """The ids after which the target is to answer."""
-    return tokenizer.encode_with_spans(chat.write(turns, asks=True), is_complete=chat.is_complete)[0]
+    return encode_with_spans(tokenizer, chat.write(turns, asks=True), chat.is_complete)[0]
+
+
+def encode_with_spans(tokenizer: Tokenizer, text: str, is_complete: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    """Returns the ids, and for each the characters [begin, end) of the text that it stands for.
+
+    is_complete  the text has its own marks of beginning and end, and gets no others
+    """
+    if isinstance(tokenizer, FileTokenizer):
+        encoding = tokenizer.encoding_of(text, add_special_tokens=not is_complete)
+        return encoding.ids, encoding.offsets
+    ids = tokenizer.encode(text)  # one for each byte
+    return ids, [(index, index + 1) for index, character in enumerate(text) for _ in character.encode("utf-8")]

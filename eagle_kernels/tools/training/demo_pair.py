@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ...engine.models.decoder import Decoder
 from ...engine.models.decoder_config import DecoderConfig
 from ...engine.models.eagle_head import EagleConfig, EagleHead
-from ...engine.models.placement import choose_device
+from ...runtime.placement import choose_device
 from .acceptance import NEW_TOKENS, measure_acceptance
 from .corpus import END_OF_TEXT, VOCAB_SIZE, held_out_prompts, read_corpus, token_stream
 from .evaluation import accuracy_by_depth, held_out_loss

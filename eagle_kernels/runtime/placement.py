@@ -1,4 +1,4 @@
-"""Device and dtype of a model's weights, chosen or checked before a file is opened."""
+"""The devices of this machine that torch can use, and the choice of a model's device and dtype among them."""
 
 from __future__ import annotations
 
