@@ -24,7 +24,7 @@ from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models import placement
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
-from eagle_kernels.tools.cli import main as cli
+from eagle_kernels.tools.cli import environment, heads
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.training import chat, head_data, progress, trainer
 from eagle_kernels.tools.training.recipe import Stage
@@ -106,8 +106,8 @@ def test_an_interrupt_is_one_line(capsys, monkeypatch, name):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    for function in ("inspect_head", "train_head", "backend"):
-        monkeypatch.setattr(cli, function, interrupt)
+    for module, function in ((heads, "inspect_head"), (heads, "train_head"), (environment, "backend")):
+        monkeypatch.setattr(module, function, interrupt)
     monkeypatch.setattr(EAGLEInference, "from_pretrained", interrupt)
     assert main(COMMANDS[name]) == 130
     assert capsys.readouterr().err == "interrupted\n"
