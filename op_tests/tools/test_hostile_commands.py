@@ -84,7 +84,7 @@ def test_a_terminal_that_knows_ascii_alone(monkeypatch, capsys):
     with ascii_output(monkeypatch) as stream:
         assert main(["show-tree", "naïve 漢(", *small]) == 0
     shown = stream.buffer.getvalue().decode("ascii")
-    assert shown.startswith("step 1 behind 'na\\xefve \\u6f22(") and "\\u25" not in shown
+    assert shown.startswith("step 1 after 'na\\xefve \\u6f22(") and "\\u25" not in shown
     numbers = [line for line in shown.splitlines() if re.search(r"\d\.\d\d$", line)]
     assert all(re.match(r"([| ] )*[|`]-[*+o>] ", line) for line in numbers) and len(numbers) > 8
     assert all(line[-5:-4] == " " and line[-3] == "." for line in numbers), "columns stay columns"
@@ -141,7 +141,7 @@ def test_the_program_on_an_ascii_terminal_is_interrupted(tmp_path):
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=60)
-    assert first.startswith(b"step 1 behind '\\xe9") and (first + rest).isascii()
+    assert first.startswith(b"step 1 after '\\xe9") and (first + rest).isascii()
     assert process.returncode == 130 and errors == b"interrupted\n"
 
 
