@@ -17,7 +17,7 @@ from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.requests.request import Request
 from eagle_kernels.engine.step.verification import TargetMatch
-from eagle_kernels.tools.cli import main as cli
+from eagle_kernels.tools.cli.generate import warm_up
 from op_tests.engine.methods import METHODS, MIXED, toys
 from op_tests.engine.toys import ToyModel, Walker, random_head, random_llama
 
@@ -224,9 +224,9 @@ def test_the_warm_up_of_the_command_tells_no_answers(device):
     engine, cache = remembering(device)
     # as on a GPU: on a CPU there is no warm-up
     as_if = SimpleNamespace(
-        device=torch.device("cuda"), config=engine.config, generate=engine.generate, _alone=engine.session.alone
+        device=torch.device("cuda"), config=engine.config, generate=engine.generate, session=engine.session
     )
-    cli._warm_up(as_if, PROMPTS[0], SimpleNamespace(max_new_tokens=24, compare=True))
+    warm_up(as_if, PROMPTS[0], SimpleNamespace(max_new_tokens=24, compare=True))
     assert len(cache._responses) == 1
 
 

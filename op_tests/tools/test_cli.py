@@ -24,7 +24,7 @@ from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.models.tokenizer import ByteDetokenizer, ByteTokenizer
 from eagle_kernels.runtime import language
 from eagle_kernels.runtime.library import backend
-from eagle_kernels.tools.cli import main as cli
+from eagle_kernels.tools.cli import generate as generate_command
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.training.saving import save_folder
 from op_tests.engine.toys import plain_logits
@@ -349,7 +349,7 @@ def test_limits_are_checked_before_the_warm_up(capsys, monkeypatch):
     def short_generation(engine, prompt, arguments):
         engine.generate(prompt, 1)
 
-    monkeypatch.setattr(cli, "_warm_up", short_generation)
+    monkeypatch.setattr(generate_command, "warm_up", short_generation)
     assert "max_new_tokens=128 exceed" in complaint(capsys, prompt="x" * 1024)
 
 

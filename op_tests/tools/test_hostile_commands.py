@@ -24,7 +24,7 @@ from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from eagle_kernels.runtime import placement
-from eagle_kernels.tools.cli import main as cli
+from eagle_kernels.tools.cli import environment, heads
 from eagle_kernels.tools.cli.main import main
 from eagle_kernels.tools.training import chat, head_data, progress, trainer
 from eagle_kernels.tools.training.recipe import Stage
@@ -84,7 +84,7 @@ def test_a_terminal_that_knows_ascii_alone(monkeypatch, capsys):
     with ascii_output(monkeypatch) as stream:
         assert main(["show-tree", "naïve 漢(", *small]) == 0
     shown = stream.buffer.getvalue().decode("ascii")
-    assert shown.startswith("step 1 behind 'na\\xefve \\u6f22(") and "\\u25" not in shown
+    assert shown.startswith("step 1 after 'na\\xefve \\u6f22(") and "\\u25" not in shown
     numbers = [line for line in shown.splitlines() if re.search(r"\d\.\d\d$", line)]
     assert all(re.match(r"([| ] )*[|`]-[*+o>] ", line) for line in numbers) and len(numbers) > 8
     assert all(line[-5:-4] == " " and line[-3] == "." for line in numbers), "columns stay columns"
@@ -106,8 +106,8 @@ def test_an_interrupt_is_one_line(capsys, monkeypatch, name):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    for function in ("inspect_head", "train_head", "backend"):
-        monkeypatch.setattr(cli, function, interrupt)
+    for module, function in ((heads, "inspect_head"), (heads, "train_head"), (environment, "backend")):
+        monkeypatch.setattr(module, function, interrupt)
     monkeypatch.setattr(EAGLEInference, "from_pretrained", interrupt)
     assert main(COMMANDS[name]) == 130
     assert capsys.readouterr().err == "interrupted\n"
@@ -141,7 +141,7 @@ def test_the_program_on_an_ascii_terminal_is_interrupted(tmp_path):
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=60)
-    assert first.startswith(b"step 1 behind '\\xe9") and (first + rest).isascii()
+    assert first.startswith(b"step 1 after '\\xe9") and (first + rest).isascii()
     assert process.returncode == 130 and errors == b"interrupted\n"
 
 

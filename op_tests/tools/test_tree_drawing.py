@@ -46,7 +46,7 @@ def known_tree() -> VerifiedTree:
 
 
 KNOWN = """\
-step 2 behind 'def f': 1 of 5 drafts accepted, 2 tokens
+step 2 after 'def f': 1 of 5 drafts accepted, 2 tokens
               draft    path  target
 ● '('
 ├─● 'self'     0.62    0.62    0.50
@@ -55,7 +55,7 @@ step 2 behind 'def f': 1 of 5 drafts accepted, 2 tokens
 │ └─▸ <33>                     0.75
 └─○ "'\\n"      0.25    0.25    0.12
   └─○ '漢'     0.50    0.12
-stopped at depth 1, behind 'self': the target chose <33> (0.75), which was not drafted there"""
+stopped at depth 1, after 'self': the target chose <33> (0.75), which was not drafted there"""
 
 
 def test_a_known_tree_as_text():
@@ -63,7 +63,7 @@ def test_a_known_tree_as_text():
 
 
 KNOWN_IN_ASCII = """\
-step 2 behind 'def f': 1 of 5 drafts accepted, 2 tokens
+step 2 after 'def f': 1 of 5 drafts accepted, 2 tokens
                  draft    path  target
 * '('
 |-* 'self'        0.62    0.62    0.50
@@ -72,7 +72,7 @@ step 2 behind 'def f': 1 of 5 drafts accepted, 2 tokens
 | `-> <33>                        0.75
 `-o "'\\n"         0.25    0.25    0.12
   `-o '\\u6f22'    0.50    0.12
-stopped at depth 1, behind 'self': the target chose <33> (0.75), which was not drafted there"""
+stopped at depth 1, after 'self': the target chose <33> (0.75), which was not drafted there"""
 
 
 def test_a_known_tree_in_ascii():
@@ -167,7 +167,7 @@ def test_an_svg_says_what_the_tree_holds():
     assert edges.count("edge accepted") == 1 and edges.count("edge target") == 1
     shown = [line.text for line in svg.iter(f"{SVG}text")]
     assert {"'self'", "<33>", "0.62", "0.75"} < set(shown)
-    assert "stopped at depth 1, behind 'self': the target chose <33> (0.75), which" in " ".join(shown)
+    assert "stopped at depth 1, after 'self': the target chose <33> (0.75), which" in " ".join(shown)
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "<script" not in text
     assert "prefers-color-scheme:dark" in text
 
@@ -181,7 +181,7 @@ def test_the_command_draws_what_the_engine_generates(capsys, monkeypatch):
     assert show("--steps", 2) == 0
     shown = capsys.readouterr().out
     assert shown.count("stopped at") == 2 and "\033" not in shown
-    assert shown.startswith("step 1 behind 'import os\\n\\ndef walk(': ") and "\n\nstep 2 behind " in shown
+    assert shown.startswith("step 1 after 'import os\\n\\ndef walk(': ") and "\n\nstep 2 after " in shown
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert show("--steps", 2) == 0
     assert re.sub(r"\033\[[\d;]*m", "", capsys.readouterr().out) == shown

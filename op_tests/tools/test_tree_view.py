@@ -240,13 +240,13 @@ def test_an_end_token_among_the_drafts(device):
 def test_an_end_token_of_the_target_itself(end, num_accepted, device):
     tree, reason, sentence = last_stop(counting(device), [1, 2], stop_token_ids=(end,))
     assert (reason, tree.num_accepted, tree.stop.choice.token_id) == ("end_token", num_accepted, end)
-    assert sentence.startswith(f"stopped at depth 3, behind <{end - 1}>: the target chose <{end}> (0.99), an end token")
+    assert sentence.startswith(f"stopped at depth 3, after <{end - 1}>: the target chose <{end}> (0.99), an end token")
 
 
 def test_the_token_limit(device):
     tree, reason, sentence = last_stop(counting(device), [1, 2], 7)
     assert (reason, tree.tokens, tree.num_accepted, tree.stop.choice) == ("length", (8, 9), 2, None)
-    assert sentence == "stopped at depth 2, behind <9>: the token limit ends the text here"
+    assert sentence == "stopped at depth 2, after <9>: the token limit ends the text here"
     # a limit that cuts nothing off is not why the path stopped
     tree, reason, _ = last_stop(counting(device), [1, 2], 9)
     assert (reason, tree.finish_reason) == ("leaf", "length")
@@ -255,7 +255,7 @@ def test_the_token_limit(device):
 def test_a_leaf_and_no_drafts_at_all(device):
     tree, reason, sentence = last_stop(counting(device), [1, 2], 5)
     assert (reason, tree.num_accepted, tree.num_levels) == ("leaf", 3, 3)
-    assert sentence == "stopped at depth 3, behind <6>: no draft follows; the target goes on with <7> (0.99)"
+    assert sentence == "stopped at depth 3, after <6>: no draft follows; the target goes on with <7> (0.99)"
     tree, reason, sentence = last_stop(counting(device, method="ngram"), [1, 2], 2)
     assert (reason, len(tree.nodes), tree.num_levels) == ("no_drafts", 1, 0)
     assert sentence == "stopped at the root: nothing was drafted; the target goes on with <4> (0.99)"

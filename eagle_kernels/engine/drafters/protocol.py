@@ -52,7 +52,6 @@ class Drafter(Protocol):
 
     def propose(self, batch: Batch) -> Proposal:
         """Returns a tree for each row."""
-        ...
 
 
 class PromptPart(NamedTuple):
@@ -87,22 +86,18 @@ class Reader(Protocol):
 
     def read_prompt(self, state: BatchState, part: PromptPart) -> None:
         """Reads the next part of a row's prompt."""
-        ...
 
     def levels(self, batch: Batch) -> Levels:
         """Starts the drafts of a step, after the rows' roots."""
-        ...
 
     def observe(self, batch: Batch, committed: Committed, features: Tensor) -> None:
         """Takes what was accepted, and the target's features [B, N, F] of all nodes."""
-        ...
 
     def catch_up(self, state: BatchState, num_rows: int, is_wanted: bool) -> None:
         """Reads what was kept of the first `num_rows` rows.
 
         is_wanted: its drafts are wanted next. Otherwise a plain step follows, which it will read before it drafts.
         """
-        ...
 
 
 class Levels(Protocol):
@@ -117,11 +112,9 @@ class Levels(Protocol):
         ancestors  [B * K, W]  packed words of the slots that each of them sees, of all levels so far, K a level
         parents    [B, K]      flat rows of the level before that they follow; None: each follows the row in its place
         """
-        ...
 
     def finish(self) -> None:
         """Reads what must be read although no more levels are drafted."""
-        ...
 
 
 def overshoot(drafter: Drafter) -> int:

@@ -11,7 +11,7 @@ The lists are not arrays, which would take two thirds of the memory and twice th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 # A state with more next tokens than this keeps a list of its most frequent ones, this many.
@@ -221,34 +221,28 @@ class SuffixAutomaton:
 
     def rank_others(self, state: int, least_count: int, most: int) -> list[int]:
         """Returns up to `most` next tokens apart from the most frequent one, in order, that occur often enough."""
-        others, count = self.others[state], self.count
-        if not others:
-            return []
+        others, count = self.others[state] or {}, self.count
         tokens: Iterable[int] = others
         if len(others) > MANY_TOKENS:
-            leaders = self._leaders.get(state)
-            known = () if leaders is None else self._known(others, leaders)
-            if (
-                leaders is None
-                or len(leaders.tokens) > 4 * MANY_TOKENS
-                or (len(known) < most and leaders.bound >= least_count)
-            ):
-                leaders = self._leaders[state] = self._find_leaders(others)
-                known = self._known(others, leaders)
-            if leaders.bound < least_count or len(known) >= most:
-                tokens = known
+            bound, frequent = self._find_frequent(state, least_count, most)
+            if bound < least_count or len(frequent) >= most:
+                tokens = frequent
         ranked = [token for token in tokens if count[others[token]] >= least_count]
         ranked.sort(key=lambda token: self._key(others[token]), reverse=True)
         return ranked[:most]
 
-    def _known(self, others: dict[int, int], leaders: _Leaders) -> list[int]:
-        return [token for token in leaders.tokens if token in others and self.count[others[token]] > leaders.bound]
-
-    def _find_leaders(self, others: dict[int, int]) -> _Leaders:
-        count = self.count
+    def _find_frequent(self, state: int, least_count: int, most: int) -> tuple[int, Collection[int]]:
+        """Returns a count, and all of a state's other next tokens that occur more often."""
+        others, count = self.others[state], self.count
+        if state in self._leaders:
+            bound, leaders = self._leaders[state]
+            frequent = [token for token in leaders if token in others and count[others[token]] > bound]
+            if len(leaders) <= 4 * MANY_TOKENS and (bound < least_count or len(frequent) >= most):
+                return bound, frequent
         # sorting all is fastest here, since it calls no Python function
         bound = sorted(map(count.__getitem__, others.values()))[-MANY_TOKENS]
-        return _Leaders(bound, {token for token, end in others.items() if count[end] > bound})
+        self._leaders[state] = _Leaders(bound, {token for token, end in others.items() if count[end] > bound})
+        return self._leaders[state]
 
     def settle(self, cursor: Cursor) -> Cursor:
         """Returns the cursor of the same text after states were split."""

@@ -18,7 +18,7 @@ from typing import NoReturn
 from ...runtime import check
 from ..config.drafting_options import MAX_TREE_DEPTH
 from .suffix_automaton import Cursor, SuffixAutomaton
-from .suffix_drafts import Limits, SuffixDraft, SuffixSearch, limits_of
+from .suffix_drafts import ROUNDING_UP, Limits, SuffixDraft, SuffixSearch
 
 _MOST_TOKEN_IDS = 2**31  # they are stored as int32
 
@@ -185,7 +185,11 @@ def _limits(
     args.integer("max_spec_tokens", 0)
     for name, low in (("max_spec_factor", 0), ("max_spec_offset", None), ("min_token_prob", 0)):
         args.number(name, low)
-    return limits_of(max_tree_depth, max_spec_tokens, max_spec_factor, max_spec_offset)
+    drafts = [
+        max(0, int(min(max_spec_tokens, length * max_spec_factor + max_spec_offset + ROUNDING_UP)))
+        for length in range(max_tree_depth)
+    ]
+    return Limits(max_tree_depth, drafts, [min(most, max_tree_depth - length) for length, most in enumerate(drafts)])
 
 
 def _token_ids(op: str, name: str, values: Sequence[int]) -> list[int]:

@@ -57,15 +57,6 @@ class Limits(NamedTuple):
     reach: list[int]
 
 
-def limits_of(max_length: int, max_spec_tokens: int, max_spec_factor: float, max_spec_offset: float) -> Limits:
-    """Computes the limits from the arguments of `SuffixCache.speculate`."""
-    drafts = [
-        max(0, int(min(max_spec_tokens, length * max_spec_factor + max_spec_offset + ROUNDING_UP)))
-        for length in range(max_length)
-    ]
-    return Limits(max_length, drafts, [min(most, max_length - length) for length, most in enumerate(drafts)])
-
-
 class SuffixSearch:
     """A search for the best path of drafts, which follows the most frequent token again and again, or the best tree,
     which takes the most probable drafts wherever they are."""
@@ -101,7 +92,7 @@ class SuffixSearch:
         """Returns the matches whose score may reach `score`."""
         counts, drafts, max_length = self._counts, self._limits.drafts, self._limits.max_length
         link, length, count, target = counts.link, counts.length, counts.count, counts.target
-        most_of, spans_of = (drafts, self._tree_spans) if self._is_tree else (self._limits.reach, self._path_spans)
+        most_of = drafts if self._is_tree else self._limits.reach
         found = []
         state, high = match
         while state and drafts[high] >= score:
@@ -110,23 +101,22 @@ class SuffixSearch:
             follower = target[state]
             first_prob = count[follower] / count[state] if follower else 0.0
             if follower and first_prob >= self._min_prob:
-                for most, longest, shortest in ((most_of[low], low, low),) if low == high else spans_of(low, high):
+                spans = ((most_of[low], low, low),) if low == high else self._spans(low, high)
+                for most, longest, shortest in spans:
                     bound = min(most * first_prob, max_length - shortest) * (1 + ROUNDING)
                     if bound >= score:
                         found.append((bound, longest, shortest, state, most))
             state, high = shorter, low - 1
         return found
 
-    def _path_spans(self, low: int, high: int) -> list[tuple[int, int, int]]:
-        """Returns the most drafts of a path after a match of low .. high tokens, with these two lengths."""
-        return [(max(self._limits.reach[low : high + 1]), high, low)]
+    def _spans(self, low: int, high: int) -> list[tuple[int, int, int]]:
+        """Returns the lengths low .. high of which one has the best draft: most drafts, longest and shortest length.
 
-    def _tree_spans(self, low: int, high: int) -> list[tuple[int, int, int]]:
-        """Returns the lengths low .. high of which one has the best tree, as ranges that allow equally many drafts.
-
-        More drafts never lower the score, and neither do deeper ones. So the shortest of several lengths with the same
-        limit is best, and the longest of those whose depth is no limit.
+        More drafts never lower the score, and neither do deeper ones. So the shortest of several lengths that allow
+        equally many drafts has the best tree, and the longest of those whose depth is no limit.
         """
+        if not self._is_tree:
+            return [(max(self._limits.reach[low : high + 1]), high, low)]
         drafts, first = self._limits.drafts, high
         while first > low and drafts[first - 1] == drafts[high]:
             first -= 1

@@ -1,7 +1,8 @@
 """Grammars on token trees: what a grammar allows after every node, as one bit per token.
 
 The bitmask is int32 [B * N, ceil(V / 32)], the layout of xgrammar and llguidance: bit v % 32 of word v // 32 of a row
-is set where token v may follow the row's node. Rows lie as the target's logits do, node i of request b at b * N + i.
+is set if token v may follow the row's node. Rows are in the order of the target's logits, node i of request b at
+b * N + i.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ _METHODS = ("accept_token", "rollback", "fill_next_token_bitmask", "is_terminate
 
 
 class Matcher(Protocol):
-    """A grammar and how far a request has come in it; xgrammar's GrammarMatcher is one."""
+    """A grammar and a request's place in it, such as xgrammar's GrammarMatcher."""
 
     def accept_token(self, token: int) -> bool:
-        """Advances by `token` and returns True, or stays and returns False where the grammar refuses it."""
+        """Advances by `token` and returns True, or stays and returns False if the grammar refuses it."""
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the last accepted tokens, also one that ended the grammar."""
+        """Takes back the last accepted tokens, including one that ended the grammar."""
 
     def fill_next_token_bitmask(self, bitmask: Tensor, index: int) -> object:
-        """Writes row `index` of `bitmask`; what it returns is ignored."""
+        """Writes row `index` of `bitmask`; its result is ignored."""
 
     def is_terminated(self) -> bool:
-        """Whether the grammar has ended: a stop token was accepted."""
+        """Returns whether the grammar has ended, by accepting a stop token."""
 
 
 def generate_token_bitmask(
@@ -42,20 +43,20 @@ def generate_token_bitmask(
     vocab_size: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What each request's grammar allows after every node of its tree: int32 [B * N, ceil(vocab_size / 32)].
+    """Returns what each request's grammar allows after every node of its tree: int32 [B * N, ceil(vocab_size / 32)].
 
-    Walks each tree depth first with the request's matcher, which stands behind the committed tokens and the root, and
-    which afterwards stands there again, also if it raises. It must be able to roll back as many tokens as the tree is
-    deep. Runs on the CPU, so that it can overlap the target's forward pass on a GPU.
+    Walks each tree depth first with the request's matcher. The matcher has accepted the committed tokens and the root;
+    it is left in that state, also if it raises. It must be able to roll back as many tokens as the tree is deep. Runs
+    on the CPU, so that it can overlap the target's forward pass on a GPU.
 
     matchers: one per request; None: everything is allowed.
     draft_tokens: int [B, N] or [B * N], with the root's token, as `build_tree` returns it; all tensors on the CPU.
-    retrieve_next_token, retrieve_next_sibling: int [B, N], the links; those that do not point forward do not exist.
-    out: the bitmask to write into, on the CPU, pinned for instance.
+    retrieve_next_token, retrieve_next_sibling: int [B, N], the links; those that do not point forward are ignored.
+    out: the bitmask to write into, on the CPU, possibly pinned.
 
-    Rows allow everything (all bits set, those from vocab_size on too) without a grammar, where it has ended (what
-    follows a stop token is cut off anyway), and at nodes that cannot be accepted, because the grammar refuses their own
-    token or one above them, or because nothing links to them.
+    A row allows everything (all bits set, also those from vocab_size on) without a grammar, after the grammar has ended
+    (what follows a stop token is cut off anyway), and at nodes that cannot be accepted, because the grammar refuses
+    their own token or one above them, or because nothing links to them.
     """
     args = check.Arguments("generate_token_bitmask", locals())
     args.integer("vocab_size", 1)
@@ -91,7 +92,7 @@ def _fill_tree(
     bitmask: Tensor,
     first_row: int,
 ) -> None:
-    """The rows of one tree. Each node is met once, by the first link that names it, so every walk ends."""
+    """Fills the rows of one tree. Each node is met once, by the first link to it, so every walk ends."""
     pending = [(0, 0)]  # node, and how many tokens the matcher holds above it
     met = {0}
     held = 0

@@ -1,4 +1,4 @@
-"""Reads what a caller may pass as prompts, seeds and limits: Python's own types, torch tensors, NumPy arrays alike."""
+"""Reading of prompts, seeds and limits that a caller passes as Python's own types, torch tensors or NumPy arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Seeds = int | Sequence[int] | Tensor | None
 
 
 def read_prompts(input_ids: Prompts, name: str = "generate: input_ids") -> tuple[list[list[int]], bool]:
-    """Prompts as lists, and whether there was a single one without a batch axis; an empty list holds none."""
+    """Returns prompts as lists, and whether a single one came without a batch axis; an empty list holds none."""
     rows = _plain(input_ids)
     if not isinstance(rows, list):
         raise ValueError(f"{name} must be integer ids [L] or [B, L], got {shown(rows)}; a tokenizer makes them of text")
@@ -30,7 +30,7 @@ def read_prompts(input_ids: Prompts, name: str = "generate: input_ids") -> tuple
 
 
 def read_seeds(seeds: Seeds, count: int) -> list[int]:
-    """One seed per prompt; fresh ones from torch's generator for None."""
+    """Returns one seed per prompt; fresh ones from torch's generator for None."""
     if seeds is None:
         return torch.randint(-(2**63), 2**63 - 1, (count,)).tolist()
     seeds = _plain(seeds)
@@ -46,7 +46,7 @@ def read_seeds(seeds: Seeds, count: int) -> list[int]:
 
 
 def read_max_new_tokens(max_new_tokens: int) -> int:
-    """A positive int."""
+    """Returns the limit, a positive int."""
     max_new_tokens = _plain(max_new_tokens)
     if not is_integer(max_new_tokens):
         raise ValueError(f"generate: max_new_tokens must be an int, got {shown(max_new_tokens)}")
@@ -56,14 +56,14 @@ def read_max_new_tokens(max_new_tokens: int) -> int:
 
 
 def read_flag(name: str, value: bool) -> bool:
-    """True or False; 0, "no" and None are neither."""
+    """Returns True or False; refuses 0, "no" and None."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {shown(value)}")
     return value
 
 
 def _plain(value: Any) -> Any:
-    """Nested lists of Python numbers, of anything made of sequences, tensors and arrays; text stays as it is."""
+    """Returns nested lists of Python numbers for sequences, tensors and arrays; leaves text as it is."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):

@@ -11,7 +11,7 @@ from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
 
 
 def add_config_arguments(command: argparse.ArgumentParser) -> None:
-    """Drafting, sampling and limits, and the folders of the models."""
+    """Adds options for drafting, sampling and limits, and the folders of the models."""
     defaults = EAGLEConfig()
     command.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
     command.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: off")
@@ -47,7 +47,7 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
-    """The configuration; the draft that --speculative-config names becomes --draft."""
+    """Makes the configuration; a draft named in --speculative-config becomes `arguments.draft`."""
     fields = None if arguments.speculative_config is None else dict(arguments.speculative_config)
     if fields is not None and fields.get("model") is not None:
         if arguments.draft is not None:

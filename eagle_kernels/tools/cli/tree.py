@@ -10,27 +10,31 @@ import sys
 from pathlib import Path
 
 from ...engine.inference import EAGLEInference
-from ...engine.models.tokenizer import Tokenizer
 from ...engine.requests.inputs import read_seeds
 from ..trees.svg import trees_svg
 from ..trees.text import can_draw, tree_text
 from ..trees.view import VerifiedTree, verified_trees
+from .config import add_config_arguments
+from .shared import add_machine_arguments, load_engine
 
-# columns, where nobody knows how wide the terminal is
-_WIDTH = 100
+_WIDTH = 100  # columns, if the terminal does not tell its width
 
 
 def add_tree_arguments(command: argparse.ArgumentParser) -> None:
-    """What is drawn, and where to."""
+    """Adds the arguments of `show-tree`."""
+    command.set_defaults(run=_show_tree)
     command.add_argument("prompt")
     command.add_argument("--steps", type=int, default=1, help="most steps that are drawn (default: %(default)s)")
     command.add_argument("--max-new-tokens", type=int, default=128, help="where the text ends (default: %(default)s)")
     command.add_argument("--seed", type=int, help="of the sampling noise; default: a fresh one, printed")
     command.add_argument("--svg", type=Path, help="an .svg file for all steps, or a folder for one file each")
+    add_config_arguments(command)
+    add_machine_arguments(command)
 
 
-def show_tree(engine: EAGLEInference, tokenizer: Tokenizer, arguments: argparse.Namespace) -> int:
-    """Draws the steps as they come; 0."""
+def _show_tree(arguments: argparse.Namespace) -> int:
+    """Draws the steps as they come."""
+    engine, tokenizer = load_engine(arguments)
     _check(engine, arguments)
     prompt = tokenizer.encode(arguments.prompt)
     if not prompt:
@@ -59,13 +63,13 @@ def show_tree(engine: EAGLEInference, tokenizer: Tokenizer, arguments: argparse.
 
 
 def _check(engine: EAGLEInference, arguments: argparse.Namespace) -> None:
-    """Before anything is generated."""
+    """Refuses what cannot be drawn, before anything is generated."""
     if arguments.steps < 1:
         raise ValueError(f"--steps must be at least 1, got {arguments.steps}")
     policy, svg = engine.config.accept_policy, arguments.svg
     if policy != "normal":
         raise ValueError(f"--accept-policy must be normal for trees that the target has verified, got {policy}")
-    # a name that ends otherwise is a picture of another kind, not a folder to be made
+    # another suffix names a picture of another kind, not a folder to be made
     if svg is not None and svg.suffix != ".svg" and (svg.is_file() or svg.suffix and not svg.is_dir()):
         raise ValueError(f"--svg must be a file that ends with .svg or a folder, got {svg}")
     if svg is not None and svg.suffix == ".svg" and not svg.parent.is_dir():

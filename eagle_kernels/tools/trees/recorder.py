@@ -1,4 +1,4 @@
-"""Takes trees down as steps verify them: what `EAGLEInference.on_tree` shows, as numbers on the host."""
+"""Recording of trees as steps verify them: what `EAGLEInference.on_tree` shows, as numbers on the host."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ...engine.step.verification import penalized
 
 @dataclass
 class RecordedTree:
-    """Of one request's step. Nodes have the numbers that verification gives them; padding is left out.
+    """The tree of one request's step. Nodes have the numbers that verification gives them; padding is left out.
 
     length        committed tokens before the root
-    parents       of each node the one before it, parents first; the root's is -1
-    path          nodes that verification accepted, root first, and
-    brought       what the target chose behind each: the drafts that were accepted, and one token more
-    choice_probs  of these, by the target's law there
-    draft_probs   behind the parent, and
-    path_probs    with all those above, where the drafter knows
-    target_probs  of the children of path nodes
+    parents       each node's parent, parents first; -1 for the root
+    path          nodes that verification accepted, root first
+    brought       the target's choice after each of them: the accepted drafts and one more token
+    choice_probs  the target's probabilities of these choices
+    draft_probs   the drafter's probability of a node after its parent, where known
+    path_probs    the same with all nodes above it
+    target_probs  the target's probabilities of the children of path nodes
     """
 
     length: int
@@ -42,16 +42,16 @@ class RecordedTree:
 
 
 class TreeRecorder:
-    """An `on_tree`: keeps the trees of the batch's first row, oldest first, while somebody has it.
+    """An `on_tree` that keeps the trees of the batch's first row, oldest first, while a request has that row.
 
-    A request that an empty batch admits has that row until it ends.
+    The first request of an empty batch has it until it ends.
     """
 
     def __init__(self) -> None:
         self.trees: deque[RecordedTree] = deque()
 
     def __call__(self, seen: Verified) -> None:
-        if seen.batch.is_live[0]:  # else a warm-up, or the step behind the last request's end
+        if seen.batch.is_live[0]:  # not a warm-up, nor a step after the last request's end
             self.trees.append(_record(seen))
 
 
@@ -93,7 +93,7 @@ def _record(seen: Verified) -> RecordedTree:
 
 
 def _walk(first_child: list[int], next_sibling: list[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Parents and depths of the nodes that verification can reach, in the order of their numbers."""
+    """Returns parents and depths of the nodes that verification can reach, in the order of their numbers."""
     parents, depths = {0: -1}, {0: 0}
     for node in range(len(first_child)):
         child, before = first_child[node], node
@@ -106,7 +106,7 @@ def _walk(first_child: list[int], next_sibling: list[int]) -> tuple[dict[int, in
 
 
 def _target_law(seen: Verified, path: list[int]) -> Tensor:
-    """[D, V] fp32: what the target draws from at nodes of the first row's path; greedy: its law at temperature 1."""
+    """Returns what the target draws from at nodes of the first row's path, [D, V] fp32; greedy: at temperature 1."""
     batch = seen.batch
     logits = penalized(batch, seen.proposal.tree, seen.logits, seen.features)[path].float()
     temperature = float(batch.numbers("temperature")[0])

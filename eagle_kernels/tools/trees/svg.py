@@ -9,10 +9,10 @@ from .view import VerifiedTree, why
 
 # pixels
 _CHARACTER, _SMALL, _BOX, _ROW, _MARGIN, _LINE, _GAP = 7.9, 6.7, 24, 38, 16, 16, 66
-_STUB = 16  # of an edge, before it turns towards its child
+_STUB = 16  # length of an edge before it turns towards its child
 _MOST_LABEL, _LEAST_WIDTH = 16, 640
 _LEGEND = (
-    "green: accepted; dashed: the target's own token; above an edge the draft's probability of a token behind its "
+    "green: accepted; dashed: the target's own token; above an edge the draft's probability of a token after its "
     "parent, below it the target's"
 )
 _STYLE = """
@@ -47,7 +47,7 @@ text{fill:#f0f6fc}
 
 @dataclass
 class _Box:
-    """row: of its middle, leaves having whole ones."""
+    """A drawn item; row: the height of its middle in rows, a whole number for leaves."""
 
     item: Item
     depth: int
@@ -56,7 +56,7 @@ class _Box:
 
 
 def trees_svg(trees: list[VerifiedTree]) -> str:
-    """The trees one below another, their roots on the left."""
+    """Draws the trees one below another, with their roots on the left."""
     layouts = [_layout(outline(tree)) for tree in trees]
     edges = [_columns(boxes) for boxes in layouts]
     width = max([_LEAST_WIDTH, *(right[-1] + _MARGIN for _, right in edges)])
@@ -77,18 +77,18 @@ def trees_svg(trees: list[VerifiedTree]) -> str:
 
 
 def _layout(root: Item) -> list[_Box]:
-    """Parents first. Every leaf has a row of its own; a parent is half way between its first child and its last."""
+    """Gives every leaf a row of its own, and a parent the middle between its first and last child; parents first."""
     boxes = [_Box(root, 0, None)]
     pending = [boxes[0]]
     num_rows = 0
-    while pending:  # depth first, first children first: so leaves come in the order of their rows
+    while pending:  # depth first, first children first, so that leaves come in the order of their rows
         box = pending.pop()
         if not box.item.children:
             box.row, num_rows = num_rows, num_rows + 1
         below = [_Box(child, box.depth + 1, box) for child in box.item.children]
         boxes += below
         pending += reversed(below)
-    # children stand behind their parents, and first ones before last ones
+    # children come after their parents in the list
     rows: dict[int, list[float]] = {}
     for box in reversed(boxes):
         if box.item.children:
@@ -98,7 +98,7 @@ def _layout(root: Item) -> list[_Box]:
 
 
 def _columns(boxes: list[_Box]) -> tuple[list[float], list[float]]:
-    """Left and right edges of the boxes of each depth, as wide as the longest text there."""
+    """Returns left and right edges of the boxes of each depth, which are as wide as the longest text there."""
     lefts, rights, left = [], [], float(_MARGIN)
     for depth in range(1 + max(box.depth for box in boxes)):
         widest = max(num_columns(_text(box)) for box in boxes if box.depth == depth)
@@ -111,7 +111,7 @@ def _columns(boxes: list[_Box]) -> tuple[list[float], list[float]]:
 def _draw(body: list[str], boxes: list[_Box], columns: tuple[list[float], list[float]], middle: list[float]) -> None:
     lefts, rights = columns
     place = {id(box): y for box, y in zip(boxes, middle)}
-    # accepted edges over the others
+    # accepted edges last, so that they lie over the others
     for box, y in sorted(zip(boxes, middle), key=lambda pair: pair[0].item.kind == "accepted"):
         if box.parent is None:
             continue
@@ -139,7 +139,7 @@ def _about(item: Item) -> str:
 
 
 def _write(body: list[str], text: str, kind: str, top: float, width: float) -> float:
-    """Lines from `top` down; returns where they end."""
+    """Writes lines from `top` down, and returns where they end."""
     for line in wrapped(text, int((width - 2 * _MARGIN) / (_SMALL if kind == "small" else _CHARACTER))):
         top += _LINE
         body.append(_line(line, kind, _MARGIN, top - 4))

@@ -12,7 +12,7 @@ from .view import VerifiedTree, label, why
 _GREEN, _DIM, _PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
 _COLORS = {"accepted": _GREEN, "target": _GREEN, "rejected": _DIM}
 _MARKS = {"accepted": "●", "cut": "◐", "rejected": "○", "target": "▸"}
-# what all of these and the lines between them become where they cannot be printed
+# replacements for marks and lines that cannot be printed
 _ASCII = str.maketrans("●◐○▸└├│─…", "*+o>`||-.")
 _COLUMNS = ("draft", "path", "target")
 _NUMBER = 8
@@ -21,9 +21,9 @@ _MOST_LABEL = 24
 
 
 class Item(NamedTuple):
-    """What is drawn for a node, or for the token that the target put behind the path.
+    """What is drawn for a node, or for the target's token after the path.
 
-    kind  "accepted" and in the text; "cut": accepted behind its end; "rejected"; "target": the target's own token
+    kind  "accepted": and in the text; "cut": accepted after the end of the text; "rejected"; "target": its own token
     """
 
     kind: str
@@ -35,7 +35,7 @@ class Item(NamedTuple):
 
 
 def outline(tree: VerifiedTree) -> Item:
-    """The root, with all that is below it."""
+    """Returns the root, with everything below it."""
     items: dict[int, Item] = {}
     for node in tree.nodes:
         kind = "accepted" if node.is_in_text else "cut" if node.is_accepted else "rejected"
@@ -51,13 +51,13 @@ def outline(tree: VerifiedTree) -> Item:
 
 
 def title(tree: VerifiedTree) -> str:
-    """What came of the step."""
+    """Returns the result of the step in one line."""
     drafts, tokens = len(tree.nodes) - 1, len(tree.tokens)
-    behind = f" behind {tree.context!r}" if tree.context else ""
+    after = f" after {tree.context!r}" if tree.context else ""
     accepted = f"{tree.num_accepted} of {drafts} draft{'' if drafts == 1 else 's'} accepted"
     brought = f"{tokens} token{'' if tokens == 1 else 's'}"
     end = "" if tree.finish_reason is None else f", the end of the text ({tree.finish_reason})"
-    return f"step {tree.step}{behind}: {accepted}, {brought}{end}"
+    return f"step {tree.step}{after}: {accepted}, {brought}{end}"
 
 
 def can_draw(encoding: str | None) -> bool:
@@ -70,12 +70,12 @@ def can_draw(encoding: str | None) -> bool:
 
 
 def tree_text(tree: VerifiedTree, width: int = 100, use_color: bool = False, is_ascii: bool = False) -> str:
-    """Lines of at most `width` columns, or 48: title, tree, and why the path stopped.
+    """Draws title, tree, and why the path stopped, in lines of at most `width` columns (at least 48).
 
-    is_ascii  all in ASCII: other characters of the text as Python escapes them
+    is_ascii  writes only ASCII: other characters of the text become Python's escapes
 
-    Columns: the draft's probability of a node behind its parent, the product of these down to it, and the target's
-    probability of it behind its parent, where that is on the accepted path.
+    Columns: the draft's probability of a node after its parent, the product of these down to it, and the target's
+    probability of it after its parent if the parent is on the accepted path.
     """
     width = max(width, _LEAST_WIDTH)
     told = _escaped if is_ascii else str
@@ -99,7 +99,7 @@ def _escaped(text: str) -> str:
 
 
 def _rows(root: Item) -> Iterator[tuple[str, Item]]:
-    """Depth first: the lines that lead to an item, and the item."""
+    """Yields items depth first, each with the lines that lead to it."""
     pending = [("", "", root)]
     while pending:
         prefix, below, item = pending.pop()
@@ -110,13 +110,13 @@ def _rows(root: Item) -> Iterator[tuple[str, Item]]:
 
 
 def num_columns(text: str) -> int:
-    """That a text takes where all characters are as wide, or twice."""
+    """Returns the columns that a text takes in a fixed-width font, in which some characters are twice as wide."""
     wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
     return len(text) + wide - sum(unicodedata.combining(character) > 0 for character in text)
 
 
 def cut(text: str, room: int) -> str:
-    """The text, without its end where it takes more columns."""
+    """Returns the text, without its end if it takes more than `room` columns."""
     if num_columns(text) <= room:
         return text
     while num_columns(text) > room - 1:
@@ -125,12 +125,12 @@ def cut(text: str, room: int) -> str:
 
 
 def _cut_left(prefix: str, room: int) -> str:
-    """Of the lines to a deep node the last ones."""
+    """Returns the last of the lines that lead to a deep node."""
     return prefix if len(prefix) <= room else ("…" + prefix)[: room > 0] + prefix[len(prefix) - max(room - 1, 0) :]
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Broken at spaces, and within words that are wider; in columns, where `textwrap` would count characters."""
+    """Breaks a text at spaces, and words that are too wide. Counts columns, where `textwrap` counts characters."""
     lines = [""]
     for part in re.findall(" +|[^ ]+", text):
         if num_columns(lines[-1] + part) > width >= num_columns(part):

@@ -14,18 +14,17 @@ from .recorder import RecordedTree, TreeRecorder
 if TYPE_CHECKING:
     from ...engine.inference import EAGLEInference
 
-# tokens before a token that its text may depend on (spaces, characters of several tokens), and characters to show
+# the tokens before a token that its text may depend on (spaces, characters of several tokens), and characters to show
 _CONTEXT_TOKENS, _CONTEXT_CHARACTERS = 16, 32
-# of UTF-8's longest character, each of which may be a token
+# bytes of UTF-8's longest character; each may be a token
 _MOST_BYTES = 4
 
 
 @dataclass(frozen=True)
 class TargetChoice:
-    """The token that the target put behind a node: its argmax, or what was drawn there; by rules other than these two
-    the draft that was kept.
+    """The token that the target chose after a node: its argmax or a draw, or a draft that another rule kept.
 
-    prob  by the target's law there, after penalties, temperature and filters; greedy: at temperature 1
+    prob  the target's probability of it, after penalties, temperature and filters; greedy: at temperature 1
     """
 
     token_id: int
@@ -37,14 +36,14 @@ class TargetChoice:
 class TreeNode:
     """One node of a verified tree; number 0 is the root, the last token before the step.
 
-    text         what the token adds to the text before it; "" where it alone makes no character
-    parent       number of the node that it follows; -1 of the root
-    draft_prob   by the drafter, behind its parent, and
-    path_prob    with all those above it, by which EAGLE-2 ranks drafts; None: this drafter does not know
-    target_prob  by the target, where the parent lies on the accepted path
-    target       what the target chose behind it, where it lies on the accepted path
-    is_accepted  by verification; the root always
-    is_in_text   accepted, and not behind the end of the text
+    text         what the token adds to the text before it; "" if it makes no character by itself
+    parent       number of the node that it follows; -1 for the root
+    draft_prob   the drafter's probability of it after its parent; None: unknown
+    path_prob    the same with all nodes above it, by which EAGLE-2 ranks drafts; None: unknown
+    target_prob  the target's probability of it, if its parent is on the accepted path
+    target       the target's choice after it, if it is on the accepted path
+    is_accepted  whether verification accepted it; the root always is
+    is_in_text   whether it was accepted and does not come after the end of the text
     """
 
     number: int
@@ -68,8 +67,8 @@ class Stop:
                 there was none at all; "end_token", "stop_string": the text ends with this token; "length": the token
                 limit cuts the rest off
     node        number of the last node that is in the text
-    choice      what followed it there, of the target; None where the text ends with the node itself
-    is_drafted  whether this was among the drafts there all the same, as verification that is lossy may have it
+    choice      the target's choice after it; None if the text ends with the node itself
+    is_drafted  whether the choice was among the drafts there nevertheless, which lossy verification allows
     """
 
     reason: str
@@ -84,10 +83,10 @@ class VerifiedTree:
 
     step           counts from 1
     context        the end of the text before the root
-    nodes          in the order of their numbers, which padding has too: there may be gaps
-    num_levels     that this step could accept
-    tokens         that the step brought into the text
-    finish_reason  as of `Request`, where the text ended with this step
+    nodes          in the order of their numbers; there may be gaps, since padding has numbers too
+    num_levels     levels of drafts
+    tokens         tokens that the step added to the text
+    finish_reason  that of `Request` if the text ended with this step
     """
 
     step: int
@@ -100,31 +99,33 @@ class VerifiedTree:
 
     @property
     def num_accepted(self) -> int:
-        """Drafts that came into the text."""
+        """Number of drafts in the text."""
         return sum(node.is_in_text for node in self.nodes) - 1
 
     def node(self, number: int) -> TreeNode:
+        """Returns the node of this number."""
         return next(node for node in self.nodes if node.number == number)
 
     def children(self, number: int) -> list[TreeNode]:
+        """Returns the nodes that follow node `number`."""
         return [node for node in self.nodes if node.parent == number]
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Returns everything as values that JSON can hold."""
         return asdict(self) | {"num_accepted": self.num_accepted, "why": why(self)}
 
 
 def label(token_id: int, text: str) -> str:
-    """A token as Python writes strings, or its id where it is no text of its own."""
+    """Returns a token's text as Python writes strings, or its id if it has no text of its own."""
     return repr(text) if text else f"<{token_id}>"
 
 
 def why(tree: VerifiedTree) -> str:
-    """The stop in one sentence."""
+    """Explains the stop in one sentence."""
     stop, choice = tree.stop, tree.stop.choice
     node = tree.node(stop.node)
-    behind = f"behind {label(node.token_id, node.text)}"
-    where = "at the root" if node.parent < 0 else f"at depth {node.depth}, {behind}"
+    after = f"after {label(node.token_id, node.text)}"
+    where = "at the root" if node.parent < 0 else f"at depth {node.depth}, {after}"
     chosen = "" if choice is None else f"{label(choice.token_id, choice.text)} ({choice.prob:.2f})"
     if stop.reason == "target":
         drafted = "which was drafted but not accepted" if stop.is_drafted else "which was not drafted there"
@@ -143,9 +144,9 @@ def why(tree: VerifiedTree) -> str:
 def verified_trees(
     engine: EAGLEInference, prompt: list[int], max_new_tokens: int = 128, *, seeds: Seeds = None, **overrides: Any
 ) -> Iterator[VerifiedTree]:
-    """Generates from one prompt and yields the tree of each step; who has seen enough closes the iterator.
+    """Generates from one prompt and yields the tree of each step; close the iterator to stop early.
 
-    The engine must be idle, and its steps run one launch after another meanwhile. overrides: as of `generate`.
+    The engine must be idle. Its steps run without CUDA graphs meanwhile. overrides: those of `generate`.
     """
     if engine.has_work or engine.on_tree is not None:
         raise RuntimeError("verified_trees: the engine must have no requests and no on_tree; trees are one request's")
@@ -158,7 +159,7 @@ def verified_trees(
         request, step = stream.requests[0], 0
         try:
             for _ in stream:
-                # its tokens all come at once; what was stepped once more behind the end is dropped
+                # a step's tokens all come at once; a step after the end is dropped
                 while recorder.trees and _num_before(recorder.trees[0], request) < len(request.output_ids):
                     step += 1
                     yield _tree(recorder.trees.popleft(), request, engine.tokenizer, step)
@@ -169,7 +170,7 @@ def verified_trees(
 
 
 def _num_before(seen: RecordedTree, request: Request) -> int:
-    """Tokens of the output up to the root."""
+    """Returns the number of tokens of the output up to the root."""
     return seen.length - len(request.prompt) + 1
 
 
@@ -197,7 +198,7 @@ def _tree(seen: RecordedTree, request: Request, tokenizer: Tokenizer | None, ste
     )  # fmt: skip
     finish_reason = request.finish_reason if is_last else None
     stop = _stop(nodes, in_text[-1], choices, tokens, len(seen.path), finish_reason)
-    # whole characters are enough in there, where it begins within one
+    # enough tokens for whole characters, even if the first one is cut
     end = before[-_MOST_BYTES * _CONTEXT_CHARACTERS :]
     detokenizer = tokenizer.detokenizer() if tokenizer else None
     context = (detokenizer.push(end) + detokenizer.finish())[-_CONTEXT_CHARACTERS:] if tokenizer else ""
@@ -212,7 +213,7 @@ def _stop(
     num_brought: int,
     finish_reason: str | None,
 ) -> Stop:
-    """last: the node that the text reaches; num_brought: tokens of the step, those behind the end of the text too."""
+    """Finds why the path ends at node `last`; num_brought: tokens of the step, also those after the end of the text."""
     drafts = [node.token_id for node in nodes if node.parent == last]
     is_cut = len(tokens) < num_brought
     choice = None if is_cut else choices[last]
@@ -227,7 +228,7 @@ def _stop(
 
 
 def _text(tokenizer: Tokenizer | None, before: list[int], token: int) -> str:
-    """What the token adds to the text of those before it; "" where that is no whole character, or nothing at all."""
+    """Returns what the token adds to the text before it; "" if that is nothing or not a whole character."""
     if tokenizer is None:
         return ""
     detokenizer = tokenizer.detokenizer()

@@ -1,0 +1,74 @@
+"""`python -m eagle_kernels inspect` and `train-head`: what a draft head is, and how one is made."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ...engine.models.loading import demo_pair
+from ..inspection import inspect_head
+from ..training.head_recipe import add_options, read_options
+from ..training.train_head import rows_of, train_head
+from ..training.trainer import EXIT_UNFINISHED, TimeBudgetReached
+from .shared import add_machine_arguments, as_lines, first_prompts, read_machine
+
+
+def add_inspect_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `inspect`."""
+    command.set_defaults(run=_inspect)
+    command.add_argument("draft", type=Path, nargs="?", help="EAGLE head folder (default: the embedded pair)")
+    command.add_argument("--target", type=Path, help="model folder to hold it against")
+    command.add_argument("--sweep", default="none", help="prompts (.json list, or one a line): measure layer ids +-1")
+    command.add_argument("--num-prompts", type=int, default=8, help="most prompts of --sweep (default: 8)")
+    command.add_argument("--max-new-tokens", type=int, default=64, help="per prompt of --sweep (default: 64)")
+    add_machine_arguments(command)
+
+
+def add_train_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `train-head`."""
+    command.set_defaults(run=_train_head)
+    command.add_argument("--target", type=Path, required=True, help="model folder")
+    command.add_argument("--data", type=Path, required=True, nargs="+", help=".txt or .jsonl files")
+    command.add_argument(
+        "--output", type=Path, required=True, help="folder of the head; the same command goes on there"
+    )
+    add_options(command)
+    add_machine_arguments(command, dtype=None)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    """Returns 0, or 1 if the head is faulty or does not fit."""
+    if arguments.draft is None and arguments.target is not None:
+        raise ValueError("--target needs the folder of the head before it")
+    target, draft = (arguments.target, arguments.draft) if arguments.draft else demo_pair()
+    prompts = None if arguments.sweep == "none" else first_prompts(arguments.sweep, arguments)
+    is_placed = prompts is not None or arguments.device != "auto"  # nothing is computed without a sweep
+    device, dtype = read_machine(arguments) if is_placed else (None, None)
+    report = inspect_head(
+        draft,
+        target,
+        prompts=prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        device=device,
+        dtype=dtype,
+        check_weights=arguments.check_weights,
+    )
+    print(json.dumps(report.to_dict(), indent=2) if arguments.json else as_lines(report.rows()))
+    return 1 if report.misfits else 0
+
+
+def _train_head(arguments: argparse.Namespace) -> int:
+    """Returns 0, or EXIT_UNFINISHED if the time budget ended the run, which the same command continues."""
+    device, dtype = read_machine(arguments)
+    try:
+        record = train_head(
+            arguments.target, arguments.data, arguments.output, read_options(arguments), device=device, dtype=dtype,
+            check_weights=arguments.check_weights,
+        )  # fmt: skip
+    except TimeBudgetReached as reached:
+        print(f"time budget used up at {reached}; give the same command again to go on", file=sys.stderr)
+        return EXIT_UNFINISHED
+    print(json.dumps(record, indent=2) if arguments.json else as_lines(rows_of(record)))
+    return 0

@@ -1,0 +1,93 @@
+"""What several commands share: the machine, the engine, files of prompts, and rows of output."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from ...engine.inference import EAGLEInference
+from ...engine.models import draft_loading
+from ...engine.models.loading import demo_pair
+from ...engine.models.tokenizer import Tokenizer, load_tokenizer
+from ...runtime.placement import choose_device, read_device
+from ..inspection import read_prompts_file
+from .config import read_config
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def add_machine_arguments(command: argparse.ArgumentParser, dtype: str | None = "float32") -> None:
+    """Adds device, dtype, weight check and JSON; dtype: its default, None: bfloat16 on GPUs, else float32."""
+    command.add_argument("--device", default="auto", help="cuda, cpu, cuda:1, ... (auto: cuda where there is one)")
+    default = dtype or "bfloat16 on GPUs, else float32"
+    command.add_argument("--dtype", choices=_DTYPES, default=dtype, help=f"of the weights (default: {default})")
+    command.add_argument(
+        "--check-weights",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="refuse NaN and infinite weights, by one pass over them (default: on)",
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def read_machine(arguments: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
+    """Chooses the device and the dtype of the weights."""
+    is_free = arguments.device == "auto"
+    device = choose_device(_warn) if is_free else read_device("--device", arguments.device, "auto")
+    return device, _DTYPES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+
+
+def load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokenizer]:
+    """Loads the models that the arguments name, or the embedded pair."""
+    config = read_config(arguments)
+    if config.needs_model and (arguments.target is None) != (arguments.draft is None):
+        raise ValueError("--target and --draft belong together: a head fits the one target it was trained for")
+    if not config.needs_model and arguments.draft is not None:
+        raise ValueError(f"--draft must not be given for method={config.method!r}, which drafts without a model")
+    others = sorted({"mtp", "draft_model"}.intersection(config.methods))
+    if others and arguments.draft is None:
+        raise ValueError(f"--draft must be given for method={others[0]!r}: the embedded pair's is an EAGLE head")
+    target, draft = (arguments.target, arguments.draft) if arguments.target else demo_pair()
+    draft = draft if config.needs_model else None
+    device, dtype = read_machine(arguments)
+    with _logging_the_head() if arguments.draft else nullcontext():
+        engine = EAGLEInference.from_pretrained(
+            draft, target, config, device=device, dtype=dtype, check_weights=arguments.check_weights
+        )
+    return engine, load_tokenizer(target)
+
+
+def first_prompts(path: str, arguments: argparse.Namespace) -> list[str]:
+    """Reads the prompts of a file, at most --num-prompts of them."""
+    if arguments.num_prompts < 1:
+        raise ValueError(f"--num-prompts must be at least 1, got {arguments.num_prompts}")
+    return read_prompts_file(path)[: arguments.num_prompts]
+
+
+def as_lines(rows: list[tuple[str, str]]) -> str:
+    """Writes rows as lines of `name: value`."""
+    return "\n".join(f"{name}: {value}" for name, value in rows)
+
+
+@contextmanager
+def _logging_the_head() -> Iterator[None]:
+    """Logs to stderr which format a head has and how its layer ids were read, since wrong ones do not show in the
+    text."""
+    logger, handler = logging.getLogger(draft_loading.__name__), logging.StreamHandler()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
