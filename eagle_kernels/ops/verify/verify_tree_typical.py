@@ -49,7 +49,19 @@ from .shared.argmax import slice_key, winner
 from .shared.logits import LARGEST_FINITE, read_temperature
 from .shared.random import STREAM_TARGET, add_grouped_gumbel, grouped_words, random_block
 from .shared.sampling import check_vocabulary
-from .shared.tree_walk import Links, Output, Walk, check_tree, follow, is_own, load_nodes, store_walk
+from .shared.tree_walk import (
+    Links,
+    Output,
+    Walk,
+    check_tree,
+    follow,
+    is_own,
+    load_nodes,
+    mark_children,
+    output_arguments,
+    store_walk,
+    tree_arguments,
+)
 
 # No measurement yet: a slice as wide as verify_tree_greedy's, less what the registers of an exponential need.
 SCAN_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
@@ -158,7 +170,7 @@ def _verify_tree_typical_walk_kernel(
         while current < BLOCK_NODE:  # parents before children, so in ascending order
             is_here = node == current
             depth_here = tl.sum(tl.where(is_here, depth, 0))
-            is_child = _children(tree.links, current, BLOCK_NODE)
+            is_child = mark_children(tree.links, current)
             is_token = is_child & (tree.tokens >= 0) & (tree.tokens < VOCAB_SIZE)
             row_ptr = target_logits_ptr + (request * NUM_NODES + current) * stride_logits_row
             logits = tl.load(row_ptr + tree.tokens, mask=is_token, other=float("-inf"))
@@ -220,19 +232,6 @@ def _merge_slices(
         total += factor * slice_total
         moment += tl.where(factor > 0.0, factor * (slice_moment + shift * slice_total), 0.0)
     return largest, total, moment
-
-
-@triton.jit
-def _children(links, node, BLOCK_NODE: tl.constexpr):
-    """Tells which nodes are children of `node`."""
-    nodes = tl.arange(0, BLOCK_NODE)
-    is_child = nodes < 0
-    child = tl.sum(tl.where(nodes == node, links, 0)) >> 16
-    while child > 0:
-        is_here = nodes == child
-        is_child = is_child | is_here
-        child = tl.sum(tl.where(is_here, links, 0)) & 0xFFFF
-    return is_child
 
 
 @triton.jit(do_not_specialize=["stride_logits_row"])
@@ -328,7 +327,8 @@ def verify_tree_typical(
 
     spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
     """
-    contracted = contract(locals())
+    values = locals()
+    contracted = contract(values)
     out = check.allocate("verify_tree_typical", contracted, out)
     device, (batch_size, num_nodes) = candidates.device, candidates.shape
     scan, walk = tuning.row(SCAN_TUNING, device), tuning.row(WALK_TUNING, device)
@@ -358,23 +358,12 @@ def verify_tree_typical(
         "verify_tree_typical",
         _verify_tree_typical_walk_kernel,
         (batch_size,),
-        **rows,
-        **walk,
-        candidates_ptr=candidates,
-        retrieve_index_ptr=retrieve_index,
-        retrieve_next_token_ptr=retrieve_next_token,
-        retrieve_next_sibling_ptr=retrieve_next_sibling,
+        **(rows | walk | tree_arguments(values) | output_arguments(out)),
         epsilon_ptr=epsilon,
         delta_ptr=delta,
         partial_keys_ptr=partial_keys,
         partial_sums_ptr=partial_sums,
         last_ptr=last,
-        predicts_ptr=out.predicts,
-        accept_index_ptr=out.accept_index,
-        accept_token_num_ptr=out.accept_token_num,
-        SPEC_STEPS=spec_steps,
-        BLOCK_NODE=triton.next_power_of_2(num_nodes),
-        BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
     )
     launch(
         "verify_tree_typical",

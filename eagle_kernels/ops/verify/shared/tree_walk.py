@@ -158,6 +158,19 @@ def find_child(tree, node, token):
 
 
 @triton.jit
+def mark_children(links, node):
+    """Tells which nodes [node] are children of `node`; links as in Tree."""
+    nodes = tl.arange(0, links.shape[0])
+    is_child = nodes < 0
+    child = tl.sum(tl.where(nodes == node, links, 0)) >> 16
+    while child > 0:
+        is_here = nodes == child
+        is_child = is_child | is_here
+        child = tl.sum(tl.where(is_here, links, 0)) & 0xFFFF
+    return is_child
+
+
+@triton.jit
 def find_above(links, node):
     """Returns the node whose links, as in Tree, name `node` (-1 if none does), and whether it is its parent.
 
