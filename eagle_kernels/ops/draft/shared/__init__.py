@@ -1,1 +1,1 @@
-"""What ops of this family share: the search for earlier occurrences."""
+"""What `ngram_match` is made of: the search for earlier occurrences, and the budget of verified tokens."""
