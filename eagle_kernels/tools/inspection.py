@@ -1,7 +1,7 @@
-"""What a draft head is, whether it fits a target, and which streams of the target it was trained on.
+"""Inspection of a draft head: its properties, its fit to a target, and the target's streams that it was trained on.
 
-A head with auxiliary layer ids of the wrong convention (off by one) writes the target's text all the same. Only its
-acceptance tells, so `sweep_aux_layers` measures it with the ids as they are and shifted by one either way.
+A head whose auxiliary layer ids follow the wrong convention (off by one) still gives the target's text. Only its
+acceptance shows the fault, so `sweep_aux_layers` measures it with the ids as they are and shifted by one either way.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ..engine.models.tokenizer import load_tokenizer
 from ..runtime.placement import read_placement
 
 SHIFTS = (-1, 0, 1)
-# A chain: it leans on every draft, so wrong streams cost it more than a tree.
+# The drafts are chains, which suffer more from wrong streams than trees do.
 SWEEP_STEPS = 5
-# Of the best mean length, and its lead over the next: below these the ids have not been told apart.
+# The least best mean length, and its least lead over the next, for a verdict.
 LEAST_LENGTH, LEAST_LEAD = 1.05, 0.05
 
 _OPTIONS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm", "fc_bias")
@@ -35,7 +35,7 @@ _OPTIONS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm", 
 
 @dataclass
 class SweepRow:
-    """Mean acceptance length (bonus included) with the ids shifted by `shift`; None where they leave the target."""
+    """The mean acceptance length (bonus included) with the ids shifted by `shift`; None if they leave the target."""
 
     shift: int
     aux_layers: tuple[int, ...]
@@ -44,18 +44,18 @@ class SweepRow:
 
 @dataclass
 class HeadReport:
-    """What `inspect` tells.
+    """The report of `inspect`.
 
-    kind                EAGLE-1 stands for EAGLE-2 too, whose network is the same
-    written_aux_layers  as config.json has them, numbering `written_aux_meaning`; None: it names none
-    hidden_states       the same as hidden_states indices; FINAL_NORM is the stream after the final norm;
+    kind                EAGLE-1 includes EAGLE-2, whose network is the same
+    written_aux_layers  the ids in config.json, which number `written_aux_meaning`; None: it has none
+    hidden_states       the same streams as hidden_states indices; FINAL_NORM is the stream after the final norm;
                         None: they depend on the target, and none was given
-    layer_outputs       the same as layers whose output is read, -1 being the embedding
-    options             those that are on
-    dtypes, parameters  of the file; types in the words of safetensors, as BF16
+    layer_outputs       the same streams as layers whose output is read, -1 being the embedding
+    options             the options that are on
+    dtypes, parameters  those in the file; types in the words of safetensors, such as BF16
     fits                None: no target was given
-    misfits             every reason why it does not fit, and what is wrong with the head itself
-    remarks             what is worth knowing and no fault
+    misfits             every reason why the head does not fit, and every fault of the head itself
+    remarks             notes that are no faults
     """
 
     folder: str
@@ -85,11 +85,11 @@ class HeadReport:
     sweep: list[SweepRow] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Returns the report as a dictionary for JSON."""
         return asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
-        """(name, value) lines for people."""
+        """Returns (name, value) lines to print."""
         share = self.draft_vocab_size / self.vocab_size
         sources = {True: "its own", False: "the target's"}
         rows = [
@@ -135,9 +135,9 @@ def inspect_head(
     dtype: torch.dtype | None = None,
     check_weights: bool = True,
 ) -> HeadReport:
-    """Reads the head, holds it against the target, and, given prompts, measures the shifted layer ids.
+    """Reads the head, compares it with the target and, given prompts, measures the shifted layer ids.
 
-    device, dtype  of the measurement, as of `EAGLEInference.from_pretrained`
+    device, dtype  those of the measurement, as in `EAGLEInference.from_pretrained`
     """
     file = read_head(draft, check_weights=check_weights)
     report = _describe(Path(draft), file)
@@ -146,7 +146,7 @@ def inspect_head(
             raise ValueError("a sweep of the layer ids needs the target (--target)")
         report.misfits = file.head.vocabulary_faults()
         return report
-    # without a sweep it is held against names and sizes, which need no memory
+    # without a sweep, names and sizes suffice, which need no memory
     place = ("meta", torch.float32) if prompts is None else read_placement("inspect_head", device, dtype)
     target_model = load_target(target, *place, check_weights=check_weights)
     report.target = str(target)
@@ -158,7 +158,7 @@ def inspect_head(
         tokens = [tokenizer.encode(prompt) for prompt in prompts]
         head = load_draft(draft, target_model, check_weights=check_weights)
         report.sweep = sweep_aux_layers(head, target_model, tokens, max_new_tokens)
-        report.remarks += _judge(report.sweep)
+        report.remarks += judge(report.sweep)
     return report
 
 
@@ -193,7 +193,7 @@ def _told_modules(head: DraftHead) -> list[str]:
 
 
 def _streams(aux_layers: tuple[int, ...] | None) -> dict[str, list[int] | None]:
-    """Both conventions; what a layer reads is the output of the one before."""
+    """Returns the streams in both conventions; a layer reads the output of the one before."""
     if aux_layers is None:
         return {"hidden_states": None, "layer_outputs": None}
     outputs = None if aux_layers == (FINAL_NORM,) else [layer - 1 for layer in aux_layers]
@@ -217,7 +217,7 @@ def _hold_against(report: HeadReport, head: DraftHead, target: TargetModel) -> N
 def sweep_aux_layers(
     head: DraftHead, target: TargetModel, prompts: Sequence[list[int]], max_new_tokens: int
 ) -> list[SweepRow]:
-    """Greedy text of the prompts with the auxiliary layer ids as they are and shifted; the head is left as it was."""
+    """Decodes the prompts greedily with the auxiliary layer ids as they are and shifted; leaves the head unchanged."""
     if head.aux_layers == (FINAL_NORM,):
         raise ModelError("the head reads the target's last feature: there are no layer ids to sweep")
     as_they_are, rows = head.aux_layers, []
@@ -235,8 +235,8 @@ def sweep_aux_layers(
     return rows
 
 
-def _judge(sweep: list[SweepRow]) -> list[str]:
-    """What the sweep says about the ids."""
+def judge(sweep: list[SweepRow]) -> list[str]:
+    """Returns the verdict of a sweep on the ids."""
     measured = [row for row in sweep if row.mean_accept_length is not None]
     best, *others = sorted(measured, key=lambda row: -row.mean_accept_length)
     if best.mean_accept_length < LEAST_LENGTH:
@@ -254,7 +254,7 @@ def _judge(sweep: list[SweepRow]) -> list[str]:
 
 
 def read_prompts_file(path: str | Path) -> list[str]:
-    """Prompts of a JSON file (a list of texts) or of any other text file (one a line)."""
+    """Returns the prompts of a JSON file (a list of texts) or of any other text file (one a line)."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")

@@ -609,7 +609,7 @@ def test_a_template_beside_bytes(folder_of):
 def test_answers_that_are_none(tmp_path, lines, message):
     path = tmp_path / "answers.jsonl"
     path.write_text("".join(line + "\n" for line in lines))
-    assert refused(answers._read_answers, path, "{}").startswith(f"{path}{message}")
+    assert refused(answers.read_answers, path, "{}").startswith(f"{path}{message}")
     assert path.read_text().splitlines() == lines, "left as it was"
 
 

@@ -14,7 +14,7 @@ from eagle_kernels.engine.models.checkpoint import Checkpoint
 from eagle_kernels.engine.models.loading import demo_pair, load_draft
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.tools.cli.main import main
-from eagle_kernels.tools.inspection import SweepRow, _judge, inspect_head, read_prompts_file, sweep_aux_layers
+from eagle_kernels.tools.inspection import SweepRow, inspect_head, judge, read_prompts_file, sweep_aux_layers
 from eagle_kernels.tools.training.saving import save_folder
 from op_tests.engine import heads
 from op_tests.engine.heads import TARGET_VOCAB, WRITERS
@@ -121,7 +121,7 @@ def test_the_sweep_of_a_head_that_is_never_accepted_tells_nothing(tmp_path):
     ],
 )
 def test_the_sweep_judges_with_a_margin(lengths, verdict):
-    (told,) = _judge([SweepRow(shift, (shift + 1,), length) for shift, length in zip((-1, 0, 1), lengths)])
+    (told,) = judge([SweepRow(shift, (shift + 1,), length) for shift, length in zip((-1, 0, 1), lengths)])
     assert verdict in told
 
 

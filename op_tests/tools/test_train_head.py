@@ -30,7 +30,7 @@ from eagle_kernels.tools.training.answers import answer_prompts
 from eagle_kernels.tools.training.head_fitting import Accuracy, Piece, piece_loss, shuffled_pieces
 from eagle_kernels.tools.training.head_recipe import HeadOptions, default_aux_layers, head_config
 from eagle_kernels.tools.training.saving import save_folder
-from eagle_kernels.tools.training.train_head import _new_head, _settle, train_head
+from eagle_kernels.tools.training.train_head import new_head, settle, train_head
 from eagle_kernels.tools.training.trainer import EXIT_UNFINISHED, tell_changes
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
@@ -117,9 +117,9 @@ def test_the_loss_falls_and_progress_tells(trained):
 def test_the_trained_head_is_accepted_more_often(trained, target_folder, text_file):
     folder, record, _ = trained
     target = load_target(target_folder)
-    options, aux_layers = _settle(HeadOptions(**SMALL), target)
+    options, aux_layers = settle(HeadOptions(**SMALL), target)
     examples = head_data.read_examples([text_file], ByteTokenizer(), chat.PlainFormat(), 32, needs_answers=True)
-    untrained, _ = _new_head(target_folder, target, examples, options, aux_layers)
+    untrained, _ = new_head(target_folder, target, examples, options, aux_layers)
     prompts = [example.tokens[:10].tolist() for example in examples[:4]]
 
     def accepted(head) -> float:
@@ -281,7 +281,7 @@ def test_training_in_bf16(target_folder, text_file, tmp_path, capsys):
 def test_pieces_add_up_to_the_whole_batch(target_folder):
     """Gradients of 2 batches of 2 are those of 1 batch of 4: lengths, masks and padding differ between them."""
     target = load_target(target_folder)
-    options, aux_layers = _settle(HeadOptions(**SMALL), target)
+    options, aux_layers = settle(HeadOptions(**SMALL), target)
     generator = torch.Generator().manual_seed(0)
     examples = [
         head_data.Example(
@@ -290,7 +290,7 @@ def test_pieces_add_up_to_the_whole_batch(target_folder):
         )
         for length in (3, 17, 9, 30)
     ]
-    head, _ = _new_head(target_folder, target, examples, options, aux_layers)
+    head, _ = new_head(target_folder, target, examples, options, aux_layers)
 
     def loss_and_gradients(batch_size: int, accumulate: int):
         chosen = replace(options, batch_size=batch_size, accumulate=accumulate)
@@ -305,12 +305,12 @@ def test_pieces_add_up_to_the_whole_batch(target_folder):
 def test_only_answers_are_learnt(target_folder):
     """What does not lead to an answer's token has no say in the loss; what does has."""
     target = load_target(target_folder)
-    options, aux_layers = _settle(HeadOptions(**SMALL), target)
+    options, aux_layers = settle(HeadOptions(**SMALL), target)
     tokens = torch.randint(257, (1, 12), generator=torch.Generator().manual_seed(1))
     is_answer = [False] * 5 + [True] * 4 + [False] * 3
     example = head_data.learn_answer(tokens[0, :5].tolist(), tokens[0, 5:9].tolist())
     assert example.is_learnt.tolist() == [*is_answer[1:9], False]
-    head, _ = _new_head(target_folder, target, [example], options, aux_layers)
+    head, _ = new_head(target_folder, target, [example], options, aux_layers)
     batch = head_data.collate([example], shortest=12)
     counts = torch.tensor([4.0, 4.0, 4.0])
     loss = piece_loss(head, target, Piece(batch, counts), Accuracy(3, target.device))
@@ -328,9 +328,9 @@ def test_only_answers_are_learnt(target_folder):
 
 def test_study_is_observe_in_rows(target_folder, monkeypatch):
     target = load_target(target_folder)
-    options, aux_layers = _settle(HeadOptions(**SMALL), target)
+    options, aux_layers = settle(HeadOptions(**SMALL), target)
     example = head_data.learn_answer([1], [2, 3, 3])
-    head, _ = _new_head(target_folder, target, [example], options, aux_layers)
+    head, _ = new_head(target_folder, target, [example], options, aux_layers)
     tokens = torch.randint(257, (3, 7))
     monkeypatch.setattr(unrolled, "LOGIT_ROWS", 4)
     lesson = unrolled.study(target, head, tokens)
@@ -375,15 +375,15 @@ def test_a_run_killed_after_a_validation_goes_on(target_folder, text_file, tmp_p
     """Before its first checkpoint the folder holds a head already, known as the run's own. Two streams are read."""
     few = SMALL | {"validation_prompts": 1, "validation_tokens": 2, "steps": 3, "aux_layers": "1,3"}
     command = arguments_of(target_folder, text_file, tmp_path, **few, validate_every=1)
-    measure = train_module._measure
+    measure = train_module.measure_head
 
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_module, "_measure", killed)
+    monkeypatch.setattr(train_module, "measure_head", killed)
     assert main(command) == EXIT_INTERRUPTED
     assert (tmp_path / "config.json").is_file() and not (tmp_path / "checkpoint/head.pt").exists()
-    monkeypatch.setattr(train_module, "_measure", measure)
+    monkeypatch.setattr(train_module, "measure_head", measure)
     assert main(command) == 0
     assert read_head(tmp_path).head.aux_layers == (1, 3)
 

@@ -1,1 +1,1 @@
-"""Models the engine can run: the contract (`protocol`), a decoder, an EAGLE-3 head, and how they are loaded."""
+"""Models that the engine can run: their contract (`protocol`), a decoder, draft heads, and how they are loaded."""

@@ -27,8 +27,15 @@ class CausalDraft:
         if self.draft_vocab_size < self.vocab_size:  # offsets of 0: an id is the same in both
             self.draft_to_target = torch.zeros(self.draft_vocab_size, dtype=torch.int64, device=model.device)
         self.max_length, self.kv_shape = model.max_length, model.kv_shape
-        self.device, self.dtype = model.device, model.dtype
         self.can_be_captured = getattr(model, "can_be_captured", True)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
 
     def forward(
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool

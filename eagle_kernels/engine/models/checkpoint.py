@@ -24,8 +24,7 @@ from .protocol import ModelError
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that exists is read, itself or its shards
 _LFS_POINTER = b"version https://git-lfs"
 _PIECE = 2**24  # elements
-# names of the number of layers in models of transformers
-_LAYER_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_LAYER_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names in models of transformers
 
 
 class StoredTensor(NamedTuple):

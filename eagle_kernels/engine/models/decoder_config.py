@@ -74,19 +74,18 @@ _ROPE_TYPES = {
 
 def read_section(config: dict[str, Any], name: str) -> dict[str, Any]:
     """Returns the JSON object under a key of config.json; {} for an absent or null key."""
-    return _read_optional(config, name, dict, "an object")
+    section = config.get(name)
+    if section is not None and not isinstance(section, dict):
+        raise ModelError(f"config.json: {name} must be an object, got {shown(section)}")
+    return section or {}
 
 
 def read_flag(config: dict[str, Any], name: str) -> bool:
     """Returns the boolean under a key of config.json; False for an absent or null key."""
-    return _read_optional(config, name, bool, "true or false")
-
-
-def _read_optional(config: dict[str, Any], name: str, kind: type, told: str) -> Any:
     value = config.get(name)
-    if value is not None and not isinstance(value, kind):
-        raise ModelError(f"config.json: {name} must be {told}, got {shown(value)}")
-    return value or kind()
+    if value is not None and not isinstance(value, bool):
+        raise ModelError(f"config.json: {name} must be true or false, got {shown(value)}")
+    return bool(value)
 
 
 def read_size(config: dict[str, Any], name: str) -> int:

@@ -154,7 +154,7 @@ class DraftHead(ConfiguredModel):
                 self._shared[part] = getattr(target, getter)()
         if self.d2t is not None and self.t2d is None:  # ModelOpt omits t2d, which follows from d2t
             self.t2d = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.d2t.device)
-            self.t2d[_target_ids(self.d2t)] = True
+            self.t2d[self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)] = True
         return self
 
     def misfits(self, target: TargetModel) -> list[str]:
@@ -214,14 +214,10 @@ def _faults_of_aux_layers(aux_layers: tuple[int, ...], num_layers: int) -> list[
     return [fault]
 
 
-def _target_ids(d2t: Tensor) -> Tensor:
-    return d2t + torch.arange(len(d2t), device=d2t.device)
-
-
 def _faults_of_offsets(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> list[str]:
     """Checks that the offsets d2t [Vd] int64 and, if there is one, t2d [V] bool describe the same ascending subset of
     the target's vocabulary."""
-    target_ids, found = _target_ids(d2t), []
+    target_ids, found = d2t + torch.arange(len(d2t), device=d2t.device), []
     outside = ((target_ids < 0) | (target_ids >= vocab_size)).nonzero()
     descending = (target_ids.diff() <= 0).nonzero() + 1
     if len(outside):

@@ -95,8 +95,7 @@ def _load_through_transformers(
         )
     except Exception as error:  # unchecked files can raise anything in transformers
         raise ModelError(f"transformers cannot load it: {type(error).__name__}: {first_line(error)}") from None
-    # transformers would fill these with random numbers
-    refuse_names("missing", set(report["missing_keys"]))
+    refuse_names("missing", set(report["missing_keys"]))  # transformers fills these with random numbers
     model = model.to(device)
     if check_weights:
         refuse_not_finite(dict(model.named_parameters()), dtype)

@@ -1,7 +1,7 @@
-"""How many drafts the engine accepts on held-out prompts: the number that drops when something is silently wrong.
+"""Acceptance of drafts on held-out prompts: the number that drops when something is silently wrong.
 
-A head that reads its features a row off, or a tree mask with a bit too many, can leave the text right: only acceptance
-tells.
+If a head reads its features a row off, or a tree mask has a bit too many, the text can still be right: only acceptance
+shows the fault.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .trainer import device_name
 NEW_TOKENS = 128
 BATCH_SIZE = 8
 TEMPERATURES = (0.0, 1.0)
-# Without end tokens every prompt gives as many tokens as any other, however early its text would have ended.
+# Without end tokens, every prompt gives the same number of tokens.
 TREES = (EAGLEConfig(eos_token_ids=()), EAGLEConfig(topk=1, num_steps=5, eos_token_ids=()))
 
 
 def measure_acceptance(folder: Path, device: torch.device, new_tokens: int = NEW_TOKENS) -> list[dict[str, Any]]:
-    """A row for each temperature and tree: the pair in `folder`, in fp32, on the prompts of its `prompts.json`."""
+    """Measures the pair in `folder`, in fp32, on the prompts of its `prompts.json`; returns `acceptance_rows`."""
     target = load_target(folder / "target", device)
     draft = load_draft(folder / "draft", target)
     tokenizer = load_tokenizer(folder / "target")
@@ -48,7 +48,7 @@ def acceptance_rows(
     new_tokens: int,
     tell: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """A row for each temperature and tree; the texts are held against those of plain decoding.
+    """Returns a row for each temperature and tree, and compares the texts with those of plain decoding.
 
     tell  gets a line of progress from time to time
     """
@@ -84,7 +84,7 @@ def _generate(
     tell: Callable[[str], None] | None,
     speculative: bool = True,
 ) -> tuple[list[list[int]], list[GenerationStats]]:
-    """The texts of all prompts and the statistics of each batch; prompt i has seed i, whatever batch it is in."""
+    """Returns the texts of all prompts and the statistics of each batch; prompt i has seed i in any batch."""
     texts, stats = [], []
     name = _describe(engine.config) if speculative else "plain decoding"
     for start in range(0, len(prompts), BATCH_SIZE):
@@ -99,7 +99,7 @@ def _generate(
 
 
 def _describe(tree: EAGLEConfig) -> str:
-    """The drafting tree in words."""
+    """Describes the drafting tree."""
     if tree.topk == 1:
         return f"chain of {tree.num_steps}"
     return f"top {tree.topk}, {tree.num_steps} levels, {tree.num_verify_tokens} nodes"

@@ -1,6 +1,6 @@
-"""Data of the target's own making: prompts answered by the target itself, kept in a file as they come.
+"""Training data from the target: its answers to prompts, written to a file as they come.
 
-What a head has to guess is what its target says, not what people wrote.
+A head has to guess what its target says, not what people wrote.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...engine.models.eagle_head import EagleConfig, EagleHead
 from .progress import decode
 from .trainer import TimeBudgetReached, tell_changes
 
-SEED_STRIDE = 1_000_003  # seeds of the answers of one run lie this far from those of the next
+SEED_STRIDE = 1_000_003  # distance between the seeds of two runs
 
 
 def answer_prompts(
@@ -38,12 +38,12 @@ def answer_prompts(
     end_token_ids: tuple[int, ...],
     deadline: float,
 ) -> list[list[int]]:
-    """The target's answer to each prompt, its end token included; those in `path` are not asked for again.
+    """Returns the target's answer to each prompt, with its end token; answers that `path` holds are not computed again.
 
-    path          a line with the fingerprint, then one for each answer, written batch by batch
-    fingerprint   of everything that decides the answers: a file made under another one is refused
+    path          a file with a line for the fingerprint and one for each answer, written batch by batch
+    fingerprint   everything that decides the answers; a file with another fingerprint is refused
     """
-    answers = _read_answers(path, fingerprint)
+    answers = read_answers(path, fingerprint)
     engine = None
     began, done = time.monotonic(), len(answers)
     with path.open("a", encoding="utf-8") as file:
@@ -68,8 +68,8 @@ def _tell(line: str) -> None:
     print(f"answers {line}", file=sys.stderr, flush=True)
 
 
-def _read_answers(path: Path, fingerprint: str) -> list[list[int]]:
-    """What is in the file, and the file cut off after its last whole line."""
+def read_answers(path: Path, fingerprint: str) -> list[list[int]]:
+    """Returns the answers in the file, and cuts the file off after its last whole line."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
     if not lines:
         path.write_text(fingerprint + "\n", encoding="utf-8")
@@ -98,7 +98,7 @@ def _plain_engine(
     batch_size: int,
     end_token_ids: tuple[int, ...],
 ) -> EAGLEInference:
-    """An engine that is only used without speculation: its head has no weights worth the name."""
+    """Returns an engine for use without speculation: its head is untrained."""
     with torch.device(target.device):
         head = EagleHead(head_config, own_output=False).to(target.dtype)
     config = EAGLEConfig(

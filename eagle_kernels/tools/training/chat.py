@@ -1,4 +1,4 @@
-"""Conversations as tokens, and which of the tokens are answers."""
+"""Conversations as tokens, and the tokens that belong to answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _READER = "transformers, which reads the chat template,"
 
 
 class Turn(NamedTuple):
-    """What one side said; `role` is system, user or assistant, or, of a bare pair, prompt or response."""
+    """A turn of one side; `role` is system, user or assistant, or prompt or response in a bare pair."""
 
     role: str
     text: str
@@ -26,17 +26,17 @@ class Turn(NamedTuple):
 
 
 class ChatFormat(Protocol):
-    """How a target writes conversations down."""
+    """The written form of a target's conversations."""
 
-    is_complete: bool  # the text holds the target's marks of beginning and end
+    is_complete: bool  # the text has the target's marks of beginning and end
 
     def write(self, turns: Sequence[Turn], *, asks: bool = False) -> str:
-        """The text of the turns; with `asks`, up to where the next answer begins."""
+        """Returns the text of the turns; with `asks`, up to where the next answer begins."""
         ...
 
 
 class PlainFormat:
-    """`role:`, a newline, what was said; turns are joined by newlines. A response follows its prompt directly."""
+    """Format with `role:`, a newline and the text; newlines join turns. A response follows its prompt directly."""
 
     is_complete = False
 
@@ -57,7 +57,7 @@ class TemplateFormat:
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # of any class, as of files that nobody has checked
+        except Exception as error:  # unchecked files can raise anything
             reason = f"finds no tokenizer: {type(error).__name__}: {first_line(error)}"
             raise ModelError(f"{folder}: {_READER} {reason}") from None
 
@@ -71,7 +71,7 @@ class TemplateFormat:
 
 
 def chat_format_of(folder: Path) -> tuple[ChatFormat, str]:
-    """How the target in this folder writes conversations, and that in words."""
+    """Returns the chat format of the target in this folder, and a description of it."""
     config = read_json(folder / "tokenizer_config.json", is_optional=True)
     if not (config.get("chat_template") or (folder / "chat_template.jinja").is_file()):
         return PlainFormat(), "roles and newlines (the target has no chat template)"
@@ -85,7 +85,7 @@ def chat_format_of(folder: Path) -> tuple[ChatFormat, str]:
 
 
 def encode_turns(turns: Sequence[Turn], chat: ChatFormat, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """The ids, and whether each belongs to an answer: to its text, or is the token after it, which ends the turn."""
+    """Returns the ids, and whether each belongs to an answer or is the token after it, which ends the turn."""
     text, places = _places(turns, chat)
     ids, spans = encode_with_spans(tokenizer, text, chat.is_complete)
     if not chat.is_complete and turns[-1].is_answer:
@@ -101,8 +101,8 @@ def encode_turns(turns: Sequence[Turn], chat: ChatFormat, tokenizer: Tokenizer) 
 
 
 def _places(turns: Sequence[Turn], chat: ChatFormat) -> tuple[str, list[tuple[int, int]]]:
-    """The text of the turns, and where in it what each said stands: what surrounds it is found by writing down marks in
-    its place, which no text holds."""
+    """Returns the text of the turns, and the range of each turn's own text in it. To find the text between them, the
+    turns are also written with marks in place of their texts, which no text contains."""
     text = chat.write(turns)
     marks = [f"\ue000{index}\ue001" for index in range(len(turns))]
     frame = chat.write([turn._replace(text=mark) for turn, mark in zip(turns, marks)])
@@ -122,7 +122,7 @@ def _places(turns: Sequence[Turn], chat: ChatFormat) -> tuple[str, list[tuple[in
 
 
 def encode_prompt(turns: Sequence[Turn], chat: ChatFormat, tokenizer: Tokenizer) -> list[int]:
-    """The ids after which the target is to answer."""
+    """Returns the ids after which the target is to answer."""
     return encode_with_spans(tokenizer, chat.write(turns, asks=True), chat.is_complete)[0]
 
 

@@ -1,7 +1,7 @@
 """The demo corpus: the Python files of a standard library, as bytes, split by file into training and held-out text.
 
-Everybody who runs Python has it, and it is split by a hash of the path, so a file stays on its side when others come or
-go. A second copy of a file's contents is dropped: it could put held-out text into the training stream.
+Everybody who runs Python has it. A hash of its path decides the side of a file, which so stays the same when other
+files come or go. Second copies of the same contents are dropped: they could bring held-out text into training.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Corpus:
 
 
 def read_corpus(root: Path) -> Corpus:
-    """Read the library at `root`; raises ValueError when either side of the split would be empty."""
+    """Reads the library at `root`; raises ValueError if either side of the split would be empty."""
     digest = hashlib.sha256()
     seen: set[bytes] = set()
     files = []
@@ -78,7 +78,7 @@ def read_corpus(root: Path) -> Corpus:
 
 
 def token_stream(files: list[SourceFile]) -> Tensor:
-    """The bytes of all files, `END_OF_TEXT` after each: [tokens] int16, a quarter of what int64 would take."""
+    """Returns the bytes of all files, with `END_OF_TEXT` after each: [tokens] int16, to save memory."""
     total = sum(len(file.contents) + 1 for file in files)
     stream = torch.empty(total, dtype=torch.int16)
     start = 0
@@ -91,13 +91,13 @@ def token_stream(files: list[SourceFile]) -> Tensor:
 
 
 def windows(stream: Tensor, starts: Tensor, length: int) -> Tensor:
-    """stream[start : start + length] of each start [B], as [B, length] int64 on the stream's device."""
+    """Returns stream[start : start + length] for each start [B]: [B, length] int64 on the stream's device."""
     offsets = starts[:, None] + torch.arange(length)
     return stream[offsets.to(stream.device)].long()
 
 
 def held_out_prompts(files: list[SourceFile], count: int = PROMPT_COUNT, num_bytes: int = PROMPT_BYTES) -> list[str]:
-    """Up to `count` ASCII prompts of `num_bytes` bytes, each from another file.
+    """Returns up to `count` ASCII prompts of `num_bytes` bytes, each from another file.
 
     A prompt begins at the first line start in the second half of its file. Files are taken in the order of their path
     hash, so that no package of the library dominates.

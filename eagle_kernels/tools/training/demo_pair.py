@@ -1,12 +1,12 @@
-"""Train the demo pair: `python -m eagle_kernels.tools.training.demo_pair --output DIR`.
+"""Training of the demo pair: `python -m eagle_kernels.tools.training.demo_pair --output DIR`.
 
 A byte-level Llama learns Python source, is rounded to bf16, and an EAGLE-3 head learns to guess what the rounded model
-will say next. A few minutes on one data-centre GPU give a pair that is small enough to ship, and whose acceptance is
-high enough that a silent engine fault shows as a drop.
+will say next. A few minutes on a data-centre GPU give a pair that is small enough to ship, and whose acceptance is so
+high that a silent fault of the engine shows as a drop.
 
-With `--checkpoint-dir` a run that was cut off goes on where it stopped when the same command is given again, and ends
-with the same weights (to the bit where the device's arithmetic is deterministic). `--measure-acceptance` then decodes
-held-out prompts with the pair and adds the result to its model card.
+With `--checkpoint-dir`, the same command continues an interrupted run and ends with the same weights (bit for bit if
+the device's arithmetic is deterministic). `--measure-acceptance` then decodes held-out prompts with the pair and adds
+the result to its model card.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from .saving import save_folder, write_json
 from .trainer import EXIT_UNFINISHED, Run, TimeBudgetReached, device_name, initialise, random_windows
 from .unrolled import head_loss, most_frequent, set_draft_vocabulary, start_from_output_of, target_loss
 
-# The pair lives in the repository and in every wheel.
+# Limits of the pair, which is part of the repository and of every wheel.
 MAX_PARAMETERS = 5_900_000
 MAX_FILE_MIB = 11.5
 
 
 def train_target(run: Run, recipe: Recipe, stream: Tensor) -> Decoder:
-    """The trained target, frozen, its fp32 weights rounded to the bf16 values that will be saved."""
+    """Returns the trained target, frozen, with fp32 weights rounded to the bf16 values that will be saved."""
     config = DecoderConfig.from_dict(recipe.target_config)
     target = Decoder(config)
     initialise(target, config.num_hidden_layers, recipe.seed)
@@ -59,7 +59,7 @@ def train_target(run: Run, recipe: Recipe, stream: Tensor) -> Decoder:
 
 
 def train_head(run: Run, recipe: Recipe, target: Decoder, stream: Tensor) -> EagleHead:
-    """The head trained against `target`, rounded in the same way."""
+    """Returns the head trained against `target`, rounded in the same way."""
     head = EagleHead(EagleConfig.from_dict(recipe.head_config))
     initialise(head, num_layers=1, seed=recipe.seed + 1)
     set_draft_vocabulary(head, choose_draft_vocabulary(stream, head.draft_vocab_size))
@@ -76,7 +76,7 @@ def train_head(run: Run, recipe: Recipe, target: Decoder, stream: Tensor) -> Eag
 
 
 def choose_draft_vocabulary(stream: Tensor, size: int) -> Tensor:
-    """The `size` most frequent tokens, ties to the lower id, ascending [size] int64; the end of text is always one."""
+    """Returns the `size` most frequent tokens, ascending [size] int64; the end of text is always one of them."""
     frequency = torch.bincount(stream.cpu().int(), minlength=VOCAB_SIZE)
     frequency[END_OF_TEXT] = len(stream)
     return most_frequent(frequency, size)
@@ -87,7 +87,7 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def check_size(target: nn.Module, head: nn.Module, folder: Path) -> None:
-    """Refuse a pair that has outgrown the repository."""
+    """Refuses a pair that is too large for the repository."""
     parameters = count_parameters(target) + count_parameters(head)
     file_mib = sum((folder / part / "model.safetensors").stat().st_size for part in ("target", "draft")) / 2**20
     if parameters > MAX_PARAMETERS or file_mib > MAX_FILE_MIB:
@@ -131,7 +131,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, measure, write; returns the exit status."""
+    """Runs the command; returns the exit status."""
     arguments = parse_arguments(argv)
     device = choose_device() if arguments.device == "auto" else torch.device(arguments.device)
     if arguments.card_only:
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train_pair(arguments: argparse.Namespace, device: torch.device) -> int:
-    """Train both models and write the folder; returns the exit status."""
+    """Trains both models and writes the folder; returns the exit status."""
     began = time.monotonic()
     output: Path = arguments.output
     recipe = make_recipe(tiny=arguments.tiny, seed=arguments.seed)
@@ -208,7 +208,7 @@ def train_pair(arguments: argparse.Namespace, device: torch.device) -> int:
 
 
 def add_acceptance(output: Path, device: torch.device, new_tokens: int) -> int:
-    """Measure the pair in `output` and put the rows into its record and its model card; returns the exit status."""
+    """Measures the pair in `output` and adds the rows to its record and model card; returns the exit status."""
     path = output / "training.json"
     record = json.loads(path.read_text(encoding="utf-8"))
     record["acceptance"] = measure_acceptance(output, device, new_tokens)

@@ -1,4 +1,4 @@
-"""What the trained pair is worth on held-out text, measured a row at a time, without the engine."""
+"""Quality of the trained pair on held-out text, without the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .unrolled import draft_vocabulary_of, observe, target_loss, unroll
 
 
 def evaluation_batches(stream: Tensor, recipe: Recipe, batch_size: int, length: int) -> Iterator[Tensor]:
-    """Evenly spaced windows of the held-out stream, in batches of [≤ batch_size, length] int64."""
+    """Yields evenly spaced windows of the held-out stream, in batches of [≤ batch_size, length] int64."""
     count = min(recipe.evaluation_windows, len(stream) // length)
     if count == 0:
         raise ValueError(f"the held-out files hold {len(stream)} tokens, less than one window of {length}")
@@ -27,7 +27,7 @@ def evaluation_batches(stream: Tensor, recipe: Recipe, batch_size: int, length: 
 
 @torch.no_grad()
 def held_out_loss(target: Decoder, stream: Tensor, recipe: Recipe) -> float:
-    """Nats per byte on held-out windows; each starts without context, which costs a little."""
+    """Returns the loss in nats per byte on held-out windows; each starts without context, which costs a little."""
     losses, sizes = [], []
     for tokens in evaluation_batches(stream, recipe, recipe.target.batch_size, recipe.window + 1):
         with mixed_precision(stream.device):
@@ -38,7 +38,7 @@ def held_out_loss(target: Decoder, stream: Tensor, recipe: Recipe) -> float:
 
 @torch.no_grad()
 def accuracy_by_depth(head: EagleHead, target: Decoder, stream: Tensor, recipe: Recipe) -> list[float]:
-    """Share of held-out rows at which the head's first choice is the target's, given a true token at each depth."""
+    """Returns for each depth the share of held-out rows whose first choice is the target's, after the true tokens."""
     hits = torch.zeros(recipe.depths, dtype=torch.int64)
     rows = torch.zeros(recipe.depths, dtype=torch.int64)
     for tokens in evaluation_batches(stream, recipe, recipe.head.batch_size, recipe.window):

@@ -1,4 +1,4 @@
-"""What a head is trained on: texts and conversations of the user's files, as tokens with a mask.
+"""Training data of a head: texts and conversations from the user's files, as tokens with a mask.
 
 | file | holds | learnt |
 |---|---|---|
@@ -7,8 +7,8 @@
 | `.jsonl` | `{"prompt": ..., "response": ...}` a line | the response |
 | `.jsonl` | `{"conversations": [{"from": ..., "value": ...}, ...]}` a line | the answers |
 
-The last also with `messages`, `role` and `content`.
-What is longer than a window is cut into several. A line that cannot be read is refused as file:line.
+Conversations may also use the keys `messages`, `role` and `content`. Examples longer than a window are cut into
+several. An error about a line names it as file:line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...engine.config.values import parse_json, shown
 from ...engine.models.tokenizer import Tokenizer
 from .chat import ChatFormat, Turn, encode_prompt, encode_turns
 
-TEXT_PROMPT_TOKENS = 64  # of a text, most tokens that serve as a prompt
+TEXT_PROMPT_TOKENS = 64  # the most tokens of a text that are used as a prompt
 ROLES = {
     "system": "system",
     "user": "user",
@@ -39,8 +39,8 @@ class Example(NamedTuple):
     """At most a window of tokens.
 
     tokens    [T] int32
-    is_learnt [T] bool: whether the token after this one is to be learnt; that after the last counts where all are
-    turns     of a conversation in the window that it begins in, () in its later ones, None of a text
+    is_learnt [T] bool: whether the token after this one is to be learnt; True at the end of a text, all of which is
+    turns     the turns of a conversation in its first window, () in its later ones, None for a text
     """
 
     tokens: Tensor
@@ -63,9 +63,9 @@ class Batch(NamedTuple):
 def read_examples(
     paths: Sequence[Path], tokenizer: Tokenizer, chat: ChatFormat, window: int, *, needs_answers: bool
 ) -> list[Example]:
-    """All examples of the files, in their order.
+    """Returns all examples of the files, in order.
 
-    needs_answers   a conversation without an answer is refused; otherwise it may end in a question
+    needs_answers   refuses conversations without an answer; otherwise they may end in a question
     """
     examples = []
     for path in paths:
@@ -90,7 +90,7 @@ def read_examples(
 
 
 def split_held_out(examples: list[Example], share: float) -> tuple[list[Example], list[Example]]:
-    """(training, held out): at least one each; equal examples stay together, whatever files they come from."""
+    """Splits into (training, held out), at least one example each; equal examples are on the same side."""
     digests = [example.digest for example in examples]
     ordered = sorted(set(digests))
     count = min(max(1, round(share * len(ordered))), len(ordered) - 1)
@@ -104,14 +104,14 @@ def split_held_out(examples: list[Example], share: float) -> tuple[list[Example]
 
 
 def teaches(example: Example) -> bool:
-    """Whether something can be learnt from it: the second token is never drafted, whose row would need the feature of
-    a token before the first."""
+    """Tells whether an example teaches anything: its second token is never drafted, since that row would need the
+    feature of a token before the first."""
     return bool(example.is_learnt[1:].any())
 
 
 def prompts_of(example: Example, tokenizer: Tokenizer, chat: ChatFormat, most: int) -> list[list[int]]:
-    """What the target is asked for: each answer of a conversation after what went before it as it was written, or the
-    continuation of a text after at most `most` tokens. Prompts of conversations are whole, however long."""
+    """Returns prompts for the target: the turns before each answer of a conversation, which are never cut, or the
+    beginning of a text, of at most `most` tokens."""
     if not example.turns:
         half = len(example.tokens) // 2 if example.turns is None else 0
         return [example.tokens[: min(TEXT_PROMPT_TOKENS, half, most)].tolist()] if half else []
@@ -122,13 +122,13 @@ def prompts_of(example: Example, tokenizer: Tokenizer, chat: ChatFormat, most: i
 
 
 def count_tokens(examples: list[Example], vocab_size: int) -> Tensor:
-    """How often each token is to be learnt, [V] int64."""
+    """Counts how often each token is to be learnt, [V] int64."""
     learnt = torch.cat([example.tokens[1:][example.is_learnt[:-1]] for example in examples])
     return torch.bincount(learnt, minlength=vocab_size)
 
 
 def collate(examples: list[Example], shortest: int) -> Batch:
-    """The examples side by side, at least `shortest` tokens wide. Rows are causal: padding behind them changes none."""
+    """Pads the examples to one batch, at least `shortest` tokens wide; causal rows do not see the padding."""
     width = max(shortest, *(len(example.tokens) for example in examples))
     tokens = torch.zeros(len(examples), width, dtype=torch.int64)
     is_learnt = torch.zeros(len(examples), width, dtype=torch.bool)
@@ -139,7 +139,7 @@ def collate(examples: list[Example], shortest: int) -> Batch:
 
 
 def learn_answer(prompt: list[int], answer: list[int]) -> Example:
-    """The example of a prompt and the target's answer."""
+    """Returns the example of a prompt and the target's answer."""
     is_answer = [False] * len(prompt) + [True] * len(answer)
     return Example(torch.tensor(prompt + answer, dtype=torch.int32), _before(is_answer))
 
@@ -207,7 +207,7 @@ def _text_windows(text: str, tokenizer: Tokenizer, window: int) -> Iterator[Exam
 
 
 def _before(is_answer: list[bool]) -> Tensor:
-    """Whether the token after each is an answer's, [T] bool; there is none after the last."""
+    """Tells for each token whether the next one is an answer's, [T] bool; False for the last."""
     return torch.tensor([*is_answer[1:], False])
 
 

@@ -1,4 +1,4 @@
-"""The training loop's view of a head: batches of examples, their loss, and what is told of progress."""
+"""The parts of the training loop for heads: batches of examples, their loss, and the accuracy to report."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .unrolled import draft_vocabulary_of, lesson_loss, study, teachable, unroll
 
 
 class Piece(NamedTuple):
-    """A batch of a step, and how many rows of the whole step are learnt at each depth, [depths] fp32."""
+    """A batch of a step, and the number of rows of the whole step that are learnt at each depth, [depths] fp32."""
 
     batch: Batch
     counts: Tensor
 
 
 class Accuracy:
-    """How often the head's first choice is the target's, by depth, among the learnt rows since it was last told."""
+    """The share of learnt rows, by depth, whose first choice is the target's, since the last report."""
 
     def __init__(self, depths: int, device: torch.device) -> None:
         self._hits = torch.zeros(depths, device=device)
@@ -34,7 +34,7 @@ class Accuracy:
         self.latest: list[float] = []
 
     def watch(self, logits: Iterator[Tensor], head: EagleHead, choices: Tensor, is_learnt: Tensor) -> Iterator[Tensor]:
-        """Passes the logits of each depth on."""
+        """Counts the hits of each depth, and yields its logits unchanged."""
         for depth, depth_logits in enumerate(logits):
             rows = is_learnt[:, 1 + depth :]
             agrees = draft_vocabulary_of(head)[depth_logits.detach().argmax(-1)] == choices[:, 1 + depth :]
@@ -43,6 +43,7 @@ class Accuracy:
             yield depth_logits
 
     def tell(self) -> str:
+        """Returns the accuracies as text and starts to count anew."""
         self.latest = [round(share, 4) for share in (self._hits / self._rows.clamp(min=1)).tolist()]
         self._hits.zero_()
         self._rows.zero_()
@@ -58,7 +59,7 @@ def fit_head(
     steps: int,
     after_step: Callable[[int], None] | None = None,
 ) -> Accuracy:
-    """Trains the head; returns what it got right in the last stretch that was reported."""
+    """Trains the head; returns its accuracy, as last reported."""
     accuracy = Accuracy(options.depths, run.device)
     size = options.batch_size * options.accumulate
     mean_length = sum(len(example.tokens) for example in train) / len(train)
@@ -77,7 +78,7 @@ def fit_head(
 
 
 def piece_loss(head: EagleHead, target: Decoder, piece: Piece, accuracy: Accuracy) -> Tensor:
-    """The part of the step's loss that comes from this piece."""
+    """Computes the part of the step's loss that comes from this piece."""
     tokens, is_learnt, counts = (tensor.to(target.device) for tensor in (*piece.batch, piece.counts))
     lesson = study(target, head, tokens)
     logits = unroll(head, tokens, lesson.features, depths=len(counts))
@@ -86,7 +87,7 @@ def piece_loss(head: EagleHead, target: Decoder, piece: Piece, accuracy: Accurac
 
 
 def shuffled_pieces(train: list[Example], options: HeadOptions) -> Pieces:
-    """The examples in an order of their own in every epoch, batch_size * accumulate a step, one batch a piece."""
+    """Returns the pieces of a step as a function: batch_size * accumulate examples, shuffled anew in every epoch."""
     size = options.batch_size * options.accumulate
 
     @lru_cache(maxsize=2)

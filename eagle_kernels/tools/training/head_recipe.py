@@ -1,4 +1,4 @@
-"""What `train-head` can be told, and the config.json of the head that it trains."""
+"""The options of `train-head`, and the config.json of the head that it trains."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import Any
 from ...engine.config.values import is_integer
 from ...engine.models.checkpoint import read_config
 from ...engine.models.decoder import Decoder
+from ...engine.models.draft_head import usual_aux_layers
 from ...engine.models.head_formats import LAYER_IDS
 from ...engine.models.loading import read_eos_token_ids
 
-MOST_WINDOW, MOST_DRAFT_VOCAB = 2048, 32000  # of what is chosen where nothing is said
+MOST_WINDOW, MOST_DRAFT_VOCAB = 2048, 32000  # limits of the defaults
 
 
 def _option(default: Any, text: str, *, kind: type = int, low: float | None = 1, decides: bool = True) -> Any:
-    """A field; `low` is the least value, and `decides` whether it changes the trained weights."""
+    """Declares a field; `low` is its least value, and `decides` tells whether it changes the trained weights."""
     return field(default=default, metadata={"help": text, "kind": kind, "low": low, "decides": decides})
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """The options of `train-head`, by the names that they have on the command line; None: chosen from what is there."""
+    """The options of `train-head`, named as on the command line; None: chosen to fit target and data."""
 
     steps: int | None = _option(None, "optimizer steps (default: as many as --epochs take)")
     epochs: int = _option(2, "passes over the data")
@@ -76,18 +77,18 @@ class HeadOptions:
             raise ValueError(f"train-head: --{name.replace('_', '-')} must {rule}, got {getattr(self, name)!r}")
 
     def deciding(self) -> dict[str, Any]:
-        """What a checkpoint is only continued with."""
+        """Returns the options that must be the same for a checkpoint to be continued."""
         values = asdict(self)
         chosen = {item.name: values[item.name] for item in fields(self) if item.metadata["decides"]}
         return chosen | {"aux_layers": self.aux_layers and list(self.aux_layers)}
 
 
 def default_aux_layers(num_layers: int) -> tuple[tuple[int, ...], bool]:
-    """hidden_states indices of the streams to read, and whether they are the official (2, n // 2, n - 3).
+    """Returns hidden_states indices of the streams to read, and whether they are the official choice.
 
-    These do not ascend in targets of fewer than 7 layers; there a low, a middle and a high one are taken.
+    Those do not ascend in targets of fewer than 7 layers; there a low, a middle and a high stream are taken.
     """
-    official = (2, num_layers // 2, num_layers - 3)
+    official = usual_aux_layers(num_layers)
     if official[0] < official[1] < official[2]:
         return official, True
     low = 1 if num_layers > 2 else 0
@@ -98,7 +99,7 @@ def default_aux_layers(num_layers: int) -> tuple[tuple[int, ...], bool]:
 def head_config(
     target_folder: Path, target: Decoder, options: HeadOptions, aux_layers: tuple[int, ...], draft_vocab_size: int
 ) -> dict[str, Any]:
-    """config.json of a head in the format of SpecForge and SGLang; sizes and rotary embedding are the target's."""
+    """Returns config.json of a head in the format of SpecForge and SGLang, with the target's sizes and RoPE."""
     config = target.config
     theirs = read_config(target_folder)
     rope_keys = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
@@ -133,7 +134,7 @@ def head_config(
         "norm_output": False,
         "num_aux_hidden_states": len(aux_layers),
         "eagle_config": {
-            # layers whose output is read, so one below the hidden_states indices
+            # names layers by their outputs: one below the hidden_states indices
             LAYER_IDS: [layer - 1 for layer in aux_layers],
             "use_aux_hidden_state": True,
         },
@@ -141,7 +142,7 @@ def head_config(
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """An argument for every field of `HeadOptions`, which checks the values."""
+    """Adds an argument for every field of `HeadOptions`, which checks the values."""
     for item in fields(HeadOptions):
         name, kind, text = "--" + item.name.replace("_", "-"), item.metadata["kind"], item.metadata["help"]
         if kind is bool:
@@ -161,4 +162,5 @@ def _layer_ids(text: str) -> tuple[int, ...]:
 
 
 def read_options(arguments: argparse.Namespace) -> HeadOptions:
+    """Returns the options that the parsed command line sets."""
     return HeadOptions(**{item.name: getattr(arguments, item.name) for item in fields(HeadOptions)})

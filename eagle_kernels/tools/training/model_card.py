@@ -10,7 +10,7 @@ from .corpus import PROMPT_BYTES
 
 
 def write_model_card(folder: Path) -> None:
-    """Write `README.md` from `training.json`, and from nothing else.
+    """Writes `README.md` from `training.json` alone.
 
     The rows of the key "acceptance" come from `acceptance.measure_acceptance`; without that key the card says so.
     """

@@ -1,4 +1,4 @@
-"""Lines of progress for whoever sees no bar: at least one every few seconds, however long a step takes."""
+"""Lines of progress where no bar is shown: at least one every few seconds, however long a step takes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ REPORT_SECONDS = 10.0
 
 
 class Pace:
-    """Says when the next line is due."""
+    """The time since the last line of progress."""
 
     def __init__(self) -> None:
         self.told()
 
     def told(self) -> None:
-        """A line was told."""
+        """Notes that a line was written."""
         self._told_at = time.monotonic()
 
     def is_due(self) -> bool:
+        """Tells whether it is time for the next line."""
         return time.monotonic() - self._told_at >= REPORT_SECONDS
 
 
@@ -33,7 +34,7 @@ def decode(
     tell: Callable[[str], None] | None,
     **options: Any,
 ) -> GenerationOutput:
-    """As `EAGLEInference.generate`; tells from time to time how many tokens there are."""
+    """Generates as `EAGLEInference.generate` does, and tells from time to time how many tokens there are."""
     pace, stream = Pace(), engine.stream(prompts, max_new_tokens, **options)
     for count, _ in enumerate(stream, start=1):
         if tell is not None and pace.is_due():

@@ -1,4 +1,4 @@
-"""Recipes: the sizes of both models and how long each is trained."""
+"""Recipes of the demo pair: the sizes of both models and the length of their training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .corpus import END_OF_TEXT, VOCAB_SIZE, Corpus
 
 @dataclass(frozen=True)
 class Stage:
-    """How one of the two models is trained; the learning rate rises linearly, then falls to 0 along a cosine."""
+    """The training of one model; its learning rate rises linearly, then falls to 0 along a cosine."""
 
     name: str
     steps: int
@@ -28,14 +28,14 @@ class Stage:
         return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (self.steps - warm_up)))
 
     def resized(self, steps: int | None, batch_size: int | None) -> Stage:
-        """The same with other sizes; None keeps one."""
+        """Returns the stage with other sizes; None keeps a size."""
         changes = {"steps": steps, "batch_size": batch_size}
         return replace(self, **{name: value for name, value in changes.items() if value is not None})
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the result, apart from the corpus and the device."""
+    """Everything that decides the result except the corpus and the device."""
 
     target_config: dict[str, Any]
     head_config: dict[str, Any]
@@ -47,12 +47,12 @@ class Recipe:
     seed: int
 
     def fingerprint(self, corpus: Corpus) -> str:
-        """A checkpoint may only be continued under the fingerprint it was made with."""
+        """Returns the text that must be the same for a checkpoint to be continued."""
         return json.dumps({"corpus": corpus.sha256, **asdict(self)}, sort_keys=True)
 
 
 def make_recipe(*, tiny: bool = False, seed: int = 0) -> Recipe:
-    """A pair of the size that ships, or a `tiny` one of no use that trains in seconds on a CPU."""
+    """Returns the recipe of the shipped pair, or of a useless `tiny` one that trains in seconds on a CPU."""
     shared = {
         "model_type": "llama",
         "vocab_size": VOCAB_SIZE,
@@ -84,7 +84,7 @@ def make_recipe(*, tiny: bool = False, seed: int = 0) -> Recipe:
         "norm_before_residual": False,
         "norm_output": False,
         "eagle_config": {
-            # Layers whose outputs are taken: hidden_states 1, 2, 3 and 1, 3, 5. The default choice of EAGLE-3 would
+            # Layers whose outputs are read: hidden_states 1, 2, 3 and 1, 3, 5. The default choice of EAGLE-3 would
             # name one layer twice in targets this shallow.
             "eagle_aux_hidden_state_layer_ids": [0, 1, 2] if tiny else [0, 2, 4],
             "use_aux_hidden_state": True,

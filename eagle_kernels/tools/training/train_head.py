@@ -1,10 +1,9 @@
-"""Training an EAGLE-3 head for any target: `python -m eagle_kernels train-head`.
+"""Training of an EAGLE-3 head for a target: `python -m eagle_kernels train-head`.
 
-The output folder is the head, in the format of SpecForge and SGLang, and beside it
-    checkpoint/       where the same command goes on
-    answers.jsonl     what the target answered, with `regenerate`
-    training.json     what was trained on what, and how many drafts the engine accepts; until the end, what validations
-                      have told
+The output folder holds the head, in the format of SpecForge and SGLang, and beside it
+    checkpoint/       the state from which the same command continues
+    answers.jsonl     the target's answers, with `regenerate`
+    training.json     the settings and the acceptance of the result; until the end, the validations so far
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ def train_head(
     dtype: torch.dtype,
     check_weights: bool = True,
 ) -> dict[str, Any]:
-    """Train, write and measure a head; returns what `training.json` holds.
+    """Trains, writes and measures a head; returns the contents of `training.json`.
 
-    check_weights   of the target, see `load_target`
-    dtype   of the target; on a GPU, and with bfloat16, the head is trained in mixed precision, its weights in fp32
-    Raises `TimeBudgetReached` when the options' time is up, with everything saved that is needed to go on.
+    dtype           the target's; on a GPU, and with bfloat16, the head is trained in mixed precision with fp32 weights
+    check_weights   whether the target's weights are checked, see `load_target`
+    Raises `TimeBudgetReached` when the time is up, after saving all that is needed to continue.
     """
     began = time.monotonic()
     if dtype == torch.float16:
@@ -62,11 +61,11 @@ def train_head(
     _check_family(target_folder)
     with naming(output):
         earlier = read_json(output / "training.json", is_optional=True)
-    # there from the beginning: it tells a folder of ours, also before anything was saved
+    # made first, because it marks the folder as one of ours
     (output / "checkpoint").mkdir(parents=True, exist_ok=True)
     _tell(f"loads {target_folder} as {dtype} on {device}")
     target = load_target(target_folder, device, dtype, check_weights=check_weights)
-    options, aux_layers = _settle(options, target)
+    options, aux_layers = settle(options, target)
     tokenizer = load_tokenizer(target_folder)
     chat, chat_name = chat_format_of(target_folder)
     _tell(f"reads {', '.join(map(str, data))}")
@@ -84,15 +83,15 @@ def train_head(
     if not train:
         raise ValueError("train-head: nothing is left to learn from")
 
-    head, config = _new_head(target_folder, target, train, options, aux_layers)
+    head, config = new_head(target_folder, target, train, options, aux_layers)
     steps = options.steps or math.ceil(options.epochs * len(train) / (options.batch_size * options.accumulate))
     facts |= {**options.deciding(), "steps": steps}
     prompts = [prompt for example in held_out for prompt in prompts_of(example, tokenizer, chat, options.window)[:1]]
     if not prompts:
         raise ValueError("train-head: no held-out example has a prompt; hold out more (--held-out)")
     if any(earlier.get(name) != value for name, value in facts.items()):
-        earlier = {}  # of another run
-    # what a run told that was cut, or has ended and is given again, is in its record alone
+        earlier = {}  # belongs to another run
+    # the record alone holds the validations of an earlier run of the same command
     by = {name: getattr(options, name) for name in ("validation_prompts", "validation_tokens")}
     is_alike = all(earlier.get(name) == value for name, value in by.items())
     validations = {int(step): rows for step, rows in earlier.get("validations", {}).items() if is_alike}
@@ -100,12 +99,12 @@ def train_head(
     def validate(step: int) -> None:
         _tell(f"step {step}: measures the head on {min(len(prompts), options.validation_prompts)} held-out prompts")
         save_folder(head, config, output)
-        validations[step] = _measure(output, target, prompts, options)
+        validations[step] = measure_head(output, target, prompts, options)
         told = ", ".join(f"{row['tree']} {row['mean_accept_length']:.2f}" for row in validations[step])
         _tell(f"step {step}: tokens a step on held-out prompts: {told}")
 
     def after_step(step: int) -> None:
-        lost = [known for known in validations if known > step]  # of weights behind the checkpoint
+        lost = [known for known in validations if known > step]  # measured on weights that were not saved
         for known in lost:
             del validations[known]
         is_due = options.validate_every and step % options.validate_every == 0 and step < steps
@@ -148,23 +147,23 @@ def train_head(
 
 
 def rows_of(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """(name, value) lines for people."""
+    """Returns (name, value) lines to print."""
     accuracy = ", ".join(f"{share:.1%}" for share in record["accuracy_by_depth"])
     rows = [("head", record["output"]), ("final loss", f"{record['final_loss']:.4f}")]
-    rows += [("accuracy by depth", accuracy)] if accuracy else []  # a run whose record was lost has none
+    rows += [("accuracy by depth", accuracy)] if accuracy else []  # missing if the record of a run was lost
     return rows + [(row["tree"], f"{row['mean_accept_length']:.2f} tokens a step") for row in record["acceptance"]]
 
 
 def _check_family(target_folder: Path) -> None:
-    """The head takes sizes and rotary embedding from a decoder of ours."""
+    """Refuses targets of other families than ours, from which the head takes its sizes and rotary embedding."""
     with naming(target_folder):
         model_type = read_model_type(read_config(target_folder))
     if model_type not in FAMILIES:
         raise ValueError(f"train-head: --target must be one of {', '.join(FAMILIES)}; got {model_type=}")
 
 
-def _settle(options: HeadOptions, target: Decoder) -> tuple[HeadOptions, tuple[int, ...]]:
-    """The options with the target's limits in place of None, and the auxiliary layers."""
+def settle(options: HeadOptions, target: Decoder) -> tuple[HeadOptions, tuple[int, ...]]:
+    """Returns the options with the target's limits in place of None, and the auxiliary layers."""
     window = options.window or min(MOST_WINDOW, target.max_length)
     if window > target.max_length:
         raise ValueError(f"train-head: --window {window} exceeds the {target.max_length} positions of the target")
@@ -200,7 +199,7 @@ def _regenerate(
     facts: dict[str, Any],
     deadline: float,
 ) -> list[Example]:
-    """The target's answers to the prompts that leave room for one."""
+    """Returns examples of the target's answers, for the prompts that leave room for one."""
     most = options.window - options.answer_tokens
     fitting = [prompt for prompt in prompts if len(prompt) <= most]
     if len(fitting) < len(prompts):
@@ -224,10 +223,10 @@ def _regenerate(
     return list(filter(teaches, map(learn_answer, fitting, answers)))
 
 
-def _new_head(
+def new_head(
     target_folder: Path, target: Decoder, train: list[Example], options: HeadOptions, aux_layers: tuple[int, ...]
 ) -> tuple[EagleHead, dict[str, Any]]:
-    """An untrained head over the most frequent learnt tokens, bound to the target, and its config.json."""
+    """Returns an untrained head over the most frequent learnt tokens, bound to the target, and its config.json."""
     config = head_config(target_folder, target, options, aux_layers, options.draft_vocab_size)
     head = EagleHead(EagleConfig.from_dict(config))
     initialise(head, num_layers=1, seed=options.seed)
@@ -238,8 +237,8 @@ def _new_head(
     return head, config
 
 
-def _measure(folder: Path, target: Decoder, prompts: list[list[int]], options: HeadOptions) -> list[dict[str, Any]]:
-    """Acceptance of the head as it was written, a tree and a chain, greedy."""
+def measure_head(folder: Path, target: Decoder, prompts: list[list[int]], options: HeadOptions) -> list[dict[str, Any]]:
+    """Measures the greedy acceptance of the head in `folder`, with a tree and a chain."""
     new_tokens = options.validation_tokens
     prompts = [prompt[: target.max_length - new_tokens] for prompt in prompts[: options.validation_prompts]]
     draft = load_draft(folder, target)
@@ -249,7 +248,7 @@ def _measure(folder: Path, target: Decoder, prompts: list[list[int]], options: H
 
 
 def _coverage(head: EagleHead, train: list[Example]) -> float:
-    """Share of the learnt tokens that the head can draft."""
+    """Returns the share of the learnt tokens that the head can draft."""
     frequency = count_tokens(train, head.vocab_size)
     return int(frequency[draft_vocabulary_of(head).cpu()].sum()) / max(1, int(frequency.sum()))
 
@@ -265,7 +264,7 @@ def _digest_of(examples: list[Example]) -> str:
 
 
 def _digest_of_weights(target: Decoder) -> str:
-    """Of the beginning of every tensor: another checkpoint of the same shape is another target."""
+    """Hashes the beginning of every tensor, which tells checkpoints of the same shape apart."""
     digest = hashlib.sha256()
     for name, parameter in target.named_parameters():
         digest.update(name.encode() + parameter.flatten()[:64].float().cpu().numpy().tobytes())

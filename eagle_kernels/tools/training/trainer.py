@@ -21,8 +21,8 @@ from .corpus import windows
 from .progress import Pace
 from .recipe import Stage
 
-Pieces = Callable[[int], Sequence[Any]]  # of a step: its batch, in the pieces that are computed one after another
-LossFunction = Callable[[Any], Tensor]  # of a piece; the losses of a step's pieces add up to the step's
+Pieces = Callable[[int], Sequence[Any]]  # from a step to its batch, in pieces that are computed one after another
+LossFunction = Callable[[Any], Tensor]  # from a piece to its loss; these losses add up to that of the step
 
 ADAM_BETAS = (0.9, 0.95)
 LOSS_SMOOTHING = 0.02
@@ -33,27 +33,27 @@ EXIT_UNFINISHED = 75  # stopped at the time budget; EX_TEMPFAIL of sysexits.h, "
 
 
 def mixed_precision(device: torch.device, is_mixed: bool | None = None) -> torch.autocast:
-    """bf16 matrix products where `is_mixed`, by default on GPUs, else plain fp32."""
+    """Returns a context with bf16 matrix products if `is_mixed` (default: on GPUs), else with plain fp32."""
     enabled = device.type == "cuda" if is_mixed is None else is_mixed
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 def device_name(device: torch.device) -> str:
-    """What a record of a run says about where it ran."""
+    """Returns the name of the device for the record of a run."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
 
 
 class TimeBudgetReached(Exception):
-    """The run stopped in order, with a checkpoint, because its time was up."""
+    """Error that ends a run, after a checkpoint, when its time is up."""
 
 
 @dataclass
 class Run:
-    """What the stages share: where they compute, and how they stop, resume and report.
+    """The settings that stages share: where they compute, and how they stop, resume and report.
 
-    fingerprint   a JSON object of everything that decides the result: a checkpoint is continued under its own only
+    fingerprint   a JSON object of everything that decides the result; checkpoints with another one are refused
     deadline      in time.monotonic() seconds
-    is_mixed      of `mixed_precision`
+    is_mixed      see `mixed_precision`
     save_every, report_every   steps
     report_to     where lines of progress go; None: stdout
     """
@@ -80,12 +80,12 @@ class Run:
         tell: Callable[[], str] | None = None,
         after_step: Callable[[int], None] | None = None,
     ) -> None:
-        """Train the module's parameters that require a gradient, from the last checkpoint if there is one.
+        """Trains the module's parameters that require a gradient, from the last checkpoint if there is one.
 
-        pieces_of     depends on the step alone, so that a step sees the same batch however often the run was resumed
-        tell          what a line of progress says beside the loss
-        after_step    called with the number of finished steps, after the checkpoint if one was due; of a run that goes
-                      on first with those of its checkpoint, behind which it may have been cut
+        pieces_of     depends on the step alone, so that resuming a run does not change the batch of a step
+        tell          returns what a line of progress says beside the loss
+        after_step    is called with the number of finished steps, after the checkpoint if one was due; a resumed run
+                      first calls it with the steps of its checkpoint, after which it was interrupted
         """
         optimizer = make_optimizer(module, stage)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -126,7 +126,7 @@ class Run:
     def _restore(
         self, stage: Stage, module: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[int, Tensor | None, float]:
-        """(finished steps, smoothed loss, seconds spent) of the stage's checkpoint, or those of a fresh start."""
+        """Returns (finished steps, smoothed loss, seconds spent), from the stage's checkpoint if there is one."""
         path = self._checkpoint_path(stage)
         if path is None or not path.is_file():
             return 0, None, 0.0
@@ -165,14 +165,14 @@ class Run:
             "module": module.state_dict(),
             "optimizer": optimizer.state_dict(),
         }
-        # Renamed into place, so that being killed while writing leaves the previous checkpoint whole.
+        # Renaming it last keeps the previous checkpoint whole if the run is killed while it writes.
         unfinished = path.with_suffix(".tmp")
         torch.save(checkpoint, unfinished)
         unfinished.replace(path)
 
 
 def random_windows(stream: Tensor, stage: Stage, window: int, seed: int) -> Pieces:
-    """Batches of windows [B, window] int64 at random offsets of the stream, one piece each, all drawn here."""
+    """Draws all batches: windows [B, window] int64 at random offsets of the stream, one piece a step."""
     starts = torch.randint(
         len(stream) - window + 1, (stage.steps, stage.batch_size), generator=torch.Generator().manual_seed(seed)
     )
@@ -180,7 +180,7 @@ def random_windows(stream: Tensor, stage: Stage, window: int, seed: int) -> Piec
 
 
 def tell_changes(then: str, now: str) -> str:
-    """What differs between two fingerprints, by name, and what was then and is now where that is short."""
+    """Names the differences between two fingerprints, with both values where these are short."""
     try:
         old, new = dict(json.loads(then)), json.loads(now)
     except (ValueError, TypeError, RecursionError):
@@ -193,7 +193,7 @@ def tell_changes(then: str, now: str) -> str:
 
 
 class Progress:
-    """A bar on a terminal where tqdm is installed, else a line every `report_every` steps, and every few seconds."""
+    """A bar on a terminal if tqdm is installed, else a line every `report_every` steps and every few seconds."""
 
     def __init__(
         self,
@@ -221,8 +221,8 @@ class Progress:
             self._bar = tqdm(total=stage.steps, initial=done, desc=stage.name, unit="step")
 
     def update(self, step: int, loss: Tensor) -> None:
-        """Called after every step; reads the loss, which waits for the device, only when it is shown. `tell` is asked
-        at the same steps whatever the clock says: what it measured since the last time is recorded."""
+        """Reports a finished step. The loss, which waits for the device, is read only to be shown. `tell` is called at
+        fixed steps, never by the clock, because the record keeps what it measured between its calls."""
         last = step == self._stage.steps
         shown = last or step % self._report_every == 0
         more = self._tell() if shown and self._tell is not None else ""
@@ -246,7 +246,7 @@ class Progress:
 
 
 def make_optimizer(module: nn.Module, stage: Stage) -> torch.optim.AdamW:
-    """AdamW; norm weights are not decayed."""
+    """Returns AdamW, without decay of norm weights."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": stage.weight_decay},
@@ -256,7 +256,7 @@ def make_optimizer(module: nn.Module, stage: Stage) -> torch.optim.AdamW:
 
 
 def initialise(module: nn.Module, num_layers: int, seed: int) -> None:
-    """Normal weights of deviation 0.02; projections that end in the residual stream shrink with the depth (GPT-2)."""
+    """Draws normal weights of deviation 0.02, less for projections into the residual stream of deep models (GPT-2)."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         if parameter.ndim >= 2:

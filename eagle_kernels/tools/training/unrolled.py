@@ -24,11 +24,11 @@ LOGIT_ROWS = 1024  # rows whose logits over the whole vocabulary exist at once
 
 
 class Lesson(NamedTuple):
-    """What the target says of tokens [B, T].
+    """The target's output for tokens [B, T].
 
-    features   [B, T, F] of the streams that the head reads
-    choices    [B, T] int64, its most likely next token
-    probs      [B, T, Vd] fp32, its distribution over the draft vocabulary, renormalised
+    features   [B, T, F], the streams that the head reads
+    choices    [B, T] int64, the most likely next token
+    probs      [B, T, Vd] fp32, the distribution over the draft vocabulary, renormalised
     """
 
     features: Tensor
@@ -82,19 +82,19 @@ class UnrolledAttend:
 
 
 def positions_of(tokens: Tensor) -> Tensor:
-    """0, 1, 2, ... for every row of tokens [B, T]."""
+    """Returns 0, 1, 2, ... for every row of tokens [B, T]."""
     return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
 
 
 def target_loss(target: Decoder, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token, nats; tokens [B, T + 1]."""
+    """Computes the mean cross-entropy of the next token, in nats; tokens [B, T + 1]."""
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     logits = target(inputs, positions_of(inputs), causal_attend).logits
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
 def unroll(head: EagleHead, tokens: Tensor, features: Tensor, depths: int) -> Iterator[Tensor]:
-    """The head's logits at each depth i: [B, T - 1 - i, Vd], whose row j stands against the target's row j + 1 + i.
+    """Yields the head's logits at each depth i: [B, T - 1 - i, Vd], whose row j matches the target's row j + 1 + i.
 
     tokens [B, T], features [B, T, F] of the same rows. The last i rows of depth i would need tokens beyond the window:
     they run on padding (any token will do), no other row sees them, and they are cut off.
@@ -109,18 +109,18 @@ def unroll(head: EagleHead, tokens: Tensor, features: Tensor, depths: int) -> It
 
 
 def draft_vocabulary_of(head: EagleHead) -> Tensor:
-    """Target ids of the draft ids, [Vd] int64."""
+    """Returns the target ids of the draft ids, [Vd] int64."""
     draft_ids = torch.arange(head.draft_vocab_size, device=head.device)
     return draft_ids if head.d2t is None else head.d2t + draft_ids
 
 
 def most_frequent(frequency: Tensor, size: int) -> Tensor:
-    """The `size` most frequent tokens of frequency [V], ties to the lower id, ascending [size] int64."""
+    """Returns the `size` most frequent tokens of frequency [V], ascending [size] int64; ties go to the lower id."""
     return frequency.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def set_draft_vocabulary(head: EagleHead, target_ids: Tensor) -> None:
-    """Write ascending target ids [Vd] int64 into d2t, as offsets, and t2d."""
+    """Writes ascending target ids [Vd] int64 into d2t, as offsets, and t2d."""
     head.d2t.copy_(target_ids - torch.arange(len(target_ids)))
     head.t2d.zero_()
     head.t2d[target_ids] = True
@@ -128,21 +128,21 @@ def set_draft_vocabulary(head: EagleHead, target_ids: Tensor) -> None:
 
 @torch.no_grad()
 def start_from_output_of(target: Decoder, head: EagleHead) -> None:
-    """The head's output starts as the target's, row by row."""
+    """Copies the rows of the target's output that the head can draft into the head's output."""
     head.lm_head.weight.copy_(target.lm_head.weight[draft_vocabulary_of(head)])
 
 
 @torch.no_grad()
 def observe(target: Decoder, head: EagleHead, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's logits [B, T, V] in fp32 and the features [B, T, F] that the head reads."""
+    """Returns the target's logits [B, T, V] in fp32 and the features [B, T, F] that the head reads."""
     logits, features = target(tokens, positions_of(tokens), causal_attend, capture=head.aux_layers)
     return logits.float(), features
 
 
 @torch.no_grad()
 def study(target: Decoder, head: EagleHead, tokens: Tensor) -> Lesson:
-    """As `observe`, for vocabularies that do not fit: logits [B, T, V] are never there together, and the target
-    computes as in the engine, in its own dtype."""
+    """Returns what `observe` tells, for large vocabularies: logits [B, T, V] never exist at once, and the target
+    computes in its own dtype, as in the engine."""
     with torch.autocast(tokens.device.type, enabled=False):
         capture = (*head.aux_layers, FINAL_NORM)
         streams = target(tokens, positions_of(tokens), causal_attend, capture=capture, last_only=True).features
@@ -158,7 +158,7 @@ def study(target: Decoder, head: EagleHead, tokens: Tensor) -> Lesson:
 
 
 def head_loss(head: EagleHead, target: Decoder, tokens: Tensor, depths: int) -> Tensor:
-    """`lesson_loss` of whole windows: tokens [B, T], of which every row counts."""
+    """Computes `lesson_loss` of whole windows: tokens [B, T], of which every row counts."""
     target_logits, features = observe(target, head, tokens)
     target_probs = target_logits[..., draft_vocabulary_of(head)].softmax(-1)
     lesson = Lesson(features, target_logits.argmax(-1), target_probs)
@@ -166,17 +166,17 @@ def head_loss(head: EagleHead, target: Decoder, tokens: Tensor, depths: int) -> 
 
 
 def teachable(head: EagleHead, lesson: Lesson) -> Tensor:
-    """[B, T] bool: rows that teach. Where the most likely token lies outside the draft vocabulary, the renormalised
-    rest of the distribution is no teacher."""
+    """Returns the rows that teach, [B, T] bool: if the most likely token is outside the draft vocabulary, the
+    renormalised rest of the distribution teaches nothing."""
     return torch.ones_like(lesson.choices, dtype=torch.bool) if head.t2d is None else head.t2d[lesson.choices]
 
 
 def lesson_loss(lesson: Lesson, teaches: Tensor, logits: Iterable[Tensor], counts: Tensor | None = None) -> Tensor:
-    """Discounted soft cross-entropy to the target's distribution over the draft vocabulary.
+    """Computes the discounted soft cross-entropy to the target's distribution over the draft vocabulary.
 
-    logits    of each depth, as `unroll` yields them
+    logits    the logits of each depth, as `unroll` yields them
     teaches   [B, T] bool: other rows add 0, but count, as in the published training code
-    counts    [depths]: what the sum over the rows of each depth is divided by; None: all rows that there are
+    counts    [depths], the divisors of the sums over the rows of each depth; None: the numbers of all rows
     """
     loss = torch.zeros((), device=teaches.device)
     for depth, depth_logits in enumerate(logits):
