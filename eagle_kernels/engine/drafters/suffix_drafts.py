@@ -90,33 +90,38 @@ class SuffixSearch:
 
     def _candidates(self, match: Cursor, score: float) -> list[Candidate]:
         """Returns the matches whose score may reach `score`."""
-        counts, drafts, max_length = self._counts, self._limits.drafts, self._limits.max_length
+        counts, min_prob, is_tree, (max_length, drafts, reach) = (
+            self._counts,
+            self._min_prob,
+            self._is_tree,
+            self._limits,
+        )
         link, length, count, target = counts.link, counts.length, counts.count, counts.target
-        most_of = drafts if self._is_tree else self._limits.reach
         found = []
         state, high = match
         while state and drafts[high] >= score:
             shorter = link[state]
-            low = length[shorter] + 1
-            follower = target[state]
-            first_prob = count[follower] / count[state] if follower else 0.0
-            if follower and first_prob >= self._min_prob:
-                spans = ((most_of[low], low, low),) if low == high else self._spans(low, high)
-                for most, longest, shortest in spans:
+            low, follower = length[shorter] + 1, target[state]
+            first_prob = count[follower] / count[state] if follower else -1.0
+            if first_prob >= min_prob and is_tree:
+                for most, longest, shortest in ((drafts[low], low, low),) if low == high else self._spans(low, high):
                     bound = min(most * first_prob, max_length - shortest) * (1 + ROUNDING)
                     if bound >= score:
                         found.append((bound, longest, shortest, state, most))
+            elif first_prob >= min_prob:
+                most = reach[low] if low == high else max(reach[low : high + 1])
+                bound = most * first_prob * (1 + ROUNDING)
+                if bound >= score:
+                    found.append((bound, high, low, state, most))
             state, high = shorter, low - 1
         return found
 
     def _spans(self, low: int, high: int) -> list[tuple[int, int, int]]:
-        """Returns the lengths low .. high of which one has the best draft: most drafts, longest and shortest length.
+        """Returns the lengths low .. high of which one has the best tree: most drafts, longest and shortest length.
 
         More drafts never lower the score, and neither do deeper ones. So the shortest of several lengths that allow
-        equally many drafts has the best tree, and the longest of those whose depth is no limit.
+        equally many drafts is best, and the longest of those whose depth is no limit.
         """
-        if not self._is_tree:
-            return [(max(self._limits.reach[low : high + 1]), high, low)]
         drafts, first = self._limits.drafts, high
         while first > low and drafts[first - 1] == drafts[high]:
             first -= 1
