@@ -119,6 +119,10 @@ class Decoder(ConfiguredModel):
     def hidden_size(self) -> int:
         return self.config.hidden_size
 
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device  # every step asks, and to find the first parameter takes microseconds
+
     def forward(
         self,
         input_ids: Tensor,
