@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eagle_kernels.engine.config.values import first_line
+from eagle_kernels.runtime.values import first_line
 from eagle_kernels.tools.measure import GenerationResult
 
 from .autoregressive import AutoregressiveDecoder

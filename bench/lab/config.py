@@ -9,7 +9,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from eagle_kernels import EAGLEConfig
-from eagle_kernels.engine.config.values import is_integer
+from eagle_kernels.runtime.values import is_integer
 
 TREE_TOPK = 4
 # fields of EAGLEConfig by method of drafting, beside num_steps = K; `model` methods take whatever the pair's draft is.

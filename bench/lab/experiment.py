@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from eagle_kernels.engine.config.values import is_integer
+from eagle_kernels.runtime.values import is_integer
 
 from .config import METHODS, BenchmarkConfig
 from .loader import DTYPES

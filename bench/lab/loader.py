@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine.config.values import first_line
 from eagle_kernels.engine.models import tokenizer as tokenizers
 from eagle_kernels.engine.models.loading import demo_pair, load_target, read_eos_token_ids, read_json
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.models.transformers_target import TransformersTarget
+from eagle_kernels.runtime.values import first_line
 
 from .registry import EMBEDDED, ModelPair, get_pair
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_kernels.engine.config.values import first_line, is_integer
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
+from eagle_kernels.runtime.values import first_line, is_integer
 
 from .sources import DOMAINS, Domain, builtin_texts, downloaded_texts, read_file, read_questions
 

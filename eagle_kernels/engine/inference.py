@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..runtime.placement import read_placement
+from ..runtime.values import is_integer
 from .batch.kv_pool import KVPool, PrefillAttend
 from .config.eagle_config import EAGLEConfig
 from .config.overrides import sampling_params, split_overrides
-from .config.values import is_integer
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.pairing import as_draft, bind_draft, check_target, check_trees, is_same_device, rounds_fp32_matmuls

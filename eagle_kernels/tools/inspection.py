@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ..engine.config.eagle_config import EAGLEConfig
-from ..engine.config.values import parse_json
 from ..engine.inference import EAGLEInference
 from ..engine.models.draft_head import DraftHead
 from ..engine.models.draft_loading import HeadFile, load_draft, read_head, tell_capture
@@ -23,6 +22,7 @@ from ..engine.models.next_token_modules import NextTokenModules
 from ..engine.models.protocol import FINAL_NORM, ModelError, TargetModel
 from ..engine.models.tokenizer import load_tokenizer
 from ..runtime.placement import read_placement
+from ..runtime.values import parse_json
 
 SHIFTS = (-1, 0, 1)
 # The drafts are chains, which suffer more from wrong streams than trees do.

@@ -9,10 +9,10 @@ from typing import Any
 from ...ops.tree.build_tree import TreeMaskMode
 from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
 from ...primitives.paging import MAX_PAGE_SIZE
+from ...runtime.values import is_integer
 from .drafting_options import DraftingOptions
 from .speculative_config import check_fields_are_read, read_speculative_config
 from .tree import SMALLER_TREES, Tree, rates_of_mean_length
-from .values import is_integer
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...runtime.values import is_integer
 from .drafting_options import DraftingOptions
-from .values import is_integer
 
 # other names of methods; FastDeploy's enumeration says ngram_match, its documentation ngram
 _METHODS = {"ngram_match": "ngram", "ngram_gpu": "ngram", "eagle3": "eagle"}

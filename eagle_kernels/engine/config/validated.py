@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .values import is_integer
+from ...runtime.values import is_integer
 
 
 class Validated:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..config.values import first_line, is_integer, parse_json, shown
+from ...runtime.values import first_line, is_integer, parse_json, shown
 from .protocol import ModelError
 
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that exists is read, itself or its shards

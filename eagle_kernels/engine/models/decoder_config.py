@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from ...primitives.paging import MAX_HEAD_DIM, MIN_HEAD_DIM
-from ..config.values import is_fp32, is_integer, shown
+from ...runtime.values import is_fp32, is_integer, shown
 from .checkpoint import StoredSize
 from .protocol import ModelError
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..config.values import is_integer, shown
+from ...runtime.values import is_integer, shown
 from .decoder_config import MOST_LAYERS, check_implemented, read_section
 from .protocol import FINAL_NORM, ModelError
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...runtime.placement import read_placement
-from ..config.values import first_line, is_integer
+from ...runtime.values import first_line, is_integer
 from .checkpoint import (
     Checkpoint,
     check_layers,

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..config.values import is_fp32
+from ...runtime.values import is_fp32
 from .checkpoint import check_memory
 from .decoder_config import DecoderConfig, RopeConfig
 from .protocol import Angles, ModelError

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..config.values import first_line, is_integer, shown
+from ...runtime.values import first_line, is_integer, shown
 from .checkpoint import check_folder, naming, read_json
 from .loading import read_eos_token_ids
 from .protocol import ModelError

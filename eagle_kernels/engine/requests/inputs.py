@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.values import is_integer, shown
+from ...runtime.values import is_integer, shown
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
 Seeds = int | Sequence[int] | Tensor | None

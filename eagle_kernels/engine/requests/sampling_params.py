@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..config.values import is_integer
+from ...runtime.values import is_integer
 
 _LARGEST = torch.finfo(torch.float32).max
 

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from ...engine.config.eagle_config import EAGLEConfig
-from ...engine.config.values import parse_json, shown
 from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
+from ...runtime.values import parse_json, shown
 
 
 def add_config_arguments(command: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from ...engine.config.values import first_line
+from ...runtime.values import first_line
 from .benchmark import add_benchmark_arguments
 from .environment import add_environment_arguments
 from .generate import add_generate_arguments

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from ...engine.config.eagle_config import EAGLEConfig
-from ...engine.config.values import is_integer, parse_json, shown
 from ...engine.inference import EAGLEInference
 from ...engine.models.decoder import Decoder
 from ...engine.models.eagle_head import EagleConfig, EagleHead
+from ...runtime.values import is_integer, parse_json, shown
 from .progress import decode
 from .trainer import TimeBudgetReached, tell_changes
 

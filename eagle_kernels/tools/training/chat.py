@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ...engine.config.values import first_line
 from ...engine.models.checkpoint import read_json
 from ...engine.models.protocol import ModelError
 from ...engine.models.tokenizer import FileTokenizer, Tokenizer, holds_bytes
+from ...runtime.values import first_line
 
 _READER = "transformers, which reads the chat template,"
 
