@@ -11,17 +11,17 @@ _FP32 = torch.finfo(torch.float32)
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is an int and means a number: Python counts True and False among its ints."""
+    """Returns whether a value is an int and means a number: Python counts True and False among its ints."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_fp32(value: float) -> bool:
-    """Whether fp32 holds a number: it is finite, and none that would be rounded to 0."""
+    """Returns whether fp32 holds a number: it is finite, and not rounded to 0."""
     return value == 0 or _FP32.tiny <= abs(value) <= _FP32.max
 
 
 def shown(value: Any) -> str:
-    """The value in an error, which is one line whatever was passed."""
+    """Returns a value as an error shows it: in one line, whatever was passed."""
     try:
         text = repr(value)
     except ValueError:  # of ints with thousands of digits
@@ -30,14 +30,14 @@ def shown(value: Any) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line; its class where it says nothing. After a colon the next line belongs to it."""
+    """Returns the first line of an error, and after a colon the next one; its class where it says nothing."""
     first, *rest = str(error).strip().splitlines() or [type(error).__name__]
     first = first.rstrip()
     return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first
 
 
 def parse_json(text: str) -> Any:
-    """What a JSON text stands for; ValueError where it is none, or one that Python cannot hold."""
+    """Returns the value of a JSON text; raises ValueError where it is no JSON, or more than Python can hold."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -158,7 +158,7 @@ class GenerationResult:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GenerationResult:
-        """Of what `to_dict` made; properties are computed anew."""
+        """Reads what `to_dict` made; properties are computed anew."""
         known = {item.name: item for item in fields(cls)}
         missing = [name for name, item in known.items() if item.default is MISSING and name not in values]
         unknown = [name for name in values if name not in known and not isinstance(getattr(cls, name, None), property)]
@@ -171,7 +171,7 @@ class GenerationResult:
         return json.dumps(self.to_dict(), allow_nan=False) + "\n"
 
     def summary(self) -> str:
-        """One line: AR or SD, tokens, speed, latency of a token, peak memory, acceptance and rounds if speculative."""
+        """Returns one line: AR or SD, tokens, speed, latency, peak memory, acceptance and rounds if speculative."""
         shown = [f"{'SD' if self.is_speculative else 'AR':<3}", f"{self.num_tokens} tok"]
         shown.append(f"{self.tokens_per_second:.1f} tok/s")
         if self.num_tokens:
@@ -246,7 +246,7 @@ class CUDATimerCollection:
         self.reset()
 
     def start(self, name: str) -> None:
-        """RuntimeError where it already runs."""
+        """Starts an interval; raises RuntimeError where one of this name runs."""
         if name in self._running:
             raise RuntimeError(f"CUDATimerCollection.start: {name!r} is running; stop it first")
         self._running[name] = CUDATimer(self._device).__enter__()
@@ -257,7 +257,7 @@ class CUDATimerCollection:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """An interval that nobody waits for."""
+        """Times the block as an interval; nothing waits for it."""
         self.start(name)
         running = self._running
         try:
@@ -273,7 +273,7 @@ class CUDATimerCollection:
         self._total_ms: dict[str, float] = {}
 
     def elapsed_ms(self, name: str) -> float:
-        """KeyError for a name without a finished interval."""
+        """Returns the sum of the intervals of a name; raises KeyError where none has ended."""
         if name not in self._total_ms:
             known = ", ".join(map(repr, self._total_ms)) or "none"
             raise KeyError(f"CUDATimerCollection.elapsed_ms: no finished interval of {name!r}; there are: {known}")

@@ -104,7 +104,7 @@ def _method(given: Mapping[str, Any]) -> str:
 
 
 def _sizes(given: Mapping[str, Any]) -> dict[str, int]:
-    """The tree: a chain of num_speculative_tokens drafts, or what the tree's own fields say."""
+    """Returns the tree: a chain of num_speculative_tokens drafts, or what the tree's own fields say."""
     method, levels = _method(given), given.get("num_model_steps")
     if method == "naive":
         if not _is(given.get("num_speculative_tokens", 0), 0):
@@ -144,7 +144,7 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _is(value: Any, wanted: Any) -> bool:
-    """Whether they are equal, and both are truths or neither is."""
+    """Returns whether two values are equal, and both are truths or neither is."""
     return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
 
 

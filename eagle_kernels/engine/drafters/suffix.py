@@ -173,5 +173,5 @@ class SuffixFeed:
         return probs.to(path.device)
 
     def _serves(self, request: Request) -> bool:
-        """Whether a request's drafts come from here; the trees learn from all requests."""
+        """Returns whether a request's drafts come from here; the trees learn from all requests."""
         return (request.params.drafter or self._config.methods[0]) == "suffix"

@@ -1,4 +1,4 @@
-"""When the tokens of a stream came, and what that means for one token and for one round."""
+"""The times at which the tokens of a stream came, by token and by round."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .stream import TokenStream
 
 
 def percentile(samples: Sequence[float], percent: float) -> float | None:
-    """Linear between the two samples around it, as NumPy's; None of no samples."""
+    """Returns a percentile, linear between the two samples around it as NumPy's; None without samples."""
     return torch.tensor(samples, dtype=torch.float64).quantile(percent / 100).item() if samples else None
 
 
 def round_times_s(first_s: float, arrivals: Sequence[tuple[float, bool]]) -> list[tuple[float, int]]:
-    """(seconds, tokens) of each round behind the first token of a request, which came at `first_s`.
+    """Returns (seconds, tokens) of each round after the first token of a request, which came at `first_s`.
 
     arrivals  of each token after the first: when it came, and whether a draft had guessed it. A round ends with the
               target's own token, or where the request does
@@ -39,7 +39,7 @@ class RequestTimes(NamedTuple):
 
     @property
     def gaps_s(self) -> list[float]:
-        """Seconds of each token behind the first; what a round brings at once shares its time."""
+        """Seconds of each token after the first; tokens of one round share its time."""
         return [elapsed_s / count for elapsed_s, count in self.rounds for _ in range(count)]
 
 

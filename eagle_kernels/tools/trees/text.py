@@ -61,7 +61,7 @@ def title(tree: VerifiedTree) -> str:
 
 
 def can_draw(encoding: str | None) -> bool:
-    """Whether a terminal of this encoding, or of none, shows marks and lines."""
+    """Returns whether a terminal of this encoding, or of none, shows marks and lines."""
     try:
         "".join(map(chr, _ASCII)).encode(encoding or "utf-8")
     except (UnicodeEncodeError, LookupError):
