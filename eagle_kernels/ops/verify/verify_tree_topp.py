@@ -176,7 +176,7 @@ def verify_tree_topp(
     verify_window: int = 2,
     out: Output | None = None,
 ) -> Output:
-    """Accepts drafts among the target's candidates (LOSSY). Shapes and the rule are in the module's docstring.
+    """LOSSY: accepts drafts among the target's candidates. Shapes and the rule are in the module's docstring.
 
     spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
     verify_window: nodes that must agree with the target below a draft that is only its second candidate.

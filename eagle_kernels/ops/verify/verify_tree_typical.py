@@ -323,7 +323,7 @@ def verify_tree_typical(
     spec_steps: int,
     out: Output | None = None,
 ) -> Output:
-    """Accepts drafts that the target finds likely enough (LOSSY). Shapes and the rule are in the module's docstring.
+    """LOSSY: accepts drafts that the target finds likely enough. Shapes and the rule are in the module's docstring.
 
     spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
     """
