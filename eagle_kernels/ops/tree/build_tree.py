@@ -4,22 +4,6 @@ Computes
     For every node its parent (EAGLE-2, arXiv 2406.16858, section 4; the flat candidate ids of SGLang): node i >= 1
     holds candidate id = top_scores_index[i - 1]; slot id // topk of parent_list names the parent's candidate id, slot
     0 is the root. Ancestor sets follow by pointer doubling, ceil(log2 N) rounds.
-Shapes
-    verified_id       [B]                 int    the root's token: the last committed one, not yet in the target's KV
-    parent_list       [B, P]              int    P = topk * (spec_steps - 1) + 1: slot -> candidate id
-    top_scores_index  [B, N - 1]          int    candidate ids of nodes 1..N-1, ascending (but see any_order)
-    draft_tokens      [B, N - 1]          int    their tokens
-    seq_lens          [B]                 int    committed length, the root not counted
-    seq_lens_sum      int                        sum of seq_lens, FULL_MASK without `out` only (sizes the mask)
-    -> tree_mask      "packed"               int64 [B, N, ceil(N / 64)], bit j of a row: node j is an ancestor or itself
-                      "full_mask"            bool [sum over b of N * (seq_len + N)], rows of request b one after another
-                      "qlen_only"            bool [B, N, N]
-                      "qlen_only_bitpacking" uint8 / uint16 / uint32 [B, N] for N <= 8 / 16 / 32
-    -> positions               [B * N]  int64   seq_len + depth
-    -> retrieve_index          [B, N]   int64   b * N + i
-    -> retrieve_next_token     [B, N]   int64   first child, -1 for none
-    -> retrieve_next_sibling   [B, N]   int64   next sibling, -1 for none; siblings ascend
-    -> draft_tokens            [B * N]  int64   verified_id, then draft_tokens
 Invariants
     Every output is written whole. A node whose parent is missing or does not precede it is linked to nothing; its mask
     row holds the root and itself, its position is seq_len, and nodes below it count their depth from there. A candidate
@@ -135,14 +119,57 @@ def build_tree(
     any_order: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """Builds the verification tree of every request; shapes and layouts are in the module's docstring.
+    """Builds the verification tree of every request: mask, positions and links.
 
-    topk, spec_steps: the branching and the number of levels that the candidates were drafted with.
-    num_verify_tokens: N, nodes of a tree with its root, 1..256.
-    prefix_is_set: FULL_MASK only, the caller's `out` already holds True in the prefix columns; they are not written.
-    any_order: top_scores_index need not ascend, see Invariants; verify_tree_greedy and verify_tree_coins follow the
-        links of such trees with the same argument.
-    out: six tensors to write into; a FULL_MASK buffer may be longer than needed.
+    Symbols: B requests, N = num_verify_tokens nodes of a tree, its root (node 0) included, K = topk, S = spec_steps.
+    Integers may be int32 or int64.
+
+    Args:
+        verified_id: [B] int. Token of the root: the last committed one, which is not yet in the target's KV cache.
+        parent_list: [B, K * (S - 1) + 1] int. Candidate id of the parent that each slot stands for; slot 0 is the root.
+        top_scores_index: [B, N - 1] int. Candidate ids of nodes 1..N-1, ascending (any order with `any_order`). The
+            parent of candidate `id` is in slot `id // K`. Ids outside 0..2^31 - 2 count as missing.
+        draft_tokens: [B, N - 1] int. Tokens of nodes 1..N-1.
+        seq_lens: [B] int. Committed tokens of each request, the root not counted.
+        seq_lens_sum: their sum, a host integer. Needed by "full_mask" without `out`, whose size it gives.
+        topk: K, the branching that candidates were drafted with.
+        spec_steps: S, the number of levels that candidates were drafted with.
+        num_verify_tokens: N, 1..256.
+        tree_mask_mode: layout of the mask, one of `TreeMaskMode`; see `tree_mask` below.
+        prefix_is_set: "full_mask" only: the prefix columns of `out.tree_mask` already hold True and are not written.
+        any_order: `top_scores_index` need not ascend. Links may then lead backwards and form cycles, which
+            `verify_tree_greedy` and `verify_tree_coins` follow with the same argument.
+        out: six tensors to write into. A "full_mask" may be longer than needed.
+
+    Returns:
+        A named tuple, every element of which is written:
+        tree_mask: what each node sees: itself and its ancestors.
+            "packed": [B, N, ceil(N / 64)] int64. Bit j of row i: node i sees node j.
+            "full_mask": [sum of N * (seq_len + N)] bool, the rows of one request after those of another; True in the
+                prefix. Where its size contradicts seq_lens, it holds what fits.
+            "qlen_only": [B, N, N] bool.
+            "qlen_only_bitpacking": [B, N] uint8, uint16 or uint32, for N <= 8, 16 or 32.
+        positions: [B * N] int64. seq_len + depth.
+        retrieve_index: [B, N] int64. b * N + i.
+        retrieve_next_token: [B, N] int64. First child of each node, -1 for none.
+        retrieve_next_sibling: [B, N] int64. Next sibling of each node, -1 for none; siblings ascend.
+        draft_tokens: [B * N] int64. verified_id, then draft_tokens.
+        A node whose parent is missing is linked to nothing, and sees itself and the root.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+
+    Source:
+        EAGLE-2, https://arxiv.org/abs/2406.16858, section 4; candidate ids as in SGLang.
+
+    Example:
+        >>> tree = eagle_kernels.build_tree(
+        ...     torch.tensor([9]), torch.tensor([[-1, 0, 1, 2, 4]]), torch.tensor([[0, 1, 2, 4]]),
+        ...     torch.tensor([[11, 12, 21, 23]]), torch.tensor([4]), topk=2, spec_steps=3, num_verify_tokens=5)
+        >>> tree.tree_mask.flatten().tolist()  # of each node itself and its ancestors, as bits
+        [1, 3, 5, 11, 21]
+        >>> tree.retrieve_next_token.tolist()
+        [[1, 3, 4, -1, -1]]
     """
     contracted = contract(locals())
     out = check.allocate("build_tree", contracted, out)
