@@ -1,4 +1,4 @@
-"""What `help(eagle_kernels.<op>)` and an IDE show: each argument and result with its shape, errors, source, an example."""
+"""What `help(eagle_kernels.<op>)` and an IDE show: shapes of arguments and results, errors, the source, an example."""
 
 from __future__ import annotations
 

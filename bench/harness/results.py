@@ -132,6 +132,11 @@ def checkout_commit() -> str:
     return f"{commit}-dirty" if is_dirty else commit
 
 
+def full_hash(revision: str) -> str:
+    """Returns the hash of a branch, tag or abbreviated hash of this checkout; empty if there is none."""
+    return _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+
+
 def _git(*arguments: str) -> str:
     try:
         done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)

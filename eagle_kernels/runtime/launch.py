@@ -17,7 +17,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -28,6 +28,10 @@ from .calls import checked
 _PLANNED_TRITON_VERSIONS = ("3.6.",)
 # A launcher forgets its plans beyond this number; sizes that change at every call would fill the memory.
 _MAX_PLANS = 1024
+
+# a launcher keeps its signature for type checkers
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _interceptor: Callable | None = None
 _recording = threading.local()
@@ -72,7 +76,7 @@ def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
         launches.append((compiled, grid, [arguments.get(name) for name in kernel.arg_names]))
 
 
-def launcher(function: Callable) -> Callable:
+def launcher(function: Callable[P, R]) -> Callable[P, R]:
     """Makes the launcher of an op cheap to call again: see the module's docstring."""
     function = checked(function)
     plans: dict[tuple, _Plan] = {}

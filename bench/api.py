@@ -1,0 +1,198 @@
+"""Writes what follows from the code: `python -m bench.api` writes the API pages and type stubs, `--check` compares.
+
+An API page lists the public functions of a family of ops (`eagle_kernels/ops/<family>/API.md`) or of the engine
+(`eagle_kernels/engine/API.md`), from signatures and docstrings. The stubs tell type checkers and editors the names
+that `eagle_kernels`, `eagle_kernels.ops` and `eagle_kernels.raw` make from the registry of ops at import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import eagle_kernels
+from eagle_kernels import engine, ops
+from eagle_kernels.ops.registry import FAMILIES
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "eagle_kernels"
+_WRITTEN = "Written by `python -m bench.api` from the docstrings; do not edit."
+_STUB_HEAD = "# Written by `python -m bench.api` from ops/registry.py; do not edit.\n"
+_LISTS = ("Args", "Returns", "Attributes", "Raises")
+_FAMILY_TITLES = {
+    "attention": "Attention",
+    "draft": "Drafting without a model",
+    "kv": "KV cache",
+    "nn": "Layers",
+    "tree": "Token trees",
+    "verify": "Verification",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit status: 1 from `--check` if a file is not up to date."""
+    parser = argparse.ArgumentParser(prog="python -m bench.api", description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not up to date")
+    options = parser.parse_args(arguments)
+    stale = {file: text for file, text in generate().items() if not file.exists() or file.read_text("utf-8") != text}
+    for file, text in stale.items():
+        print(f"{file} is not up to date: run python -m bench.api" if options.check else f"wrote {file}")
+        if not options.check:
+            file.write_text(text, encoding="utf-8")
+    return int(bool(stale) and options.check)
+
+
+def generate() -> dict[Path, str]:
+    """Returns the whole text of every file."""
+    pages = {PACKAGE / "ops" / family / "API.md": _family_page(family) for family in FAMILIES}
+    pages[PACKAGE / "engine" / "API.md"] = _engine_page()
+    return pages | _stubs()
+
+
+def _family_page(family: str) -> str:
+    names = FAMILIES[family] + (("verify_tree",) if family == "verify" else ())
+    entries = []
+    for name in sorted(names):
+        function = getattr(eagle_kernels, name)
+        entries.append(f"## {name}\n\n{_signature('eagle_kernels.' + name, function)}\n\n{_markdown(function)}")
+        if name in FAMILIES[family]:
+            module = importlib.import_module(f"eagle_kernels.ops.{family}.{name}")
+            entries[-1] += f"\n\n{_details(module)}\n\nKernel: [{name}.py]({name}.py)"
+    links = " · ".join(f"[{name}](#{name})" for name in sorted(names))
+    return _page(f"{_FAMILY_TITLES[family]}: API", [links, *entries])
+
+
+def _engine_page() -> str:
+    entries = []
+    for name in engine.__all__:
+        value = getattr(engine, name)
+        entries.append(f"## {name}\n\n{_signature('eagle_kernels.engine.' + name, value)}\n\n{_markdown(value)}")
+        if inspect.isclass(value):
+            entries += [
+                f"### {name}.{method}\n\n{_signature(f'{name}.{method}', function)}\n\n{_markdown(function)}"
+                for method, function in _public_methods(value)
+            ]
+    links = " · ".join(f"[{name}](#{name.lower()})" for name in engine.__all__)
+    return _page("The engine: API", [links, *entries])
+
+
+def _page(title: str, parts: Iterable[str]) -> str:
+    return "\n\n".join([f"# {title}", _WRITTEN, *parts]) + "\n"
+
+
+def _public_methods(cls: type) -> list[tuple[str, Callable]]:
+    """Returns the methods and properties that a class of ours defines, in the order of its source."""
+    found = []
+    for name, value in vars(cls).items():
+        function = value.fget if isinstance(value, property) else getattr(cls, name)
+        if not name.startswith("_") and inspect.isroutine(function) and function.__doc__:
+            found.append((name, value if isinstance(value, property) else function))
+    return found
+
+
+def _signature(name: str, value: Callable) -> str:
+    if isinstance(value, property):
+        return f"```python\n{name}: {value.fget.__annotations__.get('return', 'Any')}\n```"
+    try:
+        signature = inspect.signature(value)
+    except ValueError:  # a NamedTuple's __new__ tells nothing on some versions of Python
+        return f"```python\n{name}\n```"
+    parameters, is_keyword_only = [], False
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword_only:
+            is_keyword_only = True
+            parameters.append("*")
+        parameters.append(re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", str(parameter).replace("'", "")))
+    returned = signature.return_annotation
+    arrow = "" if returned is inspect.Signature.empty else f" -> {returned}".replace("'", "")
+    lines = "".join(f"    {parameter},\n" for parameter in parameters)
+    return f"```python\n{name}(\n{lines}){arrow}\n```" if parameters else f"```python\n{name}(){arrow}\n```"
+
+
+def _markdown(value) -> str:
+    """Returns a docstring with its sections as lists, and its example as code."""
+    text = inspect.getdoc(value) or ""
+    parts = re.split(r"^([A-Z][a-z]+):\n(?=    )", text, flags=re.MULTILINE)
+    written = [_prose(parts[0])]
+    for head, body in zip(parts[1::2], parts[2::2]):
+        body = inspect.cleandoc(body)
+        if head == "Example":
+            written.append(f"**Example**\n\n```python\n{body}\n```")
+        elif head in _LISTS:
+            written.append(f"**{head}**\n\n{_entries(body)}")
+        else:
+            written.append(f"**{head}**\n\n{_prose(body)}")
+    return "\n\n".join(part for part in written if part)
+
+
+def _entries(body: str) -> str:
+    """Returns the entries `name: text` as list items; what else stands there stays as it is."""
+    item = re.compile(r'^( *)([\w"*][\w, ."*`]*?): ')
+    lines = []
+    for line in body.splitlines():
+        match = item.match(line)
+        if match:
+            indent, names = match.groups()
+            quoted = ", ".join(f"`{name}`" for name in names.replace("`", "").split(", "))
+            lines.append(f"{indent}- {quoted}: {line[match.end() :]}")
+        else:
+            if lines and line[:1].strip() and lines[-1][:1] in ("-", " "):
+                lines.append("")  # a paragraph after a list, not part of its last item
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _prose(text: str) -> str:
+    """Returns paragraphs; a block whose columns are aligned by spaces stays as it is."""
+    blocks = text.strip().split("\n\n")
+    return "\n\n".join(f"```text\n{block}\n```" if re.search(r"\S {2,}\S", block) else block for block in blocks)
+
+
+def _details(module) -> str:
+    """Returns how an op works: the sections of its module's docstring."""
+    sections = re.split(r"^([A-Z][a-z]+)\n(?=    )", inspect.getdoc(module) or "", flags=re.MULTILINE)
+    told = [f"**{head}**\n\n{_prose(inspect.cleandoc(body))}" for head, body in zip(sections[1::2], sections[2::2])]
+    return "<details><summary>How it works</summary>\n\n" + "\n\n".join(told) + "\n\n</details>"
+
+
+def _stubs() -> dict[Path, str]:
+    """Returns the stubs of the three modules whose names follow from the registry."""
+    launchers = [
+        f"from {{}}{family}.{name} import {name} as {name}\n" for family, names in FAMILIES.items() for name in names
+    ]
+    others = sorted(set(eagle_kernels.__all__) - set(ops.OPS) - {"verify_tree"})
+    of_ops = sorted(set(ops.__all__) - set(ops.OPS))
+    lines = {
+        "ops/__init__.pyi": [
+            *(_reexport(ops, name, "eagle_kernels.ops") for name in of_ops),
+            "from .registry import OPS as OPS\n",
+            *(line.format(".") for line in launchers),
+        ],
+        "raw.pyi": [line.format(".ops.") for line in launchers],
+        "__init__.pyi": [
+            *(_reexport(eagle_kernels, name, "eagle_kernels") for name in others),
+            "from .ops import verify_tree as verify_tree\n",
+            *(line.format(".ops.") for line in launchers),
+        ],
+    }
+    return {PACKAGE / file: _STUB_HEAD + "".join(sorted(set(text))) for file, text in lines.items()}
+
+
+def _reexport(module, name: str, package: str) -> str:
+    """Returns the import that brings a name to where it is public."""
+    value = getattr(module, name)
+    if inspect.ismodule(value):
+        return f"from . import {name} as {name}\n"
+    if isinstance(value, str):
+        return f"{name}: str\n"
+    home = value.__module__.removeprefix(package)
+    return f"from {home} import {value.__name__} as {name}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
