@@ -4,21 +4,59 @@ Triton is an extra, never a requirement: PyTorch's GPU builds bring the one that
 replaces it (PyPI's build over AMD's, say) breaks that machine.
 """
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+ROOT = Path(__file__).parent
+REPOSITORY = "https://github.com/eagle-kernels/eagle_kernels"
+
+
+def read_version() -> str:
+    """Returns the version without importing the package, which needs torch."""
+    text = (ROOT / "eagle_kernels" / "version.py").read_text(encoding="utf-8")
+    return re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE).group(1)
+
+
+def read_description() -> str:
+    """Returns the README with absolute links, since an index page knows no relative ones."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"!\[([^\]]*)\]\((?!http)([^)]+)\)", rf"![\1]({REPOSITORY}/raw/main/\2)", text)
+    return re.sub(r"(?<!!)\[([^\]]*)\]\((?!http|#)([^)]+)\)", rf"[\1]({REPOSITORY}/blob/main/\2)", text)
+
+
 setup(
     name="eagle_kernels",
-    version="0.1.0",
+    version=read_version(),
     description="Triton kernels for speculative decoding with token trees, each paired with a PyTorch reference",
-    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description=read_description(),
     long_description_content_type="text/markdown",
+    author="The eagle_kernels authors",
+    url=REPOSITORY,
+    project_urls={
+        "Documentation": f"{REPOSITORY}/blob/main/eagle_kernels/README.md",
+        "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+    },
+    keywords=["speculative decoding", "EAGLE", "token tree", "Triton", "LLM inference"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     license="MIT",
     python_requires=">=3.10",
     # eagle_kernels/reference is a link to ../reference, which is followed: a wheel holds the real files
     packages=find_packages(include=["eagle_kernels", "eagle_kernels.*"]),
-    package_data={"eagle_kernels": ["assets/**/*"]},
+    package_data={"eagle_kernels": ["assets/**/*", "examples/*.ipynb", "py.typed", "*.pyi", "ops/*.pyi"]},
     install_requires=["torch>=2.8", "numpy"],  # the first whose own triton is 3.4 or newer, see runtime/language.py
     extras_require={
         "models": ["safetensors>=0.4", "tokenizers>=0.15"],

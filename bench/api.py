@@ -165,32 +165,35 @@ def _stubs() -> dict[Path, str]:
     launchers = [
         f"from {{}}{family}.{name} import {name} as {name}\n" for family, names in FAMILIES.items() for name in names
     ]
-    others = sorted(set(eagle_kernels.__all__) - set(ops.OPS) - {"verify_tree"})
+    others = sorted(set(eagle_kernels.__all__) - set(ops.OPS))
     of_ops = sorted(set(ops.__all__) - set(ops.OPS))
-    lines = {
-        "ops/__init__.pyi": [
-            *(_reexport(ops, name, "eagle_kernels.ops") for name in of_ops),
-            "from .registry import OPS as OPS\n",
-            *(line.format(".") for line in launchers),
-        ],
-        "raw.pyi": [line.format(".ops.") for line in launchers],
-        "__init__.pyi": [
-            *(_reexport(eagle_kernels, name, "eagle_kernels") for name in others),
-            "from .ops import verify_tree as verify_tree\n",
-            *(line.format(".ops.") for line in launchers),
-        ],
+    files = {
+        "ops/__init__.pyi": (
+            [*(_reexport(ops, name) for name in of_ops), *(line.format(".") for line in launchers)],
+            ops.__all__,
+        ),
+        "raw.pyi": ([line.format(".ops.") for line in launchers], eagle_kernels.raw.__all__),
+        "__init__.pyi": (
+            [*(_reexport(eagle_kernels, name) for name in others), *(line.format(".ops.") for line in launchers)],
+            eagle_kernels.__all__,
+        ),
     }
-    return {PACKAGE / file: _STUB_HEAD + "".join(sorted(set(text))) for file, text in lines.items()}
+    return {
+        PACKAGE / file: "".join(
+            [_STUB_HEAD, *sorted(lines), "\n__all__ = [\n", *(f'    "{name}",\n' for name in sorted(names)), "]\n"]
+        )
+        for file, (lines, names) in files.items()
+    }
 
 
-def _reexport(module, name: str, package: str) -> str:
-    """Returns the import that brings a name to where it is public."""
+def _reexport(module, name: str) -> str:
+    """Returns the import that brings a name from its file to where it is public."""
     value = getattr(module, name)
     if inspect.ismodule(value):
         return f"from . import {name} as {name}\n"
     if isinstance(value, str):
         return f"{name}: str\n"
-    home = value.__module__.removeprefix(package)
+    home = value.__module__.removeprefix(module.__name__)
     return f"from {home} import {value.__name__} as {name}\n"
 
 

@@ -3,6 +3,7 @@
 from . import ops, raw, reference
 from .engine import EAGLEConfig, EAGLEInference, SamplingParams, generate_token_bitmask
 from .ops import TreeMaskMode, verify_tree
+from .version import __version__
 
 globals().update({name: getattr(ops, name) for name in ops.OPS})
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "EAGLEInference",
     "SamplingParams",
     "TreeMaskMode",
+    "__version__",
     "generate_token_bitmask",
     "raw",
     "reference",

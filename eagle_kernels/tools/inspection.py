@@ -6,6 +6,7 @@ acceptance shows the fault, so `sweep_aux_layers` measures it with the ids as th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -254,10 +255,10 @@ def judge(sweep: list[SweepRow]) -> list[str]:
 
 
 def read_prompts_file(path: str | Path) -> list[str]:
-    """Returns the prompts of a JSON file (a list of texts) or of any other text file (one a line)."""
+    """Returns the prompts of a JSON file (a list of texts) or of any other file (one a line; `-` is standard input)."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
         # `splitlines` would split at U+2028 and its like too
         prompts = parse_json(text) if path.suffix == ".json" else text.split("\n")
     except ValueError as error:

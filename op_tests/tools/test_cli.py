@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
@@ -16,6 +17,7 @@ import torch
 
 pytest.importorskip("safetensors")
 
+import eagle_kernels
 from eagle_kernels import EAGLEInference
 from eagle_kernels.engine.config.eagle_config import EAGLEConfig
 from eagle_kernels.engine.models.decoder import Decoder
@@ -61,7 +63,6 @@ def test_generate_prints_prompt_text_and_table(capsys):
         "mean acceptance length",
         "accepted at depth 1, 2, ...",
         "tokens/s",
-        "seed",
     ]
     assert table["tokens"] == "24 (length)"
     assert table["steps"].endswith(" of 32 nodes, 5 levels")
@@ -112,8 +113,8 @@ def test_compare_says_where_and_by_what_gap_texts_part(capsys, monkeypatch, temp
     def generate_another_token(engine, prompt, *arguments, **keywords):
         output = generated(engine, prompt, *arguments, **keywords)
         if not keywords.get("speculative", True):
-            seen.append((engine, prompt, list(output.output_ids)))
-            output.output_ids[5] = 90
+            seen.append((engine, prompt[0], list(output.output_ids[0])))
+            output.output_ids[0][5] = 90
         return output
 
     monkeypatch.setattr(EAGLEInference, "generate", generate_another_token)
@@ -181,6 +182,70 @@ def test_a_seed_that_was_not_given_is_printed(capsys):
     text, table = split_report(capsys.readouterr().out)
     assert generate("--max-new-tokens", 20, "--temperature", 1, "--seed", table["seed"]) == 0
     assert split_report(capsys.readouterr().out)[0] == text
+
+
+def test_nothing_is_drawn_at_temperature_0_so_no_seed_is_printed(capsys):
+    for temperature in (0, 0.5):
+        assert generate("--max-new-tokens", 4, "--temperature", temperature, "--seed", 3) == 0
+        assert ("seed" in split_report(capsys.readouterr().out)[1]) == (temperature > 0)
+
+
+def test_prompts_come_from_the_line_a_file_and_standard_input(capsys, monkeypatch, tmp_path):
+    """They are decoded together, and each text is the one that its prompt has alone."""
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps(["class A", "def f(\n"]))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
+    options = [*FP32, "--max-new-tokens", "8", "--compare"]
+    assert main(["generate", PROMPT, "-", "--prompts", str(file), *options, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [request["prompt"] for request in report["requests"]] == [PROMPT, "import os\n", "class A", "def f(\n"]
+    assert report["num_requests"] == 4 and report["plain_tokens_per_second"] > 0
+    for request in report["requests"]:
+        assert request["identical"] is True and len(request["token_ids"]) == 8
+        assert main(["generate", request["prompt"], *options, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["token_ids"] == request["token_ids"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("class A\n\ndef f(\n"))
+    assert main(["generate", "--prompts", "-", *options]) == 0
+    text, table = split_report(capsys.readouterr().out)
+    first, second = (report["requests"][index]["text"] for index in (2, 3))
+    assert text.startswith(f"class A{first}\n\ndef f(") and table["tokens"] == "16 (2 length)"
+    assert table["identical"] == "yes" and second
+
+
+def test_of_several_texts_the_first_that_parts_is_shown(capsys, monkeypatch):
+    generated = EAGLEInference.generate
+
+    def generate_another_token(engine, prompts, *arguments, **keywords):
+        output = generated(engine, prompts, *arguments, **keywords)
+        if not keywords.get("speculative", True):
+            output.output_ids[1][2] = 90
+        return output
+
+    monkeypatch.setattr(EAGLEInference, "generate", generate_another_token)
+    assert main(["generate", "class A", "def f(", *FP32, "--max-new-tokens", "8", "--compare"]) == 0
+    told = split_report(capsys.readouterr().out)[1]["identical"]
+    assert told.startswith("no, 1 of 2 texts; prompt 1 from token 2 (logit gap ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "there is no prompt; give a text, - for standard input, or --prompts FILE"),
+        (["-", "--prompts", "-"], "standard input can be read once, got - more than once"),
+        (["def f(", ""], "prompt 1 is empty; it must hold at least one token"),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_named(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(["generate", *arguments, *FP32]) == 1
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"eagle_kernels {eagle_kernels.__version__}\n"
 
 
 def test_drafts_are_green_on_a_terminal_only(capsys, monkeypatch):
@@ -339,7 +404,7 @@ def test_running_out_of_memory_is_one_line(capsys, monkeypatch):
 
 
 def test_bad_prompts_are_named(capsys):
-    assert complaint(capsys, prompt="") == "the prompt is empty; it must hold at least one token"
+    assert complaint(capsys, prompt="") == "prompt 0 is empty; it must hold at least one token"
     assert "prompt 0 of 1020 tokens + max_new_tokens=128 exceed the 1024" in complaint(capsys, prompt="x" * 1020)
 
 

@@ -5,14 +5,6 @@ Computes
     the largest depth, the number of linked nodes and of leaves among them, the most children that a node has, and the
     number of nodes at each depth. With the accepted drafts of a verify op this gives acceptance by depth: of the trees
     with nodes_per_depth[:, d] > 0, the share with accept_token_num >= d.
-Shapes
-    retrieve_next_token    [B, N]  int  first child, -1 for none
-    retrieve_next_sibling  [B, N]  int  next sibling, -1 for none
-    -> depths           [B]         int32  depth of the deepest node, the root's is 0
-    -> num_linked       [B]         int32  root included
-    -> num_leaves       [B]         int32
-    -> max_branching    [B]         int32  0 for a lone root
-    -> nodes_per_depth  [B, S + 1]  int32  column d: nodes at depth d; nodes deeper than S = spec_steps are in none
 Invariants
     As in the verify ops a link must point forward, into the tree, and the root has no sibling; other links do not
     exist. A node that is named more than once belongs to the lowest node that names it, to its child link first. So
@@ -22,7 +14,7 @@ Grid
 Launches
     1
 Traffic
-    2 * B * N * index size read, 4 B (5 + S) written.
+    2 * B * N * index size read, 4 B (5 + S) written, for N nodes and S = spec_steps.
 """
 
 from __future__ import annotations
@@ -131,10 +123,41 @@ def compute_tree_statistics(
     spec_steps: int,
     out: Output | None = None,
 ) -> Output:
-    """Describes the tree of every request; shapes are in the module's docstring.
+    """Describes the tree of every request from its links: depth, branching, and the number of nodes at each depth.
 
-    spec_steps: S, the last depth that is counted on its own.
-    out: five tensors to write into.
+        Symbols: B requests, N nodes of a tree (1..256), its root (node 0) included, S = spec_steps. Integers may be int32
+        or int64. A node is linked if it is the root, or if a linked node names it as its first child or its next sibling;
+        nodes that are not linked are not counted.
+
+        Args:
+            retrieve_next_token: [B, N] int. First child of each node, -1 for none.
+            retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
+            spec_steps: S, the last depth that has a column of `nodes_per_depth`, 0..256.
+            out: five tensors to write into.
+
+        Returns:
+            A named tuple, every element of which is written:
+            depths: [B] int32. Depth of the deepest linked node; the root's is 0.
+            num_linked: [B] int32. Linked nodes, the root included.
+            num_leaves: [B] int32. Linked nodes without a child.
+            max_branching: [B] int32. The most children that a linked node has, 0 for a lone root.
+            nodes_per_depth: [B, S + 1] int32. Column d: linked nodes at depth d. Nodes deeper than S are in no column.
+            A link that does not point forward, or that leaves the tree, counts as none. A row whose links are all -1 is a
+            lone root.
+
+        Raises:
+            ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+
+        Source:
+            eagle_kernels' own; the links are those of SGLang's trees.
+
+        Example:
+            >>> statistics = eagle_kernels.compute_tree_statistics(
+            ...     torch.tensor([[1, 3, 4, -1, -1]]), torch.tensor([[-1, 2, -1, -1, -1]]), spec_steps=3)
+            >>> statistics.nodes_per_depth.tolist()  # the root, its children 1 and 2, and theirs, 3 and 4
+            [[1, 2, 2, 0]]
+            >>> statistics.depths.tolist(), statistics.num_leaves.tolist(), statistics.max_branching.tolist()
+            ([2], [2], [2])
     """
     contracted = contract(locals())
     out = check.allocate("compute_tree_statistics", contracted, out)

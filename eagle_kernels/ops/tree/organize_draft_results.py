@@ -4,21 +4,14 @@ Computes
     EAGLE-2 (arXiv 2406.16858, section 4.2): the num_verify_tokens - 1 candidates of the highest score, over all levels,
     in ascending order of flat id, which puts parents before children. Equal scores go to the lower id. A child never
     scores above its parent and has a higher id, so the kept set is closed under parents.
-Shapes
-    candidate_scores  [B, C]      fp32  C = K + (S - 1) * K * K, the levels side by side; rows may be strided
-    candidate_tokens  [B, C]      int   their tokens; rows may be strided
-    -> top_scores_index  [B, N - 1]  int64  kept flat candidate ids, ascending
-    -> draft_tokens      [B, N - 1]  int64  their tokens
-    SGLang passes one tensor per level: concatenate them along axis 1, or let select_top_k_tokens write its levels into
-    slices of one buffer.
 Invariants
-    NaN counts as -inf, -0.0 equals 0.0. C is at most 4096 (one program holds a row) and N - 1 at most C.
+    NaN counts as -inf, -0.0 equals 0.0. There are at most 4096 candidates, since one program holds a row.
 Grid
     (B,), one program selects for one request.
 Launches
-    1; none for N = 1, whose outputs are empty.
+    1; none for num_verify_tokens = 1, where the outputs are empty.
 Traffic
-    C * 4 B + (N - 1) * token size read, 16 B * (N - 1) written, per request.
+    C * 4 B + (N - 1) * token size read, 16 B * (N - 1) written, per request of C candidates, for N = num_verify_tokens.
 """
 
 from __future__ import annotations
@@ -96,10 +89,40 @@ def organize_draft_results(
     num_verify_tokens: int,
     out: Output | None = None,
 ) -> Output:
-    """Keeps the best candidates of each request; shapes are in the module's docstring.
+    """Keeps the best candidates of every request, over all draft levels.
 
-    num_verify_tokens: N, nodes of the tree with its root, 1 .. C + 1.
-    out: two tensors to write into.
+        Symbols: B requests, N = num_verify_tokens nodes of a tree, its root included, C candidates of a request, at most
+        4096; with branching K and S levels that is K + (S - 1) * K^2. Integers may be int32 or int64.
+
+        Args:
+            candidate_scores: [B, C] fp32. Scores of the candidates, level after level: K of level 0, then K^2 of every
+                other one. A candidate's flat id is its column. NaN counts as -inf. Rows may be strided.
+            candidate_tokens: [B, C] int. Tokens of the candidates. Rows may be strided.
+            num_verify_tokens: N, 1..C + 1.
+            out: two tensors to write into.
+
+        Returns:
+            A named tuple, every element of which is written:
+            top_scores_index: [B, N - 1] int64. Flat ids of the N - 1 candidates of the highest scores, ascending. Of equal
+                scores the lower id is kept.
+            draft_tokens: [B, N - 1] int64. Their tokens.
+
+        Raises:
+            ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+
+        Source:
+            EAGLE-2, https://arxiv.org/abs/2406.16858, section 4.2 (reranking); SGLang's organize_draft_results. That one
+            takes a list with a tensor for each level. Concatenate these along axis 1, or let `select_top_k_tokens` write
+            its levels into slices of one buffer. Its third result, parent_list, comes from `select_top_k_tokens` here.
+
+        Example:
+            >>> best = eagle_kernels.organize_draft_results(
+            ...     torch.tensor([[0.6, 0.3, 0.42, 0.12, 0.27, 0.02]]), torch.tensor([[11, 12, 21, 22, 23, 24]]),
+            ...     num_verify_tokens=5)
+            >>> best.top_scores_index.tolist()  # the candidates of scores 0.6, 0.3, 0.42 and 0.27
+            [[0, 1, 2, 4]]
+            >>> best.draft_tokens.tolist()
+            [[11, 12, 21, 23]]
     """
     contracted = contract(locals())
     out = check.allocate("organize_draft_results", contracted, out)

@@ -1,14 +1,7 @@
 """Packs a tree mask of any layout into words, a bit per draft key: the form that attention reads.
 
 Computes
-    Bit j % 64 of word j // 64 of a row is set where the row sees draft key j; bits from Nk on are 0.
-Shapes
-    tree_mask  "qlen_only"            bool or uint8 [B, Nq, Nk], or flat [B * N * N] with num_verify_tokens
-               "full_mask"            bool or uint8, flat: per request N rows of seq_len + N cells
-               "qlen_only_bitpacking" uint8 / uint16 / uint32 [B, N], of at least N bits
-               "packed"               int64 [B, Nq, W], copied; with num_verify_tokens, without the bits from Nk on
-    seq_lens   [B]  int  full_mask only: committed length, the root not counted
-    -> output  [B, Nq, ceil(Nk / 64)]  int64  (Nq = Nk = N where the layout has no room for others)
+    Bit j % 64 of word j // 64 of a row is set where the row sees draft key j; the bits past the last key are 0.
 Invariants
     The output is written whole. Cells of a FULL_MASK that is too short for its lengths count as not set.
 Grid
@@ -16,7 +9,8 @@ Grid
 Launches
     1
 Traffic
-    1 byte a cell (or the words) read, the prefix of FULL_MASK not counted, 8 B Nq ceil(Nk / 64) written.
+    1 byte a cell (or the words) read, the prefix of FULL_MASK not counted, 8 B Nq ceil(Nk / 64) written, for Nq rows
+    and Nk draft keys of each request.
 """
 
 from __future__ import annotations
@@ -84,10 +78,39 @@ def pack_tree_mask(
     tree_mask_mode: str = TreeMaskMode.QLEN_ONLY,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the mask as packed words; shapes and layouts are in the module's docstring.
+    """Packs a tree mask of any layout into int64 words, one bit for each draft key: the layout that attention reads.
 
-    num_verify_tokens: Nk, needed where the mask's shape does not give it: full_mask and flat qlen_only.
-    tree_mask_mode: the layout of `tree_mask`.
+        Symbols: B requests, each with Nq query rows and Nk draft keys. Layouts whose masks are square have Nq = Nk = N.
+
+        Args:
+            tree_mask: what each row sees, in the layout `tree_mask_mode`. In uint8, every value but 0 is set.
+                "qlen_only": [B, Nq, Nk] bool or uint8, or flat, [B * N * N] with `num_verify_tokens`.
+                "full_mask": [sum of N * (seq_len + N)] bool or uint8, the rows of one request after those of another. The
+                    prefix is not read. Cells past the end of a mask that is too short count as not set.
+                "qlen_only_bitpacking": [B, N] uint8, uint16 or uint32, of at least N bits. Bit j: the row sees key j.
+                "packed": [B, Nq, W] int64. W = ceil(Nk / 64); without `num_verify_tokens` Nk = 64 * W.
+            seq_lens: None or [B] int. Committed tokens of each request, the root not counted; int32 or int64. Needed by
+                "full_mask", otherwise ignored.
+            num_verify_tokens: Nk. Needed by "full_mask" and by a flat "qlen_only", whose shapes do not tell it.
+            tree_mask_mode: layout of `tree_mask`, one of `TreeMaskMode`.
+            out: a tensor to write into.
+
+        Returns:
+            [B, Nq, ceil(Nk / 64)] int64, written whole. Bit j % 64 of word j // 64: the row sees draft key j. Bits from Nk
+            on are 0.
+
+        Raises:
+            ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it. So are
+                `num_verify_tokens` or `seq_lens` that are missing where the layout needs them.
+            Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative.
+
+        Source:
+            "packed" is eagle_kernels' own; the other layouts are SGLang's (FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING).
+
+        Example:
+            >>> tree_mask = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
+            >>> eagle_kernels.pack_tree_mask(tree_mask).tolist()
+            [[[1], [3], [5]]]
     """
     args = check.Arguments("pack_tree_mask", locals())
     batch_size, num_rows, num_keys = _sizes(args)

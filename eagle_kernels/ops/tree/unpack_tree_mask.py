@@ -2,15 +2,6 @@
 
 Computes
     A row sees draft key j where bit j % 64 of its word j // 64 is set; FULL_MASK rows see all of the prefix too.
-Shapes
-    tree_mask     [B, Nq, W]  int64  W = ceil(Nk / 64), bits from Nk on are ignored
-    seq_lens      [B]         int    full_mask only: committed length, the root not counted
-    seq_lens_sum  int                sum of seq_lens, full_mask without `out` only (sizes the mask)
-    -> output  "qlen_only"            bool [B, Nq, Nk]
-               "full_mask"            bool [sum over b of N * (seq_len + N)], rows of request b one after another
-               "qlen_only_bitpacking" uint8 / uint16 / uint32 [B, N] for N <= 8 / 16 / 32
-               "packed"               int64 [B, Nq, W], copied
-    (Nq = Nk = N where the layout has no room for others)
 Invariants
     The output is written whole.
     A FULL_MASK whose size contradicts seq_lens holds what fits: cells that they place past its end are left out, and
@@ -20,7 +11,7 @@ Grid
 Launches
     1
 Traffic
-    8 B Nq W read, 1 byte a cell (or the words) written.
+    8 B Nq W read, 1 byte a cell (or the words) written, for Nq rows of W words of each request.
 """
 
 from __future__ import annotations
@@ -108,10 +99,44 @@ def unpack_tree_mask(
     tree_mask_mode: str = TreeMaskMode.QLEN_ONLY,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the packed mask in layout `tree_mask_mode`; shapes and layouts are in the module's docstring.
+    """Writes a packed tree mask in another layout.
 
-    num_verify_tokens: Nk, draft keys of a row; None: as many as rows.
-    out: a FULL_MASK buffer may be longer than needed.
+        Symbols: B requests, each with Nq query rows and Nk draft keys. Layouts whose masks are square have Nq = Nk = N.
+
+        Args:
+            tree_mask: [B, Nq, ceil(Nk / 64)] int64. Bit j % 64 of word j // 64: the row sees draft key j. Bits from Nk on
+                are ignored.
+            seq_lens: None or [B] int. Committed tokens of each request, the root not counted; int32 or int64. Needed by
+                "full_mask", otherwise ignored.
+            seq_lens_sum: their sum, a host integer. Needed by "full_mask" without `out`, whose size it gives.
+            num_verify_tokens: Nk; None: Nq.
+            tree_mask_mode: layout of the result, one of `TreeMaskMode`.
+            out: a tensor to write into. A "full_mask" may be longer than needed.
+
+        Returns:
+            What each row sees, written whole:
+            "qlen_only": [B, Nq, Nk] bool.
+            "full_mask": [sum of N * (seq_len + N)] bool, the rows of one request after those of another; True in the
+                prefix. Where its size contradicts seq_lens, it holds what fits.
+            "qlen_only_bitpacking": [B, N] uint8, uint16 or uint32, for N <= 8, 16 or 32. Bit j: the row sees key j.
+            "packed": [B, Nq, ceil(Nk / 64)] int64. Copied, but with bits from Nk on cleared.
+
+        Raises:
+            ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it. So are
+                "full_mask" without `seq_lens`, or with neither `seq_lens_sum` nor `out`, Nk other than Nq where the layout
+                is square, and more than 32 keys with "qlen_only_bitpacking".
+            Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative, that seq_lens_sum is their sum, and
+            that a "full_mask" in `out` is long enough.
+
+        Source:
+            "packed" is eagle_kernels' own; the other layouts are SGLang's (FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING).
+
+        Example:
+            >>> eagle_kernels.unpack_tree_mask(torch.tensor([[[1], [3], [5]]])).int().tolist()
+            [[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]
+            >>> eagle_kernels.unpack_tree_mask(
+            ...     torch.tensor([[[1], [3]]]), torch.tensor([2]), 2, tree_mask_mode="full_mask").int().tolist()
+            [1, 1, 1, 0, 1, 1, 1, 1]
     """
     contracted = contract(locals())
     out = check.allocate("unpack_tree_mask", contracted, out)

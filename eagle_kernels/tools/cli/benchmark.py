@@ -9,11 +9,10 @@ import platform
 import torch
 
 from ...engine.inference import EAGLEInference
-from ...engine.models.tokenizer import Tokenizer
 from ...runtime import language
 from ..training.trainer import device_name
 from .config import add_config_arguments
-from .shared import add_machine_arguments, as_lines, first_prompts, load_engine
+from .shared import add_machine_arguments, as_lines, encode_prompt, first_prompts, load_engine
 
 
 def add_benchmark_arguments(command: argparse.ArgumentParser) -> None:
@@ -31,7 +30,7 @@ def add_benchmark_arguments(command: argparse.ArgumentParser) -> None:
 def _benchmark(arguments: argparse.Namespace) -> int:
     texts = first_prompts(arguments.prompts, arguments)
     engine, tokenizer = load_engine(arguments)
-    prompts = [_encode(tokenizer, index, text) for index, text in enumerate(texts)]
+    prompts = [encode_prompt(tokenizer, index, text) for index, text in enumerate(texts)]
     result = engine.benchmark(
         prompts, arguments.max_new_tokens, batch_size=arguments.batch_size, seeds=arguments.seed,
         progress=False if arguments.json else None,
@@ -41,13 +40,6 @@ def _benchmark(arguments: argparse.Namespace) -> int:
         return 0
     print(as_lines([("method", f"{_method(engine)}, verified by {engine.config.verify_strategy}"), *result.rows()]))
     return 0
-
-
-def _encode(tokenizer: Tokenizer, index: int, text: str) -> list[int]:
-    try:
-        return tokenizer.encode(text)
-    except ValueError as error:
-        raise ValueError(f"prompt {index}: {error}") from None
 
 
 def _method(engine: EAGLEInference) -> str | tuple[str, ...]:

@@ -1,17 +1,20 @@
-"""`python -m eagle_kernels generate "def quicksort(items):"`: a text, continued speculatively."""
+"""`python -m eagle_kernels generate "def quicksort(items):"`: texts, continued speculatively."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections import Counter
+from typing import Any
 
 from ...engine.config.eagle_config import EAGLEConfig
 from ...engine.inference import EAGLEInference, TokenStream
 from ...engine.models.tokenizer import Tokenizer
-from ...engine.serve.output import GenerationOutput, GenerationStats
+from ...engine.serve.output import GenerationStats
+from ..inspection import read_prompts_file
 from .config import add_config_arguments
-from .shared import add_machine_arguments, as_lines, load_engine
+from .shared import add_machine_arguments, as_lines, encode_prompt, load_engine
 
 _GREEN, _PLAIN = "\033[32m", "\033[0m"
 
@@ -19,7 +22,10 @@ _GREEN, _PLAIN = "\033[32m", "\033[0m"
 def add_generate_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `generate`."""
     command.set_defaults(run=_generate)
-    command.add_argument("prompt")
+    command.add_argument("prompt", nargs="*", help="texts to continue, decoded together; -: standard input")
+    command.add_argument(
+        "--prompts", metavar="FILE", help="more prompts: a .json list, or one a line; -: standard input, one a line"
+    )
     command.add_argument("--max-new-tokens", type=int, default=128)
     command.add_argument("--compare", action="store_true", help="also decode plainly: speed, and do texts agree")
     command.add_argument("--seed", type=int, help="of the sampling noise; default: a fresh one, printed")
@@ -28,106 +34,136 @@ def add_generate_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    texts = _read_prompts(arguments)
     engine, tokenizer = load_engine(arguments)
-    prompt = tokenizer.encode(arguments.prompt)
-    if not prompt:
-        raise ValueError("the prompt is empty; it must hold at least one token")
-
+    prompts = [encode_prompt(tokenizer, index, text) for index, text in enumerate(texts)]
     # Made before the warm-up, whose limits are smaller: it checks what was asked for.
-    stream = engine.stream(prompt, arguments.max_new_tokens, seeds=arguments.seed)
-    warm_up(engine, prompt, arguments)
-    text = print_text(stream, tokenizer, arguments)
-    token_ids, stats = stream.output()
-    plain = None
-    if arguments.compare:
-        plain = engine.generate(prompt, arguments.max_new_tokens, seeds=stats.seeds, speculative=False)
-        stats.plain_step_ms = plain.stats.step_ms
+    stream = engine.stream(prompts, arguments.max_new_tokens, seeds=arguments.seed)
+    warm_up(engine, prompts, arguments)
+    written = print_texts(stream, tokenizer, texts, arguments)
+    output_ids, stats = stream.output()
+    results = [
+        {"prompt": prompt, "text": text, "token_ids": token_ids}
+        for prompt, text, token_ids in zip(texts, written, output_ids)
+    ]
     report = stats.to_dict()
-    if plain is not None:
-        report |= _comparison(engine, prompt, token_ids, plain, tokenizer)
+    if arguments.compare:
+        plain = engine.generate(prompts, arguments.max_new_tokens, seeds=stats.seeds, speculative=False)
+        stats.plain_step_ms = plain.stats.step_ms
+        report = stats.to_dict() | {"plain_tokens_per_second": plain.stats.tokens_per_second}
+        for prompt, result, plain_ids in zip(prompts, results, plain.output_ids):
+            result |= _comparison(engine, prompt, result["token_ids"], plain_ids, tokenizer)
     if arguments.json:
-        print(json.dumps({"prompt": arguments.prompt, "text": text, "token_ids": token_ids, **report}, indent=2))
+        of_requests = results[0] if len(results) == 1 else {"requests": results}
+        print(json.dumps(of_requests | report, indent=2))
     else:
-        print("\n" + _table(report, stats, engine.config))
+        print("\n" + _table(report, results, stats, engine.config))
     return 0
 
 
-def warm_up(engine: EAGLEInference, prompt: list[int], arguments: argparse.Namespace) -> None:
+def _read_prompts(arguments: argparse.Namespace) -> list[str]:
+    """Returns the prompts of the command line, and then those of the file."""
+    if (arguments.prompt + [arguments.prompts]).count("-") > 1:
+        raise ValueError("standard input can be read once, got - more than once")
+    texts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
+    if arguments.prompts is not None:
+        texts += read_prompts_file(arguments.prompts)
+    if not texts:
+        raise ValueError("there is no prompt; give a text, - for standard input, or --prompts FILE")
+    return texts
+
+
+def warm_up(engine: EAGLEInference, prompts: list[list[int]], arguments: argparse.Namespace) -> None:
     """Compiles the kernels first, so that the printed speed is that of decoding."""
     if engine.device.type == "cuda":
         few = min(8, arguments.max_new_tokens)
         with engine.session.alone("the warm-up", engine.config):
-            engine.generate(prompt, few, seeds=0)
+            engine.generate(prompts, few, seeds=0)
             if arguments.compare:
-                engine.generate(prompt, few, seeds=0, speculative=False)
+                engine.generate(prompts, few, seeds=0, speculative=False)
 
 
-def print_text(stream: TokenStream, tokenizer: Tokenizer, arguments: argparse.Namespace) -> str:
-    """Prints the text as it is committed, except with --json, and returns it.
+def print_texts(
+    stream: TokenStream, tokenizer: Tokenizer, prompts: list[str], arguments: argparse.Namespace
+) -> list[str]:
+    """Prints the texts, except with --json, and returns what follows each prompt.
 
-    On a terminal, tokens that were drafted are green.
+    One text is printed as its tokens are committed, several when all have ended. On a terminal, tokens that were
+    drafted are green.
     """
-    use_color, pieces = sys.stdout.isatty(), []
-    detokenizer = tokenizer.detokenizer(stream.requests[0].prompt)
+    use_color, streams = sys.stdout.isatty(), not arguments.json and len(prompts) == 1
+    detokenizers = [tokenizer.detokenizer(request.prompt) for request in stream.requests]
+    pieces: list[list[str]] = [[] for _ in prompts]
+    shown: list[list[str]] = [[prompt] for prompt in prompts]
     for index, event in enumerate(stream):
-        if index == 0 and not arguments.json:  # not earlier: a machine that cannot run the model shows no text
-            print(arguments.prompt, end="", flush=True)
-        pieces.append(detokenizer.push([event.token_id]))
-        if pieces[-1] and not arguments.json:
-            text = f"{_GREEN}{pieces[-1]}{_PLAIN}" if use_color and event.is_draft else pieces[-1]
-            print(text, end="", flush=True)
-    pieces.append(detokenizer.finish())
-    if not arguments.json:
-        print(pieces[-1], flush=True)
-    return "".join(pieces)
+        piece = detokenizers[event.request].push([event.token_id])
+        pieces[event.request].append(piece)
+        shown[event.request].append(f"{_GREEN}{piece}{_PLAIN}" if piece and use_color and event.is_draft else piece)
+        if streams:  # not before the first token: a machine that cannot run the model shows no text
+            print("".join(shown[0][0 if index == 0 else -1 :]), end="", flush=True)
+    ends = [detokenizer.finish() for detokenizer in detokenizers]
+    if streams:
+        print(ends[0], flush=True)
+    elif not arguments.json:
+        print("\n\n".join("".join(parts) + end for parts, end in zip(shown, ends)))
+    return ["".join(parts) + end for parts, end in zip(pieces, ends)]
 
 
 def _comparison(
-    engine: EAGLEInference, prompt: list[int], token_ids: list[int], plain: GenerationOutput, tokenizer: Tokenizer
-) -> dict:
-    """Reports the speed of plain decoding, and where its text parts from the speculative one, if it does.
+    engine: EAGLEInference, prompt: list[int], token_ids: list[int], plain_ids: list[int], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Reports where plain decoding's text parts from the speculative one, if it does.
 
     logit_gap is the distance of the two tokens in the target's logits there, from one plain pass over the text before
     them: they are nearly tied, unless something is wrong. With sampling, each token's noise is added to its logit.
     Texts that differ by design are not compared: identical is None.
     """
-    report = {"plain_tokens_per_second": plain.stats.tokens_per_second, "identical": True}
-    report |= {"parts_at": None, "logit_gap": None, "plain_text_from_there": None}
+    report = {"identical": True, "parts_at": None, "logit_gap": None, "plain_text_from_there": None}
     if not engine.config.keeps_text:
         return report | {"identical": None}
     # Neither text is the beginning of the other: both end after the same number of tokens or the same end token.
-    for index, (token, plain_token) in enumerate(zip(token_ids, plain.output_ids)):
+    for index, (token, plain_token) in enumerate(zip(token_ids, plain_ids)):
         if token != plain_token:
             logits = engine.next_token_logits(prompt + token_ids[:index])
             report |= {"identical": False, "parts_at": index}
             report["logit_gap"] = abs(logits[plain_token] - logits[token]).item()
             detokenizer = tokenizer.detokenizer(prompt + token_ids[:index])
-            report["plain_text_from_there"] = detokenizer.push(plain.output_ids[index:]) + detokenizer.finish()
+            report["plain_text_from_there"] = detokenizer.push(plain_ids[index:]) + detokenizer.finish()
             break
     return report
 
 
-def _table(report: dict, stats: GenerationStats, config: EAGLEConfig) -> str:
+def _table(report: dict[str, Any], results: list[dict[str, Any]], stats: GenerationStats, config: EAGLEConfig) -> str:
     per_depth = ", ".join(f"{count / max(1, stats.steps):.0%}" for count in stats.accepted_per_depth)
+    reasons = Counter(stats.finish_reasons)
+    ends = stats.finish_reasons[0] if len(results) == 1 else ", ".join(f"{reasons[name]} {name}" for name in reasons)
     rows = [
-        ("tokens", f"{stats.generated_tokens} ({stats.finish_reasons[0]})"),
+        ("tokens", f"{stats.generated_tokens} ({ends})"),
         ("steps", f"{stats.steps} of {stats.num_draft_tokens} nodes, {stats.num_steps} levels"),
         ("mean acceptance length", f"{stats.mean_accept_length:.2f} (bonus included)"),
         ("accepted at depth 1, 2, ...", per_depth),
         ("tokens/s", f"{stats.tokens_per_second:.1f}"),
-        ("seed", f"{stats.seeds[0]}"),
     ]
-    if "identical" in report:
+    if config.temperature > 0:  # else nothing is drawn
+        rows.append(("seed", ", ".join(map(str, stats.seeds))))
+    if "plain_tokens_per_second" in report:
         rows.append(("plain tokens/s", f"{report['plain_tokens_per_second']:.1f}"))
         if stats.speedup is not None:
             rows.append(("speedup", f"{stats.speedup:.2f}x"))
-        if report["identical"] is None:
-            why = config.verify_strategy if config.accept_policy == "normal" else config.accept_policy
-            rows.append(("identical", f"not compared: with {why} texts differ by design"))
-        elif report["identical"]:
-            rows.append(("identical", "yes"))
-        else:
-            gap = f"logit gap {report['logit_gap']:.4f}" + ("" if config.temperature == 0 else " before the noise")
-            there = report["plain_text_from_there"][:40]
-            rows.append(("identical", f"no, from token {report['parts_at']} ({gap}); plain goes on with {there!r}"))
+        rows.append(("identical", _agreement(results, config)))
     return as_lines(rows)
+
+
+def _agreement(results: list[dict[str, Any]], config: EAGLEConfig) -> str:
+    """Says whether the texts are those of plain decoding, and how the first other one differs."""
+    if results[0]["identical"] is None:
+        why = config.verify_strategy if config.accept_policy == "normal" else config.accept_policy
+        return f"not compared: with {why} texts differ by design"
+    others = [index for index, result in enumerate(results) if not result["identical"]]
+    if not others:
+        return "yes"
+    first = results[others[0]]
+    which = "" if len(results) == 1 else f"{len(others)} of {len(results)} texts; prompt {others[0]} "
+    gap = f"logit gap {first['logit_gap']:.4f}" + ("" if config.temperature == 0 else " before the noise")
+    there = first["plain_text_from_there"][:40]
+    return f"no, {which}from token {first['parts_at']} ({gap}); plain goes on with {there!r}"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from ...runtime.values import first_line
+from ...version import __version__
 from .benchmark import add_benchmark_arguments
 from .environment import add_environment_arguments
 from .generate import add_generate_arguments
@@ -54,6 +55,7 @@ def _escaping(stream: TextIO) -> Iterator[None]:
 def _parser() -> argparse.ArgumentParser:
     description = "Speculative decoding with token trees."
     parser = argparse.ArgumentParser(prog="python -m eagle_kernels", description=description)
+    parser.add_argument("--version", action="version", version=f"eagle_kernels {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, about, add_arguments in (
         ("generate", "continue a text, speculatively", add_generate_arguments),

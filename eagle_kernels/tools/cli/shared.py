@@ -69,6 +69,17 @@ def first_prompts(path: str, arguments: argparse.Namespace) -> list[str]:
     return read_prompts_file(path)[: arguments.num_prompts]
 
 
+def encode_prompt(tokenizer: Tokenizer, index: int, text: str) -> list[int]:
+    """Returns the tokens of the prompt at `index`, at least one."""
+    try:
+        tokens = tokenizer.encode(text)
+    except ValueError as error:
+        raise ValueError(f"prompt {index}: {error}") from None
+    if not tokens:
+        raise ValueError(f"prompt {index} is empty; it must hold at least one token")
+    return tokens
+
+
 def as_lines(rows: list[tuple[str, str]]) -> str:
     """Writes rows as lines of `name: value`."""
     return "\n".join(f"{name}: {value}" for name, value in rows)
