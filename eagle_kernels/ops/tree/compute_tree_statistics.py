@@ -125,39 +125,39 @@ def compute_tree_statistics(
 ) -> Output:
     """Describes the tree of every request from its links: depth, branching, and the number of nodes at each depth.
 
-        Symbols: B requests, N nodes of a tree (1..256), its root (node 0) included, S = spec_steps. Integers may be int32
-        or int64. A node is linked if it is the root, or if a linked node names it as its first child or its next sibling;
-        nodes that are not linked are not counted.
+    Symbols: B requests, N nodes of a tree (1..256), its root (node 0) included, S = spec_steps. Integers may be int32
+    or int64. A node is linked if it is the root, or if a linked node names it as its first child or its next sibling;
+    other nodes are not counted.
 
-        Args:
-            retrieve_next_token: [B, N] int. First child of each node, -1 for none.
-            retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
-            spec_steps: S, the last depth that has a column of `nodes_per_depth`, 0..256.
-            out: five tensors to write into.
+    Args:
+        retrieve_next_token: [B, N] int. First child of each node, -1 for none.
+        retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
+        spec_steps: S, the last depth that has a column of `nodes_per_depth`, 0..256.
+        out: five tensors to write into.
 
-        Returns:
-            A named tuple, every element of which is written:
-            depths: [B] int32. Depth of the deepest linked node; the root's is 0.
-            num_linked: [B] int32. Linked nodes, the root included.
-            num_leaves: [B] int32. Linked nodes without a child.
-            max_branching: [B] int32. The most children that a linked node has, 0 for a lone root.
-            nodes_per_depth: [B, S + 1] int32. Column d: linked nodes at depth d. Nodes deeper than S are in no column.
-            A link that does not point forward, or that leaves the tree, counts as none. A row whose links are all -1 is a
-            lone root.
+    Returns:
+        A named tuple, every element of which is written:
+        depths: [B] int32. Depth of the deepest linked node; the root's is 0.
+        num_linked: [B] int32. Linked nodes, the root included.
+        num_leaves: [B] int32. Linked nodes without a child.
+        max_branching: [B] int32. The most children that a linked node has, 0 for a lone root.
+        nodes_per_depth: [B, S + 1] int32. Column d: linked nodes at depth d. Nodes deeper than S are in no column.
+        A link that does not point forward, or that leaves the tree, counts as none. A row whose links are all -1 is a
+        lone root.
 
-        Raises:
-            ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
 
-        Source:
-            eagle_kernels' own; the links are those of SGLang's trees.
+    Source:
+        eagle_kernels' own; the links are those of SGLang's trees.
 
-        Example:
-            >>> statistics = eagle_kernels.compute_tree_statistics(
-            ...     torch.tensor([[1, 3, 4, -1, -1]]), torch.tensor([[-1, 2, -1, -1, -1]]), spec_steps=3)
-            >>> statistics.nodes_per_depth.tolist()  # the root, its children 1 and 2, and theirs, 3 and 4
-            [[1, 2, 2, 0]]
-            >>> statistics.depths.tolist(), statistics.num_leaves.tolist(), statistics.max_branching.tolist()
-            ([2], [2], [2])
+    Example:
+        >>> statistics = eagle_kernels.compute_tree_statistics(
+        ...     torch.tensor([[1, 3, 4, -1, -1]]), torch.tensor([[-1, 2, -1, -1, -1]]), spec_steps=3)
+        >>> statistics.nodes_per_depth.tolist()  # the root, its children 1 and 2, and theirs, 3 and 4
+        [[1, 2, 2, 0]]
+        >>> statistics.depths.tolist(), statistics.num_leaves.tolist(), statistics.max_branching.tolist()
+        ([2], [2], [2])
     """
     contracted = contract(locals())
     out = check.allocate("compute_tree_statistics", contracted, out)

@@ -232,57 +232,57 @@ def select_top_k_tokens(
 ) -> Output:
     """Selects the candidates of one draft level, and the best of them as the beams that the next level expands.
 
-        Symbols: B requests, K = topk beams of a request and candidates of a beam, Vd draft vocabulary, S levels in all.
-        A candidate's flat id counts the candidates of all levels: K of level 0, then K^2 of every other one.
+    Symbols: B requests, K = topk beams of a request and candidates of a beam, Vd draft vocabulary, S levels in all.
+    A candidate's flat id counts the candidates of all levels: K of level 0, then K^2 of every other one.
 
-        Args:
-            logits: [B * K, Vd] fp16, bf16 or fp32, but [B, Vd] at level 0. Draft logits; row b * K + j is beam j of request
-                b. NaN counts as -inf, +inf as the largest finite fp32. Rows may be strided.
-            scores: [B, K] fp32. Log-probabilities of the beams, as the level before returned them. Not at level 0.
-            ancestors: [B, K, W] int64, ceil(level * K / 64) <= W <= ceil((level + 1) * K / 64). Draft slots that each beam
-                sees, itself among them, as the level before returned them. Not at level 0.
-            draft_to_target: None or [Vd] int64. Offsets: target id = draft id + draft_to_target[draft id]. None: the draft
-                has the target's ids.
-            topk: K, 1..16 and at most Vd.
-            level: 0 for the logits of the roots, i for those of the beams that level i - 1 returned.
-            out: eight tensors to write into. Rows of candidate_scores, candidate_tokens and parent_slots may be strided:
-                they may be slices of buffers for all levels, as `build_tree_from_scores` takes them. In a buffer
-                parent_list [B, K * (S - 1) + 1] slot 0 is the root, and level i has the slots from 1 + i * K on.
+    Args:
+        logits: [B * K, Vd] fp16, bf16 or fp32, but [B, Vd] at level 0. Draft logits; row b * K + j is beam j of request
+            b. NaN counts as -inf, +inf as the largest finite fp32. Rows may be strided.
+        scores: None or [B, K] fp32. Log-probabilities of the beams, as the level before returned them. None at level 0.
+        ancestors: None or [B, K, W] int64, ceil(level * K / 64) <= W <= ceil((level + 1) * K / 64). Draft slots that
+            each beam sees, itself among them, as the level before returned them. None at level 0.
+        draft_to_target: None or [Vd] int64. Offsets: target id = draft id + draft_to_target[draft id]. None: the draft
+            model has the target's ids.
+        topk: K, 1..16 and at most Vd.
+        level: 0 for the logits of the roots, i for those of the beams that level i - 1 returned.
+        out: eight tensors to write into. Rows of candidate_scores, candidate_tokens and parent_slots may be strided:
+            they may be slices of buffers for all levels, as `build_tree_from_scores` takes them. In a buffer
+            parent_list [B, K * (S - 1) + 1] slot 0 is the root, and level i has the slots from 1 + i * K on.
 
-        Returns:
-            A named tuple, every element of which is written:
-            scores: [B, K] fp32. Log-probabilities of the paths to the new beams, descending.
-            tokens: [B, K] int64. Target ids of the new beams' tokens.
-            parents: [B, K] int64. Beam that each new beam comes from; 0, the root, at level 0.
-            hidden_rows: [B, K] int64. That beam's row of logits and of hidden states: b * K + parent, b at level 0.
-            parent_slots: [B, K] int64. Flat ids of the new beams: this level's entries of parent_list.
-            candidate_scores: [B, C] fp32, where C is K at level 0 and K^2 at the others. In the order beam * K + rank.
-            candidate_tokens: [B, C] int64. Target ids of their tokens.
-            ancestors: [B, K, ceil((level + 1) * K / 64)] int64. New beam j takes draft slot level * K + j, and sees its
-                parent's slots and its own. Bit s % 64 of word s // 64: slot s.
-            Equal logits are ordered by ascending id, equal scores by ascending flat id. A row of -inf alone proposes ids
-            0..K-1 with score -inf.
+    Returns:
+        A named tuple, every element of which is written:
+        scores: [B, K] fp32. Log-probabilities of the paths to the new beams, descending.
+        tokens: [B, K] int64. Target ids of the new beams' tokens.
+        parents: [B, K] int64. Beam that each new beam comes from; 0, the root, at level 0.
+        hidden_rows: [B, K] int64. That beam's row of logits and of hidden states: b * K + parent, b at level 0.
+        parent_slots: [B, K] int64. Flat ids of the new beams: this level's entries of parent_list.
+        candidate_scores: [B, C] fp32, where C is K at level 0 and K^2 at the others. In the order beam * K + rank.
+        candidate_tokens: [B, C] int64. Target ids of their tokens.
+        ancestors: [B, K, ceil((level + 1) * K / 64)] int64. New beam j takes draft slot level * K + j, and sees its
+            parent's slots and its own. Bit s % 64 of word s // 64: slot s.
+        Equal logits are ordered by ascending id, equal scores by ascending flat id. A row of -inf alone proposes ids
+        0..K-1 with score -inf.
 
-        Raises:
-            ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it. So are
-                `scores` or `ancestors` at level 0, and their absence at another one.
-            Never checked: that the ids that draft_to_target gives lie in the target's vocabulary.
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, `scores` or `ancestors` at level 0,
+            or none at another level; the message names the argument.
+        Whether draft_to_target leads to ids of the target's vocabulary is never checked.
 
-        Source:
-            EAGLE-2, https://arxiv.org/abs/2406.16858, section 4.1 (expansion); candidate ids as in SGLang's
-            select_top_k_tokens, which multiplies probabilities where this op adds their logarithms. draft_to_target is the
-            `d2t` of EAGLE-3 checkpoints.
+    Source:
+        EAGLE-2, https://arxiv.org/abs/2406.16858, section 4.1 (expansion); candidate ids as in SGLang's
+        select_top_k_tokens, which multiplies probabilities where this op adds their logarithms. draft_to_target is the
+        `d2t` of EAGLE-3 checkpoints.
 
-        Example:
-            >>> root = eagle_kernels.select_top_k_tokens(torch.tensor([[0.6, 0.3, 0.1]]).log(), topk=2, level=0)
-            >>> root.tokens.tolist()
-            [[0, 1]]
-            >>> logits = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.2, 0.7]]).log()
-            >>> level = eagle_kernels.select_top_k_tokens(logits, root.scores, root.ancestors, topk=2, level=1)
-            >>> level.candidate_scores.exp().mul(100).round().tolist()  # 0.6 * 0.7, 0.6 * 0.2, 0.3 * 0.7, 0.3 * 0.2
-            [[42.0, 12.0, 21.0, 6.0]]
-            >>> level.tokens.tolist(), level.parent_slots.tolist()
-            ([[0, 2]], [[2, 4]])
+    Example:
+        >>> root = eagle_kernels.select_top_k_tokens(torch.tensor([[0.6, 0.3, 0.1]]).log(), topk=2, level=0)
+        >>> root.tokens.tolist()
+        [[0, 1]]
+        >>> logits = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.2, 0.7]]).log()
+        >>> level = eagle_kernels.select_top_k_tokens(logits, root.scores, root.ancestors, topk=2, level=1)
+        >>> level.candidate_scores.exp().mul(100).round().tolist()  # 0.6 * 0.7, 0.6 * 0.2, 0.3 * 0.7, 0.3 * 0.2
+        [[42.0, 12.0, 21.0, 6.0]]
+        >>> level.tokens.tolist(), level.parent_slots.tolist()
+        ([[0, 2]], [[2, 4]])
     """
     out = check.allocate("select_top_k_tokens", contract(locals()), out)
     device, (num_rows, vocab_size) = logits.device, logits.shape

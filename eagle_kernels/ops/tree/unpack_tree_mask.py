@@ -101,42 +101,42 @@ def unpack_tree_mask(
 ) -> torch.Tensor:
     """Writes a packed tree mask in another layout.
 
-        Symbols: B requests, each with Nq query rows and Nk draft keys. Layouts whose masks are square have Nq = Nk = N.
+    Symbols: B requests, each with Nq query rows and Nk draft keys. Layouts whose masks are square have Nq = Nk = N.
 
-        Args:
-            tree_mask: [B, Nq, ceil(Nk / 64)] int64. Bit j % 64 of word j // 64: the row sees draft key j. Bits from Nk on
-                are ignored.
-            seq_lens: None or [B] int. Committed tokens of each request, the root not counted; int32 or int64. Needed by
-                "full_mask", otherwise ignored.
-            seq_lens_sum: their sum, a host integer. Needed by "full_mask" without `out`, whose size it gives.
-            num_verify_tokens: Nk; None: Nq.
-            tree_mask_mode: layout of the result, one of `TreeMaskMode`.
-            out: a tensor to write into. A "full_mask" may be longer than needed.
+    Args:
+        tree_mask: [B, Nq, ceil(Nk / 64)] int64. Bit j % 64 of word j // 64: the row sees draft key j. Bits from Nk on
+            are ignored.
+        seq_lens: None or [B] int. Committed tokens of each request, the root not counted; int32 or int64. Needed by
+            "full_mask", otherwise ignored.
+        seq_lens_sum: their sum, a host integer. Needed by "full_mask" without `out`, whose size it gives.
+        num_verify_tokens: Nk. None: as many draft keys as rows.
+        tree_mask_mode: layout of the result, one of `TreeMaskMode`.
+        out: a tensor to write into. A "full_mask" may be longer than needed.
 
-        Returns:
-            What each row sees, written whole:
-            "qlen_only": [B, Nq, Nk] bool.
-            "full_mask": [sum of N * (seq_len + N)] bool, the rows of one request after those of another; True in the
-                prefix. Where its size contradicts seq_lens, it holds what fits.
-            "qlen_only_bitpacking": [B, N] uint8, uint16 or uint32, for N <= 8, 16 or 32. Bit j: the row sees key j.
-            "packed": [B, Nq, ceil(Nk / 64)] int64. Copied, but with bits from Nk on cleared.
+    Returns:
+        What each row sees, written whole:
+        "qlen_only": [B, Nq, Nk] bool.
+        "full_mask": [sum of N * (seq_len + N)] bool, the rows of one request after those of another; True in the
+            prefix. Where its size contradicts seq_lens, it holds what fits.
+        "qlen_only_bitpacking": [B, N] uint8, uint16 or uint32, for N <= 8, 16 or 32. Bit j: the row sees key j.
+        "packed": [B, Nq, ceil(Nk / 64)] int64. A copy, in which the bits from Nk on are 0.
 
-        Raises:
-            ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it. So are
-                "full_mask" without `seq_lens`, or with neither `seq_lens_sum` nor `out`, Nk other than Nq where the layout
-                is square, and more than 32 keys with "qlen_only_bitpacking".
-            Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative, that seq_lens_sum is their sum, and
-            that a "full_mask" in `out` is long enough.
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, "full_mask" without `seq_lens` or
+            with neither `seq_lens_sum` nor `out`, Nk other than Nq where the layout is square, or more than 32 keys
+            with "qlen_only_bitpacking"; the message names the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative, that seq_lens_sum is their sum, and
+        that a "full_mask" in `out` is long enough.
 
-        Source:
-            "packed" is eagle_kernels' own; the other layouts are SGLang's (FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING).
+    Source:
+        "packed" is eagle_kernels' own; the other layouts are SGLang's (FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING).
 
-        Example:
-            >>> eagle_kernels.unpack_tree_mask(torch.tensor([[[1], [3], [5]]])).int().tolist()
-            [[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]
-            >>> eagle_kernels.unpack_tree_mask(
-            ...     torch.tensor([[[1], [3]]]), torch.tensor([2]), 2, tree_mask_mode="full_mask").int().tolist()
-            [1, 1, 1, 0, 1, 1, 1, 1]
+    Example:
+        >>> eagle_kernels.unpack_tree_mask(torch.tensor([[[1], [3], [5]]])).int().tolist()
+        [[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]
+        >>> eagle_kernels.unpack_tree_mask(
+        ...     torch.tensor([[[1], [3]]]), torch.tensor([2]), 2, tree_mask_mode="full_mask").int().tolist()
+        [1, 1, 1, 0, 1, 1, 1, 1]
     """
     contracted = contract(locals())
     out = check.allocate("unpack_tree_mask", contracted, out)
