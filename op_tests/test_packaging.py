@@ -138,7 +138,7 @@ def test_wheel(checkout, elsewhere, tmp_path):
         str(Path(folder, name).relative_to(checkout))
         for folder, _, files in os.walk(package, followlinks=True)
         for name in files
-        if name.endswith(".py") or "assets" in Path(folder).parts
+        if name.endswith((".py", ".pyi", ".ipynb")) or name == "py.typed" or "assets" in Path(folder).parts
     }
     assert {name for name in names if name.startswith("eagle_kernels/")} == expected
     assert "eagle_kernels/reference/ops/tree/build_tree.py" in expected
