@@ -4,24 +4,16 @@ Computes
     The nodes of the first trie, then those of the other one, whose root is node attach[b] of the first, are put into an
     empty trie one after another: one whose parent is not in it is left out, one whose parent has a child of its token
     already becomes that child, any other becomes the next node, until there are num_speculative_tokens of them.
-Shapes
-    tokens         [B, M]   int    of nodes 1..M of the first trie; M <= 255
-    parents        [B, M]   int    node of each one's parent, 0 the root, -1: no such node (as `tree_from_parents`)
-    other_tokens   [B, M2]  int    the same of the other trie; M2 <= 255
-    other_parents  [B, M2]  int
-    attach         [B]      int    node of the first trie; one that does not exist leaves the other trie out
-    -> tokens      [B, K]   int64  K = num_speculative_tokens; -1 padded
-    -> parents     [B, K]   int64  node of each one's parent in the new trie; -1 padded
-    -> num_drafts  [B]      int32
 Invariants
     Every output is written whole. Parents precede their children, siblings differ. A node whose parent does not precede
-    it, or whose token is below 0, does not exist, and neither do nodes below it.
+    it, or whose token is negative, does not exist, and neither do nodes below it.
 Grid
     (B,), one program merges the tries of one row, a node at a time.
 Launches
     1
 Traffic
-    2 * B * (M + M2) * index size read, 16 B K + 4 B written.
+    2 * B * (M + M2) * index size read, 16 B K + 4 B written, for tries of M and M2 drafts and
+    K = num_speculative_tokens.
 """
 
 from __future__ import annotations
@@ -152,10 +144,42 @@ def merge_drafts(
     num_speculative_tokens: int,
     out: Output | None = None,
 ) -> Output:
-    """Puts each row's other trie below a node of its first one; shapes are in the module's docstring.
+    """Merges two tries of every request into one: the other trie goes below a node of the first.
 
-    num_speculative_tokens: K, most drafts that are kept, 1..255.
-    out: three tensors to write into.
+    Symbols: B requests, M and M2 drafts of the two tries, K = num_speculative_tokens. Integers may be int32 or int64.
+    Draft j of a trie is its node j + 1; node 0 is the root, which has no draft.
+
+    Args:
+        tokens: [B, M] int, M <= 255. Tokens of nodes 1..M of the first trie; a negative one is padding.
+        parents: [B, M] int. Node that each of them follows, as `tree_from_parents` takes it: 0 is the root, -1 padding.
+        other_tokens: [B, M2] int, M2 <= 255. The same of the other trie.
+        other_parents: [B, M2] int. The same of the other trie.
+        attach: [B] int. Node of the first trie that becomes the root of the other one. If there is no such node, or if
+            it was not kept, the other trie is left out.
+        num_speculative_tokens: K, the most drafts that are kept, 1..255. The first trie comes first.
+        out: three tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written:
+        tokens: [B, K] int64. Tokens of nodes 1..K of the new trie, -1 padded. Siblings have different tokens.
+        parents: [B, K] int64. Node that each of them follows, 0 for the root; -1 padded.
+        num_drafts: [B] int32. Drafts of the new trie.
+        A node whose parent does not precede it, or whose token is negative, is left out with all nodes below it.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+
+    Source:
+        eagle_kernels' own. FastDeploy's hybrid of MTP and n-gram drafts (mtp_strategy "with_ngram") appends to a chain.
+
+    Example:
+        >>> merged = eagle_kernels.merge_drafts(
+        ...     torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 0]]), torch.tensor([[5, 8]]), torch.tensor([[0, 1]]),
+        ...     torch.tensor([0]), num_speculative_tokens=6)
+        >>> merged.tokens.tolist()  # both tries have a 5 below the root; 8 follows it
+        [[5, 6, 7, 8, -1, -1]]
+        >>> merged.parents.tolist()
+        [[0, 1, 0, 1, -1, -1]]
     """
     contracted = contract(locals())
     out = check.allocate("merge_drafts", contracted, out)

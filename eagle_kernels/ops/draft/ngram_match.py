@@ -2,9 +2,9 @@
 
 Computes
     h is the history: token_ids[b, :seq_len], then draft_tokens[b] up to the first negative one; its last token is the
-    root of the drafts. A token below 0 equals nothing, itself included, and ends a continuation. The match length of an
-    end position e < len(h) - 1 is the largest n <= max_ngram_size with h[e - n + 1 .. e] = the last n tokens; e counts
-    if that is at least min_ngram_size and h[e + 1] is no token below 0. The first max_matches of those count, by
+    root of the drafts. A negative token equals nothing, itself included, and ends a continuation. The match length of
+    an end position e < len(h) - 1 is the largest n <= max_ngram_size with h[e - n + 1 .. e] = the last n tokens; e is a
+    match if that is at least min_ngram_size and h[e + 1] is not negative. The first max_matches of these are taken, by
     descending match length, equal ones by position as `prefer` says. Each continues with spec_steps tokens,
     h[e + 1], h[e + 2], ..., past the end of h with the continuation itself from its beginning on, again and again (as
     LZ77 copies). The continuations are merged, in order, into a trie below the root. Its nodes are numbered as they are
@@ -12,27 +12,18 @@ Computes
     token_budget: rows in order take what they want while the roots of all live rows stay reserved. Row i has
     min(want_i, max(0, budget - live rows - sum of want_j, j < i)) drafts, the first of its trie. Tokens of
     draft_tokens are not counted.
-Shapes
-    token_ids     [B, L]  int     prompt and output; rows may be strided; L < 2^30
-    seq_lens      [B]     int     tokens of each row, at most L count; 0 and below: a dead row
-    draft_tokens  [B, D]  int     or None: drafts that count as history already, -1 padded; D <= 255
-    max_drafts    [B]     int     or None: most drafts of each row; 0 and below: none
-    -> tokens      [B, M]  int64  M = num_speculative_tokens; -1 padded
-    -> parents     [B, M]  int64  node of each one's parent as `tree_from_parents` takes it, 0 the root; -1 padded
-    -> num_drafts  [B]     int32
-    -> match_len   [B]     int32  length of the first match, however many of its drafts are left; 0: no match
 Invariants
     Every output is written whole. Tokens past seq_len and past a row's drafts do not matter. Parents precede their
-    children, siblings differ. The result does not depend on L, on how a row is cut into parts, or, without a
-    token_budget, on other rows. Dead rows have no drafts.
+    children, siblings differ. The result does not depend on the width of token_ids, on how a row is cut into parts, or,
+    without a token_budget, on other rows. Dead rows have no drafts.
 Grid
     (B, parts), one program scans one part of a row's history, in blocks; (B,), one program merges the matches of a
     row's parts and makes the trie; with token_budget (B,), one program cuts one trie.
 Launches
     2 (3 with token_budget)
 Traffic
-    element size * sum of seq_lens read, 16 B M + 8 B written; 8 B * parts * max_matches written and read. Rows whose
-    last token is frequent read some of it again, out of the cache.
+    element size * sum of seq_lens read, 16 B M + 8 B written, for M = num_speculative_tokens; 8 B * parts * max_matches
+    written and read. Rows whose last token is frequent read some of it again, out of the cache.
 """
 
 from __future__ import annotations
@@ -289,15 +280,50 @@ def ngram_match(
     token_budget: int | None = None,
     out: Output | None = None,
 ) -> Output:
-    """Drafts what followed earlier occurrences of the last tokens; shapes are in the module's docstring.
+    """Drafts what followed earlier occurrences of a request's last tokens in its own text.
 
-    num_speculative_tokens: M, most drafts of a row, 1..255.
-    spec_steps: most drafts of a path; None: M.
-    max_ngram_size, min_ngram_size: how many last tokens are looked for, 1 <= min <= max <= 32.
-    max_matches: 1 drafts a chain; more, up to 16, a tree.
-    prefer: "latest" or "earliest", among matches of one length.
-    token_budget: most tokens that the batch verifies, the root of every live row counted; None: no limit.
-    out: four tensors to write into.
+    Symbols: B requests, M = num_speculative_tokens. Integers may be int32 or int64. The history of a request is its
+    tokens, then its drafts. A place where its last n tokens occurred before, and were followed by another token, is a
+    match; longer matches come first. What followed a match goes on for spec_steps tokens, past the end of the history
+    with its own beginning again. These continuations are merged, in order, into a trie below the last token, the root.
+
+    Args:
+        token_ids: [B, L] int, L < 2^30. Prompt and output; a negative token matches nothing. Rows may be strided.
+        seq_lens: [B] int. Tokens of each request, of which at most L count. 0 or less is a dead row, without drafts.
+        draft_tokens: None or [B, D] int, D <= 255. Drafts that already count as history, -1 padded.
+        max_drafts: None or [B] int. Most drafts of each request; 0 or less is none.
+        num_speculative_tokens: M, the most drafts of any request, 1..255.
+        spec_steps: most drafts of a path, at least 1. None: M.
+        max_ngram_size: how many last tokens a match has at most, 1..32.
+        min_ngram_size: how many it has at least, 1..max_ngram_size.
+        max_matches: 1 drafts a chain; more, up to 16, draft a tree.
+        prefer: "latest" or "earliest": which of the matches of one length comes first.
+        token_budget: most tokens that the batch verifies, the root of every live row counted, `draft_tokens` not; rows
+            take their drafts in order. None: no limit.
+        out: four tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written:
+        tokens: [B, M] int64. Drafts, -1 padded. Draft j is node j + 1 of the trie; siblings have different tokens.
+        parents: [B, M] int64. Node that each draft follows, as `tree_from_parents` takes it, 0 the root; -1 padded.
+        num_drafts: [B] int32. Drafts of each request.
+        match_len: [B] int32. Length of the first match, however many of its drafts are left; 0 for no match.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+
+    Source:
+        Prompt lookup. Of the longest matches "earliest" takes the one of transformers' PromptLookupCandidateGenerator,
+        "latest" that of vLLM's n-gram speculator on the GPU. draft_tokens follow FastDeploy's hybrid of MTP and n-gram
+        drafts, token_budget its ngram_match. Tries, and continuations past the end, are eagle_kernels' own.
+
+    Example:
+        >>> drafts = eagle_kernels.ngram_match(
+        ...     torch.tensor([[1, 2, 3, 4, 1, 2]]), torch.tensor([6]), num_speculative_tokens=5, max_ngram_size=3)
+        >>> drafts.tokens.tolist()  # the text began with 1 2, too
+        [[3, 4, 1, 2, 3]]
+        >>> drafts.match_len.tolist()
+        [2]
     """
     contracted = contract(locals())
     out = check.allocate("ngram_match", contracted, out)

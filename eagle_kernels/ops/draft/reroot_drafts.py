@@ -3,25 +3,19 @@
 Computes
     A drafter on the host is a step behind the device: while it looks for drafts, the tokens of that step are verified.
     From the root path[b] leads down, each token to the first child that carries it. If the whole path is in the trie,
-    the node at its end is a new root; its drafts are the first num_speculative_tokens of its descendants at most
-    spec_steps below it, in their order. If not, there are none. A path ends at its first token below 0; an empty one
+    the node at its end is the new root; its drafts are the first num_speculative_tokens of its descendants at most
+    spec_steps below it, in their order. If not, there are none. A path ends at its first negative token; an empty one
     stays at the root.
-Shapes
-    tokens   [B, M]  int    of nodes 1..M; M <= 1023
-    parents  [B, M]  int    node of each one's parent, 0 the root, -1: no such node (as `tree_from_parents` takes them)
-    path     [B, T]  int    committed tokens since the trie was made, -1 padded
-    -> tokens      [B, K]  int64  K = num_speculative_tokens; -1 padded
-    -> parents     [B, K]  int64  node of each one's parent in the new trie, 0 its root; -1 padded
-    -> num_drafts  [B]     int32
 Invariants
     Every output is written whole. Parents precede their children. A node whose parent does not precede it, or whose
-    token is below 0, does not exist, and neither do nodes below it.
+    token is negative, does not exist, and neither do nodes below it.
 Grid
     (B,), one program moves one trie.
 Launches
     1
 Traffic
-    2 * B * M * index size and B * T * index size read, 16 B K + 4 B written.
+    2 * B * M * index size and B * T * index size read, 16 B K + 4 B written, for tries of M drafts, paths of T tokens
+    and K = num_speculative_tokens.
 """
 
 from __future__ import annotations
@@ -136,11 +130,41 @@ def reroot_drafts(
     spec_steps: int,
     out: Output | None = None,
 ) -> Output:
-    """Cuts the drafts below the end of each row's path out of its trie; shapes are in the module's docstring.
+    """Moves the trie of every request to a later root: keeps the drafts below the tokens committed since it was made.
 
-    num_speculative_tokens: K, most drafts that are kept, 1..1023.
-    spec_steps: most drafts of a path.
-    out: three tensors to write into.
+    Symbols: B requests, M drafts of a trie, K = num_speculative_tokens. Integers may be int32 or int64. Draft j of a
+    trie is its node j + 1; node 0 is the root, which has no draft.
+
+    Args:
+        tokens: [B, M] int, M <= 1023. Tokens of nodes 1..M; a negative one is padding.
+        parents: [B, M] int. Node that each of them follows, as `tree_from_parents` takes it: 0 is the root, -1 padding.
+        path: [B, T] int. Tokens committed since the trie was made, -1 padded. They lead down from the root, each to the
+            first child that carries it, to the new root.
+        num_speculative_tokens: K, the most drafts that are kept, 1..1023.
+        spec_steps: how far below the new root they may be, at least 1.
+        out: three tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written:
+        tokens: [B, K] int64. Tokens of nodes 1..K of the new trie, in their old order, -1 padded.
+        parents: [B, K] int64. Node that each of them follows, 0 for the new root; -1 padded.
+        num_drafts: [B] int32. Drafts of the new trie; 0 where the path leaves the old one.
+        A node whose parent does not precede it, or whose token is negative, is left out with all nodes below it.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+
+    Source:
+        eagle_kernels' own.
+
+    Example:
+        >>> moved = eagle_kernels.reroot_drafts(
+        ...     torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 3]]), torch.tensor([[5]]),
+        ...     num_speculative_tokens=4, spec_steps=4)
+        >>> moved.tokens.tolist()  # 5 was committed; 7 follows it, and 8 follows 7
+        [[7, 8, -1, -1]]
+        >>> moved.parents.tolist()
+        [[0, 1, -1, -1]]
     """
     contracted = contract(locals())
     out = check.allocate("reroot_drafts", contracted, out)
