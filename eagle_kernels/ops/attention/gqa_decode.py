@@ -8,22 +8,6 @@ Computes
     last `window` slots are seen. sinks: a logit per query head that takes probability and has no value (gpt-oss).
     k_scale, v_scale: factors, at least 0, of the cached keys and values. lse: log of the sum of exp(logits), with the
     sink.
-Shapes
-    query          [B, Hq, D]                      float  D in 16..256; Hq a multiple of Hkv; rows may be strided
-    k_cache        [num_pages, page_size, Hkv, D]  as query, or fp8 with 16-bit queries; page_size a power of
-                                                          two in 1..256; pages may be strided
-    v_cache        as k_cache
-    block_table    [B, max_pages]                  int    page ids, with
-    seq_lens       [B]                             int    length
-    kv_indptr      [B + 1]                         int    or: where a request's page ids start, with
-    kv_indices     [*]                             int    page ids, and
-    last_page_len  [B]                             int    filled slots of the last page;
-                                                          length = (pages - 1) * page_size + last_page_len
-    sinks          [Hq]                            float  or None
-    k_scale        [1] or [Hkv]                    fp32   or None
-    v_scale        as k_scale
-    -> output      [B, Hq, D]                      as query
-    -> lse         [B, Hq]                         fp32, natural logarithm
 Invariants
     A request without keys has output 0 and lse -inf (or its sink). Slots past the end or before the window are not
     read, nor are pages outside the pool; page ids of seen slots must lie within it. NaN in a query or in a seen key
@@ -32,13 +16,13 @@ Invariants
     the size of the page table; they are those of the root of a tree in tree_attention whose draft block is in the pool.
     Otherwise they also depend on the lengths of the batch, which decide how keys are cut.
 Grid
-    (Hkv * row tiles, shares), one program attends the heads of a group to a share; merge: (B, programs), one program
-    merges every programs-th tile of a request's rows.
+    (Hkv * row tiles, shares), one program attends the heads of a group to a share; past 65535, shares take two axes.
+    Merge: (B, programs), one program merges every programs-th tile of a request's rows.
 Launches
     2; 1 if no request can have more than one share
 Traffic
     2 * element bytes * Hkv * D per key, 2 * element bytes * B * Hq * D, and for the partial results of requests with
-    more than one share 2 * 4 B * shares * Hq * (D + 1).
+    more than one share 2 * 4 B * shares * Hq * (D + 1); for Hq query heads and Hkv KV heads of D elements.
 """
 
 from __future__ import annotations
@@ -95,11 +79,56 @@ def gqa_decode(
     deterministic: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """Attends one query token per request to its cached keys; shapes and layouts are in the module's docstring.
+    """Attends one query token per request to the keys in its pages of the KV cache.
 
-    The page table is either block_table with seq_lens, or kv_indptr with kv_indices and last_page_len.
-    sm_scale: factor of the logits, by default 1 / sqrt(D).
-    deterministic: a row's bits do not depend on the batch around it; takes longer.
+    Symbols: B requests, Hq query heads, Hkv KV heads (Hq is a multiple of Hkv), D elements of a head, 16..256.
+    Integers may be int32 or int64. The page table is either `block_table` with `seq_lens`, or `kv_indptr` with
+    `kv_indices` and `last_page_len`. Slot t of a request is in its page t // page_size; the query's own key is in its
+    last slot.
+
+    Args:
+        query: [B, Hq, D] fp16, bf16 or fp32. Rows may be strided.
+        k_cache, v_cache: [num_pages, page_size, Hkv, D] fp16, bf16 or fp32 as `query`, or fp8 with a 16-bit `query`:
+            float8_e4m3fn or float8_e4m3fnuz. page_size is a power of two in 1..256. Pages may be strided.
+        block_table: None or [B, max_pages] int. Page ids of each request. Rows may be strided.
+        seq_lens: None or [B] int. Keys of each request, at most as many as its pages hold.
+        kv_indptr: None or [B + 1] int. Request b has the page ids kv_indices[kv_indptr[b]:kv_indptr[b + 1]].
+        kv_indices: None or [*] int. Page ids of all requests.
+        last_page_len: None or [B] int. Filled slots of each request's last page; the request has
+            (pages - 1) * page_size + last_page_len keys.
+        sinks: None or [Hq] fp16, bf16 or fp32. One more logit of each head, which takes probability and has no value.
+        k_scale, v_scale: None, or [1] or [Hkv] fp32. Factors of the cached keys and values, at least 0; both or
+            neither.
+        sm_scale: factor of the logits, above 0. None: 1 / sqrt(D).
+        soft_cap: above 0; logits become soft_cap * tanh(logits / soft_cap). None: they stay.
+        window: how many of the last keys are seen, at least 1. None: all.
+        deterministic: a request's bits do not depend on the batch around it. Takes longer.
+        out: two tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written:
+        output: [B, Hq, D] fp16, bf16 or fp32, as `query`. Sum of the values, weighted by the softmax of the logits.
+        lse: [B, Hq] fp32. Natural logarithm of the sum of exp(logits), with the sink.
+        A request without keys has output 0 and lse -inf (or its sink).
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, none or two forms of a page table,
+            or a float8 dtype that the GPU does not have; the message names the argument.
+        Page ids are not checked. Those of keys that are seen must lie within the pool; pages outside it are never read.
+
+    Source:
+        Flash-Decoding, on the online softmax of https://arxiv.org/abs/1805.02867; sinks as in gpt-oss. Page tables are
+        those of vLLM (block_table) and of FlashInfer and SGLang (kv_indptr).
+
+    Example:
+        >>> k_cache = torch.zeros(2, 2, 1, 16)  # two pages of two slots, whose keys are all alike
+        >>> v_cache = torch.arange(4.0).repeat_interleave(16).view(2, 2, 1, 16)  # values 0, 1 in page 0, 2, 3 in page 1
+        >>> result = eagle_kernels.gqa_decode(
+        ...     torch.zeros(1, 1, 16), k_cache, v_cache, block_table=torch.tensor([[1, 0]]), seq_lens=torch.tensor([3]))
+        >>> round(result.output[0, 0, 0].item(), 3)  # the mean of 2, 3 and 0
+        1.667
+        >>> round(result.lse.exp().item(), 3)  # three keys of logit 0
+        3.0
     """
     values = locals()
     contracted = contract(values)

@@ -5,30 +5,13 @@ Computes
     of its keys: with n queries and m keys, query i is at position m - n + i, and sees the keys up to its own
     (is_causal) or all. FlashAttention (arXiv 2205.14135, 2307.08691): a program keeps a tile of query rows and reads
     the keys once, tile by tile; only tiles on the diagonal and at the edge of a window are masked.
-    soft_cap, window, sinks, k_scale, v_scale, lse: as in gqa_decode.
-Shapes
-    query          [T, Hq, D]                      float  rows of all requests one after another, which may be strided;
-                                                          D in 16..256; Hq a multiple of Hkv
-    qo_indptr      [B + 1]                         int    where a request's queries start
-    key, value     [Tk, Hkv, D]                    as query, rows may be strided; or a paged cache:
-    key_indptr     [B + 1]                         int    where a request's keys start; by default qo_indptr
-    k_cache        [num_pages, page_size, Hkv, D]  as query, or fp8 with 16-bit queries; page_size a power of
-                                                          two in 1..256; pages may be strided
-    v_cache        as k_cache
-    block_table    [B, max_pages]                  int    page ids, with
-    seq_lens       [B]                             int    keys, the queries' own among them
-    kv_indptr      [B + 1]                         int    or: where a request's page ids start, with
-    kv_indices     [*]                             int    page ids, and
-    last_page_len  [B]                             int    filled slots of the last page
-    sinks          [Hq]                            float  or None
-    k_scale        [1] or [Hkv]                    fp32   or None; of a paged cache
-    v_scale        as k_scale
-    -> output      [T, Hq, D]                      as query
-    -> lse         [T, Hq]                         fp32, natural logarithm
+    soft_cap, sinks, k_scale, v_scale, lse: as in gqa_decode. window: a query at position p sees keys at positions above
+    p - window.
 Invariants
     A row that sees no key (there are more queries than keys) has output 0 and lse -inf (or its sink). Keys that no row
-    of a tile sees are not read. A request of more than max_query queries has that many attended, as if they were all;
-    rows of no request are not written. A row's bits depend on its own request and on max_query alone.
+    of a tile sees are not read. Of a request of more than max_query queries the first max_query are attended, and give
+    what they give where all are; rows of no request are not written. A row's bits depend on its own request and on
+    max_query alone.
 Grid
     (row tiles of max_query, Hkv, B), one program attends a tile of (token, head of the group) rows of one KV head; the
     last tiles, which see most keys, come first.
@@ -36,7 +19,7 @@ Launches
     1
 Traffic
     element bytes * D * (2 * Hq * T + 2 * Hkv * keys): queries and output once, keys and values once (and again for
-    every tile of rows, out of the cache).
+    every tile of rows, out of the cache); for T queries, Hq query heads and Hkv KV heads of D elements.
 """
 
 from __future__ import annotations
@@ -237,11 +220,61 @@ def prefill_attention(
     window: int | None = None,
     out: Output | None = None,
 ) -> Output:
-    """Attends prompts, or chunks of them, to themselves and what lies before; shapes are in the module's docstring.
+    """Attends prompts, or chunks of prompts, to themselves and to what comes before them.
 
-    Keys and values are either `key` and `value`, or a paged cache with one of the two forms of a page table.
-    max_query: the most queries that a request can have.
-    sm_scale: factor of the logits, by default 1 / sqrt(D).
+    Symbols: B requests, T queries and Tk keys of all requests, Hq query heads, Hkv KV heads (Hq is a multiple of Hkv),
+    D elements of a head, 16..256. Integers may be int32 or int64. Keys are either in `key` and `value`, or in a paged
+    cache, whose page table is `block_table` with `seq_lens`, or `kv_indptr` with `kv_indices` and `last_page_len`. The
+    queries of a request are at the positions of its last keys.
+
+    Args:
+        query: [T, Hq, D] fp16, bf16 or fp32. Queries of all requests, one request after another. Rows may be strided.
+        qo_indptr: [B + 1] int. Request b has the queries query[qo_indptr[b]:qo_indptr[b + 1]].
+        key, value: None or [Tk, Hkv, D] fp16, bf16 or fp32, as `query`. Rows may be strided.
+        key_indptr: None or [B + 1] int. Request b has the keys key[key_indptr[b]:key_indptr[b + 1]]. None: qo_indptr,
+            which needs Tk = T.
+        k_cache, v_cache: None or [num_pages, page_size, Hkv, D] fp16, bf16 or fp32 as `query`, or fp8 with a 16-bit
+            `query`: float8_e4m3fn or float8_e4m3fnuz. page_size is a power of two in 1..256. Pages may be strided.
+        block_table: None or [B, max_pages] int. Page ids of each request. Rows may be strided.
+        seq_lens: None or [B] int. Keys of each request, those of the queries included.
+        kv_indptr: None or [B + 1] int. Request b has the page ids kv_indices[kv_indptr[b]:kv_indptr[b + 1]].
+        kv_indices: None or [*] int. Page ids of all requests.
+        last_page_len: None or [B] int. Filled slots of each request's last page; the request has
+            (pages - 1) * page_size + last_page_len keys, those of the queries included.
+        sinks: None or [Hq] fp16, bf16 or fp32. One more logit of each head, which takes probability and has no value.
+        k_scale, v_scale: None, or [1] or [Hkv] fp32. Factors of the cached keys and values, at least 0; both or
+            neither. Only with a paged cache.
+        max_query: the most queries of a request, at least 1.
+        is_causal: each query sees the keys up to its own. False: all keys of its request.
+        sm_scale: factor of the logits, above 0. None: 1 / sqrt(D).
+        soft_cap: above 0; logits become soft_cap * tanh(logits / soft_cap). None: they stay.
+        window: at least 1; a query at position p sees the keys at positions above p - window. None: all.
+        out: two tensors to write into.
+
+    Returns:
+        A named tuple:
+        output: [T, Hq, D] fp16, bf16 or fp32, as `query`. Sum of the values, weighted by the softmax of the logits.
+        lse: [T, Hq] fp32. Natural logarithm of the sum of exp(logits), with the sink.
+        A row that sees no key, where a request has more queries than keys, has output 0 and lse -inf (or its sink).
+        Rows of no request, and those past the first max_query of a request, are not written.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, none or two sources of keys or
+            forms of a page table, or a float8 dtype that the GPU does not have; the message names the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that `qo_indptr` ascends within 0..T, and that no request has more
+        than max_query queries.
+        Page ids are not checked. Those of keys that are seen must lie within the pool; pages outside it are never read.
+
+    Source:
+        FlashAttention, https://arxiv.org/abs/2205.14135 and https://arxiv.org/abs/2307.08691; sinks as in gpt-oss. Page
+        tables are those of vLLM (block_table) and of FlashInfer and SGLang (kv_indptr).
+
+    Example:
+        >>> value = torch.tensor([0.0, 2.0, 4.0]).repeat_interleave(16).view(3, 1, 16)
+        >>> result = eagle_kernels.prefill_attention(
+        ...     torch.zeros(3, 1, 16), torch.tensor([0, 3]), torch.zeros(3, 1, 16), value, max_query=3)
+        >>> [round(mean, 3) for mean in result.output[:, 0, 0].tolist()]  # of 0; of 0, 2; of 0, 2, 4
+        [0.0, 1.0, 2.0]
     """
     values = locals()
     contracted = contract(values)

@@ -5,57 +5,28 @@ Computes
     0..prefix - 1 and the draft keys that the row sees: those whose bit is set in its mask, or (is_causal, for chains)
     those up to its own. Tree attention (SpecInfer, arXiv 2305.09781) on Flash-Decoding: prefix and draft block are cut
     into shares (shared/shares.py), the prefix needs no mask, and partial results merge by their log-sum-exp. One op
-    for the target's verification (Nk = Nq = N), for the draft's own levels (Nq = K beams see Nk = level * K keys; all
-    of them share one reading of the prefix), and for chains.
+    for the target's verification (Nk = Nq = N nodes), for the draft's own levels (Nq = K beams see Nk = level * K keys;
+    all of them share one reading of the prefix), and for chains.
     soft_cap, sinks, k_scale, v_scale: as in gqa_decode; the scales are those of the pool, separate draft keys have
     none. window: a row at position p sees keys at positions above p - window; siblings share a position.
-Shapes
-    query          [B, Nq, Hq, D]                  float  Nq in 1..256; D in 16..256; Hq a multiple of Hkv;
-                                                          the axes B and Nq may be strided; or, with qo_indptr,
-                   [T, Hq, D]                             the rows of all requests one after another
-    qo_indptr      [B + 1]                         int    where a request's rows start; its draft block has as many keys
-    k_cache        [num_pages, page_size, Hkv, D]  as query, or fp8 with 16-bit queries; page_size a power of
-                                                          two in 1..256; pages may be strided
-    v_cache        as k_cache
-    tree_mask      [B, Nq, W] or [T, W]            int64  bit j % 64 of word j // 64: the row sees draft key j;
-                                                          W >= ceil(Nk / 64), bits from Nk on are ignored
-    num_draft_keys int                                    Nk in 1..512, by default Nq; at least Nq with is_causal;
-                                                          not with qo_indptr
-    draft_key      [B, Nk, Hkv, D] or [T, Hkv, D]  as query; the draft block's keys, all axes but the last two may be
-                                                          strided; without it they are in the pool, at the slots
-                                                          prefix..prefix + Nk - 1
-    draft_value    as draft_key
-    positions      [B * Nq] or [T]                 int    of rows, at or past the prefix; needed with window and
-                                                          tree_mask; chains: by default they follow the prefix
-    key_positions  [B * Nk]                        int    of draft keys, where they are not those of the rows
-    block_table    [B, max_pages]                  int    page ids, with
-    seq_lens       [B]                             int    prefix
-    kv_indptr      [B + 1]                         int    or: where a request's page ids start, with
-    kv_indices     [*]                             int    page ids, and
-    last_page_len  [B]                             int    filled slots of the last page; all filled slots,
-                                                          (pages - 1) * page_size + last_page_len, are the prefix, and
-                                                          without draft_key the draft block
-    sinks          [Hq]                            float  or None
-    k_scale        [1] or [Hkv]                    fp32   or None
-    v_scale        as k_scale
-    -> output      as query
-    -> lse         [B, Nq, Hq] or [T, Hq]          fp32, natural logarithm
 Invariants
     A row that sees no key has output 0 and lse -inf (or its sink). Slots past the end are not read, nor those that a
     row right after the prefix would not see for its window, nor pages outside the pool; page ids of the other slots of
     the prefix must lie within it. Values of draft keys must be finite, seen or not. NaN in a query or in a key that is
     read stays in its request and KV head.
-    Ragged: of a request of more than max_query rows that many are attended, and see as many draft keys at most; rows of
-    no request are not written.
+    Ragged: of a request of more than max_query rows, the first max_query are attended, and see as many draft keys at
+    most; rows of no request are not written.
     deterministic: as in gqa_decode; bits do not depend on Nq, on other rows' masks, or on the number of rows either.
 Grid
     (Hkv * row tiles, shares), one program attends a tile of (token, head of the group) rows of one KV head to a share;
-    merge: (B, programs), one program merges every programs-th tile of a request's rows.
+    past 65535, shares take two axes. Merge: (B, programs), one program merges every programs-th tile of a request's
+    rows.
 Launches
     2; 1 if no request can have more than one share
 Traffic
     2 * element bytes * Hkv * D per slot and draft key, 2 * element bytes * B * Nq * Hq * D, 8 B per mask word, and for
-    the partial results of requests with more than one share 2 * 4 B * shares * Nq * Hq * (D + 1).
+    the partial results of requests with more than one share 2 * 4 B * shares * Nq * Hq * (D + 1); for Nq rows of a
+    request, Hq query heads and Hkv KV heads of D elements.
 """
 
 from __future__ import annotations
@@ -194,14 +165,82 @@ def tree_attention(
     deterministic: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """Attends draft tokens to their prefix and their ancestors; shapes and layouts are in the module's docstring.
+    """Attends draft tokens to the prefix in the KV cache and to the draft keys that a tree mask allows.
 
-    num_draft_keys: Nk, keys of the draft block: the tree's nodes, or the beams of all levels drafted so far.
-    draft_key, draft_value: the draft block; without them it is read from the pool, after the prefix.
-    max_query: with qo_indptr, the most rows that a request can have.
-    The page table is either block_table with seq_lens, or kv_indptr with kv_indices and last_page_len.
-    sm_scale: factor of the logits, by default 1 / sqrt(D).
-    deterministic: a row's bits do not depend on the batch around it; takes longer.
+    Symbols: B requests, Nq rows of a request (draft tokens, 1..256), Nk draft keys of a request, Hq query heads, Hkv
+    KV heads (Hq is a multiple of Hkv), D elements of a head, 16..256. Integers may be int32 or int64. The page table
+    is either `block_table` with `seq_lens`, or `kv_indptr` with `kv_indices` and `last_page_len`. With `qo_indptr`
+    requests differ in their number of rows, and all T rows come one after another.
+
+    This serves verification (Nk = Nq nodes of a tree), the levels of a draft (Nq beams see the draft keys of all levels
+    so far) and chains (`is_causal`).
+
+    Args:
+        query: [B, Nq, Hq, D] fp16, bf16 or fp32; [T, Hq, D] with `qo_indptr`. All axes but the last two may be strided.
+        k_cache, v_cache: [num_pages, page_size, Hkv, D] fp16, bf16 or fp32 as `query`, or fp8 with a 16-bit `query`:
+            float8_e4m3fn or float8_e4m3fnuz. page_size is a power of two in 1..256. Pages may be strided.
+        tree_mask: None or [B, Nq, W] int64; [T, W] with `qo_indptr`. Bit j % 64 of word j // 64: the row sees draft key
+            j. W is at least ceil(Nk / 64), with `qo_indptr` ceil(max_query / 64); bits from Nk on are ignored. Either
+            this or `is_causal`.
+        num_draft_keys: Nk, 1..512. None: Nq. Not with `qo_indptr`, where a request has as many draft keys as rows.
+        draft_key, draft_value: None or [B, Nk, Hkv, D] fp16, bf16 or fp32 as `query`; [T, Hkv, D] with `qo_indptr`. The
+            draft block; both or neither. All axes but the last two may be strided. None: it is in the pool.
+        qo_indptr: None or [B + 1] int. Request b has the rows query[qo_indptr[b]:qo_indptr[b + 1]].
+        positions: None or [B * Nq] int; [T] with `qo_indptr`. Positions of the rows, none of them within the prefix.
+            Read only with `window`, where a `tree_mask` needs them; a chain without them follows the prefix.
+        key_positions: None or [B * Nk] int. Positions of the draft keys. Read only with `window`, where `positions`
+            need them if Nk is not Nq. None: those of the rows. Not with `qo_indptr`.
+        block_table: None or [B, max_pages] int. Page ids of each request. Rows may be strided.
+        seq_lens: None or [B] int. Slots of each request's prefix. Without `draft_key` the draft block is in the slots
+            after it.
+        kv_indptr: None or [B + 1] int. Request b has the page ids kv_indices[kv_indptr[b]:kv_indptr[b + 1]].
+        kv_indices: None or [*] int. Page ids of all requests.
+        last_page_len: None or [B] int. Filled slots of each request's last page. Its filled slots,
+            (pages - 1) * page_size + last_page_len, are the prefix; without `draft_key` the last ones are the draft
+            block.
+        sinks: None or [Hq] fp16, bf16 or fp32. One more logit of each head, which takes probability and has no value.
+        k_scale, v_scale: None, or [1] or [Hkv] fp32. Factors of the cached keys and values, at least 0; both or
+            neither. Not applied to `draft_key` and `draft_value`.
+        is_causal: the draft block is a chain, and its rows are the last Nq of the Nk draft keys; each sees those up to
+            its own.
+        max_query: the most rows of a request, 1..256. Needed with `qo_indptr`, and only there.
+        sm_scale: factor of the logits, above 0. None: 1 / sqrt(D).
+        soft_cap: above 0; logits become soft_cap * tanh(logits / soft_cap). None: they stay.
+        window: at least 1; a row at position p sees the keys at positions above p - window. None: all.
+        deterministic: a row's bits do not depend on the batch or the rows around it. Takes longer.
+        out: two tensors to write into.
+
+    Returns:
+        A named tuple:
+        output: [B, Nq, Hq, D] fp16, bf16 or fp32, as `query`; [T, Hq, D] with `qo_indptr`. Sum of the values, weighted
+            by the softmax of the logits.
+        lse: [B, Nq, Hq] fp32; [T, Hq] with `qo_indptr`. Natural logarithm of the sum of exp(logits), with the sink.
+        A row that sees no key has output 0 and lse -inf (or its sink). All rows are written, but with `qo_indptr` not
+        those of no request, nor those past the first max_query of a request.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, none or two forms of a page table,
+            arguments that exclude or need each other as above, or a float8 dtype that the GPU does not have; the
+            message names the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that `qo_indptr` ascends within 0..T, and that no request has more
+        than max_query rows.
+        Page ids are not checked. Those of prefix slots that are seen must lie within the pool; pages outside it are
+        never read. Values of draft keys must be finite, whether a row sees them or not.
+
+    Source:
+        SpecInfer, https://arxiv.org/abs/2305.09781 (tree attention), on Flash-Decoding; sinks as in gpt-oss. Page
+        tables are those of vLLM (block_table) and of FlashInfer and SGLang (kv_indptr). The packed mask is
+        eagle_kernels' own.
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(1, 1, 1, 16), torch.full((1, 1, 1, 16), 4.0)  # a prefix of one key, value 4
+        >>> draft_value = torch.tensor([0.0, 5.0, 8.0]).repeat_interleave(16).view(1, 3, 1, 16)
+        >>> result = eagle_kernels.tree_attention(
+        ...     torch.zeros(1, 3, 1, 16), k_cache, v_cache, torch.tensor([[[0b001], [0b011], [0b101]]]),
+        ...     draft_key=torch.zeros(1, 3, 1, 16), draft_value=draft_value,
+        ...     block_table=torch.tensor([[0]]), seq_lens=torch.tensor([1]))
+        >>> [round(mean, 3) for mean in result.output[0, :, 0, 0].tolist()]  # of 4, 0; of 4, 0, 5; of 4, 0, 8
+        [2.0, 3.0, 4.0]
     """
     values = locals()
     contracted = contract(values)
