@@ -298,8 +298,8 @@ def ngram_match(
         min_ngram_size: how many it has at least, 1..max_ngram_size.
         max_matches: 1 drafts a chain; more, up to 16, draft a tree.
         prefer: "latest" or "earliest": which of the matches of one length comes first.
-        token_budget: most tokens that the batch verifies, the root of every live row counted, `draft_tokens` not; rows
-            take their drafts in order. None: no limit.
+        token_budget: most tokens that the batch verifies (None: no limit), with the root of every live row, without
+            `draft_tokens`. Rows take their drafts in order.
         out: four tensors to write into.
 
     Returns:
@@ -320,7 +320,7 @@ def ngram_match(
     Example:
         >>> drafts = eagle_kernels.ngram_match(
         ...     torch.tensor([[1, 2, 3, 4, 1, 2]]), torch.tensor([6]), num_speculative_tokens=5, max_ngram_size=3)
-        >>> drafts.tokens.tolist()  # the text began with 1 2, too
+        >>> drafts.tokens.tolist()  # the text began with 1 2 as well
         [[3, 4, 1, 2, 3]]
         >>> drafts.match_len.tolist()
         [2]
