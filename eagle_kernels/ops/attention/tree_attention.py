@@ -188,8 +188,8 @@ def tree_attention(
         qo_indptr: None or [B + 1] int. Request b has the rows query[qo_indptr[b]:qo_indptr[b + 1]].
         positions: None or [B * Nq] int; [T] with `qo_indptr`. Positions of the rows, none of them within the prefix.
             Read only with `window`, where a `tree_mask` needs them; a chain without them follows the prefix.
-        key_positions: None or [B * Nk] int. Positions of the draft keys. Read only with `window`, where `positions`
-            need them if Nk is not Nq. None: those of the rows. Not with `qo_indptr`.
+        key_positions: None or [B * Nk] int. Positions of the draft keys; None: those of the rows. Read only with
+            `window`, and needed there with `positions` if Nk is not Nq. Not with `qo_indptr`.
         block_table: None or [B, max_pages] int. Page ids of each request. Rows may be strided.
         seq_lens: None or [B] int. Slots of each request's prefix. Without `draft_key` the draft block is in the slots
             after it.
