@@ -68,7 +68,6 @@ class StoringAttend(Attend, Protocol):
 
     def store(self, layer: int, key: Tensor, value: Tensor, *, angles: Angles | None = None) -> None:
         """Writes the keys and values as a call does, and attends to nothing."""
-        ...
 
 
 class KVShape(NamedTuple):
@@ -106,23 +105,12 @@ class TargetModel(Protocol):
     waits for the device has `can_be_captured = False`: its steps are no CUDA graphs.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def max_length(self) -> int: ...
-
-    @property
-    def kv_shape(self) -> KVShape: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
+    vocab_size: int
+    hidden_size: int
+    max_length: int
+    kv_shape: KVShape
+    device: torch.device
+    dtype: torch.dtype
 
     def forward(
         self,
@@ -141,7 +129,6 @@ class TargetModel(Protocol):
                     output, i the output of layer i - 1, all before the final norm; FINAL_NORM the stream after it
         last_only   computes the logits of the last row only (a prompt needs no others)
         """
-        ...
 
 
 class DraftModel(Protocol):
@@ -164,26 +151,13 @@ class DraftModel(Protocol):
     plain decoding at little cost. A draft with a module for each level of a chain is a `DraftModules`.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def draft_vocab_size(self) -> int: ...
-
-    @property
-    def max_length(self) -> int: ...
-
-    @property
-    def kv_shape(self) -> KVShape: ...
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]: ...
-
-    @property
-    def draft_to_target(self) -> Tensor | None: ...
-
-    @property
-    def token_shift(self) -> int: ...
+    vocab_size: int
+    draft_vocab_size: int
+    max_length: int
+    kv_shape: KVShape
+    aux_layers: tuple[int, ...]
+    draft_to_target: Tensor | None
+    token_shift: int
 
     def forward(
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
@@ -196,7 +170,6 @@ class DraftModel(Protocol):
         positions     [B, T] int64 draft positions (token index - token_shift)
         from_target   which of the two `hidden` is; their widths may be equal
         """
-        ...
 
 
 class DraftModules(DraftModel, Protocol):
@@ -214,8 +187,6 @@ class DraftModules(DraftModel, Protocol):
         hidden     [B, T, F], the target's features for module 0, else the output of the module before
         positions  [B, T] int64, i in row i for every module
         """
-        ...
 
     def project(self, hidden: Tensor) -> Tensor:
         """Computes logits [B, T, Vd] of the output of `advance`."""
-        ...
