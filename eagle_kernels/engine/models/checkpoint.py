@@ -10,10 +10,12 @@ import math
 import re
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
-from typing import Any, NamedTuple, NoReturn
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +30,12 @@ _LAYER_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # na
 
 
 class StoredTensor(NamedTuple):
-    """The header of a tensor in a file, and its name there; `dtype` is in the words of safetensors, such as BF16."""
+    """Holds the header of a tensor in a file."""
 
     file_name: str
-    name: str
+    name: str  # in the file
     shape: list[int]
-    dtype: str
+    dtype: str  # in the words of safetensors, such as BF16
 
     @property
     def is_floating_point(self) -> bool:
@@ -41,7 +43,7 @@ class StoredTensor(NamedTuple):
 
 
 class Checkpoint:
-    """The tensors of a folder: of `model.safetensors` or `pytorch_model.bin`, or of its shards.
+    """Reads the tensors of a folder: of `model.safetensors` or `pytorch_model.bin`, or of its shards.
 
     `tensors` maps the name that the module has for a tensor to its header. Only these are read: callers delete those
     that the module lacks, and rename those whose names in the file differ.
@@ -99,11 +101,13 @@ class Checkpoint:
 
 
 class _PickledFile(dict[str, Tensor]):
-    """The tensors of a file of torch.save, with the methods of an open safetensors file; no code of the file is run.
+    """Holds the tensors of a file of torch.save, with the methods of an open safetensors file.
 
     The file is mapped into memory, so that each tensor is read on demand. Files from before torch 1.6, which are not
     zip archives, are read whole.
     """
+
+    get_tensor = dict.__getitem__
 
     def __init__(self, path: Path) -> None:
         tensors = load_pickled(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
@@ -112,24 +116,10 @@ class _PickledFile(dict[str, Tensor]):
             raise ModelError(f"{path.name} holds no dictionary of tensors")
         super().__init__(tensors)
 
-    def get_slice(self, name: str) -> _PickledHeader:
-        return _PickledHeader(self[name])
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self[name]
-
-
-class _PickledHeader(NamedTuple):
-    """The header of a tensor, with the methods of a slice of safetensors."""
-
-    tensor: Tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self.tensor.shape)
-
-    def get_dtype(self) -> str:
-        name = str(self.tensor.dtype).removeprefix("torch.").upper()
-        return name.replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I").removesuffix("FN")
+    def get_slice(self, name: str) -> SimpleNamespace:
+        shape, dtype = list(self[name].shape), str(self[name].dtype).removeprefix("torch.").upper()
+        dtype = dtype.replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I").removesuffix("FN")
+        return SimpleNamespace(get_shape=lambda: shape, get_dtype=lambda: dtype)
 
 
 def load_pickled(path: Path, **options: Any) -> Any:
@@ -204,16 +194,11 @@ def not_finite(tensors: dict[str, Tensor]) -> list[str]:
 
 
 class StoredSize(NamedTuple):
-    """A size that both config.json and a tensor tell.
+    """Names a size that both config.json and a tensor tell."""
 
-    fields   a field of config.json, or several with * and + between them
-    axis     the axis of the tensor
-    tensors  names of tensors; the first that exists is compared
-    """
-
-    fields: str
-    axis: int
-    tensors: tuple[str, ...]
+    fields: str  # a field of config.json, or several with * and + between them
+    axis: int  # of the tensor
+    tensors: tuple[str, ...]  # names; the first that exists is compared
 
 
 def check_sizes(config: Any, sizes: Iterable[StoredSize], tensors: Mapping[str, StoredTensor]) -> None:
@@ -232,32 +217,26 @@ def check_sizes(config: Any, sizes: Iterable[StoredSize], tensors: Mapping[str, 
 
 def check_layers(config: Mapping[str, Any], field: str, names: Iterable[str], prefix: str) -> None:
     """Refuses a number of layers that differs from that of the tensors `prefix`0, `prefix`1, ..."""
-    layers = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
-    value = config.get(field)
-    if layers and is_integer(value) and value != len(layers):  # other types are refused where they are read
-        _refuse_layers(field, f"{len(layers)}", prefix, value)
+    count, value = _layer_counts(names)[prefix], config.get(field)
+    if count and is_integer(value) and value != count:  # other types are refused where they are read
+        raise ModelError(f"config.json: {field} must be {count} as in the tensors {prefix}*, got {shown(value)}")
 
 
 def check_most_layers(config: Mapping[str, Any], names: Iterable[str]) -> None:
     """Refuses more layers than the longest numbered list of tensors has; for transformers' models, which name fields
     and tensors in many ways."""
-    lists: dict[str, set[str]] = {}
-    for name in names:
-        found = re.match(r"(.*?\.)(\d+)\.", name)
-        if found:
-            lists.setdefault(found[1], set()).add(found[2])
-    if not lists:
-        return
-    prefix = max(lists, key=lambda each: len(lists[each]))
-    for section in (config, *(section for section in config.values() if isinstance(section, dict))):
-        for field in _LAYER_FIELDS:
-            value = section.get(field)
-            if is_integer(value) and value > len(lists[prefix]):
-                _refuse_layers(field, f"at most {len(lists[prefix])}", prefix, value)
+    sections = [config, *(section for section in config.values() if isinstance(section, dict))]
+    for prefix, most in _layer_counts(names).most_common(1):
+        for field, value in ((field, section.get(field)) for section in sections for field in _LAYER_FIELDS):
+            if is_integer(value) and value > most:
+                rule = f"must be at most {most} as in the tensors {prefix}*"
+                raise ModelError(f"config.json: {field} {rule}, got {shown(value)}")
 
 
-def _refuse_layers(field: str, rule: str, prefix: str, value: int) -> NoReturn:
-    raise ModelError(f"config.json: {field} must be {rule} as in the tensors {prefix}*, got {shown(value)}")
+def _layer_counts(names: Iterable[str]) -> Counter[str]:
+    """Returns how many numbers follow each beginning of the tensors' names, such as `model.layers.`."""
+    found = (re.match(r"(.*?\.)(\d+)\.", name) for name in names)
+    return Counter(prefix for prefix, _ in dict.fromkeys(match.groups() for match in found if match))
 
 
 def check_memory(needed_bytes: int, device: torch.device, need: str) -> None:
@@ -275,9 +254,8 @@ def free_memory_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0] + cached
     table = Path("/proc/meminfo")
     if device.type == "cpu" and table.is_file():
-        for line in table.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        available = re.search(r"^MemAvailable: *(\d+) kB", table.read_text(encoding="ascii"), re.MULTILINE)
+        return int(available[1]) * 1024 if available else None
     return None
 
 
@@ -290,18 +268,14 @@ def naming(folder: Path) -> Iterator[None]:
         raise ModelError(f"{folder}: {error}") from None
 
 
-def check_folder(folder: Path) -> None:
-    """Refuses a path that is no folder, and tells how to download what looks like a name of the Hugging Face hub."""
+def read_config(folder: Path, *, is_optional: bool = False) -> dict[str, Any]:
+    """Returns the parsed config.json of a folder; tells how to download what looks like a name of the Hugging Face
+    hub."""
     if not folder.is_dir():
         fault = "there is no such folder, and nothing is downloaded"
         is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", folder.as_posix()) and not folder.exists()
         raise ModelError(fault + (f": hf download {folder.as_posix()} --local-dir FOLDER makes one" if is_name else ""))
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the parsed config.json of a folder."""
-    check_folder(folder)
-    return read_json(folder / "config.json")
+    return read_json(folder / "config.json", is_optional=is_optional)
 
 
 def read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
@@ -339,18 +313,14 @@ def _file_names(folder: Path) -> tuple[str, list[str]]:
             if not (isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())):
                 raise ModelError(f"{index.name}: weight_map must be an object that names the file of each tensor")
             for tensor, file in weight_map.items():
-                if not _is_inside(file):
+                path = PureWindowsPath(file)  # this class knows the separators and roots of all systems
+                # Links may leave the folder: the files of a hub's cache are links.
+                is_inside = len(path.parts) > 0 and not path.anchor and ".." not in path.parts and "\0" not in file
+                if not is_inside or max(map(len, path.parts)) > 255:
                     fault = f"weight_map must name files inside the folder, got {shown(file)} for {tensor}"
                     raise ModelError(f"{index.name}: {fault}")
             return index.name, sorted(set(weight_map.values()))
     raise ModelError("neither model.safetensors nor model.safetensors.index.json nor pytorch_model.bin is there")
-
-
-def _is_inside(name: str) -> bool:
-    """Tells whether a file's name stays inside the folder. Links may leave it: the files of a hub's cache are links."""
-    path = PureWindowsPath(name)  # this class knows the separators and roots of all systems
-    parts = path.parts
-    return len(parts) > 0 and not path.anchor and ".." not in parts and "\0" not in name and max(map(len, parts)) < 256
 
 
 def refuse_names(fault: str, names: set[str]) -> None:
