@@ -11,7 +11,7 @@ import re
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
 from types import SimpleNamespace
@@ -42,6 +42,14 @@ class StoredTensor(NamedTuple):
         return self.dtype.startswith(("F", "BF"))
 
 
+class StoredSize(NamedTuple):
+    """Names a size that both config.json and a tensor tell."""
+
+    fields: str  # a field of config.json, or several with * and + between them
+    axis: int  # of the tensor
+    tensors: tuple[str, ...]  # names; the first that exists is compared
+
+
 class Checkpoint:
     """Reads the tensors of a folder: of `model.safetensors` or `pytorch_model.bin`, or of its shards.
 
@@ -61,19 +69,76 @@ class Checkpoint:
                         header = file.get_slice(name)
                         self.tensors[name] = StoredTensor(file_name, name, header.get_shape(), header.get_dtype())
 
+    def check_layers(self, config: dict[str, Any], field: str, prefix: str) -> None:
+        """Refuses a number of layers that differs from that of the tensors `prefix`0, `prefix`1, ..."""
+        count, value = self._layer_counts()[prefix], config.get(field)
+        if count and is_integer(value) and value != count:  # other types are refused where they are read
+            raise ModelError(f"config.json: {field} must be {count} as in the tensors {prefix}*, got {shown(value)}")
+
+    def check_most_layers(self, config: dict[str, Any]) -> None:
+        """Refuses more layers than the longest numbered list of tensors has: transformers' models name both as they
+        like."""
+        sections = [config, *(section for section in config.values() if isinstance(section, dict))]
+        for prefix, most in self._layer_counts().most_common(1):
+            for field, value in ((field, section.get(field)) for section in sections for field in _LAYER_FIELDS):
+                if is_integer(value) and value > most:
+                    rule = f"must be at most {most} as in the tensors {prefix}*"
+                    raise ModelError(f"config.json: {field} {rule}, got {shown(value)}")
+
+    def _layer_counts(self) -> Counter[str]:
+        """Returns how many numbers follow each beginning of the tensors' names, such as `model.layers.`."""
+        found = re.findall(r"^(.*?\.)(\d+)\.", "\n".join(self.tensors), re.MULTILINE)
+        return Counter(prefix for prefix, _ in dict.fromkeys(found))
+
+    def check_sizes(self, config: Any) -> None:
+        """Refuses sizes that differ from those of the tensors, as the `stored_sizes` of a `DecoderConfig` pair them."""
+        for fields, axis, names in config.stored_sizes:
+            name = next((name for name in names if name in self.tensors), None)
+            shape = [] if name is None else self.tensors[name].shape
+            if len(shape) <= axis:
+                continue  # `fill` refuses these
+            numbers = re.sub("[a-z_]+", lambda field: str(getattr(config, field[0])), fields)
+            if shape[axis] != sum(math.prod(map(int, term.split("*"))) for term in numbers.split("+")):
+                raise ModelError(
+                    f"config.json: {fields} must be {shape[axis]} as in {name} of shape {shape}, got {numbers}"
+                )
+
+    def fill(self, module: nn.Module, device: torch.device, dtype: torch.dtype, check_weights: bool) -> None:
+        """Moves a module built on the meta device to `device` and fills it with the tensors, floating-point ones as
+        `dtype`; leaves it frozen and in eval mode.
+
+        Names, shapes and memory are checked before anything is allocated, and then whether all weights are finite.
+        """
+        module.to(dtype)
+        expected = module.state_dict()
+        refuse_names("missing", expected.keys() - self.tensors.keys())
+        refuse_names("unexpected", self.tensors.keys() - expected.keys())
+        for name, stored in self.tensors.items():
+            wanted = expected[name]
+            if stored.dtype.startswith(("F4", "F6")):
+                raise ModelError(f"tensor {name} has dtype {stored.dtype}, which is not implemented")
+            if stored.shape != list(wanted.shape):
+                raise ModelError(f"tensor {name} has shape {stored.shape}, config.json asks for {list(wanted.shape)}")
+            if stored.is_floating_point != wanted.is_floating_point():
+                raise ModelError(f"tensor {name} has dtype {stored.dtype}, {wanted.dtype} was expected")
+        check_memory(sum(tensor.nbytes for tensor in expected.values()), device, f"the weights take {{}} as {dtype}")
+        places = module.to_empty(device=device).requires_grad_(False).eval().state_dict()
+        if device.type == "meta":
+            return
+        for name, tensor in self.read(device):
+            places[name].copy_(tensor)
+        if check_weights:
+            refuse_not_finite({name: places[name] for name in self.tensors}, dtype)
+
     def read(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and the tensor on the device, shard by shard; shows its progress on a terminal."""
-        is_watched = sys.stderr.isatty()
         for number, file_name in enumerate(self.file_names, start=1):
-            if is_watched:
-                line = f"\rloading {number}/{len(self.file_names)} {file_name}\033[K"
-                print(line, end="", file=sys.stderr, flush=True)
+            _show(f"loading {number}/{len(self.file_names)} {file_name}")
             with self._open(file_name, str(device)) as file:
                 for name, stored in self.tensors.items():
                     if stored.file_name == file_name:
                         yield name, file.get_tensor(stored.name).to(device)
-        if is_watched:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        _show("")
 
     def get(self, name: str) -> Tensor:
         """Returns one tensor, on the CPU."""
@@ -98,6 +163,12 @@ class Checkpoint:
                 yield file
         except package.SafetensorError as error:
             raise ModelError(f"{file_name} cannot be read: {first_line(error)}") from None
+
+
+def _show(line: str) -> None:
+    """Replaces the line that a terminal shows."""
+    if sys.stderr.isatty():
+        print(f"\r{line}\033[K", end="", file=sys.stderr, flush=True)
 
 
 class _PickledFile(dict[str, Tensor]):
@@ -136,36 +207,6 @@ def load_pickled(path: Path, **options: Any) -> Any:
         raise ModelError(f"{path.name} cannot be read: {reason}") from None
 
 
-def fill(
-    module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, check_weights: bool = True
-) -> None:
-    """Moves a module built on the meta device to `device` and fills it with the checkpoint's tensors, floating-point
-    ones as `dtype`; leaves it frozen and in eval mode.
-
-    Names, shapes and memory are checked before anything is allocated, and then whether all weights are finite.
-    """
-    module.to(dtype)
-    expected = module.state_dict()
-    refuse_names("missing", expected.keys() - checkpoint.tensors.keys())
-    refuse_names("unexpected", checkpoint.tensors.keys() - expected.keys())
-    for name, stored in checkpoint.tensors.items():
-        wanted = expected[name]
-        if stored.dtype.startswith(("F4", "F6")):
-            raise ModelError(f"tensor {name} has dtype {stored.dtype}, which is not implemented")
-        if stored.shape != list(wanted.shape):
-            raise ModelError(f"tensor {name} has shape {stored.shape}, config.json asks for {list(wanted.shape)}")
-        if stored.is_floating_point != wanted.is_floating_point():
-            raise ModelError(f"tensor {name} has dtype {stored.dtype}, {wanted.dtype} was expected")
-    check_memory(sum(tensor.nbytes for tensor in expected.values()), device, f"the weights take {{}} as {dtype}")
-    places = module.to_empty(device=device).requires_grad_(False).eval().state_dict()
-    if device.type == "meta":
-        return
-    for name, tensor in checkpoint.read(device):
-        places[name].copy_(tensor)
-    if check_weights:
-        refuse_not_finite({name: places[name] for name in checkpoint.tensors}, dtype)
-
-
 def refuse_not_finite(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Refuses NaN and infinite weights, with which a model repeats one token for ever."""
     names = not_finite(tensors)
@@ -191,52 +232,6 @@ def not_finite(tensors: dict[str, Tensor]) -> list[str]:
         return []
     is_finite = torch.stack(extremes).isfinite().all(-1).tolist()
     return list(dict.fromkeys(name for name, holds in zip(names, is_finite) if not holds))
-
-
-class StoredSize(NamedTuple):
-    """Names a size that both config.json and a tensor tell."""
-
-    fields: str  # a field of config.json, or several with * and + between them
-    axis: int  # of the tensor
-    tensors: tuple[str, ...]  # names; the first that exists is compared
-
-
-def check_sizes(config: Any, sizes: Iterable[StoredSize], tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuses sizes that differ from those of the tensors; `config` has the fields as attributes."""
-    for fields, axis, names in sizes:
-        name = next((name for name in names if name in tensors), None)
-        shape = [] if name is None else tensors[name].shape
-        if len(shape) <= axis:
-            continue  # `fill` refuses these
-        numbers = re.sub("[a-z_]+", lambda field: str(getattr(config, field[0])), fields)
-        if shape[axis] != sum(math.prod(map(int, term.split("*"))) for term in numbers.split("+")):
-            raise ModelError(
-                f"config.json: {fields} must be {shape[axis]} as in {name} of shape {shape}, got {numbers}"
-            )
-
-
-def check_layers(config: Mapping[str, Any], field: str, names: Iterable[str], prefix: str) -> None:
-    """Refuses a number of layers that differs from that of the tensors `prefix`0, `prefix`1, ..."""
-    count, value = _layer_counts(names)[prefix], config.get(field)
-    if count and is_integer(value) and value != count:  # other types are refused where they are read
-        raise ModelError(f"config.json: {field} must be {count} as in the tensors {prefix}*, got {shown(value)}")
-
-
-def check_most_layers(config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Refuses more layers than the longest numbered list of tensors has; for transformers' models, which name fields
-    and tensors in many ways."""
-    sections = [config, *(section for section in config.values() if isinstance(section, dict))]
-    for prefix, most in _layer_counts(names).most_common(1):
-        for field, value in ((field, section.get(field)) for section in sections for field in _LAYER_FIELDS):
-            if is_integer(value) and value > most:
-                rule = f"must be at most {most} as in the tensors {prefix}*"
-                raise ModelError(f"config.json: {field} {rule}, got {shown(value)}")
-
-
-def _layer_counts(names: Iterable[str]) -> Counter[str]:
-    """Returns how many numbers follow each beginning of the tensors' names, such as `model.layers.`."""
-    found = (re.match(r"(.*?\.)(\d+)\.", name) for name in names)
-    return Counter(prefix for prefix, _ in dict.fromkeys(match.groups() for match in found if match))
 
 
 def check_memory(needed_bytes: int, device: torch.device, need: str) -> None:

@@ -179,13 +179,12 @@ class RopeConfig:
 
 def layer_sizes(prefix: str) -> list[StoredSize]:
     """Returns the sizes that the tensors of one layer tell, whose names begin with `prefix`."""
-    names = {
-        "hidden_size": "post_attention_layernorm",
-        "intermediate_size": "mlp.gate_proj",
-        "num_attention_heads * head_dim": "self_attn.q_proj",
-        "num_key_value_heads * head_dim": "self_attn.k_proj",
-    }
-    return [StoredSize(fields, 0, (f"{prefix}{name}.weight",)) for fields, name in names.items()]
+    return [
+        StoredSize("hidden_size", 0, (f"{prefix}post_attention_layernorm.weight",)),
+        StoredSize("intermediate_size", 0, (f"{prefix}mlp.gate_proj.weight",)),
+        StoredSize("num_attention_heads * head_dim", 0, (f"{prefix}self_attn.q_proj.weight",)),
+        StoredSize("num_key_value_heads * head_dim", 0, (f"{prefix}self_attn.k_proj.weight",)),
+    ]
 
 
 @dataclass(kw_only=True)

@@ -21,18 +21,6 @@ from .protocol import FINAL_NORM, ModelError
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MODULE_PREFIX = "model.mtp_layers."  # of the tensors of next-token modules, which lie in the target's folder
 
-# Keys of `eagle_config` that only ModelOpt writes.
-_MODELOPT_KEYS = {
-    "use_input_layernorm_in_first_layer",
-    "use_last_layernorm",
-    "use_mtp_layernorm",
-    "next_layer_regular",
-    "parallel_draft_step",
-    "parallel_draft_heads_num_layers",
-}
-
-_SPECFORGE_ARCHITECTURES = {"LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"}
-
 # Other names of settings, and our own.
 _SYNONYMS = {
     "truncated_vocab_size": "draft_vocab_size",
@@ -43,15 +31,12 @@ _SYNONYMS = {
 }
 
 # Options that trainers can write, with the one value that is implemented.
-_IMPLEMENTED = {
-    "num_hidden_layers": 1,
-    "logit_scale": 1.0,
-    "layernorms": False,
-    "use_mtp_layernorm": False,
-    "next_layer_regular": True,
-    "parallel_draft_step": 1,
-}
-_NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")  # EAGLE-3 has both, EAGLE-1 neither
+_IMPLEMENTED = {"num_hidden_layers": 1, "logit_scale": 1.0, "layernorms": False}
+
+# Options of `eagle_config` that only ModelOpt writes.
+_MODELOPT = {"use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1}
+_MODELOPT_NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")  # EAGLE-3 has both, EAGLE-1 neither
+_MODELOPT_KEYS = {*_MODELOPT, *_MODELOPT_NORMS, "parallel_draft_heads_num_layers"}
 
 
 class HeadFormat(NamedTuple):
@@ -69,6 +54,8 @@ def _architectures(config: dict[str, Any]) -> list[str]:
         raise ModelError(f"config.json: architectures must be a list of strings, got {shown(names)}")
     return names
 
+
+_SPECFORGE = {"LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"}  # names of its architectures
 
 _FORMATS = (  # the first that fits is taken
     HeadFormat(
@@ -88,7 +75,7 @@ _FORMATS = (  # the first that fits is taken
     ),
     HeadFormat(
         "SpecForge/SGLang",
-        lambda config: bool(config.get("eagle_config") or _SPECFORGE_ARCHITECTURES & set(_architectures(config))),
+        lambda config: bool(config.get("eagle_config") or _SPECFORGE.intersection(_architectures(config))),
         tensor_names=tuple((f"aux_norm_{name}.", f"fc_norm.{i}.") for i, name in enumerate(("low", "mid", "high"))),
     ),
     HeadFormat("official (SafeAILab)", lambda config: True),
@@ -160,7 +147,8 @@ def flatten(config: dict[str, Any], kind: str) -> dict[str, Any]:
         if values.get(ours) not in (None, value):
             raise ModelError(f"config.json: {theirs}={shown(value)} contradicts {ours}={shown(values[ours])}")
         values[ours] = value
-    check_implemented(values, _IMPLEMENTED | dict.fromkeys(_NORMS, kind == "EAGLE-3"), f" for {kind}")
+    norms = dict.fromkeys(_MODELOPT_NORMS, kind == "EAGLE-3")
+    check_implemented(values, _IMPLEMENTED | _MODELOPT | norms, f" for {kind}")
     reads_last = kind == "EAGLE-1" or values.get("use_aux_hidden_state") is False
     values["aux_layers"] = (FINAL_NORM,) if reads_last else written_aux_layers(config).indices or None
     return values

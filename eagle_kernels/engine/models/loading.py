@@ -16,19 +16,7 @@ import torch
 from ...runtime.placement import read_placement
 from ...runtime.values import first_line, is_integer
 from . import head_formats
-from .checkpoint import (
-    Checkpoint,
-    check_layers,
-    check_memory,
-    check_most_layers,
-    check_sizes,
-    fill,
-    naming,
-    read_config,
-    read_json,
-    refuse_names,
-    refuse_not_finite,
-)
+from .checkpoint import Checkpoint, check_memory, naming, read_config, read_json, refuse_names, refuse_not_finite
 from .decoder import Decoder
 from .decoder_config import FAMILIES, DecoderConfig, read_model_type
 from .draft_head import OPTIONS_IN_FILE, DraftHead
@@ -74,16 +62,16 @@ def load_target(
             del checkpoint.tensors[name]  # they are a draft, see `load_draft`
         if "fc.weight" in checkpoint.tensors and "model.embed_tokens.weight" not in checkpoint.tensors:
             raise ModelError("holds fc.weight and no model.embed_tokens.weight: an EAGLE head, a draft and no target")
-        check_layers(content, "num_hidden_layers", checkpoint.tensors, "model.layers.")
+        checkpoint.check_layers(content, "num_hidden_layers", "model.layers.")
         config = DecoderConfig.from_dict(content)
-        check_sizes(config, config.stored_sizes, checkpoint.tensors)
+        checkpoint.check_sizes(config)
         with torch.device("meta"):
             target = Decoder(config)
         if config.tie_word_embeddings:
             # allocates it once, and reads it once if the checkpoint holds it twice
             target.lm_head.weight = None
             checkpoint.tensors.pop("lm_head.weight", None)
-        fill(target, checkpoint, device, dtype, check_weights)
+        checkpoint.fill(target, device, dtype, check_weights)
         target.tie_weights()
         return target
 
@@ -98,9 +86,9 @@ def _load_through_transformers(
             f"config.json: model_type is none of {', '.join(FAMILIES)}; other models need transformers: "
             "pip install 'eagle_kernels[transformers]'"
         ) from None
-    stored = Checkpoint(folder).tensors
-    check_most_layers(config, stored)
-    needed = sum(math.prod(tensor.shape) for tensor in stored.values()) * dtype.itemsize
+    checkpoint = Checkpoint(folder)
+    checkpoint.check_most_layers(config)
+    needed = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values()) * dtype.itemsize
     check_memory(needed, device, f"the weights take {{}} as {dtype}")
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -182,11 +170,10 @@ def read_head(
         checkpoint = Checkpoint(folder)
         kind = head_formats.kind_of(config, checkpoint.tensors)
         form = head_formats.NEXT_TOKEN_MODULES if kind == "MTP" else head_formats.recognise(config)
-        tensors = head_formats.rename(form, kind, checkpoint.tensors)
         if kind == "MTP":  # config.json is the target's
-            check_layers(config, "num_hidden_layers", checkpoint.tensors, "model.layers.")
-            check_layers(config, "num_nextn_predict_layers", tensors, "mtp_layers.")
-        checkpoint.tensors = tensors
+            checkpoint.check_layers(config, "num_hidden_layers", "model.layers.")
+        checkpoint.tensors = tensors = head_formats.rename(form, kind, checkpoint.tensors)
+        checkpoint.check_layers(config, "num_nextn_predict_layers", "mtp_layers.")
         dtypes = sorted({stored.dtype for stored in tensors.values() if stored.is_floating_point})
         # Heads may leave out some options, which the names of their tensors then tell.
         seen = {setting: any(name.endswith(end) for name in tensors) for setting, end in OPTIONS_IN_FILE.items()}
@@ -196,7 +183,7 @@ def read_head(
         settings = config_class.from_dict(seen | config)
         if settings.aux_layers == (FINAL_NORM,) and kind == "EAGLE-3":
             tensors.pop("fc.weight", None)  # SGLang's class always has one, even if it does not use it
-        check_sizes(settings, settings.stored_sizes, tensors)
+        checkpoint.check_sizes(settings)
         if settings.draft_vocab_size == settings.vocab_size:
             # A head over the whole vocabulary has no mapping; some trainers write the identity.
             for draft_id, offset in enumerate(checkpoint.get("d2t").flatten().tolist() if "d2t" in tensors else ()):
@@ -212,7 +199,7 @@ def read_head(
             head = head_class(settings, **own)
         if "t2d" not in tensors:
             head.t2d = None  # `bind` derives it from d2t
-        fill(head, checkpoint, device, dtype, check_weights)
+        checkpoint.fill(head, device, dtype, check_weights)
         written, remarks = head_formats.written_aux_layers(config), head_formats.remarks_on(form, kind, config)
         return HeadFile(head, form.name, kind, dtypes, written, remarks)
 

@@ -154,14 +154,15 @@ class FileDetokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         self._pending.extend(token_ids)
-        text = self._new_text()
+        text = self.finish()  # which leaves the ids pending
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
         self._settled, self._pending = self._pending, []
         return text
 
     def finish(self) -> str:
-        return self._new_text()
+        before = self._tokenizer.decode(self._settled)
+        return self._tokenizer.decode(self._settled + self._pending)[len(before) :]
 
     def _last_text(self, context: Sequence[int]) -> list[int]:
         """Returns the last ids whose text is whole characters: half a character would change with the next id."""
@@ -170,10 +171,6 @@ class FileDetokenizer:
             if text and "\N{REPLACEMENT CHARACTER}" not in text:
                 return list(context[-size:])
         return []
-
-    def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._settled)
-        return self._tokenizer.decode(self._settled + self._pending)[len(before) :]
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
