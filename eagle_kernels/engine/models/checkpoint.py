@@ -11,7 +11,7 @@ import re
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
 from types import SimpleNamespace
@@ -33,9 +33,9 @@ class StoredTensor(NamedTuple):
     """Holds the header of a tensor in a file."""
 
     file_name: str
-    name: str  # in the file
+    name: str  # the name in the file
     shape: list[int]
-    dtype: str  # in the words of safetensors, such as BF16
+    dtype: str  # the word of safetensors, such as BF16
 
     @property
     def is_floating_point(self) -> bool:
@@ -46,7 +46,7 @@ class StoredSize(NamedTuple):
     """Names a size that both config.json and a tensor tell."""
 
     fields: str  # a field of config.json, or several with * and + between them
-    axis: int  # of the tensor
+    axis: int  # the tensor's axis that has this size
     tensors: tuple[str, ...]  # names; the first that exists is compared
 
 
@@ -91,7 +91,7 @@ class Checkpoint:
         return Counter(prefix for prefix, _ in dict.fromkeys(found))
 
     def check_sizes(self, config: Any) -> None:
-        """Refuses sizes that differ from those of the tensors, as the `stored_sizes` of a `DecoderConfig` pair them."""
+        """Refuses a `DecoderConfig` whose `stored_sizes` differ from those of the tensors."""
         for fields, axis, names in config.stored_sizes:
             name = next((name for name in names if name in self.tensors), None)
             shape = [] if name is None else self.tensors[name].shape
@@ -111,8 +111,8 @@ class Checkpoint:
         """
         module.to(dtype)
         expected = module.state_dict()
-        refuse_names("missing", expected.keys() - self.tensors.keys())
-        refuse_names("unexpected", self.tensors.keys() - expected.keys())
+        refuse_names("missing tensors", sorted(expected.keys() - self.tensors.keys()))
+        refuse_names("unexpected tensors", sorted(self.tensors.keys() - expected.keys()))
         for name, stored in self.tensors.items():
             wanted = expected[name]
             if stored.dtype.startswith(("F4", "F6")):
@@ -208,11 +208,9 @@ def load_pickled(path: Path, **options: Any) -> Any:
 
 
 def refuse_not_finite(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Refuses NaN and infinite weights, with which a model repeats one token for ever."""
-    names = not_finite(tensors)
-    if names:
-        fault = f"tensors with NaN or infinite values as {dtype}: {_listed(names)}"
-        raise ModelError(f"{fault}; check_weights=False (--no-check-weights) loads them")
+    """Refuses NaN and infinite weights, which make a model repeat one token for ever."""
+    advice = "; check_weights=False (--no-check-weights) loads them"
+    refuse_names(f"tensors with NaN or infinite values as {dtype}", not_finite(tensors), advice)
 
 
 def not_finite(tensors: dict[str, Tensor]) -> list[str]:
@@ -223,7 +221,7 @@ def not_finite(tensors: dict[str, Tensor]) -> list[str]:
     names, extremes = [], []
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel() > 0:
-            # torch cannot compare numbers of one byte: they are widened, piece by piece
+            # torch cannot compare numbers of one byte, so they are widened, piece by piece
             is_wide = tensor.dtype.itemsize > 1
             for piece in (tensor,) if is_wide else map(Tensor.float, tensor.flatten().split(_PIECE)):
                 names.append(name)
@@ -235,7 +233,7 @@ def not_finite(tensors: dict[str, Tensor]) -> list[str]:
 
 
 def check_memory(needed_bytes: int, device: torch.device, need: str) -> None:
-    """Refuses more bytes than the device has free; `need` is the text of the error, with {} for the amount."""
+    """Refuses more bytes than the device has free; `need` begins the error, with {} for the amount."""
     free = free_memory_bytes(device)
     if free is not None and needed_bytes > free:
         amount = f"{needed_bytes / 2**30:.2f} GiB"
@@ -267,9 +265,10 @@ def read_config(folder: Path, *, is_optional: bool = False) -> dict[str, Any]:
     """Returns the parsed config.json of a folder; tells how to download what looks like a name of the Hugging Face
     hub."""
     if not folder.is_dir():
-        fault = "there is no such folder, and nothing is downloaded"
-        is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", folder.as_posix()) and not folder.exists()
-        raise ModelError(fault + (f": hf download {folder.as_posix()} --local-dir FOLDER makes one" if is_name else ""))
+        name = folder.as_posix()
+        is_of_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) and not folder.exists()
+        advice = f": hf download {name} --local-dir FOLDER makes one" if is_of_hub else ""
+        raise ModelError(f"there is no such folder, and nothing is downloaded{advice}")
     return read_json(folder / "config.json", is_optional=is_optional)
 
 
@@ -318,11 +317,8 @@ def _file_names(folder: Path) -> tuple[str, list[str]]:
     raise ModelError("neither model.safetensors nor model.safetensors.index.json nor pytorch_model.bin is there")
 
 
-def refuse_names(fault: str, names: set[str]) -> None:
-    """Raises ModelError when tensors are `fault`: missing or unexpected."""
+def refuse_names(fault: str, names: Sequence[str], advice: str = "") -> None:
+    """Raises ModelError when there are tensors with a fault; names the first four."""
     if names:
-        raise ModelError(f"{fault} tensors: {_listed(sorted(names))}")
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        raise ModelError(f"{fault}: {', '.join(names[:4])}{more}{advice}")

@@ -22,9 +22,9 @@ class Family(NamedTuple):
     qkv_bias: bool | str = False  # whether the projections have a bias, or the key of config.json that says so
     o_bias: bool | str = False
     mlp_bias: bool | str = False
-    has_qk_norms: bool = False  # an RMS norm of each query and key head, before RoPE
-    sliding: str = "none"  # layers with a sliding window; "all": if `sliding_window` is set; "by layer"
-    defaults: dict[str, Any] = {}  # of absent keys, where they differ from those of `DecoderConfig`
+    has_qk_norms: bool = False  # whether each query and key head has an RMS norm, before RoPE
+    sliding: str = "none"  # layers with a sliding window: "none", "all" if `sliding_window` is set, or "by layer"
+    defaults: dict[str, Any] = {}  # values of absent keys, where they differ from those of `DecoderConfig`
 
 
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
@@ -63,7 +63,7 @@ _ROPE_TYPES = {
     "yarn": (),
 }
 
-_TYPES = {dict: "an object", bool: "true or false", str: "a string"}  # as errors call them
+_TYPES = {dict: "an object", bool: "true or false", str: "a string"}  # what errors call them
 
 
 def read_value(config: dict[str, Any], name: str, kind: type, file_name: str = "config.json") -> Any:
@@ -169,7 +169,7 @@ class RopeConfig:
         missing = [key for key in _ROPE_TYPES[rope_type] if section.get(key) is None]
         if missing:
             raise ModelError(f"config.json: {name} of type {rope_type!r} lacks {', '.join(missing)}")
-        length = "original_max_position_embeddings"  # beside the section has precedence over inside
+        length = "original_max_position_embeddings"  # one beside the section has precedence over one inside
         values = {length: max_length} | _present(config, ["rope_theta"])
         values |= _present(section, [item.name for item in fields(cls)]) | _present(config, [length])
         if rope_type == "yarn":
@@ -191,7 +191,7 @@ def layer_sizes(prefix: str) -> list[StoredSize]:
 class DecoderConfig:
     """Holds the keys of a config.json that decide the computation, by Hugging Face's names apart from the last five."""
 
-    stored_sizes = (  # that the tensors tell as well
+    stored_sizes = (  # those that the tensors tell as well
         StoredSize("vocab_size", 0, ("model.embed_tokens.weight", "lm_head.weight")),
         *layer_sizes("model.layers.0."),
     )
@@ -207,10 +207,10 @@ class DecoderConfig:
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
     mlp_bias: bool = False
-    qkv_bias: bool = False  # of the projections into attention
-    o_bias: bool = False  # of the projection out of attention
-    has_qk_norms: bool = False  # an RMS norm of each query and key head
-    windows: tuple[int | None, ...] = ()  # for each layer the number of keys that a token sees, itself included
+    qkv_bias: bool = False  # whether the projections into attention have a bias
+    o_bias: bool = False  # whether the projection out of attention has a bias
+    has_qk_norms: bool = False  # whether each query and key head has an RMS norm
+    windows: tuple[int | None, ...] = ()  # the keys that a token sees in each layer, itself included; None: all
     rope: RopeConfig = RopeConfig()
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ only more slowly. The official files name no layers. `d2t` holds offsets in ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from ...runtime.values import is_integer, shown
@@ -19,7 +19,7 @@ from .decoder_config import MOST_LAYERS, check_implemented, read_value
 from .protocol import FINAL_NORM, ModelError
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-MODULE_PREFIX = "model.mtp_layers."  # of the tensors of next-token modules, which lie in the target's folder
+MODULE_PREFIX = "model.mtp_layers."  # begins the names of next-token modules' tensors, which lie beside the target's
 
 # Other names of settings, and our own.
 _SYNONYMS = {
@@ -43,7 +43,7 @@ class HeadFormat(NamedTuple):
     """Describes a published format."""
 
     name: str  # as shown to users
-    is_written_by: Callable[[dict[str, Any]], bool]  # of a parsed config.json
+    is_written_by: Callable[[dict[str, Any]], bool]  # tells whether a parsed config.json has this format
     section: str = "eagle_config"  # an object in config.json with more keys, which have precedence over those beside it
     tensor_names: tuple[tuple[str, str], ...] = ()  # (beginning of a name in the file, our beginning)
 
@@ -96,9 +96,8 @@ def recognise(config: dict[str, Any]) -> HeadFormat:
     return next(form for form in _FORMATS if form.is_written_by(config))
 
 
-def kind_of(config: dict[str, Any], tensor_names: Iterable[str]) -> str:
+def kind_of(config: dict[str, Any], names: Collection[str]) -> str:
     """Returns `EAGLE-3`, `EAGLE-1` (which EAGLE-2 shares) or `MTP`, from config.json or, failing that, the tensors."""
-    names = list(tensor_names)
     if any(name.startswith(MODULE_PREFIX) for name in names):
         return "MTP"
     declared = config.get("speculators_model_type")

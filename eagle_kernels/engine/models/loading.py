@@ -68,7 +68,7 @@ def load_target(
         with torch.device("meta"):
             target = Decoder(config)
         if config.tie_word_embeddings:
-            # allocates it once, and reads it once if the checkpoint holds it twice
+            # allocates the shared weight once, and reads it once if the checkpoint holds it twice
             target.lm_head.weight = None
             checkpoint.tensors.pop("lm_head.weight", None)
         checkpoint.fill(target, device, dtype, check_weights)
@@ -96,7 +96,7 @@ def _load_through_transformers(
         )
     except Exception as error:  # unchecked files can raise anything in transformers
         raise ModelError(f"transformers cannot load it: {type(error).__name__}: {first_line(error)}") from None
-    refuse_names("missing", set(report["missing_keys"]))  # transformers fills these with random numbers
+    refuse_names("missing tensors", sorted(report["missing_keys"]))  # transformers fills these with random numbers
     model = model.to(device)
     if check_weights:
         refuse_not_finite(dict(model.named_parameters()), dtype)
@@ -107,9 +107,9 @@ class HeadFile(NamedTuple):
     """Holds a head from its folder, not yet bound to a target."""
 
     head: DraftHead  # frozen, in eval mode
-    format_name: str  # of the published format
+    format_name: str  # the name of the published format
     kind: str  # `EAGLE-1` (which EAGLE-2 shares), `EAGLE-3` or `MTP`
-    dtypes: list[str]  # of the floating-point tensors in the file, in the words of safetensors, such as BF16
+    dtypes: list[str]  # types of the floating-point tensors in the file, in the words of safetensors, such as BF16
     written_aux: head_formats.AuxLayers  # the auxiliary layer ids that config.json has
     remarks: list[str]  # see `head_formats.remarks_on`
 
@@ -129,7 +129,8 @@ def load_draft(
     device, dtype  where its weights go, and their type; None: the target's
     aux_layers     hidden_states indices to read instead of those that config.json names
     check_weights  see `load_target`
-    One line of logging names the format and the auxiliary layers as written and as read.
+
+    Logs one line that names the format and the auxiliary layers as written and as read.
     """
     folder = Path(folder)
     device, dtype = target.device if device is None else device, target.dtype if dtype is None else dtype
@@ -175,7 +176,7 @@ def read_head(
         checkpoint.tensors = tensors = head_formats.rename(form, kind, checkpoint.tensors)
         checkpoint.check_layers(config, "num_nextn_predict_layers", "mtp_layers.")
         dtypes = sorted({stored.dtype for stored in tensors.values() if stored.is_floating_point})
-        # Heads may leave out some options, which the names of their tensors then tell.
+        # The names of the tensors tell options that config.json leaves out.
         seen = {setting: any(name.endswith(end) for name in tensors) for setting, end in OPTIONS_IN_FILE.items()}
         if kind == "EAGLE-1" and config.get("bias") is None and config.get("fusion_bias") is None:
             seen["fc_bias"] = "fc.bias" in tensors
@@ -186,7 +187,8 @@ def read_head(
         checkpoint.check_sizes(settings)
         if settings.draft_vocab_size == settings.vocab_size:
             # A head over the whole vocabulary has no mapping; some trainers write the identity.
-            for draft_id, offset in enumerate(checkpoint.get("d2t").flatten().tolist() if "d2t" in tensors else ()):
+            offsets = checkpoint.get("d2t").flatten().tolist() if "d2t" in tensors else []
+            for draft_id, offset in enumerate(offsets):
                 if offset != 0:
                     rule = "must be 0 throughout where the draft's vocabulary is the target's"
                     raise ModelError(f"tensor d2t {rule}, got {offset} for draft id {draft_id}")
