@@ -248,9 +248,8 @@ class EAGLEInference:
         if progress is not None:
             read_flag("benchmark: progress", progress)
         if "speculative" in overrides:
-            raise ValueError(
-                f"benchmark: speculative must be left out, both are measured, got {overrides['speculative']!r}"
-            )
+            given = overrides["speculative"]
+            raise ValueError(f"benchmark: speculative must be left out, both are measured, got {given!r}")
         batch_size = min(batch_size, len(prompts))
         overrides.setdefault("max_batch", max(self.config.max_batch, batch_size))
         config, params = self._read_call(len(prompts), max_new_tokens, seeds, overrides)
@@ -369,8 +368,7 @@ class EAGLEInference:
                 f"is given, here or to the engine, got {policy!r}"
             )
         self.session.check(config)
-        of_requests = {name: value for name, value in overrides.items() if name not in CONFIG_FIELDS}
-        return config, config.sampling | of_requests
+        return config, config.sampling | {name: overrides[name] for name in overrides.keys() - of_config.keys()}
 
 
 def _read_config(config: Any) -> EAGLEConfig:

@@ -5,21 +5,18 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 
 from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
+from ...ops.draft.ngram_match import MAX_NGRAM
 from ...ops.tree.build_tree import MAX_NODES
 from ...ops.tree.organize_draft_results import MAX_CANDIDATES
 from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ..requests.sampling_params import SamplingParams
-from .validated import Validated, limited, one_of
+from ..requests.validated import Validated, at_least, between, integer, number, one_of
 
-DEFAULT_MAX_DRAFT_TOKENS = 32
 # kinds of draft models, each with its method
 MODEL_KINDS = ("eagle", "mtp", "draft_model")
 # methods whose drafts come from a model, some of them at least; None: from a model of any kind
 MODEL_METHODS = (None, *MODEL_KINDS, "hybrid")
 METHODS = (*MODEL_KINDS, "ngram", "suffix", "hybrid", "naive")
-# strategies that draw by other rules than plain decoding, so that one seed gives another text
-_OTHER_DRAWS = ("rejection", "topp", "typical")
-MAX_NGRAM = 32
 # most tokens of a match and its drafts together, in a suffix tree
 MAX_TREE_DEPTH = 2**16
 
@@ -28,24 +25,24 @@ MAX_TREE_DEPTH = 2**16
 class DraftingOptions(Validated):
     """Holds the fields of `EAGLEConfig` about drafts; they are documented there."""
 
-    topk: int = limited(8, 1, MAX_TOPK)
-    num_steps: int = limited(5, 1)
-    num_draft_tokens: int | None = None
+    topk: int = integer(8, between(1, MAX_TOPK))
+    num_steps: int = integer(5, at_least(1))
+    num_draft_tokens: int | None = integer(None)
     _: KW_ONLY
     method: str | tuple[str, ...] | None = None
-    max_ngram_size: int = limited(5, 1, MAX_NGRAM)
-    min_ngram_size: int = limited(2, 1)
+    max_ngram_size: int = integer(5, between(1, MAX_NGRAM))
+    min_ngram_size: int = integer(2, at_least(1))
     ngram_prefer: str = one_of("latest", "earliest")
-    num_model_steps: int | None = limited(None, 1)
-    suffix_decoding_max_tree_depth: int = limited(64, 2, MAX_TREE_DEPTH)
-    suffix_decoding_max_cached_requests: int = limited(-1, -1)
-    suffix_decoding_max_spec_factor: float = limited(1.0, 0)
-    suffix_decoding_min_token_prob: float = limited(0.1, 0)
+    num_model_steps: int | None = integer(None, at_least(1))
+    suffix_decoding_max_tree_depth: int = integer(64, between(2, MAX_TREE_DEPTH))
+    suffix_decoding_max_cached_requests: int = integer(-1, at_least(-1))
+    suffix_decoding_max_spec_factor: float = number(1.0, at_least(0))
+    suffix_decoding_min_token_prob: float = number(0.1, at_least(0), ("lie in 0..1", lambda share: share <= 1))
     verify_strategy: str = one_of("target_match", "greedy", "rejection", "topp", "typical")
-    max_candidate_len: int = limited(5, 2, MAX_TOPK)
-    verify_window: int = limited(2, 0, MAX_NODES)
-    typical_epsilon: float = limited(0.09, 0, 1)
-    typical_delta: float = limited(0.3, 0, 1)
+    max_candidate_len: int = integer(5, between(2, MAX_TOPK))
+    verify_window: int = integer(2, between(0, MAX_NODES))
+    typical_epsilon: float = number(0.09, between(0, 1))
+    typical_delta: float = number(0.3, between(0, 1))
 
     @property
     def methods(self) -> tuple[str | None, ...]:
@@ -61,7 +58,7 @@ class DraftingOptions(Validated):
     def num_verify_tokens(self) -> int:
         """Nodes verified a step, root included: `num_draft_tokens`, or its default for this tree."""
         if self.num_draft_tokens is None:
-            return min(DEFAULT_MAX_DRAFT_TOKENS, 1 + self._num_candidates)
+            return min(32, 1 + self._num_candidates)
         return self.num_draft_tokens
 
     @property
@@ -82,7 +79,7 @@ class DraftingOptions(Validated):
             return f"verify_strategy='greedy' serves temperature=0 alone, got {params.temperature}"
         if strategy == "typical" and params.has_filters:
             return "verify_strategy='typical' knows no top_k, top_p and min_p"
-        if strategy in _OTHER_DRAWS and params.logprobs:
+        if strategy not in ("target_match", "greedy") and params.logprobs:
             return f"verify_strategy={strategy!r} knows no logprobs"
         if params.drafter is not None and params.drafter not in self.methods:
             rule = f"None or one of the methods {list(self.methods)}"
@@ -93,7 +90,7 @@ class DraftingOptions(Validated):
 
     @property
     def _is_dynamic(self) -> bool:
-        """Whether a model's beams choose the tree, level by level. For `naive` the tree's fields mean nothing."""
+        """Whether a model's beams choose the tree, level by level; for `naive` the tree's fields mean nothing."""
         if self.methods == ("naive",):
             return True
         others = {"ngram", "suffix", "hybrid"}.intersection(self.methods)
@@ -131,7 +128,6 @@ class DraftingOptions(Validated):
         self._require(2 <= self.num_verify_tokens <= most_nodes, "num_draft_tokens", rule)
         rule = f"be at most max_ngram_size = {self.max_ngram_size}"
         self._require(self.min_ngram_size <= self.max_ngram_size, "min_ngram_size", rule)
-        self._require(self.suffix_decoding_min_token_prob <= 1, "suffix_decoding_min_token_prob", "lie in 0..1")
         self._check_hybrid()
 
     def _check_method(self) -> None:

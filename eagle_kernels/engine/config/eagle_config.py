@@ -10,17 +10,19 @@ from ...ops.tree.build_tree import TreeMaskMode
 from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
 from ...primitives.paging import MAX_PAGE_SIZE
 from ...runtime.values import is_integer
+from ..requests.sampling_params import MIN_P_RULE, TOP_P_RULE
+from ..requests.validated import at_least, checked, integer, is_number, number, one_of
 from .drafting_options import DraftingOptions
 from .speculative_config import check_fields_are_read, read_speculative_config
-from .validated import checked, is_number, limited, one_of
 
+_PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
 # (topk, num_steps, num_draft_tokens) that adaptive="auto" tries beside the configuration's own tree
 _SMALLER_TREES = ((1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16))
 
 
 @dataclass(frozen=True)
 class EAGLEConfig(DraftingOptions):
-    """Drafting tree, sampling and limits; every value is validated here, with the rule in the message.
+    """Holds the drafting tree, sampling and limits; every value is validated here, with the rule in the message.
 
     Tree (EAGLE-2): `num_steps` levels; each keeps `topk` nodes and drafts `topk` children of each, so there are
     topk + (num_steps - 1) * topk^2 candidates; the best `num_draft_tokens - 1` of them are verified below the root.
@@ -93,23 +95,23 @@ class EAGLEConfig(DraftingOptions):
                         path of first children ends, so does the step: trees may accept less, chains (topk=1) do not
     """
 
-    temperature: float = limited(0.0, 0)
-    top_k: int = limited(0, 0)
-    top_p: float = checked(1.0, "lie in (0, 1] (1: off)", lambda share: 0 < share <= 1)
-    min_p: float = checked(0.0, "lie in 0..1 (0: off)", lambda share: 0 <= share <= 1)
+    temperature: float = number(0.0, at_least(0))
+    top_k: int = integer(0, at_least(0))
+    top_p: float = number(1.0, TOP_P_RULE)
+    min_p: float = number(0.0, MIN_P_RULE)
     eos_token_ids: tuple[int, ...] | None = None
-    max_length: int | None = limited(None, 2)
-    page_size: int = 16
+    max_length: int | None = integer(None, at_least(2))
+    page_size: int = integer(16, (f"be a power of two up to {MAX_PAGE_SIZE}", lambda size: size in _PAGE_SIZES))
     tree_mask_mode: str = TreeMaskMode.PACKED
-    max_batch: int = limited(32, 1)
-    kv_cache_bytes: int | None = limited(None, 1)
-    prefill_chunk: int = limited(2048, 1)
-    cuda_graph: bool | None = checked(None, "be True, False or None", lambda flag: isinstance(flag, bool))
-    phase_times: bool = checked(True, "be True or False", lambda flag: isinstance(flag, bool))
-    max_spec_batch: int | None = limited(None, 0)
+    max_batch: int = integer(32, at_least(1))
+    kv_cache_bytes: int | None = integer(None, at_least(1))
+    prefill_chunk: int = integer(2048, at_least(1))
+    cuda_graph: bool | None = checked(None, ("be True, False or None", lambda flag: isinstance(flag, bool)))
+    phase_times: bool = checked(True, ("be True or False", lambda flag: isinstance(flag, bool)))
+    max_spec_batch: int | None = integer(None, at_least(0))
     adaptive: str | tuple | None = None
     accept_policy: str = one_of(*ACCEPT_POLICIES)
-    simulated_accept_length: float | None = None
+    simulated_accept_length: float | None = number(None)
     simulated_accept_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -121,8 +123,6 @@ class EAGLEConfig(DraftingOptions):
         self._check_each_field()
         is_token_list = isinstance(self.eos_token_ids, tuple) and all(map(is_integer, self.eos_token_ids))
         self._require(self.eos_token_ids is None or is_token_list, "eos_token_ids", "be None or a tuple of token ids")
-        is_page_size = 1 <= self.page_size <= MAX_PAGE_SIZE and self.page_size.bit_count() == 1
-        self._require(is_page_size, "page_size", f"be a power of two up to {MAX_PAGE_SIZE}")
         self._check_drafting()
         self._check_mask()
         self._check_accept_policy()
@@ -235,8 +235,8 @@ class EAGLEConfig(DraftingOptions):
         self._require(is_planted or self.accept_policy == "normal", "accept_policy", rule)
         length, rates = self.simulated_accept_length, self.simulated_accept_rates
         if self.accept_policy != "simulate":
-            for name in ("simulated_accept_length", "simulated_accept_rates"):
-                self._require(getattr(self, name) is None, name, "come with accept_policy='simulate'")
+            self._require(length is None, "simulated_accept_length", "come with accept_policy='simulate'")
+            self._require(rates is None, "simulated_accept_rates", "come with accept_policy='simulate'")
             return
         rule = "come with either simulated_accept_length or simulated_accept_rates for 'simulate'"
         self._require((length is None) != (rates is None), "accept_policy", rule)
