@@ -111,9 +111,8 @@ class EAGLEInference:
             config = replace(config, eos_token_ids=read_eos_token_ids(target))
         draft_model = None
         if draft is not None and "draft_model" in config.methods:
-            is_same = check_same_vocabulary(draft, target)
-            draft_model = load_target(draft, device, dtype, check_weights=check_weights)
-            draft_model = CausalDraft(draft_model, target_model.vocab_size if is_same else None)
+            vocab_size = target_model.vocab_size if check_same_vocabulary(draft, target) else None
+            draft_model = CausalDraft(load_target(draft, device, dtype, check_weights=check_weights), vocab_size)
         elif draft is not None:
             draft_model = load_draft(draft, target_model, check_weights=check_weights)
         engine = cls(draft_model, target_model, config, device)

@@ -66,13 +66,14 @@ class EAGLEConfig(DraftingOptions):
                         and all of them draft for all rows of a step
     num_model_steps     of hybrid: levels that the model drafts, topk nodes in each
     max_ngram_size, min_ngram_size  of ngram and hybrid: how many of the last tokens must have occurred together; the
-                        longest match comes first,
-    ngram_prefer        of equally long ones the `latest` or the `earliest`; the topk first ones are merged into a tree
+                        longest match comes first
+    ngram_prefer        which of equally long matches comes first, the `latest` or the `earliest`; the topk first ones
+                        are merged into a tree
     suffix_decoding_max_tree_depth       longest string that suffix trees hold, context and drafts together
     suffix_decoding_max_cached_requests  responses that are remembered, the oldest leave first; -1: all, 0: none
-    suffix_decoding_max_spec_factor      drafts of a step at most, times the length of the longest match; of a host that
-                        is a step behind, as a GPU's is, the one that it knew, and the tokens since
-    suffix_decoding_min_token_prob       drafts are as likely as this at least, by what followed so far
+    suffix_decoding_max_spec_factor      most drafts of a step, as a multiple of the longest match's length. A host that
+                        is a step late, as with a GPU, takes the match that it knew plus the tokens since
+    suffix_decoding_min_token_prob       least probability of a draft, by what followed so far
 
     By which rule drafts are kept:
     verify_strategy     `target_match`: the target's own token of every node is drawn as plain decoding does; a draft

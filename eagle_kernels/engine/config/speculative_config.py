@@ -16,16 +16,16 @@ _SAME = (
     "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
     "suffix_decoding_min_token_prob", "ngram_prefer", "typical_epsilon", "typical_delta",
 )  # fmt: skip
-# fields, and the choices of another one that read them
+# fields, and the methods or strategies that read them
 _OWNED = (
     (("max_ngram_size", "min_ngram_size", "ngram_prefer", *_NAMES), "method", {"ngram", "hybrid"}),
     (tuple(name for name in _SAME if name.startswith("suffix_")), "method", {"suffix"}),
     (("max_candidate_len", "verify_window"), "verify_strategy", {"topp"}),
     (("typical_epsilon", "typical_delta"), "verify_strategy", {"typical"}),
 )
-# of EAGLEConfig, for trees, which servers do not have
+# names of EAGLEConfig for trees, which servers do not have
 _OF_TREES = ("topk", "num_steps", "num_draft_tokens")
-# read, and refused unless they say nothing: what they ask for belongs to the server
+# fields that are refused unless they say nothing: what they ask for belongs to the server
 _SERVER = {
     "quantization": None,
     "num_gpu_block_expand_ratio": 1.0,
@@ -134,7 +134,7 @@ def _sizes(given: Mapping[str, Any], method: str) -> dict[str, int]:
         return {"topk": 1, "num_steps": count, "num_draft_tokens": count + 1, "num_model_steps": levels}
     if levels is not None and "num_speculative_tokens" in given and levels < count:
         _fail("num_model_steps", f"not be below num_speculative_tokens = {count} without n-grams behind it", levels)
-    count = max(count, levels or 1)  # as FastDeploy: as many drafts as the model makes, at least
+    count = max(count, levels or 1)  # FastDeploy, too, verifies at least what the model drafts
     return {"topk": 1, "num_steps": count, "num_draft_tokens": count + 1}
 
 
