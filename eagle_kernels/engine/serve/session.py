@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ..batch.memory import check_fits, count_pages, workspace_bytes
 from ..batch.state import BatchState
-from ..config.eagle_config import EAGLEConfig
-from ..config.overrides import CONFIG_FIELDS
+from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from ..drafters.methods import make_drafter, make_reader
 from ..drafters.protocol import overshoot
 from ..drafters.suffix_cache import SuffixCache
