@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from ..config.eagle_config import EAGLEConfig
 from ..drafters.methods import make_drafter, make_reader
 from ..models.checkpoint import free_memory_bytes
 from ..models.protocol import DraftModel, TargetModel
-from .kv_pool import bytes_per_page
 
 # for KV pools on the CPU, where kv_cache_bytes is not given
 _CPU_CACHE_BYTES = 1 << 30
@@ -16,8 +17,7 @@ def count_pages(target: TargetModel, draft: DraftModel | None, config: EAGLEConf
     """Returns the pages of the pools: what kv_cache_bytes holds, at most what max_batch requests of max_pages use."""
     budget = config.kv_cache_bytes
     if budget is None:
-        is_gpu = target.device.type == "cuda"
-        budget = free_memory_bytes(target.device) // 2 if is_gpu else _CPU_CACHE_BYTES
+        budget = free_memory_bytes(target.device) // 2 if target.device.type == "cuda" else _CPU_CACHE_BYTES
     return max(1, min(budget // _page_bytes(target, draft, config), config.max_batch * max_pages))
 
 
@@ -74,6 +74,5 @@ def check_fits(
 
 
 def _page_bytes(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> int:
-    return sum(
-        bytes_per_page(model.kv_shape, config.page_size, target.dtype) for model in (target, draft) if model is not None
-    )
+    numbers = sum(2 * math.prod(model.kv_shape) for model in (target, draft) if model is not None)
+    return numbers * config.page_size * target.dtype.itemsize

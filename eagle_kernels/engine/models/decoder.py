@@ -19,10 +19,8 @@ from .rotary import Rotary
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP.
-
-    The residual stream [B, T, H] is passed on as two summands, stream + delta, which the next norm adds.
-    """
+    """Computes pre-norm attention and MLP. The residual stream [B, T, H] is passed on as two summands, stream + delta,
+    which the next norm adds."""
 
     def __init__(self, config: DecoderConfig, window: int | None) -> None:
         super().__init__()
@@ -42,7 +40,7 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderBackbone(nn.Module):
-    """Everything below the language-model head: a module of its own for the published prefix `model.`."""
+    """Computes everything below the language-model head: a module of its own for the published prefix `model.`."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -68,7 +66,7 @@ class DecoderBackbone(nn.Module):
 
 
 class ConfiguredModel(nn.Module):
-    """Base of decoders and draft heads: the members of `protocol` that their config and weights determine."""
+    """Holds what decoders and draft heads share: the members of `protocol` that config and weights determine."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -96,7 +94,7 @@ class ConfiguredModel(nn.Module):
 
 
 class Decoder(ConfiguredModel):
-    """A target of any of the families (`protocol.TargetModel`)."""
+    """Computes a target of any of the families (`protocol.TargetModel`)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
