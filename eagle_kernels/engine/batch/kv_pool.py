@@ -95,12 +95,11 @@ class PrefillAttend(_PoolAttend):
         first = torch.full((1,), start, dtype=torch.int64, device=device)
         slots = ops.find_slots(block_table, first, count=num_tokens, page_size=pool.page_size).slots
         super().__init__(pool, block_table, slots)
-        self._seq_lens, self._num_tokens = first + num_tokens, num_tokens
+        self._sizes = {"seq_lens": first + num_tokens, "max_query": num_tokens}
         self._bounds = torch.arange(2, dtype=torch.int64, device=device) * num_tokens
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
-        sizes = {"seq_lens": self._seq_lens, "max_query": self._num_tokens}
-        return ops.prefill_attention(query[0], self._bounds, **sizes, **options).output[None]
+        return ops.prefill_attention(query[0], self._bounds, **self._sizes, **options).output[None]
 
 
 class TreeAttend(_PoolAttend):

@@ -1,4 +1,4 @@
-"""What the requests of a batch asked of their tokens, as tensors on the device."""
+"""The sampling parameters of the requests of a batch, as tensors on the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RowSampling:
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.numbers: dict[str, Tensor] = {}
         for name in ("temperature", *_FILTERS, *_PENALTIES):
-            off, dtype = getattr(SamplingParams, name), torch.int32 if name == "top_k" else torch.float32
+            off, dtype = getattr(SamplingParams(), name), torch.int32 if name == "top_k" else torch.float32
             self.numbers[name] = torch.full((num_rows,), off, dtype=dtype, device=device)
         self.prompt_mask: Tensor | None = None
         self.output_counts: Tensor | None = None

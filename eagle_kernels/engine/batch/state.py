@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
+from ..config.eagle_config import EAGLEConfig
 from ..models.protocol import DraftModel, TargetModel
 from .kv_pool import KVPool
 from .row_sampling import RowSampling
@@ -30,28 +31,21 @@ class BatchState:
     roots         [R] int64       last committed token
     is_live       [R] int64       0: the row is computed in place, writes no key and never grows
     block_table   [R, max_pages]  int32, of both models' pools; -1: no page
-    methods       [R] int64       the row's method of drafting, where requests choose among several
-    history       [R, L] int32    committed tokens, the root at place `lengths`; None where no drafter reads them
+    methods       [R] int64       the number of the row's method of drafting, if requests choose among several
+    history       [R, L] int32    committed tokens, the root at place `lengths`; None if no drafter reads them
     draft_logits  [R, Vd]         what the draft says after the root
     draft_hidden  [R, H]          the draft's own state there; both None without a draft
     num_behind    [R] int64       committed tokens that the draft has not read for good, most of them of plain steps
     kept          these tokens, by the number that there is room for
-    target_pool, draft_pool       keys and values; a request's pages have the same ids in both. No draft, no draft_pool
+    target_pool, draft_pool       keys and values; a request's pages have the same ids in both. None without a draft
     """
 
     def __init__(
-        self,
-        target: TargetModel,
-        draft: DraftModel | None,
-        *,
-        num_rows: int,
-        num_pages: int,
-        max_pages: int,
-        page_size: int,
+        self, target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int, num_pages: int
     ):
-        device = target.device
+        device, num_rows = target.device, config.max_batch
         self.target_pool, self.draft_pool = (
-            None if model is None else KVPool(model.kv_shape, num_pages, page_size, target.dtype, device)
+            None if model is None else KVPool(model.kv_shape, num_pages, config.page_size, target.dtype, device)
             for model in (target, draft)
         )
 

@@ -70,19 +70,8 @@ class ConfiguredModel(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config = config
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_length(self) -> int:
-        return self.config.max_position_embeddings
-
-    @property
-    def kv_shape(self) -> KVShape:
-        return KVShape(self.config.num_hidden_layers, self.config.num_key_value_heads, self.config.head_dim)
+        self.config, self.vocab_size, self.max_length = config, config.vocab_size, config.max_position_embeddings
+        self.kv_shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +87,7 @@ class Decoder(ConfiguredModel):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
+        self.hidden_size = config.hidden_size
         self.model = DecoderBackbone(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
@@ -112,10 +102,6 @@ class Decoder(ConfiguredModel):
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
 
     @property
     def device(self) -> torch.device:

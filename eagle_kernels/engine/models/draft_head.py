@@ -93,6 +93,7 @@ class DraftHead(ConfiguredModel):
 
     def __init__(self, config: HeadConfig, *, own_embedding: bool, own_output: bool) -> None:
         super().__init__(config)
+        self.draft_vocab_size = config.draft_vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
         self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_output else None
         self.rotary = Rotary(config)
@@ -101,10 +102,6 @@ class DraftHead(ConfiguredModel):
         self.register_buffer("t2d", None if whole else torch.zeros(config.vocab_size, dtype=torch.bool))
         # In a dict, because modules assigned as attributes would become part of this head's state dict.
         self._shared: dict[str, nn.Module] = {}
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.config.draft_vocab_size
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -176,14 +173,35 @@ class DraftHead(ConfiguredModel):
         return found
 
     def vocabulary_faults(self) -> list[str]:
-        """Returns what is wrong with the draft vocabulary whatever the target: the first bad id of each fault."""
-        if self.d2t is None:
+        """Returns what is wrong with the draft vocabulary whatever the target: the first bad id of each fault.
+
+        The offsets d2t and, if there is one, t2d must describe the same ascending subset of the target's vocabulary.
+        """
+        d2t, t2d, vocab_size = self.d2t, self.t2d, self.vocab_size
+        if d2t is None:
             return []
-        found = _faults_of_offsets(self.d2t, self.t2d, self.vocab_size)
+        target_ids, found = d2t + torch.arange(len(d2t), device=d2t.device), []
+        for draft_id in ((target_ids < 0) | (target_ids >= vocab_size)).nonzero().flatten()[:1]:
+            found.append(
+                f"d2t: draft id {draft_id} maps to target id {target_ids[draft_id]}, outside the {vocab_size} there are"
+            )
+        for draft_id in (target_ids.diff() <= 0).nonzero().flatten()[:1] + 1:
+            found.append(
+                f"d2t: draft id {draft_id} maps to target id {target_ids[draft_id]}, not above its predecessor's "
+                f"{target_ids[draft_id - 1]}; d2t holds offsets (target id - draft id)"
+            )
+        if found:
+            ascends_as_ids = bool((d2t.diff() > 0).all()) and int(d2t[0]) >= 0 and int(d2t[-1]) < vocab_size
+            if ascends_as_ids and (t2d is None or bool(t2d[d2t].all())):
+                found[0] += "; these look like target ids themselves, where offsets (target id - draft id) are expected"
+        elif t2d is not None:
+            expected = torch.zeros_like(t2d).index_fill_(0, target_ids, True)
+            for target_id in (expected != t2d).nonzero().flatten()[:1]:
+                found.append(f"t2d: target id {target_id} is {t2d[target_id]}, but d2t makes it {expected[target_id]}")
         if self.lm_head is None:
             found.append(
-                f"a head over {self.draft_vocab_size} of {self.vocab_size} tokens cannot share the target's output and "
-                "must hold lm_head.weight"
+                f"a head over {self.draft_vocab_size} of {vocab_size} tokens cannot share the target's output and must "
+                "hold lm_head.weight"
             )
         return found
 
@@ -207,28 +225,3 @@ def _faults_of_aux_layers(aux_layers: tuple[int, ...], num_layers: int) -> list[
     if aux_layers == usual_aux_layers(num_layers):
         fault += "; targets of fewer than 7 layers need explicit eagle_config.eagle_aux_hidden_state_layer_ids"
     return [fault]
-
-
-def _faults_of_offsets(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> list[str]:
-    """Checks that the offsets d2t [Vd] int64 and, if there is one, t2d [V] bool describe the same ascending subset of
-    the target's vocabulary."""
-    target_ids, found = d2t + torch.arange(len(d2t), device=d2t.device), []
-    # the first bad id of each fault
-    for draft_id in ((target_ids < 0) | (target_ids >= vocab_size)).nonzero().flatten()[:1]:
-        found.append(
-            f"d2t: draft id {draft_id} maps to target id {target_ids[draft_id]}, outside the {vocab_size} there are"
-        )
-    for draft_id in (target_ids.diff() <= 0).nonzero().flatten()[:1] + 1:
-        found.append(
-            f"d2t: draft id {draft_id} maps to target id {target_ids[draft_id]}, not above its predecessor's "
-            f"{target_ids[draft_id - 1]}; d2t holds offsets (target id - draft id)"
-        )
-    if found:
-        ascends_as_ids = bool((d2t.diff() > 0).all()) and int(d2t[0]) >= 0 and int(d2t[-1]) < vocab_size
-        if ascends_as_ids and (t2d is None or bool(t2d[d2t].all())):
-            found[0] += "; these look like target ids themselves, where offsets (target id - draft id) are expected"
-    elif t2d is not None:
-        expected = torch.zeros_like(t2d).index_fill_(0, target_ids, True)
-        for target_id in (expected != t2d).nonzero().flatten()[:1]:
-            found.append(f"t2d: target id {target_id} is {t2d[target_id]}, but d2t makes it {expected[target_id]}")
-    return found

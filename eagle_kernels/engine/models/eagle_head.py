@@ -59,11 +59,9 @@ class EagleConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.use_aux_hidden_state:
-            return
-        if self.norm_before_fc or self.fc_norm:
+        if not self.use_aux_hidden_state and (self.norm_before_fc or self.fc_norm):
             raise ModelError("config.json: norm_before_fc and fc_norm need use_aux_hidden_state=True")
-        if self.target_hidden_size != self.hidden_size:
+        if not self.use_aux_hidden_state and self.target_hidden_size != self.hidden_size:
             raise ModelError(
                 f"config.json: without use_aux_hidden_state, target_hidden_size={self.target_hidden_size} must be "
                 f"hidden_size={self.hidden_size}"

@@ -42,6 +42,9 @@ class _Call(NamedTuple):
     streams: dict[int, Tensor | None]
 
 
+# Names of what a layer asks of its attention, in `protocol.Attend` and in transformers.
+_OPTIONS = {"window": "sliding_window", "sm_scale": "scaling", "soft_cap": "softcap", "sinks": "s_aux"}
+
 # A variable of the thread: a draft and a target, and models in several threads, keep apart.
 _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
 
@@ -189,17 +192,7 @@ class TransformersTarget:
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Leads transformers' AttentionInterface to the `attend` of the call in progress.
 
@@ -208,13 +201,13 @@ def _attention(
     call = _CALL.get()
     if call is None:
         raise ModelError("the model attends through our KV pool: call forward of its TransformersTarget")
-    if attention_mask is not None or others.get("position_bias") is not None:
+    if attention_mask is not None or options.get("position_bias") is not None:
         raise ModelError(f"{type(module).__name__}: a mask or a bias of its own is not supported")
     if not getattr(module, "is_causal", True):
         raise ModelError(f"{type(module).__name__}: attention to later tokens is not supported")
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    options = {"sm_scale": scaling, "soft_cap": softcap, "sinks": s_aux}
-    return call.attend(module.layer_idx, query.contiguous(), key, value, window=sliding_window, **options), None
+    ours = {name: options.get(theirs) for name, theirs in _OPTIONS.items()}
+    return call.attend(module.layer_idx, query.contiguous(), key, value, **ours), None
 
 
 def _twin(model: nn.Module) -> nn.Module:
