@@ -85,7 +85,7 @@ class _PoolAttend:
 
 
 class PrefillAttend(_PoolAttend):
-    """Attends in a part of a prompt: one request, causal, tokens start .. start + T - 1.
+    """Attends for a part of a prompt: one request, causal, tokens start .. start + T - 1.
 
     block_table  [1, max_pages], the request's row
     """
@@ -103,7 +103,7 @@ class PrefillAttend(_PoolAttend):
 
 
 class TreeAttend(_PoolAttend):
-    """Attends in T tree rows per request, which see the committed prefix and the draft keys that the mask names.
+    """Attends for T tree rows per request, which see the committed prefix and the draft keys that the mask names.
 
     lengths        [B]          committed tokens; draft keys before the rows have been written
     tree_mask      [B, T, W]    packed words over draft keys 0 .. num_draft_keys - 1; None: a chain, causal
@@ -135,7 +135,7 @@ class TreeAttend(_PoolAttend):
 
 
 class DecodeAttend(_PoolAttend):
-    """Attends in plain decoding: one new row per request, after its prefix; slots [B, 1]."""
+    """Attends for plain decoding: one new row per request, after its prefix; slots [B, 1]."""
 
     def __init__(self, pool: KVPool, block_table: Tensor, lengths: Tensor, slots: Tensor):
         super().__init__(pool, block_table, slots)

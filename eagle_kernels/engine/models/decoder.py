@@ -40,7 +40,7 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderBackbone(nn.Module):
-    """Computes everything below the language-model head: a module of its own for the published prefix `model.`."""
+    """Computes everything below the language-model head; a separate module for the published prefix `model.`."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Decoder(ConfiguredModel):
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device  # every step asks, and to find the first parameter takes microseconds
+        return self.lm_head.weight.device  # read in every step, and finding the first parameter takes microseconds
 
     def forward(
         self,

@@ -173,7 +173,7 @@ class DraftHead(ConfiguredModel):
         return found
 
     def vocabulary_faults(self) -> list[str]:
-        """Returns what is wrong with the draft vocabulary whatever the target: the first bad id of each fault.
+        """Returns what is wrong with the draft vocabulary for any target: the first bad id of each fault.
 
         The offsets d2t and, if there is one, t2d must describe the same ascending subset of the target's vocabulary.
         """

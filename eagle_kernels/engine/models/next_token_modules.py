@@ -1,4 +1,4 @@
-"""Next-token modules (MTP), which MiMo (arXiv 2505.07608) ships in the target's own folder.
+"""Next-token modules (MTP), which MiMo (arXiv 2505.07608) has in the target's own folder.
 
 Row i of module k = 0, 1, .. stands for token t_{i+1+k}, and predicts t_{i+2+k}:
 
@@ -27,7 +27,7 @@ from .protocol import FINAL_NORM, Attend, DraftOutput, ModelError, StoringAttend
 
 @dataclass(kw_only=True)
 class NextTokenConfig(HeadConfig):
-    """Reads the target's config.json for its modules; their number, `num_nextn_predict_layers`, is that of layers."""
+    """Holds the target's config.json as read for its modules, which are the layers: `num_nextn_predict_layers`."""
 
     kind = "MTP"
     stored_sizes = head_sizes("mtp_layers.0.")
@@ -66,10 +66,7 @@ class NextTokenModules(DraftHead):
     def __init__(self, config: NextTokenConfig, *, own_embedding: bool = False, own_output: bool = False) -> None:
         super().__init__(config, own_embedding=own_embedding, own_output=own_output)
         self.mtp_layers = nn.ModuleList(NextTokenModule(config) for _ in range(config.num_hidden_layers))
-
-    @property
-    def num_modules(self) -> int:
-        return len(self.mtp_layers)
+        self.num_modules = len(self.mtp_layers)
 
     def advance(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, module: int) -> Tensor:
         """See `protocol.DraftModules`."""

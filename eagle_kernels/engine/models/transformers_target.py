@@ -24,11 +24,11 @@ from .protocol import FINAL_NORM, Attend, KVShape, ModelError, TargetOutput
 # take the positions of a tree for several sequences.
 IMPLEMENTATION = "eagle_kernels_pool"
 
-# Layers of any other type in config.layer_types compute something else than our attention.
+# Layers of any other type in config.layer_types do not compute our attention.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
-# Names of the number of experts in config.json. Most implementations choose a token's experts on the host; those that
-# do not exist for some GPUs and dtypes only.
+# Keys of config.json for the number of experts. Most implementations choose a token's experts on the host; the others
+# exist for some GPUs and dtypes only.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
 
 # Rotary frequencies that depend on the last position of the batch, which the host reads.
@@ -55,8 +55,8 @@ class TransformersTarget:
     model  is left unchanged: `self.model` is a copy in eval mode with our attention, which only `forward` here may run.
            The copy shares the weights, and sees changes that are made to them in place
 
-    Two tokens are run at once to learn what the layers ask of the KV pool; requests that the pool's attention cannot
-    meet are refused. `can_be_captured` is False for models with experts and for rotary frequencies that depend on the
+    Two tokens are run at once to learn what the layers ask of the KV pool; what the pool's attention cannot do is
+    refused. `can_be_captured` is False for models with experts and for rotary frequencies that depend on the
     batch: their forward waits for the device.
     """
 
@@ -116,7 +116,7 @@ class TransformersTarget:
         raise ModelError(f"{type(self.model).__name__}: {reason}")
 
     def _check_config(self) -> None:
-        """Refuses what config.json says but the layers would not show."""
+        """Refuses what config.json declares but a run of the layers does not show."""
         config = self.config
         unfit = {
             "an encoder": config.is_encoder_decoder,
@@ -138,7 +138,7 @@ class TransformersTarget:
             self._refuse("config.json says no max_position_embeddings")
 
     def _learn_sizes(self) -> None:
-        """Runs two tokens; sets the sizes that they tell, and refuses what the pool cannot do."""
+        """Runs two tokens; sets the sizes that they show, and refuses what the pool cannot do."""
         shapes: dict[int, tuple[int, int]] = {}
         windows: dict[int, int | None] = {}
 
@@ -194,7 +194,7 @@ class TransformersTarget:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Leads transformers' AttentionInterface to the `attend` of the call in progress.
+    """Passes a layer's attention on to the `attend` of the call in progress.
 
     query [B, Hq, T, D]; key, value [B, Hkv, T, D], of the new tokens only. Returns [B, T, Hq, D] and no weights.
     """
