@@ -67,17 +67,21 @@ class _PoolAttend:
         if angles is None:
             self.store(layer, key, value)
         else:
-            turned = self._write(layer, key, value, query=query.flatten(0, 1), **angles._asdict())
-            query = turned.view(query.shape)
+            query = self._write(layer, key, value, angles, query).view(query.shape)
         caches = {"k_cache": self._pool.k_cache[layer], "v_cache": self._pool.v_cache[layer]}
         return self._read(query, **caches, block_table=self._block_table, window=window, **options)
 
     def store(self, layer: int, key: Tensor, value: Tensor, *, angles: Angles | None = None) -> None:
         """See `protocol.StoringAttend`."""
-        self._write(layer, key, value, **({} if angles is None else angles._asdict()))
+        self._write(layer, key, value, angles)
 
-    def _write(self, layer: int, key: Tensor, value: Tensor, **rotation: Tensor) -> Tensor:
+    def _write(
+        self, layer: int, key: Tensor, value: Tensor, angles: Angles | None, query: Tensor | None = None
+    ) -> Tensor:
         rows, pool = (key.flatten(0, 1), value.flatten(0, 1)), self._pool
+        rotation = {} if angles is None else angles._asdict()
+        if query is not None:
+            rotation["query"] = query.flatten(0, 1)
         return ops.write_kv(*rows, pool.k_cache[layer], pool.v_cache[layer], self._slots, **rotation)
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
