@@ -185,14 +185,7 @@ class Session:
         max_pages = self._max_pages(config)
         num_pages = count_pages(self.target, draft, config, max_pages)
         check_fits(self.target, draft, config, max_pages, num_pages)
-        state = BatchState(
-            self.target,
-            draft,
-            num_rows=config.max_batch,
-            num_pages=num_pages,
-            max_pages=max_pages,
-            page_size=config.page_size,
-        )
+        state = BatchState(self.target, draft, config, max_pages, num_pages)
         self.scheduler, self._pools_for = Scheduler(state, config.prefill_chunk), _pools_of(config)
 
     def _has_pools_for(self, config: EAGLEConfig) -> bool:
