@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from ..config.eagle_config import EAGLEConfig
@@ -22,89 +22,57 @@ from .session import Session
 Item = TypeVar("Item")
 
 
-@dataclass(eq=False)
-class _Brought(Generic[Item]):
-    """The outcome of one step of a generator: an item, None at the end, or an error."""
-
-    item: Item | None = None
-    error: BaseException | None = None
-
-    def tell(self) -> Item | None:
-        """Returns the item, or raises the error; only once, since an error holds every frame that it passes."""
-        error, self.error = self.error, None
-        try:
-            if error is not None:
-                raise error
-            return self.item
-        finally:
-            del error
-
-
-@dataclass(eq=False)
-class _Reader(Generic[Item]):
-    """One pending `__anext__` of an event loop, until it is cancelled."""
-
-    brought: _Brought[Item] | None = None
-    is_gone: bool = False
-
-
 class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
-    """One generator for `for` and `async for`, read by one thread at a time.
+    """Serves one generator to `for` and `async for`; one thread at a time reads it.
 
-    An `async for` that is cancelled in the middle of a step leaves a thread that ends the step. The next reader gets
-    its outcome, whichever that is.
+    If an `async for` is cancelled in the middle of a step, its thread still ends the step, and the next reader gets the
+    outcome, be it an item, the end or an error.
     """
 
     def __init__(self, items: Generator[Item, None, None]):
-        self._items, self._turn = items, threading.Lock()
-        self._left: deque[_Brought[Item]] = deque()
-        # never held while a step runs: an event loop takes it
-        self._handing = threading.Lock()
+        self._items = items
+        # held while a step runs, so an event loop must never wait for it
+        self._turn = threading.Lock()
+        # outcomes whose readers were cancelled, each known once its reader's thread has given up `_turn`
+        self._left: deque[Future[Item | None]] = deque()
 
     def __next__(self) -> Item:
         with self._turn:
-            brought = self._read()
-        item = brought.tell()
+            item = self._read()
         if item is None:
             raise StopIteration
         return item
 
     async def __anext__(self) -> Item:
-        reader = _Reader()
+        outcome = Future()
         try:
-            await asyncio.get_running_loop().run_in_executor(None, self._bring, reader)
+            await asyncio.get_running_loop().run_in_executor(None, self._bring, outcome)
         except BaseException:
-            with self._handing:
-                reader.is_gone = True
-                if reader.brought is not None:  # in the meantime
-                    self._left.appendleft(reader.brought)
+            if not outcome.cancel():  # it is being read, or has been
+                self._left.appendleft(outcome)
             raise
-        item = reader.brought.tell()
+        try:
+            item = outcome.result()
+        finally:
+            del outcome  # else an error, which holds this frame, would hold itself
         if item is None:
             raise StopAsyncIteration
         return item
 
-    def _bring(self, reader: _Reader[Item]) -> None:
+    def _bring(self, outcome: Future[Item | None]) -> None:
+        """Reads into `outcome`, unless its reader has been cancelled in the meantime."""
         with self._turn:
-            if reader.is_gone:
-                return
-            brought = self._read()
-            with self._handing:
-                if reader.is_gone:
-                    self._left.appendleft(brought)
-                else:
-                    reader.brought = brought
+            if outcome.set_running_or_notify_cancel():
+                try:
+                    outcome.set_result(self._read())
+                except BaseException as error:
+                    outcome.set_exception(error)
+                finally:
+                    del outcome  # as above
 
-    def _read(self) -> _Brought[Item]:
-        """Returns the next outcome; the caller holds `_turn`."""
-        if self._left:
-            return self._left.popleft()
-        brought = _Brought()
-        try:
-            brought.item = next(self._items, None)
-        except BaseException as error:
-            brought.error = error
-        return brought
+    def _read(self) -> Item | None:
+        """Returns the next item, None at the end, or raises the next error; the caller holds `_turn`."""
+        return self._left.popleft().result() if self._left else next(self._items, None)
 
     def close(self) -> None:
         """Aborts what has not ended."""
@@ -113,7 +81,7 @@ class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
             self._left.clear()
 
     async def aclose(self) -> None:
-        """`close`, as `contextlib.aclosing` calls it."""
+        """Does what `close` does, for `contextlib.aclosing`."""
         await asyncio.to_thread(self.close)
 
 
