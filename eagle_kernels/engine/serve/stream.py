@@ -1,4 +1,4 @@
-"""The tokens of one call, as they are committed: for `for` and for `async for`."""
+"""Streams of the tokens or the text of one call, as tokens are committed: for `for` and `async for`."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
 
 
 class TokenStream(_Stream[TokenEvent]):
-    """The tokens of some requests as they are committed; requests of others that share the batch advance with them.
+    """Yields the tokens of some requests as they are committed; other requests in the batch advance with them.
 
-    A stream that is closed or forgotten aborts its requests.
+    A stream that is closed, or to which nobody holds a reference any more, aborts its requests.
     """
 
     def __init__(
@@ -98,18 +98,14 @@ class TokenStream(_Stream[TokenEvent]):
         self._run = _Run(session, requests, config, speculative)
         super().__init__(self._run.events())
 
-    def fits_together(self) -> bool:
-        """Returns whether all its requests can run at once, with the batch for themselves."""
-        return self._run.fits_together()
-
     def close(self) -> None:
         """Aborts what has not ended."""
         super().close()
-        for request in self.requests:  # of a stream that has not begun
+        for request in self.requests:  # a stream that has not begun has submitted none of them
             request.finish_reason = request.finish_reason or "abort"
 
     def output(self) -> GenerationOutput:
-        """Returns tokens and statistics, complete once the iterator is exhausted."""
+        """Returns the tokens and statistics so far; they are complete once the iterator is exhausted."""
         tokens = [list(request.output_ids) for request in self.requests]
         logprobs = [list(request.logprobs) if request.params.logprobs else None for request in self.requests]
         output = GenerationOutput(tokens[0] if self._is_single else tokens, self._run.statistics())
@@ -118,7 +114,7 @@ class TokenStream(_Stream[TokenEvent]):
 
 
 class _Run:
-    """The work of a stream. The stream's generator holds this and not the stream, so a forgotten stream is closed."""
+    """Does the work of a stream. The generator refers to the run, not to the stream, which can so be freed early."""
 
     def __init__(self, session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool):
         self._session, self._requests, self._config, self._speculative = session, requests, config, speculative
@@ -136,7 +132,7 @@ class _Run:
         stats, session, requests = self._stats, self._session, self._requests
         start_s = time.perf_counter()
         with session.lock:
-            scheduler = self._find_scheduler()  # until now another stream may have made a new one
+            scheduler = self._find_scheduler()  # again, since another stream may have replaced it by now
             scheduler.start_timing()
             for request in requests:
                 scheduler.submit(request)
@@ -146,9 +142,9 @@ class _Run:
                 pass
             synchronize(session.device)
             with session.lock:
-                # the first tokens are known: the first step, which is timed, would keep them back
+                # The first tokens are known by now. The first step is waited for, so they must not be read after it.
                 scheduler.read_what_is_done()
-                # the steps so far were for others
+                # all steps until now were for other requests
                 first_step, first_cold = scheduler.num_steps, scheduler.num_cold_steps
             stats.prefill_time_s = time.perf_counter() - start_s
             for request in requests:
@@ -156,7 +152,7 @@ class _Run:
             while not all(request.is_finished for request in requests):
                 start_s, num_cold = time.perf_counter(), scheduler.num_cold_steps
                 with session.lock:
-                    # another stream's step may have brought something
+                    # no step is needed if another stream's step has brought something
                     if not any(request.has_news for request in requests):
                         scheduler.step(session.is_speculating)
                 elapsed_s = time.perf_counter() - start_s
@@ -176,14 +172,10 @@ class _Run:
                 stats.phase_time_ms = scheduler.take_phase_times_ms(stats.batch_steps)
             num_warm = stats.batch_steps - (scheduler.num_cold_steps - first_cold)
             if stats.num_draft_tokens == 1 and num_warm > 0:
-                session.note_plain_step(stats.num_requests, 1e3 * (stats.decode_time_s - cold_s) / num_warm)
-
-    def fits_together(self) -> bool:
-        with self._session.lock:
-            return self._find_scheduler().holds(self._requests)
+                session.plain_step_ms[stats.num_requests] = 1e3 * (stats.decode_time_s - cold_s) / num_warm
 
     def statistics(self) -> GenerationStats:
-        """Returns the statistics so far, with what the requests count themselves."""
+        """Returns the statistics so far, including the counts that the requests keep themselves."""
         stats, requests = self._stats, self._requests
         counts = [count for request in requests for count in request.accepted]
         stats.generated_tokens = sum(len(request.output_ids) for request in requests)
@@ -192,11 +184,11 @@ class _Run:
         stats.drafted = sum(request.drafted for request in requests)
         stats.accepted_per_depth = [sum(count > depth for count in counts) for depth in range(stats.num_steps)]
         stats.finish_reasons = [request.finish_reason for request in requests]
-        stats.plain_step_ms = self._session.plain_step_ms(stats.num_requests)
+        stats.plain_step_ms = self._session.plain_step_ms.get(stats.num_requests)
         return stats
 
     def _find_scheduler(self) -> Scheduler:
-        """Returns the scheduler for these requests; raises ValueError where its pools can never hold one of them."""
+        """Returns the scheduler for these requests; raises ValueError if its pools can never hold one of them."""
         scheduler = self._session.scheduler_for(self._config, self._speculative)
         for request in self._requests:
             reason = scheduler.why_never(request)
@@ -207,7 +199,8 @@ class _Run:
     def _reads_prompts(self, scheduler: Scheduler) -> bool:
         """Reads a part of the prompts, then lets other requests step; returns whether to go on.
 
-        It ends as soon as an own request has a token: steps admit waiting requests, so there may be prompts for ever.
+        There is no need to go on once one of the stream's own requests has a token: steps read prompts as well, and
+        while other requests keep arriving, there might always be another prompt to read.
         """
         session, requests = self._session, self._requests
         with session.lock:
@@ -228,7 +221,7 @@ def open_stream(
     speculative: bool,
     is_single: bool = False,
 ) -> TokenStream:
-    """Returns the stream of some prompts, each with its params; raises ValueError for one that can never run."""
+    """Returns a stream for some prompts, each with its params; raises ValueError for a prompt that can never run."""
     for index, (prompt, wanted) in enumerate(zip(prompts, params)):
         reason = session.why_unfit(prompt, wanted.max_new_tokens, config, speculative)
         if reason:
@@ -239,9 +232,9 @@ def open_stream(
 
 
 class TextStream(_Stream[str]):
-    """The text of a `TokenStream` of one request, in pieces of whole characters; it ends before a stop string.
+    """Yields the text of a `TokenStream` with one request, in pieces of whole characters, up to a stop string.
 
-    Text that may turn out to begin a stop string is held back until that is known.
+    Text that could be the beginning of a stop string is held back until it is known whether it is.
     """
 
     def __init__(self, tokens: TokenStream, tokenizer: Tokenizer):
@@ -249,17 +242,17 @@ class TextStream(_Stream[str]):
         super().__init__(_pieces(tokens, tokenizer))
 
     def close(self) -> None:
-        """Aborts the request, if it has not ended."""
+        """Aborts the request if it has not ended."""
         super().close()
         self._tokens.close()
 
     def output(self) -> GenerationOutput:
-        """Returns what the stream of tokens returns."""
+        """Returns the output of the token stream."""
         return self._tokens.output()
 
 
 def _pieces(tokens: TokenStream, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields the text of a stream of one request, without what a stop string cuts off."""
+    """Yields the text of a stream with one request, without the part that a stop string cuts off."""
     (request,) = tokens.requests
     if request.text is None:
         detokenizer = tokenizer.detokenizer(request.prompt)
