@@ -160,7 +160,8 @@ def benchmark(
 
     with session.lock:
         for batch in batches:
-            if not session.scheduler.holds(open_batch(batch, True).requests):
+            requests = open_batch(batch, True).requests
+            if not session.scheduler.holds(requests):
                 raise ValueError(
                     f"benchmark: batch_size must be so small that max_batch={config.max_batch} and the pools hold a "
                     f"whole batch with {max_new_tokens} new tokens each, got {batch_size}; kv_cache_bytes makes the "

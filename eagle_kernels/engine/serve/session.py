@@ -108,6 +108,7 @@ class Session:
             check_trees(config, self.draft)
         draft = self._pooled_draft(config)
         if not self._has_pools_for(config):
+            self._require_no_work()
             self._make_pools(config, draft)
         key = speculative, self._on_tree is not None, *(getattr(config, name) for name in _STEP_FIELDS)
         if key not in self.plans:
@@ -115,7 +116,9 @@ class Session:
             self.plans[key] = plan_steps(
                 self.target, draft, config, self.scheduler.state, speculative, self.scheduler.lag, cache, self._on_tree
             )
-        self.scheduler.use(self.plans[key])
+        if self.scheduler.plan is not self.plans[key]:
+            self._require_no_work()
+            self.scheduler.use(self.plans[key])
         return self.scheduler
 
     def suffix_cache(self, config: EAGLEConfig) -> SuffixCache:
@@ -169,12 +172,14 @@ class Session:
                 max_pages = state.block_table.shape[1]
         return workspace_bytes(self.target, self._pooled_draft(config), config, max_pages, num_pages)
 
-    def _make_pools(self, config: EAGLEConfig, draft: DraftModel | None) -> None:
+    def _require_no_work(self) -> None:
         if self.scheduler is not None and self.scheduler.has_work:
             raise RuntimeError(
-                "EAGLEInference: requests with the pools of another configuration have not ended; collect or abort "
-                "them before using this one"
+                "EAGLEInference: requests with another configuration have not ended; collect or abort them before "
+                "using this one"
             )
+
+    def _make_pools(self, config: EAGLEConfig, draft: DraftModel | None) -> None:
         self.scheduler, self.plans = None, {}  # frees the old pools before new ones are allocated
         max_pages = self._max_pages(config)
         num_pages = count_pages(self.target, draft, config, max_pages)

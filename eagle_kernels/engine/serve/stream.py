@@ -138,8 +138,16 @@ class _Run:
                 scheduler.submit(request)
             first_step, first_cold, cold_s = scheduler.num_steps, scheduler.num_cold_steps, 0.0
         try:
-            while self._reads_prompts(scheduler):
-                pass
+            while True:  # reads prompts
+                with session.lock:
+                    # Steps read prompts as well, so one token is enough to go on to them. As long as other requests
+                    # keep arriving, there might always be another prompt to read.
+                    has_token = any(request.has_news for request in requests)
+                    if has_token or not scheduler.is_reading or all(request.is_finished for request in requests):
+                        break
+                    scheduler.prepare()
+                    if scheduler.is_reading and scheduler.runs_beside(requests):
+                        scheduler.advance(session.is_speculating)
             synchronize(session.device)
             with session.lock:
                 # The first tokens are known by now. The first step is waited for, so they must not be read after it.
@@ -195,22 +203,6 @@ class _Run:
             if reason:
                 raise ValueError(f"generate: prompt {request.id}: {reason}")
         return scheduler
-
-    def _reads_prompts(self, scheduler: Scheduler) -> bool:
-        """Reads a part of the prompts, then lets other requests step; returns whether to go on.
-
-        There is no need to go on once one of the stream's own requests has a token: steps read prompts as well, and
-        while other requests keep arriving, there might always be another prompt to read.
-        """
-        session, requests = self._session, self._requests
-        with session.lock:
-            is_over = any(request.has_news for request in requests) or all(request.is_finished for request in requests)
-            if is_over or not scheduler.is_reading:
-                return False
-            scheduler.prepare()
-            if scheduler.is_reading and scheduler.runs_beside(requests):
-                scheduler.advance(session.is_speculating)
-        return True
 
 
 def open_stream(

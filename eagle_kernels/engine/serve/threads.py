@@ -19,9 +19,9 @@ from ..models.protocol import TargetModel
 # weights of a layer that give one thread a millisecond's work, with the 32 rows of a tree
 WEIGHTS_PER_THREAD = 1 << 20
 
-_lock, _of_thread = threading.Lock(), threading.local()
-# (limit, number of threads before) for each `few_threads` block that is running
-_limits: list[tuple[int, int]] = []
+_lock = threading.Lock()
+# (calling thread, limit, number of threads before) for each `few_threads` block that is running
+_limits: list[tuple[int, int, int]] = []
 
 
 def most_threads(target: TargetModel) -> int:
@@ -41,19 +41,18 @@ def few_threads(target: TargetModel) -> Iterator[None]:
     if target.device.type != "cpu":
         yield
         return
-    limit, is_nested = most_threads(target), getattr(_of_thread, "depth", 0) > 0
+    caller = threading.get_ident()
     with _lock:
         before = torch.get_num_threads()
-        if not is_nested:  # a number equal to a limit in force was inherited: restore what the limit's owner had
-            before = next((had for other, had in _limits if other == before), before)
-        entry = (min(limit, before), before)
+        if all(owner != caller for owner, *_ in _limits):
+            # a number equal to a limit in force was inherited: restore what the limit's owner had
+            before = next((had for _, limit, had in _limits if limit == before), before)
+        entry = (caller, min(most_threads(target), before), before)
         _limits.append(entry)
-        _of_thread.depth = getattr(_of_thread, "depth", 0) + 1
-        torch.set_num_threads(entry[0])
+        torch.set_num_threads(entry[1])
     try:
         yield
     finally:
         with _lock:
             _limits.remove(entry)
-            _of_thread.depth -= 1
             torch.set_num_threads(before)

@@ -36,10 +36,7 @@ class ByBatchSize:
         self._table = table
 
     def choose(self, num_rows: int) -> int:
-        for most, number in self._table:
-            if most is None or num_rows <= most:
-                return number
-        return 0
+        return next((number for most, number in self._table if most is None or num_rows <= most), 0)
 
     def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
         pass

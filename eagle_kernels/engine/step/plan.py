@@ -102,13 +102,12 @@ def warn_of_eager_steps(target: TargetModel, draft: DraftModel | None, config: E
 
 def _runner(stepper: Stepper, state: BatchState) -> StepRunner:
     is_gpu, wanted = stepper.target.device.type == "cuda", stepper.config.cuda_graph
-    if stepper.on_tree is not None:
-        if wanted:
-            raise ValueError("EAGLEInference: cuda_graph must not be True with on_tree, which is called in every step")
-        return StepRunner(stepper, state, use_graphs=False)
+    if wanted and stepper.on_tree is not None:
+        raise ValueError("EAGLEInference: cuda_graph must not be True with on_tree, which is called in every step")
     if wanted and not stepper.can_be_captured:
         raise ValueError(
             "EAGLEInference: cuda_graph must not be True here: the forward pass of one of the models waits for the "
             "device, so steps must run eagerly"
         )
-    return StepRunner(stepper, state, is_gpu and (stepper.can_be_captured if wanted is None else wanted))
+    can_be_captured = stepper.on_tree is None and stepper.can_be_captured
+    return StepRunner(stepper, state, is_gpu and can_be_captured and wanted is not False)
