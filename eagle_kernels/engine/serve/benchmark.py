@@ -99,7 +99,7 @@ class BenchmarkResult:
 
 
 class Decoding:
-    """Collects what the batches of one way of decoding bring."""
+    """Collects the statistics and latencies of the batches that are decoded in one way."""
 
     def __init__(self) -> None:
         self._stats: list[GenerationStats] = []
@@ -108,7 +108,7 @@ class Decoding:
         self._total_s = 0.0
 
     def add(self, open_batch: Callable[[], TokenStream]) -> list[list[int]]:
-        """Opens a stream with `open_batch`, which counts as part of its time; runs it and returns its tokens."""
+        """Opens a stream and runs it to its end, both of which count as its time; returns its tokens."""
         start_s = time.perf_counter()
         stream = open_batch()
         times = time_requests(stream)

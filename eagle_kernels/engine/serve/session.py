@@ -81,7 +81,7 @@ class Session:
         return Request(number, prompt, params, read_seeds(params.seed, 1)[0], ends, stop_strings=stop)
 
     def why_unfit(self, prompt: list[int], max_new_tokens: int, config: EAGLEConfig, speculative: bool) -> str | None:
-        """Returns why nothing can be generated from a prompt; None if something can."""
+        """Returns why nothing can be generated from a prompt; None if there is no reason."""
         if not prompt:
             return "the prompt is empty; it must hold at least one token"
         worst = max(prompt) if min(prompt) >= 0 else min(prompt)
@@ -184,14 +184,8 @@ class Session:
         max_pages = self._max_pages(config)
         num_pages = count_pages(self.target, draft, config, max_pages)
         check_fits(self.target, draft, config, max_pages, num_pages)
-        state = BatchState(
-            self.target,
-            draft,
-            num_rows=config.max_batch,
-            num_pages=num_pages,
-            max_pages=max_pages,
-            page_size=config.page_size,
-        )
+        sizes = {"num_rows": config.max_batch, "page_size": config.page_size}
+        state = BatchState(self.target, draft, num_pages=num_pages, max_pages=max_pages, **sizes)
         self.scheduler, self._pools_for = Scheduler(state, config.prefill_chunk), _pools_of(config)
 
     def _has_pools_for(self, config: EAGLEConfig) -> bool:

@@ -25,15 +25,15 @@ Item = TypeVar("Item")
 class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
     """Serves one generator to `for` and `async for`; one thread at a time reads it.
 
-    If an `async for` is cancelled in the middle of a step, its thread still ends the step, and the next reader gets the
-    outcome, be it an item, the end or an error.
+    If an `async for` is cancelled in the middle of a step, its thread still finishes the step, and the next reader gets
+    the outcome: an item, the end or an error.
     """
 
     def __init__(self, items: Generator[Item, None, None]):
         self._items = items
         # held while a step runs, so an event loop must never wait for it
         self._turn = threading.Lock()
-        # outcomes whose readers were cancelled, each known once its reader's thread has given up `_turn`
+        # outcomes whose readers were cancelled; complete for whoever holds `_turn`
         self._left: deque[Future[Item | None]] = deque()
 
     def __next__(self) -> Item:
@@ -48,13 +48,13 @@ class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._bring, outcome)
         except BaseException:
-            if not outcome.cancel():  # it is being read, or has been
+            if not outcome.cancel():  # reading has begun
                 self._left.appendleft(outcome)
             raise
-        try:
+        else:
             item = outcome.result()
         finally:
-            del outcome  # else an error, which holds this frame, would hold itself
+            del outcome  # an error holds this frame, so the frame must not hold the error
         if item is None:
             raise StopAsyncIteration
         return item
@@ -75,7 +75,7 @@ class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
         return self._left.popleft().result() if self._left else next(self._items, None)
 
     def close(self) -> None:
-        """Aborts what has not ended."""
+        """Ends the generator, and drops outcomes that nobody has received."""
         with self._turn:
             self._items.close()
             self._left.clear()
@@ -88,7 +88,7 @@ class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
 class TokenStream(_Stream[TokenEvent]):
     """Yields the tokens of some requests as they are committed; other requests in the batch advance with them.
 
-    A stream that is closed, or to which nobody holds a reference any more, aborts its requests.
+    A stream aborts its requests when it is closed or no longer referenced.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TokenStream(_Stream[TokenEvent]):
         super().__init__(self._run.events())
 
     def close(self) -> None:
-        """Aborts what has not ended."""
+        """Aborts the requests that have not ended."""
         super().close()
         for request in self.requests:  # a stream that has not begun has submitted none of them
             request.finish_reason = request.finish_reason or "abort"
@@ -114,7 +114,7 @@ class TokenStream(_Stream[TokenEvent]):
 
 
 class _Run:
-    """Does the work of a stream. The generator refers to the run, not to the stream, which can so be freed early."""
+    """Does the work of a stream, whose generator refers to this and not to the stream, so it does not keep it alive."""
 
     def __init__(self, session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool):
         self._session, self._requests, self._config, self._speculative = session, requests, config, speculative

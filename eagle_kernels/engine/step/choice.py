@@ -55,10 +55,10 @@ class Fastest:
 
     def __init__(self, count: int, most_rows: int | None):
         self._count, self._most_rows = count, most_rows
-        # by number
+        # by number: tokens per step, and rows that they were averaged over
         self._tokens: dict[int, float] = {0: 1.0}
         self._rows_seen: Counter[int] = Counter()
-        # by (batch size class, number): step times, how many were averaged, steps seen, and steps since the last probe
+        # by (batch size class, number): step time, steps timed, steps noted, and steps since it was last in use
         self._step_ms: dict[tuple[int, int], float] = {}
         self._num_timed, self._num_seen, self._num_unseen = Counter(), Counter(), Counter()
         self._probe: tuple[int, int, int] | None = None  # batch size class, number, steps left
@@ -108,7 +108,7 @@ class Fastest:
         return False
 
     def _lost_steps(self, size: int, number: int, best: int) -> float:
-        """Returns what a step of this number loses to the best number, as a share of a best step; 0 if unknown."""
+        """Returns how many of the best steps one of this number loses, given the tokens it brings; 0 if unknown."""
         step_ms, best_ms = self._step_ms.get((size, number)), self._step_ms.get((size, best))
         if best_ms is None:
             return 0.0
@@ -117,7 +117,7 @@ class Fastest:
         return step_ms / best_ms - self._tokens.get(number, 1.0) / self._tokens.get(best, 1.0)
 
     def _extra_ms(self, size: int, number: int, best: int) -> float:
-        """Estimates how much longer than a best step this one takes, scaled up from the next smaller batch."""
+        """Estimates how much longer than the best step one of this number takes, by the times of a smaller batch."""
         for fewer in range(size - 1, -1, -1):
             times = [self._step_ms.get((fewer, each)) for each in (number, best)]
             if None not in times:

@@ -19,7 +19,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def mark(device: torch.device, is_captured: bool = False) -> Mark:
-    """Marks the time after everything queued so far."""
+    """Marks the time after everything queued so far on the current stream of `device`."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True, **({"external": True} if is_captured else {}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -25,12 +24,6 @@ def bucket_of(num_rows: int, most: int) -> int:
     return min(most, 1 << (num_rows - 1).bit_length())
 
 
-class _Captured(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    result: StepResult
-    timer: PhaseTimer
-
-
 class StepRunner:
     """Runs the steps of one configuration on one batch.
 
@@ -40,7 +33,7 @@ class StepRunner:
 
     def __init__(self, stepper: Stepper, state: BatchState, use_graphs: bool):
         self.stepper, self._state, self._use_graphs = stepper, state, use_graphs
-        self._graphs: dict[tuple[int, Features], _Captured] = {}
+        self._graphs: dict[tuple[int, Features], tuple[torch.cuda.CUDAGraph, StepResult, PhaseTimer]] = {}
         self._catch_ups: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._have_run: set[tuple[int, Features]] = set()
         self._timer: PhaseTimer | None = None
@@ -62,10 +55,9 @@ class StepRunner:
             result = self._step(num_rows, features)
             self._have_run.add(key)
             return result
-        captured = self._captured(*key)
-        captured.graph.replay()
-        self._timer = captured.timer
-        return captured.result
+        graph, result, self._timer = self._captured(*key)
+        graph.replay()
+        return result
 
     def catch_up(self, num_rows: int, is_wanted: bool) -> None:
         """Lets the draft read what it missed of at least the first `num_rows` rows; see `Reader.catch_up`."""
@@ -98,11 +90,11 @@ class StepRunner:
         self._timer = PhaseTimer(self.stepper.target.device, is_captured, is_on=self.stepper.config.phase_times)
         return self.stepper.step(self._state, num_rows, features, self._timer)
 
-    def _captured(self, num_rows: int, features: Features) -> _Captured:
+    def _captured(self, num_rows: int, features: Features) -> tuple[torch.cuda.CUDAGraph, StepResult, PhaseTimer]:
         key = (num_rows, features)
         if key not in self._graphs:
             graph, result = self._record(lambda is_captured: self._step(*key, is_captured), "a step")
-            self._graphs[key] = _Captured(graph, result, self._timer)
+            self._graphs[key] = graph, result, self._timer
         return self._graphs[key]
 
     def _record(
