@@ -193,7 +193,7 @@ def _percentiles(samples: list[float]) -> dict[str, float]:
 
 
 def _progress(batches: list[slice], wanted: bool | None):
-    """Returns the batches, with a progress bar if one is wanted; None: if stderr is a terminal."""
+    """Returns the batches, with a progress bar if `wanted`; None: only where stderr is a terminal."""
     if wanted is False or (wanted is None and not sys.stderr.isatty()):
         return batches
     try:

@@ -28,7 +28,7 @@ from ..step.runner import StepRunner
 from .launch import Launch
 from .threads import few_threads
 
-# how many steps lie between two that the host waits for, to read the times of their phases
+# steps between two that the host waits for in order to read the times of their phases
 TIMED_STEPS = 32
 
 
@@ -197,7 +197,7 @@ class Scheduler:
                 self.plan.feed.start(request)
 
     def _fail_first_waiting(self) -> None:
-        """Ends a request that does not fit into an empty batch: none such is submitted, so pages have been lost."""
+        """Ends a request that an empty batch cannot hold; it passed `why_never`, so pages must have been lost."""
         request = self._waiting.popleft()
         needed, num_free, num_pages = self._pages_for(request), self.pages.num_free, self.pages.num_pages
         request.fail(
@@ -355,7 +355,7 @@ class Scheduler:
 
 
 def _twin(error: Exception) -> Exception:
-    """Copies an error for another request, since an error that is raised holds the frames that it passes through."""
+    """Copies an error for another request, since a raised error holds the frames that it passes through."""
     try:
         twin = copy.copy(error)
     except Exception:  # the constructor of its class takes other arguments than the error keeps

@@ -114,7 +114,7 @@ class TokenStream(_Stream[TokenEvent]):
 
 
 class _Run:
-    """Does the work of a stream, whose generator refers to this and not to the stream, so it does not keep it alive."""
+    """Does the work of a stream. The generator refers to this object, so it does not keep the stream itself alive."""
 
     def __init__(self, session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool):
         self._session, self._requests, self._config, self._speculative = session, requests, config, speculative
@@ -140,8 +140,8 @@ class _Run:
         try:
             while True:  # reads prompts
                 with session.lock:
-                    # Steps read prompts as well, so one token is enough to go on to them. As long as other requests
-                    # keep arriving, there might always be another prompt to read.
+                    # Stops at the first token: steps read prompts as well, and as long as other requests keep
+                    # arriving, there might always be another prompt to read.
                     has_token = any(request.has_news for request in requests)
                     if has_token or not scheduler.is_reading or all(request.is_finished for request in requests):
                         break
@@ -150,7 +150,7 @@ class _Run:
                         scheduler.advance(session.is_speculating)
             synchronize(session.device)
             with session.lock:
-                # The first tokens are known by now. The first step is waited for, so they must not be read after it.
+                # The first tokens are known by now; they need not wait for the first step, which is a timed one.
                 scheduler.read_what_is_done()
                 # all steps until now were for other requests
                 first_step, first_cold = scheduler.num_steps, scheduler.num_cold_steps

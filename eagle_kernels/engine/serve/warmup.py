@@ -35,8 +35,8 @@ def warm_up(
     prompts = [[0] * max(1, min(length, limit)) for length in _PROMPT_LENGTHS]
     mixtures: set[Features] = set()
     for wanted in params:
-        # Prompts and first tokens only: an automatic choice must not learn from steps on such prompts, which are run
-        # below without it.
+        # Prompts and first tokens only. Steps are run below, one runner after another, since an automatic choice must
+        # learn nothing from such prompts.
         first = replace(wanted, seed=0, max_new_tokens=1, stop_token_ids=(), stop=())
         for _ in open_stream(session, prompts, [first] * len(prompts), config, speculative):
             pass
