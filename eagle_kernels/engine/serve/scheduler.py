@@ -109,9 +109,8 @@ class Scheduler:
         return self.pages.num_pages * self.state.target_pool.page_size - self.plan.overshoot
 
     def _can_admit(self) -> bool:
-        if not self._waiting or None not in self._rows:
-            return False
-        return self._pages_for(self._waiting[0]) <= self.pages.num_free
+        has_room = bool(self._waiting) and None in self._rows
+        return has_room and self._pages_for(self._waiting[0]) <= self.pages.num_free
 
     def submit(self, request: Request) -> None:
         """Queues a request for a row and pages, unless it was aborted before its stream began."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
 
 # A tree is judged after PROBE_STEPS measured steps. A tree that is not in use is measured again for as many steps after
 # PROBE_AFTER others; later if the time lost by measuring would otherwise exceed PROBE_SHARE of the total.
@@ -19,17 +18,18 @@ TOKEN_ROWS, TOKEN_STEPS = 64, 16
 HOPELESS = 0.8
 
 
-class Choice(Protocol):
+class Choice:
     """Chooses among the runners of a plan by their numbers; number 0 is plain decoding."""
 
     def choose(self, num_rows: int) -> int:
         """Returns the number of the runner for a step of `num_rows` rows, including dead rows among them."""
+        raise NotImplementedError
 
     def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
         """Notes the time of such a step (None: it was not measured) and the mean number of tokens per request."""
 
 
-class ByBatchSize:
+class ByBatchSize(Choice):
     """Chooses by an ascending table of (most rows, number); batches beyond its last entry are decoded plainly."""
 
     def __init__(self, table: tuple[tuple[int | None, int], ...]):
@@ -38,11 +38,8 @@ class ByBatchSize:
     def choose(self, num_rows: int) -> int:
         return next((number for most, number in self._table if most is None or num_rows <= most), 0)
 
-    def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
-        pass
 
-
-class Fastest:
+class Fastest(Choice):
     """Chooses the number with the most tokens per second, from step times by batch size and tokens over all sizes.
 
     The other numbers are probed (measured again) now and then, the slower ones more rarely, so that a change in the
