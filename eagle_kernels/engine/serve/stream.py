@@ -6,8 +6,9 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Generic, TypeVar
 
 from ..config.eagle_config import EAGLEConfig
@@ -94,9 +95,19 @@ class TokenStream(_Stream[TokenEvent]):
     def __init__(
         self, session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool, is_single: bool
     ):
-        self.requests, self.device, self._is_single = requests, session.device, is_single
-        self._run = _Run(session, requests, config, speculative)
-        super().__init__(self._run.events())
+        self.requests, self.device = requests, session.device
+        self._session, self._is_single = session, is_single
+        find_scheduler = partial(_find_scheduler, session, requests, config, speculative)
+        steppers = [runner.stepper for runner in find_scheduler().plan.runners]
+        self._stats = GenerationStats(
+            num_requests=len(requests),
+            num_steps=max(stepper.num_steps for stepper in steppers),
+            num_draft_tokens=max(stepper.num_nodes for stepper in steppers),
+            seeds=[request.seed for request in requests],
+            prompt_tokens=sum(len(request.prompt) for request in requests),
+        )
+        # the generator must not refer to the stream, which would then never be freed by itself
+        super().__init__(_events(session, requests, self._stats, find_scheduler))
 
     def close(self) -> None:
         """Aborts the requests that have not ended."""
@@ -106,85 +117,7 @@ class TokenStream(_Stream[TokenEvent]):
 
     def output(self) -> GenerationOutput:
         """Returns the tokens and statistics so far; they are complete once the iterator is exhausted."""
-        tokens = [list(request.output_ids) for request in self.requests]
-        logprobs = [list(request.logprobs) if request.params.logprobs else None for request in self.requests]
-        output = GenerationOutput(tokens[0] if self._is_single else tokens, self._run.statistics())
-        output.logprobs = logprobs[0] if self._is_single else None if None in logprobs else logprobs
-        return output
-
-
-class _Run:
-    """Does the work of a stream. The generator refers to this object, so it does not keep the stream itself alive."""
-
-    def __init__(self, session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool):
-        self._session, self._requests, self._config, self._speculative = session, requests, config, speculative
-        steppers = [runner.stepper for runner in self._find_scheduler().plan.runners]
-        self._stats = GenerationStats(
-            num_requests=len(requests),
-            num_steps=max(stepper.num_steps for stepper in steppers),
-            num_draft_tokens=max(stepper.num_nodes for stepper in steppers),
-            seeds=[request.seed for request in requests],
-            prompt_tokens=sum(len(request.prompt) for request in requests),
-        )
-
-    def events(self) -> Iterator[TokenEvent]:
-        """Yields the tokens of all requests, in the order in which they become known."""
-        stats, session, requests = self._stats, self._session, self._requests
-        start_s = time.perf_counter()
-        with session.lock:
-            scheduler = self._find_scheduler()  # again, since another stream may have replaced it by now
-            scheduler.start_timing()
-            for request in requests:
-                scheduler.submit(request)
-            first_step, first_cold, cold_s = scheduler.num_steps, scheduler.num_cold_steps, 0.0
-        try:
-            while True:  # reads prompts
-                with session.lock:
-                    # Stops at the first token: steps read prompts as well, and as long as other requests keep
-                    # arriving, there might always be another prompt to read.
-                    has_token = any(request.has_news for request in requests)
-                    if has_token or not scheduler.is_reading or all(request.is_finished for request in requests):
-                        break
-                    scheduler.prepare()
-                    if scheduler.is_reading and scheduler.runs_beside(requests):
-                        scheduler.advance(session.is_speculating)
-            synchronize(session.device)
-            with session.lock:
-                # The first tokens are known by now; they need not wait for the first step, which is a timed one.
-                scheduler.read_what_is_done()
-                # all steps until now were for other requests
-                first_step, first_cold = scheduler.num_steps, scheduler.num_cold_steps
-            stats.prefill_time_s = time.perf_counter() - start_s
-            for request in requests:
-                yield from request.collect()
-            while not all(request.is_finished for request in requests):
-                start_s, num_cold = time.perf_counter(), scheduler.num_cold_steps
-                with session.lock:
-                    # no step is needed if another stream's step has brought something
-                    if not any(request.has_news for request in requests):
-                        scheduler.step(session.is_speculating)
-                elapsed_s = time.perf_counter() - start_s
-                stats.decode_time_s += elapsed_s
-                cold_s += elapsed_s if scheduler.num_cold_steps > num_cold else 0.0
-                stats.batch_steps = scheduler.num_steps - first_step
-                for request in requests:
-                    yield from request.collect()
-            for request in requests:
-                yield from request.collect()
-                request.raise_error()
-        finally:
-            with session.lock:
-                for request in requests:
-                    scheduler.abort(request)
-                scheduler.drain()
-                stats.phase_time_ms = scheduler.take_phase_times_ms(stats.batch_steps)
-            num_warm = stats.batch_steps - (scheduler.num_cold_steps - first_cold)
-            if stats.num_draft_tokens == 1 and num_warm > 0:
-                session.plain_step_ms[stats.num_requests] = 1e3 * (stats.decode_time_s - cold_s) / num_warm
-
-    def statistics(self) -> GenerationStats:
-        """Returns the statistics so far, including the counts that the requests keep themselves."""
-        stats, requests = self._stats, self._requests
+        stats, requests = self._stats, self.requests
         counts = [count for request in requests for count in request.accepted]
         stats.generated_tokens = sum(len(request.output_ids) for request in requests)
         stats.steps, stats.accepted = len(counts), sum(counts)
@@ -193,16 +126,78 @@ class _Run:
         stats.accepted_per_depth = [sum(count > depth for count in counts) for depth in range(stats.num_steps)]
         stats.finish_reasons = [request.finish_reason for request in requests]
         stats.plain_step_ms = self._session.plain_step_ms.get(stats.num_requests)
-        return stats
+        tokens = [list(request.output_ids) for request in requests]
+        logprobs = [list(request.logprobs) if request.params.logprobs else None for request in requests]
+        output = GenerationOutput(tokens[0] if self._is_single else tokens, stats)
+        output.logprobs = logprobs[0] if self._is_single else None if None in logprobs else logprobs
+        return output
 
-    def _find_scheduler(self) -> Scheduler:
-        """Returns the scheduler for these requests; raises ValueError if its pools can never hold one of them."""
-        scheduler = self._session.scheduler_for(self._config, self._speculative)
-        for request in self._requests:
-            reason = scheduler.why_never(request)
-            if reason:
-                raise ValueError(f"generate: prompt {request.id}: {reason}")
-        return scheduler
+
+def _find_scheduler(session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool) -> Scheduler:
+    """Returns the scheduler for these requests; raises ValueError if its pools can never hold one of them."""
+    scheduler = session.scheduler_for(config, speculative)
+    for request in requests:
+        reason = scheduler.why_never(request)
+        if reason:
+            raise ValueError(f"generate: prompt {request.id}: {reason}")
+    return scheduler
+
+
+def _events(
+    session: Session, requests: list[Request], stats: GenerationStats, find_scheduler: Callable[[], Scheduler]
+) -> Iterator[TokenEvent]:
+    """Yields the tokens of all requests, in the order in which they become known."""
+    start_s = time.perf_counter()
+    with session.lock:
+        scheduler = find_scheduler()  # again, since another stream may have replaced it by now
+        scheduler.start_timing()
+        for request in requests:
+            scheduler.submit(request)
+        first_step, first_cold, cold_s = scheduler.num_steps, scheduler.num_cold_steps, 0.0
+    try:
+        while True:  # reads prompts
+            with session.lock:
+                # Stops at the first token: steps read prompts as well, and as long as other requests keep
+                # arriving, there might always be another prompt to read.
+                has_token = any(request.has_news for request in requests)
+                if has_token or not scheduler.is_reading or all(request.is_finished for request in requests):
+                    break
+                scheduler.prepare()
+                if scheduler.is_reading and scheduler.runs_beside(requests):
+                    scheduler.advance(session.is_speculating)
+        synchronize(session.device)
+        with session.lock:
+            # The first tokens are known by now; they need not wait for the first step, which is a timed one.
+            scheduler.read_what_is_done()
+            # all steps until now were for other requests
+            first_step, first_cold = scheduler.num_steps, scheduler.num_cold_steps
+        stats.prefill_time_s = time.perf_counter() - start_s
+        for request in requests:
+            yield from request.collect()
+        while not all(request.is_finished for request in requests):
+            start_s, num_cold = time.perf_counter(), scheduler.num_cold_steps
+            with session.lock:
+                # no step is needed if another stream's step has brought something
+                if not any(request.has_news for request in requests):
+                    scheduler.step(session.is_speculating)
+            elapsed_s = time.perf_counter() - start_s
+            stats.decode_time_s += elapsed_s
+            cold_s += elapsed_s if scheduler.num_cold_steps > num_cold else 0.0
+            stats.batch_steps = scheduler.num_steps - first_step
+            for request in requests:
+                yield from request.collect()
+        for request in requests:
+            yield from request.collect()
+            request.raise_error()
+    finally:
+        with session.lock:
+            for request in requests:
+                scheduler.abort(request)
+            scheduler.drain()
+            stats.phase_time_ms = scheduler.take_phase_times_ms(stats.batch_steps)
+        num_warm = stats.batch_steps - (scheduler.num_cold_steps - first_cold)
+        if stats.num_draft_tokens == 1 and num_warm > 0:
+            session.plain_step_ms[stats.num_requests] = 1e3 * (stats.decode_time_s - cold_s) / num_warm
 
 
 def open_stream(
