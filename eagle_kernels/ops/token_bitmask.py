@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...runtime import check
+from ..runtime import check
 
 _METHODS = ("accept_token", "rollback", "fill_next_token_bitmask", "is_terminated")
 
