@@ -25,21 +25,23 @@ _MOST_TOKEN_IDS = 2**31  # they are stored as int32
 
 @dataclass
 class _Response:
-    """A response in the global automaton: its tokens, to be removed later (None: never), and where it ends."""
+    """A response: its tokens, its end in the global automaton, and whether it is there."""
 
-    tokens: array | None
+    is_cached: bool
+    tokens: array = field(default_factory=lambda: array("i"))
     cursor: Cursor = Cursor()
-    is_cached: bool = True
 
 
-@dataclass
 class _Request:
     """A running request: the counts of its own text, where the text ends in them, and its last tokens."""
 
-    counts: SuffixAutomaton
-    response: _Response | None
-    cursor: Cursor = Cursor()
-    context: list[int] = field(default_factory=list)
+    def __init__(self, max_length: int, response: _Response):
+        self.counts, self.response, self.cursor = SuffixAutomaton(max_length), response, Cursor()
+        self.context: deque[int] = deque(maxlen=max_length - 1)
+
+    def append(self, tokens: list[int]) -> None:
+        self.cursor = self.counts.extend(self.cursor, tokens)
+        self.context += tokens
 
 
 class SuffixCache:
@@ -66,24 +68,26 @@ class SuffixCache:
         if request in self._requests:
             _fail("start", "request", "not run already", repr(request))
         tokens = _token_ids("start", "prompt", prompt)
-        running = _Request(SuffixAutomaton(self.max_tree_depth), self._new_response())
-        self._requests[request] = running
-        self._append(running, tokens)
+        running = self._requests[request] = _Request(self.max_tree_depth, self._new_response())
+        running.append(tokens)
 
     def extend(self, request: Hashable, tokens: Sequence[int]) -> None:
         """Appends accepted tokens to a request's response."""
         running, tokens = self._running("extend", request), _token_ids("extend", "tokens", tokens)
-        self._append(running, tokens)
+        running.append(tokens)
         response = running.response
-        if response is not None and response.is_cached:
+        if response.is_cached:
             response.cursor = self._counts.extend(response.cursor, tokens)
-            if response.tokens is not None:
-                response.tokens.extend(tokens)
+            response.tokens.extend(tokens)
 
     def stop(self, request: Hashable) -> None:
         """Ends a request. Its own text is forgotten; its response stays in the global automaton."""
         self._running("stop", request)
         del self._requests[request]
+
+    def __contains__(self, request: Hashable) -> bool:
+        """Returns whether a request runs."""
+        return request in self._requests
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
@@ -99,7 +103,7 @@ class SuffixCache:
             yield
         finally:
             for running in self._requests.values():  # their responses are in the automaton that goes
-                running.response = None
+                running.response.is_cached = False
             self._counts, self._responses = known
 
     def speculate(
@@ -130,15 +134,14 @@ class SuffixCache:
             limits = _limits(self.max_tree_depth, *values)
         except TypeError:  # an unhashable argument, which the check names
             limits = _limits.__wrapped__(self.max_tree_depth, *values)
-        local = SuffixSearch(running.counts, limits, min_token_prob, use_tree)
-        draft = local.best_draft(running.counts.settle(running.cursor))
-        return SuffixSearch(self._counts, limits, min_token_prob, use_tree).best_draft(self._match(running), draft)
+        own, shared = self._matches(running)
+        draft = SuffixDraft([], [], [], 0.0, running.cursor.size)
+        draft = SuffixSearch(running.counts, limits, min_token_prob, use_tree).best_draft(own, draft)
+        return SuffixSearch(self._counts, limits, min_token_prob, use_tree).best_draft(shared, draft)
 
     def longest_match(self, request: Hashable) -> int:
         """Returns how many of the last tokens of a request's text were followed by something, anywhere."""
-        running = self._running("longest_match", request)
-        local = running.counts.followed(running.counts.settle(running.cursor))
-        return max(local.size, self._counts.followed(self._match(running)).size)
+        return max(match.size for match in self._matches(self._running("longest_match", request)))
 
     @property
     def num_states(self) -> tuple[int, int]:
@@ -151,29 +154,22 @@ class SuffixCache:
             _fail(op, "request", "be one that runs", repr(request))
         return running
 
-    def _new_response(self) -> _Response | None:
-        if self.max_cached_requests <= 0:
-            return None if self.max_cached_requests == 0 else _Response(None)
-        if len(self._responses) == self.max_cached_requests:
+    def _new_response(self) -> _Response:
+        response = _Response(is_cached=self.max_cached_requests != 0)
+        if self.max_cached_requests > 0:
+            self._responses.append(response)
+        if len(self._responses) > self.max_cached_requests > 0:
             oldest = self._responses.popleft()
-            self._counts.remove(oldest.tokens)
             oldest.is_cached = False
-        response = _Response(array("i"))
-        self._responses.append(response)
+            self._counts.remove(oldest.tokens)
         return response
 
-    def _append(self, running: _Request, tokens: list[int]) -> None:
-        running.cursor = running.counts.extend(running.cursor, tokens)
-        running.context += tokens
-        if len(running.context) > 4 * self.max_tree_depth:
-            del running.context[: 1 - self.max_tree_depth]
-
-    def _match(self, running: _Request) -> Cursor:
-        """Returns the longest match in the global automaton."""
-        response = running.response
-        if response is not None and response.is_cached and response.cursor.size == self.max_tree_depth - 1:
-            return self._counts.settle(response.cursor)
-        return self._counts.match(running.context)
+    def _matches(self, running: _Request) -> tuple[Cursor, Cursor]:
+        """Returns the longest matches in the request's own text and in the responses."""
+        end = running.response.cursor
+        if end.size < self.max_tree_depth - 1 or not running.response.is_cached:
+            end = self._counts.match(running.context)
+        return running.counts.followed(running.cursor), self._counts.followed(end)
 
 
 @functools.lru_cache(maxsize=64, typed=True)
@@ -185,11 +181,9 @@ def _limits(
     args.integer("max_spec_tokens", 0)
     for name, low in (("max_spec_factor", 0), ("max_spec_offset", None), ("min_token_prob", 0)):
         args.number(name, low)
-    drafts = [
-        max(0, int(min(max_spec_tokens, length * max_spec_factor + max_spec_offset + ROUNDING_UP)))
-        for length in range(max_tree_depth)
-    ]
-    return Limits(max_tree_depth, drafts, [min(most, max_tree_depth - length) for length, most in enumerate(drafts)])
+    most_drafts = (length * max_spec_factor + max_spec_offset + ROUNDING_UP for length in range(max_tree_depth))
+    drafts = [max(0, int(min(max_spec_tokens, most))) for most in most_drafts]
+    return Limits(drafts, [min(most, max_tree_depth - length) for length, most in enumerate(drafts)])
 
 
 def _token_ids(op: str, name: str, values: Sequence[int]) -> list[int]:
