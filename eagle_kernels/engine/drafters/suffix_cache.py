@@ -12,7 +12,6 @@ import operator
 from array import array
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ...runtime import check
@@ -23,24 +22,21 @@ from .suffix_drafts import ROUNDING_UP, Limits, SuffixDraft, SuffixSearch
 _MOST_TOKEN_IDS = 2**31  # they are stored as int32
 
 
-@dataclass
-class _Response:
-    """A response: its tokens, its end in the global automaton, and whether it is there."""
-
-    is_cached: bool
-    tokens: array = field(default_factory=lambda: array("i"))
-    cursor: Cursor = Cursor()
-
-
 class _Request:
-    """A running request: the counts of its own text, where the text ends in them, and its last tokens."""
+    """Holds a running request's own counts, its last tokens, and its response, which the global automaton has as well.
 
-    def __init__(self, max_length: int, response: _Response):
-        self.counts, self.response, self.cursor = SuffixAutomaton(max_length), response, Cursor()
+    response     None: the global automaton does not have it
+    end          where the text ends in its own counts
+    shared_end   where the response ends in the global automaton
+    """
+
+    def __init__(self, max_length: int, response: array | None):
+        self.counts, self.end = SuffixAutomaton(max_length), Cursor()
+        self.response, self.shared_end = response, Cursor()
         self.context: deque[int] = deque(maxlen=max_length - 1)
 
     def append(self, tokens: list[int]) -> None:
-        self.cursor = self.counts.extend(self.cursor, tokens)
+        self.end = self.counts.extend(self.end, tokens)
         self.context += tokens
 
 
@@ -61,7 +57,7 @@ class SuffixCache:
         self.max_cached_requests = args.integer("max_cached_requests", -1)
         self._counts = SuffixAutomaton(max_tree_depth)
         self._requests: dict[Hashable, _Request] = {}
-        self._responses: deque[_Response] = deque()
+        self._responses: deque[array] = deque()
 
     def start(self, request: Hashable, prompt: Sequence[int]) -> None:
         """Starts a request; its id may be that of one that was stopped."""
@@ -75,10 +71,9 @@ class SuffixCache:
         """Appends accepted tokens to a request's response."""
         running, tokens = self._running("extend", request), _token_ids("extend", "tokens", tokens)
         running.append(tokens)
-        response = running.response
-        if response.is_cached:
-            response.cursor = self._counts.extend(response.cursor, tokens)
-            response.tokens.extend(tokens)
+        if running.response is not None:
+            running.shared_end = self._counts.extend(running.shared_end, tokens)
+            running.response.extend(tokens)
 
     def stop(self, request: Hashable) -> None:
         """Ends a request. Its own text is forgotten; its response stays in the global automaton."""
@@ -103,7 +98,7 @@ class SuffixCache:
             yield
         finally:
             for running in self._requests.values():  # their responses are in the automaton that goes
-                running.response.is_cached = False
+                running.response = None
             self._counts, self._responses = known
 
     def speculate(
@@ -135,7 +130,7 @@ class SuffixCache:
         except TypeError:  # an unhashable argument, which the check names
             limits = _limits.__wrapped__(self.max_tree_depth, *values)
         own, shared = self._matches(running)
-        draft = SuffixDraft([], [], [], 0.0, running.cursor.size)
+        draft = SuffixDraft([], [], [], 0.0, running.end.size)
         draft = SuffixSearch(running.counts, limits, min_token_prob, use_tree).best_draft(own, draft)
         return SuffixSearch(self._counts, limits, min_token_prob, use_tree).best_draft(shared, draft)
 
@@ -154,22 +149,27 @@ class SuffixCache:
             _fail(op, "request", "be one that runs", repr(request))
         return running
 
-    def _new_response(self) -> _Response:
-        response = _Response(is_cached=self.max_cached_requests != 0)
+    def _new_response(self) -> array | None:
+        """Returns an empty response, which takes the place of the oldest where there is room for no more."""
+        if self.max_cached_requests == 0:
+            return None
+        response = array("i")
         if self.max_cached_requests > 0:
             self._responses.append(response)
         if len(self._responses) > self.max_cached_requests > 0:
             oldest = self._responses.popleft()
-            oldest.is_cached = False
-            self._counts.remove(oldest.tokens)
+            self._counts.remove(oldest)
+            for running in self._requests.values():
+                if running.response is oldest:
+                    running.response = None
         return response
 
     def _matches(self, running: _Request) -> tuple[Cursor, Cursor]:
         """Returns the longest matches in the request's own text and in the responses."""
-        end = running.response.cursor
-        if end.size < self.max_tree_depth - 1 or not running.response.is_cached:
+        end = running.shared_end
+        if running.response is None or end.size < self.max_tree_depth - 1:
             end = self._counts.match(running.context)
-        return running.counts.followed(running.cursor), self._counts.followed(end)
+        return running.counts.followed(running.end), self._counts.followed(end)
 
 
 @functools.lru_cache(maxsize=64, typed=True)

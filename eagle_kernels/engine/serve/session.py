@@ -11,7 +11,6 @@ from ..batch.state import BatchState
 from ..config.eagle_config import EAGLEConfig
 from ..config.overrides import CONFIG_FIELDS
 from ..drafters.methods import make_drafter, make_reader
-from ..drafters.protocol import overshoot
 from ..drafters.suffix_cache import SuffixCache
 from ..models.pairing import check_method, check_trees
 from ..models.protocol import DraftModel, TargetModel
@@ -209,7 +208,7 @@ class Session:
         """Returns the pages of a request of full length; plain decoding shares the pools of its speculative twin."""
         trees = [config, *(tree for _, tree in config.trees if tree is not None)]
         reader = make_reader(config, self._pooled_draft(config))
-        past_end = max(overshoot(make_drafter(tree, reader, self.device)) for tree in trees)
+        past_end = max(make_drafter(tree, reader, self.device).overshoot for tree in trees)
         # rounded up, so that another tree does not ask for other pools
         needed = self.max_length(config, speculative=False) + -(-past_end // 256) * 256
         return -(-needed // config.page_size)
