@@ -10,7 +10,6 @@ from ..batch.memory import check_fits, count_pages, workspace_bytes
 from ..batch.state import BatchState
 from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from ..drafters.methods import make_drafter, make_reader
-from ..drafters.protocol import overshoot
 from ..drafters.suffix_cache import SuffixCache
 from ..models.pairing import check_method, check_trees
 from ..models.protocol import DraftModel, TargetModel
@@ -199,7 +198,7 @@ class Session:
         """Returns the pages of a request of full length, the same with and without speculation."""
         trees = [config, *(tree for _, tree in config.trees if tree is not None)]
         reader = make_reader(config, self._pooled_draft(config))
-        past_end = max(overshoot(make_drafter(tree, reader, self.device)) for tree in trees)
+        past_end = max(make_drafter(tree, reader, self.device).overshoot for tree in trees)
         # rounded up, so that another tree rarely needs other pools
         needed = self.max_length(config, speculative=False) + -(-past_end // 256) * 256
         return -(-needed // config.page_size)

@@ -8,9 +8,7 @@ from typing import NamedTuple
 
 from ..batch.state import BatchState
 from ..config.eagle_config import EAGLEConfig
-from ..drafters.methods import make_drafter, make_reader
-from ..drafters.naive import NaiveDrafter
-from ..drafters.protocol import overshoot
+from ..drafters.methods import NaiveDrafter, make_drafter, make_reader
 from ..drafters.suffix import SuffixDrafter, SuffixFeed
 from ..drafters.suffix_cache import SuffixCache
 from ..models.causal_draft import CausalDraft
@@ -43,7 +41,7 @@ class StepPlan(NamedTuple):
     @property
     def overshoot(self) -> int:
         """Returns the slots that a request may need past its last token, whichever of the steps it takes."""
-        return max(overshoot(runner.stepper.drafter) for runner in self.runners)
+        return max(runner.stepper.drafter.overshoot for runner in self.runners)
 
 
 def plan_steps(

@@ -20,8 +20,7 @@ from ..batch.batch import Batch, Committed
 from ..batch.kv_pool import DecodeAttend, TreeAttend
 from ..batch.state import BatchState
 from ..config.eagle_config import EAGLEConfig
-from ..drafters.protocol import Drafter, Proposal, Reader
-from ..drafters.trees import root_only
+from ..drafters.protocol import Drafter, Proposal, Reader, root_only
 from ..models.protocol import TargetModel
 from ..requests.sampling_params import Features
 from .phases import PhaseTimer
