@@ -1,8 +1,8 @@
 """eagle_kernels: Triton kernels for speculative decoding with token trees, each paired with a PyTorch reference."""
 
 from . import ops, raw, reference
-from .engine import EAGLEConfig, EAGLEInference, SamplingParams, generate_token_bitmask
-from .ops import TreeMaskMode, verify_tree
+from .engine import EAGLEConfig, EAGLEInference, SamplingParams
+from .ops import TreeMaskMode, generate_token_bitmask, verify_tree
 from .version import __version__
 
 globals().update({name: getattr(ops, name) for name in ops.OPS})

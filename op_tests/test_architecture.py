@@ -246,7 +246,13 @@ def test_adapters_import_nothing_of_the_project_they_imitate(path):
     assert imported_roots(path) <= allowed
 
 
-@pytest.mark.parametrize("path", sources(PACKAGE / "ops"), ids=lambda p: str(p.relative_to(ROOT)))
+# refuses tensors that are not on the CPU, where grammars live
+HOST_FUNCTIONS = {PACKAGE / "ops" / "token_bitmask.py"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted(set(sources(PACKAGE / "ops")) - HOST_FUNCTIONS), ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_ops_do_not_wait_for_the_device(path):
     for node in calls_and_attributes(parse(path)):
         if isinstance(node, ast.Attribute):

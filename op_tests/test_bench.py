@@ -576,7 +576,7 @@ def test_the_cache_of_another_project_gets_the_same_steps(capsys, monkeypatch):
             self.add_active_response = self.cache.extend
 
         def speculate(self, request, context, max_spec_tokens, use_tree_spec):
-            assert context[-63:] == self.cache._requests[request].context[-63:]
+            assert context[-63:] == list(self.cache._requests[request].context)
             self.num_calls += 1
             found = self.cache.speculate(request, max_spec_tokens=max_spec_tokens, use_tree=use_tree_spec)
             return found._replace(score=found.score + (self.num_calls % 3 == 0), token_ids=[*found.token_ids, 1])

@@ -2,7 +2,6 @@
 
 from .config.eagle_config import EAGLEConfig
 from .inference import EAGLEInference
-from .requests.grammar import generate_token_bitmask
 from .requests.request import Request, TokenEvent
 from .requests.sampling_params import SamplingParams
 from .serve.output import GenerationOutput, GenerationStats
@@ -15,5 +14,4 @@ __all__ = [
     "Request",
     "SamplingParams",
     "TokenEvent",
-    "generate_token_bitmask",
 ]

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from torch import Tensor
 from ..runtime.placement import read_placement
 from ..runtime.values import is_integer
 from .batch.kv_pool import KVPool, PrefillAttend
-from .config.eagle_config import EAGLEConfig
-from .config.overrides import sampling_params, split_overrides
+from .config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.pairing import as_draft, bind_draft, check_target, check_trees, is_same_device, rounds_fp32_matmuls
@@ -109,20 +109,17 @@ class EAGLEInference:
         target_model = load_target(target, device, dtype, check_weights=check_weights)
         if config.eos_token_ids is None:
             config = replace(config, eos_token_ids=read_eos_token_ids(target))
-        tokenizer, fault = None, None
-        try:
-            tokenizer = load_tokenizer(target)
-        except ValueError as error:  # only text needs one, and says so
-            fault = str(error)
         draft_model = None
         if draft is not None and "draft_model" in config.methods:
-            is_same = check_same_vocabulary(draft, target)
-            draft_model = load_target(draft, device, dtype, check_weights=check_weights)
-            draft_model = CausalDraft(draft_model, target_model.vocab_size if is_same else None)
+            vocab_size = target_model.vocab_size if check_same_vocabulary(draft, target) else None
+            draft_model = CausalDraft(load_target(draft, device, dtype, check_weights=check_weights), vocab_size)
         elif draft is not None:
             draft_model = load_draft(draft, target_model, check_weights=check_weights)
-        engine = cls(draft_model, target_model, config, device, tokenizer)
-        engine.session.tokenizer_fault = fault or engine.session.tokenizer_fault
+        engine = cls(draft_model, target_model, config, device)
+        try:
+            engine.session.tokenizer = load_tokenizer(target)
+        except ValueError as error:  # only text needs one, and says so
+            engine.session.tokenizer_fault = str(error)
         return engine
 
     def generate(
@@ -162,12 +159,10 @@ class EAGLEInference:
         Arguments are those of `generate`. `.output()` of the exhausted iterator is what `generate` returns.
         """
         read_flag("generate: speculative", speculative)
-        config, of_requests = self._read_overrides(overrides)
         prompts, is_single = read_prompts(input_ids)
         if not prompts:
             raise ValueError("generate: input_ids must hold at least one prompt, got []")
-        max_new_tokens = read_max_new_tokens(max_new_tokens)
-        params = _params_of_each(config, of_requests, max_new_tokens, read_seeds(seeds, len(prompts)))
+        config, params = self._read_call(len(prompts), max_new_tokens, seeds, overrides)
         return open_stream(self.session, prompts, params, config, speculative, is_single)
 
     def stream_text(self, text: str, max_new_tokens: int = 128, **options: Any) -> TextStream:
@@ -191,7 +186,7 @@ class EAGLEInference:
         session, config = self.session, self.config
         with session.lock:
             scheduler = session.scheduler_for(config, speculative=True)
-            params = params or sampling_params(config, {})
+            params = params or SamplingParams(**config.sampling)
             request = session.make_request(self._num_submitted, prompt, params, config)
             self._num_submitted += 1
             reason = session.why_unfit(prompt, params.max_new_tokens, config, speculative=True)
@@ -251,14 +246,12 @@ class EAGLEInference:
             raise ValueError(f"benchmark: batch_size must be an int of at least 1, got {batch_size!r}")
         if progress is not None:
             read_flag("benchmark: progress", progress)
-        batch_size, max_new_tokens = min(batch_size, len(prompts)), read_max_new_tokens(max_new_tokens)
         if "speculative" in overrides:
-            raise ValueError(
-                f"benchmark: speculative must be left out, both are measured, got {overrides['speculative']!r}"
-            )
+            given = overrides["speculative"]
+            raise ValueError(f"benchmark: speculative must be left out, both are measured, got {given!r}")
+        batch_size = min(batch_size, len(prompts))
         overrides.setdefault("max_batch", max(self.config.max_batch, batch_size))
-        config, of_requests = self._read_overrides(overrides)
-        params = _params_of_each(config, of_requests, max_new_tokens, read_seeds(seeds, len(prompts)))
+        config, params = self._read_call(len(prompts), max_new_tokens, seeds, overrides)
         return benchmark(self.session, config, prompts, params, batch_size, progress)
 
     def warmup(
@@ -276,16 +269,16 @@ class EAGLEInference:
         read_flag("warmup: speculative", speculative)
         for other in (each for each in params if not isinstance(each, SamplingParams)):
             raise ValueError(f"warmup: params must be SamplingParams, got {other!r}")
-        config, of_requests = self._read_overrides(overrides, "warmup")
-        if params and of_requests:
-            name, value = min(of_requests.items())
-            raise ValueError(f"warmup: {name} belongs into the SamplingParams that are given, got {name}={value!r}")
+        config, sampling = self._read_overrides("warmup", overrides)
+        own = sorted(overrides.keys() - {*CONFIG_FIELDS})
+        if params and own:
+            value = f"{own[0]}={overrides[own[0]]!r}"
+            raise ValueError(f"warmup: {own[0]} belongs into the SamplingParams that are given, got {value}")
         if most_requests is not None and not (is_integer(most_requests) and most_requests >= 1):
             raise ValueError(f"warmup: most_requests must be None or an int of at least 1, got {most_requests!r}")
-        if not params:
-            says_how = not overrides.keys().isdisjoint(SAMPLING_FIELDS)
-            common = [each for each in COMMON_PARAMS if config.why_not_served(each) is None]
-            params = (sampling_params(config, of_requests),) if says_how else common
+        if not params and overrides.keys().isdisjoint(SAMPLING_FIELDS):
+            params = [each for each in COMMON_PARAMS if config.why_not_served(each) is None]
+        params = params or (SamplingParams(**sampling),)
         with self.session.alone("warmup", config):
             warm_up(self.session, config, params, most_requests or config.max_batch, speculative)
 
@@ -312,21 +305,10 @@ class EAGLEInference:
             attend = PrefillAttend(pool, table, 0, len(prompt))
             return self.target.forward(tokens, positions, attend, last_only=True).logits[0, -1].float()
 
-    @property
-    def target(self) -> TargetModel:
-        return self.session.target
-
-    @property
-    def draft(self) -> DraftModel | None:
-        return self.session.draft
-
-    @property
-    def device(self) -> torch.device:
-        return self.session.device
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.session.tokenizer
+    target: TargetModel = property(attrgetter("session.target"))
+    draft: DraftModel | None = property(attrgetter("session.draft"))
+    device: torch.device = property(attrgetter("session.device"))
+    tokenizer: Tokenizer | None = property(attrgetter("session.tokenizer"))
 
     @property
     def lock(self) -> threading.RLock:
@@ -361,22 +343,34 @@ class EAGLEInference:
             raise ValueError(f"EAGLEInference: on_tree must be None or a callable, got {function!r}")
         self.session.on_tree = function
 
-    def _read_overrides(self, overrides: dict[str, Any], caller: str = "generate") -> tuple[EAGLEConfig, dict]:
-        """Returns the configuration of a call, checked, and what else its requests ask for."""
-        config, of_requests = split_overrides(self.config, overrides, caller)
+    def _read_call(
+        self, num_prompts: int, max_new_tokens: int, seeds: Seeds, overrides: dict[str, Any]
+    ) -> tuple[EAGLEConfig, list[SamplingParams]]:
+        """Returns the configuration of a call and the parameters of its requests, which differ in their seeds alone."""
+        config, sampling = self._read_overrides("generate", overrides)
+        sampling["max_new_tokens"] = read_max_new_tokens(max_new_tokens)
+        return config, [SamplingParams(**sampling, seed=seed) for seed in read_seeds(seeds, num_prompts)]
+
+    def _read_overrides(self, caller: str, overrides: dict[str, Any]) -> tuple[EAGLEConfig, dict[str, Any]]:
+        """Returns the configuration of a call, and what its requests ask for: its sampling and the overrides."""
+        if caller == "generate" and "seed" in overrides:
+            raise ValueError("generate: takes seeds=, one for all or one per prompt, not seed=")
+        unknown = sorted(overrides.keys() - ({*CONFIG_FIELDS, *SAMPLING_FIELDS} - {"seed"}))
+        if unknown:
+            raise ValueError(f"{caller}: there is no field {unknown[0]} in EAGLEConfig or SamplingParams")
+        of_config = {name: value for name, value in overrides.items() if name in CONFIG_FIELDS}
+        config = replace(self.config, **of_config) if of_config else self.config
+        policy = overrides.get("accept_policy", config.accept_policy)
+        if policy != config.accept_policy:
+            raise ValueError(
+                f"{caller}: accept_policy must be 'simulate' where simulated_accept_length or simulated_accept_rates "
+                f"is given, here or to the engine, got {policy!r}"
+            )
         self.session.check(config)
-        return config, of_requests
+        return config, config.sampling | {name: overrides[name] for name in overrides.keys() - of_config.keys()}
 
 
 def _read_config(config: Any) -> EAGLEConfig:
     if not (config is None or isinstance(config, EAGLEConfig)):
         raise ValueError(f"EAGLEInference: config must be None or an EAGLEConfig, got {config!r}")
     return config or EAGLEConfig()
-
-
-def _params_of_each(
-    config: EAGLEConfig, of_requests: dict[str, Any], max_new_tokens: int, seeds: list[int]
-) -> list[SamplingParams]:
-    """Returns the parameters of a call's requests, which differ in their seeds alone."""
-    of_requests = of_requests | {"max_new_tokens": max_new_tokens}
-    return [sampling_params(config, of_requests | {"seed": seed}) for seed in seeds]

@@ -193,7 +193,7 @@ def select_top_k_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, tor
 def generate_token_bitmask(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Returns bool [B, vocab_size], True at the ids of token_ids [B, n]; ids outside the vocabulary are skipped.
 
-    The packed words of a grammar over a whole tree are another function: `eagle_kernels.engine.requests.grammar`.
+    The packed words of a grammar over a whole tree are another function: `eagle_kernels.generate_token_bitmask`.
     """
     is_token = (token_ids >= 0) & (token_ids < vocab_size)
     bitmask = torch.zeros(token_ids.shape[0], vocab_size + 1, dtype=torch.bool, device=token_ids.device)

@@ -1,6 +1,6 @@
 """L2, the operators. `eagle_kernels.<op>` is the public function, `eagle_kernels.raw.<op>` the bare launcher.
 
-`verify_tree` is no op of its own but the front door of two.
+`verify_tree` is no op of its own but the front door of two; `generate_token_bitmask` runs on the host.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from ..runtime import check
 from ..runtime.library import operator
 from .registry import OPS
+from .token_bitmask import generate_token_bitmask
 from .tree.build_tree import Output as BuildTreeOutput
 from .tree.build_tree import TreeMaskMode
 from .verify.verify_commit import Output as CommitOutput
@@ -98,4 +99,12 @@ def _with_unasked(out: tuple, spec_steps: int, device: torch.device | None) -> S
     return SampledOutput(*out, **empty)
 
 
-__all__ = ["BuildTreeOutput", "CommitOutput", "TreeMaskMode", "VerifyOutput", "verify_tree", *OPS]
+__all__ = [
+    "BuildTreeOutput",
+    "CommitOutput",
+    "TreeMaskMode",
+    "VerifyOutput",
+    "generate_token_bitmask",
+    "verify_tree",
+    *OPS,
+]

@@ -17,8 +17,7 @@ import torch
 from ..engine.config.eagle_config import EAGLEConfig
 from ..engine.inference import EAGLEInference
 from ..engine.models.draft_head import DraftHead
-from ..engine.models.draft_loading import HeadFile, load_draft, read_head, tell_capture
-from ..engine.models.loading import load_target
+from ..engine.models.loading import HeadFile, load_draft, load_target, read_head, tell_capture
 from ..engine.models.next_token_modules import NextTokenModules
 from ..engine.models.protocol import FINAL_NORM, ModelError, TargetModel
 from ..engine.models.tokenizer import load_tokenizer

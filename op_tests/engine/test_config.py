@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from eagle_kernels import EAGLEConfig
-from eagle_kernels.engine.config.tree import rates_of_mean_length
 from eagle_kernels.ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
 from eagle_kernels.ops.tree.organize_draft_results import MAX_CANDIDATES
 
@@ -38,8 +37,8 @@ def test_the_deepest_trees_that_the_ops_hold(topk, num_steps):
 
 
 def test_a_mean_accept_length_becomes_rates():
-    assert rates_of_mean_length(1.0, 3) == [0, 0, 0] and rates_of_mean_length(4.0, 3) == [1, 1, 1]
-    assert rates_of_mean_length(2.75, 3) == [1, 0.75, 0] and rates_of_mean_length(1.25, 0) == []
+    for mean, rates in ((1.0, [0, 0, 0]), (1.25, [0.25, 0, 0]), (2.75, [1, 0.75, 0]), (4.0, [1, 1, 1])):
+        assert EAGLEConfig.chain(3, simulated_accept_length=mean).simulated_rates == rates
     assert EAGLEConfig().simulated_rates is None
     assert EAGLEConfig(**SIMULATE, simulated_accept_length=3.5).simulated_rates == [1, 1, 0.5, 0, 0]
     rates = (0.9, 0.5, 0.5, 0, 0)

@@ -10,8 +10,7 @@ import torch
 pytest.importorskip("safetensors")
 
 from eagle_kernels.engine.models.checkpoint import Checkpoint
-from eagle_kernels.engine.models.draft_loading import read_head
-from eagle_kernels.engine.models.loading import load_draft
+from eagle_kernels.engine.models.loading import load_draft, read_head
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
 from eagle_kernels.tools.training.causal_attend import causal_attend
 from op_tests.engine import heads

@@ -10,9 +10,8 @@ import torch
 pytest.importorskip("safetensors")
 
 from eagle_kernels import EAGLEConfig, EAGLEInference
-from eagle_kernels.engine.models.draft_loading import read_head
 from eagle_kernels.engine.models.eagle_head import Eagle1Config, Eagle1Head
-from eagle_kernels.engine.models.loading import load_draft
+from eagle_kernels.engine.models.loading import load_draft, read_head
 from eagle_kernels.engine.models.protocol import ModelError
 from op_tests.engine import heads
 from op_tests.engine.heads import DRAFT_VOCAB, HIDDEN, STREAMS, TARGET_IDS, TARGET_VOCAB, WRITERS

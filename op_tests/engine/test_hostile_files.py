@@ -25,8 +25,7 @@ from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, verify_tr
 from eagle_kernels.engine.models import checkpoint  # noqa: E402
 from eagle_kernels.engine.models.decoder import Decoder  # noqa: E402
 from eagle_kernels.engine.models.decoder_config import DecoderConfig  # noqa: E402
-from eagle_kernels.engine.models.draft_loading import read_head  # noqa: E402
-from eagle_kernels.engine.models.loading import load_draft, load_target, read_eos_token_ids  # noqa: E402
+from eagle_kernels.engine.models.loading import load_draft, load_target, read_eos_token_ids, read_head  # noqa: E402
 from eagle_kernels.engine.models.protocol import ModelError  # noqa: E402
 from eagle_kernels.engine.models.tokenizer import check_same_vocabulary, load_tokenizer  # noqa: E402
 from eagle_kernels.tools.cli.main import main  # noqa: E402

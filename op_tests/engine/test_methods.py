@@ -164,9 +164,9 @@ def test_a_warmup_is_not_remembered(device):
     engine = EAGLEInference(None, target, EAGLEConfig.chain(4, method="suffix", **sizes))
     engine.generate([[3], [4]], 24)
     (cache,) = engine.session.suffix_caches.values()
-    before = [list(response.tokens) for response in cache._responses]
+    before = [list(response) for response in cache._responses]
     engine.warmup(most_requests=2)
-    assert len(before) == 2 and [list(response.tokens) for response in cache._responses] == before
+    assert len(before) == 2 and [list(response) for response in cache._responses] == before
 
 
 def remembering(device) -> tuple[EAGLEInference, SuffixCache]:
@@ -195,11 +195,11 @@ def test_requests_of_other_threads_wait_for_a_benchmark(device):
 def test_a_benchmark_is_told_no_answers(device):
     """Neither by its warm-up nor by the benchmark before it; nor does it tell any."""
     engine, cache = remembering(device)
-    before = [list(response.tokens) for response in cache._responses]
+    before = [list(response) for response in cache._responses]
     lengths = [engine.benchmark(PROMPTS[:1], 24).speculative.mean_accept_length for _ in range(2)]
     alone = engine.generate(PROMPTS[0], 24, suffix_decoding_max_cached_requests=0).stats.mean_accept_length
     assert lengths == [alone, alone]
-    assert len(before) == 1 and [list(response.tokens) for response in cache._responses] == before
+    assert len(before) == 1 and [list(response) for response in cache._responses] == before
     # of two batches of one prompt the second one knows the text of the first
     assert engine.benchmark(PROMPTS[:1] * 2, 24).speculative.mean_accept_length > alone
     engine.submit([1], SamplingParams(max_new_tokens=3))

@@ -12,8 +12,7 @@ from eagle_kernels.engine.drafters.model_drafter import ModelDrafter
 from eagle_kernels.engine.drafters.module_reader import ModuleReader
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
-from eagle_kernels.engine.models.draft_loading import read_head
-from eagle_kernels.engine.models.loading import load_draft, load_target
+from eagle_kernels.engine.models.loading import load_draft, load_target, read_head
 from eagle_kernels.engine.models.protocol import FINAL_NORM, ModelError
 from eagle_kernels.tools.training.causal_attend import causal_attend
 from op_tests.engine import heads

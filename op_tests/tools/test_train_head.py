@@ -18,10 +18,9 @@ from eagle_kernels.engine.config.eagle_config import EAGLEConfig
 from eagle_kernels.engine.inference import EAGLEInference
 from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.decoder_config import DecoderConfig
-from eagle_kernels.engine.models.draft_loading import read_head
 from eagle_kernels.engine.models.eagle_head import EagleConfig
 from eagle_kernels.engine.models.head_formats import recognise
-from eagle_kernels.engine.models.loading import load_draft, load_target
+from eagle_kernels.engine.models.loading import load_draft, load_target, read_head
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from eagle_kernels.tools.cli.main import EXIT_INTERRUPTED, main
 from eagle_kernels.tools.training import chat, head_data, unrolled

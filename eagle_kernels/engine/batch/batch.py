@@ -12,7 +12,7 @@ from .state import BatchState
 
 
 class Committed(NamedTuple):
-    """The verdict of any verification op and what follows from it; see `ops.verify_commit`."""
+    """Holds the verdict of any verification op and what follows from it; see `ops.verify_commit`."""
 
     accept_index: Tensor
     accept_token_num: Tensor
@@ -26,7 +26,7 @@ class Committed(NamedTuple):
 
 
 class Batch:
-    """The rows of a step, and where their new keys go.
+    """Holds the rows of a step, and where their new keys go.
 
     slots      [B, M] int64  of the M = num_slots tokens after the committed ones, in either pool
     positions  [B, M] int64  of these tokens, none above what the draft was made for; None without its max_length

@@ -1,7 +1,4 @@
-"""The paged keys and values of one model, their owners, and the `attend` functions that write and read them.
-
-Scales, soft caps and sinks go to the ops under the names that `protocol.Attend` gives them.
-"""
+"""The paged keys and values of one model, their owners, and the `attend` functions that write and read them."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from ..models.protocol import Angles, KVShape
 
 
 class PageAllocator:
-    """The owner of page ids 0 .. num_pages - 1. It lives on the host, so learning an id never waits for the device."""
+    """Hands out page ids 0 .. num_pages - 1. It lives on the host, so learning an id never waits for the device."""
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
@@ -27,10 +24,8 @@ class PageAllocator:
     def num_free(self) -> int:
         return len(self._free)
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Returns `count` page ids, those that were free longest first; None if fewer are free."""
-        if count > len(self._free):
-            return None
+    def allocate(self, count: int) -> list[int]:
+        """Returns `count` <= num_free page ids, those that were free longest first."""
         return [self._free.popleft() for _ in range(count)]
 
     def free(self, pages: Sequence[int]) -> None:
@@ -38,7 +33,7 @@ class PageAllocator:
 
 
 class KVPool:
-    """The pages of one model: `k_cache, v_cache [L, num_pages, page_size, Hkv, D]`."""
+    """Holds the pages of one model: `k_cache, v_cache [L, num_pages, page_size, Hkv, D]`."""
 
     def __init__(self, shape: KVShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device):
         size = (shape.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim)
@@ -46,30 +41,12 @@ class KVPool:
         self.v_cache = torch.zeros(size, dtype=dtype, device=device)
         self.page_size = page_size
 
-    def write(
-        self, layer: int, slots: Tensor, query: Tensor | None, key: Tensor, value: Tensor, angles: Angles | None
-    ) -> Tensor | None:
-        """Stores key, value [B, T, Hkv, D] at slots [B, T], -1 for none; returns the query [B, T, Hq, D].
-
-        angles  by which query and key are turned first; None: they are not
-        """
-        rows, caches = (key.flatten(0, 1), value.flatten(0, 1)), (self.k_cache[layer], self.v_cache[layer])
-        tables = {} if angles is None else angles._asdict()
-        if angles is None or query is None:
-            ops.write_kv(*rows, *caches, slots, **tables)
-            return query
-        return ops.write_kv(*rows, *caches, slots, query=query.flatten(0, 1), **tables).view(query.shape)
-
-
-def bytes_per_page(shape: KVShape, page_size: int, dtype: torch.dtype) -> int:
-    return 2 * shape.num_layers * page_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
-
 
 class _PoolAttend:
-    """An `Attend` that writes a layer's new keys and values into the pool; its queries read them there with all others.
+    """Writes a layer's new keys and values into the pool; its queries read them there with all others.
 
     block_table  [B, max_pages]
-    slots        [B, T]  of the new keys
+    slots        [B, T]  of the new keys, -1: not written
     """
 
     def __init__(self, pool: KVPool, block_table: Tensor, slots: Tensor):
@@ -86,20 +63,33 @@ class _PoolAttend:
         angles: Angles | None = None,
         **options: Any,
     ) -> Tensor:
-        query = self._pool.write(layer, self._slots, query, key, value, angles)
+        """See `protocol.Attend`; scales, soft caps and sinks go to the ops under the names that they have there."""
+        if angles is None:
+            self.store(layer, key, value)
+        else:
+            query = self._write(layer, key, value, angles, query).view(query.shape)
         caches = {"k_cache": self._pool.k_cache[layer], "v_cache": self._pool.v_cache[layer]}
         return self._read(query, **caches, block_table=self._block_table, window=window, **options)
 
     def store(self, layer: int, key: Tensor, value: Tensor, *, angles: Angles | None = None) -> None:
         """See `protocol.StoringAttend`."""
-        self._pool.write(layer, self._slots, None, key, value, angles)
+        self._write(layer, key, value, angles)
+
+    def _write(
+        self, layer: int, key: Tensor, value: Tensor, angles: Angles | None, query: Tensor | None = None
+    ) -> Tensor:
+        rows, pool = (key.flatten(0, 1), value.flatten(0, 1)), self._pool
+        rotation = {} if angles is None else angles._asdict()
+        if query is not None:
+            rotation["query"] = query.flatten(0, 1)
+        return ops.write_kv(*rows, pool.k_cache[layer], pool.v_cache[layer], self._slots, **rotation)
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
         raise NotImplementedError
 
 
 class PrefillAttend(_PoolAttend):
-    """The `attend` of a part of a prompt: one request, causal, tokens start .. start + T - 1.
+    """Attends for a part of a prompt: one request, causal, tokens start .. start + T - 1.
 
     block_table  [1, max_pages], the request's row
     """
@@ -109,23 +99,20 @@ class PrefillAttend(_PoolAttend):
         first = torch.full((1,), start, dtype=torch.int64, device=device)
         slots = ops.find_slots(block_table, first, count=num_tokens, page_size=pool.page_size).slots
         super().__init__(pool, block_table, slots)
-        self._seq_lens, self._num_tokens = first + num_tokens, num_tokens
+        self._sizes = {"seq_lens": first + num_tokens, "max_query": num_tokens}
         self._bounds = torch.arange(2, dtype=torch.int64, device=device) * num_tokens
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
-        sizes = {"seq_lens": self._seq_lens, "max_query": self._num_tokens}
-        return ops.prefill_attention(query[0], self._bounds, **sizes, **options).output[None]
+        return ops.prefill_attention(query[0], self._bounds, **self._sizes, **options).output[None]
 
 
 class TreeAttend(_PoolAttend):
-    """The `attend` of T tree rows per request: they see the committed prefix and the draft keys that the mask names.
+    """Attends for T tree rows per request, which see the committed prefix and the draft keys that the mask names.
 
-    block_table    [B, max_pages]
-    lengths        [B]          committed tokens
-    slots          [B, T]       where the rows' own keys go; draft keys before them have been written
+    lengths        [B]          committed tokens; draft keys before the rows have been written
     tree_mask      [B, T, W]    packed words over draft keys 0 .. num_draft_keys - 1; None: a chain, causal
-    positions      [B, T]       of the rows, and
-    key_positions  [B, num_draft_keys] of the draft keys, None where they are the rows; for sliding windows
+    positions      [B, T]       of the rows, for sliding windows
+    key_positions  [B, num_draft_keys]  of the draft keys, for the same; None where these are the rows
     """
 
     def __init__(
@@ -140,27 +127,19 @@ class TreeAttend(_PoolAttend):
         key_positions: Tensor | None = None,
     ):
         super().__init__(pool, block_table, slots)
-        self._lengths, self._num_draft_keys = lengths, num_draft_keys
-        self.tree_mask = tree_mask
-        self._positions, self._key_positions = positions, key_positions
+        self.tree_mask, self._positions, self._key_positions = tree_mask, positions, key_positions
+        self._sizes = {"seq_lens": lengths, "num_draft_keys": num_draft_keys, "is_causal": tree_mask is None}
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
         if options["window"] is not None:
             options["positions"] = self._positions.flatten().contiguous()
             if self._key_positions is not None:
                 options["key_positions"] = self._key_positions.flatten().contiguous()
-        return ops.tree_attention(
-            query,
-            tree_mask=self.tree_mask,
-            num_draft_keys=self._num_draft_keys,
-            is_causal=self.tree_mask is None,
-            seq_lens=self._lengths,
-            **options,
-        ).output
+        return ops.tree_attention(query, tree_mask=self.tree_mask, **self._sizes, **options).output
 
 
 class DecodeAttend(_PoolAttend):
-    """The `attend` of plain decoding: one new row per request, after its prefix; slots [B, 1]."""
+    """Attends for plain decoding: one new row per request, after its prefix; slots [B, 1]."""
 
     def __init__(self, pool: KVPool, block_table: Tensor, lengths: Tensor, slots: Tensor):
         super().__init__(pool, block_table, slots)

@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
+import math
+
 from ..config.eagle_config import EAGLEConfig
 from ..drafters.methods import make_drafter, make_reader
 from ..models.checkpoint import free_memory_bytes
 from ..models.protocol import DraftModel, TargetModel
-from .kv_pool import bytes_per_page
 
-# for KV pools on the CPU, where kv_cache_bytes is not given
+# for KV pools on the CPU if kv_cache_bytes is not given
 _CPU_CACHE_BYTES = 1 << 30
 
 
 def count_pages(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int) -> int:
-    """Returns the pages of the pools: what kv_cache_bytes holds, at most what max_batch requests of max_pages use."""
+    """Returns the pages that kv_cache_bytes holds, at most those that max_batch requests of max_pages each use."""
     budget = config.kv_cache_bytes
     if budget is None:
-        is_gpu = target.device.type == "cuda"
-        budget = free_memory_bytes(target.device) // 2 if is_gpu else _CPU_CACHE_BYTES
+        budget = free_memory_bytes(target.device) // 2 if target.device.type == "cuda" else _CPU_CACHE_BYTES
     return max(1, min(budget // _page_bytes(target, draft, config), config.max_batch * max_pages))
 
 
 def workspace_bytes(
     target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int, num_pages: int | None = None
 ) -> dict[str, int]:
-    """Returns the bytes beside the weights, by what they are for, and their `total`.
-
-    num_pages  of the pools, where they exist already
+    """Returns the bytes besides the weights, by purpose, and their `total`; num_pages: of pools that exist already.
 
     kv_cache  the pools of both models
-    rows      the state of a batch's rows, without penalties (4 bytes more a token of the vocabulary)
+    rows      the state of a batch's rows, without penalties (4 bytes more per token of the vocabulary)
     step      the largest tensors of the largest step: logits, and the features that the draft reads
     """
     element, rows = target.dtype.itemsize, config.max_batch
     num_streams, draft_vocab_size = (0, 0) if draft is None else (len(draft.aux_layers), draft.draft_vocab_size)
-    # the draft's own state: a head's is about as wide as the target's, a language model has none
+    # width of the draft's own state: a head's is about as wide as the target's, a language model has none
     hidden_size = target.hidden_size if num_streams else 0
     reader = make_reader(config, draft)
     kept = 0 if reader is None else reader.num_kept * (8 + element * num_streams * target.hidden_size)
@@ -62,7 +60,7 @@ def workspace_bytes(
 def check_fits(
     target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int, num_pages: int
 ) -> None:
-    """Raises ValueError where pools and rows do not fit into free memory, before either is allocated."""
+    """Raises ValueError if pools and rows do not fit into free memory, before either is allocated."""
     sizes = workspace_bytes(target, draft, config, max_pages, num_pages)
     free = free_memory_bytes(target.device)
     if free is not None and sizes["kv_cache"] + sizes["rows"] > free:
@@ -74,6 +72,5 @@ def check_fits(
 
 
 def _page_bytes(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> int:
-    return sum(
-        bytes_per_page(model.kv_shape, config.page_size, target.dtype) for model in (target, draft) if model is not None
-    )
+    numbers = sum(2 * math.prod(model.kv_shape) for model in (target, draft) if model is not None)
+    return numbers * config.page_size * target.dtype.itemsize

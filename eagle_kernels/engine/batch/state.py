@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
+from ..config.eagle_config import EAGLEConfig
 from ..models.protocol import DraftModel, TargetModel
 from .kv_pool import KVPool
 from .row_sampling import RowSampling
@@ -17,41 +18,34 @@ CATCH_UP_EVERY = 16
 
 
 class Kept(NamedTuple):
-    """Tokens [R, C] int64 that a draft has yet to read, or to read again, with the target's features [R, C, F]."""
+    """Holds tokens [R, C] int64 that a draft has yet to read, or to read again, and the target's features [R, C, F]."""
 
     tokens: Tensor
     features: Tensor
 
 
 class BatchState:
-    """R rows, each a request's or dead. A step reads rows 0 .. n - 1 and leaves them as the next one needs them.
+    """Holds R rows, each a request's or dead. A step reads rows 0 .. n - 1 and leaves them as the next one needs them.
 
     lengths       [R] int64       committed tokens in the target's KV; the root not counted
     roots         [R] int64       last committed token
     is_live       [R] int64       0: the row is computed in place, writes no key and never grows
     block_table   [R, max_pages]  int32, of both models' pools; -1: no page
-    methods       [R] int64       the row's method of drafting, where requests choose among several
-    history       [R, L] int32    committed tokens, the root at place `lengths`; None where no drafter reads them
+    methods       [R] int64       the number of the row's method of drafting, if requests choose among several
+    history       [R, L] int32    committed tokens, the root at place `lengths`; None if no drafter reads them
     draft_logits  [R, Vd]         what the draft says after the root
     draft_hidden  [R, H]          the draft's own state there; both None without a draft
     num_behind    [R] int64       committed tokens that the draft has not read for good, most of them of plain steps
-    kept          these tokens, by how many there is room for
-    target_pool, draft_pool       keys and values; a request's pages have the same ids in both. No draft, no draft_pool
+    kept          these tokens, by the number that there is room for
+    target_pool, draft_pool       keys and values; a request's pages have the same ids in both. None without a draft
     """
 
     def __init__(
-        self,
-        target: TargetModel,
-        draft: DraftModel | None,
-        *,
-        num_rows: int,
-        num_pages: int,
-        max_pages: int,
-        page_size: int,
+        self, target: TargetModel, draft: DraftModel | None, config: EAGLEConfig, max_pages: int, num_pages: int
     ):
-        device = target.device
+        device, num_rows = target.device, config.max_batch
         self.target_pool, self.draft_pool = (
-            None if model is None else KVPool(model.kv_shape, num_pages, page_size, target.dtype, device)
+            None if model is None else KVPool(model.kv_shape, num_pages, config.page_size, target.dtype, device)
             for model in (target, draft)
         )
 
@@ -90,12 +84,11 @@ class BatchState:
     def make_room(self, count: int, feature_size: int) -> None:
         """Makes room for `count` kept tokens and features of each row."""
         if count not in self.kept:
-            shape, device = (self.num_rows, count), self.lengths.device
-            features = torch.zeros(*shape, feature_size, dtype=self.draft_logits.dtype, device=device)
-            self.kept[count] = Kept(torch.zeros(shape, dtype=torch.int64, device=device), features)
+            features = self.draft_logits.new_zeros(self.num_rows, count, feature_size)
+            self.kept[count] = Kept(self.roots.new_zeros(self.num_rows, count), features)
 
     def keep(self, rows: slice, room: int, roots: Tensor, features: Tensor) -> None:
-        """Keeps one more token of each live row: roots [B], and features [B, 1, F]."""
+        """Keeps one more token of each live row, out of `roots` [B], with its features [B, 1, F]."""
         count, kept = self.num_behind[rows], self.kept[room]
         row, place = torch.arange(len(count), device=count.device), count.clamp(max=room - 1)
         kept.tokens[rows][row, place] = roots.clamp(min=0)

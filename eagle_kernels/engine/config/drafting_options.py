@@ -2,57 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
 
 from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
+from ...ops.draft.ngram_match import MAX_NGRAM
 from ...ops.tree.build_tree import MAX_NODES
 from ...ops.tree.organize_draft_results import MAX_CANDIDATES
 from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ..requests.sampling_params import SamplingParams
-from .tree import Tree
-from .validated import Validated
+from ..requests.validated import Validated, at_least, between, integer, number, one_of
 
-DEFAULT_MAX_DRAFT_TOKENS = 32
 # kinds of draft models, each with its method
 MODEL_KINDS = ("eagle", "mtp", "draft_model")
-# methods whose drafts come from a model, some of them at least
-MODEL_METHODS = (*MODEL_KINDS, "hybrid")
+# methods whose drafts come from a model, some of them at least; None: from a model of any kind
+MODEL_METHODS = (None, *MODEL_KINDS, "hybrid")
 METHODS = (*MODEL_KINDS, "ngram", "suffix", "hybrid", "naive")
-VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp", "typical")
-# strategies that draw by other rules than plain decoding, so that one seed gives another text
-_OTHER_DRAWS = ("rejection", "topp", "typical")
-NGRAM_PREFERENCES = ("latest", "earliest")
-MAX_NGRAM = 32
 # most tokens of a match and its drafts together, in a suffix tree
 MAX_TREE_DEPTH = 2**16
 
 
-def _option(default: Any) -> Any:
-    return field(default=default, kw_only=True)
-
-
 @dataclass(frozen=True)
 class DraftingOptions(Validated):
-    """Fields of `EAGLEConfig`, which documents them."""
+    """Holds the fields of `EAGLEConfig` about drafts; they are documented there."""
 
-    topk: int = 8
-    num_steps: int = 5
-    num_draft_tokens: int | None = None
-    method: str | tuple[str, ...] | None = _option(None)
-    max_ngram_size: int = _option(5)
-    min_ngram_size: int = _option(2)
-    ngram_prefer: str = _option("latest")
-    num_model_steps: int | None = _option(None)
-    suffix_decoding_max_tree_depth: int = _option(64)
-    suffix_decoding_max_cached_requests: int = _option(-1)
-    suffix_decoding_max_spec_factor: float = _option(1.0)
-    suffix_decoding_min_token_prob: float = _option(0.1)
-    verify_strategy: str = _option("target_match")
-    max_candidate_len: int = _option(5)
-    verify_window: int = _option(2)
-    typical_epsilon: float = _option(0.09)
-    typical_delta: float = _option(0.3)
+    topk: int = integer(8, between(1, MAX_TOPK))
+    num_steps: int = integer(5, at_least(1))
+    num_draft_tokens: int | None = integer(None)
+    _: KW_ONLY
+    method: str | tuple[str, ...] | None = None
+    max_ngram_size: int = integer(5, between(1, MAX_NGRAM))
+    min_ngram_size: int = integer(2, at_least(1))
+    ngram_prefer: str = one_of("latest", "earliest")
+    num_model_steps: int | None = integer(None, at_least(1))
+    suffix_decoding_max_tree_depth: int = integer(64, between(2, MAX_TREE_DEPTH))
+    suffix_decoding_max_cached_requests: int = integer(-1, at_least(-1))
+    suffix_decoding_max_spec_factor: float = number(1.0, at_least(0))
+    suffix_decoding_min_token_prob: float = number(0.1, at_least(0), ("lie in 0..1", lambda share: share <= 1))
+    verify_strategy: str = one_of("target_match", "greedy", "rejection", "topp", "typical")
+    max_candidate_len: int = integer(5, between(2, MAX_TOPK))
+    verify_window: int = integer(2, between(0, MAX_NODES))
+    typical_epsilon: float = number(0.09, between(0, 1))
+    typical_delta: float = number(0.3, between(0, 1))
 
     @property
     def methods(self) -> tuple[str | None, ...]:
@@ -62,25 +52,25 @@ class DraftingOptions(Validated):
     @property
     def needs_model(self) -> bool:
         """Whether a model makes drafts, some of them at least."""
-        return any(method is None or method in MODEL_METHODS for method in self.methods)
+        return any(method in MODEL_METHODS for method in self.methods)
 
     @property
     def num_verify_tokens(self) -> int:
         """Nodes verified a step, root included: `num_draft_tokens`, or its default for this tree."""
         if self.num_draft_tokens is None:
-            return min(DEFAULT_MAX_DRAFT_TOKENS, 1 + self._num_candidates)
+            return min(32, 1 + self._num_candidates)
         return self.num_draft_tokens
 
     @property
-    def own_tree(self) -> Tree:
-        """The tree of these fields."""
-        return Tree(self.topk, self.num_steps, self.num_verify_tokens)
+    def most_accepted(self) -> int:
+        """The most drafts that a step accepts: one a level, and no more than there are."""
+        return min(self.num_steps, self.num_verify_tokens - 1)
 
     @property
     def num_model_levels(self) -> int:
         """The most levels of drafts that a model makes."""
-        is_part = all(method == "hybrid" or method not in (None, *MODEL_METHODS) for method in self.methods)
-        return self.num_model_steps if is_part and "hybrid" in self.methods else self.num_steps
+        is_part = set(MODEL_METHODS).intersection(self.methods) == {"hybrid"}
+        return self.num_model_steps if is_part else self.num_steps
 
     def why_not_served(self, params: SamplingParams) -> str | None:
         """Returns why methods and `verify_strategy` cannot serve such a request; None if they can."""
@@ -89,7 +79,7 @@ class DraftingOptions(Validated):
             return f"verify_strategy='greedy' serves temperature=0 alone, got {params.temperature}"
         if strategy == "typical" and params.has_filters:
             return "verify_strategy='typical' knows no top_k, top_p and min_p"
-        if strategy in _OTHER_DRAWS and params.logprobs:
+        if strategy not in ("target_match", "greedy") and params.logprobs:
             return f"verify_strategy={strategy!r} knows no logprobs"
         if params.drafter is not None and params.drafter not in self.methods:
             rule = f"None or one of the methods {list(self.methods)}"
@@ -100,7 +90,7 @@ class DraftingOptions(Validated):
 
     @property
     def _is_dynamic(self) -> bool:
-        """Whether a model's beams choose the tree, level by level. For `naive` the tree's fields mean nothing."""
+        """Whether a model's beams choose the tree, level by level; for `naive` the tree's fields mean nothing."""
         if self.methods == ("naive",):
             return True
         others = {"ngram", "suffix", "hybrid"}.intersection(self.methods)
@@ -126,50 +116,31 @@ class DraftingOptions(Validated):
         levels_below_first = min(MAX_DRAFT_KEYS // self.topk, (MAX_CANDIDATES - self.topk) // self.topk**2)
         return min(1 + levels_below_first, MAX_QUERY - 1)
 
-    def _check_tree(self) -> None:
-        self._require_integer("topk", 1, MAX_TOPK)
-        self._require_integer("num_steps", 1)
+    def _check_drafting(self) -> None:
+        """Checks the fields against each other."""
         self._check_method()
         rule = f"lie in 1..{self._most_steps} for topk={self.topk}"
         self._require(self.num_steps <= self._most_steps, "num_steps", rule)
-        self._require_integer("num_draft_tokens", is_optional=True)
         most_nodes = min(MAX_NODES, 1 + self._num_candidates)
         candidates = "topk + (num_steps - 1) * topk^2" if self._is_dynamic else "topk * num_steps"
         rule = f"lie in 2..min({MAX_NODES}, 1 + {candidates}) = {most_nodes} for topk={self.topk}, "
         rule += f"num_steps={self.num_steps} (the root counts)"
         self._require(2 <= self.num_verify_tokens <= most_nodes, "num_draft_tokens", rule)
-
-    def _check_method(self) -> None:
-        if isinstance(self.method, tuple):
-            is_choice = len(self.method) > 1 and len(set(self.method)) == len(self.method)
-            is_choice = is_choice and all(method in METHODS for method in self.method)
-            self._require(is_choice, "method", f"be at least two different ones of {list(METHODS)}")
-            is_one = len(set(MODEL_KINDS).intersection(self.method)) < 2
-            self._require(is_one, "method", "hold one of eagle, mtp and draft_model at most: there is one draft model")
-            rule = "not be 'rejection' with several methods, whose drafts are not all drawn"
-            self._require(self.verify_strategy != "rejection", "verify_strategy", rule)
-        else:
-            is_known = self.method is None or self.method in METHODS
-            self._require(is_known, "method", f"be None, or one of {list(METHODS)} or several of them")
-        self._require_integer("max_ngram_size", 1, MAX_NGRAM)
-        self._require_integer("min_ngram_size", 1)
         rule = f"be at most max_ngram_size = {self.max_ngram_size}"
         self._require(self.min_ngram_size <= self.max_ngram_size, "min_ngram_size", rule)
-        self._require(self.ngram_prefer in NGRAM_PREFERENCES, "ngram_prefer", f"be one of {list(NGRAM_PREFERENCES)}")
-        self._require_integer("num_model_steps", 1, is_optional=True)
-        self._require_integer("suffix_decoding_max_tree_depth", 2, MAX_TREE_DEPTH)
-        self._require_integer("suffix_decoding_max_cached_requests", -1)
-        for name in ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"):
-            self._require_number(name)
-            self._require(getattr(self, name) >= 0, name, "be at least 0")
-        self._require(self.suffix_decoding_min_token_prob <= 1, "suffix_decoding_min_token_prob", "lie in 0..1")
-        is_known = self.verify_strategy in VERIFY_STRATEGIES
-        self._require(is_known, "verify_strategy", f"be one of {list(VERIFY_STRATEGIES)}")
-        self._require_integer("max_candidate_len", 2, MAX_TOPK)
-        self._require_integer("verify_window", 0, MAX_NODES)
-        for name in ("typical_epsilon", "typical_delta"):
-            self._require_number(name)
-            self._require(0 <= getattr(self, name) <= 1, name, "lie in 0..1")
+        self._check_hybrid()
+
+    def _check_method(self) -> None:
+        if not isinstance(self.method, tuple):
+            is_known = self.method is None or self.method in METHODS
+            self._require(is_known, "method", f"be None, or one of {list(METHODS)} or several of them")
+            return
+        is_choice = all(method in METHODS for method in self.method) and 1 < len(self.method) == len(set(self.method))
+        self._require(is_choice, "method", f"be at least two different ones of {list(METHODS)}")
+        is_one = len(set(MODEL_KINDS).intersection(self.method)) < 2
+        self._require(is_one, "method", "hold one of eagle, mtp and draft_model at most: there is one draft model")
+        rule = "not be 'rejection' with several methods, whose drafts are not all drawn"
+        self._require(self.verify_strategy != "rejection", "verify_strategy", rule)
 
     def _check_hybrid(self) -> None:
         if "hybrid" not in self.methods:

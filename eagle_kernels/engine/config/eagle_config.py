@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ...ops.tree.build_tree import TreeMaskMode
 from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
 from ...primitives.paging import MAX_PAGE_SIZE
 from ...runtime.values import is_integer
+from ..requests.sampling_params import MIN_P_RULE, TOP_P_RULE
+from ..requests.validated import at_least, checked, integer, is_number, number, one_of
 from .drafting_options import DraftingOptions
 from .speculative_config import check_fields_are_read, read_speculative_config
-from .tree import SMALLER_TREES, Tree, rates_of_mean_length
+
+_PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
+# (topk, num_steps, num_draft_tokens) that adaptive="auto" tries beside the configuration's own tree
+_SMALLER_TREES = ((1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16))
 
 
 @dataclass(frozen=True)
 class EAGLEConfig(DraftingOptions):
-    """Drafting tree, sampling and limits; every value is validated here, with the rule in the message.
+    """Holds the drafting tree, sampling and limits; every value is validated here, with the rule in the message.
 
     Tree (EAGLE-2): `num_steps` levels; each keeps `topk` nodes and drafts `topk` children of each, so there are
     topk + (num_steps - 1) * topk^2 candidates; the best `num_draft_tokens - 1` of them are verified below the root.
@@ -61,13 +66,14 @@ class EAGLEConfig(DraftingOptions):
                         and all of them draft for all rows of a step
     num_model_steps     of hybrid: levels that the model drafts, topk nodes in each
     max_ngram_size, min_ngram_size  of ngram and hybrid: how many of the last tokens must have occurred together; the
-                        longest match comes first,
-    ngram_prefer        of equally long ones the `latest` or the `earliest`; the topk first ones are merged into a tree
+                        longest match comes first
+    ngram_prefer        which of equally long matches comes first, the `latest` or the `earliest`; the topk first ones
+                        are merged into a tree
     suffix_decoding_max_tree_depth       longest string that suffix trees hold, context and drafts together
     suffix_decoding_max_cached_requests  responses that are remembered, the oldest leave first; -1: all, 0: none
-    suffix_decoding_max_spec_factor      drafts of a step at most, times the length of the longest match; of a host that
-                        is a step behind, as a GPU's is, the one that it knew, and the tokens since
-    suffix_decoding_min_token_prob       drafts are as likely as this at least, by what followed so far
+    suffix_decoding_max_spec_factor      most drafts of a step, as a multiple of the longest match's length. A host that
+                        is a step late, as with a GPU, takes the match that it knew plus the tokens since
+    suffix_decoding_min_token_prob       least probability of a draft, by what followed so far
 
     By which rule drafts are kept:
     verify_strategy     `target_match`: the target's own token of every node is drawn as plain decoding does; a draft
@@ -90,62 +96,37 @@ class EAGLEConfig(DraftingOptions):
                         path of first children ends, so does the step: trees may accept less, chains (topk=1) do not
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float = number(0.0, at_least(0))
+    top_k: int = integer(0, at_least(0))
+    top_p: float = number(1.0, TOP_P_RULE)
+    min_p: float = number(0.0, MIN_P_RULE)
     eos_token_ids: tuple[int, ...] | None = None
-    max_length: int | None = None
-    page_size: int = 16
+    max_length: int | None = integer(None, at_least(2))
+    page_size: int = integer(16, (f"be a power of two up to {MAX_PAGE_SIZE}", lambda size: size in _PAGE_SIZES))
     tree_mask_mode: str = TreeMaskMode.PACKED
-    max_batch: int = 32
-    kv_cache_bytes: int | None = None
-    prefill_chunk: int = 2048
-    cuda_graph: bool | None = None
-    phase_times: bool = True
-    max_spec_batch: int | None = None
+    max_batch: int = integer(32, at_least(1))
+    kv_cache_bytes: int | None = integer(None, at_least(1))
+    prefill_chunk: int = integer(2048, at_least(1))
+    cuda_graph: bool | None = checked(None, ("be True, False or None", lambda flag: isinstance(flag, bool)))
+    phase_times: bool = checked(True, ("be True or False", lambda flag: isinstance(flag, bool)))
+    max_spec_batch: int | None = integer(None, at_least(0))
     adaptive: str | tuple | None = None
-    accept_policy: str = "normal"
-    simulated_accept_length: float | None = None
+    accept_policy: str = one_of(*ACCEPT_POLICIES)
+    simulated_accept_length: float | None = number(None)
     simulated_accept_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, value in self._normal_forms().items():
-            object.__setattr__(self, name, value)
-        self._check_tree()
-        self._require_number("temperature")
-        self._require(self.temperature >= 0, "temperature", "be at least 0")
-        self._require_integer("top_k", 0)
-        self._require_number("top_p")
-        self._require(0 < self.top_p <= 1, "top_p", "lie in (0, 1] (1: off)")
-        self._require_number("min_p")
-        self._require(0 <= self.min_p <= 1, "min_p", "lie in 0..1 (0: off)")
-        is_token_list = isinstance(self.eos_token_ids, tuple) and all(is_integer(token) for token in self.eos_token_ids)
+        for name in ("method", "eos_token_ids", "adaptive", "simulated_accept_rates"):
+            object.__setattr__(self, name, _as_tuples(getattr(self, name)))
+        is_simulated = self.simulated_accept_length is not None or self.simulated_accept_rates is not None
+        if is_simulated and self.accept_policy == "normal":
+            object.__setattr__(self, "accept_policy", "simulate")
+        self._check_each_field()
+        is_token_list = isinstance(self.eos_token_ids, tuple) and all(map(is_integer, self.eos_token_ids))
         self._require(self.eos_token_ids is None or is_token_list, "eos_token_ids", "be None or a tuple of token ids")
-        self._require_integer("max_length", 2, is_optional=True)
-        self._require_integer("page_size")
-        is_power_of_two = self.page_size > 0 and self.page_size & (self.page_size - 1) == 0
-        self._require(
-            is_power_of_two and self.page_size <= MAX_PAGE_SIZE, "page_size", f"be a power of two up to {MAX_PAGE_SIZE}"
-        )
-        modes = [str(mode) for mode in TreeMaskMode]
-        self._require(str(self.tree_mask_mode) in modes, "tree_mask_mode", f"be one of {modes}")
-        if self.tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
-            self._require(self.num_verify_tokens <= 32, "num_draft_tokens", "be at most 32 for qlen_only_bitpacking")
-        self._require_integer("max_batch", 1)
-        self._require_integer("kv_cache_bytes", 1, is_optional=True)
-        self._require_integer("prefill_chunk", 1)
-        is_choice = self.cuda_graph is None or isinstance(self.cuda_graph, bool)
-        self._require(is_choice, "cuda_graph", "be True, False or None")
-        self._require(isinstance(self.phase_times, bool), "phase_times", "be True or False")
-        can_be_captured = self.tree_mask_mode != TreeMaskMode.FULL_MASK
-        rule = "not be True with tree_mask_mode='full_mask', whose size the host must know at each step"
-        self._require(can_be_captured or self.cuda_graph is not True, "cuda_graph", rule)
+        self._check_drafting()
+        self._check_mask()
         self._check_accept_policy()
-        self._check_hybrid()
-        is_ragged = len(self.methods) > 1 and self.tree_mask_mode == TreeMaskMode.FULL_MASK
-        self._require(not is_ragged, "tree_mask_mode", "not be 'full_mask' with several methods")
-        self._require_integer("max_spec_batch", 0, is_optional=True)
         self._check_adaptive()
 
     @classmethod
@@ -183,24 +164,23 @@ class EAGLEConfig(DraftingOptions):
     def trees(self) -> tuple[tuple[int | None, EAGLEConfig | None], ...]:
         """What steps choose from: (most requests, configuration with one tree); None in either place: any number of
         requests, plain decoding."""
-        own = self.own_tree
+        own = (self.topk, self.num_steps, self.num_verify_tokens)
         if self.adaptive is None:
             return ((self.max_spec_batch, self._with_tree(own)),)
         if self.adaptive == "auto":
+            levels = self.num_model_steps if "hybrid" in self.methods else 0  # the model has a part in each tree
             smaller = [
-                tree
-                for tree in SMALLER_TREES
-                if tree.num_draft_tokens < own.num_draft_tokens and tree.num_steps <= own.num_steps
+                (topk, num_steps, num_nodes)
+                for topk, num_steps, num_nodes in _SMALLER_TREES
+                if levels < num_steps <= self.num_steps and 1 + topk * levels < num_nodes < self.num_verify_tokens
             ]
-            if "hybrid" in self.methods:  # its model has a part in each tree
-                levels = self.num_model_steps
-                smaller = [
-                    tree
-                    for tree in smaller
-                    if tree.num_steps > levels and tree.num_draft_tokens > 1 + tree.topk * levels
-                ]
             return tuple((None, self._with_tree(tree)) for tree in (*smaller, own))
         return tuple((most, None if tree is None else self._with_tree(tree)) for most, tree in self.adaptive)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling of requests that ask for no other."""
+        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
     @property
     def keeps_text(self) -> bool:
@@ -215,78 +195,85 @@ class EAGLEConfig(DraftingOptions):
         is_wanted = self.methods != ("naive",) and self.max_spec_batch != 0
         return is_wanted and any(tree is not None for _, tree in self.trees)
 
-    def _with_tree(self, tree: Tree) -> EAGLEConfig:
+    @property
+    def simulated_rates(self) -> list[float] | None:
+        """P(at least 1, 2, .. num_steps drafts accepted) that `simulate` simulates; None otherwise.
+
+        A mean length, whose bonus counts, says mean - 1 = k + f drafts: k are always accepted, one more with
+        probability f. No rates of this mean spread less.
+        """
+        mean, rates = self.simulated_accept_length, self.simulated_accept_rates
+        if mean is not None:
+            return [min(max(mean - 1 - depth, 0.0), 1.0) for depth in range(self.num_steps)]
+        return None if rates is None else list(rates)
+
+    def _with_tree(self, tree: tuple[int, int, int | None]) -> EAGLEConfig:
         """Returns this configuration with one tree, and with what it simulates cut to the tree's size."""
-        plain = {"accept_policy": "normal", "simulated_accept_length": None, "simulated_accept_rates": None}
-        made = replace(self, **Tree(*tree)._asdict(), **plain, adaptive=None, max_spec_batch=None)
-        policy, most = {"accept_policy": self.accept_policy}, made.own_tree.most_accepted
+        sizes = dict(zip(("topk", "num_steps", "num_draft_tokens"), tree))
+        policy = {"accept_policy": "normal", "simulated_accept_length": None, "simulated_accept_rates": None}
+        made = replace(self, **sizes, **policy, adaptive=None, max_spec_batch=None)
+        policy["accept_policy"] = self.accept_policy
         if self.simulated_accept_length is not None:
-            policy["simulated_accept_length"] = min(self.simulated_accept_length, most + 1)
+            policy["simulated_accept_length"] = min(self.simulated_accept_length, made.most_accepted + 1)
         if self.simulated_accept_rates is not None:
-            rates = self.simulated_accept_rates[:most]
+            rates = self.simulated_accept_rates[: made.most_accepted]
             policy["simulated_accept_rates"] = (*rates, *(0,) * (made.num_steps - len(rates)))
         return replace(made, **policy)
 
-    def _normal_forms(self) -> dict[str, Any]:
-        """Returns fields in the form that is kept: lists as tuples, and the policy that simulated lengths imply."""
-        names = ("method", "eos_token_ids", "adaptive", "simulated_accept_rates")
-        forms = {name: _as_tuples(getattr(self, name)) for name in names}
-        if self.accept_policy == "normal":
-            is_simulated = self.simulated_accept_length is not None or self.simulated_accept_rates is not None
-            forms["accept_policy"] = "simulate" if is_simulated else "normal"
-        return forms
-
-    def _check_adaptive(self) -> None:
-        if self.adaptive is None or self.adaptive == "auto":
-            return
-        is_table = isinstance(self.adaptive, tuple) and len(self.adaptive) > 0
-        is_table = is_table and all(isinstance(entry, tuple) and len(entry) == 2 for entry in self.adaptive)
-        limits = [entry[0] for entry in self.adaptive] if is_table else []
-        is_table = is_table and all(map(is_integer, limits)) and limits == sorted(set(limits)) and limits[0] > 0
-        trees = [entry[1] for entry in self.adaptive if entry[1] is not None] if is_table else []
-        is_table = is_table and all(isinstance(tree, tuple) and len(tree) == 3 for tree in trees)
-        rule = "be None, 'auto' or ((most requests, (topk, num_steps, num_draft_tokens) or None), ...), ascending"
-        self._require(is_table, "adaptive", rule)
-        self._require(self.max_spec_batch is None, "max_spec_batch", "not be given with a table, which says it")
-        for tree in trees:
-            self._with_tree(tree)  # which checks it
-
-    @property
-    def simulated_rates(self) -> list[float] | None:
-        """P(at least 1, 2, .. num_steps drafts accepted) that `simulate` simulates; None otherwise."""
-        if self.simulated_accept_length is not None:
-            return rates_of_mean_length(self.simulated_accept_length, self.num_steps)
-        return None if self.simulated_accept_rates is None else list(self.simulated_accept_rates)
+    def _check_mask(self) -> None:
+        modes = [str(mode) for mode in TreeMaskMode]
+        self._require(str(self.tree_mask_mode) in modes, "tree_mask_mode", f"be one of {modes}")
+        if self.tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
+            self._require(self.num_verify_tokens <= 32, "num_draft_tokens", "be at most 32 for qlen_only_bitpacking")
+        if self.tree_mask_mode == TreeMaskMode.FULL_MASK:
+            rule = "not be True with tree_mask_mode='full_mask', whose size the host must know at each step"
+            self._require(self.cuda_graph is not True, "cuda_graph", rule)
+            self._require(len(self.methods) == 1, "tree_mask_mode", "not be 'full_mask' with several methods")
 
     def _check_accept_policy(self) -> None:
-        self._require(self.accept_policy in ACCEPT_POLICIES, "accept_policy", f"be one of {list(ACCEPT_POLICIES)}")
         is_planted = self.verify_strategy in ("target_match", "greedy")
         rule = f"be 'normal' with verify_strategy={self.verify_strategy!r}, for which nothing is planted"
         self._require(is_planted or self.accept_policy == "normal", "accept_policy", rule)
         length, rates = self.simulated_accept_length, self.simulated_accept_rates
         if self.accept_policy != "simulate":
-            for name in ("simulated_accept_length", "simulated_accept_rates"):
-                self._require(getattr(self, name) is None, name, "come with accept_policy='simulate'")
+            self._require(length is None, "simulated_accept_length", "come with accept_policy='simulate'")
+            self._require(rates is None, "simulated_accept_rates", "come with accept_policy='simulate'")
             return
-        self._require(
-            (length is None) != (rates is None),
-            "accept_policy",
-            "come with either simulated_accept_length or simulated_accept_rates for 'simulate'",
-        )
+        rule = "come with either simulated_accept_length or simulated_accept_rates for 'simulate'"
+        self._require((length is None) != (rates is None), "accept_policy", rule)
+        most = self.most_accepted
         if length is not None:
-            self._require_number("simulated_accept_length")
-            rule = (
-                f"lie in 1..min(num_steps + 1, num_draft_tokens) = {self.own_tree.most_accepted + 1} (the bonus counts)"
-            )
-            self._require(1 <= length <= self.own_tree.most_accepted + 1, "simulated_accept_length", rule)
+            rule = f"lie in 1..min(num_steps + 1, num_draft_tokens) = {most + 1} (the bonus counts)"
+            self._require(1 <= length <= most + 1, "simulated_accept_length", rule)
             return
-        is_rates = isinstance(rates, tuple) and len(rates) == self.num_steps
-        is_rates = is_rates and all(is_integer(rate) or isinstance(rate, float) for rate in rates)
-        rule = f"be num_steps = {self.num_steps} numbers in 0..1, none above the one before it"
+        is_rates = isinstance(rates, tuple) and len(rates) == self.num_steps and all(map(is_number, rates))
         is_falling = is_rates and all(1 >= above >= rate >= 0 for above, rate in zip((1, *rates), rates))
+        rule = f"be num_steps = {self.num_steps} numbers in 0..1, none above the one before it"
         self._require(is_falling, "simulated_accept_rates", rule)
         rule = f"be 0 beyond the num_draft_tokens - 1 = {self.num_verify_tokens - 1} drafts of a step"
-        self._require(not any(rates[self.own_tree.most_accepted :]), "simulated_accept_rates", rule)
+        self._require(not any(rates[most:]), "simulated_accept_rates", rule)
+
+    def _check_adaptive(self) -> None:
+        if self.adaptive is None or self.adaptive == "auto":
+            return
+        rule = "be None, 'auto' or ((most requests, (topk, num_steps, num_draft_tokens) or None), ...), ascending"
+        self._require(_is_table(self.adaptive), "adaptive", rule)
+        self._require(self.max_spec_batch is None, "max_spec_batch", "not be given with a table, which says it")
+        for _, tree in self.adaptive:
+            if tree is not None:
+                self._with_tree(tree)  # which checks it
+
+
+CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))
+
+
+def _is_table(value: Any) -> bool:
+    """Returns whether a value has the form of a table of trees, for ascending numbers of requests."""
+    if not (isinstance(value, tuple) and all(isinstance(entry, tuple) and len(entry) == 2 for entry in value)):
+        return False
+    limits = [most for most, _ in value]
+    is_ascending = all(map(is_integer, limits)) and limits == sorted(set(limits)) and bool(limits) and limits[0] > 0
+    return is_ascending and all(tree is None or isinstance(tree, tuple) and len(tree) == 3 for _, tree in value)
 
 
 def _as_tuples(value: Any) -> Any:

@@ -16,23 +16,22 @@ _SAME = (
     "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
     "suffix_decoding_min_token_prob", "ngram_prefer", "typical_epsilon", "typical_delta",
 )  # fmt: skip
-# fields, and the choices of another one that read them
+# fields, and the methods or strategies that read them
 _OWNED = (
     (("max_ngram_size", "min_ngram_size", "ngram_prefer", *_NAMES), "method", {"ngram", "hybrid"}),
     (tuple(name for name in _SAME if name.startswith("suffix_")), "method", {"suffix"}),
     (("max_candidate_len", "verify_window"), "verify_strategy", {"topp"}),
     (("typical_epsilon", "typical_delta"), "verify_strategy", {"typical"}),
 )
-# of EAGLEConfig, for trees, which servers do not have
+# names of EAGLEConfig for trees, which servers do not have
 _OF_TREES = ("topk", "num_steps", "num_draft_tokens")
-# read, and refused unless they say nothing: what they ask for belongs to the server
+# fields that are refused unless they say nothing: what they ask for belongs to the server
 _SERVER = {
     "quantization": None,
     "num_gpu_block_expand_ratio": 1.0,
     "enf_gen_phase_tag": False,
     "enable_draft_logprob": False,
 }
-_REJECTION = {"standard": "rejection"}
 _OTHERS = ("method", "model", "mtp_strategy", "num_speculative_tokens", "num_model_steps", "benchmark_mode",
            "rejection_sample_method")  # fmt: skip
 FIELDS = tuple(sorted({*_NAMES, *_SAME, *_OF_TREES, *_SERVER, *_OTHERS}))
@@ -50,8 +49,8 @@ def read_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
             _fail(name, f"be {nothing!r} or absent: it is the server's business", given[name])
     if given.get("model") is not None:
         _fail("model", "be the draft of EAGLEInference, or --draft: a configuration holds no models", given["model"])
-    fields = {"method": _method(given)} | _sizes(given)
-    fields |= {name: given[name] for name in _SAME if name in given}
+    method = _method(given)
+    fields = {"method": method} | _sizes(given, method) | {name: given[name] for name in _SAME if name in given}
     for name, ours in _NAMES.items():
         if name in given and fields.setdefault(ours, given[name]) != given[name]:
             _fail(name, f"agree with {ours} = {fields[ours]!r}, which is the same", given[name])
@@ -60,16 +59,15 @@ def read_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
         if name in given:
             fields.setdefault(other, given[name])
     if "rejection_sample_method" in given:
-        rule = f"be one of {list(_REJECTION)}, and come without another verify_strategy"
         name = given["rejection_sample_method"]
-        strategy = _REJECTION.get(name) if isinstance(name, str) else None
-        if strategy is None or fields.setdefault("verify_strategy", strategy) != strategy:
-            _fail("rejection_sample_method", rule, given["rejection_sample_method"])
-    if not isinstance(given.get("benchmark_mode", False), bool):
-        _fail("benchmark_mode", "be true or false", given["benchmark_mode"])
-    if given.get("benchmark_mode", False):
-        if fields.setdefault("accept_policy", "reject_all") != "reject_all":
-            _fail("benchmark_mode", "come with accept_policy='reject_all', which it is", fields["accept_policy"])
+        if name != "standard" or fields.setdefault("verify_strategy", "rejection") != "rejection":
+            rule = "be one of ['standard'], and come without another verify_strategy"
+            _fail("rejection_sample_method", rule, name)
+    is_benchmark = given.get("benchmark_mode", False)
+    if not isinstance(is_benchmark, bool):
+        _fail("benchmark_mode", "be true or false", is_benchmark)
+    if is_benchmark and fields.setdefault("accept_policy", "reject_all") != "reject_all":
+        _fail("benchmark_mode", "come with accept_policy='reject_all', which it is", fields["accept_policy"])
     return fields
 
 
@@ -86,10 +84,8 @@ def check_fields_are_read(given: Mapping[str, Any], made: DraftingOptions) -> No
 
 def _method(given: Mapping[str, Any]) -> str:
     name = given.get("method")
-    if name is None:
-        _fail("method", "be given", name)
     if not isinstance(name, str):
-        _fail("method", "be the name of one", name)
+        _fail("method", "be given" if name is None else "be the name of one", name)
     method = _METHODS.get(name, name)
     strategy = given.get("mtp_strategy", "default")
     if strategy not in ("default", "with_ngram"):
@@ -103,9 +99,8 @@ def _method(given: Mapping[str, Any]) -> str:
     return method
 
 
-def _sizes(given: Mapping[str, Any]) -> dict[str, int]:
+def _sizes(given: Mapping[str, Any], method: str) -> dict[str, int]:
     """Returns the tree: a chain of num_speculative_tokens drafts, or what the tree's own fields say."""
-    method, levels = _method(given), given.get("num_model_steps")
     if method == "naive":
         if not _is(given.get("num_speculative_tokens", 0), 0):
             _fail("num_speculative_tokens", "be 0 or absent for method='naive'", given["num_speculative_tokens"])
@@ -113,33 +108,33 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, int]:
             if not _is(given.get(name, 1), 1):
                 _fail(name, "be 1 or absent for method='naive', which has no drafts", given[name])
         return {}
-    count = given.get("num_speculative_tokens", 1)
+    count, levels = given.get("num_speculative_tokens", 1), given.get("num_model_steps")
     for name, value in (("num_speculative_tokens", count), ("num_model_steps", 1 if levels is None else levels)):
         if not (is_integer(value) and value >= 1):
             _fail(name, "be an int of at least 1", value)
-    if method in ("ngram", "suffix") and levels not in (None, 1):
+    has_model = method not in ("ngram", "suffix")
+    if not has_model and levels not in (None, 1):
         _fail("num_model_steps", f"be 1 or absent for method={method!r}, which has no model", levels)
     tree = {name: given[name] for name in _OF_TREES if name in given}
     if tree:
         if "num_speculative_tokens" in given:
-            _fail("num_speculative_tokens", f"be absent beside {min(tree)}", given["num_speculative_tokens"])
-        if levels is None or method in ("ngram", "suffix"):
-            return tree
-        if method == "hybrid":
+            _fail("num_speculative_tokens", f"be absent beside {min(tree)}", count)
+        if method == "hybrid" and levels is not None:
             return tree | {"num_model_steps": levels}
-        if is_integer(tree.setdefault("num_steps", levels)) and tree["num_steps"] != levels:
-            _fail("num_model_steps", f"be num_steps = {tree['num_steps']} or absent without n-grams behind it", levels)
+        if has_model and levels is not None:
+            num_steps = tree.setdefault("num_steps", levels)
+            if is_integer(num_steps) and num_steps != levels:
+                _fail("num_model_steps", f"be num_steps = {num_steps} or absent without n-grams behind it", levels)
         return tree
     if method == "hybrid":
-        levels = 1 if levels is None else levels
+        levels = levels or 1
         if count <= levels:
             rule = f"exceed num_model_steps = {levels} where n-grams follow the model's drafts"
             _fail("num_speculative_tokens", rule, given.get("num_speculative_tokens"))
         return {"topk": 1, "num_steps": count, "num_draft_tokens": count + 1, "num_model_steps": levels}
     if levels is not None and "num_speculative_tokens" in given and levels < count:
         _fail("num_model_steps", f"not be below num_speculative_tokens = {count} without n-grams behind it", levels)
-    # as FastDeploy: as many drafts as the model makes, at least
-    count = max(count, levels or 1)
+    count = max(count, levels or 1)  # FastDeploy, too, verifies at least what the model drafts
     return {"topk": 1, "num_steps": count, "num_draft_tokens": count + 1}
 
 

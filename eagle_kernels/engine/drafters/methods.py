@@ -1,23 +1,29 @@
-"""Drafters, and the readers of their models, by the names of the methods."""
+"""Drafters and the readers of their models by the names of the methods, and those that have no method of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from ..batch.batch import Batch
 from ..config.eagle_config import EAGLEConfig
 from ..models.protocol import DraftModel
 from .hybrid import HybridDrafter
-from .mixed import MixedDrafter
 from .model_drafter import ModelDrafter
 from .model_reader import ModelReader
 from .module_reader import ModuleReader
-from .naive import NaiveDrafter
 from .ngram import NgramDrafter
-from .protocol import Drafter, Reader
+from .protocol import Drafter, Proposal, Reader, root_only, tree_of
 from .sampled_drafter import SampledDrafter
 from .suffix import SuffixDrafter
+
+# the fields of a tree that depend on its drafts
+_OF_DRAFTS = ("tree_mask", "positions", "retrieve_next_token", "retrieve_next_sibling", "draft_tokens")
+# torch.where takes no unsigned words of bit masks on a GPU
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32}
 
 
 def make_reader(config: EAGLEConfig, model: DraftModel | None) -> Reader | None:
@@ -25,7 +31,7 @@ def make_reader(config: EAGLEConfig, model: DraftModel | None) -> Reader | None:
     if model is None or not config.needs_model:
         return None
     trees = [tree for _, tree in config.trees if tree is not None] or [config]
-    num_levels, num_steps = (max(sizes) for sizes in zip(*((tree.num_model_levels, tree.num_steps) for tree in trees)))
+    num_levels, num_steps = max(tree.num_model_levels for tree in trees), max(tree.num_steps for tree in trees)
     if getattr(model, "num_modules", 1) > 1 and num_levels > 1:
         return ModuleReader(model, num_levels, num_steps)
     return ModelReader(model, num_levels, max(tree.topk for tree in trees), num_steps)
@@ -34,7 +40,12 @@ def make_reader(config: EAGLEConfig, model: DraftModel | None) -> Reader | None:
 def make_drafter(config: EAGLEConfig, reader: Reader | None, device: torch.device) -> Drafter:
     """Makes the drafter of a configuration with one tree; reader: for methods with a model."""
     if len(config.methods) > 1:
-        return MixedDrafter([_part(name, config, reader, device) for name in config.methods])
+        parts = []
+        for name in config.methods:
+            levels = config.num_model_steps if name == "hybrid" else None
+            own = replace(config, method=name, num_model_steps=levels, num_draft_tokens=config.num_verify_tokens)
+            parts.append(NaiveDrafter(own) if name == "naive" else make_drafter(own, reader, device))
+        return MixedDrafter(config, reader, parts)
     if config.method == "naive":
         return NaiveDrafter()
     if config.method == "ngram":
@@ -48,10 +59,65 @@ def make_drafter(config: EAGLEConfig, reader: Reader | None, device: torch.devic
     return ModelDrafter(reader, config)
 
 
-def _part(name: str, config: EAGLEConfig, reader: Reader | None, device: torch.device) -> Drafter:
-    """Makes the drafter of one of several methods."""
-    if name == "naive":
-        return NaiveDrafter(config)
-    levels = config.num_model_steps if name == "hybrid" else None
-    own = replace(config, method=name, num_model_steps=levels, num_draft_tokens=config.num_verify_tokens)
-    return make_drafter(own, reader, device)
+class NaiveDrafter(Drafter):
+    """Makes no drafts: a step verifies the root alone, which is plain decoding.
+
+    The name is FastDeploy's. `EAGLEConfig.naive_eagle()` is something else: one draft of an EAGLE head.
+
+    config  where it is one of several methods: its trees are then as large as theirs, but empty below the root
+    """
+
+    num_steps, num_nodes, num_slots, _config = 0, 1, 1, None
+
+    def __init__(self, config: EAGLEConfig | None = None):
+        if config is not None:
+            super().__init__(config)
+
+    def propose(self, batch: Batch) -> Proposal:
+        """See `Drafter`."""
+        if self._config is None:
+            return Proposal(root_only(batch.roots, batch.lengths))
+        none = batch.roots.new_full((len(batch), self.num_nodes - 1), -1)
+        return Proposal(tree_of(batch, none, none, self._config))
+
+
+class MixedDrafter(Drafter):
+    """Lets all methods draft for all rows; each row takes the drafts of its request's method.
+
+    parts  one drafter for each method, with trees of the same size; `BatchState.methods` has the number of each row's.
+           A model reads the tokens of all rows, whichever method drafts for them
+    """
+
+    def __init__(self, config: EAGLEConfig, reader: Reader | None, parts: Sequence[Drafter]):
+        super().__init__(config)
+        self.reader, self.parts = reader, parts
+        self.num_slots = max(part.num_slots for part in parts)
+        self.reads_history = any(part.reads_history for part in parts)
+
+    def propose(self, batch: Batch) -> Proposal:
+        """See `Drafter`."""
+        method = batch.state.methods[batch.rows]
+        proposals = [drafter.propose(batch) for drafter in self.parts]
+        tree = proposals[0].tree
+        for number, proposal in enumerate(proposals[1:], start=1):
+            chosen = {
+                name: _choose(method == number, getattr(proposal.tree, name), getattr(tree, name))
+                for name in _OF_DRAFTS
+            }
+            tree = tree._replace(**chosen)
+
+        def path_probs() -> Tensor:
+            probs = torch.full(tree.retrieve_index[:, 1:].shape, float("nan"), device=method.device)
+            for number, proposal in enumerate(proposals):
+                if proposal.path_probs is not None:
+                    probs = _choose(method == number, proposal.path_probs(), probs)
+            return probs
+
+        return Proposal(tree, path_probs=path_probs)
+
+
+def _choose(is_other: Tensor, other: Tensor, tensor: Tensor) -> Tensor:
+    """Takes each row of two tensors of B rows, [B, ..] or flat, from `other` where is_other [B], else from `tensor`."""
+    dtype = _SIGNED.get(tensor.dtype, tensor.dtype)
+    rows = (each.view(dtype).view(len(is_other), -1) for each in (other, tensor))
+    return torch.where(is_other[:, None], *rows).view(tensor.dtype).view(tensor.shape)

@@ -10,22 +10,18 @@ from torch import Tensor
 from ... import ops
 from ..batch.batch import Batch
 from ..config.eagle_config import EAGLEConfig
-from .protocol import Proposal, Reader
-from .trees import lengths_sum
+from .protocol import Drafter, Proposal, Reader, lengths_sum
 
 
-class ModelDrafter:
-    """The best `num_nodes - 1` of the tokens that the model finds likely, level by level."""
-
-    reads_history = False
+class ModelDrafter(Drafter):
+    """Expands the best beams level by level, then keeps the best of all (EAGLE-2, arXiv 2406.16858, section 4)."""
 
     def __init__(self, reader: Reader, config: EAGLEConfig):
-        self.reader, self._config = reader, config
-        self.num_steps, self.num_nodes = config.num_steps, config.num_verify_tokens
-        self.num_slots = max(self.num_nodes, reader.num_slots)
+        super().__init__(config)
+        self.reader, self.num_slots = reader, max(self.num_nodes, reader.num_slots)
 
     def propose(self, batch: Batch) -> Proposal:
-        """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4): expand the best beams level by level, then rerank."""
+        """See `Drafter`."""
         tree, places = self._draft(batch)
         links = ops.BuildTreeOutput(*tree[: len(ops.BuildTreeOutput._fields)])
         return Proposal(links, path_probs=lambda: places.path_probs(tree.top_scores_index))
@@ -57,7 +53,7 @@ class ModelDrafter:
 
 
 class Candidates:
-    """All candidates of a step, level after level, as `build_tree_from_scores` reads them.
+    """Holds all candidates of a step, level after level, as `build_tree_from_scores` reads them.
 
     scores, tokens  [B, C]  C = K + (S - 1) * K * K
     parent_slots    [B, P]  P = K * (S - 1) + 1, the root's -1 first

@@ -54,17 +54,17 @@ class ModelReader:
         Row d reads the token after path node d with that node's feature. Rows past the path are padding that only
         later rows see.
         """
-        rows, count, state = _Rows(batch, self._past_root), committed.tokens.shape[1], batch.state
-        positions = rows.positions[:, :count]
+        levels = self.levels(batch)
+        positions = levels.positions[:, : committed.tokens.shape[1]]
         output = self.model.forward(
             committed.tokens.clamp(min=0),
             features.flatten(0, 1)[committed.hidden_rows],
             positions,
-            rows.attend(0, positions),
+            levels.attend(0, positions),
             from_target=True,
         )
-        for held, read in ((state.draft_logits, output.logits), (state.draft_hidden, output.hidden)):
-            torch.index_select(read.flatten(0, 1), 0, committed.last_row, out=held[batch.rows])
+        for held, read in ((levels.logits, output.logits), (levels.hidden, output.hidden)):
+            torch.index_select(read.flatten(0, 1), 0, committed.last_row, out=held)
 
     def catch_up(self, state: BatchState, num_rows: int, is_wanted: bool) -> None:
         """See `Reader`. Only keys are written if no drafts are wanted next and the model can do that."""
@@ -85,46 +85,41 @@ class ModelReader:
 
 
 class ModelLevels:
-    """See `Levels`."""
+    """See `Levels`; positions [B, M] are those after the rows that the model holds."""
 
     def __init__(self, model: DraftModel, batch: Batch, past_root: int):
-        self._model, self._rows = model, _Rows(batch, past_root)
-        self.logits, self._hidden = batch.state.draft_logits[batch.rows], batch.state.draft_hidden[batch.rows]
+        state = batch.state
+        self._model, self._pool, self._block_table = model, state.draft_pool, batch.block_table
+        self._slots, self.positions = batch.slots[:, past_root:], batch.positions[:, past_root:]
+        self._lengths = batch.lengths + past_root if past_root else batch.lengths
+        self.logits, self.hidden = state.draft_logits[batch.rows], state.draft_hidden[batch.rows]
 
     def expand(self, depth: int, tokens: Tensor, ancestors: Tensor | None, parents: Tensor | None = None) -> Tensor:
         """See `Levels`."""
-        topk, hidden, rows = tokens.shape[1], self._hidden, self._rows
+        topk, hidden = tokens.shape[1], self.hidden
         if depth == 1:
             hidden = hidden[:, None].expand(-1, topk, -1)
         elif parents is not None:
             hidden = hidden.flatten(0, 1)[parents]
-        of_levels = rows.positions[:, :depth, None].expand(-1, -1, topk)
-        positions = of_levels[:, -1]
-        attend = rows.attend((depth - 1) * topk, positions, ancestors, of_levels)
+        key_positions = self.positions[:, :depth, None].expand(-1, -1, topk)
+        positions = key_positions[:, -1]
+        attend = self.attend((depth - 1) * topk, positions, ancestors, key_positions)
         output = self._model.forward(tokens, hidden, positions, attend, from_target=False)
-        self._hidden = output.hidden
+        self.hidden = output.hidden
         return output.logits.flatten(0, 1)
 
     def finish(self) -> None:
         """Does nothing: `observe` overwrites the rows of drafts."""
 
-
-class _Rows:
-    """The model's rows of a step; positions [B, M] of those after the rows that it holds."""
-
-    def __init__(self, batch: Batch, past_root: int):
-        self._pool, self._block_table = batch.state.draft_pool, batch.block_table
-        self._slots, self.positions = batch.slots[:, past_root:], batch.positions[:, past_root:]
-        self._lengths = batch.lengths + past_root if past_root else batch.lengths
-
     def attend(
         self, first: int, positions: Tensor, ancestors: Tensor | None = None, key_positions: Tensor | None = None
     ) -> TreeAttend:
-        """Returns the `attend` of the rows from place `first` on at these positions [B, T]; without ancestors, a chain
-        from place 0."""
-        stop, table = first + positions.shape[1], self._block_table
+        """Returns the `attend` of rows [B, T] from place `first` on; without ancestors, of a chain from place 0."""
+        stop = first + positions.shape[1]
         slots = self._slots[:, first:stop]
-        return TreeAttend(self._pool, table, self._lengths, slots, stop, ancestors, positions, key_positions)
+        return TreeAttend(
+            self._pool, self._block_table, self._lengths, slots, stop, ancestors, positions, key_positions
+        )
 
 
 def attend_chain(

@@ -8,20 +8,13 @@ from ... import ops
 from ...ops.draft.ngram_match import Output as NgramOutput
 from ..batch.batch import Batch
 from ..config.eagle_config import EAGLEConfig
-from .protocol import Proposal
-from .trees import tree_of
+from .protocol import Drafter, Proposal, tree_of
 
 
-class NgramDrafter:
-    """Prompt lookup: the continuation of the longest match, or a tree of several different ones."""
+class NgramDrafter(Drafter):
+    """Proposes the continuation of the longest match (prompt lookup), or a tree of several different ones."""
 
-    reader = None
     reads_history = True
-
-    def __init__(self, config: EAGLEConfig):
-        self._config = config
-        self.num_steps, self.num_nodes = config.num_steps, config.num_verify_tokens
-        self.num_slots = self.num_nodes
 
     def propose(self, batch: Batch) -> Proposal:
         """See `Drafter`."""

@@ -1,8 +1,9 @@
-"""What a step asks of the object that makes its drafts, and of the one that reads the text for it."""
+"""What a step asks of a drafter and of the reader of its model, and the trees of drafters that name parents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -10,11 +11,12 @@ from torch import Tensor
 from ... import ops
 from ..batch.batch import Batch, Committed
 from ..batch.state import BatchState
+from ..config.eagle_config import EAGLEConfig
 from ..models.protocol import DraftModel
 
 
 class Proposal(NamedTuple):
-    """A tree of N = `num_nodes` nodes for each row; nodes without a link to them are padding.
+    """Holds a tree of N = `num_nodes` nodes for each row; nodes without a link to them are padding.
 
     draft_logits     [B * N, Vd]  what the children of each node were drawn from, at the request's temperature and
                                   without replacement; None: drafts were chosen, not drawn. A tree of drawn drafts has
@@ -30,34 +32,46 @@ class Proposal(NamedTuple):
     path_probs: Callable[[], Tensor] | None = None
 
 
-class Drafter(Protocol):
+class Drafter:
     """Proposes a chain or a tree for each row of a batch.
 
     It finds accepted tokens in `BatchState.history`, or its `reader` has read them. `propose` is part of a step, and so
     are the reader's methods except `read_prompt`: they never wait for the device, allocate nothing that depends on
     data, and may be captured in a CUDA graph.
 
-    num_steps      depth of the deepest draft, so the most drafts that a step accepts
+    num_steps      depth of the deepest draft, and so the most drafts that a step accepts
     num_nodes      nodes that a step verifies, root included; 1: no drafts
     num_slots      slots after a row's committed tokens that drafting and verification may write, in either pool
     reader         reads the text with the drafter's model; None: there is no model
     reads_history  whether it reads `BatchState.history`
     """
 
-    num_steps: int
-    num_nodes: int
-    num_slots: int
-    reader: Reader | None
-    reads_history: bool
+    reader: Reader | None = None
+    reads_history = False
+
+    def __init__(self, config: EAGLEConfig):
+        self._config = config
+        self.num_steps, self.num_nodes = config.num_steps, config.num_verify_tokens
+        self.num_slots = self.num_nodes
 
     def propose(self, batch: Batch) -> Proposal:
         """Returns a tree for each row."""
+        raise NotImplementedError
+
+    @property
+    def overshoot(self) -> int:
+        """The slots that a request may need past its last token.
+
+        These are the tokens that its last step brings beyond it, a step that runs before the host knows of the end, and
+        the slots that steps write after the committed tokens.
+        """
+        return 2 * (self.num_steps + 1) + self.num_slots
 
 
 class PromptPart(NamedTuple):
-    """Part of a prompt: P tokens from token `start` on.
+    """Holds P tokens of a prompt, from token `start` on.
 
-    block_table  [1, max_pages]  of the row, which joins the batch only when its prompt has been read
+    block_table  [1, max_pages]  the row's, which joins the batch only when its prompt has been read
     tokens       [P + 1]         the part and the token after it; after the last part, that is the row's root
     features     [1, P, F]       the target's features of the P tokens; None if the model reads none
     """
@@ -74,7 +88,7 @@ class Reader(Protocol):
     """Reads every committed token into the batch's second pool, with a draft model, and computes levels of drafts.
 
     All drafters of a batch share one reader. It rests during plain steps: they keep what it misses (`BatchState.keep`),
-    and it reads that before it drafts again (`catch_up`). `read_prompt` forgets what its row was before.
+    and it reads that before it drafts again (`catch_up`). `read_prompt` forgets the row's previous request.
 
     num_slots  slots after a row's committed tokens that it may write
     num_kept   most tokens of a row, with the target's features, that are kept for it between steps
@@ -101,7 +115,7 @@ class Reader(Protocol):
 
 
 class Levels(Protocol):
-    """The levels of a step's drafts; logits [B, Vd] are those after the roots."""
+    """Computes the levels of a step's drafts; logits [B, Vd] are those after the roots."""
 
     logits: Tensor
 
@@ -117,10 +131,40 @@ class Levels(Protocol):
         """Reads what must be read although no more levels are drafted."""
 
 
-def overshoot(drafter: Drafter) -> int:
-    """Returns the slots that a request may need past its last token.
+def tree_of(batch: Batch, tokens: Tensor, parents: Tensor, config: EAGLEConfig) -> ops.BuildTreeOutput:
+    """Builds the tree of drafts [B, N - 1] from the nodes that are their parents, -1 where there is no draft."""
+    sizes = {"num_verify_tokens": 1 + tokens.shape[1], "tree_mask_mode": config.tree_mask_mode}
+    return ops.tree_from_parents(batch.roots, tokens, parents, batch.lengths, lengths_sum(batch, config), **sizes)
 
-    These are the tokens that its last step brings beyond it, a step that runs before the host knows of the end, and
-    the slots that steps write after the committed tokens.
+
+def lengths_sum(batch: Batch, config: EAGLEConfig) -> int | None:
+    """Returns the sum of the rows' lengths for masks whose size depends on it, None for others."""
+    return int(batch.lengths.sum()) if config.tree_mask_mode == ops.TreeMaskMode.FULL_MASK else None
+
+
+def root_only(roots: Tensor, lengths: Tensor) -> ops.BuildTreeOutput:
+    """Builds trees without drafts, of roots [B] after lengths [B] committed tokens."""
+    none = roots.new_empty(len(roots), 0)
+    root_slot = roots.new_full((len(roots), 1), -1)
+    return ops.build_tree(roots, root_slot, none, none, lengths, topk=1, spec_steps=1, num_verify_tokens=1)
+
+
+def copy_probs(
+    drafts: Iterable[tuple[int, int]],
+    known: Iterable[tuple[int, int]],
+    probs: Sequence[float],
+    path: Iterable[int] = (),
+) -> list[float]:
+    """Returns the path probabilities of a row's drafts, each a token and its parent, from those of a tree.
+
+    known, probs  the tree's nodes 1, 2, ..; the drafts lie below the node that `path` leads to
     """
-    return 2 * (drafter.num_steps + 1) + drafter.num_slots
+    nodes = {(parent, token): node for node, (token, parent) in enumerate(known, start=1)}
+    reached: list[int | None] = [0]
+    for token in path:
+        reached = [nodes.get((reached[0], token))]
+    whole, copied = probs[reached[0] - 1] if reached[0] else 1.0, []
+    for token, parent in drafts:
+        reached.append(nodes.get((reached[parent], token)) if parent >= 0 else None)
+        copied.append(probs[reached[-1] - 1] / whole if reached[-1] else math.nan)
+    return copied

@@ -10,8 +10,7 @@ from ... import ops
 from ..batch.batch import Batch
 from ..config.eagle_config import EAGLEConfig
 from .model_drafter import ModelDrafter
-from .protocol import Proposal, Reader
-from .trees import tree_of
+from .protocol import Proposal, Reader, tree_of
 
 
 class SampledDrafter(ModelDrafter):

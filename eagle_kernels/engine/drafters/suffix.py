@@ -1,4 +1,4 @@
-"""Suffix decoding: drafts from suffix trees of the request itself and of past responses, which live on the host.
+"""Suffix decoding: drafts from suffix trees of the request itself and of past responses, kept on the host.
 
 The host is a step behind the device. So that the device never waits, the host offers more drafts than a step can use:
 from the last token that it knows, far enough to reach past what the running step may bring. The device follows the
@@ -7,6 +7,7 @@ tokens that have come since, and drafts what lies below them. A row whose tokens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,16 +19,15 @@ from ..batch.batch import Batch
 from ..batch.state import BatchState
 from ..config.eagle_config import EAGLEConfig
 from ..requests.request import Request
-from .protocol import Proposal
+from .protocol import Drafter, Proposal, copy_probs, tree_of
 from .suffix_cache import SuffixCache
 from .suffix_drafts import ROUNDING_UP, SuffixDraft
-from .trees import tree_of
 
 
 class Offers:
-    """The host's offers to R rows, in one piece of memory that is sent at once before every step.
+    """Holds the host's offers to R rows, in one piece of memory that is sent at once before every step.
 
-    tokens   [R, W] int64  of nodes 1..W, -1 padded
+    tokens   [R, W] int64  tokens of nodes 1..W, -1 padded
     parents  [R, W] int64  their parents' nodes, 0 the root
     bases    [R] int64     place of the root in the row's history
     matches  [R] int64     length of the longest match at the root
@@ -41,24 +41,18 @@ class Offers:
 
 
 class Offer(NamedTuple):
-    """The host's offer to one row; see `Offers`."""
+    """Holds the host's offer to one row; see `Offers`."""
 
     base: int
     match: int
     draft: SuffixDraft
 
 
-class SuffixDrafter:
-    """The device's part, which drafts what is left of an offer. All drafters of a batch share one `feed`."""
+class SuffixDrafter(Drafter):
+    """Drafts, on the device, what is left of an offer. All drafters of a batch share one `feed`."""
 
-    reader = None
     reads_history = True
     feed: SuffixFeed
-
-    def __init__(self, config: EAGLEConfig):
-        self._config = config
-        self.num_steps, self.num_nodes = config.num_steps, config.num_verify_tokens
-        self.num_slots = self.num_nodes
 
     def propose(self, batch: Batch) -> Proposal:
         """See `Drafter`."""
@@ -68,7 +62,7 @@ class SuffixDrafter:
         path = torch.where(is_since, history.gather(1, places.clamp(0, history.shape[1] - 1)), -1)
         sizes = {"num_speculative_tokens": self.num_nodes - 1, "spec_steps": self.num_steps}
         found = ops.reroot_drafts(offers.tokens[rows], offers.parents[rows], path, **sizes)
-        # the match grew by the tokens since at most, and has at most the length that the trees know
+        # the match has grown by the tokens since at most, and is at most as long as the trees know
         matches = (offers.matches[rows] + is_since.sum(1)).clamp(max=self._config.suffix_decoding_max_tree_depth - 1)
         most = matches.double() * self._config.suffix_decoding_max_spec_factor + ROUNDING_UP
         is_allowed = torch.arange(1, self.num_nodes, device=most.device) <= most[:, None]
@@ -78,12 +72,12 @@ class SuffixDrafter:
 
 
 class SuffixFeed:
-    """The host's part: the suffix trees, and what they offer to each row.
+    """Makes and sends the offers on the host, from the suffix trees.
 
     It asks for more drafts than a step verifies, since tokens in flight will invalidate some. Another match may be the
-    best for that number; on text that is edited, this accepts more.
+    best for that number; on text that is edited, more drafts are accepted this way.
 
-    configs      of all trees that steps choose from
+    configs      the configurations of all trees that steps choose from
     lag          steps that the host is behind
     offers       what the device has been sent
     most_tokens  most tokens that a step may bring
@@ -95,35 +89,33 @@ class SuffixFeed:
         self._ahead = lag * self.most_tokens
         self._is_tree = any(config.topk > 1 for config in configs)
         num_drafts = max(config.num_verify_tokens for config in configs) - 1
-        # of a tree twice as many drafts as a step has, since tokens in flight invalidate more of it than of a chain
+        # twice as many drafts for trees, since tokens in flight invalidate more of a tree than of a chain
         self._width = (2 if self._is_tree else 1) * num_drafts + self.most_tokens
         self.offers = Offers(state.num_rows, self._width, device=state.lengths.device)
-        self._running: set[Request] = set()
         self._made: dict[Request, Offer] = {}
         self._sent: Sequence[tuple[int, Request]] = ()
 
     def start(self, request: Request) -> None:
         """Starts the suffix tree of a request."""
         self._cache.start(request, request.prompt)
-        self._running.add(request)
 
     def extend(self, request: Request, tokens: Sequence[int]) -> None:
-        """Adds tokens that a request has brought; its offer is out of date."""
+        """Adds a request's new tokens, and drops its offer, which is out of date."""
         self._cache.extend(request, tokens)
         self._made.pop(request, None)
 
     def stop(self, request: Request) -> None:
         """Ends a request, which may not have started."""
-        if request in self._running:
-            self._running.remove(request)
+        if request in self._cache:
             self._cache.stop(request)
         self._made.pop(request, None)
 
     def think(self, requests: Iterable[Request]) -> None:
-        """Makes offers to those requests that have none, while the device is busy."""
+        """Makes offers to the requests that have none, while the device is busy."""
         config = self._config
         for request in requests:
-            if request in self._made or not self._serves(request):
+            method = request.params.drafter or config.methods[0]
+            if method != "suffix" or request in self._made:  # the trees learn from all requests
                 continue
             draft = self._cache.speculate(
                 request,
@@ -140,7 +132,7 @@ class SuffixFeed:
     def send(self, rows: Sequence[tuple[int, Request]]) -> None:
         """Sends the offers to the device, for the step that is launched next."""
         self.think(request for _, request in rows)
-        self._sent = [(row, request) for row, request in rows if self._serves(request)]
+        self._sent = [(row, request) for row, request in rows if request in self._made]
         sent = Offers(*self.offers.tokens.shape, pin_memory=self.offers.all.device.type == "cuda")
         pieces = sent.tokens, sent.parents, sent.bases, sent.matches
         tokens, parents, bases, matches = (piece.numpy() for piece in pieces)
@@ -152,26 +144,13 @@ class SuffixFeed:
         self.offers.all.copy_(sent.all, non_blocking=True)
 
     def path_probs(self, path: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Returns `Proposal.path_probs` of drafts [B, N - 1] that lie below `path` [B, T] in what was sent last: their
-        shares of what followed the match and the path."""
-        probs = torch.full(tokens.shape, float("nan"))
+        """Returns `Proposal.path_probs` of drafts [B, N - 1], which lie below `path` [B, T], -1 padded, in the offers
+        that were sent last: their shares of what followed the match and the path."""
+        probs = torch.full(tokens.shape, math.nan)
         paths, tokens, parents = path.tolist(), tokens.tolist(), parents.tolist()
         for row, request in self._sent:
-            if row >= len(paths) or request not in self._made:
-                continue
-            draft = self._made[request].draft
-            nodes = {key: node for node, key in enumerate(zip(draft.parents, draft.token_ids))}
-            root = -1
-            for token in paths[row]:
-                root = root if token < 0 else nodes.get((root, token))
-            reached, whole = [root], 1.0 if root in (-1, None) else draft.probs[root]
-            for number, (token, parent) in enumerate(zip(tokens[row], parents[row])):
-                node = nodes.get((reached[parent], token)) if parent >= 0 else None
-                reached.append(node)
-                if node is not None:
-                    probs[row, number] = draft.probs[node] / whole
+            if row < len(paths) and request in self._made:
+                draft, since = self._made[request].draft, [token for token in paths[row] if token >= 0]
+                known = zip(draft.token_ids, [1 + parent for parent in draft.parents])
+                probs[row] = torch.tensor(copy_probs(zip(tokens[row], parents[row]), known, draft.probs, since))
         return probs.to(path.device)
-
-    def _serves(self, request: Request) -> bool:
-        """Returns whether a request's drafts come from here; the trees learn from all requests."""
-        return (request.params.drafter or self._config.methods[0]) == "suffix"

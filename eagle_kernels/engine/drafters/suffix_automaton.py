@@ -12,6 +12,7 @@ The lists are not arrays, which would take two thirds of the memory and twice th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from math import inf
 from typing import NamedTuple
 
 # A state with more next tokens than this keeps a list of its most frequent ones, this many.
@@ -27,13 +28,6 @@ class Cursor(NamedTuple):
     size: int = 0
 
 
-class _Leaders(NamedTuple):
-    """All next tokens of a state that occur there more often than `bound`, and perhaps some that no longer do."""
-
-    bound: int
-    tokens: set[int]
-
-
 class SuffixAutomaton:
     """The counts of several texts. State 0 is the empty string; nothing leads to it, so it needs no count.
 
@@ -44,6 +38,9 @@ class SuffixAutomaton:
     token    the most frequent next token, of equals the one that came last; -1: none, and in state 0
     target   the state that this token leads to
     others   the other next tokens and the states they lead to; None: there are none
+
+    `_leaders` holds, for a state with many others, a count and all of them that occur more often than that, and perhaps
+    some that no longer do.
     """
 
     def __init__(self, max_length: int):
@@ -55,7 +52,7 @@ class SuffixAutomaton:
         self.token, self.target, self.last = [-1], [0], [0]
         self.others: list[dict[int, int] | None] = [{}]
         self._free: list[int] = []
-        self._leaders: dict[int, _Leaders] = {}
+        self._leaders: dict[int, tuple[float, set[int]]] = {}
         self._now = 0
 
     @property
@@ -70,7 +67,7 @@ class SuffixAutomaton:
         most, now = self.max_length - 1, self._now
         state, size = cursor
         for token in tokens:
-            while size and length[link[state]] >= size:  # the state has been split
+            while size and length[link[state]] >= size:  # the state was split after the cursor was made
                 state = link[state]
             now += 1
             new = end = 0
@@ -120,10 +117,10 @@ class SuffixAutomaton:
                             del more[token]
                             more[next_token[state]] = best
                             if state in leaders:
-                                leaders[state].tokens.add(next_token[state])
+                                leaders[state][1].add(next_token[state])
                             next_token[state], target[state] = token, follower
-                        elif leaders and state in leaders and count[follower] > leaders[state].bound:
-                            leaders[state].tokens.add(token)
+                        elif state in leaders and count[follower] > leaders[state][0]:
+                            leaders[state][1].add(token)
                     state = link[state]
             state = new or end
             size = size + 1 if size < most else most
@@ -164,13 +161,11 @@ class SuffixAutomaton:
     def remove(self, tokens: Sequence[int]) -> None:
         """Takes a whole text out of the counts."""
         link, length, count = self.link, self.length, self.count
-        next_token, target, others = self.token, self.target, self.others
-        state, size, unused = 0, 0, []
+        state, size, vanished = 0, 0, []
         for token in tokens:
             while size and length[link[state]] >= size:
                 state = link[state]
-            end = current = target[state] if next_token[state] == token else others[state][token]
-            vanished = []
+            end = current = self.target[state] if self.token[state] == token else self.others[state][token]
             while current:
                 count[current] -= 1
                 if not count[current]:
@@ -180,90 +175,65 @@ class SuffixAutomaton:
                 if not state or count[state]:  # a vanishing state loses all its next tokens
                     self._count_down(state, token)
                 state = link[state]
-            self._release(unused)
-            state, size, unused = end, min(size + 1, self.max_length - 1), vanished
-        self._release(unused)
+            state, size = end, min(size + 1, self.max_length - 1)
+        for state in vanished:
+            self.token[state], self.target[state], self.others[state] = -1, 0, None
+            self._leaders.pop(state, None)
+        self._free += vanished
         if not self.num_states:
             self._clear()
 
     def _count_down(self, state: int, token: int) -> None:
         """Updates the order of a state's next tokens after an occurrence of `token` was taken away."""
-        others = self.others[state]
-        if self.token[state] != token:
-            if not self.count[others[token]]:
-                del others[token]
-                if state and not others:
-                    self.others[state] = None
-            return
-        target = self.target[state]
-        if not others:
-            if not self.count[target]:
-                self.token[state], self.target[state] = -1, 0
-            return
-        best = self.rank_others(state, 1, 1)[0]
-        if self._key(others[best]) > self._key(target):
-            self.token[state], self.target[state] = best, others.pop(best)
-            if self.count[target]:
-                others[token] = target
+        others, best = self.others[state], self.target[state]
+        if self.token[state] == token:
+            second = self.rank_others(state, 1, 1)
+            if second and self._key(others[second[0]]) > self._key(best):
+                self.token[state], self.target[state] = second[0], others.pop(second[0])
+                others[token] = best
                 if state in self._leaders:
-                    self._leaders[state].tokens.add(token)
-            elif not others:
+                    self._leaders[state][1].add(token)
+            elif not self.count[best]:
+                self.token[state], self.target[state] = -1, 0
+        if others and token in others and not self.count[others[token]]:
+            del others[token]
+            if state and not others:
                 self.others[state] = None
 
     def _key(self, state: int) -> tuple[int, int]:
         return self.count[state], self.last[state]
-
-    def _release(self, states: list[int]) -> None:
-        for state in states:
-            self.token[state], self.target[state], self.others[state] = -1, 0, None
-            self._leaders.pop(state, None)
-        self._free += states
 
     def rank_others(self, state: int, least_count: int, most: int) -> list[int]:
         """Returns up to `most` next tokens apart from the most frequent one, in order, that occur often enough."""
         others, count = self.others[state] or {}, self.count
         tokens: Iterable[int] = others
         if len(others) > MANY_TOKENS:
-            bound, frequent = self._find_frequent(state, least_count, most)
+            bound, leaders = self._leaders.get(state, (inf, ()))
+            frequent: Collection[int] = [end for end in leaders if end in others and count[others[end]] > bound]
+            if len(leaders) > 4 * MANY_TOKENS or (bound >= least_count and len(frequent) < most):
+                # sorting all is fastest here, since it calls no Python function
+                bound = sorted(map(count.__getitem__, others.values()))[-MANY_TOKENS]
+                frequent = {token for token, end in others.items() if count[end] > bound}
+                self._leaders[state] = bound, frequent
             if bound < least_count or len(frequent) >= most:
                 tokens = frequent
         ranked = [token for token in tokens if count[others[token]] >= least_count]
         ranked.sort(key=lambda token: self._key(others[token]), reverse=True)
         return ranked[:most]
 
-    def _find_frequent(self, state: int, least_count: int, most: int) -> tuple[int, Collection[int]]:
-        """Returns a count, and all of a state's other next tokens that occur more often."""
-        others, count = self.others[state], self.count
-        if state in self._leaders:
-            bound, leaders = self._leaders[state]
-            frequent = [token for token in leaders if token in others and count[others[token]] > bound]
-            if len(leaders) <= 4 * MANY_TOKENS and (bound < least_count or len(frequent) >= most):
-                return bound, frequent
-        # sorting all is fastest here, since it calls no Python function
-        bound = sorted(map(count.__getitem__, others.values()))[-MANY_TOKENS]
-        self._leaders[state] = _Leaders(bound, {token for token, end in others.items() if count[end] > bound})
-        return self._leaders[state]
-
-    def settle(self, cursor: Cursor) -> Cursor:
-        """Returns the cursor of the same text after states were split."""
-        state, size = cursor
-        while size and self.length[self.link[state]] >= size:
-            state = self.link[state]
-        return Cursor(state, size)
-
     def followed(self, cursor: Cursor) -> Cursor:
         """Returns the longest end of the cursor's string that something follows."""
         state, size = cursor
-        while state and not self.target[state]:
+        while state and (self.length[self.link[state]] >= size or not self.target[state]):
             state = self.link[state]
-            size = self.length[state]
+            size = min(size, self.length[state])
         return Cursor(state, size)
 
-    def match(self, tokens: Sequence[int]) -> Cursor:
-        """Returns the longest end of `tokens` that occurs, of at most max_length - 1 tokens."""
+    def match(self, tokens: Iterable[int]) -> Cursor:
+        """Returns the longest end that occurs of at most max_length - 1 tokens."""
         next_token, target, all_others = self.token, self.target, self.others
         state = size = 0
-        for token in tokens[1 - self.max_length :]:
+        for token in tokens:
             while True:
                 others = all_others[state]
                 end = target[state] if next_token[state] == token else others and others.get(token)

@@ -12,7 +12,6 @@ import operator
 from array import array
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ...runtime import check
@@ -23,23 +22,22 @@ from .suffix_drafts import ROUNDING_UP, Limits, SuffixDraft, SuffixSearch
 _MOST_TOKEN_IDS = 2**31  # they are stored as int32
 
 
-@dataclass
-class _Response:
-    """A response in the global automaton: its tokens, to be removed later (None: never), and where it ends."""
-
-    tokens: array | None
-    cursor: Cursor = Cursor()
-    is_cached: bool = True
-
-
-@dataclass
 class _Request:
-    """A running request: the counts of its own text, where the text ends in them, and its last tokens."""
+    """Holds a running request's own counts, its last tokens, and its response, which the global automaton has as well.
 
-    counts: SuffixAutomaton
-    response: _Response | None
-    cursor: Cursor = Cursor()
-    context: list[int] = field(default_factory=list)
+    response     None: the global automaton does not have it
+    end          where the text ends in its own counts
+    shared_end   where the response ends in the global automaton
+    """
+
+    def __init__(self, max_length: int, response: array | None):
+        self.counts, self.end = SuffixAutomaton(max_length), Cursor()
+        self.response, self.shared_end = response, Cursor()
+        self.context: deque[int] = deque(maxlen=max_length - 1)
+
+    def append(self, tokens: list[int]) -> None:
+        self.end = self.counts.extend(self.end, tokens)
+        self.context += tokens
 
 
 class SuffixCache:
@@ -59,31 +57,32 @@ class SuffixCache:
         self.max_cached_requests = args.integer("max_cached_requests", -1)
         self._counts = SuffixAutomaton(max_tree_depth)
         self._requests: dict[Hashable, _Request] = {}
-        self._responses: deque[_Response] = deque()
+        self._responses: deque[array] = deque()
 
     def start(self, request: Hashable, prompt: Sequence[int]) -> None:
         """Starts a request; its id may be that of one that was stopped."""
         if request in self._requests:
             _fail("start", "request", "not run already", repr(request))
         tokens = _token_ids("start", "prompt", prompt)
-        running = _Request(SuffixAutomaton(self.max_tree_depth), self._new_response())
-        self._requests[request] = running
-        self._append(running, tokens)
+        running = self._requests[request] = _Request(self.max_tree_depth, self._new_response())
+        running.append(tokens)
 
     def extend(self, request: Hashable, tokens: Sequence[int]) -> None:
         """Appends accepted tokens to a request's response."""
         running, tokens = self._running("extend", request), _token_ids("extend", "tokens", tokens)
-        self._append(running, tokens)
-        response = running.response
-        if response is not None and response.is_cached:
-            response.cursor = self._counts.extend(response.cursor, tokens)
-            if response.tokens is not None:
-                response.tokens.extend(tokens)
+        running.append(tokens)
+        if running.response is not None:
+            running.shared_end = self._counts.extend(running.shared_end, tokens)
+            running.response.extend(tokens)
 
     def stop(self, request: Hashable) -> None:
         """Ends a request. Its own text is forgotten; its response stays in the global automaton."""
         self._running("stop", request)
         del self._requests[request]
+
+    def __contains__(self, request: Hashable) -> bool:
+        """Returns whether a request runs."""
+        return request in self._requests
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
@@ -130,15 +129,14 @@ class SuffixCache:
             limits = _limits(self.max_tree_depth, *values)
         except TypeError:  # an unhashable argument, which the check names
             limits = _limits.__wrapped__(self.max_tree_depth, *values)
-        local = SuffixSearch(running.counts, limits, min_token_prob, use_tree)
-        draft = local.best_draft(running.counts.settle(running.cursor))
-        return SuffixSearch(self._counts, limits, min_token_prob, use_tree).best_draft(self._match(running), draft)
+        own, shared = self._matches(running)
+        draft = SuffixDraft([], [], [], 0.0, running.end.size)
+        draft = SuffixSearch(running.counts, limits, min_token_prob, use_tree).best_draft(own, draft)
+        return SuffixSearch(self._counts, limits, min_token_prob, use_tree).best_draft(shared, draft)
 
     def longest_match(self, request: Hashable) -> int:
         """Returns how many of the last tokens of a request's text were followed by something, anywhere."""
-        running = self._running("longest_match", request)
-        local = running.counts.followed(running.counts.settle(running.cursor))
-        return max(local.size, self._counts.followed(self._match(running)).size)
+        return max(match.size for match in self._matches(self._running("longest_match", request)))
 
     @property
     def num_states(self) -> tuple[int, int]:
@@ -151,29 +149,27 @@ class SuffixCache:
             _fail(op, "request", "be one that runs", repr(request))
         return running
 
-    def _new_response(self) -> _Response | None:
-        if self.max_cached_requests <= 0:
-            return None if self.max_cached_requests == 0 else _Response(None)
-        if len(self._responses) == self.max_cached_requests:
+    def _new_response(self) -> array | None:
+        """Returns an empty response, which takes the place of the oldest where there is room for no more."""
+        if self.max_cached_requests == 0:
+            return None
+        response = array("i")
+        if self.max_cached_requests > 0:
+            self._responses.append(response)
+        if len(self._responses) > self.max_cached_requests > 0:
             oldest = self._responses.popleft()
-            self._counts.remove(oldest.tokens)
-            oldest.is_cached = False
-        response = _Response(array("i"))
-        self._responses.append(response)
+            self._counts.remove(oldest)
+            for running in self._requests.values():
+                if running.response is oldest:
+                    running.response = None
         return response
 
-    def _append(self, running: _Request, tokens: list[int]) -> None:
-        running.cursor = running.counts.extend(running.cursor, tokens)
-        running.context += tokens
-        if len(running.context) > 4 * self.max_tree_depth:
-            del running.context[: 1 - self.max_tree_depth]
-
-    def _match(self, running: _Request) -> Cursor:
-        """Returns the longest match in the global automaton."""
-        response = running.response
-        if response is not None and response.is_cached and response.cursor.size == self.max_tree_depth - 1:
-            return self._counts.settle(response.cursor)
-        return self._counts.match(running.context)
+    def _matches(self, running: _Request) -> tuple[Cursor, Cursor]:
+        """Returns the longest matches in the request's own text and in the responses."""
+        end = running.shared_end
+        if running.response is None or end.size < self.max_tree_depth - 1:
+            end = self._counts.match(running.context)
+        return running.counts.followed(running.end), self._counts.followed(end)
 
 
 @functools.lru_cache(maxsize=64, typed=True)
@@ -185,11 +181,9 @@ def _limits(
     args.integer("max_spec_tokens", 0)
     for name, low in (("max_spec_factor", 0), ("max_spec_offset", None), ("min_token_prob", 0)):
         args.number(name, low)
-    drafts = [
-        max(0, int(min(max_spec_tokens, length * max_spec_factor + max_spec_offset + ROUNDING_UP)))
-        for length in range(max_tree_depth)
-    ]
-    return Limits(max_tree_depth, drafts, [min(most, max_tree_depth - length) for length, most in enumerate(drafts)])
+    most_drafts = (length * max_spec_factor + max_spec_offset + ROUNDING_UP for length in range(max_tree_depth))
+    drafts = [max(0, int(min(max_spec_tokens, most))) for most in most_drafts]
+    return Limits(drafts, [min(most, max_tree_depth - length) for length, most in enumerate(drafts)])
 
 
 def _token_ids(op: str, name: str, values: Sequence[int]) -> list[int]:

@@ -8,8 +8,8 @@ drafts times the probability of the first one. So only few drafts have to be mad
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from heapq import heappop, heappush, heappushpop
+from bisect import bisect_left, bisect_right
+from heapq import heappop, heappush
 from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
@@ -52,7 +52,6 @@ class Limits(NamedTuple):
     reach   most drafts in one path, so that the match and the path have at most max_length tokens
     """
 
-    max_length: int
     drafts: list[int]
     reach: list[int]
 
@@ -64,16 +63,11 @@ class SuffixSearch:
     def __init__(self, counts: SuffixAutomaton, limits: Limits, min_prob: float, is_tree: bool):
         self._counts, self._limits, self._min_prob, self._is_tree = counts, limits, min_prob, is_tree
 
-    def best_draft(self, match: Cursor, other: SuffixDraft | None = None) -> SuffixDraft:
+    def best_draft(self, match: Cursor, other: SuffixDraft) -> SuffixDraft:
         """Returns the best draft after the longest match or a shorter one, or `other` if none has a higher score."""
-        best = other = other or SuffixDraft([], [], [], 0.0, match.size)
-        candidates, is_tight = self._candidates(match, best.score), False
-        candidates.sort()
-        while candidates:
-            candidate = candidates.pop()
-            if candidate[0] < best.score:
-                break
-            draft = self.draft_of(candidate, best.score)
+        best, candidates, is_tight = other, sorted(self._candidates(match, other.score)), False
+        while candidates and candidates[-1][0] >= best.score:
+            draft = self.draft_of(candidates.pop(), best.score)
             is_equal = draft.score == best.score and best is not other
             if draft.score > best.score or (is_equal and draft.match_len > best.match_len):
                 best = draft
@@ -90,22 +84,17 @@ class SuffixSearch:
 
     def _candidates(self, match: Cursor, score: float) -> list[Candidate]:
         """Returns the matches whose score may reach `score`."""
-        counts, min_prob, is_tree, (max_length, drafts, reach) = (
-            self._counts,
-            self._min_prob,
-            self._is_tree,
-            self._limits,
-        )
+        counts, min_prob, is_tree, (drafts, reach) = self._counts, self._min_prob, self._is_tree, self._limits
         link, length, count, target = counts.link, counts.length, counts.count, counts.target
         found = []
         state, high = match
         while state and drafts[high] >= score:
-            shorter = link[state]
-            low, follower = length[shorter] + 1, target[state]
+            shorter, follower = link[state], target[state]
+            low = length[shorter] + 1
             first_prob = count[follower] / count[state] if follower else -1.0
             if first_prob >= min_prob and is_tree:
                 for most, longest, shortest in ((drafts[low], low, low),) if low == high else self._spans(low, high):
-                    bound = min(most * first_prob, max_length - shortest) * (1 + ROUNDING)
+                    bound = min(most * first_prob, counts.max_length - shortest) * (1 + ROUNDING)
                     if bound >= score:
                         found.append((bound, longest, shortest, state, most))
             elif first_prob >= min_prob:
@@ -122,19 +111,18 @@ class SuffixSearch:
         More drafts never lower the score, and neither do deeper ones. So the shortest of several lengths that allow
         equally many drafts is best, and the longest of those whose depth is no limit.
         """
-        drafts, first = self._limits.drafts, high
-        while first > low and drafts[first - 1] == drafts[high]:
-            first -= 1
+        drafts = self._limits.drafts
+        first = bisect_left(drafts, drafts[high], low, high)
         found = [(drafts[high], high, first)]
-        while first > low and drafts[first] > self._limits.max_length - first:
+        while first > low and drafts[first] > self._counts.max_length - first:
             first -= 1
             found.append((drafts[first], first, first))
         return found
 
     def _path(self, candidate: Candidate, least_score: float) -> SuffixDraft:
-        counts, min_prob, reach = self._counts, self._min_prob, self._limits.reach
+        counts, min_prob = self._counts, self._min_prob
         count, token, target = counts.count, counts.token, counts.target
-        _, length, _, state, most = candidate
+        _, longest, _, state, most = candidate
         tokens: list[int] = []
         probs: list[float] = []
         prob, score, total = 1.0, 0.0, count[state]
@@ -152,9 +140,8 @@ class SuffixSearch:
             probs.append(prob)
             score += prob
             state = follower
-        while reach[length] < len(tokens):
-            length -= 1
-        return SuffixDraft(tokens, list(range(-1, len(tokens) - 1)), probs, score, length)
+        longest = min(longest, counts.max_length - len(tokens))
+        return SuffixDraft(tokens, list(range(-1, len(tokens) - 1)), probs, score, longest)
 
     def _tree(self, candidate: Candidate, least_score: float) -> SuffixDraft:
         """Makes the tree of the shortest match, with the longest match that has a tree of the same score.
@@ -163,14 +150,15 @@ class SuffixSearch:
         are as probable take the place of what was cut.
         """
         _, longest, shortest, state, _ = candidate
-        draft, depths, next_prob = self._grow(state, shortest, least_score)
-        if draft.score < least_score or not depths:
-            return draft
-        low = min(longest, self._limits.max_length - max(depths))
+        draft, depths, waiting = self._grow(state, shortest, least_score)
+        deepest, max_length = max(depths, default=0), self._counts.max_length
+        low = min(longest, max_length - deepest)
         best = draft._replace(match_len=low)
-        too_probable = next_prob + ROUNDING * draft.score
+        if low == longest or draft.score < least_score:
+            return best
+        too_probable = ROUNDING * draft.score + max((-node[0] for node in waiting if node[-1] < deepest), default=0.0)
         needed = max((depth for depth, prob in zip(depths, draft.probs) if prob > too_probable), default=1)
-        high = min(longest, self._limits.max_length - needed)
+        high = min(longest, max_length - needed)
         while low < high:
             middle = (low + high + 1) // 2
             longer, _, _ = self._grow(state, middle, draft.score)
@@ -180,16 +168,16 @@ class SuffixSearch:
                 high = middle - 1
         return best
 
-    def _grow(self, state: int, length: int, least_score: float) -> tuple[SuffixDraft, list[int], float]:
+    def _grow(self, state: int, length: int, least_score: float) -> tuple[SuffixDraft, list[int], list[tuple]]:
         """Makes the tree of a match of `length` tokens.
 
         Always adds the most probable draft, of equal ones the one that was found first. Ends early, with a lower score,
-        if it cannot reach `least_score`. Returns the drafts, their depths, and the probability of the best draft that
-        was left out and is less deep than the deepest.
+        if it cannot reach `least_score`. Returns the drafts, their depths, and what was left out: (minus the
+        probability, .., the depth) of each.
         """
         counts, min_prob = self._counts, self._min_prob
         count, token, target, all_others = counts.count, counts.token, counts.target, counts.others
-        most, deepest = self._limits.drafts[length], self._limits.max_length - length
+        most, deepest = self._limits.drafts[length], counts.max_length - length
         tokens: list[int] = []
         parents: list[int] = []
         probs: list[float] = []
@@ -197,47 +185,36 @@ class SuffixSearch:
         # minus probability, parent, rank among its children, state, token, depth
         waiting: list[tuple[float, int, int, int, int, int]] = []
         prob, depth, score, parent = 1.0, 0, 0.0, -1
-        while True:
-            next_prob, follower = 0.0, target[state]
+        for left in range(most, -1, -1):
+            follower = target[state]
             if follower and depth < deepest:
                 total = count[state]
-                next_prob = prob * (count[follower] / total)
-                if next_prob < min_prob:
-                    next_prob = 0.0
-                elif others := all_others[state]:
-                    # slightly too few, since the exact quotient decides
-                    least = max(1, int(min_prob * total / prob * (1 - ROUNDING)))
-                    if total - count[follower] >= least:
-                        for rank, other in enumerate(counts.rank_others(state, least, most - len(tokens)), start=1):
-                            end = others[other]
-                            other_prob = prob * (count[end] / total)
-                            if other_prob < min_prob:
-                                break
-                            heappush(waiting, (-other_prob, parent, rank, end, other, depth + 1))
-            if len(tokens) == most:
+                first_prob = prob * (count[follower] / total)
+                if first_prob >= min_prob:
+                    heappush(waiting, (-first_prob, parent, 0, follower, token[state], depth + 1))
+                    if others := all_others[state]:
+                        # slightly too few, since the exact quotient decides
+                        least = max(1, int(min_prob * total / prob * (1 - ROUNDING)))
+                        if total - count[follower] >= least:
+                            for rank, other in enumerate(counts.rank_others(state, least, left), start=1):
+                                end = others[other]
+                                other_prob = prob * (count[end] / total)
+                                if other_prob < min_prob:
+                                    break
+                                heappush(waiting, (-other_prob, parent, rank, end, other, depth + 1))
+            if not left or not waiting:
                 break
-            if next_prob and (not waiting or next_prob > -waiting[0][0]):
-                new_token, state, prob, depth = token[state], follower, next_prob, depth + 1
-            elif next_prob or waiting:
-                first = (-next_prob, parent, 0, follower, token[state], depth + 1)
-                item = heappushpop(waiting, first) if next_prob else heappop(waiting)
-                minus_prob, parent, _, state, new_token, depth = item
-                prob = -minus_prob
-            else:
-                break
-            if (score + (most - len(tokens)) * prob) * (1 + ROUNDING) < least_score:
+            minus_prob, parent, _, state, new_token, depth = heappop(waiting)
+            prob = -minus_prob
+            if (score + left * prob) * (1 + ROUNDING) < least_score:
                 break
             tokens.append(new_token)
             parents.append(parent)
             probs.append(prob)
             depths.append(depth)
             score += prob
-            parent = len(tokens) - 1
-        if next_prob and len(tokens) == most:
-            waiting.append((-next_prob, parent, 0, follower, token[state], depth + 1))
-        deepest = max(depths, default=0)
-        next_prob = max((-item[0] for item in waiting if item[5] < deepest), default=0.0)
-        return SuffixDraft(tokens, parents, probs, score, length), depths, next_prob
+            parent = most - left
+        return SuffixDraft(tokens, parents, probs, score, length), depths, waiting
 
     def tightened(self, candidates: list[Candidate]) -> list[Candidate]:
         """Returns the candidates in the order of bounds that are nearly their scores.

@@ -9,10 +9,10 @@ from .protocol import Attend, DraftOutput, TargetModel
 
 
 class CausalDraft:
-    """Adapter that makes any `TargetModel` a `DraftModel`: it reads no features, and token t_i sits at position i.
+    """Makes any `TargetModel` a `DraftModel`: it reads no features, and token t_i sits at position i.
 
-    vocab_size  the target's, where it differs from the model's: the tables of one tokenizer are padded to various
-                sizes. Ids that only one of them has are never drafted. None: the model's
+    vocab_size  the target's, if it differs from the model's: the tables of one tokenizer are padded to various sizes.
+                Ids that only one of them has are never drafted. None: the model's
     """
 
     aux_layers: tuple[int, ...] = ()

@@ -10,10 +10,12 @@ import math
 import re
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
-from typing import Any, NamedTuple, NoReturn
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,20 +30,28 @@ _LAYER_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # na
 
 
 class StoredTensor(NamedTuple):
-    """The header of a tensor in a file, and its name there; `dtype` is in the words of safetensors, such as BF16."""
+    """Holds the header of a tensor in a file."""
 
     file_name: str
-    name: str
+    name: str  # the name in the file
     shape: list[int]
-    dtype: str
+    dtype: str  # the word of safetensors, such as BF16
 
     @property
     def is_floating_point(self) -> bool:
         return self.dtype.startswith(("F", "BF"))
 
 
+class StoredSize(NamedTuple):
+    """Names a size that both config.json and a tensor tell."""
+
+    fields: str  # a field of config.json, or several with * and + between them
+    axis: int  # the tensor's axis that has this size
+    tensors: tuple[str, ...]  # names; the first that exists is compared
+
+
 class Checkpoint:
-    """The tensors of a folder: of `model.safetensors` or `pytorch_model.bin`, or of its shards.
+    """Reads the tensors of a folder: of `model.safetensors` or `pytorch_model.bin`, or of its shards.
 
     `tensors` maps the name that the module has for a tensor to its header. Only these are read: callers delete those
     that the module lacks, and rename those whose names in the file differ.
@@ -59,19 +69,76 @@ class Checkpoint:
                         header = file.get_slice(name)
                         self.tensors[name] = StoredTensor(file_name, name, header.get_shape(), header.get_dtype())
 
+    def check_layers(self, config: dict[str, Any], field: str, prefix: str) -> None:
+        """Refuses a number of layers that differs from that of the tensors `prefix`0, `prefix`1, ..."""
+        count, value = self._layer_counts()[prefix], config.get(field)
+        if count and is_integer(value) and value != count:  # other types are refused where they are read
+            raise ModelError(f"config.json: {field} must be {count} as in the tensors {prefix}*, got {shown(value)}")
+
+    def check_most_layers(self, config: dict[str, Any]) -> None:
+        """Refuses more layers than the longest numbered list of tensors has: transformers' models name both as they
+        like."""
+        sections = [config, *(section for section in config.values() if isinstance(section, dict))]
+        for prefix, most in self._layer_counts().most_common(1):
+            for field, value in ((field, section.get(field)) for section in sections for field in _LAYER_FIELDS):
+                if is_integer(value) and value > most:
+                    rule = f"must be at most {most} as in the tensors {prefix}*"
+                    raise ModelError(f"config.json: {field} {rule}, got {shown(value)}")
+
+    def _layer_counts(self) -> Counter[str]:
+        """Returns how many numbers follow each beginning of the tensors' names, such as `model.layers.`."""
+        found = re.findall(r"^(.*?\.)(\d+)\.", "\n".join(self.tensors), re.MULTILINE)
+        return Counter(prefix for prefix, _ in dict.fromkeys(found))
+
+    def check_sizes(self, config: Any) -> None:
+        """Refuses a `DecoderConfig` whose `stored_sizes` differ from those of the tensors."""
+        for fields, axis, names in config.stored_sizes:
+            name = next((name for name in names if name in self.tensors), None)
+            shape = [] if name is None else self.tensors[name].shape
+            if len(shape) <= axis:
+                continue  # `fill` refuses these
+            numbers = re.sub("[a-z_]+", lambda field: str(getattr(config, field[0])), fields)
+            if shape[axis] != sum(math.prod(map(int, term.split("*"))) for term in numbers.split("+")):
+                raise ModelError(
+                    f"config.json: {fields} must be {shape[axis]} as in {name} of shape {shape}, got {numbers}"
+                )
+
+    def fill(self, module: nn.Module, device: torch.device, dtype: torch.dtype, check_weights: bool) -> None:
+        """Moves a module built on the meta device to `device` and fills it with the tensors, floating-point ones as
+        `dtype`; leaves it frozen and in eval mode.
+
+        Names, shapes and memory are checked before anything is allocated, and then whether all weights are finite.
+        """
+        module.to(dtype)
+        expected = module.state_dict()
+        refuse_names("missing tensors", sorted(expected.keys() - self.tensors.keys()))
+        refuse_names("unexpected tensors", sorted(self.tensors.keys() - expected.keys()))
+        for name, stored in self.tensors.items():
+            wanted = expected[name]
+            if stored.dtype.startswith(("F4", "F6")):
+                raise ModelError(f"tensor {name} has dtype {stored.dtype}, which is not implemented")
+            if stored.shape != list(wanted.shape):
+                raise ModelError(f"tensor {name} has shape {stored.shape}, config.json asks for {list(wanted.shape)}")
+            if stored.is_floating_point != wanted.is_floating_point():
+                raise ModelError(f"tensor {name} has dtype {stored.dtype}, {wanted.dtype} was expected")
+        check_memory(sum(tensor.nbytes for tensor in expected.values()), device, f"the weights take {{}} as {dtype}")
+        places = module.to_empty(device=device).requires_grad_(False).eval().state_dict()
+        if device.type == "meta":
+            return
+        for name, tensor in self.read(device):
+            places[name].copy_(tensor)
+        if check_weights:
+            refuse_not_finite({name: places[name] for name in self.tensors}, dtype)
+
     def read(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and the tensor on the device, shard by shard; shows its progress on a terminal."""
-        is_watched = sys.stderr.isatty()
         for number, file_name in enumerate(self.file_names, start=1):
-            if is_watched:
-                line = f"\rloading {number}/{len(self.file_names)} {file_name}\033[K"
-                print(line, end="", file=sys.stderr, flush=True)
+            _show(f"loading {number}/{len(self.file_names)} {file_name}")
             with self._open(file_name, str(device)) as file:
                 for name, stored in self.tensors.items():
                     if stored.file_name == file_name:
                         yield name, file.get_tensor(stored.name).to(device)
-        if is_watched:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        _show("")
 
     def get(self, name: str) -> Tensor:
         """Returns one tensor, on the CPU."""
@@ -98,12 +165,20 @@ class Checkpoint:
             raise ModelError(f"{file_name} cannot be read: {first_line(error)}") from None
 
 
+def _show(line: str) -> None:
+    """Replaces the line that a terminal shows."""
+    if sys.stderr.isatty():
+        print(f"\r{line}\033[K", end="", file=sys.stderr, flush=True)
+
+
 class _PickledFile(dict[str, Tensor]):
-    """The tensors of a file of torch.save, with the methods of an open safetensors file; no code of the file is run.
+    """Holds the tensors of a file of torch.save, with the methods of an open safetensors file.
 
     The file is mapped into memory, so that each tensor is read on demand. Files from before torch 1.6, which are not
     zip archives, are read whole.
     """
+
+    get_tensor = dict.__getitem__
 
     def __init__(self, path: Path) -> None:
         tensors = load_pickled(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
@@ -112,24 +187,10 @@ class _PickledFile(dict[str, Tensor]):
             raise ModelError(f"{path.name} holds no dictionary of tensors")
         super().__init__(tensors)
 
-    def get_slice(self, name: str) -> _PickledHeader:
-        return _PickledHeader(self[name])
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self[name]
-
-
-class _PickledHeader(NamedTuple):
-    """The header of a tensor, with the methods of a slice of safetensors."""
-
-    tensor: Tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self.tensor.shape)
-
-    def get_dtype(self) -> str:
-        name = str(self.tensor.dtype).removeprefix("torch.").upper()
-        return name.replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I").removesuffix("FN")
+    def get_slice(self, name: str) -> SimpleNamespace:
+        shape, dtype = list(self[name].shape), str(self[name].dtype).removeprefix("torch.").upper()
+        dtype = dtype.replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I").removesuffix("FN")
+        return SimpleNamespace(get_shape=lambda: shape, get_dtype=lambda: dtype)
 
 
 def load_pickled(path: Path, **options: Any) -> Any:
@@ -146,42 +207,10 @@ def load_pickled(path: Path, **options: Any) -> Any:
         raise ModelError(f"{path.name} cannot be read: {reason}") from None
 
 
-def fill(
-    module: nn.Module, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, check_weights: bool = True
-) -> None:
-    """Moves a module built on the meta device to `device` and fills it with the checkpoint's tensors, floating-point
-    ones as `dtype`; leaves it frozen and in eval mode.
-
-    Names, shapes and memory are checked before anything is allocated, and then whether all weights are finite.
-    """
-    module.to(dtype)
-    expected = module.state_dict()
-    refuse_names("missing", expected.keys() - checkpoint.tensors.keys())
-    refuse_names("unexpected", checkpoint.tensors.keys() - expected.keys())
-    for name, stored in checkpoint.tensors.items():
-        wanted = expected[name]
-        if stored.dtype.startswith(("F4", "F6")):
-            raise ModelError(f"tensor {name} has dtype {stored.dtype}, which is not implemented")
-        if stored.shape != list(wanted.shape):
-            raise ModelError(f"tensor {name} has shape {stored.shape}, config.json asks for {list(wanted.shape)}")
-        if stored.is_floating_point != wanted.is_floating_point():
-            raise ModelError(f"tensor {name} has dtype {stored.dtype}, {wanted.dtype} was expected")
-    check_memory(sum(tensor.nbytes for tensor in expected.values()), device, f"the weights take {{}} as {dtype}")
-    places = module.to_empty(device=device).requires_grad_(False).eval().state_dict()
-    if device.type == "meta":
-        return
-    for name, tensor in checkpoint.read(device):
-        places[name].copy_(tensor)
-    if check_weights:
-        refuse_not_finite({name: places[name] for name in checkpoint.tensors}, dtype)
-
-
 def refuse_not_finite(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Refuses NaN and infinite weights, with which a model repeats one token for ever."""
-    names = not_finite(tensors)
-    if names:
-        fault = f"tensors with NaN or infinite values as {dtype}: {_listed(names)}"
-        raise ModelError(f"{fault}; check_weights=False (--no-check-weights) loads them")
+    """Refuses NaN and infinite weights, which make a model repeat one token for ever."""
+    advice = "; check_weights=False (--no-check-weights) loads them"
+    refuse_names(f"tensors with NaN or infinite values as {dtype}", not_finite(tensors), advice)
 
 
 def not_finite(tensors: dict[str, Tensor]) -> list[str]:
@@ -192,7 +221,7 @@ def not_finite(tensors: dict[str, Tensor]) -> list[str]:
     names, extremes = [], []
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel() > 0:
-            # torch cannot compare numbers of one byte: they are widened, piece by piece
+            # torch cannot compare numbers of one byte, so they are widened, piece by piece
             is_wide = tensor.dtype.itemsize > 1
             for piece in (tensor,) if is_wide else map(Tensor.float, tensor.flatten().split(_PIECE)):
                 names.append(name)
@@ -203,65 +232,8 @@ def not_finite(tensors: dict[str, Tensor]) -> list[str]:
     return list(dict.fromkeys(name for name, holds in zip(names, is_finite) if not holds))
 
 
-class StoredSize(NamedTuple):
-    """A size that both config.json and a tensor tell.
-
-    fields   a field of config.json, or several with * and + between them
-    axis     the axis of the tensor
-    tensors  names of tensors; the first that exists is compared
-    """
-
-    fields: str
-    axis: int
-    tensors: tuple[str, ...]
-
-
-def check_sizes(config: Any, sizes: Iterable[StoredSize], tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuses sizes that differ from those of the tensors; `config` has the fields as attributes."""
-    for fields, axis, names in sizes:
-        name = next((name for name in names if name in tensors), None)
-        shape = [] if name is None else tensors[name].shape
-        if len(shape) <= axis:
-            continue  # `fill` refuses these
-        numbers = re.sub("[a-z_]+", lambda field: str(getattr(config, field[0])), fields)
-        if shape[axis] != sum(math.prod(map(int, term.split("*"))) for term in numbers.split("+")):
-            raise ModelError(
-                f"config.json: {fields} must be {shape[axis]} as in {name} of shape {shape}, got {numbers}"
-            )
-
-
-def check_layers(config: Mapping[str, Any], field: str, names: Iterable[str], prefix: str) -> None:
-    """Refuses a number of layers that differs from that of the tensors `prefix`0, `prefix`1, ..."""
-    layers = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
-    value = config.get(field)
-    if layers and is_integer(value) and value != len(layers):  # other types are refused where they are read
-        _refuse_layers(field, f"{len(layers)}", prefix, value)
-
-
-def check_most_layers(config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Refuses more layers than the longest numbered list of tensors has; for transformers' models, which name fields
-    and tensors in many ways."""
-    lists: dict[str, set[str]] = {}
-    for name in names:
-        found = re.match(r"(.*?\.)(\d+)\.", name)
-        if found:
-            lists.setdefault(found[1], set()).add(found[2])
-    if not lists:
-        return
-    prefix = max(lists, key=lambda each: len(lists[each]))
-    for section in (config, *(section for section in config.values() if isinstance(section, dict))):
-        for field in _LAYER_FIELDS:
-            value = section.get(field)
-            if is_integer(value) and value > len(lists[prefix]):
-                _refuse_layers(field, f"at most {len(lists[prefix])}", prefix, value)
-
-
-def _refuse_layers(field: str, rule: str, prefix: str, value: int) -> NoReturn:
-    raise ModelError(f"config.json: {field} must be {rule} as in the tensors {prefix}*, got {shown(value)}")
-
-
 def check_memory(needed_bytes: int, device: torch.device, need: str) -> None:
-    """Refuses more bytes than the device has free; `need` is the text of the error, with {} for the amount."""
+    """Refuses more bytes than the device has free; `need` begins the error, with {} for the amount."""
     free = free_memory_bytes(device)
     if free is not None and needed_bytes > free:
         amount = f"{needed_bytes / 2**30:.2f} GiB"
@@ -275,9 +247,8 @@ def free_memory_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0] + cached
     table = Path("/proc/meminfo")
     if device.type == "cpu" and table.is_file():
-        for line in table.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        available = re.search(r"^MemAvailable: *(\d+) kB", table.read_text(encoding="ascii"), re.MULTILINE)
+        return int(available[1]) * 1024 if available else None
     return None
 
 
@@ -290,18 +261,15 @@ def naming(folder: Path) -> Iterator[None]:
         raise ModelError(f"{folder}: {error}") from None
 
 
-def check_folder(folder: Path) -> None:
-    """Refuses a path that is no folder, and tells how to download what looks like a name of the Hugging Face hub."""
+def read_config(folder: Path, *, is_optional: bool = False) -> dict[str, Any]:
+    """Returns the parsed config.json of a folder; tells how to download what looks like a name of the Hugging Face
+    hub."""
     if not folder.is_dir():
-        fault = "there is no such folder, and nothing is downloaded"
-        is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", folder.as_posix()) and not folder.exists()
-        raise ModelError(fault + (f": hf download {folder.as_posix()} --local-dir FOLDER makes one" if is_name else ""))
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the parsed config.json of a folder."""
-    check_folder(folder)
-    return read_json(folder / "config.json")
+        name = folder.as_posix()
+        is_of_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) and not folder.exists()
+        advice = f": hf download {name} --local-dir FOLDER makes one" if is_of_hub else ""
+        raise ModelError(f"there is no such folder, and nothing is downloaded{advice}")
+    return read_json(folder / "config.json", is_optional=is_optional)
 
 
 def read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
@@ -339,25 +307,18 @@ def _file_names(folder: Path) -> tuple[str, list[str]]:
             if not (isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())):
                 raise ModelError(f"{index.name}: weight_map must be an object that names the file of each tensor")
             for tensor, file in weight_map.items():
-                if not _is_inside(file):
+                path = PureWindowsPath(file)  # this class knows the separators and roots of all systems
+                # Links may leave the folder: the files of a hub's cache are links.
+                is_inside = len(path.parts) > 0 and not path.anchor and ".." not in path.parts and "\0" not in file
+                if not is_inside or max(map(len, path.parts)) > 255:
                     fault = f"weight_map must name files inside the folder, got {shown(file)} for {tensor}"
                     raise ModelError(f"{index.name}: {fault}")
             return index.name, sorted(set(weight_map.values()))
     raise ModelError("neither model.safetensors nor model.safetensors.index.json nor pytorch_model.bin is there")
 
 
-def _is_inside(name: str) -> bool:
-    """Tells whether a file's name stays inside the folder. Links may leave it: the files of a hub's cache are links."""
-    path = PureWindowsPath(name)  # this class knows the separators and roots of all systems
-    parts = path.parts
-    return len(parts) > 0 and not path.anchor and ".." not in parts and "\0" not in name and max(map(len, parts)) < 256
-
-
-def refuse_names(fault: str, names: set[str]) -> None:
-    """Raises ModelError when tensors are `fault`: missing or unexpected."""
+def refuse_names(fault: str, names: Sequence[str], advice: str = "") -> None:
+    """Raises ModelError when there are tensors with a fault; names the first four."""
     if names:
-        raise ModelError(f"{fault} tensors: {_listed(sorted(names))}")
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        raise ModelError(f"{fault}: {', '.join(names[:4])}{more}{advice}")

@@ -19,10 +19,8 @@ from .rotary import Rotary
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP.
-
-    The residual stream [B, T, H] is passed on as two summands, stream + delta, which the next norm adds.
-    """
+    """Computes pre-norm attention and MLP. The residual stream [B, T, H] is passed on as two summands, stream + delta,
+    which the next norm adds."""
 
     def __init__(self, config: DecoderConfig, window: int | None) -> None:
         super().__init__()
@@ -42,7 +40,7 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderBackbone(nn.Module):
-    """Everything below the language-model head: a module of its own for the published prefix `model.`."""
+    """Computes everything below the language-model head; a separate module for the published prefix `model.`."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -68,23 +66,12 @@ class DecoderBackbone(nn.Module):
 
 
 class ConfiguredModel(nn.Module):
-    """Base of decoders and draft heads: the members of `protocol` that their config and weights determine."""
+    """Holds what decoders and draft heads share: the members of `protocol` that config and weights determine."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config = config
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_length(self) -> int:
-        return self.config.max_position_embeddings
-
-    @property
-    def kv_shape(self) -> KVShape:
-        return KVShape(self.config.num_hidden_layers, self.config.num_key_value_heads, self.config.head_dim)
+        self.config, self.vocab_size, self.max_length = config, config.vocab_size, config.max_position_embeddings
+        self.kv_shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
 
     @property
     def device(self) -> torch.device:
@@ -96,10 +83,11 @@ class ConfiguredModel(nn.Module):
 
 
 class Decoder(ConfiguredModel):
-    """A target of any of the families (`protocol.TargetModel`)."""
+    """Computes a target of any of the families (`protocol.TargetModel`)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
+        self.hidden_size = config.hidden_size
         self.model = DecoderBackbone(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
@@ -116,12 +104,8 @@ class Decoder(ConfiguredModel):
         return self.lm_head
 
     @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device  # every step asks, and to find the first parameter takes microseconds
+        return self.lm_head.weight.device  # read in every step, and finding the first parameter takes microseconds
 
     def forward(
         self,

@@ -6,8 +6,9 @@ An absent key has the default that the family has in transformers.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, NamedTuple
 
 from ...primitives.paging import MAX_HEAD_DIM, MIN_HEAD_DIM
 from ...runtime.values import is_fp32, is_integer, shown
@@ -15,32 +16,26 @@ from .checkpoint import StoredSize
 from .protocol import ModelError
 
 
-@dataclass(frozen=True)
-class Family:
-    """How the models of one `model_type` differ.
+class Family(NamedTuple):
+    """Tells how the models of one `model_type` differ."""
 
-    qkv_bias, o_bias, mlp_bias   whether the projections have a bias, or the key of config.json that says so
-    has_qk_norms                 an RMS norm of each query and key head, before RoPE
-    sliding                      layers with a sliding window: "none", "all" if `sliding_window` is set, or "by layer"
-    defaults                     values of absent keys, where they differ from those of `DecoderConfig`
-    """
-
-    qkv_bias: bool | str = False
+    qkv_bias: bool | str = False  # whether the projections have a bias, or the key of config.json that says so
     o_bias: bool | str = False
     mlp_bias: bool | str = False
-    has_qk_norms: bool = False
-    sliding: str = "none"
-    defaults: dict[str, Any] = field(default_factory=dict)
+    has_qk_norms: bool = False  # whether each query and key head has an RMS norm, before RoPE
+    sliding: str = "none"  # layers with a sliding window: "none", "all" if `sliding_window` is set, or "by layer"
+    defaults: dict[str, Any] = {}  # values of absent keys, where they differ from those of `DecoderConfig`
 
 
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+_QWEN2 = Family(qkv_bias=True, sliding="by layer", defaults=_QWEN)
 
 FAMILIES = {
     "llama": Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
     "mistral": Family(
         sliding="all", defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
     ),
-    "qwen2": Family(qkv_bias=True, sliding="by layer", defaults=_QWEN),
+    "qwen2": _QWEN2,
     "qwen3": Family(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
@@ -48,14 +43,11 @@ FAMILIES = {
         sliding="by layer",
         defaults=_QWEN | {"head_dim": 128},
     ),
-    "mimo": Family(qkv_bias=True, sliding="by layer", defaults=_QWEN),
+    "mimo": _QWEN2,
 }
 
 # Keys that change the computation, with the one value that is implemented.
 _IMPLEMENTED = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None}
-
-# Fields of `DecoderConfig` that config.json expresses in other ways.
-_DERIVED = {"qkv_bias", "o_bias", "mlp_bias", "has_qk_norms", "windows", "rope"}
 
 # Token ids and places in the KV pools are int32. A layer is a Python object: config.json must not ask for millions.
 _LARGEST_SIZE = 2**31 - 1
@@ -71,21 +63,15 @@ _ROPE_TYPES = {
     "yarn": (),
 }
 
-
-def read_section(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns the JSON object under a key of config.json; {} for an absent or null key."""
-    section = config.get(name)
-    if section is not None and not isinstance(section, dict):
-        raise ModelError(f"config.json: {name} must be an object, got {shown(section)}")
-    return section or {}
+_TYPES = {dict: "an object", bool: "true or false", str: "a string"}  # what errors call them
 
 
-def read_flag(config: dict[str, Any], name: str) -> bool:
-    """Returns the boolean under a key of config.json; False for an absent or null key."""
+def read_value(config: dict[str, Any], name: str, kind: type, file_name: str = "config.json") -> Any:
+    """Returns the value of type `kind` under a key of a JSON file; the type's empty value for an absent or null key."""
     value = config.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ModelError(f"config.json: {name} must be true or false, got {shown(value)}")
-    return bool(value)
+    if value is not None and not isinstance(value, kind):
+        raise ModelError(f"{file_name}: {name} must be {_TYPES[kind]}, got {shown(value)}")
+    return kind() if value is None else value
 
 
 def read_size(config: dict[str, Any], name: str) -> int:
@@ -100,10 +86,7 @@ def read_size(config: dict[str, Any], name: str) -> int:
 
 def read_model_type(config: dict[str, Any]) -> str:
     """Returns the family that a config.json names; llama for an absent or null key."""
-    model_type = config.get("model_type") or "llama"
-    if not isinstance(model_type, str):
-        raise ModelError(f"config.json: model_type must be a string, got {shown(model_type)}")
-    return model_type
+    return read_value(config, "model_type", str) or "llama"
 
 
 def check_implemented(config: dict[str, Any], implemented: dict[str, Any], of: str = "") -> None:
@@ -116,14 +99,14 @@ def check_implemented(config: dict[str, Any], implemented: dict[str, Any], of: s
 
 def check_fields(config: Any) -> None:
     """Checks the sizes, numbers and flags of a dataclass by the types of its fields; makes floats of its numbers."""
-    for item in fields(config):
-        name, value, kind = item.name, getattr(config, item.name), item.type.removesuffix(" | None")
-        if value is None and kind != item.type:
+    for name, annotation in ((item.name, item.type) for item in fields(config)):
+        value, kind = getattr(config, name), annotation.removesuffix(" | None")
+        if value is None and kind != annotation:
             continue
         if kind == "int":
-            read_size({name: value}, name)
+            read_size(vars(config), name)
         if kind == "bool":
-            read_flag({name: value}, name)
+            read_value(vars(config), name, bool)
         if kind == "float":
             if not (is_integer(value) or isinstance(value, float)):
                 raise ModelError(f"config.json: {name} must be a number, got {shown(value)}")
@@ -135,9 +118,14 @@ def check_fields(config: Any) -> None:
             object.__setattr__(config, name, value)
 
 
+def _present(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Returns the values of those keys that are neither absent nor null."""
+    return {name: config[name] for name in names if config.get(name) is not None}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """`rope_scaling`, which transformers 5 calls `rope_parameters`; the names are theirs, and `rotary.py` uses them."""
+    """Holds `rope_scaling`, which transformers 5 calls `rope_parameters`, with the names of transformers."""
 
     rope_type: str = "default"
     rope_theta: float = 10000.0
@@ -168,7 +156,7 @@ class RopeConfig:
     def from_dict(cls, config: dict[str, Any], max_length: int) -> RopeConfig:
         """Reads a whole config.json; `max_length` is the pretrained length where config.json names no other."""
         name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-        section = read_section(config, name)
+        section = read_value(config, name, dict)
         rope_type = section.get("rope_type", section.get("type", "default"))
         nested = [key for key, value in section.items() if isinstance(value, dict)]
         if nested:
@@ -181,42 +169,29 @@ class RopeConfig:
         missing = [key for key in _ROPE_TYPES[rope_type] if section.get(key) is None]
         if missing:
             raise ModelError(f"config.json: {name} of type {rope_type!r} lacks {', '.join(missing)}")
-        known = {item.name for item in fields(cls)}
-        values = {key: value for key, value in section.items() if key in known and value is not None}
-        values["rope_type"] = rope_type
-        if config.get("rope_theta") is not None:
-            values.setdefault("rope_theta", config["rope_theta"])
-        length = "original_max_position_embeddings"
-        if config.get(length) is not None:  # has precedence over the section's own
-            values[length] = config[length]
-        read_size({length: values.setdefault(length, max_length)}, length)
+        length = "original_max_position_embeddings"  # one beside the section has precedence over one inside
+        values = {length: max_length} | _present(config, ["rope_theta"])
+        values |= _present(section, [item.name for item in fields(cls)]) | _present(config, [length])
         if rope_type == "yarn":
-            values.setdefault("factor", max_length / values[length])
-        return cls(**values)
+            values.setdefault("factor", max_length / read_size(values, length))
+        return cls(**values | {"rope_type": rope_type})
 
 
 def layer_sizes(prefix: str) -> list[StoredSize]:
     """Returns the sizes that the tensors of one layer tell, whose names begin with `prefix`."""
-    names = {
-        "hidden_size": "post_attention_layernorm",
-        "intermediate_size": "mlp.gate_proj",
-        "num_attention_heads * head_dim": "self_attn.q_proj",
-        "num_key_value_heads * head_dim": "self_attn.k_proj",
-    }
-    return [StoredSize(fields, 0, (f"{prefix}{name}.weight",)) for fields, name in names.items()]
+    return [
+        StoredSize("hidden_size", 0, (f"{prefix}post_attention_layernorm.weight",)),
+        StoredSize("intermediate_size", 0, (f"{prefix}mlp.gate_proj.weight",)),
+        StoredSize("num_attention_heads * head_dim", 0, (f"{prefix}self_attn.q_proj.weight",)),
+        StoredSize("num_key_value_heads * head_dim", 0, (f"{prefix}self_attn.k_proj.weight",)),
+    ]
 
 
 @dataclass(kw_only=True)
 class DecoderConfig:
-    """The keys of a config.json that decide the computation. Names are Hugging Face's, apart from the last five:
+    """Holds the keys of a config.json that decide the computation, by Hugging Face's names apart from the last five."""
 
-    qkv_bias, o_bias   whether the projections into and out of attention have a bias
-    has_qk_norms       whether each query and key head has an RMS norm
-    windows            for each layer the number of keys that a token sees, itself included; None: all
-    rope               the frequencies of the rotary embedding
-    """
-
-    stored_sizes = (  # that the tensors tell as well
+    stored_sizes = (  # those that the tensors tell as well
         StoredSize("vocab_size", 0, ("model.embed_tokens.weight", "lm_head.weight")),
         *layer_sizes("model.layers.0."),
     )
@@ -232,10 +207,10 @@ class DecoderConfig:
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
     mlp_bias: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    has_qk_norms: bool = False
-    windows: tuple[int | None, ...] = ()
+    qkv_bias: bool = False  # whether the projections into attention have a bias
+    o_bias: bool = False  # whether the projection out of attention has a bias
+    has_qk_norms: bool = False  # whether each query and key head has an RMS norm
+    windows: tuple[int | None, ...] = ()  # the keys that a token sees in each layer, itself included; None: all
     rope: RopeConfig = RopeConfig()
 
     def __post_init__(self) -> None:
@@ -268,14 +243,13 @@ class DecoderConfig:
         check_implemented(config, _IMPLEMENTED)
         family = FAMILIES[model_type]
         config = family.defaults | config
-        known = {item.name for item in fields(cls)} - _DERIVED
-        values = {name: value for name, value in config.items() if name in known and value is not None}
+        values = _present(config, [item.name for item in fields(cls)])
         for item in fields(cls):
             if item.default is MISSING and item.name not in values:
                 raise ModelError(f"config.json: {item.name} is missing")
         for name in ("qkv_bias", "o_bias", "mlp_bias"):
             bias = getattr(family, name)
-            values[name] = read_flag(config, bias) if isinstance(bias, str) else bias
+            values[name] = read_value(config, bias, bool) if isinstance(bias, str) else bias
         values["has_qk_norms"] = family.has_qk_norms
         values["windows"] = _windows(config, family, read_size(config, "num_hidden_layers"))
         values.setdefault("max_position_embeddings", cls.max_position_embeddings)
@@ -287,7 +261,7 @@ def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[i
     """Returns the window of each layer; None for layers that see every token."""
     window, first = config.get("sliding_window"), None
     if family.sliding == "by layer":
-        window = window if read_flag(config, "use_sliding_window") else None
+        window = window if read_value(config, "use_sliding_window", bool) else None
         first = config.get("max_window_layers")
         if first is not None and not (is_integer(first) and first >= 0):
             raise ModelError(f"config.json: max_window_layers must be an integer of at least 0, got {shown(first)}")

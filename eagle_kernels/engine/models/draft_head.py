@@ -15,7 +15,7 @@ from .decoder import ConfiguredModel
 from .decoder_config import DecoderConfig, layer_sizes
 from .head_formats import flatten
 from .layers import Linear
-from .protocol import FINAL_NORM, KVShape, ModelError, TargetModel
+from .protocol import FINAL_NORM, ModelError, TargetModel
 from .rotary import Rotary
 
 # Options that a head has if its file holds their tensors: the setting, and the end of the tensor's name.
@@ -26,12 +26,12 @@ OPTIONS_IN_FILE = {
     "has_qk_norms": "q_norm.weight",
 }
 
-# Modules that a head without its own takes from the target: what they are, and the target's method that returns them.
+# The modules that a head without its own takes from the target: what they are, and the target's method for each.
 _SHARED_PARTS = {"embed_tokens": ("embedding", "get_input_embeddings"), "lm_head": ("output", "get_output_embeddings")}
 
 
 def head_sizes(layer_prefix: str) -> list[StoredSize]:
-    """Returns the sizes that the tensors of a head tell; the names of its first layer's begin with `layer_prefix`."""
+    """Returns the sizes that the tensors of a head tell; those of its first layer have names with `layer_prefix`."""
     return [
         StoredSize("vocab_size", 0, ("embed_tokens.weight", "t2d")),
         StoredSize("draft_vocab_size", 0, ("lm_head.weight", "d2t")),
@@ -41,7 +41,7 @@ def head_sizes(layer_prefix: str) -> list[StoredSize]:
 
 @dataclass(kw_only=True)
 class HeadConfig(DecoderConfig):
-    """A head's config.json: the keys of its one decoder layer, and those below.
+    """Holds a head's config.json: the keys of its decoder layers, of which EAGLE heads have one, and those below.
 
     `rope_theta` is 10000 where config.json has none, whatever the target's is.
     draft_vocab_size     rows of lm_head; None: the target's vocabulary
@@ -80,7 +80,7 @@ class HeadConfig(DecoderConfig):
 
 
 class DraftHead(ConfiguredModel):
-    """Base of the heads (`protocol.DraftModel`); `bind` a head to its target before use.
+    """Holds what all heads share (`protocol.DraftModel`); `bind` a head to its target before use.
 
     The head uses what its checkpoint holds and takes the rest from the target:
     own_embedding   the checkpoint holds `embed_tokens.weight` [V, H]
@@ -93,6 +93,7 @@ class DraftHead(ConfiguredModel):
 
     def __init__(self, config: HeadConfig, *, own_embedding: bool, own_output: bool) -> None:
         super().__init__(config)
+        self.draft_vocab_size = config.draft_vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
         self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_output else None
         self.rotary = Rotary(config)
@@ -101,14 +102,6 @@ class DraftHead(ConfiguredModel):
         self.register_buffer("t2d", None if whole else torch.zeros(config.vocab_size, dtype=torch.bool))
         # In a dict, because modules assigned as attributes would become part of this head's state dict.
         self._shared: dict[str, nn.Module] = {}
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.config.draft_vocab_size
-
-    @property
-    def kv_shape(self) -> KVShape:
-        return super().kv_shape._replace(num_layers=1)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -122,15 +115,14 @@ class DraftHead(ConfiguredModel):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embeds ids [B, T] int64 as [B, T, H]."""
-        return self._own_or_shared("embed_tokens")(input_ids)
+        return self._part("embed_tokens")(input_ids)
 
     def project(self, hidden: Tensor) -> Tensor:
         """Computes the logits [B, T, Vd] of hidden [B, T, H]."""
-        return self._own_or_shared("lm_head")(hidden)
+        return self._part("lm_head")(hidden)
 
-    def _own_or_shared(self, part: str) -> nn.Module:
-        module = getattr(self, part)
-        module = self._shared.get(part) if module is None else module
+    def _part(self, part: str) -> nn.Module:
+        module = getattr(self, part) or self._shared.get(part)
         if module is None:
             raise ModelError(f"the head holds no {part}.weight: call bind(target) first")
         return module
@@ -144,8 +136,8 @@ class DraftHead(ConfiguredModel):
         self.config.aux_layers = tuple(aux_layers)
 
     def bind(self, target: TargetModel) -> DraftHead:
-        """Checks that the head fits the target, settles the default aux layers, takes the parts that the head lacks
-        from the target, and returns the head."""
+        """Checks that the head fits the target, takes from it the default aux layers and the parts that the head lacks,
+        and returns the head."""
         for misfit in self.misfits(target):
             raise ModelError(misfit)
         self.config.aux_layers = self._aux_layers_for(target)
@@ -181,14 +173,35 @@ class DraftHead(ConfiguredModel):
         return found
 
     def vocabulary_faults(self) -> list[str]:
-        """Returns what is wrong with the draft vocabulary whatever the target: the first bad id of each fault."""
-        if self.d2t is None:
+        """Returns what is wrong with the draft vocabulary for any target: the first bad id of each fault.
+
+        The offsets d2t and, if there is one, t2d must describe the same ascending subset of the target's vocabulary.
+        """
+        d2t, t2d, vocab_size = self.d2t, self.t2d, self.vocab_size
+        if d2t is None:
             return []
-        found = _faults_of_offsets(self.d2t, self.t2d, self.vocab_size)
+        target_ids, found = d2t + torch.arange(len(d2t), device=d2t.device), []
+        for draft_id in ((target_ids < 0) | (target_ids >= vocab_size)).nonzero().flatten()[:1]:
+            found.append(
+                f"d2t: draft id {draft_id} maps to target id {target_ids[draft_id]}, outside the {vocab_size} there are"
+            )
+        for draft_id in (target_ids.diff() <= 0).nonzero().flatten()[:1] + 1:
+            found.append(
+                f"d2t: draft id {draft_id} maps to target id {target_ids[draft_id]}, not above its predecessor's "
+                f"{target_ids[draft_id - 1]}; d2t holds offsets (target id - draft id)"
+            )
+        if found:
+            ascends_as_ids = bool((d2t.diff() > 0).all()) and int(d2t[0]) >= 0 and int(d2t[-1]) < vocab_size
+            if ascends_as_ids and (t2d is None or bool(t2d[d2t].all())):
+                found[0] += "; these look like target ids themselves, where offsets (target id - draft id) are expected"
+        elif t2d is not None:
+            expected = torch.zeros_like(t2d).index_fill_(0, target_ids, True)
+            for target_id in (expected != t2d).nonzero().flatten()[:1]:
+                found.append(f"t2d: target id {target_id} is {t2d[target_id]}, but d2t makes it {expected[target_id]}")
         if self.lm_head is None:
             found.append(
-                f"a head over {self.draft_vocab_size} of {self.vocab_size} tokens cannot share the target's output and "
-                "must hold lm_head.weight"
+                f"a head over {self.draft_vocab_size} of {vocab_size} tokens cannot share the target's output and must "
+                "hold lm_head.weight"
             )
         return found
 
@@ -212,35 +225,3 @@ def _faults_of_aux_layers(aux_layers: tuple[int, ...], num_layers: int) -> list[
     if aux_layers == usual_aux_layers(num_layers):
         fault += "; targets of fewer than 7 layers need explicit eagle_config.eagle_aux_hidden_state_layer_ids"
     return [fault]
-
-
-def _faults_of_offsets(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> list[str]:
-    """Checks that the offsets d2t [Vd] int64 and, if there is one, t2d [V] bool describe the same ascending subset of
-    the target's vocabulary."""
-    target_ids, found = d2t + torch.arange(len(d2t), device=d2t.device), []
-    outside = ((target_ids < 0) | (target_ids >= vocab_size)).nonzero()
-    descending = (target_ids.diff() <= 0).nonzero() + 1
-    if len(outside):
-        draft_id = int(outside[0])
-        target_id = int(target_ids[draft_id])
-        found.append(f"d2t: draft id {draft_id} maps to target id {target_id}, outside the {vocab_size} there are")
-    if len(descending):
-        draft_id = int(descending[0])
-        found.append(
-            f"d2t: draft id {draft_id} maps to target id {int(target_ids[draft_id])}, not above its predecessor's "
-            f"{int(target_ids[draft_id - 1])}; d2t holds offsets (target id - draft id)"
-        )
-    if found:
-        ascends_as_ids = bool((d2t.diff() > 0).all()) and int(d2t[0]) >= 0 and int(d2t[-1]) < vocab_size
-        if ascends_as_ids and (t2d is None or bool(t2d[d2t].all())):
-            found[0] += "; these look like target ids themselves, where offsets (target id - draft id) are expected"
-    elif t2d is not None:
-        expected = torch.zeros_like(t2d)
-        expected[target_ids] = True
-        differing = (expected != t2d).nonzero()
-        if len(differing):
-            target_id = int(differing[0])
-            found.append(
-                f"t2d: target id {target_id} is {bool(t2d[target_id])}, but d2t makes it {bool(expected[target_id])}"
-            )
-    return found

@@ -17,8 +17,8 @@ EAGLE-1 (arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858), which share one netwo
     out    = u + mlp(post_attention_layernorm(u))
     logits = lm_head(out)                                   no final norm; the target's own lm_head
 
-There f_j is the input of the target's lm_head, which is the stream *after* its final norm. `out` is a guess of f_{j+1},
-and is fed back unchanged.
+There f_j is the input of the target's lm_head, the stream *after* its final norm; `out` is a guess of f_{j+1}, and is
+fed back unchanged.
 
 A head that swaps this order, reads features a row off or feeds back the wrong norm still produces correct text: only
 its acceptance suffers. So the config keys below are explicit, and `bind` checks all that can be checked.
@@ -39,7 +39,7 @@ from .protocol import Angles, Attend, DraftOutput, ModelError, StoringAttend
 
 @dataclass(kw_only=True)
 class EagleConfig(HeadConfig):
-    """A `HeadConfig` with the options of the network.
+    """Adds the options of the network.
 
     norm_before_residual    the residual is hidden_norm(h) instead of h
     norm_output             norm(out) is fed back instead of out (the meaning in SGLang and vLLM)
@@ -59,11 +59,9 @@ class EagleConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.use_aux_hidden_state:
-            return
-        if self.norm_before_fc or self.fc_norm:
+        if not self.use_aux_hidden_state and (self.norm_before_fc or self.fc_norm):
             raise ModelError("config.json: norm_before_fc and fc_norm need use_aux_hidden_state=True")
-        if self.target_hidden_size != self.hidden_size:
+        if not self.use_aux_hidden_state and self.target_hidden_size != self.hidden_size:
             raise ModelError(
                 f"config.json: without use_aux_hidden_state, target_hidden_size={self.target_hidden_size} must be "
                 f"hidden_size={self.hidden_size}"
@@ -71,7 +69,7 @@ class EagleConfig(HeadConfig):
 
 
 class EagleLayer(nn.Module):
-    """The head's only layer: a Llama layer whose attention reads (embedding, hidden) pairs and adds to hidden."""
+    """Computes the only layer: a Llama layer whose attention reads (embedding, hidden) pairs and adds to hidden."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -85,26 +83,22 @@ class EagleLayer(nn.Module):
     def forward(self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: Attend) -> Tensor:
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
-        hidden = residual + self.self_attn(self._pair(embedding, normed), angles, attend, layer=0)
+        hidden = residual + self.self_attn(self.pair(embedding, normed), angles, attend, layer=0)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
-    def store(self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: StoringAttend) -> None:
-        self.self_attn.store(self._pair(embedding, self.hidden_norm(hidden)), angles, attend, layer=0)
-
-    def _pair(self, embedding: Tensor, normed: Tensor) -> Tensor:
+    def pair(self, embedding: Tensor, normed: Tensor) -> Tensor:
         return torch.cat((self.input_layernorm(embedding), normed), dim=-1)
 
 
 class EagleHead(DraftHead):
-    """An EAGLE-3 head."""
+    """Computes an EAGLE-3 head."""
 
     config: EagleConfig
 
     def __init__(self, config: EagleConfig, *, own_embedding: bool = False, own_output: bool = True) -> None:
         super().__init__(config, own_embedding=own_embedding, own_output=own_output)
         width, streams = config.target_hidden_size, config.num_aux_layers
-        reads_streams = config.use_aux_hidden_state
-        self.fc = Linear(streams * width, config.hidden_size, bias=False) if reads_streams else None
+        self.fc = Linear(streams * width, config.hidden_size, bias=False) if config.use_aux_hidden_state else None
         self.input_norm = RMSNorm(streams * width, config.rms_norm_eps) if config.norm_before_fc else None
         stream_norms = (RMSNorm(width, config.rms_norm_eps) for _ in range(streams))
         self.fc_norm = nn.ModuleList(stream_norms) if config.fc_norm else None
@@ -132,12 +126,14 @@ class EagleHead(DraftHead):
 
     def store(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: StoringAttend) -> None:
         """See `protocol.DraftModel`."""
-        self.midlayer.store(self.embed(input_ids), self._fuse(hidden), self.rotary(positions), attend)
+        layer, embedding = self.midlayer, self.embed(input_ids)
+        pair = layer.pair(embedding, layer.hidden_norm(self._fuse(hidden)))
+        layer.self_attn.store(pair, self.rotary(positions), attend, layer=0)
 
 
 @dataclass(kw_only=True)
 class Eagle1Config(HeadConfig):
-    """A `HeadConfig`; `fc_bias` says whether fc has a bias (published heads for Llama 3 have none)."""
+    """Adds `fc_bias`, whether fc has a bias (published heads for Llama 3 have none)."""
 
     kind = "EAGLE-1"
     stored_sizes = (*head_sizes("layers.0."), StoredSize("hidden_size + target_hidden_size", 1, ("fc.weight",)))
@@ -146,7 +142,7 @@ class Eagle1Config(HeadConfig):
 
 
 class Eagle1Layer(nn.Module):
-    """A Llama layer without input_layernorm. [B, T, H] -> [B, T, H]."""
+    """Computes a Llama layer without input_layernorm. [B, T, H] -> [B, T, H]."""
 
     def __init__(self, config: Eagle1Config) -> None:
         super().__init__()
@@ -160,7 +156,7 @@ class Eagle1Layer(nn.Module):
 
 
 class Eagle1Head(DraftHead):
-    """An EAGLE-1 or EAGLE-2 head."""
+    """Computes an EAGLE-1 or EAGLE-2 head."""
 
     config: Eagle1Config
 
@@ -173,8 +169,7 @@ class Eagle1Head(DraftHead):
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
     ) -> DraftOutput:
         """See `protocol.DraftModel.forward`; the target's features and the head's guesses are read alike."""
-        hidden = self._fuse(input_ids, hidden)
-        out = self.layers[0](hidden, self.rotary(positions), attend)
+        out = self.layers[0](self._fuse(input_ids, hidden), self.rotary(positions), attend)
         return DraftOutput(self.project(out), out)
 
     def store(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: StoringAttend) -> None:

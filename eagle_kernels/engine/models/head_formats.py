@@ -10,28 +10,16 @@ only more slowly. The official files name no layers. `d2t` holds offsets in ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from ...runtime.values import is_integer, shown
-from .decoder_config import MOST_LAYERS, check_implemented, read_section
+from .checkpoint import StoredTensor
+from .decoder_config import MOST_LAYERS, check_implemented, read_value
 from .protocol import FINAL_NORM, ModelError
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-MODULE_PREFIX = "model.mtp_layers."  # of the tensors of next-token modules, which lie in the target's folder
-
-# Keys of `eagle_config` that only ModelOpt writes.
-_MODELOPT_KEYS = {
-    "use_input_layernorm_in_first_layer",
-    "use_last_layernorm",
-    "use_mtp_layernorm",
-    "next_layer_regular",
-    "parallel_draft_step",
-    "parallel_draft_heads_num_layers",
-}
-
-_SPECFORGE_ARCHITECTURES = {"LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"}
+MODULE_PREFIX = "model.mtp_layers."  # begins the names of next-token modules' tensors, which lie beside the target's
 
 # Other names of settings, and our own.
 _SYNONYMS = {
@@ -43,36 +31,21 @@ _SYNONYMS = {
 }
 
 # Options that trainers can write, with the one value that is implemented.
-_IMPLEMENTED = {
-    "num_hidden_layers": 1,
-    "logit_scale": 1.0,
-    "layernorms": False,
-    "use_mtp_layernorm": False,
-    "next_layer_regular": True,
-    "parallel_draft_step": 1,
-}
+_IMPLEMENTED = {"num_hidden_layers": 1, "logit_scale": 1.0, "layernorms": False}
 
-# The same by kind of network: EAGLE-1 has neither an input norm nor a final norm.
-_IMPLEMENTED_BY_KIND = {
-    "EAGLE-1": {"use_input_layernorm_in_first_layer": False, "use_last_layernorm": False},
-    "EAGLE-3": {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True},
-}
+# Options of `eagle_config` that only ModelOpt writes.
+_MODELOPT = {"use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1}
+_MODELOPT_NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")  # EAGLE-3 has both, EAGLE-1 neither
+_MODELOPT_KEYS = {*_MODELOPT, *_MODELOPT_NORMS, "parallel_draft_heads_num_layers"}
 
 
-@dataclass(frozen=True)
-class HeadFormat:
-    """A published format.
+class HeadFormat(NamedTuple):
+    """Describes a published format."""
 
-    name            the name shown to users
-    is_written_by   tells whether a parsed config.json has this format
-    section         an object inside config.json with further keys, which have precedence over those beside it
-    tensor_names    (beginning of a name in the file, our beginning)
-    """
-
-    name: str
-    is_written_by: Callable[[dict[str, Any]], bool]
-    section: str = "eagle_config"
-    tensor_names: tuple[tuple[str, str], ...] = ()
+    name: str  # as shown to users
+    is_written_by: Callable[[dict[str, Any]], bool]  # tells whether a parsed config.json has this format
+    section: str = "eagle_config"  # an object in config.json with more keys, which have precedence over those beside it
+    tensor_names: tuple[tuple[str, str], ...] = ()  # (beginning of a name in the file, our beginning)
 
 
 def _architectures(config: dict[str, Any]) -> list[str]:
@@ -81,6 +54,8 @@ def _architectures(config: dict[str, Any]) -> list[str]:
         raise ModelError(f"config.json: architectures must be a list of strings, got {shown(names)}")
     return names
 
+
+_SPECFORGE = {"LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"}  # names of its architectures
 
 _FORMATS = (  # the first that fits is taken
     HeadFormat(
@@ -91,7 +66,7 @@ _FORMATS = (  # the first that fits is taken
     ),
     HeadFormat(
         "NVIDIA ModelOpt",
-        lambda config: bool(_MODELOPT_KEYS & read_section(config, "eagle_config").keys()),
+        lambda config: bool(_MODELOPT_KEYS & read_value(config, "eagle_config", dict).keys()),
         tensor_names=(
             ("hidden_norm.", "midlayer.hidden_norm."),
             ("input_embeds_norm.", "midlayer.input_layernorm."),
@@ -100,27 +75,20 @@ _FORMATS = (  # the first that fits is taken
     ),
     HeadFormat(
         "SpecForge/SGLang",
-        lambda config: bool(config.get("eagle_config") or _SPECFORGE_ARCHITECTURES & set(_architectures(config))),
+        lambda config: bool(config.get("eagle_config") or _SPECFORGE.intersection(_architectures(config))),
         tensor_names=tuple((f"aux_norm_{name}.", f"fc_norm.{i}.") for i, name in enumerate(("low", "mid", "high"))),
     ),
     HeadFormat("official (SafeAILab)", lambda config: True),
 )
-
-
 NEXT_TOKEN_MODULES = HeadFormat("MiMo (next-token modules)", lambda config: False)  # recognised by its tensors
 
 
 class AuxLayers(NamedTuple):
-    """The streams of the target that a head reads, according to its config.json.
+    """Holds the streams of the target that a head reads, according to its config.json."""
 
-    written   the ids in the file; None if it has none
-    meaning   what the ids number
-    indices   the same streams as hidden_states indices; () if the file has none
-    """
-
-    written: tuple[int, ...] | None
-    meaning: str
-    indices: tuple[int, ...]
+    written: tuple[int, ...] | None  # the ids in the file; None if it has none
+    meaning: str  # what the ids number
+    indices: tuple[int, ...]  # the same streams as hidden_states indices; () if the file has none
 
 
 def recognise(config: dict[str, Any]) -> HeadFormat:
@@ -128,9 +96,8 @@ def recognise(config: dict[str, Any]) -> HeadFormat:
     return next(form for form in _FORMATS if form.is_written_by(config))
 
 
-def kind_of(config: dict[str, Any], tensor_names: Iterable[str]) -> str:
+def kind_of(config: dict[str, Any], names: Collection[str]) -> str:
     """Returns `EAGLE-3`, `EAGLE-1` (which EAGLE-2 shares) or `MTP`, from config.json or, failing that, the tensors."""
-    names = list(tensor_names)
     if any(name.startswith(MODULE_PREFIX) for name in names):
         return "MTP"
     declared = config.get("speculators_model_type")
@@ -149,22 +116,29 @@ def kind_of(config: dict[str, Any], tensor_names: Iterable[str]) -> str:
     return "EAGLE-1"
 
 
-def rename(form: HeadFormat, kind: str, name: str) -> str:
-    """Returns our name of a tensor in the file."""
-    name = name.removeprefix("model.")
-    for theirs, ours in form.tensor_names:
-        if name.startswith(theirs):
-            name = ours + name.removeprefix(theirs)
-            break
-    if kind == "EAGLE-3" and name.startswith("layers.0."):
-        name = "midlayer." + name.removeprefix("layers.0.")
-    return name
+def rename(form: HeadFormat, kind: str, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Returns the draft's tensors by our names."""
+    changes = [("model.", ""), *form.tensor_names]
+    if kind == "EAGLE-3":
+        changes.append(("layers.0.", "midlayer."))
+    renamed: dict[str, StoredTensor] = {}
+    for name, stored in tensors.items():
+        if kind == "MTP" and not name.startswith(MODULE_PREFIX):
+            continue  # it is the target's
+        ours = name
+        for theirs, new in changes:
+            if ours.startswith(theirs):
+                ours = new + ours.removeprefix(theirs)
+        if ours in renamed:
+            raise ModelError(f"tensor {name}: another one is {ours} already")
+        renamed[ours] = stored
+    return renamed
 
 
 def flatten(config: dict[str, Any], kind: str) -> dict[str, Any]:
     """Returns config.json of any format as one flat object with our names; `aux_layers` are hidden_states indices."""
-    form = recognise(config)
-    values = config | {key: value for key, value in read_section(config, form.section).items() if value is not None}
+    section = read_value(config, recognise(config).section, dict)
+    values = config | {key: value for key, value in section.items() if value is not None}
     for theirs, ours in _SYNONYMS.items():
         value = values.pop(theirs, None)
         if value is None:
@@ -172,7 +146,8 @@ def flatten(config: dict[str, Any], kind: str) -> dict[str, Any]:
         if values.get(ours) not in (None, value):
             raise ModelError(f"config.json: {theirs}={shown(value)} contradicts {ours}={shown(values[ours])}")
         values[ours] = value
-    check_implemented(values, _IMPLEMENTED | _IMPLEMENTED_BY_KIND[kind], f" for {kind}")
+    norms = dict.fromkeys(_MODELOPT_NORMS, kind == "EAGLE-3")
+    check_implemented(values, _IMPLEMENTED | _MODELOPT | norms, f" for {kind}")
     reads_last = kind == "EAGLE-1" or values.get("use_aux_hidden_state") is False
     values["aux_layers"] = (FINAL_NORM,) if reads_last else written_aux_layers(config).indices or None
     return values
@@ -180,7 +155,7 @@ def flatten(config: dict[str, Any], kind: str) -> dict[str, Any]:
 
 def written_aux_layers(config: dict[str, Any]) -> AuxLayers:
     """Reads the auxiliary layers that config.json names."""
-    inside, beside = read_section(config, "eagle_config").get(LAYER_IDS), config.get(LAYER_IDS)
+    inside, beside = read_value(config, "eagle_config", dict).get(LAYER_IDS), config.get(LAYER_IDS)
     ids, offset, meaning = (beside, 0, "hidden_states") if inside is None else (inside, 1, "layer outputs")
     if ids is None:
         return AuxLayers(None, "", ())
@@ -200,15 +175,14 @@ def remarks_on(form: HeadFormat, kind: str, config: dict[str, Any]) -> list[str]
     """Returns a line for each setting that config.json leaves open or that other programs read differently."""
     if kind != "EAGLE-3":  # the other kinds have none of these options
         return []
-    remarks = []
     if form.name == "vLLM speculators" and config.get("norm_before_residual") is None:
-        remarks.append(
+        return [
             "config.json does not say norm_before_residual: False is taken, speculators' own default, where vLLM takes "
             "True; write it"
-        )
+        ]
     if form.name == "SpecForge/SGLang" and config.get("norm_output"):
-        remarks.append(
+        return [
             "norm_output=True is read as SGLang does, the output is fed back after the final norm; SpecForge's own "
             "option of that name is another"
-        )
-    return remarks
+        ]
+    return []

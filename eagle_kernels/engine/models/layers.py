@@ -38,14 +38,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A linear layer through `linear`."""
+    """Multiplies through `linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
-    """RMS norm of x [B, T, H] or [B, T, heads, H]: x / rms(x) in fp32, rounded to the dtype of x, then scaled."""
+    """Norms x [B, T, H] or [B, T, heads, H]: x / rms(x) in fp32, rounded to the dtype of x, then scaled."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class RMSNorm(nn.Module):
 
 
 class FusedLinear(Linear):
-    """Several projections of the same input as one matrix product; `parts` maps their names to their output sizes.
+    """Computes several projections of the same input as one product; `parts` maps their names to their output sizes.
 
     Its state dict holds views of the parts, under the names that separate modules would have. The parent module must
     register `join_parts`, which joins them again on loading.
@@ -75,16 +75,6 @@ class FusedLinear(Linear):
     def __init__(self, input_size: int, parts: dict[str, int], bias: bool) -> None:
         super().__init__(input_size, sum(parts.values()), bias=bias)
         self.parts = parts
-
-    def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Returns the outputs of the parts, as views."""
-        return self(x).split(list(self.parts.values()), dim=-1)
-
-    def split_rest(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Returns the outputs of all parts but the first."""
-        size, *others = self.parts.values()
-        bias = None if self.bias is None else self.bias[size:]
-        return linear(x, self.weight[size:], bias).split(others, dim=-1)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         around, dot, _ = prefix.removesuffix(".").rpartition(".")
@@ -104,40 +94,40 @@ def join_parts(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_
 
 
 class Attention(nn.Module):
-    """Grouped-query attention around the caller's `attend`. [B, T, input_size] -> [B, T, H].
+    """Computes grouped-query attention around the caller's `attend`. [B, T, input_size] -> [B, T, H].
 
     `input_size` is H in a decoder layer, and 2H in an EAGLE-3 head, whose input is (embedding, feature) pairs.
     """
 
     def __init__(self, config: DecoderConfig, input_size: int, window: int | None = None) -> None:
         super().__init__()
-        query_size = config.num_attention_heads * config.head_dim
-        kv_size = config.num_key_value_heads * config.head_dim
-        self.head_dim = config.head_dim
-        self.window = window
-        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.head_dim, self.window = config.head_dim, window
+        self.num_heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        parts = {f"{name}_proj": count * config.head_dim for name, count in zip("qkv", self.num_heads)}
         self.qkv_proj = FusedLinear(input_size, parts, bias=config.qkv_bias)
-        self.o_proj = Linear(query_size, config.hidden_size, bias=config.o_bias)
+        self.o_proj = Linear(parts["q_proj"], config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norms else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norms else None
         self.register_load_state_dict_pre_hook(join_parts)
 
     def forward(self, x: Tensor, angles: Angles, attend: Attend, layer: int) -> Tensor:
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj.split(x))
+        query, key, value = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.num_heads, dim=-2)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         return self.o_proj(attend(layer, query, key, value, window=self.window, angles=angles).flatten(-2))
 
     def store(self, x: Tensor, angles: Angles, attend: StoringAttend, layer: int) -> None:
         """Writes keys and values as `forward` does, and attends to nothing."""
-        key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj.split_rest(x))
+        fused, first = self.qkv_proj, self.num_heads[0] * self.head_dim
+        both = linear(x, fused.weight[first:], None if fused.bias is None else fused.bias[first:])
+        key, value = both.unflatten(-1, (-1, self.head_dim)).chunk(2, dim=-2)
         if self.k_norm is not None:
             key = self.k_norm(key)
         attend.store(layer, key, value, angles=angles)
 
 
 class MLP(nn.Module):
-    """SwiGLU. [B, T, H] -> [B, T, H]."""
+    """Computes SwiGLU. [B, T, H] -> [B, T, H]."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Next-token modules (MTP), which MiMo (arXiv 2505.07608) ships in the target's own folder.
+"""Next-token modules (MTP), which MiMo (arXiv 2505.07608) has in the target's own folder.
 
 Row i of module k = 0, 1, .. stands for token t_{i+1+k}, and predicts t_{i+2+k}:
 
@@ -22,17 +22,15 @@ from .decoder import DecoderLayer
 from .decoder_config import read_size
 from .draft_head import DraftHead, HeadConfig, head_sizes
 from .layers import Linear, RMSNorm
-from .protocol import FINAL_NORM, Angles, Attend, DraftOutput, KVShape, ModelError, StoringAttend
+from .protocol import FINAL_NORM, Attend, DraftOutput, ModelError, StoringAttend
 
 
 @dataclass(kw_only=True)
 class NextTokenConfig(HeadConfig):
-    """The target's config.json, read for its modules; `num_nextn_predict_layers` is their number."""
+    """Holds the target's config.json as read for its modules, which are the layers: `num_nextn_predict_layers`."""
 
     kind = "MTP"
     stored_sizes = head_sizes("mtp_layers.0.")
-
-    num_modules: int = 1
 
     @classmethod
     def _read(cls, config: dict[str, Any]) -> dict[str, Any]:
@@ -40,15 +38,12 @@ class NextTokenConfig(HeadConfig):
         if any(window is not None for window in values["windows"]):
             window = config.get("sliding_window")
             raise ModelError(f"config.json: sliding_window={window!r} is not implemented for next-token modules")
-        return values | {
-            "windows": (None,),
-            "aux_layers": (FINAL_NORM,),
-            "num_modules": read_size(config, "num_nextn_predict_layers"),
-        }
+        num_modules = read_size(config, "num_nextn_predict_layers")
+        return values | {"windows": (), "aux_layers": (FINAL_NORM,), "num_hidden_layers": num_modules}
 
 
 class NextTokenModule(DecoderLayer):
-    """One module: two norms and a projection, a decoder layer, and a final norm."""
+    """Holds the parts of one module: two norms and a projection, a decoder layer, and a final norm."""
 
     def __init__(self, config: NextTokenConfig) -> None:
         super().__init__(config, window=None)
@@ -57,42 +52,28 @@ class NextTokenModule(DecoderLayer):
         self.input_proj = Linear(2 * size, size, bias=False)
         self.final_layernorm = RMSNorm(size, eps)
 
-    def read(self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: Attend, layer: int) -> Tensor:
-        """Returns the output [B, T, H]; keys and values go to `layer` of the pool."""
-        _, stream, delta = self(self._join(embedding, hidden), None, angles, attend, layer)
-        return self.final_layernorm.add(stream, delta)[1]
-
-    def store(self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: StoringAttend, layer: int) -> None:
-        """Writes keys and values, and computes nothing else."""
-        normed = self.input_layernorm(self._join(embedding, hidden))
-        self.self_attn.store(normed, angles, attend, layer)
-
-    def _join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+    def join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        """Returns x [B, T, H], the input of the decoder layer."""
         return self.input_proj(torch.cat((self.hidden_layernorm(hidden), self.token_layernorm(embedding)), dim=-1))
 
 
 class NextTokenModules(DraftHead):
-    """All modules of a folder (a `protocol.DraftModules` if there are several)."""
+    """Computes the modules of a folder (a `protocol.DraftModules` if there are several)."""
 
     config: NextTokenConfig
     method = "mtp"
 
     def __init__(self, config: NextTokenConfig, *, own_embedding: bool = False, own_output: bool = False) -> None:
         super().__init__(config, own_embedding=own_embedding, own_output=own_output)
-        self.mtp_layers = nn.ModuleList(NextTokenModule(config) for _ in range(config.num_modules))
-
-    @property
-    def num_modules(self) -> int:
-        return len(self.mtp_layers)
-
-    @property
-    def kv_shape(self) -> KVShape:
-        return super().kv_shape._replace(num_layers=self.num_modules)
+        self.mtp_layers = nn.ModuleList(NextTokenModule(config) for _ in range(config.num_hidden_layers))
+        self.num_modules = len(self.mtp_layers)
 
     def advance(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, module: int) -> Tensor:
         """See `protocol.DraftModules`."""
-        angles = self.rotary(positions)
-        return self.mtp_layers[module].read(self.embed(input_ids), hidden, angles, attend, layer=module)
+        layer = self.mtp_layers[module]
+        x = layer.join(self.embed(input_ids), hidden)
+        _, stream, delta = layer(x, None, self.rotary(positions), attend, layer=module)
+        return layer.final_layernorm.add(stream, delta)[1]
 
     def forward(
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
@@ -103,4 +84,6 @@ class NextTokenModules(DraftHead):
 
     def store(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: StoringAttend) -> None:
         """See `protocol.DraftModel`."""
-        self.mtp_layers[0].store(self.embed(input_ids), hidden, self.rotary(positions), attend, layer=0)
+        layer = self.mtp_layers[0]
+        normed = layer.input_layernorm(layer.join(self.embed(input_ids), hidden))
+        layer.self_attn.store(normed, self.rotary(positions), attend, layer=0)

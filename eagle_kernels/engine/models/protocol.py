@@ -20,11 +20,11 @@ FINAL_NORM = -1
 
 
 class ModelError(ValueError):
-    """Error for a model, files or a configuration that cannot be used; one line that says what to change."""
+    """Reports a model, files or a configuration that cannot be used, in one line that says what to change."""
 
 
 class Angles(NamedTuple):
-    """Arguments of RoPE for B * T rows: positions [B, T], and the tables cos and sin [max_length, D / 2] fp32."""
+    """Holds RoPE's arguments for B * T rows: positions [B, T], and the tables cos and sin [max_length, D / 2] fp32."""
 
     positions: Tensor
     cos: Tensor
@@ -32,16 +32,16 @@ class Angles(NamedTuple):
 
 
 class Attend(Protocol):
-    """Function that writes the keys and values of the new tokens into the KV pool and attends to all visible tokens.
+    """Writes the keys and values of the new tokens into the KV pool and attends to all visible tokens.
 
-    The engine supplies it. Prefill, tree verification, draft levels and training differ only in this object.
+    The engine supplies this function. Prefill, tree verification, draft levels and training differ only in it.
 
     Arguments
         layer   index below `KVShape.num_layers`
         query   [B, T, Hq, D]; key and value [B, T, Hkv, D]
         window  the layer's sliding window: a row at position p sees keys at positions above p - window; None: all
         angles  RoPE to be applied to query and key, in the same launch that writes them; None: nothing is to be done
-    and for models other than ours
+    Arguments for models other than ours
         sm_scale  factor of query keyᵀ; None: 1 / sqrt(D)
         soft_cap  scores become soft_cap · tanh(score / soft_cap); None: they are left as they are
         sinks     [Hq], a score per query head that takes part in the softmax without a value; None: there is none
@@ -64,15 +64,14 @@ class Attend(Protocol):
 
 
 class StoringAttend(Attend, Protocol):
-    """The argument of `DraftModel.store`."""
+    """Adds the method that `DraftModel.store` calls."""
 
     def store(self, layer: int, key: Tensor, value: Tensor, *, angles: Angles | None = None) -> None:
         """Writes the keys and values as a call does, and attends to nothing."""
-        ...
 
 
 class KVShape(NamedTuple):
-    """The KV cache of one token: `num_layers` × 2 × `num_kv_heads` × `head_dim` numbers."""
+    """Describes the KV cache of one token: `num_layers` × 2 × `num_kv_heads` × `head_dim` numbers."""
 
     num_layers: int
     num_kv_heads: int
@@ -80,21 +79,21 @@ class KVShape(NamedTuple):
 
 
 class TargetOutput(NamedTuple):
-    """logits [B, T, V], or [B, 1, V] with `last_only`; features [B, T, len(capture)·H], None if capture is empty."""
+    """Holds logits [B, T, V], or [B, 1, V] with `last_only`; features [B, T, len(capture)·H], None for no capture."""
 
     logits: Tensor
     features: Tensor | None
 
 
 class DraftOutput(NamedTuple):
-    """logits [B, T, Vd]; hidden [B, T, H], which the children of these rows receive as `hidden`."""
+    """Holds logits [B, T, Vd]; hidden [B, T, H], which the children of these rows receive as `hidden`."""
 
     logits: Tensor
     hidden: Tensor
 
 
 class TargetModel(Protocol):
-    """The model whose distribution speculation keeps.
+    """Computes the distribution that speculation keeps.
 
     vocab_size, hidden_size   V and H
     max_length                the number of positions that the model was made for; the engine never exceeds it
@@ -106,23 +105,12 @@ class TargetModel(Protocol):
     waits for the device has `can_be_captured = False`: its steps are no CUDA graphs.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def max_length(self) -> int: ...
-
-    @property
-    def kv_shape(self) -> KVShape: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
+    vocab_size: int
+    hidden_size: int
+    max_length: int
+    kv_shape: KVShape
+    device: torch.device
+    dtype: torch.dtype
 
     def forward(
         self,
@@ -141,11 +129,10 @@ class TargetModel(Protocol):
                     output, i the output of layer i - 1, all before the final norm; FINAL_NORM the stream after it
         last_only   computes the logits of the last row only (a prompt needs no others)
         """
-        ...
 
 
 class DraftModel(Protocol):
-    """The model that drafts tokens.
+    """Drafts tokens.
 
     vocab_size          the target's V, from which `input_ids` come
     draft_vocab_size    Vd, the width of the logits
@@ -164,26 +151,13 @@ class DraftModel(Protocol):
     plain decoding at little cost. A draft with a module for each level of a chain is a `DraftModules`.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def draft_vocab_size(self) -> int: ...
-
-    @property
-    def max_length(self) -> int: ...
-
-    @property
-    def kv_shape(self) -> KVShape: ...
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]: ...
-
-    @property
-    def draft_to_target(self) -> Tensor | None: ...
-
-    @property
-    def token_shift(self) -> int: ...
+    vocab_size: int
+    draft_vocab_size: int
+    max_length: int
+    kv_shape: KVShape
+    aux_layers: tuple[int, ...]
+    draft_to_target: Tensor | None
+    token_shift: int
 
     def forward(
         self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, from_target: bool
@@ -196,11 +170,10 @@ class DraftModel(Protocol):
         positions     [B, T] int64 draft positions (token index - token_shift)
         from_target   which of the two `hidden` is; their widths may be equal
         """
-        ...
 
 
 class DraftModules(DraftModel, Protocol):
-    """A draft of `num_modules` > 1 next-token modules: module k predicts t_{i + k + 2} from row i.
+    """Drafts with `num_modules` > 1 next-token modules: module k predicts t_{i + k + 2} from row i.
 
     `aux_layers`, `token_shift` and `forward` are those of the first module; `kv_shape` has a layer for each module.
     """
@@ -214,8 +187,6 @@ class DraftModules(DraftModel, Protocol):
         hidden     [B, T, F], the target's features for module 0, else the output of the module before
         positions  [B, T] int64, i in row i for every module
         """
-        ...
 
     def project(self, hidden: Tensor) -> Tensor:
         """Computes logits [B, T, Vd] of the output of `advance`."""
-        ...

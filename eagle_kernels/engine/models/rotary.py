@@ -17,7 +17,7 @@ from .protocol import Angles, ModelError
 
 
 class Rotary(nn.Module):
-    """The half-split form, which rotates coordinates c and c + D / 2 together. positions [B, T] int64 -> `Angles`."""
+    """Holds the half-split form, which rotates coordinates c and c + D / 2. positions [B, T] int64 -> `Angles`."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Rotary(nn.Module):
         # two thirds of these bytes are free again once the table is made
         need = f"config.json: max_position_embeddings={num_positions} needs {{}} for the angles of its positions"
         check_memory(10 * num_positions * config.head_dim, torch.device("cpu"), need)
-        frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
+        frequencies, factor = _inverse_frequencies(config.rope, config.head_dim)
         if not ((frequencies * (num_positions - 1)).isfinite().all() and is_fp32(factor)):
             raise ModelError(
                 f"config.json: the rotary embedding with rope_type={config.rope.rope_type!r} turns position "
@@ -46,7 +46,7 @@ class Rotary(nn.Module):
         return Angles(positions, *self.table.chunk(2, dim=-1))
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Returns the frequencies [D / 2] fp32 on the CPU, and the factor of cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / rope.rope_theta**exponents
@@ -55,7 +55,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     if rope.rope_type == "llama3":
         return _llama3(rope, frequencies), 1.0
     if rope.rope_type == "yarn":
-        return _yarn(rope, rope.rope_theta**exponents, head_dim), _yarn_attention_factor(rope)
+        return _yarn(rope, rope.rope_theta**exponents, head_dim)
     return frequencies, 1.0
 
 
@@ -70,9 +70,10 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
     return torch.where(is_long | (wavelengths < length / high), stretched, between)
 
 
-def _yarn(rope: RopeConfig, wavelengths: Tensor, head_dim: int) -> Tensor:
+def _yarn(rope: RopeConfig, wavelengths: Tensor, head_dim: int) -> tuple[Tensor, float]:
     """Stretches by `factor` the pairs that turn less than beta_slow times in the original length, and keeps those that
-    turn more than beta_fast times, with a ramp between them, as in YaRN (arXiv 2309.00071)."""
+    turn more than beta_fast times, with a ramp between them, as in YaRN (arXiv 2309.00071); returns its attention
+    temperature as the factor of cos and sin."""
 
     def pair_that_turns(times: float) -> float:
         length = rope.original_max_position_embeddings
@@ -86,13 +87,9 @@ def _yarn(rope: RopeConfig, wavelengths: Tensor, head_dim: int) -> Tensor:
         last += 0.001
     pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
     kept = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
-    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
-
-
-def _yarn_attention_factor(rope: RopeConfig) -> float:
-    """Returns the attention temperature of YaRN, by which cos and sin are multiplied."""
+    frequencies = 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
     if rope.attention_factor is not None:
-        return rope.attention_factor
+        return frequencies, rope.attention_factor
     over, under = (rope.mscale, rope.mscale_all_dim) if rope.mscale and rope.mscale_all_dim else (1.0, 0.0)
     growth = max(math.log(rope.factor), 0.0)
-    return (0.1 * over * growth + 1.0) / (0.1 * under * growth + 1.0)
+    return frequencies, (0.1 * over * growth + 1.0) / (0.1 * under * growth + 1.0)

@@ -9,44 +9,40 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...runtime.values import first_line, is_integer, shown
-from .checkpoint import check_folder, naming, read_json
+from .checkpoint import naming, read_config, read_json
+from .decoder_config import read_value
 from .loading import read_eos_token_ids
 from .protocol import ModelError
 
 
 class Detokenizer(Protocol):
-    """Text of ids that arrive in pieces; the texts joined equal what `Tokenizer.decode` makes of all ids at once."""
+    """Decodes ids that arrive in pieces; the texts joined equal what `Tokenizer.decode` makes of all ids at once."""
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Returns the text that these ids complete; a character that lacks some bytes waits for the next call."""
-        ...
 
     def finish(self) -> str:
         """Returns the rest, with U+FFFD for an unfinished character."""
-        ...
 
 
 class Tokenizer(Protocol):
-    """The members that the engine and the command line use of a tokenizer."""
+    """Names the members that the engine and the command line use of a tokenizer."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids; ValueError for text that UTF-8 cannot represent."""
-        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text; ValueError for ids that neither the tokenizer nor the model has."""
-        ...
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """Returns a detokenizer of ids that follow `context`; some tokenizers strip a space at the start of a text."""
-        ...
 
 
 class ByteTokenizer:
-    """Tokenizer of bytes: ids 0..255 are those of UTF-8 text, and 256 is `<|endoftext|>`, which separates texts.
+    """Encodes text as its bytes in UTF-8, which are ids 0..255; 256 is `<|endoftext|>`, which separates texts.
 
     num_ids  how many ids the model has, if more
     """
@@ -61,27 +57,24 @@ class ByteTokenizer:
         return list(_checked_text(text).encode("utf-8"))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return _text_bytes(_checked_ids(token_ids, self._num_ids)).decode("utf-8", errors="replace")
+        detokenizer = ByteDetokenizer()
+        return detokenizer.push(_checked_ids(token_ids, self._num_ids)) + detokenizer.finish()
 
     def detokenizer(self, context: Sequence[int] = ()) -> ByteDetokenizer:
         return ByteDetokenizer()
 
 
 class ByteDetokenizer:
-    """`Detokenizer` of a `ByteTokenizer`."""
+    """Decodes the ids of a `ByteTokenizer` (a `Detokenizer`)."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: Iterable[int]) -> str:
-        return self._decoder.decode(_text_bytes(token_ids))
+        return self._decoder.decode(bytes(token_id for token_id in token_ids if token_id < 256))
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
-
-
-def _text_bytes(token_ids: Iterable[int]) -> bytes:
-    return bytes(token_id for token_id in token_ids if token_id < 256)
 
 
 def _checked_text(text: str) -> str:
@@ -112,7 +105,7 @@ def _checked_ids(token_ids: Sequence[int], num_ids: int) -> list[int]:
 
 
 class FileTokenizer:
-    """Tokenizer of a Hugging Face `tokenizer.json`, through the package `tokenizers`.
+    """Encodes by a Hugging Face `tokenizer.json`, through the package `tokenizers`.
 
     num_ids  how many ids the model has, if more
     """
@@ -148,7 +141,7 @@ _MOST_CONTEXT = 8  # ids: the last ones may be special ones without text, or the
 
 
 class FileDetokenizer:
-    """`Detokenizer` of a `FileTokenizer`.
+    """Decodes the ids of a `FileTokenizer` (a `Detokenizer`).
 
     The text of an id can depend on its neighbours (spaces, multi-byte characters). So recent ids are decoded with and
     without the new ones: the difference is the new text, unless it ends inside a character.
@@ -161,14 +154,15 @@ class FileDetokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         self._pending.extend(token_ids)
-        text = self._new_text()
+        text = self.finish()  # which leaves the ids pending
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
         self._settled, self._pending = self._pending, []
         return text
 
     def finish(self) -> str:
-        return self._new_text()
+        before = self._tokenizer.decode(self._settled)
+        return self._tokenizer.decode(self._settled + self._pending)[len(before) :]
 
     def _last_text(self, context: Sequence[int]) -> list[int]:
         """Returns the last ids whose text is whole characters: half a character would change with the next id."""
@@ -178,17 +172,12 @@ class FileDetokenizer:
                 return list(context[-size:])
         return []
 
-    def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._settled)
-        return self._tokenizer.decode(self._settled + self._pending)[len(before) :]
-
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Returns the tokenizer of a model folder: `ByteTokenizer` if its config names it, else its `tokenizer.json`."""
     folder = Path(folder)
     with naming(folder):
-        check_folder(folder)
-        num_ids = read_json(folder / "config.json", is_optional=True).get("vocab_size")
+        num_ids = read_config(folder, is_optional=True).get("vocab_size")
     num_ids = num_ids if is_integer(num_ids) else 0
     if holds_bytes(folder):
         return ByteTokenizer(num_ids)
@@ -228,10 +217,8 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
         content = read_json(folder / "tokenizer.json", is_optional=True)
         if not content:
             return None
-        model, added = content.get("model") or {}, content.get("added_tokens") or []
-        if not isinstance(model, dict):
-            raise ModelError(f"tokenizer.json: model must be an object, got {shown(model)}")
-        known = model.get("vocab") or {}
+        added = content.get("added_tokens") or []
+        known = read_value(content, "model", dict, "tokenizer.json").get("vocab") or {}
         if isinstance(known, list) and all(isinstance(entry, list) and entry for entry in known):  # (unigram, score)
             known = {str(entry[0]): number for number, entry in enumerate(known)}
         if not isinstance(known, dict):

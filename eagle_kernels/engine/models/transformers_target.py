@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from ...primitives.paging import MAX_HEAD_DIM, MIN_HEAD_DIM
 from .protocol import FINAL_NORM, Attend, KVShape, ModelError, TargetOutput
 
-# The name (attn_implementation) of our attention in transformers. It has no entry in AttentionMaskInterface, so
-# transformers makes no mask. Nor does it search the positions for packed sequences: that search would wait for the
-# device and take the positions of a tree for several sequences.
+# The name (attn_implementation) of our attention in transformers. It has no entry in AttentionMaskInterface, so that
+# transformers makes no mask, nor searches the positions for packed sequences: that search would wait for the device and
+# take the positions of a tree for several sequences.
 IMPLEMENTATION = "eagle_kernels_pool"
 
-# Layers of any other type in config.layer_types compute something else than our attention.
+# Layers of any other type in config.layer_types do not compute our attention.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
-# Names of the number of experts in config.json. Most implementations choose a token's experts on the host; those that
-# do not exist for some GPUs and dtypes only.
+# Keys of config.json for the number of experts. Most implementations choose a token's experts on the host; the others
+# exist for some GPUs and dtypes only.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
 
 # Rotary frequencies that depend on the last position of the batch, which the host reads.
@@ -36,24 +36,27 @@ _CHANGING_ROPE_TYPES = {"dynamic", "longrope"}
 
 
 class _Call(NamedTuple):
-    """A forward in progress: its attention, and the streams to capture, None until the hooks fill them in."""
+    """Holds a forward in progress: its attention, and the streams to capture, None until the hooks fill them in."""
 
     attend: Attend
     streams: dict[int, Tensor | None]
 
 
-# A variable of the thread, so that a draft and a target, and models in several threads, keep apart.
+# Names of what a layer asks of its attention, in `protocol.Attend` and in transformers.
+_OPTIONS = {"window": "sliding_window", "sm_scale": "scaling", "soft_cap": "softcap", "sinks": "s_aux"}
+
+# A variable of the thread: a draft and a target, and models in several threads, keep apart.
 _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 class TransformersTarget:
-    """A causal language model of transformers as a `protocol.TargetModel`.
+    """Makes a causal language model of transformers a `protocol.TargetModel`.
 
     model  is left unchanged: `self.model` is a copy in eval mode with our attention, which only `forward` here may run.
            The copy shares the weights, and sees changes that are made to them in place
 
-    Two tokens are run at once to learn what the layers ask of the KV pool; requests that the pool's attention cannot
-    meet are refused. `can_be_captured` is False for models with experts and for rotary frequencies that depend on the
+    Two tokens are run at once to learn what the layers ask of the KV pool; what the pool's attention cannot do is
+    refused. `can_be_captured` is False for models with experts and for rotary frequencies that depend on the
     batch: their forward waits for the device.
     """
 
@@ -61,10 +64,10 @@ class TransformersTarget:
         from transformers import AttentionInterface, PreTrainedModel
 
         AttentionInterface.register(IMPLEMENTATION, _attention)
-        self._name = type(model).__name__
         self.model = model = _twin(model).eval()
         self.config = config = model.config.get_text_config(decoder=True)
         self._check_config()
+        self.get_input_embeddings, self.get_output_embeddings = model.get_input_embeddings, model.get_output_embeddings
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
         model.set_attn_implementation(IMPLEMENTATION)
@@ -85,12 +88,6 @@ class TransformersTarget:
         has_experts = any(getattr(config, name, None) for name in _EXPERTS)
         self.can_be_captured = has_fixed_frequencies and not has_experts
         self._learn_sizes()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.model.get_input_embeddings()
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.model.get_output_embeddings()
 
     def forward(
         self,
@@ -116,10 +113,10 @@ class TransformersTarget:
         return TargetOutput(logits.to(self.dtype), features)
 
     def _refuse(self, reason: str) -> NoReturn:
-        raise ModelError(f"{self._name}: {reason}")
+        raise ModelError(f"{type(self.model).__name__}: {reason}")
 
     def _check_config(self) -> None:
-        """Refuses what config.json says but the layers would not show."""
+        """Refuses what config.json declares but a run of the layers does not show."""
         config = self.config
         unfit = {
             "an encoder": config.is_encoder_decoder,
@@ -141,100 +138,76 @@ class TransformersTarget:
             self._refuse("config.json says no max_position_embeddings")
 
     def _learn_sizes(self) -> None:
-        """Runs two tokens; sets the sizes that they tell, and refuses what the pool cannot do."""
-        seen: dict[int, _Layer] = {}
+        """Runs two tokens; sets the sizes that they show, and refuses what the pool cannot do."""
+        shapes: dict[int, tuple[int, int]] = {}
+        windows: dict[int, int | None] = {}
+
+        def note(layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, **options: Any) -> Tensor:
+            """Notes the arguments of a layer, as a `protocol.Attend` whose output is meaningless."""
+            sizes = [tensor.shape[-1] for tensor in (query, key, value)]
+            if len(set(sizes)) > 1:
+                self._refuse(f"query, key and value heads of different sizes {sizes} are not supported")
+            if layer in shapes:
+                self._refuse(f"layer {layer} attends more than once, which is not supported")
+            shapes[layer], windows[layer] = tuple(key.shape[-2:]), window
+            return query
+
         capture = (*range(self.config.num_hidden_layers + 1), FINAL_NORM)
         tokens = torch.arange(2, device=self.device)[None]
         try:
             with torch.inference_mode():
-                logits, features = self.forward(tokens, tokens, partial(self._note_layer, seen), capture=capture)
+                logits, features = self.forward(tokens, tokens, note, capture=capture)
         except ModelError:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise ModelError(f"{self._name}: its forward does not run with our attention, {reason}") from error
-        self.vocab_size = logits.shape[-1]
-        self.hidden_size = self.config.hidden_size
+            name = type(self.model).__name__
+            raise ModelError(f"{name}: its forward does not run with our attention, {reason}") from error
+        self.vocab_size, self.hidden_size = logits.shape[-1], self.config.hidden_size
         if features.shape != (1, 2, len(capture) * self.hidden_size):
             self._refuse(f"hidden states of another width than hidden_size={self.hidden_size}")
-        self.kv_shape = self._check_layers(seen)
+        self.kv_shape = self._check_layers(shapes, windows)
 
-    def _note_layer(
-        self,
-        seen: dict[int, _Layer],
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Notes the arguments of a layer, as a `protocol.Attend` whose output is meaningless."""
-        sizes = [tensor.shape[-1] for tensor in (query, key, value)]
-        if len(set(sizes)) > 1:
-            self._refuse(f"query, key and value heads of different sizes {sizes} are not supported")
-        if layer in seen:
-            self._refuse(f"layer {layer} attends more than once, which is not supported")
-        seen[layer] = _Layer(tuple(key.shape[-2:]), window)
-        return query
-
-    def _check_layers(self, seen: dict[int, _Layer]) -> KVShape:
-        """Returns what all layers store; refuses layers that differ, do not attend, or hide their window."""
+    def _check_layers(self, shapes: dict[int, tuple[int, int]], windows: dict[int, int | None]) -> KVShape:
+        """Returns what all layers store, from each one's (key-value heads, head size) and window; refuses layers that
+        differ, do not attend, or hide their window."""
         num_layers = self.config.num_hidden_layers
-        silent = sorted(set(range(num_layers)) - seen.keys())
-        if silent:
-            self._refuse(
-                f"layer {silent[0]} of {num_layers} does not attend through transformers' AttentionInterface, so its "
-                "keys and values cannot be kept in our pool"
-            )
-        shapes = {layer.shape for layer in seen.values()}
-        if len(shapes) > 1:
-            self._refuse(f"layers of different (key heads, size) {sorted(shapes)}")
-        (shape,) = shapes
+        for layer in range(num_layers):
+            if layer not in shapes:
+                self._refuse(
+                    f"layer {layer} of {num_layers} does not attend through transformers' AttentionInterface, so its "
+                    "keys and values cannot be kept in our pool"
+                )
+        shape, *others = sorted(set(shapes.values()))
+        if others:
+            self._refuse(f"layers of different (key heads, size) {[shape, *others]}")
         if not MIN_HEAD_DIM <= shape[1] <= MAX_HEAD_DIM:
             self._refuse(f"heads of size {shape[1]}; {MIN_HEAD_DIM}..{MAX_HEAD_DIM} are supported")
         window = getattr(self.config, "sliding_window", None)
         layer_types = getattr(self.config, "layer_types", None) or ["sliding_attention" if window else ""] * num_layers
         for layer, layer_type in enumerate(layer_types[:num_layers]):
-            if layer_type == "sliding_attention" and seen[layer].window is None:
+            if layer_type == "sliding_attention" and windows[layer] is None:
                 self._refuse(f"layer {layer} does not tell its attention the sliding window")
         return KVShape(num_layers, *shape)
 
 
-class _Layer(NamedTuple):
-    """The arguments of a layer's attention: (key-value heads, size of a head), and the window."""
-
-    shape: tuple[int, int]
-    window: int | None
-
-
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Leads transformers' AttentionInterface to the `attend` of the call in progress.
+    """Passes a layer's attention on to the `attend` of the call in progress.
 
     query [B, Hq, T, D]; key, value [B, Hkv, T, D], of the new tokens only. Returns [B, T, Hq, D] and no weights.
     """
     call = _CALL.get()
     if call is None:
         raise ModelError("the model attends through our KV pool: call forward of its TransformersTarget")
-    if attention_mask is not None or others.get("position_bias") is not None:
+    if attention_mask is not None or options.get("position_bias") is not None:
         raise ModelError(f"{type(module).__name__}: a mask or a bias of its own is not supported")
     if not getattr(module, "is_causal", True):
         raise ModelError(f"{type(module).__name__}: attention to later tokens is not supported")
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    options = {"sm_scale": scaling, "soft_cap": softcap, "sinks": s_aux}
-    return call.attend(module.layer_idx, query.contiguous(), key, value, window=sliding_window, **options), None
+    ours = {name: options.get(theirs) for name, theirs in _OPTIONS.items()}
+    return call.attend(module.layer_idx, query.contiguous(), key, value, **ours), None
 
 
 def _twin(model: nn.Module) -> nn.Module:

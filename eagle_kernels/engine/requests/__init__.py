@@ -1,1 +1,1 @@
-"""What one request asks for and what it gets: prompt, sampling, grammar, its tokens."""
+"""What one request asks for and what it gets: prompt, sampling, its tokens."""

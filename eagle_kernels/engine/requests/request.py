@@ -11,7 +11,7 @@ from .sampling_params import SamplingParams
 
 
 class TokenEvent(NamedTuple):
-    """One committed token of a stream: which request, which token, and whether an accepted draft had guessed it;
+    """Holds one committed token of a stream: which request, which token, and whether an accepted draft had guessed it;
     logprob: where `SamplingParams.logprobs` asks for it."""
 
     request: int
@@ -22,7 +22,7 @@ class TokenEvent(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """A request, as `EAGLEInference.submit` returns it; the engine fills it while it steps.
+    """Holds a request, as `EAGLEInference.submit` returns it; the engine fills it while it steps.
 
     id              counts the submitted requests of an engine; in a stream: the index of the prompt
     prompt          [L] token ids
@@ -101,9 +101,8 @@ class Request:
             if logprob is not None:
                 self.logprobs.append(logprob)
             events.append(TokenEvent(self.id, token, index < accepted, logprob))
-            is_stopped = self.stop_strings is not None and self.stop_strings.push(
-                token
-            )  # an end token may have text, too
+            # an end token may have text, too
+            is_stopped = self.stop_strings is not None and self.stop_strings.push(token)
             if token in self.end_token_ids:
                 self.finish_reason = "eos"
             elif is_stopped:
@@ -120,11 +119,11 @@ class Request:
 
 
 class _Origin(Exception):
-    """The traceback of an error, as text."""
+    """Holds the traceback of an error, as text."""
 
 
 class StopStrings:
-    """A search for the strings that end a request, in the text of its tokens, wherever they begin and end."""
+    """Searches the text of a request for the strings that end it, in whichever tokens they begin and end."""
 
     def __init__(self, strings: tuple[str, ...], tokenizer: Tokenizer, prompt: list[int]):
         self._strings = strings

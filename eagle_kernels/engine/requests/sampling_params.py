@@ -8,13 +8,17 @@ from typing import NamedTuple
 import torch
 
 from ...runtime.values import is_integer
+from .validated import Rule, Validated, at_least, checked, is_number
 
-_LARGEST = torch.finfo(torch.float32).max
+TOP_P_RULE: Rule = ("lie in (0, 1] (1: off)", lambda share: 0 < share <= 1)
+MIN_P_RULE: Rule = ("lie in 0..1 (0: off)", lambda share: 0 <= share <= 1)
+_LARGEST = torch.finfo(torch.float32).max  # rows hold numbers in fp32
+_FINITE: Rule = ("be a finite int or float", lambda value: is_number(value) and -_LARGEST <= value <= _LARGEST)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """The sampling of one request, and what ends it. Every value is checked here.
+class SamplingParams(Validated):
+    """Holds the sampling of one request, and what ends it. Every value is checked here.
 
     temperature         0: greedy
     top_k, top_p, min_p filters, in this order; 0, 1.0 and 0.0 turn them off
@@ -32,36 +36,28 @@ class SamplingParams:
     drafter             the method that drafts for this request, where the configuration has several; None: the first
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    seed: int | None = None
-    max_new_tokens: int = 128
+    temperature: float = checked(0.0, _FINITE, at_least(0))
+    top_k: int = checked(
+        0, ("be an int of at least 0 (0: off), below 2^31", lambda k: is_integer(k) and 0 <= k < 2**31)
+    )
+    top_p: float = checked(1.0, _FINITE, TOP_P_RULE)
+    min_p: float = checked(0.0, _FINITE, MIN_P_RULE)
+    repetition_penalty: float = checked(1.0, _FINITE, ("be above 0 (1: off)", lambda penalty: penalty > 0))
+    frequency_penalty: float = checked(0.0, _FINITE)
+    presence_penalty: float = checked(0.0, _FINITE)
+    seed: int | None = checked(
+        None, ("be None or an int of 64 bits", lambda seed: is_integer(seed) and -(2**63) <= seed < 2**63)
+    )
+    max_new_tokens: int = checked(128, ("be an int of at least 1", lambda count: is_integer(count) and count >= 1))
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    logprobs: bool | str = False
-    drafter: str | None = None
+    logprobs: bool | str = checked(
+        False, ("be True, False or 'raw'", lambda kind: isinstance(kind, bool) or kind == "raw")
+    )
+    drafter: str | None = checked(None, ("be None or a method's name", lambda name: isinstance(name, str)))
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
-            value = getattr(self, name)
-            # rows hold them in fp32
-            is_number = (is_integer(value) or isinstance(value, float)) and -_LARGEST <= value <= _LARGEST
-            self._require(is_number, name, "be a finite int or float")
-        self._require(self.temperature >= 0, "temperature", "be at least 0")
-        is_count = is_integer(self.top_k) and 0 <= self.top_k < 2**31
-        self._require(is_count, "top_k", "be an int of at least 0 (0: off), below 2^31")
-        self._require(0 < self.top_p <= 1, "top_p", "lie in (0, 1] (1: off)")
-        self._require(0 <= self.min_p <= 1, "min_p", "lie in 0..1 (0: off)")
-        self._require(self.repetition_penalty > 0, "repetition_penalty", "be above 0 (1: off)")
-        is_seed = self.seed is None or (is_integer(self.seed) and -(2**63) <= self.seed < 2**63)
-        self._require(is_seed, "seed", "be None or an int of 64 bits")
-        is_count = is_integer(self.max_new_tokens) and self.max_new_tokens >= 1
-        self._require(is_count, "max_new_tokens", "be an int of at least 1")
+        self._check_each_field()
         for name, is_kind, kind in (
             ("stop_token_ids", is_integer, "token ids"),
             ("stop", lambda text: isinstance(text, str) and text != "", "strings that are not empty"),
@@ -70,8 +66,6 @@ class SamplingParams:
             is_list = isinstance(value, (tuple, list, set, frozenset)) and all(map(is_kind, value))
             self._require(is_list, name, f"be a tuple of {kind}")
             object.__setattr__(self, name, tuple(value))
-        self._require(self.drafter is None or isinstance(self.drafter, str), "drafter", "be None or a method's name")
-        self._require(isinstance(self.logprobs, bool) or self.logprobs == "raw", "logprobs", "be True, False or 'raw'")
 
     @property
     def has_filters(self) -> bool:
@@ -81,16 +75,12 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
-    def _require(self, holds: bool, name: str, rule: str) -> None:
-        if not holds:
-            raise ValueError(f"SamplingParams: {name} must {rule}, got {getattr(self, name)!r}")
-
 
 SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 
 
 class Features(NamedTuple):
-    """The parts of verification that the requests of a step need; a graph is for one batch size and one of these."""
+    """Names the parts of verification that requests of a step need; a graph is for one batch size and one of these."""
 
     sampling: bool = False
     filters: bool = False

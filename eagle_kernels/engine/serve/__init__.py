@@ -1,1 +1,1 @@
-"""Requests over time: the session that owns the batch, the scheduler, streams, warm-up and what generation returns."""
+"""Serving of requests over time: the session that owns the batch, the scheduler, streams, warm-up and results."""

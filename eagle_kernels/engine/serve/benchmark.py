@@ -1,10 +1,11 @@
-"""Speed of a set of prompts with and without speculation, side by side: `EAGLEInference.benchmark`."""
+"""Compares the speed of decoding prompts with and without speculation: `EAGLEInference.benchmark`."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,16 +24,16 @@ from .warmup import warm_up
 
 @dataclass
 class RunStats:
-    """The figures of one way of decoding all prompts. A request's times count from when its batch was submitted.
+    """Holds the figures of one way of decoding all prompts. The times of a request start when its batch is submitted.
 
-    tokens_per_second   new tokens of all batches over the whole time, prompts included
-    decode_tokens_per_second  those after the first one of each request, over the time after the prompts
-    mean_accept_length  tokens a step of a request, bonus included
-    accepted_per_depth  [num_steps] share of the steps in which the draft at depth 1, 2, ... was accepted
-    step_ms             mean wall time of a batch's step
-    phase_ms            device time of a step's draft / verify / sample / bookkeeping
-    ttft_ms             time to first token: p50, p95, p99 over requests
-    inter_token_ms      time between tokens, likewise; what a step brings at once shares the time since the step before
+    tokens_per_second         new tokens of all batches over the whole time, prompts included
+    decode_tokens_per_second  tokens after the first of each request, over the time after the prompts
+    mean_accept_length        tokens per step of a request, bonus token included
+    accepted_per_depth        [num_steps] share of the steps in which the draft at depth 1, 2, ... was accepted
+    step_ms                   mean wall time of a step of a batch
+    phase_ms                  device time of a step's draft / verify / sample / bookkeeping
+    ttft_ms                   time to first token: p50, p95, p99 over the requests
+    inter_token_ms            time between tokens, likewise; the tokens of a step share the time since the step before
     """
 
     tokens: int
@@ -48,14 +49,13 @@ class RunStats:
 
 @dataclass
 class BenchmarkResult:
-    """Both ways of decoding the same prompts, and how they compare.
+    """Holds the figures of both ways of decoding the same prompts, and how they compare.
 
-    batch_size         prompts that were decoded together: all of them if fewer than asked for; the last batch may be
-                       smaller
-    max_batch          of the pools, raised to batch_size where needed
-    speedup            tokens a second of decoding, speculative over plain; None if no request had a second token
+    batch_size         prompts decoded together, at most as many as there are; the last batch may be smaller
+    max_batch          rows of the pools, raised to batch_size where needed
+    speedup            decode_tokens_per_second, speculative over plain; None if no request had a second token
     identical          share of the batches whose texts agree; None where they differ by design
-    peak_memory_bytes  most that torch held on the GPU, for both ways, which share their pools; None on the CPU
+    peak_memory_bytes  most memory that torch held on the GPU, over both ways, which share pools; None on the CPU
     """
 
     prompts: int
@@ -79,7 +79,7 @@ class BenchmarkResult:
         return json.dumps(self.to_dict(), indent=2)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Returns (label, figures) rows for people to read."""
+        """Returns (label, figures) rows for display."""
         rows = [("prompts", f"{self.prompts}, {self.batch_size} together, {self.max_new_tokens} tokens each")]
         for name, run in (("speculative", self.speculative), ("plain", self.plain)):
             rows.append((name, f"{run.decode_tokens_per_second:.1f} tokens/s, {run.step_ms:.2f} ms a step"))
@@ -99,7 +99,7 @@ class BenchmarkResult:
 
 
 class Decoding:
-    """What the batches of one way of decoding brought."""
+    """Collects the statistics and latencies of the batches that are decoded in one way."""
 
     def __init__(self) -> None:
         self._stats: list[GenerationStats] = []
@@ -108,7 +108,7 @@ class Decoding:
         self._total_s = 0.0
 
     def add(self, open_batch: Callable[[], TokenStream]) -> list[list[int]]:
-        """Runs the stream that `open_batch` opens, from before it is opened to its end; returns its texts."""
+        """Opens a stream and runs it to its end, both of which count as its time; returns its tokens."""
         start_s = time.perf_counter()
         stream = open_batch()
         times = time_requests(stream)
@@ -125,9 +125,10 @@ class Decoding:
         tokens, requests = sum(s.generated_tokens for s in stats), sum(s.num_requests for s in stats)
         steps, batch_steps = sum(s.steps for s in stats), sum(s.batch_steps for s in stats)
         decode_s = sum(s.decode_time_s for s in stats)
-        timed = [s for s in stats if s.phase_time_ms]
-        timed_steps = sum(s.batch_steps for s in timed)
-        phases = {name for s in timed for name in s.phase_time_ms}
+        timed_steps, phases_ms = 0, Counter()
+        for timed in (s for s in stats if s.phase_time_ms):
+            timed_steps += timed.batch_steps
+            phases_ms.update(timed.phase_time_ms)
         depths = zip(*(s.accepted_per_depth for s in stats), strict=True)
         return RunStats(
             tokens=tokens,
@@ -136,10 +137,7 @@ class Decoding:
             mean_accept_length=1 + sum(s.accepted for s in stats) / max(1, steps),
             accepted_per_depth=[sum(counts) / max(1, steps) for counts in depths],
             step_ms=1e3 * decode_s / max(1, batch_steps),
-            phase_ms={
-                name: sum(s.phase_time_ms.get(name, 0.0) for s in timed) / max(1, timed_steps)
-                for name in sorted(phases)
-            },
+            phase_ms={name: phases_ms[name] / max(1, timed_steps) for name in sorted(phases_ms)},
             ttft_ms=_percentiles(self._ttft_ms),
             inter_token_ms=_percentiles(self._gaps_ms),
         )
@@ -153,21 +151,24 @@ def benchmark(
     batch_size: int,
     progress: bool | None,
 ) -> BenchmarkResult:
-    """Decodes every batch both ways, one right after the other, so that what changes on the machine meets both."""
+    """Decodes every batch both ways, one right after the other, so that disturbances of the machine affect both."""
     batches = [slice(start, start + batch_size) for start in range(0, len(prompts), batch_size)]
     max_new_tokens, device = params[0].max_new_tokens, session.device
 
     def open_batch(batch: slice, speculative: bool, wanted: Sequence[SamplingParams] = params) -> TokenStream:
         return open_stream(session, [list(prompt) for prompt in prompts[batch]], wanted[batch], config, speculative)
 
-    for batch in batches:
-        if not open_batch(batch, True).fits_together():
-            raise ValueError(
-                f"benchmark: batch_size must be so small that max_batch={config.max_batch} and the pools hold a "
-                f"batch with its {max_new_tokens} tokens each, got {batch_size}; kv_cache_bytes makes the pools larger"
-            )
+    with session.lock:
+        for batch in batches:
+            requests = open_batch(batch, True).requests
+            if not session.scheduler.holds(requests):
+                raise ValueError(
+                    f"benchmark: batch_size must be so small that max_batch={config.max_batch} and the pools hold a "
+                    f"whole batch with {max_new_tokens} new tokens each, got {batch_size}; kv_cache_bytes makes the "
+                    "pools larger"
+                )
     few = [replace(each, max_new_tokens=min(8, max_new_tokens), seed=0) for each in params]
-    for speculative in (True, False):  # compiles, captures, and warms up
+    for speculative in (True, False):  # compiles, captures and warms up
         with session.alone("benchmark", config):
             for _ in open_batch(batches[0], speculative, few):
                 pass
@@ -192,7 +193,7 @@ def _percentiles(samples: list[float]) -> dict[str, float]:
 
 
 def _progress(batches: list[slice], wanted: bool | None):
-    """Returns the batches, with a progress bar on a terminal or where one is wanted."""
+    """Returns the batches, with a progress bar if `wanted`; None: only where stderr is a terminal."""
     if wanted is False or (wanted is None and not sys.stderr.isatty()):
         return batches
     try:

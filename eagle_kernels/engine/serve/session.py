@@ -1,4 +1,4 @@
-"""What all requests of an engine share: the models, one batch with its pools, the steps made for it, and their lock."""
+"""The state that all requests of an engine share: the models, one batch with its pools, its steps, and a lock."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ..batch.memory import check_fits, count_pages, workspace_bytes
 from ..batch.state import BatchState
-from ..config.eagle_config import EAGLEConfig
-from ..config.overrides import CONFIG_FIELDS
+from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from ..drafters.methods import make_drafter, make_reader
-from ..drafters.protocol import overshoot
 from ..drafters.suffix_cache import SuffixCache
 from ..models.pairing import check_method, check_trees
 from ..models.protocol import DraftModel, TargetModel
@@ -24,25 +22,26 @@ from ..step.stepper import Verified
 from .scheduler import Scheduler
 
 _POOL_FIELDS = ("page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
-# fields that steps are made by: not how requests draw and end, and nothing that the pools are made by
+# the fields that steps depend on: all but those of single requests and those that determine the pools
 _STEP_FIELDS = tuple(
     name for name in CONFIG_FIELDS if name not in (*SAMPLING_FIELDS, *_POOL_FIELDS, "eos_token_ids", "max_length")
 )
 
 
 class Session:
-    """A target and its draft with one batch of requests.
+    """Holds a target and its draft with one batch of requests.
 
-    A stream, the scheduler's owner, warm-up and benchmarks ask it, each with the configuration of its own call. Whoever
+    The engine, streams, warm-up and benchmarks use it, each with the configuration of the call at hand. Code that
     steps, submits or changes anything holds `lock`.
 
-    scheduler        of the batch; None before the first request. Made anew, while the batch is empty, where its pools
+    scheduler        of the batch; None before the first request. It is replaced, while the batch is empty, if its pools
                      do not suit a configuration
-    plans            the steps made so far, for this scheduler's pools
-    suffix_caches    by their sizes; each is shared by all configurations with these sizes, since it remembers responses
+    plans            the steps made so far for the pools of this scheduler
+    suffix_caches    by size; all configurations with the same sizes share a cache, since it remembers responses
     outbox           events of submitted requests that nobody has collected yet
     is_speculating   whether steps may have drafts
-    tokenizer_fault  why there is no tokenizer, where there is none
+    plain_step_ms    measured time of a plain step that compiled nothing, by number of requests
+    tokenizer_fault  why there is no tokenizer, if there is none
     """
 
     def __init__(self, target: TargetModel, draft: DraftModel | None, tokenizer: Tokenizer | None):
@@ -56,15 +55,15 @@ class Session:
         self.is_speculating = True
         self._pools_for: tuple = ()
         self._on_tree: Callable[[Verified], None] | None = None
-        self._plain_step_ms: dict[int, float] = {}
+        self.plain_step_ms: dict[int, float] = {}
 
     def check(self, config: EAGLEConfig) -> None:
-        """Raises ValueError where the models cannot serve the configuration's method or emit its end tokens."""
+        """Raises ValueError if the models cannot serve the configuration's method or emit its end tokens."""
         check_method(config, self.draft)
         self._check_tokens("EAGLEConfig: eos_token_ids", config.eos_token_ids or ())
 
     def make_request(self, number: int, prompt: list[int], params: SamplingParams, config: EAGLEConfig) -> Request:
-        """Returns a request of this configuration; raises ValueError where its parameters cannot be served."""
+        """Returns a request with this configuration; raises ValueError if its parameters cannot be served."""
         stop = None
         if params.stop:
             if self.tokenizer is None:
@@ -80,7 +79,7 @@ class Session:
         return Request(number, prompt, params, read_seeds(params.seed, 1)[0], ends, stop_strings=stop)
 
     def why_unfit(self, prompt: list[int], max_new_tokens: int, config: EAGLEConfig, speculative: bool) -> str | None:
-        """Returns why nothing can be generated from a prompt; None if it can."""
+        """Returns why nothing can be generated from a prompt; None if there is no reason."""
         if not prompt:
             return "the prompt is empty; it must hold at least one token"
         worst = max(prompt) if min(prompt) >= 0 else min(prompt)
@@ -95,18 +94,19 @@ class Session:
         return reason + f"the draft allows; {plain} without it, by speculative=False or max_spec_batch=0"
 
     def max_length(self, config: EAGLEConfig, speculative: bool) -> int:
-        """Returns the most tokens of a request, its prompt included."""
+        """Returns the most tokens that a request may have, prompt included."""
         limit = self.target.max_length
         if speculative and config.may_speculate and config.needs_model:
             limit = min(limit, self.draft.max_length)
         return min(limit, config.max_length or limit)
 
     def scheduler_for(self, config: EAGLEConfig, speculative: bool) -> Scheduler:
-        """Returns the scheduler of the batch, which steps by this configuration from now on."""
+        """Returns the scheduler of the batch, which uses this configuration from now on."""
         if speculative:
             check_trees(config, self.draft)
         draft = self._pooled_draft(config)
         if not self._has_pools_for(config):
+            self._require_no_work()
             self._make_pools(config, draft)
         key = speculative, self._on_tree is not None, *(getattr(config, name) for name in _STEP_FIELDS)
         if key not in self.plans:
@@ -114,11 +114,13 @@ class Session:
             self.plans[key] = plan_steps(
                 self.target, draft, config, self.scheduler.state, speculative, self.scheduler.lag, cache, self._on_tree
             )
-        self.scheduler.use(self.plans[key])
+        if self.scheduler.plan is not self.plans[key]:
+            self._require_no_work()
+            self.scheduler.use(self.plans[key])
         return self.scheduler
 
     def suffix_cache(self, config: EAGLEConfig) -> SuffixCache:
-        """Returns the suffix trees of the configuration's sizes."""
+        """Returns the cache with the configuration's sizes; makes it if there is none yet."""
         sizes = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_cached_requests
         if sizes not in self.suffix_caches:
             self.suffix_caches[sizes] = SuffixCache(*sizes)
@@ -126,9 +128,9 @@ class Session:
 
     @contextlib.contextmanager
     def alone(self, caller: str, config: EAGLEConfig) -> Iterator[None]:
-        """Keeps the batch for calls that measure or warm up.
+        """Reserves the batch for a `caller` that measures or warms up; other threads wait.
 
-        Other threads wait. Inside, suffix trees know no earlier request; afterwards they know none from inside.
+        In the block suffix trees know no earlier requests; afterwards they know none from the block.
         """
         with self.lock:
             if self.scheduler is not None:
@@ -143,57 +145,44 @@ class Session:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request runs or waits, or an event has not been collected."""
+        """Tells whether a request runs or waits, or an event has not been collected."""
         return bool(self.outbox) or (self.scheduler is not None and self.scheduler.has_work)
 
     @property
     def on_tree(self) -> Callable[[Verified], None] | None:
-        """The function that every step calls with its trees and the verdict on them; see `Stepper`."""
+        """Returns the function that every step calls with its trees and the verdict on them; see `Stepper`."""
         return self._on_tree
 
     @on_tree.setter
     def on_tree(self, function: Callable[[Verified], None] | None) -> None:
         with self.lock:
-            # steps made for the function before this one are of no more use
+            # steps made for the previous function are of no use any more
             self.plans = {key: plan for key, plan in self.plans.items() if plan.plain.on_tree is None}
             self._on_tree = function
 
-    def plain_step_ms(self, num_requests: int) -> float | None:
-        """Returns the measured time of a plain step of that many requests; None if none was measured."""
-        return self._plain_step_ms.get(num_requests)
-
-    def note_plain_step(self, num_requests: int, step_ms: float) -> None:
-        """Notes the time of a plain step that had nothing to compile."""
-        self._plain_step_ms[num_requests] = step_ms
-
     def workspace_bytes(self, config: EAGLEConfig) -> dict[str, int]:
-        """Returns the bytes that a configuration needs beside the weights; see `memory.workspace_bytes`."""
+        """Returns the bytes that a configuration needs besides the weights; see `memory.workspace_bytes`."""
         check_method(config, self.draft)
         with self.lock:
             max_pages, num_pages = self._max_pages(config), None
-            if self._has_pools_for(config):  # they may have been made when more or less memory was free
+            if self._has_pools_for(config):  # their size depends on the memory that was free when they were made
                 state, num_pages = self.scheduler.state, self.scheduler.pages.num_pages
                 max_pages = state.block_table.shape[1]
         return workspace_bytes(self.target, self._pooled_draft(config), config, max_pages, num_pages)
 
-    def _make_pools(self, config: EAGLEConfig, draft: DraftModel | None) -> None:
+    def _require_no_work(self) -> None:
         if self.scheduler is not None and self.scheduler.has_work:
             raise RuntimeError(
-                "EAGLEInference: requests that run hold the pools of another configuration; collect or abort them "
-                "before this one is used"
+                "EAGLEInference: requests with another configuration have not ended; collect or abort them before "
+                "using this one"
             )
-        self.scheduler, self.plans = None, {}  # frees the old pools before there are new ones
+
+    def _make_pools(self, config: EAGLEConfig, draft: DraftModel | None) -> None:
+        self.scheduler, self.plans = None, {}  # frees the old pools before new ones are allocated
         max_pages = self._max_pages(config)
         num_pages = count_pages(self.target, draft, config, max_pages)
         check_fits(self.target, draft, config, max_pages, num_pages)
-        state = BatchState(
-            self.target,
-            draft,
-            num_rows=config.max_batch,
-            num_pages=num_pages,
-            max_pages=max_pages,
-            page_size=config.page_size,
-        )
+        state = BatchState(self.target, draft, config, max_pages, num_pages)
         self.scheduler, self._pools_for = Scheduler(state, config.prefill_chunk), _pools_of(config)
 
     def _has_pools_for(self, config: EAGLEConfig) -> bool:
@@ -206,21 +195,21 @@ class Session:
         return self.draft if config.needs_model else None
 
     def _max_pages(self, config: EAGLEConfig) -> int:
-        """Returns the pages of a request of full length; plain decoding shares the pools of its speculative twin."""
+        """Returns the pages of a request of full length, the same with and without speculation."""
         trees = [config, *(tree for _, tree in config.trees if tree is not None)]
         reader = make_reader(config, self._pooled_draft(config))
-        past_end = max(overshoot(make_drafter(tree, reader, self.device)) for tree in trees)
-        # rounded up, so that another tree does not ask for other pools
+        past_end = max(make_drafter(tree, reader, self.device).overshoot for tree in trees)
+        # rounded up, so that another tree rarely needs other pools
         needed = self.max_length(config, speculative=False) + -(-past_end // 256) * 256
         return -(-needed // config.page_size)
 
     def _check_tokens(self, name: str, token_ids: Iterable[int]) -> None:
-        """Raises ValueError for a token that the target never emits."""
+        """Raises ValueError for a token that the target cannot emit."""
         for token in token_ids:
             if not 0 <= token < self.target.vocab_size:
                 raise ValueError(f"{name} must lie in 0..{self.target.vocab_size - 1}, got {token}")
 
 
 def _pools_of(config: EAGLEConfig) -> tuple:
-    """Returns what pools and rows are made by."""
+    """Returns the values that determine the pools and rows."""
     return config.needs_model, *(getattr(config, name) for name in _POOL_FIELDS)

@@ -1,4 +1,4 @@
-"""The tokens of one call, as they are committed: for `for` and for `async for`."""
+"""Streams of the tokens or the text of one call, as tokens are committed: for `for` and `async for`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Generic, TypeVar
 
 from ..config.eagle_config import EAGLEConfig
@@ -22,139 +23,82 @@ from .session import Session
 Item = TypeVar("Item")
 
 
-@dataclass(eq=False)
-class _Brought(Generic[Item]):
-    """The outcome of one step of a generator: an item, None at the end, or an error."""
-
-    item: Item | None = None
-    error: BaseException | None = None
-
-    def tell(self) -> Item | None:
-        """Returns the item, or raises the error; only once, since an error holds every frame that it passes."""
-        error, self.error = self.error, None
-        try:
-            if error is not None:
-                raise error
-            return self.item
-        finally:
-            del error
-
-
-@dataclass(eq=False)
-class _Reader(Generic[Item]):
-    """One pending `__anext__` of an event loop, until it is cancelled."""
-
-    brought: _Brought[Item] | None = None
-    is_gone: bool = False
-
-
 class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
-    """One generator for `for` and `async for`, read by one thread at a time.
+    """Serves one generator to `for` and `async for`; one thread at a time reads it.
 
-    An `async for` that is cancelled in the middle of a step leaves a thread that ends the step. The next reader gets
-    its outcome, whichever that is.
+    If an `async for` is cancelled in the middle of a step, its thread still finishes the step, and the next reader gets
+    the outcome: an item, the end or an error.
     """
 
     def __init__(self, items: Generator[Item, None, None]):
-        self._items, self._turn = items, threading.Lock()
-        self._left: deque[_Brought[Item]] = deque()
-        # never held while a step runs: an event loop takes it
-        self._handing = threading.Lock()
+        self._items = items
+        # held while a step runs, so an event loop must never wait for it
+        self._turn = threading.Lock()
+        # outcomes whose readers were cancelled; complete for whoever holds `_turn`
+        self._left: deque[Future[Item | None]] = deque()
 
     def __next__(self) -> Item:
         with self._turn:
-            brought = self._read()
-        item = brought.tell()
+            item = self._read()
         if item is None:
             raise StopIteration
         return item
 
     async def __anext__(self) -> Item:
-        reader = _Reader()
+        outcome = Future()
         try:
-            await asyncio.get_running_loop().run_in_executor(None, self._bring, reader)
+            await asyncio.get_running_loop().run_in_executor(None, self._bring, outcome)
         except BaseException:
-            with self._handing:
-                reader.is_gone = True
-                if reader.brought is not None:  # in the meantime
-                    self._left.appendleft(reader.brought)
+            if not outcome.cancel():  # reading has begun
+                self._left.appendleft(outcome)
             raise
-        item = reader.brought.tell()
+        else:
+            item = outcome.result()
+        finally:
+            del outcome  # an error holds this frame, so the frame must not hold the error
         if item is None:
             raise StopAsyncIteration
         return item
 
-    def _bring(self, reader: _Reader[Item]) -> None:
+    def _bring(self, outcome: Future[Item | None]) -> None:
+        """Reads into `outcome`, unless its reader has been cancelled in the meantime."""
         with self._turn:
-            if reader.is_gone:
-                return
-            brought = self._read()
-            with self._handing:
-                if reader.is_gone:
-                    self._left.appendleft(brought)
-                else:
-                    reader.brought = brought
+            if outcome.set_running_or_notify_cancel():
+                try:
+                    outcome.set_result(self._read())
+                except BaseException as error:
+                    outcome.set_exception(error)
+                finally:
+                    del outcome  # as above
 
-    def _read(self) -> _Brought[Item]:
-        """Returns the next outcome; the caller holds `_turn`."""
-        if self._left:
-            return self._left.popleft()
-        brought = _Brought()
-        try:
-            brought.item = next(self._items, None)
-        except BaseException as error:
-            brought.error = error
-        return brought
+    def _read(self) -> Item | None:
+        """Returns the next item, None at the end, or raises the next error; the caller holds `_turn`."""
+        return self._left.popleft().result() if self._left else next(self._items, None)
 
     def close(self) -> None:
-        """Aborts what has not ended."""
+        """Ends the generator, and drops outcomes that nobody has received."""
         with self._turn:
             self._items.close()
             self._left.clear()
 
     async def aclose(self) -> None:
-        """`close`, as `contextlib.aclosing` calls it."""
+        """Does what `close` does, for `contextlib.aclosing`."""
         await asyncio.to_thread(self.close)
 
 
 class TokenStream(_Stream[TokenEvent]):
-    """The tokens of some requests as they are committed; requests of others that share the batch advance with them.
+    """Yields the tokens of some requests as they are committed; other requests in the batch advance with them.
 
-    A stream that is closed or forgotten aborts its requests.
+    A stream aborts its requests when it is closed or no longer referenced.
     """
 
     def __init__(
         self, session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool, is_single: bool
     ):
-        self.requests, self.device, self._is_single = requests, session.device, is_single
-        self._run = _Run(session, requests, config, speculative)
-        super().__init__(self._run.events())
-
-    def fits_together(self) -> bool:
-        """Returns whether all its requests can run at once, with the batch for themselves."""
-        return self._run.fits_together()
-
-    def close(self) -> None:
-        """Aborts what has not ended."""
-        super().close()
-        for request in self.requests:  # of a stream that has not begun
-            request.finish_reason = request.finish_reason or "abort"
-
-    def output(self) -> GenerationOutput:
-        """Returns tokens and statistics, complete once the iterator is exhausted."""
-        tokens = [list(request.output_ids) for request in self.requests]
-        logprobs = [list(request.logprobs) if request.params.logprobs else None for request in self.requests]
-        output = GenerationOutput(tokens[0] if self._is_single else tokens, self._run.statistics())
-        output.logprobs = logprobs[0] if self._is_single else None if None in logprobs else logprobs
-        return output
-
-
-class _Run:
-    """The work of a stream. The stream's generator holds this and not the stream, so a forgotten stream is closed."""
-
-    def __init__(self, session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool):
-        self._session, self._requests, self._config, self._speculative = session, requests, config, speculative
-        steppers = [runner.stepper for runner in self._find_scheduler().plan.runners]
+        self.requests, self.device = requests, session.device
+        self._session, self._is_single = session, is_single
+        find_scheduler = partial(_find_scheduler, session, requests, config, speculative)
+        steppers = [runner.stepper for runner in find_scheduler().plan.runners]
         self._stats = GenerationStats(
             num_requests=len(requests),
             num_steps=max(stepper.num_steps for stepper in steppers),
@@ -162,61 +106,18 @@ class _Run:
             seeds=[request.seed for request in requests],
             prompt_tokens=sum(len(request.prompt) for request in requests),
         )
+        # the generator must not refer to the stream, which would then never be freed by itself
+        super().__init__(_events(session, requests, self._stats, find_scheduler))
 
-    def events(self) -> Iterator[TokenEvent]:
-        """Yields the tokens of all requests, in the order in which they become known."""
-        stats, session, requests = self._stats, self._session, self._requests
-        start_s = time.perf_counter()
-        with session.lock:
-            scheduler = self._find_scheduler()  # until now another stream may have made a new one
-            scheduler.start_timing()
-            for request in requests:
-                scheduler.submit(request)
-            first_step, first_cold, cold_s = scheduler.num_steps, scheduler.num_cold_steps, 0.0
-        try:
-            while self._reads_prompts(scheduler):
-                pass
-            synchronize(session.device)
-            with session.lock:
-                # the first tokens are known: the first step, which is timed, would keep them back
-                scheduler.read_what_is_done()
-                # the steps so far were for others
-                first_step, first_cold = scheduler.num_steps, scheduler.num_cold_steps
-            stats.prefill_time_s = time.perf_counter() - start_s
-            for request in requests:
-                yield from request.collect()
-            while not all(request.is_finished for request in requests):
-                start_s, num_cold = time.perf_counter(), scheduler.num_cold_steps
-                with session.lock:
-                    # another stream's step may have brought something
-                    if not any(request.has_news for request in requests):
-                        scheduler.step(session.is_speculating)
-                elapsed_s = time.perf_counter() - start_s
-                stats.decode_time_s += elapsed_s
-                cold_s += elapsed_s if scheduler.num_cold_steps > num_cold else 0.0
-                stats.batch_steps = scheduler.num_steps - first_step
-                for request in requests:
-                    yield from request.collect()
-            for request in requests:
-                yield from request.collect()
-                request.raise_error()
-        finally:
-            with session.lock:
-                for request in requests:
-                    scheduler.abort(request)
-                scheduler.drain()
-                stats.phase_time_ms = scheduler.take_phase_times_ms(stats.batch_steps)
-            num_warm = stats.batch_steps - (scheduler.num_cold_steps - first_cold)
-            if stats.num_draft_tokens == 1 and num_warm > 0:
-                session.note_plain_step(stats.num_requests, 1e3 * (stats.decode_time_s - cold_s) / num_warm)
+    def close(self) -> None:
+        """Aborts the requests that have not ended."""
+        super().close()
+        for request in self.requests:  # a stream that has not begun has submitted none of them
+            request.finish_reason = request.finish_reason or "abort"
 
-    def fits_together(self) -> bool:
-        with self._session.lock:
-            return self._find_scheduler().holds(self._requests)
-
-    def statistics(self) -> GenerationStats:
-        """Returns the statistics so far, with what the requests count themselves."""
-        stats, requests = self._stats, self._requests
+    def output(self) -> GenerationOutput:
+        """Returns the tokens and statistics so far; they are complete once the iterator is exhausted."""
+        stats, requests = self._stats, self.requests
         counts = [count for request in requests for count in request.accepted]
         stats.generated_tokens = sum(len(request.output_ids) for request in requests)
         stats.steps, stats.accepted = len(counts), sum(counts)
@@ -224,32 +125,79 @@ class _Run:
         stats.drafted = sum(request.drafted for request in requests)
         stats.accepted_per_depth = [sum(count > depth for count in counts) for depth in range(stats.num_steps)]
         stats.finish_reasons = [request.finish_reason for request in requests]
-        stats.plain_step_ms = self._session.plain_step_ms(stats.num_requests)
-        return stats
+        stats.plain_step_ms = self._session.plain_step_ms.get(stats.num_requests)
+        tokens = [list(request.output_ids) for request in requests]
+        logprobs = [list(request.logprobs) if request.params.logprobs else None for request in requests]
+        output = GenerationOutput(tokens[0] if self._is_single else tokens, stats)
+        output.logprobs = logprobs[0] if self._is_single else None if None in logprobs else logprobs
+        return output
 
-    def _find_scheduler(self) -> Scheduler:
-        """Returns the scheduler for these requests; raises ValueError where its pools can never hold one of them."""
-        scheduler = self._session.scheduler_for(self._config, self._speculative)
-        for request in self._requests:
-            reason = scheduler.why_never(request)
-            if reason:
-                raise ValueError(f"generate: prompt {request.id}: {reason}")
-        return scheduler
 
-    def _reads_prompts(self, scheduler: Scheduler) -> bool:
-        """Reads a part of the prompts, then lets other requests step; returns whether to go on.
+def _find_scheduler(session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool) -> Scheduler:
+    """Returns the scheduler for these requests; raises ValueError if its pools can never hold one of them."""
+    scheduler = session.scheduler_for(config, speculative)
+    for request in requests:
+        reason = scheduler.why_never(request)
+        if reason:
+            raise ValueError(f"generate: prompt {request.id}: {reason}")
+    return scheduler
 
-        It ends as soon as an own request has a token: steps admit waiting requests, so there may be prompts for ever.
-        """
-        session, requests = self._session, self._requests
+
+def _events(
+    session: Session, requests: list[Request], stats: GenerationStats, find_scheduler: Callable[[], Scheduler]
+) -> Iterator[TokenEvent]:
+    """Yields the tokens of all requests, in the order in which they become known."""
+    start_s = time.perf_counter()
+    with session.lock:
+        scheduler = find_scheduler()  # again, since another stream may have replaced it by now
+        scheduler.start_timing()
+        for request in requests:
+            scheduler.submit(request)
+        first_step, first_cold, cold_s = scheduler.num_steps, scheduler.num_cold_steps, 0.0
+    try:
+        while True:  # reads prompts
+            with session.lock:
+                # Stops at the first token: steps read prompts as well, and as long as other requests keep
+                # arriving, there might always be another prompt to read.
+                has_token = any(request.has_news for request in requests)
+                if has_token or not scheduler.is_reading or all(request.is_finished for request in requests):
+                    break
+                scheduler.prepare()
+                if scheduler.is_reading and scheduler.runs_beside(requests):
+                    scheduler.advance(session.is_speculating)
+        synchronize(session.device)
         with session.lock:
-            is_over = any(request.has_news for request in requests) or all(request.is_finished for request in requests)
-            if is_over or not scheduler.is_reading:
-                return False
-            scheduler.prepare()
-            if scheduler.is_reading and scheduler.runs_beside(requests):
-                scheduler.advance(session.is_speculating)
-        return True
+            # The first tokens are known by now; they need not wait for the first step, which is a timed one.
+            scheduler.read_what_is_done()
+            # all steps until now were for other requests
+            first_step, first_cold = scheduler.num_steps, scheduler.num_cold_steps
+        stats.prefill_time_s = time.perf_counter() - start_s
+        for request in requests:
+            yield from request.collect()
+        while not all(request.is_finished for request in requests):
+            start_s, num_cold = time.perf_counter(), scheduler.num_cold_steps
+            with session.lock:
+                # no step is needed if another stream's step has brought something
+                if not any(request.has_news for request in requests):
+                    scheduler.step(session.is_speculating)
+            elapsed_s = time.perf_counter() - start_s
+            stats.decode_time_s += elapsed_s
+            cold_s += elapsed_s if scheduler.num_cold_steps > num_cold else 0.0
+            stats.batch_steps = scheduler.num_steps - first_step
+            for request in requests:
+                yield from request.collect()
+        for request in requests:
+            yield from request.collect()
+            request.raise_error()
+    finally:
+        with session.lock:
+            for request in requests:
+                scheduler.abort(request)
+            scheduler.drain()
+            stats.phase_time_ms = scheduler.take_phase_times_ms(stats.batch_steps)
+        num_warm = stats.batch_steps - (scheduler.num_cold_steps - first_cold)
+        if stats.num_draft_tokens == 1 and num_warm > 0:
+            session.plain_step_ms[stats.num_requests] = 1e3 * (stats.decode_time_s - cold_s) / num_warm
 
 
 def open_stream(
@@ -260,7 +208,7 @@ def open_stream(
     speculative: bool,
     is_single: bool = False,
 ) -> TokenStream:
-    """Returns the stream of some prompts, each with its params; raises ValueError for one that can never run."""
+    """Returns a stream for some prompts, each with its params; raises ValueError for a prompt that can never run."""
     for index, (prompt, wanted) in enumerate(zip(prompts, params)):
         reason = session.why_unfit(prompt, wanted.max_new_tokens, config, speculative)
         if reason:
@@ -271,9 +219,9 @@ def open_stream(
 
 
 class TextStream(_Stream[str]):
-    """The text of a `TokenStream` of one request, in pieces of whole characters; it ends before a stop string.
+    """Yields the text of a `TokenStream` with one request, in pieces of whole characters, up to a stop string.
 
-    Text that may turn out to begin a stop string is held back until that is known.
+    Text that could be the beginning of a stop string is held back until it is known whether it is.
     """
 
     def __init__(self, tokens: TokenStream, tokenizer: Tokenizer):
@@ -281,17 +229,17 @@ class TextStream(_Stream[str]):
         super().__init__(_pieces(tokens, tokenizer))
 
     def close(self) -> None:
-        """Aborts the request, if it has not ended."""
+        """Aborts the request if it has not ended."""
         super().close()
         self._tokens.close()
 
     def output(self) -> GenerationOutput:
-        """Returns what the stream of tokens returns."""
+        """Returns the output of the token stream."""
         return self._tokens.output()
 
 
 def _pieces(tokens: TokenStream, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields the text of a stream of one request, without what a stop string cuts off."""
+    """Yields the text of a stream with one request, without the part that a stop string cuts off."""
     (request,) = tokens.requests
     if request.text is None:
         detokenizer = tokenizer.detokenizer(request.prompt)

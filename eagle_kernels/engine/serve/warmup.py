@@ -1,4 +1,4 @@
-"""Compiles and captures, ahead of the first request, what requests will need: `EAGLEInference.warmup`."""
+"""Compiles and captures what requests will need before the first one comes: `EAGLEInference.warmup`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .session import Session
 from .stream import open_stream
 from .threads import few_threads
 
-# prompts of few and of many tokens take different kernels
+# short and long prompts use different kernels
 _PROMPT_LENGTHS = (1, 512)
-# what requests commonly ask for; kernels are compiled for whether a parameter is on, not for its value
+# what requests commonly ask for; compilation depends on whether a parameter is in use, not on its value
 COMMON_PARAMS = tuple(
     SamplingParams(**drawn, logprobs=logprobs)
     for drawn in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01})
@@ -27,15 +27,16 @@ COMMON_PARAMS = tuple(
 def warm_up(
     session: Session, config: EAGLEConfig, params: Sequence[SamplingParams], most_rows: int, speculative: bool
 ) -> None:
-    """Prepares a session for requests like `params`, in any mixture and up to `most_rows` at once."""
+    """Prepares a session for requests like `params`, in any mixture, up to `most_rows` at once."""
     scheduler = session.scheduler_for(config, speculative)
-    # tokens of one request: what fits into the pool with it and with as many more as there are prompts
+    # the tokens of one request, if the pool is to hold a request for each of the prompts
     room = scheduler.most_tokens() // len(_PROMPT_LENGTHS) - 2
     limit = min(room, session.max_length(config, speculative) - 2)
     prompts = [[0] * max(1, min(length, limit)) for length in _PROMPT_LENGTHS]
     mixtures: set[Features] = set()
     for wanted in params:
-        # prompts and first tokens alone: steps come below, and a choice among them must learn nothing from zeros
+        # Prompts and first tokens only. Steps are run below, one runner after another, since an automatic choice must
+        # learn nothing from such prompts.
         first = replace(wanted, seed=0, max_new_tokens=1, stop_token_ids=(), stop=())
         for _ in open_stream(session, prompts, [first] * len(prompts), config, speculative):
             pass

@@ -1,1 +1,1 @@
-"""One speculative step: what it does, how it is planned, captured and chosen, and how drafts are verified."""
+"""One step of a batch: how it is planned, chosen, captured and timed, and how its drafts are verified."""

@@ -1,66 +1,63 @@
-"""Chooses the tree of a step: always the same, by a table of batch sizes, or the fastest so far."""
+"""Chooses the tree of a step: by a table of batch sizes, or whichever has been fastest so far."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections import Counter
 
-# A tree is judged after so many measured steps. One that is not in use is measured again, with as many steps, after
-# PROBE_AFTER others, or as many more as keep the time lost by that below PROBE_SHARE of all.
+# A tree is judged after PROBE_STEPS measured steps. A tree that is not in use is measured again for as many steps after
+# PROBE_AFTER others; later if the time lost by measuring would otherwise exceed PROBE_SHARE of the total.
 PROBE_STEPS = 4
 PROBE_AFTER = 256
 PROBE_SHARE = 0.01
-# The least weight of a new step time; GPUs take about the same time for the same work.
+# The least weight of a new step time in the mean; a GPU takes about the same time for the same work.
 TIME_WEIGHT = 0.25
-# Tokens of a step are averaged over so many rows, and at least so many steps: rows may have the same text.
+# Tokens per step are averaged over this many rows, but at least this many steps, since rows may share a text.
 TOKEN_ROWS, TOKEN_STEPS = 64, 16
-# A tree below this share of a smaller one's speed is not measured at once with more requests, which make it dearer.
+# A tree that was slower than this share of a smaller tree's speed is not measured as soon as the batch grows, since
+# larger batches make large trees even more expensive.
 HOPELESS = 0.8
 
 
-class Choice(Protocol):
-    """A choice among steppers by number; number 0 is plain decoding."""
+class Choice:
+    """Chooses among the runners of a plan by their numbers; number 0 is plain decoding."""
 
     def choose(self, num_rows: int) -> int:
-        """Returns the number for a step of `num_rows` rows, dead rows between others included."""
+        """Returns the number of the runner for a step of `num_rows` rows, including dead rows among them."""
+        raise NotImplementedError
 
     def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
-        """Notes what such a step took, None if not measured, and how many tokens it brought a request."""
+        """Notes the time of such a step (None: it was not measured) and the mean number of tokens per request."""
 
 
-class ByBatchSize:
-    """A choice by a table of (most rows, number), ascending; batches beyond its last entry are decoded plainly."""
+class ByBatchSize(Choice):
+    """Chooses by an ascending table of (most rows, number); batches beyond its last entry are decoded plainly."""
 
     def __init__(self, table: tuple[tuple[int | None, int], ...]):
         self._table = table
 
     def choose(self, num_rows: int) -> int:
-        for most, number in self._table:
-            if most is None or num_rows <= most:
-                return number
-        return 0
-
-    def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
-        pass
+        return next((number for most, number in self._table if most is None or num_rows <= most), 0)
 
 
-class Fastest:
-    """A choice of the number with most tokens a second: step times by batch size, tokens over all batch sizes.
+class Fastest(Choice):
+    """Chooses the number with the most tokens per second, from step times by batch size and tokens over all sizes.
 
-    The others are measured again now and then, so that a change of the texts is noticed; the slower ones more rarely.
-    A number that lost in smaller batches is first measured by these probes, as rarely as its times there suggest: texts
-    of larger batches may differ. Larger numbers stand for trees of more nodes.
+    The other numbers are probed (measured again) now and then, the slower ones more rarely, so that a change in the
+    texts is noticed. A number that lost in smaller batches is not measured first, but left to these probes, which are
+    as rare as its times in smaller batches suggest: the texts of larger batches may differ. Larger numbers stand for
+    trees with more nodes.
 
-    most_rows  batches beyond it are decoded plainly; None: none are
+    most_rows  larger batches are decoded plainly; None: there is no limit
     """
 
     def __init__(self, count: int, most_rows: int | None):
         self._count, self._most_rows = count, most_rows
+        # by number: tokens per step, and rows that they were averaged over
         self._tokens: dict[int, float] = {0: 1.0}
-        self._rows_seen: dict[int, int] = {}
+        self._rows_seen: Counter[int] = Counter()
+        # by (batch size class, number): step time, steps timed, steps noted, and steps since it was last in use
         self._step_ms: dict[tuple[int, int], float] = {}
-        self._num_timed: dict[tuple[int, int], int] = {}
-        self._num_seen: dict[tuple[int, int], int] = {}
-        self._num_unseen: dict[tuple[int, int], int] = {}
+        self._num_timed, self._num_seen, self._num_unseen = Counter(), Counter(), Counter()
         self._probe: tuple[int, int, int] | None = None  # batch size class, number, steps left
 
     def choose(self, num_rows: int) -> int:
@@ -71,12 +68,12 @@ class Fastest:
             return self._probe[1]
         numbers = range(self._count)
         for number in numbers:
-            if self._num_seen.get((size, number), 0) < PROBE_STEPS and not self._is_hopeless(size, number):
+            if self._num_seen[size, number] < PROBE_STEPS and not self._is_hopeless(size, number):
                 return number
         best = max(numbers, key=lambda number: self._speed(size, number))
         for number in numbers:
             key = size, number
-            self._num_unseen[key] = 0 if number == best else self._num_unseen.get(key, 0) + 1
+            self._num_unseen[key] = 0 if number == best else self._num_unseen[key] + 1
             lost_steps = PROBE_STEPS * self._lost_steps(size, number, best)
             if self._num_unseen[key] > max(PROBE_AFTER, lost_steps * (self._count - 1) / PROBE_SHARE):
                 self._num_unseen[key] = 0
@@ -86,20 +83,21 @@ class Fastest:
 
     def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
         key = (_size_class(num_rows), number)
-        self._num_seen[key] = self._num_seen.get(key, 0) + 1
+        self._num_seen[key] += 1
         if number:
-            seen = self._rows_seen[number] = self._rows_seen.get(number, 0) + num_rows
-            weight = max(num_rows / seen, min(1 / TOKEN_STEPS, num_rows / TOKEN_ROWS))
+            self._rows_seen[number] += num_rows
+            weight = max(num_rows / self._rows_seen[number], min(1 / TOKEN_STEPS, num_rows / TOKEN_ROWS))
             self._tokens[number] = _mean(self._tokens.get(number, tokens), tokens, weight)
         if step_ms is not None:
-            timed = self._num_timed[key] = self._num_timed.get(key, 0) + 1
-            self._step_ms[key] = _mean(self._step_ms.get(key, step_ms), step_ms, max(1 / timed, TIME_WEIGHT))
+            self._num_timed[key] += 1
+            weight = max(1 / self._num_timed[key], TIME_WEIGHT)
+            self._step_ms[key] = _mean(self._step_ms.get(key, step_ms), step_ms, weight)
         if self._probe is not None and self._probe[:2] == key:
             left = self._probe[2] - 1
             self._probe = (*key, left) if left else None
 
     def _is_hopeless(self, size: int, number: int) -> bool:
-        """Returns whether it lost against a smaller tree in a smaller batch, with the tokens that it brings by now."""
+        """Returns whether the number lost to a smaller tree in a smaller batch, by its present tokens per step."""
         for fewer in range(size - 1, -1, -1):
             speed = self._speed(fewer, number)
             if speed:
@@ -107,7 +105,7 @@ class Fastest:
         return False
 
     def _lost_steps(self, size: int, number: int, best: int) -> float:
-        """Returns the time that a step loses against the best one for the same tokens, in steps; 0 if not known."""
+        """Returns how many of the best steps one of this number loses, given the tokens it brings; 0 if unknown."""
         step_ms, best_ms = self._step_ms.get((size, number)), self._step_ms.get((size, best))
         if best_ms is None:
             return 0.0
@@ -116,7 +114,7 @@ class Fastest:
         return step_ms / best_ms - self._tokens.get(number, 1.0) / self._tokens.get(best, 1.0)
 
     def _extra_ms(self, size: int, number: int, best: int) -> float:
-        """Returns how much longer than the best one's a step may take, by each request of the next smaller batch."""
+        """Estimates how much longer than the best step one of this number takes, by the times of a smaller batch."""
         for fewer in range(size - 1, -1, -1):
             times = [self._step_ms.get((fewer, each)) for each in (number, best)]
             if None not in times:
@@ -129,7 +127,7 @@ class Fastest:
 
 
 def _size_class(num_rows: int) -> int:
-    """Returns one number for all batch sizes that share a graph."""
+    """Returns the same number for all batch sizes that share a graph."""
     return (num_rows - 1).bit_length()
 
 

@@ -1,4 +1,4 @@
-"""The kinds of steps that a configuration chooses from, each with its graphs, and the choice among them."""
+"""The kinds of steps that a configuration chooses from, each with its own graphs, and the choice among them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import NamedTuple
 
 from ..batch.state import BatchState
 from ..config.eagle_config import EAGLEConfig
-from ..drafters.methods import make_drafter, make_reader
-from ..drafters.naive import NaiveDrafter
-from ..drafters.protocol import overshoot
+from ..drafters.methods import NaiveDrafter, make_drafter, make_reader
 from ..drafters.suffix import SuffixDrafter, SuffixFeed
 from ..drafters.suffix_cache import SuffixCache
 from ..models.causal_draft import CausalDraft
@@ -23,18 +21,18 @@ _logger = logging.getLogger(__name__)
 
 
 class StepPlan(NamedTuple):
-    """The steps of a configuration.
+    """Holds the steps of a configuration.
 
-    runners  number 0 decodes plainly; with a draft it keeps what the draft misses, so that other steps can follow
-    choice   chooses one of them for each step
-    feed     makes the drafts of suffix decoding, on the host
-    methods  of drafting, that requests choose from
+    runners  number 0 decodes plainly; with a draft model it keeps what the draft misses, so that other steps can follow
+    choice   chooses a runner for each step
+    feed     makes the drafts of suffix decoding, on the host; None without suffix decoding
+    methods  the methods of drafting that requests choose from
     """
 
     runners: tuple[StepRunner, ...]
     choice: Choice
-    feed: SuffixFeed | None = None
-    methods: tuple[str | None, ...] = (None,)
+    feed: SuffixFeed | None
+    methods: tuple[str | None, ...]
 
     @property
     def plain(self) -> Stepper:
@@ -42,8 +40,8 @@ class StepPlan(NamedTuple):
 
     @property
     def overshoot(self) -> int:
-        """The slots after its last token that a request may need, whichever steps it meets."""
-        return max(overshoot(runner.stepper.drafter) for runner in self.runners)
+        """Returns the slots that a request may need past its last token, whichever of the steps it takes."""
+        return max(runner.stepper.drafter.overshoot for runner in self.runners)
 
 
 def plan_steps(
@@ -53,13 +51,13 @@ def plan_steps(
     state: BatchState,
     speculative: bool,
     lag: int,
-    suffix_cache: SuffixCache | None = None,
-    on_tree: Callable[[Verified], None] | None = None,
+    suffix_cache: SuffixCache | None,
+    on_tree: Callable[[Verified], None] | None,
 ) -> StepPlan:
     """Plans the steps for `config`; only plain decoding when `speculative` is off.
 
-    lag           steps that the host is behind the device
-    suffix_cache  where the method needs it
+    lag           how many steps the host is behind the device
+    suffix_cache  None: no method of the configuration needs one
     on_tree       see `Stepper`
     """
     trees = config.trees if speculative and config.may_speculate else ()
@@ -73,11 +71,10 @@ def plan_steps(
             steppers.append(Stepper(target, drafter, tree, keeps_history=keeps_history, on_tree=on_tree))
     if keeps_history:
         state.keep_history()
-    feed = None
     parts = [part for drafter in drafters for part in getattr(drafter, "parts", (drafter,))]
     suffix_drafters = [part for part in parts if isinstance(part, SuffixDrafter)]
-    if suffix_drafters:
-        feed = SuffixFeed([tree for _, tree in trees if tree is not None], suffix_cache, state, lag)
+    feed_trees = [tree for _, tree in trees if tree is not None]
+    feed = SuffixFeed(feed_trees, suffix_cache, state, lag) if suffix_drafters else None
     for drafter in suffix_drafters:
         drafter.feed = feed
     is_automatic = bool(trees) and config.adaptive == "auto"
@@ -86,7 +83,7 @@ def plan_steps(
 
 
 def warn_of_eager_steps(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> None:
-    """Warns of each model that keeps steps from being CUDA graphs, unless the caller chose for or against graphs."""
+    """Warns about each model that prevents steps from being CUDA graphs, unless the caller set `cuda_graph`."""
     if target.device.type != "cuda" or config.cuda_graph is not None:
         return
     for role, model in (("target", target), ("draft", draft)):
@@ -103,13 +100,12 @@ def warn_of_eager_steps(target: TargetModel, draft: DraftModel | None, config: E
 
 def _runner(stepper: Stepper, state: BatchState) -> StepRunner:
     is_gpu, wanted = stepper.target.device.type == "cuda", stepper.config.cuda_graph
-    if stepper.on_tree is not None:
-        if wanted:
-            raise ValueError("EAGLEInference: cuda_graph must not be True with on_tree, which is called in every step")
-        return StepRunner(stepper, state, use_graphs=False)
+    if wanted and stepper.on_tree is not None:
+        raise ValueError("EAGLEInference: cuda_graph must not be True with on_tree, which is called in every step")
     if wanted and not stepper.can_be_captured:
         raise ValueError(
-            "EAGLEInference: cuda_graph must not be True here: the forward of one of the models waits for the device, "
-            "so its steps run eagerly"
+            "EAGLEInference: cuda_graph must not be True here: the forward pass of one of the models waits for the "
+            "device, so steps must run eagerly"
         )
-    return StepRunner(stepper, state, is_gpu and (stepper.can_be_captured if wanted is None else wanted))
+    can_be_captured = stepper.on_tree is None and stepper.can_be_captured
+    return StepRunner(stepper, state, is_gpu and can_be_captured and wanted is not False)

@@ -1,10 +1,10 @@
 """One step of a batch: a drafter proposes trees, the target verifies them, and the accepted paths are kept.
 
-A step never waits for the device and changes its batch in place, so that it can be captured in a CUDA graph as it is;
-only masks of layout `full_mask`, whose size the host must know, are not captured.
+A step never waits for the device and changes its batch in place, so it can be captured in a CUDA graph as it is. The
+exception is steps with masks of layout `full_mask`, whose size the host must know.
 
-For a request with n committed tokens t_0 .. t_{n-1} and root t_n (sampled, not yet in the target's KV) the target reads
-a node of depth d at position n + d.
+Let a request have n committed tokens t_0 .. t_{n-1} and the root t_n, which is sampled but not yet in the target's KV.
+Then the target reads a node of depth d at position n + d.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from ..batch.batch import Batch, Committed
 from ..batch.kv_pool import DecodeAttend, TreeAttend
 from ..batch.state import BatchState
 from ..config.eagle_config import EAGLEConfig
-from ..drafters.protocol import Drafter, Proposal, Reader
-from ..drafters.trees import root_only
+from ..drafters.protocol import Drafter, Proposal, Reader, root_only
 from ..models.protocol import TargetModel
 from ..requests.sampling_params import Features
 from .phases import PhaseTimer
@@ -29,11 +28,12 @@ from .verification import links_of, make_verifier
 
 
 class StepResult(NamedTuple):
-    """The tensors that the host reads after a step; rows that are not live hold nothing of meaning.
+    """Holds the tensors that the host reads after a step; the values of dead rows are meaningless.
 
-    tokens        [B, S + 1] int64  the step's tokens: accepted drafts and the bonus, -1 padded
-    logprobs      [B, S + 1] fp32   of these tokens, among those that the filters left
-    raw_logprobs  [B, S + 1] fp32   of these tokens, by the logits as given; both None where no request asked for either
+    tokens        [B, S + 1] int64  the step's tokens: accepted drafts and the bonus token, padded with -1
+    logprobs      [B, S + 1] fp32   their log-probabilities among the tokens that the filters left
+    raw_logprobs  [B, S + 1] fp32   their log-probabilities by the logits as given
+    Both kinds of log-probabilities are None if no request asked for either.
     """
 
     tokens: Tensor
@@ -42,9 +42,9 @@ class StepResult(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """A step's trees with the verdict on them, before anything of the batch has changed: the argument of `on_tree`.
+    """Holds a step's trees and the verdict on them, before the batch has changed: the argument of `on_tree`.
 
-    logits  [B * N, V]  of the target at all nodes
+    logits  [B * N, V]  the target's logits at all nodes
     """
 
     batch: Batch
@@ -55,11 +55,11 @@ class Verified(NamedTuple):
 
 
 class Stepper:
-    """The step of one configuration: its drafter proposes, the target verifies.
+    """Carries out the step of one configuration: its drafter proposes trees, and the target verifies them.
 
-    resting        for plain steps beside others: the reader of the others' draft, which reads later what it misses
-    keeps_history  write committed tokens into `BatchState.history`, since some drafter of the batch reads it
-    on_tree        called in every step, which is then not captured: it may wait for the device, and must change nothing
+    resting        for the plain steps of a plan with a draft model: the model's reader, which catches up later
+    keeps_history  whether committed tokens are written to `BatchState.history`, since some drafter of the plan reads it
+    on_tree        called in every step, which is then not captured; it may wait for the device, but must change nothing
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Stepper:
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether nothing in the step waits for the device."""
+        """Tells whether a step can be captured in a CUDA graph: nothing in it waits for the device."""
         if not all(getattr(model, "can_be_captured", True) for model in (self.target, self._model)):
             return False
         return self.num_nodes == 1 or self.config.tree_mask_mode != ops.TreeMaskMode.FULL_MASK
 
     def step(self, state: BatchState, num_rows: int, features: Features, timer: PhaseTimer) -> StepResult:
-        """Advances the live ones of the first `num_rows` rows by their accepted drafts and one token of the target."""
+        """Advances the live rows among the first `num_rows` by their accepted drafts and one token of the target."""
         with timer.phase("draft"):
             max_length = None if self.drafter.reader is None else self._model.max_length
             batch = Batch(state, slice(0, num_rows), self.drafter.num_slots, max_length)
@@ -118,13 +118,13 @@ class Stepper:
             if self.keeps_history:
                 state.append_to_history(batch.rows, committed.tokens)
             state.sampling.count(features, batch.rows, committed.tokens)
-            # rows that are not live have -1, which is no token
+            # dead rows have -1, which is no token
             torch.clamp(committed.bonus_tokens, min=0, out=batch.roots)
             batch.lengths.copy_(committed.new_seq_lens)
         return StepResult(committed.tokens, committed.logprobs, committed.raw_logprobs)
 
     def draw_first(self, logits: Tensor, state: BatchState, row: int, length: int, features: Features) -> StepResult:
-        """Draws the row's first root: the token after a prompt of `length` tokens, by the logits [1, V] of its last."""
+        """Draws a row's first root: the token after its prompt of `length` tokens, from the logits [1, V] there."""
         last = torch.full((1,), length - 1, device=logits.device)
         tree = root_only(torch.zeros_like(last), last)
         rows = slice(row, row + 1)
@@ -132,7 +132,7 @@ class Stepper:
             *links_of(tree),
             logits,
             tree.positions,
-            # copies: a row's own address is aligned like no other row's, and kernels are compiled for alignments
+            # copies, since kernels are compiled for the alignment of addresses, which differs from row to row
             **{name: values.clone() for name, values in state.sampling.arguments(features, rows).items()},
             spec_steps=0,
             return_logprobs=features.logprobs,
@@ -144,7 +144,7 @@ class Stepper:
         return StepResult(root[:, None], *logprobs)
 
     def _run_target(self, batch: Batch, tree: ops.BuildTreeOutput) -> tuple[Tensor, Tensor]:
-        """Returns logits [B * N, V] and features [B, N, F] of all nodes; their KV lands after the committed prefix."""
+        """Returns logits [B * N, V] and features [B, N, F] of all nodes; their KV goes after the committed prefix."""
         shape = (len(batch), self.num_nodes)
         # Drafts past the last position are never kept (the token limit comes first) but must not index out of range.
         positions = tree.positions.view(shape).clamp(max=self.target.max_length - 1)

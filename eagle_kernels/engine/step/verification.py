@@ -1,11 +1,9 @@
 """Verification of a step's trees by one of five strategies: which drafts are kept, and which token follows.
 
-`greedy`, `target_match` and `rejection` are lossless; `topp` and `typical` are not, and say so.
+`greedy`, `target_match` and `rejection` are lossless; `topp` and `typical` are not, as their docstrings say.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,30 +16,32 @@ from ..drafters.protocol import Proposal
 from ..requests.sampling_params import Features
 
 
-class Verifier(Protocol):
-    """A strategy, for trees at most `num_steps` drafts deep."""
+class Verifier:
+    """Verifies by one of the strategies; trees are at most `num_steps` drafts deep."""
+
+    def __init__(self, config: EAGLEConfig, num_steps: int):
+        self._config, self._num_steps = config, num_steps
 
     def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
-        """Returns the verdict, from the target's logits [B * N, V] at all nodes."""
-        ...
+        """Returns the verdict on a step's drafts, given the target's logits [B * N, V] at all nodes."""
+        raise NotImplementedError
 
 
 def make_verifier(config: EAGLEConfig, num_steps: int, device: torch.device) -> Verifier:
-    """Returns the configuration's strategy; without drafts all strategies are plain decoding."""
+    """Returns the verifier for the configuration's strategy; without drafts every strategy is plain decoding."""
     if num_steps == 0 or config.verify_strategy in ("greedy", "target_match"):
         return TargetMatch(config, num_steps, device)
     return {"topp": TopP, "typical": Typical, "rejection": Rejection}[config.verify_strategy](config, num_steps)
 
 
-class TargetMatch:
-    """Sample and match: the target's token of every node is drawn with the noise of plain decoding, and a draft that
-    equals it is kept.
+class TargetMatch(Verifier):
+    """Samples and matches: draws the target's token at each node as plain decoding would, and keeps drafts equal to it.
 
-    Greedy rows need no draws; `greedy` is this with requests of temperature 0 alone.
+    Greedy rows need no draws; `greedy` is this strategy for requests of temperature 0 only.
     """
 
     def __init__(self, config: EAGLEConfig, num_steps: int, device: torch.device):
-        self._num_steps = num_steps
+        super().__init__(config, num_steps)
         self._policy = {}
         if num_steps and config.accept_policy != "normal":
             self._policy["accept_policy"] = config.accept_policy
@@ -50,7 +50,6 @@ class TargetMatch:
             self._policy["simulated_rates"] = torch.tensor(config.simulated_rates, dtype=torch.float32, device=device)
 
     def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
-        """See `Verifier`."""
         tree = proposal.tree
         if features.draws:
             drawn = ops.verify_tree_sampled(
@@ -75,32 +74,27 @@ class TargetMatch:
         return _commit(batch, verdict)
 
 
-class TopP:
-    """LOSSY. FastDeploy's TOPP: a draft among the target's candidates is kept, whatever its probability.
+class TopP(Verifier):
+    """LOSSY. Keeps every draft among the target's candidates, whatever its probability, like FastDeploy's TOPP.
 
-    Candidates are the tokens that the request's filters leave, if these are at most `max_candidate_len`. If they are
-    more, there are no candidates; with top_p = 1 there are the `max_candidate_len` most likely ones. The second most
-    likely token is kept as well, whatever the filters, where each of the next `verify_window` drafts is the most likely
-    one (`ops.verify_tree_topp`).
+    Candidates are the tokens that the request's filters leave, if there are at most `max_candidate_len` of them. If
+    there are more, the `max_candidate_len` most likely tokens are candidates with top_p = 1, and none otherwise.
+    Regardless of the filters, the second most likely token is kept as well where each of the next `verify_window`
+    drafts is the most likely token (`ops.verify_tree_topp`).
     """
 
-    def __init__(self, config: EAGLEConfig, num_steps: int):
-        self._num_steps, self._window = num_steps, config.verify_window
-        self._num_candidates = config.max_candidate_len
-
     def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
-        """See `Verifier`."""
         tree, rows = proposal.tree, _RowParams(batch, proposal)
         logits = penalized(batch, tree, logits, features)
         temperature, top_p = rows.of("temperature"), rows.of("top_p")
-        is_greedy = temperature < GREEDY_TEMPERATURE
-        best = ops.select_top_k_tokens(logits.float(), topk=self._num_candidates, level=0)
-        num_kept = torch.where(is_greedy, 1, self._num_candidates)
+        is_greedy, num_candidates = temperature < GREEDY_TEMPERATURE, self._config.max_candidate_len
+        best = ops.select_top_k_tokens(logits.float(), topk=num_candidates, level=0)
+        num_kept = torch.where(is_greedy, 1, num_candidates)
         if features.filters:
             num_left = (_filtered(rows, logits) > 0).sum(-1)
-            most = torch.where(top_p < 1, 0, self._num_candidates)
-            num_left = torch.where(num_left > self._num_candidates, most, num_left)
-            # by the row's own filters: a row without any keeps what rounds to 0 as well
+            most = torch.where(top_p < 1, 0, num_candidates)
+            num_left = torch.where(num_left > num_candidates, most, num_left)
+            # by each row's own filters: a row without any also keeps tokens whose probability rounds to 0
             has_filters = (rows.of("top_k") > 0) | (top_p < 1) | (rows.of("min_p") > 0)
             num_kept = torch.where(has_filters, num_left, num_kept)
         own = ops.sample_from_logits(
@@ -112,19 +106,15 @@ class TopP:
             num_kept,
             own.view_as(tree.retrieve_index),
             spec_steps=self._num_steps,
-            verify_window=self._window,
+            verify_window=self._config.verify_window,
         )
         return _commit(batch, verdict)
 
 
-class Typical:
-    """LOSSY at temperatures above 0. Medusa's typical acceptance: drafts that the target finds likely are kept."""
-
-    def __init__(self, config: EAGLEConfig, num_steps: int):
-        self._num_steps, self._epsilon, self._delta = num_steps, config.typical_epsilon, config.typical_delta
+class Typical(Verifier):
+    """LOSSY at temperatures above 0. Keeps drafts that the target finds likely: Medusa's typical acceptance."""
 
     def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
-        """See `Verifier`."""
         tree, temperature = proposal.tree, batch.numbers("temperature")
         verdict = ops.verify_tree_typical(
             *links_of(tree),
@@ -132,25 +122,21 @@ class Typical:
             tree.positions,
             batch.seeds,
             temperature,
-            torch.full_like(temperature, self._epsilon),
-            torch.full_like(temperature, self._delta),
+            torch.full_like(temperature, self._config.typical_epsilon),
+            torch.full_like(temperature, self._config.typical_delta),
             spec_steps=self._num_steps,
         )
         return _commit(batch, verdict)
 
 
-class Rejection:
-    """Recursive rejection: a draft drawn from the draft model's law is kept with probability min(1, target / draft).
+class Rejection(Verifier):
+    """Keeps a draft drawn from the draft model's distribution with probability min(1, target / draft), recursively.
 
-    The token after a rejection comes from the rest of the target's law. Drafts that were chosen, not drawn, count as
-    drawn with probability 1.
+    The token after a rejection is drawn from what is left of the target's distribution. Drafts that were chosen, not
+    drawn, count as drawn with probability 1.
     """
 
-    def __init__(self, config: EAGLEConfig, num_steps: int):
-        self._num_steps = num_steps
-
     def verify(self, batch: Batch, proposal: Proposal, logits: Tensor, features: Features) -> Committed:
-        """See `Verifier`."""
         tree, temperature = proposal.tree, batch.numbers("temperature")
         logits = penalized(batch, tree, logits, features)
         target: dict[str, Tensor | None] = {"target_logits": logits}
@@ -158,7 +144,7 @@ class Rejection:
             target = {"target_logits": None, "target_probs": _filtered(_RowParams(batch, proposal), logits)}
         drawn_at, draft_logits = temperature, proposal.draft_logits
         if draft_logits is None:
-            # chosen drafts: the draft model's rows are not read
+            # drafts were chosen: the op reads no draft logits, so any will do
             drawn_at, draft_logits = torch.zeros_like(temperature), logits
         verdict = ops.verify_tree_rejection(
             *links_of(tree),
@@ -175,7 +161,7 @@ class Rejection:
 
 
 class _RowParams:
-    """The sampling parameters of a batch, once for each of its nodes: [B * N]."""
+    """Repeats the sampling parameters of a batch for each of its nodes: [B * N]."""
 
     def __init__(self, batch: Batch, proposal: Proposal):
         self._batch, self._num_nodes = batch, proposal.tree.retrieve_index.shape[1]
@@ -186,7 +172,7 @@ class _RowParams:
 
 
 def _filtered(rows: _RowParams, logits: Tensor) -> Tensor:
-    """Returns what the filters leave of the target's law, in plain decoding's order; greedy rows keep the argmax."""
+    """Returns the target's probabilities after the filters, in plain decoding's order; 1 for the argmax if greedy."""
     temperature = rows.of("temperature")[:, None]
     is_greedy = temperature < GREEDY_TEMPERATURE
     probs = torch.softmax(logits.float() / torch.where(is_greedy, 1.0, temperature), dim=-1)
@@ -198,7 +184,7 @@ def _filtered(rows: _RowParams, logits: Tensor) -> Tensor:
 
 
 def penalized(batch: Batch, tree: ops.BuildTreeOutput, logits: Tensor, features: Features) -> Tensor:
-    """Returns the target's logits with the requests' penalties, by the output and the drafts on each node's path."""
+    """Returns the target's logits with the requests' penalties, counting the drafts on each node's path as output."""
     if not features.penalties:
         return logits
     names = ("repetition_penalty", "frequency_penalty", "presence_penalty", "prompt_mask", "output_counts")
@@ -207,13 +193,13 @@ def penalized(batch: Batch, tree: ops.BuildTreeOutput, logits: Tensor, features:
 
 
 def links_of(tree: ops.BuildTreeOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the tree in the form that the verification ops take."""
+    """Returns the candidates and links of the trees, as the verification ops take them."""
     candidates = tree.draft_tokens.view_as(tree.retrieve_index)
     return candidates, tree.retrieve_index, tree.retrieve_next_token, tree.retrieve_next_sibling
 
 
 def _commit(batch: Batch, verdict: tuple[Tensor, ...]) -> Committed:
-    """Returns what follows from a verdict, which begins with predicts, accept_index and accept_token_num."""
+    """Adds what follows from a verdict, whose first fields are predicts, accept_index and accept_token_num."""
     commit = ops.verify_commit(*verdict[:3], batch.lengths, batch.is_live)
     commit = {name: getattr(commit, name) for name in Committed._fields if name in commit._fields}
     return Committed(*verdict[1:3], **commit)

@@ -11,8 +11,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from ...engine.inference import EAGLEInference
-from ...engine.models import draft_loading
-from ...engine.models.loading import demo_pair
+from ...engine.models import loading
 from ...engine.models.tokenizer import Tokenizer, load_tokenizer
 from ...runtime.placement import choose_device, read_device
 from ..inspection import read_prompts_file
@@ -52,7 +51,7 @@ def load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokenize
     others = sorted({"mtp", "draft_model"}.intersection(config.methods))
     if others and arguments.draft is None:
         raise ValueError(f"--draft must be given for method={others[0]!r}: the embedded pair's is an EAGLE head")
-    target, draft = (arguments.target, arguments.draft) if arguments.target else demo_pair()
+    target, draft = (arguments.target, arguments.draft) if arguments.target else loading.demo_pair()
     draft = draft if config.needs_model else None
     device, dtype = read_machine(arguments)
     with _logging_the_head() if arguments.draft else nullcontext():
@@ -89,7 +88,7 @@ def as_lines(rows: list[tuple[str, str]]) -> str:
 def _logging_the_head() -> Iterator[None]:
     """Logs to stderr which format a head has and how its layer ids were read, since wrong ones do not show in the
     text."""
-    logger, handler = logging.getLogger(draft_loading.__name__), logging.StreamHandler()
+    logger, handler = logging.getLogger(loading.__name__), logging.StreamHandler()
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

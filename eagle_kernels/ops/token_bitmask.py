@@ -13,13 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...runtime import check
+from ..runtime import check
 
 _METHODS = ("accept_token", "rollback", "fill_next_token_bitmask", "is_terminated")
 
 
 class Matcher(Protocol):
-    """A grammar and a request's place in it, such as xgrammar's GrammarMatcher."""
+    """Holds a grammar and a request's place in it, such as xgrammar's GrammarMatcher."""
 
     def accept_token(self, token: int) -> bool:
         """Advances by `token` and returns True, or stays and returns False if the grammar refuses it."""
@@ -75,24 +75,18 @@ def generate_token_bitmask(
 
     spec = args.spec((batch_size * num_nodes, -(-vocab_size // 32)), torch.int32)
     bitmask = check.allocate("generate_token_bitmask", spec, out).fill_(-1)
-    tokens, children, siblings = (tensor.view(batch_size, num_nodes).tolist() for tensor in (draft_tokens, *links))
-    for request, matcher in enumerate(matchers):
+    trees = zip(*(tensor.view(batch_size, num_nodes).tolist() for tensor in (draft_tokens, *links)))
+    for request, (matcher, tree) in enumerate(zip(matchers, trees)):
         if matcher is not None and num_nodes > 0:
-            tree = (tokens[request], children[request], siblings[request])
-            _fill_tree(matcher, *tree, vocab_size, bitmask, request * num_nodes)
+            _fill_tree(matcher, tree, vocab_size, bitmask, request * num_nodes)
     return bitmask
 
 
 def _fill_tree(
-    matcher: Matcher,
-    tokens: list[int],
-    children: list[int],
-    siblings: list[int],
-    vocab_size: int,
-    bitmask: Tensor,
-    first_row: int,
+    matcher: Matcher, tree: tuple[list[int], list[int], list[int]], vocab_size: int, bitmask: Tensor, first_row: int
 ) -> None:
     """Fills the rows of one tree. Each node is met once, by the first link to it, so every walk ends."""
+    tokens, children, siblings = tree
     pending = [(0, 0)]  # node, and how many tokens the matcher holds above it
     met = {0}
     held = 0
