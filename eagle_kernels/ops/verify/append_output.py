@@ -1,38 +1,24 @@
-"""Appends a step's tokens to every request's tokens, in place, up to where the request ends.
+"""Appends a step's tokens to every request's tokens, in place, up to the token that ends the request.
 
 Computes
-    The step's tokens of request b are kept one after another until one ends the request: an end token (reason 1), one
-    that completes a stop sequence (2), or the one that fills the request's room (3); if one token is several of these,
-    the lowest number counts. That token is the last one kept. A stop sequence must end inside the step's tokens; it may
-    begin in the output before them, but not in the prompt. End tokens and stop sequences count from the token on that
-    makes the output min_tokens long, that token included.
-Shapes
-    token_ids          [R, L]      int         in place: prompt, then output; rows may be strided
-    num_tokens         [B]         int         tokens of the request's row before the step
-    num_prompt_tokens  [B]         int         those of them that are the prompt
-    tokens             [B, T]      int         the step's tokens, -1 padded, as verify_commit returns them
-    max_tokens         [B]         int         most tokens of the row, the prompt included, or None: L
-    end_token_ids      [E] or [B, E]  int      -1 padded, or None
-    stop_sequences     [B, Q, W]   int         each follows its last -1, W <= 1024; nothing but -1: none; or None
-    min_tokens         [B]         int         or None: 0
-    is_live            [B]         int / bool  or None: all
-    rows               [B]         int         the request's row of token_ids, or None: b
-    -> new_num_tokens  [B]         as num_tokens  with the kept tokens
-    -> tokens          [B, T]      int64       the kept tokens, -1 padded
-    -> num_kept        [B]         int32
-    -> finish_reason   [B]         int32       0: not finished, 1: end token, 2: stop sequence, 3: length
+    The step's tokens of request b are kept one after another until one ends the request: an end token (reason 1), a
+    token that completes a stop sequence (2), or the token that fills the request's room (3); if one token is several
+    of these, the lowest number counts. That token is the last one kept. A stop sequence must end inside the step's
+    tokens; it may begin in the output before them, but not in the prompt. End tokens and stop sequences count from the
+    token that makes the output min_tokens long, that token included.
 Invariants
     Every output is written whole; in token_ids the kept tokens are written, and nothing else. A request that has no
     token in this step, is not live, or whose row of token_ids does not exist, is dead: new_num_tokens is its
     num_tokens, its tokens are -1, num_kept and finish_reason 0. A number that is no id (outside 0..2^31 - 1) ends the
-    step's tokens as -1 does. num_tokens are clamped to 0..L; other numbers below 0 count as 0. A row that is already
-    full keeps nothing and ends with reason 3. Requests must not share a row.
+    step's tokens as -1 does. num_tokens are clamped to 0..L, the size of a row; other numbers below 0 count as 0. A
+    row that is already full keeps nothing and ends with reason 3. Requests must not share a row.
 Grid
     (B,), one program appends one request's tokens.
 Launches
     1
 Traffic
-    per request 16 T + 24 bytes, E and Q * W ids, and the W - 1 tokens before the step's.
+    Per request, for T tokens in a step, E end tokens and Q stop sequences of W tokens: 16 T + 24 bytes, E and Q * W
+    ids, and the W - 1 tokens before the step's.
 """
 
 from __future__ import annotations
@@ -233,7 +219,54 @@ def append_output(
     *,
     out: Output | None = None,
 ) -> Output:
-    """Appends the step's tokens up to where each request ends; shapes are in the module's docstring."""
+    """Appends the step's tokens to every request's tokens, in place, up to the token that ends the request.
+
+    Symbols: B requests, R rows of L tokens, T tokens of a step, E end tokens, Q stop sequences of W tokens. Integers
+    may be int32 or int64. A number that is no id (outside 0..2^31 - 1) ends the step's tokens as -1 does.
+
+    Args:
+        token_ids: [R, L] int. Written in place: the prompt of each request, then its output. Rows may be strided.
+        num_tokens: [B] int. Tokens in the request's row before the step, the prompt included.
+        num_prompt_tokens: [B] int. Those of them that are the prompt.
+        tokens: [B, T] int. The step's tokens, -1 padded, as `verify_commit` returns them.
+        max_tokens: None or [B] int. The most tokens that the row may hold, the prompt included. None: L.
+        end_token_ids: None, [E] or [B, E] int. Tokens that end any request, or each of them; -1 padded.
+        stop_sequences: None or [B, Q, W] int. Sequences whose last token ends the request, padded with -1 on the left;
+            W is at most 1024. A sequence of nothing but -1 is none.
+        min_tokens: None or [B] int. End tokens and stop sequences count from the token that makes the output this long,
+            that token included; 0 if not given.
+        is_live: None or [B] int or bool. 0 for requests that take no part. None: all do.
+        rows: None or [B] int. Each request's row of token_ids; no two requests may share one. None: b.
+        out: four tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written:
+        new_num_tokens: [B] int, the dtype of num_tokens. Tokens in the request's row after the step.
+        tokens: [B, T] int64. The tokens that were kept, -1 padded. The one that ends the request is the last of them.
+        num_kept: [B] int32. How many these are.
+        finish_reason: [B] int32. 0: not finished, 1: end token, 2: stop sequence, 3: no room left. If one token is
+            several of these, the lowest number counts.
+        A row that is already full keeps nothing and ends with reason 3. A request that has no token in this step, is
+        not live, or whose row does not exist, keeps its num_tokens; its tokens are -1, num_kept and finish_reason 0.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or fewer rows than requests without
+            `rows`; the message names the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that num_tokens lie in 0..L; otherwise they are clamped.
+
+    Source:
+        eagle_kernels' own.
+
+    Example:
+        >>> token_ids = torch.tensor([[5, 6, 7, 0, 0, 0]])  # two tokens of a prompt, one of the output
+        >>> step = eagle_kernels.append_output(
+        ...     token_ids, torch.tensor([3]), torch.tensor([2]), torch.tensor([[8, 2, 9]]),
+        ...     end_token_ids=torch.tensor([2]))
+        >>> token_ids.tolist()  # 9 comes after the end token, 2
+        [[5, 6, 7, 8, 2, 0]]
+        >>> step.num_kept.tolist(), step.finish_reason.tolist()
+        ([2], [1])
+    """
     contracted = contract(locals())
     out = check.allocate("append_output", contracted, out)
     batch_size, num_columns = tokens.shape

@@ -4,10 +4,6 @@ Computes
     probs / (sum of the kept probs) where kept, else 0. Kept are the tokens with a probability of at least
     min_p * the largest of the row, a product in fp32, rounded to nearest. The most likely tokens always stay: above 1
     min_p counts as 1.
-Shapes
-    probs   [R, V]  fp32 / fp16 / bf16, unit stride along V
-    min_p   [R]     fp32    <= 0 (or NaN): off; the row is only divided by its sum
-    -> out  [R, V]  fp32    must not overlap probs
 Invariants
     NaN, infinite and negative entries count as 0; a row of nothing else gives 0. Tokens of probability 0 stay 0.
     The sum that divides is one of whole numbers (units of 2^-40 of the power of two at or below the row's largest
@@ -17,8 +13,8 @@ Grid
 Launches
     4
 Traffic
-    R * V * (element size + 4): each row is read once and written once. 128-byte lines that hold a kept token are read
-    twice more.
+    For R rows of V tokens R * V * (element size + 4): each row is read once and written once. 128-byte lines that hold
+    a kept token are read twice more.
 """
 
 from __future__ import annotations
@@ -61,7 +57,33 @@ def contract(values: dict) -> check.Spec:
 
 @launcher
 def min_p_renorm(probs: torch.Tensor, min_p: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Keeps tokens at least min_p times as likely as the likeliest of the row, divided by their sum; see the module."""
+    """Keeps the tokens of each row that are at least min_p times as likely as the most likely one, and renormalises.
+
+    Symbols: R rows of V tokens, 1..2^21.
+
+    Args:
+        probs: [R, V] fp32, fp16 or bf16. Probabilities, unit stride along V. Rows need not sum to 1. NaN, infinite and
+            negative entries count as 0.
+        min_p: [R] fp32. Off at <= 0 or NaN: the row is only divided by its sum. Above 1 it counts as 1.
+        out: a tensor to write into. It must not overlap an argument.
+
+    Returns:
+        [R, V] fp32, written whole. The kept probabilities divided by their sum, 0 elsewhere. The most likely tokens
+        always stay. A row without any mass gives 0.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or an overlap; the message names
+            the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that min_p is not NaN.
+
+    Source:
+        eagle_kernels' own, in the form of FlashInfer's top_k_renorm_probs.
+
+    Example:
+        >>> probs = torch.tensor([[0.375, 0.125, 0.375, 0.125]])
+        >>> eagle_kernels.min_p_renorm(probs, torch.tensor([0.5])).tolist()  # what is less likely than 0.5 * 0.375 goes
+        [[0.5, 0.0, 0.5, 0.0]]
+    """
     out = check.allocate("min_p_renorm", contract(locals()), out)
     work = launch_scan("min_p_renorm", probs, out)
     launch(

@@ -4,23 +4,11 @@ Computes
     Request b has num_tokens[b] rows, after those of the requests before it: the tokens of its first nodes and their
     positions. row_to_batch and row_to_node name the request and node of each row, so that nothing has to be copied to
     the host to find out (FastDeploy's virtual padding). The caller packs prompts: a request of 0 tokens has no row.
-Shapes
-    draft_tokens      [B, N]      int    node 0 the root, then the drafts; requests may be strided
-    num_tokens        [B]         int    rows of each request, from node 0 on
-    positions         [B, N]      int    of the nodes; requests may be strided; or None: the nodes are a chain
-    seq_lens          [B]         int    without positions: node i has position seq_len + i
-    max_rows          int                room for all rows
-    -> input_ids      [max_rows]  int64  0 in the unused tail, a token of every vocabulary
-    -> positions      [max_rows]  int64  0 in the unused tail, a row of every table of positions
-    -> row_to_batch   [max_rows]  int32  the request, -1 in the unused tail
-    -> row_to_node    [max_rows]  int32  the node, -1 in the unused tail
-    -> cu_seqlens     [B + 1]     int32  where a request's rows start, limited to max_rows
-    -> num_rows       [1]         int32  rows in use, at most max_rows
-    -> overflow       [1]         int32  the room that was needed if it exceeds max_rows, else 0
 Invariants
     Every output is written whole. Rows past max_rows are dropped: the first max_rows rows are those that more room
-    would have given, no bound exceeds max_rows, and overflow reports it. num_tokens are clamped to 0..N. A token below
-    0 keeps its row, with id 0, and a position below 0 counts as 0, so that a gather by them stays in bounds.
+    would have given, no bound exceeds max_rows, and overflow reports it. num_tokens are clamped to 0..N, the number of
+    nodes. A token below 0 keeps its row, with id 0, and a position below 0 counts as 0, so that a gather by them stays
+    in bounds.
 Grid
     (max(B, 1),), one program writes one request's rows, its bound and its share of the unused tail.
 Launches
@@ -159,10 +147,46 @@ def pack_verify_rows(
     max_rows: int,
     out: Output | None = None,
 ) -> Output:
-    """Packs the first num_tokens nodes of every request; each output is described in the module's docstring.
+    """Packs the first nodes of every request into rows without gaps, as a server's forward pass reads them.
 
-    positions, seq_lens: one of them; if both are given, positions count. max_rows: the rows of the outputs; `overflow`
-    tells, on the device, if they were too few.
+    Symbols: B requests, N nodes of a request. Integers may be int32 or int64. A request of 0 tokens has no row: the
+    caller packs prompts.
+
+    Args:
+        draft_tokens: [B, N] int. Node 0 is the root, then the drafts. Requests may be strided. A token below 0 keeps
+            its row, with id 0.
+        num_tokens: [B] int. Rows of each request, from node 0 on; clamped to 0..N.
+        positions: None or [B, N] int. Positions of the nodes; one below 0 counts as 0. Requests may be strided.
+        seq_lens: None or [B] int. Without `positions` the nodes are a chain: node i has position seq_len + i. Not read
+            if `positions` are given.
+        max_rows: room for the rows of all requests, at most 2^31 - 1.
+        out: seven tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written; rows that are not used are the tail of each list:
+        input_ids: [max_rows] int64. Tokens, 0 in the tail.
+        positions: [max_rows] int64. 0 in the tail.
+        row_to_batch: [max_rows] int32. Request of each row, -1 in the tail.
+        row_to_node: [max_rows] int32. Node of each row, -1 in the tail.
+        cu_seqlens: [B + 1] int32. Row at which each request begins, then where the last one ends; at most max_rows.
+        num_rows: [1] int32. Rows in use, at most max_rows.
+        overflow: [1] int32. The room that was needed if it exceeds max_rows, else 0; rows past max_rows are dropped.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or neither `positions` nor
+            `seq_lens`; the message names the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that num_tokens lie in 0..N, and that their sum is at most max_rows.
+
+    Source:
+        eagle_kernels' own; names of rows instead of padded requests as in FastDeploy's virtual padding.
+
+    Example:
+        >>> rows = eagle_kernels.pack_verify_rows(
+        ...     torch.tensor([[7, 8, 9], [4, 5, 6]]), torch.tensor([1, 2]), seq_lens=torch.tensor([10, 20]), max_rows=4)
+        >>> rows.input_ids.tolist(), rows.positions.tolist()
+        ([7, 4, 5, 0], [10, 20, 21, 0])
+        >>> rows.row_to_batch.tolist(), rows.cu_seqlens.tolist()
+        ([0, 1, 1, -1], [0, 1, 3])
     """
     contracted = contract(locals())
     out = check.allocate("pack_verify_rows", contracted, out)

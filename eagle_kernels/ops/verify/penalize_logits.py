@@ -1,42 +1,25 @@
-"""Penalties on the logits of every tree node, which counts the drafts on its own path as output.
+"""Penalises the logits of every tree node, and counts the drafts on the node's own path as output.
 
 Computes
-    What `verify_tree_sampled` does to logits before temperature, of all rows and written down, for verification by
-    probabilities (the renorms, coins, rejection, traversal), whose ops know nothing of it. In this order: repetition
-    penalty (prompt and output), frequency and presence penalties (output), bias, grammar bitmask; then the end tokens
-    of nodes whose output is shorter than min_tokens and the bad tokens get -inf. The output at a node is what is
-    committed, the root among it, and the drafts between the root and the node, itself included: plain decoding would
-    have counted the same. Given to `verify_tree_sampled` without penalties, the result makes it draw, bit by bit, what
-    it draws from the logits with them.
-Shapes
-    candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling  [B, N]  int  as in verify_tree_sampled
-    target_logits       [B * N, V]  fp32 / fp16 / bf16, unit stride along V; of a padded vocabulary pass
-                                    target_logits[:, :V]
-    repetition_penalty  [B]         fp32   > 0; 1: off. Divides positive logits, multiplies negative ones
-    frequency_penalty   [B]         fp32   subtracted once per occurrence in the output; 0: off
-    presence_penalty    [B]         fp32   subtracted from tokens of the output; 0: off
-    prompt_mask         [B, ceil(V / 32)]      int32  bit v % 32 of word v // 32: token v occurs in the prompt
-    output_counts       [B, V]                 int32  committed output tokens, the root among them
-    logit_bias          [B, V]                 fp32 / fp16 / bf16
-    token_bitmask       [B * N, ceil(V / 32)]  int32  what the grammar allows after each node
-    min_tokens          [B]         int    output tokens that come before an end token may, with the next two
-    num_output_tokens   [B]         int    committed output tokens, the root among them
-    end_token_ids       [E] or [B, E]  int  -1 padded
-    bad_token_ids       [M] or [B, M]  int  -1 padded: never to be drawn
-    -> logits           [B * N, V]  fp32   unit stride along V. Not the dtype of target_logits, in which penalised
-                                           logits would be rounded once more than those that verify_tree_sampled sees
+    What `verify_tree_sampled` does to logits before temperature, for all rows and written to memory: for verification
+    by probabilities (the renorms, coins, rejection, traversal), whose ops know nothing of penalties. In this order:
+    repetition penalty (prompt and output), frequency and presence penalties (output), bias, grammar bitmask. Then,
+    which is not part of that op, the end tokens of nodes whose output is shorter than min_tokens and the bad tokens get
+    -inf. The output at a node is what is committed, the root included, and the drafts between the root and the node,
+    the node included: plain decoding would have counted the same. If `verify_tree_sampled` is given the result and no
+    penalties, it draws, bit by bit, what it draws from the logits with them.
 Invariants
-    All arguments but the tree and its logits are optional. NaN stays NaN. Dead rows, whose root's retrieve_index is not
-    of the request, keep their logits. Malformed links end a path: where they do not lead to the root, the drafts are
-    those from the node that no link names on. Tokens that are no ids count nowhere. `out=target_logits`, if that is
-    fp32, works in place.
+    All arguments but the tree and its logits are optional. NaN stays NaN where no -inf replaces it. Dead rows, whose
+    root's retrieve_index is not of the request, keep their logits. Malformed links end a path: where they do not lead
+    to the root, the drafts are those from the node on that no link names. Tokens that are no ids count nowhere.
+    `out=target_logits`, if that is fp32, works in place.
 Grid
     (B * N, slices), one program writes one slice of one node's row.
 Launches
     1
 Traffic
-    B * N * V * (element size + 4), and once per request (for its other nodes from the cache) 4 V for output_counts and
-    V / 8 for prompt_mask.
+    For N nodes and V tokens B * N * V * (element size + 4), and once per request (for its other nodes from the cache)
+    4 V for output_counts and V / 8 for prompt_mask.
 """
 
 from __future__ import annotations
@@ -216,7 +199,60 @@ def penalize_logits(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the penalised logits fp32 [B * N, V]; shapes are in the module's docstring."""
+    """Penalises the logits of every tree node, and counts the drafts on the node's own path as output.
+
+    In this order: repetition, frequency and presence penalty, bias, grammar; then end tokens that come too early and
+    bad tokens get -inf. The output at a node is what is committed, the root included, and the drafts from the root down
+    to the node, the node included. `verify_tree_sampled` applies penalties, bias and grammar itself; the ops that
+    verify by probabilities do not.
+    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, V tokens. Integers may be int32 or
+    int64.
+
+    Args:
+        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
+        retrieve_index: [B, N] int. b * N + i for node i of request b.
+        retrieve_next_token: [B, N] int. First child of each node, -1 for none.
+        retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
+        target_logits: [B * N, V] fp32, fp16 or bf16. Logits of every node, unit stride along V; of a padded vocabulary
+            pass `target_logits[:, :V]`.
+        repetition_penalty: None or [B] fp32. Divides positive logits of tokens of the prompt and the output, multiplies
+            negative ones; above 0, off at 1.
+        frequency_penalty: None or [B] fp32. Subtracted once per occurrence in the output; off at 0.
+        presence_penalty: None or [B] fp32. Subtracted from tokens of the output; off at 0.
+        prompt_mask: None or [B, ceil(V / 32)] int32. Bit v % 32 of word v // 32: token v occurs in the prompt. Only
+            with repetition_penalty.
+        output_counts: None or [B, V] int32. Occurrences in the committed output, the root included. Only with a
+            penalty. Without them only the drafts on the path count.
+        logit_bias: None or [B, V] fp32, fp16 or bf16. Added to the logits.
+        token_bitmask: None or [B * N, ceil(V / 32)] int32. Bit v % 32 of word v // 32: the grammar allows token v after
+            the node; the others get -inf.
+        min_tokens: None or [B] int. End tokens get -inf where the output is shorter. Given together with the next two.
+        num_output_tokens: None or [B] int. Length of the committed output, the root included.
+        end_token_ids: None, [E] or [B, E] int. End tokens of all requests, or of each; -1 padded.
+        bad_token_ids: None, [M] or [B, M] int. Tokens that always get -inf, of all requests or of each; -1 padded.
+        out: a tensor to write into, its rows possibly strided. It may be target_logits, if these are fp32.
+
+    Returns:
+        [B * N, V] fp32, written whole. The penalised logits. A request whose root has a retrieve_index outside it is
+        dead, and keeps its logits.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or one without those that it needs,
+            as said above; the message names it.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that repetition_penalty is above 0, and that the others are not NaN.
+
+    Source:
+        Hugging Face's repetition penalty, OpenAI's frequency and presence penalties; drafts on the path count as in
+        vLLM's rejection sampler, which verifies chains. Penalties along the paths of a tree are eagle_kernels' own.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 2.0, -2.0], [2.0, 2.0, -2.0]])  # a root of token 0, and its child of token 1
+        >>> tree = torch.tensor([[0, 1]]), torch.tensor([[0, 1]]), torch.tensor([[1, -1]]), torch.tensor([[-1, -1]])
+        >>> eagle_kernels.penalize_logits(
+        ...     *tree, logits, presence_penalty=torch.tensor([0.5]),
+        ...     output_counts=torch.tensor([[1, 0, 0]], dtype=torch.int32)).tolist()
+        [[1.5, 2.0, -2.0], [1.5, 1.5, -2.0]]
+    """
     values = locals()
     contracted = contract(values)
     out = check.allocate("penalize_logits", contracted, out)

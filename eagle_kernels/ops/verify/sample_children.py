@@ -4,33 +4,22 @@ Computes
     With q = softmax(draft_logits / temperature) of a row and Gumbel noise g(v) keyed by seed, position, node and id:
     without replacement     the num_children largest of log q(v) + g(v), in order. This is sequential sampling: each
                             next child is drawn from q without the children before it, renormalised (Gumbel top-k:
-                            Kool et al., arXiv 1903.06059, Alg. 1 without its tree; Vieira 2014). The order has the law
-                            of Plackett and Luce.
+                            Kool et al., arXiv 1903.06059, Alg. 1 without its tree; Vieira 2014). The order follows the
+                            Plackett-Luce distribution.
     with replacement        num_children independent draws from q, each with noise of its own.
-    `verify_tree_rejection` takes either kind; the draft distribution it gets must be the one that is drawn from here.
-Shapes
-    draft_logits            [R, Vd]     fp32 / fp16 / bf16, unit stride along Vd; Vd <= 2^20
-    positions               [R]         int    position of the children
-    seeds                   [R]         int    seed of the row's request
-    temperature             [R]         fp32   0 (anything below 1e-5): greedy
-    nodes                   [R]         int, or None (0)   the node of the tree whose children are drawn, 0 .. 65535:
-                                        rows of one request at one position draw independently if their nodes differ.
-                                        Block and traversal verification need another node for a position in each round
-                                        of drafting: it suffices that the node tells the depth
-    d2t                     [Vd]        int, or None   target id minus draft id (EAGLE-3's reduced vocabulary)
-    -> tokens               [R, K]      int64  target ids in the order of the draws, -1 where q has no token left
-    -> logprobs             [R, K]      fp32   log q of each child, q being the whole distribution; -inf at -1
+    `verify_tree_rejection` takes either kind; it must be given the same draft distribution that is drawn from here.
 Invariants
     Equal logits, seed, position and node give equal children, in whichever row or batch; a smaller num_children gives
     the first of them. NaN counts as -inf, +inf as the largest finite number; -inf is never drawn. Greedy rows give the
-    K largest logits without replacement, the argmax K times with replacement; among equal ones the lowest ids win.
-    Their logprobs are those of temperature 1, the scores of a top-k tree.
+    num_children largest logits without replacement, the argmax num_children times with replacement; among equal ones
+    the lowest ids win. Their logprobs are those of temperature 1, the scores of a top-k tree.
 Grid
-    (R, slices): one program finds the K best of a slice of a row. Then (R,): one finds the K best of a row's slices.
+    (R, slices): one program finds the best children of a slice of a row. Then (R,): one finds the best of a row's
+    slices.
 Launches
     2
 Traffic
-    R * Vd * element size read, and per slice 8 K + 8 bytes written and read.
+    For R rows of Vd tokens and K children R * Vd * element size read, and per slice 8 K + 8 bytes written and read.
 """
 
 from __future__ import annotations
@@ -227,10 +216,50 @@ def sample_children(
     replacement: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """Draws the children of every row; shapes and the meaning of each parameter are in the module's docstring.
+    """Draws the children of tree nodes from the draft's distribution, without or with replacement.
 
-    num_children: K, at most 64.
-    replacement: draw independently instead of in sequence; a token may then come more than once.
+    Symbols: R rows, one for each node whose children are drawn, Vd draft vocabulary (1..2^20), K = num_children. q is
+    softmax(draft_logits / temperature). Integers may be int32 or int64.
+
+    Args:
+        draft_logits: [R, Vd] fp32, fp16 or bf16. Unit stride along Vd. NaN counts as -inf, which is never drawn.
+        positions: [R] int. Position of the children.
+        seeds: [R] int. Seed of the row's request.
+        temperature: [R] fp32. 0 (anything below 1e-5): greedy, which gives the largest logits, among equal ones the
+            lowest ids; with replacement the argmax K times.
+        nodes: None or [R] int. The node whose children are drawn, 0..65535; None: 0. Rows of one request at one
+            position draw independently if their nodes differ. For `verify_tree_traversal` and `verify_chain` with
+            method "block", which look at drafts beyond those that they accept, a position must have another node in
+            each round; the depth in the node's number is enough.
+        d2t: None or [Vd] int. Target id minus draft id, for the reduced vocabulary of EAGLE-3. None: the ids are the
+            same.
+        num_children: K, 1..64.
+        replacement: draw independently instead of one after another; a token may then come more than once.
+        out: two tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written:
+        tokens: [R, K] int64. Target ids of the children in the order of the draws, -1 where q has no token left.
+        logprobs: [R, K] fp32. log q of each child, q being the whole distribution, of greedy rows at temperature 1;
+            -inf where the token is -1.
+        Equal logits, seed, position and node give equal children, in whichever row or batch; a smaller K gives the
+        first.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that temperature is a number of at least 0.
+        The range of nodes, and where d2t leads to, is never checked.
+
+    Source:
+        Gumbel top-k: Kool et al., https://arxiv.org/abs/1903.06059, algorithm 1 without its tree; Vieira 2014. The key
+        of the noise is eagle_kernels' own.
+
+    Example:
+        >>> children = eagle_kernels.sample_children(
+        ...     torch.tensor([[0.125, 0.5, 0.375]]).log(), torch.tensor([4]), torch.tensor([1]), torch.tensor([0.0]),
+        ...     num_children=2)
+        >>> children.tokens.tolist(), children.logprobs.exp().round(decimals=3).tolist()  # greedy
+        ([[1, 2]], [[0.5, 0.375]])
     """
     contracted = contract(locals())
     out = check.allocate("sample_children", contracted, out)

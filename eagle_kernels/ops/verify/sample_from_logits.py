@@ -6,34 +6,17 @@ Computes
     grammar bitmask, temperature, then top-k, top-p and min-p (relative to the most likely token). filter_order says
     what top-p works on: "top_k_first": what top-k left, renormalised; "joint": all tokens, as top-k does. Edges are
     exact; tokens that tie with an edge all stay.
-Shapes
-    logits              [R, V]  fp32 / fp16 / bf16, unit stride along V; V <= 2^20; of a padded vocabulary pass
-                                logits[:, :V]
-    positions           [R]     int    position of the token that is *drawn* (the next one of a row of n tokens: n)
-    seeds               [R]     int    the request's seed
-    temperature         [R]     fp32   0 (anything below 1e-5): greedy
-    top_k               [R]     int    <= 0 or >= V: off
-    top_p               [R]     fp32   >= 1: off; the most likely token always stays
-    min_p               [R]     fp32   <= 0: off
-    repetition_penalty  [R]     fp32   > 0; 1: off. Divides positive logits, multiplies negative ones
-    frequency_penalty   [R]     fp32   subtracted once per occurrence in the output; 0: off
-    presence_penalty    [R]     fp32   subtracted from tokens of the output; 0: off
-    prompt_mask         [R, ceil(V / 32)]  int32  bit v % 32 of word v // 32: token v occurs in the prompt
-    output_counts       [R, V]  int32  how often each token occurs in the output so far
-    logit_bias          [R, V]  fp32 / fp16 / bf16
-    token_bitmask       [R, ceil(V / 32)]  int32  bit set: the grammar allows the token (xgrammar, llguidance)
-    -> tokens           [R]     int64  in [0, V)
 Invariants
     The noise is keyed by (seed, position, token id) and shared with `verify_tree_sampled`: equal logits, seed and
-    position give the equal token, in whichever row, batch or op. NaN counts as -inf; a row of nothing but -inf and NaN
-    gives token 0. Ties of greedy rows go to the lowest id; of sampled rows they hardly occur, as noise in more bits
+    position give the same token, in whichever row, batch or op. NaN counts as -inf; a row of nothing but -inf and NaN
+    gives token 0. Ties of greedy rows go to the lowest id; in sampled rows they hardly occur, as noise in more bits
     than fp32 has decides them.
 Grid
     (R, slices), programs that scan a slice of a row each; (R,), programs that draw a token each.
 Launches
     2
 Traffic
-    R * V * element size read (once, and what is gathered), 8 R written.
+    For R rows of V tokens R * V * element size read (once, and what is gathered), 8 R written.
 """
 
 from __future__ import annotations
@@ -80,7 +63,56 @@ def sample_from_logits(
     filter_order: str = "top_k_first",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draws tokens int64 [R]; shapes and the meaning of each parameter are in the module's docstring."""
+    """Draws one token from each row of logits, as plain decoding does.
+
+    In this order: repetition, frequency and presence penalty, bias, grammar, temperature, top-k, top-p, min-p, then the
+    argmax with Gumbel noise, which samples the softmax of what is left. Tokens that tie with a filter's edge all stay.
+    Symbols: R rows of V tokens (1..2^20). Integers may be int32 or int64.
+
+    Args:
+        logits: [R, V] fp32, fp16 or bf16. Unit stride along V; of a padded vocabulary pass `logits[:, :V]`. NaN counts
+            as -inf; a row of nothing else gives token 0.
+        positions: [R] int. Position of the token that is drawn: n, if it is the next one of n tokens.
+        seeds: [R] int. The request's seed.
+        temperature: [R] fp32. 0 (anything below 1e-5): greedy, without filters; ties go to the lowest id.
+        top_k: None or [R] int. Tokens that top-k keeps; off at <= 0 or >= V.
+        top_p: None or [R] fp32. Share of the probability that top-p keeps; off at >= 1. The most likely token always
+            stays.
+        min_p: None or [R] fp32. Keeps tokens of at least min_p times the largest probability; off at <= 0.
+        repetition_penalty: None or [R] fp32. Divides positive logits of tokens of the prompt and the output, multiplies
+            negative ones; above 0, off at 1.
+        frequency_penalty: None or [R] fp32. Subtracted once per occurrence in the output; off at 0.
+        presence_penalty: None or [R] fp32. Subtracted from tokens of the output; off at 0.
+        prompt_mask: None or [R, ceil(V / 32)] int32. Bit v % 32 of word v // 32: token v occurs in the prompt. Only
+            with repetition_penalty.
+        output_counts: None or [R, V] int32. Occurrences of each token in the output so far. Only with a penalty.
+        logit_bias: None or [R, V] fp32, fp16 or bf16. Added to the logits.
+        token_bitmask: None or [R, ceil(V / 32)] int32. Bit v % 32 of word v // 32: the grammar allows token v
+            (xgrammar, llguidance).
+        filter_order: what top-p works on: "top_k_first", the tokens that top-k left, renormalised; "joint", all tokens.
+        out: a tensor to write into.
+
+    Returns:
+        [R] int64, written whole. Tokens in [0, V). Equal logits, seed and position give the same token, in whichever
+        row or batch, and in `verify_tree_sampled`.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or one without the penalty that
+            reads it; the message names it.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that temperature is a number of at least 0, repetition_penalty is
+        above 0, and top_p, min_p and the other penalties are not NaN.
+
+    Source:
+        Hugging Face's repetition penalty, OpenAI's frequency and presence penalties, FlashInfer's filter orders (its
+        filter_apply_order). The noise, one hash for each group of eight tokens, is eagle_kernels' own.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 5.0, 1.0], [0.0, 1.0, 5.0]])
+        >>> eagle_kernels.sample_from_logits(  # greedy; top-k leaves one token
+        ...     logits, torch.tensor([4, 4]), torch.tensor([1, 2]), torch.tensor([0.0, 1.0]),
+        ...     top_k=torch.tensor([0, 1])).tolist()
+        [1, 2]
+    """
     values = locals()
     contracted = contract(values)
     out = check.allocate("sample_from_logits", contracted, out)

@@ -4,10 +4,6 @@ Computes
     probs / (sum of the kept probs) where kept, else 0. Kept are the tokens with a probability of at least the k-th
     largest one: tokens that tie with it all stay. No sort: the edge is found between two keys that a sample of the row
     suggests and exact counts confirm (shared/threshold.py).
-Shapes
-    probs   [R, V]  fp32 / fp16 / bf16, unit stride along V
-    top_k   [R]     int     <= 0 or >= V: off; the row is only divided by its sum
-    -> out  [R, V]  fp32    must not overlap probs
 Invariants
     NaN, infinite and negative entries count as 0; a row of nothing else gives 0. Tokens of probability 0 stay 0.
     The sum that divides is one of whole numbers (units of 2^-40 of the power of two at or below the row's largest
@@ -17,8 +13,8 @@ Grid
 Launches
     5
 Traffic
-    R * V * (element size + 4): each row is read once and written once. 128-byte lines that hold a kept token, or one
-    close to the edge, are read up to three times.
+    For R rows of V tokens R * V * (element size + 4): each row is read once and written once. 128-byte lines that hold
+    a kept token, or one close to the edge, are read up to three times.
 """
 
 from __future__ import annotations
@@ -96,7 +92,32 @@ def contract(values: dict) -> check.Spec:
 
 @launcher
 def top_k_renorm(probs: torch.Tensor, top_k: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Keeps the top_k most likely tokens of each row, divided by their sum; shapes are in the module's docstring."""
+    """Keeps the top_k most likely tokens of each row of probabilities, and renormalises.
+
+    Symbols: R rows of V tokens, 1..2^21.
+
+    Args:
+        probs: [R, V] fp32, fp16 or bf16. Probabilities, unit stride along V. Rows need not sum to 1. NaN, infinite and
+            negative entries count as 0.
+        top_k: [R] int32 or int64. How many tokens to keep. Off at <= 0 or >= V: the row is only divided by its sum.
+        out: a tensor to write into. It must not overlap an argument.
+
+    Returns:
+        [R, V] fp32, written whole. The kept probabilities divided by their sum, 0 elsewhere. Tokens that tie with the
+        last one kept all stay. A row without any mass gives 0.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or an overlap; the message names
+            the argument.
+
+    Source:
+        The definition of FlashInfer's top_k_renorm_probs; the search without a sort is eagle_kernels' own.
+
+    Example:
+        >>> probs = torch.tensor([[0.375, 0.125, 0.25, 0.25], [0.375, 0.125, 0.375, 0.125]])
+        >>> eagle_kernels.top_k_renorm(probs, torch.tensor([1, 1])).tolist()  # two tie in the second row
+        [[1.0, 0.0, 0.0, 0.0], [0.5, 0.0, 0.5, 0.0]]
+    """
     out = check.allocate("top_k_renorm", contract(locals()), out)
     device, (num_rows, vocab_size) = probs.device, probs.shape
     work = launch_scan("top_k_renorm", probs, out, has_sample=True)

@@ -5,22 +5,19 @@ Computes
     largest one for which they hold top_p of the row's sum: tokens that tie with t all stay, and the most likely token
     always does. No sort: the edge is found between two keys that a sample of the row suggests and exact sums confirm
     (shared/threshold.py).
-Shapes
-    probs   [R, V]  fp32 / fp16 / bf16, unit stride along V; rows need not sum to 1
-    top_p   [R]     fp32    >= 1 (or NaN): off; the row is only divided by its sum
-    -> out  [R, V]  fp32    must not overlap probs
 Invariants
     NaN, infinite and negative entries count as 0; a row of nothing else gives 0. Tokens of probability 0 stay 0.
     Sums are of whole numbers (units of 2^-40 of the power of two at or below the row's largest probability, each
-    rounded down), and top_p of one is rounded up from float64: which tokens stay, and the bits of the result, depend
-    neither on the batch around a row nor on tuning. Where probabilities lie on a coarse dyadic grid all sums are exact.
+    rounded down), and top_p times such a sum is rounded up from float64: which tokens stay, and the bits of the result,
+    depend neither on the batch around a row nor on tuning. Where probabilities lie on a coarse dyadic grid all sums are
+    exact.
 Grid
     (R, slices), one program for a slice of a row, or (R,), one for a row.
 Launches
     5
 Traffic
-    R * V * (2 * element size + 4): each row is read twice and written once, and 128-byte lines that hold a kept token
-    are read again. Lines of next to no probability (2^-40 of the largest) are read once.
+    For R rows of V tokens R * V * (2 * element size + 4): each row is read twice and written once, and 128-byte lines
+    that hold a kept token are read again. Lines of next to no probability (2^-40 of the largest) are read once.
 """
 
 from __future__ import annotations
@@ -101,7 +98,34 @@ def contract(values: dict) -> check.Spec:
 
 @launcher
 def top_p_renorm(probs: torch.Tensor, top_p: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Keeps the most likely tokens that hold top_p of each row, divided by their sum; see the module's docstring."""
+    """Keeps the smallest set of most likely tokens that holds top_p of each row's probability, and renormalises.
+
+    Symbols: R rows of V tokens, 1..2^21.
+
+    Args:
+        probs: [R, V] fp32, fp16 or bf16. Probabilities, unit stride along V. Rows need not sum to 1. NaN, infinite and
+            negative entries count as 0.
+        top_p: [R] fp32. The share of the row's sum that the kept tokens must hold; at <= 0 the most likely token alone.
+            Off at >= 1 or NaN: the row is only divided by its sum.
+        out: a tensor to write into. It must not overlap an argument.
+
+    Returns:
+        [R, V] fp32, written whole. The kept probabilities divided by their sum, 0 elsewhere. Tokens that tie with the
+        last one kept all stay. A row without any mass gives 0.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or an overlap; the message names
+            the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that top_p is not NaN.
+
+    Source:
+        The definition of FlashInfer's top_p_renorm_probs; the search without a sort is eagle_kernels' own.
+
+    Example:
+        >>> probs = torch.tensor([[0.375, 0.125, 0.375, 0.125]])
+        >>> eagle_kernels.top_p_renorm(probs, torch.tensor([0.7])).tolist()  # 0.375 + 0.375 is at least 0.7
+        [[0.5, 0.0, 0.5, 0.0]]
+    """
     out = check.allocate("top_p_renorm", contract(locals()), out)
     device, num_rows = probs.device, len(probs)
     work = launch_scan("top_p_renorm", probs, out, has_sample=True, has_sum=True)

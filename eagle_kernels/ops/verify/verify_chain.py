@@ -12,37 +12,22 @@ Computes
                     h_i = S_i / (S_i + 1 - r_i) (1 for 0 / 0), h_gamma = r_gamma
                 The drafts up to the last i whose coin is below h_i are accepted (whatever the coins before it); then
                 comes a token from norm((r_i p_i - q_i)+), or from p_gamma.
-    Both emit tokens of the target's law if every draft was drawn from its row of q, and if coins, residual draws and
-    drafts are independent. Coins and noise are those of shared/random.py, keyed by seed, position of the token and
-    stream: drafts must be drawn with another stream (STREAM_DRAFT). The block method looks at coins and drafts beyond
-    those that it accepts, at positions for which the next round drafts again: so coins are also keyed by the place in
-    the chain, and drafts must be, too (`sample_children`, nodes).
-Shapes
-    candidates          [B, T]            int    root, then gamma = T - 1 drafts; -1 ends a chain early
-    target_logits       [B * T, V]        fp32 / fp16 / bf16, unit stride along V; or
-    target_probs        [B * T, V]        fp32   rows sum to 1; filters are not applied here: pass filtered rows;
-                                                 V and Vd <= 2^20
-    draft_logits        [B * (T - 1), Vd] fp32 / fp16 / bf16, candidates[b, i + 1] was drawn from row b * (T - 1) + i,
-                                          by draft ids; or
-    draft_probs         [B * (T - 1), Vd] fp32   likewise
-    positions           [B * T]           int    position of each token; the one emitted after it has position + 1
-    seeds               [B]               int
-    temperature         [B]               fp32   of logits; below 1e-5 one-hot at the argmax. None if no logits need it
-    draft_temperature   [B]               fp32   of draft_logits, or None: temperature
-    d2t                 [Vd]              int    target id - draft id, one to one; None: the vocabularies share ids
-    -> predicts         [B * T]           int32  the token emitted after each accepted one and after the root, -1 after
-    -> accept_index     [B, T]            int32  b * T + i of the root and the accepted drafts, -1 padded
-    -> accept_token_num [B]               int32  accepted drafts; the token after them is not counted
+    Both emit tokens of the target's distribution if every draft was drawn from its row of q, and if coins, residual
+    draws and drafts are independent. Coins and noise are those of shared/random.py, keyed by seed, position of the
+    token and stream: drafts must be drawn with another stream (STREAM_DRAFT). The block method looks at coins and
+    drafts beyond those that it accepts, at positions for which the next round drafts again: so coins are also keyed by
+    the place in the chain, and drafts must be, too (`sample_children`, nodes).
 Invariants
     A draft of target probability 0 is never accepted (coin * q < p, strict). A draft that cannot have been drawn from
     its row (q is 0, NaN, negative or above 1.001, its token is -1 or outside the draft vocabulary) ends the chain
-    before it: then the token after is drawn from p. If rounding leaves no residual it is drawn from p, too. NaN logits
+    before it: then the next token is drawn from p. If rounding leaves no residual it is drawn from p, too. NaN logits
     count as -inf, +inf as the largest finite number; a sampled row of nothing but -inf gives token 0. A row whose root
     is no token is dead: predicts and accept_index -1, accept_token_num 0. Results of a request do not depend on the
     batch around it.
 Grid
     map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,) compares;
-    mass (B * (T - 1), slices) sums S_i; draw (B, slices) finds the best key of each slice; finish (B,) writes.
+    for chains of T tokens mass (B * (T - 1), slices) sums S_i; draw (B, slices) finds the best key of each slice;
+    finish (B,) writes.
 Launches
     3: walk, draw and finish; one more each: scan for logits, mass for "block", map for d2t
 Traffic
@@ -290,9 +275,60 @@ def verify_chain(
     method: str = "standard",
     out: Output | None = None,
 ) -> Output:
-    """Verifies chains of sampled drafts; shapes and the meaning of each argument are in the module's docstring.
+    """Verifies chains of drafts that were sampled from a draft distribution, without loss.
 
-    method: "standard" or "block".
+    Symbols: B requests, T tokens of a chain (1..256), its root included, V and Vd vocabularies of target and draft
+    (1..2^20), p and q their distributions. Integers may be int32 or int64. The text follows the target's distribution
+    if every draft was drawn from its row of q with the noise of `sample_children`, or any other that is independent of
+    this op's, which is keyed by seed and position.
+
+    Args:
+        candidates: [B, T] int. The root, then T - 1 drafts as target ids; -1 ends a chain early.
+        target_logits: None or [B * T, V] fp32, fp16 or bf16. Unit stride along V. NaN counts as -inf. Given instead of
+            target_probs.
+        draft_logits: None or [B * (T - 1), Vd] fp32, fp16 or bf16. Unit stride along Vd, by draft ids.
+            candidates[b, i + 1] was drawn from row b * (T - 1) + i. Given instead of draft_probs.
+        positions: [B * T] int. Position of each token; the token emitted after it has position + 1.
+        seeds: [B] int. Seed of each request.
+        temperature: None or [B] fp32. Of logits; below 1e-5 a row is one-hot at its argmax. None if no logits need it.
+        draft_temperature: None or [B] fp32. Of draft_logits. None: temperature.
+        target_probs: None or [B * T, V] fp32. Unit stride along V, used as they are. This op does not filter: for
+            top-k, top-p or min-p pass rows from the renorm ops.
+        draft_probs: None or [B * (T - 1), Vd] fp32. Likewise, by draft ids.
+        d2t: None or [Vd] int. Target id minus draft id, one to one, for a reduced vocabulary. None: the ids are the
+            same.
+        method: "standard": drafts are accepted one by one, with probability min(1, p / q). "block": all at once, which
+            on average accepts at least as many; then a position must be drafted for another node in each round, see
+            `sample_children`.
+        out: three tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written:
+        predicts: [B * T] int32. The token emitted after the root and after each accepted draft, -1 elsewhere.
+        accept_index: [B, T] int32. b * T + i of the root and of the accepted drafts, -1 padded.
+        accept_token_num: [B] int32. Accepted drafts; the token after them is not counted.
+        A draft that cannot have been drawn (q is 0, NaN, negative or above 1.001, the token is -1 or not in the draft
+        vocabulary) ends the chain before it. A row whose root is no token is dead, with predicts and accept_index -1,
+        accept_token_num 0.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, both or neither of logits and probs
+            of the target or of the draft, or no temperature where logits need it; the message names the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that temperatures are numbers of at least 0.
+        Where d2t leads to, and whether probabilities sum to 1, is never checked.
+
+    Source:
+        Standard: Leviathan et al., https://arxiv.org/abs/2211.17192, algorithm 1; Chen et al.,
+        https://arxiv.org/abs/2302.01318. Block: Sun et al., https://arxiv.org/abs/2403.10444, algorithm 2. Coins and
+        noise that seeds and positions key are eagle_kernels' own.
+
+    Example:
+        >>> p, q = torch.eye(4)[[1, 2, 0]], torch.eye(4)[[1, 3]]  # both are sure of 1; then q of 3, but p of 2
+        >>> step = eagle_kernels.verify_chain(
+        ...     torch.tensor([[0, 1, 3]]), None, None, torch.tensor([5, 6, 7]), torch.tensor([1]), None,
+        ...     target_probs=p, draft_probs=q)
+        >>> step.predicts.tolist(), step.accept_index.tolist(), step.accept_token_num.tolist()
+        ([1, 2, -1], [[0, 1, -1]], [1])
     """
     contracted = contract(locals())
     out = check.allocate("verify_chain", contracted, out)

@@ -4,43 +4,26 @@ Computes
     From the root: the target's token at the current node (its argmax) is the next token of plain greedy decoding. If a
     child carries it, that draft is accepted and becomes the current node; else the token ends the walk as the bonus.
     EAGLE (arXiv 2401.15077) with the first-child / next-sibling walk of SGLang.
-    accept_policy, for timing: `accept_all`, `reject_all` and `simulate` replace the target's tokens with planted ones
-    before they are compared, so that the path of first children is taken to its end, not at all, or as deep as coins
-    say: d drafts or more with probability simulated_rates[d - 1]. Rows are read and walked as ever. A policy but
-    `normal` emits text that is not the target's.
-Shapes
-    candidates              [B, N]      int    tokens of the nodes, node 0 the root
-    retrieve_index          [B, N]      int    b * N + i
-    retrieve_next_token     [B, N]      int    first child, -1 for none
-    retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
-    target_predict          [B, N]      int    the target's token at every node; or
-    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V
-    simulated_rates         [S]         fp32   of simulate: P(at least 1, 2, .. S drafts accepted), not increasing
-    seeds                   [B]         int    of simulate
-    positions               [B * N]     int    of simulate: the coin of depth d is keyed by the root's position + d
-    -> predicts             [B * N]     int32  the target's token (or what was planted) at visited nodes, -1 elsewhere
-    -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
-    -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
+    accept_policy, for timing: planted tokens replace the target's before they are compared, so that the path of first
+    children is taken to its end, not at all, or as deep as coins say. Rows are read as always.
 Invariants
     Every output is written whole, except predicts with keep_unvisited. At most spec_steps = S drafts are accepted.
     Ties go to the lowest id, NaN counts as -inf; a target id outside int32 counts as -1. Links that do not point
     forward within the tree end the walk (any_order: those to the root or to a node met before do); a token of -1 is
     never accepted. A row whose root has a retrieve_index outside the request is dead: predicts and accept_index -1,
-    accept_token_num 0. Results of a request do not depend on the batch around it. Planted tokens are those of first
-    children that carry one, and the smallest id that no child carries where the target's would be accepted and must
-    not be.
+    accept_token_num 0. Results of a request do not depend on the batch around it. What is planted is the token of the
+    first child that carries one; to reject a draft, the smallest id that no child carries.
 Grid
     (B,), one program walks one tree. From logits every row is cut into slices, (rows, slices), one program each:
     all rows, then walk     every node's row is scanned at once
     level by level          a launch per level scans the rows of the nodes that the walks have reached; its programs
                             first finish the level before. A walk that has ended costs no bytes.
-    A launch costs what some MiB of logits do, so the first wins where the rows off the path are fewer than that: shapes
-    alone decide (`scans_all_rows`), and both give the same bits.
+    A launch takes as long as reading some MiB of logits: shapes alone decide (`scans_all_rows`), and both give the same
+    bits.
 Launches
     1 from ids; from logits 2 for all rows, S + 2 level by level
 Traffic
-    from ids: 5 words a node; from logits: V * element size for each of the B * N rows, or of the at most B * (S + 1)
-    visited ones.
+    from ids: 5 words a node; from logits: V * element size for all B * N rows, or at most B * (S + 1) visited ones.
 """
 
 from __future__ import annotations
@@ -78,7 +61,7 @@ TUNING = {"default": {"num_warps": 1}}
 # bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_greedy.txt
 ROWS_TUNING = {"default": {"BLOCK_VOCAB": 8192, "num_warps": 4}}
 LEVEL_TUNING = {"default": {"BLOCK_VOCAB": 2048, "num_warps": 1}}
-# The logits that are read in the time that one more level takes to launch and to find its nodes.
+# The bytes of logits that can be read in the time that one more level takes to launch and to find its nodes.
 CHOICE_TUNING = {"default": {"level_bytes": 6 << 20}}
 
 
@@ -189,7 +172,7 @@ def _verify_tree_greedy_level_kernel(
     """Steps one walk to its node of this level, path [level, B] (-1: ended), and scans a slice of that node's row.
 
     All programs of a request take the step, from what the launch before wrote to path and keys [level, B, slices].
-    Under a policy but `normal` the token with which it was taken goes to planted [level, B].
+    Under any policy but `normal` the token with which the step was taken goes to planted [level, B].
     """
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -309,13 +292,59 @@ def verify_tree_greedy(
     any_order: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """Walks every tree greedily; give the target's token ids or its logits. Shapes are in the module's docstring.
+    """Verifies token trees greedily: follows the target's argmax, or given target ids, from the root down.
 
-    spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
-    accept_policy: `normal`; `accept_all`, `reject_all` or `simulate` plant tokens, to time a given acceptance.
-    simulated_rates, seeds, positions: of `simulate` only.
-    keep_unvisited: with `out` only, predicts of nodes off the path stay as they are instead of -1.
-    any_order: with target_predict only, links may point backwards too, as those of `build_tree(any_order=True)` do.
+    If a child of the current node carries the target's token, that draft is accepted and becomes the current node; else
+    the token ends the walk as the bonus.
+    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, V tokens, S = spec_steps. Integers may
+    be int32 or int64.
+
+    Args:
+        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
+        retrieve_index: [B, N] int. b * N + i for node i of request b.
+        retrieve_next_token: [B, N] int. First child of each node, -1 for none.
+        retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
+        target_predict: None or [B, N] int. The target's token at every node; given instead of target_logits.
+        target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. Ties go to the lowest id, NaN counts
+            as -inf. Given instead of target_predict.
+        spec_steps: S, 0..1024: the most drafts that can be accepted.
+        accept_policy: "normal"; or, to time a given acceptance with text that is not the target's, "accept_all" (always
+            the first child), "reject_all" or "simulate" (the first child as often as simulated_rates say).
+        simulated_rates: None or [S] fp32. Of "simulate" only, in 0..1 and not increasing: the probability that at least
+            1, 2, .. S drafts are accepted.
+        seeds: None or [B] int. Of "simulate" only: its coins are keyed by seed and position.
+        positions: None or [B * N] int. Of "simulate" only; the root's is read.
+        keep_unvisited: with `out` only: predicts of nodes off the path stay as they are.
+        any_order: with target_predict and "normal" only: links may point backwards too, as those of
+            `build_tree(any_order=True)` do.
+        out: three tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written, predicts except with keep_unvisited:
+        predicts: [B * N] int32. The target's token at every node of the path, -1 elsewhere.
+        accept_index: [B, S + 1] int32. retrieve_index of the path's nodes, root first, -1 padded.
+        accept_token_num: [B] int32. Accepted drafts; the bonus is not counted.
+        A link that does not point forward within the tree counts as none (any_order: one to the root or to a node that
+        was met before does). A token of -1 is never accepted. A row whose root has a retrieve_index outside the request
+        is dead, with predicts and accept_index -1, accept_token_num 0.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, both or neither of target_predict
+            and target_logits, or an argument without what it comes with; the message names it.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that simulated_rates lie in 0..1.
+
+    Source:
+        EAGLE, https://arxiv.org/abs/2401.15077; links and outputs as in SGLang's verify_tree_greedy. "accept_all" and
+        "reject_all" are FastDeploy's, "simulate" is vLLM's synthetic acceptance.
+
+    Example:
+        >>> tree = (torch.tensor([[10, 11, 12, 13]]), torch.arange(4)[None],  # children of 10: 11 and 12; of 12: 13
+        ...         torch.tensor([[1, -1, 3, -1]]), torch.tensor([[-1, 2, -1, -1]]))
+        >>> step = eagle_kernels.verify_tree_greedy(*tree, torch.tensor([[12, 5, 20, 6]]), spec_steps=2)
+        >>> step.predicts.tolist()  # 12 is accepted, 20 is not among its children: the bonus
+        [12, -1, 20, -1]
+        >>> step.accept_index.tolist(), step.accept_token_num.tolist()
+        ([[0, 2, -1]], [1])
     """
     contracted = contract(locals())
     out = check.allocate("verify_tree_greedy", contracted, out)

@@ -8,33 +8,16 @@ Computes
                             2402.14160, Alg. 2), Sequoia (arXiv 2402.12374, Alg. 2)
     with replacement        q stays; the children are independent draws, and two may be alike. Multi-step speculative
                             sampling: SpecInfer (arXiv 2305.09781, Alg. 2), EAGLE-1 (arXiv 2401.15077, Alg. 1)
-    If no child is accepted, a token drawn from what is left of p ends the walk as the bonus; at a leaf, and after S
-    drafts, one drawn from the node's p. The emitted text has the target's law if the children were drawn as described,
-    from this q. After rejections p is, but for normalisation, (p - a q)+ with the first p and q, one number a, and 0 at
-    the rejected tokens: nothing of the vocabulary's size is written to memory.
-Shapes
-    candidates              [B, N]      int    tokens of the nodes (target ids), node 0 the root
-    retrieve_index          [B, N]      int    b * N + i
-    retrieve_next_token     [B, N]      int    first child, -1 for none
-    retrieve_next_sibling   [B, N]      int    next sibling, -1 for none; siblings in the order of their draws
-    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V; or target_probs, fp32. This op does not
-                                        filter (top-k, top-p, min-p): filter with the renorm ops, and pass
-                                        probabilities. V and Vd <= 2^20
-    draft_logits            [B * N, Vd] fp32 / fp16 / bf16, unit stride along Vd; or draft_probs, fp32: the children of
-                                        a node were drawn from its row
-    positions               [B * N]     int    position of each node
-    seeds                   [B]         int
-    temperature             [B]         fp32   of the target's logits; 0 (anything below 1e-5): one-hot at the largest
-    draft_temperature       [B]         fp32   of the draft's, likewise, or None (as temperature)
-    d2t                     [Vd]        int, or None   target id minus draft id, one to one (EAGLE-3's vocabulary)
-    -> predicts             [B * N]     int32  the token that follows a visited node, -1 elsewhere
-    -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
-    -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
+    If no child is accepted, a token drawn from what is left of p ends the walk as the bonus; at a leaf, and after
+    spec_steps drafts, one drawn from the node's p. The emitted text has the target's distribution if the children were
+    drawn as described, from this q. After rejections p is, but for normalisation, (p - a q)+ with the first p and q,
+    one number a, and 0 at the rejected tokens: nothing of the vocabulary's size is written to memory.
 Invariants
     Probabilities are taken as they are, without a temperature; they should sum to 1. NaN logits count as -inf, +inf as
     the largest finite number, probabilities that are NaN, negative or above 1.001 as 0.
     A draft temperature below 1e-5, without replacement: the children were not drawn but chosen, as top-k trees are.
-    Each counts as proposed with certainty (q one-hot at it, EAGLE-2's rule), and the draft's rows are not read.
+    Each counts as proposed with certainty (q one-hot at it, EAGLE-2's rule), and the draft's rows are not read, be they
+    logits or probabilities.
     A child with q(t) = 0 was not drawn from q: it ends the list of its siblings and takes nothing from p. So do
     repeated tokens without replacement and tokens outside the reduced vocabulary. A child without a token (-1, outside
     the vocabulary) is passed over.
@@ -43,8 +26,9 @@ Invariants
     p(t) > 0, else p stays as it was.
     Without replacement q is summed anew after every rejection, and on another scale once the tokens left have less than
     1e-9 of it: if it comes from logits, it does not run out before the vocabulary does.
-    A row of the target that is nothing but -inf accepts nothing; its bonus is token 0. Malformed links and dead rows
-    have the effects described in verify_tree_greedy. Results of a request do not depend on the batch around it.
+    A sampled row of the target that is nothing but -inf accepts nothing, and its bonus is token 0; a greedy one has its
+    argmax at token 0. Malformed links and dead rows as in verify_tree_greedy. Results of a request do not depend on the
+    batch around it.
     The coin of a child is keyed by (seed, its position, its node), the bonus by (seed, its position, token).
 Grid
     (B,), one program walks one tree.
@@ -249,10 +233,73 @@ def verify_tree_rejection(
     replacement: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """Verifies trees of sampled children; shapes and the meaning of each parameter are in the module's docstring.
+    """Verifies token trees whose children were drawn from the draft's distribution, without loss: recursive rejection.
 
-    spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
-    replacement: how the children were drawn, as in `sample_children`.
+    At each node a child t is accepted if coin * q(t) < p(t), p being the target's and q the draft's distribution; if it
+    is rejected, p becomes what q leaves of it, and the next sibling is compared. If none is accepted, the bonus is
+    drawn from what is left of p. The text follows the target's distribution if the children were drawn from this q, in
+    sibling order, with the noise of `sample_children` or any other that is independent of this op's.
+    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, V and Vd vocabularies of target and
+    draft (1..2^20), S = spec_steps. Integers may be int32 or int64.
+
+    Args:
+        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
+        retrieve_index: [B, N] int. b * N + i for node i of request b.
+        retrieve_next_token: [B, N] int. First child of each node, -1 for none.
+        retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
+        target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. NaN counts as -inf. Given instead of
+            target_probs.
+        draft_logits: None or [B * N, Vd] fp32, fp16 or bf16. Unit stride along Vd, by draft ids. Row of a node: what
+            its children were drawn from. Given instead of draft_probs.
+        positions: [B * N] int. Position of each node; the token emitted after it has position + 1.
+        seeds: [B] int. Seed of each request.
+        temperature: [B] fp32. Of target_logits; below 1e-5 a row is one-hot at its argmax. Needed with probabilities,
+            too.
+        draft_temperature: None or [B] fp32. Of draft_logits. None: temperature. Below 1e-5, without replacement,
+            children count as chosen, as those of top-k trees are, and neither draft_logits nor draft_probs are read.
+        target_probs: None or [B * N, V] fp32. Unit stride along V, used as they are. This op does not filter: for
+            top-k, top-p or min-p pass rows from the renorm ops.
+        draft_probs: None or [B * N, Vd] fp32. Likewise, by draft ids.
+        d2t: None or [Vd] int. Target id minus draft id, one to one, for a reduced vocabulary. None: the ids are the
+            same.
+        spec_steps: S, 0..1024: the most drafts that can be accepted.
+        replacement: how the children were drawn, as in `sample_children`. If not set, each was drawn from what those
+            before it left of q; else independently.
+        out: three tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written:
+        predicts: [B * N] int32. The token that follows every node of the path, -1 elsewhere.
+        accept_index: [B, S + 1] int32. retrieve_index of the path's nodes, root first, -1 padded.
+        accept_token_num: [B] int32. Accepted drafts; the bonus is not counted.
+        A child that cannot have been drawn (q(t) is 0, NaN, negative or above 1.001; a repeated token without
+        replacement) ends the list of its siblings; one without a token of the vocabulary is passed over. A link that
+        does not point forward within the tree counts as none. A row whose root has a retrieve_index outside the request
+        is dead, with predicts and accept_index -1, accept_token_num 0.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or both or neither of logits and
+            probs of the target or of the draft; the message names the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that temperatures are numbers of at least 0, and that d2t leads to
+        tokens of the target.
+        Whether probabilities sum to 1 is never checked.
+
+    Source:
+        Without replacement: RSD, https://arxiv.org/abs/2402.14160, algorithm 2; Sequoia,
+        https://arxiv.org/abs/2402.12374, algorithm 2. With replacement: SpecInfer, https://arxiv.org/abs/2305.09781,
+        algorithm 2; EAGLE, https://arxiv.org/abs/2401.15077, algorithm 1. Links as in SGLang; coins and noise are
+        eagle_kernels' own.
+
+    Example:
+        >>> tree = (torch.tensor([[0, 1, 2]]), torch.arange(3)[None],  # two children of the root, of tokens 1 and 2
+        ...         torch.tensor([[1, -1, -1]]), torch.tensor([[-1, 2, -1]]))
+        >>> p = torch.eye(4)[[2, 0, 3]]  # the target is sure of 2 after the root, and of 3 after that
+        >>> q = torch.tensor([[0.0, 0.5, 0.5, 0.0]]).repeat(3, 1)
+        >>> step = eagle_kernels.verify_tree_rejection(
+        ...     *tree, None, None, torch.tensor([5, 6, 6]), torch.tensor([1]), torch.tensor([1.0]), target_probs=p,
+        ...     draft_probs=q, spec_steps=1)
+        >>> step.predicts.tolist(), step.accept_index.tolist(), step.accept_token_num.tolist()
+        ([2, -1, 3], [[0, 2]], [1])
     """
     contracted = contract(locals())
     out = check.allocate("verify_tree_rejection", contracted, out)

@@ -1,7 +1,7 @@
 """Lossy verification by membership: a draft is taken if it is among the target's most likely tokens.
 
 WARNING: lossy, opt-in. A draft in the candidate set is taken with probability 1 instead of its own probability, so
-the text does not have the target's law. `verify_tree_sampled` keeps it.
+the text does not follow the target's distribution. `verify_tree_sampled` keeps it.
 
 Computes
     FastDeploy's strategy TOPP, on trees. At each node the first child in sibling order whose token is among the node's
@@ -10,17 +10,6 @@ Computes
     child that carries their first candidate, is accepted with these verify_window nodes at once. Else the walk ends and
     the last node's target_predict is the bonus. A chain gives what FastDeploy gives, and after a window the walk goes
     on at its last node, as in FastDeploy's Python (its kernel skips the next row).
-Shapes
-    candidates              [B, N]      int    tokens of the nodes, node 0 the root
-    retrieve_index          [B, N]      int    b * N + i
-    retrieve_next_token     [B, N]      int    first child, -1 for none
-    retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
-    candidate_ids           [B * N, C]  int    the target's most likely tokens at every node, in order
-    candidate_lens          [B * N]     int    how many of them make up top-p; more than C: all
-    target_predict          [B, N]      int    the target's own token at every node, emitted where the walk ends
-    -> predicts             [B * N]     int32  the draft that follows on the path, at its end the bonus, -1 elsewhere
-    -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
-    -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
 Invariants
     At most spec_steps = S drafts are accepted; a window that would lead further is none. A token of -1 is never
     accepted, an id outside int32 counts as -1. Malformed links and dead rows as in verify_tree_greedy. Results of a
@@ -30,7 +19,7 @@ Grid
 Launches
     1
 Traffic
-    5 words a node and the first candidates of all, the C candidates of the at most S + 1 visited nodes.
+    5 words a node and the first candidates of all, all candidates of the at most S + 1 visited nodes.
 """
 
 from __future__ import annotations
@@ -176,10 +165,52 @@ def verify_tree_topp(
     verify_window: int = 2,
     out: Output | None = None,
 ) -> Output:
-    """LOSSY: accepts drafts among the target's candidates. Shapes and the rule are in the module's docstring.
+    """LOSSY: Accepts drafts that are among the target's most likely tokens, whatever their probability.
 
-    spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
-    verify_window: nodes that must agree with the target below a draft that is only its second candidate.
+    The text does not follow the target's distribution; that of `verify_tree_sampled` does. At each node the first child
+    whose token is among the node's candidates is accepted. If there is none, a child that carries the second candidate
+    is, together with verify_window nodes below it, if each of these carries the first candidate of the node before it.
+    Else the node's target_predict ends the walk as the bonus.
+    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, C candidates (1..1024), S =
+    spec_steps. Integers may be int32 or int64.
+
+    Args:
+        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
+        retrieve_index: [B, N] int. b * N + i for node i of request b.
+        retrieve_next_token: [B, N] int. First child of each node, -1 for none.
+        retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
+        candidate_ids: [B * N, C] int. The target's most likely tokens at every node, in order.
+        candidate_lens: [B * N] int. How many of them, from the first on, are the node's candidates: those that make up
+            top-p. More than C: all.
+        target_predict: [B, N] int. The target's own token at every node, emitted where the walk ends.
+        spec_steps: S, 0..1024: the most drafts that can be accepted. A window that would lead further is none.
+        verify_window: how many nodes, 0 or more, must agree with the target below a draft that is only its second
+            candidate.
+        out: three tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written:
+        predicts: [B * N] int32. The draft that follows at every node of the path, at its end the bonus, -1 elsewhere.
+        accept_index: [B, S + 1] int32. retrieve_index of the path's nodes, root first, -1 padded.
+        accept_token_num: [B] int32. Accepted drafts; the bonus is not counted.
+        A token of -1 is never accepted. A link that does not point forward within the tree counts as none. A row whose
+        root has a retrieve_index outside the request is dead, with predicts and accept_index -1, accept_token_num 0.
+        End tokens are left to the caller.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+
+    Source:
+        FastDeploy's strategy TOPP for chains, as its Python has it; trees are eagle_kernels' own.
+
+    Example:
+        >>> tree = (torch.tensor([[9, 1, 2]]), torch.arange(3)[None],  # two children of the root, of tokens 1 and 2
+        ...         torch.tensor([[1, -1, -1]]), torch.tensor([[-1, 2, -1]]))
+        >>> ids, lens = torch.tensor([[3, 2], [0, 1], [0, 1]]), torch.tensor([2, 1, 1])
+        >>> step = eagle_kernels.verify_tree_topp(  # the target's token is 3, but 2 is the other candidate
+        ...     *tree, ids, lens, torch.tensor([[3, 0, 0]]), spec_steps=1)
+        >>> step.predicts.tolist(), step.accept_index.tolist()
+        ([2, -1, 0], [[0, 2]])
     """
     contracted = contract(locals())
     out = check.allocate("verify_tree_topp", contracted, out)

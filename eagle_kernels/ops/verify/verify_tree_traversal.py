@@ -8,32 +8,13 @@ Computes
     next token is drawn from its P. Else the leaf is deleted, and with R = (a P - Q)+ and S its sum, its parent has
         P <- R / S,  a <- S / (S + 1 - a) (1 for 0 / 0),  Q <- Q without the leaf's token, renormalised
     from then on, and is a leaf itself when no child is left. The root's coin always succeeds.
-    The emitted tokens have the target's law if every node's children were drawn from its row of q, in sibling order,
-    each from what those before it left, and if coins, residual draws and drafts are independent. On a chain this is
-    block verification (verify_chain). Coins and noise are those of shared/random.py, keyed by seed, position of the
+    The emitted tokens have the target's distribution if every node's children were drawn from its row of q, in sibling
+    order, each from what those before it left, and if coins, residual draws and drafts are independent. On a chain this
+    is block verification (verify_chain). Coins and noise are those of shared/random.py, keyed by seed, position of the
     token, node with its depth, and stream: drafts must be drawn with another stream (STREAM_DRAFT), and no two rounds
     may draw at one position for one node (`sample_children`), as this looks at drafts beyond those that it accepts.
-Shapes
-    candidates              [B, N]      int    tokens of the nodes, node 0 the root
-    retrieve_index          [B, N]      int    b * N + i
-    retrieve_next_token     [B, N]      int    first child, -1 for none
-    retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
-    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V; or
-    target_probs            [B * N, V]  fp32   rows sum to 1; filters are not applied here: pass filtered rows;
-                                               V and Vd <= 2^20
-    draft_logits            [B * N, Vd] fp32 / fp16 / bf16, row of a node: what its children were drawn from, by draft
-                                        ids (rows of nodes without children are not read); or
-    draft_probs             [B * N, Vd] fp32   likewise
-    positions               [B * N]     int    position of each node; the token emitted after it has position + 1
-    seeds                   [B]         int
-    temperature             [B]         fp32   of logits; below 1e-5 one-hot at the argmax. None if no logits need it
-    draft_temperature       [B]         fp32   of draft_logits, or None: temperature
-    d2t                     [Vd]        int    target id - draft id, one to one; None: the vocabularies share ids
-    -> predicts             [B * N]     int32  the token emitted after each node of the path, -1 elsewhere
-    -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
-    -> accept_token_num     [B]         int32  accepted drafts; the token after them is not counted
 Invariants
-    Nodes deeper than spec_steps = S are not looked at. A draft of target probability 0 is never accepted. A child that
+    Nodes deeper than spec_steps are not looked at. A draft of target probability 0 is never accepted. A child that
     cannot have been drawn (its probability in its parent's Q is 0, NaN, negative or above 1.001: also a second sibling
     of the same token, -1, or a token outside the draft vocabulary) is passed over, and so are all nodes below it. If
     rounding leaves no residual P stays as it was. NaN logits count as -inf, +inf as the largest finite number; a
@@ -42,7 +23,7 @@ Invariants
     predicts and accept_index -1, accept_token_num 0. Results of a request do not depend on the batch around it.
 Grid
     map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,), one
-    program walks one tree, and reads its parent's rows once for every node that it deletes.
+    program walks one tree, and reads the parent's rows once for every node that it deletes.
 Launches
     1: walk; one more each: scan for logits, map for d2t
 Traffic
@@ -277,9 +258,67 @@ def verify_tree_traversal(
     spec_steps: int,
     out: Output | None = None,
 ) -> Output:
-    """Verifies every tree from its leaves up; shapes and the meaning of each argument are in the module's docstring.
+    """Verifies token trees of sampled drafts from their leaves up, without loss: traversal verification.
 
-    spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
+    A leaf is accepted with its whole path, or deleted; then the next leaf is compared. On a chain this is block
+    verification (`verify_chain`), and as there a position must be drafted for another node in each round, see
+    `sample_children`. The text follows the target's distribution if every node's children were drawn from its row of
+    the draft, in sibling order, each from what those before it left, with the noise of `sample_children` or any other
+    that is independent of this op's.
+    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, V and Vd vocabularies of target and
+    draft (1..2^20), S = spec_steps. Integers may be int32 or int64.
+
+    Args:
+        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
+        retrieve_index: [B, N] int. b * N + i for node i of request b.
+        retrieve_next_token: [B, N] int. First child of each node, -1 for none.
+        retrieve_next_sibling: [B, N] int. Next sibling of each node, -1 for none.
+        target_logits: None or [B * N, V] fp32, fp16 or bf16. Unit stride along V. NaN counts as -inf. Given instead of
+            target_probs.
+        draft_logits: None or [B * N, Vd] fp32, fp16 or bf16. Unit stride along Vd, by draft ids. Row of a node: what
+            its children were drawn from. Given instead of draft_probs.
+        positions: [B * N] int. Position of each node; the token emitted after it has position + 1.
+        seeds: [B] int. Seed of each request.
+        temperature: None or [B] fp32. Of logits; below 1e-5 a row is one-hot at its argmax. None if no logits need it.
+        draft_temperature: None or [B] fp32. Of draft_logits. None: temperature.
+        target_probs: None or [B * N, V] fp32. Unit stride along V, used as they are. This op does not filter: for
+            top-k, top-p or min-p pass rows from the renorm ops.
+        draft_probs: None or [B * N, Vd] fp32. Likewise, by draft ids.
+        d2t: None or [Vd] int. Target id minus draft id, one to one, for a reduced vocabulary. None: the ids are the
+            same.
+        spec_steps: S, 0..1024: the most drafts that can be accepted. Deeper nodes are not looked at.
+        out: three tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written:
+        predicts: [B * N] int32. The token emitted after every node of the path, -1 elsewhere.
+        accept_index: [B, S + 1] int32. retrieve_index of the path's nodes, root first, -1 padded.
+        accept_token_num: [B] int32. Accepted drafts; the token after them is not counted.
+        A child that cannot have been drawn (its probability is 0, NaN, negative or above 1.001; a repeated token) is
+        passed over with all nodes below it. A link that does not point forward within the tree counts as none. A row
+        whose root has a retrieve_index outside the request is dead, with predicts and accept_index -1, accept_token_num
+        0.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, both or neither of logits and probs
+            of the target or of the draft, or no temperature where logits need it; the message names the argument.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that temperatures are numbers of at least 0.
+        Where d2t leads to, and whether probabilities sum to 1, is never checked.
+
+    Source:
+        Weng et al., https://arxiv.org/abs/2505.12398, algorithms 1 and 2. Links as in SGLang; coins and noise are
+        eagle_kernels' own.
+
+    Example:
+        >>> tree = (torch.tensor([[0, 1, 2]]), torch.arange(3)[None],  # two children of the root, of tokens 1 and 2
+        ...         torch.tensor([[1, -1, -1]]), torch.tensor([[-1, 2, -1]]))
+        >>> p = torch.eye(4)[[2, 0, 3]]  # the target is sure of 2 after the root, and of 3 after that
+        >>> q = torch.tensor([[0.0, 0.5, 0.5, 0.0]]).repeat(3, 1)
+        >>> step = eagle_kernels.verify_tree_traversal(
+        ...     *tree, None, None, torch.tensor([5, 6, 6]), torch.tensor([1]), None, target_probs=p,
+        ...     draft_probs=q, spec_steps=1)
+        >>> step.predicts.tolist(), step.accept_index.tolist(), step.accept_token_num.tolist()
+        ([2, -1, 3], [[0, 2]], [1])
     """
     contracted = contract(locals())
     out = check.allocate("verify_tree_traversal", contracted, out)

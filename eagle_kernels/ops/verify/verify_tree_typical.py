@@ -1,31 +1,17 @@
 """Lossy verification by typical acceptance: drafts are taken that the target finds likely enough.
 
-WARNING: lossy, opt-in. At temperature > 0 the text does not have the target's law, not even on average: what the draft
-proposes is favoured, unlikely tokens are lost. `verify_tree_sampled` keeps the law. At temperature 0 this op is greedy.
+WARNING: lossy, opt-in. At temperature > 0 the text does not follow the target's distribution: drafts are favoured, and
+unlikely tokens are lost. `verify_tree_sampled` keeps it. At temperature 0 this op is greedy.
 
 Computes
     Medusa's rule (arXiv 2401.10774, section 3.3.1), p = softmax(target_logits / temperature) in fp32, H its entropy:
     a node is accepted if its parent is, the root is, and p(token | parent) > min(epsilon, delta * exp(-H(parent))).
     The deepest accepted node ends the path, the lowest index among equally deep ones. The bonus is drawn from p there
-    as `sample_from_logits` draws it (same noise, no filters). Requests of temperature 0 follow the argmax, as in
-    verify_tree_greedy. Medusa's values: epsilon 0.09, delta 0.3.
-Shapes
-    candidates              [B, N]      int    tokens of the nodes, node 0 the root
-    retrieve_index          [B, N]      int    b * N + i
-    retrieve_next_token     [B, N]      int    first child, -1 for none
-    retrieve_next_sibling   [B, N]      int    next sibling, -1 for none
-    target_logits           [B * N, V]  fp32 / fp16 / bf16, unit stride along V; V <= 2^20
-    positions               [B * N]     int    position of each node; the bonus has the last node's position + 1
-    seeds                   [B]         int
-    temperature             [B]         fp32   0 (anything below 1e-5): greedy
-    epsilon, delta          [B]         fp32
-    -> predicts             [B * N]     int32  the draft that follows on the path, at its end the bonus, -1 elsewhere
-    -> accept_index         [B, S + 1]  int32  retrieve_index of the path, root first, -1 padded
-    -> accept_token_num     [B]         int32  accepted drafts; the bonus is not counted
+    as `sample_from_logits` draws it (same noise, no filters). Greedy requests follow the argmax.
 Invariants
-    A token of probability 0 is never accepted. NaN logits count as -inf; a row of nothing but -inf accepts nothing and
-    its bonus is token 0. A node that several parents list belongs to the first one that accepts it. Malformed
-    links and dead rows as in verify_tree_greedy. Results of a request do not depend on the batch around it.
+    A token of probability 0 is never accepted. NaN logits count as -inf; a sampled row of nothing but -inf accepts
+    nothing and its bonus is token 0. A node that several parents list belongs to the first one that accepts it.
+    Malformed links and dead rows as in verify_tree_greedy. A request's results do not depend on the batch around it.
 Grid
     rows: (B * N, slices), rows without children are not read; walk: (B,); bonus: (B, slices), then (B,)
 Launches
@@ -63,7 +49,7 @@ from .shared.tree_walk import (
     tree_arguments,
 )
 
-# No measurement yet: a slice as wide as verify_tree_greedy's, less what the registers of an exponential need.
+# Not tuned yet: half a slice of verify_tree_greedy's, as exponentials need registers.
 SCAN_TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 4}}
 WALK_TUNING = {"default": {"num_warps": 1}}
 
@@ -323,9 +309,50 @@ def verify_tree_typical(
     spec_steps: int,
     out: Output | None = None,
 ) -> Output:
-    """LOSSY: accepts drafts that the target finds likely enough. Shapes and the rule are in the module's docstring.
+    """LOSSY: Accepts drafts that the target finds likely enough, by Medusa's rule of typical acceptance.
 
-    spec_steps: S, the most drafts that can be accepted; accept_index has S + 1 columns.
+    The text does not follow the target's distribution; that of `verify_tree_sampled` does. A draft is accepted if its
+    parent is and p(token | parent) > min(epsilon, delta * exp(-H)), H being the entropy of p. The deepest accepted node
+    ends the path, the lowest index among equally deep ones; the bonus is drawn from its p.
+    Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, V tokens (1..2^20), S = spec_steps.
+    Integers may be int32 or int64.
+
+    Args:
+        candidates: [B, N] int. Tokens of the nodes; node 0 is the root.
+        retrieve_index: [B, N] int. b * N + i for node i of request b.
+        retrieve_next_token, retrieve_next_sibling: [B, N] int. First child and next sibling of each node, -1 for none.
+        target_logits: [B * N, V] fp32, fp16 or bf16. Unit stride along V. NaN counts as -inf.
+        positions: [B * N] int. Position of each node; the bonus has the last node's position + 1.
+        seeds: [B] int. Seed of each request.
+        temperature: [B] fp32. 0 (anything below 1e-5): greedy, the argmax is followed without loss.
+        epsilon, delta: [B] fp32. Of the rule, at least 0. Medusa's values: 0.09 and 0.3.
+        spec_steps: S, 0..1024: the most drafts that can be accepted.
+        out: three tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written:
+        predicts: [B * N] int32. The draft that follows at every node of the path, at its end the bonus, -1 elsewhere.
+        accept_index: [B, S + 1] int32. retrieve_index of the path's nodes, root first, -1 padded.
+        accept_token_num: [B] int32. Accepted drafts; the bonus is not counted.
+        A link that does not point forward within the tree counts as none. A row whose root has a retrieve_index outside
+        the request is dead, with predicts and accept_index -1, accept_token_num 0.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that temperature, epsilon and delta are numbers of at least 0.
+
+    Source:
+        Medusa, https://arxiv.org/abs/2401.10774, section 3.3.1. Links as in SGLang.
+
+    Example:
+        >>> tree = (torch.tensor([[3, 1, 2]]), torch.arange(3)[None],  # two children of the root, of tokens 1 and 2
+        ...         torch.tensor([[1, -1, -1]]), torch.tensor([[-1, 2, -1]]))
+        >>> p = torch.tensor([[0.0, 0.25, 0.75], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+        >>> step = eagle_kernels.verify_tree_typical(  # 0.25 > 0.09 is enough, though 2 is likelier
+        ...     *tree, p.log(), torch.tensor([5, 6, 6]), torch.tensor([1]), torch.ones(1), torch.tensor([0.09]),
+        ...     torch.tensor([0.3]), spec_steps=1)
+        >>> step.predicts.tolist(), step.accept_index.tolist()
+        ([1, 0, -1], [[0, 1]])
     """
     values = locals()
     contracted = contract(values)
@@ -346,14 +373,9 @@ def verify_tree_typical(
     }
     scan = rows | scan | {"ALIGNMENT": math.gcd(target_logits.stride(0), 16)}
     launch(
-        "verify_tree_typical",
-        _verify_tree_typical_rows_kernel,
-        (batch_size * num_nodes, num_slices),
-        **scan,
-        retrieve_next_token_ptr=retrieve_next_token,
-        partial_keys_ptr=partial_keys,
-        partial_sums_ptr=partial_sums,
-    )
+        "verify_tree_typical", _verify_tree_typical_rows_kernel, (batch_size * num_nodes, num_slices), **scan,
+        retrieve_next_token_ptr=retrieve_next_token, partial_keys_ptr=partial_keys, partial_sums_ptr=partial_sums,
+    )  # fmt: skip
     launch(
         "verify_tree_typical",
         _verify_tree_typical_walk_kernel,
@@ -366,25 +388,11 @@ def verify_tree_typical(
         last_ptr=last,
     )
     launch(
-        "verify_tree_typical",
-        _verify_tree_typical_draw_kernel,
-        (batch_size, num_slices),
-        **scan,
-        positions_ptr=positions,
-        seeds_ptr=seeds,
-        last_ptr=last,
-        bonus_keys_ptr=bonus_keys,
-        STREAM=STREAM_TARGET,
-    )
+        "verify_tree_typical", _verify_tree_typical_draw_kernel, (batch_size, num_slices), **scan,
+        positions_ptr=positions, seeds_ptr=seeds, last_ptr=last, bonus_keys_ptr=bonus_keys, STREAM=STREAM_TARGET,
+    )  # fmt: skip
     launch(
-        "verify_tree_typical",
-        _verify_tree_typical_bonus_kernel,
-        (batch_size,),
-        **sizes,
-        **walk,
-        last_ptr=last,
-        bonus_keys_ptr=bonus_keys,
-        predicts_ptr=out.predicts,
-        BLOCK_SLICE=triton.next_power_of_2(num_slices),
-    )
+        "verify_tree_typical", _verify_tree_typical_bonus_kernel, (batch_size,), **sizes, **walk, last_ptr=last,
+        bonus_keys_ptr=bonus_keys, predicts_ptr=out.predicts, BLOCK_SLICE=triton.next_power_of_2(num_slices),
+    )  # fmt: skip
     return out
