@@ -1,44 +1,28 @@
-"""After verification: which slots' KV moves where so that the accepted path is contiguous, and which slots are free.
+"""Lists the slots to copy so that accepted paths become contiguous, and the slots that become free, after verification.
 
 Computes
-    Node i of request b was verified at slot cache_locs[b * N + i]. The nodes of the path, root first, move to the
-    first of the request's N slots: source_locs lists the slots of the path, target_locs as many from the front
-    (SGLang's fill_accept_out_cache_loc, fill_front_out_cache_loc). source_locs alone are the accepted slots where they
-    lie, for pools that do not move. Without accept_index the tree is a chain, whose path is its first nodes.
-    The slots after the path are free, except the rest of the page with its last token: of the request's N slots, in the
-    order of their tokens, all from token ceil((seq_len + a + 1) / P) * P on, a = accept_token_num (SGLang's
-    get_src_tgt_cache_loc and get_target_cache_loc). free_token_num says instead how many of the last slots are free.
-Shapes
-    cache_locs         [B * N]          int    slots of the nodes; or of the requests' next N tokens, node 0 first
-    accept_token_num   [B]              int    accepted drafts, the bonus and the root not counted; None: the path is
-                                               as long as accept_index has nodes
-    accept_index       [B, W]           int    b * N + node, -1 padded; None: a chain, W = N
-    seq_lens           [B]              int    committed length before this step; None: nothing is free
-    free_token_num     [B]              int    instead of seq_lens
-    num_verify_tokens  int                     N
-    page_size          int                     P
-    capacity           int                     room for the path's slots; None: B * W, enough always
-    free_capacity      int                     room for free slots; None: B * N, enough always (0 if nothing is free)
-    -> path_indptr     [B + 1]          int32  where a request's path starts, limited to capacity
-    -> source_locs     [capacity]       int64  slots to copy from, -1 in the unused tail; int32 if `out` is
-    -> target_locs     [capacity]       int64  slots to copy to, in the same form
-    -> free_indptr     [B + 1]          int32  where a request's free slots start, limited to free_capacity
-    -> free_locs       [free_capacity]  int64  free slots, -1 in the unused tail; int32 if `out` is
-    -> overflow        [2]              int32  the room that paths and free slots need if it exceeds theirs, else 0
-    B * N and B * W are at most 2^31 - 1024.
+    Node i of request b, one of N, was verified at slot cache_locs[b * N + i]. The nodes of the path, root first, move
+    to the first of the request's N slots: source_locs lists the slots of the path, target_locs as many from the front
+    (SGLang's fill_accept_out_cache_loc, fill_front_out_cache_loc). A pool that moves nothing needs source_locs alone:
+    the accepted slots where they lie. Without accept_index the tree is a chain, whose path is its first nodes.
+    With seq_lens, the slots after the page of the last accepted token are free: of the request's N slots, in the order
+    of their tokens, all from token ceil((seq_len + a + 1) / P) * P on, for a = accept_token_num and pages of P tokens
+    (SGLang's get_src_tgt_cache_loc and get_target_cache_loc). free_token_num says instead how many of the last slots
+    are free.
 Invariants
     Every output is written whole, except unused tails with keep_unused. What exceeds a capacity is not written, and
     no bound exceeds it. Path entries outside the request's N nodes are left out, so a dead request, whose entries are
-    -1 or whose accept_token_num is negative, moves nothing; one whose first entry is left out frees nothing either.
-    Slots below 0 are -1, and of a pair one of whose slots is -1 both are. No slot is free that is a target, unless
-    free_token_num says so. Along an ascending path a slot is a source, if at all, before it is a target: the pairs of a
-    request may be moved in order.
+    -1 or whose accept_token_num is negative, moves nothing. A request whose first entry is left out frees nothing
+    either. Slots below 0 are -1; if one slot of a pair is -1, both are. No target is free, unless free_token_num says
+    so. Along an ascending path a slot is copied from, if at all, no later than it is copied to: the pairs of a request
+    may be moved in order.
 Grid
-    (max(B, 1),), one program lists what belongs to one request and its share of the unused tails.
+    (max(B, 1),) for B requests, one program lists what belongs to one request and its share of the unused tails.
 Launches
     1
 Traffic
-    per request 4 W + 8 N + 16 bytes read; 16 capacity + 8 free_capacity + 8 (B + 2) written.
+    per request 4 W + 8 N + 16 bytes read, for W entries of accept_index; 16 capacity + 8 free_capacity + 8 (B + 2)
+    written.
 """
 
 from __future__ import annotations
@@ -79,7 +63,7 @@ class Paths(NamedTuple):
     """The accepted paths of all requests."""
 
     accept_index_ptr: Any  # None: chains
-    accept_token_num_ptr: Any  # None: a path is as long as accept_index has nodes
+    accept_token_num_ptr: Any  # None: a path has all nodes of accept_index
     width: Any  # the most nodes of a path
     num_nodes: Any  # of each request's tree
 
@@ -151,7 +135,7 @@ def _accepted_cache_locs_kernel(
     entry = tl.arange(0, BLOCK_ENTRY)
     paths = Paths(accept_index_ptr, accept_token_num_ptr, path_width, num_verify_tokens)
 
-    # what lies before the request's lists, from paths and free slots of all requests, before anything is written
+    # the request's lists begin after those of the requests before it: count their path nodes and free slots, and all
     path_before = tl.zeros([BLOCK_ENTRY], tl.int32)
     path_total = tl.zeros([BLOCK_ENTRY], tl.int32)
     for start in range(0, batch_size * path_width, BLOCK_ENTRY):
@@ -172,7 +156,7 @@ def _accepted_cache_locs_kernel(
     path_begin, all_paths = tl.sum(path_before), tl.sum(path_total)
     free_begin, all_free = tl.sum(free_before), tl.sum(free_total)
 
-    # the path: its slots, and as many from the front
+    # the path: its slots, and as many from the front of the request's
     own_locs_ptr = cache_locs_ptr + own * num_verify_tokens
     num_own = tl.zeros([], tl.int32)
     for start in range(0, tl.where(is_live, path_width, 0), BLOCK_ENTRY):
@@ -221,7 +205,7 @@ def contract(values: dict) -> Output:
     if accept_token_num is None and accept_index is None:
         args.fail("accept_token_num / accept_index", "be given, one of them at least", "none of them")
     batch_size = args.size("B")
-    # a tile more than that is counted in int32
+    # the kernel counts in int32 up to one tile past the end
     most = MAX_CAPACITY - 1023
     if cache_locs.shape[0] > most:
         args.fail("cache_locs", f"hold at most {most} slots", cache_locs.shape[0])
@@ -271,12 +255,65 @@ def accepted_cache_locs(
     keep_unused: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """Lists the moves that make accepted paths contiguous, and the slots that are free; see the module's docstring.
+    """Lists the slots to copy so that accepted paths become contiguous, and the slots that become free.
 
-    num_verify_tokens: N, nodes of each request's tree, which cache_locs and accept_index count in.
-    page_size: pages that are partly used are not freed.
-    capacity, free_capacity: room for paths and for free slots; `overflow` says on the device when it was too little.
-    keep_unused: with `out` only, what comes after the lists stays as it is instead of -1.
+    Symbols: B requests, N = num_verify_tokens nodes of a tree, its root (node 0) included, W entries of a path,
+    P = page_size. Integers may be int32 or int64. The path of a request moves to the first of the request's N slots.
+
+    Args:
+        cache_locs: [B * N] int. Slots of the nodes of each request, node 0 first: those of its tokens from
+            seq_len on. At most 2^31 - 1024 in all. Slots below 0 count as -1.
+        accept_token_num: None or [B] int. Accepted drafts of each request, the root and the bonus token not counted:
+            the path has this many nodes and one more. Negative for a dead request. None: the path has the nodes of
+            `accept_index`.
+        accept_index: None or [B, W] int. Nodes of each path, root first, as b * N + node; -1 padded. Entries outside
+            the request's N nodes are left out. None: each tree is a chain, whose path is its first nodes (W = N); this
+            needs `accept_token_num`. B * W is at most 2^31 - 1024.
+        seq_lens: None or [B] int. Committed tokens of each request before this step. With it, the slots on pages after
+            that of the last accepted token are free, which are those of the tokens from
+            `ceil((seq_len + accept_token_num + 1) / P) * P` on. Needs `accept_token_num`. None: nothing is free.
+        free_token_num: None or [B] int. Instead of `seq_lens`: how many of each request's last slots are free, clamped
+            to 0..N.
+        num_verify_tokens: N, at least 1.
+        page_size: P, at least 1. Tokens of a page of the pool.
+        capacity: room for the slots of all paths, at least 0. None: B * W, which is always enough.
+        free_capacity: room for all free slots, at least 0. None: B * N, which is always enough; 0 without `seq_lens`
+            and `free_token_num`.
+        keep_unused: with `out` only: the lists' unused tails stay as they are, instead of -1.
+        out: six tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written, except unused tails with `keep_unused`:
+        path_indptr: [B + 1] int32. Request b has the entries path_indptr[b]..path_indptr[b + 1] - 1 of the next two
+            lists. No bound exceeds `capacity`.
+        source_locs: [capacity] int64, or int32 if `out` holds int32. Slots of the paths, to copy from; -1 in the unused
+            tail.
+        target_locs: [capacity] int64, or int32 if `out` holds int32. Slots to copy to; -1 in the unused tail.
+        free_indptr: [B + 1] int32. Request b has the entries free_indptr[b]..free_indptr[b + 1] - 1 of `free_locs`. No
+            bound exceeds `free_capacity`.
+        free_locs: [free_capacity] int64, or int32 if `out` holds int32. Free slots; -1 in the unused tail.
+        overflow: [2] int32. The room that paths and free slots need if it exceeds `capacity` and `free_capacity`, else
+            0. What exceeds these is not written.
+        A dead request, whose entries are -1 or whose accept_token_num is negative, moves and frees nothing; nor
+        does a request free anything whose first entry is left out. If one slot of a pair is -1, both are. For an
+        ascending path the pairs of a request may be copied in order.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, arguments that exclude or need each
+            other as above, or a tensor of `out` that overlaps another tensor; the message names the argument.
+
+    Source:
+        SGLang's fill_accept_out_cache_loc and fill_front_out_cache_loc (moves), get_src_tgt_cache_loc and
+        get_target_cache_loc (free slots). Both in one launch, chains, capacities and `overflow` are eagle_kernels' own.
+
+    Example:
+        >>> listed = eagle_kernels.accepted_cache_locs(
+        ...     torch.tensor([100, 101, 102, 103]), torch.tensor([1]), torch.tensor([[0, 2]]), torch.tensor([5]),
+        ...     num_verify_tokens=4)
+        >>> listed.source_locs.tolist(), listed.target_locs.tolist()  # nodes 0 and 2 move to the first two slots
+        ([100, 102], [100, 101])
+        >>> listed.free_locs.tolist()
+        [102, 103, -1, -1]
     """
     contracted = contract(locals())
     out = check.allocate("accepted_cache_locs", contracted, out)

@@ -1,22 +1,19 @@
-"""Keeps the slots of the page in which a request's accepted tokens end, in place: only whole pages can be freed.
+"""Keeps the page in which a request's accepted tokens end, in place: only whole pages can be freed.
 
 Computes
     evict_mask marks the drafts of a request that are not accepted; k of N are not marked, and the accepted tokens are
     the first of them, as in a chain. The request's tokens then end in the page that begins at token
-    ceil((seq_len + k) / P - 1) * P; the marks of its tokens are cleared (SGLang's align_evict_mask_to_page_size).
+    ceil((seq_len + k) / P - 1) * P, for pages of P tokens; the marks of this page's tokens are cleared (SGLang's
+    align_evict_mask_to_page_size).
 
         P = 4, seq_len = 5, k = 2:  page        4 5 6 7|8 9 10
                                     mask            0 0 1|1 1 1    (tokens 5 to 10)
                                     cleared         0 0 0|1 1 1
-Shapes
-    seq_lens    [B]     int   committed length before this step
-    evict_mask  [B, N]  bool  in place: whether the slot of each draft is to be freed
-    page_size   int           P
 Invariants
     Marks are cleared, never set. Negative lengths count as 0. A request without a token, committed or accepted, has no
     page to keep.
 Grid
-    (B,), one program clears the marks of one request.
+    (B,) for B requests, one program clears the marks of one request.
 Launches
     1
 Traffic
@@ -76,9 +73,31 @@ def contract(values: dict) -> None:
 
 @launcher
 def align_evict_mask_to_page_size(seq_lens: torch.Tensor, evict_mask: torch.Tensor, *, page_size: int) -> None:
-    """Clears the marks of every request's last page where it is partly used, in place; see the module's docstring.
+    """Clears the eviction marks on the page in which each request's accepted tokens end, in place.
 
-    page_size: P, of the KV pool.
+    Symbols: B requests, N drafts of a request, P = page_size. Integers may be int32 or int64.
+
+    Args:
+        seq_lens: [B] int. Committed tokens of each request before this step. Negative lengths count as 0.
+        evict_mask: [B, N] bool, in place. True where the slot of token seq_len + i is to be freed. The tokens that are
+            not marked are accepted, and counted as if they were the first ones, as in a chain.
+        page_size: P, at least 1. Tokens of a page of the pool.
+
+    Returns:
+        None. Marks are cleared in `evict_mask`, never set. A request without a token, committed or accepted, keeps its
+        marks.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+
+    Source:
+        SGLang's align_evict_mask_to_page_size.
+
+    Example:
+        >>> evict_mask = torch.tensor([[False, False, True, True, True, True]])  # tokens 5 to 10; 5 and 6 are accepted
+        >>> eagle_kernels.align_evict_mask_to_page_size(torch.tensor([5]), evict_mask, page_size=4)
+        >>> evict_mask.tolist()  # token 7 is on the page of token 6
+        [[False, False, False, True, True, True]]
     """
     contract(locals())
     launch(

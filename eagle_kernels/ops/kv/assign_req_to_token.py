@@ -1,21 +1,15 @@
 """Writes newly allocated slots into the rows of req_to_token, in place: the inverse of `extend_cache_locs`.
 
 Computes
-    Request b's tokens starts[b] .. ends[b] - 1 get the next ends[b] - starts[b] slots of cache_locs, which holds those
-    of all requests one after another (SGLang's assign_req_to_token_pool).
-Shapes
-    req_pool_indices  [B]     int    the request's row of req_to_token
-    req_to_token      [R, C]  int    in place; rows may be strided
-    starts            [B]     int    the first token that gets a slot
-    ends              [B]     int    after the last one
-    cache_locs        [T]     int    slots of all requests
+    Tokens starts[b]..ends[b] - 1 of request b get the next ends[b] - starts[b] slots of cache_locs, which holds the
+    slots of all requests one after another (SGLang's assign_req_to_token_pool).
 Invariants
-    Nothing outside the columns starts..ends - 1 of the requests' rows is written. A slot for a column past C or for a
-    row outside 0..R - 1 is passed over, and a column for which cache_locs is too short keeps what it holds. Negative
-    starts and ends count as 0, a range that ends before it starts is empty. Requests must not share the columns that
-    they write.
+    For rows of C columns in a table of R rows: nothing outside the columns starts..ends - 1 of the requests' rows is
+    written. A slot for a column past C or for a row outside 0..R - 1 is skipped, and a column for which cache_locs is
+    too short keeps what it holds. Negative starts and ends count as 0, and a range that ends before it starts is
+    empty. Requests must not share the columns that they write.
 Grid
-    (B, chunks), one program writes every chunks-th block of one request's range.
+    (B, chunks) for B requests, one program writes every chunks-th block of one request's range.
 Launches
     1
 Traffic
@@ -68,7 +62,7 @@ def _assign_req_to_token_kernel(
         sum_before += tl.maximum(counts, 0)
     begin = tl.sum(sum_before)
 
-    # a row that is too short takes no more, nor can there be more than there are slots
+    # no more slots than fit into the row, and no more than there are
     stop = tl.minimum(tl.minimum(last, row_size) - first, num_slots)
     slots = tl.arange(0, BLOCK_SLOT)
     for start in range(tl.program_id(1) * BLOCK_SLOT, stop, tl.num_programs(1) * BLOCK_SLOT):
@@ -95,7 +89,38 @@ def assign_req_to_token(
     ends: torch.Tensor,
     cache_locs: torch.Tensor,
 ) -> None:
-    """Gives every request's tokens starts..ends - 1 their slots, in place; see the module's docstring."""
+    """Writes the slots of each request's tokens starts..ends - 1 into its row of `req_to_token`, in place.
+
+    Symbols: B requests, a table of R rows and C columns, T slots. Integers may be int32 or int64.
+
+    Args:
+        req_pool_indices: [B] int. Row of `req_to_token` that each request has.
+        req_to_token: [R, C] int, in place. Pool slot of every token: column t of a row is the slot of token t. Rows may
+            be strided.
+        starts: [B] int. First token of each request that gets a slot.
+        ends: [B] int. One past the last token that gets a slot.
+        cache_locs: [T] int. Slots of all requests, one request after another.
+
+    Returns:
+        None. Only the columns starts..ends - 1 of the requests' rows are written. A slot for a column past C or for a
+        row outside 0..R - 1 is skipped, and a column for which `cache_locs` is too short keeps what it holds. Negative
+        starts and ends count as 0, and a range that ends before it starts is empty.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names it.
+        Not checked: requests must not share the columns that they write.
+
+    Source:
+        SGLang's assign_req_to_token_pool.
+
+    Example:
+        >>> req_to_token = torch.full((2, 4), -1)
+        >>> eagle_kernels.assign_req_to_token(
+        ...     torch.tensor([1, 0]), req_to_token, torch.tensor([0, 2]), torch.tensor([2, 3]),
+        ...     torch.tensor([70, 71, 72]))
+        >>> req_to_token.tolist()  # tokens 0 and 1 of the first request, which has row 1; token 2 of the other
+        [[-1, -1, 72, -1], [70, 71, -1, -1]]
+    """
     contract(locals())
     num_slots = cache_locs.shape[0]
     tuned = dict(tuning.row(TUNING, req_to_token.device))

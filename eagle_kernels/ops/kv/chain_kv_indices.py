@@ -1,26 +1,18 @@
 """KV indices that make one request of every token of a chain: each token's list ends with the token itself.
 
 Computes
-    A chain of N tokens is verified by attention that knows one query a request: token n of request b becomes row
+    A chain of N tokens is verified by attention that takes one query per request: token n of request b becomes row
     b * N + n, which attends to the slots of the first kv_lens[b] - N + 1 + n tokens of the request, itself the last.
-    With N = 2 these are the indices of SGLang's naive EAGLE (create_draft_kv_indices with expand_factor 2), where the
-    root and its one draft are decoded as two requests.
-Shapes
-    req_pool_indices   [B]          int    the request's row of req_to_token
-    req_to_token       [R, C]       int    the pool slot of every token; rows may be strided
-    kv_lens            [B]          int    tokens of the request, the chain's N included
-    num_verify_tokens  int                 N
-    capacity           int                 room for all indices
-    -> kv_indptr       [B * N + 1]  int32  where a row's indices start, limited to capacity
-    -> kv_indices      [capacity]   int32  pool slots, -1 in the unused tail; int64 if `out` is
-    -> overflow        [1]          int32  the room that was needed if it exceeds capacity, else 0
+    With N = 2 these are the indices of naive EAGLE, proposed for SGLang (create_draft_kv_indices with expand_factor 2),
+    where the root and its one draft are decoded as two requests.
 Invariants
     Every output is written whole, except the unused tail with keep_unused. Indices past `capacity` are not written,
-    and no bound exceeds it. Columns past C and rows outside 0..R - 1 are not read; their entries are -1. A request of
-    fewer than N tokens has empty lists for those that are missing, its first ones; negative lengths count as 0.
+    and no bound exceeds it. In a table of R rows and C columns, columns past C and rows outside 0..R - 1 are not read;
+    their entries are -1. A request of fewer than N tokens has empty lists for the first tokens of its chain, which are
+    missing; negative lengths count as 0.
 Grid
-    (max(B * N, 1), chunks), one program writes every chunks-th block of one row's indices and its share of the unused
-    tail; chunk 0 writes the bound as well.
+    (max(B * N, 1), chunks) for B requests, one program writes every chunks-th block of one row's indices and its share
+    of the unused tail; chunk 0 writes the bound as well.
 Launches
     1
 Traffic
@@ -157,11 +149,46 @@ def chain_kv_indices(
     keep_unused: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """Lists the slots that every token of a chain attends to; shapes and layouts are in the module's docstring.
+    """Lists the KV slots that each token of a chain attends to, as if every token were a request.
 
-    num_verify_tokens: N, tokens of a chain, its root included.
-    capacity: room for all indices; N * (sum of kv_lens) suffices, and `overflow` says on the device when it was less.
-    keep_unused: with `out` only, what comes after the indices stays as it is instead of -1.
+    Symbols: B requests, N = num_verify_tokens tokens of a chain, its root included, a table of R rows and C columns.
+    Integers may be int32 or int64. Token n of request b's chain becomes row b * N + n. It attends to the first
+    kv_lens[b] - N + 1 + n tokens of the request, of which it is the last.
+
+    Args:
+        req_pool_indices: [B] int. Row of `req_to_token` that each request has.
+        req_to_token: [R, C] int. Pool slot of every token: column t of a row is the slot of token t. Rows may be
+            strided.
+        kv_lens: [B] int. Tokens of each request, the chain's N included. Negative lengths count as 0.
+        num_verify_tokens: N, at least 1.
+        capacity: room for all indices, at least 0. N * (sum of kv_lens) is always enough.
+        keep_unused: with `out` only: the unused tail of `kv_indices` stays as it is, instead of -1.
+        out: three tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written, except the unused tail with `keep_unused`:
+        kv_indptr: [B * N + 1] int32. Row r has the entries kv_indptr[r]..kv_indptr[r + 1] - 1 of `kv_indices`. No bound
+            exceeds `capacity`.
+        kv_indices: [capacity] int32, or int64 if `out` holds int64. Pool slots; -1 for rows and columns outside the
+            table, for entries of it below 0, and in the unused tail.
+        overflow: [1] int32. The room that is needed if it exceeds `capacity`, else 0. Indices past `capacity` are not
+            written.
+        A request of fewer than N tokens has empty lists for the first tokens of its chain.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, `keep_unused` without `out`, or a
+            tensor of `out` that overlaps another tensor; the message names the argument.
+
+    Source:
+        Naive EAGLE, a pull request for SGLang: its create_draft_kv_indices, for N = 2. Other N are eagle_kernels' own.
+
+    Example:
+        >>> listed = eagle_kernels.chain_kv_indices(
+        ...     torch.tensor([0]), torch.tensor([[10, 11, 12, 13]]), torch.tensor([3]), num_verify_tokens=2, capacity=6)
+        >>> listed.kv_indptr.tolist()
+        [0, 2, 5]
+        >>> listed.kv_indices.tolist()  # the root attends to two tokens, its draft to three
+        [10, 11, 10, 11, 12, -1]
     """
     contracted = contract(locals())
     out = check.allocate("chain_kv_indices", contracted, out)

@@ -1,38 +1,26 @@
-"""Where the draft steps write their KV: a slot for every step of every branch, and copies of the prefix's last page.
+"""Lists the slots that draft steps write: one for every step of every branch, and copies of the prefix's last page.
 
 Computes
-    The slots of draft tokens 0 .. num_steps - 1 of branch z = b * K + k, which `draft_kv_indices` lists for reading:
-    columns seq_len + k * num_steps + j of the request's row where page_size or topk is 1 (SGLang's
-    assign_draft_cache_locs_contiguous); else every branch has its own pages, and a part of the columns is left out:
+    The slots of draft tokens 0..num_steps - 1 of branch z = b * K + k, which `draft_kv_indices` lists for reading, for
+    K = topk branches of a request and pages of P tokens: columns seq_len + k * num_steps + j of the request's row if
+    page_size or topk is 1 (SGLang's assign_draft_cache_locs_contiguous). Otherwise every branch has its own pages, and
+    some of the columns are left out:
 
         P = 4, num_steps = 5, seq_len = 9, K = 2: p prefix, x draft, . unused, c copy
         p p p p p p p p|p x x x x x . .|c x x x x x . .
           whole pages  |   branch 0    |   branch 1
 
-    There attention that reads whole pages needs the prefix's partial last page in front of every branch except branch
+    Attention that reads whole pages then needs the prefix's partial last page in front of every branch except branch
     0, whose first page it is. source_locs and target_locs list what to copy for that: for each branch k >= 1 the
     seq_len % P slots after the last full page, and the slots in front of the branch (SGLang's
     duplicate_prefix_tail_to_draft_branches).
-Shapes
-    req_pool_indices  [B]                     int    the request's row of req_to_token
-    req_to_token      [R, C]                  int    the pool slot of every token; rows may be strided
-    seq_lens          [B]                     int    prefix length
-    topk              int                            K
-    num_steps         int
-    page_size         int                            P
-    capacity          int                            room for all copies; None: B * (K - 1) * (P - 1), enough always
-    -> cache_locs     [B * K, num_steps]      int64  pool slots; [num_steps, B * K] if is_step_major; int32 if `out` is
-    -> positions      [B * K]                 int64  seq_len, the position of a branch's first draft; int32 if `out` is
-    -> copy_indptr    [B + 1]                 int32  where a request's copies start, limited to capacity
-    -> source_locs    [capacity]              int64  slots to copy from, -1 in the unused tail; int32 if `out` is
-    -> target_locs    [capacity]              int64  slots to copy to, in the same form
-    -> overflow       [1]                     int32  the room that the copies need if it exceeds capacity, else 0
 Invariants
-    Every output is written whole. Copies past `capacity` are not written, and no bound exceeds it. Columns past C and
-    rows outside 0..R - 1 are not read; their slots are -1, and of a copy one of whose slots is -1 both are. Copies of a
-    request are listed branch by branch. Negative lengths count as 0. With page_size or topk 1 there are no copies.
+    Every output is written whole. Copies past `capacity` are not written, and no bound exceeds it. In a table of R rows
+    and C columns, columns past C and rows outside 0..R - 1 are not read; their slots are -1. If one slot of a copy is
+    -1, both are. Copies of a request are listed branch by branch. Negative lengths count as 0. With page_size or topk 1
+    there are no copies.
 Grid
-    (max(B * K, 1),), one program writes what belongs to one branch and its share of the unused tails.
+    (max(B * K, 1),) for B requests, one program writes what belongs to one branch and its share of the unused tails.
 Launches
     1
 Traffic
@@ -194,12 +182,56 @@ def draft_cache_locs(
     is_step_major: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """Lists the slots that the draft steps write, and what to copy before; see the module's docstring.
+    """Lists the slots that draft steps write, and the slots to copy before them where branches have pages of their own.
 
-    topk: K, branches a request. num_steps: draft steps, 1..64.
-    capacity: room for the copies; (K - 1) * (sum of seq_lens % P) suffices, and `overflow` says on the device when it
-    was less. None: room for any lengths.
-    is_step_major: lays the slots out step by step, so that those of one step lie together.
+    Symbols: B requests, K = topk branches of each, P = page_size, a table of R rows and C columns. Integers may be
+    int32 or int64. Draft j of branch k is in column seq_len + k * num_steps + j of the request's row if P or K is 1.
+    Otherwise each branch has pages of its own: the column is
+    `seq_len // P * P + k * ceil((seq_len % P + num_steps) / P) * P + seq_len % P + j`, and branches k >= 1 need a
+    copy of the prefix's partial last page in front of them.
+
+    Args:
+        req_pool_indices: [B] int. Row of `req_to_token` that each request has.
+        req_to_token: [R, C] int. Pool slot of every token: column t of a row is the slot of token t. Rows may be
+            strided.
+        seq_lens: [B] int. Tokens of each request's prefix. Negative lengths count as 0.
+        topk: K, at least 1.
+        num_steps: draft steps, 1..64.
+        page_size: P, at least 1. Tokens of a page of the pool.
+        capacity: room for all copies, at least 0. (K - 1) * (sum of seq_lens % P) is enough, and none are made if P or
+            K is 1. None: B * (K - 1) * (P - 1), which is always enough.
+        is_step_major: lays `cache_locs` out step by step, so that the slots of one step lie together.
+        out: six tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written:
+        cache_locs: [B * K, num_steps] int64, or int32 if `out` holds int32; [num_steps, B * K] if `is_step_major`.
+            Slots of the drafts of branch b * K + k; -1 for rows and columns outside the table, and for entries below 0.
+        positions: [B * K] int64, or int32 if `out` holds int32. seq_len, the position of each branch's first draft.
+        copy_indptr: [B + 1] int32. Request b has the entries copy_indptr[b]..copy_indptr[b + 1] - 1 of the next two
+            lists, branch by branch. No bound exceeds `capacity`.
+        source_locs: [capacity] int64, or int32 if `out` holds int32. Slots to copy from; -1 in the unused tail.
+        target_locs: [capacity] int64, or int32 if `out` holds int32. Slots to copy to; -1 in the unused tail.
+        overflow: [1] int32. The room that the copies need if it exceeds `capacity`, else 0. Copies past `capacity` are
+            not written.
+        If one slot of a copy is -1, both are.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or a tensor of `out` that overlaps
+            another tensor; the message names the argument. Without `capacity`, B * (K - 1) * (P - 1) must
+            be below 2^31.
+
+    Source:
+        SGLang's assign_draft_cache_locs_contiguous and, for pages, duplicate_prefix_tail_to_draft_branches. Both in one
+        launch, capacity and `overflow` are eagle_kernels' own.
+
+    Example:
+        >>> listed = eagle_kernels.draft_cache_locs(
+        ...     torch.tensor([0]), torch.arange(12)[None], torch.tensor([5]), topk=2, num_steps=2, page_size=4)
+        >>> listed.cache_locs.tolist()  # branch 1 is on a page of its own, slots 8 to 11
+        [[5, 6], [9, 10]]
+        >>> listed.source_locs.tolist(), listed.target_locs.tolist()  # with a copy of token 4
+        ([4, -1, -1], [8, -1, -1])
     """
     contracted = contract(locals())
     out = check.allocate("draft_cache_locs", contracted, out)

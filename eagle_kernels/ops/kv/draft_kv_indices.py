@@ -2,35 +2,22 @@
 
 Computes
     For draft step s and branch z = b * K + k, the pool slots that the branch attends to: those of the request's seq_len
-    prefix tokens, then of its s + 1 own draft tokens (SGLang's generate_draft_decode_kv_indices). Draft token j of
-    branch k is in column seq_len + k * num_steps + j of the request's row where page_size or topk is 1; else every
-    branch has its own pages: seq_len // P * P + k * ceil((seq_len % P + num_steps) / P) * P + seq_len % P + j.
+    prefix tokens, then of its s + 1 own draft tokens (SGLang's generate_draft_decode_kv_indices), for K = topk branches
+    of a request and pages of P tokens. Draft token j of branch k is in column seq_len + k * num_steps + j of the
+    request's row if page_size or topk is 1; otherwise every branch has its own pages, and the column is
+    seq_len // P * P + k * ceil((seq_len % P + num_steps) / P) * P + seq_len % P + j.
     A window of W tokens drops what lies before it, except the first sink_size tokens of the prefix:
-    of the prefix           the last W tokens of the prefix stay, and all drafts: the same prefix at every step
+    by default              the last W tokens of the prefix stay, and all drafts: the same prefix at every step
     window_counts_drafts    the last W of prefix and drafts together stay (generate_draft_decode_window_kv_indices): the
-                            window moves on by a token each step, past the first drafts too where it is short
-Shapes
-    req_pool_indices  [B]                       int    the request's row of req_to_token
-    req_to_token      [R, C]                    int    the pool slot of every token; rows may be strided
-    seq_lens          [B]                       int    prefix length
-    topk              int                              K
-    num_steps         int
-    capacity          int                              room for the indices of one step
-    page_size         int                              P
-    window_size       int                              W, 0 for no window
-    sink_size         int                              0 without a window
-    -> kv_indptr      [num_steps, B * K + 1]    int32  where a branch's indices start, limited to capacity
-    -> kv_indices     [num_steps, capacity]     int32  pool slots, -1 in the unused tail; int64 if `out` is
-    -> overflow       [1]                       int32  the room that the last step needs if it exceeds capacity, else 0
-    Rows of the two matrices in `out` may be strided.
+                            window moves on by a token each step, and past the first drafts if W is small
 Invariants
     Every output is written whole, except the unused tail with keep_unused. Indices past `capacity` are not written,
-    and no bound exceeds it. Columns past C and rows outside 0..R - 1 are not read; their entries are -1. Negative
-    lengths count as 0.
+    and no bound exceeds it. In a table of R rows and C columns, columns past C and rows outside 0..R - 1 are not read;
+    their entries are -1. Negative lengths count as 0.
 Grid
-    (max(B * K, 1), chunks, 1), one program writes every chunks-th block of one branch's prefix to all steps, and its
-    share of the unused tails; chunk 0 writes the branch's draft slots and bounds as well. With window_counts_drafts
-    (max(B * K, 1), chunks, num_steps), for each step apart.
+    (max(B * K, 1), chunks, 1) for B requests, one program writes every chunks-th block of one branch's prefix to all
+    steps, and its share of the unused tails; chunk 0 writes the branch's draft slots and bounds as well. With
+    window_counts_drafts (max(B * K, 1), chunks, num_steps), one program for each step.
 Launches
     1
 Traffic
@@ -82,7 +69,7 @@ def _window(seq_len, num_drafts, window_size, sink_size):
 
 @triton.jit
 def _count(seq_len, num_drafts, window_size, sink_size):
-    """Returns how many indices that makes."""
+    """Returns how many indices a branch then keeps."""
     sink, recent, draft = _window(seq_len, num_drafts, window_size, sink_size)
     return sink + seq_len - recent + num_drafts - draft
 
@@ -124,7 +111,7 @@ def _draft_kv_indices_kernel(
     branch = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     num_chunks = tl.num_programs(1)
-    # a program has all steps, or one where the prefix differs from step to step
+    # a program writes all steps, or only one if the prefix differs from step to step
     first_step = tl.program_id(2)
     stop_step = first_step + 1 if COUNTS_DRAFTS else NUM_STEPS
     request = branch // TOPK
@@ -148,7 +135,7 @@ def _draft_kv_indices_kernel(
         before += tl.where(other < request, counts, 0)
         total += counts
     sink, recent, draft_start = _window(seq_len, window_drafts, window_size, sink_size)
-    num_entries = sink + seq_len - recent  # of the prefix
+    num_entries = sink + seq_len - recent  # of the prefix that are kept
     own_count = _count(seq_len, window_drafts, window_size, sink_size) + drafts_apart
     # where the branch's indices start, and the unused tail; at each further step every earlier branch has one more
     begin = tl.sum(before) * TOPK + branch % TOPK * own_count
@@ -234,14 +221,58 @@ def draft_kv_indices(
     keep_unused: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """Lists the KV slots of every draft step and branch; shapes and layouts are in the module's docstring.
+    """Lists the KV slots that each branch attends to at every draft step: the prefix, then the branch's own drafts.
 
-    topk: K, branches a request. num_steps: draft steps, 1..64.
-    capacity: room for the indices of one step; K * (sum of seq_lens + B * num_steps) suffices, with a window
-    K * B * (window_size + sink_size + num_steps), and `overflow` says on the device when it was less.
-    page_size: of the KV pool; it decides where a branch's draft slots are; the indices are token slots anyway.
-    window_size, sink_size, window_counts_drafts: what of the prefix, and of the drafts, a branch attends to.
-    keep_unused: with `out` only, what comes after a step's indices stays as it is instead of -1.
+    Symbols: B requests, K = topk branches of each, P = page_size, a table of R rows and C columns. Integers may be
+    int32 or int64. Draft j of branch k is in column seq_len + k * num_steps + j of the request's row if P or K is 1.
+    Otherwise each branch has pages of its own, and the column is
+    `seq_len // P * P + k * ceil((seq_len % P + num_steps) / P) * P + seq_len % P + j`.
+
+    Args:
+        req_pool_indices: [B] int. Row of `req_to_token` that each request has.
+        req_to_token: [R, C] int. Pool slot of every token: column t of a row is the slot of token t. Rows may be
+            strided.
+        seq_lens: [B] int. Tokens of each request's prefix. Negative lengths count as 0.
+        topk: K, at least 1.
+        num_steps: draft steps, 1..64.
+        capacity: room for the indices of one step, at least 0. K * (sum of seq_lens + B * num_steps) is always enough;
+            with a window, so is K * B * (window_size + sink_size + num_steps).
+        page_size: P, at least 1. Tokens of a page of the pool. It decides where a branch's drafts are; the indices are
+            slots of tokens, not ids of pages, all the same.
+        window_size: how many of the prefix's last tokens are seen; drafts are always seen. 0: no window, all tokens are
+            seen.
+        sink_size: how many of the first tokens of the prefix are seen as well, although they lie before the window. 0
+            without a window.
+        window_counts_drafts: the window holds the last `window_size` tokens of prefix and drafts together, so it moves
+            on by a token each step. Only with a window.
+        keep_unused: with `out` only: the unused tails of `kv_indices` stay as they are, instead of -1.
+        out: three tensors to write into. Rows of the first two may be strided.
+
+    Returns:
+        A named tuple, every element of which is written, except unused tails with `keep_unused`:
+        kv_indptr: [num_steps, B * K + 1] int32. The list of branch z = b * K + k at step s begins in kv_indices[s] at
+            kv_indptr[s, z] and ends before kv_indptr[s, z + 1]. No bound exceeds `capacity`.
+        kv_indices: [num_steps, capacity] int32, or int64 if `out` holds int64. Pool slots; -1 for rows and columns
+            outside the table, for entries of it below 0, and in the unused tails.
+        overflow: [1] int32. The room that the last step needs, the most of all steps, if it exceeds `capacity`, else 0.
+            Indices past `capacity` are not written.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, `sink_size` or
+            `window_counts_drafts` without a window, `keep_unused` without `out`, or a tensor of `out` that overlaps
+            another tensor; the message names the argument.
+
+    Source:
+        SGLang's generate_draft_decode_kv_indices; with `window_counts_drafts` its
+        generate_draft_decode_window_kv_indices. The capacity and `overflow` are eagle_kernels' own.
+
+    Example:
+        >>> listed = eagle_kernels.draft_kv_indices(
+        ...     torch.tensor([0]), torch.arange(8)[None], torch.tensor([2]), topk=2, num_steps=2, capacity=8)
+        >>> listed.kv_indptr.tolist()
+        [[0, 3, 6], [0, 4, 8]]
+        >>> listed.kv_indices.tolist()  # the prefix 0, 1; drafts 2, 3 of branch 0 and 4, 5 of branch 1
+        [[0, 1, 2, 0, 1, 4, -1, -1], [0, 1, 2, 3, 0, 1, 4, 5]]
     """
     contracted = contract(locals())
     out = check.allocate("draft_kv_indices", contracted, out)
@@ -260,7 +291,7 @@ def draft_kv_indices(
         **row_arguments(req_pool_indices, req_to_token),
         batch_size=batch_size,
         capacity=capacity,
-        # no window is a window that leaves nothing out: the kernel has no other case
+        # without a window the kernel gets one that leaves nothing out
         window_size=window_size or MAX_CAPACITY,
         sink_size=sink_size,
         stride_kv_indptr_step=out.kv_indptr.stride(0),

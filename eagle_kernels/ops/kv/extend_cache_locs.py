@@ -1,28 +1,17 @@
 """Slots and positions of a range of every request's tokens, packed: the inverse of `assign_req_to_token`.
 
 Computes
-    The slots of the tokens starts[b] .. ends[b] - 1 of request b, those of all requests one after another, and the
+    The slots of the tokens starts[b]..ends[b] - 1 of request b, those of all requests one after another, and the
     tokens' positions with them (SGLang's assign_extend_cache_locs). With num_tokens every request has that many, from
     starts[b] on (its uniform variant), as for N nodes to verify after each prefix.
-Shapes
-    req_pool_indices  [B]          int    the request's row of req_to_token
-    req_to_token      [R, C]       int    the pool slot of every token; rows may be strided
-    starts            [B]          int    the first token
-    ends              [B]          int    after the last one; or
-    num_tokens        int                 tokens of every request
-    capacity          int                 room for all slots, with ends; with num_tokens it is B * num_tokens
-    -> indptr         [B + 1]      int32  where a request's slots start, limited to capacity
-    -> cache_locs     [capacity]   int64  pool slots, -1 in the unused tail; int32 if `out` is
-    -> positions      [capacity]   int64  of the tokens, 0 in the unused tail, which every table of positions has; int32
-                                          if `out` is
-    -> overflow       [1]          int32  the room that was needed if it exceeds capacity, else 0
 Invariants
     Every output is written whole, except the unused tail with keep_unused. Entries past `capacity` are not written,
-    and no bound exceeds it. Columns past C and rows outside 0..R - 1 are not read; their slots are -1. Negative starts
-    and ends count as 0, a range that ends before it starts is empty.
+    and no bound exceeds it. In a table of R rows and C columns, columns past C and rows outside 0..R - 1 are not read;
+    their slots are -1, and their positions are listed all the same. Negative starts and ends count as 0, and a range
+    that ends before it starts is empty.
 Grid
-    (max(B, 1), chunks), one program writes every chunks-th block of one request's range and its share of the unused
-    tail; chunk 0 writes the bound as well.
+    (max(B, 1), chunks) for B requests, one program writes every chunks-th block of one request's range and its share of
+    the unused tail; chunk 0 writes the bound as well.
 Launches
     1
 Traffic
@@ -168,12 +157,50 @@ def extend_cache_locs(
     keep_unused: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """Lists slots and positions of a range of every request's tokens; shapes are in the module's docstring.
+    """Lists slots and positions of a range of every request's tokens, one request after another.
 
-    ends, capacity: ranges of different lengths, and room for all of them; the sum of ends - starts suffices, and
-    `overflow` says on the device when it was less.
-    num_tokens: instead of both, the number of tokens of every request.
-    keep_unused: with `out` only, what comes after the slots and positions stays as it is instead of -1 and 0.
+    Symbols: B requests, a table of R rows and C columns. Integers may be int32 or int64. Ranges either end before
+    `ends`, which needs `capacity`, or have `num_tokens` tokens each.
+
+    Args:
+        req_pool_indices: [B] int. Row of `req_to_token` that each request has.
+        req_to_token: [R, C] int. Pool slot of every token: column t of a row is the slot of token t. Rows may be
+            strided.
+        starts: [B] int. First token of each range. Negative starts count as 0.
+        ends: None or [B] int. One past the last token of each range. Negative ends count as 0; a range that ends before
+            it starts is empty.
+        num_tokens: instead of `ends`: tokens of every range, at least 0.
+        capacity: room for all ranges, at least 0. Needed with `ends`, and only there; the sum of their lengths is
+            enough. With `num_tokens` it is B * num_tokens.
+        keep_unused: with `out` only: the unused tails stay as they are, instead of -1 and 0.
+        out: four tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written, except unused tails with `keep_unused`:
+        indptr: [B + 1] int32. Request b has the entries indptr[b]..indptr[b + 1] - 1 of the next two lists. No bound
+            exceeds `capacity`.
+        cache_locs: [capacity] int64, or int32 if `out` holds int32. Pool slots; -1 for rows and columns outside the
+            table, for entries of it below 0, and in the unused tail.
+        positions: [capacity] int64, or int32 if `out` holds int32. Positions of the tokens; in the unused tail 0, which
+            every table of positions has.
+        overflow: [1] int32. The room that is needed if it exceeds `capacity`, else 0. Entries past `capacity` are not
+            written.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, none or both of `ends` and
+            `num_tokens`, `capacity` with `num_tokens`, `keep_unused` without `out`, or a tensor of `out` that overlaps
+            another tensor; the message names the argument.
+
+    Source:
+        SGLang's assign_extend_cache_locs and, for `num_tokens`, its uniform variant. The capacity and `overflow` are
+        eagle_kernels' own.
+
+    Example:
+        >>> listed = eagle_kernels.extend_cache_locs(
+        ...     torch.tensor([1, 0]), torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23]]), torch.tensor([2, 0]),
+        ...     num_tokens=2)
+        >>> listed.cache_locs.tolist(), listed.positions.tolist()  # tokens 2 and 3 of row 1, then 0 and 1 of row 0
+        ([22, 23, 10, 11], [2, 3, 0, 1])
     """
     contracted = contract(locals())
     out = check.allocate("extend_cache_locs", contracted, out)

@@ -1,21 +1,14 @@
 """Slots and positions of the next tokens of every request, through its page table: where a step writes its keys.
 
 Computes
-    Token t of a request lies at slot page * page_size + t % page_size, with page = block_table[b, t // page_size].
-    Listed are the tokens first[b] .. first[b] + count - 1; with max_length their positions are limited to
+    Token t of request b lies at slot page * page_size + t % page_size, with page = block_table[b, t // page_size].
+    Listed are the tokens first[b]..first[b] + count - 1; with max_length their positions are limited to
     max_length - 1, which every table of positions has (tokens past it are drafts that are never kept).
-Shapes
-    block_table   [B, max_pages]  int    page ids; below 0: no page; rows may be strided
-    first         [B]             int    the first token
-    count         int                    tokens of every request
-    page_size     int                    tokens of a page, at least 1
-    max_length    int                    or None: positions are not limited
-    -> slots      [B, count]      int64  -1 for tokens without a page: below 0, past the table, or at a negative id
-    -> positions  [B, count]      int64  of the tokens
 Invariants
-    Every output is written whole. Entries outside the table are not read. A token depends on its own request alone.
+    Every output is written whole. Entries outside the table are not read. A token's results depend on its own request
+    alone.
 Grid
-    (B, chunks), one program lists BLOCK_TOKEN tokens of one request.
+    (B, chunks) for B requests, one program lists BLOCK_TOKEN tokens of one request.
 Launches
     1
 Traffic
@@ -100,7 +93,42 @@ def find_slots(
     max_length: int | None = None,
     out: Output | None = None,
 ) -> Output:
-    """Lists slots and positions of `count` tokens of every request; shapes are in the module's docstring."""
+    """Lists slots and positions of `count` tokens of every request, through its page table.
+
+    Symbols: B requests. Integers may be int32 or int64. Token t of request b is at slot
+    block_table[b, t // page_size] * page_size + t % page_size.
+
+    Args:
+        block_table: [B, max_pages] int. Page ids of each request; below 0: no page. Rows may be strided.
+        first: [B] int. First token of each request that is listed.
+        count: tokens listed for every request, 0..2^20.
+        page_size: tokens of a page of the pool, at least 1.
+        max_length: at least 1; positions are limited to max_length - 1, the last row of a table of positions. None:
+            positions are not limited.
+        out: two tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written:
+        slots: [B, count] int64. Slots of the tokens first..first + count - 1; -1 for a token without a page: below 0,
+            past the page table, or at a page id below 0.
+        positions: [B, count] int64. The numbers of the tokens, at most max_length - 1. Those of tokens below 0 are
+            negative.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or a tensor of `out` that overlaps
+            another tensor; the message names the argument.
+        Page ids are not checked against the size of the pool.
+
+    Source:
+        eagle_kernels' own; page tables are those of vLLM (block_table).
+
+    Example:
+        >>> found = eagle_kernels.find_slots(torch.tensor([[7, 2]]), torch.tensor([3]), count=6, page_size=4)
+        >>> found.slots.tolist()  # token 3 is the last one on page 7, token 8 is past the page table
+        [[31, 8, 9, 10, 11, -1]]
+        >>> found.positions.tolist()
+        [[3, 4, 5, 6, 7, 8]]
+    """
     contracted = contract(locals())
     out = check.allocate("find_slots", contracted, out)
     tuned = tuning.row(TUNING, first.device)

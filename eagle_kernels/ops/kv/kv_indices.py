@@ -1,29 +1,17 @@
 """The KV indices of every request one after another, from its row of req_to_token: the CSR form of a page table.
 
 Computes
-    Request b attends to the tokens starts[b] .. starts[b] + seq_lens[b] - 1. Its indices are their pool slots
-    (SGLang's create_flashinfer_kv_indices), or with pages the ids of the pages that hold them, slot // P, as
-    `gqa_decode`, FlashInfer and SGLang read them: from the page of the first token to that of the last. A page is
-    listed whole, so with pages the attention begins at starts[b] // P * P.
-Shapes
-    req_pool_indices  [B]          int    the request's row of req_to_token
-    req_to_token      [R, C]       int    the pool slot of every token; rows may be strided
-    seq_lens          [B]          int    tokens to attend to
-    starts            [B]          int    the first of them; None: 0
-    capacity          int                 room for all indices
-    page_size         int                 P; with pages the tokens of one lie in consecutive slots, as every paged pool
-                                          lays them
-    -> kv_indptr      [B + 1]      int32  where a request's indices start, limited to capacity
-    -> kv_indices     [capacity]   int32  slots or page ids, -1 in the unused tail; int64 if `out` is
-    -> last_page_len  [B]          int32  tokens in a request's last page, 1..P; 0 for a request without tokens
-    -> overflow       [1]          int32  the room that was needed if it exceeds capacity, else 0
+    Request b attends to the tokens starts[b]..starts[b] + seq_lens[b] - 1. Its indices are their pool slots
+    (SGLang's create_flashinfer_kv_indices), or with pages of P tokens the ids of the pages that hold them, slot // P,
+    as `gqa_decode`, FlashInfer and SGLang read them: from the page of the first token to that of the last. A page is
+    listed whole, so with pages the attention begins at token starts[b] // P * P.
 Invariants
     Every output is written whole, except the unused tail with keep_unused. Indices past `capacity` are not written,
-    and no bound exceeds it. Columns past C and rows outside 0..R - 1 are not read; their entries are -1. Negative
-    lengths and starts count as 0.
+    and no bound exceeds it. In a table of R rows and C columns, columns past C and rows outside 0..R - 1 are not read;
+    their entries are -1. Negative lengths and starts count as 0.
 Grid
-    (max(B, 1), chunks), one program writes every chunks-th block of one request's indices and its share of the unused
-    tail; chunk 0 writes the bound and last_page_len as well.
+    (max(B, 1), chunks) for B requests, one program writes every chunks-th block of one request's indices and its share
+    of the unused tail; chunk 0 writes the bound and last_page_len as well.
 Launches
     1
 Traffic
@@ -162,12 +150,52 @@ def kv_indices(
     keep_unused: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """Lists the slots or pages that every request attends to; shapes and layouts are in the module's docstring.
+    """Lists the slots or pages that every request attends to, one request after another.
 
-    capacity: room for all indices; the sum of seq_lens suffices, with pages (sum of seq_lens) / P + 2 B, and `overflow`
-    says on the device when it was less.
-    page_size: P > 1 lists page ids, 1 slots.
-    keep_unused: with `out` only, what comes after the indices stays as it is instead of -1.
+    Symbols: B requests, P = page_size, a table of R rows and C columns. Integers may be int32 or int64. Request b
+    attends to its tokens starts[b]..starts[b] + seq_lens[b] - 1.
+
+    Args:
+        req_pool_indices: [B] int. Row of `req_to_token` that each request has.
+        req_to_token: [R, C] int. Pool slot of every token: column t of a row is the slot of token t. Rows may be
+            strided. With P > 1 the tokens P * i..P * i + P - 1 of a request lie in the P slots of one page, in order;
+            only the first of them is read.
+        seq_lens: [B] int. How many tokens each request attends to. Negative lengths count as 0.
+        starts: None or [B] int. First of these tokens. Negative starts count as 0. None: 0.
+        capacity: room for all indices, at least 0. The sum of seq_lens is always enough, with P > 1 so is
+            (sum of seq_lens) / P + 2 * B.
+        page_size: P, at least 1. With 1 slots are listed, with more the ids of pages, slot // P. Pages are listed
+            whole, so the attention then begins at token starts // P * P.
+        keep_unused: with `out` only: the unused tail of `kv_indices` stays as it is, instead of -1.
+        out: four tensors to write into.
+
+    Returns:
+        A named tuple, every element of which is written, except the unused tail with `keep_unused`:
+        kv_indptr: [B + 1] int32. Request b has the entries kv_indptr[b]..kv_indptr[b + 1] - 1 of `kv_indices`. No bound
+            exceeds `capacity`.
+        kv_indices: [capacity] int32, or int64 if `out` holds int64. Slots or page ids; -1 for rows and columns outside
+            the table, for entries of it below 0, and in the unused tail.
+        last_page_len: [B] int32. Tokens on each request's last page up to its last token, 1..P; 0 for a request without
+            tokens.
+        overflow: [1] int32. The room that is needed if it exceeds `capacity`, else 0. Indices past `capacity` are not
+            written.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, `keep_unused` without `out`, or a
+            tensor of `out` that overlaps another tensor; the message names the argument.
+
+    Source:
+        SGLang's create_flashinfer_kv_indices, which is given kv_indptr; with last_page_len this is FlashInfer's page
+        table. The capacity and `overflow` are eagle_kernels' own.
+
+    Example:
+        >>> listed = eagle_kernels.kv_indices(
+        ...     torch.tensor([0]), torch.tensor([[8, 9, 10, 11, 4, 5, 6, 7]]), torch.tensor([6]),
+        ...     capacity=3, page_size=4)
+        >>> listed.kv_indices.tolist()  # slots 8 to 11 are page 2, slots 4 to 7 page 1
+        [2, 1, -1]
+        >>> listed.kv_indptr.tolist(), listed.last_page_len.tolist()
+        ([0, 2], [2])
     """
     contracted = contract(locals())
     out = check.allocate("kv_indices", contracted, out)

@@ -2,32 +2,20 @@
 
 Computes
     k_cache[slots[t]] = key[t], v_cache[slots[t]] = value[t]; slot s is row s % page_size of page s // page_size. With
-    tables cos and sin the key is turned on its way, and so is the query, if there is one: bits are those of `rope` and
-    then a write. A cache of 8-bit floats gets elements divided by their scale, rounded to nearest (ties to even) and
-    limited to the largest finite value, so that cache * scale is near the key.
-Shapes
-    key        [T, Hkv, D]                       fp32 / fp16 / bf16, D in 1..1024; tokens and heads may be strided by
-    value      [T, Hkv, D]                       as key                            whole rows of D (a fused projection)
-    k_cache    [num_pages, page_size, Hkv, D]    as key, or float8_e4m3fn / float8_e4m3fnuz; in place; pages may be
-    v_cache    as k_cache                                                          strided
-    slots      [T]                               int, or [B, T / B] with any strides
-    query      [T, Hq, D]                        as key, optional; only with tables, strided as key
-    positions  as slots                          int, with
-    cos        [max_positions, rotary_dim / 2]   as key, or fp32, and
-    sin        as cos                            optional all three, see rope.py
-    k_scale    [], [1] or [Hkv]                  fp32 > 0, optional; only with 8-bit caches
-    v_scale    as k_scale
-    -> query   [T, Hq, D]                        as key, turned; without a query [T, 0, D]
+    tables cos and sin, keys are rotated on their way, and so are queries if there are any: the bits are those of `rope`
+    and a write after it. A cache of 8-bit floats gets elements divided by their scale, rounded to nearest (ties to
+    even) and limited to the largest finite value, so that cache * scale is near the key.
 Invariants
     A slot outside 0..num_pages * page_size - 1, such as -1, is not written, and nothing else in the caches is. A slot
-    that two tokens name holds elements of either. Queries are turned whatever the slot of their token; `out=query` does
-    it in place. Without 8-bit floats elements keep their bits, NaN as well; with them a NaN stays one.
+    that two tokens name holds elements of either. Queries are rotated whatever the slot of their token; `out=query`
+    does it in place. Without 8-bit floats elements keep their bits, NaN as well; with them a NaN stays one.
 Grid
-    (T, head tiles), one program moves a few heads of one token: of keys, of values or of queries.
+    (T, head tiles), one program moves a few heads of one of T tokens: of keys, of values or of queries.
 Launches
     1
 Traffic
-    element bytes * T * (2 * Hkv + 2 * Hq) * D, cache element bytes * 2 * T * Hkv * D, and a row of each table a token.
+    element bytes * T * (2 * Hkv + 2 * Hq) * D, cache element bytes * 2 * T * Hkv * D, and a row of each table a token;
+    for Hq query heads and Hkv KV heads of D elements.
 
 float8_e4m3fn needs sm_89 or up, or gfx950; float8_e4m3fnuz needs gfx942. Elsewhere the launcher refuses them before it
 compiles anything (runtime/target.py); references know both everywhere.
@@ -218,10 +206,52 @@ def write_kv(
     v_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Writes keys and values to their slots and returns the turned query; shapes are in the module's docstring.
+    """Writes keys and values into the paged cache, and rotates keys and queries on the way.
 
-    slots: page * page_size + offset of each token, -1: not written.
-    is_interleaved: as in `rope`. k_scale, v_scale: what keys and values are divided by, one or one per KV head.
+    Symbols: T tokens, Hq query heads, Hkv KV heads, D elements of a head, 1..1024. Integers may be int32 or int64.
+    Without `positions`, `cos` and `sin` nothing is rotated.
+
+    Args:
+        key, value: [T, Hkv, D] fp16, bf16 or fp32, both of one dtype. Tokens and heads may be strided by multiples of
+            D, as in a fused projection.
+        k_cache, v_cache: [num_pages, page_size, Hkv, D] fp16, bf16 or fp32 as `key`, or fp8: float8_e4m3fn or
+            float8_e4m3fnuz. In place; both of one shape and dtype; page_size is at least 1. Pages may be strided by
+            multiples of D.
+        slots: [T] int, or [B, T / B] with any strides. page * page_size + offset of each token. A token whose slot is
+            outside the pool, such as -1, is not written.
+        query: None or [T, Hq, D] fp16, bf16 or fp32, as `key`, strided likewise. Needs the three tables below.
+        positions: None or [T] int, or [B, T / B] with any strides. Row of `cos` and `sin` for each token; heads of a
+            token whose position is outside the tables are not rotated.
+        cos, sin: None or [max_positions, rotary_dim / 2] fp32, or fp16 or bf16 as `key`; both of one dtype. Cosine and
+            sine of each pair's angle, as in `rope`; rotary_dim / 2 is 1..D / 2. Rows may be strided.
+        is_interleaved: pairs are the coordinates 2 i and 2 i + 1 (GPT-J) instead of i and rotary_dim / 2 + i (GPT-NeoX,
+            Llama).
+        k_scale, v_scale: None, or [], [1] or [Hkv] fp32, above 0. What keys and values are divided by, one number for
+            all heads or one for each; only with fp8 caches. None: 1.
+        out: a tensor to write into, strided by multiples of D. It may be `query` itself.
+
+    Returns:
+        [T, Hq, D] fp16, bf16 or fp32, as `key`. The rotated query; without `query` [T, 0, D]. `k_cache` and `v_cache`
+        change in the slots of the tokens only; a slot that two tokens have holds elements of either. Elements for an
+        fp8 cache are rounded to nearest and limited to its largest finite value; NaN stays NaN.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, a `query` without tables or only
+            some of the tables, a scale without fp8 caches, an fp8 dtype that the GPU does not have (float8_e4m3fn needs
+            sm_89 or later, or gfx950; float8_e4m3fnuz needs gfx942), or an `out` that overlaps a tensor but is not
+            `query`; the message names the argument.
+        Not checked: that scales are above 0.
+
+    Source:
+        RoFormer, https://arxiv.org/abs/2104.09864 (rotation), rounded as in Hugging Face's models. Writing in the same
+        launch is eagle_kernels' own.
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(2, 2, 1, 1), torch.zeros(2, 2, 1, 1)  # two pages of two slots
+        >>> key, value = torch.tensor([5.0, 6.0, 7.0]).view(3, 1, 1), torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1)
+        >>> _ = eagle_kernels.write_kv(key, value, k_cache, v_cache, torch.tensor([3, 0, -1]))
+        >>> k_cache.flatten().tolist(), v_cache.flatten().tolist()
+        ([6.0, 0.0, 0.0, 5.0], [2.0, 0.0, 0.0, 1.0])
     """
     contracted = contract(locals())
     fp8.check_target("write_kv", "k_cache", k_cache)
