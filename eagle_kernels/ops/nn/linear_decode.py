@@ -2,26 +2,20 @@
 
 Computes
     x @ weight.T + bias, with products and sums in fp32 (no TF32), rounded once.
-Shapes
-    x       [T, K]  fp32 / fp16 / bf16, unit stride along K; T in 0..16, in fp32 0..64; K >= 1
-    weight  [N, K]  as x, unit stride along K
-    bias    [N]     as x, optional
-    prefetch_weight bool    read the first tile of weight before the kernel directly before this one has ended, where
-                            the GPU can (primitives/dependent_launch.py): for weights that no kernel writes
-    -> out  [T, N]  as x, contiguous, unless `out` is not
 Invariants
     A row's bits depend on no other row, so a NaN stays in its row, and in fp32 not on the number of rows. In fp16 and
-    bf16 a single row is summed up in another order than two or more, so its last bit may differ.
+    bf16 a single row is summed in another order than two or more are, so its last bit may differ.
     An output's bits depend on no other row of weight. Sums are made in one order, without atomics.
     out may not overlap x. With prefetch_weight the kernel directly before this one in the stream may write x and bias,
-    but not weight.
+    but not weight (primitives/dependent_launch.py).
 Grid
     (output blocks,), one program makes one block of outputs of all rows, and reads its rows of weight from end to end;
     in fp32 (output blocks * blocks of 4 rows,).
 Launches
     1
 Traffic
-    element bytes * (N * K + T * (K + N)), and N more with a bias. Blocks of rows read the weights out of the cache.
+    element bytes * (N * K + T * (K + N)), and N more with a bias, for x [T, K] and weight [N, K]. Blocks of rows read
+    the weights out of the cache.
 """
 
 from __future__ import annotations
@@ -37,7 +31,7 @@ from ...runtime.launch import launch, launcher
 # MAX_ROWS: in fp16 and bf16, on the tensor cores. MAX_SINGLE_ROWS: in fp32, which these do not have.
 MAX_ROWS = 16
 MAX_SINGLE_ROWS = 64
-# Past MAX_ROWS the weights are read from the cache again and again: on an H100 more products than these take longer
+# Past MAX_ROWS rows the weights are read from the cache several times. On an H100, more products than this take longer
 # than in cuBLAS, whose calls with few rows take 6 us and more.
 MAX_SINGLE_PRODUCTS = 2**25
 # rows of a program without the tensor cores: their sums must fit into registers
@@ -57,7 +51,7 @@ TUNING = {
     "sm_90": (
         _ONE | {"block_output": 4, "block_column": 2048, "num_warps": 8},
         _HOPPER | {"least_outputs": 16384},
-        # with fewer stages one more program fits on an SM: all run at once
+        # with fewer stages one more program fits on an SM, so that all run at once
         _HOPPER | {"least_outputs": 5120, "num_stages": 3},
         _HOPPER,
     ),
@@ -311,9 +305,32 @@ def linear_decode(
     prefetch_weight: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns x @ weight.T + bias for up to 16 rows, 64 in fp32; shapes are in the module's docstring.
+    """Returns x @ weight.T + bias for the few tokens of a decoding step.
 
-    prefetch_weight: faster, but then the kernel directly before must not write weight, see Invariants.
+    Symbols: T tokens, 0..16, in fp32 0..64; K inputs, at least 1; N outputs.
+
+    Args:
+        x: [T, K] fp16, bf16 or fp32. Rows may be strided.
+        weight: [N, K] fp16, bf16 or fp32, as `x`. Rows may be strided.
+        bias: None or [N] fp16, bf16 or fp32, as `x`.
+        prefetch_weight: reads the first weights before the kernel directly before this one in the stream has ended,
+            where the GPU can. Faster, but that kernel must not write `weight`.
+        out: a tensor to write into. Its rows may be strided.
+
+    Returns:
+        [T, N] fp16, bf16 or fp32, as `x`. Products are summed in fp32 and rounded once. A NaN stays in its row.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype or device, more tokens than above, or an `out` that
+            overlaps another tensor; the message names the argument.
+
+    Source:
+        PyTorch's torch.nn.functional.linear; the kernels for few tokens are eagle_kernels' own.
+
+    Example:
+        >>> x, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+        >>> eagle_kernels.linear_decode(x, weight, torch.tensor([0.0, 0.0, 10.0])).tolist()
+        [[1.0, 2.0, 13.0]]
     """
     out = check.allocate("linear_decode", contract(locals()), out)
     (num_rows, num_columns), num_outputs = x.shape, weight.shape[0]

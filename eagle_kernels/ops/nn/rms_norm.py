@@ -3,19 +3,14 @@
 Computes
     y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in fp32. With a residual, x is x + residual, rounded to
     its dtype, and is returned as well: the stream that the next layer adds to.
-    round_normalized: x / sqrt(...) is rounded to the dtype of x before it meets the weight, as Llama's norm in Hugging
-    Face does, and Qwen's and Mistral's; otherwise y is rounded once, as in Gemma (with weight_offset = 1) and OLMo 2.
-Shapes
-    x            [T, H] or [T, heads, H]  fp32 / fp16 / bf16, unit stride along H; H in 1..65536
-    residual     as x, optional
-    weight       [H]                      as x
-    -> output    as x                     contiguous, unless `out` is not
-    -> residual  as x                     x + residual; without a residual it has no rows, [0, H] or [0, heads, H]
+    round_normalized: x / sqrt(...) is rounded to the dtype of x before the weight multiplies it, as in Hugging Face's
+        norms
+    of Llama, Qwen and Mistral; otherwise y is rounded once, as in Gemma (with weight_offset = 1) and OLMo 2.
 Invariants
     A row's bits depend on that row alone, so a NaN stays in its row. Any of the outputs may be any of the inputs
     (`out=Output(x, residual)` works in place): a program reads its row before it writes.
 Grid
-    (T, heads), one program norms one row.
+    (T, heads) for T tokens, one program normalizes one row; heads is 1 where x has none.
 Launches
     1
 Traffic
@@ -135,10 +130,43 @@ def rms_norm(
     round_normalized: bool = True,
     out: Output | None = None,
 ) -> Output:
-    """Norms each row of x, or of x + residual; shapes and rounding are in the module's docstring.
+    """Normalizes each row of `x`, or of `x + residual`, by its root mean square.
 
-    weight_offset: added to the weight, 1 for Gemma.
-    round_normalized: where Hugging Face's model rounds; False for Gemma and OLMo 2.
+    Symbols: T tokens, H elements of a row, 1..65536. A row gives x / sqrt(mean(x^2) + eps) * (weight_offset + weight).
+
+    Args:
+        x: [T, H] or [T, heads, H] fp16, bf16 or fp32. All axes but the last may be strided.
+        weight: [H] fp16, bf16 or fp32, as `x`.
+        residual: None or [T, H] or [T, heads, H] fp16, bf16 or fp32, as `x`. Added to `x` first; the sum is rounded to
+            the dtype of `x`. All axes but the last may be strided.
+        eps: added to the mean of the squares, at least 0.
+        weight_offset: added to the weight; 1 for Gemma.
+        round_normalized: rounds to the dtype of `x` before the product with the weight, as Hugging Face's norms of
+            Llama, Qwen and Mistral do. False: rounds once, at the end, as those of Gemma and OLMo 2 do.
+        out: two tensors to write into, of which the second has no rows without `residual`. Each of them may be one of
+            `x` and `residual`: (x, residual) works in place.
+
+    Returns:
+        A named tuple, every element of which is written:
+        output: [T, H] or [T, heads, H] fp16, bf16 or fp32, as `x`. The normalized rows.
+        residual: [T, H] or [T, heads, H] fp16, bf16 or fp32, as `x`. x + residual, which the next layer adds to;
+            without `residual` it has no rows, [0, H] or [0, heads, H].
+        A NaN stays in its row.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or a tensor of `out` that overlaps
+            another tensor without being `x` or `residual` itself; the message names the argument.
+
+    Source:
+        RMSNorm, https://arxiv.org/abs/1910.07467, rounded as in Hugging Face's models.
+
+    Example:
+        >>> x, residual = torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 4.0]])
+        >>> result = eagle_kernels.rms_norm(x, torch.ones(2), residual, eps=0.0)
+        >>> result.residual.tolist()  # its mean square is (1 + 49) / 2 = 25
+        [[1.0, 7.0]]
+        >>> [round(element, 3) for element in result.output[0].tolist()]
+        [0.2, 1.4]
     """
     contracted = contract(locals())
     out = check.allocate("rms_norm", contracted, out)

@@ -2,29 +2,22 @@
 
 Computes
     The first rotary_dim coordinates of each head, in pairs (a, b), become (a cos - b sin, b cos + a sin); the others
-    stay. Pairs are coordinates i and rotary_dim / 2 + i (GPT-NeoX, Llama), or 2 i and 2 i + 1 where is_interleaved
+    stay. Pairs are coordinates i and rotary_dim / 2 + i (GPT-NeoX, Llama), or 2 i and 2 i + 1 with is_interleaved
     (GPT-J). rotary_dim is twice the tables' columns, so partial rotary embedding is a matter of the tables; so is every
     scaling of frequencies (linear, llama3, yarn with its attention factor).
-    Rounding follows PyTorch's rules of types: tables of the heads' dtype round each product, as in Hugging Face's
-    models; fp32 tables round once, at the end.
-Shapes
-    query      [T, Hq, D]                       fp32 / fp16 / bf16, D in 1..1024; tokens and heads may be strided by
-    key        [T, Hkv, D]                      as query                       whole rows of D (a fused projection)
-    positions  [T]                              int, or [B, T / B] with any strides
-    cos        [max_positions, rotary_dim / 2]  as query, or fp32; rows may be strided, so a table that holds both side
-    sin        as cos                           by side is given as its two halves
-    -> query   [T, Hq, D]                       as query, contiguous, unless `out` is not
-    -> key     [T, Hkv, D]                      as query
+    Rounding follows PyTorch's rules of type promotion: tables of the heads' dtype round each product, as in Hugging
+    Face's models; fp32 tables round once, at the end.
 Invariants
     Heads of a token whose position is outside 0..max_positions - 1 are copied as they are. An element depends on its
     own pair and angle alone. out=Output(query, key) works in place.
     Bits are those of PyTorch's `a * cos - b * sin`: products are not fused into sums.
 Grid
-    (T, head tiles), one program turns a few query heads or a few key heads of one token.
+    (T, head tiles), one program rotates a few query heads or a few key heads of one of T tokens.
 Launches
     1
 Traffic
-    2 * element bytes * T * (Hq + Hkv) * D, and a row of each table per token.
+    2 * element bytes * T * (Hq + Hkv) * D, and a row of each table per token, for Hq query heads and Hkv KV heads of D
+    elements.
 """
 
 from __future__ import annotations
@@ -142,9 +135,43 @@ def rope(
     is_interleaved: bool = False,
     out: Output | None = None,
 ) -> Output:
-    """Turns queries and keys by the angles of their positions; shapes and layouts are in the module's docstring.
+    """Rotates queries and keys by the angles of their positions (rotary position embedding).
 
-    is_interleaved: pairs are neighbours (GPT-J) instead of the two halves (GPT-NeoX, Llama).
+    Symbols: T tokens, Hq query heads, Hkv KV heads, D elements of a head, 1..1024. Integers may be int32 or int64. A
+    pair (a, b) of elements becomes (a cos - b sin, b cos + a sin); elements from rotary_dim on stay.
+
+    Args:
+        query: [T, Hq, D] fp16, bf16 or fp32. Tokens and heads may be strided by multiples of D, as in a fused
+            projection.
+        key: [T, Hkv, D] fp16, bf16 or fp32, as `query`, strided likewise.
+        positions: [T] int, or [B, T / B] with any strides. Row of `cos` and `sin` for each token.
+        cos, sin: [max_positions, rotary_dim / 2] fp32, or fp16 or bf16 as `query`; both of one dtype. Cosine and sine
+            of each pair's angle; rotary_dim / 2 is 1..D / 2. Rows may be strided: a table that holds both side by side
+            is given as its two halves. Tables of the heads' dtype round each product, as in Hugging Face's models; fp32
+            tables round once, at the end.
+        is_interleaved: pairs are the elements 2 i and 2 i + 1 (GPT-J) instead of i and rotary_dim / 2 + i (GPT-NeoX,
+            Llama).
+        out: two tensors to write into, strided by multiples of D. (query, key) works in place.
+
+    Returns:
+        A named tuple, every element of which is written:
+        query: [T, Hq, D] fp16, bf16 or fp32, as the argument.
+        key: [T, Hkv, D] fp16, bf16 or fp32, as the argument.
+        Heads of a token whose position is outside 0..max_positions - 1 are copied as they are.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or range, or a tensor of `out` that overlaps
+            another tensor without being the argument of its name; the message names the argument.
+
+    Source:
+        RoFormer, https://arxiv.org/abs/2104.09864, with the pairs of GPT-NeoX and Llama or of GPT-J, rounded as in
+        Hugging Face's models.
+
+    Example:
+        >>> heads = torch.tensor([1.0, 2.0]).expand(2, 1, 2).contiguous()  # one head of one pair for two tokens
+        >>> cos, sin = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.0], [1.0]])  # angles of 0 and 90 degrees
+        >>> eagle_kernels.rope(heads, heads, torch.tensor([0, 1]), cos, sin).query.tolist()
+        [[[1.0, 2.0]], [[-2.0, 1.0]]]
     """
     contracted = contract(locals())
     out = check.allocate("rope", contracted, out)

@@ -3,20 +3,15 @@
 Computes
     silu(gate) * up with silu(g) = g / (1 + exp(-g)) in fp32, rounded to the dtype before the product, as PyTorch rounds
     `F.silu(gate) * up`.
-Shapes
-    gate   [T, I]     fp32 / fp16 / bf16, unit stride along I
-    up     [T, I]     as gate
-           or one packed tensor `gate` [T, 2 * I], gate first, without `up`
-    -> out [T, I]     as gate, contiguous, unless `out` is not
 Invariants
     An element depends on its own gate and up alone, NaN as well. out may be gate or up, or the first half of the packed
     tensor: a program reads what it overwrites, and no other program does.
 Grid
-    (T, column blocks), one program makes one block of a row.
+    (T, column blocks) for T tokens, one program makes one block of a row.
 Launches
     1
 Traffic
-    3 * element bytes * T * I.
+    3 * element bytes * T * I, for I columns of the output.
 """
 
 from __future__ import annotations
@@ -81,7 +76,32 @@ def contract(values: dict) -> check.Spec:
 def silu_and_mul(
     gate: torch.Tensor, up: torch.Tensor | None = None, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns silu(gate) * up of two tensors or of the two halves of one; shapes are in the module's docstring."""
+    """Returns silu(gate) * up, of two tensors or of the two halves of one.
+
+    Symbols: T tokens, I elements of a row. silu(g) = g / (1 + exp(-g)).
+
+    Args:
+        gate: [T, I] fp16, bf16 or fp32; without `up` [T, 2 * I], the gate's columns first. Rows may be strided.
+        up: None or [T, I] fp16, bf16 or fp32, as `gate`. Rows may be strided.
+        out: a tensor to write into. Its rows may be strided. It may be `gate` or `up` itself, or the first half of a
+            `gate` that holds both.
+
+    Returns:
+        [T, I] fp16, bf16 or fp32, as `gate`, written whole. silu is rounded to this dtype before the product, as in
+        PyTorch.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype or device, a `gate` of an odd number of columns
+            without `up`, or an `out` that overlaps `gate` or `up` in another way; the message names the argument.
+
+    Source:
+        SwiGLU, https://arxiv.org/abs/2002.05202, rounded as PyTorch's F.silu(gate) * up.
+
+    Example:
+        >>> result = eagle_kernels.silu_and_mul(torch.tensor([[0.0, 1.0, 5.0, 2.0]]))  # gates 0 and 1, ups 5 and 2
+        >>> [round(element, 3) for element in result[0].tolist()]  # 2 / (1 + 1 / e)
+        [0.0, 1.462]
+    """
     out = check.allocate("silu_and_mul", contract(locals()), out)
     unit = row_unit(gate, out) if up is None else row_unit(gate, up, out)
     tuned = dict(tuning.row(TUNING, gate.device))
