@@ -172,7 +172,7 @@ def test_more_requests_than_pools_and_caches_hold(lag, device):
     assert accepted.pop("naive") == 0 and all(accepted.values()), accepted
     assert {request.finish_reason for request in requests} == {"abort", "eos", "length"}
     check_nothing_is_held(engine)
-    assert not feed._made and not feed._running
+    assert not feed._made and not feed._cache._requests
     # first in, first out: of those that have begun, in this order, the last two
     assert begun == [request for request in requests if request in begun]
     check_cache(engine, [request.output_ids for request in begun[-2:]])

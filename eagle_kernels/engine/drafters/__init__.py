@@ -1,1 +1,1 @@
-"""Where drafts come from: a file for each method, behind one protocol."""
+"""Where drafts come from: a drafter for each method, behind one protocol."""

@@ -1,4 +1,4 @@
-"""Drafters and the readers of their models by the names of the methods, and those that have no method of their own."""
+"""Drafters and the readers of their models by the names of the methods; no drafts, and several methods in one batch."""
 
 from __future__ import annotations
 

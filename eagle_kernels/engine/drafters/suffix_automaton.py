@@ -11,28 +11,28 @@ The lists are not arrays, which would take two thirds of the memory and twice th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
-# A state with more next tokens than this keeps a list of its most frequent ones, this many.
+# A state with more other next tokens than this remembers the most frequent of them, about as many.
 MANY_TOKENS = 64
 # States are allocated in blocks of this size.
 NEW_STATES = 128
 
 
 class Cursor(NamedTuple):
-    """The end of a text: the state of its last `size` tokens, which are the whole text or max_length - 1 tokens."""
+    """Holds the end of a text: the state of its last `size` tokens, which are the whole text or max_length - 1."""
 
     state: int = 0
     size: int = 0
 
 
 class SuffixAutomaton:
-    """The counts of several texts. State 0 is the empty string; nothing leads to it, so it needs no count.
+    """Counts the strings of several texts. State 0 is the empty string; nothing leads to it, so it needs no count.
 
     link     state of the longest shorter end of this state's strings that ends at more places; -1 for state 0
-    length   of the longest string
+    length   length of the longest string
     count    how often each of the strings occurs
     last     when one occurred last: tokens are numbered as they come, and a removed text keeps its numbers
     token    the most frequent next token, of equals the one that came last; -1: none, and in state 0
@@ -206,10 +206,10 @@ class SuffixAutomaton:
     def rank_others(self, state: int, least_count: int, most: int) -> list[int]:
         """Returns up to `most` next tokens apart from the most frequent one, in order, that occur often enough."""
         others, count = self.others[state] or {}, self.count
-        tokens: Iterable[int] = others
+        tokens = others
         if len(others) > MANY_TOKENS:
             bound, leaders = self._leaders.get(state, (inf, ()))
-            frequent: Collection[int] = [end for end in leaders if end in others and count[others[end]] > bound]
+            frequent = [token for token in leaders if token in others and count[others[token]] > bound]
             if len(leaders) > 4 * MANY_TOKENS or (bound >= least_count and len(frequent) < most):
                 # sorting all is fastest here, since it calls no Python function
                 bound = sorted(map(count.__getitem__, others.values()))[-MANY_TOKENS]

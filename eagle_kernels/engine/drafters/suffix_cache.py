@@ -17,7 +17,7 @@ from typing import NoReturn
 from ...runtime import check
 from ..config.drafting_options import MAX_TREE_DEPTH
 from .suffix_automaton import Cursor, SuffixAutomaton
-from .suffix_drafts import ROUNDING_UP, Limits, SuffixDraft, SuffixSearch
+from .suffix_drafts import ROUNDING_UP, SuffixDraft, SuffixSearch
 
 _MOST_TOKEN_IDS = 2**31  # they are stored as int32
 
@@ -41,7 +41,7 @@ class _Request:
 
 
 class SuffixCache:
-    """Counts of what followed which tokens, in the text of every running request and in the responses of all.
+    """Counts what followed which tokens, in the text of every running request and in the responses of all.
 
     A running request has a *local* automaton of its prompt and response. The *global* one holds the responses of
     running and past requests. Both know strings of up to `max_tree_depth` tokens, a match and its drafts together.
@@ -130,9 +130,9 @@ class SuffixCache:
         except TypeError:  # an unhashable argument, which the check names
             limits = _limits.__wrapped__(self.max_tree_depth, *values)
         own, shared = self._matches(running)
-        draft = SuffixDraft([], [], [], 0.0, running.end.size)
-        draft = SuffixSearch(running.counts, limits, min_token_prob, use_tree).best_draft(own, draft)
-        return SuffixSearch(self._counts, limits, min_token_prob, use_tree).best_draft(shared, draft)
+        options, draft = (*limits, min_token_prob, use_tree), SuffixDraft([], [], [], 0.0, running.end.size)
+        draft = SuffixSearch(running.counts, *options).best_draft(own, draft)
+        return SuffixSearch(self._counts, *options).best_draft(shared, draft)
 
     def longest_match(self, request: Hashable) -> int:
         """Returns how many of the last tokens of a request's text were followed by something, anywhere."""
@@ -150,19 +150,17 @@ class SuffixCache:
         return running
 
     def _new_response(self) -> array | None:
-        """Returns an empty response, which takes the place of the oldest where there is room for no more."""
-        if self.max_cached_requests == 0:
-            return None
-        response = array("i")
-        if self.max_cached_requests > 0:
+        """Returns an empty response, for which the oldest makes room; None if none is remembered."""
+        most, response = self.max_cached_requests, array("i")
+        if most > 0:
             self._responses.append(response)
-        if len(self._responses) > self.max_cached_requests > 0:
+        if len(self._responses) > most > 0:
             oldest = self._responses.popleft()
             self._counts.remove(oldest)
             for running in self._requests.values():
                 if running.response is oldest:
                     running.response = None
-        return response
+        return None if most == 0 else response
 
     def _matches(self, running: _Request) -> tuple[Cursor, Cursor]:
         """Returns the longest matches in the request's own text and in the responses."""
@@ -175,15 +173,15 @@ class SuffixCache:
 @functools.lru_cache(maxsize=64, typed=True)
 def _limits(
     max_tree_depth: int, max_spec_tokens: int, max_spec_factor: float, max_spec_offset: float, min_token_prob: float
-) -> Limits:
-    """Checks the arguments of `speculate` and computes the limits."""
+) -> tuple[list[int], list[int]]:
+    """Checks the arguments of `speculate`, and returns the limits of `SuffixSearch`."""
     args = check.Arguments("SuffixCache.speculate", locals())
     args.integer("max_spec_tokens", 0)
     for name, low in (("max_spec_factor", 0), ("max_spec_offset", None), ("min_token_prob", 0)):
         args.number(name, low)
     most_drafts = (length * max_spec_factor + max_spec_offset + ROUNDING_UP for length in range(max_tree_depth))
     drafts = [max(0, int(min(max_spec_tokens, most))) for most in most_drafts]
-    return Limits(drafts, [min(most, max_tree_depth - length) for length, most in enumerate(drafts)])
+    return drafts, [min(most, max_tree_depth - length) for length, most in enumerate(drafts)]
 
 
 def _token_ids(op: str, name: str, values: Sequence[int]) -> list[int]:

@@ -1,9 +1,9 @@
 """The best drafts after a text, by the counts of a `SuffixAutomaton`.
 
-A match is a string of the last m tokens of the text that occurs elsewhere. It allows `Limits.drafts[m]` drafts, each of
-which follows it with some probability. The sum of these is the score of a match. The best score wins, and the longest
-match among equal scores. All matches of one state are followed by the same tokens, and no score exceeds the number of
-drafts times the probability of the first one. So only few drafts have to be made.
+A match is a string of the last m tokens of the text that occurs elsewhere. It allows a number of drafts, each of which
+follows it with some probability. The sum of these is the score of a match. The best score wins, and the longest match
+among equal scores. All matches of one state are followed by the same tokens, and no score exceeds the number of drafts
+times the probability of the first one. So only few drafts have to be made.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Candidate = tuple[float, int, int, int, int]
 
 
 class SuffixDraft(NamedTuple):
-    """Drafts after the last token of a text.
+    """Holds drafts after the last token of a text.
 
-    token_ids  parents come before their children
+    token_ids  their tokens, parents before their children
     parents    index of each draft's parent; -1: it follows the text
     probs      how often the draft and all above it followed the match, as a share
     score      sum of `probs`
@@ -45,23 +45,19 @@ class SuffixDraft(NamedTuple):
     match_len: int
 
 
-class Limits(NamedTuple):
-    """Limits for a match of length 0 .. max_length - 1.
+class SuffixSearch(NamedTuple):
+    """Searches for the best path, which follows the most frequent token again and again, or for the best tree, which
+    takes the most probable drafts wherever they are.
 
-    drafts  most drafts; never falls with the length
+    drafts  most drafts for a match of length 0 .. max_length - 1; never falls with the length
     reach   most drafts in one path, so that the match and the path have at most max_length tokens
     """
 
+    counts: SuffixAutomaton
     drafts: list[int]
     reach: list[int]
-
-
-class SuffixSearch:
-    """A search for the best path of drafts, which follows the most frequent token again and again, or the best tree,
-    which takes the most probable drafts wherever they are."""
-
-    def __init__(self, counts: SuffixAutomaton, limits: Limits, min_prob: float, is_tree: bool):
-        self._counts, self._limits, self._min_prob, self._is_tree = counts, limits, min_prob, is_tree
+    min_prob: float
+    is_tree: bool
 
     def best_draft(self, match: Cursor, other: SuffixDraft) -> SuffixDraft:
         """Returns the best draft after the longest match or a shorter one, or `other` if none has a higher score."""
@@ -80,11 +76,11 @@ class SuffixSearch:
 
     def draft_of(self, candidate: Candidate, least_score: float) -> SuffixDraft:
         """Makes the draft of a candidate, or some draft of a lower score if it cannot reach `least_score`."""
-        return (self._tree if self._is_tree else self._path)(candidate, least_score)
+        return (self._tree if self.is_tree else self._path)(candidate, least_score)
 
     def _candidates(self, match: Cursor, score: float) -> list[Candidate]:
         """Returns the matches whose score may reach `score`."""
-        counts, min_prob, is_tree, (drafts, reach) = self._counts, self._min_prob, self._is_tree, self._limits
+        counts, drafts, reach, min_prob, is_tree = self
         link, length, count, target = counts.link, counts.length, counts.count, counts.target
         found = []
         state, high = match
@@ -111,20 +107,19 @@ class SuffixSearch:
         More drafts never lower the score, and neither do deeper ones. So the shortest of several lengths that allow
         equally many drafts is best, and the longest of those whose depth is no limit.
         """
-        drafts = self._limits.drafts
+        drafts = self.drafts
         first = bisect_left(drafts, drafts[high], low, high)
         found = [(drafts[high], high, first)]
-        while first > low and drafts[first] > self._counts.max_length - first:
+        while first > low and drafts[first] > self.counts.max_length - first:
             first -= 1
             found.append((drafts[first], first, first))
         return found
 
     def _path(self, candidate: Candidate, least_score: float) -> SuffixDraft:
-        counts, min_prob = self._counts, self._min_prob
+        counts, min_prob = self.counts, self.min_prob
         count, token, target = counts.count, counts.token, counts.target
         _, longest, _, state, most = candidate
-        tokens: list[int] = []
-        probs: list[float] = []
+        tokens, probs = [], []
         prob, score, total = 1.0, 0.0, count[state]
         for left in range(most, 0, -1):
             follower = target[state]
@@ -151,7 +146,7 @@ class SuffixSearch:
         """
         _, longest, shortest, state, _ = candidate
         draft, depths, waiting = self._grow(state, shortest, least_score)
-        deepest, max_length = max(depths, default=0), self._counts.max_length
+        deepest, max_length = max(depths, default=0), self.counts.max_length
         low = min(longest, max_length - deepest)
         best = draft._replace(match_len=low)
         if low == longest or draft.score < least_score:
@@ -175,13 +170,10 @@ class SuffixSearch:
         if it cannot reach `least_score`. Returns the drafts, their depths, and what was left out: (minus the
         probability, .., the depth) of each.
         """
-        counts, min_prob = self._counts, self._min_prob
+        counts, min_prob = self.counts, self.min_prob
         count, token, target, all_others = counts.count, counts.token, counts.target, counts.others
-        most, deepest = self._limits.drafts[length], counts.max_length - length
-        tokens: list[int] = []
-        parents: list[int] = []
-        probs: list[float] = []
-        depths: list[int] = []
+        most, deepest = self.drafts[length], counts.max_length - length
+        tokens, parents, probs, depths = [], [], [], []
         # minus probability, parent, rank among its children, state, token, depth
         waiting: list[tuple[float, int, int, int, int, int]] = []
         prob, depth, score, parent = 1.0, 0, 0.0, -1
@@ -224,14 +216,14 @@ class SuffixSearch:
         path follow one of its states less often than the path's next token does. All these together count what is
         lost from that state to the next, so none of them counts more.
         """
-        count, target, others = self._counts.count, self._counts.target, self._counts.others
+        counts, _, _, min_prob, is_tree = self
+        count, target, others, max_length = counts.count, counts.target, counts.others, counts.max_length
         path = [target[min(candidates, key=itemgetter(2))[3]]]
-        while (beyond := target[path[-1]]) and len(path) < self._counts.max_length:
+        while (beyond := target[path[-1]]) and len(path) < max_length:
             path.append(beyond)
         places = {state: place for place, state in enumerate(path)}
         falling = [-count[state] for state in path]  # negative, since bisect needs an ascending list
         sums = list(accumulate(falling, initial=0))
-        is_tree = self._is_tree
         lost = [count[state] - count[target[state]] if is_tree and others[state] else 0 for state in path]
         is_lossless = not any(lost)
         found = []
@@ -246,7 +238,7 @@ class SuffixSearch:
                 if last > len(path):
                     last, aside = len(path), max(aside, count[beyond])
                 # a draft must be at least as probable
-                least = self._min_prob * total * (1 - ROUNDING)
+                least = min_prob * total * (1 - ROUNDING)
                 end = bisect_right(falling, -max(aside, least), first, last)
                 sum_counts = sums[first] - sums[end]
                 if aside >= least:
