@@ -165,7 +165,7 @@ def _stubs() -> dict[Path, str]:
     launchers = [
         f"from {{}}{family}.{name} import {name} as {name}\n" for family, names in FAMILIES.items() for name in names
     ]
-    others = sorted(set(eagle_kernels.__all__) - set(ops.OPS))
+    others = sorted({"ops", *eagle_kernels.__all__} - set(ops.OPS))
     of_ops = sorted(set(ops.__all__) - set(ops.OPS))
     files = {
         "ops/__init__.pyi": (

@@ -26,7 +26,7 @@ class BigramDraft:
     method = "draft_model"
     max_length = 1 << 20
     aux_layers: tuple[int, ...] = ()  # it reads none of the target's features
-    draft_to_target = None  # its ids are the target's
+    draft_to_target: Tensor | None = None  # its ids are the target's
     token_shift = 0  # the row of token i stands at position i
     kv_shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=16)  # the smallest pool: it stores nothing
 

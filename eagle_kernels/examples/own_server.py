@@ -18,6 +18,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import eagle_kernels as ek
 from eagle_kernels.engine.models.loading import demo_pair
+from eagle_kernels.ops.tree.build_tree_from_scores import Output as Tree
 
 TOPK, SPEC_STEPS, NUM_NODES = 4, 4, 16  # beams a level, levels, and nodes that are verified, the root included
 SKIPPED_LAYERS = (1, 3)
@@ -73,7 +74,7 @@ def speculate(
     return tokens[len(prompt) : len(prompt) + max_new_tokens], num_steps
 
 
-def draft_tree(draft: LlamaForCausalLM, cache: DynamicCache, tokens: list[int]) -> ek.ops.BuildTreeOutput:
+def draft_tree(draft: LlamaForCausalLM, cache: DynamicCache, tokens: list[int]) -> Tree:
     """Drafts TOPK beams for SPEC_STEPS levels (EAGLE-2), and returns the tree of the best NUM_NODES nodes.
 
     Afterwards the draft's cache holds all of `tokens`; the target's does not hold the last one, the root of the tree.
@@ -109,7 +110,7 @@ def draft_tree(draft: LlamaForCausalLM, cache: DynamicCache, tokens: list[int]) 
     )
 
 
-def read_tree(target: LlamaForCausalLM, cache: DynamicCache, tree: ek.ops.BuildTreeOutput) -> torch.Tensor:
+def read_tree(target: LlamaForCausalLM, cache: DynamicCache, tree: Tree) -> torch.Tensor:
     """Returns the target's logits [N, V] at all nodes; their keys and values lie in the cache after the text."""
     prefix = torch.ones(1, NUM_NODES, cache.get_seq_length(), dtype=torch.bool)
     mask = torch.cat([prefix, tree.tree_mask], dim=-1)

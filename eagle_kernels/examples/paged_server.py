@@ -10,15 +10,14 @@ so on a GPU it is captured once and replayed. The text is that of plain decoding
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 import eagle_kernels as ek
-from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.loading import demo_pair, load_target
-from eagle_kernels.engine.models.protocol import Angles
+from eagle_kernels.engine.models.protocol import Angles, TargetModel
 
 PAGE_SIZE, MAX_LENGTH = 16, 256
 NUM_NODES, SPEC_STEPS = 8, 4  # nodes that are verified for each request, its root included; drafts below one another
@@ -32,7 +31,7 @@ class PagedAttention:
     tree_mask [B, N, W] is what each node sees of the tree; None: a prompt is read, every token sees those before it.
     """
 
-    def __init__(self, caches: tuple[Tensor, Tensor], block_table: Tensor, first: Tensor, count: int,
+    def __init__(self, caches: Sequence[Tensor], block_table: Tensor, first: Tensor, count: int,
                  tree_mask: Tensor | None = None) -> None:  # fmt: skip
         self.caches, self.block_table, self.first, self.tree_mask = caches, block_table, first, tree_mask
         self.slots = ek.find_slots(block_table, first, count=count, page_size=PAGE_SIZE).slots
@@ -70,7 +69,7 @@ class Server:
     is_live  [B]              0 once a request has ended
     """
 
-    def __init__(self, model: Decoder, prompts: list[list[int]], max_new_tokens: int) -> None:
+    def __init__(self, model: TargetModel, prompts: list[list[int]], max_new_tokens: int) -> None:
         self.model, self.device, size = model, model.device, len(prompts)
         layers, num_heads, head_dim = model.kv_shape
         pages_each = MAX_LENGTH // PAGE_SIZE
@@ -115,11 +114,14 @@ class Server:
             nodes, tree.retrieve_index, tree.retrieve_next_token, tree.retrieve_next_sibling, logits,
             spec_steps=SPEC_STEPS,
         )  # fmt: skip
+        k_cache, v_cache = self.caches
         ek.move_accepted_kv(
-            *self.caches, self.block_table, self.lengths, verdict.accept_index, verdict.accept_token_num,
+            k_cache, v_cache, self.block_table, self.lengths, verdict.accept_index, verdict.accept_token_num,
             num_verify_tokens=NUM_NODES,
         )  # fmt: skip
-        committed = ek.verify_commit(*verdict, self.lengths, self.is_live)
+        committed = ek.verify_commit(
+            verdict.predicts, verdict.accept_index, verdict.accept_token_num, self.lengths, self.is_live
+        )
         kept = ek.append_output(
             self.text, num_tokens, self.num_prompt_tokens, committed.tokens, self.max_tokens,
             self.end_tokens, is_live=self.is_live,

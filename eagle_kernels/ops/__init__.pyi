@@ -1,5 +1,4 @@
 # Written by `python -m bench.api` from ops/registry.py; do not edit.
-
 from .attention.gqa_decode import gqa_decode as gqa_decode
 from .attention.prefill_attention import prefill_attention as prefill_attention
 from .attention.tree_attention import tree_attention as tree_attention
@@ -21,7 +20,7 @@ from .nn.linear_decode import linear_decode as linear_decode
 from .nn.rms_norm import rms_norm as rms_norm
 from .nn.rope import rope as rope
 from .nn.silu_and_mul import silu_and_mul as silu_and_mul
-from .registry import OPS as OPS
+from .token_bitmask import generate_token_bitmask as generate_token_bitmask
 from .tree.build_tree import build_tree as build_tree
 from .tree.build_tree_from_scores import build_tree_from_scores as build_tree_from_scores
 from .tree.compute_tree_statistics import compute_tree_statistics as compute_tree_statistics
@@ -52,4 +51,60 @@ from .verify.verify_tree_sampled import verify_tree_sampled as verify_tree_sampl
 from .verify.verify_tree_topp import verify_tree_topp as verify_tree_topp
 from .verify.verify_tree_traversal import verify_tree_traversal as verify_tree_traversal
 from .verify.verify_tree_typical import verify_tree_typical as verify_tree_typical
-def verify_tree(*args: object) -> object: ...
+from .verify_tree import verify_tree as verify_tree
+
+__all__ = [
+    "BuildTreeOutput",
+    "CommitOutput",
+    "TreeMaskMode",
+    "VerifyOutput",
+    "accepted_cache_locs",
+    "align_evict_mask_to_page_size",
+    "append_output",
+    "assign_req_to_token",
+    "build_tree",
+    "build_tree_from_scores",
+    "chain_kv_indices",
+    "compute_tree_statistics",
+    "draft_cache_locs",
+    "draft_kv_indices",
+    "extend_cache_locs",
+    "find_slots",
+    "generate_token_bitmask",
+    "gqa_decode",
+    "kv_indices",
+    "linear_decode",
+    "merge_drafts",
+    "min_p_renorm",
+    "move_accepted_kv",
+    "ngram_match",
+    "organize_draft_results",
+    "pack_tree_mask",
+    "pack_verify_rows",
+    "penalize_logits",
+    "prefill_attention",
+    "reroot_drafts",
+    "rms_norm",
+    "rope",
+    "sample_children",
+    "sample_from_logits",
+    "select_top_k_tokens",
+    "silu_and_mul",
+    "top_k_renorm",
+    "top_p_renorm",
+    "tree_attention",
+    "tree_from_mask",
+    "tree_from_parents",
+    "unpack_tree_mask",
+    "verify_chain",
+    "verify_commit",
+    "verify_tree",
+    "verify_tree_coins",
+    "verify_tree_greedy",
+    "verify_tree_rejection",
+    "verify_tree_sampled",
+    "verify_tree_topp",
+    "verify_tree_traversal",
+    "verify_tree_typical",
+    "write_kv",
+]
