@@ -15,7 +15,7 @@ REPOSITORY = "https://github.com/eagle-kernels/eagle_kernels"
 
 def read_version() -> str:
     """Returns the version without importing the package, which needs torch."""
-    text = (ROOT / "eagle_kernels" / "version.py").read_text(encoding="utf-8")
+    text = (ROOT / "eagle_kernels" / "runtime" / "version.py").read_text(encoding="utf-8")
     return re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE).group(1)
 
 

@@ -54,6 +54,11 @@ def generate() -> dict[Path, str]:
     return pages | _stubs()
 
 
+def module_of(stub: Path) -> str:
+    """Returns the name of the module that a stub describes."""
+    return ".".join(stub.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 def _family_page(family: str) -> str:
     names = FAMILIES[family] + (("verify_tree",) if family == "verify" else ())
     entries = []

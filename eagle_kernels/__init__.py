@@ -3,7 +3,7 @@
 from . import ops, raw, reference
 from .engine import EAGLEConfig, EAGLEInference, SamplingParams
 from .ops import TreeMaskMode, generate_token_bitmask, verify_tree
-from .version import __version__
+from .runtime.version import __version__
 
 globals().update({name: getattr(ops, name) for name in ops.OPS})
 __all__ = [

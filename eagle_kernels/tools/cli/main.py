@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from ...runtime.values import first_line
-from ...version import __version__
+from ...runtime.version import __version__
 from .benchmark import add_benchmark_arguments
 from .environment import add_environment_arguments
 from .generate import add_generate_arguments

@@ -1,0 +1,54 @@
+"""The API pages and type stubs follow from the code: `python -m bench.api` has been run."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+import eagle_kernels
+from bench import api
+
+STUBS = {path: text for path, text in api.generate().items() if path.suffix == ".pyi"}
+PAGES = {path: text for path, text in api.generate().items() if path.suffix == ".md"}
+
+
+def test_pages_and_stubs_are_up_to_date(capsys):
+    assert api.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_check_goes_red_when_a_page_is_edited(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "API.md"
+    monkeypatch.setattr(api, "generate", lambda: {page: "text\n"})
+    assert api.main(["--check"]) == 1 and not page.exists()
+    assert api.main([]) == 0 and api.main(["--check"]) == 0
+    page.write_text("other\n")
+    assert api.main(["--check"]) == 1
+    assert "is not up to date: run python -m bench.api" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", [eagle_kernels, eagle_kernels.ops, eagle_kernels.raw], ids=lambda m: m.__name__)
+def test_a_stub_names_what_its_module_has(module):
+    (text,) = (text for path, text in STUBS.items() if api.module_of(path) == module.__name__)
+    tree = ast.parse(text)
+    bound = {alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    bound |= {node.target.id for node in tree.body if isinstance(node, ast.AnnAssign)}
+    (names,) = (ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign))
+    assert sorted(names) == sorted(module.__all__)
+    assert set(names) <= bound and all(hasattr(module, name) for name in bound)
+
+
+def test_a_page_has_a_heading_for_every_op():
+    for name, path in eagle_kernels.ops.OPS.items():
+        (page,) = (text for file, text in PAGES.items() if file.parent.name == path.partition(".")[0])
+        assert f"\n## {name}\n" in page and f"](#{name})" in page
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.parent.name)
+def test_pages_are_sound_markdown(path):
+    """Fences are closed, and no section of a docstring was left as it was written."""
+    text = PAGES[path]
+    assert text.count("```") % 2 == 0
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert not re.search(r"^(Args|Returns|Raises|Attributes|Example|Source):$", prose, re.MULTILINE)
