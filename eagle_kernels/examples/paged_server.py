@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 import eagle_kernels as ek
-from eagle_kernels.engine.models.decoder import Decoder
 from eagle_kernels.engine.models.loading import demo_pair, load_target
-from eagle_kernels.engine.models.protocol import Angles
+from eagle_kernels.engine.models.protocol import Angles, TargetModel
 
 PAGE_SIZE, MAX_LENGTH = 16, 256
 NUM_NODES, SPEC_STEPS = 8, 4  # nodes that are verified for each request, its root included; drafts below one another
@@ -70,12 +69,13 @@ class Server:
     is_live  [B]              0 once a request has ended
     """
 
-    def __init__(self, model: Decoder, prompts: list[list[int]], max_new_tokens: int) -> None:
+    def __init__(self, model: TargetModel, prompts: list[list[int]], max_new_tokens: int) -> None:
         self.model, self.device, size = model, model.device, len(prompts)
         layers, num_heads, head_dim = model.kv_shape
         pages_each = MAX_LENGTH // PAGE_SIZE
         shape = (layers, size * pages_each, PAGE_SIZE, num_heads, head_dim)
-        self.caches = tuple(torch.zeros(shape, dtype=model.dtype, device=self.device) for _ in range(2))
+        k_cache, v_cache = (torch.zeros(shape, dtype=model.dtype, device=self.device) for _ in range(2))
+        self.caches = k_cache, v_cache
         # pages lie anywhere in the pool
         pages = torch.randperm(size * pages_each, dtype=torch.int32).view(size, pages_each)
         self.block_table = pages.to(self.device)
