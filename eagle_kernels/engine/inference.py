@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
@@ -13,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.placement import read_placement
+from ..runtime.placement import is_same_device, read_placement
 from ..runtime.values import is_integer
 from .batch.kv_pool import KVPool, PrefillAttend
 from .config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
-from .models.pairing import as_draft, bind_draft, check_target, check_trees, is_same_device, rounds_fp32_matmuls
+from .models.pairing import as_draft, bind_draft, check_target, check_trees, warn_of_rounding
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
-from .requests.inputs import Prompts, Seeds, read_flag, read_max_new_tokens, read_prompts, read_seeds
+from .requests.inputs import Prompts, Seeds, read_flag, read_prompts
 from .requests.request import Request, TokenEvent
 from .requests.sampling_params import SAMPLING_FIELDS, SamplingParams
 from .serve.benchmark import BenchmarkResult, benchmark
@@ -36,23 +35,35 @@ from .step.stepper import Verified
 
 
 class EAGLEInference:
-    """Generates text with a target model, faster: a draft proposes token trees, the target verifies them.
+    """Generates the text of a target model faster: a draft proposes token trees, and the target verifies them.
 
-    The text is the target's own. Greedy: the tokens of plain decoding. Sampling: drawn with the noise of plain
-    decoding, so with one seed the text is the same with and without speculation wherever the target's logits do not
-    depend on how many rows are computed together (fp32 in practice; in bf16 a near-tie may part them).
+    The text is the target's own. At temperature 0 it has the tokens of plain decoding. Sampled text is drawn with the
+    noise of plain decoding, so one seed gives one text, with and without speculation, wherever the target's logits do
+    not depend on how many rows are computed together (fp32 in practice; in bf16 a near-tie may part the two texts).
 
-    Three ways to use it: `generate`; `stream`, for `for` and `async for`; and `submit`, `step`, `collect`, for a server
-    that lets requests join and leave between steps. All share one batch and one pool of pages (`session`). While
-    `is_speculating` is set to False, requests go on by plain decoding. On the CPU a step takes no more of PyTorch's
-    threads than the target gives work to (`engine/serve/threads.py`), and gives the others back afterwards.
+    An engine is used in three ways: `generate` returns the whole text; `stream` yields it token by token; and `submit`,
+    `step` and `collect` serve requests that join and leave between steps. All share one batch and one pool of pages.
+    On the CPU a step uses only as many of PyTorch's threads as the target has work for, and then restores their number.
 
-    draft_model   an EAGLE head or any `DraftModel`; a plain language model (`TargetModel`) drafts without features;
-                  None for methods that draft without one
-    target_model  any `TargetModel` (`engine/models/protocol.py`)
-    config        tree, sampling, limits
-    device        where both models already are; None: the target's
-    tokenizer     for stop strings and `stream_text`
+    Args:
+        draft_model: An EAGLE head or any `DraftModel`, later `draft`. A plain language model (`TargetModel`) drafts
+            without features of the target. None is for methods that draft without a model.
+        target_model: Any `TargetModel` (`engine/models/protocol.py`), later `target`.
+        config: The tree, sampling and limits; None: `EAGLEConfig()`.
+        device: Where both models already are; None: the target's device.
+        tokenizer: The target's, for stop strings, `stream_text` and the property `tokenizer`.
+
+    Raises:
+        ValueError: In all methods: an argument breaks its rule, or one contradicts another; the message names them.
+        RuntimeError: In a method that needs an empty batch: requests are in it.
+
+    Example:
+        >>> from eagle_kernels.engine.models.loading import demo_pair
+        >>> target, draft = demo_pair()  # a small pair that reads and writes bytes
+        >>> config = eagle_kernels.EAGLEConfig(topk=4, num_steps=4)
+        >>> engine = eagle_kernels.EAGLEInference.from_pretrained(draft, target, config, device="cpu")
+        >>> "".join(engine.stream_text("import os\\n\\ndef walk(", 16))
+        'self, size, walk'
     """
 
     def __init__(
@@ -75,12 +86,7 @@ class EAGLEInference:
             bind_draft(draft, target_model)
         check_trees(config, draft)
         warn_of_eager_steps(target_model, draft, config)
-        if target_model.dtype == torch.float32 and self.device.type == "cuda" and rounds_fp32_matmuls():
-            warnings.warn(
-                "EAGLEInference: torch rounds the inputs of fp32 matmuls (TF32 or less), so speculative and plain text "
-                "may part; torch.set_float32_matmul_precision('highest') keeps them together",
-                stacklevel=2,
-            )
+        warn_of_rounding(target_model)
         self._num_submitted = 0
 
     @classmethod
@@ -94,15 +100,16 @@ class EAGLEInference:
         dtype: torch.dtype | None = None,
         check_weights: bool = True,
     ) -> EAGLEInference:
-        """Loads both model folders (Hugging Face layout); end tokens and the tokenizer, if there is one, come from the
-        target's folder.
+        """Loads an engine from two model folders in Hugging Face layout.
 
-        draft          an EAGLE head; the target's own folder, where it holds next-token modules; with
-                       method="draft_model" a language model of the same tokenizer; None for methods that draft without
-                       a model
-        device         None: the GPU where there is one, else the CPU
-        dtype          of the weights, None: float32
-        check_weights  refuse NaN and infinite weights by name, by one pass over them on the device
+        Args:
+            draft: The folder of an EAGLE head; the target's own folder, if that holds next-token modules; or, with
+                method="draft_model", a language model with the target's tokenizer. None is for methods without a model.
+            target: The target's folder, which also has the end tokens and, if there is one, the tokenizer.
+            config: As for the class.
+            device: None: the GPU where there is one, else the CPU.
+            dtype: The type of the weights; None: float32.
+            check_weights: Whether NaN and infinite weights are refused by name, by one pass over them on the device.
         """
         config = _read_config(config)
         device, dtype = read_placement("EAGLEInference.from_pretrained", device, dtype)
@@ -131,14 +138,23 @@ class EAGLEInference:
         speculative: bool = True,
         **overrides: Any,
     ) -> GenerationOutput:
-        """Generates up to `max_new_tokens` tokens per prompt; unpacks as `output_ids, stats`.
+        """Generates up to `max_new_tokens` tokens for each prompt.
 
-        input_ids    one prompt ([L] ids) or several (a list of lists, or a tensor or array [B, L]); lengths may differ
-        seeds        one for all or one per prompt; None: fresh ones from torch's generator, returned in stats.seeds
-        speculative  False: plain decoding on the same code path and pool
-        overrides    any field of `EAGLEConfig` or `SamplingParams` for this call, e.g. temperature=0.8
-        Returns new tokens only: a list per prompt, one list for one prompt. A request ends after its first end token,
-        or with exactly max_new_tokens.
+        Args:
+            input_ids: One prompt, [L] token ids, or several: lists of any lengths, or a tensor or array [B, L].
+            max_new_tokens: A request ends after its first end token or stop string, or with exactly this many tokens.
+            seeds: One for all prompts or one for each; None: fresh ones from torch's generator, see `stats.seeds`.
+            speculative: False decodes plainly, in the same code and pool.
+            overrides: Fields of `EAGLEConfig` and `SamplingParams` for this call, such as temperature=0.8.
+
+        Returns:
+            `output_ids, stats`: the new tokens, as one list for one prompt and a list of lists for several; and counts.
+
+        Example:
+            >>> prompt = engine.tokenizer.encode("import os\\n\\ndef walk(")  # the engine of the class's example
+            >>> output_ids, stats = engine.generate(prompt, 16)
+            >>> engine.tokenizer.decode(output_ids), stats.mean_accept_length
+            ('self, size, walk', 3.4)
         """
         stream = self.stream(input_ids, max_new_tokens, seeds=seeds, speculative=speculative, **overrides)
         for _ in stream:
@@ -154,29 +170,45 @@ class EAGLEInference:
         speculative: bool = True,
         **overrides: Any,
     ) -> TokenStream:
-        """Returns an iterator of `TokenEvent`, for `for` and `async for`, that yields tokens as they are committed.
+        """Returns an iterator, for `for` and `async for`, that yields a `TokenEvent` for each token once it is known.
 
-        Arguments are those of `generate`. `.output()` of the exhausted iterator is what `generate` returns.
+        Args:
+            input_ids, max_new_tokens, seeds, speculative, overrides: As for `generate`. After the last token, the
+                `output()` of the iterator is what `generate` returns.
+
+        Example:
+            >>> [event.token_id for event in engine.stream(prompt, 4)]  # the prompt of the example of `generate`
+            [115, 101, 108, 102]
         """
         read_flag("generate: speculative", speculative)
         prompts, is_single = read_prompts(input_ids)
         if not prompts:
             raise ValueError("generate: input_ids must hold at least one prompt, got []")
-        config, params = self._read_call(len(prompts), max_new_tokens, seeds, overrides)
+        config, params = self.session.read_call(len(prompts), max_new_tokens, seeds, self.config, overrides)
         return open_stream(self.session, prompts, params, config, speculative, is_single)
 
     def stream_text(self, text: str, max_new_tokens: int = 128, **options: Any) -> TextStream:
-        """Returns the text that follows `text`, in pieces, for `for` and `async for`; options are those of `stream`."""
-        if self.tokenizer is None:
-            fault = self.session.tokenizer_fault
-            raise ValueError(f"EAGLEInference: stream_text needs the tokenizer of the target: {fault}")
-        prompt = self.tokenizer.encode(text)
+        """Returns an iterator over the text that follows `text`; `max_new_tokens` and `options`: see `generate`."""
+        tokenizer = self.session.tokenizer_for("stream_text needs")
+        prompt = tokenizer.encode(text)
         if not prompt:
             raise ValueError(f"stream_text: text must hold at least one token, got {text!r}")
-        return TextStream(self.stream(prompt, max_new_tokens, **options), self.tokenizer)
+        return TextStream(self.stream(prompt, max_new_tokens, **options), tokenizer)
 
     def submit(self, prompt: list[int] | Tensor, params: SamplingParams | None = None) -> Request:
-        """Adds a request, which joins at the next `step`; one that can never run is returned finished, with `error`."""
+        """Adds a request, which joins at the next `step`; one that can never run is returned finished, with `error`.
+
+        Args:
+            prompt: [L] token ids.
+            params: Sampling and ends of the request; None: the sampling of the configuration and 128 tokens.
+
+        Example:
+            >>> request = engine.submit(prompt, eagle_kernels.SamplingParams(max_new_tokens=4))
+            >>> while engine.has_work:  # between steps a server may submit and abort others
+            ...     events = engine.step()
+            >>> request
+            Request(id=0, 20 prompt tokens, 4 new tokens, finish_reason='length')
+        """
         prompts, is_single = read_prompts(prompt)
         if prompts and not is_single:
             raise ValueError("EAGLEInference: submit takes one prompt, [L] token ids")
@@ -209,12 +241,12 @@ class EAGLEInference:
             return events
 
     def collect(self) -> None:
-        """Steps until all submitted requests have ended; `Request` tells what each brought."""
+        """Steps until all submitted requests have ended, and drops their events; each `Request` holds its tokens."""
         while self.has_work:
             self.step()
 
     def abort(self, request: Request) -> None:
-        """Ends a request wherever it is; its row and pages are free at once."""
+        """Ends a request that `submit` returned, wherever it is; its row and pages are free at once."""
         if not isinstance(request, Request):
             raise ValueError(f"EAGLEInference: request must be what submit returned, got {request!r}")
         with self.lock:
@@ -231,13 +263,15 @@ class EAGLEInference:
         progress: bool | None = None,
         **overrides: Any,
     ) -> BenchmarkResult:
-        """Decodes the prompts, batch_size at a time, with and without speculation: speed, acceptance, latencies.
+        """Decodes the prompts with and without speculation, and compares speed, acceptance and latencies.
 
-        batch_size  may be more than max_batch, which is raised to it
-        progress    show a bar; None: where stderr is a terminal
-        overrides   as of `generate`: `for topk in [2, 4, 8]: stats = engine.benchmark(prompts, topk=topk)`
+        The batch must be empty. Suffix trees know no earlier requests, and forget those of the benchmark afterwards.
 
-        Needs an empty batch. Suffix trees know no earlier request, and forget those of the benchmark afterwards.
+        Args:
+            prompts, max_new_tokens, seeds: As for `generate`.
+            batch_size: Prompts decoded together. It may exceed max_batch, which is then raised to it.
+            progress: Whether a bar is shown; None: only where stderr is a terminal.
+            overrides: As for `generate`: `for topk in (2, 4, 8): result = engine.benchmark(prompts, topk=topk)`.
         """
         prompts, _ = read_prompts(prompts)
         if not prompts:
@@ -251,25 +285,25 @@ class EAGLEInference:
             raise ValueError(f"benchmark: speculative must be left out, both are measured, got {given!r}")
         batch_size = min(batch_size, len(prompts))
         overrides.setdefault("max_batch", max(self.config.max_batch, batch_size))
-        config, params = self._read_call(len(prompts), max_new_tokens, seeds, overrides)
+        config, params = self.session.read_call(len(prompts), max_new_tokens, seeds, self.config, overrides)
         return benchmark(self.session, config, prompts, params, batch_size, progress)
 
     def warmup(
         self, *params: SamplingParams, speculative: bool = True, most_requests: int | None = None, **overrides: Any
     ) -> None:
-        """Compiles and captures what requests like `params`, in any mixture and number, will need.
+        """Compiles and captures what requests like `params` will need; afterwards no step of theirs compiles anything.
 
-        Without params: greedy ones, sampled ones and sampled ones with filters, each with and without logprobs, as far
-        as `verify_strategy` serves them. Afterwards no step compiles anything. Penalties need params that have them;
-        `warmup(SamplingParams())` is for greedy requests alone, with a sixth of the graphs.
-
-        most_requests   at once; None: max_batch of the configuration
-        overrides       of calls of `generate` that have them; with sampling among them only what such calls need
+        Args:
+            params: Kinds of requests, which may later come in any mixture. None given: greedy, sampled, and sampled
+                with filters, each with and without logprobs, as far as `verify_strategy` serves them. Penalties need
+                params that have them. `warmup(SamplingParams())` is for greedy requests alone: a sixth of the graphs.
+            speculative, overrides: As for `generate`. Overrides that name sampling prepare for such calls alone.
+            most_requests: Most requests at once; None: max_batch of the configuration.
         """
         read_flag("warmup: speculative", speculative)
         for other in (each for each in params if not isinstance(each, SamplingParams)):
             raise ValueError(f"warmup: params must be SamplingParams, got {other!r}")
-        config, sampling = self._read_overrides("warmup", overrides)
+        config, sampling = self.session.read_overrides("warmup", self.config, overrides)
         own = sorted(overrides.keys() - {*CONFIG_FIELDS})
         if params and own:
             value = f"{own[0]}={overrides[own[0]]!r}"
@@ -283,13 +317,13 @@ class EAGLEInference:
             warm_up(self.session, config, params, most_requests or config.max_batch, speculative)
 
     def workspace_bytes(self, config: EAGLEConfig | None = None) -> dict[str, int]:
-        """Returns the bytes that a configuration (None: the engine's) needs beside the weights, by what they are for
-        (see `memory.workspace_bytes`)."""
+        """Returns the bytes that a configuration (None: the engine's) needs in addition to the weights, by purpose:
+        kv_cache, rows (state of the batch), step (the largest tensors of a step) and total."""
         return self.session.workspace_bytes(self.config if config is None else _read_config(config))
 
     @torch.inference_mode()
     def next_token_logits(self, token_ids: list[int]) -> Tensor:
-        """Returns the target's logits [V] fp32 for the token after these, from one causal pass without drafts."""
+        """Returns the target's logits, [V] fp32, for the token after `token_ids`, [L]: one causal pass, no drafts."""
         prompts, is_single = read_prompts(token_ids, "next_token_logits: token_ids")
         reason = "it takes one prompt, [L] token ids" if prompts and not is_single else None
         prompt = prompts[0] if prompts else []
@@ -308,21 +342,25 @@ class EAGLEInference:
     target: TargetModel = property(attrgetter("session.target"))
     draft: DraftModel | None = property(attrgetter("session.draft"))
     device: torch.device = property(attrgetter("session.device"))
-    tokenizer: Tokenizer | None = property(attrgetter("session.tokenizer"))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's tokenizer. An engine without one raises a ValueError that says why there is none."""
+        return self.session.tokenizer_for("the property tokenizer needs")
 
     @property
     def lock(self) -> threading.RLock:
-        """Held during each step; whoever holds it keeps all requests from advancing."""
+        """The lock that each step holds. No request advances while another thread holds it."""
         return self.session.lock
 
     @property
     def has_work(self) -> bool:
-        """Whether a submitted request has not ended, or `step` has something to return."""
+        """Whether a request has not ended, or `step` has something to return."""
         return self.session.has_work
 
     @property
     def is_speculating(self) -> bool:
-        """Whether steps may have drafts; may be set at any time."""
+        """Whether steps may have drafts. It may be set at any time; while it is False, requests decode plainly."""
         return self.session.is_speculating
 
     @is_speculating.setter
@@ -331,9 +369,9 @@ class EAGLEInference:
 
     @property
     def on_tree(self) -> Callable[[Verified], None] | None:
-        """A function that every step calls with its trees and the verdict on them, see `Stepper`; None: no function.
+        """The function that every step calls with its trees and the verdict on them (`Verified`); None: no function.
 
-        It is set while no request runs. Steps then run one launch after another; those without it stay as they were.
+        Set it while no request runs. Steps with it run without CUDA graphs; graphs captured without it are kept.
         """
         return self.session.on_tree
 
@@ -343,31 +381,11 @@ class EAGLEInference:
             raise ValueError(f"EAGLEInference: on_tree must be None or a callable, got {function!r}")
         self.session.on_tree = function
 
-    def _read_call(
-        self, num_prompts: int, max_new_tokens: int, seeds: Seeds, overrides: dict[str, Any]
-    ) -> tuple[EAGLEConfig, list[SamplingParams]]:
-        """Returns the configuration of a call and the parameters of its requests, which differ in their seeds alone."""
-        config, sampling = self._read_overrides("generate", overrides)
-        sampling["max_new_tokens"] = read_max_new_tokens(max_new_tokens)
-        return config, [SamplingParams(**sampling, seed=seed) for seed in read_seeds(seeds, num_prompts)]
-
-    def _read_overrides(self, caller: str, overrides: dict[str, Any]) -> tuple[EAGLEConfig, dict[str, Any]]:
-        """Returns the configuration of a call, and what its requests ask for: its sampling and the overrides."""
-        if caller == "generate" and "seed" in overrides:
-            raise ValueError("generate: takes seeds=, one for all or one per prompt, not seed=")
-        unknown = sorted(overrides.keys() - ({*CONFIG_FIELDS, *SAMPLING_FIELDS} - {"seed"}))
-        if unknown:
-            raise ValueError(f"{caller}: there is no field {unknown[0]} in EAGLEConfig or SamplingParams")
-        of_config = {name: value for name, value in overrides.items() if name in CONFIG_FIELDS}
-        config = replace(self.config, **of_config) if of_config else self.config
-        policy = overrides.get("accept_policy", config.accept_policy)
-        if policy != config.accept_policy:
-            raise ValueError(
-                f"{caller}: accept_policy must be 'simulate' where simulated_accept_length or simulated_accept_rates "
-                f"is given, here or to the engine, got {policy!r}"
-            )
-        self.session.check(config)
-        return config, config.sampling | {name: overrides[name] for name in overrides.keys() - of_config.keys()}
+    def __repr__(self) -> str:
+        target, draft = (None if model is None else type(model).__name__ for model in (self.target, self.draft))
+        names = ("method", "topk", "num_steps", "num_verify_tokens", "temperature")
+        told = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in names)
+        return f"EAGLEInference(target={target}, draft={draft}, {told}, device={self.device})"
 
 
 def _read_config(config: Any) -> EAGLEConfig:

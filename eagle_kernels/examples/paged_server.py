@@ -74,7 +74,8 @@ class Server:
         layers, num_heads, head_dim = model.kv_shape
         pages_each = MAX_LENGTH // PAGE_SIZE
         shape = (layers, size * pages_each, PAGE_SIZE, num_heads, head_dim)
-        self.caches = tuple(torch.zeros(shape, dtype=model.dtype, device=self.device) for _ in range(2))
+        k_cache, v_cache = (torch.zeros(shape, dtype=model.dtype, device=self.device) for _ in range(2))
+        self.caches = k_cache, v_cache
         # pages lie anywhere in the pool
         pages = torch.randperm(size * pages_each, dtype=torch.int32).view(size, pages_each)
         self.block_table = pages.to(self.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -69,3 +70,28 @@ def why_no_gpu() -> str | None:
 def gpu_files() -> list[str]:
     """Lists the device files of NVIDIA and AMD GPUs, whatever torch was built for."""
     return sorted(map(str, [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd")]))
+
+
+def free_memory_bytes(device: torch.device) -> int | None:
+    """Returns the memory that can be allocated on the device now, or None where it is unknown."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    table = Path("/proc/meminfo")
+    if device.type == "cpu" and table.is_file():
+        available = re.search(r"^MemAvailable: *(\d+) kB", table.read_text(encoding="ascii"), re.MULTILINE)
+        return int(available[1]) * 1024 if available else None
+    return None
+
+
+def is_same_device(one: torch.device, other: torch.device) -> bool:
+    """Tells whether two devices are one; `cuda` without an index is any `cuda:N`."""
+    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
+
+
+def rounds_fp32_matmuls() -> bool:
+    """Tells whether PyTorch was allowed to round the inputs of fp32 products, on the GPU."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # its newer sibling, torch.backends.cuda.matmul.fp32_precision, was set to something lower
+        return True

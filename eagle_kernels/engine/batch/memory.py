@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from ...runtime.placement import free_memory_bytes
 from ..config.eagle_config import EAGLEConfig
 from ..drafters.methods import make_drafter, make_reader
-from ..models.checkpoint import free_memory_bytes
 from ..models.protocol import DraftModel, TargetModel
 
 # for KV pools on the CPU if kv_cache_bytes is not given

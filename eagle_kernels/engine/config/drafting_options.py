@@ -9,8 +9,8 @@ from ...ops.draft.ngram_match import MAX_NGRAM
 from ...ops.tree.build_tree import MAX_NODES
 from ...ops.tree.organize_draft_results import MAX_CANDIDATES
 from ...ops.tree.select_top_k_tokens import MAX_TOPK
+from ...runtime.validated import Validated, at_least, between, integer, number, one_of
 from ..requests.sampling_params import SamplingParams
-from ..requests.validated import Validated, at_least, between, integer, number, one_of
 
 # kinds of draft models, each with its method
 MODEL_KINDS = ("eagle", "mtp", "draft_model")

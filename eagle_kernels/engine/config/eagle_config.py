@@ -9,9 +9,9 @@ from typing import Any
 from ...ops.tree.build_tree import TreeMaskMode
 from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
 from ...primitives.paging import MAX_PAGE_SIZE
+from ...runtime.validated import at_least, checked, integer, is_number, number, one_of
 from ...runtime.values import is_integer
 from ..requests.sampling_params import MIN_P_RULE, TOP_P_RULE
-from ..requests.validated import at_least, checked, integer, is_number, number, one_of
 from .drafting_options import DraftingOptions
 from .speculative_config import check_fields_are_read, read_speculative_config
 
@@ -22,78 +22,74 @@ _SMALLER_TREES = ((1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16))
 
 @dataclass(frozen=True)
 class EAGLEConfig(DraftingOptions):
-    """Holds the drafting tree, sampling and limits; every value is validated here, with the rule in the message.
+    """Holds the drafting tree, the source of drafts, sampling and limits; a wrong value raises ValueError by its rule.
 
-    Tree (EAGLE-2): `num_steps` levels; each keeps `topk` nodes and drafts `topk` children of each, so there are
-    topk + (num_steps - 1) * topk^2 candidates; the best `num_draft_tokens - 1` of them are verified below the root.
+    The tree of a step (EAGLE-2) has `num_steps` levels. A level keeps its best `topk` nodes, and `topk` children of
+    each are drafted, which makes topk + (num_steps - 1) * topk^2 candidates. The target verifies the root, which is the
+    last token of the text, and the best `num_draft_tokens - 1` candidates.
 
-    topk                branching, 1..16; 1 drafts a chain
-    num_steps           levels, so at most num_steps drafts are accepted a step
-    num_draft_tokens    nodes verified, root included; None: min(32, all candidates and the root), which
-                        `num_verify_tokens` tells for the tree at hand
-    temperature         0: greedy
-    top_k, top_p, min_p filters of sampling, in this order; 0, 1.0 and 0.0 turn them off
-    eos_token_ids       a request ends with the first of these that it emits; None: those that the target's folder
-                        names (`EAGLEInference.from_pretrained`), else none
-    max_length          most tokens of a request, prompt included; None: what the models were made for
-    page_size           tokens per page of the KV pools, a power of two up to 256
-    tree_mask_mode      layout in which the tree mask is built (`eagle_kernels.TreeMaskMode`)
-    max_batch           most requests that step together; others wait
-    kv_cache_bytes      for the KV pools of both models; None: what max_batch requests of full length need, but at most
-                        half of the device's free memory (1 GiB on the CPU)
-    prefill_chunk       most prompt tokens that are read between two steps
-    max_spec_batch      most requests that are stepped speculatively; more are decoded plainly. None: any number; 0:
-                        the draft is not asked for anything, nor for how long a request may be
-    adaptive            the tree by the number of requests: ((8, (8, 5, 64)), (32, (1, 3, 4)), (64, None)) has trees of
-                        (topk, num_steps, num_draft_tokens) for up to 8 and up to 32 requests, and plain decoding from
-                        there on (None, and past the last entry). "auto": whichever of plain decoding, this tree and
-                        some smaller ones brings most tokens a second, as measured. None: always this tree
-    cuda_graph          capture steps as CUDA graphs; None: on a GPU, where the masks' layout and the models allow it.
-                        The CPU has none: there True only refuses models that could not be captured on a GPU
-    phase_times         time draft / verify / sample / bookkeeping of some steps, by events inside all of them
-                        (`stats.phase_time_ms`). False: no events, and no step is waited for; the times are {}
-
-    Where drafts come from:
-    method              `eagle`, `mtp`, `draft_model`: the draft model's (None: whichever of these it is; of several
-                        next-token modules each drafts one level, in chains, topk=1, of at most as many); `ngram`: what
-                        followed the last tokens earlier in prompt or output; `suffix`: what followed them most often
-                        there and in past responses; `hybrid`: the model's, and ngram's behind or beside them, or
-                        before them where max_ngram_size tokens match; `naive`: none, and the fields of the tree say
-                        nothing.
-                        Trees of ngram and suffix have at most topk * num_steps drafts, topk=1 makes them chains (of
-                        suffix where it is 1 in all trees of an adaptive table).
-                        Several of them: each request has its own (`SamplingParams.drafter`), trees are of one size,
-                        and all of them draft for all rows of a step
-    num_model_steps     of hybrid: levels that the model drafts, topk nodes in each
-    max_ngram_size, min_ngram_size  of ngram and hybrid: how many of the last tokens must have occurred together; the
-                        longest match comes first
-    ngram_prefer        which of equally long matches comes first, the `latest` or the `earliest`; the topk first ones
-                        are merged into a tree
-    suffix_decoding_max_tree_depth       longest string that suffix trees hold, context and drafts together
-    suffix_decoding_max_cached_requests  responses that are remembered, the oldest leave first; -1: all, 0: none
-    suffix_decoding_max_spec_factor      most drafts of a step, as a multiple of the longest match's length. A host that
-                        is a step late, as with a GPU, takes the match that it knew plus the tokens since
-    suffix_decoding_min_token_prob       least probability of a draft, by what followed so far
-
-    By which rule drafts are kept:
-    verify_strategy     `target_match`: the target's own token of every node is drawn as plain decoding does; a draft
-                        that is it is kept. `greedy`: the same, for requests of temperature 0 alone. `rejection`: a
-                        model draws its drafts, topk at the root and one below each, and they are kept with probability
-                        min(1, target / draft): the target's law, but other draws than plain decoding with this seed.
-                        LOSSY are `topp`, which keeps drafts among the target's candidates, and `typical`, which keeps
-                        those that the target finds likely enough
-    max_candidate_len, verify_window  of topp: most candidates of a node, 2..16; nodes that must agree with the target
-                        below a draft that is only its second candidate
-    typical_epsilon, typical_delta    of typical: kept are tokens of probability above min(epsilon, delta e^-entropy)
-
-    For timing, with text that is not the target's:
-    accept_policy       `normal`; `accept_all`, `reject_all`, `simulate` plant tokens in the place of the target's, so
-                        that the path of first children is taken to its end, not at all, or as deep as coins say.
-                        `simulate` by itself where one of the next two is given.
-                        Planted tokens may be end tokens: eos_token_ids=() lets every request reach its length
-    simulated_accept_length  of `simulate`: mean tokens a step, bonus included; or
-    simulated_accept_rates   of `simulate`: P(at least 1, 2, .. num_steps drafts accepted), not increasing. Where the
-                        path of first children ends, so does the step: trees may accept less, chains (topk=1) do not
+    Args:
+        topk: Branching of the tree, 1..16; 1 drafts a chain.
+        num_steps: Levels of drafts, and so the most drafts that a step can accept.
+        num_draft_tokens: Nodes verified in a step, root included. None: 32, or all candidates and the root if they are
+            fewer; `num_verify_tokens` tells the number for the tree in use.
+        temperature: 0 decodes greedily.
+        top_k, top_p, min_p: Filters of sampling, applied in this order; 0, 1.0 and 0.0 turn them off.
+        eos_token_ids: A request ends with the first of these that it emits. None: those of the target's folder with
+            `EAGLEInference.from_pretrained`, otherwise none.
+        max_length: Most tokens of a request, prompt included; None: as many as the models were made for.
+        page_size: Tokens in a page of the KV pools, a power of two up to 256.
+        tree_mask_mode: Layout of the tree mask (`eagle_kernels.TreeMaskMode`).
+        max_batch: Most requests that step together; others wait.
+        kv_cache_bytes: Size of the KV pools of both models together. None: enough for max_batch requests of full
+            length, but at most half of the device's free memory (1 GiB on the CPU).
+        prefill_chunk: Most prompt tokens that are read between two steps.
+        max_spec_batch: Most requests that step with drafts; a larger batch decodes plainly. None: any number. 0: the
+            draft is never used, and its maximum length does not limit requests.
+        adaptive: Chooses the tree by the number of requests. ((8, (8, 5, 64)), (32, (1, 3, 4)), (64, None)) has trees
+            of (topk, num_steps, num_draft_tokens) for up to 8 and up to 32 requests; None in the place of a tree
+            decodes plainly, as does a batch beyond the last entry. "auto" measures plain decoding, this tree and some
+            smaller ones, and takes the one with the most tokens a second. None: always this tree.
+        cuda_graph: Whether steps are captured as CUDA graphs. None: on a GPU, if the mask's layout and the models allow
+            it. The CPU has no graphs: there True only refuses models that could not be captured on a GPU.
+        phase_times: Whether some steps are timed by phase: draft, verify, sample, bookkeeping (`stats.phase_time_ms`).
+            The events for it are in all steps. False: no events, no step is waited for, and the times are {}.
+        method: Where drafts come from. Trees of "ngram" and "suffix" have at most topk * num_steps drafts; topk=1
+            makes them chains (for "suffix" if it is 1 in all trees of an adaptive table).
+            "eagle", "mtp", "draft_model": The draft model, of this kind; None: of any kind. If it has several
+                next-token modules, each drafts one level: topk must be 1, and num_steps at most their number.
+            "ngram": What followed the last tokens earlier in the prompt or output.
+            "suffix": What followed the last tokens most often, there and in past responses.
+            "hybrid": The draft model, with "ngram" after or beside it, or before it if max_ngram_size tokens match.
+            "naive": No drafts; the fields of the tree mean nothing.
+            Several, as a tuple: Each request chooses one (`SamplingParams.drafter`). Their trees have one size, and
+                in every step each method drafts for all requests.
+        num_model_steps: For "hybrid": the levels that the model drafts, with topk nodes each.
+        max_ngram_size, min_ngram_size: For "ngram" and "hybrid": how many of the last tokens must have occurred
+            together before, at most and at least; the longest match comes first.
+        ngram_prefer: Which of equally long matches comes first, "latest" or "earliest". The first topk make the tree.
+        suffix_decoding_max_tree_depth: Longest string in the suffix trees, context and drafts together.
+        suffix_decoding_max_cached_requests: Responses that are remembered, the latest ones. -1: all; 0: none.
+        suffix_decoding_max_spec_factor: Most drafts of a step, as a multiple of the length of the longest match. On a
+            GPU the host learns of tokens late; the length is then that of the last match it knew plus the tokens since.
+        suffix_decoding_min_token_prob: Lowest probability of a draft, as counted in the suffix trees.
+        verify_strategy: The rule by which drafts are kept.
+            "target_match": Draws the target's token after each node as plain decoding does; keeps drafts equal to it.
+            "greedy": The same, for requests of temperature 0 only.
+            "rejection": The draft model samples its drafts, topk at the root and one below each; a draft is kept with
+                probability min(1, target / draft). The text has the target's distribution, but is not the text that
+                plain decoding draws with the same seed.
+            "topp": LOSSY. Keeps drafts that are among the target's candidates.
+            "typical": LOSSY. Keeps drafts of probability above min(typical_epsilon, typical_delta e^-entropy).
+        max_candidate_len: For "topp": most candidates of a node, 2..16.
+        verify_window: For "topp": nodes that must agree with the target below a draft that is its second candidate.
+        typical_epsilon, typical_delta: For "typical": the two numbers of its bound above.
+        accept_policy: "normal". For timing, "accept_all", "reject_all" and "simulate" replace the target's tokens, so
+            that the path of first children is accepted whole, not at all, or to a random depth. The text is then not
+            the target's, and may hold end tokens: with eos_token_ids=() every request reaches its full length.
+        simulated_accept_length: Makes accept_policy "simulate": mean tokens of a step, bonus token included.
+        simulated_accept_rates: The same by depth: P(at least 1, 2, .. num_steps drafts accepted), not increasing. A
+            step ends where the path of first children ends, so trees may accept less; chains (topk=1) do not.
     """
 
     temperature: float = number(0.0, at_least(0))
@@ -131,30 +127,31 @@ class EAGLEConfig(DraftingOptions):
 
     @classmethod
     def naive_eagle(cls, **others: Any) -> EAGLEConfig:
-        """Returns one draft a step, the head's best: little to verify, so it pays in large batches too."""
+        """Returns one draft a step, the head's best: cheap to verify, even in large batches; `others` are fields."""
         return cls(topk=1, num_steps=1, num_draft_tokens=2, **others)
 
     @classmethod
     def chain(cls, num_drafts: int, **others: Any) -> EAGLEConfig:
-        """Returns a chain of `num_drafts` drafts."""
+        """Returns a chain of `num_drafts` drafts, one below the other; `others` are further fields."""
         if not is_integer(num_drafts) or num_drafts < 1:
             raise ValueError(f"EAGLEConfig.chain: num_drafts must be an int of at least 1, got {num_drafts!r}")
         return cls(topk=1, num_steps=num_drafts, num_draft_tokens=num_drafts + 1, **others)
 
     @classmethod
     def tree(cls, topk: int = 8, num_steps: int = 5, num_draft_tokens: int = 64, **others: Any) -> EAGLEConfig:
-        """Returns a tree of `num_draft_tokens` nodes, root included."""
+        """Returns a tree of `num_draft_tokens` nodes, root included; `topk`, `num_steps` and `others` are fields."""
         return cls(topk=topk, num_steps=num_steps, num_draft_tokens=num_draft_tokens, **others)
 
     @classmethod
     def from_speculative_config(cls, fields: Mapping[str, Any], **others: Any) -> EAGLEConfig:
-        """Reads the fields of FastDeploy's speculative configuration, and vLLM's where they coincide.
+        """Returns what the fields of FastDeploy's speculative configuration mean, and vLLM's where they coincide.
 
-        fields  method, num_speculative_tokens, num_model_steps, mtp_strategy, max_ngram_size, verify_strategy, ...
-                (`speculative_config.FIELDS`); topk, num_steps and num_draft_tokens of this class instead of
-                num_speculative_tokens make a tree. Unknown or inconsistent ones raise. What is absent is as in this
-                class: verify_strategy `target_match`, where FastDeploy takes the lossy `topp`
-        others  fields of this class, beside
+        Args:
+            fields: method, num_speculative_tokens, num_model_steps, mtp_strategy, max_ngram_size, verify_strategy, ...
+                (`speculative_config.FIELDS`). To draft a tree, give topk, num_steps and num_draft_tokens of this class
+                instead of num_speculative_tokens. An absent field has the default of this class: verify_strategy is
+                `target_match`, where FastDeploy takes the lossy `topp`.
+            others: Further fields of this class. A field that is unknown or contradicts another raises ValueError.
         """
         made = cls(**read_speculative_config(fields) | others)
         check_fields_are_read(fields, made)
@@ -162,8 +159,8 @@ class EAGLEConfig(DraftingOptions):
 
     @property
     def trees(self) -> tuple[tuple[int | None, EAGLEConfig | None], ...]:
-        """What steps choose from: (most requests, configuration with one tree); None in either place: any number of
-        requests, plain decoding."""
+        """The choices of a step: (most requests, configuration with one tree). The number is None for any number of
+        requests, and the configuration is None for plain decoding."""
         own = (self.topk, self.num_steps, self.num_verify_tokens)
         if self.adaptive is None:
             return ((self.max_spec_batch, self._with_tree(own)),)
@@ -179,28 +176,28 @@ class EAGLEConfig(DraftingOptions):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The sampling of requests that ask for no other."""
+        """The sampling of requests that ask for no other, by the fields' names."""
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
     @property
     def keeps_text(self) -> bool:
-        """Whether requests with this configuration's sampling get the texts of plain decoding, seed for seed."""
+        """Whether requests with this sampling get the text that plain decoding draws with the same seed."""
         is_drawn_alike = self.verify_strategy in ("greedy", "target_match")
         is_drawn_alike |= self.verify_strategy in ("rejection", "typical") and self.temperature == 0
         return self.accept_policy == "normal" and is_drawn_alike
 
     @property
     def may_speculate(self) -> bool:
-        """Whether any step may have drafts; where none has, the draft reads nothing and sets no limit."""
+        """Whether any step may have drafts. If none may, the draft model reads nothing and limits no request."""
         is_wanted = self.methods != ("naive",) and self.max_spec_batch != 0
         return is_wanted and any(tree is not None for _, tree in self.trees)
 
     @property
     def simulated_rates(self) -> list[float] | None:
-        """P(at least 1, 2, .. num_steps drafts accepted) that `simulate` simulates; None otherwise.
+        """P(at least 1, 2, .. num_steps drafts accepted) with accept_policy `simulate`; otherwise None.
 
-        A mean length, whose bonus counts, says mean - 1 = k + f drafts: k are always accepted, one more with
-        probability f. No rates of this mean spread less.
+        A simulated_accept_length of 1 + k + f, with the bonus token and f < 1, always accepts k drafts and one more
+        with probability f. No other rates with this mean vary less.
         """
         mean, rates = self.simulated_accept_length, self.simulated_accept_rates
         if mean is not None:

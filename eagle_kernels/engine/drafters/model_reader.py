@@ -51,8 +51,7 @@ class ModelReader:
     def observe(self, batch: Batch, committed: Committed, features: Tensor) -> None:
         """Reads the accepted path with the target's own features, over the rows of the tree.
 
-        Row d reads the token after path node d with that node's feature. Rows past the path are padding that only
-        later rows see.
+        Row d reads the token after path node d with that node's feature; only later rows see those past the path.
         """
         levels = self.levels(batch)
         positions = levels.positions[:, : committed.tokens.shape[1]]
@@ -127,8 +126,7 @@ def attend_chain(
 ) -> tuple[Tensor, TreeAttend]:
     """Returns positions [B, count] and the `attend` of a chain that the draft reads from its rows `first` [B] on.
 
-    A request that has fewer tokens to read has padding in the last rows, whose slots hold nothing yet. Only later rows
-    see it.
+    A request with fewer tokens to read has padding in the last rows, in empty slots, which only later rows see.
     """
     pool, table = state.draft_pool, state.block_table[rows]
     slots, positions = ops.find_slots(table, first, count=count, page_size=pool.page_size, max_length=max_length)

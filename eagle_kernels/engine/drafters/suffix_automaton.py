@@ -39,8 +39,7 @@ class SuffixAutomaton:
     target   the state that this token leads to
     others   the other next tokens and the states they lead to; None: there are none
 
-    `_leaders` holds, for a state with many others, a count and all of them that occur more often than that, and perhaps
-    some that no longer do.
+    `_leaders` holds, for a state with many others, a count and all others above it, perhaps also former ones.
     """
 
     def __init__(self, max_length: int):

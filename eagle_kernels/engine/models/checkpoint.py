@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...runtime.placement import free_memory_bytes
 from ...runtime.values import first_line, is_integer, parse_json, shown
 from .protocol import ModelError
 
@@ -76,8 +77,7 @@ class Checkpoint:
             raise ModelError(f"config.json: {field} must be {count} as in the tensors {prefix}*, got {shown(value)}")
 
     def check_most_layers(self, config: dict[str, Any]) -> None:
-        """Refuses more layers than the longest numbered list of tensors has: transformers' models name both as they
-        like."""
+        """Refuses more layers than the longest numbered list of tensors, as transformers' models name both freely."""
         sections = [config, *(section for section in config.values() if isinstance(section, dict))]
         for prefix, most in self._layer_counts().most_common(1):
             for field, value in ((field, section.get(field)) for section in sections for field in _LAYER_FIELDS):
@@ -174,8 +174,7 @@ def _show(line: str) -> None:
 class _PickledFile(dict[str, Tensor]):
     """Holds the tensors of a file of torch.save, with the methods of an open safetensors file.
 
-    The file is mapped into memory, so that each tensor is read on demand. Files from before torch 1.6, which are not
-    zip archives, are read whole.
+    The file is mapped, so that each tensor is read on demand; one from before torch 1.6, no zip archive, is read whole.
     """
 
     get_tensor = dict.__getitem__
@@ -240,18 +239,6 @@ def check_memory(needed_bytes: int, device: torch.device, need: str) -> None:
         raise ModelError(f"{need.format(amount)}, but {device} has {free / 2**30:.2f} GiB free")
 
 
-def free_memory_bytes(device: torch.device) -> int | None:
-    """Returns the memory that can be allocated on the device now, or None where it is unknown."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    table = Path("/proc/meminfo")
-    if device.type == "cpu" and table.is_file():
-        available = re.search(r"^MemAvailable: *(\d+) kB", table.read_text(encoding="ascii"), re.MULTILINE)
-        return int(available[1]) * 1024 if available else None
-    return None
-
-
 @contextmanager
 def naming(folder: Path) -> Iterator[None]:
     """Puts the folder's name before the text of every ModelError about its contents."""
@@ -262,8 +249,7 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def read_config(folder: Path, *, is_optional: bool = False) -> dict[str, Any]:
-    """Returns the parsed config.json of a folder; tells how to download what looks like a name of the Hugging Face
-    hub."""
+    """Returns the parsed config.json of a folder; tells how to download what looks like a Hugging Face name."""
     if not folder.is_dir():
         name = folder.as_posix()
         is_of_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) and not folder.exists()

@@ -1,8 +1,7 @@
 """The decoder of Llama, Mistral, Qwen2, Qwen3 and MiMo: one class, whose config says what differs.
 
 State dicts use Hugging Face's parameter names, so its checkpoints load unchanged. The caller supplies the attention
-(`protocol.Attend`): the module holds no cache and no mask, reads no tensor on the host, and can be captured in a CUDA
-graph.
+(`protocol.Attend`): the module has no cache and no mask, reads no tensor on the host, and fits into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from .rotary import Rotary
 
 
 class DecoderLayer(nn.Module):
-    """Computes pre-norm attention and MLP. The residual stream [B, T, H] is passed on as two summands, stream + delta,
-    which the next norm adds."""
+    """Computes pre-norm attention and MLP. The next norm adds the residual stream [B, T, H] from stream and delta."""
 
     def __init__(self, config: DecoderConfig, window: int | None) -> None:
         super().__init__()

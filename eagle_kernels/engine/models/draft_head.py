@@ -93,7 +93,7 @@ class DraftHead(ConfiguredModel):
 
     def __init__(self, config: HeadConfig, *, own_embedding: bool, own_output: bool) -> None:
         super().__init__(config)
-        self.draft_vocab_size = config.draft_vocab_size
+        self.draft_vocab_size: int = config.draft_vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
         self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_output else None
         self.rotary = Rotary(config)
@@ -136,8 +136,7 @@ class DraftHead(ConfiguredModel):
         self.config.aux_layers = tuple(aux_layers)
 
     def bind(self, target: TargetModel) -> DraftHead:
-        """Checks that the head fits the target, takes from it the default aux layers and the parts that the head lacks,
-        and returns the head."""
+        """Checks that the head fits the target, takes missing aux layers and parts from it, and returns the head."""
         for misfit in self.misfits(target):
             raise ModelError(misfit)
         self.config.aux_layers = self._aux_layers_for(target)

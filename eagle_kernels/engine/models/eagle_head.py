@@ -17,8 +17,7 @@ EAGLE-1 (arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858), which share one netwo
     out    = u + mlp(post_attention_layernorm(u))
     logits = lm_head(out)                                   no final norm; the target's own lm_head
 
-There f_j is the input of the target's lm_head, the stream *after* its final norm; `out` is a guess of f_{j+1}, and is
-fed back unchanged.
+There f_j is the input of the target's lm_head, the stream *after* its final norm; `out`, fed back, guesses f_{j+1}.
 
 A head that swaps this order, reads features a row off or feeds back the wrong norm still produces correct text: only
 its acceptance suffers. So the config keys below are explicit, and `bind` checks all that can be checked.

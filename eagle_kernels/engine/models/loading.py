@@ -43,13 +43,18 @@ def load_target(
     *,
     check_weights: bool = True,
 ) -> TargetModel:
-    """Loads a decoder of one of `decoder_config.FAMILIES`, or another causal language model through transformers
-    (`transformers_target.py`); frozen, in eval mode, with its weights converted to `dtype`.
+    """Loads a target, frozen and in eval mode.
 
-    check_weights  refuses NaN and infinite weights by name, with one pass over them on the device
+    Args:
+        folder: A model in Hugging Face layout: a decoder of one of `decoder_config.FAMILIES`, or another causal
+            language model, which is loaded through transformers (`transformers_target.py`).
+        device: Where its weights go. On "meta" a decoder has names and sizes, and its weights are not read; a model of
+            transformers goes onto the CPU instead.
+        dtype: The type that its weights are converted to.
+        check_weights: Whether NaN and infinite weights are refused by name, by one pass over them on the device.
 
-    On the device `meta` a decoder has names and sizes, and its weights are not read. Models of transformers are loaded
-    onto the CPU instead.
+    Raises:
+        ModelError: The folder is incomplete, damaged or no target (a ValueError in one line).
     """
     folder, (device, dtype) = Path(folder), read_placement("load_target", device, dtype, "meta")
     with naming(folder):
@@ -123,14 +128,16 @@ def load_draft(
     aux_layers: Sequence[int] | None = None,
     check_weights: bool = True,
 ) -> DraftHead:
-    """Loads an EAGLE head, or the next-token modules in a target's own folder; frozen, in eval mode and bound to
-    `target`, whose embedding or lm_head it uses if it has none.
-
-    device, dtype  where its weights go, and their type; None: the target's
-    aux_layers     hidden_states indices to read instead of those that config.json names
-    check_weights  see `load_target`
+    """Loads a draft head, frozen, in eval mode and bound to its target.
 
     Logs one line that names the format and the auxiliary layers as written and as read.
+
+    Args:
+        folder: An EAGLE head, or a target's own folder with next-token modules.
+        target: The target, whose embedding or lm_head the head uses if it has none.
+        device, dtype: Where its weights go, and their type; None: the target's.
+        aux_layers: The hidden_states indices to read instead of those that config.json names.
+        check_weights: As for `load_target`, whose errors this function raises, too.
     """
     folder = Path(folder)
     device, dtype = target.device if device is None else device, target.dtype if dtype is None else dtype
@@ -207,7 +214,7 @@ def read_head(
 
 
 def demo_pair() -> tuple[Path, Path]:
-    """Returns the folders (target, draft) of the byte-level pair that comes with the package."""
+    """Returns the folders (target, draft) of the small pair in the package, which reads and writes bytes."""
     target, draft = DEMO_PAIR_FOLDER / "target", DEMO_PAIR_FOLDER / "draft"
     if not (target.is_dir() and draft.is_dir()):
         raise ModelError(

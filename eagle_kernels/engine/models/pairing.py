@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...runtime.placement import is_same_device, rounds_fp32_matmuls
 from ..config.drafting_options import MODEL_KINDS
 from ..config.eagle_config import EAGLEConfig
 from .causal_draft import CausalDraft
@@ -42,6 +44,16 @@ def bind_draft(draft: DraftModel, target: TargetModel) -> None:
             f"EAGLEInference: the draft's vocabulary of {draft.vocab_size} tokens is not the target's "
             f"{target.vocab_size}; where a model has the same tokenizer and another padding, "
             f"engine.models.causal_draft.CausalDraft(model, vocab_size={target.vocab_size}) drafts"
+        )
+
+
+def warn_of_rounding(target: TargetModel) -> None:
+    """Warns where speculative and plain text may part although the target is fp32."""
+    if target.dtype == torch.float32 and target.device.type == "cuda" and rounds_fp32_matmuls():
+        warnings.warn(
+            "EAGLEInference: torch rounds the inputs of fp32 matmuls (TF32 or less), so speculative and plain text "
+            "may part; torch.set_float32_matmul_precision('highest') keeps them together",
+            stacklevel=3,
         )
 
 
@@ -83,19 +95,6 @@ def check_trees(config: EAGLEConfig, draft: DraftModel | None) -> None:
                 f"EAGLEInference: {name} must be at most the {num_modules} next-token modules of the draft, one a "
                 f"level, got {tree.num_model_levels}"
             )
-
-
-def is_same_device(one: torch.device, other: torch.device) -> bool:
-    """Tells whether two devices are one; `cuda` without an index is any `cuda:N`."""
-    return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
-
-
-def rounds_fp32_matmuls() -> bool:
-    """Tells whether PyTorch was allowed to round the inputs of fp32 products, on the GPU."""
-    try:
-        return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # its newer sibling, torch.backends.cuda.matmul.fp32_precision, was set to something lower
-        return True
 
 
 def _check_members(name: str, kind: str, model: Any, members: tuple[str, ...]) -> None:

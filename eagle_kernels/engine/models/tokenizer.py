@@ -48,7 +48,7 @@ class ByteTokenizer:
     """
 
     vocab_size = 257
-    eos_token_ids = (256,)
+    eos_token_ids: tuple[int, ...] = (256,)
 
     def __init__(self, num_ids: int = 257) -> None:
         self._num_ids = max(num_ids, self.vocab_size)
@@ -174,7 +174,8 @@ class FileDetokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Returns the tokenizer of a model folder: `ByteTokenizer` if its config names it, else its `tokenizer.json`."""
+    """Returns the tokenizer of a model's `folder`: `ByteTokenizer` if its config names that, else `tokenizer.json`; a
+    ModelError says if there is neither."""
     folder = Path(folder)
     with naming(folder):
         num_ids = read_config(folder, is_optional=True).get("vocab_size")

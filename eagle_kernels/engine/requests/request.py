@@ -11,8 +11,14 @@ from .sampling_params import SamplingParams
 
 
 class TokenEvent(NamedTuple):
-    """Holds one committed token of a stream: which request, which token, and whether an accepted draft had guessed it;
-    logprob: where `SamplingParams.logprobs` asks for it."""
+    """Holds one new token of a request.
+
+    Attributes:
+        request: `Request.id`.
+        token_id: The token.
+        is_draft: Whether an accepted draft had guessed it.
+        logprob: Its log-probability, if `SamplingParams.logprobs` asks for it.
+    """
 
     request: int
     token_id: int
@@ -22,18 +28,22 @@ class TokenEvent(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """Holds a request, as `EAGLEInference.submit` returns it; the engine fills it while it steps.
+    """Holds a request as `EAGLEInference.submit` returns it; the engine fills it while it steps.
 
-    id              counts the submitted requests of an engine; in a stream: the index of the prompt
-    prompt          [L] token ids
-    params          as asked for; `seed` is the one in use
-    output_ids      new tokens so far
-    logprobs        of these tokens, where params.logprobs asks for them
-    finish_reason   "eos" (a stop token id), "stop" (a stop string), "length", "abort" or "error"; None: not yet
-    error           why it failed
-    accepted        drafts that each of its steps accepted
-    levels          drafts that all its steps could have accepted, each by its own tree
-    drafted         drafts verified in all its steps
+    Attributes:
+        id: Its number among the submitted requests of an engine; in a stream, the index of its prompt.
+        prompt: [L] token ids.
+        params: What `submit` was given.
+        seed: The seed in use.
+        end_token_ids: The tokens that end it, of configuration and params.
+        output_ids: The new tokens so far.
+        logprobs: Their log-probabilities, if params.logprobs asks for them.
+        finish_reason: "eos" (one of end_token_ids), "stop" (a stop string), "length", "abort", "error"; None: not yet.
+        error: Why it failed.
+        accepted: How many drafts each of its steps accepted.
+        levels: How many drafts all its steps could have accepted, each by its own tree.
+        drafted: How many drafts were verified in all its steps.
+        stop_strings, outbox, exception: The engine's own.
     """
 
     id: int
@@ -55,27 +65,32 @@ class Request:
     # the error that ended it, until it is raised
     exception: Exception | None = None
 
+    def __repr__(self) -> str:
+        sizes = f"{len(self.prompt)} prompt tokens, {len(self.output_ids)} new tokens"
+        return f"Request(id={self.id}, {sizes}, finish_reason={self.finish_reason!r})"
+
     @property
     def is_finished(self) -> bool:
+        """Whether the request has ended, for whatever reason."""
         return self.finish_reason is not None
 
     @property
     def text(self) -> str | None:
-        """The output up to a stop string; None without stop strings, where the caller decodes."""
+        """The text of the output up to a stop string; None if params has no stop strings: then decode output_ids."""
         return None if self.stop_strings is None else self.stop_strings.text
 
     @property
     def has_news(self) -> bool:
-        """Whether `collect` has something to return."""
+        """Whether `collect` has tokens to return."""
         return bool(self._events)
 
     def collect(self) -> list[TokenEvent]:
-        """Returns the tokens since the last call."""
+        """Returns the tokens that are new since the last call."""
         events, self._events = self._events, []
         return events
 
     def fail(self, error: Exception) -> None:
-        """Ends the request with an error."""
+        """Ends the request with an error; the engine calls this."""
         self.finish_reason, self.exception = "error", error
         self.error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         # frames would hold the activations and pools of the failed step for as long as the request lives
@@ -84,7 +99,7 @@ class Request:
         error.__traceback__, error.__context__, error.__cause__ = None, None, origin
 
     def raise_error(self) -> None:
-        """Raises the error that ended it, if any; only once, since an error holds every frame that it passes."""
+        """Raises the error that ended the request, if any; only once, since an error holds all frames it passes."""
         error, self.exception = self.exception, None
         try:
             if error is not None:
@@ -93,7 +108,7 @@ class Request:
             del error
 
     def push(self, tokens: list[int], accepted: int, logprobs: list[float] | None) -> None:
-        """Takes the tokens of a step, `accepted` drafts and one of the target, until the request ends."""
+        """Adds the tokens of a step, `accepted` drafts and one of the target, until the request ends."""
         events = []
         for index, token in enumerate(tokens):
             self.output_ids.append(token)

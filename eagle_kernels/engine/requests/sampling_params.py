@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from ...runtime.validated import Rule, Validated, at_least, checked, is_number
 from ...runtime.values import is_integer
-from .validated import Rule, Validated, at_least, checked, is_number
 
 TOP_P_RULE: Rule = ("lie in (0, 1] (1: off)", lambda share: 0 < share <= 1)
 MIN_P_RULE: Rule = ("lie in 0..1 (0: off)", lambda share: 0 <= share <= 1)
@@ -18,22 +18,22 @@ _FINITE: Rule = ("be a finite int or float", lambda value: is_number(value) and 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(Validated):
-    """Holds the sampling of one request, and what ends it. Every value is checked here.
+    """Holds the sampling of one request, and what ends it; a wrong value raises ValueError by its rule.
 
-    temperature         0: greedy
-    top_k, top_p, min_p filters, in this order; 0, 1.0 and 0.0 turn them off
-    repetition_penalty  divides positive logits of tokens in prompt or output, multiplies negative ones; 1: off
-    frequency_penalty   subtracted from a token's logit once per occurrence in the output; 0: off
-    presence_penalty    subtracted from the logit of every token of the output; 0: off
-    seed                64 bits; None: a fresh one, which `Request.seed` tells
-    max_new_tokens      a request ends with exactly so many tokens, or with
-    stop_token_ids      the first of these that it emits, or
-    stop                the first token that completes one of these strings (needs the engine's tokenizer); the text
-                        ends before the string, the tokens end with it
-    logprobs            keep the log-probability of every token: True among those that the filters left, as it was
-                        drawn (greedy: among all, at temperature 1); "raw" by the target's logits as they are, without
-                        penalties, temperature and filters
-    drafter             the method that drafts for this request, where the configuration has several; None: the first
+    Args:
+        temperature: 0 decodes greedily.
+        top_k, top_p, min_p: Filters, applied in this order; 0, 1.0 and 0.0 turn them off.
+        repetition_penalty: Divides the positive logits of tokens in prompt or output, multiplies negative ones; 1: off.
+        frequency_penalty: Subtracted from a token's logit once for each time it is in the output; 0: off.
+        presence_penalty: Subtracted once from the logit of every token in the output; 0: off.
+        seed: An int of 64 bits; None: a fresh one, see `Request.seed`.
+        max_new_tokens: The most new tokens; a request has exactly this many unless something else ends it first.
+        stop_token_ids: The request ends with the first of these that it emits.
+        stop: The request ends with the token that completes one of these strings, which the text leaves out and the
+            tokens include. Needs the engine's tokenizer.
+        logprobs: Whether to keep the log-probability of every token. True: among the tokens that the filters left, as
+            it was drawn (greedy: among all, at temperature 1). "raw": before penalties, temperature and filters.
+        drafter: The method that drafts for this request, if the configuration has several; None: the first.
     """
 
     temperature: float = checked(0.0, _FINITE, at_least(0))
@@ -69,10 +69,12 @@ class SamplingParams(Validated):
 
     @property
     def has_filters(self) -> bool:
+        """Whether top_k, top_p or min_p has an effect; at temperature 0 none has."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def has_penalties(self) -> bool:
+        """Whether one of the three penalties has an effect."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
 

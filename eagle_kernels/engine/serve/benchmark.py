@@ -26,14 +26,16 @@ from .warmup import warm_up
 class RunStats:
     """Holds the figures of one way of decoding all prompts. The times of a request start when its batch is submitted.
 
-    tokens_per_second         new tokens of all batches over the whole time, prompts included
-    decode_tokens_per_second  tokens after the first of each request, over the time after the prompts
-    mean_accept_length        tokens per step of a request, bonus token included
-    accepted_per_depth        [num_steps] share of the steps in which the draft at depth 1, 2, ... was accepted
-    step_ms                   mean wall time of a step of a batch
-    phase_ms                  device time of a step's draft / verify / sample / bookkeeping
-    ttft_ms                   time to first token: p50, p95, p99 over the requests
-    inter_token_ms            time between tokens, likewise; the tokens of a step share the time since the step before
+    Attributes:
+        tokens: New tokens of all requests.
+        tokens_per_second: The same per second of the whole time, prompts included.
+        decode_tokens_per_second: Tokens after the first of each request, per second after the prompts.
+        mean_accept_length: Mean tokens of a request's step, bonus token included.
+        accepted_per_depth: [num_steps]. Share of the steps in which the draft at depth 1, 2, ... was accepted.
+        step_ms: Mean wall time of a step of a batch.
+        phase_ms: Device time of the draft, verify, sample and bookkeeping of a step.
+        ttft_ms: Time to first token: p50, p95, p99 over the requests.
+        inter_token_ms: Time between tokens, likewise; the tokens of a step share the time since the step before.
     """
 
     tokens: int
@@ -51,11 +53,14 @@ class RunStats:
 class BenchmarkResult:
     """Holds the figures of both ways of decoding the same prompts, and how they compare.
 
-    batch_size         prompts decoded together, at most as many as there are; the last batch may be smaller
-    max_batch          rows of the pools, raised to batch_size where needed
-    speedup            decode_tokens_per_second, speculative over plain; None if no request had a second token
-    identical          share of the batches whose texts agree; None where they differ by design
-    peak_memory_bytes  most memory that torch held on the GPU, over both ways, which share pools; None on the CPU
+    Attributes:
+        prompts: Number of prompts.
+        batch_size: Prompts decoded together, at most as many as there are; the last batch may be smaller.
+        max_batch: Rows of the pools, raised to batch_size if needed.
+        max_new_tokens: Most new tokens of a prompt.
+        speculative, plain: The figures of decoding with and without drafts.
+        identical: Share of the batches whose texts agree; None if they differ by design.
+        peak_memory_bytes: Most memory that torch held on the GPU, over both ways, which share pools; None on the CPU.
     """
 
     prompts: int
@@ -69,13 +74,16 @@ class BenchmarkResult:
 
     @property
     def speedup(self) -> float | None:
+        """decode_tokens_per_second with drafts over that without; None if no request had a second token."""
         plain = self.plain.decode_tokens_per_second
         return self.speculative.decode_tokens_per_second / plain if plain else None
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns fields and speedup, ready for JSON."""
         return asdict(self) | {"speedup": self.speedup}
 
     def to_json(self) -> str:
+        """Returns the same as text."""
         return json.dumps(self.to_dict(), indent=2)
 
     def rows(self) -> list[tuple[str, str]]:

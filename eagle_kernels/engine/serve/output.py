@@ -10,19 +10,26 @@ from typing import Any, NamedTuple
 class GenerationStats:
     """Holds the counts and times of one `generate` call; `stats["name"]` reads fields and properties alike.
 
-    A *step* is one verification of one request (a batch of 3 makes 3 steps at once); the token that follows the prompt
+    A *step* is one verification of one request, so a batch of 3 makes 3 steps at once. The first token after the prompt
     comes from the prefill and belongs to no step. Acceptance counts what verification accepted, even if an end token
     or the token limit then cut the text short.
 
-    levels              draft tokens that the steps could have accepted: for each step the levels of its tree, or its
-                        number of drafts if that is smaller; 0 for a plain step
-    drafted             draft tokens verified: steps * (num_draft_tokens - 1) if the tree stays the same
-    accepted            draft tokens accepted
-    accepted_per_depth  [num_steps] in how many steps the draft at depth 1, 2, ... was accepted
-    finish_reasons      per request, as in `Request`
-    seeds               per request, including those that the engine chose
-    phase_time_ms       device time of draft / verify / sample / bookkeeping
-    plain_step_ms       measured time of one plain decoding step at this batch size; None if none was measured
+    Attributes:
+        num_requests: Prompts of the call.
+        num_steps, num_draft_tokens: Levels and nodes of the tree, the largest if there are several.
+        seeds: The seed of each request, also where the engine chose it.
+        prompt_tokens, generated_tokens: Tokens of all prompts, and new tokens of all requests.
+        steps: Steps of all requests.
+        batch_steps: Steps of the batch.
+        levels: Drafts that the steps could have accepted: for each step the levels of its tree, or its number of drafts
+            if that is smaller; 0 for a plain step.
+        drafted: Drafts verified; steps * (num_draft_tokens - 1) if the tree stays the same.
+        accepted: Drafts accepted.
+        accepted_per_depth: [num_steps]. The number of steps in which the draft at depth 1, 2, ... was accepted.
+        finish_reasons: One for each request, as in `Request`.
+        prefill_time_s, decode_time_s: Wall time until the prompts were read, and of the steps after that.
+        phase_time_ms: Device time of draft, verify, sample and bookkeeping.
+        plain_step_ms: Measured time of a step of plain decoding with as many requests; None if none was measured.
     """
 
     num_requests: int
@@ -45,33 +52,33 @@ class GenerationStats:
 
     @property
     def mean_accept_length(self) -> float:
-        """Returns the mean tokens per step: 1 (the target's own) + accepted drafts."""
+        """Mean tokens of a step: 1 (the target's own token) and the accepted drafts."""
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Returns the accepted drafts over the most that the steps could have accepted."""
+        """Accepted drafts as a share of those that the steps could have accepted."""
         return self.accepted / self.levels if self.levels else 0.0
 
     @property
     def draft_efficiency(self) -> float:
-        """Returns the accepted drafts over the verified drafts."""
+        """Accepted drafts as a share of those that were verified."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def step_ms(self) -> float | None:
-        """Returns the mean wall time of a step of the batch; None without steps."""
+        """Mean wall time of a step of the batch; None without steps."""
         return 1e3 * self.decode_time_s / self.batch_steps if self.batch_steps else None
 
     @property
     def tokens_per_second(self) -> float:
-        """Returns the tokens of all requests over the time after the prefill, which brings the first token of each."""
+        """Tokens of all requests, without the first ones, for each second after the prefill, which brings those."""
         decoded = self.generated_tokens - self.num_requests
         return decoded / self.decode_time_s if self.decode_time_s else 0.0
 
     @property
     def speedup(self) -> float | None:
-        """Returns mean_accept_length * plain_step_ms / step_ms, the speedup over plain decoding; None if unknown."""
+        """Speedup over plain decoding, mean_accept_length * plain_step_ms / step_ms; None if unknown."""
         if self.plain_step_ms is None or not self.batch_steps:
             return None
         return self.mean_accept_length * self.plain_step_ms / self.step_ms
@@ -85,19 +92,25 @@ class GenerationStats:
 
 
 class _TokensAndStats(NamedTuple):
-    output_ids: list[list[int]] | list[int]
+    output_ids: list[Any]  # a type checker cannot tell which of the two forms it has
     stats: GenerationStats
 
 
 class GenerationOutput(_TokensAndStats):
     """Holds what `generate` returns: `output_ids, stats = engine.generate(...)`.
 
-    output_ids  the new tokens: a list per request, or a single list for a single prompt
-    logprobs    their log-probabilities in the same form; None unless `SamplingParams.logprobs` asks for them. They are
-                not part of the unpacking
+    Attributes:
+        output_ids: The new tokens: list[int] for a single prompt, list[list[int]] for several.
+        stats: Counts and times.
+        logprobs: Log-probabilities in the same form, if `SamplingParams.logprobs` asks for them; they are not unpacked.
     """
 
-    logprobs: list[list[float]] | list[float] | None = None
+    logprobs: list[Any] | None = None
+
+    def __repr__(self) -> str:
+        stats = self.stats
+        counts = f"num_requests={stats.num_requests}, generated_tokens={stats.generated_tokens}"
+        return f"GenerationOutput({counts}, mean_accept_length={stats.mean_accept_length:.2f})"
 
 
 def fields_and_properties(record: Any) -> dict[str, Any]:

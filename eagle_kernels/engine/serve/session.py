@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from ..batch.memory import check_fits, count_pages, workspace_bytes
 from ..batch.state import BatchState
@@ -14,7 +16,7 @@ from ..drafters.suffix_cache import SuffixCache
 from ..models.pairing import check_method, check_trees
 from ..models.protocol import DraftModel, TargetModel
 from ..models.tokenizer import Tokenizer
-from ..requests.inputs import read_seeds
+from ..requests.inputs import Seeds, read_max_new_tokens, read_seeds
 from ..requests.request import Request, StopStrings, TokenEvent
 from ..requests.sampling_params import SAMPLING_FIELDS, SamplingParams
 from ..step.plan import StepPlan, plan_steps
@@ -34,8 +36,7 @@ class Session:
     The engine, streams, warm-up and benchmarks use it, each with the configuration of the call at hand. Code that
     steps, submits or changes anything holds `lock`.
 
-    scheduler        of the batch; None before the first request. It is replaced, while the batch is empty, if its pools
-                     do not suit a configuration
+    scheduler        of the batch; None before the first request. An empty batch gets another if its pools do not suit
     plans            the steps made so far for the pools of this scheduler
     suffix_caches    by size; all configurations with the same sizes share a cache, since it remembers responses
     outbox           events of submitted requests that nobody has collected yet
@@ -62,15 +63,41 @@ class Session:
         check_method(config, self.draft)
         self._check_tokens("EAGLEConfig: eos_token_ids", config.eos_token_ids or ())
 
+    def tokenizer_for(self, user: str) -> Tokenizer:
+        """Returns the tokenizer; raises ValueError, with what needs it and why there is none, if there is none."""
+        if self.tokenizer is None:
+            raise ValueError(f"EAGLEInference: {user} the tokenizer of the target: {self.tokenizer_fault}")
+        return self.tokenizer
+
+    def read_overrides(self, caller: str, config: EAGLEConfig, overrides: dict[str, Any]) -> tuple[EAGLEConfig, dict]:
+        """Returns the configuration of a call, and what its requests ask for: its sampling and the overrides."""
+        if caller == "generate" and "seed" in overrides:
+            raise ValueError("generate: takes seeds=, one for all or one per prompt, not seed=")
+        unknown = sorted(overrides.keys() - ({*CONFIG_FIELDS, *SAMPLING_FIELDS} - {"seed"}))
+        if unknown:
+            raise ValueError(f"{caller}: there is no field {unknown[0]} in EAGLEConfig or SamplingParams")
+        of_config = {name: value for name, value in overrides.items() if name in CONFIG_FIELDS}
+        config = replace(config, **of_config) if of_config else config
+        policy = overrides.get("accept_policy", config.accept_policy)
+        if policy != config.accept_policy:
+            raise ValueError(
+                f"{caller}: accept_policy must be 'simulate' where simulated_accept_length or simulated_accept_rates "
+                f"is given, here or to the engine, got {policy!r}"
+            )
+        self.check(config)
+        return config, config.sampling | {name: overrides[name] for name in overrides.keys() - of_config.keys()}
+
+    def read_call(
+        self, num_prompts: int, max_new_tokens: int, seeds: Seeds, config: EAGLEConfig, overrides: dict[str, Any]
+    ) -> tuple[EAGLEConfig, list[SamplingParams]]:
+        """Returns the configuration of a call and the parameters of its requests, which differ in their seeds alone."""
+        config, sampling = self.read_overrides("generate", config, overrides)
+        sampling["max_new_tokens"] = read_max_new_tokens(max_new_tokens)
+        return config, [SamplingParams(**sampling, seed=seed) for seed in read_seeds(seeds, num_prompts)]
+
     def make_request(self, number: int, prompt: list[int], params: SamplingParams, config: EAGLEConfig) -> Request:
         """Returns a request with this configuration; raises ValueError if its parameters cannot be served."""
-        stop = None
-        if params.stop:
-            if self.tokenizer is None:
-                raise ValueError(
-                    f"EAGLEInference: stop strings need the tokenizer of the target: {self.tokenizer_fault}"
-                )
-            stop = StopStrings(params.stop, self.tokenizer, prompt)
+        stop = StopStrings(params.stop, self.tokenizer_for("stop strings need"), prompt) if params.stop else None
         self._check_tokens("SamplingParams: stop_token_ids", params.stop_token_ids)
         reason = config.why_not_served(params)
         if reason:

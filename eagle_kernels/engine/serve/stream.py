@@ -76,7 +76,7 @@ class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
         return self._left.popleft().result() if self._left else next(self._items, None)
 
     def close(self) -> None:
-        """Ends the generator, and drops outcomes that nobody has received."""
+        """Ends the iterator, and drops what nobody has received."""
         with self._turn:
             self._items.close()
             self._left.clear()
@@ -87,9 +87,13 @@ class _Stream(Generic[Item], Iterator[Item], AsyncIterator[Item]):
 
 
 class TokenStream(_Stream[TokenEvent]):
-    """Yields the tokens of some requests as they are committed; other requests in the batch advance with them.
+    """Yields a `TokenEvent` for each new token of some requests; other requests in the batch advance with them.
 
-    A stream aborts its requests when it is closed or no longer referenced.
+    `EAGLEInference.stream` makes one. It aborts its requests when it is closed or no longer referenced.
+
+    Attributes:
+        requests: The `Request` of each prompt, in their order.
+        device: Where the models are.
     """
 
     def __init__(
@@ -109,14 +113,19 @@ class TokenStream(_Stream[TokenEvent]):
         # the generator must not refer to the stream, which would then never be freed by itself
         super().__init__(_events(session, requests, self._stats, find_scheduler))
 
+    def __repr__(self) -> str:
+        ended = sum(request.is_finished for request in self.requests)
+        tokens = sum(len(request.output_ids) for request in self.requests)
+        return f"TokenStream({tokens} tokens, {ended} of {len(self.requests)} requests finished)"
+
     def close(self) -> None:
-        """Aborts the requests that have not ended."""
+        """Ends the iterator, and aborts the requests that have not ended."""
         super().close()
         for request in self.requests:  # a stream that has not begun has submitted none of them
             request.finish_reason = request.finish_reason or "abort"
 
     def output(self) -> GenerationOutput:
-        """Returns the tokens and statistics so far; they are complete once the iterator is exhausted."""
+        """Returns the tokens and statistics so far, which are complete after the last token."""
         stats, requests = self._stats, self.requests
         counts = [count for request in requests for count in request.accepted]
         stats.generated_tokens = sum(len(request.output_ids) for request in requests)
@@ -219,9 +228,9 @@ def open_stream(
 
 
 class TextStream(_Stream[str]):
-    """Yields the text of a `TokenStream` with one request, in pieces of whole characters, up to a stop string.
+    """Yields the text of one request, in pieces of whole characters, up to a stop string.
 
-    Text that could be the beginning of a stop string is held back until it is known whether it is.
+    `EAGLEInference.stream_text` makes one. Text that could begin a stop string is held back until that is certain.
     """
 
     def __init__(self, tokens: TokenStream, tokenizer: Tokenizer):
@@ -229,12 +238,12 @@ class TextStream(_Stream[str]):
         super().__init__(_pieces(tokens, tokenizer))
 
     def close(self) -> None:
-        """Aborts the request if it has not ended."""
+        """Ends the iterator, and aborts the request if it has not ended."""
         super().close()
         self._tokens.close()
 
     def output(self) -> GenerationOutput:
-        """Returns the output of the token stream."""
+        """Returns the tokens and statistics so far, as `generate` would."""
         return self._tokens.output()
 
 

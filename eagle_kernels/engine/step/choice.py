@@ -44,8 +44,7 @@ class Fastest(Choice):
 
     The other numbers are probed (measured again) now and then, the slower ones more rarely, so that a change in the
     texts is noticed. A number that lost in smaller batches is not measured first, but left to these probes, which are
-    as rare as its times in smaller batches suggest: the texts of larger batches may differ. Larger numbers stand for
-    trees with more nodes.
+    as rare as its times in smaller batches suggest: larger batches may differ. Larger numbers are larger trees.
 
     most_rows  larger batches are decoded plainly; None: there is no limit
     """

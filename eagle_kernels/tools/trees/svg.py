@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .nodes import StepTree, why
 from .text import Item, cut, num_columns, outline, title, wrapped
-from .view import VerifiedTree, why
 
 # pixels
 _CHARACTER, _SMALL, _BOX, _ROW, _MARGIN, _LINE, _GAP = 7.9, 6.7, 24, 38, 16, 16, 66
@@ -55,7 +56,7 @@ class _Box:
     row: float = 0.0
 
 
-def trees_svg(trees: list[VerifiedTree]) -> str:
+def trees_svg(trees: Sequence[StepTree]) -> str:
     """Draws the trees one below another, with their roots on the left."""
     layouts = [_layout(outline(tree)) for tree in trees]
     edges = [_columns(boxes) for boxes in layouts]

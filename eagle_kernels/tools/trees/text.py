@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .view import VerifiedTree, label, why
+from .nodes import StepTree, label, why
 
 _GREEN, _DIM, _PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
 _COLORS = {"accepted": _GREEN, "target": _GREEN, "rejected": _DIM}
@@ -34,7 +34,7 @@ class Item(NamedTuple):
     children: list[Item]
 
 
-def outline(tree: VerifiedTree) -> Item:
+def outline(tree: StepTree) -> Item:
     """Returns the root, with everything below it."""
     items: dict[int, Item] = {}
     for node in tree.nodes:
@@ -50,7 +50,7 @@ def outline(tree: VerifiedTree) -> Item:
     return items[0]
 
 
-def title(tree: VerifiedTree) -> str:
+def title(tree: StepTree) -> str:
     """Returns the result of the step in one line."""
     drafts, tokens = len(tree.nodes) - 1, len(tree.tokens)
     after = f" after {tree.context!r}" if tree.context else ""
@@ -69,7 +69,7 @@ def can_draw(encoding: str | None) -> bool:
     return True
 
 
-def tree_text(tree: VerifiedTree, width: int = 100, use_color: bool = False, is_ascii: bool = False) -> str:
+def tree_text(tree: StepTree, width: int = 100, use_color: bool = False, is_ascii: bool = False) -> str:
     """Draws title, tree, and why the path stopped, in lines of at most `width` columns (at least 48).
 
     is_ascii  writes only ASCII: other characters of the text become Python's escapes

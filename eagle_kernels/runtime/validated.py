@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import field, fields
 from typing import Any
 
-from ...runtime.values import is_integer
+from .values import is_integer
 
 # what a value must do, in words, and whether it does
 Rule = tuple[str, Callable[[Any], bool]]
