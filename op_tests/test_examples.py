@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -36,3 +37,36 @@ def test_an_example_runs(name):
 
 def test_an_example_for_each_kind_of_user():
     assert EXAMPLES == ["own_drafter", "own_server", "paged_server", "seeds"]
+
+
+def test_the_notebook_runs_and_shows_what_it_holds():
+    """Texts are the stored ones; of pictures, whose speeds differ, the kind is."""
+    pytest.importorskip("matplotlib")
+    from op_tests.harness import notebook
+
+    stored = json.loads((ROOT / "eagle_kernels" / "examples" / "tour.ipynb").read_text(encoding="utf-8"))
+    seen = notebook.run(stored)
+    held = [cell["outputs"] for cell in notebook.code_cells(stored)]
+    assert any("image/svg+xml" in output.get("data", {}) for outputs in held for output in outputs)
+    assert sum("image/png" in output.get("data", {}) for outputs in held for output in outputs) >= 2
+    for now, before in zip(seen, held, strict=True):
+        assert [output["output_type"] for output in now] == [output["output_type"] for output in before]
+        for output, other in zip(now, before):
+            assert output.get("text") == other.get("text")
+            assert output.get("data", {}).keys() == other.get("data", {}).keys()
+            assert output.get("data", {}).get("image/svg+xml") == other.get("data", {}).get("image/svg+xml")
+
+
+def test_a_notebook_s_cells_share_names_and_name_what_fails():
+    from op_tests.harness import notebook
+
+    def cells(*sources: str) -> dict:
+        return {"cells": [{"cell_type": "code", "source": [source]} for source in sources]}
+
+    printed, value = notebook.run(cells("x = 2\nprint(x)", "x + 1"))
+    assert printed == [{"output_type": "stream", "name": "stdout", "text": ["2\n"]}]
+    assert value[0]["data"] == {"text/plain": ["3"]}
+    with pytest.raises(notebook.CellError, match="cell 2: ZeroDivisionError"):
+        notebook.run(cells("x = 0", "1 / x"))
+    with pytest.raises(notebook.CellError, match="cell 1: SyntaxError"):
+        notebook.run(cells("%matplotlib inline"))

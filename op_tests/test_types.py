@@ -32,7 +32,10 @@ ek.rms_norm(torch.ones(1, 4))
 def check(checker: str, *files: Path) -> subprocess.CompletedProcess:
     if not importlib.util.find_spec(checker):
         pytest.skip(f"needs {checker}")
-    return subprocess.run([sys.executable, "-m", checker, *files], cwd=ROOT, capture_output=True, text=True)
+    # pyright is no Python program, and looks for packages where it is told to
+    options = ["--pythonpath", sys.executable] if checker == "pyright" else []
+    command = [sys.executable, "-m", checker, *options, *files]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
