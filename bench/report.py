@@ -1,8 +1,8 @@
 """Makes the tables of the results: `python -m bench.report` writes them, `--check` tells whether they are up to date.
 
 `results/<gpu>/README.md` holds the headline cases, what the apps of `bench/apps` have measured (each makes its own
-tables), and every case; README.md, between its two marks, the few rows of `README_ROWS`. A row comes from one run: the
-newest in which our provider was timed on that case. Nobody types a number.
+tables), and every case; README.md, between its two marks, the rows of `README_ROWS` on one GPU. A row comes from one
+run: the newest in which our provider was timed on that case. Nobody types a number.
 Where matplotlib is installed, `results/<gpu>/report.html` shows them too, with pictures, which `figures/` holds as PNG
 and SVG: of an experiment, of throughput, of kernels; `--check` leaves them alone, they differ with its version.
 `--experiment FILE --output DIR` makes nothing but the page and the pictures of one experiment.
@@ -28,7 +28,9 @@ from .pictures import MissingMatplotlib
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 OURS = "eagle_kernels"
-# the rows of README.md: building, verifying, KV lists and attention, with what is slower than its fastest peer
+# the one table of README.md, from the results in this folder: building, verification, KV lists and attention,
+# including two ops that are slower than the fastest other provider
+README_GPU = "NVIDIA_H100_80GB_HBM3"
 README_ROWS = (
     ("build_tree", "K/S/N=4/3/8 B=8 qlen_only"),
     ("verify_tree_greedy", "K/S/N=4/3/8 B=8 ids full depth"),
@@ -117,13 +119,14 @@ def _folders(directory: Path) -> list[Path]:
 
 def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> dict[Path, str]:
     """Returns the whole text of every file that holds tables."""
-    files, fronts = {}, []
+    files, front = {}, ""
     for folder in _folders(directory):
         sections = [(b, newest_rows(folder / f"{b.op}.jsonl", b.cases)) for b in benchmarks]
         sections = [(benchmark, rows) for benchmark, rows in sections if rows]
         parts = []
         if sections:
-            fronts += _front_table(sections)
+            if folder.name == README_GPU:
+                front = _front_table(sections)
             parts += [_LEGEND, "## Headlines", _headline_table(sections)]
         for name, app in APPS.items():
             if (file := folder / f"{name}.jsonl").exists():
@@ -137,8 +140,7 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
     _, end, after = rest.partition(END)
     if not end:
         raise ValueError(f"{readme} must hold {BEGIN} and, after it, {END}")
-    tables = "\n\n".join(fronts) or "No results yet."
-    files[readme] = f"{before}{begin}\n{tables}\n{end}{after}"
+    files[readme] = f"{before}{begin}\n{front or 'No results yet.'}\n{end}{after}"
     return files
 
 
@@ -184,15 +186,15 @@ def _case_tables(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> li
     return parts
 
 
-def _front_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> list[str]:
-    """Returns the table of README_ROWS; nothing where none of them was timed."""
+def _front_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> str:
+    """Returns the table of README_ROWS, as far as they were timed."""
     found = {(benchmark.op, case.name): row for benchmark, rows in sections for case, row in rows}
     table = [["op", "case", "ours, µs", "fastest other", "its µs", "ratio"]]
     for op, case in README_ROWS:
         if (op, case) in found:
             row = found[op, case]
             table.append([f"`{op}`", case, _time(_graph(row, OURS)), *_fastest_other(row)])
-    return [f"{_machine(sections)}:\n\n{markdown(table)}"] if len(table) > 1 else []
+    return f"{_machine(sections)}:\n\n{markdown(table)}"
 
 
 def _headline_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> str:

@@ -95,6 +95,7 @@ def call_report(folder, monkeypatch, *arguments, cases=("first", "second"), **fi
         **fields,
     )  # fmt: skip
     monkeypatch.setattr(report, "declared", lambda: [benchmark])
+    monkeypatch.setattr(report, "README_GPU", "Some_GPU_80GB")
     monkeypatch.setattr(report, "README_ROWS", (("build_tree", "first"), ("build_tree", "never timed")))
     where = ["--results", str(folder / "results"), "--readme", str(folder / "README.md")]
     return report.main([*arguments, *where])
@@ -105,6 +106,7 @@ def test_tables(folder, monkeypatch):
     write(folder, line("eagle_kernels", 4.0, run="a", **calls), line("torch", 100.0, run="a"))
     write(folder, line("sgl_kernel", 30.0, run="a"), line("sgl_kernel_bare", 2.0, run="a"))
     write(folder, line("eagle_kernels", 10.0, case="second", run="a"), line("torch", 4.5, case="second", run="a"))
+    write(folder, line("eagle_kernels", 77.0, run="a", gpu="Another GPU"))
     assert call_report(folder, monkeypatch, floor=Floor("write", 3.0)) == 0
     readme = (folder / "README.md").read_text()
     assert readme.startswith("before\n") and readme.endswith("after\n")
@@ -114,6 +116,7 @@ def test_tables(folder, monkeypatch):
     # the bare kernel is nobody's equal, and the README has the declared rows alone
     assert "| `build_tree` | first | 4.00 | sgl_kernel | 30.00 | 7.5× |" in readme
     assert "second" not in readme and "never timed" not in readme
+    assert "77.00" not in readme and "77.00" in (folder / "results" / "Another_GPU" / "README.md").read_text()
     full = (folder / "results" / "Some_GPU_80GB" / "README.md").read_text()
     assert full.startswith("# Some GPU 80GB, torch 2.0, triton 3.0\n")
     headlines, _, every_case = full.partition("## Every case")
