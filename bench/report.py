@@ -1,8 +1,8 @@
 """Makes the tables of the results: `python -m bench.report` writes them, `--check` tells whether they are up to date.
 
-`results/<gpu>/README.md` holds every case; README.md, between its two marks, the headline cases and what the apps of
-`bench/apps` have measured, each of which makes its own tables. A row is of one run: the newest in which our provider
-was timed on that case. Nobody types a number.
+`results/<gpu>/README.md` holds the headline cases, what the apps of `bench/apps` have measured (each makes its own
+tables), and every case; README.md, between its two marks, the rows of `README_ROWS` on one GPU. A row comes from one
+run: the newest in which our provider was timed on that case. Nobody types a number.
 Where matplotlib is installed, `results/<gpu>/report.html` shows them too, with pictures, which `figures/` holds as PNG
 and SVG: of an experiment, of throughput, of kernels; `--check` leaves them alone, they differ with its version.
 `--experiment FILE --output DIR` makes nothing but the page and the pictures of one experiment.
@@ -28,6 +28,19 @@ from .pictures import MissingMatplotlib
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 OURS = "eagle_kernels"
+# the one table of README.md, from the results in this folder: building, verification, KV lists and attention,
+# including two ops that are slower than the fastest other provider
+README_GPU = "NVIDIA_H100_80GB_HBM3"
+README_ROWS = (
+    ("build_tree", "K/S/N=4/3/8 B=8 qlen_only"),
+    ("verify_tree_greedy", "K/S/N=4/3/8 B=8 ids full depth"),
+    ("verify_tree_coins", "K/S/N=4/3/8 B=8 full depth"),
+    ("verify_tree_sampled", "K/S/N=8/5/64 B=8 top-k 50 top-p 0.9 full depth"),
+    ("draft_kv_indices", "B=8 L=1024"),
+    ("tree_attention", "B=8 L=8192 N=64 page 16 heads 32/8/128"),
+    ("gqa_decode", "B=8 L=8192 page 16 heads 32/8/128"),
+    ("prefill_attention", "B=1 L=4096 heads 32/8/128"),
+)
 # of a benchmark that marks no headline case: the first ones that a peer was timed on, or the very first
 _MAX_UNMARKED = 2
 
@@ -35,6 +48,9 @@ _LEGEND = """\
 Written by `python -m bench.report` from the JSON lines beside it. Times in µs, medians: *graph* of a replayed CUDA
 graph of many calls, *cold* with the L2 cache overwritten before, *eager* of many calls in a row from Python, *raw* and
 *public* the host's time in one call of `eagle_kernels.raw.X` and `eagle_kernels.X` with all arguments and `out=` given.
+*ratio*: how many times as long the fastest other provider takes as ours, on the same inputs in the same run, with all
+that its caller must do. A row describes the kernel at its commit."""
+_CASES_LEGEND = """\
 Other providers: their graph time from the same run, in brackets as a multiple of ours. *of floor*: graph over floor."""
 
 # the lines of one case in one run, by provider
@@ -103,25 +119,28 @@ def _folders(directory: Path) -> list[Path]:
 
 def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> dict[Path, str]:
     """Returns the whole text of every file that holds tables."""
-    files, headlines, of_apps = {}, [], []
+    files, front = {}, ""
     for folder in _folders(directory):
         sections = [(b, newest_rows(folder / f"{b.op}.jsonl", b.cases)) for b in benchmarks]
         sections = [(benchmark, rows) for benchmark, rows in sections if rows]
+        parts = []
         if sections:
-            headlines.append(_headline_table(sections))
-        parts = [_full_report(sections)] if sections else []
+            if folder.name == README_GPU:
+                front = _front_table(sections)
+            parts += [_LEGEND, "## Headlines", _headline_table(sections)]
         for name, app in APPS.items():
             if (file := folder / f"{name}.jsonl").exists():
-                parts += app.details(file)
-                of_apps += app.headlines(file)
+                parts += app.tables(file)
+        if sections:
+            parts += ["## Every case", _CASES_LEGEND, *_case_tables(sections)]
         if parts:
-            files[folder / "README.md"] = "\n\n".join(parts) + "\n"
+            title = f"# {_machine(sections) if sections else folder.name}"
+            files[folder / "README.md"] = "\n\n".join([title, *parts]) + "\n"
     before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise ValueError(f"{readme} must hold {BEGIN} and, after it, {END}")
-    tables = "\n\n".join(headlines + of_apps) or "No results yet."
-    files[readme] = f"{before}{begin}\n{tables}\n{end}{after}"
+    files[readme] = f"{before}{begin}\n{front or 'No results yet.'}\n{end}{after}"
     return files
 
 
@@ -141,8 +160,8 @@ def newest_rows(file: Path, cases: Iterable[Case]) -> list[tuple[Case, Row]]:
     return [(case, candidates[-1]) for case, candidates in rows if candidates]
 
 
-def _full_report(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> str:
-    parts = [f"# {_machine(sections)}", _LEGEND]
+def _case_tables(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> list[str]:
+    parts = []
     for benchmark, rows in sections:
         others = [name for name in benchmark.all_providers(with_peers=True) if name != OURS]
         others = [name for name in others if any(name in row for _, row in rows)]
@@ -159,25 +178,40 @@ def _full_report(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> st
                 cells += [_time(floor), f"{ours['graph_p50_us'] / floor:.2f}" if floor else "-"]
             cells += [f"{_time(_graph(row, name))} ({_ratio(row, name)})" if name in row else "-" for name in others]
             table.append(cells)
-        heading = f"## {benchmark.op}"
+        heading = f"### {benchmark.op}"
         if has_floor:
             bandwidth, fixed_us = benchmark.floor
             heading += f"\n\nFloor: the bytes at the bandwidth of a large {bandwidth}, and {fixed_us:g} µs."
         parts += [heading, markdown(table)]
-    return "\n\n".join(parts)
+    return parts
+
+
+def _front_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> str:
+    """Returns the table of README_ROWS, as far as they were timed."""
+    found = {(benchmark.op, case.name): row for benchmark, rows in sections for case, row in rows}
+    table = [["op", "case", "ours, µs", "fastest other", "its µs", "ratio"]]
+    for op, case in README_ROWS:
+        if (op, case) in found:
+            row = found[op, case]
+            table.append([f"`{op}`", case, _time(_graph(row, OURS)), *_fastest_other(row)])
+    return f"{_machine(sections)}:\n\n{markdown(table)}"
 
 
 def _headline_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> str:
-    table = [["op", "case", "graph", "raw call", "public call", "fastest other", "its graph", "ratio", "at commit"]]
+    table = [["op", "case", "graph", "raw", "public", "fastest other", "its graph", "ratio", "at commit"]]
     for benchmark, rows in sections:
         for case, row in _headlines(benchmark, rows):
-            # a bare kernel does a part of the work
-            others = [name for name in row if name != OURS and not name.endswith("_bare")]
-            best = min(others, key=lambda name: _graph(row, name), default=None)
             ours = [_time(row[OURS].get(name)) for name in ("graph_p50_us", "host_p50_us", "public_host_p50_us")]
-            theirs = [best, _time(_graph(row, best)), _ratio(row, best)] if best else ["-"] * 3
-            table.append([f"`{benchmark.op}`", case.name, *ours, *theirs, f"`{row[OURS]['commit']}`"])
-    return f"{_machine(sections)}, times in µs:\n\n{markdown(table)}"
+            table.append([f"`{benchmark.op}`", case.name, *ours, *_fastest_other(row), f"`{row[OURS]['commit']}`"])
+    return markdown(table)
+
+
+def _fastest_other(row: Row) -> list[str]:
+    """Returns the cells name, graph time and ratio."""
+    # a bare kernel does a part of the work
+    others = [name for name in row if name != OURS and not name.endswith("_bare")]
+    best = min(others, key=lambda name: _graph(row, name), default=None)
+    return [best, _time(_graph(row, best)), _ratio(row, best)] if best else ["-"] * 3
 
 
 def _headlines(benchmark: Benchmark, rows: list[tuple[Case, Row]]) -> list[tuple[Case, Row]]:

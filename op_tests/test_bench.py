@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
 BENCHMARKS = {benchmark.op: benchmark for benchmark in declared()}
 BUILD_TREE = BENCHMARKS["build_tree"]
 GPU = "Some GPU 80GB"
+README = (report.ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def line(provider, graph_us, *, case="first", op="build_tree", **fields):
@@ -94,6 +95,8 @@ def call_report(folder, monkeypatch, *arguments, cases=("first", "second"), **fi
         **fields,
     )  # fmt: skip
     monkeypatch.setattr(report, "declared", lambda: [benchmark])
+    monkeypatch.setattr(report, "README_GPU", "Some_GPU_80GB")
+    monkeypatch.setattr(report, "README_ROWS", (("build_tree", "first"), ("build_tree", "never timed")))
     where = ["--results", str(folder / "results"), "--readme", str(folder / "README.md")]
     return report.main([*arguments, *where])
 
@@ -103,14 +106,22 @@ def test_tables(folder, monkeypatch):
     write(folder, line("eagle_kernels", 4.0, run="a", **calls), line("torch", 100.0, run="a"))
     write(folder, line("sgl_kernel", 30.0, run="a"), line("sgl_kernel_bare", 2.0, run="a"))
     write(folder, line("eagle_kernels", 10.0, case="second", run="a"), line("torch", 4.5, case="second", run="a"))
+    write(folder, line("eagle_kernels", 77.0, run="a", gpu="Another GPU"))
     assert call_report(folder, monkeypatch, floor=Floor("write", 3.0)) == 0
     readme = (folder / "README.md").read_text()
     assert readme.startswith("before\n") and readme.endswith("after\n")
-    assert "Some GPU 80GB, torch 2.0, triton 3.0, times in µs" in readme
-    # the bare kernel is nobody's equal, and what is no headline is left to the full report
-    assert "| `build_tree` | first | 4.00 | 8.50 | 21.25 | sgl_kernel | 30.00 | 7.5× | `abc` |" in readme
-    assert "second" not in readme
+    assert (
+        "Some GPU 80GB, torch 2.0, triton 3.0:\n\n| op | case | ours, µs | fastest other | its µs | ratio |" in readme
+    )
+    # the bare kernel is nobody's equal, and the README has the declared rows alone
+    assert "| `build_tree` | first | 4.00 | sgl_kernel | 30.00 | 7.5× |" in readme
+    assert "second" not in readme and "never timed" not in readme
+    assert "77.00" not in readme and "77.00" in (folder / "results" / "Another_GPU" / "README.md").read_text()
     full = (folder / "results" / "Some_GPU_80GB" / "README.md").read_text()
+    assert full.startswith("# Some GPU 80GB, torch 2.0, triton 3.0\n")
+    headlines, _, every_case = full.partition("## Every case")
+    assert "| `build_tree` | first | 4.00 | 8.50 | 21.25 | sgl_kernel | 30.00 | 7.5× | `abc` |" in headlines
+    assert "second" not in headlines and "### build_tree" in every_case
     assert "Floor: the bytes at the bandwidth of a large write, and 3 µs." in full
     theirs = "100.0 (25×) | 30.00 (7.5×) | 2.00 (0.50×)"
     assert f"| first | abc | 4.00 | 9.00 | 50.00 | 8.50 | 21.25 | 50.0% | 4.00 | 1.00 | {theirs} |" in full
@@ -130,10 +141,12 @@ def test_steps_of_the_engine(folder, monkeypatch):
     for provider, speed, of_plain in (("plain", 186.1, 1.0), ("chain", 377.8, 2.031)):
         write(folder, step("throughput", "B=1", provider, 5.0, tokens_per_s=speed, of_plain=of_plain))
     assert call_report(folder, monkeypatch) == 0
-    readme = (folder / "README.md").read_text()
-    assert "| plain | B=1 | eagle_kernels | 5.374 | ratio 1 | `abc` |" in readme and "6.000" not in readme
-    assert "| tokens/s (of plain) | plain | chain |" in readme
-    assert "| B=1 | 186 (1.00×) | 378 (2.03×) |" in readme
+    assert "No results yet." in (folder / "README.md").read_text()
+    of_gpu = (folder / "results" / "Some_GPU_80GB" / "README.md").read_text()
+    assert of_gpu.startswith("# Some_GPU_80GB\n\n## The engine, shape of llama\n")
+    assert "| plain | B=1 | eagle_kernels | 5.374 | ratio 1 | `abc` |" in of_gpu and "6.000" not in of_gpu
+    assert "| tokens/s (of plain) | plain | chain |" in of_gpu
+    assert "| B=1 | 186 (1.00×) | 378 (2.03×) |" in of_gpu
 
 
 def test_methods_of_drafting(folder, monkeypatch):
@@ -155,17 +168,16 @@ def test_methods_of_drafting(folder, monkeypatch):
             write(folder, cell | {"commit": commit})
     write(folder, measured("gap", "B=8", "suffix", median_us=9.8, worst_us=14.9))
     assert call_report(folder, monkeypatch) == 0
-    readme = (folder / "README.md").read_text()
-    assert "| code | ngram | 8 | 4.32 | 401 | 4.00× | `abc` |" in readme and readme.count("| code | ngram |") == 1
+    of_gpu = (folder / "results" / "Some_GPU_80GB" / "README.md").read_text()
+    assert "| code | ngram | 8 | 4.32 | 401 | 4.00× | `abc` |" in of_gpu and of_gpu.count("| code | ngram |") == 1
     plain, ngram = "| code | plain | 0 | 1.00 | 100 | 1.00× | `abc` |", "| code | ngram | 8 |"
     assert (
-        0 < readme.index(plain) < readme.index(ngram) < readme.index("| code | naive | 0 | 1.00 | 90 | 0.90× | `abc` |")
+        0 < of_gpu.index(plain) < of_gpu.index(ngram) < of_gpu.index("| code | naive | 0 | 1.00 | 90 | 0.90× | `abc` |")
     )
-    assert "| code, in turns with plain decoding | naive | 0 | 1.00 | 99 | 0.99× | `abc` |" in readme
-    more = (folder / "results" / "Some_GPU_80GB" / "README.md").read_text()
-    assert "| tokens a step, tokens/s | ngram chain | suffix topk=2 |" in more
-    assert "| at commit | `abc`, `def` | `abc` |" in more
-    assert "| 8 nodes | 2.50, 71 | 3.75, 71 |" in more and "| B=8 | suffix | 10 | 15 | `abc` |" in more
+    assert "| code, in turns with plain decoding | naive | 0 | 1.00 | 99 | 0.99× | `abc` |" in of_gpu
+    assert "| tokens a step, tokens/s | ngram chain | suffix topk=2 |" in of_gpu
+    assert "| at commit | `abc`, `def` | `abc` |" in of_gpu
+    assert "| 8 nodes | 2.50, 71 | 3.75, 71 |" in of_gpu and "| B=8 | suffix | 10 | 15 | `abc` |" in of_gpu
 
 
 def test_check_goes_red_when_a_number_is_edited_or_is_new(folder, monkeypatch, capsys):
@@ -189,6 +201,14 @@ def test_a_readme_without_marks_is_refused(folder, monkeypatch):
     (folder / "README.md").write_text(f"before {report.BEGIN}")
     with pytest.raises(ValueError, match="must hold <!-- bench:begin --> and, after it, <!-- bench:end -->"):
         call_report(folder, monkeypatch)
+
+
+def test_the_rows_of_the_readme_are_declared_cases():
+    """A case that was renamed would leave the README in silence."""
+    assert len(report.README_ROWS) == 8
+    for op, case in report.README_ROWS:
+        assert case in {declared_case.name for declared_case in BENCHMARKS[op].cases}, op
+        assert f"| `{op}` | {case} |" in README, "not timed on any GPU"
 
 
 def test_the_tables_of_this_checkout_are_up_to_date():
@@ -561,7 +581,7 @@ def test_steps_of_the_cache_are_kept_beside_a_gpu(tmp_path, monkeypatch, capsys)
             list(map(int, times)), abs=1
         )
         assert line["processor"] and (line["section"], line["responses"], line["commit"]) == ("path", 4, "abc")
-    (table,) = suffix_cache.details(file)
+    (table,) = suffix_cache.tables(file)
     assert "| path | code | eagle_kernels | 4 | " in table and lines[0]["processor"] in table
 
 

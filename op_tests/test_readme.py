@@ -1,8 +1,9 @@
-"""The README: its examples run, its links lead somewhere, and it stays short."""
+"""The pages: the README is short, examples run, commands are those that CI runs, and links lead somewhere."""
 
 from __future__ import annotations
 
 import functools
+import json
 import re
 import subprocess
 import sys
@@ -10,29 +11,127 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from eagle_kernels.ops.registry import FAMILIES
+
+ROOT = Path(__file__).resolve().parent.parent
+OPS = ROOT / "eagle_kernels" / "ops"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = re.findall(r"```bash\n(.*?)\n```", README, re.DOTALL)
 CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+# what a checkout has beside its own folders, such as virtual environments, is left alone
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(page for name in ("bench", "eagle_kernels", "op_tests", "reference") for page in (ROOT / name).rglob("*.md")),
+    ]
+)
+# API pages hold excerpts of docstrings, and some pages of results are generated: neither has examples
+EXAMPLES = {
+    f"{page.relative_to(ROOT)}:{number}": example
+    for page in PAGES
+    if page.name != "API.md"
+    for number, example in enumerate(
+        re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    )
+}
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+
+# runs each example with names of its own, and writes what it printed, or its traceback, as a line of JSON
+RUN = """
+import contextlib, io, json, sys, traceback
+for name, example in json.load(sys.stdin).items():
+    printed, error = io.StringIO(), None
+    with contextlib.redirect_stdout(printed):
+        try:
+            exec(compile(example, name, "exec"), {"__name__": "__main__"})
+        except BaseException:
+            error = traceback.format_exc()
+    print(json.dumps([name, printed.getvalue(), error]), flush=True)
+"""
 
 
 @functools.cache
-def run(example: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True)
+def run_all() -> dict[str, tuple[str, str | None]]:
+    """What each example printed, and its traceback; one process, since most of the time goes into the import."""
+    result = subprocess.run(
+        [sys.executable, "-c", RUN], cwd=ROOT, input=json.dumps(EXAMPLES), capture_output=True, text=True
+    )
+    ran = {name: (printed, error) for name, printed, error in map(json.loads, result.stdout.splitlines())}
+    assert list(ran) == list(EXAMPLES), result.stderr
+    return ran
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_examples_run(example):
-    result = run(example)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout
+def text_of(page: Path) -> str:
+    """The page without fenced blocks and code spans."""
+    text = re.sub(r"^(```|~~~).*?^\1", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"(`+)[^`]+?\1", lambda span: re.sub(r"[\[\]()]", "", span[0]), text)
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+?) *#*$", text_of(page), re.MULTILINE):
+        heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = "".join(c for c in heading if c.isalnum() or c in " _-").replace(" ", "-")
+        count = 0
+        while (name := f"{anchor}-{count}" if count else anchor) in found:
+            count += 1
+        found.add(name)
+    return found
+
+
+def faults(page: Path) -> list[str]:
+    """The links of a page that lead nowhere."""
+    wrong = []
+    for target in LINK.findall(text_of(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and (file.suffix != ".md" or anchor not in anchors(file))):
+            wrong.append(target)
+    return wrong
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= 120
+    assert len(README.encode("utf-8")) <= 9_000
+
+
+def test_examples_run():
+    """Each of them, on the CPU, without a package that is not named beside it."""
+    failed = {name: error for name, (_, error) in run_all().items() if error}
+    assert not failed, "\n\n".join(f"{name}\n{error}" for name, error in failed.items())
+    assert not [name for name, (printed, _) in run_all().items() if not printed], "an example shows what it makes"
+
+
+def test_pages_have_examples():
+    """The README for its users, and each family of ops."""
+    pages = [name.rpartition(":")[0] for name in EXAMPLES]
+    assert pages.count("README.md") >= 2
+    for folder in (*(f"ops/{family}" for family in FAMILIES), "ops", "engine", "tools", "integrations"):
+        assert f"eagle_kernels/{folder}/README.md" in pages
 
 
 def test_the_ops_example_prints_what_its_comments_say():
-    result = run(EXAMPLES[0])
-    assert "[ 1,  3,  5, 11, 21]" in result.stdout
-    assert "[[ 0,  1,  3, -1]]" in result.stdout and "[2]" in result.stdout
+    printed, _ = run_all()["README.md:0"]
+    assert "[ 1,  3,  5, 11, 21]" in printed
+    assert "[[ 0,  1,  3, -1]]" in printed and "[2]" in printed
+
+
+def test_the_family_examples_print_what_their_comments_say():
+    """Where the comment of a line that prints names a list of numbers."""
+    compared = 0
+    for name, example in EXAMPLES.items():
+        if "/ops/" not in name:
+            continue
+        printed = run_all()[name][0]
+        for line in re.findall(r"^print\(.*?\) +# (.+)$", example, re.MULTILINE):
+            for value in re.findall(r"\[[-\d\[\], ]+\]", line):
+                assert value in printed.replace(".", ""), f"{name}: {value}"
+                compared += 1
+    assert compared >= 8
 
 
 def test_ci_runs_the_two_commands_as_they_stand_here():
@@ -46,16 +145,39 @@ def test_ci_runs_the_two_commands_as_they_stand_here():
     assert re.findall(r"pip install -q (\S+)", before) == ["torch==2.13.0"], "versions that the README does not name"
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("http") or (ROOT / target).exists(), f"README.md links to {target}"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    assert faults(page) == []
 
 
-def test_every_op_is_listed():
-    for path in (ROOT / "eagle_kernels" / "ops").glob("*/*.py"):
-        assert path.stem == "__init__" or f"`{path.stem}`" in README
+def test_a_link_that_leads_nowhere_is_seen(tmp_path):
+    (tmp_path / "there.md").write_text("# One `name`, and [a link](there.md)\n## Twice\n## Twice\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[a](there.md#one-name-and-a-link) [b](there.md#twice-1) [c](#here) [d](https://example.org/x)\n# Here\n"
+        "```python\nvalues[0](gone.md)\n```\nand `f[0](gone.md)`\n"
+        "[e](gone.md) [f](there.md#gone) [g](#gone) ![h](gone.svg)\n"
+    )
+    assert faults(page) == ["gone.md", "there.md#gone", "#gone", "gone.svg"]
 
 
-def test_it_is_short():
-    """Its tables have a row for every op; all else is counted."""
-    assert len([line for line in README.splitlines() if not line.startswith("|")]) <= 140
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_op_is_listed_by_its_family(family):
+    """With its reference page, and the four files that an op is."""
+    page = (OPS / family / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[`(\w+)`\]\(API\.md#(\w+)\) \| \S.*\[kernel\]\((\S+?)\.py\) · \[reference\]\((\S+?)\) · "
+                        r"\[test\]\((\S+?)\) · \[benchmark\]\((\S+?)\) \|$", page, re.MULTILINE)  # fmt: skip
+    assert sorted(row[0] for row in listed) == sorted(FAMILIES[family])
+    for op, *links in listed:
+        files = [Path(link).stem for link in links]
+        assert files == [op, op, op, f"test_{op}", f"bench_{op}"]
+
+
+def test_every_folder_with_users_is_on_the_map():
+    """From the package's page a reader comes to each README within it."""
+    page = ROOT / "eagle_kernels" / "README.md"
+    linked = {(page.parent / target.partition("#")[0]).resolve() for target in LINK.findall(text_of(page))}
+    for readme in (ROOT / "eagle_kernels").glob("*/README.md"):
+        assert readme in linked
+    for family in FAMILIES:
+        assert OPS / family / "README.md" in linked

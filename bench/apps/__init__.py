@@ -14,18 +14,17 @@ def _no_tables(file: Path) -> list[str]:
 
 
 class App(NamedTuple):
-    """A command line, and the tables of the file of results that it writes."""
+    """A command line, and the sections that the README of a GPU's results has about the file that it writes."""
 
     main: Callable[..., int]
-    headlines: Callable[[Path], list[str]] = _no_tables  # of the README
-    details: Callable[[Path], list[str]] = _no_tables  # of the README of one GPU's results
+    tables: Callable[[Path], list[str]] = _no_tables
 
 
 # in the order of their tables
 APPS = {
-    "generation": App(generation.main, headlines=generation.headlines),
-    "drafters": App(drafters.main, headlines=drafters.headlines, details=drafters.details),
-    "suffix_cache": App(suffix_cache.main, details=suffix_cache.details),
-    "experiment": App(experiment.main, headlines=experiment.headlines),
+    "generation": App(generation.main, generation.tables),
+    "drafters": App(drafters.main, drafters.tables),
+    "suffix_cache": App(suffix_cache.main, suffix_cache.tables),
+    "experiment": App(experiment.main, experiment.tables),
     "profiling": App(profiling.main),
 }

@@ -170,8 +170,14 @@ def gap(bench: Bench) -> None:
             bench.record("gap", f"B={num_rows}", provider, median_us=gaps[len(gaps) // 2], worst_us=gaps[-1])
 
 
-def headlines(file: Path) -> list[str]:
-    """Returns the README's table: methods of drafting by workload, and naive drafting in turns with plain decoding."""
+def tables(file: Path) -> list[str]:
+    """Returns a section: methods by workload, chains against trees, and what the device waits for."""
+    parts = [*_methods(file), *_trees_and_gaps(file)]
+    return ["## Methods of drafting", *parts] if parts else []
+
+
+def _methods(file: Path) -> list[str]:
+    """Returns the table of methods by workload, and of naive drafting in turns with plain decoding."""
     lines, rows = read_lines(file), []
     for (section, case, provider), line in newest(lines).items():
         if section in ("methods", "naive"):
@@ -188,11 +194,11 @@ def headlines(file: Path) -> list[str]:
     workloads = list(dict.fromkeys(row[0] for row in rows))
     rows.sort(key=lambda row: (workloads.index(row[0]), row[1] != "plain"))
     table = [["workload", "method", "drafts", "tokens a step", "tokens/s", "of plain", "at commit"], *rows]
-    about = f"Methods of drafting on {lines[-1]['gpu']}, shape of {lines[-1]['shape']} (`--app drafters`):"
+    about = f"Shape of {lines[-1]['shape']} (`--app drafters`):"
     return [f"{about}\n\n{markdown(table)}"]
 
 
-def details(file: Path) -> list[str]:
+def _trees_and_gaps(file: Path) -> list[str]:
     """Returns tables of chains against trees, and of what the device waits for."""
     trees: dict[str, dict[str, str]] = {}
     commits: dict[str, list[str]] = {}
@@ -209,8 +215,7 @@ def details(file: Path) -> list[str]:
     lengths += [[case, *(row.get(name, "-") for name in providers)] for case, row in trees.items()]
     if commits:
         lengths.append(["at commit", *(", ".join(dict.fromkeys(commits[name])) for name in providers)])
-    tables = [markdown(table) for table in (lengths, gaps) if len(table) > 1]
-    return ["## Drafters", *tables] if tables else []
+    return [markdown(table) for table in (lengths, gaps) if len(table) > 1]
 
 
 def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:

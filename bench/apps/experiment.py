@@ -59,15 +59,15 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     return 0
 
 
-def headlines(file: Path) -> list[str]:
-    """Returns the README's table: pair, domain and method against K."""
+def tables(file: Path) -> list[str]:
+    """Returns a section with one table: pair, domain and method against K."""
     cells = newest_cells(read_events(file, "cell"))
     table = markdown_table(cells)
     if len(table) == 1:
         return []
     machines = ", ".join(dict.fromkeys(cell["gpu"] for cell in cells))
-    about = f"An experiment on {machines} (`--app experiment`): tokens/s (speed-up over plain decoding, tokens a step)"
-    return [f"{about}:\n\n{markdown(table)}"]
+    about = f"On {machines} (`--app experiment`): tokens/s (speed-up over plain decoding, tokens a step)"
+    return [f"## An experiment\n\n{about}:\n\n{markdown(table)}"]
 
 
 class Runner:

@@ -313,8 +313,8 @@ def _slope_ms(run: Callable[[int], None]) -> float:
     return (times[1] - times[0]) / (long - short)
 
 
-def headlines(file: Path) -> list[str]:
-    """Returns the README's tables, one text for each shape of a model."""
+def tables(file: Path) -> list[str]:
+    """Returns a section for each shape of a model."""
     shapes: dict[str, list[dict]] = {}
     for line in read_lines(file):
         shapes.setdefault(line["shape"], []).append(line)
@@ -336,9 +336,9 @@ def _tables(lines: Sequence[dict]) -> str:
     presets = list(dict.fromkeys(name for row in speeds.values() for name in row))
     throughput = [["tokens/s (of plain)", *presets]]
     throughput += [[case, *(row.get(name, "-") for name in presets)] for case, row in speeds.items()]
-    about = f"The engine on {lines[0]['gpu']}, shape of {lines[0]['shape']}, random weights, simulated acceptance"
-    tables = [markdown(table) for table in (steps, throughput) if len(table) > 1]
-    return "\n\n".join([f"{about} (`--app generation`):", *tables])
+    about = "Random weights, simulated acceptance (`--app generation`):"
+    parts = [markdown(table) for table in (steps, throughput) if len(table) > 1]
+    return "\n\n".join([f"## The engine, shape of {lines[0]['shape']}", about, *parts])
 
 
 def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:

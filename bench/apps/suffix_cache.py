@@ -145,8 +145,8 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     return 0
 
 
-def details(file: Path) -> list[str]:
-    """Returns the table of what suffix decoding costs the host."""
+def tables(file: Path) -> list[str]:
+    """Returns a section with the table of what suffix decoding costs the host."""
     lines = read_lines(file)
     table = [["drafts", "text", "provider", "responses", "p50, µs", "p99, µs", "worst, µs", "at commit"]]
     for (section, case, provider), line in newest(lines).items():

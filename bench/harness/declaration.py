@@ -38,7 +38,7 @@ class Case:
     """One set of sizes.
 
     is_checked: False where the reference is too slow or too large for them.
-    is_headline: one of the few that stand in README.md.
+    is_headline: one of the few at the head of `results/<gpu>/README.md`.
     """
 
     name: str
