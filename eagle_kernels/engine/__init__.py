@@ -1,5 +1,6 @@
 """L3, the application layer: models, KV pool and the speculative step, all on top of the ops."""
 
+from ..ops import generate_token_bitmask
 from .config.eagle_config import EAGLEConfig
 from .inference import EAGLEInference
 from .requests.request import Request, TokenEvent
@@ -14,4 +15,5 @@ __all__ = [
     "Request",
     "SamplingParams",
     "TokenEvent",
+    "generate_token_bitmask",
 ]

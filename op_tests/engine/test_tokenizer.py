@@ -14,7 +14,7 @@ import torch
 from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.models.tokenizer import ByteTokenizer, load_tokenizer
-from eagle_kernels.tools.cli.generate import print_text
+from eagle_kernels.tools.cli.generate import print_texts
 from op_tests.engine.toys import random_llama
 
 TEXTS = ["", "def f(x):\n    return x\n", "naïve — 日本語 🦅", "a\x00b"]
@@ -190,7 +190,7 @@ def test_what_follows_a_prompt_keeps_its_first_space(word_tokenizer, capsys):
     stop = f" w{output_ids[0] - FIRST_WORD}."
     stream = engine.stream_text(prompt, 6, stop=(stop,))
     assert "".join(stream) == "" and stream.output().output_ids == output_ids[:1]
-    print_text(engine.stream(token_ids, 6), word_tokenizer, SimpleNamespace(prompt=prompt, json=False))
+    print_texts(engine.stream([token_ids], 6), word_tokenizer, [prompt], SimpleNamespace(json=False))
     assert capsys.readouterr().out == f"{prompt}{text}\n"
 
 

@@ -45,7 +45,7 @@ def complaint(capsys, *command) -> str:
 def test_prompts_that_are_no_text(capsys, tmp_path):
     """A lone surrogate is what Python makes of an argument that is not UTF-8, and what JSON can hold."""
     rule = r"encode: text must be UTF-8, its character 1 is '\udcff', half of a surrogate pair"
-    assert complaint(capsys, "generate", "a\udcff", "--device", "cpu") == rule
+    assert complaint(capsys, "generate", "a\udcff", "--device", "cpu") == "prompt 0: " + rule
     assert complaint(capsys, "show-tree", "a\udcff", "--device", "cpu") == rule
     (tmp_path / "prompts.json").write_text('["fine", "a\\udcff"]')
     assert complaint(capsys, "benchmark", tmp_path / "prompts.json", "--device", "cpu") == "prompt 1: " + rule
