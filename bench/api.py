@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import eagle_kernels
 from eagle_kernels import engine, ops
@@ -46,7 +47,7 @@ _ENGINE_PARTS = {
          "Angles", "KVShape", "ModelError"),
     ),
 }  # fmt: skip
-# classes that the engine makes; as of protocols, nobody needs to know how they are called
+# classes that the engine makes; their pages show no call, like those of protocols
 _NOT_CALLED = ("TokenStream", "TextStream", "ModelError")
 
 
@@ -117,7 +118,7 @@ def _public_methods(cls: type) -> list[tuple[str, Callable]]:
 def _signature(name: str, value: Callable) -> str:
     if isinstance(value, property):
         return f"```python\n{name}: {value.fget.__annotations__.get('return', 'Any')}\n```"
-    if inspect.isclass(value) and (getattr(value, "_is_protocol", False) or value.__name__ in _NOT_CALLED):
+    if inspect.isclass(value) and (Protocol in value.__bases__ or value.__name__ in _NOT_CALLED):
         if "__call__" not in vars(value):
             return f"```python\nclass {name}\n```"
         value = value.__call__
