@@ -12,8 +12,10 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import eagle_kernels
 from eagle_kernels import engine, ops
@@ -32,6 +34,21 @@ _FAMILY_TITLES = {
     "tree": "Token trees",
     "verify": "Verification",
 }
+# the parts of the engine's page: where their names are imported from, and the names; (): all public ones
+_ENGINE_PARTS = {
+    "The engine": ("eagle_kernels.engine", ()),
+    "What it returns": ("eagle_kernels.engine.serve.stream", ("TokenStream", "TextStream")),
+    "What a benchmark returns": ("eagle_kernels.engine.serve.benchmark", ("BenchmarkResult", "RunStats")),
+    "Model folders": ("eagle_kernels.engine.models.loading", ("load_target", "load_draft", "demo_pair")),
+    "Tokenizers": ("eagle_kernels.engine.models.tokenizer", ("load_tokenizer", "Tokenizer", "Detokenizer")),
+    "Models of your own": (
+        "eagle_kernels.engine.models.protocol",
+        ("TargetModel", "TargetOutput", "DraftModel", "DraftOutput", "DraftModules", "Attend", "StoringAttend",
+         "Angles", "KVShape", "ModelError"),
+    ),
+}  # fmt: skip
+# classes that the engine makes; their pages show no call, like those of protocols
+_NOT_CALLED = ("TokenStream", "TextStream", "ModelError")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,17 +90,20 @@ def _family_page(family: str) -> str:
 
 
 def _engine_page() -> str:
-    entries = []
-    for name in engine.__all__:
-        value = getattr(engine, name)
-        entries.append(f"## {name}\n\n{_signature('eagle_kernels.engine.' + name, value)}\n\n{_markdown(value)}")
-        if inspect.isclass(value):
-            entries += [
-                f"### {name}.{method}\n\n{_signature(f'{name}.{method}', function)}\n\n{_markdown(function)}"
-                for method, function in _public_methods(value)
-            ]
-    links = " · ".join(f"[{name}](#{name.lower()})" for name in engine.__all__)
-    return _page("The engine: API", [links, *entries])
+    links, entries = [], []
+    for title, (module, names) in _ENGINE_PARTS.items():
+        names = names or engine.__all__
+        links.append(f"{title}: " + " · ".join(f"[{name}](#{name.lower()})" for name in names))
+        home = importlib.import_module(module)
+        for name in names:
+            value = getattr(home, name)
+            entries.append(f"## {name}\n\n{_signature(f'{module}.{name}', value)}\n\n{_markdown(value)}")
+            if inspect.isclass(value):
+                entries += [
+                    f"### {name}.{method}\n\n{_signature(f'{name}.{method}', function)}\n\n{_markdown(function)}"
+                    for method, function in _public_methods(value)
+                ]
+    return _page("The engine: API", [*links, *entries])
 
 
 def _page(title: str, parts: Iterable[str]) -> str:
@@ -103,16 +123,23 @@ def _public_methods(cls: type) -> list[tuple[str, Callable]]:
 def _signature(name: str, value: Callable) -> str:
     if isinstance(value, property):
         return f"```python\n{name}: {value.fget.__annotations__.get('return', 'Any')}\n```"
+    if inspect.isclass(value) and (Protocol in value.__bases__ or value.__name__ in _NOT_CALLED):
+        if "__call__" not in vars(value):
+            return f"```python\nclass {name}\n```"
+        value = value.__call__
     try:
         signature = inspect.signature(value)
     except ValueError:  # a NamedTuple's __new__ tells nothing on some versions of Python
         return f"```python\n{name}\n```"
     parameters, is_keyword_only = [], False
     for parameter in signature.parameters.values():
+        if parameter.name.startswith("_"):
+            continue
         if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword_only:
-            is_keyword_only = True
             parameters.append("*")
-        parameters.append(re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", str(parameter).replace("'", "")))
+        is_keyword_only |= parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
+        text = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", str(parameter)).replace("'", "")
+        parameters.append(re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", text))
     returned = signature.return_annotation
     arrow = "" if returned is inspect.Signature.empty else f" -> {returned}".replace("'", "")
     lines = "".join(f"    {parameter},\n" for parameter in parameters)
@@ -125,7 +152,7 @@ def _markdown(value) -> str:
     parts = re.split(r"^([A-Z][a-z]+):\n(?=    )", text, flags=re.MULTILINE)
     written = [_prose(parts[0])]
     for head, body in zip(parts[1::2], parts[2::2]):
-        body = inspect.cleandoc(body)
+        body = textwrap.dedent(body).strip()
         if head == "Example":
             written.append(f"**Example**\n\n```python\n{body}\n```")
         elif head in _LISTS:
@@ -137,7 +164,8 @@ def _markdown(value) -> str:
 
 def _entries(body: str) -> str:
     """Returns the entries `name: text` as list items; what else stands there stays as it is."""
-    item = re.compile(r'^( *)([\w"*][\w, ."*`]*?): ')
+    # an indented name is in quotes; without them it would be a sentence with a colon in it
+    item = re.compile(r'^(    (?=")|(?=[\w"*]))([\w, ."*`]+?): ')
     lines = []
     for line in body.splitlines():
         match = item.match(line)

@@ -46,16 +46,19 @@ class EAGLEInference:
     On the CPU a step uses only as many of PyTorch's threads as the target has work for, and then restores their number.
 
     Args:
-        draft_model: An EAGLE head or any `DraftModel`, later `draft`. A plain language model (`TargetModel`) drafts
-            without features of the target. None is for methods that draft without a model.
-        target_model: Any `TargetModel` (`engine/models/protocol.py`), later `target`.
+        draft_model: An EAGLE head or any `DraftModel`. A plain language model (`TargetModel`) drafts without features
+            of the target. None is for methods that draft without a model.
+        target_model: Any `TargetModel` (`engine/models/protocol.py`).
         config: The tree, sampling and limits; None: `EAGLEConfig()`.
         device: Where both models already are; None: the target's device.
         tokenizer: The target's, for stop strings, `stream_text` and the property `tokenizer`.
 
+    Attributes:
+        target, draft, config, device: Those in use. `draft` may be a wrapper of the given model, or None.
+
     Raises:
-        ValueError: In all methods: an argument breaks its rule, or one contradicts another; the message names them.
-        RuntimeError: In a method that needs an empty batch: requests are in it.
+        ValueError: An argument breaks its rule or contradicts another, in any method; the message names it.
+        RuntimeError: A method needs an empty batch, and requests have not ended.
 
     Example:
         >>> from eagle_kernels.engine.models.loading import demo_pair
@@ -106,8 +109,7 @@ class EAGLEInference:
             draft: The folder of an EAGLE head; the target's own folder, if that holds next-token modules; or, with
                 method="draft_model", a language model with the target's tokenizer. None is for methods without a model.
             target: The target's folder, which also has the end tokens and, if there is one, the tokenizer.
-            config: As for the class.
-            device: None: the GPU where there is one, else the CPU.
+            config, device: As for the class, but device=None is the GPU where there is one, else the CPU.
             dtype: The type of the weights; None: float32.
             check_weights: Whether NaN and infinite weights are refused by name, by one pass over them on the device.
         """
@@ -144,11 +146,11 @@ class EAGLEInference:
             input_ids: One prompt, [L] token ids, or several: lists of any lengths, or a tensor or array [B, L].
             max_new_tokens: A request ends after its first end token or stop string, or with exactly this many tokens.
             seeds: One for all prompts or one for each; None: fresh ones from torch's generator, see `stats.seeds`.
-            speculative: False decodes plainly, in the same code and pool.
+            speculative: False decodes plainly, with the same code and pools.
             overrides: Fields of `EAGLEConfig` and `SamplingParams` for this call, such as temperature=0.8.
 
         Returns:
-            `output_ids, stats`: the new tokens, as one list for one prompt and a list of lists for several; and counts.
+            The new tokens (one list for one prompt, a list of lists for several) and the statistics of the call.
 
         Example:
             >>> prompt = engine.tokenizer.encode("import os\\n\\ndef walk(")  # the engine of the class's example
@@ -294,7 +296,7 @@ class EAGLEInference:
         """Compiles and captures what requests like `params` will need; afterwards no step of theirs compiles anything.
 
         Args:
-            params: Kinds of requests, which may later come in any mixture. None given: greedy, sampled, and sampled
+            params: Kinds of requests, which may later come in any mixture. Without any: greedy, sampled, and sampled
                 with filters, each with and without logprobs, as far as `verify_strategy` serves them. Penalties need
                 params that have them. `warmup(SamplingParams())` is for greedy requests alone: a sixth of the graphs.
             speculative, overrides: As for `generate`. Overrides that name sampling prepare for such calls alone.

@@ -7,6 +7,7 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.causal_draft import CausalDraft
+from eagle_kernels.engine.models.tokenizer import ByteTokenizer
 from op_tests.engine.toys import ToyModel, plain_logits, random_llama
 
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [4]]
@@ -26,6 +27,29 @@ def target():
 def stranger():
     """A draft that has nothing to do with the target."""
     return random_llama(hidden_size=16, num_layers=1, seed=1, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_an_engine_and_its_output_are_shown_in_one_line(target, stranger):
+    engine = EAGLEInference(stranger, target, EAGLEConfig(topk=3, num_steps=2))
+    tree = "topk=3, num_steps=2, num_verify_tokens=13, temperature=0.0"
+    device = f"device={target.device}"
+    assert repr(engine) == f"EAGLEInference(target=Decoder, draft=CausalDraft, method=None, {tree}, {device})"
+    output = engine.generate(PROMPTS, 6)
+    mean = output.stats.mean_accept_length
+    shown = f"GenerationOutput(num_requests=3, generated_tokens=18, mean_accept_length={mean:.2f})"
+    assert repr(output) == shown and repr(engine.generate(PROMPTS[0], 6)).startswith(
+        "GenerationOutput(num_requests=1, "
+    )
+    alone = EAGLEInference(None, target, EAGLEConfig(method="ngram"))
+    assert "draft=None, method='ngram', " in repr(alone)
+
+
+def test_an_engine_without_a_tokenizer_says_so(target):
+    engine = EAGLEInference(None, target, EAGLEConfig(method="ngram"))
+    with pytest.raises(ValueError, match="^EAGLEInference: .* needs the tokenizer of the target: it was not given$"):
+        engine.tokenizer.encode("a")
+    tokenizer = ByteTokenizer()
+    assert EAGLEInference(None, target, EAGLEConfig(method="ngram"), tokenizer=tokenizer).tokenizer is tokenizer
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)

@@ -231,5 +231,7 @@ def test_text_says_why_there_is_no_tokenizer(tmp_path):
     path = re.escape(str(tmp_path / "target" / "tokenizer.json"))
     with pytest.raises(ValueError, match=f"stream_text needs the tokenizer of the target: {path} cannot be read: "):
         engine.stream_text("a")
+    with pytest.raises(ValueError, match=f"needs the tokenizer of the target: {path} cannot be read: "):
+        engine.tokenizer.encode("a")
     with pytest.raises(ValueError, match=f"stop strings need the tokenizer of the target: {path} cannot be read: "):
         engine.submit([1], SamplingParams(stop=("a",)))

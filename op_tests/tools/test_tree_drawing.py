@@ -62,6 +62,13 @@ def test_a_known_tree_as_text():
     assert tree_text(known_tree()) == KNOWN
 
 
+def test_a_known_tree_in_a_notebook():
+    tree = known_tree()
+    assert repr(tree) == "VerifiedTree(step 2 after 'def f': 1 of 5 drafts accepted, 2 tokens)"
+    assert tree._repr_svg_() == trees_svg([tree])
+    ElementTree.fromstring(tree._repr_svg_())
+
+
 KNOWN_IN_ASCII = """\
 step 2 after 'def f': 1 of 5 drafts accepted, 2 tokens
                  draft    path  target

@@ -22,7 +22,7 @@ _SMALLER_TREES = ((1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16))
 
 @dataclass(frozen=True)
 class EAGLEConfig(DraftingOptions):
-    """Holds the drafting tree, the source of drafts, sampling and limits; a wrong value raises ValueError by its rule.
+    """Holds the tree, the source of drafts, sampling and limits. A value that breaks its rule raises ValueError.
 
     The tree of a step (EAGLE-2) has `num_steps` levels. A level keeps its best `topk` nodes, and `topk` children of
     each are drafted, which makes topk + (num_steps - 1) * topk^2 candidates. The target verifies the root, which is the
@@ -53,17 +53,17 @@ class EAGLEConfig(DraftingOptions):
         cuda_graph: Whether steps are captured as CUDA graphs. None: on a GPU, if the mask's layout and the models allow
             it. The CPU has no graphs: there True only refuses models that could not be captured on a GPU.
         phase_times: Whether some steps are timed by phase: draft, verify, sample, bookkeeping (`stats.phase_time_ms`).
-            The events for it are in all steps. False: no events, no step is waited for, and the times are {}.
-        method: Where drafts come from. Trees of "ngram" and "suffix" have at most topk * num_steps drafts; topk=1
-            makes them chains (for "suffix" if it is 1 in all trees of an adaptive table).
+            Their events are part of all steps. False: no events, no step is waited for, and the times are {}.
+        method: Where drafts come from: one of these, or a tuple of several. Then each request chooses one
+            (`SamplingParams.drafter`), their trees have one size, and each method drafts for all requests of a step.
+            Trees of "ngram" and "suffix" have at most topk * num_steps drafts, and topk=1 makes them chains ("suffix":
+            if it is 1 in all trees of an adaptive table).
             "eagle", "mtp", "draft_model": The draft model, of this kind; None: of any kind. If it has several
                 next-token modules, each drafts one level: topk must be 1, and num_steps at most their number.
             "ngram": What followed the last tokens earlier in the prompt or output.
             "suffix": What followed the last tokens most often, there and in past responses.
             "hybrid": The draft model, with "ngram" after or beside it, or before it if max_ngram_size tokens match.
             "naive": No drafts; the fields of the tree mean nothing.
-            Several, as a tuple: Each request chooses one (`SamplingParams.drafter`). Their trees have one size, and
-                in every step each method drafts for all requests.
         num_model_steps: For "hybrid": the levels that the model drafts, with topk nodes each.
         max_ngram_size, min_ngram_size: For "ngram" and "hybrid": how many of the last tokens must have occurred
             together before, at most and at least; the longest match comes first.
@@ -127,7 +127,7 @@ class EAGLEConfig(DraftingOptions):
 
     @classmethod
     def naive_eagle(cls, **others: Any) -> EAGLEConfig:
-        """Returns one draft a step, the head's best: cheap to verify, even in large batches; `others` are fields."""
+        """Returns one draft a step, the head's best: cheap to verify, even in large batches; `others`: fields."""
         return cls(topk=1, num_steps=1, num_draft_tokens=2, **others)
 
     @classmethod
@@ -139,7 +139,7 @@ class EAGLEConfig(DraftingOptions):
 
     @classmethod
     def tree(cls, topk: int = 8, num_steps: int = 5, num_draft_tokens: int = 64, **others: Any) -> EAGLEConfig:
-        """Returns a tree of `num_draft_tokens` nodes, root included; `topk`, `num_steps` and `others` are fields."""
+        """Returns a tree of `num_draft_tokens` nodes, root included; `topk`, `num_steps`, `others`: as in the class."""
         return cls(topk=topk, num_steps=num_steps, num_draft_tokens=num_draft_tokens, **others)
 
     @classmethod

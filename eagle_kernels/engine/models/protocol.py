@@ -69,11 +69,11 @@ class StoringAttend(Attend, Protocol):
     """Adds to `Attend` the method that a draft model's `store` calls."""
 
     def store(self, layer: int, key: Tensor, value: Tensor, *, angles: Angles | None = None) -> None:
-        """Writes the keys and values as a call does, without attending to anything."""
+        """Writes `key` and `value` as a call with `layer` and `angles` does, without attending to anything."""
 
 
 class KVShape(NamedTuple):
-    """Holds the sizes of a KV cache, whose token has `num_layers` × 2 × `num_kv_heads` × `head_dim` numbers."""
+    """Holds the sizes of a KV cache: a token takes `num_layers` × 2 × `num_kv_heads` × `head_dim` numbers."""
 
     num_layers: int
     num_kv_heads: int
@@ -107,15 +107,15 @@ class DraftOutput(NamedTuple):
 class TargetModel(Protocol):
     """Computes the distribution of the text, which speculation does not change.
 
+    A draft head without an embedding calls `get_input_embeddings() -> nn.Embedding`, and one without an output
+    `get_output_embeddings() -> nn.Linear` (Hugging Face's names); other drafts need neither. A model whose forward
+    waits for the device sets `can_be_captured = False`; its steps are not captured as CUDA graphs.
+
     Attributes:
         vocab_size, hidden_size: V and H.
         max_length: Positions that the model was made for; the engine never exceeds them.
         kv_shape: Sizes of the KV pool.
         device, dtype: Those of the weights.
-
-    A draft head without an embedding calls `get_input_embeddings() -> nn.Embedding`, and one without an output
-    `get_output_embeddings() -> nn.Linear` (Hugging Face's names); other drafts need neither. A model whose forward
-    waits for the device sets `can_be_captured = False`; its steps are not captured as CUDA graphs.
     """
 
     vocab_size: int

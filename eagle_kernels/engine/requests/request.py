@@ -14,7 +14,7 @@ class TokenEvent(NamedTuple):
     """Holds one new token of a request.
 
     Attributes:
-        request: `Request.id`.
+        request: The `id` of its request.
         token_id: The token.
         is_draft: Whether an accepted draft had guessed it.
         logprob: Its log-probability, if `SamplingParams.logprobs` asks for it.
@@ -33,7 +33,7 @@ class Request:
     Attributes:
         id: Its number among the submitted requests of an engine; in a stream, the index of its prompt.
         prompt: [L] token ids.
-        params: What `submit` was given.
+        params: Sampling and ends, as asked for.
         seed: The seed in use.
         end_token_ids: The tokens that end it, of configuration and params.
         output_ids: The new tokens so far.
@@ -108,7 +108,7 @@ class Request:
             del error
 
     def push(self, tokens: list[int], accepted: int, logprobs: list[float] | None) -> None:
-        """Adds the tokens of a step, `accepted` drafts and one of the target, until the request ends."""
+        """Adds a step's `tokens`, `accepted` drafts and one of the target, with `logprobs`, until the request ends."""
         events = []
         for index, token in enumerate(tokens):
             self.output_ids.append(token)

@@ -18,7 +18,7 @@ _FINITE: Rule = ("be a finite int or float", lambda value: is_number(value) and 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(Validated):
-    """Holds the sampling of one request, and what ends it; a wrong value raises ValueError by its rule.
+    """Holds the sampling of one request, and what ends it. A value that breaks its rule raises ValueError.
 
     Args:
         temperature: 0 decodes greedily.

@@ -28,7 +28,7 @@ class RunStats:
 
     Attributes:
         tokens: New tokens of all requests.
-        tokens_per_second: The same per second of the whole time, prompts included.
+        tokens_per_second: New tokens per second of the whole time, prompts included.
         decode_tokens_per_second: Tokens after the first of each request, per second after the prompts.
         mean_accept_length: Mean tokens of a request's step, bonus token included.
         accepted_per_depth: [num_steps]. Share of the steps in which the draft at depth 1, 2, ... was accepted.
@@ -83,7 +83,7 @@ class BenchmarkResult:
         return asdict(self) | {"speedup": self.speedup}
 
     def to_json(self) -> str:
-        """Returns the same as text."""
+        """Returns `to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     def rows(self) -> list[tuple[str, str]]:

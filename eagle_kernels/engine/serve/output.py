@@ -29,7 +29,7 @@ class GenerationStats:
         finish_reasons: One for each request, as in `Request`.
         prefill_time_s, decode_time_s: Wall time until the prompts were read, and of the steps after that.
         phase_time_ms: Device time of draft, verify, sample and bookkeeping.
-        plain_step_ms: Measured time of a step of plain decoding with as many requests; None if none was measured.
+        plain_step_ms: Measured time of a plain decoding step with as many requests; None if there was none.
     """
 
     num_requests: int
@@ -72,7 +72,7 @@ class GenerationStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all requests, without the first ones, for each second after the prefill, which brings those."""
+        """Tokens of all requests per second after the prefill, without their first ones, which the prefill brings."""
         decoded = self.generated_tokens - self.num_requests
         return decoded / self.decode_time_s if self.decode_time_s else 0.0
 

@@ -44,6 +44,19 @@ def noted(call, results: list):
     return noting
 
 
+def test_streams_and_requests_are_shown_in_one_line(target, draft):
+    engine = make(draft, target)
+    stream = engine.stream([prompt_of(1), prompt_of(2)], 5)
+    assert repr(stream) == "TokenStream(0 tokens, 0 of 2 requests finished)"
+    for _ in stream:
+        pass
+    assert repr(stream) == "TokenStream(10 tokens, 2 of 2 requests finished)"
+    request = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=4))
+    assert repr(request) == "Request(id=0, 3 prompt tokens, 0 new tokens, finish_reason=None)"
+    engine.collect()
+    assert repr(request) == "Request(id=0, 3 prompt tokens, 4 new tokens, finish_reason='length')"
+
+
 def test_a_stream_that_is_given_up(target, draft, lag):
     engine = make(draft, target)
     stream = engine.stream([prompt_of(1), prompt_of(2)], 30)
