@@ -227,7 +227,7 @@ def families_apart(house: House) -> Iterator[str]:
             target, name = house.target(imported)
             other = family(target)
             where = f"{file.path}:{imported.line}"
-            if own and target == "eagle_kernels.ops":
+            if own and target in ("eagle_kernels.ops", "eagle_kernels.ops.operators"):
                 yield f"{where} imports the public functions, of which an op file must not know"
             elif own and other and other != own:
                 yield f"{where} imports {target}, which belongs to the family {other}"
