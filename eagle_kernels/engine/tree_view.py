@@ -1,14 +1,10 @@
-"""Deprecated since 0.2, will be removed in 0.3: use `eagle_kernels.tools.trees.view`."""
-
-from __future__ import annotations
+"""Deprecated since 0.2, and removed in 0.3: `eagle_kernels.tools.trees.view` has these names."""
 
 import warnings
 from importlib import import_module
-from typing import Any
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     value = getattr(import_module("eagle_kernels.tools.trees.view"), name)
-    text = "eagle_kernels.engine.tree_view is now eagle_kernels.tools.trees.view, and goes in 0.3"
-    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    warnings.warn(f"{__name__}: use eagle_kernels.tools.trees.view, this goes in 0.3", DeprecationWarning, stacklevel=2)
     return value
