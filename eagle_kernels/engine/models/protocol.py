@@ -123,7 +123,7 @@ class TargetModel(Protocol):
     max_length: int
     kv_shape: KVShape
 
-    @property  # as the next one: the engine only reads it
+    @property  # or an attribute, as all of these
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype: ...
@@ -174,7 +174,7 @@ class DraftModel(Protocol):
     kv_shape: KVShape
     token_shift: int
 
-    @property  # as the next one: the engine only reads it
+    @property  # or an attribute, as all of these
     def aux_layers(self) -> tuple[int, ...]: ...
     @property
     def draft_to_target(self) -> Tensor | None: ...
