@@ -93,12 +93,7 @@ class TargetOutput(NamedTuple):
 
 
 class DraftOutput(NamedTuple):
-    """Holds what a draft model returns.
-
-    Attributes:
-        logits: [B, T, Vd].
-        hidden: [B, T, H]. The children of these rows receive it as `hidden`.
-    """
+    """Holds `logits` [B, T, Vd], and `hidden` [B, T, H], which the children of these rows receive as `hidden`."""
 
     logits: Tensor
     hidden: Tensor
