@@ -37,9 +37,9 @@ from .step.stepper import Verified
 class EAGLEInference:
     """Generates the text of a target model faster: a draft proposes token trees, and the target verifies them.
 
-    The text is the target's own. At temperature 0 it has the tokens of plain decoding. Sampled text is drawn with the
-    noise of plain decoding, so one seed gives one text, with and without speculation, wherever the target's logits do
-    not depend on how many rows are computed together (fp32 in practice; in bf16 a near-tie may part the two texts).
+    The text is the target's own, unless `verify_strategy` is a lossy one. At temperature 0 it has the tokens of plain
+    decoding. Sampled text is drawn with the noise of plain decoding, so one seed gives one text, with and without
+    drafts, if logits do not depend on how many rows are computed together (fp32 in practice; bf16 may part near-ties).
 
     An engine is used in three ways: `generate` returns the whole text; `stream` yields it token by token; and `submit`,
     `step` and `collect` serve requests that join and leave between steps. All share one batch and one pool of pages.

@@ -24,12 +24,11 @@ from eagle_kernels.engine.serve.stream import TextStream, TokenStream
 PROTOCOLS = ("Angles", "Attend", "StoringAttend", "KVShape", "TargetOutput", "DraftOutput", "TargetModel", "DraftModel",
              "DraftModules")  # fmt: skip
 CLASSES = [
-    *(getattr(engine, name) for name in engine.__all__), TokenStream, TextStream, BenchmarkResult, RunStats,
+    *filter(inspect.isclass, (getattr(engine, name) for name in engine.__all__)),
+    *(TokenStream, TextStream, BenchmarkResult, RunStats),
     *(getattr(protocol, name) for name in PROTOCOLS),
-]  # fmt: skip
+]
 FUNCTIONS = [load_target, load_draft, demo_pair, load_tokenizer, eagle_kernels.generate_token_bitmask]
-# made by the engine alone, from its own parts
-MADE_BY_ENGINE = (TokenStream, TextStream)
 HAVE_EXAMPLES = ("EAGLEInference", "generate", "stream", "submit")
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Example")
 

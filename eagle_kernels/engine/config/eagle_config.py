@@ -52,27 +52,27 @@ class EAGLEConfig(DraftingOptions):
             smaller ones, and takes the one with the most tokens a second. None: always this tree.
         cuda_graph: Whether steps are captured as CUDA graphs. None: on a GPU, if the mask's layout and the models allow
             it. The CPU has no graphs: there True only refuses models that could not be captured on a GPU.
-        phase_times: Whether some steps are timed by phase: draft, verify, sample, bookkeeping (`stats.phase_time_ms`).
-            Their events are part of all steps. False: no events, no step is waited for, and the times are {}.
+        phase_times: Whether draft, verify, sample and bookkeeping of some steps are timed (`stats.phase_time_ms`), by
+            events in all steps. False: there are no events, no step is waited for, and the times are {}.
         method: Where drafts come from: one of these, or a tuple of several. Then each request chooses one
             (`SamplingParams.drafter`), their trees have one size, and each method drafts for all requests of a step.
             Trees of "ngram" and "suffix" have at most topk * num_steps drafts, and topk=1 makes them chains ("suffix":
             if it is 1 in all trees of an adaptive table).
-            "eagle", "mtp", "draft_model": The draft model, of this kind; None: of any kind. If it has several
+            "eagle", "mtp", "draft_model": The draft model, which must be of this kind; None: any kind. With several
                 next-token modules, each drafts one level: topk must be 1, and num_steps at most their number.
             "ngram": What followed the last tokens earlier in the prompt or output.
             "suffix": What followed the last tokens most often, there and in past responses.
-            "hybrid": The draft model, with "ngram" after or beside it, or before it if max_ngram_size tokens match.
+            "hybrid": The draft model, and "ngram" after or beside it, or first if max_ngram_size tokens match.
             "naive": No drafts; the fields of the tree mean nothing.
         num_model_steps: For "hybrid": the levels that the model drafts, with topk nodes each.
         max_ngram_size, min_ngram_size: For "ngram" and "hybrid": how many of the last tokens must have occurred
             together before, at most and at least; the longest match comes first.
         ngram_prefer: Which of equally long matches comes first, "latest" or "earliest". The first topk make the tree.
         suffix_decoding_max_tree_depth: Longest string in the suffix trees, context and drafts together.
-        suffix_decoding_max_cached_requests: Responses that are remembered, the latest ones. -1: all; 0: none.
+        suffix_decoding_max_cached_requests: How many of the latest responses are remembered. -1: all; 0: none.
         suffix_decoding_max_spec_factor: Most drafts of a step, as a multiple of the length of the longest match. On a
             GPU the host learns of tokens late; the length is then that of the last match it knew plus the tokens since.
-        suffix_decoding_min_token_prob: Lowest probability of a draft, as counted in the suffix trees.
+        suffix_decoding_min_token_prob: Lowest probability of a draft, from the counts in the suffix trees.
         verify_strategy: The rule by which drafts are kept.
             "target_match": Draws the target's token after each node as plain decoding does; keeps drafts equal to it.
             "greedy": The same, for requests of temperature 0 only.
@@ -87,8 +87,8 @@ class EAGLEConfig(DraftingOptions):
         accept_policy: "normal". For timing, "accept_all", "reject_all" and "simulate" replace the target's tokens, so
             that the path of first children is accepted whole, not at all, or to a random depth. The text is then not
             the target's, and may hold end tokens: with eos_token_ids=() every request reaches its full length.
-        simulated_accept_length: Makes accept_policy "simulate": mean tokens of a step, bonus token included.
-        simulated_accept_rates: The same by depth: P(at least 1, 2, .. num_steps drafts accepted), not increasing. A
+        simulated_accept_length: Turns "simulate" on: the mean tokens of a step, bonus token included.
+        simulated_accept_rates: The alternative to it: P(at least 1, 2, .. num_steps drafts accepted), not increasing. A
             step ends where the path of first children ends, so trees may accept less; chains (topk=1) do not.
     """
 
@@ -127,7 +127,7 @@ class EAGLEConfig(DraftingOptions):
 
     @classmethod
     def naive_eagle(cls, **others: Any) -> EAGLEConfig:
-        """Returns one draft a step, the head's best: cheap to verify, even in large batches; `others`: fields."""
+        """Returns one draft a step, the head's best, which pays even in large batches; `others` are further fields."""
         return cls(topk=1, num_steps=1, num_draft_tokens=2, **others)
 
     @classmethod

@@ -93,12 +93,7 @@ class TargetOutput(NamedTuple):
 
 
 class DraftOutput(NamedTuple):
-    """Holds what a draft model returns.
-
-    Attributes:
-        logits: [B, T, Vd].
-        hidden: [B, T, H]. The children of these rows receive it as `hidden`.
-    """
+    """Holds `logits` [B, T, Vd], and `hidden` [B, T, H], which the children of these rows receive as `hidden`."""
 
     logits: Tensor
     hidden: Tensor
@@ -123,7 +118,7 @@ class TargetModel(Protocol):
     max_length: int
     kv_shape: KVShape
 
-    @property  # as the next one: the engine only reads it
+    @property  # or an attribute, as all of these
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype: ...
@@ -174,7 +169,7 @@ class DraftModel(Protocol):
     kv_shape: KVShape
     token_shift: int
 
-    @property  # as the next one: the engine only reads it
+    @property  # or an attribute, as all of these
     def aux_layers(self) -> tuple[int, ...]: ...
     @property
     def draft_to_target(self) -> Tensor | None: ...
