@@ -3,9 +3,10 @@
 `results/<gpu>/README.md` holds the headline cases, what the apps of `bench/apps` have measured (each makes its own
 tables), and every case; README.md, between its two marks, the rows of `README_ROWS` on one GPU. A row comes from one
 run: the newest in which our provider was timed on that case. Nobody types a number.
-Where matplotlib is installed, `results/<gpu>/report.html` shows them too, with pictures, which `figures/` holds as PNG
-and SVG: of an experiment, of throughput, of kernels; `--check` leaves them alone, they differ with its version.
-`--experiment FILE --output DIR` makes nothing but the page and the pictures of one experiment.
+`results/<gpu>/report.html` shows them too, with pictures, which `figures/` holds as PNG and SVG: of an experiment, of
+throughput, of kernels; `--check` leaves them alone, they differ with matplotlib's version. Without matplotlib a page
+that is there stays, and a new one has no pictures. `--experiment FILE --output DIR` makes nothing but the page and the
+pictures of one experiment.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from .harness.markdown import markdown
 from .lab.gallery import is_drawable
 from .lab.log import read_events, read_lines
 from .lab.records import newest_cells
-from .lab.report import FIGURES, write_page
-from .pictures import MissingMatplotlib
+from .lab.report import PAGE, write_page
+from .pictures import MissingMatplotlib, matplotlib_for
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -88,8 +89,8 @@ def _report_experiment(file: Path, output: Path) -> int:
         cells = newest_cells(read_events(file, "cell"))
         if not cells:
             raise ValueError(f"{file} holds no cell of an experiment")
-        print(f"wrote {write_page(output, cells)} and {output / FIGURES}")
-    except (ValueError, OSError, MissingMatplotlib) as error:
+        print(write_page(output, cells))
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -106,11 +107,13 @@ def _write_pages(directory: Path, benchmarks: Sequence[Benchmark]) -> None:
             for _, row in newest_rows(folder / f"{benchmark.op}.jsonl", benchmark.cases)
         ]
         if is_drawable(cells, steps, kernels):
-            try:
-                print(f"wrote {write_page(folder, cells, steps, kernels)} and {folder / FIGURES}")
-            except MissingMatplotlib as error:
-                print(f"no page and no pictures: {error}")
-                return
+            if (folder / PAGE).exists():
+                try:
+                    matplotlib_for("bench.report")
+                except MissingMatplotlib as error:  # its pictures would be lost
+                    print(f"left {folder / PAGE} as it is: {error}")
+                    continue
+            print(write_page(folder, cells, steps, kernels))
 
 
 def _folders(directory: Path) -> list[Path]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PHASES = ("draft", "verify", "sample", "bookkeeping")
 OUTSIDE = "outside of these"
-_ROW, _PANEL, _TITLE, _FOOT = 0.26, 1.5, 0.68, 0.45  # inches
+_ROW, _PANEL, _TITLE, _FOOT = 0.26, 1.5, 0.76, 0.45  # inches
 Cells = Sequence[dict[str, Any]]
 
 
@@ -61,7 +61,7 @@ def speedup_map(cells: Cells, title: str) -> Figure:
     axes.invert_yaxis()
     axes.grid(False)
     axes.tick_params(length=0)
-    axes.set_xlabel("K, drafts one behind another")
+    axes.set_xlabel("K, tokens drafted ahead")
     return figure
 
 
@@ -85,7 +85,7 @@ def acceptance(cells: Cells, title: str) -> Figure:
         axes.set_ylabel("share of steps")
         axes.set_title(f"{method} K={depth}", loc="left", pad=3)
         axes.locator_params(axis="x", integer=True)
-    panels[-1].set_xlabel("depth of the draft, tokens behind the root")
+    panels[-1].set_xlabel("depth: which drafted token, 1 is the first")
     _legend(figure, panels)
     return figure
 
@@ -164,7 +164,7 @@ def throughput(curves: Curves, title: str) -> Figure:
     axes.minorticks_off()
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(_units)
-    axes.set_xlabel("requests of a batch")
+    axes.set_xlabel("requests in a batch")
     axes.set_ylabel("tokens/s")
     _legend(figure, [axes], columns=2)
     return figure

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..pictures import matplotlib_for, svg_text, write_png
-from . import figures
-from .records import PLAIN, Setting, by_setting, cell_curves, method_of, preset_curves
+from . import alternatives, figures
+from .records import PLAIN, Setting, by_setting, cell_curves, method_of, preset_curves, prompts_text
 
 # settings that get pictures of their own; of more there are tables
 MAX_SETTINGS = 3
 
 
 class Picture(NamedTuple):
-    """name: of its files; what: was measured; about: what a filter of the page compares with, {} where it is of all."""
+    """name: of its files; what: was measured; about: what a filter of the page compares with, {} where it is of all;
+    words: what it shows, for those who do not see it."""
 
     name: str
     title: str
@@ -24,32 +25,36 @@ class Picture(NamedTuple):
     caption: str
     about: dict[str, str]
     svg: str
+    words: str = ""
 
 
 _OF_A_SETTING = (
     (
         figures.speedup_map,
         "Speed-up over plain decoding",
-        "Tokens/s over those of plain decoding in the same process. Blue: faster, vermilion: slower.",
+        "How many times faster than plain decoding, measured in the same run. Blue is faster, orange is slower.",
     ),
     (
         figures.acceptance,
         "Acceptance by domain and depth",
-        "Share of the steps in which the draft at a depth was accepted, at the largest K of each method.",
+        "How often the first, second, third … drafted token is accepted, at the largest K of each method. A flat line "
+        "means that long drafts pay off.",
     ),
     (
         figures.latency,
         "Time before a token",
-        "Cumulative, at the K of each method that is fastest in the mean of the domains. Tokens that a round brings at "
-        "once share its time. Cut off at the largest p99.",
+        "Share of the tokens that arrive within the time below; further left is better. Each method stands for the K "
+        "that is fastest on average. Tokens that arrive together share their time; the slowest 1% are cut off.",
     ),
     (
         figures.breakdown,
         "Time of a step",
-        "Device time of its phases, mean of the domains. Outside of these: the rest of its wall time.",
+        "GPU time of each phase, averaged over the domains. “Outside of these” is the rest of the wall-clock time.",
     ),
 )
-_CROSSING = "A ring marks where plain decoding overtakes: between two batches both are straight lines on these axes."
+_CROSSING = (
+    "A ring marks the batch size from which plain decoding is faster (interpolated between two measured batches)."
+)
 
 
 def pictured(cells: Iterable[dict[str, Any]]) -> dict[Setting, list[dict[str, Any]]]:
@@ -76,18 +81,20 @@ def timed_kernels(kernels: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any
 def draw(
     folder: Path, cells: Sequence[dict], steps: Sequence[Mapping] = (), kernels: Sequence[Mapping] = ()
 ) -> list[Picture]:
-    """Writes every picture as PNG and SVG into the folder.
+    """Writes every picture as PNG and SVG into the folder; needs matplotlib only where there is something to draw.
 
     cells: `records.newest_cells`; steps: lines of the generation app; kernels: our newest line of each case, with
     `family` where it is known.
     """
+    if not is_drawable(cells, steps, kernels):
+        return []
     matplotlib_for("bench.report")
     folder.mkdir(parents=True, exist_ok=True)
     pictures = []
 
-    def add(name: str, title: str, what: str, caption: str, about: dict[str, str], figure: Any) -> None:
+    def add(name: str, title: str, what: str, caption: str, about: dict[str, str], figure: Any, words: str) -> None:
         name = _unused(name, {picture.name for picture in pictures})
-        pictures.append(Picture(name, title, what, caption, about, svg_text(figure)))
+        pictures.append(Picture(name, title, what, caption, about, svg_text(figure), words))
         (folder / f"{name}.svg").write_text(pictures[-1].svg, encoding="utf-8")
         write_png(figure, folder / f"{name}.png")
 
@@ -96,30 +103,62 @@ def draw(
             "pair": setting.pair,
             "batch": str(setting.batch_size),
             "temperature": f"{setting.temperature:g}",
-            "prompts": setting.prompts or "-",
+            "prompts": prompts_text(setting.prompts) or "-",
             "machine": setting.gpu,
         }
         stem = f"{setting.pair}_b{setting.batch_size}_t{setting.temperature:g}"
         for function, title, caption in _OF_A_SETTING:
             figure = function(group, f"{title}\n{setting}")
-            add(f"{function.__name__}_{stem}", title, str(setting), caption, about, figure)
+            add(
+                f"{function.__name__}_{stem}",
+                title,
+                str(setting),
+                caption,
+                about,
+                figure,
+                getattr(alternatives, function.__name__)(group),
+            )
     for setting, curves in cell_curves(cells).items():
         figure = figures.throughput(curves, f"Throughput against batch\n{setting}")
         about = {"pair": setting.pair, "temperature": f"{setting.temperature:g}", "machine": setting.gpu}
         stem = f"{setting.pair}_t{setting.temperature:g}"
-        add(f"throughput_{stem}", "Throughput against batch", str(setting), _CROSSING, about, figure)
+        add(
+            f"throughput_{stem}",
+            "Throughput against batch",
+            str(setting),
+            _CROSSING,
+            about,
+            figure,
+            alternatives.throughput(curves),
+        )
     for shape, curves in preset_curves(steps).items():
         what = f"shape of {shape}, random weights, simulated acceptance"
         figure = figures.throughput(curves, f"Throughput against batch\n{what}")
-        add(f"throughput_{shape}", "Throughput against batch", what, _CROSSING, {}, figure)
+        add(
+            f"throughput_{shape}",
+            "Throughput against batch",
+            what,
+            _CROSSING,
+            {},
+            figure,
+            alternatives.throughput(curves),
+        )
     timed = timed_kernels(kernels)
     if timed:
         caption = (
-            "Each point is a case of an op. The roof: what a large read and a large copy reach, and on the left the "
-            "shortest kernel of all. Above it are cases whose data stay in the L2 cache between replays."
+            "Each point is one case of an op; closer to the roof is better. The roof is what a large read and a large "
+            "copy reach and, on the left, the shortest kernel of all. Points above it keep their data in the L2 cache."
         )
         figure = figures.roofline(timed, f"Bandwidth of the kernels\n{timed[0].get('gpu', '')}")
-        add("roofline", "Bandwidth of the kernels", str(timed[0].get("gpu", "")), caption, {}, figure)
+        add(
+            "roofline",
+            "Bandwidth of the kernels",
+            str(timed[0].get("gpu", "")),
+            caption,
+            {},
+            figure,
+            alternatives.roofline(timed),
+        )
     return pictures
 
 

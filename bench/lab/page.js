@@ -1,8 +1,9 @@
-// Filters and sorting. Without it the page shows everything; filters stand in the address, so that a view can be sent.
+// Filters, search and sorting. Without it the page shows everything; filters stand in the address, so that a view can be sent.
 (function () {
   "use strict";
   var form = document.getElementById("filters");
   var selects = form ? Array.prototype.slice.call(form.querySelectorAll("select")) : [];
+  var searches = Array.prototype.slice.call(document.querySelectorAll("input[type=search]"));
   var tables = Array.prototype.slice.call(document.querySelectorAll("table"));
   var figures = Array.prototype.slice.call(document.querySelectorAll("figure"));
   var groups = Array.prototype.slice.call(document.querySelectorAll(".group"));
@@ -15,17 +16,32 @@
     return selects.filter(function (select) { return select.selectedIndex > 0; });
   }
 
+  // what is typed: each word must be in some cell of the row
+  function words(table) {
+    var input = searches.filter(function (each) { return each.getAttribute("data-for") === table.id; })[0];
+    return input ? input.value.toLowerCase().split(/\s+/).filter(Boolean) : [];
+  }
+
+  function textOf(row) {
+    if (row.searched === undefined) {
+      row.searched = Array.prototype.map.call(row.cells, function (cell) { return cell.textContent; })
+        .join("\n").toLowerCase();
+    }
+    return row.searched;
+  }
+
   function apply() {
     var wanted = chosen();
     tables.forEach(function (table) {
-      var tests = [], shown = 0, rows = table.tBodies[0].rows;
+      var tests = [], shown = 0, rows = table.tBodies[0].rows, typed = words(table);
       headers(table).forEach(function (header, index) {
         wanted.forEach(function (select) {
           if (header.getAttribute("data-filter") === select.name) tests.push([index, select.value]);
         });
       });
       for (var i = 0; i < rows.length; i++) {
-        rows[i].hidden = tests.some(function (test) { return rows[i].cells[test[0]].textContent !== test[1]; });
+        rows[i].hidden = tests.some(function (test) { return rows[i].cells[test[0]].textContent !== test[1]; }) ||
+          typed.some(function (word) { return textOf(rows[i]).indexOf(word) < 0; });
         shown += rows[i].hidden ? 0 : 1;
       }
       document.getElementById(table.id + "-count").textContent =
@@ -50,8 +66,14 @@
     }
   }
 
+  // a link to a part of the page
+  function visit(name) {
+    var part = document.getElementById(name), details = part && part.querySelector("details");
+    if (details) details.open = true;
+  }
+
   function recall() {
-    if (location.hash && location.hash.indexOf("=") < 0) return; // a link to a part of the page
+    if (location.hash && location.hash.indexOf("=") < 0) return visit(location.hash.slice(1));
     var parts = new URLSearchParams(location.hash.slice(1));
     selects.forEach(function (select) {
       select.selectedIndex = 0;
@@ -60,10 +82,15 @@
       }
     });
     apply();
+    if (!chosen().length) return;
+    tables.forEach(function (table) { // the view that was sent
+      var details = table.closest("details");
+      if (details && table.tBodies[0].querySelector("tr[hidden]")) details.open = true;
+    });
   }
 
   function sort(table, header) {
-    var index = header.cellIndex, isNumber = header.className === "n";
+    var index = header.cellIndex, isNumber = header.classList.contains("n");
     // numbers begin with the largest, names with the first
     var first = isNumber ? "descending" : "ascending", other = isNumber ? "ascending" : "descending";
     var order = header.getAttribute("aria-sort") === first ? other : first, sign = order === "ascending" ? 1 : -1;
@@ -93,12 +120,23 @@
       header.appendChild(button);
     });
   });
+  searches.forEach(function (input) {
+    input.closest(".search").hidden = false;
+    input.addEventListener("input", apply);
+  });
+  // a link that was followed before has no new address
+  Array.prototype.forEach.call(document.querySelectorAll("nav a"), function (link) {
+    link.addEventListener("click", function () { visit(link.getAttribute("href").slice(1)); });
+  });
   if (form) {
     form.hidden = false;
     form.addEventListener("change", function () { apply(); remember(); });
-    form.addEventListener("reset", function () { setTimeout(function () { apply(); remember(); }, 0); });
-    window.addEventListener("hashchange", recall);
-    apply();
-    recall();
+    form.addEventListener("reset", function () {
+      searches.forEach(function (input) { input.value = ""; });
+      setTimeout(function () { apply(); remember(); }, 0);
+    });
   }
+  window.addEventListener("hashchange", recall);
+  apply();
+  recall();
 })();

@@ -14,6 +14,8 @@ from .gallery import Picture
 from .tables import Column, Table
 
 _HERE = Path(__file__).parent
+# a longer table is closed until somebody opens it, and can be searched
+_MOST_OPEN = 20
 
 
 def render(title: str, about: str, tables: Sequence[Table], pictures: Sequence[Picture], notes: Sequence[str]) -> str:
@@ -24,7 +26,8 @@ def render(title: str, about: str, tables: Sequence[Table], pictures: Sequence[P
     digest = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     links = [("pictures", "Pictures")] * bool(pictures)
-    links += [(f"table-{place}", table.title) for place, table in enumerate(tables)] + [("meaning", "What it means")]
+    links += [(f"table-{place}", table.title) for place, table in enumerate(tables)]
+    links += [("meaning", "Columns explained")]
     items = [f'<li><a href="#{name}">{escape(text)}</a></li>' for name, text in links]
     parts = [
         "<!DOCTYPE html>",
@@ -38,16 +41,19 @@ def render(title: str, about: str, tables: Sequence[Table], pictures: Sequence[P
         f"<style>\n{style}\n</style>",
         "</head>",
         "<body>",
+        '<a class="skip" href="#content">Skip to the results</a>',
         "<header>",
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">{escape(about)}</p>',
         *(f"<p>{escape(note)}</p>" for note in notes),
         "</header>",
-        f"<nav><ul>{''.join(items)}</ul></nav>",
+        f'<nav aria-label="Parts of this page"><ul>{"".join(items)}</ul></nav>',
         _filters(tables),
-        "<main>",
+        '<main id="content" tabindex="-1">',
         _gallery(pictures),
+        '<div class="tables">',
         *(_table(f"table-{place}", table) for place, table in enumerate(tables)),
+        "</div>",
         _meanings(tables),
         "</main>",
         f"<script>\n{script}\n</script>",
@@ -71,7 +77,10 @@ def _filters(tables: Iterable[Table]) -> str:
             options = "".join(f'<option value="{escape(text)}">{escape(text)}</option>' for text in _ordered(known))
             select = f'<select name="{escape(name)}"><option value="">all</option>{options}</select>'
             labels.append(f"<label>{escape(name)}{select}</label>")
-    return f'<form id="filters" hidden>{"".join(labels)}<button type="reset">show all</button></form>' if labels else ""
+    if not labels:
+        return ""
+    button = '<button type="reset">Show all</button>'
+    return f'<form id="filters" aria-label="Filter pictures and tables" hidden>{"".join(labels)}{button}</form>'
 
 
 def _ordered(texts: Iterable[str]) -> list[str]:
@@ -90,10 +99,22 @@ def _gallery(pictures: Sequence[Picture]) -> str:
         about = "".join(f' data-of-{name}="{escape(value)}"' for name, value in picture.about.items())
         caption = f"<figcaption>{escape(picture.caption)}</figcaption>"
         groups.setdefault(picture.what, []).append(f"<figure{about}>{_inline(picture)}{caption}</figure>")
-    parts = []
-    for what, shown in groups.items():
-        parts += [f'<div class="group"><h3>{escape(what)}</h3>', '<div class="gallery">', *shown, "</div></div>"]
-    return "\n".join(['<section id="pictures"><h2>Pictures</h2>', *parts, "</section>"]) if parts else ""
+    if not groups:
+        return ""
+    large = {what: shown for what, shown in groups.items() if len(shown) > 1}
+    parts = ['<section id="pictures"><h2>Pictures</h2>']
+    if len(large) > 1:
+        others = [figure for what, shown in groups.items() if what not in large for figure in shown]
+        for what, shown in (large | ({"More": others} if others else {})).items():
+            parts += [f'<div class="group"><h3>{escape(what)}</h3>', _columns(shown), "</div>"]
+    else:  # a heading over every picture would leave most of its row blank; each says what it is of
+        parts.append(_columns([figure for shown in groups.values() for figure in shown]))
+    return "\n".join([*parts, "</section>"])
+
+
+def _columns(figures: Sequence[str]) -> str:
+    """As many beside each other as there is room for, and no more than there are."""
+    return "\n".join([f'<div class="gallery" style="--most: {len(figures)}">', *figures, "</div>"])
 
 
 def _inline(picture: Picture) -> str:
@@ -106,7 +127,8 @@ def _inline(picture: Picture) -> str:
     # names and numbers of the data are text, in which a colour is a word like any other
     body = re.sub(r'style="[^"]*"|<style[^>]*>[^<]*</style>', lambda style: _themed(style[0]), body)
     box = re.search(r'viewBox="[^"]*"', head)[0]
-    return f'<svg role="img" aria-label="{escape(f"{picture.title}: {picture.what}")}" {box}>{body.strip()}'
+    words = f"{picture.title}: {picture.what}. {picture.words}".strip()
+    return f'<svg role="img" aria-label="{escape(words)}" {box}>{body.strip()}'
 
 
 def _themed(style: str) -> str:
@@ -116,37 +138,59 @@ def _themed(style: str) -> str:
 
 
 def _table(name: str, table: Table) -> str:
-    head = "".join(_header(column) for column in table.columns)
-    begins = [(column, '<td class="n">' if column.is_number else "<td>") for column in table.columns]
-    rows = [
-        "<tr>" + "".join(f"{begin}{escape(column.text(row))}</td>" for column, begin in begins) + "</tr>"
-        for row in table.rows
+    first, *others = table.columns
+    keys = [column for column in others if column.is_key]
+    begins = [(column, f"<td{_class(column, column.is_key)}>") for column in others]
+    rows = []
+    for row in table.rows:
+        # a phone has no room for the columns that tell which row it is: there they stand below the first cell
+        told = [(column.title if column.is_number else "", column.text(row)) for column in keys]
+        more = " · ".join(f"{title} {text}".strip() for title, text in told if text != "-")
+        below = f' data-more="{escape(more)}"' if more else ""
+        named = escape(first.text(row)).replace("_", "_<wbr>")
+        head = f'<th scope="row"{_class(first)}{below}>{named}</th>'
+        cells = "".join(f"{begin}{escape(column.text(row))}</td>" for column, begin in begins)
+        rows.append(f"<tr>{head}{cells}</tr>")
+    heads = _header(first, False) + "".join(_header(column, column.is_key) for column in others)
+    is_long = len(rows) > _MOST_OPEN
+    count = f'<span id="{name}-table-count" role="status">{"1 row" if len(rows) == 1 else f"{len(rows)} rows"}</span>'
+    label, kind = escape(table.title), ' class="long"' * is_long
+    about = escape(table.note) + f" {count}" * (not is_long)
+    search = f'<input type="search" data-for="{name}-table" autocomplete="off" spellcheck="false">'
+    opened = [
+        f"<details><summary>Table with {count}</summary>",
+        f'<p class="search" hidden><label>Find rows that contain {search}</label></p>',
     ]
-    note = f"{escape(table.note)} " if table.note else ""
-    count = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
     return "\n".join(
         [
-            f'<section id="{name}"><h2>{escape(table.title)}</h2>',
-            f'<p class="soft">{note}<span id="{name}-table-count">{count}</span></p>',
+            f'<section id="{name}"{kind}><h2>{label}</h2>',
+            f'<p class="soft">{about}</p>',
+            *(opened if is_long else ()),
             # what scrolls must be reachable without a mouse
-            f'<div class="box" tabindex="0" role="region" aria-label="{escape(table.title)}">',
-            f'<table id="{name}-table"><thead><tr>{head}</tr></thead>',
+            f'<div class="box" tabindex="0" role="region" aria-label="{label}">',
+            f'<table id="{name}-table"><thead><tr>{heads}</tr></thead>',
             "<tbody>",
             *rows,
-            "</tbody></table></div></section>",
+            "</tbody></table></div>" + "</details>" * is_long + "</section>",
         ]
     )
 
 
-def _header(column: Column) -> str:
-    kind = ' class="n"' if column.is_number else ""
+def _class(column: Column, is_below: bool = False) -> str:
+    """n: a number; k: on a phone it stands below the first cell."""
+    names = " ".join(["n"] * column.is_number + ["k"] * is_below)
+    return f' class="{names}"' if names else ""
+
+
+def _header(column: Column, is_below: bool) -> str:
     filtered = f' data-filter="{escape(column.filter)}"' if column.filter else ""
     meaning = f' title="{escape(column.meaning)}"' if column.meaning else ""
-    return f'<th scope="col"{kind}{filtered}{meaning}>{escape(column.title)}</th>'
+    title = column.title.replace("-", "\N{NON-BREAKING HYPHEN}")
+    return f'<th scope="col"{_class(column, is_below)}{filtered}{meaning}>{escape(title)}</th>'
 
 
 def _meanings(tables: Iterable[Table]) -> str:
     """Of every column that has one, each once."""
     meanings = {(column.title, column.meaning): None for table in tables for column in table.columns if column.meaning}
-    items = "\n".join(f"<dt>{escape(title)}</dt><dd>{escape(text)}</dd>" for title, text in meanings)
-    return f'<section id="meaning"><h2>What it means</h2>\n<dl>\n{items}\n</dl></section>' if items else ""
+    items = "\n".join(f"<div><dt>{escape(title)}</dt><dd>{escape(text)}</dd></div>" for title, text in meanings)
+    return f'<section id="meaning"><h2>Columns explained</h2>\n<dl>\n{items}\n</dl></section>' if items else ""

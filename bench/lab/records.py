@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ class Setting(NamedTuple):
     def __str__(self) -> str:
         parts = [self.pair, f"batch {self.batch_size}" * (self.batch_size > 0), f"temperature {self.temperature:g}"]
         parts += [f"{self.max_new_tokens} tokens", f"seed {self.seed}" * (self.seed != 0)]
-        parts += [f"prompts {self.prompts}" * bool(self.prompts), self.dtype, self.gpu]
+        parts += [prompts_text(self.prompts), self.dtype, self.gpu]
         return ", ".join(filter(None, parts))
 
 
@@ -45,6 +46,16 @@ def setting_of(cell: Mapping[str, Any]) -> Setting:
     names = ("batch_size", "temperature", "max_new_tokens", "seed")
     shared = (cell["dtype"], cell["gpu"], cell.get("prompts", ""))  # older lines do not name prompts
     return Setting(config["model_pair_name"], *(config[name] for name in names), *shared)
+
+
+def prompts_text(described: str) -> str:
+    """What `Experiment.describe_prompts` wrote, in words: nobody shall take the hash for a commit."""
+    found = re.fullmatch(r"(.*), (\d+), ([0-9a-f]{8})", described)
+    if not found:
+        return described and f"prompts {described}"
+    source, count, digest = found.groups()
+    which = f"{count} built-in prompts" if source == "built in" else f"{count} prompts of {source}"
+    return f"{which} (text hash {digest})"
 
 
 def method_of(cell: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from html.parser import HTMLParser
@@ -15,7 +16,7 @@ from bench.lab.page import render
 from .made_cells import GPU, cell, experiment, kernels, many, write
 
 HOSTILE = "<script>alert(1)</script>\"'$x^{$ & https://evil.example/"
-VOID = {"meta", "link", "br", "img", "input"}
+VOID = {"meta", "link", "br", "img", "input", "wbr"}
 
 
 class Page(HTMLParser):
@@ -30,9 +31,10 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.handle_startendtag(tag, attributes)
+        attributes = dict(attributes)
         if tag not in VOID:
-            self.open.append(tag)
-        if tag == "td":
+            self.open.append("cell" if attributes.get("scope") == "row" else tag)
+        if tag == "td" or attributes.get("scope") == "row":
             self.cells.append("")
 
     def handle_startendtag(self, tag, attributes):
@@ -44,10 +46,10 @@ class Page(HTMLParser):
             self.select.append(attributes["value"])
 
     def handle_endtag(self, tag):
-        assert self.open.pop() == tag
+        assert self.open.pop() in (tag, "cell")
 
     def handle_data(self, data):
-        if self.open[-1:] == ["td"]:
+        if self.open[-1:] in (["td"], ["cell"]):
             self.cells[-1] += data
 
 
@@ -76,10 +78,10 @@ def test_tables_tell_machines_apart(tmp_path):
     for table in (tables.cell_table(cells), tables.best_table(cells)):
         (column,) = [column for column in table.columns if column.title == "machine"]
         assert column.filter == "machine" and {column.text(row) for row in table.rows} == {GPU, "Other GPU"}
-        assert "machine" not in table.note and "dtype float32" in table.note
+        assert "machine" not in table.note and "dtype: float32" in table.note
     head, *rows = tables.markdown_table(cells)
     assert {row[head.index("machine")] for row in rows} == {GPU, "Other GPU"}
-    assert f"machine {GPU}" in tables.cell_table(records.newest_cells(experiment())).note
+    assert f"machine: {GPU}" in tables.cell_table(records.newest_cells(experiment())).note
     page = Page(page_of(tmp_path, cells))
     assert page.options["machine"] == ["", GPU, "Other GPU"]
     figures = {attributes["data-of-machine"] for tag, attributes in page.elements if tag == "figure"}
@@ -104,7 +106,7 @@ def test_settings_have_names_of_their_own(tmp_path):
         each["config"] = each["config"] | {"seed": 7}
     names = [str(setting) for setting in records.by_setting(records.newest_cells(cells))]
     assert len(names) == len(set(names)) == 3
-    assert "seed 7" in names[0] and "prompts built in, 24, 89abcdef" in names[-1]
+    assert "seed 7" in names[0] and "24 built-in prompts (text hash 89abcdef)" in names[-1]
 
 
 def test_a_cell_without_its_configuration_is_named():
@@ -149,7 +151,7 @@ def test_names_are_text_wherever_they_stand(tmp_path):
     assert tags.count("script") == 1 and "img" not in tags
     assert page.cells.count(HOSTILE) >= 7 and "<img src=x>" in page.cells
     assert HOSTILE in page.options["pair"]
-    known = {"data-of-pair", "data-of-machine", "aria-label", "value"}
+    known = {"data-of-pair", "data-of-machine", "data-more", "aria-label", "value"}
     for _, attributes in page.elements:
         assert not any(name.startswith("on") for name in attributes)
         assert not [item for item in attributes.items() if "://" in (item[1] or "") and item[0] not in known]
@@ -184,20 +186,96 @@ def test_the_same_files_each_time(tmp_path):
     assert not any(b"<dc:date>" in content for content in contents[0].values())
 
 
-def test_tables_need_no_matplotlib(monkeypatch, tmp_path, capsys):
+def test_a_page_without_matplotlib(monkeypatch, tmp_path, capsys):
+    """It has the tables, and says, as the terminal does, what is missing. A page with pictures is not written over."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     cells = write(tmp_path / "results" / "gpu" / "experiment.jsonl", experiment())
-    assert report.main(["--experiment", str(cells), "--output", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == (
-        "error: bench.report needs the package matplotlib, which is not installed: pip install matplotlib\n"
-    )
+    out = tmp_path / "out" / "report.html"
+    assert report.main(["--experiment", str(cells), "--output", str(out.parent)]) == 0
+    reason = "bench.report needs the package matplotlib, which is not installed: pip install matplotlib"
+    assert capsys.readouterr() == (f"wrote {out}. There are no pictures: {reason}\n", "")
+    assert f"<p>There are no pictures: {reason}</p>" in out.read_text(encoding="utf-8")
+    page = Page(out.read_text(encoding="utf-8"))
+    assert "figure" not in [tag for tag, _ in page.elements] and page.cells.count("tree") > 9
+    assert [path.name for path in out.parent.iterdir()] == ["report.html"]
     (tmp_path / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n")
     where = ["--results", str(tmp_path / "results"), "--readme", str(tmp_path / "README.md")]
-    assert report.main(where) == 0
-    assert "no page and no pictures: bench.report needs the package matplotlib" in capsys.readouterr().out
+    kept = tmp_path / "results" / "gpu" / "report.html"
+    assert report.main(where) == 0 and f"wrote {kept}. There are no pictures" in capsys.readouterr().out
     assert f"## An experiment\n\nOn {GPU}" in (tmp_path / "results" / "gpu" / "README.md").read_text()
-    table = tables.cell_table(records.newest_cells(experiment()))
-    assert len(Page(render("title", "about", [table], [], [])).cells) == 21 * len(table.columns)
+    kept.write_text("pictures")
+    assert report.main(where) == 0 and kept.read_text() == "pictures"
+    assert f"left {kept} as it is: {reason}\n" in capsys.readouterr().out
+
+
+def test_a_page_with_nothing_to_draw_needs_no_matplotlib(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    cells = write(tmp_path / "cells.jsonl", [cell(K=None)])
+    assert report.main(["--experiment", str(cells), "--output", str(tmp_path / "out")]) == 0
+    said = "There are no pictures: nothing was measured that one could show."
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'out' / 'report.html'}. {said}\n"
+    assert said in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def test_long_tables_are_closed_and_can_be_searched():
+    """Short ones are open. The first cell of a row is its head, and says on a phone what else tells rows apart."""
+    cells = records.newest_cells(many())
+    text = render("title", "about", [tables.best_table(cells), tables.cell_table(cells[:12])], [], [])
+    assert text.count("<details>") == 1 and "<summary>Table with" in text  # of the fastest: 30 rows
+    page = Page(text)
+    search = [attributes for tag, attributes in page.elements if tag == "input"]
+    assert [each["data-for"] for each in search] == ["table-0-table"]
+    assert '<p class="search" hidden><label>' in text  # until a script heeds it
+    heads = [attributes for tag, attributes in page.elements if attributes.get("scope") == "row"]
+    assert len(heads) == len(tables.best_table(cells).rows) + 12
+    assert heads[0]["data-more"].split(" · ") == ["code", "temperature 0"]
+    assert heads[-1]["data-more"].split(" · ")[0] == "chain" or "K " in heads[-1]["data-more"]
+    keys = [tag for tag, attributes in page.elements if "k" in attributes.get("class", "").split()]
+    assert keys.count("td") == 2 * 30 + 12 * sum(column.is_key for column in tables.cell_table(cells[:12]).columns[1:])
+
+
+def test_hashes_say_of_what(tmp_path):
+    """A hash of prompts and a cell's own look like a commit."""
+    assert records.prompts_text("built in, 24, a680ba01") == "24 built-in prompts (text hash a680ba01)"
+    assert records.prompts_text("mine.json, 3, a680ba01") == "3 prompts of mine.json (text hash a680ba01)"
+    assert (records.prompts_text("others"), records.prompts_text("")) == ("prompts others", "")
+    cells = [each | {"prompts": "built in, 24, a680ba01", "cell_hash": "0123456789ab"} for each in experiment()]
+    table = tables.cell_table(records.newest_cells(cells))
+    assert table.columns[-1].title == "experiment cell" and table.columns[-1].text(cells[0]) == "0123456789ab"
+    assert "commit: abc1234" in table.note and "It is not a commit." in table.columns[-1].meaning
+    text = page_of(tmp_path, cells)
+    text = re.sub("<svg.*?</svg>", "", text, flags=re.DOTALL)  # where a line may end before it
+    assert text.count("a680ba01") == text.count("(text hash a680ba01)") > 2
+    others = [each | {"prompts": "built in, 6, 01234567"} for each in cells]
+    page = Page(page_of(tmp_path / "two", [*cells, *others]))
+    about = {attributes["data-of-prompts"] for tag, attributes in page.elements if tag == "figure"}
+    assert about == set(page.options["prompts"][1:]) and len(about) == 2  # a filter compares them
+
+
+def test_it_is_a_page_for_every_reader(tmp_path):
+    """A phone, a keyboard, a screen reader, a printer; nothing is fetched from anywhere."""
+    text = page_of(tmp_path, experiment())
+    page = Page(text)
+    metas = {attributes.get("name"): attributes.get("content") for tag, attributes in page.elements if tag == "meta"}
+    assert metas["viewport"] == "width=device-width, initial-scale=1" and '<html lang="en">' in text
+    words = [attributes["aria-label"] for tag, attributes in page.elements if attributes.get("role") == "img"]
+    assert len(words) == 4 and all(len(each) > 80 for each in words)
+    (map_words,) = [each for each in words if each.startswith("Speed-up over plain decoding: embedded, batch 1")]
+    speeds = [each["speedup"] for each in experiment() if each["config"]["K"]]
+    assert (
+        f"Largest speed-up: {max(speeds):.2f}× for " in map_words and f"Smallest: {min(speeds):.2f}× for" in map_words
+    )
+    boxes = [attributes for _, attributes in page.elements if attributes.get("class") == "box"]
+    assert all(box["tabindex"] == "0" and box["role"] == "region" and box["aria-label"] for box in boxes)
+    assert '<a class="skip" href="#content">' in text and 'id="content"' in text
+    for rule in ("prefers-color-scheme: dark", "@media print", ":focus-visible", "@media (max-width: 40rem)"):
+        assert rule in text
+    assert "http" not in text.replace("http-equiv", "")
+    assert "url(" not in text.replace("url(#", "") and "default-src 'none'" in text
+    # one setting: no heading for each picture, which would have a row to itself
+    assert "<h3>" not in text and 'style="--most: 4"' in text
+    several = page_of(tmp_path / "several", experiment(batch_sizes=(1, 8)))
+    assert several.count("<h3>") == 3 and "<h3>More</h3>" in several
 
 
 def test_the_command(monkeypatch, tmp_path, capsys):
@@ -207,7 +285,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     write(folder / "experiment.jsonl", [*experiment(), cell(K=2, tokens_per_second=321.4, speedup=3.21)])
     (tmp_path / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n")
     where = ["--results", str(tmp_path / "results"), "--readme", str(tmp_path / "README.md")]
-    assert report.main(["--check", *where]) == 1 and not (folder / report.FIGURES).exists()
+    assert report.main(["--check", *where]) == 1 and not (folder / "figures").exists()
     assert report.main(where) == 0 and (folder / "report.html").exists()
     lines = (folder / "README.md").read_text().splitlines()
     head = next(index for index, line in enumerate(lines) if line.startswith("| pair"))
@@ -231,7 +309,7 @@ def test_throughput_and_kernels_without_an_experiment(tmp_path):
          "case": f"B={size}", "tokens_per_s": 100.0 * size**power}
         for provider, power in (("plain", 1.0), ("tree", 0.5)) for size in (1, 4)
     ]  # fmt: skip
-    page = Page(write_page(tmp_path, [], steps, kernels()).read_text(encoding="utf-8"))
+    page = Page(write_page(tmp_path, [], steps, kernels()).page.read_text(encoding="utf-8"))
     assert "200 (0.50×)" in page.cells and "2.00" in page.cells and set(page.options) <= {"op"}
     assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"throughput_8b", "roofline"}
     assert gallery.is_drawable([], steps, []) and gallery.is_drawable([], [], kernels())
