@@ -15,7 +15,7 @@ from .tables import Column, Table
 
 _HERE = Path(__file__).parent
 # a longer table is closed until somebody opens it, and can be searched
-_MOST_OPEN = 20
+_MOST_OPEN = 30
 
 
 def render(title: str, about: str, tables: Sequence[Table], pictures: Sequence[Picture], notes: Sequence[str]) -> str:
@@ -145,7 +145,7 @@ def _table(name: str, table: Table) -> str:
     for row in table.rows:
         # a phone has no room for the columns that tell which row it is: there they stand below the first cell
         told = [(column.title if column.is_number else "", column.text(row)) for column in keys]
-        more = " · ".join(f"{title} {text}".strip() for title, text in told if text != "-")
+        more = ", ".join(f"{title}\N{NO-BREAK SPACE}{text}" if title else text for title, text in told if text != "-")
         below = f' data-more="{escape(more)}"' if more else ""
         named = escape(first.text(row)).replace("_", "_<wbr>")
         head = f'<th scope="row"{_class(first)}{below}>{named}</th>'
@@ -155,7 +155,7 @@ def _table(name: str, table: Table) -> str:
     is_long = len(rows) > _MOST_OPEN
     count = f'<span id="{name}-table-count" role="status">{"1 row" if len(rows) == 1 else f"{len(rows)} rows"}</span>'
     label, kind = escape(table.title), ' class="long"' * is_long
-    about = escape(table.note) + f" {count}" * (not is_long)
+    about = escape(table.note) + f" {count}." * (not is_long)
     search = f'<input type="search" data-for="{name}-table" autocomplete="off" spellcheck="false">'
     opened = [
         f"<details><summary>Table with {count}</summary>",

@@ -58,12 +58,12 @@ def write_page(
     title = f"Speculative decoding on {', '.join(machines) or 'an unknown machine'}"
     page = folder / PAGE
     folder.mkdir(parents=True, exist_ok=True)
-    notes = [_INTRODUCTION, *_notes(cells, sources), *filter(None, [reason])]
+    notes = [_INTRODUCTION, *_notes(cells, sources, bool(pictures)), *filter(None, [reason])]
     page.write_text(render(title, about, tables, pictures, notes), encoding="utf-8")
     return Written(page, folder / FIGURES if pictures else None, reason)
 
 
-def _notes(cells: Sequence[dict[str, Any]], sources: Sequence[Mapping[str, Any]]) -> list[str]:
+def _notes(cells: Sequence[dict[str, Any]], sources: Sequence[Mapping[str, Any]], has_pictures: bool) -> list[str]:
     """What a reader must know before any number."""
     notes = []
     drafted = [cell for cell in cells if method_of(cell) != PLAIN]
@@ -81,6 +81,6 @@ def _notes(cells: Sequence[dict[str, Any]], sources: Sequence[Mapping[str, Any]]
     if dirty:
         notes.append(f"{dirty} of these numbers were measured with uncommitted changes (“-dirty” behind the commit).")
     count, drawn = len(by_setting(cells)), len(pictured(cells))
-    if count > drawn and drawn == MAX_SETTINGS:
+    if has_pictures and count > drawn == MAX_SETTINGS:
         notes.append(f"Pictures show {drawn} of {count} settings, those with the most cells; the tables show all.")
     return notes
