@@ -138,12 +138,24 @@ def _signature(name: str, value: Callable) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword_only:
             parameters.append("*")
         is_keyword_only |= parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
-        text = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", str(parameter)).replace("'", "")
-        parameters.append(re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", text))
+        parameters.append(_parameter(parameter))
     returned = signature.return_annotation
     arrow = "" if returned is inspect.Signature.empty else f" -> {returned}".replace("'", "")
     lines = "".join(f"    {parameter},\n" for parameter in parameters)
     return f"```python\n{name}(\n{lines}){arrow}\n```" if parameters else f"```python\n{name}(){arrow}\n```"
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    """Returns a parameter as it stands in a signature, its default as Python writes it."""
+    kind, default = parameter.annotation, parameter.default
+    text = str(parameter.replace(annotation=inspect.Parameter.empty, default=inspect.Parameter.empty))
+    if kind is not inspect.Parameter.empty:
+        kind = kind if isinstance(kind, str) else inspect.formatannotation(kind)
+        text += ": " + re.sub(r"ForwardRef\('([^']*)'\)", r"\1", kind).replace("'", "")
+    if default is inspect.Parameter.empty:
+        return text
+    shown = re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", repr(default))
+    return f"{text} = {shown}"
 
 
 def _markdown(value) -> str:

@@ -6,6 +6,7 @@ triton is used. Prints rows of the table in op_tests/README.md. Exit code 1: a r
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
@@ -45,9 +46,15 @@ def run_smoke_set(version: str | None) -> tuple[bool, str]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m op_tests.versions", description=__doc__.partition("\n")[0])
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help="of triton, as 3.6.0; none: the installed one")
+    versions = parser.parse_args().versions
+    for version in versions:
+        if not re.fullmatch(r"\d+\.\d+\.\d+", version):
+            parser.error(f"VERSION must be like 3.6.0, got {version}")
     print(HEADER, flush=True)
     is_green = True
-    for version in sys.argv[1:] or [None]:
+    for version in versions or [None]:
         passed, row = run_smoke_set(version)
         is_green &= passed
         print(row, flush=True)

@@ -1,6 +1,6 @@
 """A drafter of your own: any object with these members drafts for `EAGLEInference`, and the text stays the target's.
 
-    pip install 'eagle_kernels[models]' && python -m eagle_kernels.examples.own_drafter
+    pip install -e '.[models]' && python -m eagle_kernels.examples.own_drafter
 
 This one guesses the next byte from the last one, by how often they follow each other in some Python files. A better
 guess makes generation faster; no guess changes the text. All that the engine asks of a draft model, and what it gives

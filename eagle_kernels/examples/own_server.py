@@ -1,6 +1,6 @@
 """Token trees in a server of your own: the whole speculative loop around a Hugging Face Llama, without our engine.
 
-    pip install 'eagle_kernels[transformers]' && python -m eagle_kernels.examples.own_server
+    pip install -e '.[transformers]' && python -m eagle_kernels.examples.own_server
 
 A step drafts level by level, builds a tree, reads all its nodes in one forward pass of the target, verifies them, and
 keeps the keys and values of the accepted path. The text is that of plain decoding, greedy or sampled. The draft here is

@@ -1,6 +1,6 @@
 """A paged server of your own: block tables, a batch of ragged requests, a CUDA graph, and end tokens on the device.
 
-    pip install 'eagle_kernels[models]' && python -m eagle_kernels.examples.paged_server
+    pip install -e '.[models]' && python -m eagle_kernels.examples.paged_server
 
 The server owns the KV cache `[pages, page_size, heads, head_dim]` of each layer, the page tables and the text of every
 request. A step drafts from the requests' own text (no draft model), verifies all trees in one forward pass, and moves

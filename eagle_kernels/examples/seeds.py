@@ -1,6 +1,6 @@
 """Sampling with a seed: the same text with and without a tree, alone and in a batch.
 
-    pip install 'eagle_kernels[models]' && python -m eagle_kernels.examples.seeds
+    pip install -e '.[models]' && python -m eagle_kernels.examples.seeds
 
 Noise is keyed by the request's seed, the token's position and its id. What is drawn at a position therefore does not
 depend on how many nodes were verified, nor on who else is in the batch. In bf16 the target's logits depend a little on

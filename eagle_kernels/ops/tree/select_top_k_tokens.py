@@ -252,14 +252,16 @@ def select_top_k_tokens(
     Returns:
         A named tuple, every element of which is written:
         scores: [B, K] fp32. Log-probabilities of the paths to the new beams, descending.
-        tokens: [B, K] int64. Target ids of the new beams' tokens.
+        tokens: [B, K] int64. Target ids of the new beams' tokens, which stand at the root's position + level + 1.
         parents: [B, K] int64. Beam that each new beam comes from; 0, the root, at level 0.
         hidden_rows: [B, K] int64. That beam's row of logits and of hidden states: b * K + parent, b at level 0.
-        parent_slots: [B, K] int64. Flat ids of the new beams: this level's entries of parent_list.
+        parent_slots: [B, K] int64. Flat ids of the new beams: entries 1 + level * K on of `parent_list`, which has
+            none for the last level.
         candidate_scores: [B, C] fp32, where C is K at level 0 and K^2 at the others. In the order beam * K + rank.
         candidate_tokens: [B, C] int64. Target ids of their tokens.
-        ancestors: [B, K, ceil((level + 1) * K / 64)] int64. New beam j takes draft slot level * K + j, and sees its
-            parent's slots and its own. Bit s % 64 of word s // 64: slot s.
+        ancestors: [B, K, ceil((level + 1) * K / 64)] int64. New beam j becomes draft key level * K + j, and sees its
+            parent's draft keys and its own, besides the text and the root. Bit s % 64 of word s // 64: draft key s;
+            `unpack_tree_mask` makes booleans of them.
         Equal logits are ordered by ascending id, equal scores by ascending flat id. A row of -inf alone proposes ids
         0..K-1 with score -inf.
 

@@ -180,8 +180,8 @@ def verify_tree_sampled(
     """Verifies token trees by sample and match: emits the text that plain sampling would have drawn, without loss.
 
     At each node the token is drawn that `sample_from_logits` draws there. If a child carries it, that draft is accepted
-    and becomes the current node; else the token ends the walk as the bonus. Drafts must not depend on the noise, as
-    those of top-k trees do not; draft probabilities are not needed.
+    and becomes the current node; else the token ends the walk as the bonus. The text does not depend on the drafts,
+    whoever made them, and draft probabilities are not needed.
     Symbols: B requests, N nodes of a tree (1..1024), its root (node 0) included, V tokens (1..2^20), S = spec_steps.
     Integers may be int32 or int64.
 

@@ -20,9 +20,9 @@ def add_benchmark_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_benchmark)
     command.add_argument("prompts", help="file of prompts: a .json list, or one a line")
     command.add_argument("--num-prompts", type=int, default=80, help="most prompts of the file (default: 80)")
-    command.add_argument("--max-new-tokens", type=int, default=128)
-    command.add_argument("--batch-size", type=int, default=1, help="prompts that are decoded together")
-    command.add_argument("--seed", type=int, default=0, help="of the sampling noise")
+    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens of a prompt (default: 128)")
+    command.add_argument("--batch-size", type=int, default=1, help="prompts that are decoded together (default: 1)")
+    command.add_argument("--seed", type=int, default=0, help="of the sampling noise (default: 0)")
     add_config_arguments(command)
     add_machine_arguments(command)
 

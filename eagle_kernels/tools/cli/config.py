@@ -15,7 +15,9 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
     defaults = EAGLEConfig()
     command.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
     command.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: off")
-    command.add_argument("--top-p", type=float, default=1.0, help="sample from the smallest set of this mass; 1: off")
+    command.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the fewest tokens that hold this probability; 1: off"
+    )
     command.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the best; 0: off")
     command.add_argument("--topk", type=int, help=f"branching of the draft tree (default: {defaults.topk})")
     command.add_argument("--num-steps", type=int, help=f"levels of the draft tree (default: {defaults.num_steps})")
@@ -24,7 +26,7 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--simulated-accept-length", type=float, help="of simulate: mean tokens a step, with bonus")
     command.add_argument("--simulated-accept-rates", type=_numbers, help="or: share of steps that reach depth 1,2,...")
     command.add_argument(
-        "--adaptive", action="store_true", help="the fastest of some trees, as measured (default: off)"
+        "--adaptive", action="store_true", help="measure some trees and use the fastest (default: off)"
     )
     command.add_argument(
         "--max-batch",

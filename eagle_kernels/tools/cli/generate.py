@@ -26,8 +26,10 @@ def add_generate_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--prompts", metavar="FILE", help="more prompts: a .json list, or one a line; -: standard input, one a line"
     )
-    command.add_argument("--max-new-tokens", type=int, default=128)
-    command.add_argument("--compare", action="store_true", help="also decode plainly: speed, and do texts agree")
+    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens of a text (default: 128)")
+    command.add_argument(
+        "--compare", action="store_true", help="also decode without drafts, and compare speed and text"
+    )
     command.add_argument("--seed", type=int, help="of the sampling noise; default: a fresh one, printed")
     add_config_arguments(command)
     add_machine_arguments(command)

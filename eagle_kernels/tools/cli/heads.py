@@ -19,8 +19,12 @@ def add_inspect_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `inspect`."""
     command.set_defaults(run=_inspect)
     command.add_argument("draft", type=Path, nargs="?", help="EAGLE head folder (default: the embedded pair)")
-    command.add_argument("--target", type=Path, help="model folder to hold it against")
-    command.add_argument("--sweep", default="none", help="prompts (.json list, or one a line): measure layer ids +-1")
+    command.add_argument("--target", type=Path, help="target that the head must fit")
+    command.add_argument(
+        "--sweep",
+        default="none",
+        help="prompts (.json list, or one a line): measure acceptance with layer ids one lower and higher",
+    )
     command.add_argument("--num-prompts", type=int, default=8, help="most prompts of --sweep (default: 8)")
     command.add_argument("--max-new-tokens", type=int, default=64, help="per prompt of --sweep (default: 64)")
     add_machine_arguments(command)
