@@ -150,7 +150,7 @@ class EAGLEConfig(DraftingOptions):
             fields: method, num_speculative_tokens, num_model_steps, mtp_strategy, max_ngram_size, verify_strategy, ...
                 (`speculative_config.FIELDS`). To draft a tree, give topk, num_steps and num_draft_tokens of this class
                 instead of num_speculative_tokens; without any of these one token is drafted. Other absent fields have
-                the defaults of this class: verify_strategy is `target_match`, where FastDeploy takes the lossy `topp`.
+                the defaults of this class; so verify_strategy is `target_match`, not FastDeploy's lossy `topp`.
             others: Further fields of this class. A field that is unknown or contradicts another raises ValueError.
         """
         made = cls(**read_speculative_config(fields) | others)
