@@ -375,7 +375,7 @@ def test_debug_mode_checks_the_length_sum_and_the_buffer(name, monkeypatch):
     one_line(lambda: public(**values | {"seq_lens_sum": 9}), wrong)
     one_line(lambda: public(**values | {"seq_lens_sum": 9}, out=result), wrong)
     short = result[:-1] if torch.is_tensor(result) else result._replace(tree_mask=result.tree_mask[:-1])
-    rule = rf"^eagle_kernels\.{name}: out(\.tree_mask)? must hold the 64 cells that seq_lens say, got 63"
+    rule = rf"^eagle_kernels\.{name}: out(\.tree_mask)? must hold the 64 cells that seq_lens ask for, got 63"
     one_line(lambda: public(**values | {"seq_lens_sum": None}, out=short), rule)
     longer = torch.empty(80, dtype=torch.bool)
     public(**values, out=longer if torch.is_tensor(result) else result._replace(tree_mask=longer))

@@ -92,6 +92,6 @@ def test_the_interpreter_is_asked_for_before_the_import():
     late = "import os, eagle_kernels; os.environ['TRITON_INTERPRET'] = '1'\n"
     assert run(late + USE).stdout.splitlines() == [
         "[1]",
-        "eagle_kernels.sample_from_logits: TRITON_INTERPRET=1 was set after eagle_kernels was imported, which left its "
-        "kernels to a GPU; set it before the first import",
+        "eagle_kernels.sample_from_logits: TRITON_INTERPRET=1 was set after eagle_kernels was imported, too late "
+        "for its kernels; set it before the first import",
     ]

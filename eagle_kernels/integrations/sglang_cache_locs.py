@@ -291,7 +291,7 @@ def refuse_translation(where: str, entry_page_size: int, is_translated: bool) ->
     """Raises ValueError for what `where`, a function's whole name, does not support: pages and virtual slots."""
     if entry_page_size != 1:
         raise ValueError(
-            f"{where}: ENTRY_PAGE_SIZE must be 1, tables of pages are not supported, got {entry_page_size}"
+            f"{where}: ENTRY_PAGE_SIZE must be 1, since tables of pages are not supported, got {entry_page_size}"
         )
     if is_translated:
         raise ValueError(f"{where}: a table that translates slots must not be given, as that is not supported")

@@ -90,7 +90,9 @@ def generate_token_bitmask(
     is_flat = isinstance(draft_tokens, Tensor) and draft_tokens.dim() == 1
     args.tensor("draft_tokens", (batch_size * num_nodes,) if is_flat else ("B", "N"), check.INTEGER)
     if args.device.type != "cpu":
-        args.fail("retrieve_next_token", "be on the cpu, where grammars live, as all tensors here", args.device)
+        args.fail(
+            "retrieve_next_token", "be on the cpu, like all tensors here: grammar matchers work there", args.device
+        )
     if len(matchers) != batch_size:
         args.fail("matchers", f"hold one matcher or None for each of {batch_size} requests", len(matchers))
     for index, matcher in enumerate(matchers):

@@ -159,7 +159,7 @@ def check_tables(args: check.Arguments, dtype: torch.dtype) -> None:
     args.tensor("sin", ("max_positions", "rotary_dim / 2"), (cos.dtype,), contiguous=1)
     num_pairs = args.size("rotary_dim / 2")
     if not 1 <= num_pairs <= args.size("D") // 2:
-        args.fail("cos", f"have a column per pair, 1..D / 2 = {args.size('D') // 2} of them", num_pairs)
+        args.fail("cos", f"have 1..D / 2 = {args.size('D') // 2} columns, one for each pair", num_pairs)
 
 
 def head_strides(name: str, heads: torch.Tensor) -> dict[str, int]:

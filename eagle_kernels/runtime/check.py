@@ -129,7 +129,7 @@ class Arguments:
         """Checks that exactly one of these arguments is given; returns its name."""
         given = [name for name in names if self.values.get(name) is not None]
         if len(given) != 1:
-            self.fail(" / ".join(names), "be given exactly once", " and ".join(given) or "none of them")
+            self.fail(f"exactly one of {' and '.join(names)}", "be given", " and ".join(given) or "none of them")
         return given[0]
 
     def debug(self, name: str, rule: str, holds) -> None:

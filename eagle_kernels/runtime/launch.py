@@ -60,8 +60,8 @@ def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
         if not language.is_interpreting():
             if language.wants_interpreter():
                 raise RuntimeError(
-                    f"eagle_kernels.{op}: TRITON_INTERPRET=1 was set after eagle_kernels was imported, which left its "
-                    "kernels to a GPU; set it before the first import"
+                    f"eagle_kernels.{op}: TRITON_INTERPRET=1 was set after eagle_kernels was imported, too late "
+                    "for its kernels; set it before the first import"
                 )
             raise RuntimeError(
                 f"eagle_kernels.{op}: the triton backend cannot run on cpu tensors; move them to a GPU, set "

@@ -179,7 +179,7 @@ def _below_autograd(overload, names: list[str], args: tuple, kwargs: dict):
         op = overload.name().partition("::")[2].partition(".")[0]
         raise RuntimeError(
             f"eagle_kernels.{op}: {wrong} must not require grad, since ops have no derivatives (call it "
-            "under torch.no_grad(), or with a tensor that is detached), got requires_grad=True"
+            "under torch.no_grad(), or pass tensor.detach()), got requires_grad=True"
         )
     with torch._C._AutoDispatchBelowAutograd():
         return overload(*args, **kwargs)

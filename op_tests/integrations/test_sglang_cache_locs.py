@@ -295,7 +295,7 @@ def test_names_and_order_of_arguments(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ENTRY_PAGE_SIZE": 16}, "ENTRY_PAGE_SIZE must be 1, tables of pages are not supported, got 16"),
+        ({"ENTRY_PAGE_SIZE": 16}, "ENTRY_PAGE_SIZE must be 1, since tables of pages are not supported, got 16"),
         ({"TRANSLATE": True}, "a table that translates slots must not be given"),
     ],
     ids=str,

@@ -211,7 +211,7 @@ NODE = torch.zeros(2, 4, dtype=torch.int64)
         ({"out": torch.zeros(8, 3, dtype=torch.int32)}, r"out must have shape \[8, 2\], got \[8, 3\]"),
         ({"out": torch.zeros(8, 2, dtype=torch.int64)}, "out must have dtype int32, got int64"),
         (dict.fromkeys(("draft_tokens", "retrieve_next_token", "retrieve_next_sibling"), NODE.to("meta")),
-         "retrieve_next_token must be on the cpu, where grammars live, as all tensors here, got meta"),
+         "retrieve_next_token must be on the cpu, like all tensors here: grammar matchers work there, got meta"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(change, message):

@@ -177,7 +177,7 @@ def contract(values: dict) -> Output:
         paged_cache.check_group(args)
         args.tensor("key_indptr", (batch_size + 1,), check.INTEGER, optional=True)
         if values["key_indptr"] is None and args.size("Tk") != args.size("T"):
-            args.fail("key_indptr", "be given where keys are not as many as queries", None)
+            args.fail("key_indptr", "be given where the numbers of keys and queries differ", None)
         unused = (
             "v_cache",
             "block_table",

@@ -73,7 +73,7 @@ def contract(values: dict) -> Output:
         num_query, rows = args.integer("max_query", 1, MAX_QUERY), ("T",)
         batch = paged_cache.check_bounds(args, args.size("T"))
         if values["num_draft_keys"] is not None:
-            args.fail("num_draft_keys", "not be given with qo_indptr, which tells it", values["num_draft_keys"])
+            args.fail("num_draft_keys", "not be given with qo_indptr, from which it follows", values["num_draft_keys"])
         if values["key_positions"] is not None:
             args.fail("key_positions", "not be given with qo_indptr: keys are at the positions of the rows", "a tensor")
         num_keys = "T"
@@ -81,7 +81,7 @@ def contract(values: dict) -> Output:
         query = args.tensor("query", ("B", "Nq", "Hq", "D"), check.FLOAT, contiguous=2)
         batch, num_query, rows = "B", args.size("Nq"), ("B", "Nq")
         if values["max_query"] is not None:
-            args.fail("max_query", "be given with qo_indptr, else Nq tells it", values["max_query"])
+            args.fail("max_query", "not be given without qo_indptr, where Nq says it", values["max_query"])
         if not 1 <= num_query <= MAX_QUERY:
             args.fail("query", f"have Nq in 1..{MAX_QUERY}", num_query)
         num_keys = num_query
@@ -94,7 +94,8 @@ def contract(values: dict) -> Output:
     paged_cache.check_logits(args)
     num_rows = query.shape[0] if is_ragged else args.size("B") * num_query
     if bool(values["is_causal"]) == (values["tree_mask"] is not None):
-        args.fail("tree_mask", "be given, or is_causal be True, and not both", f"is_causal={values['is_causal']}")
+        given = "both" if values["is_causal"] else "neither"
+        args.fail("exactly one of tree_mask and is_causal=True", "be given", given)
     tree_mask = args.tensor("tree_mask", (*rows, None), (torch.int64,), optional=True)
     most_keys = num_query if is_ragged else num_keys
     if tree_mask is not None and tree_mask.shape[-1] * 64 < most_keys:
@@ -112,9 +113,9 @@ def contract(values: dict) -> Output:
         args.tensor("key_positions", (args.size("B") * num_keys,), check.INTEGER, optional=True)
     if values["window"] is not None:
         if positions is None and tree_mask is not None:
-            args.fail("positions", "be given with window and tree_mask: depths are not in the mask", None)
+            args.fail("positions", "be given with window and tree_mask, as a mask does not hold depths", None)
         if positions is not None and num_keys not in (num_query, "T") and values["key_positions"] is None:
-            args.fail("key_positions", "be given with window where rows and draft keys differ", None)
+            args.fail("key_positions", "be given with window where the numbers of rows and draft keys differ", None)
     return Output(args.spec(tuple(query.shape), query.dtype), args.spec(tuple(query.shape[:-1]), torch.float32))
 
 

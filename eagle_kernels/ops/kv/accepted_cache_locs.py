@@ -203,7 +203,7 @@ def contract(values: dict) -> Output:
     accept_token_num = args.tensor("accept_token_num", ("B",), check.INTEGER, optional=True)
     accept_index = args.tensor("accept_index", ("B", "W"), check.INTEGER, optional=True)
     if accept_token_num is None and accept_index is None:
-        args.fail("accept_token_num / accept_index", "be given, one of them at least", "none of them")
+        args.fail("at least one of accept_token_num and accept_index", "be given", "none of them")
     batch_size = args.size("B")
     # the kernel counts in int32 up to one tile past the end
     most = MAX_CAPACITY - 1023
@@ -218,9 +218,9 @@ def contract(values: dict) -> Output:
     is_freed = values["seq_lens"] is not None or values["free_token_num"] is not None
     if values["seq_lens"] is not None:
         if values["free_token_num"] is not None:
-            args.fail("free_token_num", "not be given with seq_lens, which tell it", "a tensor")
+            args.fail("free_token_num", "not be given with seq_lens, from which it follows", "a tensor")
         if accept_token_num is None:
-            args.fail("seq_lens", "come with accept_token_num, to tell what is free", "a tensor")
+            args.fail("seq_lens", "come with accept_token_num, which says how many slots are kept", "a tensor")
     capacity, free_capacity = values["capacity"], values["free_capacity"]
     if capacity is None:
         capacity = batch_size * (num_nodes if accept_index is None else args.size("W"))

@@ -135,7 +135,7 @@ def contract(values: dict) -> Output:
         capacity = check_capacity(args)
     else:
         if values["capacity"] is not None:
-            args.fail("capacity", "not be given with num_tokens, which tell it", values["capacity"])
+            args.fail("capacity", "not be given with num_tokens, from which it follows", values["capacity"])
         capacity = args.size("B") * args.integer("num_tokens", 0, MAX_CAPACITY)
     return Output(
         args.spec((args.size("B") + 1,), torch.int32),

@@ -162,7 +162,7 @@ def contract(values: dict) -> check.Spec:
     num_query_heads = 0
     if values["query"] is not None:
         if not has_tables:
-            args.fail("query", "come with positions, cos and sin: without them nothing happens to it", "none of them")
+            args.fail("query", "come with positions, cos and sin, without which it stays as it is", "none of them")
         num_query_heads = rotary.check_heads(args, "query", "Hq", (key.dtype,)).shape[1]
     return args.spec((args.size("T"), num_query_heads, args.size("D")), key.dtype, contiguous=1)
 

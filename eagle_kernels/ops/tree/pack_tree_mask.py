@@ -63,7 +63,7 @@ def _sizes(args: check.Arguments) -> tuple[int, int, int]:
     num_nodes = None if args.values["num_verify_tokens"] is None else args.integer("num_verify_tokens", 1)
     if mode == TreeMaskMode.FULL_MASK:
         if args.values["seq_lens"] is None:
-            args.fail("seq_lens", "be given for 'full_mask': rows start where the lengths say", None)
+            args.fail("seq_lens", "be given for 'full_mask', whose rows begin where the lengths say", None)
         args.tensor("seq_lens", ("B",), check.INTEGER)
         args.debug("seq_lens", "not be negative", lambda: args.values["seq_lens"] >= 0)
     return check_mask(args, mode, num_nodes)

@@ -83,7 +83,7 @@ def contract(values: dict) -> check.Spec:
         args.fail("num_verify_tokens", f"be Nq = {num_rows} for '{mode}', which has as many rows as keys", num_keys)
     if mode == TreeMaskMode.FULL_MASK:
         if values["seq_lens"] is None:
-            args.fail("seq_lens", "be given for 'full_mask': rows start where the lengths say", None)
+            args.fail("seq_lens", "be given for 'full_mask', whose rows begin where the lengths say", None)
         args.tensor("seq_lens", ("B",), check.INTEGER)
         args.debug("seq_lens", "not be negative", lambda: values["seq_lens"] >= 0)
     return mask_spec(args, mode, batch_size, num_rows, num_keys, values.get("out"))

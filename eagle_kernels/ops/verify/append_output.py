@@ -182,7 +182,7 @@ def contract(values: dict) -> Output:
     tokens = args.tensor("tokens", ("B", "T"), check.INTEGER)
     batch_size = args.size("B")
     if args.size("T") == 0:
-        args.fail("tokens", "have a column", list(tokens.shape))
+        args.fail("tokens", "have at least one column", list(tokens.shape))
     args.tensor("max_tokens", ("B",), check.INTEGER, optional=True)
     ends = values["end_token_ids"]
     is_shared = isinstance(ends, torch.Tensor) and ends.dim() == 1
@@ -194,7 +194,9 @@ def contract(values: dict) -> Output:
     args.tensor("is_live", ("B",), (*check.INTEGER, torch.bool), optional=True)
     rows = args.tensor("rows", ("B",), check.INTEGER, optional=True)
     if rows is None and args.size("R") < batch_size:
-        args.fail("token_ids", f"have a row for each of B = {batch_size} requests without rows", list(token_ids.shape))
+        args.fail(
+            "token_ids", f"have a row for each of B = {batch_size} requests where rows is None", list(token_ids.shape)
+        )
     args.debug("num_tokens", "lie in 0..L", lambda: (num_tokens >= 0) & (num_tokens <= token_ids.shape[1]))
     return Output(
         new_num_tokens=args.spec((batch_size,), num_tokens.dtype),

@@ -127,7 +127,7 @@ def contract(values: dict) -> Output:
     positions = args.tensor("positions", ("B", "N"), check.INTEGER, optional=True, contiguous=1)
     seq_lens = args.tensor("seq_lens", ("B",), check.INTEGER, optional=True)
     if positions is None and seq_lens is None:
-        args.fail("positions / seq_lens", "be given, one of them", "none of them")
+        args.fail("at least one of positions and seq_lens", "be given", "none of them")
     max_rows = check_capacity(args, "max_rows")
     num_nodes = args.size("N")
     args.debug("num_tokens", f"lie in 0..{num_nodes}", lambda: (num_tokens >= 0) & (num_tokens <= num_nodes))

@@ -174,7 +174,7 @@ def contract(values: dict) -> check.Spec:
     together = ("min_tokens", "num_output_tokens", "end_token_ids")
     given = [name for name in together if values[name] is not None]
     if given and len(given) < len(together):
-        args.fail(" / ".join(together), "be given together", " and ".join(given) + " alone")
+        args.fail("min_tokens, num_output_tokens and end_token_ids", "be given together", "only " + " and ".join(given))
     return args.spec((num_rows, args.size("V")), torch.float32, contiguous=1)
 
 

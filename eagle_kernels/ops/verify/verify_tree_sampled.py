@@ -121,7 +121,7 @@ def contract(values: dict) -> Output:
     seq_lens = args.tensor("seq_lens", ("B",), check.INTEGER, optional=True)
     is_live = args.tensor("is_live", ("B",), (*check.INTEGER, torch.bool), optional=True)
     if is_live is not None and seq_lens is None:
-        args.fail("is_live", "come with seq_lens, whose outputs it is for", "no seq_lens")
+        args.fail("is_live", "come with seq_lens, whose outputs it masks", "no seq_lens")
     num_logged = batch_size if values["return_logprobs"] else 0
     num_committed = 0 if seq_lens is None else batch_size
     return Output(

@@ -323,7 +323,7 @@ def test_registration(form, device):
         ({"v_cache": torch.zeros(9, 16, 2, 64).half()}, "v_cache must have dtype float32, got float16"),
         ({"v_cache": torch.zeros(9, 2, 16, 64).transpose(1, 2)}, "v_cache must"),
         ({"seq_lens": None}, "seq_lens must be a tensor, got NoneType"),
-        ({"block_table": None}, "block_table / kv_indptr must be given exactly once, got none of them"),
+        ({"block_table": None}, "exactly one of block_table and kv_indptr must be given, got none of them"),
         ({"kv_indices": torch.zeros(4, dtype=torch.int32)}, "kv_indices must not be given with block_table"),
     ],
 )  # fmt: skip

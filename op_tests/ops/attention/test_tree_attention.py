@@ -457,7 +457,7 @@ def test_registration(is_separate, device):
         ({"draft_key": torch.zeros(2, 4, 1, 32)}, "draft_value must be given with draft_key"),
         ({"draft_value": torch.zeros(2, 4, 1, 32)}, "draft_key must be given with draft_value"),
         ({"draft_key": torch.zeros(2, 5, 1, 32), "draft_value": torch.zeros(2, 5, 1, 32)}, "draft_key must have shape"),
-        ({"block_table": None, "seq_lens": None}, "block_table / kv_indptr must be given exactly once"),
+        ({"block_table": None, "seq_lens": None}, "exactly one of block_table and kv_indptr must be given"),
     ],
 )
 def test_bad_input_is_named(change, message, device):

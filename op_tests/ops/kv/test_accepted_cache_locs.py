@@ -230,9 +230,9 @@ def test_registration(form, device):
         ({"free_capacity": -1}, "free_capacity must lie in 0..2147483647, got -1"),
         (
             {"accept_token_num": None, "accept_index": None},
-            "accept_token_num / accept_index must be given, one of them",
+            "at least one of accept_token_num and accept_index must be given",
         ),
-        ({"accept_token_num": None}, "seq_lens must come with accept_token_num, to tell what is free"),
+        ({"accept_token_num": None}, "seq_lens must come with accept_token_num, which says"),
         ({"free_token_num": torch.zeros(3, dtype=torch.int64)}, "free_token_num must not be given with seq_lens"),
         ({"accept_index": torch.zeros(2, 4, dtype=torch.int64)}, "accept_index must have B = 3"),
         ({"seq_lens": torch.zeros(3)}, "seq_lens must have dtype int32 or int64, got float32"),

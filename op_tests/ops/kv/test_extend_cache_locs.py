@@ -148,9 +148,9 @@ def test_registration(is_uniform, device):
     ("change", "message"),
     [
         ({"capacity": None}, "capacity must be an int, got NoneType"),
-        ({"ends": None}, "ends / num_tokens must be given exactly once, got none of them"),
-        ({"num_tokens": 3}, "ends / num_tokens must be given exactly once, got ends and num_tokens"),
-        ({"num_tokens": 3, "ends": None}, "capacity must not be given with num_tokens, which tell it, got"),
+        ({"ends": None}, "exactly one of ends and num_tokens must be given, got none of them"),
+        ({"num_tokens": 3}, "exactly one of ends and num_tokens must be given, got ends and num_tokens"),
+        ({"num_tokens": 3, "ends": None}, "capacity must not be given with num_tokens, from which it follows, got"),
         ({"num_tokens": -1, "ends": None, "capacity": None}, "num_tokens must lie in 0..2147483647, got -1"),
         ({"keep_unused": True}, "keep_unused must come with out, whose unused entries it keeps, got True"),
         ({"starts": torch.zeros(2, dtype=torch.int64)}, "starts must have B = 3"),

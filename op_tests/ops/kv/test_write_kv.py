@@ -388,7 +388,7 @@ SMALL = (16, 4, 2, 64, torch.float32, torch.float32)
         ({"positions": None, "cos": None, "sin": None}, "query must come with positions, cos and sin"),
         ({"query": torch.zeros(4, 4, 32)}, "query must have D = 64 in axis 2"),
         ({"out": torch.zeros(4, 2, 64)}, "out must have shape"),
-        ({"cos": torch.zeros(50, 40), "sin": torch.zeros(50, 40)}, "cos must have a column per pair, 1..D / 2 = 32"),
+        ({"cos": torch.zeros(50, 40), "sin": torch.zeros(50, 40)}, "cos must have 1..D / 2 = 32 columns"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(change, message, device):

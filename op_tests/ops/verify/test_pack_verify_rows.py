@@ -154,7 +154,7 @@ def test_registration(with_positions, device):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seq_lens": None}, "positions / seq_lens must be given, one of them, got none of them"),
+        ({"seq_lens": None}, "at least one of positions and seq_lens must be given, got none of them"),
         ({"max_rows": -1}, "max_rows must lie in 0..2147483647, got -1"),
         ({"max_rows": None}, "max_rows must be an int, got NoneType"),
         ({"num_tokens": torch.zeros(2).int()}, "num_tokens must have B = 3"),

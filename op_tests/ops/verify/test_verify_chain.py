@@ -417,10 +417,10 @@ def test_registration(device):
         ({"method": "greedy"}, "method must be one of 'standard', 'block', got 'greedy'"),
         ({"target_logits": torch.zeros(11, 61)}, r"target_logits must have shape \[12, V\], got \[11, 61\]"),
         ({"draft_logits": torch.zeros(12, 61)}, r"draft_logits must have shape \[9, Vd\], got \[12, 61\]"),
-        ({"draft_logits": None}, "draft_logits / draft_probs must be given exactly once, got none of them"),
+        ({"draft_logits": None}, "exactly one of draft_logits and draft_probs must be given, got none of them"),
         (
             {"target_probs": torch.zeros(12, 61)},
-            "target_logits / target_probs must be given exactly once, got target_logits and target_probs",
+            "exactly one of target_logits and target_probs must be given, got target_logits and target_probs",
         ),
         ({"temperature": None}, "temperature must be a tensor, got NoneType"),
         ({"d2t": torch.zeros(60, dtype=torch.int64)}, r"d2t must have Vd = 61 in axis 0 \(as draft_logits\)"),

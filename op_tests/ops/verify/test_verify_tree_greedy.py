@@ -272,7 +272,7 @@ def test_registration(device):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"target_predict": None}, "target_predict / target_logits must be given exactly once, got none of them"),
+        ({"target_predict": None}, "exactly one of target_predict and target_logits must be given, got none of them"),
         ({"target_predict": None, "target_logits": torch.zeros(16, 0)}, "target_logits must have at least one token"),
         ({"spec_steps": -1}, "spec_steps must lie in 0..1024, got -1"),
         ({"any_order": True, "accept_policy": "reject_all"}, "any_order must come with target_predict and accept_pol"),

@@ -623,8 +623,8 @@ def test_registration(device):
     ("change", "message"),
     [
         ({"target_logits": torch.zeros(15, 61)}, r"target_logits must have shape \[16, V\], got \[15, 61\]"),
-        ({"draft_probs": torch.zeros(16, 61)}, "draft_logits / draft_probs must be given exactly once"),
-        ({"target_logits": None}, "target_logits / target_probs must be given exactly once, got none of them"),
+        ({"draft_probs": torch.zeros(16, 61)}, "exactly one of draft_logits and draft_probs must be given"),
+        ({"target_logits": None}, "exactly one of target_logits and target_probs must be given, got none of them"),
         ({"temperature": torch.zeros(2, dtype=torch.float64)}, "temperature must have dtype float32, got float64"),
         ({"d2t": torch.zeros(3, dtype=torch.int64)}, "d2t must have Vd = 61 in axis 0"),
         ({"spec_steps": -1}, "spec_steps must lie in 0..1024, got -1"),

@@ -423,10 +423,10 @@ def test_front_door_samples_with_sampling_parameters(device):
     want = eagle_kernels.verify_tree_sampled(**values)
     got = eagle_kernels.verify_tree(**values)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
-    with pytest.raises(ValueError, match="verify_tree: sampling needs seeds as well"):
+    with pytest.raises(ValueError, match="verify_tree: seeds must be given too for sampling"):
         eagle_kernels.verify_tree(**{**values, "seeds": None})
     without_filters = {key: value for key, value in values.items() if key not in FILTERS["all"]}
-    with pytest.raises(ValueError, match="verify_tree: sampling needs temperature as well"):
+    with pytest.raises(ValueError, match="verify_tree: temperature must be given too for sampling"):
         eagle_kernels.verify_tree(**{**without_filters, "temperature": None})
 
 

@@ -528,9 +528,9 @@ def test_registration(device):
     [
         ({"target_logits": torch.zeros(15, 61)}, r"target_logits must have shape \[16, V\], got \[15, 61\]"),
         ({"draft_logits": torch.zeros(14, 61)}, r"draft_logits must have shape \[16, Vd\], got \[14, 61\]"),
-        ({"draft_logits": None}, "draft_logits / draft_probs must be given exactly once, got none of them"),
+        ({"draft_logits": None}, "exactly one of draft_logits and draft_probs must be given, got none of them"),
         ({"temperature": None}, "temperature must be a tensor, got NoneType"),
-        ({"draft_probs": torch.zeros(16, 61)}, "draft_logits / draft_probs must be given exactly once"),
+        ({"draft_probs": torch.zeros(16, 61)}, "exactly one of draft_logits and draft_probs must be given"),
         ({"seeds": torch.zeros(3, dtype=torch.int64)}, "seeds must have B = 2 in axis 0"),
     ],
 )

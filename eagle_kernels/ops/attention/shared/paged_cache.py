@@ -56,7 +56,8 @@ def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> 
         if scale is not None and len(scale) not in (1, args.size("Hkv")):
             args.fail(name, f"have 1 or Hkv = {args.size('Hkv')} elements", len(scale))
     if (values["k_scale"] is None) != (values["v_scale"] is None):
-        args.fail("v_scale" if values["v_scale"] is None else "k_scale", "be given with the other scale", None)
+        missing, given = ("k_scale", "v_scale")[:: 1 if values["k_scale"] is None else -1]
+        args.fail(missing, f"be given with {given}", None)
     if values["k_scale"] is not None and len(values["k_scale"]) != len(values["v_scale"]):
         args.fail("v_scale", f"have {len(values['k_scale'])} elements like k_scale", len(values["v_scale"]))
     page_size = args.size("page_size")
@@ -81,7 +82,7 @@ def check_cache(args: check.Arguments, dtype: torch.dtype, batch: str | int) -> 
     if num_slots > 2**31 - 1024:
         args.fail(table, "name at most 2^31 - 1024 slots", num_slots)
     if values[table].numel() * page_size >= 2**35:
-        args.fail(table, "name less than 2^35 slots in all", values[table].numel() * page_size)
+        args.fail(table, "name fewer than 2^35 slots in all", values[table].numel() * page_size)
     for name in excluded:
         if values[name] is not None:
             args.fail(name, f"not be given with {form}, the other form of a page table", "a tensor")

@@ -182,7 +182,7 @@ def check_mask(args: check.Arguments, mode: str, num_nodes: int | None) -> tuple
     tree_mask = args.values["tree_mask"]
     is_flat = isinstance(tree_mask, torch.Tensor) and tree_mask.dim() == 1
     if num_nodes is None and (mode == TreeMaskMode.FULL_MASK or (mode == TreeMaskMode.QLEN_ONLY and is_flat)):
-        args.fail("num_verify_tokens", "be given for a flat mask, whose shape does not tell it", None)
+        args.fail("num_verify_tokens", "be given for a flat mask, from whose shape it does not follow", None)
     if mode == TreeMaskMode.FULL_MASK:
         args.tensor("tree_mask", (None,), _CELL)
         return args.size("B"), num_nodes, num_nodes
@@ -243,5 +243,5 @@ def _full_mask_size(args: check.Arguments, batch_size: int, num_nodes: int, out:
         needed = num_nodes * (total + batch_size * num_nodes)
         if size < needed:
             name = "out" if isinstance(args.values["out"], torch.Tensor) else "out.tree_mask"
-            args.fail(name, f"hold the {needed} cells that seq_lens say", size)
+            args.fail(name, f"hold the {needed} cells that seq_lens ask for", size)
     return size

@@ -161,7 +161,7 @@ def check_processors(args: check.Arguments, axis: str, node_axis: str | int) -> 
     args.tensor("token_bitmask", (node_axis, words), (torch.int32,), optional=True)
     values = args.values
     if values["prompt_mask"] is not None and values["repetition_penalty"] is None:
-        args.fail("prompt_mask", "come with repetition_penalty, which alone reads it", "no repetition_penalty")
+        args.fail("prompt_mask", "come with repetition_penalty, the only one that reads it", "no repetition_penalty")
     if values["output_counts"] is not None and not has_penalties(values):
         args.fail("output_counts", "come with a penalty, which reads it", "none")
     if values["repetition_penalty"] is not None:
