@@ -451,7 +451,7 @@ ENGINE = {
     ),
     "a server's one": (
         lambda e: EAGLEConfig.from_speculative_config({"method": "ngram", "num_gpu_block_expand_ratio": True}),
-        "num_gpu_block_expand_ratio must be 1.0 or absent: it is the server's business, got True",
+        "num_gpu_block_expand_ratio must be 1.0 or absent, since the server decides it, got True",
     ),
 }
 

@@ -36,7 +36,7 @@ def test_a_deprecated_module_still_works_and_says_what_to_use():
     from eagle_kernels.engine import tree_view
     from eagle_kernels.tools.trees import view
 
-    with pytest.warns(DeprecationWarning, match=r"will go in 0\.3, use eagle_kernels\.tools\.trees\.view"):
+    with pytest.warns(DeprecationWarning, match=r"ends with 0\.3; use eagle_kernels\.tools\.trees\.view"):
         assert tree_view.verified_trees is view.verified_trees
 
 

@@ -13,22 +13,20 @@ import torch
 from torch import Tensor
 
 from ..runtime.placement import is_same_device, read_placement
-from ..runtime.values import is_integer
-from .batch.kv_pool import KVPool, PrefillAttend
+from ..runtime.values import is_integer, read_flag
 from .config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.pairing import as_draft, bind_draft, check_target, check_trees, warn_of_rounding
 from .models.protocol import DraftModel, TargetModel
 from .models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
-from .requests.inputs import Prompts, Seeds, read_flag, read_prompts
+from .requests.inputs import Prompts, Seeds, read_prompt, read_prompts
 from .requests.request import Request, TokenEvent
 from .requests.sampling_params import SAMPLING_FIELDS, SamplingParams
 from .serve.benchmark import BenchmarkResult, benchmark
 from .serve.output import GenerationOutput
 from .serve.session import Session
 from .serve.stream import TextStream, TokenStream, open_stream
-from .serve.threads import few_threads
 from .serve.warmup import COMMON_PARAMS, warm_up
 from .step.plan import warn_of_eager_steps
 from .step.stepper import Verified
@@ -57,8 +55,7 @@ class EAGLEInference:
         target, draft, config, device: Those in use. `draft` may be a wrapper of the given model, or None.
 
     Raises:
-        ValueError: An argument breaks its rule or contradicts another, in any method; the message names it.
-        RuntimeError: A method needs an empty batch, and requests have not ended.
+        ValueError: An argument breaks its rule, or models and configuration do not fit; the message names it.
 
     Example:
         >>> from eagle_kernels.engine.models.loading import demo_pair
@@ -112,6 +109,9 @@ class EAGLEInference:
             config, device: As for the class, but device=None is the GPU where there is one, else the CPU.
             dtype: The type of the weights; None: float32.
             check_weights: Whether NaN and infinite weights are refused by name, by one pass over them on the device.
+
+        Raises:
+            ValueError: As for the class; a folder that does not hold such a model raises its subclass `ModelError`.
         """
         config = _read_config(config)
         device, dtype = read_placement("EAGLEInference.from_pretrained", device, dtype)
@@ -152,6 +152,10 @@ class EAGLEInference:
         Returns:
             The new tokens (one list for one prompt, a list of lists for several) and the statistics of the call.
 
+        Raises:
+            ValueError: An argument breaks its rule, or a prompt is empty, too long or holds an id that is no token.
+            RuntimeError: Other requests, with another configuration, have not ended.
+
         Example:
             >>> prompt = engine.tokenizer.encode("import os\\n\\ndef walk(")  # the engine of the class's example
             >>> output_ids, stats = engine.generate(prompt, 16)
@@ -178,19 +182,24 @@ class EAGLEInference:
             input_ids, max_new_tokens, seeds, speculative, overrides: As for `generate`. After the last token, the
                 `output()` of the iterator is what `generate` returns.
 
+        Raises:
+            ValueError, RuntimeError: As for `generate`, here or, where the pools or a step are at fault, at a token.
+
         Example:
             >>> [event.token_id for event in engine.stream(prompt, 4)]  # the prompt of the example of `generate`
             [115, 101, 108, 102]
         """
         read_flag("generate: speculative", speculative)
         prompts, is_single = read_prompts(input_ids)
-        if not prompts:
-            raise ValueError("generate: input_ids must hold at least one prompt, got []")
-        config, params = self.session.read_call(len(prompts), max_new_tokens, seeds, self.config, overrides)
+        config, params = self.session.read_call("generate", len(prompts), max_new_tokens, seeds, self.config, overrides)
         return open_stream(self.session, prompts, params, config, speculative, is_single)
 
     def stream_text(self, text: str, max_new_tokens: int = 128, **options: Any) -> TextStream:
-        """Returns an iterator over the text that follows `text`; `max_new_tokens` and `options`: see `generate`."""
+        """Returns an iterator over the text that follows `text`; `max_new_tokens` and `options`: see `generate`.
+
+        Raises:
+            ValueError, RuntimeError: As for `stream`; also where there is no tokenizer, or `text` holds no token.
+        """
         tokenizer = self.session.tokenizer_for("stream_text needs")
         prompt = tokenizer.encode(text)
         if not prompt:
@@ -204,6 +213,10 @@ class EAGLEInference:
             prompt: [L] token ids.
             params: Sampling and ends of the request; None: the sampling of the configuration and 128 tokens.
 
+        Raises:
+            ValueError: An argument breaks its rule, or the configuration does not serve such params.
+            RuntimeError: Requests of `generate` or `stream`, with another configuration, have not ended.
+
         Example:
             >>> request = engine.submit(prompt, eagle_kernels.SamplingParams(max_new_tokens=4))
             >>> while engine.has_work:  # between steps a server may submit and abort others
@@ -211,25 +224,12 @@ class EAGLEInference:
             >>> request
             Request(id=0, 20 prompt tokens, 4 new tokens, finish_reason='length')
         """
-        prompts, is_single = read_prompts(prompt)
-        if prompts and not is_single:
-            raise ValueError("EAGLEInference: submit takes one prompt, [L] token ids")
-        (prompt,) = prompts or [[]]
+        prompt = read_prompt(prompt, "submit: prompt")
         if not (params is None or isinstance(params, SamplingParams)):
-            raise ValueError(f"EAGLEInference: params must be None or SamplingParams, got {params!r}")
-        session, config = self.session, self.config
-        with session.lock:
-            scheduler = session.scheduler_for(config, speculative=True)
-            params = params or SamplingParams(**config.sampling)
-            request = session.make_request(self._num_submitted, prompt, params, config)
+            raise ValueError(f"submit: params must be None or SamplingParams, got {params!r}")
+        with self.lock:
+            request = self.session.submit(self._num_submitted, prompt, params, self.config)
             self._num_submitted += 1
-            reason = session.why_unfit(prompt, params.max_new_tokens, config, speculative=True)
-            reason = reason or scheduler.why_never(request)
-            if reason:
-                request.finish_reason, request.error = "error", reason
-            else:
-                request.outbox = session.outbox
-                scheduler.submit(request)
         return request
 
     def step(self) -> list[TokenEvent]:
@@ -248,9 +248,13 @@ class EAGLEInference:
             self.step()
 
     def abort(self, request: Request) -> None:
-        """Ends a request that `submit` returned, wherever it is; its row and pages are free at once."""
+        """Ends a request that `submit` returned, wherever it is; its row and pages are free at once.
+
+        Raises:
+            ValueError: `request` is no `Request`.
+        """
         if not isinstance(request, Request):
-            raise ValueError(f"EAGLEInference: request must be what submit returned, got {request!r}")
+            raise ValueError(f"abort: request must be what submit returned, got {request!r}")
         with self.lock:
             if self.session.scheduler is not None:
                 self.session.scheduler.abort(request)
@@ -274,20 +278,23 @@ class EAGLEInference:
             batch_size: Prompts decoded together. It may exceed max_batch, which is then raised to it.
             progress: Whether a bar is shown; None: only where stderr is a terminal.
             overrides: As for `generate`: `for topk in (2, 4, 8): result = engine.benchmark(prompts, topk=topk)`.
+
+        Raises:
+            ValueError: As for `generate`, or a whole batch does not fit into the pools.
+            RuntimeError: The batch is not empty.
         """
-        prompts, _ = read_prompts(prompts)
-        if not prompts:
-            raise ValueError("benchmark: prompts must hold at least one prompt, got []")
+        prompts, _ = read_prompts(prompts, "benchmark: prompts")
         if not (is_integer(batch_size) and batch_size >= 1):
             raise ValueError(f"benchmark: batch_size must be an int of at least 1, got {batch_size!r}")
         if progress is not None:
             read_flag("benchmark: progress", progress)
         if "speculative" in overrides:
-            given = overrides["speculative"]
-            raise ValueError(f"benchmark: speculative must be left out, both are measured, got {given!r}")
+            raise ValueError("benchmark: speculative must not be given, since both ways are measured")
         batch_size = min(batch_size, len(prompts))
         overrides.setdefault("max_batch", max(self.config.max_batch, batch_size))
-        config, params = self.session.read_call(len(prompts), max_new_tokens, seeds, self.config, overrides)
+        config, params = self.session.read_call(
+            "benchmark", len(prompts), max_new_tokens, seeds, self.config, overrides
+        )
         return benchmark(self.session, config, prompts, params, batch_size, progress)
 
     def warmup(
@@ -301,6 +308,10 @@ class EAGLEInference:
                 params that have them. `warmup(SamplingParams())` is for greedy requests alone: a sixth of the graphs.
             speculative, overrides: As for `generate`. Overrides that name sampling prepare for such calls alone.
             most_requests: Most requests at once; None: max_batch of the configuration.
+
+        Raises:
+            ValueError: An argument breaks its rule.
+            RuntimeError: The batch is not empty.
         """
         read_flag("warmup: speculative", speculative)
         for other in (each for each in params if not isinstance(each, SamplingParams)):
@@ -308,8 +319,7 @@ class EAGLEInference:
         config, sampling = self.session.read_overrides("warmup", self.config, overrides)
         own = sorted(overrides.keys() - {*CONFIG_FIELDS})
         if params and own:
-            value = f"{own[0]}={overrides[own[0]]!r}"
-            raise ValueError(f"warmup: {own[0]} belongs into the SamplingParams that are given, got {value}")
+            raise ValueError(f"warmup: {own[0]} must be set in the params that are given, got {overrides[own[0]]!r}")
         if most_requests is not None and not (is_integer(most_requests) and most_requests >= 1):
             raise ValueError(f"warmup: most_requests must be None or an int of at least 1, got {most_requests!r}")
         if not params and overrides.keys().isdisjoint(SAMPLING_FIELDS):
@@ -320,26 +330,20 @@ class EAGLEInference:
 
     def workspace_bytes(self, config: EAGLEConfig | None = None) -> dict[str, int]:
         """Returns the bytes that a configuration (None: the engine's) needs in addition to the weights, by purpose:
-        kv_cache, rows (state of the batch), step (the largest tensors of a step) and total."""
+        kv_cache, rows (state of the batch), step (the largest tensors of a step) and total.
+
+        Raises:
+            ValueError: `config` is no `EAGLEConfig`, or its method does not fit the draft model.
+        """
         return self.session.workspace_bytes(self.config if config is None else _read_config(config))
 
-    @torch.inference_mode()
     def next_token_logits(self, token_ids: list[int]) -> Tensor:
-        """Returns the target's logits, [V] fp32, for the token after `token_ids`, [L]: one causal pass, no drafts."""
-        prompts, is_single = read_prompts(token_ids, "next_token_logits: token_ids")
-        reason = "it takes one prompt, [L] token ids" if prompts and not is_single else None
-        prompt = prompts[0] if prompts else []
-        reason = reason or self.session.why_unfit(prompt, 0, self.config, speculative=False)
-        if reason:
-            raise ValueError(f"next_token_logits: {reason}")
-        tokens = torch.tensor([prompt], device=self.device)
-        positions = torch.arange(len(prompt), device=self.device)[None]
-        num_pages = -(-len(prompt) // self.config.page_size)
-        pool = KVPool(self.target.kv_shape, num_pages, self.config.page_size, self.target.dtype, self.device)
-        table = torch.arange(num_pages, dtype=torch.int32, device=self.device)[None]
-        with few_threads(self.target):
-            attend = PrefillAttend(pool, table, 0, len(prompt))
-            return self.target.forward(tokens, positions, attend, last_only=True).logits[0, -1].float()
+        """Returns the target's logits, [V] fp32, for the token after `token_ids`, [L]: one causal pass, no drafts.
+
+        Raises:
+            ValueError: `token_ids` is not one prompt that the target can read.
+        """
+        return self.session.next_token_logits(read_prompt(token_ids, "next_token_logits: token_ids"), self.config)
 
     target: TargetModel = property(attrgetter("session.target"))
     draft: DraftModel | None = property(attrgetter("session.draft"))

@@ -6,5 +6,5 @@ from importlib import import_module
 
 def __getattr__(name: str) -> object:
     value = getattr(import_module("eagle_kernels.tools.trees.view"), name)
-    warnings.warn(f"{__name__} will go in 0.3, use eagle_kernels.tools.trees.view", DeprecationWarning, stacklevel=2)
+    warnings.warn(f"{__name__} ends with 0.3; use eagle_kernels.tools.trees.view", DeprecationWarning, stacklevel=2)
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,22 @@ def is_integer(value: Any) -> bool:
 def is_fp32(value: float) -> bool:
     """Returns whether fp32 holds a number: it is finite, and not rounded to 0."""
     return value == 0 or _FP32.tiny <= abs(value) <= _FP32.max
+
+
+def plain(value: Any) -> Any:
+    """Returns nested lists of Python numbers for sequences, tensors and arrays; leaves text as it is."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        return [plain(item) for item in value]
+    return value
+
+
+def read_flag(name: str, value: bool) -> bool:
+    """Returns True or False; refuses 0, "no" and None."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
+    return value
 
 
 def shown(value: Any) -> str:

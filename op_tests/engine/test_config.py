@@ -118,7 +118,7 @@ def test_a_config_cannot_change():
         (SIMULATE | {"simulated_accept_length": 2, "simulated_accept_rates": [1] * 5}, "accept_policy must come with"),
         (
             SIMULATE | {"simulated_accept_length": 0.5},
-            r"simulated_accept_length must lie in 1..min\(num_steps \+ 1, num_draft_tokens\) = 6 \(the bonus counts",
+            r"simulated_accept_length must lie in 1..min\(num_steps \+ 1, num_draft_tokens\) = 6 \(bonus token",
         ),
         (SIMULATE | {"simulated_accept_length": 6.5}, "simulated_accept_length must lie in"),
         (
@@ -135,7 +135,7 @@ def test_a_config_cannot_change():
         (SIMULATE | {"simulated_accept_rates": (1, 1, 1, 1, -0.1)}, "simulated_accept_rates must be"),
         (
             {"num_draft_tokens": 4, "simulated_accept_length": 4.5},
-            r"must lie in 1..min\(.*\) = 4 \(the bonus.* got 4.5",
+            r"must lie in 1..min\(.*\) = 4 \(bonus.* got 4.5",
         ),
         (
             {"num_draft_tokens": 4, "simulated_accept_rates": (1, 1, 1, 0.1, 0)},

@@ -49,7 +49,7 @@ def test_tables_of_other_sizes(device, vocab_size, sampling, strategy):
 
 def test_sizes_that_nobody_has_explained(device):
     target = random_llama(device=device)
-    with pytest.raises(ValueError, match=r"target's 61; .*CausalDraft\(model, vocab_size=61\)"):
+    with pytest.raises(ValueError, match=r"target's 61 tokens, got 64; .*CausalDraft\(model, vocab_size=61\)"):
         EAGLEInference(padded(target, 64), target, CONFIG)
 
 
@@ -89,9 +89,9 @@ def test_folders_of_one_tokenizer(tmp_path):
 
 
 REFUSED = {
-    "another id": (WORDS | {"w3": 4, "w4": 3}, WORDS, "must have the same tokenizer, 'w[34]' is [34] in the one and"),
-    "a word more": (WORDS | {"more": 55}, WORDS, "must have the same tokenizer, 'more' is in one of them alone"),
-    "no tokenizer": (None, WORDS, "must have the same tokenizer, one of them holds bytes or none"),
+    "another id": (WORDS | {"w3": 4, "w4": 3}, WORDS, "must have the same tokenizer, but 'w[34]' is [34] in one and"),
+    "a word more": (WORDS | {"more": 55}, WORDS, "must have the same tokenizer, but only one of them has 'more'"),
+    "no tokenizer": (None, WORDS, "must have the same tokenizer, but only one of them has a tokenizer.json"),
 }
 
 
@@ -100,12 +100,12 @@ def test_folders_of_other_tokenizers(tmp_path, case):
     draft_words, target_words, message = REFUSED[case]
     with pytest.raises(ModelError, match=message):
         load(tmp_path, draft_words, target_words)
-    with pytest.raises(ModelError, match="'<think>' is in one of them alone"):
+    with pytest.raises(ModelError, match="only one of them has '<think>'"):
         load(tmp_path / "added", WORDS, WORDS, added=[("<think>", 55)])
 
 
 def test_folders_without_tokenizers(tmp_path):
     """Nobody knows, so the sizes must be the same."""
     load(tmp_path / "same", None, None, vocab_size=61)
-    with pytest.raises(ValueError, match="of 64 tokens is not the target's 61"):
+    with pytest.raises(ValueError, match="must have the target's 61 tokens, got 64"):
         load(tmp_path / "other", None, None)

@@ -199,7 +199,7 @@ def test_config_refuses_what_is_not_implemented(change, message):
         ({"vocab_size": 51}, {}, "vocab_size 50 is not the target's 51"),
         ({"hidden_size": 48}, {}, "features of width 32, the target's are 48"),
         ({"hidden_size": 48}, {"target_hidden_size": 48}, "must hold embed_tokens"),
-        ({"num_layers": 4}, {}, "leave a target of 4 layers"),
+        ({"num_layers": 4}, {}, "must lie in 0..4 for this target"),
         ({}, {"eagle_config": None}, "do not ascend"),
     ],
 )

@@ -67,7 +67,7 @@ def test_layer_ids_can_be_overridden(eagle3, target, caplog):
     assert "aux layers given by the caller = hidden_states [1, 3, 4]" in caplog.text
     with pytest.raises(ModelError, match="aux_layers must be 3 indices, got"):
         load_draft(eagle3, target, aux_layers=(1, 3))
-    with pytest.raises(ModelError, match="leave a target of 8 layers"):
+    with pytest.raises(ModelError, match="must lie in 0..8 for this target"):
         load_draft(eagle3, target, aux_layers=(1, 3, 9))
 
 
@@ -92,8 +92,8 @@ def test_eagle1_leaves_nothing_open(tmp_path, target, caplog):
         (lambda d2t: d2t.index_fill(0, torch.tensor([7]), 60), "d2t: draft id 7 maps to target id 67, outside the 61"),
         (lambda d2t: d2t.index_fill(0, torch.tensor([0]), -1), "d2t: draft id 0 maps to target id -1, outside the 61"),
         (lambda d2t: d2t.index_fill(0, torch.tensor([5]), 0), "draft id 5 maps to target id 5, not above its predeces"),
-        (lambda d2t: d2t[:-1], r"tensor d2t has shape \[22\], config.json asks for \[23\]"),
-        (lambda d2t: d2t.float(), "tensor d2t has dtype F32, torch.int64 was expected"),
+        (lambda d2t: d2t[:-1], r"tensor d2t has shape \[22\], but config.json says \[23\]"),
+        (lambda d2t: d2t.float(), "tensor d2t must have dtype torch.int64, got F32"),
     ],
 )
 def test_faults_of_the_draft_vocabulary(tmp_path, target, form, change, message):
@@ -129,16 +129,24 @@ def test_t2d_must_agree_and_may_be_absent(eagle3, target):
         (
             {"fc.weight": torch.zeros(32, 64)},
             {},
-            r"target_hidden_size must be 64 as in fc.weight of shape \[32, 64\], got 3 \* 32",
+            r"target_hidden_size must be 64 to match fc.weight of shape \[32, 64\], got 3 \* 32",
         ),
-        ({"norm.weight": torch.zeros(32, dtype=torch.int8)}, {}, "tensor norm.weight has dtype I8"),
+        (
+            {"norm.weight": torch.zeros(32, dtype=torch.int8)},
+            {},
+            "tensor norm.weight must have dtype torch.float32, got I8",
+        ),
         ({"lm_head.weight": None}, {}, "a head over 23 of 61 tokens cannot share the target's output"),
-        ({"layers.0.hidden_norm.weight": torch.ones(32)}, {}, "another one is midlayer.hidden_norm.weight already"),
+        (
+            {"layers.0.hidden_norm.weight": torch.ones(32)},
+            {},
+            "another tensor stands for midlayer.hidden_norm.weight already",
+        ),
         ({"fc_norm.0.weight": torch.ones(32)}, {}, "unexpected tensors: fc_norm.0.weight"),
-        ({}, {"speculators_model_type": "dflash"}, "speculators_model_type='dflash' is no EAGLE head"),
+        ({}, {"speculators_model_type": "dflash"}, "speculators_model_type='dflash' is not an EAGLE head"),
         ({}, {"num_hidden_layers": 2}, "num_hidden_layers=2 is not implemented for EAGLE-3"),
         ({}, {LAYER_IDS: [5, 6, 7]}, r"\[5, 6, 7\] contradicts \[1, 3, 4\] of eagle_config"),
-        ({}, {"target_hidden_size": 48}, "target_hidden_size must be 96 as in fc.weight"),
+        ({}, {"target_hidden_size": 48}, "target_hidden_size must be 96 to match fc.weight"),
         ({}, {"qkv_bias": True}, "missing tensors: midlayer.self_attn.k_proj.bias"),
         (
             {},
@@ -162,7 +170,7 @@ def test_every_misfit_is_found(tmp_path, target):
     found = "\n".join(head.misfits(small))
     for text in ("vocab_size 61 is not the target's 40", "features of width 32, the target's are 16"):
         assert text in found
-    assert "leave a target of 3 layers" in found and "must hold embed_tokens.weight" in found
+    assert "must lie in 0..3 for this target" in found and "must hold embed_tokens.weight" in found
     assert head.misfits(target) == []
 
 

@@ -86,26 +86,26 @@ def load(folder: Path, target=None, **options):
 
 # (folder, field, value, message): sizes that the tensors' headers contradict,
 CONTRADICTED = [
-    ("target", "num_hidden_layers", HUGE, "must be 8 as in the tensors model.layers.*, got 1000000000"),
-    ("target", "num_hidden_layers", 9, "must be 8 as in the tensors model.layers.*, got 9"),
-    ("target", "vocab_size", HUGE, "must be 61 as in model.embed_tokens.weight of shape [61, 32], got 1000000000"),
-    ("target", "hidden_size", 64, "must be 32 as in model.layers.0.post_attention_layernorm.weight of shape [32]"),
-    ("target", "intermediate_size", HUGE, "must be 40 as in model.layers.0.mlp.gate_proj.weight of shape [40, 32]"),
-    ("target", "num_attention_heads", HUGE, "must be 32 as in model.layers.0.self_attn.q_proj.weight of shape [32, "),
-    ("target", "num_key_value_heads", 2, "must be 16 as in model.layers.0.self_attn.k_proj.weight of shape [16, 32]"),
+    ("target", "num_hidden_layers", HUGE, "must be 8 to match the tensors model.layers.*, got 1000000000"),
+    ("target", "num_hidden_layers", 9, "must be 8 to match the tensors model.layers.*, got 9"),
+    ("target", "vocab_size", HUGE, "must be 61 to match model.embed_tokens.weight of shape [61, 32], got 1000000000"),
+    ("target", "hidden_size", 64, "must be 32 to match model.layers.0.post_attention_layernorm.weight of shape [32]"),
+    ("target", "intermediate_size", HUGE, "must be 40 to match model.layers.0.mlp.gate_proj.weight of shape [40, 32]"),
+    ("target", "num_attention_heads", HUGE, "must be 32 to match model.layers.0.self_attn.q_proj.weight of shape [32,"),
+    ("target", "num_key_value_heads", 2, "must be 16 to match model.layers.0.self_attn.k_proj.weight of shape [16, "),
     ("target", "head_dim", 32, "model.layers.0.self_attn.q_proj.weight of shape [32, 32], got 2 * 32"),
-    ("windowed", "num_hidden_layers", HUGE, "must be 8 as in the tensors model.layers.*, got 1000000000"),
-    ("eagle1", "hidden_size", HUGE, "must be 32 as in layers.0.post_attention_layernorm.weight of shape [32], got"),
-    ("eagle1", "target_hidden_size", HUGE, "must be 64 as in fc.weight of shape [32, 64], got 32 + 1000000000"),
-    ("eagle1", "vocab_size", HUGE, "must be 61 as in embed_tokens.weight of shape [61, 32], got 1000000000"),
-    ("eagle3", "vocab_size", HUGE, "must be 61 as in t2d of shape [61], got 1000000000"),
-    ("eagle3", "draft_vocab_size", 24, "must be 23 as in lm_head.weight of shape [23, 32], got 24"),
-    ("eagle3", "intermediate_size", HUGE, "must be 40 as in midlayer.mlp.gate_proj.weight of shape [40, 32], got"),
-    ("eagle3", "num_attention_heads", HUGE, "must be 64 as in midlayer.self_attn.q_proj.weight of shape [64, 64], got"),
-    ("eagle3", "target_hidden_size", 48, "must be 96 as in fc.weight of shape [32, 96], got 3 * 48"),
-    ("modules", "num_hidden_layers", HUGE, "must be 2 as in the tensors model.layers.*, got 1000000000"),
-    ("modules", "num_nextn_predict_layers", HUGE, "must be 2 as in the tensors mtp_layers.*, got 1000000000"),
-    ("modules", "hidden_size", HUGE, "must be 32 as in mtp_layers.0.post_attention_layernorm.weight of shape [32]"),
+    ("windowed", "num_hidden_layers", HUGE, "must be 8 to match the tensors model.layers.*, got 1000000000"),
+    ("eagle1", "hidden_size", HUGE, "must be 32 to match layers.0.post_attention_layernorm.weight of shape [32], got"),
+    ("eagle1", "target_hidden_size", HUGE, "must be 64 to match fc.weight of shape [32, 64], got 32 + 1000000000"),
+    ("eagle1", "vocab_size", HUGE, "must be 61 to match embed_tokens.weight of shape [61, 32], got 1000000000"),
+    ("eagle3", "vocab_size", HUGE, "must be 61 to match t2d of shape [61], got 1000000000"),
+    ("eagle3", "draft_vocab_size", 24, "must be 23 to match lm_head.weight of shape [23, 32], got 24"),
+    ("eagle3", "intermediate_size", HUGE, "must be 40 to match midlayer.mlp.gate_proj.weight of shape [40, 32], got"),
+    ("eagle3", "num_attention_heads", HUGE, "must be 64 to match midlayer.self_attn.q_proj.weight of shape [64, 64]"),
+    ("eagle3", "target_hidden_size", 48, "must be 96 to match fc.weight of shape [32, 96], got 3 * 48"),
+    ("modules", "num_hidden_layers", HUGE, "must be 2 to match the tensors model.layers.*, got 1000000000"),
+    ("modules", "num_nextn_predict_layers", HUGE, "must be 2 to match the tensors mtp_layers.*, got 1000000000"),
+    ("modules", "hidden_size", HUGE, "must be 32 to match mtp_layers.0.post_attention_layernorm.weight of shape [32]"),
 ]  # fmt: skip
 # sizes that nothing could hold, and other values that are none,
 LARGEST = "must be at most 2147483647, got 10000000"
@@ -167,7 +167,7 @@ def test_sizes_of_a_section(folder_of):
     folder = folder_of("speculators")
     config = json.loads((folder / "config.json").read_text())
     edit_config(folder, transformer_layer_config=config["transformer_layer_config"] | {"hidden_size": HUGE})
-    assert "hidden_size must be 32 as in midlayer.post_attention_layernorm.weight of shape [32]" in refused(
+    assert "hidden_size must be 32 to match midlayer.post_attention_layernorm.weight of shape [32]" in refused(
         load, folder
     )
 
@@ -200,10 +200,10 @@ def test_layers_of_a_model_behind_transformers(tmp_path, monkeypatch):
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     edit_config(tmp_path, n_layer=HUGE)
     told = refused(load_target, tmp_path)
-    assert "config.json: n_layer must be at most 2 as in the tensors transformer.h.*, got 1000000000" in told
+    assert "config.json: n_layer must be at most 2 to match the tensors transformer.h.*, got 1000000000" in told
     edit_config(tmp_path, n_layer=2, model_type="its own", auto_map={"AutoModelForCausalLM": "code.Model"})
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("nobody is asked whether code of a folder may run"))
-    assert "transformers cannot load it: " in refused(load_target, tmp_path)
+    assert "transformers cannot load the model: " in refused(load_target, tmp_path)
 
 
 VALUES = {
@@ -294,7 +294,7 @@ class Command:
 
 
 OUTSIDE = "model.safetensors.index.json: weight_map must name files inside the folder, got {!r} for model.norm.weight"
-NO_PICKLE = "pytorch_model.bin cannot be read: it is no whole file of torch.save"
+NO_PICKLE = "pytorch_model.bin cannot be read: it is no complete torch.save file"
 NO_TABLE = "pytorch_model.bin holds no dictionary of tensors"
 DEEPLY = "{} is not JSON: its values are nested too deeply"
 FILES = {
@@ -315,7 +315,7 @@ FILES = {
     "a long name": (write_index("a" * 5000), OUTSIDE.partition(", got")[0]),
     "code in a pickle": (
         write_pickle(write_saved({"model.norm.weight": Command()})),
-        f"pytorch_model.bin cannot be read: it names {os.system.__module__}.system, and no code of a file is run",
+        f"pytorch_model.bin cannot be read: it names {os.system.__module__}.system, but code in files is not run",
     ),
     "code in an old pickle": (
         write_pickle(pickle.dumps(Command(), protocol=2)),
@@ -332,7 +332,7 @@ FILES = {
     "numbers for names": (write_pickle(write_saved({1: torch.ones(1)})), NO_TABLE),
     "a pointer": (
         write_pickle(b"version https://git-lfs.github.com/spec/v1\n"),
-        "pytorch_model.bin is a pointer of Git LFS: git lfs pull fetches the file itself",
+        "pytorch_model.bin is only a Git LFS pointer: git lfs pull fetches the file itself",
     ),
     "four bits": (write_header("F4", 16), "tensor model.norm.weight has dtype F4, which is not implemented"),
     "six bits": (write_header("F6_E2M3", 24), "tensor model.norm.weight has dtype F6_E2M3, which is not implemented"),
@@ -584,8 +584,8 @@ def test_a_template_beside_bytes(folder_of):
     settings = {"tokenizer_class": "ByteTokenizer", "chat_template": "{{ messages }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert refused(chat_format_of, folder) == (
-        f"{folder}: transformers, which reads the chat template, has no tokenizer of bytes; without a template in the "
-        "folder conversations are roles and newlines"
+        f"{folder}: transformers, which reads the chat template, cannot read a tokenizer of bytes; remove the "
+        "template, and conversations are written as roles and newlines"
     )
     edit_config(folder, tokenizer_class=None)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from eagle_kernels.engine.requests.inputs import read_max_new_tokens, read_prompts, read_seeds
+from eagle_kernels.engine.requests.inputs import read_max_new_tokens, read_prompt, read_prompts, read_seeds
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,22 @@ def test_several_prompts(input_ids):
 
 @pytest.mark.parametrize("input_ids", [[], (), torch.empty(0, 3, dtype=torch.int64), numpy.empty(0)])
 def test_no_prompt(input_ids):
-    """Not an empty one."""
-    assert read_prompts(input_ids) == ([], False)
+    """It is refused where there may be several, and an empty prompt where there must be one."""
+    with pytest.raises(ValueError, match=r"^generate: input_ids must hold at least one prompt, got \[\]"):
+        read_prompts(input_ids)
+    assert read_prompt(input_ids, "submit: prompt") == []
+
+
+def test_where_there_must_be_one_prompt():
+    assert read_prompt(torch.tensor([1, 2]), "submit: prompt") == [1, 2]
+    with pytest.raises(ValueError, match=r"submit: prompt must be one prompt, \[L\] token ids, got a batch of 2"):
+        read_prompt([[1], [2]], "submit: prompt")
 
 
 @pytest.mark.parametrize(
     ("input_ids", "message"),
     [
-        ("text", "got 'text'; a tokenizer makes them of text"),
+        ("text", "got 'text'; a tokenizer encodes text"),
         (7, "got 7"),
         (["text"], "prompt 0 holds 'text'"),
         ([[1], "text"], "prompt 1 holds 'text'"),
@@ -62,7 +70,9 @@ def test_no_prompt(input_ids):
     ],
 )
 def test_other_prompts_are_refused(input_ids, message):
-    with pytest.raises(ValueError, match=r"^generate: input_ids must be integer ids \[L\] or \[B, L\], " + message):
+    with pytest.raises(
+        ValueError, match=r"^generate: input_ids must be integer ids \[L\] or \[B, L\], (but )?" + message
+    ):
         read_prompts(input_ids)
 
 

@@ -135,7 +135,7 @@ def test_identity_mapping_of_a_whole_vocabulary_is_dropped(target_folder, draft_
     assert load_draft(draft_folder, target).draft_to_target is None
     d2t[7], d2t[8] = 1, -1
     edit_tensors(draft_folder, lambda tensors: tensors.update(whole))
-    message = "draft: tensor d2t must be 0 throughout .*, got 1 for draft id 7"
+    message = "draft: tensor d2t must be 0 everywhere .*, got 1 for draft id 7"
     with pytest.raises(ModelError, match=message):
         load_draft(draft_folder, target)
 
@@ -202,11 +202,11 @@ def test_a_damaged_file_is_named(target_folder):
         (lambda tensors: tensors.update(extra=torch.zeros(1)), "unexpected tensors: extra"),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.zeros(8)}),
-            r"model.norm.weight has shape \[8\], config.json asks for \[16\]",
+            r"model.norm.weight has shape \[8\], but config.json says \[16\]",
         ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.zeros(16, dtype=torch.int64)}),
-            "model.norm.weight has dtype I64",
+            "model.norm.weight must have dtype torch.float32, got I64",
         ),
         (
             lambda tensors: [tensors.pop(name) for name in list(tensors) if "self_attn" in name],
@@ -225,7 +225,7 @@ def test_missing_files_are_named(target_folder, tmp_path):
     with pytest.raises(ModelError, match="absent: there is no such folder"):
         load_target(tmp_path / "absent")
     (target_folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(ModelError, match="there is no model.safetensors, model.safetensors.index.json"):
         load_target(target_folder)
     (target_folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match="config.json is not JSON"):

@@ -65,7 +65,9 @@ def test_modules_equal_the_formula(tmp_path):
 def test_folders_that_are_refused(tmp_path):
     target, _ = load(tmp_path, 2)
     edit_config(tmp_path, num_nextn_predict_layers=3)
-    with pytest.raises(ModelError, match=r"num_nextn_predict_layers must be 2 as in the tensors mtp_layers\.\*, got 3"):
+    with pytest.raises(
+        ModelError, match=r"num_nextn_predict_layers must be 2 to match the tensors mtp_layers\.\*, got 3"
+    ):
         load_draft(tmp_path, target)
     edit_config(tmp_path, num_nextn_predict_layers=None)
     with pytest.raises(ModelError, match="num_nextn_predict_layers must be a positive integer, got None"):
@@ -75,7 +77,7 @@ def test_folders_that_are_refused(tmp_path):
         load_draft(tmp_path, target)
     edit_config(tmp_path, use_sliding_window=False)
     edit_tensors(tmp_path, **dict.fromkeys(heads.module_tensors(2)))
-    with pytest.raises(ModelError, match=r"num_nextn_predict_layers is there, but no model.mtp_layers.\*, as MiMo"):
+    with pytest.raises(ModelError, match=r"num_nextn_predict_layers is set, but no tensor is named model.mtp_layers"):
         load_draft(tmp_path, target)
 
 
@@ -229,10 +231,13 @@ def test_chains_that_modules_cannot_draft(tmp_path):
     target, draft = load(tmp_path, 2)
     refused = [
         (EAGLEConfig(topk=2, num_steps=2), "topk must be 1 for a draft of 2 next-token modules, whose drafts are a ch"),
-        (EAGLEConfig.chain(3), "num_steps must be at most the 2 next-token modules of the draft, one a level, got 3"),
+        (
+            EAGLEConfig.chain(3),
+            "num_steps must be at most the 2 next-token modules of the draft, one for each level, got 3",
+        ),
         (
             EAGLEConfig(method="hybrid", topk=1, num_steps=6, num_model_steps=3),
-            "num_model_steps must be at most the 2 next-token modules of the draft, one a level, got 3",
+            "num_model_steps must be at most the 2 next-token modules of the draft, one for each level, got 3",
         ),
     ]
     for config, message in refused:

@@ -114,11 +114,11 @@ REFUSED = [
     ({}, "method must be given, got None"),
     ({"method": "ngram", "n": 3}, "there is no field n; there are accept_policy, "),
     ({"method": "ngram", 3: 3}, "there is no field 3; there are "),
-    ({"method": ["ngram"]}, "speculative_config: method must be the name of one, got ['ngram']"),
-    ({"method": "ngram", "rejection_sample_method": [1]}, "rejection_sample_method must be one of ['standard'], and"),
-    ({"method": "magic"}, "EAGLEConfig: method must be None, or one of ['eagle', "),
-    ({"method": "ngram", "model": "folder"}, "model must be the draft of EAGLEInference, or --draft: "),
-    ({"method": "ngram", "quantization": "fp8"}, "quantization must be None or absent: it is the server's business"),
+    ({"method": ["ngram"]}, "speculative_config: method must be the name of a method, got ['ngram']"),
+    ({"method": "ngram", "rejection_sample_method": [1]}, "rejection_sample_method must be 'standard', without"),
+    ({"method": "magic"}, "EAGLEConfig: method must be None, one of ['eagle', "),
+    ({"method": "ngram", "model": "folder"}, "model must be absent: pass the draft to EAGLEInference, "),
+    ({"method": "ngram", "quantization": "fp8"}, "quantization must be None or absent, since the server decides it"),
     ({"method": "ngram", "num_gpu_block_expand_ratio": 2.0}, "num_gpu_block_expand_ratio must be 1.0 or absent"),
     ({"method": "ngram", "enf_gen_phase_tag": True}, "enf_gen_phase_tag must be False or absent"),
     ({"method": "ngram", "mtp_strategy": "with_ngram"}, "mtp_strategy must be 'default' for method='ngram'"),
@@ -126,7 +126,7 @@ REFUSED = [
     ({"method": "hybrid", "mtp_strategy": "default"}, "mtp_strategy must be 'with_ngram' for method='hybrid'"),
     (
         {"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 1},
-        "num_model_steps must not be below num_speculative_tokens = 3 without n-grams behind it, got 1",
+        "num_model_steps must be at least num_speculative_tokens = 3 unless n-grams follow, got 1",
     ),
     ({"method": "naive", "num_speculative_tokens": 1}, "num_speculative_tokens must be 0 or absent for method='naive'"),
     ({"method": "naive", "topk": "abc"}, "topk must be 1 or absent for method='naive', which has no drafts, got 'abc'"),
@@ -142,7 +142,7 @@ REFUSED = [
     ({"method": "suffix", "topk": 2, "num_model_steps": 0}, "num_model_steps must be an int of at least 1, got 0"),
     (
         {"method": "mtp", "topk": 1, "num_steps": 2, "num_model_steps": 3},
-        "num_model_steps must be num_steps = 2 or absent without n-grams behind it, got 3",
+        "num_model_steps must be num_steps = 2 or absent unless n-grams follow, got 3",
     ),
     ({"method": "ngram", "benchmark_mode": "false"}, "benchmark_mode must be true or false, got 'false'"),
     (
@@ -151,14 +151,17 @@ REFUSED = [
     ),
     ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be an int of at least 1, got 0"),
     ({"method": "ngram", "num_speculative_tokens": "5"}, "num_speculative_tokens must be an int of at least 1"),
-    ({"method": "ngram", "num_speculative_tokens": 3, "topk": 2}, "num_speculative_tokens must be absent beside topk"),
+    (
+        {"method": "ngram", "num_speculative_tokens": 3, "topk": 2},
+        "num_speculative_tokens must be absent where topk is given",
+    ),
     (
         {"method": "ngram", "max_ngram_size": 4, "prompt_lookup_max": 5},
-        "prompt_lookup_max must agree with max_ngram_size = 4, which is the same, got 5",
+        "prompt_lookup_max must agree with max_ngram_size = 4, since both mean the same, got 5",
     ),
     (
         {"method": "eagle", "max_ngram_size": 3},
-        "max_ngram_size must be 5 or absent for method='eagle', which has no use",
+        "max_ngram_size must be 5 or absent for method='eagle', which does not read",
     ),
     ({"method": "suffix", "prompt_lookup_max": 3}, "prompt_lookup_max must be 5 or absent for method='suffix'"),
     ({"method": "ngram", "suffix_decoding_max_tree_depth": 8}, "suffix_decoding_max_tree_depth must be 64 or absent"),
@@ -175,15 +178,15 @@ REFUSED = [
     ({"method": "ngram", "min_ngram_size": 6}, "EAGLEConfig: min_ngram_size must be at most max_ngram_size = 5"),
     (
         {"method": "eagle", "rejection_sample_method": "fly"},
-        "rejection_sample_method must be one of ['standard'], and come without another verify_strategy, got 'fly'",
+        "rejection_sample_method must be 'standard', without another verify_strategy, got 'fly'",
     ),
     (
         {"method": "eagle", "rejection_sample_method": "standard", "verify_strategy": "greedy"},
-        "rejection_sample_method must be one of ['standard']",
+        "rejection_sample_method must be 'standard'",
     ),
     (
         {"method": "eagle", "benchmark_mode": True, "accept_policy": "accept_all"},
-        "benchmark_mode must come with accept_policy='reject_all', which it is, got 'accept_all'",
+        "benchmark_mode must come with no accept_policy but 'reject_all', which it means, got 'accept_all'",
     ),
 ]
 

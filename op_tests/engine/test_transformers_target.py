@@ -274,7 +274,7 @@ STREAMS = {
         ("Bloom", {}, "BloomForCausalLM: its forward takes no position_ids"),
         ("GPTJ", {"rotary_dim": 8}, "GPTJForCausalLM: layer 0 of 3 does not attend through transformers' AttentionInt"),
         ("GPT2", {"add_cross_attention": True}, "GPT2LMHeadModel: cross attention is not supported"),
-        ("GPT2", {"hidden_size": 32}, r"GPT2LMHeadModel: heads of size 8; 16\.\.256 are supported"),
+        ("GPT2", {"hidden_size": 32}, r"GPT2LMHeadModel: its head size must lie in 16\.\.256, got 8"),
         ("Gemma2", {"use_bidirectional_attention": True}, "Gemma2ForCausalLM: attention to later tokens is not"),
         (
             "Llama4Text",
@@ -284,13 +284,17 @@ STREAMS = {
         ("Qwen3Next", {"num_hidden_layers": 4}, "Qwen3NextForCausalLM: a layer of type linear_attention is not"),
         ("FalconH1", {}, "FalconH1ForCausalLM: a layer of type hybrid is not supported"),
         ("DeepseekV3", MLA, r"DeepseekV3ForCausalLM: query, key and value heads of different sizes \[24, 24, 16\]"),
-        ("Gemma4Text", {"sliding_window": 4}, r"Gemma4ForCausalLM: layers of different \(key heads, size\) \["),
+        (
+            "Gemma4Text",
+            {"sliding_window": 4},
+            r"Gemma4ForCausalLM: its layers must have one \(key heads, head size\), got \[",
+        ),
         ("DiffLlama", {}, "DiffLlamaForCausalLM: layer 0 attends more than once"),
         ("Doge", {}, "DogeAttention: a mask or a bias of its own is not supported"),
         (
             "Gemma3nText",
             STREAMS,
-            "Gemma3nForCausalLM: its forward does not run with our attention, RuntimeError: Tensors must have same",
+            "Gemma3nForCausalLM: its forward does not run with the engine's attention, RuntimeError: Tensors must",
         ),
     ],
 )
@@ -302,7 +306,7 @@ def test_what_the_adapter_cannot_honour_is_refused(family, changes, message):
 def test_a_window_that_attention_is_not_told_is_refused():
     model = make("Llama", {})
     model.config.sliding_window = 4
-    with pytest.raises(ModelError, match="layer 0 does not tell its attention the sliding window"):
+    with pytest.raises(ModelError, match="layer 0 does not pass its sliding window to the attention"):
         TransformersTarget(model)
 
 
@@ -363,7 +367,7 @@ def test_folders_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"n_layer": 4}))
     with pytest.raises(
-        ModelError, match=r"config.json: n_layer must be at most 3 as in the tensors transformer.h.\*, got 4"
+        ModelError, match=r"config.json: n_layer must be at most 3 to match the tensors transformer.h.\*, got 4"
     ):
         load_target(tmp_path)
     path.write_text(json.dumps(config))
@@ -371,12 +375,12 @@ def test_folders_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match=r"missing tensors: transformer\.h\.1\.ln_1\.bias, .*ln_2\.weight"):
         load_target(tmp_path)
     path.write_text(json.dumps(config | {"model_type": "nothing like it"}))
-    with pytest.raises(ModelError, match="transformers cannot load it: .*nothing like it"):
+    with pytest.raises(ModelError, match="transformers cannot load the model: .*nothing like it"):
         load_target(tmp_path)
     for changes, message in (
-        ({"n_head": 0}, "transformers cannot load it: ZeroDivisionError: "),
+        ({"n_head": 0}, "transformers cannot load the model: ZeroDivisionError: "),
         ({"n_layer": 0}, "GPT2LMHeadModel: num_hidden_layers must be above 0, got 0"),
-        ({"n_layer": None}, "transformers cannot load it: "),  # an error of huggingface_hub's own class
+        ({"n_layer": None}, "transformers cannot load the model: "),  # an error of huggingface_hub's own class
         ({"model_type": ["gpt2"]}, r"config.json: model_type must be a string, got \['gpt2'\]"),
     ):
         path.write_text(json.dumps(config | changes))

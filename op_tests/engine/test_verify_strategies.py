@@ -255,9 +255,13 @@ REFUSED = [
     ({"verify_strategy": "typical", "typical_delta": 2.0}, {}, "typical_delta must lie in 0..1, got 2.0"),
     ({"verify_strategy": "topp", "accept_policy": "accept_all"}, {}, "accept_policy must be 'normal' with"),
     ({"verify_strategy": "rejection", "simulated_accept_length": 2.0}, {}, "accept_policy must be 'normal' with"),
-    ({"verify_strategy": "greedy"}, {"temperature": 1.0}, "verify_strategy='greedy' serves temperature=0 alone"),
-    ({"verify_strategy": "typical"}, {"temperature": 1.0, "top_k": 3}, "'typical' knows no top_k, top_p and min_p"),
-    ({"verify_strategy": "rejection"}, {"logprobs": True}, "verify_strategy='rejection' knows no logprobs"),
+    ({"verify_strategy": "greedy"}, {"temperature": 1.0}, "verify_strategy='greedy' serves only temperature=0"),
+    (
+        {"verify_strategy": "typical"},
+        {"temperature": 1.0, "top_k": 3},
+        "'typical' does not support top_k, top_p or min_p",
+    ),
+    ({"verify_strategy": "rejection"}, {"logprobs": True}, "verify_strategy='rejection' does not support logprobs"),
 ]
 
 

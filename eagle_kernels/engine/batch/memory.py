@@ -65,10 +65,8 @@ def check_fits(
     free = free_memory_bytes(target.device)
     if free is not None and sizes["kv_cache"] + sizes["rows"] > free:
         pools, rows, free = (f"{size / 2**30:.2f} GiB" for size in (sizes["kv_cache"], sizes["rows"], free))
-        raise ValueError(
-            f"EAGLEInference: kv_cache_bytes and the rows of max_batch={config.max_batch} must fit into free memory, "
-            f"got {pools} and {rows} with {free} free on {target.device}"
-        )
+        rule = f"kv_cache_bytes and the rows of max_batch={config.max_batch} must fit into free memory"
+        raise ValueError(f"EAGLEInference: {rule}, got {pools} and {rows} with {free} free on {target.device}")
 
 
 def _page_bytes(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> int:

@@ -76,11 +76,11 @@ class DraftingOptions(Validated):
         """Returns why methods and `verify_strategy` cannot serve such a request; None if they can."""
         strategy = self.verify_strategy
         if strategy == "greedy" and params.temperature > 0:
-            return f"verify_strategy='greedy' serves temperature=0 alone, got {params.temperature}"
+            return f"verify_strategy='greedy' serves only temperature=0, got {params.temperature}"
         if strategy == "typical" and params.has_filters:
-            return "verify_strategy='typical' knows no top_k, top_p and min_p"
+            return "verify_strategy='typical' does not support top_k, top_p or min_p"
         if strategy not in ("target_match", "greedy") and params.logprobs:
-            return f"verify_strategy={strategy!r} knows no logprobs"
+            return f"verify_strategy={strategy!r} does not support logprobs"
         if params.drafter is not None and params.drafter not in self.methods:
             rule = f"None or one of the methods {list(self.methods)}"
             if self.method is None:
@@ -133,24 +133,24 @@ class DraftingOptions(Validated):
     def _check_method(self) -> None:
         if not isinstance(self.method, tuple):
             is_known = self.method is None or self.method in METHODS
-            self._require(is_known, "method", f"be None, or one of {list(METHODS)} or several of them")
+            self._require(is_known, "method", f"be None, one of {list(METHODS)} or a tuple of several")
             return
         is_choice = all(method in METHODS for method in self.method) and 1 < len(self.method) == len(set(self.method))
-        self._require(is_choice, "method", f"be at least two different ones of {list(METHODS)}")
+        self._require(is_choice, "method", f"be a tuple of two or more different methods of {list(METHODS)}")
         is_one = len(set(MODEL_KINDS).intersection(self.method)) < 2
-        self._require(is_one, "method", "hold one of eagle, mtp and draft_model at most: there is one draft model")
-        rule = "not be 'rejection' with several methods, whose drafts are not all drawn"
+        self._require(is_one, "method", "hold at most one of eagle, mtp and draft_model: there is one draft model")
+        rule = "not be 'rejection' with several methods, not all of which sample their drafts"
         self._require(self.verify_strategy != "rejection", "verify_strategy", rule)
 
     def _check_hybrid(self) -> None:
         if "hybrid" not in self.methods:
-            rule = "be None or num_steps but for method='hybrid', where the model drafts some levels of all"
+            rule = f"be None or num_steps = {self.num_steps} unless method='hybrid', where n-grams follow"
             self._require(self.num_model_steps in (None, self.num_steps), "num_model_steps", rule)
             return
         levels = self.num_model_steps
-        rule = f"be given for method='hybrid', below num_steps = {self.num_steps}"
+        rule = f"be an int below num_steps = {self.num_steps} for method='hybrid'"
         self._require(levels is not None and levels < self.num_steps, "num_model_steps", rule)
         rule = f"exceed the 1 + topk * num_model_steps = {1 + self.topk * levels} nodes of the model's tree"
         self._require(self.num_verify_tokens > 1 + self.topk * levels, "num_draft_tokens", rule)
-        rule = "not be 'rejection' for method='hybrid', some of whose drafts are not drawn"
+        rule = "not be 'rejection' for method='hybrid', since n-gram drafts are not sampled"
         self._require(self.verify_strategy != "rejection", "verify_strategy", rule)

@@ -151,7 +151,10 @@ class EAGLEConfig(DraftingOptions):
                 (`speculative_config.FIELDS`). To draft a tree, give topk, num_steps and num_draft_tokens of this class
                 instead of num_speculative_tokens; without any of these one token is drafted. Other absent fields have
                 the defaults of this class; so verify_strategy is `target_match`, not FastDeploy's lossy `topp`.
-            others: Further fields of this class. A field that is unknown or contradicts another raises ValueError.
+            others: Further fields of this class.
+
+        Raises:
+            ValueError: A field is unknown, breaks its rule or contradicts another.
         """
         made = cls(**read_speculative_config(fields) | others)
         check_fields_are_read(fields, made)
@@ -229,7 +232,7 @@ class EAGLEConfig(DraftingOptions):
 
     def _check_accept_policy(self) -> None:
         is_planted = self.verify_strategy in ("target_match", "greedy")
-        rule = f"be 'normal' with verify_strategy={self.verify_strategy!r}, for which nothing is planted"
+        rule = f"be 'normal' with verify_strategy={self.verify_strategy!r} (others need 'target_match' or 'greedy')"
         self._require(is_planted or self.accept_policy == "normal", "accept_policy", rule)
         length, rates = self.simulated_accept_length, self.simulated_accept_rates
         if self.accept_policy != "simulate":
@@ -240,7 +243,7 @@ class EAGLEConfig(DraftingOptions):
         self._require((length is None) != (rates is None), "accept_policy", rule)
         most = self.most_accepted
         if length is not None:
-            rule = f"lie in 1..min(num_steps + 1, num_draft_tokens) = {most + 1} (the bonus counts)"
+            rule = f"lie in 1..min(num_steps + 1, num_draft_tokens) = {most + 1} (bonus token included)"
             self._require(1 <= length <= most + 1, "simulated_accept_length", rule)
             return
         is_rates = isinstance(rates, tuple) and len(rates) == self.num_steps and all(map(is_number, rates))
@@ -253,9 +256,9 @@ class EAGLEConfig(DraftingOptions):
     def _check_adaptive(self) -> None:
         if self.adaptive is None or self.adaptive == "auto":
             return
-        rule = "be None, 'auto' or ((most requests, (topk, num_steps, num_draft_tokens) or None), ...), ascending"
+        rule = "be None, 'auto' or ascending ((most requests, (topk, num_steps, num_draft_tokens) or None), ...)"
         self._require(_is_table(self.adaptive), "adaptive", rule)
-        self._require(self.max_spec_batch is None, "max_spec_batch", "not be given with a table, which says it")
+        self._require(self.max_spec_batch is None, "max_spec_batch", "be None where adaptive has a table that says it")
         for _, tree in self.adaptive:
             if tree is not None:
                 self._with_tree(tree)  # which checks it

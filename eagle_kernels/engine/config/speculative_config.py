@@ -46,14 +46,14 @@ def read_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"speculative_config: there is no field {unknown[0]}; there are {', '.join(FIELDS)}")
     for name, nothing in _SERVER.items():
         if not _is(given.get(name, nothing), nothing):
-            _fail(name, f"be {nothing!r} or absent: it is the server's business", given[name])
+            _fail(name, f"be {nothing!r} or absent, since the server decides it", given[name])
     if given.get("model") is not None:
-        _fail("model", "be the draft of EAGLEInference, or --draft: a configuration holds no models", given["model"])
+        _fail("model", "be absent: pass the draft to EAGLEInference, or as --draft", given["model"])
     method = _method(given)
     fields = {"method": method} | _sizes(given, method) | {name: given[name] for name in _SAME if name in given}
     for name, ours in _NAMES.items():
         if name in given and fields.setdefault(ours, given[name]) != given[name]:
-            _fail(name, f"agree with {ours} = {fields[ours]!r}, which is the same", given[name])
+            _fail(name, f"agree with {ours} = {fields[ours]!r}, since both mean the same", given[name])
     # vLLM's rule: where one is given the other is the same
     for name, other in zip(_NAMES, reversed(_NAMES.values())):
         if name in given:
@@ -61,13 +61,13 @@ def read_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
     if "rejection_sample_method" in given:
         name = given["rejection_sample_method"]
         if name != "standard" or fields.setdefault("verify_strategy", "rejection") != "rejection":
-            rule = "be one of ['standard'], and come without another verify_strategy"
+            rule = "be 'standard', without another verify_strategy"
             _fail("rejection_sample_method", rule, name)
     is_benchmark = given.get("benchmark_mode", False)
     if not isinstance(is_benchmark, bool):
         _fail("benchmark_mode", "be true or false", is_benchmark)
     if is_benchmark and fields.setdefault("accept_policy", "reject_all") != "reject_all":
-        _fail("benchmark_mode", "come with accept_policy='reject_all', which it is", fields["accept_policy"])
+        _fail("benchmark_mode", "come with no accept_policy but 'reject_all', which it means", fields["accept_policy"])
     return fields
 
 
@@ -78,21 +78,21 @@ def check_fields_are_read(given: Mapping[str, Any], made: DraftingOptions) -> No
         for name in names:
             default = getattr(DraftingOptions, _NAMES.get(name, name))
             if name in given and given[name] != default and not owners.intersection(values):
-                rule = f"be {default!r} or absent for {chosen}={getattr(made, chosen)!r}, which has no use for it"
+                rule = f"be {default!r} or absent for {chosen}={getattr(made, chosen)!r}, which does not read it"
                 _fail(name, rule, given[name])
 
 
 def _method(given: Mapping[str, Any]) -> str:
     name = given.get("method")
     if not isinstance(name, str):
-        _fail("method", "be given" if name is None else "be the name of one", name)
+        _fail("method", "be given" if name is None else "be the name of a method", name)
     method = _METHODS.get(name, name)
     strategy = given.get("mtp_strategy", "default")
     if strategy not in ("default", "with_ngram"):
         _fail("mtp_strategy", "be 'default' or 'with_ngram'", strategy)
     if strategy == "with_ngram":
         if method not in ("mtp", "eagle", "hybrid"):
-            _fail("mtp_strategy", f"be 'default' for method={name!r}, whose drafts are not a head's", strategy)
+            _fail("mtp_strategy", f"be 'default' for method={name!r}, which drafts without a head", strategy)
         return "hybrid"
     if method == "hybrid" and "mtp_strategy" in given:
         _fail("mtp_strategy", "be 'with_ngram' for method='hybrid'", strategy)
@@ -118,13 +118,13 @@ def _sizes(given: Mapping[str, Any], method: str) -> dict[str, int]:
     tree = {name: given[name] for name in _OF_TREES if name in given}
     if tree:
         if "num_speculative_tokens" in given:
-            _fail("num_speculative_tokens", f"be absent beside {min(tree)}", count)
+            _fail("num_speculative_tokens", f"be absent where {min(tree)} is given", count)
         if method == "hybrid" and levels is not None:
             return tree | {"num_model_steps": levels}
         if has_model and levels is not None:
             num_steps = tree.setdefault("num_steps", levels)
             if is_integer(num_steps) and num_steps != levels:
-                _fail("num_model_steps", f"be num_steps = {num_steps} or absent without n-grams behind it", levels)
+                _fail("num_model_steps", f"be num_steps = {num_steps} or absent unless n-grams follow", levels)
         return tree
     if method == "hybrid":
         levels = levels or 1
@@ -133,7 +133,7 @@ def _sizes(given: Mapping[str, Any], method: str) -> dict[str, int]:
             _fail("num_speculative_tokens", rule, given.get("num_speculative_tokens"))
         return {"topk": 1, "num_steps": count, "num_draft_tokens": count + 1, "num_model_steps": levels}
     if levels is not None and "num_speculative_tokens" in given and levels < count:
-        _fail("num_model_steps", f"not be below num_speculative_tokens = {count} without n-grams behind it", levels)
+        _fail("num_model_steps", f"be at least num_speculative_tokens = {count} unless n-grams follow", levels)
     count = max(count, levels or 1)  # FastDeploy, too, verifies at least what the model drafts
     return {"topk": 1, "num_steps": count, "num_draft_tokens": count + 1}
 

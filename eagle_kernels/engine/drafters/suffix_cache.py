@@ -62,7 +62,7 @@ class SuffixCache:
     def start(self, request: Hashable, prompt: Sequence[int]) -> None:
         """Starts a request; its id may be that of one that was stopped."""
         if request in self._requests:
-            _fail("start", "request", "not run already", repr(request))
+            _fail("start", "request", "not be running already", repr(request))
         tokens = _token_ids("start", "prompt", prompt)
         running = self._requests[request] = _Request(self.max_tree_depth, self._new_response())
         running.append(tokens)
@@ -91,7 +91,7 @@ class SuffixCache:
         No request may run when it begins.
         """
         if self._requests:
-            raise RuntimeError(f"SuffixCache: forgetting needs that no request runs, got {len(self._requests)}")
+            raise RuntimeError(f"SuffixCache: forgetting must begin while no request runs, got {len(self._requests)}")
         known = self._counts, self._responses
         self._counts, self._responses = SuffixAutomaton(self.max_tree_depth), deque()
         try:
@@ -146,7 +146,7 @@ class SuffixCache:
     def _running(self, op: str, request: Hashable) -> _Request:
         running = self._requests.get(request)
         if running is None:
-            _fail(op, "request", "be one that runs", repr(request))
+            _fail(op, "request", "be running (start begins one)", repr(request))
         return running
 
     def _new_response(self) -> array | None:

@@ -74,7 +74,7 @@ class Checkpoint:
         """Refuses a number of layers that differs from that of the tensors `prefix`0, `prefix`1, ..."""
         count, value = self._layer_counts()[prefix], config.get(field)
         if count and is_integer(value) and value != count:  # other types are refused where they are read
-            raise ModelError(f"config.json: {field} must be {count} as in the tensors {prefix}*, got {shown(value)}")
+            raise ModelError(f"config.json: {field} must be {count} to match the tensors {prefix}*, got {shown(value)}")
 
     def check_most_layers(self, config: dict[str, Any]) -> None:
         """Refuses more layers than the longest numbered list of tensors, as transformers' models name both freely."""
@@ -82,7 +82,7 @@ class Checkpoint:
         for prefix, most in self._layer_counts().most_common(1):
             for field, value in ((field, section.get(field)) for section in sections for field in _LAYER_FIELDS):
                 if is_integer(value) and value > most:
-                    rule = f"must be at most {most} as in the tensors {prefix}*"
+                    rule = f"must be at most {most} to match the tensors {prefix}*"
                     raise ModelError(f"config.json: {field} {rule}, got {shown(value)}")
 
     def _layer_counts(self) -> Counter[str]:
@@ -99,9 +99,8 @@ class Checkpoint:
                 continue  # `fill` refuses these
             numbers = re.sub("[a-z_]+", lambda field: str(getattr(config, field[0])), fields)
             if shape[axis] != sum(math.prod(map(int, term.split("*"))) for term in numbers.split("+")):
-                raise ModelError(
-                    f"config.json: {fields} must be {shape[axis]} as in {name} of shape {shape}, got {numbers}"
-                )
+                rule = f"must be {shape[axis]} to match {name} of shape {shape}"
+                raise ModelError(f"config.json: {fields} {rule}, got {numbers}")
 
     def fill(self, module: nn.Module, device: torch.device, dtype: torch.dtype, check_weights: bool) -> None:
         """Moves a module built on the meta device to `device` and fills it with the tensors, floating-point ones as
@@ -118,9 +117,9 @@ class Checkpoint:
             if stored.dtype.startswith(("F4", "F6")):
                 raise ModelError(f"tensor {name} has dtype {stored.dtype}, which is not implemented")
             if stored.shape != list(wanted.shape):
-                raise ModelError(f"tensor {name} has shape {stored.shape}, config.json asks for {list(wanted.shape)}")
+                raise ModelError(f"tensor {name} has shape {stored.shape}, but config.json says {list(wanted.shape)}")
             if stored.is_floating_point != wanted.is_floating_point():
-                raise ModelError(f"tensor {name} has dtype {stored.dtype}, {wanted.dtype} was expected")
+                raise ModelError(f"tensor {name} must have dtype {wanted.dtype}, got {stored.dtype}")
         check_memory(sum(tensor.nbytes for tensor in expected.values()), device, f"the weights take {{}} as {dtype}")
         places = module.to_empty(device=device).requires_grad_(False).eval().state_dict()
         if device.type == "meta":
@@ -153,7 +152,7 @@ class Checkpoint:
             raise ModelError(f"{file_name}, named by {self.index}, is missing")
         with path.open("rb") as file:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise ModelError(f"{file_name} is a pointer of Git LFS: git lfs pull fetches the file itself")
+                raise ModelError(f"{file_name} is only a Git LFS pointer: git lfs pull fetches the file itself")
         if file_name.endswith(".bin"):
             yield _PickledFile(path)
             return
@@ -200,7 +199,7 @@ def load_pickled(path: Path, **options: Any) -> Any:
         raise
     except Exception as error:  # a damaged file raises errors of any class
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = f"it names {named[1]}, and no code of a file is run" if named else "it is no whole file of torch.save"
+        reason = f"it names {named[1]}, but code in files is not run" if named else "it is no complete torch.save file"
         if type(error) in (RuntimeError, OSError):
             reason += f" ({first_line(error)})"
         raise ModelError(f"{path.name} cannot be read: {reason}") from None
@@ -300,7 +299,7 @@ def _file_names(folder: Path) -> tuple[str, list[str]]:
                     fault = f"weight_map must name files inside the folder, got {shown(file)} for {tensor}"
                     raise ModelError(f"{index.name}: {fault}")
             return index.name, sorted(set(weight_map.values()))
-    raise ModelError("neither model.safetensors nor model.safetensors.index.json nor pytorch_model.bin is there")
+    raise ModelError("there is no model.safetensors, model.safetensors.index.json or pytorch_model.bin")
 
 
 def refuse_names(fault: str, names: Sequence[str], advice: str = "") -> None:

@@ -148,9 +148,8 @@ class RopeConfig:
         for name, bound in bounds.items():
             value = getattr(self, name)
             if value is not None and not value > bound:
-                raise ModelError(
-                    f"config.json: {name} must be above {bound} for rope_type={self.rope_type!r}, got {shown(value)}"
-                )
+                rule = f"must be above {bound} for rope_type={self.rope_type!r}"
+                raise ModelError(f"config.json: {name} {rule}, got {shown(value)}")
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], max_length: int) -> RopeConfig:
@@ -160,11 +159,10 @@ class RopeConfig:
         rope_type = section.get("rope_type", section.get("type", "default"))
         nested = [key for key, value in section.items() if isinstance(value, dict)]
         if nested:
-            raise ModelError(f"config.json: {name} that differ by layer ({', '.join(nested)}) are not implemented")
+            raise ModelError(f"config.json: {name} that differs by layer ({', '.join(nested)}) is not implemented")
         if not isinstance(rope_type, str) or rope_type not in _ROPE_TYPES:
-            raise ModelError(
-                f"config.json: {name} of type {shown(rope_type)} is not implemented (only {', '.join(_ROPE_TYPES)})"
-            )
+            fault = f"of type {shown(rope_type)} is not implemented (only {', '.join(_ROPE_TYPES)})"
+            raise ModelError(f"config.json: {name} {fault}")
         check_implemented(section, {"partial_rotary_factor": 1.0})
         missing = [key for key in _ROPE_TYPES[rope_type] if section.get(key) is None]
         if missing:
@@ -222,9 +220,9 @@ class DecoderConfig:
         self.windows = self.windows or (None,) * self.num_hidden_layers
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
-            raise ModelError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+            raise ModelError(f"num_attention_heads must be a multiple of num_key_value_heads = {kv_heads}, got {heads}")
         if self.head_dim % 2:
-            raise ModelError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs")
+            raise ModelError(f"head_dim must be even, since RoPE rotates pairs, got {self.head_dim}")
         if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM:
             raise ModelError(f"head_dim must lie in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {self.head_dim}")
 
@@ -278,7 +276,7 @@ def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[i
         raise ModelError(f"config.json: layer_types must name each of {num_layers} layers, got {shown(layer_types)}")
     for layer_type in layer_types:
         if layer_type not in ("sliding_attention", "full_attention"):
-            raise ModelError(f"config.json: layer_types: {shown(layer_type)} is not implemented")
+            raise ModelError(f"config.json: layer_types with {shown(layer_type)} is not implemented")
         if layer_type == "sliding_attention" and window is None:
-            raise ModelError("config.json: layer_types name sliding_attention, but no sliding window is in use")
+            raise ModelError("config.json: layer_types names sliding_attention, but no sliding window is in use")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)

@@ -217,7 +217,7 @@ def _faults_of_aux_layers(aux_layers: tuple[int, ...], num_layers: int) -> list[
     if aux_layers == (FINAL_NORM,):
         return []
     if not all(0 <= layer <= num_layers for layer in aux_layers):
-        return [f"aux layers {aux_layers} (hidden_states indices) leave a target of {num_layers} layers"]
+        return [f"aux layers {aux_layers} (hidden_states indices) must lie in 0..{num_layers} for this target"]
     if all(low < high for low, high in pairwise(aux_layers)):
         return []
     fault = f"aux layers {aux_layers} (hidden_states indices) do not ascend"

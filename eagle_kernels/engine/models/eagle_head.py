@@ -61,10 +61,8 @@ class EagleConfig(HeadConfig):
         if not self.use_aux_hidden_state and (self.norm_before_fc or self.fc_norm):
             raise ModelError("config.json: norm_before_fc and fc_norm need use_aux_hidden_state=True")
         if not self.use_aux_hidden_state and self.target_hidden_size != self.hidden_size:
-            raise ModelError(
-                f"config.json: without use_aux_hidden_state, target_hidden_size={self.target_hidden_size} must be "
-                f"hidden_size={self.hidden_size}"
-            )
+            rule = f"must be hidden_size = {self.hidden_size} without use_aux_hidden_state"
+            raise ModelError(f"config.json: target_hidden_size {rule}, got {self.target_hidden_size}")
 
 
 class EagleLayer(nn.Module):

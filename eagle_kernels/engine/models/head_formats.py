@@ -102,7 +102,7 @@ def kind_of(config: dict[str, Any], names: Collection[str]) -> str:
         return "MTP"
     declared = config.get("speculators_model_type")
     if declared not in (None, "eagle", "eagle3"):
-        raise ModelError(f"config.json: speculators_model_type={shown(declared)} is no EAGLE head")
+        raise ModelError(f"config.json: speculators_model_type={shown(declared)} is not an EAGLE head")
     if declared == "eagle3" or any("Eagle3" in name for name in _architectures(config)):
         return "EAGLE-3"
     if declared == "eagle":
@@ -110,9 +110,9 @@ def kind_of(config: dict[str, Any], names: Collection[str]) -> str:
     if any("hidden_norm." in name for name in names):
         return "EAGLE-3"
     if config.get("num_nextn_predict_layers"):
-        raise ModelError(f"config.json: num_nextn_predict_layers is there, but no {MODULE_PREFIX}*, as MiMo names them")
+        raise ModelError(f"config.json: num_nextn_predict_layers is set, but no tensor is named {MODULE_PREFIX}*")
     if not any(name.endswith("fc.weight") for name in names):
-        raise ModelError("this is no EAGLE head: there is neither a hidden_norm nor an fc")
+        raise ModelError("this is not an EAGLE head: it has no tensor hidden_norm or fc")
     return "EAGLE-1"
 
 
@@ -130,7 +130,7 @@ def rename(form: HeadFormat, kind: str, tensors: dict[str, StoredTensor]) -> dic
             if ours.startswith(theirs):
                 ours = new + ours.removeprefix(theirs)
         if ours in renamed:
-            raise ModelError(f"tensor {name}: another one is {ours} already")
+            raise ModelError(f"tensor {name}: another tensor stands for {ours} already")
         renamed[ours] = stored
     return renamed
 

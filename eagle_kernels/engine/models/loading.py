@@ -66,7 +66,7 @@ def load_target(
         for name in [name for name in checkpoint.tensors if name.startswith(head_formats.MODULE_PREFIX)]:
             del checkpoint.tensors[name]  # they are a draft, see `load_draft`
         if "fc.weight" in checkpoint.tensors and "model.embed_tokens.weight" not in checkpoint.tensors:
-            raise ModelError("holds fc.weight and no model.embed_tokens.weight: an EAGLE head, a draft and no target")
+            raise ModelError("is an EAGLE head (fc.weight, no model.embed_tokens.weight): a draft, not a target")
         checkpoint.check_layers(content, "num_hidden_layers", "model.layers.")
         config = DecoderConfig.from_dict(content)
         checkpoint.check_sizes(config)
@@ -87,10 +87,8 @@ def _load_through_transformers(
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
-        raise ModelError(
-            f"config.json: model_type is none of {', '.join(FAMILIES)}; other models need transformers: "
-            "pip install 'eagle_kernels[transformers]'"
-        ) from None
+        advice = "other models need transformers: pip install 'eagle_kernels[transformers]'"
+        raise ModelError(f"config.json: model_type is none of {', '.join(FAMILIES)}; {advice}") from None
     checkpoint = Checkpoint(folder)
     checkpoint.check_most_layers(config)
     needed = sum(math.prod(stored.shape) for stored in checkpoint.tensors.values()) * dtype.itemsize
@@ -100,7 +98,7 @@ def _load_through_transformers(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # unchecked files can raise anything in transformers
-        raise ModelError(f"transformers cannot load it: {type(error).__name__}: {first_line(error)}") from None
+        raise ModelError(f"transformers cannot load the model: {type(error).__name__}: {first_line(error)}") from None
     refuse_names("missing tensors", sorted(report["missing_keys"]))  # transformers fills these with random numbers
     model = model.to(device)
     if check_weights:
@@ -137,7 +135,10 @@ def load_draft(
         target: The target, whose embedding or lm_head the head uses if it has none.
         device, dtype: Where its weights go, and their type; None: the target's.
         aux_layers: The hidden_states indices to read instead of those that config.json names.
-        check_weights: As for `load_target`, whose errors this function raises, too.
+        check_weights: As for `load_target`.
+
+    Raises:
+        ModelError: The folder is incomplete, damaged or no head, or does not fit the target.
     """
     folder = Path(folder)
     device, dtype = target.device if device is None else device, target.dtype if dtype is None else dtype
@@ -197,7 +198,7 @@ def read_head(
             offsets = checkpoint.get("d2t").flatten().tolist() if "d2t" in tensors else []
             for draft_id, offset in enumerate(offsets):
                 if offset != 0:
-                    rule = "must be 0 throughout where the draft's vocabulary is the target's"
+                    rule = "must be 0 everywhere where the draft has the target's vocabulary"
                     raise ModelError(f"tensor d2t {rule}, got {offset} for draft id {draft_id}")
             tensors.pop("d2t", None)
             tensors.pop("t2d", None)
@@ -217,10 +218,8 @@ def demo_pair() -> tuple[Path, Path]:
     """Returns the folders (target, draft) of the small pair in the package, which reads and writes bytes."""
     target, draft = DEMO_PAIR_FOLDER / "target", DEMO_PAIR_FOLDER / "draft"
     if not (target.is_dir() and draft.is_dir()):
-        raise ModelError(
-            f"{DEMO_PAIR_FOLDER} is missing; make it with: python -m eagle_kernels.tools.training.demo_pair "
-            f"--output {DEMO_PAIR_FOLDER}"
-        )
+        command = f"python -m eagle_kernels.tools.training.demo_pair --output {DEMO_PAIR_FOLDER}"
+        raise ModelError(f"{DEMO_PAIR_FOLDER} is missing; make it with: {command}")
     return target, draft
 
 

@@ -36,15 +36,13 @@ def bind_draft(draft: DraftModel, target: TargetModel) -> None:
     for name, is_same in (("device", is_same_device), ("dtype", operator.eq)):
         of_draft, of_target = getattr(draft, name, None), getattr(target, name)
         if of_draft is not None and not is_same(of_draft, of_target):
-            raise ValueError(f"EAGLEInference: the draft's {name} {of_draft} is not the target's {of_target}")
+            raise ValueError(f"EAGLEInference: the draft's {name} must be the target's, {of_target}, got {of_draft}")
     if hasattr(draft, "bind"):
         draft.bind(target)
     if draft.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"EAGLEInference: the draft's vocabulary of {draft.vocab_size} tokens is not the target's "
-            f"{target.vocab_size}; where a model has the same tokenizer and another padding, "
-            f"engine.models.causal_draft.CausalDraft(model, vocab_size={target.vocab_size}) drafts"
-        )
+        rule = f"the draft must have the target's {target.vocab_size} tokens, got {draft.vocab_size}"
+        advice = f"engine.models.causal_draft.CausalDraft(model, vocab_size={target.vocab_size}) for other padding"
+        raise ValueError(f"EAGLEInference: {rule}; use {advice}")
 
 
 def warn_of_rounding(target: TargetModel) -> None:
@@ -52,7 +50,7 @@ def warn_of_rounding(target: TargetModel) -> None:
     if target.dtype == torch.float32 and target.device.type == "cuda" and rounds_fp32_matmuls():
         warnings.warn(
             "EAGLEInference: torch rounds the inputs of fp32 matmuls (TF32 or less), so speculative and plain text "
-            "may part; torch.set_float32_matmul_precision('highest') keeps them together",
+            "may differ; torch.set_float32_matmul_precision('highest') avoids this",
             stacklevel=3,
         )
 
@@ -60,15 +58,13 @@ def warn_of_rounding(target: TargetModel) -> None:
 def check_method(config: EAGLEConfig, draft: DraftModel | None) -> None:
     """Raises ValueError where the configuration's method needs a draft model, or one of another kind."""
     if config.needs_model and draft is None:
-        raise ValueError(
-            f"EAGLEInference: draft_model must not be None for method={config.method!r}, whose drafts are a model's"
-        )
+        rule = f"draft_model must be given for method={config.method!r} ('ngram' and 'suffix' need none)"
+        raise ValueError(f"EAGLEInference: {rule}, got None")
     own = getattr(draft, "method", None)
     for method in config.methods:
         if own in MODEL_KINDS and method in MODEL_KINDS and method != own:
-            raise ValueError(
-                f"EAGLEInference: method must be {own!r} or None for a draft of {type(draft).__name__}, got {method!r}"
-            )
+            rule = f"method must be {own!r} or None for a draft of {type(draft).__name__}"
+            raise ValueError(f"EAGLEInference: {rule}, got {method!r}")
 
 
 def check_trees(config: EAGLEConfig, draft: DraftModel | None) -> None:
@@ -76,32 +72,24 @@ def check_trees(config: EAGLEConfig, draft: DraftModel | None) -> None:
     if not config.needs_model:
         return
     if config.topk >= draft.draft_vocab_size:
-        raise ValueError(
-            f"EAGLEInference: topk must be smaller than the draft vocabulary of {draft.draft_vocab_size} tokens, got "
-            f"{config.topk}"
-        )
+        rule = f"topk must be smaller than the draft vocabulary of {draft.draft_vocab_size} tokens"
+        raise ValueError(f"EAGLEInference: {rule}, got {config.topk}")
     num_modules = getattr(draft, "num_modules", 1)
     if num_modules == 1:
         return
     for tree in [config, *(tree for _, tree in config.trees if tree is not None)]:
         if tree.topk > 1:
-            raise ValueError(
-                f"EAGLEInference: topk must be 1 for a draft of {num_modules} next-token modules, whose drafts are a "
-                f"chain, got {tree.topk}"
-            )
+            rule = f"topk must be 1 for a draft of {num_modules} next-token modules, whose drafts are a chain"
+            raise ValueError(f"EAGLEInference: {rule}, got {tree.topk}")
         if tree.num_model_levels > num_modules:
             name = "num_steps" if tree.num_model_levels == tree.num_steps else "num_model_steps"
-            raise ValueError(
-                f"EAGLEInference: {name} must be at most the {num_modules} next-token modules of the draft, one a "
-                f"level, got {tree.num_model_levels}"
-            )
+            rule = f"{name} must be at most the {num_modules} next-token modules of the draft, one for each level"
+            raise ValueError(f"EAGLEInference: {rule}, got {tree.num_model_levels}")
 
 
 def _check_members(name: str, kind: str, model: Any, members: tuple[str, ...]) -> None:
     missing = [member for member in members if not hasattr(model, member)]
     if missing:
         value = repr(model) if isinstance(model, (str, Path)) else type(model).__name__
-        raise ValueError(
-            f"EAGLEInference: {name} must be {kind}, which has {missing[0]}, got {value}; TransformersTarget(model) "
-            "makes one of a model of transformers, EAGLEInference.from_pretrained loads folders"
-        )
+        ways = "TransformersTarget(model) wraps a model of transformers, EAGLEInference.from_pretrained loads folders"
+        raise ValueError(f"EAGLEInference: {name} must be {kind}, which has {missing[0]}, got {value}; {ways}")

@@ -27,10 +27,8 @@ class Rotary(nn.Module):
         check_memory(10 * num_positions * config.head_dim, torch.device("cpu"), need)
         frequencies, factor = _inverse_frequencies(config.rope, config.head_dim)
         if not ((frequencies * (num_positions - 1)).isfinite().all() and is_fp32(factor)):
-            raise ModelError(
-                f"config.json: the rotary embedding with rope_type={config.rope.rope_type!r} turns position "
-                f"{num_positions - 1} by an angle that fp32 does not hold"
-            )
+            fault = f"turns position {num_positions - 1} by an angle too large for fp32"
+            raise ModelError(f"config.json: the rotary embedding with rope_type={config.rope.rope_type!r} {fault}")
         # Always on the CPU: cos may differ in its last bit on other devices.
         positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
         angles = positions[:, None] * frequencies

@@ -202,13 +202,13 @@ def check_same_vocabulary(folder: str | Path, other: str | Path) -> bool:
     if first is None and second is None:
         return False
     if first is None or second is None:
-        raise ModelError(f"{rule}, one of them holds bytes or none")
+        raise ModelError(f"{rule}, but only one of them has a tokenizer.json")
     for token in first.keys() & second.keys():
         if first[token] != second[token]:
-            raise ModelError(f"{rule}, {token!r} is {first[token]} in the one and {second[token]} in the other")
+            raise ModelError(f"{rule}, but {token!r} is {first[token]} in one and {second[token]} in the other")
     rest = sorted(first.keys() ^ second.keys())
     if rest:
-        raise ModelError(f"{rule}, {rest[0]!r} is in one of them alone")
+        raise ModelError(f"{rule}, but only one of them has {rest[0]!r}")
     return True
 
 

@@ -135,7 +135,7 @@ class TransformersTarget:
         if not config.num_hidden_layers > 0:
             self._refuse(f"num_hidden_layers must be above 0, got {config.num_hidden_layers}")
         if not getattr(config, "max_position_embeddings", None):
-            self._refuse("config.json says no max_position_embeddings")
+            self._refuse("config.json has no max_position_embeddings")
 
     def _learn_sizes(self) -> None:
         """Runs two tokens; sets the sizes that they show, and refuses what the pool cannot do."""
@@ -162,10 +162,10 @@ class TransformersTarget:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             name = type(self.model).__name__
-            raise ModelError(f"{name}: its forward does not run with our attention, {reason}") from error
+            raise ModelError(f"{name}: its forward does not run with the engine's attention, {reason}") from error
         self.vocab_size, self.hidden_size = logits.shape[-1], self.config.hidden_size
         if features.shape != (1, 2, len(capture) * self.hidden_size):
-            self._refuse(f"hidden states of another width than hidden_size={self.hidden_size}")
+            self._refuse(f"its hidden states do not have the width hidden_size={self.hidden_size}")
         self.kv_shape = self._check_layers(shapes, windows)
 
     def _check_layers(self, shapes: dict[int, tuple[int, int]], windows: dict[int, int | None]) -> KVShape:
@@ -174,20 +174,18 @@ class TransformersTarget:
         num_layers = self.config.num_hidden_layers
         for layer in range(num_layers):
             if layer not in shapes:
-                self._refuse(
-                    f"layer {layer} of {num_layers} does not attend through transformers' AttentionInterface, so its "
-                    "keys and values cannot be kept in our pool"
-                )
+                way = "through transformers' AttentionInterface, so the engine cannot keep its keys and values"
+                self._refuse(f"layer {layer} of {num_layers} does not attend {way}")
         shape, *others = sorted(set(shapes.values()))
         if others:
-            self._refuse(f"layers of different (key heads, size) {[shape, *others]}")
+            self._refuse(f"its layers must have one (key heads, head size), got {[shape, *others]}")
         if not MIN_HEAD_DIM <= shape[1] <= MAX_HEAD_DIM:
-            self._refuse(f"heads of size {shape[1]}; {MIN_HEAD_DIM}..{MAX_HEAD_DIM} are supported")
+            self._refuse(f"its head size must lie in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {shape[1]}")
         window = getattr(self.config, "sliding_window", None)
         layer_types = getattr(self.config, "layer_types", None) or ["sliding_attention" if window else ""] * num_layers
         for layer, layer_type in enumerate(layer_types[:num_layers]):
             if layer_type == "sliding_attention" and windows[layer] is None:
-                self._refuse(f"layer {layer} does not tell its attention the sliding window")
+                self._refuse(f"layer {layer} does not pass its sliding window to the attention")
         return KVShape(num_layers, *shape)
 
 
@@ -200,7 +198,7 @@ def _attention(
     """
     call = _CALL.get()
     if call is None:
-        raise ModelError("the model attends through our KV pool: call forward of its TransformersTarget")
+        raise ModelError("the model now uses the engine's KV pool: call forward of its TransformersTarget instead")
     if attention_mask is not None or options.get("position_bias") is not None:
         raise ModelError(f"{type(module).__name__}: a mask or a bias of its own is not supported")
     if not getattr(module, "is_causal", True):

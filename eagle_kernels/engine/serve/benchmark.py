@@ -170,11 +170,9 @@ def benchmark(
         for batch in batches:
             requests = open_batch(batch, True).requests
             if not session.scheduler.holds(requests):
-                raise ValueError(
-                    f"benchmark: batch_size must be so small that max_batch={config.max_batch} and the pools hold a "
-                    f"whole batch with {max_new_tokens} new tokens each, got {batch_size}; kv_cache_bytes makes the "
-                    "pools larger"
-                )
+                rule = f"let batches of {max_new_tokens} new tokens fit into the pools and max_batch={config.max_batch}"
+                advice = "kv_cache_bytes makes the pools larger"
+                raise ValueError(f"benchmark: batch_size must {rule}, got {batch_size}; {advice}")
     few = [replace(each, max_new_tokens=min(8, max_new_tokens), seed=0) for each in params]
     for speculative in (True, False):  # compiles, captures and warms up
         with session.alone("benchmark", config):

@@ -199,12 +199,9 @@ class Scheduler:
         """Ends a request that an empty batch cannot hold; it passed `why_never`, so pages must have been lost."""
         request = self._waiting.popleft()
         needed, num_free, num_pages = self._pages_for(request), self.pages.num_free, self.pages.num_pages
-        request.fail(
-            RuntimeError(
-                f"EAGLEInference: a request needs {needed} pages, and of {num_pages} only {num_free} are free although "
-                "no other request runs: pages have been lost, which is a bug in eagle_kernels"
-            )
-        )
+        state = f"a request needs {needed} pages, and of {num_pages} only {num_free} are free"
+        cause = "although no other request runs: pages have been lost, which is a bug in eagle_kernels"
+        request.fail(RuntimeError(f"EAGLEInference: {state} {cause}"))
 
     def _read_prompt(self, row: _Row, most: int) -> int:
         """Reads at most `most` more tokens of a prompt in both models; draws the row's first token after the last part.

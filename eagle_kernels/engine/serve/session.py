@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from ..batch.kv_pool import KVPool, PrefillAttend
 from ..batch.memory import check_fits, count_pages, workspace_bytes
 from ..batch.state import BatchState
 from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
@@ -22,6 +26,7 @@ from ..requests.sampling_params import SAMPLING_FIELDS, SamplingParams
 from ..step.plan import StepPlan, plan_steps
 from ..step.stepper import Verified
 from .scheduler import Scheduler
+from .threads import few_threads
 
 _POOL_FIELDS = ("page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
 # the fields that steps depend on: all but those of single requests and those that determine the pools
@@ -71,8 +76,8 @@ class Session:
 
     def read_overrides(self, caller: str, config: EAGLEConfig, overrides: dict[str, Any]) -> tuple[EAGLEConfig, dict]:
         """Returns the configuration of a call, and what its requests ask for: its sampling and the overrides."""
-        if caller == "generate" and "seed" in overrides:
-            raise ValueError("generate: takes seeds=, one for all or one per prompt, not seed=")
+        if caller != "warmup" and "seed" in overrides:
+            raise ValueError(f"{caller}: takes seeds=, one for all or one per prompt, not seed=")
         unknown = sorted(overrides.keys() - ({*CONFIG_FIELDS, *SAMPLING_FIELDS} - {"seed"}))
         if unknown:
             raise ValueError(f"{caller}: there is no field {unknown[0]} in EAGLEConfig or SamplingParams")
@@ -80,20 +85,18 @@ class Session:
         config = replace(config, **of_config) if of_config else config
         policy = overrides.get("accept_policy", config.accept_policy)
         if policy != config.accept_policy:
-            raise ValueError(
-                f"{caller}: accept_policy must be 'simulate' where simulated_accept_length or simulated_accept_rates "
-                f"is given, here or to the engine, got {policy!r}"
-            )
+            rule = "be 'simulate' with simulated_accept_length or simulated_accept_rates, also with the engine's"
+            raise ValueError(f"{caller}: accept_policy must {rule}, got {policy!r}")
         self.check(config)
         return config, config.sampling | {name: overrides[name] for name in overrides.keys() - of_config.keys()}
 
     def read_call(
-        self, num_prompts: int, max_new_tokens: int, seeds: Seeds, config: EAGLEConfig, overrides: dict[str, Any]
+        self, caller: str, count: int, max_new_tokens: int, seeds: Seeds, config: EAGLEConfig, overrides: dict[str, Any]
     ) -> tuple[EAGLEConfig, list[SamplingParams]]:
         """Returns the configuration of a call and the parameters of its requests, which differ in their seeds alone."""
-        config, sampling = self.read_overrides("generate", config, overrides)
-        sampling["max_new_tokens"] = read_max_new_tokens(max_new_tokens)
-        return config, [SamplingParams(**sampling, seed=seed) for seed in read_seeds(seeds, num_prompts)]
+        config, sampling = self.read_overrides(caller, config, overrides)
+        sampling["max_new_tokens"] = read_max_new_tokens(max_new_tokens, caller)
+        return config, [SamplingParams(**sampling, seed=seed) for seed in read_seeds(seeds, count, caller)]
 
     def make_request(self, number: int, prompt: list[int], params: SamplingParams, config: EAGLEConfig) -> Request:
         """Returns a request with this configuration; raises ValueError if its parameters cannot be served."""
@@ -104,6 +107,21 @@ class Session:
             raise ValueError(f"EAGLEInference: {reason}")
         ends = frozenset(config.eos_token_ids or ()) | frozenset(params.stop_token_ids)
         return Request(number, prompt, params, read_seeds(params.seed, 1)[0], ends, stop_strings=stop)
+
+    def submit(self, number: int, prompt: list[int], params: SamplingParams | None, config: EAGLEConfig) -> Request:
+        """Queues a request, and returns it; one that can never run is returned finished, with `error`."""
+        with self.lock:
+            scheduler = self.scheduler_for(config, speculative=True)
+            params = params or SamplingParams(**config.sampling)
+            request = self.make_request(number, prompt, params, config)
+            reason = self.why_unfit(prompt, params.max_new_tokens, config, speculative=True)
+            reason = reason or scheduler.why_never(request)
+            if reason:
+                request.finish_reason, request.error = "error", reason
+            else:
+                request.outbox = self.outbox
+                scheduler.submit(request)
+            return request
 
     def why_unfit(self, prompt: list[int], max_new_tokens: int, config: EAGLEConfig, speculative: bool) -> str | None:
         """Returns why nothing can be generated from a prompt; None if there is no reason."""
@@ -118,7 +136,22 @@ class Session:
         reason = f"the prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} exceed the {limit} tokens that "
         if limit == plain:
             return reason + "the target and max_length allow"
-        return reason + f"the draft allows; {plain} without it, by speculative=False or max_spec_batch=0"
+        return reason + f"the draft allows; without drafts (speculative=False or max_spec_batch=0) {plain} are allowed"
+
+    @torch.inference_mode()
+    def next_token_logits(self, prompt: list[int], config: EAGLEConfig) -> Tensor:
+        """Returns the target's logits, [V] fp32, for the token after a prompt."""
+        reason = self.why_unfit(prompt, 0, config, speculative=False)
+        if reason:
+            raise ValueError(f"next_token_logits: {reason}")
+        tokens = torch.tensor([prompt], device=self.device)
+        positions = torch.arange(len(prompt), device=self.device)[None]
+        num_pages = -(-len(prompt) // config.page_size)
+        pool = KVPool(self.target.kv_shape, num_pages, config.page_size, self.target.dtype, self.device)
+        table = torch.arange(num_pages, dtype=torch.int32, device=self.device)[None]
+        with few_threads(self.target):
+            attend = PrefillAttend(pool, table, 0, len(prompt))
+            return self.target.forward(tokens, positions, attend, last_only=True).logits[0, -1].float()
 
     def max_length(self, config: EAGLEConfig, speculative: bool) -> int:
         """Returns the most tokens that a request may have, prompt included."""
@@ -163,9 +196,7 @@ class Session:
             if self.scheduler is not None:
                 self.scheduler.drain()
             if self.has_work:
-                raise RuntimeError(
-                    f"EAGLEInference: {caller} needs an empty batch; collect or abort the requests in it"
-                )
+                raise RuntimeError(f"{caller}: the batch must be empty; collect or abort the requests in it")
             remembers = "suffix" in config.methods
             with self.suffix_cache(config).forgetting() if remembers else contextlib.nullcontext():
                 yield
@@ -199,10 +230,7 @@ class Session:
 
     def _require_no_work(self) -> None:
         if self.scheduler is not None and self.scheduler.has_work:
-            raise RuntimeError(
-                "EAGLEInference: requests with another configuration have not ended; collect or abort them before "
-                "using this one"
-            )
+            raise RuntimeError("EAGLEInference: collect or abort the requests with another configuration first")
 
     def _make_pools(self, config: EAGLEConfig, draft: DraftModel | None) -> None:
         self.scheduler, self.plans = None, {}  # frees the old pools before new ones are allocated

@@ -90,12 +90,8 @@ def warn_of_eager_steps(target: TargetModel, draft: DraftModel | None, config: E
         if not getattr(model, "can_be_captured", True):
             model = model.model if isinstance(model, CausalDraft) else model
             name = type(getattr(model, "model", model)).__name__  # `TransformersTarget` wraps the model
-            _logger.warning(
-                "EAGLEInference: steps run eagerly, not as CUDA graphs: the forward of the %s, %s, waits for the "
-                "device; cuda_graph=False silences this",
-                role,
-                name,
-            )
+            reason = f"the forward of the {role}, {name}, waits for the device; cuda_graph=False silences this"
+            _logger.warning("EAGLEInference: steps run eagerly, not as CUDA graphs: %s", reason)
 
 
 def _runner(stepper: Stepper, state: BatchState) -> StepRunner:
@@ -103,9 +99,7 @@ def _runner(stepper: Stepper, state: BatchState) -> StepRunner:
     if wanted and stepper.on_tree is not None:
         raise ValueError("EAGLEInference: cuda_graph must not be True with on_tree, which is called in every step")
     if wanted and not stepper.can_be_captured:
-        raise ValueError(
-            "EAGLEInference: cuda_graph must not be True here: the forward pass of one of the models waits for the "
-            "device, so steps must run eagerly"
-        )
+        reason = "the forward pass of one of the models waits for the device"
+        raise ValueError(f"EAGLEInference: cuda_graph must not be True here: {reason}")
     can_be_captured = stepper.on_tree is None and stepper.can_be_captured
     return StepRunner(stepper, state, is_gpu and can_be_captured and wanted is not False)

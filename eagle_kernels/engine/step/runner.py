@@ -116,7 +116,7 @@ class StepRunner:
         except Exception as error:
             raise ModelError(
                 f"EAGLEInference: {what} cannot be captured as a CUDA graph, which happens when a model waits for the "
-                f"device ({error}); cuda_graph=False runs it launch by launch"
+                f"device ({error}); cuda_graph=False runs steps without graphs"
             ) from error
         return graph, result
 

@@ -126,7 +126,7 @@ def test_forgetting(most_cached):
 
     cache = SuffixCache(max_cached_requests=most_cached)
     respond("before", [1, 2, 3])
-    with pytest.raises(RuntimeError, match="forgetting needs that no request runs, got 1"), cache.forgetting():
+    with pytest.raises(RuntimeError, match="forgetting must begin while no request runs, got 1"), cache.forgetting():
         pass
     cache.stop("before")
     before = cache.num_states
@@ -299,14 +299,14 @@ BAD = [
     (lambda cache: SuffixCache(1), "SuffixCache: max_tree_depth must lie in 2..65536, got 1"),
     (lambda cache: SuffixCache(2.5), "SuffixCache: max_tree_depth must be an int, got float"),
     (lambda cache: SuffixCache(8, -2), "SuffixCache: max_cached_requests must be at least -1, got -2"),
-    (lambda cache: cache.start("a", []), "SuffixCache.start: request must not run already, got 'a'"),
+    (lambda cache: cache.start("a", []), "SuffixCache.start: request must not be running already, got 'a'"),
     (lambda cache: cache.start("b", [1, -1]), "SuffixCache.start: prompt must hold token ids in 0..2147483647, got -1"),
     (lambda cache: cache.start("b", None), "SuffixCache.start: prompt must be a sequence of ints, got NoneType"),
-    (lambda cache: cache.extend("b", [1]), "SuffixCache.extend: request must be one that runs, got 'b'"),
+    (lambda cache: cache.extend("b", [1]), "SuffixCache.extend: request must be running (start begins one), got 'b'"),
     (lambda cache: cache.extend("a", [1 << 31]), "SuffixCache.extend: tokens must hold token ids in 0..2147483647"),
     (lambda cache: cache.extend("a", [1.5]), "SuffixCache.extend: tokens must be a sequence of ints, got list"),
-    (lambda cache: cache.stop("b"), "SuffixCache.stop: request must be one that runs, got 'b'"),
-    (lambda cache: cache.speculate("b", max_spec_tokens=1), "SuffixCache.speculate: request must be one that runs"),
+    (lambda cache: cache.stop("b"), "SuffixCache.stop: request must be running (start begins one), got 'b'"),
+    (lambda cache: cache.speculate("b", max_spec_tokens=1), "SuffixCache.speculate: request must be running"),
     (lambda cache: cache.speculate("a", max_spec_tokens=-1), "SuffixCache.speculate: max_spec_tokens must be at least"),
     (lambda cache: cache.speculate("a", max_spec_tokens=True), "max_spec_tokens must be an int, got bool"),
     (lambda cache: cache.speculate("a", max_spec_tokens=[]), "max_spec_tokens must be an int, got list"),

@@ -30,7 +30,7 @@ def test_benchmark(target):
         assert '"mean_accept_length"' in stats.to_json()
     assert engine.benchmark([prompt_of(1)], 4, simulated_accept_length=2.0).identical is None  # planted
     assert json.loads(engine.benchmark([prompt_of(1)], torch.tensor(4)).to_json())["max_new_tokens"] == 4
-    with pytest.raises(ValueError, match="benchmark: speculative must be left out, both are measured, got False"):
+    with pytest.raises(ValueError, match="benchmark: speculative must not be given, since both ways are measured"):
         engine.benchmark([prompt_of(1)], 4, speculative=False)
     for batch_size in (0, 2.0):
         with pytest.raises(ValueError, match=f"batch_size must be an int of at least 1, got {batch_size}"):
@@ -58,7 +58,7 @@ def test_a_benchmark_is_as_wide_as_it_says(target, monkeypatch):
     assert engine.config.max_batch == 2
     widths.clear()
     for options, held in (({"max_batch": 2}, "max_batch=2"), ({"kv_cache_bytes": 120_000}, "max_batch=4")):
-        message = f"benchmark: batch_size must be so small that {held} and the pools hold .* got 4; kv_cache_bytes"
+        message = f"benchmark: batch_size must let .* fit into the pools and {held}, got 4; kv_cache_bytes"
         with pytest.raises(ValueError, match=message):
             engine.benchmark(prompts, 100, batch_size=4, **options)
     assert not widths and not engine.has_work

@@ -261,5 +261,5 @@ def test_bad_parameters_are_named(values, message):
 def test_unknown_options_are_named(target, draft):
     with pytest.raises(ValueError, match="there is no field temprature in EAGLEConfig or SamplingParams"):
         make(draft, target).generate([1], temprature=1.0)
-    with pytest.raises(ValueError, match="submit takes one prompt"):
+    with pytest.raises(ValueError, match="submit: prompt must be one prompt"):
         make(draft, target).submit([[1], [2]])
