@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -69,6 +70,20 @@ def test_trees_of_a_table_are_checked_as_one_s_own():
         EAGLEConfig(adaptive=((8, (1, "5", 6)),))
     rates = EAGLEConfig.chain(3, simulated_accept_rates=(1, 0.5, 0.5), adaptive=((4, (1, 5, 6)), (8, (1, 5, 3))))
     assert [tree.simulated_accept_rates for _, tree in rates.trees] == [(1, 0.5, 0.5, 0, 0), (1, 0.5, 0, 0, 0)]
+
+
+@pytest.mark.parametrize("method", [None, "ngram", "hybrid", ("eagle", "hybrid")])
+def test_trees_are_known_to_be_good_when_a_config_is_made(method):
+    for topk, num_steps, num_draft_tokens, num_model_steps in itertools.product(
+        (1, 8), (1, 2, 5), (None, 2, 16), (None, 1)
+    ):
+        try:
+            config = EAGLEConfig(
+                topk, num_steps, num_draft_tokens, method=method, num_model_steps=num_model_steps, adaptive="auto"
+            )
+        except ValueError:
+            continue
+        assert config.trees
 
 
 def test_a_config_cannot_change():
@@ -140,6 +155,10 @@ def test_a_config_cannot_change():
         (
             {"num_draft_tokens": 4, "simulated_accept_rates": (1, 1, 1, 0.1, 0)},
             r"simulated_accept_rates must be 0 beyond the num_draft_tokens - 1 = 3 drafts of a step, got \(1, 1, 1, 0",
+        ),
+        *(
+            ({"num_model_steps": 5, "adaptive": adaptive}, "num_model_steps must be None with adaptive, .* got 5")
+            for adaptive in ("auto", ((8, (8, 5, 64)), (32, (1, 3, 4))))
         ),
         ({"tree_mask_mode": "dense"}, "tree_mask_mode must be one of"),
         ({"tree_mask_mode": "qlen_only_bitpacking", "num_draft_tokens": 33}, "at most 32 for qlen_only_bitpacking"),

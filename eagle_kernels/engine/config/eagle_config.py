@@ -254,7 +254,11 @@ class EAGLEConfig(DraftingOptions):
         self._require(not any(rates[most:]), "simulated_accept_rates", rule)
 
     def _check_adaptive(self) -> None:
-        if self.adaptive is None or self.adaptive == "auto":
+        if self.adaptive is None:
+            return
+        rule = "be None with adaptive, whose trees have levels of their own, unless method='hybrid'"
+        self._require(self.num_model_steps is None or "hybrid" in self.methods, "num_model_steps", rule)
+        if self.adaptive == "auto":
             return
         rule = "be None, 'auto' or ascending ((most requests, (topk, num_steps, num_draft_tokens) or None), ...)"
         self._require(_is_table(self.adaptive), "adaptive", rule)
