@@ -30,9 +30,9 @@ def choose_device(tell: Callable[[str], None] | None = None) -> torch.device:
         return torch.device("cuda")
     reason = why_no_gpu()
     if reason is not None and tell is not None:
-        tell(f"takes the CPU: {reason}")
+        tell(f"runs on the CPU: {reason}")
     elif reason is not None:
-        warnings.warn(f"eagle_kernels: takes the CPU: {reason}", stacklevel=2)
+        warnings.warn(f"eagle_kernels: runs on the CPU: {reason}", stacklevel=2)
     return torch.device("cpu")
 
 
@@ -59,11 +59,11 @@ def why_no_gpu() -> str | None:
     if torch.version.cuda is None and torch.version.hip is None:
         return (
             f"torch {torch.__version__} is a build without CUDA or ROCm, and this machine has a GPU ({files[0]}); "
-            "https://pytorch.org/get-started tells how to install another"
+            "https://pytorch.org/get-started says how to install one with them"
         )
     return (
-        f"torch {torch.__version__} finds no GPU to use, and this machine has one ({files[0]}); is torch built "
-        "for another vendor, is its driver too old, or may this user not open it?"
+        f"torch {torch.__version__} finds no GPU to use, although this machine has one ({files[0]}); is torch built "
+        "for another vendor, is the driver too old, or does this user lack access to it?"
     )
 
 

@@ -143,7 +143,7 @@ def inspect_head(
     report = _describe(Path(draft), file)
     if target is None:
         if prompts is not None:
-            raise ValueError("a sweep of the layer ids needs the target (--target)")
+            raise ValueError("--sweep needs the target as well: --target TARGET")
         report.misfits = file.head.vocabulary_faults()
         return report
     # without a sweep, names and sizes suffice, which need no memory
@@ -261,10 +261,10 @@ def read_prompts_file(path: str | Path) -> list[str]:
         # `splitlines` would split at U+2028 and its like too
         prompts = parse_json(text) if path.suffix == ".json" else text.split("\n")
     except ValueError as error:
-        raise ValueError(f"{path}: neither a JSON list of texts nor text: {error}") from None
+        raise ValueError(f"{path}: must be a JSON list of texts, or UTF-8 text: {error}") from None
     if not (isinstance(prompts, list) and all(isinstance(prompt, str) for prompt in prompts)):
-        raise ValueError(f"{path}: a list of texts was expected")
+        raise ValueError(f"{path}: must hold a JSON list of texts")
     prompts = [prompt for prompt in prompts if prompt.strip()]
     if not prompts:
-        raise ValueError(f"{path}: there is no prompt in it")
+        raise ValueError(f"{path}: holds no prompt")
     return prompts

@@ -64,13 +64,13 @@ class GenerationResult:
         num_latencies, num_tokens = len(self.per_token_latencies), len(self.generated_ids)
         if num_latencies != num_tokens:
             raise ValueError(
-                f"GenerationResult: per_token_latencies must hold one for each of the {num_tokens} generated_ids "
-                f"(those of rounds are per_round_latencies), got {num_latencies}"
+                f"GenerationResult: per_token_latencies must have one entry for each of the {num_tokens} "
+                f"generated_ids (latencies of rounds belong in per_round_latencies), got {num_latencies}"
             )
         num_rounds = self.num_speculation_rounds
         if None not in (num_rounds, self.per_round_latencies) and len(self.per_round_latencies) != num_rounds:
             raise ValueError(
-                f"GenerationResult: per_round_latencies must hold one for each of num_speculation_rounds={num_rounds}, "
+                f"GenerationResult: per_round_latencies must have num_speculation_rounds = {num_rounds} entries, "
                 f"got {len(self.per_round_latencies)}"
             )
 
@@ -81,10 +81,12 @@ class GenerationResult:
         On a GPU torch's peak of memory is reset first. Batches are measured by `EAGLEInference.benchmark`.
         """
         if len(stream.requests) != 1:
-            raise ValueError(f"GenerationResult.from_stream: takes a stream of 1 request, got {len(stream.requests)}")
+            raise ValueError(f"GenerationResult.from_stream: stream must have 1 request, got {len(stream.requests)}")
         (request,), is_gpu = stream.requests, stream.device.type == "cuda"
         if request.output_ids or request.is_finished:
-            raise ValueError(f"GenerationResult.from_stream: stream has begun, with {len(request.output_ids)} tokens")
+            raise ValueError(
+                f"GenerationResult.from_stream: stream must not have begun, got {len(request.output_ids)} tokens"
+            )
         if is_gpu:
             torch.cuda.reset_peak_memory_stats(stream.device)
         start_s = time.perf_counter()
@@ -220,7 +222,7 @@ class CUDATimer:
         """RuntimeError before the block has ended."""
         if self._end is None:
             state = "was never entered" if self._start is None else "is still running"
-            raise RuntimeError(f"CUDATimer: elapsed_ms is known once the with block has ended; this one {state}")
+            raise RuntimeError(f"CUDATimer: elapsed_ms can be read only after the with block; this one {state}")
         if isinstance(self._end, float):
             return 1e3 * (self._end - self._start)
         self._end.synchronize()

@@ -52,7 +52,7 @@ def test_the_baseline_samples_and_ends(device):
     assert AutoregressiveDecoder(model, eos_token_ids=(end,)).generate([1, 2, 3], 12, 0.0).generated_ids == until
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
         decoder.generate([1, 2, 3], 0)
-    with pytest.raises(ValueError, match="takes a stream of 1 request, got 2"):
+    with pytest.raises(ValueError, match="stream must have 1 request, got 2"):
         decoder.generate([[1], [2]], 3)
 
 

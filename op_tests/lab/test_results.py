@@ -70,8 +70,8 @@ def test_there_and_back(fields):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"per_token_latencies": [0.1]}, "one for each of the 5 generated_ids .those of rounds are .*, got 1$"),
-        (SPECULATIVE | {"per_round_latencies": [1.0]}, "one for each of num_speculation_rounds=3, got 1$"),
+        ({"per_token_latencies": [0.1]}, "one entry for each of the 5 generated_ids .latencies of rounds .*, got 1$"),
+        (SPECULATIVE | {"per_round_latencies": [1.0]}, "must have num_speculation_rounds = 3 entries, got 1$"),
     ],
 )
 def test_latencies_of_tokens_and_rounds_are_not_mixed_up(change, message):
@@ -135,11 +135,11 @@ def test_time_is_the_wall_s(device, monkeypatch):
 
 def test_streams_that_cannot_be_measured(device):
     models = engine(device)
-    with pytest.raises(ValueError, match="takes a stream of 1 request, got 2$"):
+    with pytest.raises(ValueError, match="stream must have 1 request, got 2$"):
         GenerationResult.from_stream(models.stream([PROMPT, PROMPT], 3))
     stream = models.stream(PROMPT, 3)
     next(stream)
-    with pytest.raises(ValueError, match="stream has begun, with [123] tokens$"):
+    with pytest.raises(ValueError, match="stream must not have begun, got [123] tokens$"):
         GenerationResult.from_stream(stream)
     stream.close()
 

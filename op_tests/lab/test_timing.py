@@ -61,7 +61,9 @@ def test_a_timer_waits_for_its_own_end_and_nothing_else(events):
 def test_a_timer_on_the_wall():
     timer = CUDATimer(CPU)
     assert repr(timer) == "CUDATimer(not finished)"
-    with pytest.raises(RuntimeError, match="^CUDATimer: elapsed_ms is known once .* this one was never entered$"):
+    with pytest.raises(
+        RuntimeError, match="^CUDATimer: elapsed_ms can be read only after .* this one was never entered$"
+    ):
         timer.elapsed_ms  # noqa: B018
     with timer:
         time.sleep(0.003)

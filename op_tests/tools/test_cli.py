@@ -231,7 +231,7 @@ def test_of_several_texts_the_first_that_parts_is_shown(capsys, monkeypatch):
     ("arguments", "message"),
     [
         ([], "there is no prompt; give a text, - for standard input, or --prompts FILE"),
-        (["-", "--prompts", "-"], "standard input can be read once, got - more than once"),
+        (["-", "--prompts", "-"], "- (standard input) must be given at most once, got it more often"),
         (["def f(", ""], "prompt 1 is empty; it must hold at least one token"),
     ],
 )
@@ -330,22 +330,22 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target", TARGET], "--target and --draft belong together"),
-        (["--draft", DRAFT], "--target and --draft belong together"),
+        (["--target", TARGET], "--target and --draft must be given together"),
+        (["--draft", DRAFT], "--target and --draft must be given together"),
         (
             ["--speculative-config", '{"method": "draft_model"}'],
-            "--draft must be given for method='draft_model': the embedded pair's is an EAGLE head",
+            "--draft must be given for method='draft_model': the embedded pair has an EAGLE head",
         ),
         (
             ["--speculative-config", '{"method": "mtp"}'],
-            "--draft must be given for method='mtp': the embedded pair's is an EAGLE head",
+            "--draft must be given for method='mtp': the embedded pair has an EAGLE head",
         ),
         (["--target", "/no/target", "--draft", DRAFT], "/no/target: there is no such folder"),
         (["--target", TARGET, "--draft", "/no/draft"], "/no/draft: there is no such folder"),
         (["--target", TARGET / "config.json", "--draft", DRAFT], "config.json: there is no such folder"),
         (
             ["--target", DRAFT, "--draft", TARGET],
-            f"{DRAFT}: holds fc.weight and no model.embed_tokens.weight: an EAGLE head",
+            f"{DRAFT}: is an EAGLE head (fc.weight, no model.embed_tokens.weight)",
         ),
         (["--device", "nonsense"], "--device must be auto, cpu, cuda or cuda:N, got 'nonsense'"),
         (["--device", "meta"], "--device must be auto, cpu, cuda or cuda:N, got 'meta'"),
@@ -374,7 +374,7 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         (["--speculative-config", "{}"], "speculative_config: method must be given, got None"),
         (
             ["--speculative-config", '{"method": "eagle", "accept_policy": "normal"}', "--accept-policy", "accept_all"],
-            "--accept-policy and what --speculative-config says of it are the same; give one of them",
+            "give acceptance either by --accept-policy or in --speculative-config, not by both",
         ),
     ],
     ids=lambda value: " ".join(Path(str(part)).name for part in value) if isinstance(value, list) else "",

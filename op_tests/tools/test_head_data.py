@@ -73,7 +73,7 @@ def test_windows_and_prompts(tmp_path):
         ('{"conversations": []}', "conversations must be a list of objects"),
         ('{"conversations": [{"from": "tool", "value": "x"}]}', "role must be one of .* got 'tool'"),
         ('{"conversations": [{"from": ["gpt"], "value": "x"}]}', r"role must be one of .* got \['gpt'\]"),
-        ('{"conversations": [{"from": "gpt", "value": "x"}]}', "begins with an answer"),
+        ('{"conversations": [{"from": "gpt", "value": "x"}]}', "must not begin with an answer"),
         ('{"conversations": [{"from": "human"}]}', "value must be a string"),
     ],
 )
@@ -88,7 +88,7 @@ def test_bad_files_are_named(tmp_path):
     (tmp_path / "data.txt").write_bytes(b"one\ntwo \xff\n")
     with pytest.raises(ValueError, match="data.txt:2: not UTF-8"):
         head_data.read_examples([tmp_path / "data.txt"], ByteTokenizer(), chat.PlainFormat(), 30, needs_answers=True)
-    with pytest.raises(ValueError, match="data.csv: data files are .txt or .jsonl"):
+    with pytest.raises(ValueError, match="data.csv: data files must end in .txt or .jsonl"):
         head_data.read_examples([tmp_path / "data.csv"], ByteTokenizer(), chat.PlainFormat(), 30, needs_answers=True)
     (tmp_path / "data.txt").write_text("short")
     with pytest.raises(ValueError, match="1 examples of up to 30 tokens"):
@@ -100,7 +100,7 @@ def test_held_out_examples_are_nowhere_else():
     train, held_out = head_data.split_held_out(examples, 0.2)
     assert len(held_out) == 10 and len(train) == 60
     assert not {example.digest for example in train} & {example.digest for example in held_out}
-    with pytest.raises(ValueError, match="all examples of the data are the same"):
+    with pytest.raises(ValueError, match="all examples of the data are equal"):
         head_data.split_held_out(examples[:1] * 3, 0.5)
 
 
@@ -128,5 +128,5 @@ def test_the_chat_template_of_the_target(tmp_path):
     assert ids == [0, 1, 4, 5, 3, 2, 6, 7, 3]
     assert is_answer == [False] * 6 + [True] * 3
     assert chat.encode_prompt(turns[:1], form, load_tokenizer(tmp_path)) == [0, 1, 4, 5, 3, 2]
-    with pytest.raises(ValueError, match="the chat template refuses it: no system"):
+    with pytest.raises(ValueError, match="the chat template refuses this conversation: no system"):
         chat.encode_turns([chat.Turn("system", "x"), *turns], form, load_tokenizer(tmp_path))

@@ -189,20 +189,20 @@ def test_a_gpu_that_torch_cannot_use_is_told(machine):
     (warning,) = caught
     assert (
         str(warning.message)
-        == f"eagle_kernels: takes the CPU: {BUILD}; https://pytorch.org/get-started tells how to install another"
+        == f"eagle_kernels: runs on the CPU: {BUILD}; https://pytorch.org/get-started says how to install one with them"
     )
     with pytest.raises(ValueError) as error:
         placement.read_device("load_target: device", "cuda")
     assert (
         str(error.value)
-        == f"load_target: device cuda: {BUILD}; https://pytorch.org/get-started tells how to install another"
+        == f"load_target: device cuda: {BUILD}; https://pytorch.org/get-started says how to install one with them"
     )
     machine(gpus=0, build="13.0")
     told = []
     placement.choose_device(told.append)
     assert told == [
-        f"takes the CPU: torch {torch.__version__} finds no GPU to use, and this machine has one (/dev/nvidia0); is "
-        "torch built for another vendor, is its driver too old, or may this user not open it?"
+        f"runs on the CPU: torch {torch.__version__} finds no GPU to use, although this machine has one "
+        "(/dev/nvidia0); is torch built for another vendor, is the driver too old, or does this user lack access to it?"
     ]
     machine(gpus=0, build=None, files=())
     with pytest.raises(ValueError, match="device cuda: this machine has 0 GPUs that torch can use"):
@@ -215,7 +215,7 @@ def test_the_command_tells_that_it_takes_the_cpu(machine, capsys):
     captured = capsys.readouterr()
     assert (
         captured.err
-        == f"warning: takes the CPU: {BUILD}; https://pytorch.org/get-started tells how to install another\n"
+        == f"warning: runs on the CPU: {BUILD}; https://pytorch.org/get-started says how to install one with them\n"
     )
     assert json.loads(captured.out)["generated_tokens"] == 2
     assert main(["env"]) == 0

@@ -194,10 +194,10 @@ def test_the_sweep_leaves_the_head_as_it_was():
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere: there is no such folder"),
-        (["--target", TARGET], "--target needs the folder of the head before it"),
-        ([DRAFT, "--sweep", PROMPTS], "a sweep of the layer ids needs the target (--target)"),
+        (["--target", TARGET], "--target must come with the folder of a head"),
+        ([DRAFT, "--sweep", PROMPTS], "--sweep needs the target as well: --target"),
         ([DRAFT, "--target", TARGET, "--sweep", "nowhere.txt"], "[Errno 2] No such file or directory: 'nowhere.txt'"),
-        ([TARGET], f"{TARGET}: this is no EAGLE head: there is neither"),
+        ([TARGET], f"{TARGET}: this is not an EAGLE head: it has no"),
     ],
 )
 def test_bad_input_gets_one_line(capsys, arguments, message):
@@ -214,9 +214,9 @@ def test_prompt_files(tmp_path):
     (tmp_path / "b.json").write_text('["x\\ny", "z"]')
     assert read_prompts_file(tmp_path / "b.json") == ["x\ny", "z"]
     for text, message in (
-        ("[1]", "a list of texts was expected"),
-        ("[]", "no prompt in it"),
-        ("{", "neither a JSON list"),
+        ("[1]", "must hold a JSON list of texts"),
+        ("[]", "holds no prompt"),
+        ("{", "must be a JSON list of texts, or UTF-8 text"),
     ):
         (tmp_path / "b.json").write_text(text)
         with pytest.raises(ValueError, match=message):

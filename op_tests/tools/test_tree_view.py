@@ -329,11 +329,11 @@ def test_one_request_alone_and_nothing_left_behind(device):
         collect(engine, [[1], [2]], 4)
     trees = verified_trees(engine, [1, 2], 40)
     next(trees)
-    with pytest.raises(RuntimeError, match="no requests and no on_tree"):
+    with pytest.raises(RuntimeError, match="no other requests and no on_tree"):
         next(verified_trees(engine, [1, 2], 4))
     trees.close()
     assert engine.on_tree is None and not engine.has_work
     assert engine.generate([1, 2], 4).output_ids == [3, 4, 5, 6]
     engine.submit([1, 2], SamplingParams(max_new_tokens=4))
-    with pytest.raises(RuntimeError, match="no requests and no on_tree"):
+    with pytest.raises(RuntimeError, match="no other requests and no on_tree"):
         collect(engine, [1, 2], 4)

@@ -18,11 +18,15 @@ from .shared import add_machine_arguments, as_lines, encode_prompt, first_prompt
 def add_benchmark_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `benchmark`."""
     command.set_defaults(run=_benchmark)
-    command.add_argument("prompts", help="file of prompts: a .json list, or one a line")
-    command.add_argument("--num-prompts", type=int, default=80, help="most prompts of the file (default: 80)")
-    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens of a prompt (default: 128)")
+    command.add_argument("prompts", help="file of prompts: a .json list, or one prompt a line")
+    command.add_argument(
+        "--num-prompts", type=int, default=80, help="how many prompts of the file, at most (default: 80)"
+    )
+    command.add_argument(
+        "--max-new-tokens", type=int, default=128, help="most new tokens for each prompt (default: 128)"
+    )
     command.add_argument("--batch-size", type=int, default=1, help="prompts that are decoded together (default: 1)")
-    command.add_argument("--seed", type=int, default=0, help="of the sampling noise (default: 0)")
+    command.add_argument("--seed", type=int, default=0, help="seed of the sampling noise (default: 0)")
     add_config_arguments(command)
     add_machine_arguments(command)
 

@@ -13,18 +13,35 @@ from ...runtime.values import parse_json, shown
 def add_config_arguments(command: argparse.ArgumentParser) -> None:
     """Adds options for drafting, sampling and limits, and the folders of the models."""
     defaults = EAGLEConfig()
-    command.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
-    command.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: off")
+    command.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy (default: 0)")
+    command.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens (default: 0, off)")
     command.add_argument(
-        "--top-p", type=float, default=1.0, help="sample from the fewest tokens that hold this probability; 1: off"
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the fewest tokens with this total probability (default: 1, off)",
     )
-    command.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the best; 0: off")
+    command.add_argument(
+        "--min-p", type=float, default=0.0, help="drop tokens below this share of the best (default: 0)"
+    )
     command.add_argument("--topk", type=int, help=f"branching of the draft tree (default: {defaults.topk})")
     command.add_argument("--num-steps", type=int, help=f"levels of the draft tree (default: {defaults.num_steps})")
-    command.add_argument("--num-draft-tokens", type=int, help="nodes verified a step, with root (default: 32)")
-    command.add_argument("--accept-policy", choices=ACCEPT_POLICIES, default="normal", help="to time given acceptance")
-    command.add_argument("--simulated-accept-length", type=float, help="of simulate: mean tokens a step, with bonus")
-    command.add_argument("--simulated-accept-rates", type=_numbers, help="or: share of steps that reach depth 1,2,...")
+    command.add_argument("--num-draft-tokens", type=int, help="nodes verified in a step, with the root (default: 32)")
+    command.add_argument(
+        "--accept-policy",
+        choices=ACCEPT_POLICIES,
+        default="normal",
+        help="for timing only: accept all drafts, none, or a simulated number (default: normal)",
+    )
+    command.add_argument(
+        "--simulated-accept-length", type=float, help="for simulate: mean tokens of a step, bonus token included"
+    )
+    command.add_argument(
+        "--simulated-accept-rates",
+        metavar="RATE,RATE,...",
+        type=_numbers,
+        help="for simulate, instead: shares of steps that accept at least 1,2,... drafts",
+    )
     command.add_argument(
         "--adaptive", action="store_true", help="measure some trees and use the fastest (default: off)"
     )
@@ -35,16 +52,21 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
         help="most requests that step together (default: %(default)s)",
     )
     command.add_argument(
-        "--page-size", type=int, default=defaults.page_size, help="tokens a page of the KV pools (default: %(default)s)"
+        "--page-size",
+        type=int,
+        default=defaults.page_size,
+        help="tokens in a page of the KV cache (default: %(default)s)",
     )
-    command.add_argument("--eager", action="store_true", help="no CUDA graphs (default: graphs on GPUs)")
-    command.add_argument("--target", type=Path, help="model folder (default: the embedded pair)")
-    command.add_argument("--draft", type=Path, help="EAGLE head folder (default: the embedded pair)")
+    command.add_argument("--eager", action="store_true", help="run without CUDA graphs (default: with them on a GPU)")
+    command.add_argument("--target", type=Path, help="folder of the target model (default: the embedded pair)")
+    command.add_argument(
+        "--draft", type=Path, help="folder of the EAGLE head or draft model (default: the embedded pair)"
+    )
     command.add_argument(
         "--speculative-config",
         type=_fields,
         default=None,
-        help="""as servers take it: '{"method": "ngram", "num_speculative_tokens": 5}'; its "model" is --draft""",
+        help="""JSON of a server, as '{"method": "ngram", "num_speculative_tokens": 5}'; its "model" is --draft""",
     )
 
 
@@ -53,7 +75,7 @@ def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
     fields = None if arguments.speculative_config is None else dict(arguments.speculative_config)
     if fields is not None and fields.get("model") is not None:
         if arguments.draft is not None:
-            raise ValueError("--draft and model in --speculative-config are the same; give one of them")
+            raise ValueError("give the draft either by --draft or as model in --speculative-config, not by both")
         model = fields.pop("model")
         if not isinstance(model, str):
             raise ValueError(f"speculative_config: model must be the folder of a draft, got {model!r}")
@@ -62,7 +84,7 @@ def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
     tree = {name: value for name, value in tree.items() if value is not None}
     if fields is not None and tree:
         option = "--" + min(tree).replace("_", "-")
-        raise ValueError(f"{option} belongs into --speculative-config, as {min(tree)!r}, where that is given")
+        raise ValueError(f"{option} must be a field of --speculative-config, {min(tree)!r}, where that option is used")
     others = dict(
         temperature=arguments.temperature,
         top_k=arguments.top_k,
@@ -80,7 +102,7 @@ def read_config(arguments: argparse.Namespace) -> EAGLEConfig:
         return EAGLEConfig(**tree, **others)
     if "accept_policy" in fields or fields.get("benchmark_mode"):
         if others.pop("accept_policy") != EAGLEConfig.accept_policy:
-            raise ValueError("--accept-policy and what --speculative-config says of it are the same; give one of them")
+            raise ValueError("give acceptance either by --accept-policy or in --speculative-config, not by both")
     return EAGLEConfig.from_speculative_config(fields, **others)
 
 

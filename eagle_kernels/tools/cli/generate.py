@@ -24,13 +24,15 @@ def add_generate_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_generate)
     command.add_argument("prompt", nargs="*", help="texts to continue, decoded together; -: standard input")
     command.add_argument(
-        "--prompts", metavar="FILE", help="more prompts: a .json list, or one a line; -: standard input, one a line"
+        "--prompts",
+        metavar="FILE",
+        help="more prompts: a .json list, or one prompt a line; -: standard input, one a line",
     )
-    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens of a text (default: 128)")
+    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens for each text (default: 128)")
     command.add_argument(
         "--compare", action="store_true", help="also decode without drafts, and compare speed and text"
     )
-    command.add_argument("--seed", type=int, help="of the sampling noise; default: a fresh one, printed")
+    command.add_argument("--seed", type=int, help="seed of the sampling noise (default: a fresh one, which is printed)")
     add_config_arguments(command)
     add_machine_arguments(command)
 
@@ -66,7 +68,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _read_prompts(arguments: argparse.Namespace) -> list[str]:
     """Returns the prompts of the command line, and then those of the file."""
     if (arguments.prompt + [arguments.prompts]).count("-") > 1:
-        raise ValueError("standard input can be read once, got - more than once")
+        raise ValueError("- (standard input) must be given at most once, got it more often")
     texts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
     if arguments.prompts is not None:
         texts += read_prompts_file(arguments.prompts)

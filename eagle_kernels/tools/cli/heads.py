@@ -18,25 +18,25 @@ from .shared import add_machine_arguments, as_lines, first_prompts, read_machine
 def add_inspect_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `inspect`."""
     command.set_defaults(run=_inspect)
-    command.add_argument("draft", type=Path, nargs="?", help="EAGLE head folder (default: the embedded pair)")
-    command.add_argument("--target", type=Path, help="target that the head must fit")
+    command.add_argument("draft", type=Path, nargs="?", help="folder of the draft head (default: the embedded pair)")
+    command.add_argument("--target", type=Path, help="folder of the target that the head must fit")
     command.add_argument(
         "--sweep",
         default="none",
-        help="prompts (.json list, or one a line): measure acceptance with layer ids one lower and higher",
+        help="file of prompts (.json list, or one a line): measure acceptance also with layer ids one off",
     )
-    command.add_argument("--num-prompts", type=int, default=8, help="most prompts of --sweep (default: 8)")
-    command.add_argument("--max-new-tokens", type=int, default=64, help="per prompt of --sweep (default: 64)")
+    command.add_argument("--num-prompts", type=int, default=8, help="how many prompts of --sweep, at most (default: 8)")
+    command.add_argument("--max-new-tokens", type=int, default=64, help="most new tokens for each (default: 64)")
     add_machine_arguments(command)
 
 
 def add_train_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `train-head`."""
     command.set_defaults(run=_train_head)
-    command.add_argument("--target", type=Path, required=True, help="model folder")
-    command.add_argument("--data", type=Path, required=True, nargs="+", help=".txt or .jsonl files")
+    command.add_argument("--target", type=Path, required=True, help="folder of the target model")
+    command.add_argument("--data", type=Path, required=True, nargs="+", help="files of training data, .txt or .jsonl")
     command.add_argument(
-        "--output", type=Path, required=True, help="folder of the head; the same command goes on there"
+        "--output", type=Path, required=True, help="folder for the head; the same command continues an interrupted run"
     )
     add_options(command)
     add_machine_arguments(command, dtype=None)
@@ -45,7 +45,7 @@ def add_train_arguments(command: argparse.ArgumentParser) -> None:
 def _inspect(arguments: argparse.Namespace) -> int:
     """Returns 0, or 1 if the head is faulty or does not fit."""
     if arguments.draft is None and arguments.target is not None:
-        raise ValueError("--target needs the folder of the head before it")
+        raise ValueError("--target must come with the folder of a head: inspect HEAD --target TARGET")
     target, draft = (arguments.target, arguments.draft) if arguments.draft else demo_pair()
     prompts = None if arguments.sweep == "none" else first_prompts(arguments.sweep, arguments)
     is_placed = prompts is not None or arguments.device != "auto"  # nothing is computed without a sweep

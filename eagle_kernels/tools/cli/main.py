@@ -58,12 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"eagle_kernels {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, about, add_arguments in (
-        ("generate", "continue a text, speculatively", add_generate_arguments),
+        ("generate", "continue texts with speculative decoding", add_generate_arguments),
         ("show-tree", "draw the verified tree of each step, as text and as SVG", add_tree_arguments),
-        ("benchmark", "speed and acceptance of prompts, with and without speculation", add_benchmark_arguments),
-        ("inspect", "what a draft head is, and whether it fits a target", add_inspect_arguments),
+        ("benchmark", "measure speed and acceptance, with and without speculation", add_benchmark_arguments),
+        ("inspect", "say what a draft head is, and whether it fits a target", add_inspect_arguments),
         ("train-head", "train an EAGLE-3 head for a target", add_train_arguments),
-        ("env", "versions, devices, backend, cache folder", add_environment_arguments),
+        ("env", "print versions, devices, backend and cache folder", add_environment_arguments),
     ):
         add_arguments(commands.add_parser(name, help=about))
     return parser

@@ -22,14 +22,16 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def add_machine_arguments(command: argparse.ArgumentParser, dtype: str | None = "float32") -> None:
     """Adds device, dtype, weight check and JSON; dtype: its default, None: bfloat16 on GPUs, else float32."""
-    command.add_argument("--device", default="auto", help="cuda, cpu, cuda:1, ... (auto: cuda where there is one)")
+    command.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)"
+    )
     default = dtype or "bfloat16 on GPUs, else float32"
-    command.add_argument("--dtype", choices=_DTYPES, default=dtype, help=f"of the weights (default: {default})")
+    command.add_argument("--dtype", choices=_DTYPES, default=dtype, help=f"dtype of the weights (default: {default})")
     command.add_argument(
         "--check-weights",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="refuse NaN and infinite weights, by one pass over them (default: on)",
+        help="read all weights once, and refuse NaN and infinite ones (default: on)",
     )
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
@@ -45,12 +47,12 @@ def load_engine(arguments: argparse.Namespace) -> tuple[EAGLEInference, Tokenize
     """Loads the models that the arguments name, or the embedded pair."""
     config = read_config(arguments)
     if config.needs_model and (arguments.target is None) != (arguments.draft is None):
-        raise ValueError("--target and --draft belong together: a head fits the one target it was trained for")
+        raise ValueError("--target and --draft must be given together: a head fits only the target it was trained for")
     if not config.needs_model and arguments.draft is not None:
         raise ValueError(f"--draft must not be given for method={config.method!r}, which drafts without a model")
     others = sorted({"mtp", "draft_model"}.intersection(config.methods))
     if others and arguments.draft is None:
-        raise ValueError(f"--draft must be given for method={others[0]!r}: the embedded pair's is an EAGLE head")
+        raise ValueError(f"--draft must be given for method={others[0]!r}: the embedded pair has an EAGLE head")
     target, draft = (arguments.target, arguments.draft) if arguments.target else loading.demo_pair()
     draft = draft if config.needs_model else None
     device, dtype = read_machine(arguments)

@@ -23,11 +23,13 @@ _WIDTH = 100  # columns, if the terminal does not tell its width
 def add_tree_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of `show-tree`."""
     command.set_defaults(run=_show_tree)
-    command.add_argument("prompt")
-    command.add_argument("--steps", type=int, default=1, help="most steps that are drawn (default: %(default)s)")
-    command.add_argument("--max-new-tokens", type=int, default=128, help="where the text ends (default: %(default)s)")
-    command.add_argument("--seed", type=int, help="of the sampling noise; default: a fresh one, printed")
-    command.add_argument("--svg", type=Path, help="an .svg file for all steps, or a folder for one file each")
+    command.add_argument("prompt", help="text to continue")
+    command.add_argument("--steps", type=int, default=1, help="how many steps to draw, at most (default: %(default)s)")
+    command.add_argument("--max-new-tokens", type=int, default=128, help="most new tokens (default: %(default)s)")
+    command.add_argument("--seed", type=int, help="seed of the sampling noise (default: a fresh one, which is printed)")
+    command.add_argument(
+        "--svg", type=Path, help="also draw to this .svg file, or to one file for each step in this folder"
+    )
     add_config_arguments(command)
     add_machine_arguments(command)
 

@@ -67,7 +67,7 @@ class TemplateFormat:
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
         except Exception as error:  # templates raise what they like
-            raise ValueError(f"the chat template refuses it: {first_line(error)}") from None
+            raise ValueError(f"the chat template refuses this conversation: {first_line(error)}") from None
 
 
 def chat_format_of(folder: Path) -> tuple[ChatFormat, str]:
@@ -76,8 +76,8 @@ def chat_format_of(folder: Path) -> tuple[ChatFormat, str]:
     if not (config.get("chat_template") or (folder / "chat_template.jinja").is_file()):
         return PlainFormat(), "roles and newlines (the target has no chat template)"
     if holds_bytes(folder):
-        plain = "without a template in the folder conversations are roles and newlines"
-        raise ModelError(f"{folder}: {_READER} has no tokenizer of bytes; {plain}")
+        plain = "remove the template, and conversations are written as roles and newlines"
+        raise ModelError(f"{folder}: {_READER} cannot read a tokenizer of bytes; {plain}")
     try:
         return TemplateFormat(folder), "the target's chat template"
     except ImportError:
@@ -118,7 +118,7 @@ def _places(turns: Sequence[Turn], chat: ChatFormat) -> tuple[str, list[tuple[in
             written += part
         if written + frame == text:
             return text, places
-    raise ValueError("the chat template rewrites what was said, so its place cannot be told")
+    raise ValueError("the chat template changes the messages, so answers cannot be found in its text")
 
 
 def encode_prompt(turns: Sequence[Turn], chat: ChatFormat, tokenizer: Tokenizer) -> list[int]:

@@ -72,7 +72,7 @@ def read_corpus(root: Path) -> Corpus:
     )
     if not (corpus.train and corpus.held_out):
         raise ValueError(
-            f"{root} gives {len(corpus.train)} training and {len(corpus.held_out)} held-out files; both sides need some"
+            f"{root} gives {len(corpus.train)} training and {len(corpus.held_out)} held-out files, both need 1"
         )
     return corpus
 

@@ -100,30 +100,48 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m eagle_kernels.tools.training.demo_pair", description="Train the byte-level demo pair."
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder for target/, draft/, training.json, ...")
-    parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_path("stdlib")), help="where the text is")
     parser.add_argument(
-        "--stdlib-version", default=platform.python_version(), help="of Python in --stdlib (default: of this Python)"
+        "--output", type=Path, required=True, help="folder for target/, draft/, training.json and README.md"
     )
-    parser.add_argument("--device", default="auto", help="auto: cuda where there is one, else cpu")
-    parser.add_argument("--steps-target", type=int, help="default 6500 (tiny: 10)")
-    parser.add_argument("--steps-head", type=int, help="default 3000 (tiny: 10)")
-    parser.add_argument("--batch-target", type=int, help="windows per target step, default 32 (tiny: 4)")
-    parser.add_argument("--batch-head", type=int, help="windows per head step, default 16 (tiny: 4)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkpoint-dir", type=Path, help="save here every few hundred steps, and resume from here")
+    parser.add_argument(
+        "--stdlib",
+        type=Path,
+        default=Path(sysconfig.get_path("stdlib")),
+        help="folder of the text to train on (default: this Python's library)",
+    )
+    parser.add_argument(
+        "--stdlib-version",
+        default=platform.python_version(),
+        help="version of Python in --stdlib (default: this Python's)",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto, a GPU if there is one)"
+    )
+    parser.add_argument("--steps-target", type=int, help="training steps of the target (default: 6500; tiny: 10)")
+    parser.add_argument("--steps-head", type=int, help="training steps of the head (default: 3000; tiny: 10)")
+    parser.add_argument("--batch-target", type=int, help="windows in a step of the target (default: 32; tiny: 4)")
+    parser.add_argument("--batch-head", type=int, help="windows in a step of the head (default: 16; tiny: 4)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and order (default: 0)")
+    parser.add_argument(
+        "--checkpoint-dir", type=Path, help="folder for checkpoints every few hundred steps, from which a run continues"
+    )
     parser.add_argument(
         "--time-budget-s",
         type=float,
-        help=f"stop with a checkpoint after this long and exit with {EXIT_UNFINISHED}; give the command again to go on",
+        help=f"seconds after which to stop with a checkpoint and status {EXIT_UNFINISHED}; the same command continues",
     )
-    parser.add_argument("--tiny", action="store_true", help="a pair of no use that trains in seconds on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="train a useless pair in seconds, as a test")
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--card-only", action="store_true", help="rewrite README.md from training.json, train nothing")
+    instead.add_argument("--card-only", action="store_true", help="only rewrite README.md from training.json")
     instead.add_argument(
-        "--measure-acceptance", action="store_true", help="decode the prompts of a trained pair, train nothing"
+        "--measure-acceptance", action="store_true", help="only measure the acceptance of a trained pair"
     )
-    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="per prompt of --measure-acceptance")
+    parser.add_argument(
+        "--new-tokens",
+        type=int,
+        default=NEW_TOKENS,
+        help="new tokens for each prompt of --measure-acceptance (default: %(default)s)",
+    )
     arguments = parser.parse_args(argv)
     if arguments.time_budget_s is not None and arguments.checkpoint_dir is None:
         parser.error("--time-budget-s needs --checkpoint-dir")

@@ -19,7 +19,7 @@ def evaluation_batches(stream: Tensor, recipe: Recipe, batch_size: int, length: 
     """Yields evenly spaced windows of the held-out stream, in batches of [≤ batch_size, length] int64."""
     count = min(recipe.evaluation_windows, len(stream) // length)
     if count == 0:
-        raise ValueError(f"the held-out files hold {len(stream)} tokens, less than one window of {length}")
+        raise ValueError(f"the held-out files hold {len(stream)} tokens; one window has {length}")
     starts = torch.linspace(0, len(stream) - length, count, dtype=torch.float64).long()
     for some in starts.split(batch_size):
         yield windows(stream, some, length)

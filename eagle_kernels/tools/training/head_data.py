@@ -70,7 +70,7 @@ def read_examples(
     examples = []
     for path in paths:
         if path.suffix not in (".txt", ".jsonl"):
-            raise ValueError(f"{path}: data files are .txt or .jsonl")
+            raise ValueError(f"{path}: data files must end in .txt or .jsonl")
         texts = _read_utf8(path)
         if path.suffix == ".txt":
             examples += _text_windows(texts, tokenizer, window)
@@ -83,8 +83,8 @@ def read_examples(
                     raise ValueError(f"{path}:{number}: {error}") from None
     if len(examples) < 2:
         raise ValueError(
-            f"{', '.join(map(str, paths))}: {len(examples)} examples of up to {window} tokens; training and validation "
-            "need one each"
+            f"{', '.join(map(str, paths))}: {len(examples)} examples of up to {window} tokens; there must be at least "
+            "one for training and one for validation"
         )
     return examples
 
@@ -95,7 +95,7 @@ def split_held_out(examples: list[Example], share: float) -> tuple[list[Example]
     ordered = sorted(set(digests))
     count = min(max(1, round(share * len(ordered))), len(ordered) - 1)
     if count < 1:
-        raise ValueError("all examples of the data are the same: none can be held out for validation")
+        raise ValueError("all examples of the data are equal, so none can be held out for validation")
     chosen = set(ordered[:count])
     sides = ([], [])
     for example, digest in zip(examples, digests):
@@ -169,7 +169,7 @@ def _read_line(
         return _text_windows(_read_string(record, "text"), tokenizer, window)
     turns = _read_pair(record) if kinds == ["prompt"] else _read_conversation(record[kinds[0]], kinds[0])
     if needs_answers and not any(turn.is_answer for turn in turns):
-        raise ValueError("there is no answer to learn (with --regenerate, the target gives it)")
+        raise ValueError("there is no answer to learn from (with --regenerate the target writes the answers)")
     ids, is_answer = encode_turns(turns, chat, tokenizer)
     windows = _windows_of(ids, _before(is_answer), window, turns)
     return (example for example in windows if teaches(example) or not needs_answers)
@@ -182,7 +182,7 @@ def _read_pair(record: dict[str, Any]) -> tuple[Turn, ...]:
 
 def _read_conversation(entries: Any, name: str) -> tuple[Turn, ...]:
     if not (isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries)):
-        raise ValueError(f"{name} must be a list of objects, and not empty")
+        raise ValueError(f"{name} must be a list of objects that is not empty")
     turns = []
     for entry in entries:
         role = entry.get("role", entry.get("from"))
@@ -190,7 +190,7 @@ def _read_conversation(entries: Any, name: str) -> tuple[Turn, ...]:
             raise ValueError(f"{name}: role must be one of {', '.join(ROLES)}, got {shown(role)}")
         turns.append(Turn(ROLES[role], _read_string(entry, "content" if "content" in entry else "value")))
     if turns[0].role == "assistant":
-        raise ValueError(f"{name} begins with an answer")
+        raise ValueError(f"{name} must not begin with an answer")
     return tuple(turns)
 
 

@@ -29,33 +29,39 @@ class HeadOptions:
     steps: int | None = _option(None, "optimizer steps (default: as many as --epochs take)")
     epochs: int = _option(2, "passes over the data")
     batch_size: int = _option(2, "windows computed together")
-    accumulate: int = _option(4, "batches a step: the step sees batch-size * accumulate windows")
-    learning_rate: float = _option(1e-4, "after a linear warm-up; falls to 0 along a cosine", kind=float, low=0)
-    weight_decay: float = _option(0.0, "of matrices", kind=float, low=0)
-    clip_norm: float = _option(0.5, "of the gradient", kind=float, low=0)
+    accumulate: int = _option(4, "batches in an optimizer step, which then has batch-size * accumulate windows")
+    learning_rate: float = _option(
+        1e-4, "peak learning rate, reached by a linear warm-up; then falls to 0 along a cosine", kind=float, low=0
+    )
+    weight_decay: float = _option(0.0, "weight decay of matrices", kind=float, low=0)
+    clip_norm: float = _option(0.5, "largest norm of the gradient", kind=float, low=0)
     window: int | None = _option(
         None, f"most tokens of an example (default: {MOST_WINDOW}, or the target's limit)", low=4
     )
-    depths: int = _option(5, "unrolled draft steps of the training-time test")
+    depths: int = _option(5, "draft steps that are unrolled in training")
     draft_vocab_size: int | None = _option(
-        None, f"most frequent tokens that the head can draft (default: {MOST_DRAFT_VOCAB}, or all)", low=9
+        None, f"how many of the most frequent tokens the head can draft (default: {MOST_DRAFT_VOCAB}, or all)", low=9
     )
-    intermediate_size: int | None = _option(None, "of the head's MLP (default: the target's)")
+    intermediate_size: int | None = _option(None, "width of the head's MLP (default: the target's)")
     aux_layers: tuple[int, ...] | None = _option(
-        None, "hidden_states indices that the head reads, as 2,16,29 (default: 2, n/2, n-3)", kind=tuple, low=None
+        None, "hidden_states indices that the head reads, such as 2,16,29 (default: 2, n/2, n-3)", kind=tuple, low=None
     )
     regenerate: bool = _option(False, "learn from the target's answers to the prompts of the data", kind=bool, low=None)
     answer_tokens: int | None = _option(None, "most tokens of a regenerated answer (default: half a window)")
-    answer_temperature: float = _option(0.0, "of regenerated answers; 0: greedy", kind=float, low=0)
+    answer_temperature: float = _option(0.0, "temperature of regenerated answers; 0: greedy", kind=float, low=0)
     held_out: float = _option(0.05, "share of the examples kept for validation", kind=float, low=0)
-    seed: int = _option(0, "of weights, order and answers", low=0)
+    seed: int = _option(0, "seed of weights, order and answers", low=0)
     validate_every: int | None = _option(None, "steps between validations (default: at the end only)", decides=False)
-    validation_prompts: int = _option(16, "held-out prompts that are decoded", decides=False)
-    validation_tokens: int = _option(64, "tokens decoded for each", decides=False)
+    validation_prompts: int = _option(16, "held-out prompts that a validation decodes", decides=False)
+    validation_tokens: int = _option(64, "most new tokens for each of these prompts", decides=False)
     save_every: int = _option(250, "steps between checkpoints", decides=False)
     report_every: int = _option(50, "steps between lines of progress", decides=False)
     time_budget: float | None = _option(
-        None, "stop with a checkpoint after so many seconds; the same command goes on", kind=float, low=0, decides=False
+        None,
+        "seconds after which to stop with a checkpoint; the same command continues",
+        kind=float,
+        low=0,
+        decides=False,
     )
 
     def __post_init__(self) -> None:

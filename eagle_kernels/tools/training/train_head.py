@@ -55,9 +55,11 @@ def train_head(
     """
     began = time.monotonic()
     if dtype == torch.float16:
-        raise ValueError("train-head: --dtype float16 would need its losses scaled; take bfloat16")
+        raise ValueError(
+            "train-head: --dtype must be bfloat16 or float32, got float16, whose gradients would need scaling"
+        )
     if (output / "config.json").is_file() and not (output / "checkpoint").is_dir():
-        raise ValueError(f"{output} holds another model; choose a folder of its own")
+        raise ValueError(f"{output} holds another model; choose a new folder as --output")
     _check_family(target_folder)
     with naming(output):
         earlier = read_json(output / "training.json", is_optional=True)
@@ -81,14 +83,14 @@ def train_head(
         prompts = [prompt for example in train for prompt in prompts_of(example, tokenizer, chat, room)]
         train = _regenerate(target_folder, target, prompts, output, options, aux_layers, facts, deadline)
     if not train:
-        raise ValueError("train-head: nothing is left to learn from")
+        raise ValueError("train-head: no answer to learn from is left after --regenerate")
 
     head, config = new_head(target_folder, target, train, options, aux_layers)
     steps = options.steps or math.ceil(options.epochs * len(train) / (options.batch_size * options.accumulate))
     facts |= {**options.deciding(), "steps": steps}
     prompts = [prompt for example in held_out for prompt in prompts_of(example, tokenizer, chat, options.window)[:1]]
     if not prompts:
-        raise ValueError("train-head: no held-out example has a prompt; hold out more (--held-out)")
+        raise ValueError("train-head: no held-out example has a prompt; raise --held-out")
     if any(earlier.get(name) != value for name, value in facts.items()):
         earlier = {}  # belongs to another run
     # the record alone holds the validations of an earlier run of the same command
@@ -159,14 +161,16 @@ def _check_family(target_folder: Path) -> None:
     with naming(target_folder):
         model_type = read_model_type(read_config(target_folder))
     if model_type not in FAMILIES:
-        raise ValueError(f"train-head: --target must be one of {', '.join(FAMILIES)}; got {model_type=}")
+        raise ValueError(f"train-head: --target must have a model_type of {', '.join(FAMILIES)}, got {model_type!r}")
 
 
 def settle(options: HeadOptions, target: Decoder) -> tuple[HeadOptions, tuple[int, ...]]:
     """Returns the options with the target's limits in place of None, and the auxiliary layers."""
     window = options.window or min(MOST_WINDOW, target.max_length)
     if window > target.max_length:
-        raise ValueError(f"train-head: --window {window} exceeds the {target.max_length} positions of the target")
+        raise ValueError(
+            f"train-head: --window must be at most the {target.max_length} positions of the target, got {window}"
+        )
     answer_tokens = options.answer_tokens or window // 2
     if answer_tokens >= window:
         raise ValueError(f"train-head: --answer-tokens must be below --window {window}, got {answer_tokens}")
@@ -256,7 +260,7 @@ def _coverage(head: EagleHead, train: list[Example]) -> float:
 def _check_tokens(examples: list[Example], vocab_size: int) -> None:
     largest = max(int(example.tokens.max()) for example in examples)
     if largest >= vocab_size:
-        raise ValueError(f"the target's tokenizer gives the id {largest}, its model has {vocab_size} tokens")
+        raise ValueError(f"the target's tokenizer gives the id {largest}, but its model has only {vocab_size} tokens")
 
 
 def _digest_of(examples: list[Example]) -> str:

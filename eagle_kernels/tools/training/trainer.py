@@ -134,7 +134,7 @@ class Run:
             checkpoint = load_pickled(path, map_location=self.device)
             names = {"fingerprint", "step", "loss", "seconds", "module", "optimizer"}
             if not (isinstance(checkpoint, dict) and checkpoint.keys() == names):
-                raise ModelError(f"{path.name} cannot be continued: it is no checkpoint of a run")
+                raise ModelError(f"{path.name} cannot be continued: it is not a checkpoint of train-head")
         if checkpoint["fingerprint"] != self.fingerprint:
             changed = tell_changes(checkpoint["fingerprint"], self.fingerprint)
             raise ValueError(

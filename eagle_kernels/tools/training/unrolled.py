@@ -58,7 +58,7 @@ class UnrolledAttend:
         angles: Angles | None = None,
     ) -> Tensor:
         if window is not None:
-            raise ModelError(f"heads with a sliding window cannot be trained yet, got window={window}")
+            raise ModelError(f"heads with a sliding window cannot be trained, got window={window}")
         if angles is not None:
             query, key = rotate(query, key, angles)
         group = query.shape[2] // key.shape[2]

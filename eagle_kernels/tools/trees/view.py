@@ -46,7 +46,7 @@ def verified_trees(
     The engine must be idle. Its steps run without CUDA graphs meanwhile. overrides: those of `generate`.
     """
     if engine.has_work or engine.on_tree is not None:
-        raise RuntimeError("verified_trees: the engine must have no requests and no on_tree; trees are one request's")
+        raise RuntimeError("verified_trees: engine must have no other requests and no on_tree of its own")
     recorder = TreeRecorder()
     engine.on_tree = recorder
     try:
