@@ -19,6 +19,7 @@ from typing import Protocol
 
 import eagle_kernels
 from eagle_kernels import engine, ops
+from eagle_kernels.engine.requests import inputs
 from eagle_kernels.ops.registry import FAMILIES
 
 ROOT = Path(__file__).parent.parent
@@ -34,10 +35,14 @@ _FAMILY_TITLES = {
     "tree": "Token trees",
     "verify": "Verification",
 }
+# families with a page that has entries other than ops
+_FAMILY_OTHERS = {"tree": ("TreeMaskMode",)}
 # the parts of the engine's page: where their names are imported from, and the names; (): all public ones
 _ENGINE_PARTS = {
     "The engine": ("eagle_kernels.engine", ()),
     "What it returns": ("eagle_kernels.engine.serve.stream", ("TokenStream", "TextStream")),
+    "What on_tree gets": ("eagle_kernels.engine.step.stepper", ("Verified",)),
+    "Grammars": ("eagle_kernels.ops.token_bitmask", ("Matcher",)),
     "What a benchmark returns": ("eagle_kernels.engine.serve.benchmark", ("BenchmarkResult", "RunStats")),
     "Model folders": ("eagle_kernels.engine.models.loading", ("load_target", "load_draft", "demo_pair")),
     "Tokenizers": ("eagle_kernels.engine.models.tokenizer", ("load_tokenizer", "Tokenizer", "Detokenizer")),
@@ -47,8 +52,12 @@ _ENGINE_PARTS = {
          "Angles", "KVShape", "ModelError"),
     ),
 }  # fmt: skip
-# classes that the engine makes; their pages show no call, like those of protocols
-_NOT_CALLED = ("TokenStream", "TextStream", "ModelError")
+# classes that callers do not make; their pages show no call, like those of protocols
+_NOT_CALLED = ("TokenStream", "TextStream", "Verified", "ModelError", "TreeMaskMode")
+# names of types that only abbreviate; the pages write them out
+_ALIASES = {
+    name: re.sub(r"[a-z_]+(\.[a-z_]+)*\.(?=[A-Z])", "", str(getattr(inputs, name))) for name in ("Prompts", "Seeds")
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,8 +94,35 @@ def _family_page(family: str) -> str:
         if name in FAMILIES[family]:
             module = importlib.import_module(f"eagle_kernels.ops.{family}.{name}")
             entries[-1] += f"\n\n{_details(module)}\n\nKernel: [{name}.py]({name}.py)"
-    links = " · ".join(f"[{name}](#{name})" for name in sorted(names))
+    for name in _FAMILY_OTHERS.get(family, ()):
+        value = getattr(eagle_kernels, name)
+        entries.append(f"## {name}\n\n{_signature('eagle_kernels.' + name, value)}\n\n{_markdown(value)}")
+    outputs = _outputs(family)
+    entries += [outputs] if outputs else []
+    others = (*_FAMILY_OTHERS.get(family, ()), *(("Output",) if outputs else ()))
+    links = " · ".join(f"[{name}](#{name.lower()})" for name in (*sorted(names), *others))
     return _page(f"{_FAMILY_TITLES[family]}: API", [links, *entries])
+
+
+def _outputs(family: str) -> str:
+    """Returns the section about the named tuples that the ops of a family return; "" if there are none."""
+    public = {getattr(ops, name): name for name in ops.__all__ if inspect.isclass(getattr(ops, name))}
+    items = []
+    modules = {name: importlib.import_module(f"eagle_kernels.ops.{family}.{name}") for name in FAMILIES[family]}
+    if family == "verify":
+        modules["verify_tree"] = modules["verify_tree_greedy"]  # the same results
+    for name, module in sorted(modules.items()):
+        output = getattr(module, "Output", None)
+        if output is not None:
+            path = f"eagle_kernels.ops.{public[output]}" if output in public else f"{module.__name__}.Output"
+            items.append(f"- [{name}](#{name}): `{path}({', '.join(output._fields)})`")
+    if not items:
+        return ""
+    told = (
+        "A named tuple of tensors: what an op returns, and what its `out` takes. Any tuple or list of as many tensors\n"
+    )
+    told += "serves as `out`, too. The fields are described under the op's *Returns*.\n\n"
+    return "## Output\n\n" + told + "\n".join(items)
 
 
 def _engine_page() -> str:
@@ -151,7 +187,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
     text = str(parameter.replace(annotation=inspect.Parameter.empty, default=inspect.Parameter.empty))
     if kind is not inspect.Parameter.empty:
         kind = kind if isinstance(kind, str) else inspect.formatannotation(kind)
-        text += ": " + re.sub(r"ForwardRef\('([^']*)'\)", r"\1", kind).replace("'", "")
+        text += ": " + _ALIASES.get(kind, re.sub(r"ForwardRef\('([^']*)'\)", r"\1", kind).replace("'", ""))
     if default is inspect.Parameter.empty:
         return text
     shown = re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", repr(default))

@@ -45,6 +45,28 @@ def test_a_page_has_a_heading_for_every_op():
         assert f"\n## {name}\n" in page and f"](#{name})" in page
 
 
+def test_a_page_has_a_heading_for_every_public_name():
+    """Of modules and the version there is nothing to tell."""
+    headings = set(re.findall(r"^## (\w+)$", "".join(PAGES.values()), re.MULTILINE))
+    assert set(eagle_kernels.__all__) - headings == {"__version__", "raw", "reference"}
+    assert {"Output", "TreeMaskMode"} <= headings
+
+
+def test_pages_have_a_heading_for_every_type_in_a_signature():
+    text = "".join(PAGES.values())
+    headings = set(re.findall(r"^## (\w+)$", text, re.MULTILINE))
+    signatures = re.findall(r"^```python\n(?!>>>)(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    named = set(re.findall(r"(?:: |-> |\| |\[)([A-Z]\w+)", "".join(signatures)))
+    known = set(re.findall(r"\w+", "Any Callable Exception False Iterable Mapping None Path RLock Sequence Tensor"))
+    # the engine makes the first two; the last is under Output
+    assert named - known - headings <= {"DraftHead", "StopStrings", "VerifyOutput"}
+
+
+def test_outputs_are_told_with_their_fields():
+    (page,) = (text for file, text in PAGES.items() if file.parent.name == "verify")
+    assert "`eagle_kernels.ops.VerifyOutput(predicts, accept_index, accept_token_num)`" in page
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.parent.name)
 def test_pages_are_sound_markdown(path):
     """Fences are closed, and no section of a docstring was left as it was written."""

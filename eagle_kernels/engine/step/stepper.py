@@ -44,7 +44,11 @@ class StepResult(NamedTuple):
 class Verified(NamedTuple):
     """Holds a step's trees and the verdict on them, before the batch has changed: the argument of `on_tree`.
 
-    logits  [B * N, V]  the target's logits at all nodes
+    Attributes:
+        batch, features: The rows that step, and the parts of verification that they need.
+        proposal: The trees: tokens, links, mask and positions.
+        logits: [B * N, V]. The target's logits at all nodes.
+        committed: What verification accepted and drew.
     """
 
     batch: Batch

@@ -22,7 +22,14 @@ from ....runtime.language import tl, triton
 
 
 class TreeMaskMode(str, Enum):
-    """The layouts of a tree mask; the plain strings are accepted everywhere as well."""
+    """Names the layouts of a tree mask; the plain strings are accepted everywhere as well.
+
+    Attributes:
+        PACKED: "packed": one bit for each pair of nodes, in int64 words. The default.
+        FULL_MASK: "full_mask": one bool for each node and each token before it, the prefix included.
+        QLEN_ONLY: "qlen_only": one bool for each pair of nodes.
+        QLEN_ONLY_BITPACKING: "qlen_only_bitpacking": one uint8, uint16 or uint32 for each node, at most 32 nodes.
+    """
 
     PACKED = "packed"
     FULL_MASK = "full_mask"
