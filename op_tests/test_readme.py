@@ -120,6 +120,10 @@ def test_the_ops_example_prints_what_its_comments_say():
     assert "[[ 0,  1,  3, -1]]" in printed and "[2]" in printed
 
 
+def test_the_adapters_example_prints_what_its_comment_says():
+    assert run_all()["eagle_kernels/integrations/README.md:1"][0] == "[[0, 1, 3, -1, -1]] [2]\n"
+
+
 def test_the_family_examples_print_what_their_comments_say():
     """Where the comment of a line that prints names a list of numbers."""
     compared = 0
