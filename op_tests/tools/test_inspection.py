@@ -196,7 +196,7 @@ def test_the_sweep_leaves_the_head_as_it_was():
         (["nowhere"], "nowhere: there is no such folder"),
         (["--target", TARGET], "--target needs the folder of the head before it"),
         ([DRAFT, "--sweep", PROMPTS], "a sweep of the layer ids needs the target (--target)"),
-        ([DRAFT, "--target", TARGET, "--sweep", "nowhere.txt"], "[Errno 2] No such file or directory: 'nowhere.txt'"),
+        ([DRAFT, "--target", TARGET, "--sweep", "nowhere.txt"], "nowhere.txt: there is no such file of prompts"),
         ([TARGET], f"{TARGET}: this is no EAGLE head: there is neither"),
     ],
 )
