@@ -1,4 +1,9 @@
-"""eagle_kernels: Triton kernels for speculative decoding with token trees, each paired with a PyTorch reference."""
+"""Triton kernels for speculative decoding with token trees, each paired with a PyTorch reference, and an engine.
+
+Start with README.md of the repository, whose examples run as they stand. `help(eagle_kernels.verify_tree)` tells the
+arguments, shapes and results of an op, as it does for every name in `eagle_kernels.ops.OPS`.
+`help(eagle_kernels.EAGLEInference)` tells how a model generates.
+"""
 
 from . import ops, raw, reference
 from .engine import EAGLEConfig, EAGLEInference, SamplingParams

@@ -138,6 +138,13 @@ def test_the_family_examples_print_what_their_comments_say():
     assert compared >= 8
 
 
+def test_the_loop_around_a_model_writes_what_the_model_writes_alone():
+    """And leaves a cache that holds all of the text but the next root."""
+    pytest.importorskip("transformers")
+    (name,) = (name for name, example in EXAMPLES.items() if "DynamicCache" in example)
+    assert run_all()[name][0] == "True True\n"
+
+
 def test_ci_runs_the_two_commands_as_they_stand_here():
     assert "generate" in COMMANDS[0] and "pytest" in COMMANDS[1]
     reader = next(line for line in CI.splitlines() if line.startswith("mapfile"))

@@ -11,3 +11,4 @@ PUBLIC = {
     name: operator(import_module(f".{path}", __package__), import_module(f"..reference.ops.{path}", __package__))
     for name, path in OPS.items()
 }
+VERIFY_TREE_REFERENCE = import_module("..reference.ops.verify_tree", __package__).verify_tree

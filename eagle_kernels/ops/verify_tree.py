@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..runtime import check
-from .operators import PUBLIC
+from .operators import PUBLIC, VERIFY_TREE_REFERENCE
 from .verify.verify_tree_greedy import Output as VerifyOutput
 from .verify.verify_tree_sampled import Output as SampledOutput
 
@@ -105,6 +105,9 @@ def verify_tree(
         out = _with_unasked(check.unpack("verify_tree", out, 3), spec_steps, getattr(target_logits, "device", None))
     sampled = PUBLIC["verify_tree_sampled"](*links, **needed, **filters, **policy, spec_steps=spec_steps, out=out)
     return VerifyOutput(*sampled[:3])
+
+
+verify_tree.reference = VERIFY_TREE_REFERENCE
 
 
 def _with_unasked(out: tuple, spec_steps: int, device: torch.device | None) -> SampledOutput:

@@ -535,8 +535,10 @@ def test_benchmark(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "mean acceptance length: 1.00" in shown and "identical" not in shown
     assert "method: eagle, verified by target_match" in shown
-    assert main(["benchmark", str(tmp_path / "none.txt")]) == 1
-    assert "none.txt" in capsys.readouterr().err
+    missing = str(tmp_path / "none.txt")
+    for command in (["benchmark", missing], ["inspect", "--sweep", missing], ["generate", "--prompts", missing]):
+        assert main(command) == 1
+        assert capsys.readouterr().err == f"error: {missing}: there is no such file of prompts\n"
     for command in (["benchmark", str(file)], ["inspect", "--sweep", str(file)]):
         for count in ("0", "-1"):
             assert main([*command, "--num-prompts", count]) == 1

@@ -196,7 +196,7 @@ def test_the_sweep_leaves_the_head_as_it_was():
         (["nowhere"], "nowhere: there is no such folder"),
         (["--target", TARGET], "--target must come with the folder of a head"),
         ([DRAFT, "--sweep", PROMPTS], "--sweep needs the target as well: --target"),
-        ([DRAFT, "--target", TARGET, "--sweep", "nowhere.txt"], "[Errno 2] No such file or directory: 'nowhere.txt'"),
+        ([DRAFT, "--target", TARGET, "--sweep", "nowhere.txt"], "nowhere.txt: there is no such file of prompts"),
         ([TARGET], f"{TARGET}: this is not an EAGLE head: it has no"),
     ],
 )

@@ -233,14 +233,14 @@ def select_top_k_tokens(
     """Selects the candidates of one draft level, and the best of them as the beams that the next level expands.
 
     Symbols: B requests, K = topk beams of a request and candidates of a beam, Vd draft vocabulary, S levels in all.
-    A candidate's flat id counts the candidates of all levels: K of level 0, then K^2 of every other one.
+    A candidate's id, its flat id, counts the candidates of all levels: K of level 0, then K^2 of every other one.
 
     Args:
         logits: [B * K, Vd] fp16, bf16 or fp32, but [B, Vd] at level 0. Draft logits; row b * K + j is beam j of request
             b. NaN counts as -inf, +inf as the largest finite fp32. Rows may be strided.
         scores: None or [B, K] fp32. Log-probabilities of the beams, as the level before returned them. None at level 0.
-        ancestors: None or [B, K, W] int64, ceil(level * K / 64) <= W <= ceil((level + 1) * K / 64). Draft slots that
-            each beam sees, itself among them, as the level before returned them. None at level 0.
+        ancestors: None or [B, K, W] int64, ceil(level * K / 64) <= W <= ceil((level + 1) * K / 64). Draft keys that
+            each beam sees, its own among them, as the level before returned them. None at level 0.
         draft_to_target: None or [Vd] int64. Offsets: target id = draft id + draft_to_target[draft id]. None: the draft
             model has the target's ids.
         topk: K, 1..16 and at most Vd.
@@ -255,13 +255,13 @@ def select_top_k_tokens(
         tokens: [B, K] int64. Target ids of the new beams' tokens, which stand at the root's position + level + 1.
         parents: [B, K] int64. Beam that each new beam comes from; 0, the root, at level 0.
         hidden_rows: [B, K] int64. That beam's row of logits and of hidden states: b * K + parent, b at level 0.
-        parent_slots: [B, K] int64. Flat ids of the new beams: entries 1 + level * K on of `parent_list`, which has
-            none for the last level.
+        parent_slots: [B, K] int64. Candidate ids of the new beams; they fill slots 1 + level * K on of `parent_list`,
+            which has none for the last level.
         candidate_scores: [B, C] fp32, where C is K at level 0 and K^2 at the others. In the order beam * K + rank.
         candidate_tokens: [B, C] int64. Target ids of their tokens.
         ancestors: [B, K, ceil((level + 1) * K / 64)] int64. New beam j becomes draft key level * K + j, and sees its
             parent's draft keys and its own, besides the text and the root. Bit s % 64 of word s // 64: draft key s;
-            `unpack_tree_mask` makes booleans of them.
+            `unpack_tree_mask` makes booleans of them, if it is given num_verify_tokens = (level + 1) * K.
         Equal logits are ordered by ascending id, equal scores by ascending flat id. A row of -inf alone proposes ids
         0..K-1 with score -inf.
 

@@ -79,7 +79,11 @@ def contract(values: dict) -> check.Spec:
     batch_size, num_rows = args.size("B"), args.size("Nq")
     num_keys = num_rows if values["num_verify_tokens"] is None else args.integer("num_verify_tokens", 1)
     check_mask(args, TreeMaskMode.PACKED, num_keys)
-    if num_keys != num_rows and mode in (TreeMaskMode.FULL_MASK, TreeMaskMode.QLEN_ONLY_BITPACKING):
+    is_square = mode in (TreeMaskMode.FULL_MASK, TreeMaskMode.QLEN_ONLY_BITPACKING)
+    if values["num_verify_tokens"] is None and not is_square:
+        rule = f"have no key from Nq = {num_rows} on without num_verify_tokens"
+        args.debug("tree_mask", rule, lambda: _keys_from(num_rows, values["tree_mask"]) == 0)
+    if num_keys != num_rows and is_square:
         args.fail("num_verify_tokens", f"be Nq = {num_rows} for '{mode}', which has as many rows as keys", num_keys)
     if mode == TreeMaskMode.FULL_MASK:
         if values["seq_lens"] is None:
@@ -87,6 +91,12 @@ def contract(values: dict) -> check.Spec:
         args.tensor("seq_lens", ("B",), check.INTEGER)
         args.debug("seq_lens", "not be negative", lambda: values["seq_lens"] >= 0)
     return mask_spec(args, mode, batch_size, num_rows, num_keys, values.get("out"))
+
+
+def _keys_from(num_keys: int, tree_mask: torch.Tensor) -> torch.Tensor:
+    """Returns the bits of each word that stand for keys from num_keys on; only the last word has such bits."""
+    spare = -1 << num_keys % 64 if num_keys % 64 else 0
+    return tree_mask & torch.tensor([0] * (tree_mask.shape[2] - 1) + [spare], device=tree_mask.device)
 
 
 @launcher
@@ -109,7 +119,8 @@ def unpack_tree_mask(
         seq_lens: None or [B] int. Committed tokens of each request, the root not counted; int32 or int64. Needed by
             "full_mask", otherwise ignored.
         seq_lens_sum: their sum, a host integer. Needed by "full_mask" without `out`, whose size it gives.
-        num_verify_tokens: Nk. None: as many draft keys as rows.
+        num_verify_tokens: Nk. None: as many draft keys as rows. The `ancestors` of `select_top_k_tokens` are not
+            square: give i * K for the beams that draft level i, or their keys from K on are cut off without a word.
         tree_mask_mode: layout of the result, one of `TreeMaskMode`.
         out: a tensor to write into. A "full_mask" may be longer than needed.
 
@@ -125,8 +136,9 @@ def unpack_tree_mask(
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range, "full_mask" without `seq_lens` or
             with neither `seq_lens_sum` nor `out`, Nk other than Nq where the layout is square, or more than 32 keys
             with "qlen_only_bitpacking"; the message names the argument.
-        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative, that seq_lens_sum is their sum, and
-        that a "full_mask" in `out` is long enough.
+        Not checked, unless EAGLE_KERNELS_DEBUG=1: that seq_lens are not negative, that seq_lens_sum is their sum, that
+        a "full_mask" in `out` is long enough, and that rows of a layout that need not be square see no key from Nq on
+        if num_verify_tokens is None.
 
     Source:
         "packed" is eagle_kernels' own; the other layouts are SGLang's (FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING).

@@ -137,6 +137,27 @@ def test_debug_mode_checks_the_length_sum(monkeypatch):
         eagle_kernels.unpack_tree_mask(**{**values, "seq_lens_sum": 1000})
 
 
+@pytest.mark.parametrize("function", [eagle_kernels.raw.unpack_tree_mask, eagle_kernels.unpack_tree_mask])
+def test_the_ancestors_of_a_drafting_level_need_their_number_of_keys(function, device, monkeypatch):
+    """Without it, words that are too many are refused; keys of the last word are cut off, which debug mode sees."""
+    topk = 16
+    level = eagle_kernels.select_top_k_tokens(torch.randn(1, 40, device=device), topk=topk, level=0)
+    for depth in range(1, 5):
+        seen = function(level.ancestors, num_verify_tokens=depth * topk)
+        assert seen.sum(dim=-1).eq(depth).all()  # each beam and those above it
+        monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", True)
+        if depth == 1:
+            assert torch.equal(function(level.ancestors), seen)
+        else:
+            with pytest.raises(ValueError, match="have no key from Nq = 16 on without num_verify_tokens"):
+                function(level.ancestors)
+        monkeypatch.setattr("eagle_kernels.runtime.check.DEBUG", False)
+        logits = torch.randn(topk, 40, device=device)
+        level = eagle_kernels.select_top_k_tokens(logits, level.scores, level.ancestors, topk=topk, level=depth)
+    with pytest.raises(ValueError, match=r"tree_mask must have shape \[B, Nq, 1\], got \[1, 16, 2\]"):
+        function(level.ancestors)
+
+
 @pytest.mark.gpu
 def test_graph_replay_with_dead_rows(device):
     values, replay = make(8, 33, mode="full_mask", device=device), make(8, 33, mode="full_mask", device=device)

@@ -6,6 +6,7 @@ Rows are scanned level by level or all at once, as shapes say (`draws_all_rows`)
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 
 import pytest
@@ -428,6 +429,23 @@ def test_front_door_samples_with_sampling_parameters(device):
     without_filters = {key: value for key, value in values.items() if key not in FILTERS["all"]}
     with pytest.raises(ValueError, match="verify_tree: temperature must be given too for sampling"):
         eagle_kernels.verify_tree(**{**without_filters, "temperature": None})
+
+
+def test_the_front_door_has_a_reference(device):
+    """One signature but for `out`, and one result for each way in."""
+    given, theirs = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values() if p.name != "out"]
+        for function in (eagle_kernels.verify_tree, eagle_kernels.verify_tree.reference)
+    )
+    assert given == theirs
+    values = make(3, 4, 3, 8, device=device, **FILTERS["all"])
+    greedy = {key: value for key, value in values.items() if key not in ("seeds", "temperature", *FILTERS["all"])}
+    simulated = greedy | {"seeds": values["seeds"], "accept_policy": "simulate"}
+    simulated["simulated_rates"] = torch.tensor([0.7, 0.5, 0.3], device=device)
+    for way in (values, greedy, simulated, values | {"accept_policy": "accept_all"}):
+        got, want = eagle_kernels.verify_tree(**way), eagle_kernels.verify_tree.reference(**way)
+        assert got._fields == want._fields
+        assert all(torch.equal(a, b.to(a.device)) for a, b in zip(got, want))
 
 
 def test_launches_and_nothing_else(way, device):
