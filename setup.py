@@ -68,5 +68,8 @@ setup(
         # triton 3.6's interpreter turns one-element arrays into ints, which numpy 2.4 refuses.
         "interpreter": ["triton>=3.4,<3.10; platform_system == 'Linux'", "numpy<2.4"],
     },
-    entry_points={"console_scripts": ["eagle-kernels = eagle_kernels.tools.cli.main:main"]},
+    entry_points={
+        "console_scripts": ["eagle-kernels = eagle_kernels.tools.cli.main:main"],
+        "sglang.srt.plugins": ["eagle_kernels = eagle_kernels.integrations.sglang:register"],
+    },
 )

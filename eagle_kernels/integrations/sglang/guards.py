@@ -1,0 +1,155 @@
+"""What refuses, checks and connects: hooks on SGLang's server arguments, schedulers and draft backends."""
+
+from __future__ import annotations
+
+from . import hooks
+from .parts import NAME, VARIABLE, asked_by, backends, note_use, turn_on, unused
+
+SPECULATIVE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+KV_DTYPES = ("auto", "bf16", "bfloat16", "float16", "fp8_e4m3")
+_MAX_NODES, _MAX_TOPK, _MAX_DRAFT_KEYS = 256, 16, 512
+
+
+def refusals(server_args) -> list[str]:
+    """Returns why the attention backend cannot serve these resolved arguments, with what works instead."""
+    chosen = backends(server_args)
+    if NAME not in chosen.values():
+        return []
+    found = []
+
+    def refuse(is_refused: bool, text: str) -> None:
+        if is_refused:
+            found.append(text)
+
+    others = {mode: name for mode, name in chosen.items() if name != NAME}
+    refuse(bool(others), f"mixed attention backends: {others}; give --attention-backend {NAME} alone")
+    refuse(server_args.device not in ("cuda", "hip"), f"device {server_args.device!r}; it needs a GPU")
+    model = server_args.get_model_config()
+    refuse(model.attention_arch.name == "MLA", "models with multi-head latent attention (MLA)")
+    refuse(bool(getattr(model, "is_encoder_decoder", False)), "encoder-decoder models")
+    dtype = server_args.kv_cache_dtype
+    refuse(dtype not in KV_DTYPES, f"--kv-cache-dtype {dtype}; use one of {', '.join(KV_DTYPES)}")
+    is_hybrid = bool(getattr(model, "is_hybrid_swa", False)) and not server_args.disable_hybrid_swa_memory
+    refuse(is_hybrid, "a separate KV pool for sliding windows; add --disable-hybrid-swa-memory")
+    for name, text in (
+        ("enable_deterministic_inference", "--enable-deterministic-inference"),
+        ("enable_two_batch_overlap", "--enable-two-batch-overlap"),
+        ("enable_pdmux", "--enable-pdmux"),
+        ("enable_unified_memory", "--enable-unified-memory"),
+        ("speculative_adaptive", "--speculative-adaptive"),
+        ("enable_multi_layer_eagle", "--enable-multi-layer-eagle"),
+    ):
+        refuse(bool(getattr(server_args, name, False)), text)
+    refuse(getattr(server_args, "dcp_size", 1) > 1, "decode context parallelism (--dcp-size above 1)")
+    algorithm = server_args.speculative_algorithm
+    refuse(algorithm not in SPECULATIVE, f"--speculative-algorithm {algorithm}; EAGLE, EAGLE3, NEXTN or STANDALONE")
+    if algorithm in SPECULATIVE[1:]:
+        topk, steps = server_args.speculative_eagle_topk or 1, server_args.speculative_num_steps or 1
+        nodes = server_args.speculative_num_draft_tokens or 1
+        refuse(nodes > _MAX_NODES, f"trees of {nodes} nodes; at most {_MAX_NODES}")
+        refuse(topk > _MAX_TOPK, f"--speculative-eagle-topk {topk}; at most {_MAX_TOPK}")
+        refuse(topk * steps > _MAX_DRAFT_KEYS, f"topk * steps = {topk * steps}; at most {_MAX_DRAFT_KEYS}")
+    return found
+
+
+def check_server_args(original, server_args):
+    """Refuses before any weight is loaded what the plug-in does not support."""
+    parts = asked_by(server_args)
+    if NAME in backends(server_args).values() and "attention" not in parts:
+        raise ValueError(
+            f"eagle_kernels: --attention-backend {NAME} needs the part attention, which {VARIABLE} leaves out"
+        )
+    reasons = refusals(server_args)
+    if reasons:
+        raise ValueError(f"eagle_kernels: the attention backend {NAME} does not support " + "; nor ".join(reasons))
+    check_hooks(parts)
+    return original(server_args)
+
+
+def check_hooks(parts: frozenset[str]) -> None:
+    """Raises where a function that these parts replace is not as expected, or where ours is not in its place."""
+    faults = []
+    for hook in hooks.of_parts(parts):
+        fault = hook.fault()
+        if fault is None and not _is_in_place(hook):
+            fault = f"{hook.target} is not hooked; is the plug-in filtered out by SGLANG_PLUGINS?"
+        if fault is not None:
+            faults.append(f"{hook.part}: {fault}")
+    if faults:
+        raise RuntimeError(
+            "eagle_kernels: this SGLang is not as the plug-in expects: " + "; ".join(faults)
+            + f"; leave these parts out by {VARIABLE}, or use a version in {hooks.TESTED[0]}..{hooks.TESTED[-1]}"
+        )  # fmt: skip
+
+
+def _is_in_place(hook) -> bool:
+    """Tells whether the chain of wrappers around SGLang's function holds one of ours."""
+    function = hooks.resolve(hook.target)
+    while function is not None:
+        if getattr(function, "eagle_kernels_hook", None) == hook.target:
+            return True
+        cells = getattr(function, "__closure__", None) or ()
+        if any(getattr(cell.cell_contents, "eagle_kernels_hook", None) == hook.target for cell in cells):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def start_scheduler(original, scheduler, server_args, *rest, **options):
+    """Checks in every scheduler process that what was asked for is in place, and says what is on."""
+    parts = asked_by(server_args)
+    check_hooks(parts)
+    turn_on(parts)
+    return original(scheduler, server_args, *rest, **options)
+
+
+def create_backend(model_runner):
+    """Makes the attention backend; SGLang's registry calls this by name."""
+    check_hooks(asked_by(model_runner.server_args))
+    from .attention import EagleKernelsAttnBackend
+
+    note_use("attention")
+    return EagleKernelsAttnBackend(model_runner)
+
+
+def create_decode_backend(original, factory):
+    """Makes the attention of the draft's levels, where ours is the draft's backend."""
+    if backends(factory.server_args).get("draft") != NAME:
+        return original(factory)
+    if factory.speculative_num_steps <= 1:
+        return None
+    from .attention import DraftLevels
+
+    return DraftLevels(factory.draft_model_runner, factory.topk, factory.speculative_num_steps)
+
+
+def create_draft_extend_backend(original, factory):
+    """Makes the attention of the draft's extend, where ours is the draft's backend."""
+    if backends(factory.server_args).get("draft") != NAME:
+        return original(factory)
+    from .attention import EagleKernelsAttnBackend
+
+    return EagleKernelsAttnBackend(factory.draft_model_runner)
+
+
+def handle_eagle_family(original, server_args, *rest, **options):
+    """Lets trees have pages larger than one token with our backend: SGLang's last check knows its own backends only."""
+    try:
+        return original(server_args, *rest, **options)
+    except ValueError as error:
+        if "_topk > 1 with page_size > 1 is only supported on" not in str(error) or repr(NAME) not in str(error):
+            raise
+        return None
+
+
+def run_eagle_verify(original, batch, *rest, **options):
+    """Checks after the first verification that no part which is on was passed by."""
+    is_idle = batch.forward_mode.is_idle()
+    result = original(batch, *rest, **options)
+    missed = set() if is_idle else unused({"attention", "verify", "draft"})
+    if missed:
+        raise RuntimeError(
+            f"eagle_kernels: {', '.join(sorted(missed))} did not run in SGLang's verification step, although it is on; "
+            f"leave it out by {VARIABLE}"
+        )
+    return result

@@ -1,0 +1,97 @@
+"""Which functions of SGLang the plug-in hooks, and the signatures that it relies on.
+
+One table serves registration, the check in every scheduler process, `python -m eagle_kernels env`, and the contract
+test, which reads the sources of released versions. Importing this file imports nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+TESTED = ("0.5.17", "0.5.23")  # the first was run, the last was checked by its sources; what lies between is accepted
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A function of SGLang, and what is called around it: it gets the original first, then the original's arguments.
+
+    part: empty for guards, which are always on. ours: module and name in this folder. parameters: names that ours
+    relies on, in this order at the front of SGLang's signature.
+    """
+
+    part: str
+    target: str
+    ours: str
+    parameters: tuple[str, ...]
+
+    def function(self) -> Callable:
+        """Imports what takes the place of SGLang's function."""
+        module, name = self.ours.rsplit(".", 1)
+        return getattr(importlib.import_module("." + module, __package__), name)
+
+    def fault(self) -> str | None:
+        """Says what is wrong with the target in the installed SGLang; None if it is as expected."""
+        return _fault(self.target, self.parameters)
+
+
+_SPEC = "sglang.srt.speculative."
+_BUILD = ("bonus_tokens", "parent_list", "top_scores_index", "draft_tokens", "seq_lens", "seq_lens_sum", "topk",
+          "spec_steps", "num_verify_tokens", "tree_mask_mode", "tree_mask_buf", "fill_prefix_mask")  # fmt: skip
+_WALK = ("predicts", "accept_index", "accept_token_num", "candidates", "retrieve_index", "retrieve_next_token",
+         "retrieve_next_sibling", "target_predict", "topk")  # fmt: skip
+
+# Guards refuse, check and connect whatever is asked for.
+GUARDS = (
+    Hook("", "sglang.srt.server_args.ServerArgs.check_server_args", "guards.check_server_args", ("self",)),
+    Hook("", "sglang.srt.managers.scheduler.Scheduler.__init__", "guards.start_scheduler", ("self", "server_args")),
+    Hook("", "sglang.srt.arg_groups.speculative_hook._handle_eagle_family", "guards.handle_eagle_family",
+         ("server_args",)),
+    Hook("", _SPEC + "eagle_worker_common.run_eagle_verify", "guards.run_eagle_verify", ("batch",)),
+)  # fmt: skip
+HOOKS = (
+    Hook("attention", _SPEC + "draft_utils.DraftBackendFactory.create_decode_backend", "guards.create_decode_backend",
+         ("self",)),
+    Hook("attention", _SPEC + "draft_utils.DraftBackendFactory.create_draft_extend_backend",
+         "guards.create_draft_extend_backend", ("self",)),
+    Hook("attention", _SPEC + "eagle_utils.build_tree_kernel_efficient", "trees.build_tree_kernel_efficient", _BUILD),
+    Hook("verify", _SPEC + "eagle_utils.eagle_sample", "verification.eagle_sample",
+         ("verify_input", "batch", "logits_output", "grammar_mask")),
+    Hook("verify", _SPEC + "eagle_utils.verify_tree_greedy_func", "verification.verify_tree_greedy_func", _WALK),
+    Hook("draft", _SPEC + "eagle_worker_v2.EagleDraftWorker.draft_forward", "drafting.draft_forward",
+         ("self", "forward_batch")),
+)  # fmt: skip
+
+
+def of_parts(parts: frozenset[str]) -> tuple[Hook, ...]:
+    """Returns the hooks of these parts."""
+    return tuple(hook for hook in HOOKS if hook.part in parts)
+
+
+def resolve(target: str):
+    """Imports a dotted path; raises ImportError or AttributeError where it does not exist."""
+    names = target.split(".")
+    for size in range(len(names) - 1, 0, -1):
+        try:
+            value = importlib.import_module(".".join(names[:size]))
+        except ModuleNotFoundError as error:
+            if error.name is None or not target.startswith(error.name):
+                raise  # the module is there, and something that it needs is not
+            continue
+        for name in names[size:]:
+            value = getattr(value, name)
+        return value
+    raise ImportError(f"no module of {target}")
+
+
+def _fault(target: str, parameters: tuple[str, ...]) -> str | None:
+    try:
+        function = resolve(target)
+    except (ImportError, AttributeError) as error:
+        return f"{target} does not exist ({error})"
+    found = tuple(inspect.signature(inspect.unwrap(function)).parameters)
+    if found[: len(parameters)] != parameters:
+        return f"{target} takes {', '.join(found)}; expected first {', '.join(parameters)}"
+    return None

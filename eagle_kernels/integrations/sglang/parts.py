@@ -1,0 +1,86 @@
+"""Which parts of SGLang are replaced: told by --attention-backend and by EAGLE_KERNELS_SGLANG."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+logger = logging.getLogger("sglang.eagle_kernels")
+
+NAME = "eagle_kernels"  # of the attention backend
+VARIABLE = "EAGLE_KERNELS_SGLANG"
+PARTS = {
+    "attention": "prefill, decode, tree verification and draft levels",
+    "verify": "greedy and sampled verification of trees",
+    "draft": "candidates of each draft level",
+    "kv": "slots of drafts and of accepted tokens",
+    "nn": "norms and activation",
+}
+
+
+def asked_by_variable() -> frozenset[str] | None:
+    """Returns the parts that EAGLE_KERNELS_SGLANG names, none for `none`, and None where it is not set."""
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if names == ["none"]:
+        return frozenset()
+    if names == ["all"]:
+        return frozenset(PARTS)
+    for name in names:
+        if name not in PARTS:
+            raise ValueError(
+                f"eagle_kernels: {VARIABLE} must be none, all, or parts among {', '.join(PARTS)}, separated by commas; "
+                f"got {name!r}"
+            )
+    return frozenset(names)
+
+
+def asked_by(server_args) -> frozenset[str]:
+    """Returns the parts that these resolved server arguments and the environment ask for.
+
+    The attention backend asks for all parts; the variable, where it is set, decides alone.
+    """
+    by_variable = asked_by_variable()
+    if by_variable is not None:
+        return by_variable
+    return frozenset(PARTS) if NAME in backends(server_args).values() else frozenset()
+
+
+def backends(server_args) -> dict[str, str | None]:
+    """Returns the attention backends of prefill, decode and draft."""
+    base = server_args.attention_backend
+    decode = server_args.decode_attention_backend or base
+    draft = server_args.speculative_draft_attention_backend or decode
+    chosen = {"prefill": server_args.prefill_attention_backend or base, "decode": decode}
+    return chosen | ({"draft": draft} if server_args.speculative_algorithm else {})
+
+
+_on: set[str] = set()
+_used: set[str] = set()
+
+
+def turn_on(parts: frozenset[str]) -> None:
+    """Turns these parts on in this process, and says so, a line each."""
+    for part, what in PARTS.items():
+        if part in parts:
+            logger.info("eagle_kernels: %s is on: %s", part, what)
+    _on.update(parts)
+
+
+def is_on(part: str) -> bool:
+    """Tells whether a part is on in this process."""
+    return part in _on
+
+
+def note_use(part: str) -> None:
+    """Notes that a part was used, and logs the first time."""
+    if part and part not in _used:
+        _used.add(part)
+        logger.info("eagle_kernels: %s is in use", part)
+
+
+def unused(parts: set[str]) -> set[str]:
+    """Returns those of these parts that are on and were not used so far."""
+    return (parts & _on) - _used

@@ -1,0 +1,70 @@
+"""Registers the plug-in with SGLang: the entry point of the group `sglang.srt.plugins`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+
+from . import hooks
+from .parts import NAME, asked_by_variable, is_on, note_use
+
+logger = logging.getLogger("sglang.eagle_kernels")
+FORCE = "EAGLE_KERNELS_SGLANG_FORCE"
+
+
+def register() -> None:
+    """Registers the attention backend `eagle_kernels` and the hooks of all parts, which do nothing until asked for.
+
+    SGLang calls this in every process before its arguments are known, and only logs what is raised here. So hooks look
+    at the resolved arguments themselves, and what is wrong is told by them (`guards.py`). Only a fault in
+    EAGLE_KERNELS_SGLANG itself ends the process here.
+    """
+    try:
+        asked_by_variable()
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    version = importlib.metadata.version("sglang")
+    if not is_supported(version) and os.environ.get(FORCE) != "1":
+        logger.warning(
+            "eagle_kernels: SGLang %s is outside of %s..%s, which the plug-in was checked with: nothing is replaced; "
+            "%s=1 tries all the same",
+            version, hooks.TESTED[0], hooks.TESTED[-1], FORCE,
+        )  # fmt: skip
+        return
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    from .guards import create_backend
+
+    register_attention_backend(NAME)(create_backend)
+    add_attention_backend_choices([NAME])
+    for hook in (*hooks.GUARDS, *hooks.HOOKS):
+        if hook.fault() is None:
+            HookRegistry.register(hook.target, _marked(hook), HookType.AROUND)
+
+
+def _marked(hook: hooks.Hook):
+    """Returns what SGLang calls around its function: ours, or the original alone while the part is off.
+
+    Ours is imported at its first call. The mark tells `guards` that it is in place.
+    """
+
+    def call(original, *args, **kwargs):
+        if hook.part and not is_on(hook.part):
+            return original(*args, **kwargs)
+        note_use(hook.part)
+        return hook.function()(original, *args, **kwargs)
+
+    call.eagle_kernels_hook = hook.target
+    return call
+
+
+def is_supported(version: str) -> bool:
+    """Tells whether a version of SGLang lies in the range that the plug-in was checked with."""
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in text.split(".")[:3])
+
+    return numbers(hooks.TESTED[0]) <= numbers(version) <= numbers(hooks.TESTED[-1])

@@ -1,0 +1,121 @@
+"""A stand-in for the few names of SGLang that our attention backend imports: tests without SGLang install it."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+import types
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+
+
+class AttentionType(enum.Enum):
+    DECODER = "decoder"
+    ENCODER_ONLY = "encoder_only"
+
+
+@dataclass
+class KVWriteLoc:
+    loc: torch.Tensor
+
+
+@dataclass
+class VerifyMask:
+    buffer: torch.Tensor
+    mode: object
+    max_bs: int
+    is_read: bool = True
+
+    def fits(self, batch_size: int) -> bool:
+        return batch_size <= self.max_bs
+
+
+class TritonAttnBackend:
+    """Only the fields that ours reads."""
+
+    def __init__(self, model_runner, skip_prefill: bool = False):
+        self.skip_prefill = skip_prefill
+        self.req_to_token_pool, self.token_to_kv_pool = model_runner.req_to_token_pool, model_runner.token_to_kv_pool
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.page_size, self.device = model_runner.page_size, model_runner.device
+        self.sliding_window_size = model_runner.sliding_window_size
+        self.num_draft_tokens = model_runner.num_draft_tokens
+        self.is_draft_runner = model_runner.is_draft_worker
+        self.max_context_len = self.req_to_token.shape[1]
+
+
+class Pool:
+    """One layer's keys and values, and a write that scales as SGLang's does."""
+
+    def __init__(self, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device):
+        shape = (num_slots, num_kv_heads, head_dim)
+        self.k, self.v = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+
+    def get_kv_buffer(self, layer_id: int):
+        return self.k, self.v
+
+    def set_kv_buffer(self, layer, loc, k, v, k_scale=None, v_scale=None):
+        for buffer, new, scale in ((self.k, k, k_scale), (self.v, v, v_scale)):
+            if scale is not None and buffer.dtype != new.dtype:
+                new = new / scale
+            buffer[loc.loc] = new.to(buffer.dtype)
+
+
+class Mode(enum.Enum):
+    DECODE, EXTEND, TARGET_VERIFY, DRAFT_EXTEND_V2, IDLE = range(5)
+
+    def is_decode_or_idle(self):
+        return self in (Mode.DECODE, Mode.IDLE)
+
+    def is_target_verify(self):
+        return self is Mode.TARGET_VERIFY
+
+    def is_draft_extend_v2(self):
+        return self is Mode.DRAFT_EXTEND_V2
+
+    def is_idle(self):
+        return self is Mode.IDLE
+
+
+def layer(num_heads: int, num_kv_heads: int, head_dim: int, **changes) -> SimpleNamespace:
+    """Returns the fields of a RadixAttention."""
+    fields = {
+        "tp_q_head_num": num_heads, "tp_k_head_num": num_kv_heads, "qk_head_dim": head_dim, "v_head_dim": head_dim,
+        "scaling": head_dim**-0.5, "logit_cap": 0.0, "logit_capping_method": "tanh", "sliding_window_size": -1,
+        "is_cross_attention": False, "attn_type": AttentionType.DECODER, "xai_temperature_len": -1, "k_scale": None,
+        "v_scale": None, "layer_id": 0,
+    }  # fmt: skip
+    return SimpleNamespace(**(fields | changes))
+
+
+MODULES = {
+    "sglang.srt.layers.attention.triton_backend": {"TritonAttnBackend": TritonAttnBackend},
+    "sglang.srt.layers.attention.verify_mask": {"VerifyMask": VerifyMask},
+    "sglang.srt.layers.radix_attention": {"AttentionType": AttentionType},
+    "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": KVWriteLoc},
+}
+
+
+@contextlib.contextmanager
+def installed():
+    """The stand-in under SGLang's names, and our backend imported on top of it."""
+    names = {".".join(path.split(".")[:size]) for path in MODULES for size in range(1, path.count(".") + 2)}
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name in names}
+    ours = "eagle_kernels.integrations.sglang.attention"
+    before_ours = sys.modules.pop(ours, None)
+    try:
+        for name in sorted(names):
+            sys.modules[name] = types.ModuleType(name)
+            for attribute, value in MODULES.get(name, {}).items():
+                setattr(sys.modules[name], attribute, value)
+        yield
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.pop(ours, None)
+        sys.modules.update(before)
+        if before_ours is not None:
+            sys.modules[ours] = before_ours
