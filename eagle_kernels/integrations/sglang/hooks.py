@@ -62,6 +62,16 @@ HOOKS = (
     Hook("verify", _SPEC + "eagle_utils.verify_tree_greedy_func", "verification.verify_tree_greedy_func", _WALK),
     Hook("draft", _SPEC + "eagle_worker_v2.EagleDraftWorker.draft_forward", "drafting.draft_forward",
          ("self", "forward_batch")),
+    Hook("kv", _SPEC + "spec_utils.move_accept_tokens_to_target_kvcache",
+         "cache_locs.move_accept_tokens_to_target_kvcache",
+         ("batch", "accept_index", "num_correct_drafts", "token_to_kv_pool_allocator")),
+    Hook("kv", "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_uniform_func",
+         "cache_locs.assign_extend_cache_locs_uniform_func",
+         ("req_pool_indices", "req_to_token", "start_offset", "batch_size", "draft_token_num", "device")),
+    Hook("nn", "sgl_kernel.rmsnorm", "layers.rmsnorm", ("input", "weight", "eps", "out", "enable_pdl")),
+    Hook("nn", "sgl_kernel.fused_add_rmsnorm", "layers.fused_add_rmsnorm",
+         ("input", "residual", "weight", "eps", "enable_pdl")),
+    Hook("nn", "sglang.srt.layers.activation.silu_and_mul", "layers.silu_and_mul", ("input", "out")),
 )  # fmt: skip
 
 

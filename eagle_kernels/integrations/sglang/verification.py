@@ -1,59 +1,68 @@
-"""Verification of trees in SGLang: greedy batches straight from logits, others by SGLang's own rule with our ops."""
+"""Verification of trees in SGLang: greedy batches straight from logits, others by SGLang's own rule of coins."""
 
 from __future__ import annotations
 
 import torch
 
-from ...ops import VerifyOutput, verify_tree_greedy
+from ...ops import VerifyOutput, verify_tree_coins, verify_tree_greedy
 from .. import sgl_kernel
 
 
 def eagle_sample(original, verify_input, batch, logits_output, grammar_mask=None, *rest, **options):
-    """Verifies a greedy batch in two launches, without a separate argmax; leaves every other batch to SGLang.
+    """Verifies the trees of a batch; leaves idle batches, rejection sampling and watermarks to SGLang.
 
-    SGLang's function then calls our filters and tree walks. Penalties, biases and watermarks change logits or need
-    their tokens, so they are SGLang's. Simulated acceptance works as in SGLang.
+    Penalties, biases, grammar masks, filters, seeds and simulated acceptance are applied as SGLang applies them. On AMD
+    GPUs, where SGLang takes the argmax whatever the temperature, requests that sample are sampled.
     Returns predicts int32 [B * N], accepted lengths int32 [B] with the bonus, and accept_index int32 [B, S + 1].
     """
-    sampling = batch.sampling_info
-    changed = (sampling.acc_additive_penalties, sampling.acc_scaling_penalties, sampling.logit_bias)
+    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.speculative import spec_utils
+
+    spec, is_simulated = get_spec(), spec_utils.SIMULATE_ACC_LEN > 0
     is_ours = (
         not batch.forward_mode.is_idle()
-        and sampling.is_all_greedy
-        and all(value is None for value in changed)
+        and not spec.speculative_use_rejection_sampling
+        and not (is_simulated and spec_utils.SIMULATE_ACC_TOKEN_MODE != "fixed")
         and not rest
         and all(value is None for name, value in options.items() if name != "watermark_full_mask")
     )
-    from sglang.srt.speculative import spec_utils
-
-    simulated = spec_utils.SIMULATE_ACC_LEN > 0
-    if not is_ours or (simulated and spec_utils.SIMULATE_ACC_TOKEN_MODE != "fixed"):
+    if not is_ours:
         return original(verify_input, batch, logits_output, grammar_mask, *rest, **options)
-    logits = logits_output.next_token_logits
+    batch_size, num_nodes = len(batch.seq_lens), verify_input.draft_token_num
+    sampling, logits = batch.sampling_info, logits_output.next_token_logits
+    _adjust(logits.view(batch_size, num_nodes, -1), sampling)
     if grammar_mask is not None:
         grammar_mask.apply(logits)
-    num_nodes, depth = verify_input.draft_token_num, verify_input.max_tree_depth
-    batch_size = len(batch.seq_lens)
-    candidates = verify_input.draft_token.view(batch_size, num_nodes)
-    make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=logits.device)  # noqa: E731
-    # what the walk does not visit is 0, since the draft model reads all of it as tokens
-    out = VerifyOutput(torch.zeros_like(make(batch_size * num_nodes)), make(batch_size, depth), make(batch_size))
-    predicts, accept_index, num_accepted = verify_tree_greedy(
-        candidates,
+    tree = (
+        verify_input.draft_token.view(batch_size, num_nodes),
         verify_input.retrieve_index,
         verify_input.retrieve_next_token,
         verify_input.retrieve_next_sibling,
-        target_logits=logits,
-        spec_steps=depth - 1,
-        keep_unvisited=True,
-        out=out,
     )
-    if simulated:
+    depth = verify_input.max_tree_depth
+    make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=logits.device)  # noqa: E731
+    # what the walk does not visit is 0, since the draft model reads all of it as tokens
+    out = VerifyOutput(torch.zeros_like(make(batch_size * num_nodes)), make(batch_size, depth), make(batch_size))
+    walk = {"spec_steps": depth - 1, "keep_unvisited": True, "out": out}
+    if sampling.is_all_greedy:
+        verify_tree_greedy(*tree, target_logits=logits, **walk)
+    else:
+        verify_tree_coins(
+            *tree,
+            _probs(logits, sampling, num_nodes),
+            *_coins(batch, tree[0]),
+            threshold_single=spec.speculative_accept_threshold_single,
+            threshold_acc=spec.speculative_accept_threshold_acc,
+            **walk,
+        )
+        _agree(out)
+    predicts, accept_index, num_accepted = out
+    if is_simulated:
         accept_index = spec_utils.generate_simulated_accept_index(
             accept_index=accept_index,
             predict=predicts,
             num_correct_drafts=num_accepted,
-            candidates=candidates,
+            candidates=tree[0],
             target_predict=None,
             simulate_acc_len=spec_utils.SIMULATE_ACC_LEN,
             simulate_acc_token_mode=spec_utils.SIMULATE_ACC_TOKEN_MODE,
@@ -61,6 +70,52 @@ def eagle_sample(original, verify_input, batch, logits_output, grammar_mask=None
             spec_steps=depth - 1,
         )
     return predicts, num_accepted + 1, accept_index
+
+
+def _adjust(logits: torch.Tensor, sampling) -> None:
+    """Applies penalties and biases in place, one row [V] for all nodes of a request: logits [B, N, V]."""
+    if sampling.acc_additive_penalties is not None:
+        logits.add_(sampling.acc_additive_penalties[:, None])
+    if sampling.acc_scaling_penalties is not None:
+        scale = sampling.acc_scaling_penalties[:, None]
+        logits.copy_(torch.where(logits < 0, logits * scale, logits / scale))
+    if sampling.logit_bias is not None:
+        logits.add_(sampling.logit_bias[:, None])
+
+
+def _probs(logits: torch.Tensor, sampling, num_nodes: int) -> torch.Tensor:
+    """Returns the probabilities of every node, fp32 [B * N, V], with temperature, top-k and top-p."""
+    rows = lambda values: values.repeat_interleave(num_nodes, 0)  # noqa: E731
+    probs = torch.softmax(logits / rows(sampling.temperatures), -1, dtype=torch.float32)
+    if sampling.need_top_k_sampling:
+        probs = sgl_kernel.top_k_renorm_prob(probs, rows(sampling.top_ks))
+    if sampling.need_top_p_sampling:
+        probs = sgl_kernel.top_p_renorm_prob(probs, rows(sampling.top_ps))
+    return probs
+
+
+def _coins(batch, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns SGLang's coins, seeded where requests have seeds: of each node [B, N], and of the bonus [B]."""
+    from sglang.srt.speculative import eagle_utils
+
+    return eagle_utils._verify_coins(
+        sampling_info=batch.sampling_info,
+        seq_lens=batch.seq_lens,
+        draft_token_num=candidates.shape[1],
+        candidates=candidates,
+        device=candidates.device,
+    )
+
+
+def _agree(out: VerifyOutput) -> None:
+    """Sends rank 0's result to the other ranks, as SGLang does after sampling."""
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+    from sglang.srt.runtime_context import get_parallel
+
+    group = get_parallel().attn_tp_group if is_dp_attention_enabled() else get_parallel().tp_group
+    if group.world_size > 1:
+        for tensor in out:
+            group.broadcast(tensor, src=0)
 
 
 def verify_tree_greedy_func(

@@ -1,0 +1,334 @@
+"""Drafting, verification and KV moves of the SGLang plug-in on made batches, beside what SGLang's functions compute."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from eagle_kernels.integrations.sglang import cache_locs, drafting, trees, verification
+from op_tests.integrations import sglang_stub as stub
+
+BATCH, TOPK, STEPS, NODES, VOCAB = 3, 4, 4, 12, 97
+SPEC = {
+    "speculative_use_rejection_sampling": False,
+    "speculative_accept_threshold_single": 1.0,
+    "speculative_accept_threshold_acc": 1.0,
+}
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    """The functions of SGLang that these parts import when they run."""
+    group = SimpleNamespace(world_size=1)
+    modules = {
+        "sglang.srt.runtime_context": {
+            "get_spec": lambda: SimpleNamespace(**SPEC),
+            "get_parallel": lambda: SimpleNamespace(tp_group=group, attn_tp_group=group),
+        },
+        "sglang.srt.layers.dp_attention": {"is_dp_attention_enabled": lambda: False},
+        "sglang.srt.model_executor.forward_context": {
+            "ForwardContext": SimpleNamespace,
+            "forward_context": lambda context: contextlib.nullcontext(),
+        },
+        "sglang.srt.speculative.eagle_utils": {
+            "per_step_draft_out_cache_loc": lambda locs, batch, topk, steps: (
+                locs.view(batch, topk, steps).permute(2, 0, 1).reshape(steps, -1)
+            ),
+            "_verify_coins": lambda *, candidates, **_: (
+                torch.full(candidates.shape, 0.35, device=candidates.device),
+                torch.full(candidates.shape[:1], 0.6, device=candidates.device),
+            ),
+        },
+        "sglang.srt.speculative.spec_utils": {"SIMULATE_ACC_LEN": -1.0, "SIMULATE_ACC_TOKEN_MODE": "fixed"},
+    }
+    names = {".".join(path.split(".")[:size]) for path in modules for size in range(1, path.count(".") + 2)}
+    for name in sorted(names):
+        module = types.ModuleType(name)
+        for attribute, value in modules.get(name, {}).items():
+            setattr(module, attribute, value)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    return sys.modules
+
+
+class Runner:
+    """A draft model whose logits depend on the token and on the hidden state; it notes what it is given."""
+
+    model_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["Llama"]), model_is_mrope=False)
+    canary_manager = None
+
+    def __init__(self, table: torch.Tensor):
+        self.table, self.seen = table, []
+
+    def forward(self, batch):
+        hidden = batch.spec_info.hidden_states
+        self.seen.append((batch.input_ids.clone(), batch.out_cache_loc.clone(), batch.positions.clone(), hidden))
+        logits = self.table[batch.input_ids] + hidden.sum(-1, keepdim=True) * torch.linspace(
+            0, 1, self.table.shape[1], device=hidden.device
+        )
+        hidden = torch.tanh(hidden + batch.input_ids[:, None] / VOCAB)
+        return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits, hidden_states=hidden))
+
+
+def draft_as_sglang(worker, batch):
+    """SGLang's draft_forward: products of probabilities, the best K of each level, then the best of all."""
+    info, hot = batch.spec_info, worker.hot_token_id
+    probs, tokens, hidden, scores = info.topk_p, info.topk_index, info.hidden_states, None
+    tokens = tokens if hot is None else hot[tokens]
+    slots = batch.out_cache_loc.view(BATCH, TOPK, STEPS).permute(2, 0, 1).reshape(STEPS, -1)
+    all_scores, all_tokens, all_parents = [], [], []
+    for step in range(STEPS):
+        if step == 0:
+            ids, scores, hidden = tokens.flatten(), probs, hidden.repeat_interleave(TOPK, 0)
+            all_scores.append(probs)
+            all_tokens.append(tokens)
+            all_parents.append(torch.arange(-1, TOPK, device=tokens.device).expand(BATCH, -1))
+        else:
+            products = scores[..., None] * probs.view(BATCH, TOPK, TOPK)
+            scores, best = products.flatten(1).topk(TOPK)
+            flat = tokens.view(BATCH, -1)
+            ids = flat.gather(1, best).flatten()
+            hidden = hidden[(best // TOPK + torch.arange(BATCH, device=ids.device)[:, None] * TOPK).flatten()]
+            all_scores.append(products.flatten(1))
+            all_tokens.append(flat)
+            all_parents.append(best + TOPK + TOPK**2 * (step - 1))
+        if step == STEPS - 1:
+            break
+        batch.input_ids, batch.out_cache_loc, info.hidden_states = ids, slots[step], hidden
+        result = worker.draft_runner.forward(batch).logits_output
+        probs, tokens = result.next_token_logits.softmax(-1).topk(TOPK)
+        tokens = tokens if hot is None else hot[tokens]
+        hidden = result.hidden_states
+        batch.positions = batch.positions + 1
+    index = torch.cat(all_scores, 1).topk(NODES - 1).indices.sort().values
+    return torch.cat(all_parents[:-1], 1), index, torch.cat(all_tokens, 1).gather(1, index), None
+
+
+def make_worker(device, table, hot_token_id=None):
+    return SimpleNamespace(
+        topk=TOPK, speculative_num_steps=STEPS, speculative_num_draft_tokens=NODES, hot_token_id=hot_token_id,
+        index_share_for_mtp_iteration=False, draft_runner=Runner(table), device=device,
+        draft_attn_backend=SimpleNamespace(attn_backends=[None] * STEPS), req_to_token_pool=SimpleNamespace(size=8),
+    )  # fmt: skip
+
+
+def make_draft_batch(device, vocab_size):
+    torch.manual_seed(1)
+    probs, tokens = torch.randn(BATCH, vocab_size, device=device).softmax(-1).topk(TOPK)
+    info = SimpleNamespace(topk_p=probs, topk_index=tokens, hidden_states=torch.randn(BATCH, 8, device=device))
+    return SimpleNamespace(
+        spec_info=info, batch_size=BATCH, forward_mode=stub.Mode.DECODE,
+        out_cache_loc=torch.arange(BATCH * TOPK * STEPS, device=device),
+        positions=torch.arange(BATCH, device=device).repeat_interleave(TOPK),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("has_map", [False, True])
+def test_drafts_are_those_of_sglang(has_map, sglang, device):
+    hot = torch.randperm(VOCAB, device=device)[:50].sort().values if has_map else None
+    table = torch.randn(VOCAB, 50 if has_map else VOCAB, device=device) * 3
+    workers = [make_worker(device, table, hot) for _ in range(2)]
+    wanted = draft_as_sglang(workers[0], make_draft_batch(device, table.shape[1]))
+    drafted = drafting.draft_forward(None, workers[1], make_draft_batch(device, table.shape[1]))
+    for name, ours, theirs in zip(("parents", "index", "tokens"), drafted, wanted):
+        assert torch.equal(ours, theirs), name
+    for ours, theirs in zip(workers[1].draft_runner.seen, workers[0].draft_runner.seen, strict=True):
+        for mine, other in zip(ours, theirs):
+            torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [("topk", 1), ("index_share_for_mtp_iteration", True), ("speculative_num_steps", 1)],
+)
+def test_what_we_do_not_draft_is_sglangs(change, value, sglang, device):
+    worker = make_worker(device, torch.randn(VOCAB, VOCAB, device=device))
+    setattr(worker, change, value)
+    assert drafting.draft_forward(lambda *given: given, worker, batch := make_draft_batch(device, VOCAB)) == (
+        worker,
+        batch,
+    )
+
+
+def make_verify_batch(device, **sampling):
+    """Trees of three requests, and logits that follow the first children for a while."""
+    table = torch.randn(VOCAB, VOCAB, device=device) * 3
+    fields = {
+        "acc_additive_penalties": None, "acc_scaling_penalties": None, "logit_bias": None, "is_all_greedy": True,
+        "need_top_k_sampling": False, "need_top_p_sampling": False,
+        "temperatures": torch.full((BATCH, 1), 0.8, device=device), "top_ks": None, "top_ps": None,
+    }  # fmt: skip
+    seq_lens = torch.tensor([5, 9, 2], device=device)
+    parents, index, tokens, _ = draft_as_sglang(make_worker(device, table), make_draft_batch(device, VOCAB))
+    mask, positions, *links, nodes = trees.build_tree_kernel_efficient(
+        None, torch.arange(BATCH, device=device), parents, index, tokens, seq_lens, 0, TOPK, STEPS, NODES, trees.PACKED
+    )
+    logits = torch.randn(BATCH * NODES, VOCAB, device=device)
+    candidates = nodes.view(BATCH, NODES)
+    for request in range(BATCH):
+        node = 0
+        while (child := int(links[1][request, node])) >= 0 and request != 1:
+            logits[request * NODES + node, candidates[request, child]] += 12.0
+            node = child
+    verify_input = SimpleNamespace(
+        draft_token=nodes, draft_token_num=NODES, max_tree_depth=STEPS + 1, retrieve_index=links[0],
+        retrieve_next_token=links[1], retrieve_next_sibling=links[2],
+    )  # fmt: skip
+    batch = SimpleNamespace(
+        forward_mode=stub.Mode.TARGET_VERIFY, seq_lens=seq_lens, sampling_info=SimpleNamespace(**(fields | sampling))
+    )
+    return verify_input, batch, logits
+
+
+def walk(verify_input, accept):
+    """Follows trees by accept(row of logits, child tokens, coin row) -> (index of the child or None, token)."""
+    predicts, paths = torch.zeros(BATCH * NODES, dtype=torch.int32), torch.full((BATCH, STEPS + 1), -1)
+    first, sibling = verify_input.retrieve_next_token.tolist(), verify_input.retrieve_next_sibling.tolist()
+    tokens = verify_input.draft_token.view(BATCH, NODES).tolist()
+    for request in range(BATCH):
+        node = paths[request, 0] = 0
+        for depth in range(1, STEPS + 2):
+            children, child = [], first[request][node]
+            while child >= 0:
+                children.append(child)
+                child = sibling[request][child]
+            chosen, token = accept(request * NODES + node, [tokens[request][c] for c in children], depth == STEPS + 1)
+            predicts[request * NODES + node] = token
+            if chosen is None:
+                break
+            node = paths[request, depth] = children[chosen]
+        own = paths[request] >= 0
+        paths[request, own] += request * NODES
+    return predicts, (paths >= 0).sum(1).int(), paths.int()
+
+
+ADJUSTED = {
+    "nothing": lambda device: {},
+    "penalties": lambda device: {
+        "acc_additive_penalties": -4 * torch.rand(BATCH, VOCAB, device=device),
+        "acc_scaling_penalties": 1 + torch.rand(BATCH, VOCAB, device=device),
+    },
+    "bias": lambda device: {"logit_bias": 3 * torch.randn(BATCH, VOCAB, device=device)},
+}
+
+
+def adjusted(logits, sampling):
+    rows = lambda values: values.repeat_interleave(NODES, 0)  # noqa: E731
+    if sampling.acc_additive_penalties is not None:
+        logits = logits + rows(sampling.acc_additive_penalties)
+        scale = rows(sampling.acc_scaling_penalties)
+        logits = torch.where(logits < 0, logits * scale, logits / scale)
+    return logits if sampling.logit_bias is None else logits + rows(sampling.logit_bias)
+
+
+@pytest.mark.parametrize("name", ADJUSTED)
+def test_greedy_verification(name, sglang, device):
+    verify_input, batch, logits = make_verify_batch(device, **ADJUSTED[name](device))
+    best = adjusted(logits, batch.sampling_info).argmax(-1).tolist()
+
+    def accept(row, tokens, is_full):
+        return (tokens.index(best[row]) if best[row] in tokens and not is_full else None), best[row]
+
+    output = SimpleNamespace(next_token_logits=logits.clone())
+    for ours, wanted in zip(verification.eagle_sample(None, verify_input, batch, output), walk(verify_input, accept)):
+        assert torch.equal(ours.cpu(), wanted)
+
+
+@pytest.mark.parametrize("name", ADJUSTED)
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.8}], ids=str)
+def test_sampled_verification(name, filters, sglang, device):
+    """Coins of 0.35 for children, 0.6 for the bonus, against the same rule in float64."""
+    sampling = ADJUSTED[name](device) | {"is_all_greedy": False}
+    if "top_k" in filters:
+        top_ks = torch.full((BATCH,), filters["top_k"], dtype=torch.int32, device=device)
+        sampling |= {"need_top_k_sampling": True, "top_ks": top_ks}
+    if "top_p" in filters:
+        sampling |= {"need_top_p_sampling": True, "top_ps": torch.full((BATCH,), filters["top_p"], device=device)}
+    verify_input, batch, logits = make_verify_batch(device, **sampling)
+    probs = (adjusted(logits, batch.sampling_info).double() / 0.8).softmax(-1)
+    if "top_k" in filters:
+        probs = probs * (probs >= probs.topk(filters["top_k"]).values[:, -1:])
+        probs = probs / probs.sum(-1, keepdim=True)
+    if "top_p" in filters:
+        ordered, order = probs.sort(-1, descending=True)
+        kept = ordered.cumsum(-1) - ordered < filters["top_p"]
+        probs = probs * torch.zeros_like(probs).scatter(1, order, kept.double())
+        probs = probs / probs.sum(-1, keepdim=True)
+
+    def accept(row, tokens, is_full):
+        left, mass = probs[row].clone(), 0.0
+        for index, token in enumerate(tokens if not is_full else ()):
+            mass += float(probs[row, token])
+            if probs[row, token] > 0 and mass > 0.35:
+                return index, token
+            left[token] = 0.0
+        return None, int((left.cumsum(0) > 0.6 * left.sum()).nonzero()[0])
+
+    output = SimpleNamespace(next_token_logits=logits.clone())
+    for ours, wanted in zip(verification.eagle_sample(None, verify_input, batch, output), walk(verify_input, accept)):
+        assert torch.equal(ours.cpu(), wanted)
+
+
+def test_a_grammar_mask_comes_before_the_verdict(sglang, device):
+    verify_input, batch, logits = make_verify_batch(device)
+    allowed = torch.zeros(VOCAB, dtype=torch.bool, device=device)
+    allowed[7] = True
+    mask = SimpleNamespace(apply=lambda rows: rows.masked_fill_(~allowed, float("-inf")))
+    output = SimpleNamespace(next_token_logits=logits)
+    predicts, lengths, paths = verification.eagle_sample(None, verify_input, batch, output, mask)
+    assert set(predicts.tolist()) == {0, 7}
+
+
+@pytest.mark.parametrize("change", ["idle", "rejection", "watermark", "simulated"])
+def test_what_we_do_not_verify_is_sglangs(change, sglang, monkeypatch, device):
+    verify_input, batch, logits = make_verify_batch(device)
+    options = {}
+    if change == "idle":
+        batch.forward_mode = stub.Mode.IDLE
+    elif change == "rejection":
+        monkeypatch.setitem(SPEC, "speculative_use_rejection_sampling", True)
+    elif change == "watermark":
+        options = {"watermark_state": "a state", "watermark_full_mask": True}
+    else:
+        module = sglang["sglang.srt.speculative.spec_utils"]
+        module.SIMULATE_ACC_LEN, module.SIMULATE_ACC_TOKEN_MODE = 2.0, "real-draft-token"
+    output = SimpleNamespace(next_token_logits=logits)
+    original = lambda *given, **more: (given, more)  # noqa: E731
+    assert verification.eagle_sample(original, verify_input, batch, output, None, **options) == (
+        (verify_input, batch, output, None),
+        options,
+    )
+
+
+def test_accepted_paths_move_to_the_front(device):
+    slots = torch.arange(100, 100 + BATCH * NODES, device=device)
+    paths = torch.full((BATCH, STEPS + 1), -1, dtype=torch.int32)
+    for request, nodes in enumerate([[0, 2, 5], [0], [0, 1, 3, 7, 9]]):
+        paths[request, : len(nodes)] = torch.tensor(nodes) + request * NODES
+    moved = {}
+    pool = SimpleNamespace(move_kv_cache=lambda target, source: moved.update(zip(target.tolist(), source.tolist())))
+    batch = SimpleNamespace(out_cache_loc=slots, seq_lens=torch.zeros(BATCH, device=device))
+    cache_locs.move_accept_tokens_to_target_kvcache(
+        None, batch, paths.to(device), torch.tensor([2, 0, 4], device=device), SimpleNamespace(get_kvcache=lambda: pool)
+    )
+    first, third = 100, 100 + 2 * NODES
+    assert moved == {
+        0: 0, first: first, first + 1: first + 2, first + 2: first + 5, 100 + NODES: 100 + NODES, third: third,
+        third + 1: third + 1, third + 2: third + 3, third + 3: third + 7, third + 4: third + 9,
+    }  # fmt: skip
+
+
+def test_slots_of_trees(device):
+    table = torch.arange(40, dtype=torch.int32, device=device).view(2, 20)
+    rows, starts = torch.tensor([1, 0], device=device), torch.tensor([3, 5], device=device)
+    given = (rows, table, starts, 2, 3, device)
+    assert cache_locs.assign_extend_cache_locs_uniform_func(None, *given).tolist() == [23, 24, 25, 5, 6, 7]
+    original = lambda *given, **more: more  # noqa: E731
+    assert cache_locs.assign_extend_cache_locs_uniform_func(original, *given, full_v2p=rows) == {"full_v2p": rows}
