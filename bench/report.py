@@ -1,8 +1,9 @@
 """Makes the tables of the results: `python -m bench.report` writes them, `--check` tells whether they are up to date.
 
 `results/<gpu>/README.md` holds the headline cases, what the apps of `bench/apps` have measured (each makes its own
-tables), and every case; README.md, between its two marks, the rows of `README_ROWS` on one GPU. A row comes from one
-run: the newest in which our provider was timed on that case. Nobody types a number.
+tables), and every case; README.md, between its two marks, the rows of `README_ROWS` on one GPU; `PAGES`, between marks,
+the tables of an app. A row comes from one run: the newest in which our provider was timed on that case. Nobody types a
+number.
 `results/<gpu>/report.html` shows them too, with pictures, which `figures/` holds as PNG and SVG: of an experiment, of
 throughput, of kernels; `--check` leaves them alone, they differ with matplotlib's version. Without matplotlib a page
 that is there stays, and a new one has no pictures. `--experiment FILE --output DIR` makes nothing but the page and the
@@ -42,6 +43,8 @@ README_ROWS = (
     ("gqa_decode", "B=8 L=8192 page 16 heads 32/8/128"),
     ("prefill_attention", "B=1 L=4096 heads 32/8/128"),
 )
+# pages beside README.md that hold an app's tables between marks of its name, `<!-- server:begin -->`
+PAGES = {"server": Path("eagle_kernels", "integrations", "sglang", "README.md")}
 # of a benchmark that marks no headline case: the first ones that a peer was timed on, or the very first
 _MAX_UNMARKED = 2
 
@@ -139,12 +142,34 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
         if parts:
             title = f"# {_machine(sections) if sections else folder.name}"
             files[folder / "README.md"] = "\n\n".join([title, *parts]) + "\n"
-    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
+    written = _between(readme, BEGIN, END, front)
+    if written is None:
         raise ValueError(f"{readme} must hold {BEGIN} and, after it, {END}")
-    files[readme] = f"{before}{begin}\n{front or 'No results yet.'}\n{end}{after}"
+    files[readme] = written
+    for name, page in PAGES.items():
+        text = _between(
+            readme.parent / page, f"<!-- {name}:begin -->", f"<!-- {name}:end -->", _tables_of(directory, name)
+        )
+        if text is not None:
+            files[readme.parent / page] = text
     return files
+
+
+def _between(file: Path, begin: str, end: str, text: str) -> str | None:
+    """Returns the whole text of a file with this between its two marks; None without the file or the marks."""
+    before, found, rest = file.read_text(encoding="utf-8").partition(begin) if file.exists() else ("", "", "")
+    _, closed, after = rest.partition(end)
+    return f"{before}{found}\n{text or 'No results yet.'}\n{end}{after}" if closed else None
+
+
+def _tables_of(directory: Path, name: str) -> str:
+    """Returns the tables of an app on every GPU that it was run on, without their heading."""
+    parts = []
+    for folder in _folders(directory):
+        file = folder / f"{name}.jsonl"
+        if file.exists() and (tables := APPS[name].tables(file)):
+            parts += [f"**{folder.name.replace('_', ' ')}**", *tables[1:]]
+    return "\n\n".join(parts)
 
 
 def newest_rows(file: Path, cases: Iterable[Case]) -> list[tuple[Case, Row]]:

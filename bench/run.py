@@ -28,19 +28,23 @@ from .harness.timing import Stopwatch, host_us
 
 def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark] | None = None) -> int:
     """Runs the command line; a `bench_X.py` passes its own benchmark. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__.partition("\n")[0], add_help=False)
-    parser.add_argument("-h", "--help", action="store_true", help="show this, or with --app what that one takes")
+    # what an app shares with ops; it has options of its own, `--case` among them
+    shared = argparse.ArgumentParser(prog="python -m bench.run", add_help=False, allow_abbrev=False)
+    shared.add_argument("-h", "--help", action="store_true", help="show this, or with --app what that one takes")
+    shared.add_argument("--app", help="in place of ops: a benchmark of the whole engine; its own options follow")
+    shared.add_argument("--results", default=str(results.DIRECTORY), help="folder for JSON lines, or none")
+    shared.add_argument("--commit", default=results.checkout_commit(), help="recorded with results; git's by default")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.run", description=__doc__.partition("\n")[0], add_help=False, parents=[shared]
+    )
     parser.add_argument("--op", action="append", help="name of an op; may be given several times")
-    parser.add_argument("--app", help="in place of ops: a benchmark of the whole engine; its own options follow")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--peers", action="store_true", help="run installed packages of other projects as well")
     parser.add_argument("--sweep", action="store_true", help="also the sizes that only plots are made of")
     parser.add_argument("--provider", action="append", help="only this provider; may be given several times")
     parser.add_argument("--list", action="store_true", help="print ops, cases and providers, and run nothing")
-    parser.add_argument("--results", default=str(results.DIRECTORY), help="folder for JSON lines, or none")
-    parser.add_argument("--commit", default=results.checkout_commit(), help="recorded with results; git's by default")
     parser.add_argument("--check-only", action="store_true", help="check the small cases, time nothing")
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = shared.parse_known_args(arguments)
     if options.app is not None:
         from .apps import APPS  # they import the engine
 
@@ -50,6 +54,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
         return APPS[options.app].main(
             rest, None if options.results == "none" else Path(options.results), options.commit
         )
+    options, rest = parser.parse_known_args(arguments)
     if options.help:
         parser.print_help()
         return 0

@@ -19,7 +19,13 @@ MOST_POSITIONAL = 8
 NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
 # the backend of CPU tensors, and the public name of the folder
 READ_REFERENCES = {"eagle_kernels/ops/operators.py", "eagle_kernels/__init__.py"}
-TESTS_OF_BENCH = ("op_tests/test_bench.py", "op_tests/test_compare.py", "op_tests/test_api.py", "op_tests/lab/")
+TESTS_OF_BENCH = (
+    "op_tests/test_bench.py",
+    "op_tests/test_bench_server.py",
+    "op_tests/test_compare.py",
+    "op_tests/test_api.py",
+    "op_tests/lab/",
+)
 
 
 class Import(NamedTuple):

@@ -63,13 +63,21 @@ class Bench:
     """The models, and the lines that were measured."""
 
     def __init__(
-        self, shape: str, device: torch.device, steps: int, prompt_tokens: int, batches: Sequence[int] | None = None
+        self,
+        shape: str,
+        device: torch.device,
+        steps: int,
+        prompt_tokens: int,
+        batches: Sequence[int] | None = None,
+        max_length: int | None = None,
     ):
+        """Makes the models. max_length: of texts, where it is not the shape's own."""
         self.device, self.steps, self.prompt_tokens, self.shape = device, steps, prompt_tokens, shape
         self.batches = batches
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.target = random_target(shape, device, self.dtype)
-        self.draft = random_head(shape, device, self.dtype)
+        self.max_length = max_length or SHAPES[shape]["max_position_embeddings"]
+        self.target = random_target(shape, device, self.dtype, max_position_embeddings=self.max_length)
+        self.draft = random_head(shape, device, self.dtype, max_position_embeddings=self.max_length)
         self.lines: list[dict] = []
 
     def engine(
@@ -99,7 +107,7 @@ class Bench:
         """Yields a full batch after its prompts, warm, and how many more steps may be taken and timed."""
         most = 2 * self.steps + WARM_STEPS + 16
         per_step = 1 if is_plain else 1 + max((tree.num_steps for _, tree in engine.config.trees if tree), default=0)
-        room = SHAPES[self.shape]["max_position_embeddings"] - self.prompt_tokens
+        room = self.max_length - self.prompt_tokens
         wanted = {"seeds": list(range(batch_size)), "speculative": not is_plain} | sampling
         prompts = torch.randint(SHAPES[self.shape]["vocab_size"], (batch_size, self.prompt_tokens)).tolist()
         stream = engine.stream(prompts, min(most * per_step, room), **wanted)

@@ -57,12 +57,16 @@ def random_target(shape: str, device: torch.device, dtype: torch.dtype, **others
     return _filled(model, device, dtype)
 
 
-def random_head(shape: str, device: torch.device, dtype: torch.dtype) -> EagleHead:
+def head_config(shape: str) -> dict:
+    """The config.json of an EAGLE-3 head."""
+    return target_config(shape) | {"num_hidden_layers": 1, "draft_vocab_size": SHAPES[shape]["draft_vocab_size"]}
+
+
+def random_head(shape: str, device: torch.device, dtype: torch.dtype, **others: int) -> EagleHead:
     """An EAGLE-3 head whose draft vocabulary is spread evenly over the target's."""
     sizes = SHAPES[shape]
-    config = target_config(shape) | {"num_hidden_layers": 1, "draft_vocab_size": sizes["draft_vocab_size"]}
     with torch.device("meta"):
-        head = EagleHead(EagleConfig.from_dict(config))
+        head = EagleHead(EagleConfig.from_dict(head_config(shape) | others))
     head = _filled(head, device, dtype)
     head.lm_head.weight *= LOGITS_STD / (WEIGHT_STD * sizes["hidden_size"] ** 0.5)
     draft_ids = torch.arange(sizes["draft_vocab_size"], device=device)

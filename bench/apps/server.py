@@ -1,0 +1,255 @@
+"""A server's steps: `python -m bench.run --app server [--sglang FOLDER] [--flashinfer FOLDER] [--case NAME ...]`.
+
+Times SGLang's own engine, stock and with our plug-in, and EAGLEInference, at the shape of Llama-3.1-8B with an EAGLE-3
+head: dummy weights in bf16, random prompts, simulated acceptance. Prints a table and appends JSON lines to
+`results/<gpu>/server.jsonl`. A system that cannot run says why, and the others run.
+
+    sglang+flashinfer     the attention that SGLang chooses on NVIDIA for trees with more than one branch
+    sglang+triton         the attention that it chooses on AMD
+    sglang+eagle_kernels  the plug-in, all parts
+    eagle_kernels         EAGLEInference, without a server
+
+All SGLang systems of a case draw the same accepted lengths, EAGLEInference simulates the mean that stock had: the exit
+status is 1 where an accepted length is more than 1 % off that of every stock system, and where an engine failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..harness import results
+from ..harness.markdown import markdown
+from ..peers import sglang_engine
+from ..peers.sglang_engine import EngineFailure, Installation, Order
+from . import generation
+from .random_models import SHAPES, head_config, target_config
+from .server_cases import CASES, OWN, STOCK, SYSTEMS, Case
+from .server_tables import TOLERANCE, off_stock, setting, table
+
+LENGTHS, QUICK_LENGTHS = (48, 560), (48, 176)  # tokens of the generations between which the slope is taken
+PLAIN_LONG = 304
+REPEATS = 3
+# of an engine; SGLang needs about one to start, and FlashInfer compiles for some more the first time
+LIMIT_S = 900.0
+OWN_ROOM = 4096  # tokens after a prompt that EAGLEInference may hold
+# prompts of the small shape, which tests use, are shorter by this
+SMALLER = 16
+# what SGLang reads in a config.json beside sizes, as published
+PUBLISHED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+class Bench:
+    """Runs systems and keeps their lines; failures are told and counted."""
+
+    def __init__(self, options: argparse.Namespace, directory: Path | None, about: dict):
+        self.options, self.directory, self.about = options, directory, about
+        self.installation = Installation(options.sglang, options.flashinfer)
+        self.flashinfer = self.installation.flashinfer_version()
+        self.others_use_flashinfer = self.flashinfer is not None
+        self.lines: list[dict] = []
+        self.num_failures = 0
+        self._models: generation.Bench | None = None
+
+    def prompt_tokens(self, case: Case) -> int:
+        return case.prompt_tokens if self.options.shape != "small" else case.prompt_tokens // SMALLER
+
+    def lengths(self, case: Case) -> tuple[int, int]:
+        short, long = QUICK_LENGTHS if self.options.quick else LENGTHS
+        return short, long if case.tree is not None else min(long, PLAIN_LONG)
+
+    def repeats(self) -> int:
+        return 1 if self.options.quick else REPEATS
+
+    def order(self, case: Case, system: str) -> Order:
+        """Returns what SGLang is to do."""
+        model = target_config(self.options.shape) | PUBLISHED
+        return Order(
+            backend=STOCK.get(system, sglang_engine.PLUGIN),
+            model=model | {"architectures": ["LlamaForCausalLM"]},
+            draft=head_config(self.options.shape) | PUBLISHED
+            | {"architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": model["hidden_size"]},
+            batches=case.batches,
+            sampling=case.sampling,
+            prompt_tokens=self.prompt_tokens(case),
+            lengths=self.lengths(case),
+            repeats=self.repeats(),
+            tree=case.tree,
+            accept=case.accept,
+        )  # fmt: skip
+
+    def run_sglang(self, case: Case, system: str) -> None:
+        """Runs one engine of SGLang for all batch sizes and temperatures of a case."""
+        is_flashinfer = STOCK.get(system) == "flashinfer"
+        with_flashinfer = self.flashinfer is not None if is_flashinfer else self.others_use_flashinfer
+        log = self.options.logs / f"{case.name.replace('/', '_')}_{system.replace('+', '_')}.txt"
+        start_s, versions = None, {}
+        try:
+            with contextlib.ExitStack() as ending:
+                folder = tempfile.TemporaryDirectory(prefix="sglang_engine_", ignore_cleanup_errors=True)
+                records = sglang_engine.run(
+                    self.order(case, system), self.installation, Path(ending.enter_context(folder)), log,
+                    self.options.limit, with_flashinfer,
+                )  # fmt: skip
+                for record in ending.enter_context(contextlib.closing(records)):
+                    kind = record.pop("kind")
+                    if kind == "started":
+                        start_s, versions = record["start_s"], record["versions"]
+                    elif kind == "measured":
+                        self.record(case, system, record | {"start_s": start_s, "versions": versions})
+                    else:
+                        self.fail(case, system, f"B={record['batch']} T={record['temperature']}: {record['error']}")
+        except EngineFailure as failure:
+            self.fail(case, system, str(failure))
+            if is_flashinfer and self.others_use_flashinfer:
+                self.others_use_flashinfer = False
+                print("from here on the other systems run without FlashInfer", flush=True)
+
+    def run_own(self, case: Case) -> None:
+        """Times EAGLEInference; what goes wrong is told."""
+        try:
+            self._time_own(case)
+        except Exception:
+            self.fail(case, OWN, traceback.format_exc())
+
+    def _time_own(self, case: Case) -> None:
+        """Times as many tokens as SGLang makes, with the mean acceptance that stock had, where it was run."""
+        for batch in case.batches:
+            for temperature, top_p in case.sampling:
+                line = {"case": case.name, "batch": batch, "temperature": temperature, "top_p": top_p}
+                stock = [other for other in self.lines if other["system"] in STOCK and setting(other) == setting(line)]
+                wanted = accept = (stock[0]["accept_length"] if stock else case.accept) if case.tree else 1.0
+                for _ in range(1 if self.options.quick else 2):
+                    raw = self._own_steps(case, batch, wanted, accept, (temperature, top_p))
+                    length = statistics.mean(n for _, n in raw)
+                    if abs(length / wanted - 1) <= TOLERANCE / 2:
+                        break
+                    accept *= wanted / length  # the first path of a tree may be less deep than was drawn
+                numbers = {
+                    "ms_per_step": statistics.median(step_ms for step_ms, _ in raw),
+                    "tokens_per_s": round(statistics.median(1e3 * batch * n / step_ms for step_ms, n in raw), 2),
+                    "accept_length": round(length, 4),
+                }
+                self.record(case, OWN, line | numbers | {"raw": raw})
+
+    def _own_steps(
+        self, case: Case, batch: int, wanted: float, accept: float, sampling: tuple[float, float]
+    ) -> list[list[float]]:
+        """Returns the time of a step and the tokens of a request in it, for each repeat."""
+        bench, (short, long) = self.models(), self.lengths(case)
+        bench.prompt_tokens = self.prompt_tokens(case)
+        bench.steps = max(1, round((long - short) / wanted))
+        engine = bench.engine(batch, case.tree, accept, max_length=bench.prompt_tokens + OWN_ROOM)
+        chosen = dict(zip(("temperature", "top_p"), sampling)) if sampling[0] > 0 else {}
+        raw = []
+        for repeat in range(self.repeats()):
+            seeds = [repeat * batch + request for request in range(batch)]
+            step_ms, length = bench.step_ms(engine, batch, is_plain=case.tree is None, seeds=seeds, **chosen)
+            raw.append([round(step_ms, 4), round(length, 4)])
+        return raw
+
+    def models(self) -> generation.Bench:
+        """Returns our own models, which are made when no other engine needs the GPU any longer."""
+        if self._models is None:
+            longest = max(map(self.prompt_tokens, CASES)) + OWN_ROOM
+            self._models = generation.Bench(
+                self.options.shape, self.about["device"], steps=1, prompt_tokens=1, max_length=longest
+            )
+        return self._models
+
+    def record(self, case: Case, system: str, numbers: dict) -> None:
+        """Keeps a line, prints it, and appends it to the results of this GPU."""
+        line = {"op": "server", "shape": self.options.shape, "case": case.name, "system": system}
+        line |= {"prompt_tokens": self.prompt_tokens(case), "tree": case.tree, "start_s": None} | numbers
+        line["versions"] = results.versions() | line.get("versions", {})
+        line |= {name: self.about[name] for name in ("gpu", "commit", "run")} | {"quick": self.options.quick}
+        self.lines.append(line)
+        name = f"{case.name:8} B={line['batch']:<3} T={line['temperature']:<4g} {system:22}"
+        shown = f"tokens_per_s {line['tokens_per_s']:.1f}, accept_length {line['accept_length']:.3f}"
+        print(f"{name} {line['ms_per_step']:9.3f} ms   {shown}", flush=True)
+        if self.directory is not None:
+            results.append(self.directory, line)
+
+    def fail(self, case: Case, system: str, text: str) -> None:
+        self.num_failures += 1
+        print(f"{case.name} {system}: {text}", flush=True)
+
+
+def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
+    """Runs what is asked for; returns the exit status."""
+    options = parsed(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and options.shape != "small":
+        print("a model of this size needs a GPU")
+        return 2
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
+    about = {"gpu": gpu, "commit": commit, "run": results.new_run(), "device": device}
+    bench = Bench(options, directory if device.type == "cuda" else None, about)
+    systems = [system for system in SYSTEMS if system in options.system]
+    cases = [case for case in CASES if case.name in options.case]
+    if not bench.installation.has_sglang() and any(system != OWN for system in systems):
+        print("SGLang is not installed; --sglang names a folder that holds it")
+        systems = [system for system in systems if system == OWN]
+    if "sglang+flashinfer" in systems and bench.flashinfer is None:
+        print("sglang+flashinfer: FlashInfer is not installed; --flashinfer names a folder that holds it")
+        systems.remove("sglang+flashinfer")
+    for case in cases:
+        for system in systems:
+            if system != OWN:
+                bench.run_sglang(case, system)
+    if OWN in systems:
+        for case in cases:
+            bench.run_own(case)
+    if bench.lines:
+        print("\n" + markdown(table(bench.lines)), flush=True)
+    # EAGLEInference draws for itself: of few steps, the mean is a matter of chance
+    faults = off_stock([line for line in bench.lines if not (options.quick and line["system"] == OWN)])
+    print("".join(f"{fault}\n" for fault in faults), end="", flush=True)
+    return int(bool(faults) or bench.num_failures > 0)
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Returns the options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.run --app server", description=__doc__.partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    names = [case.name for case in CASES]
+    parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="where SGLang is, if Python does not find it")
+    parser.add_argument("--flashinfer", type=Path, metavar="FOLDER", help="where FlashInfer is, likewise")
+    parser.add_argument("--case", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=SYSTEMS, metavar="NAME", help="as listed above")
+    parser.add_argument("--quick", action="store_true", help="once and shorter; the tables leave such lines out")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that an engine of SGLang may take")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="for logs of engines (default: a temporary one)")
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b", help="small: for tests")
+    options = parser.parse_args(arguments)
+    for name in ("sglang", "flashinfer"):
+        folder = getattr(options, name)
+        if folder is not None and not folder.is_dir():
+            parser.error(f"--{name}: no folder {folder}")
+    options.logs = (options.logs or Path(tempfile.mkdtemp(prefix="server_logs_"))).resolve()
+    return options

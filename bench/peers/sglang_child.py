@@ -1,0 +1,136 @@
+"""Starts one SGLang engine and times it: the script that `sglang_engine.py` runs in a process of its own.
+
+It is copied to a folder of its own before it runs, and imports nothing of this repository: SGLang's own processes
+import it again, and the folder of a script comes first where Python looks for packages.
+
+    python sglang_child.py ORDER RECORDS
+
+ORDER is a JSON file: the arguments of `sglang.Engine`, and what is to be generated. Each record becomes a line of
+RECORDS at once.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import threading
+import time
+
+# names of distributions; the first that is installed counts
+PACKAGES = {
+    "sglang": ("sglang",),
+    "sgl_kernel": ("sglang-kernel", "sgl-kernel"),
+    "flashinfer": ("flashinfer-python",),
+    "torch": ("torch",),
+    "triton": ("triton", "pytorch-triton", "pytorch-triton-rocm"),
+}
+WARM_TOKENS = 24
+SMALLEST_TOKEN = 100  # of prompts: smaller ones may be special
+
+
+def main(order_file: str, records_file: str) -> None:
+    """Runs the order; what cannot be generated becomes a record of kind `failed`, and the next is tried."""
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    with open(order_file, encoding="utf-8") as file:
+        order = json.load(file)
+    with open(records_file, "a", encoding="utf-8") as records:
+
+        def write(kind: str, **fields) -> None:
+            records.write(json.dumps({"kind": kind} | fields) + "\n")
+            records.flush()
+
+        engine = start(order["engine"], write)
+        source = random.Random(0)
+        for batch in order["batches"]:
+            prompts = [
+                [source.randrange(SMALLEST_TOKEN, order["vocab_size"]) for _ in range(order["prompt_tokens"])]
+                for _ in range(batch)
+            ]
+            for sampling in order["sampling"]:
+                try:
+                    numbers = measure(engine, prompts, sampling, order)
+                except Exception as error:
+                    write("failed", batch=batch, **sampling, error=f"{type(error).__name__}: {error}"[:500])
+                else:
+                    write("measured", batch=batch, **sampling, **numbers)
+        engine.shutdown()
+
+
+def end_with(parent: int) -> None:
+    """Kills this process group, SGLang's processes too, when the process that started it is no longer there."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def start(arguments: dict, write):
+    """Starts the engine, and writes how long that took and what it runs with."""
+    begin_s = time.perf_counter()
+    import sglang
+
+    imported_s = time.perf_counter()
+    engine = sglang.Engine(**arguments)
+    times = {"import_s": round(imported_s - begin_s, 1), "start_s": round(time.perf_counter() - imported_s, 1)}
+    backend = getattr(engine.server_args, "attention_backend", None)
+    write("started", **times, attention_backend=backend, versions=versions(sglang))
+    return engine
+
+
+def versions(sglang) -> dict[str, str]:
+    """Returns the versions of the packages that are there; not FlashInfer's where SGLang is told to leave it."""
+    found = {"sglang": getattr(sglang, "__version__", None)}
+    for name, distributions in PACKAGES.items():
+        for distribution in distributions:
+            try:
+                found.setdefault(name, importlib.metadata.version(distribution))
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    if os.environ.get("SGLANG_IS_FLASHINFER_AVAILABLE") == "false":
+        found.pop("flashinfer", None)
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def measure(engine, prompts: list[list[int]], sampling: dict, order: dict) -> dict:
+    """Times steps as the slope between two lengths of generation: what both cost, the prompts' part too, cancels.
+
+    raw: seconds of the short and of the long generation, and the steps and tokens of a request between them, for each
+    repeat. The time of a step and the speed are medians over repeats; the accepted length is of all repeats together.
+    """
+    short, long = order["lengths"]
+    generate(engine, prompts, WARM_TOKENS, sampling)
+    slopes, speeds, raw = [], [], []
+    for _ in range(order["repeats"]):
+        short_s, short_tokens, short_steps = generate(engine, prompts, short, sampling)
+        long_s, long_tokens, long_steps = generate(engine, prompts, long, sampling)
+        seconds, tokens = long_s - short_s, long_tokens - short_tokens
+        steps = long_steps - short_steps if order["is_speculative"] else tokens
+        slopes.append(1e3 * seconds / steps)
+        speeds.append(len(prompts) * tokens / seconds)
+        raw.append([round(short_s, 4), round(long_s, 4), round(steps, 2), round(tokens, 2)])
+    return {
+        "ms_per_step": round(statistics.median(slopes), 4),
+        "tokens_per_s": round(statistics.median(speeds), 2),
+        "accept_length": round(sum(row[3] for row in raw) / sum(row[2] for row in raw), 4),
+        "raw": raw,
+    }
+
+
+def generate(engine, prompts: list[list[int]], num_tokens: int, sampling: dict) -> tuple[float, float, float]:
+    """Returns the seconds, and the mean tokens and verification steps of a request."""
+    parameters = sampling | {"max_new_tokens": num_tokens, "ignore_eos": True}
+    begin_s = time.perf_counter()
+    outputs = engine.generate(input_ids=prompts, sampling_params=parameters)
+    seconds = time.perf_counter() - begin_s
+    outputs = [outputs] if isinstance(outputs, dict) else outputs
+    tokens = statistics.mean(len(output["output_ids"]) for output in outputs)
+    steps = statistics.mean(output["meta_info"].get("spec_verify_ct") or 0 for output in outputs)
+    return seconds, tokens, steps
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

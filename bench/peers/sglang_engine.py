@@ -1,0 +1,279 @@
+"""SGLang's own engine, with dummy weights and simulated acceptance, in a child process that is ended at its limit.
+
+SGLang is what Python finds, or what lies in a folder (`pip install --target FOLDER sglang`). The plug-in of this
+checkout is shown to it as an installed package would be; stock engines are told to load no plug-in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from eagle_kernels.runtime.version import __version__
+
+from . import sglang_child
+
+ROOT = Path(__file__).parents[2]
+PLUGIN = "eagle_kernels"  # the plug-in's name, and that of its attention backend
+NO_PLUGIN = "none_of_them"
+# what would change an engine and is told to each
+TOLD = (
+    "SGLANG_SIMULATE_ACC_LEN",
+    "SGLANG_SIMULATE_ACC_METHOD",
+    "SGLANG_SIMULATE_ACC_TOKEN_MODE",
+    "SGLANG_PLUGINS",
+    "SGLANG_IS_FLASHINFER_AVAILABLE",
+    "EAGLE_KERNELS_SGLANG",
+    "EAGLE_KERNELS_BACKEND",
+    "TRITON_INTERPRET",
+)
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+    "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+}
+POLL_S = 0.1
+GONE_S = 10.0  # how long the killed processes of an engine may take to leave the GPU
+
+
+class EngineFailure(Exception):
+    """What went wrong in a child process, with its first traceback."""
+
+
+class Installation(NamedTuple):
+    """Folders in front of those where this Python looks; FlashInfer's comes first, since SGLang's may hold one too."""
+
+    sglang: Path | None = None
+    flashinfer: Path | None = None
+
+    def folders(self, with_flashinfer: bool = True) -> list[Path]:
+        """Returns the folders that were given."""
+        given = [self.flashinfer if with_flashinfer else None, self.sglang]
+        return [folder.resolve() for folder in given if folder is not None]
+
+    def has_sglang(self) -> bool:
+        """Tells whether SGLang is there, without importing it."""
+        return PathFinder.find_spec("sglang", [*map(str, self.folders()), *sys.path]) is not None
+
+    def flashinfer_version(self) -> str | None:
+        """Returns the version of the FlashInfer that an engine would find; None without one."""
+        paths = [*map(str, self.folders()), *sys.path]
+        found = next(iter(distributions(name="flashinfer-python", path=paths)), None)
+        return None if found is None else found.version
+
+
+class Order(NamedTuple):
+    """One engine and what it generates; its weights are dummies, its texts mean nothing.
+
+    model, draft: config.json of the target and of the EAGLE-3 head. tree: topk, steps, nodes; None: plain decoding.
+    accept: mean tokens of a step that SGLang simulates. sampling: temperatures with their top-p.
+    """
+
+    backend: str
+    model: dict[str, Any]
+    draft: dict[str, Any]
+    batches: Sequence[int]
+    sampling: Sequence[tuple[float, float]]
+    prompt_tokens: int
+    lengths: tuple[int, int]
+    repeats: int
+    tree: tuple[int, int, int] | None = None
+    accept: float | None = None
+
+    @property
+    def is_plugged(self) -> bool:
+        return self.backend == PLUGIN
+
+    @property
+    def context_length(self) -> int:
+        """The longest text and room for drafts, in whole thousands."""
+        return max(4096, -(-(self.prompt_tokens + self.lengths[1] + 512) // 1024) * 1024)
+
+    def engine_arguments(self, folder: Path) -> dict[str, Any]:
+        """Returns the arguments of `sglang.Engine`; the models' folders are those of `write_models`."""
+        arguments = {
+            "model_path": str(folder / "target"),
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "attention_backend": self.backend,
+            # with trees the first token of a text only; plain decoding is timed at temperature 0
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "skip_tokenizer_init": True,
+            "disable_radix_cache": True,
+            "disable_prefill_cuda_graph": True,
+            "cuda_graph_bs_decode": sorted(self.batches),
+            "cuda_graph_max_bs_decode": max(self.batches),
+            "context_length": self.context_length,
+            # a request reserves its longest text
+            "max_total_tokens": max(131072, max(self.batches) * self.context_length),
+            "max_running_requests": max(32, *self.batches),
+            "mem_fraction_static": 0.6,
+            "random_seed": 1,
+            "log_level": "info",
+        }
+        if self.tree is not None:
+            topk, steps, nodes = self.tree
+            arguments |= {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": str(folder / "draft"),
+                "speculative_draft_load_format": "dummy",
+                "speculative_num_steps": steps,
+                "speculative_eagle_topk": topk,
+                "speculative_num_draft_tokens": nodes,
+            }
+        return arguments
+
+    def for_child(self, folder: Path) -> dict[str, Any]:
+        """Returns what `sglang_child.py` reads."""
+        return {
+            "engine": self.engine_arguments(folder),
+            "vocab_size": self.model["vocab_size"],
+            "batches": list(self.batches),
+            "sampling": [{"temperature": temperature, "top_p": top_p} for temperature, top_p in self.sampling],
+            "prompt_tokens": self.prompt_tokens,
+            "lengths": list(self.lengths),
+            "repeats": self.repeats,
+            "is_speculative": self.tree is not None,
+        }
+
+
+def environment(order: Order, installation: Installation, plugin: Path, with_flashinfer: bool) -> dict[str, str]:
+    """Returns the environment of an engine's process. plugin: the folder that `write_plugin` wrote."""
+    told = {name: value for name, value in os.environ.items() if name not in TOLD} | OFFLINE
+    folders = installation.folders(with_flashinfer)
+    paths = ([plugin, ROOT] if order.is_plugged else []) + folders
+    inherited = [Path(path).resolve() for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    told["PYTHONPATH"] = os.pathsep.join(map(str, [*paths, *inherited]))
+    scripts = [str(folder / "bin") for folder in folders if (folder / "bin").is_dir()]  # FlashInfer's ninja
+    told["PATH"] = os.pathsep.join([*scripts, os.environ.get("PATH", os.defpath)])
+    told["SGLANG_PLUGINS"] = PLUGIN if order.is_plugged else NO_PLUGIN
+    if order.is_plugged:
+        told["EAGLE_KERNELS_SGLANG"] = "all"
+    if not with_flashinfer:
+        told["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
+    if order.accept is not None:
+        told |= {"SGLANG_SIMULATE_ACC_LEN": str(order.accept), "SGLANG_SIMULATE_ACC_METHOD": "match-expected"}
+    return told | _cuda()
+
+
+def _cuda() -> dict[str, str]:
+    """Returns where the CUDA libraries of torch's own packages and the compiler are: ops of peers look for both."""
+    libraries = sorted(Path(torch.__file__).parents[1].glob("nvidia/*/lib"))
+    paths = [os.environ.get("LD_LIBRARY_PATH", ""), *map(str, libraries)]
+    found = {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths))} if any(paths) else {}
+    compiler = Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    if "CUDA_HOME" not in os.environ and compiler.exists():
+        found["CUDA_HOME"] = str(compiler.resolve().parents[1])
+    return found
+
+
+def write_models(order: Order, folder: Path) -> None:
+    """Writes the folders of the two models: a config.json each, the weights are made by SGLang."""
+    for name, config in (("target", order.model), ("draft", order.draft)):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+def write_plugin(folder: Path) -> None:
+    """Writes what an installed eagle_kernels tells about its plug-in, so that SGLang finds this checkout's."""
+    about = folder / f"eagle_kernels-{__version__}.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: eagle_kernels\nVersion: {__version__}\n")
+    point = f"{PLUGIN} = eagle_kernels.integrations.sglang:register"
+    (about / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{point}\n")
+
+
+def run(
+    order: Order, installation: Installation, folder: Path, log: Path, limit_s: float, with_flashinfer: bool
+) -> Iterator[dict[str, Any]]:
+    """Yields the engine's records as they come: `started`, then `measured` or `failed` by batch size and sampling.
+
+    All processes of the engine are ended when it is done, after `limit_s`, and when the caller stops early. Raises
+    EngineFailure at the limit, for a crash, and where another backend ran than was asked for.
+
+    folder: for files that an engine needs. log: the file that all its processes print to. with_flashinfer: whether
+    SGLang may use FlashInfer.
+    """
+    write_models(order, folder / "models")
+    write_plugin(folder / "plugin")
+    script, order_file, records_file = folder / "script" / "engine.py", folder / "order.json", folder / "records.jsonl"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(sglang_child.__file__, script)
+    order_file.write_text(json.dumps(order.for_child(folder / "models"), indent=1), encoding="utf-8")
+    records_file.write_text("")
+    told = environment(order, installation, folder / "plugin", with_flashinfer)
+    command, deadline_s = [sys.executable, *map(str, (script, order_file, records_file))], time.monotonic() + limit_s
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output, records_file.open(encoding="utf-8") as records:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=told, cwd=folder,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            rest, has_ended = "", False
+            while not has_ended:
+                has_ended = child.poll() is not None  # asked before the last records are read
+                *lines, rest = (rest + records.read()).split("\n")
+                for line in lines:
+                    record = json.loads(line)
+                    yield record | _checked(order, record, log)
+                if not has_ended:
+                    if time.monotonic() > deadline_s:
+                        raise EngineFailure(f"took longer than {limit_s:g} s\n{_told_by(log)}")
+                    time.sleep(POLL_S)
+            if child.returncode:
+                raise EngineFailure(f"ended with status {child.returncode}\n{_told_by(log)}")
+        finally:
+            _end(child)
+
+
+def _checked(order: Order, record: dict[str, Any], log: Path) -> dict[str, Any]:
+    """Returns the parts of ours that the log tells to be in use; raises EngineFailure where it was not as ordered."""
+    if record["kind"] == "started" and record["attention_backend"] != order.backend:
+        raise EngineFailure(f"ran with {record['attention_backend']}; asked for {order.backend}")
+    if record["kind"] != "measured":
+        return {}
+    text = log.read_text(encoding="utf-8", errors="replace")
+    parts = sorted(set(re.findall(r"eagle_kernels: (\w+) is in use", text)))
+    if order.is_plugged and "attention" not in parts:
+        raise EngineFailure(f"the plug-in's attention was not used\n{_told_by(log)}")
+    if parts and not order.is_plugged:
+        raise EngineFailure(f"a stock engine used the plug-in's {', '.join(parts)}")
+    return {"attention_backend": order.backend, "parts": parts}
+
+
+def _told_by(log: Path) -> str:
+    """Returns the first traceback of a log, or its end without one, and where it is."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    first = next((number for number, line in enumerate(lines) if "Traceback" in line), max(0, len(lines) - 20))
+    return "\n".join([*(line[:400] for line in lines[first : first + 40]), f"(the whole log: {log})"])
+
+
+def _end(child: subprocess.Popen) -> None:
+    """Kills the child's process group and waits until it is gone, so that the next engine finds the GPU free."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    deadline_s = time.monotonic() + GONE_S
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline_s:
+            os.killpg(child.pid, 0)
+            time.sleep(POLL_S)

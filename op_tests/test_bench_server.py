@@ -1,0 +1,365 @@
+"""The benchmark of a server, without SGLang and without a GPU: a package with made outputs takes SGLang's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import eagle_kernels
+from bench import report, run
+from bench.apps import server, server_tables
+from bench.apps.server_cases import CASES, SYSTEMS
+from bench.harness import results
+from bench.peers import sglang_engine
+
+GPU = "Some GPU 80GB"
+# Its steps take a tenth of a millisecond. FAKE says what goes wrong: {backend: fault}.
+FAKE = """
+import importlib.metadata, json, os, subprocess, sys, time, types
+
+__version__ = "0.5.17"
+fault = json.loads(os.environ.get("FAKE", "{}"))
+
+
+class Engine:
+    def __init__(self, **arguments):
+        backend = arguments["attention_backend"]
+        self.fault = fault.get(backend)
+        ran = "other" if self.fault == "other backend" else backend
+        self.server_args = types.SimpleNamespace(**arguments | {"attention_backend": ran})
+        self.nodes = arguments.get("speculative_num_draft_tokens")
+        for name in ("target", "draft"):
+            folder = arguments["model_path"].replace("target", name)
+            assert json.load(open(folder + "/config.json"))["num_hidden_layers"] == {"target": 8, "draft": 1}[name]
+        allowed = os.environ["SGLANG_PLUGINS"]
+        plugins = {point.name: point.value for point in importlib.metadata.entry_points(group="sglang.srt.plugins")}
+        if plugins.get(allowed) == "eagle_kernels.integrations.sglang:register" and self.fault != "no plug-in":
+            print("eagle_kernels: attention is in use", flush=True)
+        if self.fault == "crash":
+            raise RuntimeError("no kernel image")
+        if self.fault == "hang":
+            other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            print("started", other.pid, flush=True)
+            time.sleep(600)
+
+    def generate(self, input_ids, sampling_params):
+        if self.fault == "hot" and sampling_params["temperature"] > 0:
+            raise ValueError("too hot")
+        tokens = sampling_params["max_new_tokens"]
+        assert sampling_params["ignore_eos"] and all(0 <= token < 512 for ids in input_ids for token in ids)
+        accept = float(os.environ.get("SGLANG_SIMULATE_ACC_LEN", 1)) * (0.98 if self.fault == "accept" else 1)
+        time.sleep(tokens / accept * 1e-4)
+        meta_info = {"spec_verify_ct": tokens / accept} if self.nodes else {}
+        return [{"output_ids": [0] * tokens, "meta_info": meta_info} for _ in input_ids]
+
+    def shutdown(self):
+        pass
+"""
+
+
+@pytest.fixture
+def sglang(tmp_path, monkeypatch):
+    """Returns the options that name the made SGLang; an instance of FlashInfer's distribution lies beside it."""
+    monkeypatch.delenv("FAKE", raising=False)
+    write_package(tmp_path / "site", "sglang", FAKE)
+    write_package(tmp_path / "flashinfer", "flashinfer", "", distribution="flashinfer_python", version="0.6.15")
+    return ["--sglang", str(tmp_path / "site"), "--shape", "small", "--quick", "--logs", str(tmp_path / "logs")]
+
+
+def write_package(folder, name, text, distribution=None, version=None):
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(text)
+    if distribution:
+        about = folder / f"{distribution}-{version}.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+
+
+def call(options, *more, directory="none"):
+    return run.main(["--app", "server", *options, *more, "--results", str(directory), "--commit", "abc"])
+
+
+def order(backend, accept=4.0, **fields):
+    fields = {
+        "batches": (1,),
+        "sampling": ((0.0, 1.0),),
+        "prompt_tokens": 8,
+        "lengths": (48, 176),
+        "repeats": 1,
+    } | fields
+    config = {"vocab_size": 512, "num_hidden_layers": 8}
+    return sglang_engine.Order(
+        backend, config, config | {"num_hidden_layers": 1}, tree=(8, 5, 64), accept=accept, **fields
+    )
+
+
+def test_arguments(tmp_path, capsys):
+    options = server.parsed([])
+    assert options.case == [case.name for case in CASES] == ["plain", "8/5/64", "4/3/8", "4/4/16"]
+    assert options.system == SYSTEMS and SYSTEMS[0] == "sglang+flashinfer" and options.logs.is_dir()
+    options.logs.rmdir()
+    options = server.parsed(["--case", "plain", "4/3/8", "--system", "eagle_kernels", "--logs", str(tmp_path)])
+    assert (options.case, options.system) == (["plain", "4/3/8"], ["eagle_kernels"])
+    for wrong in (["--case", "9/9/9"], ["--system", "vllm"], ["--sglang", str(tmp_path / "nowhere")]):
+        with pytest.raises(SystemExit):
+            server.parsed(wrong)
+    with pytest.raises(SystemExit):
+        run.main(["--app", "server", "--help"])
+    assert "--flashinfer" in capsys.readouterr().out
+
+
+def test_a_case_is_the_app_s_own(tmp_path, capsys, monkeypatch):
+    """`--case` of the ops is another one."""
+    seen = []
+    monkeypatch.setattr(server.Bench, "run_own", lambda bench, case: seen.append(case.name))
+    more = ["--case", "plain", "4/3/8", "--system", "eagle_kernels"]
+    assert call(["--shape", "small", "--logs", str(tmp_path)], *more) == 0
+    assert seen == ["plain", "4/3/8"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_an_engine_is_sized_for_its_case(case, tmp_path):
+    bench = server.Bench(server.parsed(["--logs", str(tmp_path)]), None, {})
+    ordered = bench.order(case, "sglang+triton")
+    arguments = ordered.engine_arguments(tmp_path)
+    longest = case.prompt_tokens + ordered.lengths[1]
+    assert arguments["context_length"] > longest
+    assert arguments["max_total_tokens"] >= max(case.batches) * arguments["context_length"]
+    assert arguments["cuda_graph_bs_decode"] == list(case.batches)
+    assert ordered.model["max_position_embeddings"] > arguments["context_length"]
+    tree = [arguments.get(f"speculative_{name}") for name in ("eagle_topk", "num_steps", "num_draft_tokens")]
+    assert tree == list(case.tree or [None] * 3) and ("speculative_algorithm" in arguments) == bool(case.tree)
+    assert ordered.draft["draft_vocab_size"] == 32000 and ordered.draft["num_hidden_layers"] == 1
+    assert ordered.sampling == (((0.0, 1.0), (0.8, 0.95)) if case.tree else ((0.0, 1.0),))
+
+
+def test_stock_engines_get_no_plug_in(tmp_path, monkeypatch):
+    for name in ("SGLANG_SIMULATE_ACC_LEN", "EAGLE_KERNELS_SGLANG", "TRITON_INTERPRET"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["here", "/there"]))
+    installation = sglang_engine.Installation(tmp_path / "sglang", tmp_path / "flashinfer")
+    (tmp_path / "flashinfer" / "bin").mkdir(parents=True)
+    told = sglang_engine.environment(order("triton"), installation, tmp_path / "plugin", with_flashinfer=True)
+    folders = [str(tmp_path / "flashinfer"), str(tmp_path / "sglang")]
+    assert told["PYTHONPATH"].split(os.pathsep) == [*folders, str(Path("here").resolve()), "/there"]
+    assert told["PATH"].startswith(str(tmp_path / "flashinfer" / "bin"))
+    assert told["SGLANG_PLUGINS"] == sglang_engine.NO_PLUGIN and told["SGLANG_SIMULATE_ACC_LEN"] == "4.0"
+    assert not {"EAGLE_KERNELS_SGLANG", "TRITON_INTERPRET", "SGLANG_IS_FLASHINFER_AVAILABLE"} & set(told)
+    plain = order("triton", accept=None)
+    told = sglang_engine.environment(plain, installation, tmp_path / "plugin", with_flashinfer=False)
+    assert "SGLANG_SIMULATE_ACC_LEN" not in told and told["SGLANG_IS_FLASHINFER_AVAILABLE"] == "false"
+    assert folders[0] not in told["PYTHONPATH"]
+
+
+def test_the_plug_in_is_found_as_an_installed_one(tmp_path):
+    sglang_engine.write_plugin(tmp_path / "plugin")
+    told = sglang_engine.environment(
+        order("eagle_kernels"), sglang_engine.Installation(), tmp_path / "plugin", with_flashinfer=True
+    )
+    assert (told["SGLANG_PLUGINS"], told["EAGLE_KERNELS_SGLANG"]) == ("eagle_kernels", "all")
+    code = (
+        "import importlib.metadata as m; (p,) = m.entry_points(group='sglang.srt.plugins', name='eagle_kernels');"
+        "print(p.value, p.dist.version); print(p.load().__name__); import eagle_kernels; print(eagle_kernels.__file__)"
+    )
+    told |= {"TRITON_INTERPRET": "1"}  # there is no GPU to compile for
+    done = subprocess.run([sys.executable, "-c", code], env=told, cwd=tmp_path, capture_output=True, text=True)
+    point, function, file = done.stdout.splitlines()
+    assert point == f"eagle_kernels.integrations.sglang:register {eagle_kernels.__version__}"
+    assert function == "register" and Path(file).is_relative_to(sglang_engine.ROOT)
+
+
+def test_all_systems_on_a_made_sglang(sglang, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(server, "QUICK_LENGTHS", (8, 40))
+    monkeypatch.setattr(server, "SMALLER", 256)
+    monkeypatch.setattr(server.generation, "WARM_STEPS", 1)
+    more = ["--flashinfer", str(tmp_path / "flashinfer"), "--case", "8/5/64", "4/4/16"]
+    assert call(sglang, *more) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    told = [line for line in lines if line and line[0] in ("8/5/64", "4/4/16")]
+    systems = [(line[0], line[3]) for line in told]
+    expected = [(case, system) for case in ("8/5/64", "4/4/16") for system in SYSTEMS[:3] for _ in range(2)]
+    assert systems == expected + [(case, "eagle_kernels") for case in ("8/5/64", "4/4/16") for _ in range(2)]
+    assert {(line[1], line[2]) for line in told} == {(b, t) for b in ("B=1", "B=8") for t in ("T=0", "T=0.8")}
+    table = [line for line in lines if line[:1] == ["|"]]
+    assert len(table) == 2 + 16
+
+
+def test_lines_are_kept_beside_a_gpu(sglang, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
+    more = ["--flashinfer", str(tmp_path / "flashinfer"), "--system", *SYSTEMS[:3], "--case", "plain", "4/3/8"]
+    assert call(sglang, *more, directory=tmp_path / "results") == 0
+    (file,) = (tmp_path / "results").rglob("*.jsonl")
+    assert file == tmp_path / "results" / "Some_GPU_80GB" / "server.jsonl"
+    lines = [json.loads(text) for text in file.read_text().splitlines()]
+    assert [(line["case"], line["system"], line["batch"]) for line in lines if line["temperature"] == 0] == [
+        *(("plain", system, batch) for system in SYSTEMS[:3] for batch in (1, 8, 32)),
+        *(("4/3/8", system, 32) for system in SYSTEMS[:3]),
+    ]
+    for line in lines:
+        assert line["parts"] == (["attention"] if line["system"] == "sglang+eagle_kernels" else [])
+        assert line["attention_backend"] == line["system"].removeprefix("sglang+")
+        assert line["accept_length"] == pytest.approx(2.5 if line["tree"] else 1.0)
+        assert {"ms_per_step", "tokens_per_s"} < set(line) and len(line["raw"]) == 1
+        assert (line["top_p"], line["commit"], line["quick"]) == (0.95 if line["temperature"] else 1.0, "abc", True)
+        assert line["versions"]["sglang"] == "0.5.17" and line["versions"]["flashinfer"] == "0.6.15"
+        assert line["start_s"] >= 0 and line["versions"]["torch"]
+    assert server_tables.tables(file) == []  # quick ones make no table
+
+
+def test_what_is_missing_is_told(sglang, capsys, tmp_path):
+    assert call(sglang, "--system", "sglang+flashinfer") == 0
+    assert capsys.readouterr().out == (
+        "sglang+flashinfer: FlashInfer is not installed; --flashinfer names a folder that holds it\n"
+    )
+    assert call(["--shape", "small", "--logs", str(tmp_path / "logs")], "--system", "sglang+triton") == 0
+    assert capsys.readouterr().out == "SGLang is not installed; --sglang names a folder that holds it\n"
+    assert call([]) == (0 if torch.cuda.is_available() else 2)
+
+
+def test_another_acceptance_fails(sglang, capsys, monkeypatch):
+    monkeypatch.setenv("FAKE", json.dumps({"eagle_kernels": "accept"}))
+    more = ["--case", "8/5/64", "--system", "sglang+triton", "sglang+eagle_kernels"]
+    assert call(sglang, *more) == 1
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert first == "8/5/64 B=1 T=0 sglang+eagle_kernels: accepted length 3.920, stock's is 4.000"
+    assert second.startswith("8/5/64 B=1 T=0.8 sglang+eagle_kernels: ")
+
+
+def test_a_stock_system_of_another_draw_is_no_fault():
+    about = {"case": "4/3/8", "batch": 32, "temperature": 0.0, "top_p": 1.0}
+    lengths = {"sglang+flashinfer": 2.5, "sglang+triton": 2.55, "sglang+eagle_kernels": 2.551, "eagle_kernels": 2.49}
+    lines = [about | {"system": system, "accept_length": length} for system, length in lengths.items()]
+    assert server_tables.off_stock(lines) == []
+    lines[2]["accept_length"] = 2.58
+    assert server_tables.off_stock(lines) == [
+        "4/3/8 B=32 T=0 sglang+eagle_kernels: accepted length 2.580, stock's is 2.500 and 2.550"
+    ]
+
+
+@pytest.mark.parametrize(
+    "fault, told",
+    [
+        ("crash", "RuntimeError: no kernel image"),
+        ("other backend", "ran with other; asked for triton"),
+        ("hot", "B=1 T=0.8: ValueError: too hot"),
+    ],
+)
+def test_a_failure_is_told_and_the_others_run(fault, told, sglang, capsys, monkeypatch):
+    monkeypatch.setenv("FAKE", json.dumps({"triton": fault}))
+    more = ["--case", "8/5/64", "--system", "sglang+triton", "sglang+eagle_kernels"]
+    assert call(sglang, *more) == 1
+    said = capsys.readouterr().out
+    assert told in said and "8/5/64 sglang+triton: " in said
+    assert said.count("| sglang+eagle_kernels |") == 2 and said.count("| sglang+triton |") == (fault == "hot")
+
+
+def test_a_plug_in_that_is_not_used_is_no_measurement(sglang, capsys, monkeypatch):
+    monkeypatch.setenv("FAKE", json.dumps({"eagle_kernels": "no plug-in"}))
+    assert call(sglang, "--case", "plain", "--system", "sglang+eagle_kernels") == 1
+    said = capsys.readouterr().out
+    assert "plain sglang+eagle_kernels: the plug-in's attention was not used" in said and "|" not in said
+
+
+def test_without_a_flashinfer_that_fails_the_others_run(sglang, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FAKE", json.dumps({"flashinfer": "crash"}))
+    systems = ["--system", "sglang+flashinfer", "sglang+triton"]
+    assert call(sglang, "--flashinfer", str(tmp_path / "flashinfer"), "--case", "8/5/64", *systems) == 1
+    said = capsys.readouterr().out
+    assert "from here on the other systems run without FlashInfer" in said and "| sglang+triton |" in said
+
+
+def test_an_engine_that_hangs_is_killed_with_what_it_started(sglang, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE", json.dumps({"triton": "hang"}))
+    log = tmp_path / "log.txt"
+    installation = sglang_engine.Installation(tmp_path / "site")
+    with pytest.raises(sglang_engine.EngineFailure, match="took longer than 3 s"):
+        list(sglang_engine.run(order("triton"), installation, tmp_path / "work", log, 3.0, with_flashinfer=False))
+    other = int(log.read_text().split("started ")[1].split()[0])
+    assert has_ended(other)
+
+
+def test_an_engine_ends_with_its_caller(sglang, tmp_path, monkeypatch):
+    """Also where the caller is killed, and cannot end anything itself."""
+    monkeypatch.setenv("FAKE", json.dumps({"triton": "hang"}))
+    log = tmp_path / "logs" / "8_5_64_sglang_triton.txt"
+    command = [sys.executable, "-m", "bench.run", "--app", "server", *sglang, "--system", "sglang+triton"]
+    command += ["--case", "8/5/64", "--results", "none"]
+    caller = subprocess.Popen(command, cwd=sglang_engine.ROOT, stdout=subprocess.DEVNULL)
+    wait_for(lambda: log.exists() and "started" in log.read_text())
+    caller.send_signal(signal.SIGKILL)
+    caller.wait()
+    other = int(log.read_text().split("started ")[1].split()[0])
+    wait_for(lambda: has_ended(other))
+
+
+def has_ended(pid: int) -> bool:
+    """Tells whether a process is gone, or dead and not yet collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_for(condition, limit_s=60.0):
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def measured(system, ms, case="8/5/64", batch=1, temperature=0.0, **fields):
+    about = {"op": "server", "shape": "llama-3.1-8b", "gpu": GPU, "commit": "abc", "run": "a", "quick": False}
+    about |= {"case": case, "system": system, "batch": batch, "temperature": temperature, "prompt_tokens": 512}
+    about |= {"top_p": 0.95 if temperature else 1.0, "versions": {"sglang": "0.5.17", "torch": "2.11", "triton": "3.6"}}
+    return about | {"ms_per_step": ms, "tokens_per_s": 4000 * batch / ms, "accept_length": 4.0} | fields
+
+
+def test_tables(tmp_path, monkeypatch):
+    """In the folder of the GPU, and between the marks of the plug-in's page."""
+    lines = [
+        measured("sglang+flashinfer", 99.0),
+        measured("sglang+eagle_kernels", 5.0, case="4/4/16", batch=8, temperature=0.8, prompt_tokens=8192),
+        measured("sglang+flashinfer", 8.0),
+        measured("sglang+triton", 10.0),
+        measured("sglang+eagle_kernels", 4.0, versions={"sglang": "0.5.17", "flashinfer": "0.6", "torch": None}),
+        measured("eagle_kernels", 1.0, quick=True),
+    ]
+    for line in lines:
+        results.append(tmp_path / "results", line)
+    (tmp_path / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n")
+    monkeypatch.setattr(report, "declared", list)
+    page = tmp_path / report.PAGES["server"]
+    where = ["--results", str(tmp_path / "results"), "--readme", str(tmp_path / "README.md")]
+    assert report.main(where) == 0 and not page.exists()
+    text = (tmp_path / "results" / "Some_GPU_80GB" / "README.md").read_text()
+    assert text.startswith("# Some_GPU_80GB\n\n## SGLang, stock and with the plug-in\n\nShape of llama-3.1-8b, ")
+    assert "SGLang 0.5.17, FlashInfer 0.6, torch 2.11, triton 3.6." in text
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert "| of sglang+flashinfer | of sglang+triton (not the default on Hopper, the one on AMD) |" in rows[0]
+    assert rows[2:] == [
+        "| 8/5/64 | 1 | greedy | sglang+flashinfer | 8.000 | 500 | 4.00 | 1.00× | 1.25× | `abc` |",
+        "| 8/5/64 | 1 | greedy | sglang+triton | 10.000 | 400 | 4.00 | 0.80× | 1.00× | `abc` |",
+        "| 8/5/64 | 1 | greedy | sglang+eagle_kernels | 4.000 | 1000 | 4.00 | 2.00× | 2.50× | `abc` |",
+        "| 4/4/16, prompts of 8192 | 8 | temperature 0.8, top-p 0.95 | sglang+eagle_kernels "
+        "| 5.000 | 6400 | 4.00 | - | - | `abc` |",
+    ]
+    page.parent.mkdir(parents=True)
+    page.write_text("no marks\n")
+    assert report.main([*where, "--check"]) == 0
+    page.write_text("before\n<!-- server:begin -->\n<!-- server:end -->\nafter\n")
+    assert report.main([*where, "--check"]) == 1 and report.main(where) == 0 and report.main([*where, "--check"]) == 0
+    written = page.read_text()
+    assert written.startswith("before\n<!-- server:begin -->\n**Some GPU 80GB**\n\nShape of llama-3.1-8b, ")
+    assert rows[4] in written and written.endswith("\n<!-- server:end -->\nafter\n")
+    (tmp_path / "results" / "Some_GPU_80GB" / "server.jsonl").unlink()
+    assert report.main(where) == 0
+    assert "<!-- server:begin -->\nNo results yet.\n<!-- server:end -->" in page.read_text()
