@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from . import hooks
-from .parts import NAME, VARIABLE, asked_by, backends, note_use, turn_on, unused
+from .contract import PAGE_TREES
+from .parts import NAME, VARIABLE, asked_by, backends, note_use, resolved, turn_on, unused
 
 SPECULATIVE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "float16", "fp8_e4m3")
@@ -15,6 +16,8 @@ def refusals(server_args) -> list[str]:
     chosen = backends(server_args)
     if NAME not in chosen.values():
         return []
+    model = _model_config(server_args)
+    server_args = resolved(server_args)
     found = []
 
     def refuse(is_refused: bool, text: str) -> None:
@@ -24,7 +27,6 @@ def refusals(server_args) -> list[str]:
     others = {mode: name for mode, name in chosen.items() if name != NAME}
     refuse(bool(others), f"mixed attention backends: {others}; give --attention-backend {NAME} alone")
     refuse(server_args.device not in ("cuda", "hip"), f"device {server_args.device!r}; it needs a GPU")
-    model = server_args.get_model_config()
     refuse(model.attention_arch.name == "MLA", "models with multi-head latent attention (MLA)")
     refuse(bool(getattr(model, "is_encoder_decoder", False)), "encoder-decoder models")
     dtype = server_args.kv_cache_dtype
@@ -52,6 +54,15 @@ def refusals(server_args) -> list[str]:
     return found
 
 
+def _model_config(server_args):
+    """Returns SGLang's description of the model; newer versions have a function for it."""
+    if hasattr(server_args, "get_model_config"):
+        return server_args.get_model_config()
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    return model_config_of(server_args)
+
+
 def check_server_args(original, server_args):
     """Refuses before any weight is loaded what the plug-in does not support."""
     parts = asked_by(server_args)
@@ -67,14 +78,14 @@ def check_server_args(original, server_args):
 
 
 def check_hooks(parts: frozenset[str]) -> None:
-    """Raises where a function that these parts replace is not as expected, or where ours is not in its place."""
+    """Raises where a function that is hooked for these parts is not as expected, or where ours is not in its place."""
     faults = []
-    for hook in hooks.of_parts(parts):
+    for hook in (*hooks.GUARDS, *hooks.of_parts(parts)) if parts else ():
         fault = hook.fault()
         if fault is None and not _is_in_place(hook):
             fault = f"{hook.target} is not hooked; is the plug-in filtered out by SGLANG_PLUGINS?"
         if fault is not None:
-            faults.append(f"{hook.part}: {fault}")
+            faults.append(f"{hook.part or 'guard'}: {fault}")
     if faults:
         raise RuntimeError(
             "eagle_kernels: this SGLang is not as the plug-in expects: " + "; ".join(faults)
@@ -112,9 +123,15 @@ def create_backend(model_runner):
     return EagleKernelsAttnBackend(model_runner)
 
 
+def _is_drafting_with_ours(factory) -> bool:
+    """Tells whether the attention backend of a draft model is ours."""
+    chosen = factory.draft_attn_backend or backends(factory.draft_model_runner.server_args)["decode"]
+    return chosen == NAME
+
+
 def create_decode_backend(original, factory):
     """Makes the attention of the draft's levels, where ours is the draft's backend."""
-    if backends(factory.server_args).get("draft") != NAME:
+    if not _is_drafting_with_ours(factory):
         return original(factory)
     if factory.speculative_num_steps <= 1:
         return None
@@ -125,7 +142,7 @@ def create_decode_backend(original, factory):
 
 def create_draft_extend_backend(original, factory):
     """Makes the attention of the draft's extend, where ours is the draft's backend."""
-    if backends(factory.server_args).get("draft") != NAME:
+    if not _is_drafting_with_ours(factory):
         return original(factory)
     from .attention import EagleKernelsAttnBackend
 
@@ -137,7 +154,7 @@ def handle_eagle_family(original, server_args, *rest, **options):
     try:
         return original(server_args, *rest, **options)
     except ValueError as error:
-        if "_topk > 1 with page_size > 1 is only supported on" not in str(error) or repr(NAME) not in str(error):
+        if PAGE_TREES not in str(error) or repr(NAME) not in str(error):
             raise
         return None
 

@@ -48,8 +48,18 @@ def asked_by(server_args) -> frozenset[str]:
     return frozenset(PARTS) if NAME in backends(server_args).values() else frozenset()
 
 
+def resolved(server_args):
+    """Returns the arguments as SGLang resolved them, which newer versions do not write back into the record."""
+    try:
+        from sglang.srt.arg_groups.overrides import resolving_view
+    except ImportError:
+        return server_args
+    return resolving_view(server_args)
+
+
 def backends(server_args) -> dict[str, str | None]:
     """Returns the attention backends of prefill, decode and draft."""
+    server_args = resolved(server_args)
     base = server_args.attention_backend
     decode = server_args.decode_attention_backend or base
     draft = server_args.speculative_draft_attention_backend or decode
