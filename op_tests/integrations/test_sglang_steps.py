@@ -44,6 +44,7 @@ def sglang(monkeypatch):
                 torch.full(candidates.shape[:1], 0.6, device=candidates.device),
             ),
         },
+        "sglang.srt.utils.async_probe": {"sanitize_nan_logits": lambda logits, msg: None},
         "sglang.srt.speculative.spec_utils": {"SIMULATE_ACC_LEN": -1.0, "SIMULATE_ACC_TOKEN_MODE": "fixed"},
     }
     names = {".".join(path.split(".")[:size]) for path in modules for size in range(1, path.count(".") + 2)}

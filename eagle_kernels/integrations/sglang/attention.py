@@ -33,9 +33,9 @@ class PageLists:
     pages: a `kv_indices.Output` of the current pass.
     """
 
-    def __init__(self, req_to_token: torch.Tensor, page_size: int, max_batch: int = 0):
+    def __init__(self, req_to_token: torch.Tensor, page_size: int, max_batch: int = 0, extra: int = 0):
         self.req_to_token, self.page_size = req_to_token, page_size
-        self.max_pages = -(-req_to_token.shape[1] // page_size)
+        self.max_pages = -(-(req_to_token.shape[1] + extra) // page_size)
         self.buffers = self._allocate(max_batch, max_batch * self.max_pages)
         self.lengths = torch.zeros(max_batch, dtype=torch.int64, device=req_to_token.device)
         self.pages: Pages | None = None
@@ -132,6 +132,8 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
             self.max_query = max(given) if given is not None else int(lengths.max())
             self.qo_bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=self.device)
             torch.cumsum(lengths, 0, dtype=torch.int32, out=self.qo_bounds[1:])
+            prefixes = getattr(forward_batch, "extend_prefix_lens_cpu", None)
+            self.has_prefix = prefixes is None or any(prefixes)
         extra = self._num_nodes(forward_batch) if mode.is_target_verify() else 0
         self.lists.list_fresh(forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_sum, extra)
 
@@ -183,10 +185,12 @@ class EagleKernelsAttnBackend(TritonAttnBackend):
         batch_size = len(self.lists.pages.last_page_len)
         rows = query.unflatten(0, (batch_size, -1))
         mask = self._verify_mask.buffer[:batch_size] if self.is_static else forward_batch.spec_info.custom_mask
-        mask = mask.view(*rows.shape[:2], -1)
+        if mask is None or mask.dtype != torch.int64:
+            tree = {"is_causal": True}  # no tree: SGLang's warm-up of other kernels
+        else:
+            tree = {"tree_mask": mask.view(*rows.shape[:2], -1), "positions": forward_batch.positions}
         return tree_attention(
-            rows, tree_mask=mask, positions=forward_batch.positions, **self._cache(layer), **self.lists.table(),
-            **_logits(layer, sinks),
+            rows, **tree, **self._cache(layer), **self.lists.table(), **_logits(layer, sinks)
         ).output  # fmt: skip
 
     def _save(self, layer, forward_batch, k, v) -> None:
@@ -218,8 +222,12 @@ class DraftStep(EagleKernelsAttnBackend):
         topk, num_steps = levels.topk, levels.speculative_num_steps
         bits = [sum(1 << (beam * num_steps + earlier) for earlier in range(step + 1)) for beam in range(topk)]
         words = [[_signed(row >> 64 * word) for word in range(num_words(topk * num_steps))] for row in bits]
-        most = self.req_to_token_pool.size
-        self.mask = torch.tensor(words, dtype=torch.int64, device=self.device).expand(most, -1, -1).contiguous()
+        self.request_mask = torch.tensor(words, dtype=torch.int64, device=self.device)[None]
+        self.static_masks = self.masks = self.masks_for(0)  # [B, K, W], the same of every request
+
+    def masks_for(self, batch_size: int) -> torch.Tensor:
+        """Returns the mask of every request of a batch."""
+        return self.request_mask.repeat(batch_size, 1, 1)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, **unsupported):
         _check_layer(layer, unsupported)
@@ -231,7 +239,7 @@ class DraftStep(EagleKernelsAttnBackend):
         if _window(layer) is not None:
             positions = {"positions": forward_batch.positions, "key_positions": levels.key_positions}
         output = tree_attention(
-            rows, tree_mask=self.mask[: rows.shape[0]], num_draft_keys=levels.num_keys, **positions,
+            rows, tree_mask=self.masks, num_draft_keys=levels.num_keys, **positions,
             **self._cache(layer, levels.lists.page_size), **levels.lists.table(), **_logits(layer, sinks),
         ).output  # fmt: skip
         return output.view(q.shape[0], -1)
@@ -251,7 +259,8 @@ class DraftLevels:
         # With pages and several beams SGLang puts each beam on pages of its own: the list has the slots that are used.
         self.is_scattered = topk > 1 and first.page_size > 1
         self.page_size = 1 if self.is_scattered else first.lists.page_size
-        self.lists = PageLists(first.req_to_token, self.page_size)
+        # near the end of a request's row drafts may reach past it
+        self.lists = PageLists(first.req_to_token, self.page_size, extra=self.num_keys)
         self.has_window = first.sliding_window_size is not None
         self.offsets = torch.arange(speculative_num_steps, device=self.device).repeat(topk)
         self.static_positions = self.offsets.new_empty(0)
@@ -259,14 +268,18 @@ class DraftLevels:
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if max_bs > len(self.lists.lengths):
-            self.lists = PageLists(self.lists.req_to_token, self.page_size, max_bs)
+            self.lists = PageLists(self.lists.req_to_token, self.page_size, max_bs, self.num_keys)
             self.static_positions = self.offsets.new_empty(max_bs * self.num_keys)
+            for step in self.attn_backends:
+                step.static_masks = step.masks_for(max_bs)
 
     def init_forward_metadata(self, forward_batch) -> None:
         self.lists.list_fresh(
             forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_sum, self.num_keys
         )
         self.key_positions = torch.empty_like(self.offsets).repeat(len(forward_batch.seq_lens))
+        for step in self.attn_backends:
+            step.masks = step.masks_for(len(forward_batch.seq_lens))
         self._place_drafts(forward_batch, forward_batch.seq_lens)
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
@@ -274,6 +287,8 @@ class DraftLevels:
         seq_lens = forward_batch.seq_lens[:batch_size]
         self.lists.list_static(forward_batch.req_pool_indices[:batch_size], seq_lens, self.num_keys)
         self.key_positions = self.static_positions[: batch_size * self.num_keys]
+        for step in self.attn_backends:
+            step.masks = step.static_masks[:batch_size]
         self._place_drafts(forward_batch, seq_lens)
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:

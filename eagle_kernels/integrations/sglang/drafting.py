@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 
 from ...ops import organize_draft_results, select_top_k_tokens
+from ...ops.tree.select_top_k_tokens import MAX_TOPK
 from ...ops.tree.select_top_k_tokens import Output as Level
+from ...ops.tree.shared.ranking import MAX_CANDIDATES
 
 
 def draft_forward(original, worker, forward_batch):
@@ -25,8 +27,9 @@ def draft_forward(original, worker, forward_batch):
 
     topk, num_steps = worker.topk, worker.speculative_num_steps
     is_ours = (
-        topk > 1
+        1 < topk <= MAX_TOPK
         and num_steps > 1
+        and topk + (num_steps - 1) * topk**2 <= MAX_CANDIDATES
         and not forward_batch.forward_mode.is_idle()
         and not get_spec().speculative_use_rejection_sampling
         and not worker.index_share_for_mtp_iteration
@@ -90,9 +93,9 @@ class _Levels:
         self.tokens[:, : self.topk] = tokens
         self.parent_list[:, : self.topk + 1] = constants.parents
         batch_size = len(tokens)
-        return Level(
-            scores, tokens, None, constants.rows[:batch_size], None, None, None, constants.ancestors[:batch_size]
-        )  # fmt: skip
+        rows = torch.arange(batch_size, device=tokens.device)[:, None].expand(-1, self.topk)
+        ancestors = constants.ancestors.expand(batch_size, -1, -1)
+        return Level(scores, tokens, None, rows.contiguous(), None, None, None, ancestors.contiguous())
 
     def output(self, level: int) -> Level:
         """Returns what a level writes: its part of the candidates, and tensors of its own."""
@@ -117,16 +120,14 @@ class _Constants(NamedTuple):
 
     draft_to_target: torch.Tensor | None  # int64 [Vd], added to ids of the draft's vocabulary
     parents: torch.Tensor  # int64 [K + 1], the first slots of a parent list
-    rows: torch.Tensor  # int64 [most requests, K], of the hidden states that each first beam comes from
-    ancestors: torch.Tensor  # int64 [most requests, K, 1], of the first beams
+    ancestors: torch.Tensor  # int64 [1, K, 1], of the first beams of every request
 
 
 def _constants(worker) -> _Constants:
     """Returns the worker's constants, made at its first batch."""
     constants = getattr(worker, "eagle_kernels_constants", None)
     if constants is None:
-        hot_token_id, most, topk = worker.hot_token_id, worker.req_to_token_pool.size, worker.topk
-        device = worker.device
+        hot_token_id, topk, device = worker.hot_token_id, worker.topk, worker.device
         draft_to_target = None
         if hot_token_id is not None:
             draft_to_target = hot_token_id - torch.arange(len(hot_token_id), device=device)
@@ -134,8 +135,7 @@ def _constants(worker) -> _Constants:
         constants = worker.eagle_kernels_constants = _Constants(
             draft_to_target,
             torch.arange(-1, topk, device=device),
-            torch.arange(most, device=device)[:, None].repeat(1, topk),
-            (1 << beams)[None, :, None].repeat(most, 1, 1),
+            (1 << beams)[None, :, None],
         )
     return constants
 

@@ -17,6 +17,7 @@ def eagle_sample(original, verify_input, batch, logits_output, grammar_mask=None
     """
     from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative import spec_utils
+    from sglang.srt.utils import async_probe
 
     spec, is_simulated = get_spec(), spec_utils.SIMULATE_ACC_LEN > 0
     is_ours = (
@@ -30,6 +31,7 @@ def eagle_sample(original, verify_input, batch, logits_output, grammar_mask=None
         return original(verify_input, batch, logits_output, grammar_mask, *rest, **options)
     batch_size, num_nodes = len(batch.seq_lens), verify_input.draft_token_num
     sampling, logits = batch.sampling_info, logits_output.next_token_logits
+    async_probe.sanitize_nan_logits(logits, "verify: target model logits")
     _adjust(logits.view(batch_size, num_nodes, -1), sampling)
     if grammar_mask is not None:
         grammar_mask.apply(logits)
@@ -55,6 +57,7 @@ def eagle_sample(original, verify_input, batch, logits_output, grammar_mask=None
             threshold_acc=spec.speculative_accept_threshold_acc,
             **walk,
         )
+    if not sampling.is_all_greedy or torch.version.hip:
         _agree(out)
     predicts, accept_index, num_accepted = out
     if is_simulated:
@@ -108,7 +111,7 @@ def _coins(batch, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _agree(out: VerifyOutput) -> None:
-    """Sends rank 0's result to the other ranks, as SGLang does after sampling."""
+    """Sends rank 0's result to the other ranks, as SGLang does after sampling, and on AMD GPUs always."""
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
     from sglang.srt.runtime_context import get_parallel
 
