@@ -71,5 +71,6 @@ setup(
     entry_points={
         "console_scripts": ["eagle-kernels = eagle_kernels.tools.cli.main:main"],
         "sglang.srt.plugins": ["eagle_kernels = eagle_kernels.integrations.sglang:register"],
+        "eagle_kernels.reports": ["sglang = eagle_kernels.integrations.sglang.report:lines"],  # of the command `env`
     },
 )

@@ -1,0 +1,35 @@
+"""What `python -m eagle_kernels env` says about SGLang; setup.py makes it an entry point."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+
+from . import contract, hooks
+from .parts import NAME
+from .plugin import is_supported
+from .sources import Sources
+
+
+def lines() -> list[tuple[str, str]]:
+    """Returns rows: the installed SGLang, each hook, and what else differs from what the plug-in relies on.
+
+    SGLang is read, not imported, so this works on a machine on which it would not start.
+    """
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return [("sglang", "not installed")]
+    place = "within" if is_supported(version) else "outside of"
+    rows = [("sglang", f"{version}, {place} {hooks.TESTED[0]}..{hooks.TESTED[-1]}, which the plug-in was checked with")]
+    allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
+    if allowed and NAME not in allowed:
+        rows.append(("sglang plug-in", f"SGLANG_PLUGINS leaves {NAME} out"))
+    sources = Sources.installed("sglang")
+    if sources is None:
+        return [*rows, ("sglang hooks", "Python finds no package sglang")]
+    for hook in (*hooks.GUARDS, *hooks.HOOKS):
+        faults = contract.differences(sources, (contract.of_hook(hook),))
+        text = "; ".join(faults) or f"found ({hook.part or 'guard'})"
+        rows.append((f"sglang hook {contract.short(hook.target)}", text))
+    return rows + [("sglang differs", fault) for fault in contract.differences(sources)]
