@@ -1,9 +1,10 @@
-"""A stand-in for the few names of SGLang that our attention backend imports: tests without SGLang install it."""
+"""A stand-in for the few names of SGLang that our plug-in imports: tests without SGLang install it."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import sys
 import types
 from dataclasses import dataclass
@@ -99,17 +100,92 @@ MODULES = {
 }
 
 
+class HookType(enum.Enum):
+    AROUND = "around"
+    BEFORE = "before"
+
+
+class Framework:
+    """Modules with every function that the plug-in hooks, and SGLang's registry of hooks.
+
+    functions: dotted paths, and the names of their parameters. calls: what the functions themselves were called with.
+    """
+
+    def __init__(self, functions: dict[str, tuple[str, ...]]):
+        self.calls: list[tuple[str, tuple]] = []
+        self.hooks: dict[str, list] = {}
+        self.backends: dict[str, object] = {}
+        self.choices: list[str] = ["triton"]
+        self.modules: dict[str, dict] = {
+            "sglang.srt.plugins.hook_registry": {
+                "HookRegistry": SimpleNamespace(register=self._register),
+                "HookType": HookType,
+            },
+            "sglang.srt.layers.attention.attention_registry": {
+                "register_attention_backend": lambda name: lambda make: self.backends.setdefault(name, make)
+            },
+            "sglang.srt.server_args": {"add_attention_backend_choices": self.choices.extend},
+        }
+        for target, parameters in functions.items():
+            *path, name = target.split(".")
+            module = ".".join(part for part in path if not part[0].isupper())
+            owner = self.modules.setdefault(module, {})
+            if path[-1][0].isupper():
+                owner = owner.setdefault(path[-1], type(path[-1], (), {}))
+            function = self._make(target, name, parameters)
+            setattr(owner, name, function) if isinstance(owner, type) else owner.update({name: function})
+
+    def _make(self, target: str, name: str, parameters: tuple[str, ...]):
+        """Makes a function that notes its arguments and returns its own path."""
+        scope = {"note": lambda *arguments: self.calls.append((target, arguments)), "target": target}
+        listed = ", ".join(parameters)
+        exec(f"def {name}({listed}, more=None):\n    note({listed}, more)\n    return target", scope)
+        return scope[name]
+
+    def _register(self, target, hook, hook_type=None):
+        self.hooks.setdefault(target, []).append((hook, hook_type))
+
+    def apply_hooks(self) -> None:
+        """Puts the hooks around their functions, as SGLang does after all plug-ins have registered theirs."""
+        for target, registered in self.hooks.items():
+            owner, name = self.owner(target)
+            for hook, _ in registered:
+                setattr(owner, name, _around(getattr(owner, name), hook))
+
+    @staticmethod
+    def owner(target: str):
+        """Returns the class or module that holds a function, and the function's name."""
+        path, _, name = target.rpartition(".")
+        if path in sys.modules:
+            return sys.modules[path], name
+        module, _, owner = path.rpartition(".")
+        return getattr(sys.modules[module], owner), name
+
+    def function(self, target: str):
+        """Returns what a caller in SGLang finds under this path."""
+        owner, name = self.owner(target)
+        return getattr(owner, name)
+
+
+def _around(original, hook):
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        return hook(original, *args, **kwargs)
+
+    return wrapper
+
+
 @contextlib.contextmanager
-def installed():
+def installed(modules: dict[str, dict] = MODULES):
     """The stand-in under SGLang's names, and our backend imported on top of it."""
-    names = {".".join(path.split(".")[:size]) for path in MODULES for size in range(1, path.count(".") + 2)}
+    names = {".".join(path.split(".")[:size]) for path in modules for size in range(1, path.count(".") + 2)}
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if name in names}
     ours = "eagle_kernels.integrations.sglang.attention"
     before_ours = sys.modules.pop(ours, None)
     try:
         for name in sorted(names):
             sys.modules[name] = types.ModuleType(name)
-            for attribute, value in MODULES.get(name, {}).items():
+            for attribute, value in modules.get(name, {}).items():
                 setattr(sys.modules[name], attribute, value)
         yield
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import re
 
 from . import hooks
 from .parts import NAME, asked_by_variable, is_on, note_use
@@ -17,18 +18,18 @@ def register() -> None:
     """Registers the attention backend `eagle_kernels` and the hooks of all parts, which do nothing until asked for.
 
     SGLang calls this in every process before its arguments are known, and only logs what is raised here. So hooks look
-    at the resolved arguments themselves, and what is wrong is told by them (`guards.py`). Only a fault in
-    EAGLE_KERNELS_SGLANG itself ends the process here.
+    at the resolved arguments themselves, and what is wrong is told by them (`guards.py`). The process ends here only if
+    EAGLE_KERNELS_SGLANG is wrong, or asks for parts while one of those guards cannot be hooked.
     """
     try:
-        asked_by_variable()
+        asked = asked_by_variable()
     except ValueError as error:
         raise SystemExit(str(error)) from None
     version = importlib.metadata.version("sglang")
     if not is_supported(version) and os.environ.get(FORCE) != "1":
         logger.warning(
             "eagle_kernels: SGLang %s is outside of %s..%s, which the plug-in was checked with: nothing is replaced; "
-            "%s=1 tries all the same",
+            "%s=1 tries all the same, and `python -m eagle_kernels env` says what differs",
             version, hooks.TESTED[0], hooks.TESTED[-1], FORCE,
         )  # fmt: skip
         return
@@ -38,6 +39,9 @@ def register() -> None:
 
     from .guards import create_backend
 
+    faults = [fault for hook in hooks.GUARDS if (fault := hook.fault()) is not None]
+    if faults and asked:  # what would tell it later is missing
+        raise SystemExit(f"eagle_kernels: this SGLang is not as the plug-in expects: {'; '.join(faults)}")
     register_attention_backend(NAME)(create_backend)
     add_attention_backend_choices([NAME])
     for hook in (*hooks.GUARDS, *hooks.HOOKS):
@@ -65,6 +69,6 @@ def is_supported(version: str) -> bool:
     """Tells whether a version of SGLang lies in the range that the plug-in was checked with."""
 
     def numbers(text: str) -> tuple[int, ...]:
-        return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in text.split(".")[:3])
+        return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])[:3]))
 
     return numbers(hooks.TESTED[0]) <= numbers(version) <= numbers(hooks.TESTED[-1])

@@ -1,0 +1,464 @@
+"""The plug-in's switches, refusals and checks, on a stand-in with the functions that it hooks."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from eagle_kernels.integrations.sglang import guards, hooks, parts, plugin
+from op_tests.integrations import sglang_stub as stub
+
+ALL = (*hooks.GUARDS, *hooks.HOOKS)
+FUNCTIONS = {hook.target: hook.parameters for hook in ALL}
+
+
+def name_of(hook: hooks.Hook) -> str:
+    return hook.target.rpartition(".")[2]
+
+
+BY_NAME = {name_of(hook): hook for hook in ALL}
+CHECKED = pytest.mark.parametrize("hook", ALL, ids=name_of)
+REPLACING = pytest.mark.parametrize("hook", hooks.HOOKS, ids=name_of)
+MODEL = {"attention_arch": SimpleNamespace(name="MHA"), "is_encoder_decoder": False, "is_hybrid_swa": False}
+
+
+def arguments(**changes) -> SimpleNamespace:
+    """Server arguments of an EAGLE-3 server with our backend; a model's fields are given as model_..."""
+    fields = {
+        "attention_backend": "eagle_kernels", "prefill_attention_backend": None, "decode_attention_backend": None,
+        "speculative_draft_attention_backend": None, "speculative_algorithm": "EAGLE3", "device": "cuda",
+        "kv_cache_dtype": "auto", "disable_hybrid_swa_memory": False, "speculative_eagle_topk": 4,
+        "speculative_num_steps": 5, "speculative_num_draft_tokens": 16, "dcp_size": 1,
+    }  # fmt: skip
+    model = MODEL | {name.removeprefix("model_"): changes.pop(name) for name in list(changes) if name[:6] == "model_"}
+    return SimpleNamespace(**(fields | changes), get_model_config=lambda: SimpleNamespace(**model))
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    """No part is on, none was used, and no variable is set."""
+    monkeypatch.setattr(parts, "_on", set())
+    monkeypatch.setattr(parts, "_used", set())
+    monkeypatch.delenv(parts.VARIABLE, raising=False)
+    monkeypatch.delenv(plugin.FORCE, raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: hooks.TESTED[0])
+
+
+@pytest.fixture
+def framework():
+    made = stub.Framework(FUNCTIONS)
+    with stub.installed(made.modules):
+        yield made
+
+
+@pytest.fixture
+def started(framework, monkeypatch):
+    """`started(value)`: SGLang with the plug-in, and a scheduler that was started with a value of the variable."""
+
+    def start(value: str | None = None, **changes) -> stub.Framework:
+        if value is not None:
+            monkeypatch.setenv(parts.VARIABLE, value)
+        plugin.register()
+        framework.apply_hooks()
+        framework.function(BY_NAME["__init__"].target)("scheduler", arguments(**changes))
+        framework.calls.clear()
+        return framework
+
+    return start
+
+
+# the variable
+
+
+@pytest.mark.parametrize(
+    ("value", "asked"),
+    [
+        ("verify", {"verify"}), (" verify , draft,", {"verify", "draft"}), ("none", set()), ("all", set(parts.PARTS)),
+        ("", None), (" ", None),
+    ],
+)  # fmt: skip
+def test_the_variable_names_parts(monkeypatch, value, asked):
+    monkeypatch.setenv(parts.VARIABLE, value)
+    assert parts.asked_by_variable() == asked
+
+
+@pytest.mark.parametrize("value", ["verfy", "verify,atention", "all,none", "ALL"])
+def test_a_wrong_word_ends_the_process(framework, monkeypatch, value):
+    monkeypatch.setenv(parts.VARIABLE, value)
+    wrong = next(word for word in value.split(",") if word not in parts.PARTS)
+    with pytest.raises(SystemExit, match=f"{parts.VARIABLE} must be none, all, or parts among .*; got '{wrong}'"):
+        plugin.register()
+    assert not framework.hooks
+
+
+@pytest.mark.parametrize(
+    ("variable", "backend", "asked"),
+    [
+        (None, "triton", set()), (None, "eagle_kernels", set(parts.PARTS)), ("none", "eagle_kernels", set()),
+        ("verify", "triton", {"verify"}), ("verify", "eagle_kernels", {"verify"}),
+    ],
+)  # fmt: skip
+def test_the_backend_asks_for_all_parts_and_the_variable_decides(monkeypatch, variable, backend, asked):
+    if variable:
+        monkeypatch.setenv(parts.VARIABLE, variable)
+    assert parts.asked_by(arguments(attention_backend=backend)) == asked
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "speculative_draft"])
+def test_a_backend_of_one_phase_asks_too(name):
+    given = arguments(attention_backend="triton", **{f"{name}_attention_backend": "eagle_kernels"})
+    assert parts.asked_by(given) == set(parts.PARTS)
+
+
+def test_arguments_are_read_as_resolved(framework):
+    """Newer versions keep what they resolved beside the record, and describe the model by a function."""
+    record = SimpleNamespace(attention_backend=None, device=None)
+    resolved = arguments(device="cpu")
+    del resolved.get_model_config
+    framework.modules["sglang.srt.arg_groups.overrides"] = {
+        "resolving_view": lambda given: resolved if given is record else given,
+        "model_config_of": lambda given: SimpleNamespace(**(MODEL | {"is_encoder_decoder": given is record})),
+    }
+    with stub.installed(framework.modules):
+        assert set(parts.backends(record).values()) == {"eagle_kernels"}
+        assert guards.refusals(record) == ["device 'cpu'; it needs a GPU", "encoder-decoder models"]
+
+
+# registration
+
+
+@pytest.mark.parametrize(
+    ("version", "accepted"),
+    [
+        (hooks.TESTED[0], True), (hooks.TESTED[-1], True), (hooks.TESTED[-1] + "+cu129", True), ("0.5.20.post1", True),
+        ("0.5.16", False), ("0.4.18", False), (hooks.TESTED[-1] + "1", False), ("0.6.0", False), ("1.0", False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("force", ["", "0", "1"])
+def test_a_version_outside_of_the_range_is_left_alone(framework, monkeypatch, caplog, version, accepted, force):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setenv(plugin.FORCE, force)
+    with caplog.at_level(logging.INFO, "sglang.eagle_kernels"):
+        plugin.register()
+    registers = accepted or force == "1"
+    assert set(framework.hooks) == (set(FUNCTIONS) if registers else set())
+    assert set(framework.backends) == ({"eagle_kernels"} if registers else set())
+    assert framework.choices == (["triton", "eagle_kernels"] if registers else ["triton"])
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (not registers)
+    assert registers or f"SGLang {version} is outside of" in told[0] and f"{plugin.FORCE}=1 tries" in told[0]
+
+
+def test_hooks_are_registered_around_the_functions(framework):
+    plugin.register()
+    assert all(kind is stub.HookType.AROUND for [(_, kind)] in framework.hooks.values())
+    assert framework.backends["eagle_kernels"] is guards.create_backend
+
+
+def test_the_table_names_functions_of_ours():
+    for hook in ALL:
+        assert callable(hook.function())
+
+
+# parts that are off and on
+
+
+@REPLACING
+@pytest.mark.parametrize("value", [None, "none", "another"])
+def test_a_hook_is_inert_while_its_part_is_off(started, monkeypatch, hook, value):
+    others = ",".join({each.part for each in hooks.HOOKS} - {hook.part})
+    framework = started(others if value == "another" else value, attention_backend="triton")
+    monkeypatch.setattr(hooks.Hook, "function", lambda self: pytest.fail("ours was called"))
+    given = tuple(object() for _ in hook.parameters)
+    last = {hook.parameters[-1]: given[-1], "more": 7}
+    assert framework.function(hook.target)(*given[:-1], **last) == hook.target
+    assert framework.calls == [(hook.target, (*given, 7))]
+    assert hook.part not in parts._used
+
+
+@REPLACING
+@pytest.mark.parametrize("value", [None, "all", "own"])
+def test_a_hook_calls_ours_while_its_part_is_on(started, monkeypatch, hook, value):
+    framework = started(hook.part if value == "own" else value)
+    original = framework.function(hook.target).__wrapped__
+    monkeypatch.setattr(hooks.Hook, "function", lambda self: lambda *args, **options: (self.target, args, options))
+    given = tuple(object() for _ in hook.parameters)
+    called = framework.function(hook.target)(*given, more=7)
+    assert called == (hook.target, (original, *given), {"more": 7})
+    assert framework.calls == [] and parts._used == {hook.part}
+
+
+def test_the_scheduler_says_what_is_on(started, caplog):
+    with caplog.at_level(logging.INFO, "sglang.eagle_kernels"):
+        started("verify,draft", attention_backend="triton")
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [f"eagle_kernels: {part} is on: {parts.PARTS[part]}" for part in ("verify", "draft")]
+
+
+def test_arguments_reach_sglang_s_own_functions(started):
+    framework = started()
+    given = arguments()
+    assert framework.function(BY_NAME["check_server_args"].target)(given) == BY_NAME["check_server_args"].target
+    framework.function(BY_NAME["__init__"].target)("scheduler", given, more=3)
+    assert framework.calls == [
+        (BY_NAME["check_server_args"].target, (given, None)),
+        (BY_NAME["__init__"].target, ("scheduler", given, 3)),
+    ]
+
+
+# what the backend refuses
+
+
+REFUSED = {
+    "mixed": ({"prefill_attention_backend": "fa3"},
+              "mixed attention backends: {'prefill': 'fa3'}; give --attention-backend eagle_kernels alone"),
+    "draft alone": ({"attention_backend": "triton", "speculative_draft_attention_backend": "eagle_kernels"},
+                    "mixed attention backends: {'prefill': 'triton', 'decode': 'triton'}"),
+    "device": ({"device": "cpu"}, "device 'cpu'; it needs a GPU"),
+    "MLA": ({"model_attention_arch": SimpleNamespace(name="MLA")}, "models with multi-head latent attention (MLA)"),
+    "encoder": ({"model_is_encoder_decoder": True}, "encoder-decoder models"),
+    "dtype": ({"kv_cache_dtype": "fp8_e5m2"},
+              "--kv-cache-dtype fp8_e5m2; use one of auto, bf16, bfloat16, float16, fp8_e4m3"),
+    "windows": ({"model_is_hybrid_swa": True},
+                "a separate KV pool for sliding windows; add --disable-hybrid-swa-memory"),
+    "deterministic": ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
+    "two batches": ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+    "pdmux": ({"enable_pdmux": True}, "--enable-pdmux"),
+    "unified": ({"enable_unified_memory": True}, "--enable-unified-memory"),
+    "adaptive": ({"speculative_adaptive": True}, "--speculative-adaptive"),
+    "layers": ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
+    "context": ({"dcp_size": 2}, "decode context parallelism (--dcp-size above 1)"),
+    "algorithm": ({"speculative_algorithm": "DFLASH"},
+                  "--speculative-algorithm DFLASH; EAGLE, EAGLE3, NEXTN or STANDALONE"),
+    "nodes": ({"speculative_num_draft_tokens": 257}, "trees of 257 nodes; at most 256"),
+    "topk": ({"speculative_eagle_topk": 17}, "--speculative-eagle-topk 17; at most 16"),
+    "keys": ({"speculative_eagle_topk": 16, "speculative_num_steps": 33}, "topk * steps = 528; at most 512"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_refuses(started, name):
+    """Before any weight is loaded, and alone: the text names one reason."""
+    changes, text = REFUSED[name]
+    framework = started()
+    with pytest.raises(ValueError) as refused:
+        framework.function(BY_NAME["check_server_args"].target)(arguments(**changes))
+    assert str(refused.value).startswith(f"eagle_kernels: the attention backend eagle_kernels does not support {text}")
+    assert "; nor " not in str(refused.value)
+    assert framework.calls == []
+
+
+def test_it_names_all_reasons():
+    given = arguments(device="cpu", speculative_eagle_topk=17)
+    assert len(guards.refusals(given)) == 2
+    with pytest.raises(ValueError, match="; nor --speculative-eagle-topk 17"):
+        guards.check_server_args(None, given)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_backend": "triton", "device": "cpu"}, {}, {"speculative_algorithm": None, "dcp_size": 1},
+        {"model_is_hybrid_swa": True, "disable_hybrid_swa_memory": True}, {"kv_cache_dtype": "fp8_e4m3"},
+        {"speculative_num_draft_tokens": 256, "speculative_eagle_topk": 16, "speculative_num_steps": 32},
+        {"speculative_algorithm": None, "speculative_eagle_topk": 17},
+        {"attention_backend": "triton", "prefill_attention_backend": "eagle_kernels",
+         "decode_attention_backend": "eagle_kernels"},
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_it_does_not_refuse(changes):
+    assert guards.refusals(arguments(**changes)) == []
+
+
+@pytest.mark.parametrize("value", ["none", "verify"])
+def test_the_backend_without_its_part_is_refused(started, value):
+    framework = started(value, attention_backend="triton")
+    with pytest.raises(ValueError, match="needs the part attention, which EAGLE_KERNELS_SGLANG leaves out"):
+        framework.function(BY_NAME["check_server_args"].target)(arguments())
+
+
+# trees with pages
+
+PAGE_TREES = (
+    "speculative_eagle_topk > 1 with page_size > 1 is only supported on ('flashinfer', 'fa3', 'triton'); "
+    "got attention_backend={backend!r}. Use page_size == 1 or one of those backends."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "swallowed"),
+    [
+        (ValueError(PAGE_TREES.format(backend="eagle_kernels")), True),
+        (ValueError(PAGE_TREES.format(backend="flashmla")), False),
+        (ValueError("EAGLE does not support 'eagle_kernels'"), False),
+        (RuntimeError(PAGE_TREES.format(backend="eagle_kernels")), False),
+    ],
+    ids=["ours", "another backend", "another error", "another class"],
+)
+def test_only_the_refusal_of_pages_is_swallowed(error, swallowed):
+    def original(server_args):
+        raise error
+
+    if swallowed:
+        assert guards.handle_eagle_family(original, arguments()) is None
+        return
+    with pytest.raises(type(error)) as raised:
+        guards.handle_eagle_family(original, arguments())
+    assert raised.value is error
+
+
+def test_what_sglang_says_of_other_trees_passes_through():
+    original = lambda *given, **options: (given, options)  # noqa: E731
+    assert guards.handle_eagle_family(original, 1, 2, three=3) == ((1, 2), {"three": 3})
+
+
+# a SGLang that is not as expected
+
+
+def expect_told(hook, text):
+    """The server arguments, each scheduler and the backend's maker tell what is wrong with a hook."""
+    given = arguments()
+    for check in (
+        lambda: guards.check_server_args(lambda server_args: None, given),
+        lambda: guards.start_scheduler(lambda *all: pytest.fail("it starts"), "scheduler", given),
+        lambda: guards.create_backend(SimpleNamespace(server_args=given)),
+    ):
+        with pytest.raises(RuntimeError) as told:
+            check()
+        assert text in str(told.value) and hook.target in str(told.value)
+        assert f"use a version in {hooks.TESTED[0]}..{hooks.TESTED[-1]}" in str(told.value)
+
+
+def gone(hook) -> str:
+    """What is said of a function that is not there; every class has a constructor, that of `object`."""
+    return f"{hook.target} takes self, args, kwargs" if name_of(hook) == "__init__" else f"{hook.target} does not exist"
+
+
+def test_a_module_that_is_gone_is_told(framework):
+    plugin.register()
+    del sys.modules["sglang.srt.speculative.eagle_utils"]
+    for name in ("build_tree_kernel_efficient", "eagle_sample", "verify_tree_greedy_func"):
+        expect_told(BY_NAME[name], gone(BY_NAME[name]))
+
+
+@CHECKED
+@pytest.mark.parametrize("change", ["removed", "renamed"])
+def test_a_function_that_is_gone_is_told(framework, hook, change):
+    owner, name = framework.owner(hook.target)
+    if change == "renamed":
+        setattr(owner, name + "_v3", getattr(owner, name))
+    delattr(owner, name)
+    plugin.register()
+    assert hook.target not in framework.hooks
+    framework.apply_hooks()
+    expect_told(hook, gone(hook))
+
+
+@CHECKED
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_parameter_with_another_name_is_told(hook, place):
+    index = 0 if place == "first" else len(hook.parameters) - 1
+    changed = (*hook.parameters[:index], "renamed", *hook.parameters[index + 1 :])
+    framework = stub.Framework(FUNCTIONS | {hook.target: changed})
+    with stub.installed(framework.modules):
+        plugin.register()
+        assert hook.target not in framework.hooks
+        framework.apply_hooks()
+        found, expected = ", ".join((*changed, "more")), ", ".join(hook.parameters)
+        expect_told(hook, f"{hook.target} takes {found}; expected first {expected}")
+
+
+@pytest.mark.parametrize("hook", hooks.GUARDS, ids=name_of)
+def test_parts_that_are_asked_for_by_name_need_the_guards(framework, monkeypatch, hook):
+    """Where guards are gone, nothing else might tell that the parts are not on."""
+    owner, name = framework.owner(hook.target)
+    delattr(owner, name)
+    monkeypatch.setenv(parts.VARIABLE, "none")
+    plugin.register()
+    monkeypatch.setenv(parts.VARIABLE, "verify")
+    with pytest.raises(SystemExit, match=f"not as the plug-in expects: {gone(hook)}"):
+        plugin.register()
+
+
+@CHECKED
+def test_a_hook_that_is_not_in_place_is_told(framework, hook):
+    """As where SGLANG_PLUGINS leaves the plug-in out, or another one puts a function of its own in the place."""
+    plugin.register()
+    framework.apply_hooks()
+    guards.check_hooks(frozenset(parts.PARTS))
+    owner, name = framework.owner(hook.target)
+    setattr(owner, name, framework.function(hook.target).__wrapped__)
+    expect_told(hook, f"{hook.target} is not hooked; is the plug-in filtered out by SGLANG_PLUGINS?")
+
+
+def test_a_plug_in_that_was_filtered_out_is_told(framework):
+    with pytest.raises(RuntimeError) as told:
+        guards.create_backend(SimpleNamespace(server_args=arguments()))
+    assert all(f"{hook.target} is not hooked" in str(told.value) for hook in ALL)
+
+
+def test_hooks_of_others_around_ours_are_no_fault(framework):
+    plugin.register()
+    framework.apply_hooks()
+    for target in FUNCTIONS:
+        framework.hooks[target] = [(lambda original, *args, **options: original(*args, **options), None)]
+    framework.apply_hooks()
+    guards.check_hooks(frozenset(parts.PARTS))
+
+
+@pytest.mark.parametrize("part", sorted({hook.part for hook in hooks.HOOKS}))
+def test_parts_that_are_off_need_nothing(framework, part):
+    plugin.register()
+    framework.apply_hooks()
+    for hook in hooks.HOOKS:
+        if hook.part != part:
+            owner, name = framework.owner(hook.target)
+            delattr(owner, name)
+    guards.check_hooks(frozenset({part}))
+    guards.check_hooks(frozenset())
+
+
+# drafts, and parts that SGLang passes by
+
+
+@pytest.mark.parametrize("name", ["create_decode_backend", "create_draft_extend_backend"])
+@pytest.mark.parametrize(("draft", "base", "ours"), [(None, "triton", False), ("fa3", "eagle_kernels", False)])
+def test_drafts_with_another_backend_are_sglang_s(name, draft, base, ours):
+    runner = SimpleNamespace(server_args=arguments(attention_backend=base))
+    factory = SimpleNamespace(draft_attn_backend=draft, draft_model_runner=runner, speculative_num_steps=5, topk=4)
+    assert getattr(guards, name)(lambda given: ("original", given is factory), factory) == ("original", True)
+
+
+@pytest.mark.parametrize(("draft", "base"), [(None, "eagle_kernels"), ("eagle_kernels", "triton")])
+def test_one_step_of_drafting_has_no_levels(draft, base):
+    runner = SimpleNamespace(server_args=arguments(attention_backend=base))
+    factory = SimpleNamespace(draft_attn_backend=draft, draft_model_runner=runner, speculative_num_steps=1, topk=4)
+    assert guards.create_decode_backend(lambda given: pytest.fail("SGLang's"), factory) is None
+
+
+@pytest.mark.parametrize("missed", [["attention"], ["verify"], ["draft"], ["draft", "verify"], []], ids=" ".join)
+def test_a_part_that_sglang_passes_by_is_told(missed):
+    on = {"attention", "verify", "draft"}
+    parts.turn_on(frozenset(on | {"nn"}))
+    for part in on.difference(missed):
+        parts.note_use(part)
+    batch = SimpleNamespace(forward_mode=stub.Mode.DECODE)
+    verify = lambda: guards.run_eagle_verify(lambda *given, **options: (given, options), batch, topk=4)  # noqa: E731
+    if not missed:
+        assert verify() == ((batch,), {"topk": 4})
+        return
+    with pytest.raises(RuntimeError, match=f"{', '.join(missed)} did not run in SGLang's verification step"):
+        verify()
+
+
+def test_idle_batches_and_parts_that_are_off_are_no_fault():
+    original = lambda batch: "verified"  # noqa: E731
+    assert guards.run_eagle_verify(original, SimpleNamespace(forward_mode=stub.Mode.DECODE)) == "verified"
+    parts.turn_on(frozenset(parts.PARTS))
+    assert guards.run_eagle_verify(original, SimpleNamespace(forward_mode=stub.Mode.IDLE)) == "verified"
