@@ -157,9 +157,8 @@ def test_the_entry_point_is_in_the_group_of_the_contract():
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """`install(name, version)` makes a distribution with files and entry points; no other has reports."""
-    others = [path for path in sys.path if path and not list(Path(path).glob("eagle_kernels*-info"))]
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *others])
+    """`install(name, version)` makes a distribution with files and entry points, ahead of others with its name."""
+    monkeypatch.syspath_prepend(tmp_path)
 
     def make(name: str, version: str, entries: str = "", files: dict[str, str] | None = None) -> None:
         info = {f"{name}-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
@@ -198,7 +197,9 @@ def test_env_says_that_sglang_is_not_installed(install, no_sglang, capsys):
     assert printed(capsys) == ["sglang: not installed"]
 
 
-def test_env_says_nothing_where_ours_is_not_installed(install, no_sglang, capsys):
+def test_env_says_nothing_where_nothing_reports(install, no_sglang, capsys):
+    """As where ours is not installed, or an older version is."""
+    install("eagle_kernels", "0.1")
     assert printed(capsys) == []
 
 
@@ -228,7 +229,8 @@ def test_env_lists_hooks_and_what_differs(install, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.6.0"])
-def test_env_says_that_a_version_is_outside_of_the_range(install, capsys, version):
+def test_env_says_that_a_version_is_outside_of_the_range(install, capsys, monkeypatch, version):
+    monkeypatch.setattr(report.Sources, "installed", lambda package: None)
     install("eagle_kernels", "9.9", OURS)
     install("sglang", version)
     first, last = printed(capsys)
