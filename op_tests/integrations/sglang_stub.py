@@ -125,6 +125,7 @@ class Framework:
                 "register_attention_backend": lambda name: lambda make: self.backends.setdefault(name, make)
             },
             "sglang.srt.server_args": {"add_attention_backend_choices": self.choices.extend},
+            "sglang.srt.configs.hybrid_arch": {"mambaish_config": lambda model: model.recurrent},
         }
         for target, parameters in functions.items():
             *path, name = target.split(".")

@@ -24,7 +24,10 @@ def name_of(hook: hooks.Hook) -> str:
 BY_NAME = {name_of(hook): hook for hook in ALL}
 CHECKED = pytest.mark.parametrize("hook", ALL, ids=name_of)
 REPLACING = pytest.mark.parametrize("hook", hooks.HOOKS, ids=name_of)
-MODEL = {"attention_arch": SimpleNamespace(name="MHA"), "is_encoder_decoder": False, "is_hybrid_swa": False}
+MODEL = {
+    "attention_arch": SimpleNamespace(name="MHA"), "is_encoder_decoder": False, "is_hybrid_swa": False,
+    "hf_config": SimpleNamespace(architectures=["LlamaForCausalLM"]), "recurrent": None,
+}  # fmt: skip
 
 
 def arguments(**changes) -> SimpleNamespace:
@@ -34,6 +37,7 @@ def arguments(**changes) -> SimpleNamespace:
         "speculative_draft_attention_backend": None, "speculative_algorithm": "EAGLE3", "device": "cuda",
         "kv_cache_dtype": "auto", "disable_hybrid_swa_memory": False, "speculative_eagle_topk": 4,
         "speculative_num_steps": 5, "speculative_num_draft_tokens": 16, "dcp_size": 1,
+        "enable_dp_attention": False,
     }  # fmt: skip
     model = MODEL | {name.removeprefix("model_"): changes.pop(name) for name in list(changes) if name[:6] == "model_"}
     return SimpleNamespace(**(fields | changes), get_model_config=lambda: SimpleNamespace(**model))
@@ -237,7 +241,13 @@ REFUSED = {
                   "--speculative-algorithm DFLASH; EAGLE, EAGLE3, NEXTN or STANDALONE"),
     "nodes": ({"speculative_num_draft_tokens": 257}, "trees of 257 nodes; at most 256"),
     "topk": ({"speculative_eagle_topk": 17}, "--speculative-eagle-topk 17; at most 16"),
-    "keys": ({"speculative_eagle_topk": 16, "speculative_num_steps": 33}, "topk * steps = 528; at most 512"),
+    "keys": ({"speculative_eagle_topk": 4, "speculative_num_steps": 129}, "topk * steps = 516; at most 512"),
+    "candidates": ({"speculative_eagle_topk": 16, "speculative_num_steps": 17}, "4112 drafts"),
+    "ranks": ({"enable_dp_attention": True}, "--enable-dp-attention with speculation"),
+    "split contexts": ({"attn_cp_size": 2}, "context parallelism (--attn-cp-size above 1)"),
+    "images": ({"model_hf_config": SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"])},
+               "the model Gemma3ForConditionalGeneration, which needs SGLang's own Triton backend"),
+    "recurrent": ({"model_recurrent": "a state"}, "models with recurrent layers"),
 }  # fmt: skip
 
 
@@ -253,7 +263,7 @@ def test_it_refuses(started, name):
     assert framework.calls == []
 
 
-def test_it_names_all_reasons():
+def test_it_names_all_reasons(framework):
     given = arguments(device="cpu", speculative_eagle_topk=17)
     assert len(guards.refusals(given)) == 2
     with pytest.raises(ValueError, match="; nor --speculative-eagle-topk 17"):
@@ -265,14 +275,14 @@ def test_it_names_all_reasons():
     [
         {"attention_backend": "triton", "device": "cpu"}, {}, {"speculative_algorithm": None, "dcp_size": 1},
         {"model_is_hybrid_swa": True, "disable_hybrid_swa_memory": True}, {"kv_cache_dtype": "fp8_e4m3"},
-        {"speculative_num_draft_tokens": 256, "speculative_eagle_topk": 16, "speculative_num_steps": 32},
+        {"speculative_num_draft_tokens": 256, "speculative_eagle_topk": 16, "speculative_num_steps": 16},
         {"speculative_algorithm": None, "speculative_eagle_topk": 17},
         {"attention_backend": "triton", "prefill_attention_backend": "eagle_kernels",
          "decode_attention_backend": "eagle_kernels"},
     ],
     ids=range(8),
 )  # fmt: skip
-def test_it_does_not_refuse(changes):
+def test_it_does_not_refuse(framework, changes):
     assert guards.refusals(arguments(**changes)) == []
 
 

@@ -114,7 +114,7 @@ def test_files_come_first(tmp_path, questions):
         "def f():", "def g():", "Hello", "Hi", "Compose a post.", "Write a function."
     ]  # fmt: skip
     assert dataset.sources["code"] == str(tmp_path / "code.txt")
-    with pytest.raises(OSError):
+    with pytest.raises(ValueError, match="nothing.txt: there is no such file of prompts"):
         PromptDataset.build("bytes", files={"code": tmp_path / "nothing.txt"})
     for text, message in (('{"a": 1}\n', "line 1: an object with prompt, text or turns"), ("\n", "there is no prompt")):
         (tmp_path / "talk.jsonl").write_text(text)

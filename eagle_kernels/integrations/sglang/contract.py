@@ -152,7 +152,8 @@ CONTRACT = (
         "attention_backend", "prefill_attention_backend", "decode_attention_backend",
         "speculative_draft_attention_backend", "speculative_algorithm", "device", "kv_cache_dtype",
         "disable_hybrid_swa_memory", "enable_deterministic_inference", "enable_two_batch_overlap", "enable_pdmux",
-        "enable_unified_memory", "speculative_adaptive", "enable_multi_layer_eagle", "dcp_size",
+        "enable_unified_memory", "speculative_adaptive", "enable_multi_layer_eagle", "dcp_size", "attn_cp_size",
+        "enable_dp_attention",
         "speculative_eagle_topk", "speculative_num_steps", "speculative_num_draft_tokens",
     ), members=_SRT + "server_args._INPUT_NAMESPACES"),
     # where resolved arguments are not written back into the record, a view shows them
@@ -160,6 +161,8 @@ CONTRACT = (
     Either((_ARGUMENTS + ".get_model_config", _SRT + "arg_groups.overrides.model_config_of")),
     Names(_SRT + "configs.model_config.ModelConfig",
           ("attention_arch", "is_encoder_decoder", "is_hybrid_swa", "hf_config", "model_is_mrope")),
+    Call(_SRT + "configs.hybrid_arch.mambaish_config", ("model_config",)),
+    Call(_SRT + "utils.async_probe.sanitize_nan_logits", ("logits", "msg")),
     Names(_SRT + "configs.model_config.AttentionArch", ("MLA",)),
     Names(_SPEC + "draft_utils.DraftBackendFactory",
           ("draft_model_runner", "draft_attn_backend", "topk", "speculative_num_steps")),

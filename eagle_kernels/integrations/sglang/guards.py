@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 from . import hooks
 from .contract import PAGE_TREES
 from .parts import NAME, VARIABLE, asked_by, backends, note_use, resolved, turn_on, unused
 
 SPECULATIVE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "float16", "fp8_e4m3")
-_MAX_NODES, _MAX_TOPK, _MAX_DRAFT_KEYS = 256, 16, 512
+# models that give attention between image tokens in fields of SGLang's own Triton backend, and drafts with convolutions
+MODELS = ("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "InklingForConditionalGeneration")
+_MAX_NODES, _MAX_TOPK, _MAX_DRAFT_KEYS, _MAX_CANDIDATES = 256, 16, 512, 4096
 
 
 def refusals(server_args) -> list[str]:
@@ -29,6 +33,9 @@ def refusals(server_args) -> list[str]:
     refuse(server_args.device not in ("cuda", "hip"), f"device {server_args.device!r}; it needs a GPU")
     refuse(model.attention_arch.name == "MLA", "models with multi-head latent attention (MLA)")
     refuse(bool(getattr(model, "is_encoder_decoder", False)), "encoder-decoder models")
+    for name in model.hf_config.architectures or ():
+        refuse(name in MODELS, f"the model {name}, which needs SGLang's own Triton backend")
+    refuse(_is_recurrent(model), "models with recurrent layers (Mamba, linear attention)")
     dtype = server_args.kv_cache_dtype
     refuse(dtype not in KV_DTYPES, f"--kv-cache-dtype {dtype}; use one of {', '.join(KV_DTYPES)}")
     is_hybrid = bool(getattr(model, "is_hybrid_swa", False)) and not server_args.disable_hybrid_swa_memory
@@ -43,6 +50,8 @@ def refusals(server_args) -> list[str]:
     ):
         refuse(bool(getattr(server_args, name, False)), text)
     refuse(getattr(server_args, "dcp_size", 1) > 1, "decode context parallelism (--dcp-size above 1)")
+    refuse(getattr(server_args, "attn_cp_size", 1) > 1, "context parallelism (--attn-cp-size above 1)")
+    refuse(os.environ.get("SGLANG_USE_HND_KVCACHE", "0").lower() in ("1", "true"), "SGLANG_USE_HND_KVCACHE=1")
     algorithm = server_args.speculative_algorithm
     refuse(algorithm not in SPECULATIVE, f"--speculative-algorithm {algorithm}; EAGLE, EAGLE3, NEXTN or STANDALONE")
     if algorithm in SPECULATIVE[1:]:
@@ -51,7 +60,19 @@ def refusals(server_args) -> list[str]:
         refuse(nodes > _MAX_NODES, f"trees of {nodes} nodes; at most {_MAX_NODES}")
         refuse(topk > _MAX_TOPK, f"--speculative-eagle-topk {topk}; at most {_MAX_TOPK}")
         refuse(topk * steps > _MAX_DRAFT_KEYS, f"topk * steps = {topk * steps}; at most {_MAX_DRAFT_KEYS}")
+        candidates = topk + (steps - 1) * topk**2
+        refuse(
+            candidates > _MAX_CANDIDATES, f"{candidates} drafts, topk + (steps - 1) * topk^2; at most {_MAX_CANDIDATES}"
+        )
+        refuse(bool(server_args.enable_dp_attention), "--enable-dp-attention with speculation")
     return found
+
+
+def _is_recurrent(model) -> bool:
+    """Tells whether a model has layers with a state in the place of keys and values."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model) is not None
 
 
 def _model_config(server_args):
@@ -161,9 +182,11 @@ def handle_eagle_family(original, server_args, *rest, **options):
 
 def run_eagle_verify(original, batch, *rest, **options):
     """Checks after the first verification that no part which is on was passed by."""
+    # several layers of drafts, and verification without any, have no step that ours is part of
+    is_drafted = options.get("finalize_tree_path", True) and options.get("num_steps", 1) > 0
     is_idle = batch.forward_mode.is_idle()
     result = original(batch, *rest, **options)
-    missed = set() if is_idle else unused({"attention", "verify", "draft"})
+    missed = set() if is_idle else unused({"attention", "verify"} | ({"draft"} if is_drafted else set()))
     if missed:
         raise RuntimeError(
             f"eagle_kernels: {', '.join(sorted(missed))} did not run in SGLang's verification step, although it is on; "

@@ -7,6 +7,8 @@ import logging
 import os
 import re
 
+import torch
+
 from . import hooks
 from .parts import NAME, asked_by_variable, is_on, note_use
 
@@ -25,7 +27,7 @@ def register() -> None:
         asked = asked_by_variable()
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    version = importlib.metadata.version("sglang")
+    version = _version()
     if not is_supported(version) and os.environ.get(FORCE) != "1":
         logger.warning(
             "eagle_kernels: SGLang %s is outside of %s..%s, which the plug-in was checked with: nothing is replaced; "
@@ -49,17 +51,31 @@ def register() -> None:
             HookRegistry.register(hook.target, _marked(hook), HookType.AROUND)
 
 
+def _version() -> str:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+        import sglang
+
+        return sglang.__version__
+
+
 def _marked(hook: hooks.Hook):
     """Returns what SGLang calls around its function: ours, or the original alone while the part is off.
 
-    Ours is imported at its first call. The mark tells `guards` that it is in place.
+    Ours is imported at its first call. The mark tells `guards` that it is in place. What torch.compile traces keeps
+    SGLang's function, which it knows how to fuse.
     """
+    ours = None
 
     def call(original, *args, **kwargs):
-        if hook.part and not is_on(hook.part):
+        nonlocal ours
+        if hook.part and (not is_on(hook.part) or torch.compiler.is_compiling()):
             return original(*args, **kwargs)
-        note_use(hook.part)
-        return hook.function()(original, *args, **kwargs)
+        if ours is None:
+            ours = hook.function()
+            note_use(hook.part)
+        return ours(original, *args, **kwargs)
 
     call.eagle_kernels_hook = hook.target
     return call

@@ -355,7 +355,7 @@ def test_registration(device):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": torch.zeros(3, 0).long()}, r"tokens must have a column, got \[3, 0\]"),
+        ({"tokens": torch.zeros(3, 0).long()}, r"tokens must have at least one column, got \[3, 0\]"),
         ({"rows": None, "token_ids": torch.zeros(2, 9).long()}, "token_ids must have a row for each of B = 3 requests"),
         ({"token_ids": torch.zeros(6, 9)}, "token_ids must have dtype int32 or int64, got float32"),
         ({"token_ids": torch.zeros(9, 6).long().t()}, "token_ids must be contiguous in its last 1 axes"),

@@ -340,7 +340,7 @@ def test_registration(device):
         (dict.fromkeys((*PENALTIES, "prompt_mask")), "output_counts must come with a penalty"),
         (
             {"end_token_ids": None},
-            "min_tokens / num_output_tokens / end_token_ids must be given together, got min_tokens",
+            "min_tokens, num_output_tokens and end_token_ids must be given together, got only min_tokens",
         ),
         ({"bad_token_ids": torch.zeros(3, 2).long()}, "bad_token_ids must have B = 2 in axis 0"),
         ({"bad_token_ids": torch.zeros(2)}, "bad_token_ids must have dtype int32 or int64, got float32"),
