@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle_kernels.integrations.sglang import cache_locs, drafting, trees, verification
+from eagle_kernels.integrations.sglang import cache_locs, drafting, layers, trees, verification
 from op_tests.integrations import sglang_stub as stub
 
 BATCH, TOPK, STEPS, NODES, VOCAB = 3, 4, 4, 12, 97
@@ -30,6 +30,7 @@ def sglang(monkeypatch):
             "get_spec": lambda: SimpleNamespace(**SPEC),
             "get_parallel": lambda: SimpleNamespace(tp_group=group, attn_tp_group=group),
         },
+        "sglang.srt.layers.layernorm": {"is_batch_invariant_mode_enabled": lambda: False},
         "sglang.srt.layers.dp_attention": {"is_dp_attention_enabled": lambda: False},
         "sglang.srt.model_executor.forward_context": {
             "ForwardContext": SimpleNamespace,
@@ -333,3 +334,47 @@ def test_slots_of_trees(device):
     assert cache_locs.assign_extend_cache_locs_uniform_func(None, *given).tolist() == [23, 24, 25, 5, 6, 7]
     original = lambda *given, **more: more  # noqa: E731
     assert cache_locs.assign_extend_cache_locs_uniform_func(original, *given, full_v2p=rows) == {"full_v2p": rows}
+
+
+def make_norm(device, **changes):
+    fields = {"variance_size_override": None, "cast_x_before_out_mul": False, "variance_epsilon": 1e-5}
+    return SimpleNamespace(**(fields | changes), weight=torch.nn.Parameter(1 + torch.rand(64, device=device)))
+
+
+def test_norms(sglang, device):
+    norm, x, residual = make_norm(device), torch.randn(5, 64, device=device), torch.randn(5, 64, device=device)
+    wanted = torch.nn.functional.rms_norm(x, (64,), norm.weight, 1e-5)
+    torch.testing.assert_close(layers.forward_norm(None, norm, x.clone()), wanted)
+    total = x + residual
+    given = x.clone(), residual.clone()
+    output = layers.forward_norm(None, norm, *given)
+    torch.testing.assert_close(output[0], torch.nn.functional.rms_norm(total, (64,), norm.weight, 1e-5))
+    torch.testing.assert_close(output[1], total)
+    assert output[0] is given[0] and output[1] is given[1]
+
+
+@pytest.mark.parametrize(
+    "case", ["part of a row", "rounds as Hugging Face", "quantises", "adds more", "three axes", "half", "invariant"]
+)
+def test_other_norms_are_sglangs(case, sglang, device):
+    changes = {
+        "part of a row": {"variance_size_override": 32},
+        "rounds as Hugging Face": {"cast_x_before_out_mul": True},
+        "quantises": {"_quant_linear": "a layer"},
+    }
+    norm, x, more = make_norm(device, **changes.get(case, {})), torch.randn(4, 64, device=device), None
+    if case == "adds more":
+        more = x
+    x = x[None] if case == "three axes" else x.half() if case == "half" else x
+    if case == "invariant":
+        sglang["sglang.srt.layers.layernorm"].is_batch_invariant_mode_enabled = lambda: True
+    original = lambda *given: given  # noqa: E731
+    assert layers.forward_norm(original, norm, x, None, more) == (norm, x, None, more)
+
+
+def test_activation(device):
+    x = torch.randn(2, 3, 16, device=device)
+    wanted = torch.nn.functional.silu(x[..., :8]) * x[..., 8:]
+    torch.testing.assert_close(layers.forward_activation(None, None, x), wanted)
+    apart = x.transpose(0, 1)
+    assert layers.forward_activation(lambda layer, given: given, None, apart) is apart

@@ -69,10 +69,9 @@ HOOKS = (
     Hook("kv", "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_uniform_func",
          "cache_locs.assign_extend_cache_locs_uniform_func",
          ("req_pool_indices", "req_to_token", "start_offset", "batch_size", "draft_token_num", "device")),
-    Hook("nn", "sgl_kernel.rmsnorm", "layers.rmsnorm", ("input", "weight", "eps", "out", "enable_pdl")),
-    Hook("nn", "sgl_kernel.fused_add_rmsnorm", "layers.fused_add_rmsnorm",
-         ("input", "residual", "weight", "eps", "enable_pdl")),
-    Hook("nn", "sglang.srt.layers.activation.silu_and_mul", "layers.silu_and_mul", ("input", "out")),
+    Hook("nn", "sglang.srt.layers.layernorm.RMSNorm.forward_cuda", "layers.forward_norm",
+         ("self", "x", "residual", "post_residual_addition")),
+    Hook("nn", "sglang.srt.layers.activation.SiluAndMul.forward_cuda", "layers.forward_activation", ("self", "x")),
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Norms and activation of SGLang's models; shapes and dtypes that our ops do not take are left to SGLang."""
+"""Norms and activation of SGLang's models; what our ops do not take is left to SGLang."""
 
 from __future__ import annotations
 
@@ -9,26 +9,37 @@ from .. import sgl_kernel
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def rmsnorm(original, input, weight, eps=1e-6, out=None, enable_pdl=None):
-    """Returns the norm of input [T, H], or writes it to `out`."""
-    if not (_fits(input, weight) and (out is None or _fits(out, weight))):
-        return original(input, weight, eps, out, enable_pdl)
-    return sgl_kernel.rmsnorm(input, weight, eps, out)
+def forward_norm(original, norm, x, residual=None, post_residual_addition=None, *rest, **options):
+    """Returns the RMS norm of x [T, H]; with a residual adds x to it and returns both, in place, as SGLang's layer.
+
+    SGLang keeps norms of part of a row, those that round as Hugging Face's, those that quantise, and batch-invariant
+    mode.
+    """
+    from sglang.srt.layers import layernorm
+
+    is_plain = (
+        not rest
+        and all(value is None for value in (post_residual_addition, vars(norm).get("_quant_linear"), *options.values()))
+        and norm.variance_size_override is None
+        and not norm.cast_x_before_out_mul
+        and not layernorm.is_batch_invariant_mode_enabled()
+    )
+    weight = norm.weight.data
+    if not (is_plain and _fits(x, weight) and (residual is None or _fits(residual, weight))):
+        return original(norm, x, residual, post_residual_addition, *rest, **options)
+    if residual is None:
+        return sgl_kernel.rmsnorm(x, weight, norm.variance_epsilon)
+    sgl_kernel.fused_add_rmsnorm(x, residual, weight, norm.variance_epsilon)
+    return x, residual
 
 
-def fused_add_rmsnorm(original, input, residual, weight, eps=1e-6, enable_pdl=None):
-    """Adds input [T, H] to residual and writes the norm of the sum to input, both in place."""
-    if not (_fits(input, weight) and _fits(residual, weight)):
-        return original(input, residual, weight, eps, enable_pdl)
-    return sgl_kernel.fused_add_rmsnorm(input, residual, weight, eps)
-
-
-def silu_and_mul(original, input, out=None):
-    """Returns silu of the first half of each row times its second half: input [..., 2 I] -> [..., I]."""
-    if not (input.is_cuda and input.dtype in _DTYPES and input.is_contiguous()):
-        return original(input, out)
-    return sgl_kernel.silu_and_mul(input, out)
+def forward_activation(original, layer, x):
+    """Returns silu of the first half of each row times its second half: x [..., 2 I] -> [..., I]."""
+    if x.dtype not in _DTYPES or not x.is_contiguous() or not x.numel():
+        return original(layer, x)
+    return sgl_kernel.silu_and_mul(x)
 
 
 def _fits(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    return rows.is_cuda and rows.dim() == 2 and rows.is_contiguous() and rows.dtype == weight.dtype in _DTYPES
+    is_like = rows.dtype == weight.dtype and rows.device == weight.device
+    return is_like and rows.dtype in _DTYPES and rows.dim() == 2 and rows.is_contiguous() and rows.numel() > 0
