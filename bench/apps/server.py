@@ -6,7 +6,7 @@ head: dummy weights in bf16, random prompts, simulated acceptance. Prints a tabl
 
     sglang+flashinfer     the attention that SGLang chooses on NVIDIA for trees with more than one branch
     sglang+triton         the attention that it chooses on AMD
-    sglang+eagle_kernels  the plug-in, all parts
+    sglang+eagle_kernels  the plug-in, the parts that its flag turns on
     eagle_kernels         EAGLEInference, without a server
 
 All SGLang systems of a case draw the same accepted lengths, EAGLEInference simulates the mean that stock had: the exit
