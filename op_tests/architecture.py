@@ -22,6 +22,7 @@ READ_REFERENCES = {"eagle_kernels/ops/operators.py", "eagle_kernels/__init__.py"
 TESTS_OF_BENCH = (
     "op_tests/test_bench.py",
     "op_tests/test_bench_server.py",
+    "op_tests/test_bench_texts.py",
     "op_tests/test_compare.py",
     "op_tests/test_api.py",
     "op_tests/lab/",

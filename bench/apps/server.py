@@ -11,6 +11,8 @@ head: dummy weights in bf16, random prompts, simulated acceptance. Prints a tabl
 
 All SGLang systems of a case draw the same accepted lengths, EAGLEInference simulates the mean that stock had: the exit
 status is 1 where an accepted length is more than 1 % off that of every stock system, and where an engine failed.
+
+`--check-only` compares texts in the place of this, and needs no options of the above but the folders: server_texts.py.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ from ..harness import results
 from ..harness.markdown import markdown
 from ..peers import sglang_engine
 from ..peers.sglang_engine import EngineFailure, Installation, Order
-from . import generation
+from . import generation, server_texts
 from .random_models import SHAPES, head_config, target_config
 from .server_cases import CASES, OWN, STOCK, SYSTEMS, Case
+from .server_judge import ROUNDING
 from .server_tables import TOLERANCE, off_stock, setting, table
 
 LENGTHS, QUICK_LENGTHS = (48, 560), (48, 176)  # tokens of the generations between which the slope is taken
@@ -205,6 +208,13 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     if device.type == "cpu" and options.shape != "small":
         print("a model of this size needs a GPU")
         return 2
+    if options.check_only:
+        installation = Installation(options.sglang, options.flashinfer)
+        if not installation.has_sglang():
+            print("SGLang is not installed; --sglang names a folder that holds it")
+            return 2
+        return server_texts.check(options, installation)
+    options.limit = options.limit or LIMIT_S
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
     about = {"gpu": gpu, "commit": commit, "run": results.new_run(), "device": device}
     bench = Bench(options, directory if device.type == "cuda" else None, about)
@@ -243,10 +253,18 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--case", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=SYSTEMS, metavar="NAME", help="as listed above")
     parser.add_argument("--quick", action="store_true", help="once and shorter; the tables leave such lines out")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that an engine of SGLang may take")
+    parser.add_argument("--limit", type=float, help="seconds that an engine of SGLang may take")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="for logs of engines (default: a temporary one)")
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b", help="small: for tests")
+    check = parser.add_argument_group("texts", "the plug-in's texts against stock's, of the embedded pair")
+    check.add_argument("--check-only", action="store_true", help="compare texts and acceptance, and time nothing")
+    rows = server_texts.row_names()
+    check.add_argument("--row", nargs="+", choices=rows, default=rows, metavar="NAME", help=", ".join(rows))
+    check.add_argument("--jobs", type=int, default=1, help="engines that run at once")
+    check.add_argument("--dtype", choices=list(ROUNDING), default="float16", help="of models and KV")
     options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs: at least 1; got {options.jobs}")
     for name in ("sglang", "flashinfer"):
         folder = getattr(options, name)
         if folder is not None and not folder.is_dir():

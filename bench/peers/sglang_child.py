@@ -1,7 +1,8 @@
 """Starts one SGLang engine and times it: the script that `sglang_engine.py` runs in a process of its own.
 
-It is copied to a folder of its own before it runs, and imports nothing of this repository: SGLang's own processes
-import it again, and the folder of a script comes first where Python looks for packages.
+It is copied to a folder of its own before it runs, and imports nothing of this repository but `sglang_traffic.py`,
+which may lie beside it: SGLang's own processes import it again, and the folder of a script comes first where Python
+looks for packages.
 
     python sglang_child.py ORDER RECORDS
 
@@ -11,6 +12,7 @@ RECORDS at once.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -45,20 +47,28 @@ def main(order_file: str, records_file: str) -> None:
             records.flush()
 
         engine = start(order["engine"], write)
-        source = random.Random(0)
-        for batch in order["batches"]:
-            prompts = [
-                [source.randrange(SMALLEST_TOKEN, order["vocab_size"]) for _ in range(order["prompt_tokens"])]
-                for _ in range(batch)
-            ]
-            for sampling in order["sampling"]:
-                try:
-                    numbers = measure(engine, prompts, sampling, order)
-                except Exception as error:
-                    write("failed", batch=batch, **sampling, error=f"{type(error).__name__}: {error}"[:500])
-                else:
-                    write("measured", batch=batch, **sampling, **numbers)
+        if "traffic" in order:
+            importlib.import_module("sglang_traffic").serve(engine, order["traffic"], write)
+        else:
+            measure_all(engine, order, write)
         engine.shutdown()
+
+
+def measure_all(engine, order: dict, write) -> None:
+    """Times all batch sizes and samplings of an order."""
+    source = random.Random(0)
+    for batch in order["batches"]:
+        prompts = [
+            [source.randrange(SMALLEST_TOKEN, order["vocab_size"]) for _ in range(order["prompt_tokens"])]
+            for _ in range(batch)
+        ]
+        for sampling in order["sampling"]:
+            try:
+                numbers = measure(engine, prompts, sampling, order)
+            except Exception as error:
+                write("failed", batch=batch, **sampling, error=f"{type(error).__name__}: {error}"[:500])
+            else:
+                write("measured", batch=batch, **sampling, **numbers)
 
 
 def end_with(parent: int) -> None:

@@ -19,10 +19,11 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from eagle_kernels.integrations.sglang.parts import PARTS
 from eagle_kernels.runtime.version import __version__
 
 from . import sglang_child
@@ -79,6 +80,22 @@ class Installation(NamedTuple):
         return None if found is None else found.version
 
 
+class AnyOrder(Protocol):
+    """What an engine is started with: an `Order` here, or a `TextOrder` of sglang_texts.py."""
+
+    backend: str
+    is_plugged: bool
+    asked: str | None  # for EAGLE_KERNELS_SGLANG; None: left unset
+    needed: frozenset[str]  # parts that must be in use, and those that may
+    allowed: frozenset[str]
+    accept: float | None
+    scripts: tuple[str, ...]  # the file that runs, and what it imports
+
+    def write_models(self, folder: Path) -> None: ...
+
+    def for_child(self, folder: Path) -> dict[str, Any]: ...
+
+
 class Order(NamedTuple):
     """One engine and what it generates; its weights are dummies, its texts mean nothing.
 
@@ -97,9 +114,22 @@ class Order(NamedTuple):
     tree: tuple[int, int, int] | None = None
     accept: float | None = None
 
+    asked = "all"  # parts for EAGLE_KERNELS_SGLANG
+    scripts = (sglang_child.__file__,)
+
     @property
     def is_plugged(self) -> bool:
         return self.backend == PLUGIN
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """The parts that must be in use."""
+        return frozenset({"attention"} if self.is_plugged else ())
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        """The parts that may be in use."""
+        return frozenset(PARTS if self.is_plugged else ())
 
     @property
     def context_length(self) -> int:
@@ -154,8 +184,14 @@ class Order(NamedTuple):
             "is_speculative": self.tree is not None,
         }
 
+    def write_models(self, folder: Path) -> None:
+        """Writes the folders of the two models: a config.json each, the weights are made by SGLang."""
+        for name, config in (("target", self.model), ("draft", self.draft)):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            (folder / name / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
-def environment(order: Order, installation: Installation, plugin: Path, with_flashinfer: bool) -> dict[str, str]:
+
+def environment(order: AnyOrder, installation: Installation, plugin: Path, with_flashinfer: bool) -> dict[str, str]:
     """Returns the environment of an engine's process. plugin: the folder that `write_plugin` wrote."""
     told = {name: value for name, value in os.environ.items() if name not in TOLD} | OFFLINE
     folders = installation.folders(with_flashinfer)
@@ -165,8 +201,8 @@ def environment(order: Order, installation: Installation, plugin: Path, with_fla
     scripts = [str(folder / "bin") for folder in folders if (folder / "bin").is_dir()]  # FlashInfer's ninja
     told["PATH"] = os.pathsep.join([*scripts, os.environ.get("PATH", os.defpath)])
     told["SGLANG_PLUGINS"] = PLUGIN if order.is_plugged else NO_PLUGIN
-    if order.is_plugged:
-        told["EAGLE_KERNELS_SGLANG"] = "all"
+    if order.is_plugged and order.asked is not None:
+        told["EAGLE_KERNELS_SGLANG"] = order.asked
     if not with_flashinfer:
         told["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
     if order.accept is not None:
@@ -185,13 +221,6 @@ def _cuda() -> dict[str, str]:
     return found
 
 
-def write_models(order: Order, folder: Path) -> None:
-    """Writes the folders of the two models: a config.json each, the weights are made by SGLang."""
-    for name, config in (("target", order.model), ("draft", order.draft)):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        (folder / name / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-
-
 def write_plugin(folder: Path) -> None:
     """Writes what an installed eagle_kernels tells about its plug-in, so that SGLang finds this checkout's."""
     about = folder / f"eagle_kernels-{__version__}.dist-info"
@@ -202,9 +231,11 @@ def write_plugin(folder: Path) -> None:
 
 
 def run(
-    order: Order, installation: Installation, folder: Path, log: Path, limit_s: float, with_flashinfer: bool
+    order: AnyOrder, installation: Installation, folder: Path, log: Path, limit_s: float, with_flashinfer: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yields the engine's records as they come: `started`, then `measured` or `failed` by batch size and sampling.
+    """Yields the engine's records as they come: `started`, then what was ordered.
+
+    An `Order` gives `measured` or `failed` by batch size and sampling, a `TextOrder` (sglang_texts.py) `texts` by wave.
 
     All processes of the engine are ended when it is done, after `limit_s`, and when the caller stops early. Raises
     EngineFailure at the limit, for a crash, and where another backend ran than was asked for.
@@ -212,11 +243,14 @@ def run(
     folder: for files that an engine needs. log: the file that all its processes print to. with_flashinfer: whether
     SGLang may use FlashInfer.
     """
-    write_models(order, folder / "models")
+    order.write_models(folder / "models")
     write_plugin(folder / "plugin")
     script, order_file, records_file = folder / "script" / "engine.py", folder / "order.json", folder / "records.jsonl"
     script.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(sglang_child.__file__, script)
+    first, *beside = order.scripts
+    shutil.copyfile(first, script)
+    for file in beside:
+        shutil.copy(file, script.parent)
     order_file.write_text(json.dumps(order.for_child(folder / "models"), indent=1), encoding="utf-8")
     records_file.write_text("")
     told = environment(order, installation, folder / "plugin", with_flashinfer)
@@ -245,18 +279,18 @@ def run(
             _end(child)
 
 
-def _checked(order: Order, record: dict[str, Any], log: Path) -> dict[str, Any]:
+def _checked(order: AnyOrder, record: dict[str, Any], log: Path) -> dict[str, Any]:
     """Returns the parts of ours that the log tells to be in use; raises EngineFailure where it was not as ordered."""
     if record["kind"] == "started" and record["attention_backend"] != order.backend:
         raise EngineFailure(f"ran with {record['attention_backend']}; asked for {order.backend}")
-    if record["kind"] != "measured":
+    if record["kind"] not in ("measured", "texts"):
         return {}
     text = log.read_text(encoding="utf-8", errors="replace")
     parts = sorted(set(re.findall(r"eagle_kernels: (\w+) is in use", text)))
-    if order.is_plugged and "attention" not in parts:
-        raise EngineFailure(f"the plug-in's attention was not used\n{_told_by(log)}")
-    if parts and not order.is_plugged:
-        raise EngineFailure(f"a stock engine used the plug-in's {', '.join(parts)}")
+    if missing := sorted(order.needed - set(parts)):
+        raise EngineFailure(f"the plug-in's {', '.join(missing)} was not used\n{_told_by(log)}")
+    if more := sorted(set(parts) - order.allowed):
+        raise EngineFailure(f"the plug-in's {', '.join(more)} was used, and not asked for")
     return {"attention_backend": order.backend, "parts": parts}
 
 

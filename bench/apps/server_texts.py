@@ -1,0 +1,200 @@
+"""The plug-in's texts inside SGLang: `--app server --check-only`, which times nothing.
+
+Engines with the embedded pair of models serve one traffic: 32 requests at once, some alone, some that join while others
+run and are aborted, and sampled ones. Compared with a stock engine with the same tree are the greedy texts, the mean
+accepted lengths, and whether SGLang itself finds lost memory when it is idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import re
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from ..harness.markdown import markdown
+from ..peers import sglang_engine
+from ..peers.sglang_engine import EngineFailure, Installation
+from ..peers.sglang_texts import TextOrder
+from .server_judge import ROUNDING, SAME, TIE, target, verdict
+from .server_rows import PLUGGED_ROWS, STOCK_ROWS, TREES, Row, traffic
+
+GREEDY_TOLERANCE, SAMPLED_TOLERANCE = 0.01, 0.03  # of mean accepted lengths
+MOST_TIES = {"float16": 0.25, "bfloat16": 0.75}  # of all texts: more are no matter of rounding
+REFERENCE = "together"  # the wave of a stock engine whose texts the others must be
+WHOLE = (REFERENCE, "alone")  # waves of greedy texts in a fixed order, without aborted ones
+ROW_LIMIT_S = 280.0
+# what SGLang's scheduler says, and ends with, when tokens or requests are lost
+LEAK = re.compile(r"mem(?:ory)? leak detected|double free|use-after-free", re.IGNORECASE)
+
+
+class Served:
+    """What an engine made of the traffic: a list of texts by wave, and the first thing that went wrong."""
+
+    def __init__(self, row: Row):
+        self.row = row
+        self.waves: dict[str, list[dict]] = {}
+        self.start_s: float | None = None
+        self.has_ended = False
+        self.failure: str | None = None
+
+    def greedy(self, other: Served) -> Length | None:
+        """Returns the accepted length of the whole greedy texts that are the same in another engine."""
+        pairs = [pair for wave in WHOLE for pair in zip(self.waves.get(wave, ()), other.waves.get(wave, ()))]
+        return mean_length([(len(a["tokens"]), a["steps"]) for a, b in pairs if a["tokens"] == b["tokens"]])
+
+    def sampled(self) -> Length | None:
+        """Returns the accepted length of the sampled texts."""
+        return mean_length([(text["tokens"], text["steps"]) for text in self.waves.get("sampled", ())])
+
+
+class Length(NamedTuple):
+    """A mean number of tokens in a verification step, and its standard error."""
+
+    mean: float
+    error: float
+
+
+def mean_length(texts: Sequence[tuple[int, float]]) -> Length | None:
+    """Returns the mean over texts of so many tokens and steps; None where no text has a step.
+
+    The first token of a text comes from no step. The error is that of a ratio of sums over independent texts.
+    """
+    texts = [(tokens - 1, steps) for tokens, steps in texts if steps]
+    if not texts:
+        return None
+    num_steps = sum(steps for _, steps in texts)
+    mean = sum(tokens for tokens, _ in texts) / num_steps
+    return Length(mean, sum((tokens - mean * steps) ** 2 for tokens, steps in texts) ** 0.5 / num_steps)
+
+
+def check(options: argparse.Namespace, installation: Installation) -> int:
+    """Runs the rows that were asked for and the stock engines of their trees; returns the exit status."""
+    plugged = [row for row in PLUGGED_ROWS if row.name in options.row]
+    rows = [row for row in STOCK_ROWS if row.tree in {other.tree for other in plugged}] + plugged
+    order = traffic()
+    target()  # what is missing for it is told before engines are started
+    with ThreadPoolExecutor(options.jobs) as pool:
+        served = list(pool.map(lambda row: run(row, order, options, installation), rows))
+    stock = {one.row.tree: one for one in served if one.row.is_stock}
+    faults, lines = [], []
+    for one in served:
+        found, line = compare(one, stock[one.row.tree], order, options.dtype)
+        faults += [f"{one.row.name}: {fault}" for fault in found]
+        lines.append(line)
+    print("\n" + markdown([HEADER, *lines]), flush=True)
+    print("".join(f"{fault}\n" for fault in faults), end="", flush=True)
+    return int(bool(faults))
+
+
+def run(row: Row, order: dict, options: argparse.Namespace, installation: Installation) -> Served:
+    """Serves the traffic with one engine; its log and its texts are kept in the folder of logs."""
+    served = Served(row)
+    log = options.logs / f"texts_{row.name.replace('/', '_')}.txt"
+    wanted = TextOrder(
+        row.backend, row.asked, TREES[row.tree], row.page_size, row.has_graphs, row.has_overlap, row.has_radix_cache,
+        options.dtype, order,
+    )  # fmt: skip
+    try:
+        with contextlib.ExitStack() as ending:
+            folder = tempfile.TemporaryDirectory(prefix="sglang_engine_", ignore_cleanup_errors=True)
+            limit_s = options.limit or ROW_LIMIT_S
+            records = sglang_engine.run(
+                wanted, installation, Path(ending.enter_context(folder)), log, limit_s,
+                installation.flashinfer_version() is not None,
+            )  # fmt: skip
+            for record in ending.enter_context(contextlib.closing(records)):
+                if record["kind"] == "started":
+                    served.start_s = record["start_s"]
+                elif record["kind"] == "texts":
+                    served.waves[record["wave"]] = record["texts"]
+                elif record["kind"] == "served":
+                    served.has_ended = True
+                else:
+                    served.failure = served.failure or f"wave {record['wave']}: {record['error']}"
+    except EngineFailure as failure:
+        served.failure = served.failure or str(failure)
+    if log.exists() and (leak := LEAK.search(log.read_text(encoding="utf-8", errors="replace"))):
+        served.failure = f"SGLang says: {leak[0]} (the whole log: {log})\n{served.failure or ''}".strip()
+    if served.failure is None and not served.has_ended:
+        served.failure = f"ended before all was served (the log: {log})"
+    log.with_suffix(".json").write_text(json.dumps(served.waves), encoding="utf-8")
+    start = "did not start" if served.start_s is None else f"started in {served.start_s:.0f} s"
+    print(f"{row.name}: {start}, {'failed' if served.failure else 'served all'}", flush=True)
+    return served
+
+
+HEADER = [
+    "engine", "tree", "graphs", "overlap", "page", "parts", "same texts", "ties", "aborted", "tokens a step",
+    "sampled", "fault",
+]  # fmt: skip
+
+
+def compare(one: Served, stock: Served, order: dict, dtype: str) -> tuple[list[str], list[str]]:
+    """Returns what differs from the stock engine, and a row of the table.
+
+    A stock engine is held against its own texts of the first wave. That tells how far these depend on the batch, and
+    is no fault.
+    """
+    is_stock = one is stock
+    faults = [] if one.failure is None else [one.failure]
+    if not is_stock and REFERENCE not in stock.waves:
+        faults.append(f"{stock.row.name} has no texts to compare with")
+    verdicts = judge(one, stock, order, ROUNDING[dtype])
+    counts = {kind: sum(text == kind for _, text in verdicts) for kind in (SAME, TIE)}
+    differing = [f"{where}: {text}" for where, text in verdicts if text not in (SAME, TIE)]
+    if verdicts and counts[TIE] > MOST_TIES[dtype] * len(verdicts):
+        differing.append(f"{counts[TIE]} of {len(verdicts)} texts differ within rounding, which are too many")
+    if is_stock:
+        print("".join(f"{one.row.name} differs from itself: {text}\n" for text in differing), end="", flush=True)
+    else:
+        faults += differing
+    greedy, sampled = (one.greedy(stock), stock.greedy(one)), (one.sampled(), stock.sampled())
+    for kind, pair, tolerance in (("greedy", greedy, GREEDY_TOLERANCE), ("sampled", sampled, SAMPLED_TOLERANCE)):
+        if None in pair:
+            if one.failure is None and stock.failure is None:
+                faults.append(f"{kind}: no accepted lengths")
+        elif abs(pair[0].mean / pair[1].mean - 1) > tolerance:
+            error = f", standard error of the difference {math.hypot(pair[0].error, pair[1].error):.3f}"
+            faults.append(
+                f"{kind}: accepted length {pair[0].mean:.3f}, stock's is {pair[1].mean:.3f}"
+                + (error if kind == "sampled" else "")
+            )
+    lengths = [f"{pair[0].mean:.3f}, stock {pair[1].mean:.3f}" if all(pair) else "-" for pair in (greedy, sampled)]
+    if all(sampled):
+        lengths[1] += f" (± {math.hypot(sampled[0].error, sampled[1].error):.3f})"
+    aborted = sum(text["is_cut"] for texts in one.waves.values() for text in texts)
+    if one.failure is None and not aborted:
+        faults.append("no request was aborted before its end")
+    row = one.row
+    parts = "stock" if row.is_stock else row.asked or "default"
+    words = ["on" if value else "off" for value in (row.has_graphs, row.has_overlap)]
+    line = [row.name, row.tree, *words, str(row.page_size), parts, f"{counts[SAME]} of {len(verdicts)}",
+            str(counts[TIE]), str(aborted), *lengths, "yes" if faults else ""]  # fmt: skip
+    return faults, line
+
+
+def judge(one: Served, stock: Served, order: dict, rounding: float) -> list[tuple[str, str]]:
+    """Returns where each greedy text is, and what it is in comparison with stock's."""
+    reference = {text["index"]: text["tokens"] for text in stock.waves.get(REFERENCE, ())}
+    verdicts: list[tuple[str, str]] = []
+    for wave, texts in one.waves.items():
+        for text in texts:
+            if not text["is_greedy"] or text["index"] not in reference or (one is stock and wave == REFERENCE):
+                continue
+            wanted = order["requests"][text["index"]]
+            found = verdict(wanted["prompt"], text["tokens"], reference[text["index"]], text["is_cut"], rounding)
+            where = f"request {text['index']} ({len(wanted['prompt'])} + {wanted['max_new_tokens']} tokens, {wave}"
+            verdicts.append((f"{where}{', aborted' if text['is_cut'] else ''})", found))
+    return verdicts
+
+
+def row_names() -> Sequence[str]:
+    """Returns the names of the rows that can be chosen."""
+    return [row.name for row in PLUGGED_ROWS]
