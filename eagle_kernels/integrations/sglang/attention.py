@@ -321,7 +321,7 @@ def _window(layer) -> int | None:
 def _logits(layer, sinks: torch.Tensor | None) -> dict:
     return {
         "sm_scale": layer.scaling,
-        "soft_cap": layer.logit_cap if layer.logit_cap > 0 else None,
+        "soft_cap": layer.logit_cap or None,
         "window": _window(layer),
         "sinks": sinks,
     }
@@ -339,7 +339,7 @@ def _check_layer(layer, unsupported: dict) -> None:
         reason = "cross-attention and attention that is not causal"
     elif layer.xai_temperature_len > 0:
         reason = "logits that are scaled by their position (Grok)"
-    elif layer.logit_capping_method != "tanh" and layer.logit_cap > 0:
+    elif layer.logit_capping_method != "tanh" and layer.logit_cap:
         reason = f"logit_capping_method={layer.logit_capping_method!r}"
     if reason:
         raise NotImplementedError(
