@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+from ...ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
+from ...ops.tree.select_top_k_tokens import MAX_TOPK
+from ...ops.tree.shared.ranking import MAX_CANDIDATES
 from . import hooks
 from .contract import PAGE_TREES
 from .parts import NAME, VARIABLE, asked_by, backends, note_use, resolved, turn_on, unused
@@ -12,7 +15,6 @@ SPECULATIVE = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 KV_DTYPES = ("auto", "bf16", "bfloat16", "float16", "fp8_e4m3")
 # models that give attention between image tokens in fields of SGLang's own Triton backend, and drafts with convolutions
 MODELS = ("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "InklingForConditionalGeneration")
-_MAX_NODES, _MAX_TOPK, _MAX_DRAFT_KEYS, _MAX_CANDIDATES = 256, 16, 512, 4096
 
 
 def refusals(server_args) -> list[str]:
@@ -57,12 +59,12 @@ def refusals(server_args) -> list[str]:
     if algorithm in SPECULATIVE[1:]:
         topk, steps = server_args.speculative_eagle_topk or 1, server_args.speculative_num_steps or 1
         nodes = server_args.speculative_num_draft_tokens or 1
-        refuse(nodes > _MAX_NODES, f"trees of {nodes} nodes; at most {_MAX_NODES}")
-        refuse(topk > _MAX_TOPK, f"--speculative-eagle-topk {topk}; at most {_MAX_TOPK}")
-        refuse(topk * steps > _MAX_DRAFT_KEYS, f"topk * steps = {topk * steps}; at most {_MAX_DRAFT_KEYS}")
+        refuse(nodes > MAX_QUERY, f"trees of {nodes} nodes; at most {MAX_QUERY}")
+        refuse(topk > MAX_TOPK, f"--speculative-eagle-topk {topk}; at most {MAX_TOPK}")
+        refuse(topk * steps > MAX_DRAFT_KEYS, f"topk * steps = {topk * steps}; at most {MAX_DRAFT_KEYS}")
         candidates = topk + (steps - 1) * topk**2
         refuse(
-            candidates > _MAX_CANDIDATES, f"{candidates} drafts, topk + (steps - 1) * topk^2; at most {_MAX_CANDIDATES}"
+            candidates > MAX_CANDIDATES, f"{candidates} drafts, topk + (steps - 1) * topk^2; at most {MAX_CANDIDATES}"
         )
         refuse(bool(server_args.enable_dp_attention), "--enable-dp-attention with speculation")
     return found

@@ -43,8 +43,9 @@ def build_tree_kernel_efficient(
     batch_size, device = len(seq_lens), seq_lens.device
     make = lambda *shape: torch.empty(shape, dtype=torch.int64, device=device)  # noqa: E731
     links = make(3, batch_size, num_verify_tokens)
-    mask = make(batch_size, num_verify_tokens, num_words(num_verify_tokens))
-    if tree_mask_buf is not None:
+    if tree_mask_buf is None:
+        mask = make(batch_size, num_verify_tokens, num_words(num_verify_tokens))
+    else:
         mask = tree_mask_buf[:batch_size]
     nodes = batch_size * num_verify_tokens
     out = BuildTreeOutput(mask, make(nodes), *links, make(nodes))

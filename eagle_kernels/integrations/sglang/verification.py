@@ -44,7 +44,11 @@ def eagle_sample(original, verify_input, batch, logits_output, grammar_mask=None
     depth = verify_input.max_tree_depth
     make = lambda *shape: torch.empty(shape, dtype=torch.int32, device=logits.device)  # noqa: E731
     # what the walk does not visit is 0, since the draft model reads all of it as tokens
-    out = VerifyOutput(torch.zeros_like(make(batch_size * num_nodes)), make(batch_size, depth), make(batch_size))
+    out = VerifyOutput(
+        torch.zeros(batch_size * num_nodes, dtype=torch.int32, device=logits.device),
+        make(batch_size, depth),
+        make(batch_size),
+    )
     walk = {"spec_steps": depth - 1, "keep_unvisited": True, "out": out}
     if sampling.is_all_greedy:
         verify_tree_greedy(*tree, target_logits=logits, **walk)
