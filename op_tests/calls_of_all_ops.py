@@ -204,7 +204,7 @@ def linear_decode_(t: torch.Tensor) -> list[torch.Tensor]:
 
 
 def rms_norm_(t: torch.Tensor) -> list[torch.Tensor]:
-    result = ek.rms_norm(t, t, residual=t, eps=0.5, weight_offset=0.5, round_normalized=True)
+    result = ek.rms_norm(t, t, residual=t, eps=0.5, weight_offset=0.5, round_sum=True, round_normalized=True)
     return [result.output, result.residual]
 
 
@@ -214,7 +214,7 @@ def rope_(t: torch.Tensor) -> list[torch.Tensor]:
 
 
 def silu_and_mul_(t: torch.Tensor) -> list[torch.Tensor]:
-    return [ek.silu_and_mul(t, up=t)]
+    return [ek.silu_and_mul(t, up=t, round_activation=True)]
 
 
 def build_tree_(t: torch.Tensor) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ FAKE = """
 import asyncio, os, types
 
 __version__ = "0.5.17"
-DEFAULT = "attention,verify,draft,kv"
+ALL = "attention,verify,draft,kv,nn"
 
 
 class Engine:
@@ -29,8 +29,8 @@ class Engine:
         self.tokenizer_manager = types.SimpleNamespace(abort_request=lambda rid: self.aborted.add(rid))
         is_plugged = os.environ["SGLANG_PLUGINS"] == "eagle_kernels"
         self.fault = os.environ.get("FAKE") if is_plugged else os.environ.get("FAKE_STOCK")
-        parts = os.environ.get("EAGLE_KERNELS_SGLANG", DEFAULT if arguments["attention_backend"] != "triton" else "")
-        parts = "attention,verify,draft,kv,nn" if parts == "all" else parts
+        parts = os.environ.get("EAGLE_KERNELS_SGLANG", "all" if arguments["attention_backend"] != "triton" else "")
+        parts = ALL if parts == "all" else parts
         for part in filter(None, parts.split(",")) if is_plugged else ():
             if self.fault != f"no {part}":
                 print(f"eagle_kernels: {part} is in use", flush=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eagle_kernels.engine.models.loading import demo_pair
-from eagle_kernels.integrations.sglang.parts import DEFAULT, PARTS
+from eagle_kernels.integrations.sglang.parts import PARTS
 
 from . import sglang_child, sglang_traffic
 from .sglang_engine import PLUGIN
@@ -47,7 +47,7 @@ class TextOrder(NamedTuple):
     def needed(self) -> frozenset[str]:
         """The parts that must be in use."""
         if self.asked is None:
-            return DEFAULT if self.backend == PLUGIN else frozenset()
+            return frozenset(PARTS if self.backend == PLUGIN else ())
         return frozenset(PARTS) if self.asked == "all" else frozenset(filter(None, self.asked.split(",")))
 
     @property

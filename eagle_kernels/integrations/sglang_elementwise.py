@@ -1,8 +1,8 @@
 """The norms, the activation, the rotary embedding and the renormalising filters of `sgl_kernel`, on top of our ops.
 
-Names, argument order and rounding are those of `sgl_kernel.elementwise` and `sgl_kernel.sampling`: norms are rounded
-once, at the end. `enable_pdl` is accepted and ignored: our launches decide for themselves. `sgl_kernel.py` has these
-names too.
+Names, argument order and rounding are those of `sgl_kernel.elementwise` and `sgl_kernel.sampling`: each op rounds once,
+at the end, also where it adds a residual first. `enable_pdl` is accepted and ignored: our launches decide for
+themselves. `sgl_kernel.py` has these names too.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.
     """Returns silu of the first half of each row times its second half: input [..., 2 I] -> [..., I]."""
     rows = input.view(-1, input.shape[-1])
     if out is None:
-        return ops.silu_and_mul(rows).view(*input.shape[:-1], -1)
-    ops.silu_and_mul(rows, out=out.view(-1, out.shape[-1]))
+        return ops.silu_and_mul(rows, round_activation=False).view(*input.shape[:-1], -1)
+    ops.silu_and_mul(rows, round_activation=False, out=out.view(-1, out.shape[-1]))
     return out
 
 
@@ -115,7 +115,7 @@ def _norm(rows, weight, eps, weight_offset, out):
 def _add_norm(rows, residual, weight, eps, weight_offset):
     """Adds rows to residual and norms the sum into rows, both in place."""
     ops.rms_norm(
-        rows, weight, residual, eps=eps, weight_offset=weight_offset, round_normalized=False,
+        rows, weight, residual, eps=eps, weight_offset=weight_offset, round_sum=False, round_normalized=False,
         out=_NormOutput(rows, residual),
     )  # fmt: skip
 

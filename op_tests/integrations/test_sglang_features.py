@@ -256,3 +256,25 @@ def test_fp8_pool(kind, scale, sglang, device):
         pytest.skip("float8_e4m3fn needs sm_89")
     case = Case(sglang, device, 1, HEADS["gqa"], torch.float8_e4m3fn, scale=scale)
     {"decode": check_decode, "chunks": check_chunks, "tree": lambda case: check_verification(case, TREE)}[kind](case)
+
+
+@pytest.mark.gpu
+def test_norms_and_activation_round_as_sglang_does(device):
+    """Nearly all elements have the bits of SGLang's kernels, so that no text changes with the part `nn`."""
+    from sgl_kernel import fused_add_rmsnorm, rmsnorm
+    from sglang.srt.layers.activation import silu_and_mul
+
+    from eagle_kernels.integrations.sglang import layers
+
+    x, residual = (torch.randn(33, 4096, device=device).to(HALF) for _ in range(2))
+    norm = SimpleNamespace(
+        weight=torch.nn.Parameter(torch.randn(4096, device=device).to(HALF)), variance_epsilon=1e-5,
+        variance_size_override=None, cast_x_before_out_mul=False,
+    )  # fmt: skip
+    wanted = rmsnorm(x, norm.weight.data, 1e-5), x.clone(), residual.clone(), silu_and_mul(x)
+    fused_add_rmsnorm(*wanted[1:3], norm.weight.data, 1e-5)
+    got = layers.forward_norm(None, norm, x), *layers.forward_norm(None, norm, x.clone(), residual.clone())
+    for name, mine, theirs in zip(
+        ("norm", "norm of a sum", "sum", "activation"), (*got, layers.forward_activation(None, None, x)), wanted
+    ):
+        assert (mine != theirs).double().mean() < 1e-3, name

@@ -103,7 +103,7 @@ def test_a_wrong_word_ends_the_process(framework, monkeypatch, value):
 @pytest.mark.parametrize(
     ("variable", "backend", "asked"),
     [
-        (None, "triton", set()), (None, "eagle_kernels", set(parts.DEFAULT)), ("none", "eagle_kernels", set()),
+        (None, "triton", set()), (None, "eagle_kernels", set(parts.PARTS)), ("none", "eagle_kernels", set()),
         ("verify", "triton", {"verify"}), ("verify", "eagle_kernels", {"verify"}),
     ],
 )  # fmt: skip
@@ -116,7 +116,7 @@ def test_the_backend_asks_for_parts_and_the_variable_decides(monkeypatch, variab
 @pytest.mark.parametrize("name", ["prefill", "decode", "speculative_draft"])
 def test_a_backend_of_one_phase_asks_too(name):
     given = arguments(attention_backend="triton", **{f"{name}_attention_backend": "eagle_kernels"})
-    assert parts.asked_by(given) == set(parts.PARTS) - {"nn"}
+    assert parts.asked_by(given) == set(parts.PARTS)
 
 
 def test_arguments_are_read_as_resolved(framework):
@@ -190,9 +190,6 @@ def test_a_hook_is_inert_while_its_part_is_off(started, monkeypatch, hook, value
 def test_a_hook_calls_ours_while_its_part_is_on(started, monkeypatch, hook, value):
     framework = started(hook.part if value == "own" else value)
     original = framework.function(hook.target).__wrapped__
-    if value is None and hook.part not in parts.DEFAULT:
-        assert framework.function(hook.target)(*hook.parameters, more=7) == hook.target
-        return
     monkeypatch.setattr(hooks.Hook, "function", lambda self: lambda *args, **options: (self.target, args, options))
     given = tuple(object() for _ in hook.parameters)
     called = framework.function(hook.target)(*given, more=7)
@@ -414,7 +411,7 @@ def test_a_hook_that_is_not_in_place_is_told(framework, hook):
 def test_a_plug_in_that_was_filtered_out_is_told(framework):
     with pytest.raises(RuntimeError) as told:
         guards.create_backend(SimpleNamespace(server_args=arguments()))
-    assert all(f"{hook.target} is not hooked" in str(told.value) for hook in ALL if hook.part != "nn")
+    assert all(f"{hook.target} is not hooked" in str(told.value) for hook in ALL)
 
 
 def test_hooks_of_others_around_ours_are_no_fault(framework):

@@ -17,10 +17,6 @@ PARTS = {
     "nn": "norms and activation",
 }
 
-# What the attention backend turns on. Norms are not among them: after a residual ours round the sum first, as Hugging
-# Face's models do and SGLang's kernel does not, so that texts can part where two tokens are nearly as likely.
-DEFAULT = frozenset(PARTS) - {"nn"}
-
 
 def asked_by_variable() -> frozenset[str] | None:
     """Returns the parts that EAGLE_KERNELS_SGLANG names, none for `none`, and None where it is not set."""
@@ -44,12 +40,12 @@ def asked_by_variable() -> frozenset[str] | None:
 def asked_by(server_args) -> frozenset[str]:
     """Returns the parts that these resolved server arguments and the environment ask for.
 
-    The attention backend asks for the parts in DEFAULT; the variable, where it is set, decides alone.
+    The attention backend asks for all parts; the variable, where it is set, decides alone.
     """
     by_variable = asked_by_variable()
     if by_variable is not None:
         return by_variable
-    return DEFAULT if NAME in backends(server_args).values() else frozenset()
+    return frozenset(PARTS) if NAME in backends(server_args).values() else frozenset()
 
 
 def resolved(server_args):

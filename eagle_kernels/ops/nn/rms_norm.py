@@ -3,6 +3,8 @@
 Computes
     y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in fp32. With a residual, x is x + residual, rounded to
     its dtype, and is returned as well: the stream that the next layer adds to.
+    round_sum: y is that of the rounded sum, as where a model adds and then norms; otherwise of the sum in fp32, as in
+        the fused kernels of SGLang and FlashInfer.
     round_normalized: x / sqrt(...) is rounded to the dtype of x before the weight multiplies it, as in Hugging Face's
         norms
     of Llama, Qwen and Mistral; otherwise y is rounded once, as in Gemma (with weight_offset = 1) and OLMo 2.
@@ -68,6 +70,7 @@ def _rms_norm_kernel(
     stride_sum_head,
     UNIT: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr,
+    IS_SUM_ROUNDED: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
@@ -86,10 +89,12 @@ def _rms_norm_kernel(
     if residual_ptr is not None:
         residual_row_ptr = residual_ptr + (token * stride_residual_token + head * stride_residual_head) * UNIT
         residual = tl.load(residual_row_ptr + column, mask=is_column, other=0.0).to(tl.float32)
-        total = (x + residual).to(dtype)
+        x += residual
+        total = x.to(dtype)
         sum_row_ptr = sum_ptr + (token * stride_sum_token + head * stride_sum_head) * UNIT
         tl.store(sum_row_ptr + column, total, mask=is_column)
-        x = total.to(tl.float32)
+        if IS_SUM_ROUNDED:
+            x = total.to(tl.float32)
 
     mean_square = tl.math.div_rn(tl.sum(x * x), HIDDEN_SIZE * 1.0)
     normalized = x * tl.math.div_rn(1.0, tl.math.sqrt_rn(mean_square + eps))
@@ -127,6 +132,7 @@ def rms_norm(
     *,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
+    round_sum: bool = True,
     round_normalized: bool = True,
     out: Output | None = None,
 ) -> Output:
@@ -137,10 +143,13 @@ def rms_norm(
     Args:
         x: [T, H] or [T, heads, H] fp16, bf16 or fp32. All axes but the last may be strided.
         weight: [H] fp16, bf16 or fp32, as `x`.
-        residual: None or [T, H] or [T, heads, H] fp16, bf16 or fp32, as `x`. Added to `x` first; the sum is rounded to
-            the dtype of `x`. All axes but the last may be strided.
+        residual: None or [T, H] or [T, heads, H] fp16, bf16 or fp32, as `x`. Added to `x` first. All axes but the last
+            may be strided.
         eps: added to the mean of the squares, at least 0.
         weight_offset: added to the weight; 1 for Gemma.
+        round_sum: normalizes x + residual as it is returned, rounded to the dtype of `x`, as Hugging Face's models do.
+            False: normalizes the sum in fp32, as the fused kernels of SGLang and FlashInfer do. Without `residual` it
+            makes no difference.
         round_normalized: rounds to the dtype of `x` before the product with the weight, as Hugging Face's norms of
             Llama, Qwen and Mistral do. False: rounds once, at the end, as those of Gemma and OLMo 2 do.
         out: two tensors to write into, of which the second has no rows without `residual`. Each of them may be one of
@@ -149,8 +158,8 @@ def rms_norm(
     Returns:
         A named tuple, every element of which is written:
         output: [T, H] or [T, heads, H] fp16, bf16 or fp32, as `x`. The normalized rows.
-        residual: [T, H] or [T, heads, H] fp16, bf16 or fp32, as `x`. x + residual, which the next layer adds to;
-            without `residual` it has no rows, [0, H] or [0, heads, H].
+        residual: [T, H] or [T, heads, H] fp16, bf16 or fp32, as `x`. x + residual, rounded once, which the next
+            layer adds to; without `residual` it has no rows, [0, H] or [0, heads, H].
         A NaN stays in its row.
 
     Raises:
@@ -192,6 +201,7 @@ def rms_norm(
         weight_offset=float(weight_offset),
         UNIT=unit,
         HIDDEN_SIZE=x.shape[-1],
+        IS_SUM_ROUNDED=bool(round_sum) or residual is None,  # one kernel for both where no sum is made
         IS_ROUNDED=bool(round_normalized),
         BLOCK_HIDDEN=block_hidden,
         num_warps=min(max(block_hidden // tuned["columns_per_warp"], 1), tuned["max_warps"]),

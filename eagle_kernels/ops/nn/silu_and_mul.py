@@ -1,8 +1,9 @@
 """The activation of a SwiGLU block: silu(gate) * up.
 
 Computes
-    silu(gate) * up with silu(g) = g / (1 + exp(-g)) in fp32, rounded to the dtype before the product, as PyTorch rounds
-    `F.silu(gate) * up`.
+    silu(gate) * up with silu(g) = g / (1 + exp(-g)), in fp32.
+    round_activation: silu is rounded to the dtype before the product, as PyTorch rounds `F.silu(gate) * up`; otherwise
+        the product alone is rounded, as in the fused kernels of SGLang and FlashInfer.
 Invariants
     An element depends on its own gate and up alone, NaN as well. out may be gate or up, or the first half of the packed
     tensor: a program reads what it overwrites, and no other program does.
@@ -39,6 +40,7 @@ def _silu_and_mul_kernel(
     stride_output_token,
     UNIT: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
     BLOCK_COLUMN: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
@@ -54,7 +56,9 @@ def _silu_and_mul_kernel(
     gate = tl.load(gate_row_ptr + column, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(up_row_ptr + column, mask=is_column, other=0.0).to(tl.float32)
     dtype = output_ptr.dtype.element_ty
-    activated = tl.math.div_rn(gate, 1.0 + tl.exp(-gate)).to(dtype).to(tl.float32)
+    activated = tl.math.div_rn(gate, 1.0 + tl.exp(-gate))
+    if IS_ROUNDED:
+        activated = activated.to(dtype).to(tl.float32)
     output_row_ptr = output_ptr + token * stride_output_token * UNIT
     tl.store(output_row_ptr + column, (activated * up).to(dtype), mask=is_column)
 
@@ -74,7 +78,11 @@ def contract(values: dict) -> check.Spec:
 
 @launcher
 def silu_and_mul(
-    gate: torch.Tensor, up: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+    gate: torch.Tensor,
+    up: torch.Tensor | None = None,
+    *,
+    round_activation: bool = True,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns silu(gate) * up, of two tensors or of the two halves of one.
 
@@ -83,19 +91,20 @@ def silu_and_mul(
     Args:
         gate: [T, I] fp16, bf16 or fp32; without `up` [T, 2 * I], the gate's columns first. Rows may be strided.
         up: None or [T, I] fp16, bf16 or fp32, as `gate`. Rows may be strided.
+        round_activation: rounds silu(gate) to the dtype of `gate` before the product, as PyTorch's F.silu(gate) * up
+            does. False: rounds the product alone, as the fused kernels of SGLang and FlashInfer do.
         out: a tensor to write into. Its rows may be strided. It may be `gate` or `up` itself, or the first half of a
             `gate` that holds both.
 
     Returns:
-        [T, I] fp16, bf16 or fp32, as `gate`, written whole. silu is rounded to this dtype before the product, as in
-        PyTorch.
+        [T, I] fp16, bf16 or fp32, as `gate`, written whole.
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype or device, a `gate` of an odd number of columns
             without `up`, or an `out` that overlaps `gate` or `up` in another way; the message names the argument.
 
     Source:
-        SwiGLU, https://arxiv.org/abs/2002.05202, rounded as PyTorch's F.silu(gate) * up.
+        SwiGLU, https://arxiv.org/abs/2002.05202.
 
     Example:
         >>> result = eagle_kernels.silu_and_mul(torch.tensor([[0.0, 1.0, 5.0, 2.0]]))  # gates 0 and 1, ups 5 and 2
@@ -118,6 +127,7 @@ def silu_and_mul(
         stride_output_token=out.stride(0) // unit,
         UNIT=unit,
         NUM_COLUMNS=out.shape[1],
+        IS_ROUNDED=bool(round_activation),
         BLOCK_COLUMN=block_column,
         **tuned,
     )

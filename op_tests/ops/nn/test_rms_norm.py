@@ -43,6 +43,7 @@ def ahead_of_time_cases():
     yield "H=4096 float16", make(2, 4096, torch.float16)
     yield "H=5120 bfloat16 residual", make(2, 5120, torch.bfloat16, has_residual=True)
     yield "H=8192 float32 residual", make(2, 8192, torch.float32, has_residual=True, round_normalized=False)
+    yield "H=4096 bfloat16 fused", make(2, 4096, torch.bfloat16, has_residual=True, round_sum=False)
     yield "H=128 heads", make(2, 128, torch.bfloat16, heads=(4,), weight_offset=1.0)
     yield "H=5121", make(2, 5121, torch.bfloat16)
     yield "H=65536", make(1, 65536, torch.bfloat16, has_residual=True)
@@ -63,10 +64,11 @@ def size_sweep():
 
 @pytest.mark.parametrize("hidden_size", SIZES)
 def test_matches_reference(hidden_size, device):
-    """Every size with both dtypes; with a residual, an offset and either rounding at least once each."""
+    """Every size with both dtypes; with a residual, an offset and each rounding at least once."""
     index = SIZES.index(hidden_size)
     for dtype, flip in ((torch.float32, 0), (torch.float16, 1)):
         options = {"weight_offset": float(index % 3 == 2), "round_normalized": bool((index // 2 + flip) % 2)}
+        options["round_sum"] = index % 4 < 2
         values = make(3, hidden_size, dtype, has_residual=(index + flip) % 2 == 0, device=device, **options)
         check(values, f"H = {hidden_size} {dtype} {options}")
 
@@ -170,6 +172,27 @@ def test_bits_are_those_of_hugging_face_s_gemma(dtype, device):
     check_bits("Gemma", result.output, norm(x))
 
 
+@pytest.mark.parametrize("weight_offset", [0.0, 1.0])
+def test_the_sum_is_rounded_or_not(weight_offset, device):
+    """Of the sum in fp32 nearly each element is the one that is closest to the exact result."""
+    values = make(8, 512, torch.float16, has_residual=True, device=device, weight_offset=weight_offset)
+    exact = reference(**in_float64(values))
+    parts_from_exact = {}
+    for round_sum in (False, True):
+        result = eagle_kernels.raw.rms_norm(**values, round_sum=round_sum, round_normalized=False)
+        assert_equal("rms_norm", "sum", "residual", result.residual, exact.residual.half())
+        parts_from_exact[round_sum] = (result.output != exact.output.half()).double().mean().item()
+    assert parts_from_exact[False] < 0.01 and parts_from_exact[True] > 0.1, parts_from_exact
+
+
+def test_without_a_residual_there_is_no_sum(device):
+    values = make(3, 64, torch.float16, device=device)
+    expected = eagle_kernels.raw.rms_norm(**values)
+    assert_equal(
+        "rms_norm", "", "output", eagle_kernels.raw.rms_norm(**values, round_sum=False).output, expected.output
+    )
+
+
 def check_bits(case, output, expected):
     """Equal on the CPU; on a GPU torch's rsqrt is an approximation, which ours is not."""
     if output.is_cuda:
@@ -248,4 +271,6 @@ def test_rows_past_two_billion_elements(device):
 def test_full_cross(hidden_size, dtype, device):
     for num_tokens, has_residual, is_rounded in itertools.product((1, 33), (False, True), (False, True)):
         values = make(num_tokens, hidden_size, dtype, has_residual=has_residual, device=device)
-        check(values | {"round_normalized": is_rounded}, f"{hidden_size} {dtype} {has_residual}")
+        for round_sum in (True, False)[: 1 + has_residual]:
+            options = {"round_normalized": is_rounded, "round_sum": round_sum}
+            check(values | options, f"{hidden_size} {dtype} {has_residual} {options}")

@@ -36,6 +36,7 @@ def ahead_of_time_cases():
     yield "packed bfloat16", make(2, 14336, torch.bfloat16)
     yield "apart float16", make(2, 14336, torch.float16, is_packed=False)
     yield "packed float32", make(2, 14336, torch.float32)
+    yield "packed bfloat16 fused", make(2, 14336, torch.bfloat16) | {"round_activation": False}
     yield "packed odd", make(2, 2881, torch.bfloat16)
 
 
@@ -54,7 +55,8 @@ def size_sweep():
 def test_matches_reference(num_columns, is_packed, device):
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         values = make(3, num_columns, dtype, is_packed=is_packed, device=device)
-        check(values, f"I = {num_columns} {dtype}")
+        for round_activation in (True, False):
+            check(values | {"round_activation": round_activation}, f"I = {num_columns} {dtype} {round_activation}")
 
 
 def test_both_forms_agree(device):
@@ -107,6 +109,19 @@ def test_rounds_where_pytorch_rounds(device):
     gate, up = make(3, 1000, torch.float16, is_packed=False, device=device).values()
     result, expected = eagle_kernels.raw.silu_and_mul(gate, up), F.silu(gate) * up
     assert (result != expected).sum() <= 3
+
+
+def test_the_product_alone_is_rounded(device):
+    """Then nearly each element is the one that is closest to the exact result."""
+    values = make(4, 1000, torch.float16, device=device)
+    exact = reference(**in_float64(values)).half()
+    fused = eagle_kernels.raw.silu_and_mul(**values, round_activation=False)
+    assert (
+        (fused != exact).double().mean()
+        < 0.01
+        < 0.1
+        < (eagle_kernels.raw.silu_and_mul(**values) != exact).double().mean()
+    )
 
 
 def test_a_row_knows_no_other(device):
@@ -171,4 +186,6 @@ def test_full_cross(dtype, device):
         for num_tokens in (1, 33):
             for is_packed in (True, False):
                 values = make(num_tokens, num_columns, dtype, is_packed=is_packed, device=device)
-                check(values, f"{num_columns} {dtype}")
+                for round_activation in (True, False):
+                    options = {"round_activation": round_activation}
+                    check(values | options, f"{num_columns} {dtype} {options}")

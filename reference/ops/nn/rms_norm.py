@@ -19,13 +19,17 @@ def rms_norm(
     *,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
+    round_sum: bool = True,
     round_normalized: bool = True,
 ) -> Output:
     """See eagle_kernels/ops/nn/rms_norm.py. Float64 tensors are computed in float64."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     total = x[:0].clone()
     if residual is not None:
-        total = x = x + residual
-    wide = x if x.dtype == torch.float64 else x.float()
+        wide = wide + residual
+        total = wide.to(x.dtype)
+        if round_sum:
+            wide = total.to(wide.dtype)
     normalized = wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if round_normalized:
         normalized = normalized.to(x.dtype).to(wide.dtype)
