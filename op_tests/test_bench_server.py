@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,7 @@ class Engine:
             other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             print("started", other.pid, flush=True)
             time.sleep(600)
+        print("up", time.monotonic(), flush=True)
 
     def generate(self, input_ids, sampling_params):
         if self.fault == "hot" and sampling_params["temperature"] > 0:
@@ -56,7 +58,9 @@ class Engine:
         tokens = sampling_params["max_new_tokens"]
         assert sampling_params["ignore_eos"] and all(0 <= token < 512 for ids in input_ids for token in ids)
         accept = float(os.environ.get("SGLANG_SIMULATE_ACC_LEN", 1)) * (0.98 if self.fault == "accept" else 1)
+        begin_s = time.monotonic()
         time.sleep(tokens / accept * 1e-4)
+        print("timed", begin_s, time.monotonic(), flush=True)
         meta_info = {"spec_verify_ct": tokens / accept} if self.nodes else {}
         return [{"output_ids": [0] * tokens, "meta_info": meta_info} for _ in input_ids]
 
@@ -245,6 +249,22 @@ def test_a_stock_system_of_another_draw_is_no_fault():
     ]
 
 
+def test_engines_start_together_and_are_timed_in_turn(sglang, tmp_path):
+    logs = tmp_path / "together"
+    more = ["--case", "plain", "--system", *SYSTEMS[:3], "--flashinfer", str(tmp_path / "flashinfer")]
+    assert call(sglang, *more, "--together", "--logs", str(logs)) == 0
+    ups, spans = [], []
+    for log in logs.iterdir():
+        lines = [line.split() for line in log.read_text().splitlines()]
+        ups += [float(line[1]) for line in lines if line[0] == "up"]
+        times = [float(text) for line in lines if line[0] == "timed" for text in line[1:]]
+        spans.append((min(times), max(times)))
+    spans.sort()
+    assert len(spans) == 3 and max(ups) < spans[0][0]
+    assert all(first[1] < second[0] for first, second in pairwise(spans))
+
+
+@pytest.mark.parametrize("together", [[], ["--together"]], ids=["alone", "together"])
 @pytest.mark.parametrize(
     "fault, told",
     [
@@ -253,9 +273,9 @@ def test_a_stock_system_of_another_draw_is_no_fault():
         ("hot", "B=1 T=0.8: ValueError: too hot"),
     ],
 )
-def test_a_failure_is_told_and_the_others_run(fault, told, sglang, capsys, monkeypatch):
+def test_a_failure_is_told_and_the_others_run(fault, told, together, sglang, capsys, monkeypatch):
     monkeypatch.setenv("FAKE", json.dumps({"triton": fault}))
-    more = ["--case", "8/5/64", "--system", "sglang+triton", "sglang+eagle_kernels"]
+    more = ["--case", "8/5/64", "--system", "sglang+triton", "sglang+eagle_kernels", *together]
     assert call(sglang, *more) == 1
     said = capsys.readouterr().out
     assert told in said and "8/5/64 sglang+triton: " in said

@@ -21,8 +21,10 @@ import argparse
 import contextlib
 import statistics
 import tempfile
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -65,6 +67,25 @@ PUBLISHED = {
 }
 
 
+class Turns:
+    """Has engines that started together timed one after the other, when no other is still starting."""
+
+    def __init__(self, num_engines: int):
+        self._barrier = threading.Barrier(num_engines)
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Waits for the turn of an engine that has started, and ends it."""
+        self._barrier.wait()
+        with self._lock:
+            yield
+
+    def passed(self) -> None:
+        """Tells that an engine did not start."""
+        self._barrier.wait()
+
+
 class Bench:
     """Runs systems and keeps their lines; failures are told and counted."""
 
@@ -104,12 +125,22 @@ class Bench:
             accept=case.accept,
         )  # fmt: skip
 
-    def run_sglang(self, case: Case, system: str) -> None:
+    def run_all_sglang(self, case: Case, systems: Sequence[str]) -> None:
+        """Runs an engine of SGLang for each system."""
+        if not self.options.together:
+            for system in systems:
+                self.run_sglang(case, system, Turns(1))
+        elif systems:
+            turns = Turns(len(systems))
+            with ThreadPoolExecutor(len(systems)) as pool:
+                list(pool.map(lambda system: self.run_sglang(case, system, turns), systems))
+
+    def run_sglang(self, case: Case, system: str, turns: Turns) -> None:
         """Runs one engine of SGLang for all batch sizes and temperatures of a case."""
         is_flashinfer = STOCK.get(system) == "flashinfer"
         with_flashinfer = self.flashinfer is not None if is_flashinfer else self.others_use_flashinfer
         log = self.options.logs / f"{case.name.replace('/', '_')}_{system.replace('+', '_')}.txt"
-        start_s, versions = None, {}
+        start_s, versions, has_started = None, {}, False
         try:
             with contextlib.ExitStack() as ending:
                 folder = tempfile.TemporaryDirectory(prefix="sglang_engine_", ignore_cleanup_errors=True)
@@ -120,7 +151,8 @@ class Bench:
                 for record in ending.enter_context(contextlib.closing(records)):
                     kind = record.pop("kind")
                     if kind == "started":
-                        start_s, versions = record["start_s"], record["versions"]
+                        start_s, versions, has_started = record["start_s"], record["versions"], True
+                        ending.enter_context(turns.taken())
                     elif kind == "measured":
                         self.record(case, system, record | {"start_s": start_s, "versions": versions})
                     else:
@@ -130,6 +162,9 @@ class Bench:
             if is_flashinfer and self.others_use_flashinfer:
                 self.others_use_flashinfer = False
                 print("from here on the other systems run without FlashInfer", flush=True)
+        finally:
+            if not has_started:
+                turns.passed()
 
     def run_own(self, case: Case) -> None:
         """Times EAGLEInference; what goes wrong is told."""
@@ -188,7 +223,8 @@ class Bench:
         line = {"op": "server", "shape": self.options.shape, "case": case.name, "system": system}
         line |= {"prompt_tokens": self.prompt_tokens(case), "tree": case.tree, "start_s": None} | numbers
         line["versions"] = results.versions() | line.get("versions", {})
-        line |= {name: self.about[name] for name in ("gpu", "commit", "run")} | {"quick": self.options.quick}
+        line |= {name: self.about[name] for name in ("gpu", "commit", "run")}
+        line |= {"quick": self.options.quick, "together": self.options.together}
         self.lines.append(line)
         name = f"{case.name:8} B={line['batch']:<3} T={line['temperature']:<4g} {system:22}"
         shown = f"tokens_per_s {line['tokens_per_s']:.1f}, accept_length {line['accept_length']:.3f}"
@@ -227,9 +263,7 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
         print("sglang+flashinfer: FlashInfer is not installed; --flashinfer names a folder that holds it")
         systems.remove("sglang+flashinfer")
     for case in cases:
-        for system in systems:
-            if system != OWN:
-                bench.run_sglang(case, system)
+        bench.run_all_sglang(case, [system for system in systems if system != OWN])
     if OWN in systems:
         for case in cases:
             bench.run_own(case)
@@ -252,6 +286,9 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--flashinfer", type=Path, metavar="FOLDER", help="where FlashInfer is, likewise")
     parser.add_argument("--case", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=SYSTEMS, metavar="NAME", help="as listed above")
+    parser.add_argument(
+        "--together", action="store_true", help="start a case's engines at once; timed they are in turn"
+    )
     parser.add_argument("--quick", action="store_true", help="once and shorter; the tables leave such lines out")
     parser.add_argument("--limit", type=float, help="seconds that an engine of SGLang may take")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="for logs of engines (default: a temporary one)")

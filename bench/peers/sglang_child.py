@@ -6,8 +6,8 @@ looks for packages.
 
     python sglang_child.py ORDER RECORDS
 
-ORDER is a JSON file: the arguments of `sglang.Engine`, and what is to be generated. Each record becomes a line of
-RECORDS at once.
+ORDER is a JSON file: the arguments of `sglang.Engine`, what is to be generated, and the file for which a started engine
+waits. Each record becomes a line of RECORDS at once.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ PACKAGES = {
     "torch": ("torch",),
     "triton": ("triton", "pytorch-triton", "pytorch-triton-rocm"),
 }
+POLL_S = 0.1
 WARM_TOKENS = 24
 SMALLEST_TOKEN = 100  # of prompts: smaller ones may be special
 
@@ -47,6 +48,8 @@ def main(order_file: str, records_file: str) -> None:
             records.flush()
 
         engine = start(order["engine"], write)
+        while not os.path.exists(order["go"]):
+            time.sleep(POLL_S)
         if "traffic" in order:
             importlib.import_module("sglang_traffic").serve(engine, order["traffic"], write)
         else:

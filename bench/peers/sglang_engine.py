@@ -134,7 +134,7 @@ class Order(NamedTuple):
     @property
     def context_length(self) -> int:
         """The longest text and room for drafts, in whole thousands."""
-        return max(4096, -(-(self.prompt_tokens + self.lengths[1] + 512) // 1024) * 1024)
+        return -(-(self.prompt_tokens + self.lengths[1] + 512) // 1024) * 1024
 
     def engine_arguments(self, folder: Path) -> dict[str, Any]:
         """Returns the arguments of `sglang.Engine`; the models' folders are those of `write_models`."""
@@ -153,9 +153,9 @@ class Order(NamedTuple):
             "cuda_graph_max_bs_decode": max(self.batches),
             "context_length": self.context_length,
             # a request reserves its longest text
-            "max_total_tokens": max(131072, max(self.batches) * self.context_length),
+            "max_total_tokens": max(32768, max(self.batches) * self.context_length),
             "max_running_requests": max(32, *self.batches),
-            "mem_fraction_static": 0.6,
+            "mem_fraction_static": 0.9,  # the tokens above are the limit; other engines may take the rest
             "random_seed": 1,
             "log_level": "info",
         }
@@ -236,6 +236,7 @@ def run(
     """Yields the engine's records as they come: `started`, then what was ordered.
 
     An `Order` gives `measured` or `failed` by batch size and sampling, a `TextOrder` (sglang_texts.py) `texts` by wave.
+    A started engine waits until the next record is asked for.
 
     All processes of the engine are ended when it is done, after `limit_s`, and when the caller stops early. Raises
     EngineFailure at the limit, for a crash, and where another backend ran than was asked for.
@@ -251,7 +252,9 @@ def run(
     shutil.copyfile(first, script)
     for file in beside:
         shutil.copy(file, script.parent)
-    order_file.write_text(json.dumps(order.for_child(folder / "models"), indent=1), encoding="utf-8")
+    go_file = folder / "go"
+    asked = order.for_child(folder / "models") | {"go": str(go_file)}
+    order_file.write_text(json.dumps(asked, indent=1), encoding="utf-8")
     records_file.write_text("")
     told = environment(order, installation, folder / "plugin", with_flashinfer)
     command, deadline_s = [sys.executable, *map(str, (script, order_file, records_file))], time.monotonic() + limit_s
@@ -269,6 +272,8 @@ def run(
                 for line in lines:
                     record = json.loads(line)
                     yield record | _checked(order, record, log)
+                    if record["kind"] == "started":
+                        go_file.touch()
                 if not has_ended:
                     if time.monotonic() > deadline_s:
                         raise EngineFailure(f"took longer than {limit_s:g} s\n{_told_by(log)}")
