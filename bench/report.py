@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .apps import APPS
+from .apps import APPS, server_tables
 from .harness import results
 from .harness.declaration import Benchmark, Case, declared
 from .harness.markdown import markdown
@@ -30,19 +30,19 @@ from .pictures import MissingMatplotlib, matplotlib_for
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 OURS = "eagle_kernels"
-# the one table of README.md, from the results in this folder: building, verification, KV lists and attention,
-# including two ops that are slower than the fastest other provider
+# the one table of README.md, from the results in these folders: building, verification and attention, including two ops
+# that are slower than the fastest other provider; then a whole server's step
 README_GPU = "NVIDIA_H100_80GB_HBM3"
 README_ROWS = (
     ("build_tree", "K/S/N=4/3/8 B=8 qlen_only"),
     ("verify_tree_greedy", "K/S/N=4/3/8 B=8 ids full depth"),
     ("verify_tree_coins", "K/S/N=4/3/8 B=8 full depth"),
     ("verify_tree_sampled", "K/S/N=8/5/64 B=8 top-k 50 top-p 0.9 full depth"),
-    ("draft_kv_indices", "B=8 L=1024"),
     ("tree_attention", "B=8 L=8192 N=64 page 16 heads 32/8/128"),
     ("gqa_decode", "B=8 L=8192 page 16 heads 32/8/128"),
     ("prefill_attention", "B=1 L=4096 heads 32/8/128"),
 )
+README_SERVER = "NVIDIA_H200"
 # pages beside README.md that hold an app's tables between marks of its name, `<!-- server:begin -->`
 PAGES = {"server": Path("eagle_kernels", "integrations", "sglang", "README.md")}
 # of a benchmark that marks no headline case: the first ones that a peer was timed on, or the very first
@@ -132,7 +132,7 @@ def generate(directory: Path, readme: Path, benchmarks: Sequence[Benchmark]) -> 
         parts = []
         if sections:
             if folder.name == README_GPU:
-                front = _front_table(sections)
+                front = _front_table(sections, directory / README_SERVER / "server.jsonl")
             parts += [_LEGEND, "## Headlines", _headline_table(sections)]
         for name, app in APPS.items():
             if (file := folder / f"{name}.jsonl").exists():
@@ -214,14 +214,16 @@ def _case_tables(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> li
     return parts
 
 
-def _front_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]]) -> str:
-    """Returns the table of README_ROWS, as far as they were timed."""
+def _front_table(sections: list[tuple[Benchmark, list[tuple[Case, Row]]]], server: Path) -> str:
+    """Returns the table of README_ROWS, as far as they were timed, and of a server's step."""
     found = {(benchmark.op, case.name): row for benchmark, rows in sections for case, row in rows}
     table = [["op", "case", "ours, µs", "fastest other", "its µs", "ratio"]]
     for op, case in README_ROWS:
         if (op, case) in found:
             row = found[op, case]
             table.append([f"`{op}`", case, _time(_graph(row, OURS)), *_fastest_other(row)])
+    if server.exists() and (row := server_tables.front_row(server)):
+        table.append(row)
     return f"{_machine(sections)}:\n\n{markdown(table)}"
 
 

@@ -343,6 +343,24 @@ def measured(system, ms, case="8/5/64", batch=1, temperature=0.0, **fields):
     return about | {"ms_per_step": ms, "tokens_per_s": 4000 * batch / ms, "accept_length": 4.0} | fields
 
 
+def test_the_readme_s_row_is_beside_the_faster_stock_system(tmp_path):
+    file = tmp_path / "Some_GPU_80GB" / "server.jsonl"
+    for system, ms in (("sglang+triton", 20.0), ("sglang+flashinfer", 15.5), ("eagle_kernels", 9.0)):
+        results.append(tmp_path, measured(system, ms, case="4/3/8", batch=32))
+    assert server_tables.front_row(file) is None
+    results.append(tmp_path, measured("sglang+eagle_kernels", 10.0, case="4/3/8", batch=32))
+    results.append(tmp_path, measured("sglang+eagle_kernels", 1.0, case="4/3/8", batch=32, quick=True))
+    name = "K/S/N=4/3/8 B=32, 8B model, Some GPU 80GB"
+    assert server_tables.front_row(file) == [
+        "SGLang's step, plugged",
+        name,
+        "10000",
+        "sglang+flashinfer",
+        "15500",
+        "1.6×",
+    ]
+
+
 def test_tables(tmp_path, monkeypatch):
     """In the folder of the GPU, and between the marks of the plug-in's page."""
     lines = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 STOCK = {"sglang+flashinfer": "flashinfer", "sglang+triton": "triton"}  # with their attention backends
-OWN = "eagle_kernels"
-SYSTEMS = (*STOCK, "sglang+eagle_kernels", OWN)
+PLUGGED, OWN = "sglang+eagle_kernels", "eagle_kernels"
+SYSTEMS = (*STOCK, PLUGGED, OWN)
 
 TREE_SAMPLING = ((0.0, 1.0), (0.8, 0.95))  # temperature, top-p
 

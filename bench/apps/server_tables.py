@@ -7,12 +7,13 @@ from pathlib import Path
 
 from ..harness.markdown import markdown
 from ..lab.log import read_lines
-from .server_cases import CASES, STOCK, SYSTEMS
+from .server_cases import CASES, PLUGGED, STOCK, SYSTEMS
 
 RATIOS = {
     "sglang+flashinfer": "of sglang+flashinfer",
     "sglang+triton": "of sglang+triton (not the default on Hopper, the one on AMD)",
 }
+FRONT = ("4/3/8", 32, 0.0, 1.0)  # case, batch size, temperature and top-p of README's row
 TOLERANCE = 0.01  # of accepted lengths
 PACKAGES = {"sglang": "SGLang", "sgl_kernel": "sgl_kernel", "flashinfer": "FlashInfer", "torch": "torch",
             "triton": "triton"}  # fmt: skip
@@ -70,15 +71,35 @@ def table(lines: Sequence[dict]) -> list[list[str]]:
     return rows
 
 
+def front_row(file: Path) -> list[str] | None:
+    """Returns README's row of FRONT: the step with the plug-in beside the faster stock system; None without both."""
+    systems = newest(full_lines(file)).get(FRONT, {})
+    stock = min(
+        (systems[name] for name in STOCK if name in systems), key=lambda line: line["ms_per_step"], default=None
+    )
+    plugged = systems.get(PLUGGED)
+    if stock is None or plugged is None:
+        return None
+    case, batch, *_ = FRONT
+    name = f"K/S/N={case} B={batch}, 8B model, {plugged['gpu'].removeprefix('NVIDIA ')}"
+    ratio = plugged["tokens_per_s"] / stock["tokens_per_s"]
+    times = [f"{1e3 * line['ms_per_step']:.0f}" for line in (plugged, stock)]
+    return ["SGLang's step, plugged", name, times[0], stock["system"], times[1], f"{ratio:.1f}×"]
+
+
+def full_lines(file: Path) -> list[dict]:
+    """Returns the lines of full measurements at a real shape."""
+    return [line for line in read_lines(file) if not line["quick"] and line["shape"] != "small"]
+
+
 def tables(file: Path) -> list[str]:
     """Returns a section of the newest full measurements of each system; nothing where there are none."""
-    lines = [line for line in read_lines(file) if not line["quick"] and line["shape"] != "small"]
-    kept = [line for systems in newest(lines).values() for line in systems.values()]
+    kept = [line for systems in newest(full_lines(file)).values() for line in systems.values()]
     if not kept:
         return []
     told = []
     for name, title in PACKAGES.items():
-        found = sorted({line["versions"][name] for line in kept if line["versions"].get(name)})
+        found = sorted({line["versions"][name].partition("+")[0] for line in kept if line["versions"].get(name)})
         if found:
             told.append(f"{title} {' and '.join(found)}")
     shapes = " and ".join(sorted({line["shape"] for line in kept}))
