@@ -219,14 +219,16 @@ def test_lines_are_kept_beside_a_gpu(sglang, tmp_path, capsys, monkeypatch):
     assert server_tables.tables(file) == []  # quick ones make no table
 
 
-def test_what_is_missing_is_told(sglang, capsys, tmp_path):
+def test_what_is_missing_is_told(sglang, capsys, tmp_path, monkeypatch):
     assert call(sglang, "--system", "sglang+flashinfer") == 0
     assert capsys.readouterr().out == (
         "sglang+flashinfer: FlashInfer is not installed; --flashinfer names a folder that holds it\n"
     )
     assert call(["--shape", "small", "--logs", str(tmp_path / "logs")], "--system", "sglang+triton") == 0
     assert capsys.readouterr().out == "SGLang is not installed; --sglang names a folder that holds it\n"
-    assert call([]) == (0 if torch.cuda.is_available() else 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert call([]) == 2
+    assert capsys.readouterr().out == "a model of this size needs a GPU\n"
 
 
 def test_another_acceptance_fails(sglang, capsys, monkeypatch):
