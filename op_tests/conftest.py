@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -46,6 +47,47 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         elif "full" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="full cross of shapes, run on a GPU"))
+
+
+# In pytest's cache: tests, and whole files, that were skipped for want of a package.
+MISSED = "eagle_kernels/missed"
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what was imported and collected stays, and need not be looked through again and again
+
+
+def pytest_addoption(parser):
+    parser.addoption("--missed", action="store_true", help="run what was skipped before for want of a package")
+
+
+def pytest_configure(config):
+    cache = getattr(config, "cache", None)  # None for -p no:cacheprovider
+    missed = cache.get(MISSED, []) if cache else []
+    if config.getoption("--missed"):
+        if not missed:
+            raise pytest.UsageError("--missed: no test was skipped for want of a package")
+        config.args[:] = missed
+    if cache and not hasattr(config, "workerinput"):  # this process hears of all tests
+        config.pluginmanager.register(Missed(cache, missed))
+
+
+class Missed:
+    """Keeps what is skipped for want of a package until it has run."""
+
+    def __init__(self, cache, missed):
+        self.cache, self.known = cache, set(missed)
+
+    def pytest_runtest_logreport(self, report):
+        if report.skipped and "could not import" in str(report.longrepr):
+            self.known.add(report.nodeid)
+        elif report.when == "call":
+            self.known -= {report.nodeid, report.nodeid.partition("::")[0]}
+
+    pytest_collectreport = pytest_runtest_logreport
+
+    def pytest_sessionfinish(self):
+        self.cache.set(MISSED, sorted(self.known))
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="the models to compare with are those of transformers")
+transformers = pytest.importorskip("transformers")
 
 SIZES = {
     "vocab_size": 83,

@@ -22,7 +22,7 @@ from eagle_kernels.tools.training.causal_attend import causal_attend
 from op_tests.engine.heads import edit_tensors
 from op_tests.engine.toys import ToyModel
 
-transformers = pytest.importorskip("transformers", reason="the models are those of transformers")
+transformers = pytest.importorskip("transformers")
 
 VOCAB, WIDTH = 83, 64
 SIZES = {

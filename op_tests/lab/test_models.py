@@ -86,7 +86,7 @@ def test_a_pair_of_language_models(folder, device, tmp_path, monkeypatch):
     engine = load_pair(pair, device, topk=2, num_steps=2)
     assert engine.generate(prompt, 9).output_ids == text and engine.config.eos_token_ids == (VOCAB - 1,)
     save_words({"w5": 6}, tmp_path)
-    with pytest.raises(ModelError, match="must have the same tokenizer, 'w5' is"):
+    with pytest.raises(ModelError, match="must have the same tokenizer, but 'w5' is"):
         load_pair(ModelPair("own", str(tmp_path), str(folder), "float32", "float32"), device)
     with pytest.raises(ValueError, match="dtype must not be int4 but of a draft"):
         load_pair(ModelPair("own", str(folder), str(folder), "int4", "int4"), device)

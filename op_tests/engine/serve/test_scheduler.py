@@ -94,18 +94,18 @@ def test_stop_strings(target, draft, lag):
     engine = EAGLEInference(draft, target, EAGLEConfig(topk=3, num_steps=3), tokenizer=tokenizer)
     whole, _ = engine.generate(prompt_of(1), 12, temperature=1.0, seeds=3)
     text = tokenizer.decode(whole)
-    for begin in range(len(text) - 2):
-        for size in (1, 3):
-            stop = text[begin : begin + size]
-            params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, stop=(stop, "~~"))
-            request = engine.submit(prompt_of(1), params)
-            engine.collect()
-            assert request.finish_reason == "stop" and request.text == text[: text.index(stop)]
-            ends = text.index(stop) + len(stop)
-            shown = tokenizer.decode(request.output_ids)
-            assert text.startswith(shown) and len(shown) >= ends > len(tokenizer.decode(request.output_ids[:-1]))
-            pieces = list(engine.stream_text(tokenizer.decode([1]), 12, stop=(stop,), temperature=1.0, seeds=3))
-            assert stop not in "".join(pieces)
+    stops = [text[begin : begin + size] for begin in range(len(text) - 2) for size in (1, 3)]
+    options = {"max_new_tokens": 12, "temperature": 1.0, "seed": 3}
+    requests = [engine.submit(prompt_of(1), SamplingParams(stop=(stop, "~~"), **options)) for stop in stops]
+    engine.collect()
+    for stop, request in zip(stops, requests, strict=True):
+        assert request.finish_reason == "stop" and request.text == text[: text.index(stop)]
+        ends = text.index(stop) + len(stop)
+        shown = tokenizer.decode(request.output_ids)
+        assert text.startswith(shown) and len(shown) >= ends > len(tokenizer.decode(request.output_ids[:-1]))
+    for stop in stops[::3]:  # of either size
+        pieces = list(engine.stream_text(tokenizer.decode([1]), 12, stop=(stop,), temperature=1.0, seeds=3))
+        assert stop not in "".join(pieces)
     with pytest.raises(ValueError, match="stop strings need the tokenizer"):
         make(draft, target).submit([1], SamplingParams(stop=("a",)))
 

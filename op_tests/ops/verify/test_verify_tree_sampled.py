@@ -55,13 +55,13 @@ def ahead_of_time_cases():
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         yield str(dtype), make(2, 8, 5, 64, dtype=dtype)
     yield "filters", make(2, 8, 5, 64, dtype=torch.bfloat16, **FILTERS["all"])
-    everything = with_processors(make(2, 8, 5, 64, dtype=torch.bfloat16, **FILTERS["all"]))
-    everything["seq_lens"], everything["is_live"] = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
-    yield "everything", everything | {"filter_order": "joint", "return_logprobs": True}
     # large enough for the other way of scanning; nobody reads these logits
     large = {"target_logits": torch.empty(64 * 64, 32000, dtype=torch.bfloat16)}
     yield "levels", make(64, 8, 5, 64) | large
     yield "levels with filters", make(64, 8, 5, 64, **FILTERS["all"]) | large
+    everything = with_processors(make(2, 8, 5, 64, dtype=torch.bfloat16, **FILTERS["all"]))
+    everything["seq_lens"], everything["is_live"] = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
+    yield "everything", everything | {"filter_order": "joint", "return_logprobs": True}
 
 
 def order_case():
