@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 
@@ -53,22 +52,18 @@ def pytest_collection_modifyitems(config, items):
 MISSED = "eagle_kernels/missed"
 
 
-def pytest_collection_finish():
-    gc.freeze()  # what was imported and collected stays, and need not be looked through again and again
-
-
 def pytest_addoption(parser):
     parser.addoption("--missed", action="store_true", help="run what was skipped before for want of a package")
 
 
 def pytest_configure(config):
     cache = getattr(config, "cache", None)  # None for -p no:cacheprovider
-    missed = cache.get(MISSED, []) if cache else []
+    missed = [] if cache is None else cache.get(MISSED, [])
     if config.getoption("--missed"):
         if not missed:
             raise pytest.UsageError("--missed: no test was skipped for want of a package")
         config.args[:] = missed
-    if cache and not hasattr(config, "workerinput"):  # this process hears of all tests
+    if cache is not None and not hasattr(config, "workerinput"):  # this process hears of all tests
         config.pluginmanager.register(Missed(cache, missed))
 
 

@@ -1,0 +1,66 @@
+"""What is skipped for want of a package is known until it has run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from . import conftest
+
+SKIPPED = ("file.py", 3, "Skipped: could not import 'transformers': No module named 'transformers'")
+
+
+class Cache(dict):
+    """Pytest's cache, as far as it is used."""
+
+    def set(self, key, value):
+        self[key] = value
+
+
+def report(nodeid, when="call", longrepr=None):
+    return SimpleNamespace(nodeid=nodeid, when=when, longrepr=longrepr, skipped=longrepr is not None)
+
+
+def config(cache, *, is_missed, **more):
+    plugins = []
+    manager = SimpleNamespace(register=plugins.append)
+    return SimpleNamespace(
+        cache=cache, getoption=lambda name: is_missed, args=["op_tests"], pluginmanager=manager, plugins=plugins, **more
+    )  # fmt: skip
+
+
+def run(cache, *reports, is_missed=False):
+    """Returns what pytest would run, after these reports of what it ran."""
+    given = config(cache, is_missed=is_missed)
+    conftest.pytest_configure(given)
+    (plugin,) = given.plugins
+    for one in reports:
+        (plugin.pytest_collectreport if one.when == "collect" else plugin.pytest_runtest_logreport)(one)
+    plugin.pytest_sessionfinish()
+    return given.args
+
+
+def test_what_was_skipped_for_a_package_runs_once():
+    cache = Cache()
+    tests = [report("a.py::one"), report("a.py::two", "call", SKIPPED), report("b.py::three", "setup", SKIPPED)]
+    tests += [report("c.py", "collect", SKIPPED), report("d.py::four", "setup", ("d.py", 1, "Skipped: needs a GPU"))]
+    assert run(cache, *tests) == ["op_tests"]
+    missed = ["a.py::two", "b.py::three", "c.py"]
+    assert run(cache, is_missed=True) == missed, "and a run that ran none of them forgets none"
+    ran = [report("a.py::two"), report("c.py::five", "setup"), report("c.py::five"), report("b.py::three", "setup")]
+    assert run(cache, *ran, is_missed=True) == missed
+    assert run(cache, is_missed=True) == ["b.py::three"]
+    run(cache, report("b.py::three"))
+    with pytest.raises(pytest.UsageError, match="^--missed: no test was skipped for want of a package$"):
+        run(cache, is_missed=True)
+
+
+def test_a_worker_runs_the_same_and_a_run_without_a_cache_keeps_nothing():
+    cache = Cache({conftest.MISSED: ["a.py::one"]})
+    worker = config(cache, is_missed=True, workerinput={})
+    conftest.pytest_configure(worker)
+    assert worker.args == ["a.py::one"] and not worker.plugins
+    without = config(None, is_missed=False)
+    conftest.pytest_configure(without)
+    assert without.args == ["op_tests"] and not without.plugins
