@@ -8,6 +8,7 @@ import torch
 
 from bench.harness import Benchmark, Case
 from bench.harness.inputs import half_dtype
+from bench.peers import sglang_ops
 from bench.peers.torch_compile import compiled
 from bench.run import main
 
@@ -52,7 +53,7 @@ BENCHMARK = Benchmark(
     make=make,
     count_bytes=count_bytes,
     providers={"torch": prepare_torch},
-    peers={"torch_compile": compiled(prepare_torch)},
+    peers={"torch_compile": compiled(prepare_torch), "sglang": sglang_ops.rms_norm},
 )
 
 if __name__ == "__main__":
