@@ -23,7 +23,7 @@ PATHS = sorted(f"{file.parent.name}.{file.stem}" for file in OPS.glob("*/*.py") 
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
 # What is compiled: every variant of a kernel for every target; every variant for one target in turn, and each kernel
-# for every target; each kernel once, for one target in turn.
+# for every target, in one of the ops that launch it; each kernel once, for one target in turn.
 PARTS = ("full", "short", "smoke")
 
 _POINTERS = {
@@ -100,7 +100,9 @@ def _compile(path: str, part: str, cases: str) -> list[dict]:
         if part == "short":
             met = {launch.target for launch in wanted}
             first = {target: launch for by_target in variants_of_kernel[::-1] for target, launch in by_target.items()}
-            wanted += [launch for target, launch in first.items() if target not in met]
+            others = [launch for target, launch in first.items() if target not in met]
+            records += [_compiled[launch.key] for launch in others if launch.key in _compiled]
+            wanted += [launch for launch in others if launch.key not in _compiled]
         records += [launch.compile() for launch in wanted[: 1 if part == "smoke" else None]]
     return records
 
@@ -112,9 +114,19 @@ class _Launch(NamedTuple):
     source: Any
     options: dict
 
+    @property
+    def key(self) -> tuple:
+        return self.source.fn, self.target
+
     def compile(self) -> dict:
         shared = _shared_memory(self.source, self.target, self.options)
-        return {"kernel": self.kernel, "case": self.case, "target": self.target, "shared_bytes": shared}
+        record = {"kernel": self.kernel, "case": self.case, "target": self.target, "shared_bytes": shared}
+        _compiled[self.key] = record
+        return record
+
+
+# in this process, by kernel and target, for whichever op
+_compiled: dict[tuple, dict] = {}
 
 
 def _variants(path: str, cases: str) -> tuple[dict[str, list[dict[str, _Launch]]], list[dict]]:

@@ -58,6 +58,7 @@ def ahead_of_time_cases():
     # large enough for the other way of scanning; nobody reads these logits
     large = {"target_logits": torch.empty(64 * 64, 32000, dtype=torch.bfloat16)}
     yield "levels", make(64, 8, 5, 64) | large
+    yield "levels with log-probabilities", make(64, 8, 5, 64) | large | {"return_logprobs": True}
     yield "levels with filters", make(64, 8, 5, 64, **FILTERS["all"]) | large
     everything = with_processors(make(2, 8, 5, 64, dtype=torch.bfloat16, **FILTERS["all"]))
     everything["seq_lens"], everything["is_live"] = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
