@@ -22,6 +22,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     speed_up()
 
 
+LONG = tuple(f"op_tests/test_{name}.py" for name in ("ahead_of_time", "types", "examples"))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`: each worker imports torch, which takes some 500 MiB; beyond these the tests gain little."""
@@ -33,7 +36,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if item.name.startswith("test_a_case_compiles[")])
         items[:] = [item for item in items if not item.name.startswith("test_a_case_compiles[")]
     # first what takes long, so that no worker is left with it when the others are done
-    items.sort(key=lambda item: not item.nodeid.startswith("op_tests/test_ahead_of_time.py"))
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     seen = set()
     for item in items:
         if "full" not in item.keywords and item.nodeid.startswith("op_tests/ops/") and item.function not in seen:
