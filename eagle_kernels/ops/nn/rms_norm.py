@@ -6,8 +6,7 @@ Computes
     round_sum: y is that of the rounded sum, as where a model adds and then norms; otherwise of the sum in fp32, as in
         the fused kernels of SGLang and FlashInfer.
     round_normalized: x / sqrt(...) is rounded to the dtype of x before the weight multiplies it, as in Hugging Face's
-        norms
-    of Llama, Qwen and Mistral; otherwise y is rounded once, as in Gemma (with weight_offset = 1) and OLMo 2.
+        norms of Llama, Qwen and Mistral; otherwise y is rounded once, as in Gemma (with weight_offset = 1) and OLMo 2.
 Invariants
     A row's bits depend on that row alone, so a NaN stays in its row. Any of the outputs may be any of the inputs
     (`out=Output(x, residual)` works in place): a program reads its row before it writes.
