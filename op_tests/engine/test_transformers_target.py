@@ -272,7 +272,6 @@ STREAMS = {
     ("family", "changes", "message"),
     [
         ("Bloom", {}, "BloomForCausalLM: its forward takes no position_ids"),
-        ("GPTJ", {"rotary_dim": 8}, "GPTJForCausalLM: layer 0 of 3 does not attend through transformers' AttentionInt"),
         ("GPT2", {"add_cross_attention": True}, "GPT2LMHeadModel: cross attention is not supported"),
         ("GPT2", {"hidden_size": 32}, r"GPT2LMHeadModel: its head size must lie in 16\.\.256, got 8"),
         ("Gemma2", {"use_bidirectional_attention": True}, "Gemma2ForCausalLM: attention to later tokens is not"),
@@ -307,6 +306,24 @@ def test_a_window_that_attention_is_not_told_is_refused():
     model = make("Llama", {})
     model.config.sliding_window = 4
     with pytest.raises(ModelError, match="layer 0 does not pass its sliding window to the attention"):
+        TransformersTarget(model)
+
+
+class AttentionOfItsOwn(torch.nn.Module):
+    """As models have that never ask transformers' AttentionInterface."""
+
+    def __init__(self, layer_idx):
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def forward(self, hidden_states, **_):
+        return hidden_states, None
+
+
+def test_a_layer_with_attention_of_its_own_is_refused():
+    model = make("Llama", {})
+    model.model.layers[1].self_attn = AttentionOfItsOwn(1)
+    with pytest.raises(ModelError, match="layer 1 of 3 does not attend through transformers' AttentionInterface"):
         TransformersTarget(model)
 
 
