@@ -1,7 +1,7 @@
 """Norms, activation, rotary embedding and KV writes of an installed SGLang, 0.5.17 or near it: compiled on first use.
 
-SGLang works in place. Each function here works on copies of its inputs, made before anything is timed, so that a run
-after the first one gets what the one before it left; times do not depend on that.
+SGLang turns and norms in place. The functions here do so on copies, made before anything is timed: a second run gets
+what the first one left, and its time does not depend on that. KV is written into the caches that were given.
 """
 
 from __future__ import annotations
