@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime import check
-from ..runtime.language import tl, triton
+from ..runtime.language import next_power_of_2, tl, triton
 from .fp8 import encode_e4m3
 from .paging import check_row_strides
 from .strides import check_tokens, of_token, token_arguments
@@ -53,7 +53,7 @@ class Angles(NamedTuple):
 def load_angles(tables, token, ROTARY_DIM: tl.constexpr):
     """Returns the angles of one token; without tables (ROTARY_DIM 0) what `move_heads` does not read."""
     if ROTARY_DIM > 0:
-        pair = tl.arange(0, triton.next_power_of_2(ROTARY_DIM // 2))
+        pair = tl.arange(0, next_power_of_2(ROTARY_DIM // 2))
         place = of_token(
             token, tables.num_positions_columns, tables.stride_positions_row, tables.stride_positions_column
         )
@@ -118,7 +118,7 @@ def move_heads(
     target_ptr += target_row[:, None] * HEAD_DIM
     is_head = is_head[:, None]
     if ROTARY_DIM > 0:
-        pair = tl.arange(0, triton.next_power_of_2(ROTARY_DIM // 2))[None, :]
+        pair = tl.arange(0, next_power_of_2(ROTARY_DIM // 2))[None, :]
         in_bounds = is_head & (pair < ROTARY_DIM // 2)
         if IS_INTERLEAVED:
             first_column, second_column = 2 * pair, 2 * pair + 1
@@ -130,7 +130,7 @@ def move_heads(
         _store(target_ptr + first_column, tl.where(angles.is_known, turned_first, first), in_bounds, scale, FP8)
         _store(target_ptr + second_column, tl.where(angles.is_known, turned_second, second), in_bounds, scale, FP8)
     if ROTARY_DIM < HEAD_DIM:
-        column = ROTARY_DIM + tl.arange(0, triton.next_power_of_2(HEAD_DIM - ROTARY_DIM))[None, :]
+        column = ROTARY_DIM + tl.arange(0, next_power_of_2(HEAD_DIM - ROTARY_DIM))[None, :]
         in_bounds = is_head & (column < HEAD_DIM)
         value = tl.load(source_ptr + column, mask=in_bounds)  # [HEAD, column]
         _store(target_ptr + column, value, in_bounds, scale, FP8)
@@ -186,4 +186,4 @@ def table_arguments(positions: torch.Tensor | None, cos: torch.Tensor | None, si
 
 def tile_of_heads(num_heads: int, head_dim: int, tile_elements: int) -> int:
     """Returns how many heads a program moves: a power of two, about tile_elements elements in all."""
-    return max(1, min(triton.next_power_of_2(num_heads), tile_elements // triton.next_power_of_2(head_dim)))
+    return max(1, min(next_power_of_2(num_heads), tile_elements // next_power_of_2(head_dim)))

@@ -7,6 +7,7 @@ Triton's language are handled here.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import warnings
@@ -62,10 +63,7 @@ class _StandIn:
     def __call__(self, *args, **kwargs):
         return self
 
-    def next_power_of_2(self, number: int) -> int:  # launchers compute sizes with these before they launch
-        return 1 << max(number - 1, 0).bit_length()
-
-    def cdiv(self, number: int, divisor: int) -> int:
+    def cdiv(self, number: int, divisor: int) -> int:  # launchers compute sizes with it before they launch
         return -(-number // divisor)
 
 
@@ -105,6 +103,20 @@ def _reduce_without_nan() -> None:
     ReduceOps.apply_impl = apply_without_nan
 
 
+def _constexpr_function(function):
+    """Lets kernels call a function on constants; triton 3.4's own decorator returns constants on the host too."""
+    from triton.language.core import constexpr_function
+
+    in_kernel = constexpr_function(function)
+
+    @functools.wraps(in_kernel)
+    def call(*args, _semantic=None):
+        result = in_kernel(*args)
+        return result.value if _semantic is None else result
+
+    return call
+
+
 if MISSING is None:
     tl = triton.language
     if _version(triton) > NEWEST_TRITON:
@@ -116,6 +128,7 @@ if MISSING is None:
     HAS_DEPENDENT_LAUNCH = _version(triton) >= (3, 5)
     # ... nor does it compile the product of two 32-bit numbers in 64 bits
     HAS_WIDE_PRODUCT = _version(triton) >= (3, 5)
+    constexpr_function = _constexpr_function if _version(triton) < (3, 5) else triton.constexpr_function
     if is_interpreting():
         _splat_by_type()
         if _version(triton) < (3, 5):
@@ -126,11 +139,25 @@ else:
     triton = tl = _StandIn()
     HAS_DEPENDENT_LAUNCH = HAS_WIDE_PRODUCT = True  # unused: every launch raises, with the reason
 
+    def constexpr_function(function):
+        return function
+
+
+@constexpr_function
+def next_power_of_2(n):
+    """Returns the smallest power of two that is at least n, in kernels and on the host.
+
+    Importing SGLang replaces `triton.next_power_of_2` by a function that kernels of triton 3.6 cannot call.
+    """
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
 __all__ = [
     "HAS_DEPENDENT_LAUNCH",
     "HAS_WIDE_PRODUCT",
     "MISSING",
     "is_interpreting",
+    "next_power_of_2",
     "tl",
     "triton",
     "wants_interpreter",

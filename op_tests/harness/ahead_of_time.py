@@ -63,7 +63,14 @@ def _in_child(function, *arguments):
 
 @functools.cache
 def _child() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_as_beside_sglang)
+
+
+def _as_beside_sglang():
+    """Replaces what importing SGLang replaces in Triton: kernels must not need it."""
+    import triton
+
+    triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length() if n > 0 else 1
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 
 
@@ -199,9 +199,9 @@ def merge_drafts(
         NUM_DRAFTS=num_drafts,
         NUM_OTHERS=num_others,
         NUM_KEPT=num_speculative_tokens,
-        BLOCK_NODE=triton.next_power_of_2(num_drafts + 1),
-        BLOCK_OTHER=triton.next_power_of_2(num_others + 1),
-        BLOCK_KEPT=triton.next_power_of_2(num_speculative_tokens),
+        BLOCK_NODE=next_power_of_2(num_drafts + 1),
+        BLOCK_OTHER=next_power_of_2(num_others + 1),
+        BLOCK_KEPT=next_power_of_2(num_speculative_tokens),
         **tuning.row(TUNING, tokens.device),
     )
     return out

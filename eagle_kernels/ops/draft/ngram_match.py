@@ -35,7 +35,7 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.ngram import (
     History,
@@ -348,10 +348,10 @@ def ngram_match(
         "NUM_GIVEN": num_given,
         "MAX_MATCHES": max_matches,
         "IS_LATEST": prefer == "latest",
-        "BLOCK_GIVEN": triton.next_power_of_2(max(num_given, 1)),
-        "BLOCK_MATCH": triton.next_power_of_2(max_matches),
+        "BLOCK_GIVEN": next_power_of_2(max(num_given, 1)),
+        "BLOCK_MATCH": next_power_of_2(max_matches),
     }
-    block_node = triton.next_power_of_2(num_speculative_tokens)
+    block_node = next_power_of_2(num_speculative_tokens)
     launch(
         "ngram_match",
         _ngram_match_scan_kernel,
@@ -360,7 +360,7 @@ def ngram_match(
         ALIGNMENT=vector,
         VECTOR=vector,
         BLOCK_TOKEN=scan["BLOCK_TOKEN"],
-        BLOCK_NGRAM=triton.next_power_of_2(max_ngram_size),
+        BLOCK_NGRAM=next_power_of_2(max_ngram_size),
         num_warps=scan["num_warps"],
     )
     launch(
@@ -379,7 +379,7 @@ def ngram_match(
         NUM_DRAFTS=num_speculative_tokens,
         BLOCK_NODE=block_node,
         # the tokens that fill no vector, and the given drafts after them
-        BLOCK_TAIL=triton.next_power_of_2(num_given + 4),
+        BLOCK_TAIL=next_power_of_2(num_given + 4),
         **merge,
     )
     if has_budget:

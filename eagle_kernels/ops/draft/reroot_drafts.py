@@ -27,7 +27,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.tree import ancestor_word, depths
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 
 
@@ -169,7 +169,7 @@ def reroot_drafts(
     contracted = contract(locals())
     out = check.allocate("reroot_drafts", contracted, out)
     batch_size, num_drafts = tokens.shape
-    block_node = max(16, triton.next_power_of_2(num_drafts + 1))
+    block_node = max(16, next_power_of_2(num_drafts + 1))
     launch(
         "reroot_drafts",
         _reroot_drafts_kernel,
@@ -185,7 +185,7 @@ def reroot_drafts(
         NUM_DRAFTS=num_drafts,
         NUM_KEPT=num_speculative_tokens,
         BLOCK_NODE=block_node,
-        BLOCK_KEPT=triton.next_power_of_2(num_speculative_tokens),
+        BLOCK_KEPT=next_power_of_2(num_speculative_tokens),
         NUM_ROUNDS=num_drafts.bit_length(),
         num_warps=max(block_node // tuning.row(TUNING, tokens.device)["nodes_per_warp"], 1),
     )

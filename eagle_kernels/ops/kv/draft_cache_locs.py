@@ -36,7 +36,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.slots import MAX_CAPACITY, check_capacity, fill_unused, read_lengths, store_overflow
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.rows import ROW_SIZES, check_rows, find_row, first_draft_column, read_slots, row_arguments
 
@@ -255,7 +255,7 @@ def draft_cache_locs(
         TOPK=topk,
         NUM_STEPS=num_steps,
         PAGE_SIZE=page_size,
-        BLOCK_STEP=triton.next_power_of_2(num_steps),
+        BLOCK_STEP=next_power_of_2(num_steps),
         BLOCK_BATCH=128,
         **tuning.row(TUNING, seq_lens.device),
     )

@@ -41,7 +41,7 @@ from ...primitives.slots import (
     store_overflow,
 )
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.rows import ROW_SIZES, check_rows, find_row, first_draft_column, read_slots, row_arguments
 
@@ -301,7 +301,7 @@ def draft_kv_indices(
         PAGE_SIZE=page_size,
         COUNTS_DRAFTS=window_counts_drafts,
         KEEPS_UNUSED=keep_unused,
-        BLOCK_STEP=triton.next_power_of_2(num_steps),
+        BLOCK_STEP=next_power_of_2(num_steps),
         BLOCK_BATCH=128,
         **tuned,
     )

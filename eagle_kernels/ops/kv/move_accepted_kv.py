@@ -30,7 +30,7 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 
 MUTATES = ("k_cache", "v_cache")
@@ -213,7 +213,7 @@ def move_accepted_kv(
     row = num_heads * head_dim
     row_bytes = row * k_cache.element_size()
     tuned = dict(tuning.row(TUNING, k_cache.device))
-    block_column = min(triton.next_power_of_2(row_bytes), tuned.pop("block_bytes"))
+    block_column = min(next_power_of_2(row_bytes), tuned.pop("block_bytes"))
     launch(
         "move_accepted_kv",
         _move_accepted_kv_kernel,

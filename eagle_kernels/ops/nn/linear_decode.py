@@ -25,7 +25,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.strides import row_unit
 from ...runtime import check, tuning
-from ...runtime.language import is_interpreting, tl, triton
+from ...runtime.language import is_interpreting, next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 
 # MAX_ROWS: in fp16 and bf16, on the tensor cores. MAX_SINGLE_ROWS: in fp32, which these do not have.
@@ -337,7 +337,7 @@ def linear_decode(
     tuned = _choose_tuning(x, num_outputs)
     unit = row_unit(x, weight)
     block_output = tuned["block_output"]
-    step = min(tuned["block_column"], triton.next_power_of_2(num_columns))
+    step = min(tuned["block_column"], next_power_of_2(num_columns))
     arguments = {
         "x_ptr": x,
         "weight_ptr": weight,

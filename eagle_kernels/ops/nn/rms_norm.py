@@ -27,7 +27,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.strides import row_unit
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 
 
@@ -186,7 +186,7 @@ def rms_norm(
         strides[f"stride_{name}_token"] = steps[0] // unit
         strides[f"stride_{name}_head"] = steps[1] // unit if x.dim() == 3 else 0
     tuned = tuning.row(TUNING, x.device)
-    block_hidden = triton.next_power_of_2(x.shape[-1])
+    block_hidden = next_power_of_2(x.shape[-1])
     launch(
         "rms_norm",
         _rms_norm_kernel,

@@ -22,7 +22,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.strides import row_unit
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 
 IN_PLACE = {"out": ("gate", "up")}
@@ -114,7 +114,7 @@ def silu_and_mul(
     out = check.allocate("silu_and_mul", contract(locals()), out)
     unit = row_unit(gate, out) if up is None else row_unit(gate, up, out)
     tuned = dict(tuning.row(TUNING, gate.device))
-    block_column = min(tuned.pop("block_column"), triton.next_power_of_2(max(out.shape[1], 1)))
+    block_column = min(tuned.pop("block_column"), next_power_of_2(max(out.shape[1], 1)))
     launch(
         "silu_and_mul",
         _silu_and_mul_kernel,

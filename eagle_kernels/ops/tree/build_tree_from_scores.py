@@ -28,7 +28,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import is_among_best
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.ranking import RANKING_TUNING, candidates_contract, ranking_warps
 from .shared.tree_building import Candidates, Tree, store_tree
@@ -216,7 +216,7 @@ def build_tree_from_scores(
     """
     contracted = contract(locals())
     out = check.allocate("build_tree_from_scores", contracted, out)
-    block_candidate = triton.next_power_of_2(candidate_scores.shape[1])
+    block_candidate = next_power_of_2(candidate_scores.shape[1])
     device = seq_lens.device
     arguments = tree_arguments(out.tree_mask, num_verify_tokens, tree_mask_mode, tuning.row(TUNING, device))
     # never fewer warps than ranking takes

@@ -26,7 +26,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.tree import depths
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.tree_contract import MAX_NODES
 
@@ -163,7 +163,7 @@ def compute_tree_statistics(
     out = check.allocate("compute_tree_statistics", contracted, out)
     batch_size, num_nodes = retrieve_next_token.shape
     row = tuning.row(TUNING, retrieve_next_token.device)
-    block_node = max(16, triton.next_power_of_2(num_nodes))
+    block_node = max(16, next_power_of_2(num_nodes))
     launch(
         "compute_tree_statistics",
         _compute_tree_statistics_kernel,

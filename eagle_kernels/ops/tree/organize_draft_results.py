@@ -23,7 +23,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import is_among_best
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.ranking import MAX_CANDIDATES as MAX_CANDIDATES  # which the engine has to know as well
 from .shared.ranking import RANKING_TUNING, candidates_contract, ranking_warps
@@ -129,7 +129,7 @@ def organize_draft_results(
     batch_size, num_candidates = candidate_scores.shape
     if num_verify_tokens == 1:
         return out
-    block_candidate = triton.next_power_of_2(num_candidates)
+    block_candidate = next_power_of_2(num_candidates)
     launch(
         "organize_draft_results",
         _organize_draft_results_kernel,

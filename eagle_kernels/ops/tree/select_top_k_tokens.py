@@ -29,7 +29,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY, bits_value, comparable, ordered_bits, ordered_key
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.selection import CHUNK_SIZE, LANES, NUM_LANES, Scan, largest_in_rows, scan_chunks
 
@@ -312,7 +312,7 @@ def select_top_k_tokens(
         **scan,
     )
     num_beams = 1 if level == 0 else topk
-    block_beam = triton.next_power_of_2(num_beams)
+    block_beam = next_power_of_2(num_beams)
     launch(
         "select_top_k_tokens",
         _select_top_k_tokens_kernel,
@@ -335,9 +335,9 @@ def select_top_k_tokens(
         stride_parent_slots_request=out.parent_slots.stride(0),
         TOPK=topk,
         NUM_BEAMS=num_beams,
-        BLOCK_SLOT=triton.next_power_of_2(triton.cdiv(num_chunks, NUM_LANES)),
+        BLOCK_SLOT=next_power_of_2(triton.cdiv(num_chunks, NUM_LANES)),
         BLOCK_BEAM=block_beam,
-        BLOCK_TOPK=triton.next_power_of_2(topk),
+        BLOCK_TOPK=next_power_of_2(topk),
         num_warps=block_beam,
     )
     return out

@@ -25,7 +25,7 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.tree_contract import MAX_NODES
 from .shared.tree_mask import TreeMaskMode, check_mask, load_keys, row_starts
@@ -162,7 +162,7 @@ def tree_from_mask(
     contracted = contract(locals())
     out = check.allocate("tree_from_mask", contracted, out)
     row = tuning.row(TUNING, seq_lens.device)
-    block_node = max(16, triton.next_power_of_2(num_verify_tokens))
+    block_node = max(16, next_power_of_2(num_verify_tokens))
     launch(
         "tree_from_mask",
         _tree_from_mask_kernel,

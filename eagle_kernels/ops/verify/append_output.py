@@ -30,7 +30,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.slots import read_lengths
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 
 MUTATES = ("token_ids",)
@@ -276,8 +276,8 @@ def append_output(
     num_stops, stop_size = (0, 0) if stop_sequences is None else stop_sequences.shape[1:]
     tuned = dict(tuning.row(TUNING, tokens.device))
     tile = tuned.pop("tile_elements")
-    block_column = triton.next_power_of_2(num_columns)
-    block_window = triton.next_power_of_2(max(stop_size, 1))
+    block_column = next_power_of_2(num_columns)
+    block_window = next_power_of_2(max(stop_size, 1))
     block_step = min(block_column, max(tile // block_window, 1))
     launch(
         "append_output",
@@ -306,9 +306,9 @@ def append_output(
         stop_size=stop_size,
         NUM_COLUMNS=num_columns,
         BLOCK_COLUMN=block_column,
-        BLOCK_END=min(triton.next_power_of_2(max(num_ends, 1)), max(tile // block_column, 1)),
+        BLOCK_END=min(next_power_of_2(max(num_ends, 1)), max(tile // block_column, 1)),
         BLOCK_STEP=block_step,
-        BLOCK_STOP=min(triton.next_power_of_2(max(num_stops, 1)), max(tile // (block_step * block_window), 1)),
+        BLOCK_STOP=min(next_power_of_2(max(num_stops, 1)), max(tile // (block_step * block_window), 1)),
         BLOCK_WINDOW=block_window,
         **tuned,
     )

@@ -30,7 +30,7 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared import logits as processors
 from .shared.logits import Processors, Row, load_counts, process
@@ -258,7 +258,7 @@ def penalize_logits(
     out = check.allocate("penalize_logits", contracted, out)
     num_rows, vocab_size = target_logits.shape
     tuned = dict(tuning.row(TUNING, target_logits.device))
-    block_vocab = min(tuned.pop("BLOCK_VOCAB"), triton.next_power_of_2(max(vocab_size, 1)))
+    block_vocab = min(tuned.pop("BLOCK_VOCAB"), next_power_of_2(max(vocab_size, 1)))
     num_ends = 0 if end_token_ids is None else end_token_ids.shape[-1]
     num_bad = 0 if bad_token_ids is None else bad_token_ids.shape[-1]
     launch(

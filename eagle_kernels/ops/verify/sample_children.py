@@ -32,7 +32,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY, NO_NOISE, noisy_key, noisy_key_id
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.random import STREAM_DRAFT, add_gumbel, fine_bits, random_block, token_words
 from .shared.rows import inverse_temperature, load_scaled
@@ -265,7 +265,7 @@ def sample_children(
     out = check.allocate("sample_children", contracted, out)
     device, (num_rows, vocab_size) = draft_logits.device, draft_logits.shape
     scan = dict(tuning.row(TUNING, device))
-    scan["BLOCK_VOCAB"] = min(scan["BLOCK_VOCAB"], triton.next_power_of_2(vocab_size))
+    scan["BLOCK_VOCAB"] = min(scan["BLOCK_VOCAB"], next_power_of_2(vocab_size))
     num_slices = triton.cdiv(vocab_size, scan["BLOCK_VOCAB"])
     shared = {
         "draft_logits_ptr": draft_logits,
@@ -299,8 +299,8 @@ def sample_children(
         d2t_ptr=d2t,
         tokens_ptr=out.tokens,
         logprobs_ptr=out.logprobs,
-        BLOCK_SLICE=triton.next_power_of_2(num_slices),
-        BLOCK_CHILD=triton.next_power_of_2(num_children),
+        BLOCK_SLICE=next_power_of_2(num_slices),
+        BLOCK_CHILD=next_power_of_2(num_children),
         **shared,
         **tuning.row(MERGE_TUNING, device),
     )

@@ -41,7 +41,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.block_verification import block_chances, block_shares, launch_masses
 from .shared.draws import accept_coin, drawn_token, keys_of_words, residual_key
@@ -336,7 +336,7 @@ def verify_chain(
     pair = prepare_pair("verify_chain", locals(), num_tokens, num_tokens - 1, None)
     num_slices = pair["NUM_SLICES"]
     draws = {"positions_ptr": positions, "seeds_ptr": seeds}
-    sizes = {"NUM_TOKENS": num_tokens, "BLOCK_TOKEN": triton.next_power_of_2(num_tokens)}
+    sizes = {"NUM_TOKENS": num_tokens, "BLOCK_TOKEN": next_power_of_2(num_tokens)}
     ends = torch.empty((batch_size, 2), dtype=torch.int32, device=device)
     keys = torch.empty((batch_size, 2, num_slices), dtype=torch.int64, device=device)
     accepted = torch.empty((batch_size,), dtype=torch.int32, device=device)

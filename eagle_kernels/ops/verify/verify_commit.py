@@ -22,7 +22,7 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 
 
@@ -182,7 +182,7 @@ def verify_commit(
         last_row_ptr=out.last_row,
         num_nodes=predicts.shape[0] // max(batch_size, 1),
         NUM_COLUMNS=num_columns,
-        BLOCK_COLUMN=triton.next_power_of_2(num_columns),
+        BLOCK_COLUMN=next_power_of_2(num_columns),
         **tuning.row(TUNING, accept_index.device),
     )
     return out

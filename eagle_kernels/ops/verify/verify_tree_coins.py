@@ -39,7 +39,7 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.inverse_cdf import first_above, residual, token_probs
 from .shared.tree_walk import MET, Links, Output, Walk, check_tree, is_own, load_nodes, store_walk
@@ -343,7 +343,7 @@ def verify_tree_coins(
         "stride_probs_node": stride_node,
         "NUM_NODES": num_nodes,
         "VOCAB_SIZE": vocab_size,
-        "BLOCK_NODE": triton.next_power_of_2(num_nodes),
+        "BLOCK_NODE": next_power_of_2(num_nodes),
     }
     row = shared | {
         "sums_ptr": sums,
@@ -368,7 +368,7 @@ def verify_tree_coins(
         SPEC_STEPS=spec_steps,
         KEEPS_UNVISITED=keep_unvisited,
         ANY_ORDER=any_order,
-        BLOCK_DEPTH=triton.next_power_of_2(spec_steps + 1),
+        BLOCK_DEPTH=next_power_of_2(spec_steps + 1),
         **shared,
         **tuning.row(TUNING, device),
     )
@@ -380,7 +380,7 @@ def verify_tree_coins(
         uniform_samples_for_final_sampling_ptr=uniform_samples_for_final_sampling,
         predicts_ptr=out.predicts,
         BLOCK_GROUP=mass["BLOCK_GROUP"],
-        BLOCK_SUM=triton.next_power_of_2(num_groups),
+        BLOCK_SUM=next_power_of_2(num_groups),
         **row,
         **tuning.row(DRAW_TUNING, device),
     )

@@ -35,7 +35,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.accept_policy import Coins, check_policy, plant, plant_path
 from .shared.argmax import slice_key, winner
@@ -390,7 +390,7 @@ def _walk_level_by_level(tree: dict, policy: dict, scan: dict, writing: dict) ->
     if policy["ACCEPT_POLICY"] != "normal":
         planted = torch.empty((spec_steps, batch_size), dtype=torch.int32, device=device)
     steps = {"path_ptr": path, "planted_ptr": planted, "batch_size": batch_size}
-    steps |= {"BLOCK_SLICE": triton.next_power_of_2(scan["NUM_SLICES"])}
+    steps |= {"BLOCK_SLICE": next_power_of_2(scan["NUM_SLICES"])}
     step = tree | policy | scan | steps | {"SPEC_STEPS": spec_steps}
     for level in range(spec_steps + 1):
         grid = (batch_size, scan["NUM_SLICES"])

@@ -47,7 +47,7 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.draws import accept_coin, residual_key
 from .shared.pair import Pair
@@ -309,7 +309,7 @@ def verify_tree_rejection(
     # the draft may have probability on ids that the target does not have
     num_ids = vocab_size if d2t is not None else max(vocab_size, draft_vocab_size)
     scan = dict(tuning.row(TUNING, candidates.device))
-    scan["BLOCK_VOCAB"] = min(scan["BLOCK_VOCAB"], triton.next_power_of_2(num_ids))
+    scan["BLOCK_VOCAB"] = min(scan["BLOCK_VOCAB"], next_power_of_2(num_ids))
     target_to_draft = invert_draft_map("verify_tree_rejection", d2t, vocab_size)
     launch(
         "verify_tree_rejection",

@@ -28,7 +28,7 @@ import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.tree_walk import (
     Links,
@@ -224,7 +224,7 @@ def verify_tree_topp(
         target_predict_ptr=target_predict,
         NUM_CANDIDATES=num_candidates,
         VERIFY_WINDOW=verify_window,
-        BLOCK_CANDIDATE=triton.next_power_of_2(num_candidates),
+        BLOCK_CANDIDATE=next_power_of_2(num_candidates),
         **tree_arguments(locals()),
         **output_arguments(out),
         **tuning.row(TUNING, candidates.device),

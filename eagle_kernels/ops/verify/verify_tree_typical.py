@@ -29,7 +29,7 @@ import torch
 from ...primitives.dependent_launch import await_predecessor
 from ...primitives.ordering import LOWEST_KEY, NO_NOISE, comparable, largest_key, noisy_key, noisy_key_id
 from ...runtime import check, tuning
-from ...runtime.language import tl, triton
+from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.argmax import slice_key, winner
 from .shared.logits import LARGEST_FINITE, read_temperature
@@ -393,6 +393,6 @@ def verify_tree_typical(
     )  # fmt: skip
     launch(
         "verify_tree_typical", _verify_tree_typical_bonus_kernel, (batch_size,), **sizes, **walk, last_ptr=last,
-        bonus_keys_ptr=bonus_keys, predicts_ptr=out.predicts, BLOCK_SLICE=triton.next_power_of_2(num_slices),
+        bonus_keys_ptr=bonus_keys, predicts_ptr=out.predicts, BLOCK_SLICE=next_power_of_2(num_slices),
     )  # fmt: skip
     return out

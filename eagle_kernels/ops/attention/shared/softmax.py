@@ -7,7 +7,7 @@ results merge by their log-sum-exp (Flash-Decoding). Inside a program logits are
 
 from __future__ import annotations
 
-from ....runtime.language import tl, triton
+from ....runtime.language import next_power_of_2, tl, triton
 
 LOG2_E = 1.4426950408889634
 
@@ -121,8 +121,8 @@ def tile_sizes(num_rows: int, head_dim: int, element_bytes: int, tuned: dict) ->
     A tile of keys takes at most `tile_bytes` of shared memory; fp32 products run on the plain floating-point units,
     where more than 16 rows only cost registers.
     """
-    block_dim = max(16, triton.next_power_of_2(head_dim))
-    block_row = min(max(tuned["min_rows"], triton.next_power_of_2(num_rows)), tuned["max_rows"])
+    block_dim = max(16, next_power_of_2(head_dim))
+    block_row = min(max(tuned["min_rows"], next_power_of_2(num_rows)), tuned["max_rows"])
     return {
         "BLOCK_ROW": block_row if element_bytes <= 2 else 16,
         "BLOCK_KEY": min(max(16, tuned["tile_bytes"] // (block_dim * element_bytes)), 64),

@@ -6,7 +6,7 @@ import torch
 
 from ....primitives.dependent_launch import await_predecessor
 from ....runtime import tuning
-from ....runtime.language import tl, triton
+from ....runtime.language import next_power_of_2, tl, triton
 from ....runtime.launch import launch
 
 BUDGET_TUNING = {"default": {"BLOCK_BATCH": 256, "num_warps": 1}}
@@ -75,6 +75,6 @@ def cut_to_budget(
         batch_size=batch_size,
         token_budget=token_budget,
         NUM_DRAFTS=most_drafts,
-        BLOCK_NODE=triton.next_power_of_2(most_drafts),
+        BLOCK_NODE=next_power_of_2(most_drafts),
         **tuning.row(BUDGET_TUNING, tokens.device),
     )

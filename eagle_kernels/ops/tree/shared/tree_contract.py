@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ....runtime import check
-from ....runtime.language import triton
+from ....runtime.language import next_power_of_2
 from .tree_mask import TreeMaskMode, mask_spec
 
 MAX_NODES = 256
@@ -75,7 +75,7 @@ def tree_grid(batch_size: int, num_nodes: int, mode: str, prefix_is_set: bool) -
 
 def tree_arguments(tree_mask: torch.Tensor, num_nodes: int, mode: str, tuned: dict) -> dict:
     """Returns the launch arguments of a kernel that stores trees: sizes, constants and the number of warps."""
-    block_node = max(8, triton.next_power_of_2(num_nodes))
+    block_node = max(8, next_power_of_2(num_nodes))
     nodes_per_warp = tuned["nodes_per_warp" if block_node <= 64 else "nodes_per_warp_past_64"]
     return {
         "mask_size": tree_mask.numel(),

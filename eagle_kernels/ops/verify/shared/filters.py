@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ....primitives.ordering import LOWEST_KEY, noisy_key, noisy_key_id, ordered_bits
-from ....runtime.language import tl, triton
+from ....runtime.language import next_power_of_2, tl, triton
 from .edge_search import search_row
 from .logits import load_scaled
 from .random import add_grouped_gumbel, grouped_words, noise_key
@@ -85,7 +85,7 @@ def draw_filtered(
     gathered are [LANES, _]: a warp holds whole columns, a lane one value of each, and counts without the other warps.
     """
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    MOST_CHUNKS: tl.constexpr = triton.next_power_of_2(NUM_CHUNKS)
+    MOST_CHUNKS: tl.constexpr = next_power_of_2(NUM_CHUNKS)
     BLOCK_CHUNK: tl.constexpr = MOST_CHUNKS if MOST_CHUNKS > LANES else LANES
     lane = tl.arange(0, LANES)
     # no alignment: the compiler gives each lane one value and no vector

@@ -12,7 +12,7 @@ import torch
 
 from ....primitives.dependent_launch import await_predecessor
 from ....runtime import check, tuning
-from ....runtime.language import tl, triton
+from ....runtime.language import next_power_of_2, tl, triton
 from ....runtime.launch import launch
 from .rows import store_scan
 from .sampling import check_vocabulary
@@ -184,5 +184,5 @@ def prepare_pair(op: str, values: dict, target_rows: int, draft_rows: int, first
         "target_to_draft_ptr": target_to_draft,
         "scans_ptr": scans,
         "NUM_SLICES": num_slices,
-        "BLOCK_SLICE": triton.next_power_of_2(num_slices),
+        "BLOCK_SLICE": next_power_of_2(num_slices),
     }

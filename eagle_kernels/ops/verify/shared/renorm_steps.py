@@ -19,7 +19,7 @@ import torch
 
 from ....primitives.dependent_launch import await_predecessor
 from ....runtime import check, tuning
-from ....runtime.language import tl, triton
+from ....runtime.language import next_power_of_2, tl, triton
 from ....runtime.launch import launch
 from .renorm_state import HIGH, LARGEST, LOW, NUM_CANDIDATES, STATES, SUMS, load_edge, open_state
 from .threshold import (
@@ -210,7 +210,7 @@ def launch_scan(op: str, probs: torch.Tensor, out: torch.Tensor, *, has_sample=F
     has_sample, has_sum: whether the op's bracket needs a sample of each chunk, and its sum.
     """
     device, (num_rows, vocab_size) = probs.device, probs.shape
-    chunk = max(MIN_CHUNK_SIZE, triton.next_power_of_2(vocab_size) // MAX_CHUNKS)
+    chunk = max(MIN_CHUNK_SIZE, next_power_of_2(vocab_size) // MAX_CHUNKS)
     # a multiple of 4, so that the chunks of every row begin at 16 bytes
     num_chunks = triton.cdiv(triton.cdiv(vocab_size, chunk), 4) * 4
     rows = {
@@ -237,7 +237,7 @@ def launch_scan(op: str, probs: torch.Tensor, out: torch.Tensor, *, has_sample=F
     }
     summary = {name: value for name, value in found.items() if value is not None}
     summary |= {"chunk_largest_ptr": chunks["chunk_largest_ptr"], "NUM_CHUNKS": num_chunks}
-    summary |= {"BLOCK_CHUNK": triton.next_power_of_2(num_chunks)}
+    summary |= {"BLOCK_CHUNK": next_power_of_2(num_chunks)}
     return Work(rows | state | {"output_ptr": out}, chunks, summary | state)
 
 

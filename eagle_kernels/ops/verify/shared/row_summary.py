@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ....primitives.ordering import ordered_bits
-from ....runtime.language import tl, triton
+from ....runtime.language import next_power_of_2, tl, triton
 from .logits import load_processed, load_raw, scaled
 
 NUM_LANES = 32
@@ -87,7 +87,7 @@ def _chunk_sum(value, chunk_max):
 def row_mass(chunk_max_ptr, chunk_sum_ptr, shift, VOCAB_SIZE: tl.constexpr):
     """Returns a row's sum of exponentials relative to `shift`."""
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    BLOCK_CHUNK: tl.constexpr = triton.next_power_of_2(NUM_CHUNKS)
+    BLOCK_CHUNK: tl.constexpr = next_power_of_2(NUM_CHUNKS)
     # triton 3.6 does not compile axes shorter than a warp
     chunk = tl.arange(0, BLOCK_CHUNK if BLOCK_CHUNK > LANES else LANES)
     chunk_max = tl.load(chunk_max_ptr + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))

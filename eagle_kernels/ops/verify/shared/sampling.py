@@ -27,7 +27,7 @@ from ....primitives.ordering import (
     ordered_bits,
 )
 from ....runtime import check, tuning
-from ....runtime.language import tl, triton
+from ....runtime.language import next_power_of_2, tl, triton
 from . import logits
 from .filters import MAX_TOKENS, NUM_TOKENS_GATHERED, draw_filtered
 from .logits import LARGEST_FINITE, load_processed, load_raw, load_scaled
@@ -164,7 +164,7 @@ def store_slice_key(keys_ptr, key_place, part, key, VOCAB_SIZE: tl.constexpr, BL
 def row_winner(keys_ptr, key_place, VOCAB_SIZE: tl.constexpr, BLOCK_CHUNK: tl.constexpr, mask=None):
     """Returns the ids int32 of the largest slice keys of rows; key_place is a scalar, or [n] with a mask [n]."""
     NUM_SLICES: tl.constexpr = (VOCAB_SIZE + BLOCK_CHUNK * CHUNK - 1) // (BLOCK_CHUNK * CHUNK)
-    slices = tl.arange(0, triton.next_power_of_2(NUM_SLICES))
+    slices = tl.arange(0, next_power_of_2(NUM_SLICES))
     if mask is None:
         keys = tl.load(keys_ptr + key_place * NUM_SLICES + slices, mask=slices < NUM_SLICES, other=LOWEST_KEY)
         best = largest_key(keys)
@@ -281,7 +281,7 @@ def _may_win(bound, best):
 def _log_mass(max_ptr, sum_ptr, VOCAB_SIZE: tl.constexpr):
     """Returns the log of a row's sum of exponentials, from the maxima and sums of its chunks."""
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    BLOCK_CHUNK: tl.constexpr = triton.next_power_of_2(NUM_CHUNKS)
+    BLOCK_CHUNK: tl.constexpr = next_power_of_2(NUM_CHUNKS)
     chunk = tl.arange(0, BLOCK_CHUNK if BLOCK_CHUNK > LANES else LANES)
     largest = tl.max(tl.load(max_ptr + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf")))
     shift = tl.where(largest == float("-inf"), 0.0, largest)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....runtime import check
-from ....runtime.language import tl, triton
+from ....runtime.language import next_power_of_2, tl, triton
 
 MAX_NODES = 1024
 
@@ -87,7 +87,7 @@ def tree_arguments(values: dict) -> dict:
         "retrieve_next_token_ptr": values["retrieve_next_token"],
         "retrieve_next_sibling_ptr": values["retrieve_next_sibling"],
         "NUM_NODES": num_nodes,
-        "BLOCK_NODE": triton.next_power_of_2(num_nodes),
+        "BLOCK_NODE": next_power_of_2(num_nodes),
     }
 
 
@@ -99,7 +99,7 @@ def output_arguments(out: Output) -> dict:
         "accept_index_ptr": out.accept_index,
         "accept_token_num_ptr": out.accept_token_num,
         "SPEC_STEPS": num_depths - 1,
-        "BLOCK_DEPTH": triton.next_power_of_2(num_depths),
+        "BLOCK_DEPTH": next_power_of_2(num_depths),
     }
 
 
