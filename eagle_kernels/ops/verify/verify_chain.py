@@ -45,10 +45,10 @@ from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.block_verification import block_chances, block_shares, launch_masses
 from .shared.draws import accept_coin, drawn_token, keys_of_words, residual_key
-from .shared.pair import Pair, draft_ids, load_probs
+from .shared.pair import Pair, draft_probs, load_probs
 from .shared.prepare_pair import SLICE_TUNING, check_pair, prepare_pair
 from .shared.random import token_words
-from .shared.rows import Rows, load_row, row_probs
+from .shared.rows import Rows, in_units, load_row, row_probs
 from .shared.tree_walk import Output, token_ids
 
 # All statistics of one chain are merged in registers.
@@ -89,6 +89,8 @@ def _verify_chain_walk_kernel(
     IS_BLOCK: tl.constexpr,
     TARGET_IS_PROBS: tl.constexpr,
     DRAFT_IS_PROBS: tl.constexpr,
+    TARGET_UNIT: tl.constexpr,
+    DRAFT_UNIT: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     BLOCK_TOKEN: tl.constexpr,
@@ -97,6 +99,8 @@ def _verify_chain_walk_kernel(
 ):
     """Writes ends [B, 2]: gamma (-1: dead) and the drafts accepted one by one; for "block" also the r_i, to shares."""
     await_predecessor(ENABLE_PDL)
+    vocab_size, stride_target = in_units(vocab_size, TARGET_UNIT), in_units(stride_target, TARGET_UNIT)
+    draft_vocab_size, stride_draft = in_units(draft_vocab_size, DRAFT_UNIT), in_units(stride_draft, DRAFT_UNIT)
     request = tl.program_id(0).to(tl.int64)
     root = token_ids(tl.load(candidates_ptr + request * NUM_TOKENS))
     gamma = tl.zeros([], tl.int32)
@@ -156,6 +160,8 @@ def _verify_chain_draw_kernel(
     IS_BLOCK: tl.constexpr,
     TARGET_IS_PROBS: tl.constexpr,
     DRAFT_IS_PROBS: tl.constexpr,
+    TARGET_UNIT: tl.constexpr,
+    DRAFT_UNIT: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     BLOCK_TOKEN: tl.constexpr,
@@ -165,6 +171,8 @@ def _verify_chain_draw_kernel(
 ):
     """Writes the best keys of one slice, by the residual and by p, to keys [B, 2, slices]; accepted [B] (-1: dead)."""
     await_predecessor(ENABLE_PDL)
+    vocab_size, stride_target = in_units(vocab_size, TARGET_UNIT), in_units(stride_target, TARGET_UNIT)
+    draft_vocab_size, stride_draft = in_units(draft_vocab_size, DRAFT_UNIT), in_units(stride_draft, DRAFT_UNIT)
     request = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     seed = tl.load(seeds_ptr + request)
@@ -196,8 +204,7 @@ def _verify_chain_draw_kernel(
         if accepted < gamma:
             row -= request  # T - 1 a request
             draft_row = load_row(draft_rows, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
-            places = draft_ids(target_to_draft_ptr, ids, is_token, vocab_size)
-            draft_prob = row_probs(draft_row, places, places >= 0, DRAFT_IS_PROBS)
+            draft_prob = draft_probs(draft_row, target_to_draft_ptr, ids, is_token, vocab_size, DRAFT_IS_PROBS)
         else:
             share = 1.0
         noise_key = residual_key(seed, tl.load(positions_ptr + request * NUM_TOKENS + accepted) + 1)

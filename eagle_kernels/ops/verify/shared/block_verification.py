@@ -15,7 +15,7 @@ from ....runtime.language import tl, triton
 from ....runtime.launch import launch
 from .pair import Pair, load_probs
 from .prepare_pair import SLICE_TUNING
-from .rows import Rows, load_row
+from .rows import Rows, in_units, load_row
 
 
 @triton.jit
@@ -50,6 +50,8 @@ def _verify_chain_mass_kernel(
     stride_draft,
     TARGET_IS_PROBS: tl.constexpr,
     DRAFT_IS_PROBS: tl.constexpr,
+    TARGET_UNIT: tl.constexpr,
+    DRAFT_UNIT: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     BLOCK_SLICE: tl.constexpr,
@@ -58,6 +60,8 @@ def _verify_chain_mass_kernel(
 ):
     """Writes one slice of S_i to masses; 0 for i = 0 and from gamma on, where it is not needed."""
     await_predecessor(ENABLE_PDL)
+    vocab_size, stride_target = in_units(vocab_size, TARGET_UNIT), in_units(stride_target, TARGET_UNIT)
+    draft_vocab_size, stride_draft = in_units(draft_vocab_size, DRAFT_UNIT), in_units(stride_draft, DRAFT_UNIT)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     request = row // (NUM_TOKENS - 1)

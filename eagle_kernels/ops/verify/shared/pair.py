@@ -33,8 +33,20 @@ def draft_ids(target_to_draft_ptr, ids, is_token, vocab_size):
 
 
 @triton.jit
+def draft_probs(row, target_to_draft_ptr, ids, is_token, vocab_size, IS_PROBS: tl.constexpr):
+    """Returns q of target tokens, of a tile or of a single one."""
+    if target_to_draft_ptr is None:  # ids as they are, neighbours side by side: loads can be wide
+        return row_probs(row, ids, is_token, IS_PROBS)
+    else:
+        places = draft_ids(target_to_draft_ptr, ids, is_token, vocab_size)
+        return row_probs(row, places, places >= 0, IS_PROBS)
+
+
+@triton.jit
 def load_probs(pair, ids, is_token, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr):
     """Returns p and q of target tokens, of a tile or of a single one."""
     target = row_probs(pair.target, ids, is_token, TARGET_IS_PROBS)
-    places = draft_ids(pair.target_to_draft_ptr, ids, is_token, pair.target.size)
-    return target, row_probs(pair.draft, places, places >= 0, DRAFT_IS_PROBS)
+    draft = draft_probs(
+        pair.draft, pair.target_to_draft_ptr, ids, is_token, pair.target.size, IS_PROBS=DRAFT_IS_PROBS
+    )
+    return target, draft

@@ -8,13 +8,15 @@ Both come as rows of logits or of probabilities. Before a kernel can read them (
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ....primitives.dependent_launch import await_predecessor
 from ....runtime import check, tuning
 from ....runtime.language import next_power_of_2, tl, triton
 from ....runtime.launch import launch
-from .rows import store_scan
+from .rows import GREEDY_BELOW, in_units, store_scan
 from .sampling import check_vocabulary
 
 # A slice is a tile: 16 tokens a thread, so that p, q and noise stay in registers.
@@ -67,6 +69,9 @@ def _scan_pair_kernel(
     DRAFT_IS_PROBS: tl.constexpr,
     TARGET_ROWS: tl.constexpr,
     DRAFT_ROWS: tl.constexpr,
+    SKIPS_GREEDY_DRAFT: tl.constexpr,
+    TARGET_UNIT: tl.constexpr,
+    DRAFT_UNIT: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
@@ -74,6 +79,7 @@ def _scan_pair_kernel(
     """Writes the statistics of one slice of a row of logits to scans [rows, 3, slices]: target rows, then draft rows.
 
     first_child_ptr: if it is given, the draft's rows of nodes without a child are left out, since no kernel reads them.
+    So are, with SKIPS_GREEDY_DRAFT, those whose draft temperature is greedy.
     """
     await_predecessor(ENABLE_PDL)
     scan = tl.program_id(0).to(tl.int64)
@@ -82,18 +88,21 @@ def _scan_pair_kernel(
     if scan < num_target_scans:
         if not TARGET_IS_PROBS:
             temperature = tl.load(temperature_ptr + scan // TARGET_ROWS)
-            row_ptr = target_ptr + scan * stride_target
-            store_scan(row_ptr, vocab_size, temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
+            row_ptr = target_ptr + scan * in_units(stride_target, TARGET_UNIT)
+            store_scan(row_ptr, in_units(vocab_size, TARGET_UNIT), temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
     else:
         if not DRAFT_IS_PROBS:
             row = scan - num_target_scans
+            temperature = tl.load(draft_temperature_ptr + row // DRAFT_ROWS)
             is_read = part >= 0
             if first_child_ptr is not None:
                 is_read = tl.load(first_child_ptr + row) > 0
+            if SKIPS_GREEDY_DRAFT:
+                is_read = is_read & (temperature >= GREEDY_BELOW)
             if is_read:
-                temperature = tl.load(draft_temperature_ptr + row // DRAFT_ROWS)
-                row_ptr = draft_ptr + row * stride_draft
-                store_scan(row_ptr, draft_vocab_size, temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
+                row_ptr = draft_ptr + row * in_units(stride_draft, DRAFT_UNIT)
+                size = in_units(draft_vocab_size, DRAFT_UNIT)
+                store_scan(row_ptr, size, temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
 
 
 def check_pair(args: check.Arguments, num_target_rows: int, num_draft_rows: int) -> None:
@@ -139,35 +148,61 @@ def invert_draft_map(op: str, d2t: torch.Tensor | None, vocab_size: int) -> torc
     return target_to_draft
 
 
-def prepare_pair(op: str, values: dict, target_rows: int, draft_rows: int, first_child: torch.Tensor | None) -> dict:
-    """Launches both steps and returns the arguments of kernels that read the rows (as a Pair).
+def pair_arguments(op: str, values: dict) -> dict:
+    """Launches the map and returns the arguments of kernels that read the rows (as a Pair), but for the scans.
 
-    values: the op's arguments. target_rows, draft_rows: rows of each request. first_child [draft rows]: see the scan
-    kernel; None: all rows are read.
+    values: the op's arguments.
     """
     target = values["target_logits"] if values["target_probs"] is None else values["target_probs"]
     draft = values["draft_logits"] if values["draft_probs"] is None else values["draft_probs"]
     draft_temperature = values["draft_temperature"]
-    pair = {
+    vocab_size, draft_vocab_size = target.shape[1], draft.shape[1]
+    return {
         "target_ptr": target,
         "draft_ptr": draft,
         "temperature_ptr": values["temperature"],
         "draft_temperature_ptr": values["temperature"] if draft_temperature is None else draft_temperature,
-        "vocab_size": target.shape[1],
-        "draft_vocab_size": draft.shape[1],
+        "target_to_draft_ptr": invert_draft_map(op, values["d2t"], vocab_size),
+        "vocab_size": vocab_size,
+        "draft_vocab_size": draft_vocab_size,
         "stride_target": target.stride(0),
         "stride_draft": draft.stride(0),
         "num_target_scans": len(target) if values["target_probs"] is None else 0,
         "TARGET_IS_PROBS": values["target_probs"] is not None,
         "DRAFT_IS_PROBS": values["draft_probs"] is not None,
+        # divisors of all sizes and strides
+        "TARGET_UNIT": math.gcd(vocab_size, target.stride(0), 16),
+        "DRAFT_UNIT": math.gcd(draft_vocab_size, draft.stride(0), 16),
     }
-    target_to_draft = invert_draft_map(op, values["d2t"], pair["vocab_size"])
-    row = tuning.row(SLICE_TUNING, target.device)
-    num_slices = triton.cdiv(max(pair["vocab_size"], pair["draft_vocab_size"]), row["BLOCK_VOCAB"])
-    num_scans = pair["num_target_scans"] + (0 if pair["DRAFT_IS_PROBS"] else len(draft))
+
+
+def slice_arguments(pair: dict) -> dict:
+    """Returns how kernels cut the rows of `pair_arguments` into slices."""
+    block = tuning.row(SLICE_TUNING, pair["target_ptr"].device)["BLOCK_VOCAB"]
+    num_slices = triton.cdiv(max(pair["vocab_size"], pair["draft_vocab_size"]), block)
+    return {"NUM_SLICES": num_slices, "BLOCK_SLICE": next_power_of_2(num_slices)}
+
+
+def prepare_pair(
+    op: str,
+    values: dict,
+    target_rows: int,
+    draft_rows: int,
+    first_child: torch.Tensor | None,
+    skips_greedy_draft: bool = False,
+) -> dict:
+    """Launches both steps and returns the arguments of kernels that read the rows (as a Pair).
+
+    values: the op's arguments. target_rows, draft_rows: rows of each request. first_child [draft rows] and
+    skips_greedy_draft: see the scan kernel; without them all rows are read.
+    """
+    pair = pair_arguments(op, values)
+    pair |= slice_arguments(pair)
+    num_scans = pair["num_target_scans"] + (0 if pair["DRAFT_IS_PROBS"] else len(pair["draft_ptr"]))
     scans = None
     if not (pair["TARGET_IS_PROBS"] and pair["DRAFT_IS_PROBS"]):
-        scans = torch.empty((num_scans, 3, num_slices), dtype=torch.int32, device=target.device)
+        device, num_slices = pair["target_ptr"].device, pair["NUM_SLICES"]
+        scans = torch.empty((num_scans, 3, num_slices), dtype=torch.int32, device=device)
         launch(
             op,
             _scan_pair_kernel,
@@ -176,13 +211,8 @@ def prepare_pair(op: str, values: dict, target_rows: int, draft_rows: int, first
             scans_ptr=scans,
             TARGET_ROWS=target_rows,
             DRAFT_ROWS=max(draft_rows, 1),
-            NUM_SLICES=num_slices,
-            **pair,
-            **row,
+            SKIPS_GREEDY_DRAFT=skips_greedy_draft,
+            **{name: value for name, value in pair.items() if name not in ("target_to_draft_ptr", "BLOCK_SLICE")},
+            **tuning.row(SLICE_TUNING, device),
         )
-    return pair | {
-        "target_to_draft_ptr": target_to_draft,
-        "scans_ptr": scans,
-        "NUM_SLICES": num_slices,
-        "BLOCK_SLICE": next_power_of_2(num_slices),
-    }
+    return pair | {"scans_ptr": scans}

@@ -37,11 +37,17 @@ class Rows(NamedTuple):
     """Rows of logits or of probabilities, as an op got them: a tensor [rows, size]."""
 
     rows_ptr: Any
-    stride: Any  # of a row, int64
+    stride: Any  # of a row; this and the size `in_units`, so that loads can be wide
     size: Any
     temperature_ptr: Any  # [B], None for probabilities
     scans_ptr: Any  # int32 [scans, 3, slices], see store_scan; None if no rows hold logits
     first_scan: Any  # row r of logits has the scan first_scan + r
+
+
+@triton.jit
+def in_units(value, UNIT: tl.constexpr):
+    """Returns a multiple of UNIT as it is; now the compiler knows that it is one."""
+    return value // UNIT * UNIT
 
 
 @triton.jit
