@@ -41,19 +41,30 @@ Traffic
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2, tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.draws import accept_coin, residual_key
-from .shared.pair import Pair
-from .shared.prepare_pair import check_pair, invert_draft_map
-from .shared.rejection import Node, draw_left, left_probs, reject
-from .shared.rows import GREEDY_BELOW, open_row, scan_logits
+from .shared.draws import residual_key
+from .shared.prepare_pair import check_pair, pair_arguments, scan_pair, slice_arguments
+from .shared.rejection_rounds import allocate_level_scans, allocate_rounds, launch_level_scan, launch_rounds
+from .shared.rejection_steps import (
+    ALONE,
+    DONE,
+    STATE_WORDS,
+    Inputs,
+    finish_alone,
+    first_state,
+    load_state,
+    open_children,
+    select_state,
+    settle_found,
+    visit,
+)
+from .shared.rows import Rows, in_units
+from .shared.slices import Found, merge_found, turn
 from .shared.tree_walk import (
     Links,
     Output,
@@ -66,11 +77,23 @@ from .shared.tree_walk import (
     tree_arguments,
 )
 
+_WORDS = tl.constexpr(STATE_WORDS)
+
+# One program reads whole rows one after another: as many bytes in flight as one program can have.
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
 
+# The most rounds that are launched; children rejected after them are a program's alone. Then what decides between all
+# nodes at once and level by level: microseconds of a launch, and bytes that are read in one.
+ROUND_TUNING = {"default": {"rounds": 8, "launch_us": 2.0, "bytes_per_us": 2.0e6}}
 
-@triton.jit(do_not_specialize=["stride_target_row", "stride_draft_row"])
-def _verify_tree_rejection_kernel(
+
+@triton.jit(
+    do_not_specialize=[
+        "round", "level", "num_places", "num_ids", "num_target_scans", "vocab_size", "draft_vocab_size",
+        "stride_target", "stride_draft",
+    ]
+)  # fmt: skip
+def _verify_tree_rejection_walk_kernel(
     # inputs
     candidates_ptr,
     retrieve_index_ptr,
@@ -83,115 +106,143 @@ def _verify_tree_rejection_kernel(
     temperature_ptr,
     draft_temperature_ptr,
     target_to_draft_ptr,
+    # scratch
+    scans_ptr,
+    depth_ptr,
+    emitted_ptr,
+    states_ptr,
+    sums_ptr,
+    keys_ptr,
     # outputs
     predicts_ptr,
     accept_index_ptr,
     accept_token_num_ptr,
     # sizes
-    stride_target_row,
-    stride_draft_row,
-    SPEC_STEPS: tl.constexpr,
-    NUM_NODES: tl.constexpr,
-    VOCAB_SIZE: tl.constexpr,
-    DRAFT_VOCAB_SIZE: tl.constexpr,
-    NUM_IDS: tl.constexpr,
+    round,
+    level,
+    num_places,
+    num_ids,
+    num_target_scans,
+    vocab_size,
+    draft_vocab_size,
+    stride_target,
+    stride_draft,
     TARGET_IS_PROBS: tl.constexpr,
     DRAFT_IS_PROBS: tl.constexpr,
+    TARGET_UNIT: tl.constexpr,
+    DRAFT_UNIT: tl.constexpr,
     KEEPS_DRAFT: tl.constexpr,
-    TARGET_ALIGNMENT: tl.constexpr,
-    DRAFT_ALIGNMENT: tl.constexpr,
+    HAS_ROUNDS: tl.constexpr,
+    BY_LEVEL: tl.constexpr,
+    SPEC_STEPS: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
+    """Walks one tree, or with BY_LEVEL takes its step from this level on, and writes the outputs.
+
+    What the rounds have not done at a node is done here.
+    """
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
-    offset = request * NUM_NODES
-    seed = tl.load(seeds_ptr + request)
-    temperature = tl.load(temperature_ptr + request)
-    draft_temperature = tl.load(draft_temperature_ptr + request)
-    # whether children were chosen, not drawn; a NaN counts as below
-    is_certain = (draft_temperature >= GREEDY_BELOW) == 0
-    if KEEPS_DRAFT:
-        is_certain = request < 0
     nodes = tl.arange(0, BLOCK_NODE)
+    is_node = nodes < NUM_NODES
+    first = request * NUM_NODES
+    since = turn(round + 1, num_places)
+    UNIT: tl.constexpr = TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT
+    if HAS_ROUNDS:
+        # what the rounds have found of all nodes, so that the walk waits for memory once
+        places = request + 0 * nodes if BY_LEVEL else first + nodes
+        words_ptr = states_ptr + (since + places) * _WORDS
+        phases = tl.load(words_ptr, mask=is_node, other=0)
+        children_found = tl.load(words_ptr + 1, mask=is_node, other=0)
+        tokens_found = tl.load(words_ptr + 4, mask=is_node, other=0)
     trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
-    retrieved, tokens, links = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
-    depth = tl.where((nodes == 0) & is_own(retrieved, request, NUM_NODES), 0, -1)
-    is_walking = tl.max(depth) == 0
+    tree = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
+    depth = tl.where((nodes == 0) & is_own(tree.retrieved, request, NUM_NODES), 0, -1)
     emitted = tl.full([BLOCK_NODE], -1, tl.int32)
-    current = tl.zeros([], tl.int32)
     accepted = tl.zeros([], tl.int32)
+    if BY_LEVEL:
+        is_later = is_node & (level > 0)
+        depth = tl.where(is_later, tl.load(depth_ptr + first + nodes, mask=is_later, other=-1), depth)
+        emitted = tl.load(emitted_ptr + first + nodes, mask=is_later, other=-1)
+        accepted += level
+    current = tl.max(tl.where(depth == accepted, nodes, -1))
+    is_walking = current >= 0
     while is_walking:
-        child = tl.sum(tl.where(nodes == current, links, 0)) >> 16
-        child = tl.where(accepted < SPEC_STEPS, child, 0)
-        first_child = child
-        target_row_ptr = target_ptr + tl.multiple_of((offset + current) * stride_target_row, TARGET_ALIGNMENT)
-        draft_row_ptr = draft_ptr + tl.multiple_of((offset + current) * stride_draft_row, DRAFT_ALIGNMENT)
-        # size 0: the row is not read
-        draft_size = tl.where((child == 0) | is_certain, 0, DRAFT_VOCAB_SIZE)
-        target_max, target_total, target_best = tl.zeros([], tl.float32), tl.zeros([], tl.float32), child
-        draft_max, draft_total, draft_best = target_max, target_total, child
-        if not TARGET_IS_PROBS:
-            target_max, target_total, target_best = scan_logits(target_row_ptr, 0, VOCAB_SIZE, temperature, BLOCK_VOCAB)
-        if not DRAFT_IS_PROBS:
-            draft_max, draft_total, draft_best = scan_logits(
-                draft_row_ptr, 0, draft_size, draft_temperature, BLOCK_VOCAB
-            )
-        target_row = open_row(target_row_ptr, VOCAB_SIZE, temperature, target_max, target_total, target_best)
-
-        # what is left of p and q: see shared/rejection.py, Node
-        mass = tl.full([], 1.0, tl.float32)
-        draft_mass = tl.full([], 1.0, tl.float32)
-        scale = tl.zeros([], tl.float32)
-        num_seen = tl.zeros([], tl.int32)
-        num_rejected = tl.zeros([], tl.int32)
+        is_current = nodes == current
+        first_child = tl.sum(tl.where(is_current, tree.links, 0)) >> 16
+        child = tl.where(accepted < SPEC_STEPS, first_child, 0)
         chosen = tl.zeros([], tl.int32)
         token = tl.zeros([], tl.int32)
-        if SPEC_STEPS > 0:  # triton 3.6 does not compile loads in a loop that it can tell to be never entered
-            while child > 0:
-                is_child = nodes == child
-                token = tl.sum(tl.where(is_child, tokens, 0))
-                following = tl.sum(tl.where(is_child, links, 0)) & 0xFFFF
-                num_seen += 1
-                if (token >= 0) & (token < NUM_IDS):
-                    draft_row = open_row(
-                        draft_row_ptr, draft_size, draft_temperature, draft_max, draft_total, draft_best
-                    )
-                    node = Node(
-                        Pair(target_row, draft_row, target_to_draft_ptr), is_certain, candidates_ptr + offset,
-                        retrieve_next_sibling_ptr + offset, first_child, num_rejected, scale, mass, draft_mass,
-                    )  # fmt: skip
-                    target_prob, draft_prob = left_probs(node, token, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
-                    coin = accept_coin(seed, tl.load(positions_ptr + offset + child), child)
-                    is_accepted = (coin * draft_prob < target_prob) & (draft_prob > 0.0)
-                    if (draft_prob > 0.0) & (is_accepted == 0):
-                        is_spent, scale, mass, draft_mass, draft_max, draft_total = reject(
-                            node, num_seen, NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB
-                        )
-                        is_accepted = is_spent & (target_prob > 0.0)
-                        num_rejected = num_seen
-                    chosen = tl.where(is_accepted, child, chosen)
-                    following = tl.where(is_accepted | (draft_prob == 0.0), 0, following)
-                child = following
-
-        accepted += (chosen > 0).to(tl.int32)
-        if chosen == 0:
-            left_row = open_row(draft_row_ptr, draft_size, draft_temperature, draft_max, draft_total, draft_best)
-            last = Node(
-                Pair(target_row, left_row, target_to_draft_ptr), is_certain, candidates_ptr + offset,
-                retrieve_next_sibling_ptr + offset, first_child, num_rejected, scale, mass, draft_mass,
+        is_done = chosen > 0
+        if HAS_ROUNDS:
+            # all nodes at once do not know which of them is as deep as a walk may come
+            is_known = BY_LEVEL or child == first_child
+            is_done = is_known & (tl.sum(tl.where(is_current, phases, 0)) == DONE)
+            chosen = tl.sum(tl.where(is_current, children_found, 0))
+            token = tl.sum(tl.where(is_current, tokens_found, 0))
+        if is_done == 0:
+            row = first + current
+            first_scan = request - row if BY_LEVEL else row * 0
+            target_rows = Rows(
+                target_ptr, in_units(stride_target, TARGET_UNIT), in_units(vocab_size, TARGET_UNIT), temperature_ptr,
+                scans_ptr, first_scan,
             )  # fmt: skip
-            noise_key = residual_key(seed, tl.load(positions_ptr + offset + current).to(tl.int64) + 1)
-            token = draw_left(last, noise_key, NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
-        emitted = tl.where(nodes == current, token, emitted)
+            draft_rows = Rows(
+                draft_ptr, in_units(stride_draft, DRAFT_UNIT), in_units(draft_vocab_size, DRAFT_UNIT),
+                draft_temperature_ptr, scans_ptr, first_scan + num_target_scans,
+            )  # fmt: skip
+            inputs = Inputs(
+                target_rows, draft_rows, target_to_draft_ptr, candidates_ptr, retrieve_next_sibling_ptr,
+                positions_ptr, seeds_ptr, in_units(num_ids, UNIT),
+            )  # fmt: skip
+            children = open_children(
+                inputs, tree, request, current, child, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT,
+                NUM_NODES=NUM_NODES, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE, BLOCK_VOCAB=BLOCK_VOCAB,
+                HAS_SCANS=HAS_ROUNDS,
+            )  # fmt: skip
+            fresh = visit(children, first_state(child), TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+            if HAS_ROUNDS:
+                place = since + (request if BY_LEVEL else row)
+                left = load_state(states_ptr + place * _WORDS)
+                found = merge_found(Found(sums_ptr, keys_ptr), place, NUM_SLICES, BLOCK_SLICE)
+                settled = settle_found(children, left, found, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+                at = select_state(is_known, select_state(left.phase == ALONE, left, settled), fresh)
+            else:
+                at = fresh
+            noise_key = residual_key(children.seed, tl.load(children.positions + current).to(tl.int64) + 1)
+            chosen, token = finish_alone(
+                children, at, noise_key, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB
+            )
+        token = tl.where(chosen > 0, tl.sum(tl.where(nodes == chosen, tree.tokens, 0)), token)
+        emitted = tl.where(is_current, token, emitted)
+        accepted += (chosen > 0).to(tl.int32)
         depth = tl.where((nodes == chosen) & (chosen > 0), accepted, depth)
-        is_walking = chosen > 0
+        is_walking = (chosen > 0) & (BY_LEVEL == 0)
         current = chosen
+    if BY_LEVEL:
+        tl.debug_barrier()  # other threads may still read what stood there
+        tl.store(depth_ptr + first + nodes, depth, mask=is_node)
+        tl.store(emitted_ptr + first + nodes, emitted, mask=is_node)
     out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
-    walk = Walk(retrieved, emitted, depth)
+    walk = Walk(tree.retrieved, emitted, depth)
     store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, False, BLOCK_DEPTH)
+
+
+def _goes_by_level(pair: dict, num_rounds: int, spec_steps: int, batch_size: int) -> bool:
+    """Tells whether reading the rows of the walks alone, with more launches, takes less time than reading all rows."""
+    model = tuning.row(ROUND_TUNING, pair["target_ptr"].device)
+    num_rows, vocab_size = pair["target_ptr"].shape
+    row_us = vocab_size * pair["target_ptr"].element_size() / model["bytes_per_us"]
+    # each row is scanned, and read by one or two passes
+    all_us = 3 * num_rows * row_us + num_rounds * model["launch_us"]
+    level_us = 5 * batch_size * row_us + (num_rounds + 2) * model["launch_us"]
+    return all_us > (spec_steps + 1) * level_us
 
 
 def contract(values: dict) -> Output:
@@ -303,38 +354,54 @@ def verify_tree_rejection(
     """
     contracted = contract(locals())
     out = check.allocate("verify_tree_rejection", contracted, out)
-    target = target_logits if target_probs is None else target_probs
-    draft = draft_logits if draft_probs is None else draft_probs
-    vocab_size, draft_vocab_size = target.shape[1], draft.shape[1]
-    # the draft may have probability on ids that the target does not have
-    num_ids = vocab_size if d2t is not None else max(vocab_size, draft_vocab_size)
-    scan = dict(tuning.row(TUNING, candidates.device))
-    scan["BLOCK_VOCAB"] = min(scan["BLOCK_VOCAB"], next_power_of_2(num_ids))
-    target_to_draft = invert_draft_map("verify_tree_rejection", d2t, vocab_size)
-    launch(
-        "verify_tree_rejection",
-        _verify_tree_rejection_kernel,
-        (len(candidates),),
-        target_ptr=target,
-        draft_ptr=draft,
-        positions_ptr=positions,
-        seeds_ptr=seeds,
-        temperature_ptr=temperature,
-        draft_temperature_ptr=temperature if draft_temperature is None else draft_temperature,
-        target_to_draft_ptr=target_to_draft,
-        stride_target_row=target.stride(0),
-        stride_draft_row=draft.stride(0),
-        VOCAB_SIZE=vocab_size,
-        DRAFT_VOCAB_SIZE=draft_vocab_size,
-        NUM_IDS=num_ids,
-        TARGET_IS_PROBS=target_probs is not None,
-        DRAFT_IS_PROBS=draft_probs is not None,
-        KEEPS_DRAFT=replacement,
-        # divisors of every row's offset, so that loads can be wide
-        TARGET_ALIGNMENT=math.gcd(target.stride(0), 16),
-        DRAFT_ALIGNMENT=math.gcd(draft.stride(0), 16),
+    batch_size, num_nodes = candidates.shape
+    device = candidates.device
+    pair = pair_arguments("verify_tree_rejection", locals())
+    pair |= slice_arguments(pair)
+    # a slice is read by one program as fast as by one program of many
+    num_rounds = 0 if pair["NUM_SLICES"] == 1 else min(tuning.row(ROUND_TUNING, device)["rounds"], max(num_nodes - 1, 1))
+    by_level = num_rounds > 0 and _goes_by_level(pair, num_rounds, spec_steps, batch_size)
+    num_places = 0
+    depth = emitted = scans = None
+    if by_level:
+        num_places = batch_size
+        scans, pair["num_target_scans"] = allocate_level_scans(pair, batch_size)
+        depth = torch.empty((batch_size, num_nodes), dtype=torch.int32, device=device)
+        emitted = torch.empty_like(depth)
+    elif num_rounds > 0:
+        num_places = batch_size * num_nodes
+        scans = scan_pair(
+            "verify_tree_rejection", pair, num_nodes, num_nodes, retrieve_next_token, skips_greedy_draft=not replacement
+        )
+    shared = {
+        "positions_ptr": positions,
+        "seeds_ptr": seeds,
+        "scans_ptr": scans,
+        "depth_ptr": depth,
+        # the draft may have probability on ids that the target does not have
+        "num_ids": max(pair["vocab_size"], pair["draft_vocab_size"]) if d2t is None else pair["vocab_size"],
+        "KEEPS_DRAFT": replacement,
+        "BY_LEVEL": by_level,
+        "SPEC_STEPS": spec_steps,
         **tree_arguments(locals()),
-        **output_arguments(out),
-        **scan,
-    )
+        **allocate_rounds(num_places, pair["NUM_SLICES"], device),
+        **pair,
+    }
+    tile = dict(tuning.row(TUNING, device))
+    tile["BLOCK_VOCAB"] = min(tile["BLOCK_VOCAB"], next_power_of_2(shared["num_ids"]))
+    for level in range(spec_steps + 1) if by_level else (0,):
+        if by_level:
+            launch_level_scan(shared, level)
+        launch_rounds(shared, num_rounds, level)
+        launch(
+            "verify_tree_rejection",
+            _verify_tree_rejection_walk_kernel,
+            (batch_size,),
+            round=num_rounds,
+            level=level,
+            emitted_ptr=emitted,
+            HAS_ROUNDS=num_rounds > 0,
+            **(shared | output_arguments(out)),
+            **tile,
+        )
     return out

@@ -183,36 +183,41 @@ def slice_arguments(pair: dict) -> dict:
     return {"NUM_SLICES": num_slices, "BLOCK_SLICE": next_power_of_2(num_slices)}
 
 
-def prepare_pair(
+def scan_pair(
     op: str,
-    values: dict,
+    pair: dict,
     target_rows: int,
     draft_rows: int,
     first_child: torch.Tensor | None,
     skips_greedy_draft: bool = False,
-) -> dict:
-    """Launches both steps and returns the arguments of kernels that read the rows (as a Pair).
+) -> torch.Tensor | None:
+    """Launches the scan of all rows and returns it, None if no rows hold logits.
 
-    values: the op's arguments. target_rows, draft_rows: rows of each request. first_child [draft rows] and
-    skips_greedy_draft: see the scan kernel; without them all rows are read.
+    pair: `pair_arguments` and `slice_arguments`. target_rows, draft_rows: rows of each request. first_child [draft
+    rows] and skips_greedy_draft: see the scan kernel; without them all rows are read.
     """
+    num_scans = pair["num_target_scans"] + (0 if pair["DRAFT_IS_PROBS"] else len(pair["draft_ptr"]))
+    if pair["TARGET_IS_PROBS"] and pair["DRAFT_IS_PROBS"]:
+        return None
+    device, num_slices = pair["target_ptr"].device, pair["NUM_SLICES"]
+    scans = torch.empty((num_scans, 3, num_slices), dtype=torch.int32, device=device)
+    launch(
+        op,
+        _scan_pair_kernel,
+        (num_scans, num_slices),
+        first_child_ptr=first_child,
+        scans_ptr=scans,
+        TARGET_ROWS=target_rows,
+        DRAFT_ROWS=max(draft_rows, 1),
+        SKIPS_GREEDY_DRAFT=skips_greedy_draft,
+        **{name: value for name, value in pair.items() if name not in ("target_to_draft_ptr", "BLOCK_SLICE")},
+        **tuning.row(SLICE_TUNING, device),
+    )
+    return scans
+
+
+def prepare_pair(op: str, values: dict, target_rows: int, draft_rows: int, first_child: torch.Tensor | None) -> dict:
+    """Launches both steps and returns the arguments of kernels that read the rows (as a Pair); see `scan_pair`."""
     pair = pair_arguments(op, values)
     pair |= slice_arguments(pair)
-    num_scans = pair["num_target_scans"] + (0 if pair["DRAFT_IS_PROBS"] else len(pair["draft_ptr"]))
-    scans = None
-    if not (pair["TARGET_IS_PROBS"] and pair["DRAFT_IS_PROBS"]):
-        device, num_slices = pair["target_ptr"].device, pair["NUM_SLICES"]
-        scans = torch.empty((num_scans, 3, num_slices), dtype=torch.int32, device=device)
-        launch(
-            op,
-            _scan_pair_kernel,
-            (num_scans, num_slices),
-            first_child_ptr=first_child,
-            scans_ptr=scans,
-            TARGET_ROWS=target_rows,
-            DRAFT_ROWS=max(draft_rows, 1),
-            SKIPS_GREEDY_DRAFT=skips_greedy_draft,
-            **{name: value for name, value in pair.items() if name not in ("target_to_draft_ptr", "BLOCK_SLICE")},
-            **tuning.row(SLICE_TUNING, device),
-        )
-    return pair | {"scans_ptr": scans}
+    return pair | {"scans_ptr": scan_pair(op, pair, target_rows, draft_rows, first_child)}

@@ -53,7 +53,7 @@ def _is_rejected(node, ids):
 
 
 @triton.jit
-def _load_left(
+def load_left(
     node, ids, is_token, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr, KEEPS_DRAFT: tl.constexpr
 ):
     """Returns what is left of p and q, neither normalised, of a tile of tokens or of a single one."""
@@ -69,7 +69,7 @@ def _load_left(
 @triton.jit
 def left_probs(node, token, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr, KEEPS_DRAFT: tl.constexpr):
     """Returns p and q of a child's token as the children before it left them, normalised; 0 where nothing is left."""
-    target, draft = _load_left(node, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+    target, draft = load_left(node, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
     has_mass = node.mass > 0.0
     target = tl.where(has_mass, target / tl.where(has_mass, node.mass, 1.0), 0.0)
     has_draft = node.draft_mass > SMALLEST_MASS
@@ -78,48 +78,31 @@ def left_probs(node, token, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.co
 
 
 @triton.jit
-def reject(
-    node,
-    num_rejected,
-    NUM_IDS: tl.constexpr,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-    KEEPS_DRAFT: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-):
-    """Rejects one more child, the last of num_rejected.
-
-    Returns whether nothing is left of p, which then stays as it was; the node's scale, mass and draft_mass afterwards;
-    maximum and total of the draft's row.
-    """
+def next_scale(node):
+    """Returns the scale of a node after one more rejection."""
     has_draft = node.draft_mass > SMALLEST_MASS
-    taken = tl.where(node.is_certain, 0.0, node.mass / tl.where(has_draft, node.draft_mass, 1.0))
-    after = Node(
-        node.pair, node.is_certain, node.candidates, node.siblings, node.first_child, num_rejected,
-        node.scale + taken, node.mass, node.draft_mass,
-    )  # fmt: skip
-    new_mass, new_draft_mass = _masses_left(after, NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
-    has_left = new_mass > 0.0
-    scale = tl.where(has_left, after.scale, node.scale)
-    mass = tl.where(has_left, new_mass, node.mass)
-    draft_mass, maximum, total = node.draft_mass, node.pair.draft.maximum, node.pair.draft.total
-    if not KEEPS_DRAFT:
-        draft_mass = new_draft_mass
-        if not DRAFT_IS_PROBS:
-            if (draft_mass < SMALL_SHARE) & (node.is_certain == 0):
-                new_maximum, new_total = _rescan_draft(after, NUM_IDS, BLOCK_VOCAB)
-                if new_total > 0.0:
-                    scale *= tl.exp(new_maximum - maximum) * (new_total / total)
-                    maximum = new_maximum
-                    total = new_total
-                draft_mass = tl.where(new_total > 0.0, 1.0, 0.0)
-    return new_mass == 0.0, scale, mass, draft_mass, maximum, total
+    return node.scale + tl.where(node.is_certain, 0.0, node.mass / tl.where(has_draft, node.draft_mass, 1.0))
 
 
 @triton.jit
-def _masses_left(
+def masses_after(node, new_mass, new_draft_mass, KEEPS_DRAFT: tl.constexpr):
+    """Returns scale, mass and draft_mass of a node after one more rejection, which leaves the sums `new_`.
+
+    If nothing is left of p it stays as it was.
+    """
+    has_left = new_mass > 0.0
+    scale = tl.where(has_left, next_scale(node), node.scale)
+    mass = tl.where(has_left, new_mass, node.mass)
+    if KEEPS_DRAFT:
+        return scale, mass, node.draft_mass
+    else:
+        return scale, mass, new_draft_mass
+
+
+@triton.jit
+def masses_left(
     node,
-    NUM_IDS: tl.constexpr,
+    num_ids,
     TARGET_IS_PROBS: tl.constexpr,
     DRAFT_IS_PROBS: tl.constexpr,
     KEEPS_DRAFT: tl.constexpr,
@@ -128,33 +111,33 @@ def _masses_left(
     """Returns the sums of what is left of p and q."""
     target_sums = tl.zeros([BLOCK_VOCAB], tl.float32)
     draft_sums = tl.zeros([BLOCK_VOCAB], tl.float32)
-    for first in range(0, NUM_IDS, BLOCK_VOCAB):
+    for first in range(0, num_ids, BLOCK_VOCAB):
         ids = first + tl.arange(0, BLOCK_VOCAB)
-        target, draft = _load_left(node, ids, ids < NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+        target, draft = load_left(node, ids, ids < num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
         target_sums += target
         draft_sums += draft
     return tl.sum(target_sums), tl.sum(draft_sums)
 
 
 @triton.jit
-def _rescan_draft(node, NUM_IDS: tl.constexpr, BLOCK_VOCAB: tl.constexpr):
+def rescan_draft(node, num_ids, BLOCK_VOCAB: tl.constexpr):
     """Returns the largest of the scaled draft logits that are left, and the sum of exponentials relative to it."""
     largest = tl.full([BLOCK_VOCAB], float("-inf"), tl.float32)
-    for first in range(0, NUM_IDS, BLOCK_VOCAB):
-        largest = tl.maximum(largest, _load_scores_left(node, first + tl.arange(0, BLOCK_VOCAB), NUM_IDS))
+    for first in range(0, num_ids, BLOCK_VOCAB):
+        largest = tl.maximum(largest, _load_scores_left(node, first + tl.arange(0, BLOCK_VOCAB), num_ids))
     maximum = tl.max(largest)
     anchor = tl.where(maximum == float("-inf"), 0.0, maximum)
     sums = tl.zeros([BLOCK_VOCAB], tl.float32)
-    for first in range(0, NUM_IDS, BLOCK_VOCAB):
-        sums += tl.exp(_load_scores_left(node, first + tl.arange(0, BLOCK_VOCAB), NUM_IDS) - anchor)
+    for first in range(0, num_ids, BLOCK_VOCAB):
+        sums += tl.exp(_load_scores_left(node, first + tl.arange(0, BLOCK_VOCAB), num_ids) - anchor)
     return anchor, tl.sum(sums)
 
 
 @triton.jit
-def _load_scores_left(node, ids, NUM_IDS: tl.constexpr):
+def _load_scores_left(node, ids, num_ids):
     """Returns scaled draft logits by target ids, -inf for tokens that cannot be drawn any more."""
     row = node.pair.draft
-    places = draft_ids(node.pair.target_to_draft_ptr, ids, ids < NUM_IDS, node.pair.target.size)
+    places = draft_ids(node.pair.target_to_draft_ptr, ids, ids < num_ids, node.pair.target.size)
     scaled = load_scaled(row.row_ptr, places, (places >= 0) & (places < row.size), row.scale)
     return tl.where(_is_rejected(node, ids), float("-inf"), scaled)
 
@@ -163,7 +146,7 @@ def _load_scores_left(node, ids, NUM_IDS: tl.constexpr):
 def draw_left(
     node,
     noise_key,
-    NUM_IDS: tl.constexpr,
+    num_ids,
     TARGET_IS_PROBS: tl.constexpr,
     DRAFT_IS_PROBS: tl.constexpr,
     KEEPS_DRAFT: tl.constexpr,
@@ -171,8 +154,8 @@ def draw_left(
 ):
     """Draws a token by what is left of p."""
     best = tl.full([BLOCK_VOCAB], LOWEST_KEY, tl.int64)
-    for first in range(0, NUM_IDS, BLOCK_VOCAB):
+    for first in range(0, num_ids, BLOCK_VOCAB):
         ids = first + tl.arange(0, BLOCK_VOCAB)
-        target, _ = _load_left(node, ids, ids < NUM_IDS, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+        target, _ = load_left(node, ids, ids < num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
         best = tl.maximum(best, draw_keys(target, ids, noise_key))
     return drawn_token(tl.max(best))

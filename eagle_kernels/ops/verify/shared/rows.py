@@ -145,6 +145,18 @@ def load_row(
 
 
 @triton.jit
+def scan_row(rows, request, row, BLOCK_VOCAB: tl.constexpr, IS_PROBS: tl.constexpr):
+    """Returns the Row with the number `row` int64, scanned by this program alone; the Rows need no scans."""
+    row_ptr = rows.rows_ptr + row * rows.stride
+    if IS_PROBS:
+        return Row(row_ptr, rows.size, 1.0, 0.0, 1.0, -1)
+    else:
+        temperature = tl.load(rows.temperature_ptr + request)
+        maximum, total, best = scan_logits(row_ptr, 0, rows.size, temperature, BLOCK_VOCAB)
+        return open_row(row_ptr, rows.size, temperature, maximum, total, best)
+
+
+@triton.jit
 def _anchor(maximum):
     """Returns the maximum, or 0 if no logit is above -inf, since -inf - -inf would be NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)

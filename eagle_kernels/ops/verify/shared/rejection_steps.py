@@ -1,0 +1,352 @@
+"""The steps of verify_tree_rejection at one node: what its children are verified by, one after the other.
+
+What comes of a node (the child that is accepted, or the token that is drawn) depends on nothing but the node: its
+two rows, its children and their coins. It takes steps that need a pass over the vocabulary, and steps that do not:
+
+    visit    goes from child to child until one is accepted or rejected, or none is left; reads single tokens only
+    pass     sums and draws what is left of p and q after a rejection, or draws only
+    settle   takes a rejection into account, given the sums of the pass
+
+A pass is made by one program (`rejection.py`), or by many of them in slices (`rejection_rounds.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ....runtime.language import tl, triton
+from .draws import accept_coin, drawn_token
+from .pair import Pair
+from .rejection import (
+    SMALL_SHARE,
+    Node,
+    draw_left,
+    left_probs,
+    masses_after,
+    masses_left,
+    next_scale,
+    rescan_draft,
+)
+from .rows import GREEDY_BELOW, Row, Rows, load_row, scan_row
+
+# Phases of a node.
+DONE = tl.constexpr(0)  # the child is accepted; or it is 0, and the token drawn
+VISITING = tl.constexpr(1)  # the child is the next one to visit, 0 if none is left
+REJECTING = tl.constexpr(2)  # the child is rejected: a pass must tell what is left
+DRAWING = tl.constexpr(3)  # no child is left: a pass must draw
+ALONE = tl.constexpr(4)  # as REJECTING, but what follows is for one program
+
+# Words of int32 scratch that a State takes.
+STATE_WORDS = 8
+
+
+class State(NamedTuple):
+    """How far a node has come; see Node for the last three."""
+
+    phase: Any
+    child: Any
+    num_seen: Any  # children visited
+    num_rejected: Any
+    token: Any  # the drawn one
+    scale: Any
+    mass: Any
+    draft_mass: Any
+
+
+class Inputs(NamedTuple):
+    """What all nodes are read from."""
+
+    target_rows: Any  # Rows
+    draft_rows: Any  # Rows
+    target_to_draft_ptr: Any
+    candidates_ptr: Any
+    siblings_ptr: Any
+    positions_ptr: Any
+    seeds_ptr: Any
+    num_ids: Any  # of all tokens that the target or the draft has
+
+
+class Children(NamedTuple):
+    """A node's children and distributions, none of it changed by a rejection."""
+
+    tree: Any  # Tree
+    positions: Any  # pointer to those of the request's nodes
+    seed: Any
+    start: Any  # Node without a rejection
+    num_ids: Any
+
+
+@triton.jit
+def open_children(
+    inputs,
+    tree,
+    request,
+    node,
+    child,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    KEEPS_DRAFT: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    HAS_SCANS: tl.constexpr,
+):
+    """Returns the Children of a node, the first of which is `child`, 0 for none; then its draft's row is not read."""
+    first = request * NUM_NODES
+    # whether children were chosen, not drawn; a NaN counts as below
+    is_certain = (tl.load(inputs.draft_rows.temperature_ptr + request) >= GREEDY_BELOW) == 0
+    if KEEPS_DRAFT:
+        is_certain = request < 0
+    is_read = (child > 0) & (is_certain == 0)
+    rows = inputs.draft_rows
+    draft_rows = Rows(
+        rows.rows_ptr, rows.stride, tl.where(is_read, rows.size, 0), rows.temperature_ptr, rows.scans_ptr,
+        rows.first_scan,
+    )  # fmt: skip
+    if HAS_SCANS:
+        target = load_row(inputs.target_rows, request, first + node, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
+        draft = load_row(draft_rows, request, first + node, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+    else:
+        target = scan_row(inputs.target_rows, request, first + node, BLOCK_VOCAB, TARGET_IS_PROBS)
+        draft = scan_row(draft_rows, request, first + node, BLOCK_VOCAB, DRAFT_IS_PROBS)
+    # nobody has scanned a row that is not read
+    maximum, total = tl.where(is_read, draft.maximum, 0.0), tl.where(is_read, draft.total, 0.0)
+    draft = Row(draft.row_ptr, draft.size, draft.scale, maximum, total, draft.best)
+    one = tl.full([], 1.0, tl.float32)
+    start = Node(
+        Pair(target, draft, inputs.target_to_draft_ptr), is_certain, inputs.candidates_ptr + first,
+        inputs.siblings_ptr + first, child, child * 0, one * 0.0, one, one,
+    )  # fmt: skip
+    return Children(tree, inputs.positions_ptr + first, tl.load(inputs.seeds_ptr + request), start, inputs.num_ids)
+
+
+@triton.jit
+def left_of(children, state):
+    """Returns the Node as the rejections of the State have left it."""
+    start = children.start
+    return Node(
+        start.pair, start.is_certain, start.candidates, start.siblings, start.first_child, state.num_rejected,
+        state.scale, state.mass, state.draft_mass,
+    )  # fmt: skip
+
+
+@triton.jit
+def left_to_pass(children, state):
+    """Returns the Node that a pass sums and draws from: with the rejection that it is for, if there is one."""
+    node = left_of(children, state)
+    is_rejecting = state.phase == REJECTING
+    num_rejected = tl.where(is_rejecting, state.num_seen, state.num_rejected)
+    return Node(
+        node.pair, node.is_certain, node.candidates, node.siblings, node.first_child, num_rejected,
+        tl.where(is_rejecting, next_scale(node), node.scale), node.mass, node.draft_mass,
+    )  # fmt: skip
+
+
+@triton.jit
+def first_state(child):
+    """Returns the State of a node whose first child is `child`."""
+    one = tl.full([], 1.0, tl.float32)
+    return State(child * 0 + VISITING, child, child * 0, child * 0, child * 0, one * 0.0, one, one)
+
+
+@triton.jit
+def select_state(condition, first, second):
+    """Returns the first State where the condition holds, else the second."""
+    return State(
+        tl.where(condition, first.phase, second.phase),
+        tl.where(condition, first.child, second.child),
+        tl.where(condition, first.num_seen, second.num_seen),
+        tl.where(condition, first.num_rejected, second.num_rejected),
+        tl.where(condition, first.token, second.token),
+        tl.where(condition, first.scale, second.scale),
+        tl.where(condition, first.mass, second.mass),
+        tl.where(condition, first.draft_mass, second.draft_mass),
+    )
+
+
+@triton.jit
+def visit(
+    children, state, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr, KEEPS_DRAFT: tl.constexpr
+):
+    """Visits children from the State's on; returns the State at the first one that is accepted or rejected, or DRAWING.
+
+    A State of another phase than VISITING comes back as it is.
+    """
+    tree, positions = children.tree, children.positions
+    nodes = tl.arange(0, tree.links.shape[0])
+    is_visiting = state.phase == VISITING
+    node = left_of(children, state)
+    phase = tl.where(is_visiting, DRAWING, state.phase)
+    chosen = tl.where(is_visiting, 0, state.child)
+    num_seen = state.num_seen
+    child = tl.where(is_visiting, state.child, 0)
+    while child > 0:
+        is_child = nodes == child
+        token = tl.sum(tl.where(is_child, tree.tokens, 0))
+        following = tl.sum(tl.where(is_child, tree.links, 0)) & 0xFFFF
+        num_seen += 1
+        if (token >= 0) & (token < children.num_ids):
+            target_prob, draft_prob = left_probs(node, token, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+            coin = accept_coin(children.seed, tl.load(positions + child), child)
+            is_drawn = draft_prob > 0.0
+            is_accepted = (coin * draft_prob < target_prob) & is_drawn
+            chosen = tl.where(is_drawn, child, 0)
+            phase = tl.where(is_accepted, DONE, tl.where(is_drawn, REJECTING, DRAWING))
+            following = tl.zeros_like(following)
+        child = following
+    return State(
+        phase, chosen, num_seen, state.num_rejected, state.token, state.scale, state.mass, state.draft_mass
+    )  # fmt: skip
+
+
+@triton.jit
+def settle(
+    children,
+    state,
+    mass,
+    draft_mass,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    KEEPS_DRAFT: tl.constexpr,
+):
+    """Returns the State after the rejection that it is about, given the sums of the pass, and two things more.
+
+    Whether the pass has drawn from what is left now; whether what is left of q wants a scale of its own, which one
+    program can find out (`rescan_draft`).
+    """
+    nodes = tl.arange(0, children.tree.links.shape[0])
+    node = left_of(children, state)
+    is_child = nodes == state.child
+    token = tl.sum(tl.where(is_child, children.tree.tokens, 0))
+    following = tl.sum(tl.where(is_child, children.tree.links, 0)) & 0xFFFF
+    # nothing is left of p: the child is accepted, if it can be
+    is_spent = (mass > 0.0) == 0
+    target_prob, _ = left_probs(node, token, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+    is_accepted = is_spent & (target_prob > 0.0)
+    phase = tl.where(is_accepted, DONE, VISITING)
+    child = tl.where(is_accepted, state.child, following)
+    scale, mass, draft_mass = masses_after(node, mass, draft_mass, KEEPS_DRAFT)
+    is_small = child < 0
+    if not (KEEPS_DRAFT or DRAFT_IS_PROBS):
+        is_small = (draft_mass < SMALL_SHARE) & (node.is_certain == 0) & (phase == VISITING) & (child > 0)
+    after = State(phase, child, state.num_seen, state.num_seen, state.token, scale, mass, draft_mass)
+    return after, is_spent == 0, is_small
+
+
+@triton.jit
+def load_state(words_ptr):
+    """Loads a State from its words."""
+    return State(
+        tl.load(words_ptr),
+        tl.load(words_ptr + 1),
+        tl.load(words_ptr + 2),
+        tl.load(words_ptr + 3),
+        tl.load(words_ptr + 4),
+        tl.load(words_ptr + 5).to(tl.float32, bitcast=True),
+        tl.load(words_ptr + 6).to(tl.float32, bitcast=True),
+        tl.load(words_ptr + 7).to(tl.float32, bitcast=True),
+    )
+
+
+@triton.jit
+def store_state(words_ptr, state):
+    """Writes a State to its words."""
+    tl.store(words_ptr, state.phase)
+    tl.store(words_ptr + 1, state.child)
+    tl.store(words_ptr + 2, state.num_seen)
+    tl.store(words_ptr + 3, state.num_rejected)
+    tl.store(words_ptr + 4, state.token)
+    tl.store(words_ptr + 5, state.scale.to(tl.int32, bitcast=True))
+    tl.store(words_ptr + 6, state.mass.to(tl.int32, bitcast=True))
+    tl.store(words_ptr + 7, state.draft_mass.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def settle_found(
+    children,
+    state,
+    found,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    KEEPS_DRAFT: tl.constexpr,
+):
+    """Returns the State at the next pass, or DONE, given the sums and the key that a pass in slices has found."""
+    mass, draft_mass, key = found
+    after, has_drawn, is_small = settle(
+        children, state, mass, draft_mass, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT
+    )
+    is_drawing = state.phase == DRAWING
+    drawn = drawn_token(key)
+    # what is left as it was is ALONE with its rejection
+    phase = tl.where(is_drawing, DONE, tl.where(is_small, ALONE, after.phase))
+    child = tl.where(is_drawing, 0, tl.where(is_small, state.child, after.child))
+    num_rejected = tl.where(is_small, state.num_rejected, after.num_rejected)
+    scale = tl.where(is_small, state.scale, after.scale)
+    mass = tl.where(is_small, state.mass, after.mass)
+    draft_mass = tl.where(is_small, state.draft_mass, after.draft_mass)
+    going = State(phase, child, state.num_seen, num_rejected, drawn, scale, mass, draft_mass)
+    at = visit(children, going, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+    is_over = has_drawn & (at.phase == DRAWING)  # the rejected child was the last one
+    phase = tl.where(is_over, DONE, at.phase)
+    return State(phase, at.child, at.num_seen, at.num_rejected, drawn, at.scale, at.mass, at.draft_mass)
+
+
+@triton.jit
+def finish_alone(
+    children,
+    state,
+    noise_key,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    KEEPS_DRAFT: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+):
+    """Takes all steps that are left at a node; returns the accepted child, 0 for none, and the drawn token."""
+    num_ids = children.num_ids
+    maximum, total = children.start.pair.draft.maximum, children.start.pair.draft.total
+    phase, child, num_seen, num_rejected = state.phase, state.child, state.num_seen, state.num_rejected
+    scale, mass, draft_mass = state.scale, state.mass, state.draft_mass
+    while (phase == REJECTING) | (phase == ALONE):
+        now = _on_scale(children, maximum, total)
+        before = State(phase * 0 + REJECTING, child, num_seen, num_rejected, state.token, scale, mass, draft_mass)
+        passed = left_to_pass(now, before)
+        new_mass, new_draft_mass = masses_left(
+            passed, num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB
+        )
+        after, _, is_small = settle(
+            now, before, new_mass, new_draft_mass, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT
+        )
+        scale, draft_mass = after.scale, after.draft_mass
+        if not (KEEPS_DRAFT or DRAFT_IS_PROBS):
+            if is_small:
+                new_maximum, new_total = rescan_draft(passed, num_ids, BLOCK_VOCAB)
+                if new_total > 0.0:
+                    scale *= tl.exp(new_maximum - maximum) * (new_total / total)
+                    maximum = new_maximum
+                    total = new_total
+                draft_mass = tl.where(new_total > 0.0, 1.0, 0.0)
+        after = State(
+            after.phase, after.child, num_seen, after.num_rejected, state.token, scale, after.mass, draft_mass
+        )  # fmt: skip
+        at = visit(_on_scale(children, maximum, total), after, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+        phase, child, num_seen, num_rejected, mass = at.phase, at.child, at.num_seen, at.num_rejected, at.mass
+    token = state.token
+    if phase == DRAWING:
+        last = State(phase, child, num_seen, num_rejected, token, scale, mass, draft_mass)
+        node = left_of(_on_scale(children, maximum, total), last)
+        token = draw_left(node, noise_key, num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
+    return child, token
+
+
+@triton.jit
+def _on_scale(children, maximum, total):
+    """Returns the Children with other statistics of the draft's row."""
+    start = children.start
+    draft = start.pair.draft
+    row = Row(draft.row_ptr, draft.size, draft.scale, maximum, total, draft.best)
+    node = Node(
+        Pair(start.pair.target, row, start.pair.target_to_draft_ptr), start.is_certain, start.candidates,
+        start.siblings, start.first_child, start.num_rejected, start.scale, start.mass, start.draft_mass,
+    )  # fmt: skip
+    return Children(children.tree, children.positions, children.seed, node, children.num_ids)

@@ -1,0 +1,60 @@
+"""What several programs find in one row of the vocabulary, handed from one launch to the next: two sums and a draw.
+
+verify_tree_rejection and verify_tree_traversal read rows in rounds. A round is one launch (rows, slices): each program
+leaves the sums and the best key of its slice (`store_found`). In the next launch every program of the row merges what
+all slices left (`merge_found`), and so knows by itself how the walk goes on. The merge has a fixed order, so all of
+them find the same bits, and no program reads what another one of the same launch writes: rounds take turns with two
+buffers (`turn`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ....primitives.ordering import LOWEST_KEY, largest_key
+from ....runtime.language import tl, triton
+
+
+class Found(NamedTuple):
+    """Scratch of one buffer."""
+
+    sums_ptr: Any  # fp32 [rows, 2, slices]
+    keys_ptr: Any  # int64 [rows, slices]
+
+
+def allocate_found(num_rows: int, num_slices: int, device: torch.device) -> dict:
+    """Returns the kernel arguments of both buffers."""
+    return {
+        "sums_ptr": torch.empty((2, num_rows, 2, num_slices), dtype=torch.float32, device=device),
+        "keys_ptr": torch.empty((2, num_rows, num_slices), dtype=torch.int64, device=device),
+        "num_places": num_rows,
+    }
+
+
+@triton.jit
+def turn(round, num_rows):
+    """Returns the first row of the buffer that `round` writes; the round before wrote the other one."""
+    return (round & 1) * num_rows.to(tl.int64)
+
+
+@triton.jit
+def store_found(found, row, part, target, draft, keys, NUM_SLICES: tl.constexpr):
+    """Writes the sums of two tiles of numbers, and the largest key of a third."""
+    sums_ptr = found.sums_ptr + row * (2 * NUM_SLICES) + part
+    tl.store(sums_ptr, tl.sum(target))
+    tl.store(sums_ptr + NUM_SLICES, tl.sum(draft))
+    tl.store(found.keys_ptr + row * NUM_SLICES + part, largest_key(keys))
+
+
+@triton.jit
+def merge_found(found, row, NUM_SLICES: tl.constexpr, BLOCK_SLICE: tl.constexpr):
+    """Returns both sums and the largest key of a whole row."""
+    part = tl.arange(0, BLOCK_SLICE)
+    is_part = part < NUM_SLICES
+    sums_ptr = found.sums_ptr + row * (2 * NUM_SLICES) + part
+    target = tl.load(sums_ptr, mask=is_part, other=0.0)
+    draft = tl.load(sums_ptr + NUM_SLICES, mask=is_part, other=0.0)
+    keys = tl.load(found.keys_ptr + row * NUM_SLICES + part, mask=is_part, other=LOWEST_KEY)
+    return tl.sum(target), tl.sum(draft), tl.max(keys)
