@@ -198,8 +198,7 @@ def _verify_tree_rejection_walk_kernel(
                 draft_temperature_ptr, scans_ptr, first_scan + num_target_scans,
             )  # fmt: skip
             inputs = Inputs(
-                target_rows, draft_rows, target_to_draft_ptr, candidates_ptr, retrieve_next_sibling_ptr,
-                positions_ptr, seeds_ptr, in_units(num_ids, UNIT),
+                target_rows, draft_rows, target_to_draft_ptr, positions_ptr, seeds_ptr, in_units(num_ids, UNIT),
             )  # fmt: skip
             children = open_children(
                 inputs, tree, request, current, child, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT,

@@ -16,7 +16,7 @@ from ....primitives.dependent_launch import await_predecessor
 from ....runtime import check, tuning
 from ....runtime.language import next_power_of_2, tl, triton
 from ....runtime.launch import launch
-from .rows import GREEDY_BELOW, in_units, store_scan
+from .rows import GREEDY_BELOW, in_units, store_no_scan, store_scan
 from .sampling import check_vocabulary
 
 # A slice is a tile: 16 tokens a thread, so that p, q and noise stay in registers.
@@ -78,7 +78,7 @@ def _scan_pair_kernel(
 ):
     """Writes the statistics of one slice of a row of logits to scans [rows, 3, slices]: target rows, then draft rows.
 
-    first_child_ptr: if it is given, the draft's rows of nodes without a child are left out, since no kernel reads them.
+    first_child_ptr: if it is given, the draft's rows of nodes without a child are not read, as no kernel reads them.
     So are, with SKIPS_GREEDY_DRAFT, those whose draft temperature is greedy.
     """
     await_predecessor(ENABLE_PDL)
@@ -103,6 +103,8 @@ def _scan_pair_kernel(
                 row_ptr = draft_ptr + row * in_units(stride_draft, DRAFT_UNIT)
                 size = in_units(draft_vocab_size, DRAFT_UNIT)
                 store_scan(row_ptr, size, temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
+            else:
+                store_no_scan(scans_ptr, part, NUM_SLICES)
 
 
 def check_pair(args: check.Arguments, num_target_rows: int, num_draft_rows: int) -> None:

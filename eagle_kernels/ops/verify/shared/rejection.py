@@ -19,7 +19,6 @@ from ....runtime.language import tl, triton
 from .draws import draw_keys, drawn_token
 from .pair import draft_ids, load_probs
 from .rows import load_scaled
-from .tree_walk import token_ids
 
 # If less than this share of q is left, the tokens left are put on a scale of their own.
 SMALL_SHARE = tl.constexpr(1e-9)
@@ -32,8 +31,7 @@ class Node(NamedTuple):
 
     pair: Any  # Pair
     is_certain: Any  # whether its children were chosen, not drawn: then q is one-hot at each of them, and not read
-    candidates: Any  # pointers to what belongs to the request
-    siblings: Any
+    tree: Any  # Tree
     first_child: Any
     num_rejected: Any  # of its children, from the first on
     scale: Any  # how much of q has been taken from p
@@ -44,11 +42,14 @@ class Node(NamedTuple):
 @triton.jit
 def _is_rejected(node, ids):
     """Tells which tokens are those of rejected children."""
+    tree = node.tree
+    nodes = tl.arange(0, tree.links.shape[0])
     found = ids < 0
     sibling = node.first_child
     for _ in range(node.num_rejected):
-        found = found | (ids == token_ids(tl.load(node.candidates + sibling)))
-        sibling = tl.load(node.siblings + sibling).to(tl.int32)
+        is_here = nodes == sibling
+        found = found | (ids == tl.sum(tl.where(is_here, tree.tokens, 0)))
+        sibling = tl.sum(tl.where(is_here, tree.links, 0)) & 0xFFFF
     return found
 
 

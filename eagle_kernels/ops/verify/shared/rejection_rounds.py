@@ -34,8 +34,8 @@ from .rejection_steps import (
     store_state,
     visit,
 )
-from .rows import GREEDY_BELOW, Rows, in_units, store_scan
-from .slices import Found, allocate_found, merge_found, store_found, turn
+from .rows import GREEDY_BELOW, Rows, in_units, store_no_scan, store_scan
+from .slices import Found, allocate_found, merge_found, store_found, store_nothing, turn
 from .tree_walk import Links, is_own, load_nodes
 
 _WORDS = tl.constexpr(STATE_WORDS)
@@ -95,21 +95,25 @@ def _verify_tree_rejection_scan_kernel(
     temperature = tl.load(temperature_ptr + request)
     draft_temperature = tl.load(draft_temperature_ptr + request)
     node = reached_node(depth_ptr, retrieve_index_ptr, request, level, NUM_NODES, BLOCK_NODE)
+    row = request * NUM_NODES + tl.maximum(node, 0)
     scans_ptr += request * (3 * NUM_SLICES)
-    if node >= 0:
-        row = request * NUM_NODES + node
-        if not TARGET_IS_PROBS:
+    if not TARGET_IS_PROBS:
+        if node >= 0:
             size, row_ptr = in_units(vocab_size, TARGET_UNIT), target_ptr + row * in_units(stride_target, TARGET_UNIT)
             store_scan(row_ptr, size, temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
-        if not DRAFT_IS_PROBS:
-            is_read = (level < SPEC_STEPS) & (tl.load(retrieve_next_token_ptr + row) > 0)
-            if not KEEPS_DRAFT:
-                is_read = is_read & (draft_temperature >= GREEDY_BELOW)
-            if is_read:
-                size = in_units(draft_vocab_size, DRAFT_UNIT)
-                row_ptr = draft_ptr + row * in_units(stride_draft, DRAFT_UNIT)
-                draft_scans_ptr = scans_ptr + num_target_scans.to(tl.int64) * (3 * NUM_SLICES)
-                store_scan(row_ptr, size, draft_temperature, draft_scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
+        else:
+            store_no_scan(scans_ptr, part, NUM_SLICES)
+    if not DRAFT_IS_PROBS:
+        scans_ptr += num_target_scans.to(tl.int64) * (3 * NUM_SLICES)
+        is_read = (node >= 0) & (level < SPEC_STEPS) & (tl.load(retrieve_next_token_ptr + row) > 0)
+        if not KEEPS_DRAFT:
+            is_read = is_read & (draft_temperature >= GREEDY_BELOW)
+        if is_read:
+            size = in_units(draft_vocab_size, DRAFT_UNIT)
+            row_ptr = draft_ptr + row * in_units(stride_draft, DRAFT_UNIT)
+            store_scan(row_ptr, size, draft_temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
+        else:
+            store_no_scan(scans_ptr, part, NUM_SLICES)
 
 
 @triton.jit(
@@ -190,32 +194,32 @@ def _verify_tree_rejection_round_kernel(
     else:
         state = load_state(states_ptr + since * _WORDS)
         is_open = is_open & (state.phase != DONE) & (state.phase != ALONE)
-        if (part == 0) & (is_open == 0):
-            store_state(states_ptr + to * _WORDS, state)
+    # read before the State tells whether they are needed: the programs wait for memory once less
+    node = tl.maximum(node, 0)
+    row = request * NUM_NODES + node
+    first_scan = request - row if BY_LEVEL else row * 0
+    UNIT: tl.constexpr = TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT
+    target_rows = Rows(
+        target_ptr, in_units(stride_target, TARGET_UNIT), in_units(vocab_size, TARGET_UNIT), temperature_ptr,
+        scans_ptr, first_scan,
+    )  # fmt: skip
+    draft_rows = Rows(
+        draft_ptr, in_units(stride_draft, DRAFT_UNIT), in_units(draft_vocab_size, DRAFT_UNIT),
+        draft_temperature_ptr, scans_ptr, first_scan + num_target_scans,
+    )  # fmt: skip
+    inputs = Inputs(
+        target_rows, draft_rows, target_to_draft_ptr, positions_ptr, seeds_ptr, in_units(num_ids, UNIT),
+    )  # fmt: skip
+    children = open_children(
+        inputs, tree, request, node, child, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, NUM_NODES=NUM_NODES,
+        NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE, BLOCK_VOCAB=BLOCK_VOCAB, HAS_SCANS=True,
+    )  # fmt: skip
+    if not IS_FIRST:
+        found = merge_found(Found(sums_ptr, keys_ptr), since, NUM_SLICES, BLOCK_SLICE)
     if is_open:
-        row = request * NUM_NODES + node
-        first_scan = request - row if BY_LEVEL else row * 0
-        UNIT: tl.constexpr = TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT
-        target_rows = Rows(
-            target_ptr, in_units(stride_target, TARGET_UNIT), in_units(vocab_size, TARGET_UNIT), temperature_ptr,
-            scans_ptr, first_scan,
-        )  # fmt: skip
-        draft_rows = Rows(
-            draft_ptr, in_units(stride_draft, DRAFT_UNIT), in_units(draft_vocab_size, DRAFT_UNIT),
-            draft_temperature_ptr, scans_ptr, first_scan + num_target_scans,
-        )  # fmt: skip
-        inputs = Inputs(
-            target_rows, draft_rows, target_to_draft_ptr, candidates_ptr, retrieve_next_sibling_ptr, positions_ptr,
-            seeds_ptr, in_units(num_ids, UNIT),
-        )  # fmt: skip
-        children = open_children(
-            inputs, tree, request, node, child, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, NUM_NODES=NUM_NODES,
-            NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE, BLOCK_VOCAB=BLOCK_VOCAB, HAS_SCANS=True,
-        )  # fmt: skip
         if IS_FIRST:
             at = visit(children, state, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
         else:
-            found = merge_found(Found(sums_ptr, keys_ptr), since, NUM_SLICES, BLOCK_SLICE)
             at = settle_found(children, state, found, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
         if part == 0:
             store_state(states_ptr + to * _WORDS, at)
@@ -228,6 +232,12 @@ def _verify_tree_rejection_round_kernel(
             noise_key = residual_key(children.seed, tl.load(children.positions + node).to(tl.int64) + 1)
             keys = draw_keys(target, ids, noise_key)
             store_found(Found(sums_ptr, keys_ptr), to, part, target, draft, keys, NUM_SLICES)
+        else:
+            store_nothing(Found(sums_ptr, keys_ptr), to, part, NUM_SLICES)
+    else:
+        store_nothing(Found(sums_ptr, keys_ptr), to, part, NUM_SLICES)
+        if part == 0:
+            store_state(states_ptr + to * _WORDS, state)
 
 
 def allocate_rounds(num_places: int, num_slices: int, device: torch.device) -> dict:

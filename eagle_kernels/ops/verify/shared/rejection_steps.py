@@ -59,8 +59,6 @@ class Inputs(NamedTuple):
     target_rows: Any  # Rows
     draft_rows: Any  # Rows
     target_to_draft_ptr: Any
-    candidates_ptr: Any
-    siblings_ptr: Any
     positions_ptr: Any
     seeds_ptr: Any
     num_ids: Any  # of all tokens that the target or the draft has
@@ -69,7 +67,6 @@ class Inputs(NamedTuple):
 class Children(NamedTuple):
     """A node's children and distributions, none of it changed by a rejection."""
 
-    tree: Any  # Tree
     positions: Any  # pointer to those of the request's nodes
     seed: Any
     start: Any  # Node without a rejection
@@ -115,10 +112,9 @@ def open_children(
     draft = Row(draft.row_ptr, draft.size, draft.scale, maximum, total, draft.best)
     one = tl.full([], 1.0, tl.float32)
     start = Node(
-        Pair(target, draft, inputs.target_to_draft_ptr), is_certain, inputs.candidates_ptr + first,
-        inputs.siblings_ptr + first, child, child * 0, one * 0.0, one, one,
+        Pair(target, draft, inputs.target_to_draft_ptr), is_certain, tree, child, child * 0, one * 0.0, one, one
     )  # fmt: skip
-    return Children(tree, inputs.positions_ptr + first, tl.load(inputs.seeds_ptr + request), start, inputs.num_ids)
+    return Children(inputs.positions_ptr + first, tl.load(inputs.seeds_ptr + request), start, inputs.num_ids)
 
 
 @triton.jit
@@ -126,8 +122,8 @@ def left_of(children, state):
     """Returns the Node as the rejections of the State have left it."""
     start = children.start
     return Node(
-        start.pair, start.is_certain, start.candidates, start.siblings, start.first_child, state.num_rejected,
-        state.scale, state.mass, state.draft_mass,
+        start.pair, start.is_certain, start.tree, start.first_child, state.num_rejected, state.scale, state.mass,
+        state.draft_mass,
     )  # fmt: skip
 
 
@@ -138,7 +134,7 @@ def left_to_pass(children, state):
     is_rejecting = state.phase == REJECTING
     num_rejected = tl.where(is_rejecting, state.num_seen, state.num_rejected)
     return Node(
-        node.pair, node.is_certain, node.candidates, node.siblings, node.first_child, num_rejected,
+        node.pair, node.is_certain, node.tree, node.first_child, num_rejected,
         tl.where(is_rejecting, next_scale(node), node.scale), node.mass, node.draft_mass,
     )  # fmt: skip
 
@@ -173,7 +169,7 @@ def visit(
 
     A State of another phase than VISITING comes back as it is.
     """
-    tree, positions = children.tree, children.positions
+    tree, positions = children.start.tree, children.positions
     nodes = tl.arange(0, tree.links.shape[0])
     is_visiting = state.phase == VISITING
     node = left_of(children, state)
@@ -215,15 +211,17 @@ def settle(
     Whether the pass has drawn from what is left now; whether what is left of q wants a scale of its own, which one
     program can find out (`rescan_draft`).
     """
-    nodes = tl.arange(0, children.tree.links.shape[0])
+    nodes = tl.arange(0, children.start.tree.links.shape[0])
     node = left_of(children, state)
     is_child = nodes == state.child
-    token = tl.sum(tl.where(is_child, children.tree.tokens, 0))
-    following = tl.sum(tl.where(is_child, children.tree.links, 0)) & 0xFFFF
-    # nothing is left of p: the child is accepted, if it can be
+    token = tl.sum(tl.where(is_child, children.start.tree.tokens, 0))
+    following = tl.sum(tl.where(is_child, children.start.tree.links, 0)) & 0xFFFF
+    # nothing is left of p: then the child is accepted, if it can be
     is_spent = (mass > 0.0) == 0
-    target_prob, _ = left_probs(node, token, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
-    is_accepted = is_spent & (target_prob > 0.0)
+    is_accepted = is_spent
+    if is_spent:
+        target_prob, _ = left_probs(node, token, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+        is_accepted = target_prob > 0.0
     phase = tl.where(is_accepted, DONE, VISITING)
     child = tl.where(is_accepted, state.child, following)
     scale, mass, draft_mass = masses_after(node, mass, draft_mass, KEEPS_DRAFT)
@@ -346,7 +344,7 @@ def _on_scale(children, maximum, total):
     draft = start.pair.draft
     row = Row(draft.row_ptr, draft.size, draft.scale, maximum, total, draft.best)
     node = Node(
-        Pair(start.pair.target, row, start.pair.target_to_draft_ptr), start.is_certain, start.candidates,
-        start.siblings, start.first_child, start.num_rejected, start.scale, start.mass, start.draft_mass,
+        Pair(start.pair.target, row, start.pair.target_to_draft_ptr), start.is_certain, start.tree,
+        start.first_child, start.num_rejected, start.scale, start.mass, start.draft_mass,
     )  # fmt: skip
-    return Children(children.tree, children.positions, children.seed, node, children.num_ids)
+    return Children(children.positions, children.seed, node, children.num_ids)

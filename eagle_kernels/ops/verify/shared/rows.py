@@ -113,6 +113,14 @@ def store_scan(row_ptr, size, temperature, scans_ptr, part, NUM_SLICES: tl.const
 
 
 @triton.jit
+def store_no_scan(scans_ptr, part, NUM_SLICES: tl.constexpr):
+    """Writes what a slice without a token has: for rows that are not read, whose scans a kernel may load all the same."""
+    tl.store(scans_ptr + part, -8388608)  # the bits of -inf
+    tl.store(scans_ptr + NUM_SLICES + part, 0)
+    tl.store(scans_ptr + 2 * NUM_SLICES + part, 2147483647)
+
+
+@triton.jit
 def load_row(
     rows,
     request,

@@ -49,6 +49,15 @@ def store_found(found, row, part, target, draft, keys, NUM_SLICES: tl.constexpr)
 
 
 @triton.jit
+def store_nothing(found, row, part, NUM_SLICES: tl.constexpr):
+    """Writes what a slice that is not read has: the next launch loads it before it knows that it has no use for it."""
+    sums_ptr = found.sums_ptr + row * (2 * NUM_SLICES) + part
+    tl.store(sums_ptr, 0.0)
+    tl.store(sums_ptr + NUM_SLICES, 0.0)
+    tl.store(found.keys_ptr + row * NUM_SLICES + part, LOWEST_KEY)
+
+
+@triton.jit
 def merge_found(found, row, NUM_SLICES: tl.constexpr, BLOCK_SLICE: tl.constexpr):
     """Returns both sums and the largest key of a whole row."""
     part = tl.arange(0, BLOCK_SLICE)
