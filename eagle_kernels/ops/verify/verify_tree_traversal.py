@@ -36,41 +36,53 @@ from __future__ import annotations
 import torch
 
 from ...primitives.dependent_launch import await_predecessor
-from ...primitives.ordering import LOWEST_KEY
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.deletions import DELETION_WORDS, Deletions, apply_deletions, masses_left, store_deletion
-from .shared.draws import accept_coin, draw_keys, drawn_token, residual_key
-from .shared.pair import Pair, load_probs
+from .shared.deletions import no_deletion, store_deletion
 from .shared.prepare_pair import check_pair, prepare_pair
-from .shared.rows import Rows, load_row, row_probs
+from .shared.rows import Rows, in_units
+from .shared.slices import Found, merge_found, turn
+from .shared.traversal_rounds import allocate_rounds, launch_rounds, open_request
+from .shared.traversal_steps import (
+    AT_WORDS,
+    DONE,
+    PATH_WORDS,
+    Inputs,
+    descend,
+    finish_alone,
+    first_at,
+    first_path,
+    load_walk,
+    settle_found,
+)
 from .shared.tree_walk import (
     Links,
     Output,
     Walk,
     check_tree,
-    is_own,
-    load_nodes,
     output_arguments,
     store_walk,
     tree_arguments,
 )
 
-# A coin is keyed by depth * this + node. If the next round drafts for a position again, that position has another depth
-# there, whatever the shapes of the trees; so no coin decides twice.
-_NODES = tl.constexpr(65536)
-
 # One program reads whole rows one after another: as many bytes in flight as one program can have.
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
+
+# The most rounds that are launched; nodes deleted after them are a program's alone.
+ROUND_TUNING = {"default": {"rounds": 24}}
+
+_WORDS = tl.constexpr(AT_WORDS)
+_NODE_WORDS = tl.constexpr(PATH_WORDS)
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_target_scans", "vocab_size", "draft_vocab_size", "num_ids", "stride_target", "stride_draft"
+        "round", "num_places", "num_ids", "num_target_scans", "vocab_size", "draft_vocab_size", "stride_target",
+        "stride_draft",
     ]
 )  # fmt: skip
-def _verify_tree_traversal_kernel(
+def _verify_tree_traversal_walk_kernel(
     # inputs
     candidates_ptr,
     retrieve_index_ptr,
@@ -85,20 +97,29 @@ def _verify_tree_traversal_kernel(
     target_to_draft_ptr,
     # scratch
     scans_ptr,
+    edges_ptr,
     deletions_ptr,
+    walks_ptr,
+    sums_ptr,
+    keys_ptr,
     # outputs
     predicts_ptr,
     accept_index_ptr,
     accept_token_num_ptr,
     # sizes
+    round,
+    num_places,
+    num_ids,
     num_target_scans,
     vocab_size,
     draft_vocab_size,
-    num_ids,
     stride_target,
     stride_draft,
     TARGET_IS_PROBS: tl.constexpr,
     DRAFT_IS_PROBS: tl.constexpr,
+    TARGET_UNIT: tl.constexpr,
+    DRAFT_UNIT: tl.constexpr,
+    HAS_ROUNDS: tl.constexpr,
     SPEC_STEPS: tl.constexpr,
     NUM_NODES: tl.constexpr,
     NUM_SLICES: tl.constexpr,
@@ -108,126 +129,61 @@ def _verify_tree_traversal_kernel(
     BLOCK_VOCAB: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Walks one tree depth first.
-
-    deletions [B, N, 4] is a stack: the deletions of the nodes of the current path, in order. A deleted node's own
-    deletions are dropped, so those of a node of the path lie side by side, after its parent's.
-    """
+    """Walks one tree depth first, from where the rounds have left it, and writes the outputs."""
     await_predecessor(ENABLE_PDL)
-    request = tl.program_id(0).to(tl.int64)
-    first_row = request * NUM_NODES
     node = tl.arange(0, BLOCK_NODE)
-    trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
-    retrieved, tokens, links = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
-    seed = tl.load(seeds_ptr + request)
-    target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, 0)
-    draft_rows = Rows(draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, num_target_scans)
-    deletions_ptr += first_row * DELETION_WORDS
-
-    # for every node: its parent, its acceptance when the walk went below it, where its deletions begin
-    parents = tl.full([BLOCK_NODE], -1, tl.int32)
-    acceptances = tl.full([BLOCK_NODE], 1.0, tl.float32)
-    bases = tl.zeros([BLOCK_NODE], tl.int32)
-    is_entered = node < 0
-    # for the current node
-    current = tl.zeros([], tl.int32)
-    acceptance = tl.full([], 1.0, tl.float32)
-    base = tl.zeros([], tl.int32)
-    accepted = tl.zeros([], tl.int32)  # its depth
-    top = tl.zeros([], tl.int32)
-    child = tl.sum(tl.where(node == 0, links, 0)) >> 16
-
-    is_live = tl.max(((node == 0) & is_own(retrieved, request, NUM_NODES)).to(tl.int32)) > 0
-    is_walking = is_live
-    while is_walking:
-        is_child = node == child
-        child_links = tl.sum(tl.where(is_child, links, 0))
-        is_new = (child > 0) & (tl.max((is_child & is_entered).to(tl.int32)) == 0)
-        if (is_new & (accepted < SPEC_STEPS)) & (acceptance > 0.0):
-            is_entered = is_entered | is_child
-            token = tl.sum(tl.where(is_child, tokens, 0))
-            row = first_row + current
-            target_row = load_row(target_rows, request, row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
-            draft_row = load_row(draft_rows, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
-            pair = Pair(target_row, draft_row, target_to_draft_ptr)
-            target_prob, draft_prob = load_probs(pair, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS)
-            deletions = Deletions(deletions_ptr + base * DELETION_WORDS, top - base)
-            target_prob, draft_prob = apply_deletions(target_prob, draft_prob, token, deletions)
-            is_drawn = draft_prob > 0.0
-            ratio = tl.math.div_rn(target_prob, tl.where(is_drawn, draft_prob, 1.0))
-            is_left = node == tl.where(is_drawn, current, -1)
-            is_reached = node == tl.where(is_drawn, child, -1)
-            acceptances = tl.where(is_left, acceptance, acceptances)
-            parents = tl.where(is_reached, current, parents)
-            bases = tl.where(is_reached, top, bases)
-            acceptance = tl.where(is_drawn, tl.minimum(acceptance * ratio, 1.0), acceptance)
-            base = tl.where(is_drawn, top, base)
-            accepted += is_drawn.to(tl.int32)
-            current = tl.where(is_drawn, child, current)
-            child = tl.where(is_drawn, child_links >> 16, child_links & 0xFFFF)
+    links = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+    of, is_live = open_request(links, edges_ptr, deletions_ptr, positions_ptr, seeds_ptr, NUM_NODES, BLOCK_NODE)
+    if HAS_ROUNDS:
+        since = turn(round + 1, num_places) + of.request
+        WORDS: tl.constexpr = _WORDS + _NODE_WORDS * NUM_NODES
+        at, path = load_walk(walks_ptr + since * WORDS, NUM_NODES, BLOCK_NODE)
+        found = merge_found(Found(sums_ptr, keys_ptr), since, NUM_SLICES, BLOCK_SLICE)
+    else:
+        at, path = first_at(of, is_live), first_path(of.tree)
+    current, place, token, parents = at.current, at.accepted, at.token, path.parents
+    if at.phase != DONE:
+        UNIT: tl.constexpr = TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT
+        target_rows = Rows(
+            target_ptr, in_units(stride_target, TARGET_UNIT), in_units(vocab_size, TARGET_UNIT), temperature_ptr,
+            scans_ptr, 0,
+        )  # fmt: skip
+        draft_rows = Rows(
+            draft_ptr, in_units(stride_draft, DRAFT_UNIT), in_units(draft_vocab_size, DRAFT_UNIT),
+            draft_temperature_ptr, scans_ptr, num_target_scans,
+        )  # fmt: skip
+        inputs = Inputs(target_rows, draft_rows, target_to_draft_ptr, in_units(num_ids, UNIT))
+        if HAS_ROUNDS:
+            next_at, next_path, latest = settle_found(
+                inputs, of, at, path, found, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
+                TARGET_IS_PROBS=TARGET_IS_PROBS, DRAFT_IS_PROBS=DRAFT_IS_PROBS,
+            )  # fmt: skip
+            if latest.slot >= 0:
+                store_deletion(of.deletions_ptr, latest)
         else:
-            coin = accept_coin(seed, tl.load(positions_ptr + first_row + current), accepted * _NODES + current)
-            is_walking = (current > 0) & (coin >= acceptance)
-            if is_walking:
-                is_current = node == current
-                token = tl.sum(tl.where(is_current, tokens, 0))
-                child = tl.sum(tl.where(is_current, links, 0)) & 0xFFFF
-                parent = tl.sum(tl.where(is_current, parents, 0))
-                is_parent = node == parent
-                share = tl.sum(tl.where(is_parent, acceptances, 0.0))
-                top = base
-                base = tl.sum(tl.where(is_parent, bases, 0))
-                row = first_row + parent
-                target_row = load_row(target_rows, request, row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
-                draft_row = load_row(draft_rows, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
-                parent_pair = Pair(target_row, draft_row, target_to_draft_ptr)
-                before = Deletions(deletions_ptr + base * DELETION_WORDS, top - base)
-                target_mass, draft_mass = masses_left(
-                    parent_pair, before, share, token, num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, BLOCK_VOCAB
-                )
-                store_deletion(deletions_ptr + top * DELETION_WORDS, share, target_mass, draft_mass, token)
-                divisor = target_mass + (1.0 - share)
-                has_chance = divisor > 0.0
-                acceptance = tl.where(has_chance, tl.math.div_rn(target_mass, tl.where(has_chance, divisor, 1.0)), 1.0)
-                top += 1
-                accepted -= 1
-                current = parent
+            next_at, next_path = descend(
+                inputs, of, at, path, no_deletion(), SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES,
+                BLOCK_SLICE=BLOCK_SLICE, TARGET_IS_PROBS=TARGET_IS_PROBS, DRAFT_IS_PROBS=DRAFT_IS_PROBS,
+            )  # fmt: skip
+        current, place, token, parents = finish_alone(
+            inputs, of, next_at, next_path, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
+            BLOCK_VOCAB=BLOCK_VOCAB, TARGET_IS_PROBS=TARGET_IS_PROBS, DRAFT_IS_PROBS=DRAFT_IS_PROBS,
+        )  # fmt: skip
 
-    # the token after the path, from what is left of P
+    # up the path; each node's token follows its parent
     depth = tl.full([BLOCK_NODE], -1, tl.int32)
     predicted = tl.full([BLOCK_NODE], -1, tl.int32)
-    if is_live:
-        target_row = load_row(target_rows, request, first_row + current, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
-        noise_key = residual_key(seed, tl.load(positions_ptr + first_row + current) + 1)
-        best = tl.full([BLOCK_VOCAB], LOWEST_KEY, tl.int64)
-        if top > base:
-            draft_row = load_row(draft_rows, request, first_row + current, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
-            last_pair = Pair(target_row, draft_row, target_to_draft_ptr)
-            last_deletions = Deletions(deletions_ptr + base * DELETION_WORDS, top - base)
-            for first in range(0, vocab_size, BLOCK_VOCAB):
-                ids = first + tl.arange(0, BLOCK_VOCAB)
-                target_probs, draft_probs = load_probs(
-                    last_pair, ids, ids < vocab_size, TARGET_IS_PROBS, DRAFT_IS_PROBS
-                )
-                left, _ = apply_deletions(target_probs, draft_probs, ids, last_deletions)
-                best = tl.maximum(best, draw_keys(left, ids, noise_key))
-        else:  # the draft's row is not read: it may have no meaning
-            for first in range(0, vocab_size, BLOCK_VOCAB):
-                ids = first + tl.arange(0, BLOCK_VOCAB)
-                target_probs = row_probs(target_row, ids, ids < vocab_size, TARGET_IS_PROBS)
-                best = tl.maximum(best, draw_keys(target_probs, ids, noise_key))
-        token = drawn_token(tl.max(best))
-        place = accepted
-        while current >= 0:
-            is_current = node == current
-            depth = tl.where(is_current, place, depth)
-            predicted = tl.where(is_current, token, predicted)
-            token = tl.sum(tl.where(is_current, tokens, 0))
-            current = tl.sum(tl.where(is_current, parents, 0))
-            place -= 1
+    current = tl.where(is_live, current, -1)
+    while current >= 0:
+        is_current = node == current
+        depth = tl.where(is_current, place, depth)
+        predicted = tl.where(is_current, token, predicted)
+        token = tl.sum(tl.where(is_current, of.tree.tokens, 0))
+        current = tl.sum(tl.where(is_current, parents, 0))
+        place -= 1
     out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
-    walk = Walk(retrieved, predicted, depth)
-    store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, False, BLOCK_DEPTH)
+    walk = Walk(of.tree.retrieved, predicted, depth)
+    store_walk(out, of.request, walk, SPEC_STEPS, NUM_NODES, False, BLOCK_DEPTH)
 
 
 def contract(values: dict) -> Output:
@@ -322,21 +278,35 @@ def verify_tree_traversal(
     """
     contracted = contract(locals())
     out = check.allocate("verify_tree_traversal", contracted, out)
-    batch_size, num_nodes = candidates.shape
+    device, (batch_size, num_nodes) = candidates.device, candidates.shape
     pair = prepare_pair("verify_tree_traversal", locals(), num_nodes, num_nodes, retrieve_next_token)
     vocab_size, draft_vocab_size = pair["vocab_size"], pair["draft_vocab_size"]
+    # each node but the root can be deleted once; a slice is read by one program as fast as by one program of many
+    num_rounds = min(tuning.row(ROUND_TUNING, device)["rounds"], max(num_nodes - 1, 1))
+    if pair["NUM_SLICES"] == 1:
+        num_rounds = 0
+    shared = {
+        "positions_ptr": positions,
+        "seeds_ptr": seeds,
+        "deletions_ptr": torch.empty((batch_size, num_nodes, 4), dtype=torch.int32, device=device),
+        # the draft may have probability on ids that the target does not have
+        "num_ids": max(vocab_size, draft_vocab_size) if d2t is None else vocab_size,
+        "SPEC_STEPS": spec_steps,
+        **tree_arguments(locals()),
+        **pair,
+    }
+    if num_rounds > 0:
+        shared |= allocate_rounds(batch_size, num_nodes, pair["NUM_SLICES"], device)
+        launch_rounds(shared, num_rounds)
+    else:
+        shared |= {"edges_ptr": None, "walks_ptr": None, "sums_ptr": None, "keys_ptr": None, "num_places": 0}
     launch(
         "verify_tree_traversal",
-        _verify_tree_traversal_kernel,
+        _verify_tree_traversal_walk_kernel,
         (batch_size,),
-        positions_ptr=positions,
-        seeds_ptr=seeds,
-        deletions_ptr=torch.empty((batch_size, num_nodes, 4), dtype=torch.int32, device=candidates.device),
-        # the draft may have probability on ids that the target does not have
-        num_ids=max(vocab_size, draft_vocab_size) if d2t is None else vocab_size,
-        **tree_arguments(locals()),
-        **output_arguments(out),
-        **pair,
-        **tuning.row(TUNING, candidates.device),
+        round=num_rounds,
+        HAS_ROUNDS=num_rounds > 0,
+        **(shared | output_arguments(out)),
+        **tuning.row(TUNING, device),
     )
     return out

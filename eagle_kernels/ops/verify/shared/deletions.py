@@ -14,18 +14,47 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ....primitives.ordering import LOWEST_KEY
 from ....runtime.language import tl, triton
+from .draws import draw_keys, drawn_token
 from .pair import load_probs
 
 # Words of int32 scratch that one deletion takes.
 DELETION_WORDS = tl.constexpr(4)
 
 
+class Latest(NamedTuple):
+    """The latest deletion of a walk, which need not be in memory yet."""
+
+    slot: Any  # its place in memory; -1 for none
+    acceptance: Any
+    target_mass: Any
+    draft_mass: Any
+    token: Any
+
+
 class Deletions(NamedTuple):
-    """The deletions of one node's children, in scratch that a single program writes and reads."""
+    """The deletions of one node's children: those in memory, in order, then the latest one if it is one of them."""
 
     words_ptr: Any  # int32 [count, 4]: see store_deletion
     count: Any
+    has_latest: Any
+    latest: Any  # Latest
+
+
+@triton.jit
+def no_deletion():
+    """Returns a Latest that is none."""
+    zero = tl.zeros([], tl.float32)
+    none = tl.zeros([], tl.int32)
+    return Latest(none - 1, zero, zero, zero, none)
+
+
+@triton.jit
+def deletions_of(words_ptr, base, top, latest):
+    """Returns the Deletions base .. top - 1 of all that are or will be at words_ptr."""
+    has_latest = (latest.slot >= base) & (latest.slot < top)
+    return Deletions(words_ptr + base * DELETION_WORDS, top - base - has_latest.to(tl.int32), has_latest, latest)
 
 
 @triton.jit
@@ -54,18 +83,30 @@ def apply_deletions(target, draft, ids, deletions):
         draft_mass = tl.load(words_ptr + 2).to(tl.float32, bitcast=True)
         token = tl.load(words_ptr + 3)
         target, draft = _delete(target, draft, ids, acceptance, target_mass, draft_mass, token)
+    if deletions.has_latest:
+        last = deletions.latest
+        target, draft = _delete(
+            target, draft, ids, last.acceptance, last.target_mass, last.draft_mass, last.token
+        )  # fmt: skip
     return target, draft
 
 
 @triton.jit
-def store_deletion(words_ptr, acceptance, target_mass, draft_mass, token):
-    """Writes one deletion to its words [4], and makes it visible to the whole program."""
+def store_deletion(words_ptr, latest):
+    """Writes the latest deletion to its slot at words_ptr, and makes it visible to the whole program."""
+    words_ptr += latest.slot * DELETION_WORDS
     tl.debug_barrier()  # other threads may still read what stood there
-    tl.store(words_ptr, acceptance.to(tl.int32, bitcast=True))
-    tl.store(words_ptr + 1, target_mass.to(tl.int32, bitcast=True))
-    tl.store(words_ptr + 2, draft_mass.to(tl.int32, bitcast=True))
-    tl.store(words_ptr + 3, token)
+    tl.store(words_ptr, latest.acceptance.to(tl.int32, bitcast=True))
+    tl.store(words_ptr + 1, latest.target_mass.to(tl.int32, bitcast=True))
+    tl.store(words_ptr + 2, latest.draft_mass.to(tl.int32, bitcast=True))
+    tl.store(words_ptr + 3, latest.token)
     tl.debug_barrier()
+
+
+@triton.jit
+def left_after(target, draft, ids, acceptance, token):
+    """Returns (a P - Q)+ and Q without the token, neither normalised, of a tile: what one more deletion leaves."""
+    return tl.maximum(acceptance * target - draft, 0.0), tl.where(ids == token, 0.0, draft)
 
 
 @triton.jit
@@ -86,6 +127,27 @@ def masses_left(
         ids = first + tl.arange(0, BLOCK_VOCAB)
         target, draft = load_probs(pair, ids, ids < num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS)
         target, draft = apply_deletions(target, draft, ids, deletions)
-        target_sums += tl.maximum(acceptance * target - draft, 0.0)
-        draft_sums += tl.where(ids == token, 0.0, draft)
+        target, draft = left_after(target, draft, ids, acceptance, token)
+        target_sums += target
+        draft_sums += draft
     return tl.sum(target_sums), tl.sum(draft_sums)
+
+
+@triton.jit
+def draw_left(
+    pair,
+    deletions,
+    noise_key,
+    num_ids,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+):
+    """Draws a token by the P that the deletions leave; ids run to num_ids."""
+    best = tl.full([BLOCK_VOCAB], LOWEST_KEY, tl.int64)
+    for first in range(0, num_ids, BLOCK_VOCAB):
+        ids = first + tl.arange(0, BLOCK_VOCAB)
+        target, draft = load_probs(pair, ids, ids < num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+        target, _ = apply_deletions(target, draft, ids, deletions)
+        best = tl.maximum(best, draw_keys(target, ids, noise_key))
+    return drawn_token(tl.max(best))
