@@ -40,15 +40,15 @@ from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.deletions import no_deletion, store_deletion
+from .shared.pair import open_pair_rows
 from .shared.prepare_pair import check_pair, prepare_pair
-from .shared.rows import Rows, in_units
+from .shared.rows import Rows
 from .shared.slices import Found, merge_found, turn
 from .shared.traversal_rounds import allocate_rounds, launch_rounds, open_request
 from .shared.traversal_steps import (
     AT_WORDS,
     DONE,
     PATH_WORDS,
-    Inputs,
     descend,
     finish_alone,
     first_at,
@@ -143,30 +143,25 @@ def _verify_tree_traversal_walk_kernel(
         at, path = first_at(of, is_live), first_path(of.tree)
     current, place, token, parents = at.current, at.accepted, at.token, path.parents
     if at.phase != DONE:
-        UNIT: tl.constexpr = TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT
-        target_rows = Rows(
-            target_ptr, in_units(stride_target, TARGET_UNIT), in_units(vocab_size, TARGET_UNIT), temperature_ptr,
-            scans_ptr, 0,
-        )  # fmt: skip
+        target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, 0)
         draft_rows = Rows(
-            draft_ptr, in_units(stride_draft, DRAFT_UNIT), in_units(draft_vocab_size, DRAFT_UNIT),
-            draft_temperature_ptr, scans_ptr, num_target_scans,
+            draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, num_target_scans
         )  # fmt: skip
-        inputs = Inputs(target_rows, draft_rows, target_to_draft_ptr, in_units(num_ids, UNIT))
+        rows = open_pair_rows(target_rows, draft_rows, target_to_draft_ptr, num_ids, TARGET_UNIT, DRAFT_UNIT)
         if HAS_ROUNDS:
             next_at, next_path, latest = settle_found(
-                inputs, of, at, path, found, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
+                rows, of, at, path, found, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
                 TARGET_IS_PROBS=TARGET_IS_PROBS, DRAFT_IS_PROBS=DRAFT_IS_PROBS,
             )  # fmt: skip
             if latest.slot >= 0:
                 store_deletion(of.deletions_ptr, latest)
         else:
             next_at, next_path = descend(
-                inputs, of, at, path, no_deletion(), SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES,
+                rows, of, at, path, no_deletion(), SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES,
                 BLOCK_SLICE=BLOCK_SLICE, TARGET_IS_PROBS=TARGET_IS_PROBS, DRAFT_IS_PROBS=DRAFT_IS_PROBS,
             )  # fmt: skip
         current, place, token, parents = finish_alone(
-            inputs, of, next_at, next_path, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
+            rows, of, next_at, next_path, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
             BLOCK_VOCAB=BLOCK_VOCAB, TARGET_IS_PROBS=TARGET_IS_PROBS, DRAFT_IS_PROBS=DRAFT_IS_PROBS,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ....runtime.language import tl, triton
-from .rows import row_probs
+from .rows import in_units, load_row, row_probs, rows_in_units, rows_or_none
 
 
 class Pair(NamedTuple):
@@ -17,6 +17,44 @@ class Pair(NamedTuple):
     target: Any  # Row
     draft: Any  # Row
     target_to_draft_ptr: Any  # see draft_ids
+
+
+class PairRows(NamedTuple):
+    """All rows of both, as an op got them."""
+
+    target: Any  # Rows
+    draft: Any  # Rows
+    target_to_draft_ptr: Any
+    num_ids: Any  # of all tokens that the target or the draft has
+
+
+@triton.jit
+def open_pair_rows(target, draft, target_to_draft_ptr, num_ids, TARGET_UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr):
+    """Returns the PairRows of two Rows; the compiler is told that sizes and strides are multiples of the units."""
+    UNIT: tl.constexpr = TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT
+    return PairRows(
+        rows_in_units(target, TARGET_UNIT), rows_in_units(draft, DRAFT_UNIT), target_to_draft_ptr,
+        in_units(num_ids, UNIT),
+    )  # fmt: skip
+
+
+@triton.jit
+def load_pair(
+    rows,
+    request,
+    row,
+    reads_draft,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_SLICE: tl.constexpr,
+    TARGET_IS_PROBS: tl.constexpr,
+    DRAFT_IS_PROBS: tl.constexpr,
+):
+    """Returns the Pair with the number `row` int64; the draft's row is empty where it is not to be read."""
+    target = load_row(rows.target, request, row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
+    draft = load_row(
+        rows_or_none(rows.draft, reads_draft), request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS
+    )  # fmt: skip
+    return Pair(target, draft, rows.target_to_draft_ptr)
 
 
 @triton.jit
@@ -46,7 +84,5 @@ def draft_probs(row, target_to_draft_ptr, ids, is_token, vocab_size, IS_PROBS: t
 def load_probs(pair, ids, is_token, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr):
     """Returns p and q of target tokens, of a tile or of a single one."""
     target = row_probs(pair.target, ids, is_token, TARGET_IS_PROBS)
-    draft = draft_probs(
-        pair.draft, pair.target_to_draft_ptr, ids, is_token, pair.target.size, IS_PROBS=DRAFT_IS_PROBS
-    )
+    draft = draft_probs(pair.draft, pair.target_to_draft_ptr, ids, is_token, pair.target.size, IS_PROBS=DRAFT_IS_PROBS)
     return target, draft

@@ -89,7 +89,9 @@ def _scan_pair_kernel(
         if not TARGET_IS_PROBS:
             temperature = tl.load(temperature_ptr + scan // TARGET_ROWS)
             row_ptr = target_ptr + scan * in_units(stride_target, TARGET_UNIT)
-            store_scan(row_ptr, in_units(vocab_size, TARGET_UNIT), temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB)
+            store_scan(
+                row_ptr, in_units(vocab_size, TARGET_UNIT), temperature, scans_ptr, part, NUM_SLICES, BLOCK_VOCAB
+            )
     else:
         if not DRAFT_IS_PROBS:
             row = scan - num_target_scans

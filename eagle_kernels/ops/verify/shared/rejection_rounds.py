@@ -17,6 +17,7 @@ from ....runtime import tuning
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
 from .draws import draw_keys, residual_key
+from .pair import open_pair_rows
 from .prepare_pair import SLICE_TUNING
 from .rejection import load_left
 from .rejection_steps import (
@@ -25,7 +26,6 @@ from .rejection_steps import (
     DRAWING,
     REJECTING,
     STATE_WORDS,
-    Inputs,
     first_state,
     left_to_pass,
     load_state,
@@ -198,20 +198,13 @@ def _verify_tree_rejection_round_kernel(
     node = tl.maximum(node, 0)
     row = request * NUM_NODES + node
     first_scan = request - row if BY_LEVEL else row * 0
-    UNIT: tl.constexpr = TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT
-    target_rows = Rows(
-        target_ptr, in_units(stride_target, TARGET_UNIT), in_units(vocab_size, TARGET_UNIT), temperature_ptr,
-        scans_ptr, first_scan,
-    )  # fmt: skip
+    target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, first_scan)
     draft_rows = Rows(
-        draft_ptr, in_units(stride_draft, DRAFT_UNIT), in_units(draft_vocab_size, DRAFT_UNIT),
-        draft_temperature_ptr, scans_ptr, first_scan + num_target_scans,
+        draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, first_scan + num_target_scans
     )  # fmt: skip
-    inputs = Inputs(
-        target_rows, draft_rows, target_to_draft_ptr, positions_ptr, seeds_ptr, in_units(num_ids, UNIT),
-    )  # fmt: skip
+    rows = open_pair_rows(target_rows, draft_rows, target_to_draft_ptr, num_ids, TARGET_UNIT, DRAFT_UNIT)
     children = open_children(
-        inputs, tree, request, node, child, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, NUM_NODES=NUM_NODES,
+        rows, tree, request, node, child, (positions_ptr, seeds_ptr), TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, NUM_NODES=NUM_NODES,
         NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE, BLOCK_VOCAB=BLOCK_VOCAB, HAS_SCANS=True,
     )  # fmt: skip
     if not IS_FIRST:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ....runtime.language import tl, triton
 from .draws import accept_coin, drawn_token
-from .pair import Pair
+from .pair import Pair, load_pair
 from .rejection import (
     SMALL_SHARE,
     Node,
@@ -27,7 +27,7 @@ from .rejection import (
     next_scale,
     rescan_draft,
 )
-from .rows import GREEDY_BELOW, Row, Rows, load_row, scan_row
+from .rows import GREEDY_BELOW, Row, rows_or_none, scan_row
 
 # Phases of a node.
 DONE = tl.constexpr(0)  # the child is accepted; or it is 0, and the token drawn
@@ -53,17 +53,6 @@ class State(NamedTuple):
     draft_mass: Any
 
 
-class Inputs(NamedTuple):
-    """What all nodes are read from."""
-
-    target_rows: Any  # Rows
-    draft_rows: Any  # Rows
-    target_to_draft_ptr: Any
-    positions_ptr: Any
-    seeds_ptr: Any
-    num_ids: Any  # of all tokens that the target or the draft has
-
-
 class Children(NamedTuple):
     """A node's children and distributions, none of it changed by a rejection."""
 
@@ -75,11 +64,12 @@ class Children(NamedTuple):
 
 @triton.jit
 def open_children(
-    inputs,
+    rows,
     tree,
     request,
     node,
     child,
+    noise,
     TARGET_IS_PROBS: tl.constexpr,
     DRAFT_IS_PROBS: tl.constexpr,
     KEEPS_DRAFT: tl.constexpr,
@@ -89,32 +79,27 @@ def open_children(
     BLOCK_VOCAB: tl.constexpr,
     HAS_SCANS: tl.constexpr,
 ):
-    """Returns the Children of a node, the first of which is `child`, 0 for none; then its draft's row is not read."""
+    """Returns the Children of a node, the first of which is `child`, 0 for none; then its draft's row is not read.
+
+    noise: pointers to positions and seeds. HAS_SCANS: the rows are scanned already.
+    """
+    positions_ptr, seeds_ptr = noise
     first = request * NUM_NODES
     # whether children were chosen, not drawn; a NaN counts as below
-    is_certain = (tl.load(inputs.draft_rows.temperature_ptr + request) >= GREEDY_BELOW) == 0
+    is_certain = (tl.load(rows.draft.temperature_ptr + request) >= GREEDY_BELOW) == 0
     if KEEPS_DRAFT:
         is_certain = request < 0
     is_read = (child > 0) & (is_certain == 0)
-    rows = inputs.draft_rows
-    draft_rows = Rows(
-        rows.rows_ptr, rows.stride, tl.where(is_read, rows.size, 0), rows.temperature_ptr, rows.scans_ptr,
-        rows.first_scan,
-    )  # fmt: skip
+    row = first + node
     if HAS_SCANS:
-        target = load_row(inputs.target_rows, request, first + node, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
-        draft = load_row(draft_rows, request, first + node, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+        pair = load_pair(rows, request, row, is_read, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS)
     else:
-        target = scan_row(inputs.target_rows, request, first + node, BLOCK_VOCAB, TARGET_IS_PROBS)
-        draft = scan_row(draft_rows, request, first + node, BLOCK_VOCAB, DRAFT_IS_PROBS)
-    # nobody has scanned a row that is not read
-    maximum, total = tl.where(is_read, draft.maximum, 0.0), tl.where(is_read, draft.total, 0.0)
-    draft = Row(draft.row_ptr, draft.size, draft.scale, maximum, total, draft.best)
+        target = scan_row(rows.target, request, row, BLOCK_VOCAB, TARGET_IS_PROBS)
+        draft = scan_row(rows_or_none(rows.draft, is_read), request, row, BLOCK_VOCAB, DRAFT_IS_PROBS)
+        pair = Pair(target, draft, rows.target_to_draft_ptr)
     one = tl.full([], 1.0, tl.float32)
-    start = Node(
-        Pair(target, draft, inputs.target_to_draft_ptr), is_certain, tree, child, child * 0, one * 0.0, one, one
-    )  # fmt: skip
-    return Children(inputs.positions_ptr + first, tl.load(inputs.seeds_ptr + request), start, inputs.num_ids)
+    start = Node(pair, is_certain, tree, child, child * 0, one * 0.0, one, one)
+    return Children(positions_ptr + first, tl.load(seeds_ptr + request), start, rows.num_ids)
 
 
 @triton.jit
@@ -162,9 +147,7 @@ def select_state(condition, first, second):
 
 
 @triton.jit
-def visit(
-    children, state, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr, KEEPS_DRAFT: tl.constexpr
-):
+def visit(children, state, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr, KEEPS_DRAFT: tl.constexpr):
     """Visits children from the State's on; returns the State at the first one that is accepted or rejected, or DRAWING.
 
     A State of another phase than VISITING comes back as it is.
@@ -271,9 +254,7 @@ def settle_found(
 ):
     """Returns the State at the next pass, or DONE, given the sums and the key that a pass in slices has found."""
     mass, draft_mass, key = found
-    after, has_drawn, is_small = settle(
-        children, state, mass, draft_mass, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT
-    )
+    after, has_drawn, is_small = settle(children, state, mass, draft_mass, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
     is_drawing = state.phase == DRAWING
     drawn = drawn_token(key)
     # what is left as it was is ALONE with its rejection
@@ -312,9 +293,7 @@ def finish_alone(
         new_mass, new_draft_mass = masses_left(
             passed, num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB
         )
-        after, _, is_small = settle(
-            now, before, new_mass, new_draft_mass, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT
-        )
+        after, _, is_small = settle(now, before, new_mass, new_draft_mass, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
         scale, draft_mass = after.scale, after.draft_mass
         if not (KEEPS_DRAFT or DRAFT_IS_PROBS):
             if is_small:

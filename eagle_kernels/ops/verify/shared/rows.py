@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     """Rows of logits or of probabilities, as an op got them: a tensor [rows, size]."""
 
     rows_ptr: Any
-    stride: Any  # of a row; this and the size `in_units`, so that loads can be wide
+    stride: Any  # of a row; this and the size are best `in_units`, so that loads can be wide
     size: Any
     temperature_ptr: Any  # [B], None for probabilities
     scans_ptr: Any  # int32 [scans, 3, slices], see store_scan; None if no rows hold logits
@@ -48,6 +48,20 @@ class Rows(NamedTuple):
 def in_units(value, UNIT: tl.constexpr):
     """Returns a multiple of UNIT as it is; now the compiler knows that it is one."""
     return value // UNIT * UNIT
+
+
+@triton.jit
+def rows_in_units(rows, UNIT: tl.constexpr):
+    """Returns the Rows with stride and size `in_units`."""
+    stride, size = in_units(rows.stride, UNIT), in_units(rows.size, UNIT)
+    return Rows(rows.rows_ptr, stride, size, rows.temperature_ptr, rows.scans_ptr, rows.first_scan)
+
+
+@triton.jit
+def rows_or_none(rows, is_read):
+    """Returns the Rows, without a token if they are not to be read."""
+    size = tl.where(is_read, rows.size, 0)
+    return Rows(rows.rows_ptr, rows.stride, size, rows.temperature_ptr, rows.scans_ptr, rows.first_scan)
 
 
 @triton.jit
@@ -114,7 +128,7 @@ def store_scan(row_ptr, size, temperature, scans_ptr, part, NUM_SLICES: tl.const
 
 @triton.jit
 def store_no_scan(scans_ptr, part, NUM_SLICES: tl.constexpr):
-    """Writes what a slice without a token has: for rows that are not read, whose scans a kernel may load all the same."""
+    """Writes what a slice without a token has: for rows that are not read, whose scans a kernel may yet load."""
     tl.store(scans_ptr + part, -8388608)  # the bits of -inf
     tl.store(scans_ptr + NUM_SLICES + part, 0)
     tl.store(scans_ptr + 2 * NUM_SLICES + part, 2147483647)

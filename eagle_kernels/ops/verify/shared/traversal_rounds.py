@@ -15,9 +15,9 @@ from ....runtime import tuning
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
 from .deletions import no_deletion, store_deletion
-from .pair import load_probs
+from .pair import PairRows, load_pair, load_probs, open_pair_rows
 from .prepare_pair import SLICE_TUNING
-from .rows import Rows, in_units
+from .rows import Rows
 from .slices import Found, allocate_found, merge_found, store_found, store_nothing, turn
 from .traversal_steps import (
     AT_WORDS,
@@ -26,12 +26,10 @@ from .traversal_steps import (
     DRAWING,
     PATH_WORDS,
     Edges,
-    Inputs,
     Request,
     descend,
     first_at,
     first_path,
-    load_pair,
     load_walk,
     pass_tile,
     settle_found,
@@ -52,14 +50,13 @@ def _verify_tree_traversal_edge_kernel(
     retrieve_index_ptr,
     retrieve_next_token_ptr,
     retrieve_next_sibling_ptr,
-    positions_ptr,
     target_ptr,
     draft_ptr,
     temperature_ptr,
     draft_temperature_ptr,
     target_to_draft_ptr,
-    scans_ptr,
     # scratch
+    scans_ptr,
     edges_ptr,
     # sizes
     num_target_scans,
@@ -90,11 +87,9 @@ def _verify_tree_traversal_edge_kernel(
     if parent >= 0:
         target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, 0)
         draft_rows = Rows(draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, num_target_scans)
-        inputs = Inputs(target_rows, draft_rows, target_to_draft_ptr, vocab_size)
-        first = request * NUM_NODES
-        edges = Edges(tree.links, tree.links, tree.links)
-        of = Request(request, first, tree, edges, positions_ptr, request, edges_ptr)
-        pair = load_pair(inputs, of, parent, parent >= 0, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+        rows = PairRows(target_rows, draft_rows, target_to_draft_ptr, vocab_size)
+        row = request * NUM_NODES + parent
+        pair = load_pair(rows, request, row, parent >= 0, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS)
         token = tl.sum(tl.where(tl.arange(0, BLOCK_NODE) == node, tree.tokens, 0))
         target_prob, draft_prob = load_probs(pair, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS)
     edges_ptr += request * (3 * NUM_NODES) + node
@@ -104,7 +99,9 @@ def _verify_tree_traversal_edge_kernel(
 
 
 @triton.jit
-def open_request(links, edges_ptr, deletions_ptr, positions_ptr, seeds_ptr, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr):
+def open_request(
+    links, edges_ptr, deletions_ptr, positions_ptr, seeds_ptr, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr
+):
     """Returns the Request of this program and whether its row is live; edges_ptr None: no edges are known."""
     request = tl.program_id(0).to(tl.int64)
     first = request * NUM_NODES
@@ -194,25 +191,20 @@ def _verify_tree_traversal_round_kernel(
         at, path = load_walk(walks_ptr + since * WORDS, NUM_NODES, BLOCK_NODE)
         found = merge_found(found_scratch, since, NUM_SLICES, BLOCK_SLICE)
     if at.phase != DONE:
-        UNIT: tl.constexpr = TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT
-        target_rows = Rows(
-            target_ptr, in_units(stride_target, TARGET_UNIT), in_units(vocab_size, TARGET_UNIT), temperature_ptr,
-            scans_ptr, 0,
-        )  # fmt: skip
+        target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, 0)
         draft_rows = Rows(
-            draft_ptr, in_units(stride_draft, DRAFT_UNIT), in_units(draft_vocab_size, DRAFT_UNIT),
-            draft_temperature_ptr, scans_ptr, num_target_scans,
+            draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, num_target_scans
         )  # fmt: skip
-        inputs = Inputs(target_rows, draft_rows, target_to_draft_ptr, in_units(num_ids, UNIT))
+        rows = open_pair_rows(target_rows, draft_rows, target_to_draft_ptr, num_ids, TARGET_UNIT, DRAFT_UNIT)
         if IS_FIRST:
             latest = no_deletion()
             next_at, next_path = descend(
-                inputs, of, at, path, latest, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
+                rows, of, at, path, latest, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
                 TARGET_IS_PROBS=TARGET_IS_PROBS, DRAFT_IS_PROBS=DRAFT_IS_PROBS,
             )  # fmt: skip
         else:
             next_at, next_path, latest = settle_found(
-                inputs, of, at, path, found, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
+                rows, of, at, path, found, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
                 TARGET_IS_PROBS=TARGET_IS_PROBS, DRAFT_IS_PROBS=DRAFT_IS_PROBS,
             )  # fmt: skip
             if (part == 0) & (latest.slot >= 0):
@@ -222,7 +214,7 @@ def _verify_tree_traversal_round_kernel(
         if (next_at.phase == DELETING) | (next_at.phase == DRAWING):
             ids = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
             target, draft, keys = pass_tile(
-                inputs, of, next_at, latest, ids, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
+                rows, of, next_at, latest, ids, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
                 TARGET_IS_PROBS=TARGET_IS_PROBS, DRAFT_IS_PROBS=DRAFT_IS_PROBS,
             )  # fmt: skip
             store_found(found_scratch, to, part, target, draft, keys, NUM_SLICES)

@@ -23,8 +23,7 @@ from .deletions import (
     store_deletion,
 )
 from .draws import accept_coin, draw_keys, drawn_token, residual_key
-from .pair import Pair, load_probs
-from .rows import Rows, load_row
+from .pair import load_pair, load_probs
 
 # Phases of a walk.
 DONE = tl.constexpr(0)  # the token after the path is drawn
@@ -84,36 +83,6 @@ class Request(NamedTuple):
     deletions_ptr: Any  # int32 [N, 4], a stack
 
 
-class Inputs(NamedTuple):
-    """Rows of all requests."""
-
-    target_rows: Any  # Rows
-    draft_rows: Any  # Rows
-    target_to_draft_ptr: Any
-    num_ids: Any  # of all tokens that the target or the draft has
-
-
-@triton.jit
-def load_pair(
-    inputs,
-    of,
-    node,
-    reads_draft,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_SLICE: tl.constexpr,
-    TARGET_IS_PROBS: tl.constexpr,
-    DRAFT_IS_PROBS: tl.constexpr,
-):
-    """Returns a node's rows as a Pair; the draft's is empty where it is not to be read, as it may have no meaning."""
-    rows = inputs.draft_rows
-    size = tl.where(reads_draft, rows.size, 0)
-    draft_rows = Rows(rows.rows_ptr, rows.stride, size, rows.temperature_ptr, rows.scans_ptr, rows.first_scan)
-    row = of.first_row + node
-    target = load_row(inputs.target_rows, of.request, row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
-    draft = load_row(draft_rows, of.request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
-    return Pair(target, draft, inputs.target_to_draft_ptr)
-
-
 @triton.jit
 def first_at(of, is_live):
     """Returns the At of a walk at the root."""
@@ -132,7 +101,7 @@ def first_path(tree):
 
 @triton.jit
 def descend(
-    inputs,
+    rows,
     of,
     at,
     path,
@@ -162,8 +131,9 @@ def descend(
             target_prob = tl.sum(tl.where(is_child, edges.target, 0.0))
             draft_prob = tl.sum(tl.where(is_child, edges.draft, 0.0))
             if tl.sum(tl.where(is_child, edges.parents, 0)) != current:
+                row = of.first_row + current
                 pair = load_pair(
-                    inputs, of, current, child > 0, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS
+                    rows, of.request, row, child > 0, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS
                 )
                 target_prob, draft_prob = load_probs(pair, token, token >= 0, TARGET_IS_PROBS, DRAFT_IS_PROBS)
             deletions = deletions_of(of.deletions_ptr, base, top, latest)
@@ -213,7 +183,7 @@ def settle(at, target_mass, draft_mass):
 
 @triton.jit
 def settle_found(
-    inputs,
+    rows,
     of,
     at,
     path,
@@ -236,7 +206,7 @@ def settle_found(
     latest = Latest(slot, latest.acceptance, target_mass, draft_mass, latest.token)
     going = At(phase, at.current, at.child, at.accepted, acceptance, at.base, top, token)
     to, path = descend(
-        inputs, of, going, path, latest, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
+        rows, of, going, path, latest, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
         TARGET_IS_PROBS=TARGET_IS_PROBS, DRAFT_IS_PROBS=DRAFT_IS_PROBS,
     )  # fmt: skip
     # accepted where the child was deleted: the pass has drawn already, if it has left anything
@@ -248,7 +218,7 @@ def settle_found(
 
 @triton.jit
 def finish_alone(
-    inputs,
+    rows,
     of,
     at,
     path,
@@ -265,16 +235,19 @@ def finish_alone(
     acceptance, base, top, token = at.acceptance, at.base, at.top, at.token
     parents, acceptances, bases, is_entered = path.parents, path.acceptances, path.bases, path.is_entered
     while phase == DELETING:
-        pair = load_pair(inputs, of, current, current >= 0, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+        row = of.first_row + current
+        pair = load_pair(
+            rows, of.request, row, current >= 0, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS
+        )  # fmt: skip
         before = deletions_of(of.deletions_ptr, base, top, nothing)
         target_mass, draft_mass = masses_left(
-            pair, before, acceptance, token, inputs.num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, BLOCK_VOCAB
+            pair, before, acceptance, token, rows.num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, BLOCK_VOCAB
         )
         here = At(phase, current, child, accepted, acceptance, base, top, token)
         after, latest = settle(here, target_mass, draft_mass)
         store_deletion(of.deletions_ptr, latest)
         to, passed = descend(
-            inputs, of, after, Path(parents, acceptances, bases, is_entered), nothing, SPEC_STEPS=SPEC_STEPS,
+            rows, of, after, Path(parents, acceptances, bases, is_entered), nothing, SPEC_STEPS=SPEC_STEPS,
             NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE, TARGET_IS_PROBS=TARGET_IS_PROBS,
             DRAFT_IS_PROBS=DRAFT_IS_PROBS,
         )  # fmt: skip
@@ -283,7 +256,8 @@ def finish_alone(
         parents, acceptances, bases = passed.parents, passed.acceptances, passed.bases
         is_entered = passed.is_entered
     if phase == DRAWING:
-        pair = load_pair(inputs, of, current, top > base, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+        row = of.first_row + current
+        pair = load_pair(rows, of.request, row, top > base, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS)
         noise_key = residual_key(of.seed, tl.load(of.positions + current).to(tl.int64) + 1)
         deletions = deletions_of(of.deletions_ptr, base, top, nothing)
         # no token of the draft's alone has a P
@@ -295,7 +269,7 @@ def finish_alone(
 
 @triton.jit
 def pass_tile(
-    inputs,
+    rows,
     of,
     at,
     latest,
@@ -308,8 +282,9 @@ def pass_tile(
     """Returns what a pass sums of a tile of tokens (what the deletion leaves of P and Q), and the keys of its draw."""
     is_deleting = at.phase == DELETING
     reads_draft = is_deleting | (at.top > at.base)
-    pair = load_pair(inputs, of, at.current, reads_draft, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS)
-    target, draft = load_probs(pair, ids, ids < inputs.num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+    row = of.first_row + at.current
+    pair = load_pair(rows, of.request, row, reads_draft, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS)
+    target, draft = load_probs(pair, ids, ids < rows.num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS)
     deletions = deletions_of(of.deletions_ptr, at.base, at.top, latest)
     target, draft = apply_deletions(target, draft, ids, deletions)
     target_left, draft_left = left_after(target, draft, ids, at.acceptance, at.token)
