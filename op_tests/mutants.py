@@ -112,12 +112,12 @@ MUTANTS = [
     ),
     both(
         "<= for <, rejection", _REJECTION, of(_REJECTION, "test_the_coin_is_compared_strictly"),
-        [("(coin * draft_prob < target_prob)", "(coin * draft_prob <= target_prob)")],
+        [(SHARED + "rejection_steps.py", "(coin * draft_prob < target_prob)", "(coin * draft_prob <= target_prob)")],
         [("child) < target[token]", "child) <= target[token]")],
     ),
     both(
         "<= for <, traversal", _TRAVERSAL, of(_TRAVERSAL, "test_coins_at_the_ends"),
-        [("(coin >= acceptance)", "(coin > acceptance)")],
+        [(SHARED + "traversal_steps.py", "(coin >= acceptance)", "(coin > acceptance)")],
         [("node) < acceptance[node]", "node) <= acceptance[node]")],
     ),
     both(
@@ -148,13 +148,13 @@ MUTANTS = [
     both(
         "a coin found again in the next round, traversal", _TRAVERSAL,
         of(_TRAVERSAL, "test_the_law_of_two_rounds_is_exactly_the_targets"),
-        [("accepted * _NODES + current)", "current)")],
+        [(SHARED + "traversal_steps.py", "accepted * _NODES + current)", "current)")],
         [("(len(path) - 1) * 65536 + node)", "node)")],
     ),
     both(
         "a coin for all children, rejection", _REJECTION, _REJECTION_LAW,
-        [("accept_coin(seed, tl.load(positions_ptr + offset + child), child)",
-          "accept_coin(seed, tl.load(positions_ptr + offset), 0)")],
+        [(SHARED + "rejection_steps.py", "accept_coin(children.seed, tl.load(positions + child), child)",
+          "accept_coin(children.seed, tl.load(positions), 0)")],
         [("draws.uniform(positions[child], child)", "draws.uniform(positions[0], 0)")],
     ),
     both(
@@ -201,7 +201,10 @@ MUTANTS = [
     ),
     both(
         "draft before warping, rejection", _REJECTION, _REJECTION_LAW,
-        [("temperature if draft_temperature is None else draft_temperature,", "temperature,")],
+        [
+            (SHARED + "prepare_pair.py", 'values["temperature"] if draft_temperature is None else draft_temperature',
+             'values["temperature"]'),
+        ],
         [(_OWN_DRAFT_TEMPERATURE, "draft_temperature = temperature")],
     ),
     both(

@@ -31,12 +31,18 @@ Invariants
     batch around it.
     The coin of a child is keyed by (seed, its position, its node), the bonus by (seed, its position, token).
 Grid
-    (B,), one program walks one tree.
+    walk (B,), one program walks one tree. For a vocabulary of one slice that is all. Else rows are read in slices
+    before: scan (rows of logits, slices) finds every row's maximum and sum; a round (nodes, slices) takes each node to
+    its next rejection, and sums and draws from what that leaves (`rejection_rounds.py`). What comes of a node does not
+    depend on the path to it, so all nodes make their rounds at once; where they are too many to read, only those at
+    which the walks have arrived, level by level. Shapes alone decide, and both give the same bits.
 Launches
-    1; 2 with d2t, whose inverse int32 [V] is made first
+    1: walk; for more than one slice R + 2 with R = min(N - 1, 8) rounds, at least 1 (R + 1 without logits); level by
+    level S + 1 times as many; one more for d2t, whose inverse int32 [V] is made first
 Traffic
-    For each visited node with children both rows (V and Vd, times their element sizes) are read once for statistics,
-    once more for each rejected child, and at the last node once for the draw; probabilities need no statistics.
+    Rows of all nodes (of visited ones only, level by level): those of the target, and the draft's where there are
+    children, once each for statistics, which probabilities need not have, and once for each rejected child, or for a
+    draw where no child is rejected. Extra memory: 32 bytes per slice and node, and 64 per node.
 """
 
 from __future__ import annotations
@@ -45,10 +51,10 @@ import torch
 
 from ...runtime import check, tuning
 from ...runtime.language import next_power_of_2
-from ...runtime.launch import launch, launcher
+from ...runtime.launch import launcher
 from .shared.prepare_pair import check_pair, pair_arguments, scan_pair, slice_arguments
 from .shared.rejection_rounds import allocate_level_scans, allocate_rounds, launch_level_scan, launch_rounds
-from .shared.rejection_walk import verify_tree_rejection_walk_kernel
+from .shared.rejection_walk import launch_walk
 from .shared.tree_walk import Output, check_tree, output_arguments, tree_arguments
 
 # One program reads whole rows one after another: as many bytes in flight as one program can have.
@@ -220,15 +226,6 @@ def verify_tree_rejection(
         if by_level:
             launch_level_scan(shared, level)
         launch_rounds(shared, num_rounds, level)
-        launch(
-            "verify_tree_rejection",
-            verify_tree_rejection_walk_kernel,
-            (batch_size,),
-            round=num_rounds,
-            level=level,
-            emitted_ptr=emitted,
-            HAS_ROUNDS=num_rounds > 0,
-            **(shared | output_arguments(out)),
-            **tile,
-        )
+        walk = {"round": num_rounds, "level": level, "emitted_ptr": emitted, "HAS_ROUNDS": num_rounds > 0}
+        launch_walk(batch_size, shared | walk | output_arguments(out) | tile)
     return out

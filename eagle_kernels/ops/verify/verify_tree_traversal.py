@@ -23,12 +23,15 @@ Invariants
     predicts and accept_index -1, accept_token_num 0. Results of a request do not depend on the batch around it.
 Grid
     map (parts of V,) inverts d2t; scan (rows of logits, slices) finds every row's maximum and sum; walk (B,), one
-    program walks one tree, and reads the parent's rows once for every node that it deletes.
+    program walks one tree. For vocabularies of more than one slice, before the walk: edges (B, N) looks up every node's
+    probabilities in its parent's rows; a round (B, slices) takes each walk to the next node that it deletes, and sums
+    and draws from what that leaves of its parent's rows (`traversal_rounds.py`).
 Launches
-    1: walk; one more each: scan for logits, map for d2t
+    1: walk; one more each: scan for logits, map for d2t; for more than one slice edges and R = min(N - 1, 24) rounds,
+    at least 1
 Traffic
     every row of the target once and of the draft where there are children, two rows for every deleted node, one or two
-    for the draw.
+    for the draw where the accepted node is not the last one's parent.
 """
 
 from __future__ import annotations

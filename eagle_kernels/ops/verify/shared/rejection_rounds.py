@@ -204,8 +204,9 @@ def _verify_tree_rejection_round_kernel(
     )  # fmt: skip
     rows = open_pair_rows(target_rows, draft_rows, target_to_draft_ptr, num_ids, TARGET_UNIT, DRAFT_UNIT)
     children = open_children(
-        rows, tree, request, node, child, (positions_ptr, seeds_ptr), TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, NUM_NODES=NUM_NODES,
-        NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE, BLOCK_VOCAB=BLOCK_VOCAB, HAS_SCANS=True,
+        rows, tree, request, node, child, (positions_ptr, seeds_ptr), TARGET_IS_PROBS, DRAFT_IS_PROBS,
+        KEEPS_DRAFT=KEEPS_DRAFT, NUM_NODES=NUM_NODES, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
+        BLOCK_VOCAB=BLOCK_VOCAB, HAS_SCANS=True,
     )  # fmt: skip
     if not IS_FIRST:
         found = merge_found(Found(sums_ptr, keys_ptr), since, NUM_SLICES, BLOCK_SLICE)

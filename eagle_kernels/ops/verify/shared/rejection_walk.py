@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ....primitives.dependent_launch import await_predecessor
 from ....runtime.language import tl, triton
+from ....runtime.launch import launch
 from .draws import residual_key
 from .pair import open_pair_rows
 from .rejection_steps import (
@@ -31,7 +32,7 @@ _WORDS = tl.constexpr(STATE_WORDS)
         "stride_target", "stride_draft",
     ]
 )  # fmt: skip
-def verify_tree_rejection_walk_kernel(
+def _verify_tree_rejection_walk_kernel(
     # inputs
     candidates_ptr,
     retrieve_index_ptr,
@@ -163,3 +164,8 @@ def verify_tree_rejection_walk_kernel(
     out = Output(predicts_ptr, accept_index_ptr, accept_token_num_ptr)
     walk = Walk(tree.retrieved, emitted, depth)
     store_walk(out, request, walk, SPEC_STEPS, NUM_NODES, False, BLOCK_DEPTH)
+
+
+def launch_walk(batch_size: int, arguments: dict) -> None:
+    """Launches the walks of all requests; round: the number of rounds made."""
+    launch("verify_tree_rejection", _verify_tree_rejection_walk_kernel, (batch_size,), **arguments)
