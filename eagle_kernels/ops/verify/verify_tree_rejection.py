@@ -65,7 +65,7 @@ TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
 ROUND_TUNING = {"default": {"rounds": 8, "launch_us": 2.0, "bytes_per_us": 2.0e6}}
 
 
-def _goes_by_level(pair: dict, num_rounds: int, spec_steps: int, batch_size: int) -> bool:
+def goes_by_level(pair: dict, num_rounds: int, spec_steps: int, batch_size: int) -> bool:
     """Tells whether reading the rows of the walks alone, with more launches, takes less time than reading all rows."""
     model = tuning.row(ROUND_TUNING, pair["target_ptr"].device)
     num_rows, vocab_size = pair["target_ptr"].shape
@@ -193,14 +193,14 @@ def verify_tree_rejection(
     num_rounds = (
         0 if pair["NUM_SLICES"] == 1 else min(tuning.row(ROUND_TUNING, device)["rounds"], max(num_nodes - 1, 1))
     )
-    by_level = num_rounds > 0 and _goes_by_level(pair, num_rounds, spec_steps, batch_size)
+    by_level = num_rounds > 0 and goes_by_level(pair, num_rounds, spec_steps, batch_size)
     num_places = 0
     depth = emitted = scans = None
     if by_level:
         num_places = batch_size
         scans, pair["num_target_scans"] = allocate_level_scans(pair, batch_size)
         depth = torch.empty((batch_size, num_nodes), dtype=torch.int32, device=device)
-        emitted = torch.empty_like(depth)
+        emitted = torch.empty((batch_size, num_nodes), dtype=torch.int32, device=device)
     elif num_rounds > 0:
         num_places = batch_size * num_nodes
         scans = scan_pair(

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.ops.verify import verify_tree_rejection as op
+from eagle_kernels.ops.verify.shared import prepare_pair
 from eagle_kernels.reference import random as reference_random
 from eagle_kernels.reference.enumeration import enumerate_outcomes, total_variation
 from eagle_kernels.reference.ops.verify.verify_tree_rejection import children, normalised, verify_request, without
 from eagle_kernels.reference.ops.verify.verify_tree_rejection import verify_tree_rejection as verify
 from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness.retune import retune
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.verify.cases import MALFORMED, make_tree
 
@@ -77,6 +80,12 @@ def ahead_of_time_cases():
     yield "reduced vocabulary", make(2, 8, 5, 64, dtype=torch.bfloat16, reduced=20)
     yield "probabilities", make(2, 4, 3, 8, probs=True)
     yield "probabilities, reduced vocabulary", make(2, 4, 3, 8, probs=True, reduced=20, replacement=True)
+    yield "slices", make(1, 4, 3, 8, vocab_size=9000, dtype=torch.bfloat16)
+    yield (
+        "slices of probs, reduced, with replacement",
+        make(1, 2, 2, 4, vocab_size=9001, probs=True, reduced=4500, replacement=True),
+    )
+    yield "slices, level by level", make(32, 2, 2, 32, vocab_size=5000)
     yield "S=0 N=1 V=2", make(2, 1, 1, 1, vocab_size=2) | {"spec_steps": 0}
 
 
@@ -409,6 +418,113 @@ def test_draft_logits_padded_past_the_vocabulary(device):
     values["candidates"][:, 1] = 64
     output, _ = check_operation(PATH, {**values, "draft_logits": padded}, case="padded")
     assert (output.accept_index[:, 1].cpu() % 8 != 1).all() and output.predicts.max() < 61
+
+
+# --- vocabularies of several slices ---
+
+# rounds at the most
+WAYS = {"all nodes at once": 8, "level by level": 8, "too few rounds": 1}
+WAY = pytest.mark.parametrize("way", WAYS)
+
+
+def cut(monkeypatch, way, block=32, rounds=None):
+    """Makes slices small, and the launcher go one of the WAYS."""
+    retune(monkeypatch, prepare_pair.SLICE_TUNING, BLOCK_VOCAB=block, num_warps=1)
+    retune(monkeypatch, op.ROUND_TUNING, rounds=rounds or WAYS[way])
+    monkeypatch.setattr(op, "goes_by_level", lambda *_: way == "level by level")
+
+
+def launches_of(way, spec_steps, num_nodes, has_scan=True):
+    num_levels = spec_steps + 1 if way == "level by level" else 1
+    return num_levels * (min(WAYS[way], num_nodes - 1) + 1 + has_scan)
+
+
+@REPLACEMENT
+@WAY
+def test_several_slices(way, replacement, device, monkeypatch):
+    cut(monkeypatch, way)
+    values = make(3, 3, 2, 6, vocab_size=45, replacement=replacement, device=device)
+    assert_only_launches(PATH, values, launches_of(way, 2, 6))
+    output, _ = check_operation(PATH, values, case=way)
+    assert output.accept_token_num.sum() > 0
+    # walks that end above the leaves
+    check_operation(PATH, {**values, "spec_steps": 1}, case=f"{way} S=1")
+
+
+@WAY
+@pytest.mark.parametrize(
+    ("reduced", "kind"), [(40, "logits"), (None, "probs"), (40, "probs")], ids=["reduced", "probs", "reduced probs"]
+)
+def test_several_slices_of_every_kind(reduced, kind, way, device, monkeypatch):
+    cut(monkeypatch, way)
+    values = make(2, 3, 2, 6, vocab_size=46, reduced=reduced, probs=kind == "probs", device=device)
+    assert_only_launches(PATH, values, launches_of(way, 2, 6, kind == "logits") + (reduced is not None))
+    check_operation(PATH, values, case=f"{way} {reduced} {kind}")
+
+
+@pytest.mark.parametrize(("way", "rounds"), [("all nodes at once", 2), ("all nodes at once", 8), ("level by level", 5)])
+def test_requests_that_end_in_different_rounds(way, rounds, device, monkeypatch):
+    """Seven children, of which the first, the third or none is accepted; seven rounds at the most are needed."""
+    cut(monkeypatch, way, 16, rounds)
+    tokens = [0, 1, 33, 20, 5, 17, 36]
+    target, draft = torch.zeros(2, 40)
+    target[[0, 1, 20, 33, 39]] = torch.tensor([2.0, 1.0, 2.0, 3.0, 8.0]) / 16
+    draft[[0, 1, 33, 20, 5, 17, 36]] = torch.tensor([8.0, 2.0, 1.0, 1.0, 1.0, 1.0, 2.0]) / 16
+    values = one_level(tokens, target.tolist(), draft.tolist(), num_requests=6, device=device)
+    output, _ = check_operation(PATH, values, case=f"{way} {rounds}")
+    accepted = torch.where(output.accept_index[:, 1] >= 0, output.accept_index[:, 1] % 8, -1)
+    assert accepted.unique().tolist() == [-1, 1, 3]
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
+@WAY
+@pytest.mark.parametrize("name", ["all of q on a rejected child", "residual of no mass, child of 0"])
+def test_what_several_slices_leave(name, way, device, monkeypatch):
+    """Where nothing is left of p or q, the next step differs."""
+    cut(monkeypatch, way, block=2)
+    tokens, target, draft, accepted, emitted = SPECIAL[name]
+    values = one_level(tokens, target, draft, device=device)
+    output, _ = check_operation(PATH, values, case=name)
+    path = output.accept_index[:, 1]
+    assert set(torch.where(path >= 0, path % (len(tokens) + 1), -1).tolist()) <= accepted
+    assert set(output.predicts.view(4, -1)[:, 0].tolist()) <= emitted
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
+@WAY
+def test_draft_logits_far_below_the_rejected_child_in_slices(way, device, monkeypatch):
+    cut(monkeypatch, way, block=2)
+    logits = torch.tensor([0.0, -95.0, -95.5, -96.0, -400.0, -401.0])
+    values = one_level([0, 1, 2, 3, 4, 5], [0.0, 0.0, 0.2, 0.0, 0.3, 0.5], [0.0] * 6)
+    values |= {"draft_probs": None, "draft_logits": logits.expand(len(values["target_probs"]), -1).contiguous()}
+    output, _ = check_operation(PATH, to_device(values, device), case=way)
+    assert (output.accept_token_num == 1).all()
+
+
+@WAY
+@pytest.mark.parametrize("fault", ["dead rows", "shared children", "backward links"])
+def test_malformed_trees_in_slices(fault, way, device, monkeypatch):
+    cut(monkeypatch, way)
+    values = make(3, 2, 2, 5, vocab_size=47)
+    MALFORMED.get(fault, share_children)({key: values[key] for key in list(values)[:4]})
+    check_operation(PATH, to_device(values, device), case=fault)
+
+
+def share_children(links):
+    """Every node names the next one as child and as sibling: the depth of a node is the path's."""
+    num_nodes = links["candidates"].shape[1]
+    following = torch.arange(1, num_nodes + 1) % num_nodes
+    for name in ("retrieve_next_token", "retrieve_next_sibling"):
+        links[name][:] = torch.where(following > 0, following, -1)
+
+
+@WAY
+def test_chosen_children_in_slices(way, device, monkeypatch):
+    cut(monkeypatch, way, block=2)
+    values = one_level([1, 3], [0.4, 0.3, 0.2, 0.1], [0.25] * 4, num_requests=6)
+    values["draft_temperature"] = torch.tensor([0.0, 1.0]).repeat(3)
+    values |= {"draft_probs": None, "draft_logits": values["draft_probs"].log()}
+    check_operation(PATH, to_device(values, device), case=way)
 
 
 def one_level(tokens, target, draft, *, num_requests=4, device="cpu", **changes):

@@ -20,6 +20,7 @@ from eagle_kernels.reference.enumeration import (
 from eagle_kernels.reference.ops.verify import verify_tree_traversal as reference
 from eagle_kernels.reference.residual import Draws
 from op_tests.harness import assert_only_launches, check_operation, check_registration, replay_in_graph, to_device
+from op_tests.harness.retune import retune
 from op_tests.harness.statistics import assert_follows_law
 from op_tests.ops.verify.cases import MALFORMED, make_tree
 from op_tests.ops.verify.laws import draft_map, dyadic_probs, emitted_by_a_chain, near, random_law
@@ -137,6 +138,8 @@ def ahead_of_time_cases():
     yield "fp16, draft probs", make(2, 4, 3, 8, 300, 100, draft="probs", dtype=torch.float16)
     yield "bf16, reduced", make(2, 8, 5, 64, 300, 100, dtype=torch.bfloat16)
     yield "probs", make(2, 4, 3, 8, 300, target="probs", draft="probs")
+    yield "slices", make(1, 4, 3, 8, 9000, dtype=torch.bfloat16)
+    yield "slices of probs, reduced", make(1, 2, 2, 4, 9001, 4500, target="probs", draft="probs")
     yield "S=0 N=1 V=2", make(2, 1, 1, 1, 2) | {"spec_steps": 0}
 
 
@@ -184,6 +187,70 @@ def test_exact_arithmetic_gives_the_reference(batch_size, topk, spec_steps, num_
     output, _ = check_operation(PATH, to_device(values, device), case="dyadic")
     assert output.accept_token_num.unique().numel() > 1
     assert (output.accept_index[:, 1] % num_nodes > 1).any(), "no second child was accepted"
+
+
+# --- vocabularies of several slices: rounds, as many as there are nodes, or too few ---
+
+ROUNDS = pytest.mark.parametrize("rounds", [24, 1])
+
+
+def cut(monkeypatch, block, rounds):
+    """Makes slices small, and the rounds as many."""
+    retune(monkeypatch, prepare_pair.SLICE_TUNING, BLOCK_VOCAB=block, num_warps=1)
+    retune(monkeypatch, op.ROUND_TUNING, rounds=rounds)
+
+
+@ROUNDS
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+def test_several_slices(kind, rounds, device, monkeypatch):
+    cut(monkeypatch, 32, rounds)
+    values = make(3, 3, 3, 8, 75, 50, target=kind, draft=kind, device=device)
+    launches = min(rounds, 7) + 3 + (kind == "logits")
+    assert_only_launches(PATH, values, launches)
+    output, _ = check_operation(PATH, values, case=f"{kind} {rounds}")
+    assert output.accept_token_num.sum() > 0
+
+
+@ROUNDS
+def test_requests_that_end_in_different_rounds(rounds, device, monkeypatch):
+    """Probabilities on a dyadic grid, few tokens and many siblings: now the first leaf is accepted, now the last."""
+    cut(monkeypatch, 4, rounds)
+    values = make(12, 4, 1, 5, 10, target="probs", draft="probs")
+    values["target_probs"] = dyadic_probs(60, 10, 16)
+    values["draft_probs"] = dyadic_probs(60, 10, 16)
+    draw_children(values, values["draft_probs"], torch.arange(10))
+    output, _ = check_operation(PATH, to_device(values, device), case=f"{rounds}")
+    accepted = torch.where(output.accept_index[:, 1] >= 0, output.accept_index[:, 1] % 5, -1)
+    assert accepted.unique().numel() > 2
+
+
+@ROUNDS
+def test_every_node_is_deleted(rounds, device, monkeypatch):
+    """Two levels of children that the target does not have: one round for each."""
+    cut(monkeypatch, 2, rounds)
+    tree = ([9, 0, 1, 0, 1, 0], [-1, 0, 0, 1, 1, 2])
+    target = {0: [0.0625, 0.0625, 0.5, 0.375], 1: [0.0, 0.0, 0.5, 0.5], 2: [0.0, 0.0, 0.25, 0.75]}
+    draft = {0: [0.5, 0.25, 0.25, 0.0], 1: [0.5, 0.25, 0.125, 0.125], 2: HALVES}
+    values = make_small([(*tree, {**target, 0: OTHER_HALVES}, draft), (*tree, target, draft), (*tree, target, draft)])
+    output, _ = check_operation(PATH, to_device(values, device), case=f"{rounds}")
+    assert output.accept_token_num[0] == 0
+
+
+@ROUNDS
+def test_special_probabilities_in_slices(rounds, device, monkeypatch):
+    cut(monkeypatch, 2, rounds)
+    check_operation(PATH, to_device(make_small([case[:4] for case in SPECIAL]), device), case=f"special {rounds}")
+
+
+@pytest.mark.parametrize("fault", ["dead rows", "sibling cycle", "shared"])
+def test_malformed_trees_in_slices(fault, device, monkeypatch):
+    cut(monkeypatch, 32, 24)
+    values = make(2, 2, 3, 6, 45)
+    if fault == "shared":
+        values["retrieve_next_sibling"].copy_(values["retrieve_next_token"])
+    else:
+        MALFORMED[fault]({key: values[key] for key in LINKS})
+    check_operation(PATH, to_device(values, device), case=fault)
 
 
 ONE_HOT = [0.0, 0.0, 1.0, 0.0]
