@@ -85,7 +85,7 @@ def ahead_of_time_cases():
         "slices of probs, reduced, with replacement",
         make(1, 2, 2, 4, vocab_size=9001, probs=True, reduced=4500, replacement=True),
     )
-    yield "slices, level by level", make(32, 2, 2, 32, vocab_size=5000)
+    yield "slices, level by level", make(160, 8, 1, 9, vocab_size=5000)
     yield "S=0 N=1 V=2", make(2, 1, 1, 1, vocab_size=2) | {"spec_steps": 0}
 
 
