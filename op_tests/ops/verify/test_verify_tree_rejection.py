@@ -89,6 +89,11 @@ def ahead_of_time_cases():
     yield "S=0 N=1 V=2", make(2, 1, 1, 1, vocab_size=2) | {"spec_steps": 0}
 
 
+def order_case():
+    """Two slices, which make rounds."""
+    return make(2, 2, 2, 5, vocab_size=4200)
+
+
 def size_sweep():
     for batch_size in (1, 2, 3, 16, 17, 64, 257):
         yield make(batch_size, 4, 3, 8)
