@@ -32,9 +32,9 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the sum that entered the layer, and the stream and delta that leave it."""
         entering, normed = self.input_layernorm.add(stream, delta)
-        delta = self.self_attn(normed, angles, attend, layer)
+        delta = self.self_attn(normed, angles, attend, layer, in_parts=True)
         stream, normed = self.post_attention_layernorm.add(entering, delta)
-        return entering, stream, self.mlp(normed)
+        return entering, stream, self.mlp(normed, in_parts=True)
 
 
 class DecoderBackbone(nn.Module):

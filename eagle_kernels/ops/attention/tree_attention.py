@@ -58,6 +58,7 @@ TUNING = {
                  "maxnreg": 128},
         _MANY | {"least_programs": 32, "program_keys": 2048, "max_rows": 128, "num_warps": 8, "num_stages": 4},
         _MANY | {"tile_bytes": 8192, "merged_parts": 4, "num_stages": 3},
+        _ROW | {"least_programs": 132, "min_rows": 64, "tile_bytes": 8192, "programs": 132, "num_stages": 4},
         # for few rows, and for large heads: rows may be empty, but the tensor cores' large instructions are used
         _ROW | {"min_rows": 64, "programs": 132, "num_stages": 4},
     ),
