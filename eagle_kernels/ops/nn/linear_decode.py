@@ -5,15 +5,15 @@ Computes
     parts of the columns, unrounded, for an op that adds them up: `rms_norm`.
 Invariants
     A row's bits depend on no other row, so a NaN stays in its row, and in fp32 not on the number of rows. In fp16 and
-    bf16 one row, 2 to 16 rows, and more or parts are summed in three orders, so their last bits may differ;
-    deterministic: all take the last one.
+    bf16 one row, 2 to 16 rows, and more are summed in orders of their own, so their last bits may differ;
+    deterministic: all are summed as many rows are.
     An output's bits depend on no other row of weight. Sums are made in one order, without atomics.
     out may not overlap x. With prefetch_weight the kernel directly before this one in the stream may write x and bias,
     but not weight (primitives/dependent_launch.py).
 Grid
     (output blocks,), one program makes one block of outputs of all rows, and reads its rows of weight from end to end;
     in fp32 (output blocks * blocks of 4 rows,), with parts (output blocks * parts,).
-    shared/few_rows.py: up to 16 rows, and fp32. shared/many_rows.py: up to 256 rows, and parts.
+    shared/few_rows.py: up to 16 rows, and fp32. shared/many_rows.py: up to 256 rows, parts, and where it is faster.
 Launches
     1
 Traffic
@@ -129,8 +129,8 @@ def linear_decode(
         [[1.0, 2.0, 13.0]]
     """
     out = check.allocate("linear_decode", contract(locals()), out)
-    takes_few = num_parts is None and not deterministic and len(x) <= few_rows.MAX_ROWS
-    if takes_few or x.dtype == torch.float32:
+    is_few = len(x) <= few_rows.MAX_ROWS and not many_rows.is_best(len(x), weight)
+    if x.dtype == torch.float32 or is_few and num_parts is None and not deterministic:
         few_rows.launch_few_rows(x, weight, bias, out, prefetch_weight)
     else:
         many_rows.launch_many_rows(x, weight, bias, out, prefetch_weight)

@@ -44,9 +44,10 @@ def ahead_of_time_cases():
         yield f"T={num_rows} {dtype}", make(num_rows, 64, 4096, dtype, has_bias=dtype == torch.float16)
         yield f"T={num_rows} {dtype} few columns", make(num_rows, 64, 256, dtype)
         yield f"T={num_rows} {dtype} partial tile", make(num_rows, 64, 3592, dtype)
-    for num_rows, num_outputs in itertools.product((32, 64, 256), (64, 5120, 16384)):
+    for num_rows, num_outputs in itertools.product((16, 32, 64, 256), (64, 5120, 16384)):
         if num_rows <= 64 or num_outputs == 64:
-            yield f"T={num_rows} N={num_outputs}", make(num_rows, num_outputs, 256, torch.bfloat16, has_bias=True)
+            values = make(num_rows, num_outputs, 256, torch.bfloat16, has_bias=True)
+            yield f"T={num_rows} N={num_outputs}", values | {"deterministic": True}
     yield "parts", make(64, 64, 256, torch.float16) | {"num_parts": 2}
     yield "T=64 odd", make(64, 64, 257, torch.bfloat16)
     yield "T=32 prefetched", make(32, 64, 256, torch.bfloat16) | {"prefetch_weight": True}
@@ -134,14 +135,19 @@ def test_deterministic_rows_are_as_they_are_alone(num_parts, dtype, device):
             assert_equal("linear_decode", f"T = {num_rows}", "output", result, together[..., :num_rows, :])
 
 
-def test_deterministic_rows_have_one_kernel(device):
-    """One row alone takes the kernel of many, which the CPU's whole numbers cannot tell."""
+def test_which_kernel_is_taken(device, monkeypatch):
+    """Which the CPU's whole numbers cannot tell: deterministic rows all take that of many."""
+    for architecture in many_rows.MACHINES:
+        monkeypatch.setitem(many_rows.MACHINES, architecture, {"programs": 3, "fast_rows": 0, "fast_outputs": 9})
     kernels = []
-    values = make(1, 8, 64, torch.float16, device=device)
-    with launch.intercept(lambda op, kernel, grid, arguments: kernels.append(kernel)):
-        for options in ({}, {"deterministic": True}, {"num_parts": 1}):
-            eagle_kernels.raw.linear_decode(**values, **options)
-    assert kernels[0] is not kernels[1] is kernels[2]
+    with launch.intercept(lambda op, kernel, grid, arguments: kernels.append(kernel.__name__)):
+        for num_rows, num_outputs, options in (
+            (1, 8, {}), (16, 8, {}), (17, 8, {}), (1, 9, {}), (2, 9, {}), (1, 8, {"deterministic": True}),
+            (1, 8, {"num_parts": 1}),
+        ):  # fmt: skip
+            eagle_kernels.raw.linear_decode(**make(num_rows, num_outputs, 64, torch.float16, device=device), **options)
+    names = [kernel.removeprefix("_linear_decode_").removesuffix("_kernel") for kernel in kernels]
+    assert names == ["plain", "rows", "tiles", "plain", "tiles", "tiles", "tiles"]
 
 
 @pytest.mark.parametrize("rows", [row for rows in many_rows.TUNING.values() for row in rows], ids=str)
@@ -150,9 +156,9 @@ def test_every_entry_of_many_rows(rows, device, monkeypatch):
     monkeypatch.setattr(launch, "_can_plan", lambda: False)
     for architecture in many_rows.TUNING:
         monkeypatch.setitem(many_rows.TUNING, architecture, (rows | {"least_outputs": 0},))
-        monkeypatch.setitem(many_rows.MACHINES, architecture, {"programs": 3, "fast_rows": 0})
+        monkeypatch.setitem(many_rows.MACHINES, architecture, {"programs": 3, "fast_rows": 0, "fast_outputs": 0})
     for num_outputs, num_parts in ((70, None), (300, None), (70, 2)):
-        values = make(18, num_outputs, 300, torch.float16, has_bias=True, device=device)
+        values = make(13, num_outputs, 300, torch.float16, has_bias=True, device=device)
         expected = check(values | {"num_parts": num_parts}, f"N = {num_outputs} {num_parts} parts")
         result = eagle_kernels.raw.linear_decode(**values, num_parts=num_parts, prefetch_weight=True)
         assert_equal("linear_decode", f"N = {num_outputs} {num_parts} parts", "output", result, expected)
@@ -168,7 +174,7 @@ def test_how_many_rows_it_is_for():
 
 
 def test_where_parts_are_faster(monkeypatch):
-    monkeypatch.setitem(many_rows.MACHINES, "default", {"programs": 132, "fast_rows": 64})
+    monkeypatch.setitem(many_rows.MACHINES, "default", {"programs": 132, "fast_rows": 64, "fast_outputs": 5120})
     square, wide = (torch.empty(size, 4096, device="meta", dtype=torch.bfloat16) for size in (4096, 6144))
     assert [module.parts_for(rows, square) for rows in (16, 17, 64, 65)] == [None, 2, 2, None]
     assert not module.is_for(64, square) and module.parts_for(64, wide) is None

@@ -32,12 +32,15 @@ _TILE = {"max_rows": MAX_ROWS, "least_outputs": 0, "block_output": 64, "block_co
 _HOPPER = _TILE | {"block_column": 128, "num_stages": 4}
 _HOPPER_WIDE = _HOPPER | {"least_outputs": 16384, "block_output": 128, "num_warps": 8}
 _HOPPER_DEEP = _HOPPER | {"least_outputs": 5120, "num_stages": 6}
-# bench/results/NVIDIA_H200/tuning/linear_decode.txt
+# bench/results/NVIDIA_H200/tuning/linear_decode.txt; an H100 has the same best entries there
 TUNING = {
     "default": (_TILE | {"max_rows": 64}, _TILE),
     # 64 KiB of shared memory
     "gfx942": (_TILE | {"max_rows": 64}, _TILE | {"num_stages": 2}),
     "sm_90": (
+        _HOPPER_WIDE | {"max_rows": 16},
+        _HOPPER_DEEP | {"max_rows": 16, "prefetched": True},
+        _HOPPER | {"max_rows": 16, "prefetched": True},
         _HOPPER_WIDE | {"max_rows": 32},
         _HOPPER_DEEP | {"max_rows": 32},
         _HOPPER | {"max_rows": 32, "prefetched": True},
@@ -47,8 +50,12 @@ TUNING = {
         _TILE | {"block_output": 128, "num_warps": 8, "num_stages": 4},
     ),
 }
-# programs: how many run at once. fast_rows: up to how many rows it was measured to be faster than cuBLAS.
-MACHINES = {"default": {"programs": 128, "fast_rows": 0}, "sm_90": {"programs": 132, "fast_rows": 64}}
+# programs: how many run at once. fast_rows: up to how many rows this is faster than cuBLAS. fast_outputs: from how many
+# outputs on it is faster than few_rows for 2 to 16 rows.
+MACHINES = {
+    "default": {"programs": 128, "fast_rows": 0, "fast_outputs": 2**31},
+    "sm_90": {"programs": 132, "fast_rows": 64, "fast_outputs": 5120},
+}
 
 
 @triton.jit
@@ -128,6 +135,7 @@ def _linear_decode_tiles_kernel(
         first_x = _load_tile(x_row_ptrs, is_row, columns, NUM_COLUMNS, IS_EVEN, "evict_last")
     total = tl.zeros([BLOCK_OUTPUT, BLOCK_ROW], tl.float32)
     TILES_LAST: tl.constexpr = PART_COLUMNS // BLOCK_COLUMN
+    tl.static_assert(TILES_LAST == 1 or not PREFETCH_WEIGHT, "one tile is kept for last")
     for index in tl.range(0, num_tiles - PREFETCH_WEIGHT, num_stages=NUM_STAGES):
         tile = columns + (index + TILES_LAST) % num_tiles * BLOCK_COLUMN
         weight = _load_tile(weight_row_ptrs, is_output, tile, NUM_COLUMNS, IS_EVEN, "evict_first")
@@ -146,6 +154,11 @@ def _linear_decode_tiles_kernel(
 def is_fast(num_rows: int, device: torch.device) -> bool:
     """Returns whether this many rows were measured to be faster than in cuBLAS."""
     return num_rows <= tuning.row(MACHINES, device)["fast_rows"]
+
+
+def is_best(num_rows: int, weight: torch.Tensor) -> bool:
+    """Returns whether this is faster than `few_rows` where both can be taken; the same for 2 to 16 rows."""
+    return num_rows > 1 and weight.shape[0] >= tuning.row(MACHINES, weight.device)["fast_outputs"]
 
 
 def parts_of(weight: torch.Tensor) -> int:
