@@ -43,8 +43,8 @@ def contract(values: dict) -> check.Spec:
     """Checks the arguments of `linear_decode` and describes its output."""
     args = check.Arguments("linear_decode", values)
     x = args.tensor("x", ("T", "K"), check.FLOAT, contiguous=1)
-    if args.size("T") > _max_rows(x.dtype):
-        args.fail("x", f"have T in 0..{_max_rows(x.dtype)}", args.size("T"))
+    if args.size("T") > max_rows(x.dtype):
+        args.fail("x", f"have T in 0..{max_rows(x.dtype)}", args.size("T"))
     if args.size("K") < 1:
         args.fail("x", "have K of at least 1", args.size("K"))
     args.tensor("weight", ("N", "K"), (x.dtype,), contiguous=1)
@@ -67,18 +67,20 @@ def is_for(num_rows: int, weight: torch.Tensor) -> bool:
     return num_rows <= few_rows.MAX_ROWS or is_fast
 
 
-def parts_for(num_rows: int, weight: torch.Tensor) -> int | None:
+def parts_for(num_rows: int, weight: torch.Tensor, deterministic: bool = False) -> int | None:
     """Returns the num_parts with which `linear_decode` is faster than cuBLAS, if there are any, else None.
 
-    This is where a weight has too few rows for all SMs; the op that reads the result must take parts.
+    This is where a weight has too few rows for all SMs; the op that reads the result must take parts. deterministic:
+    the parts are the same for any number of rows, as cuBLAS is no choice.
     """
-    if weight.dtype == torch.float32 or num_rows <= few_rows.MAX_ROWS or weight.shape[0] >= _UNSPLIT_OUTPUTS:
+    if weight.dtype == torch.float32 or weight.shape[0] >= _UNSPLIT_OUTPUTS:
         return None
+    is_best = num_rows > few_rows.MAX_ROWS and many_rows.is_fast(num_rows, weight.device)
     parts = many_rows.parts_of(weight)
-    return parts if parts > 1 and many_rows.is_fast(num_rows, weight.device) else None
+    return parts if parts > 1 and (is_best or deterministic) else None
 
 
-def _max_rows(dtype: torch.dtype) -> int:
+def max_rows(dtype: torch.dtype) -> int:
     """Returns the most rows that the op takes."""
     return MAX_SINGLE_ROWS if dtype == torch.float32 else MAX_ROWS
 
