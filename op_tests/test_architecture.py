@@ -24,9 +24,8 @@ def sources(folder: Path) -> list[Path]:
 
 
 KERNEL_FILES = sources(PACKAGE / "ops") + sources(PACKAGE / "primitives")
-READ_EARLY = {
-    "linear_decode": "weight"
-}  # of which the caller says by prefetch_* that the kernel before does not write it
+# of which the caller says by prefetch_* that the kernel before does not write it
+READ_EARLY = {"few_rows": "weight", "many_rows": "weight"}
 
 
 def parse(path: Path) -> ast.Module:

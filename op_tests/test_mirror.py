@@ -70,6 +70,8 @@ def test_the_docstring_tells_what_a_reader_needs(path):
 
 @pytest.mark.parametrize("path", OPS)
 def test_a_tuning_table_has_a_default(path):
+    """Its own, or of what it shares."""
     module = importlib.import_module("eagle_kernels.ops." + path)
-    tables = [value for name, value in vars(module).items() if name.endswith("TUNING")]
+    shared = [value for value in vars(module).values() if ".shared." in getattr(value, "__name__", "")]
+    tables = [value for each in (module, *shared) for name, value in vars(each).items() if name.endswith("TUNING")]
     assert tables and all("default" in table for table in tables)

@@ -47,10 +47,12 @@ class _PoolAttend:
 
     block_table  [B, max_pages]
     slots        [B, T]  of the new keys, -1: not written
+    deterministic: see `protocol.Attend`.
     """
 
-    def __init__(self, pool: KVPool, block_table: Tensor, slots: Tensor):
+    def __init__(self, pool: KVPool, block_table: Tensor, slots: Tensor, deterministic: bool = False):
         self._pool, self._block_table, self._slots = pool, block_table, slots
+        self.deterministic = deterministic
 
     def __call__(
         self,
@@ -125,8 +127,10 @@ class TreeAttend(_PoolAttend):
         tree_mask: Tensor | None,
         positions: Tensor,
         key_positions: Tensor | None = None,
+        *,
+        deterministic: bool = False,
     ):
-        super().__init__(pool, block_table, slots)
+        super().__init__(pool, block_table, slots, deterministic)
         self.tree_mask, self._positions, self._key_positions = tree_mask, positions, key_positions
         self._sizes = {"seq_lens": lengths, "num_draft_keys": num_draft_keys, "is_causal": tree_mask is None}
 
@@ -135,15 +139,19 @@ class TreeAttend(_PoolAttend):
             options["positions"] = self._positions.flatten().contiguous()
             if self._key_positions is not None:
                 options["key_positions"] = self._key_positions.flatten().contiguous()
+        options["deterministic"] = self.deterministic
         return ops.tree_attention(query, tree_mask=self.tree_mask, **self._sizes, **options).output
 
 
 class DecodeAttend(_PoolAttend):
     """Attends for plain decoding: one new row per request, after its prefix; slots [B, 1]."""
 
-    def __init__(self, pool: KVPool, block_table: Tensor, lengths: Tensor, slots: Tensor):
-        super().__init__(pool, block_table, slots)
+    def __init__(
+        self, pool: KVPool, block_table: Tensor, lengths: Tensor, slots: Tensor, *, deterministic: bool = False
+    ):
+        super().__init__(pool, block_table, slots, deterministic)
         self._seq_lens = lengths + 1
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
+        options["deterministic"] = self.deterministic
         return ops.gqa_decode(query[:, 0], seq_lens=self._seq_lens, **options).output[:, None]

@@ -50,6 +50,10 @@ class EAGLEConfig(DraftingOptions):
             of (topk, num_steps, num_draft_tokens) for up to 8 and up to 32 requests; None in the place of a tree
             decodes plainly, as does a batch beyond the last entry. "auto" measures plain decoding, this tree and some
             smaller ones, and takes the one with the most tokens a second. None: always this tree.
+        deterministic: Whether the target computes each token's bits from its text alone, whatever drafts and other
+            requests are computed beside it. Then speculative text is plain decoding's, bit for bit, in fp16 and bf16,
+            too: without it, two tokens that are equally likely within rounding may be exchanged. For a GPU, and targets
+            that `from_pretrained` loads; verify_strategy must be "target_match" or "greedy". Steps take longer.
         cuda_graph: Whether steps are captured as CUDA graphs. None: on a GPU, if the mask's layout and the models allow
             it. The CPU has no graphs: there True only refuses models that could not be captured on a GPU.
         phase_times: Whether draft, verify, sample and bookkeeping of some steps are timed (`stats.phase_time_ms`), by
@@ -103,6 +107,7 @@ class EAGLEConfig(DraftingOptions):
     max_batch: int = integer(32, at_least(1))
     kv_cache_bytes: int | None = integer(None, at_least(1))
     prefill_chunk: int = integer(2048, at_least(1))
+    deterministic: bool = checked(False, ("be True or False", lambda flag: isinstance(flag, bool)))
     cuda_graph: bool | None = checked(None, ("be True, False or None", lambda flag: isinstance(flag, bool)))
     phase_times: bool = checked(True, ("be True or False", lambda flag: isinstance(flag, bool)))
     max_spec_batch: int | None = integer(None, at_least(0))
@@ -124,6 +129,9 @@ class EAGLEConfig(DraftingOptions):
         self._check_mask()
         self._check_accept_policy()
         self._check_adaptive()
+        is_plain = self.verify_strategy in ("target_match", "greedy")
+        rule = f"be False with verify_strategy={self.verify_strategy!r}, whose text is not plain decoding's"
+        self._require(is_plain or not self.deterministic, "deterministic", rule)
 
     @classmethod
     def naive_eagle(cls, **others: Any) -> EAGLEConfig:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .decoder_config import DecoderConfig
 from .layers import MLP, Attention, Linear, RMSNorm
-from .protocol import FINAL_NORM, Angles, Attend, KVShape, TargetOutput
+from .protocol import FINAL_NORM, Angles, Attend, KVShape, TargetOutput, is_deterministic
 from .rotary import Rotary
 
 
@@ -32,9 +32,9 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the sum that entered the layer, and the stream and delta that leave it."""
         entering, normed = self.input_layernorm.add(stream, delta)
-        delta = self.self_attn(normed, angles, attend, layer)
+        delta = self.self_attn(normed, angles, attend, layer, in_parts=True)
         stream, normed = self.post_attention_layernorm.add(entering, delta)
-        return entering, stream, self.mlp(normed)
+        return entering, stream, self.mlp(normed, in_parts=True, deterministic=is_deterministic(attend))
 
 
 class DecoderBackbone(nn.Module):
@@ -83,6 +83,8 @@ class ConfiguredModel(nn.Module):
 class Decoder(ConfiguredModel):
     """Computes a target of any of the families (`protocol.TargetModel`)."""
 
+    can_be_deterministic = True
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.hidden_size = config.hidden_size
@@ -118,4 +120,4 @@ class Decoder(ConfiguredModel):
         normed, features = self.model(input_ids, positions, attend, capture)
         if last_only:
             normed = normed[:, -1:]
-        return TargetOutput(self.lm_head(normed), features)
+        return TargetOutput(self.lm_head(normed, is_deterministic(attend)), features)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...ops.nn.linear_decode import is_for
+from ...ops.nn.linear_decode import is_for, max_rows, parts_for
 from .decoder_config import DecoderConfig
-from .protocol import Angles, Attend, StoringAttend
+from .protocol import Angles, Attend, StoringAttend, is_deterministic
 
 _DIFFERENTIABLE = SimpleNamespace(
     rms_norm=ops.rms_norm.reference, rope=ops.rope.reference, silu_and_mul=ops.silu_and_mul.reference
@@ -28,20 +28,38 @@ def library(*tensors: Tensor) -> ModuleType | SimpleNamespace:
     return _DIFFERENTIABLE if is_trained or torch.is_autocast_enabled(tensors[0].device.type) else ops
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiplies x [B, T, K] by weightᵀ and adds the bias; on a GPU, `ops.linear_decode` does it for a few tokens."""
-    is_decoding = x.is_cuda and is_for(x.shape[:2].numel(), weight)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deterministic: bool = False) -> Tensor:
+    """Multiplies x [B, T, K] by weightᵀ and adds the bias; on a GPU, `ops.linear_decode` does it for a few tokens.
+
+    deterministic: a row's bits do not depend on the other rows, nor on their number. For GPUs alone.
+    """
+    is_decoding = deterministic or x.is_cuda and is_for(x.shape[:2].numel(), weight)
     if not is_decoding or library(x, weight, *(() if bias is None else (bias,))) is not ops:
         return nn.functional.linear(x, weight, bias)
+    return _decode(x, weight, bias, deterministic)
+
+
+def _decode(x: Tensor, weight: Tensor, bias: Tensor | None, deterministic: bool, parts: int | None = None) -> Tensor:
+    """Applies `ops.linear_decode` to x [B, T, K], to as many rows at once as it takes."""
     # prefetch_weight: no kernel of a step writes weights
-    return ops.linear_decode(x.flatten(0, 1), weight, bias, prefetch_weight=True).unflatten(0, x.shape[:2])
+    options = {"num_parts": parts, "prefetch_weight": True, "deterministic": deterministic}
+    rows = x.flatten(0, 1).split(max_rows(x.dtype))
+    results = [ops.linear_decode(some, weight, bias, **options) for some in rows]
+    return (results[0] if len(results) == 1 else torch.cat(results, dim=-2)).unflatten(-2, x.shape[:2])
 
 
 class Linear(nn.Linear):
     """Multiplies through `linear`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, deterministic: bool = False) -> Tensor:
+        return linear(x, self.weight, self.bias, deterministic)
+
+    def in_parts(self, x: Tensor, deterministic: bool = False) -> Tensor:
+        """Returns what `forward` returns or, where that is faster, parts [P, B, T, N] fp32 for `RMSNorm.add`."""
+        parts = parts_for(x.shape[:2].numel(), self.weight, deterministic) if x.is_cuda else None
+        if parts is None or library(x, self.weight) is not ops:
+            return self(x, deterministic)
+        return _decode(x, self.weight, self.bias, deterministic, parts)
 
 
 class RMSNorm(nn.Module):
@@ -57,12 +75,16 @@ class RMSNorm(nn.Module):
         return norm(x.flatten(0, 1), self.weight, eps=self.eps).output.unflatten(0, x.shape[:2])
 
     def add(self, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns stream + delta [B, T, H] and its norm, from one kernel; delta None stands for zeros."""
+        """Returns stream + delta [B, T, H] and its norm, from one kernel; delta None stands for zeros.
+
+        delta may be what `Linear.in_parts` returns.
+        """
         if delta is None:
             return stream, self(stream)
-        norm = library(stream, delta, self.weight).rms_norm
-        normed, stream = norm(delta.flatten(0, 1), self.weight, stream.flatten(0, 1), eps=self.eps)
-        return stream.view_as(delta), normed.view_as(delta)
+        norm, shape = library(stream, delta, self.weight).rms_norm, stream.shape
+        options = {"eps": self.eps, "sums_parts": delta.dim() > stream.dim()}
+        normed, stream = norm(delta.flatten(-3, -2), self.weight, stream.flatten(0, 1), **options)
+        return stream.view(shape), normed.view(shape)
 
 
 class FusedLinear(Linear):
@@ -110,11 +132,16 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norms else None
         self.register_load_state_dict_pre_hook(join_parts)
 
-    def forward(self, x: Tensor, angles: Angles, attend: Attend, layer: int) -> Tensor:
-        query, key, value = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.num_heads, dim=-2)
+    def forward(self, x: Tensor, angles: Angles, attend: Attend, layer: int, in_parts: bool = False) -> Tensor:
+        """in_parts: the result goes to `RMSNorm.add`, which takes what `Linear.in_parts` returns."""
+        deterministic = is_deterministic(attend)
+        query, key, value = (
+            self.qkv_proj(x, deterministic).unflatten(-1, (-1, self.head_dim)).split(self.num_heads, dim=-2)
+        )
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        return self.o_proj(attend(layer, query, key, value, window=self.window, angles=angles).flatten(-2))
+        output = attend(layer, query, key, value, window=self.window, angles=angles).flatten(-2)
+        return (self.o_proj.in_parts if in_parts else self.o_proj)(output, deterministic)
 
     def store(self, x: Tensor, angles: Angles, attend: StoringAttend, layer: int) -> None:
         """Writes keys and values as `forward` does, and attends to nothing."""
@@ -136,7 +163,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.register_load_state_dict_pre_hook(join_parts)
 
-    def forward(self, x: Tensor) -> Tensor:
-        both = self.gate_up_proj(x)
-        activated = library(both).silu_and_mul(both.flatten(0, 1))
-        return self.down_proj(activated.unflatten(0, x.shape[:2]))
+    def forward(self, x: Tensor, in_parts: bool = False, deterministic: bool = False) -> Tensor:
+        """in_parts: as in `Attention.forward`. deterministic: as in `linear`."""
+        both = self.gate_up_proj(x, deterministic)
+        activated = library(both).silu_and_mul(both.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return (self.down_proj.in_parts if in_parts else self.down_proj)(activated, deterministic)

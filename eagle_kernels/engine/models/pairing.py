@@ -45,6 +45,19 @@ def bind_draft(draft: DraftModel, target: TargetModel) -> None:
         raise ValueError(f"EAGLEInference: {rule}; use {advice}")
 
 
+def check_deterministic(config: EAGLEConfig, target: TargetModel) -> None:
+    """Raises ValueError where the configuration is deterministic and the target cannot be."""
+    if not config.deterministic:
+        return
+    if not getattr(target, "can_be_deterministic", False):
+        rule = "deterministic must be False for a target whose layers are not of this library"
+        advice = "EAGLEInference.from_pretrained loads one that can be deterministic"
+        raise ValueError(f"EAGLEInference: {rule}, got {type(target).__name__}; {advice}")
+    if target.device.type == "cpu":
+        rule = "deterministic must be False on the CPU, where torch sums a row in an order that depends on the others"
+        raise ValueError(f"EAGLEInference: {rule}, got True")
+
+
 def warn_of_rounding(target: TargetModel) -> None:
     """Warns where speculative and plain text may part although the target is fp32."""
     if target.dtype == torch.float32 and target.device.type == "cuda" and rounds_fp32_matmuls():

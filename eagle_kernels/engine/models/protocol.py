@@ -48,6 +48,9 @@ class Attend(Protocol):
 
     Returns:
         [B, T, Hq, D]: softmax(query keyᵀ · sm_scale) value. Query head h reads key-value head h // (Hq // Hkv).
+
+    It may have an attribute `deterministic`; if that is True, the model computes each row's bits from the row alone,
+    whatever the other rows and their number.
     """
 
     def __call__(
@@ -70,6 +73,11 @@ class StoringAttend(Attend, Protocol):
 
     def store(self, layer: int, key: Tensor, value: Tensor, *, angles: Angles | None = None) -> None:
         """Writes `key` and `value` as a call with `layer` and `angles` does, without attending to anything."""
+
+
+def is_deterministic(attend: Attend) -> bool:
+    """Returns whether a row's bits must not depend on the rows beside it."""
+    return getattr(attend, "deterministic", False)
 
 
 class KVShape(NamedTuple):
@@ -104,7 +112,8 @@ class TargetModel(Protocol):
 
     A draft head without an embedding calls `get_input_embeddings() -> nn.Embedding`, and one without an output
     `get_output_embeddings() -> nn.Linear` (Hugging Face's names); other drafts need neither. A model whose forward
-    waits for the device sets `can_be_captured = False`; its steps are not captured as CUDA graphs.
+    waits for the device sets `can_be_captured = False`; its steps are not captured as CUDA graphs. One that follows
+    `Attend.deterministic` sets `can_be_deterministic = True`.
 
     Attributes:
         vocab_size, hidden_size: V and H.

@@ -174,11 +174,15 @@ class Scheduler:
                 self._admit(self._waiting.popleft())
             if self._waiting and not any(self._rows):
                 self._fail_first_waiting()
-            budget = self._prefill_chunk
-            for row in list(self._rows):
-                if row is not None and not row.is_running and budget > 0:
-                    with self._failing_alone(row):
-                        budget -= self._read_prompt(row, budget)
+            # Each prompt is cut at multiples of prefill_chunk, whatever else is read: bits depend on where it is cut.
+            budget, unread = self._prefill_chunk, [row for row in self._rows if row is not None and not row.is_running]
+            for row in sorted(unread, key=lambda row: row.request.id):  # so that the oldest always fits
+                size = min(len(row.request.prompt) - row.num_read, self._prefill_chunk)
+                if size > budget:
+                    break
+                with self._failing_alone(row):
+                    self._read_prompt(row, size)
+                    budget -= size
             self._compact()
 
     def _admit(self, request: Request) -> None:
@@ -203,13 +207,10 @@ class Scheduler:
         cause = "although no other request runs: pages have been lost, which is a bug in eagle_kernels"
         request.fail(RuntimeError(f"EAGLEInference: {state} {cause}"))
 
-    def _read_prompt(self, row: _Row, most: int) -> int:
-        """Reads at most `most` more tokens of a prompt in both models; draws the row's first token after the last part.
-
-        Returns how many tokens it has read.
-        """
+    def _read_prompt(self, row: _Row, size: int) -> None:
+        """Reads `size` more tokens of a prompt in both models; draws the row's first token after the last part."""
         prompt, start, stepper = row.request.prompt, row.num_read, self.plan.plain
-        stop = min(len(prompt), start + most)
+        stop = start + size
         is_last = stop == len(prompt)
         # includes the token after this part, which the draft reads together with the part's last feature
         tokens = torch.tensor(prompt[start : stop + 1], device=self.state.roots.device)
@@ -236,7 +237,6 @@ class Scheduler:
             self._push(Launch(first, [(0, row)]))
             row.is_running = True
         row.num_read = stop
-        return stop - start
 
     def _compact(self) -> None:
         """Moves the last rows to free places before them, if that makes the batch smaller."""

@@ -17,7 +17,7 @@ from ..batch.state import BatchState
 from ..config.eagle_config import CONFIG_FIELDS, EAGLEConfig
 from ..drafters.methods import make_drafter, make_reader
 from ..drafters.suffix_cache import SuffixCache
-from ..models.pairing import check_method, check_trees
+from ..models.pairing import check_deterministic, check_method, check_trees
 from ..models.protocol import DraftModel, TargetModel
 from ..models.tokenizer import Tokenizer
 from ..requests.inputs import Seeds, read_max_new_tokens, read_seeds
@@ -66,6 +66,7 @@ class Session:
     def check(self, config: EAGLEConfig) -> None:
         """Raises ValueError if the models cannot serve the configuration's method or emit its end tokens."""
         check_method(config, self.draft)
+        check_deterministic(config, self.target)
         self._check_tokens("EAGLEConfig: eos_token_ids", config.eos_token_ids or ())
 
     def tokenizer_for(self, user: str) -> Tokenizer:

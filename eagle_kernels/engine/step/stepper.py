@@ -159,11 +159,12 @@ class Stepper:
             if mode != ops.TreeMaskMode.PACKED:
                 sizes = {"num_verify_tokens": self.num_nodes, "tree_mask_mode": mode}
                 words = ops.pack_tree_mask(words, batch.lengths, **sizes)
-            attend = TreeAttend(
-                batch.state.target_pool, batch.block_table, batch.lengths, slots, self.num_nodes, words, tree.positions
-            )
+            pool, table = batch.state.target_pool, batch.block_table
+            sizes = (batch.lengths, slots, self.num_nodes)
+            attend = TreeAttend(pool, table, *sizes, words, tree.positions, deterministic=self.config.deterministic)
         else:
-            attend = DecodeAttend(batch.state.target_pool, batch.block_table, batch.lengths, slots)
+            pool, table = batch.state.target_pool, batch.block_table
+            attend = DecodeAttend(pool, table, batch.lengths, slots, deterministic=self.config.deterministic)
         output = self.target.forward(tree.draft_tokens.view(shape), positions, attend, capture=self.aux_layers)
         features = output.features
         if features is None:

@@ -13,7 +13,7 @@ Invariants
     read, nor are pages outside the pool; page ids of seen slots must lie within it. NaN in a query or in a seen key
     stays in its request and KV head.
     deterministic: bits depend on the request's own query, keys and length alone, not on the batch, on padding, or on
-    the size of the page table; they are those of the root of a tree in tree_attention whose draft block is in the pool.
+    the size of the page table; they are those of a tree's node in tree_attention, whose draft block is in the pool.
     Otherwise they also depend on the lengths of the batch, which decide how keys are cut.
 Grid
     (Hkv * row tiles, shares), one program attends the heads of a group to a share; past 65535, shares take two axes.

@@ -17,6 +17,8 @@ Invariants
     Ragged: of a request of more than max_query rows, the first max_query are attended, and see as many draft keys at
     most; rows of no request are not written.
     deterministic: as in gqa_decode; bits do not depend on Nq, on other rows' masks, or on the number of rows either.
+    With draft keys in the pool, a row has the bits of gqa_decode over the prefix and the draft keys that it sees, side
+    by side (shared/paths.py): a node those of plain decoding along its path.
 Grid
     (Hkv * row tiles, shares), one program attends a tile of (token, head of the group) rows of one KV head to a share;
     past 65535, shares take two axes. Merge: (B, programs), one program merges every programs-th tile of a request's
@@ -58,6 +60,7 @@ TUNING = {
                  "maxnreg": 128},
         _MANY | {"least_programs": 32, "program_keys": 2048, "max_rows": 128, "num_warps": 8, "num_stages": 4},
         _MANY | {"tile_bytes": 8192, "merged_parts": 4, "num_stages": 3},
+        _ROW | {"least_programs": 132, "min_rows": 64, "tile_bytes": 8192, "programs": 132, "num_stages": 4},
         # for few rows, and for large heads: rows may be empty, but the tensor cores' large instructions are used
         _ROW | {"min_rows": 64, "programs": 132, "num_stages": 4},
     ),
@@ -208,7 +211,9 @@ def tree_attention(
         sm_scale: factor of the logits, above 0. None: 1 / sqrt(D).
         soft_cap: above 0; logits become soft_cap * tanh(logits / soft_cap). None: they stay.
         window: at least 1; a row at position p sees the keys at positions above p - window. None: all.
-        deterministic: a row's bits do not depend on the batch or the rows around it. Takes longer.
+        deterministic: a row's bits do not depend on the batch or the rows around it. With draft keys in the pool they
+            are those of `gqa_decode` over the keys that the row sees: of plain decoding along a node's path, with
+            sliding windows, too. Takes longer.
         out: two tensors to write into.
 
     Returns:

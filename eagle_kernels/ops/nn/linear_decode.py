@@ -1,299 +1,88 @@
-"""A linear layer for the few tokens of a decoding step: the weights are read once, as fast as memory gives them.
+"""A linear layer for the tokens of a decoding step: the weights are read once, as fast as memory gives them.
 
 Computes
-    x @ weight.T + bias, with products and sums in fp32 (no TF32), rounded once.
+    x @ weight.T + bias, with products and sums in fp32 (no TF32), rounded once. With num_parts, the sums of as many
+    parts of the columns, unrounded, for an op that adds them up: `rms_norm`.
 Invariants
     A row's bits depend on no other row, so a NaN stays in its row, and in fp32 not on the number of rows. In fp16 and
-    bf16 a single row is summed in another order than two or more are, so its last bit may differ.
+    bf16 one row, 2 to 16 rows, and more are summed in orders of their own, so their last bits may differ;
+    deterministic: all are summed as many rows are.
     An output's bits depend on no other row of weight. Sums are made in one order, without atomics.
     out may not overlap x. With prefetch_weight the kernel directly before this one in the stream may write x and bias,
     but not weight (primitives/dependent_launch.py).
 Grid
     (output blocks,), one program makes one block of outputs of all rows, and reads its rows of weight from end to end;
-    in fp32 (output blocks * blocks of 4 rows,).
+    in fp32 (output blocks * blocks of 4 rows,), with parts (output blocks * parts,).
+    shared/few_rows.py: up to 16 rows, and fp32. shared/many_rows.py: up to 256 rows, parts, and where it is faster.
 Launches
     1
 Traffic
-    element bytes * (N * K + T * (K + N)), and N more with a bias, for x [T, K] and weight [N, K]. Blocks of rows read
-    the weights out of the cache.
+    element bytes * (N * K + T * (K + N)), and N more with a bias, for x [T, K] and weight [N, K]; with parts, 4 bytes *
+    parts * T * N for the output. Blocks of rows read the weights out of the cache.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ...primitives.dependent_launch import await_predecessor
-from ...primitives.strides import row_unit
-from ...runtime import check, tuning
-from ...runtime.language import is_interpreting, next_power_of_2, tl, triton
-from ...runtime.launch import launch, launcher
+from ...runtime import check
+from ...runtime.language import triton
+from ...runtime.launch import launcher
+from .shared import few_rows, many_rows
 
-# MAX_ROWS: in fp16 and bf16, on the tensor cores. MAX_SINGLE_ROWS: in fp32, which these do not have.
-MAX_ROWS = 16
-MAX_SINGLE_ROWS = 64
-# Past MAX_ROWS rows the weights are read from the cache several times. On an H100, more products than this take longer
-# than in cuBLAS, whose calls with few rows take 6 us and more.
+MAX_ROWS = many_rows.MAX_ROWS
+MAX_SINGLE_ROWS = few_rows.MAX_SINGLE_ROWS
+# In fp32, past 16 rows the weights are read from the cache several times. On an H100, more products than this take
+# longer than in cuBLAS, whose calls with few rows take 6 us and more.
 MAX_SINGLE_PRODUCTS = 2**25
-# rows of a program without the tensor cores: their sums must fit into registers
-PLAIN_ROWS = 4
-
-# The first entry that allows the number of rows and of outputs is taken. Two tokens and more must get the same entry:
-# it decides a row's bits. In a tile with 256 * num_warps columns every warp has 16 bytes of each row. uses_dot: on the
-# tensor cores, all rows at once.
-_ONE = {"max_rows": 1, "least_outputs": 0, "uses_dot": False, "block_output": 8, "block_column": 1024,
-        "num_warps": 4, "num_stages": 2}  # fmt: skip
-_MANY = {"max_rows": MAX_ROWS, "least_outputs": 0, "uses_dot": True, "block_output": 32, "block_column": 256,
-         "num_warps": 4, "num_stages": 2}  # fmt: skip
-_HOPPER = _MANY | {"block_output": 16, "block_column": 512, "num_stages": 4}
-# bench/results/NVIDIA_H100_80GB_HBM3/tuning/linear_decode.txt
-TUNING = {
-    "default": (_ONE, _MANY),
-    "sm_90": (
-        _ONE | {"block_output": 4, "block_column": 2048, "num_warps": 8},
-        _HOPPER | {"least_outputs": 16384},
-        # with fewer stages one more program fits on an SM, so that all run at once
-        _HOPPER | {"least_outputs": 5120, "num_stages": 3},
-        _HOPPER,
-    ),
-}
-# In fp32 all rows get the same entry, the first that allows the number of columns.
-_SINGLE = {"most_columns": 2**31, "uses_dot": False, "block_output": 8, "block_column": 512, "num_warps": 4,
-           "num_stages": 2}  # fmt: skip
-SINGLE_TUNING = {
-    "default": (_SINGLE,),
-    "sm_90": (
-        _SINGLE | {"most_columns": 512, "block_column": 256, "num_warps": 1},
-        _SINGLE,
-    ),
-}
-
-
-@triton.jit
-def _load_weight(weight_row_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Loads a tile of weights. Nothing reads them again later, so they leave the caches first."""
-    if IS_EVEN:
-        return tl.load(weight_row_ptr + start + column, eviction_policy="evict_first")
-    else:
-        is_column = start + column < NUM_COLUMNS
-        return tl.load(weight_row_ptr + start + column, mask=is_column, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _load_row(x_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Loads the part of one row of x that meets a tile of weights."""
-    if IS_EVEN:
-        return tl.load(x_ptr + start + column)
-    else:
-        return tl.load(x_ptr + start + column, mask=start + column < NUM_COLUMNS, other=0.0)
-
-
-@triton.jit
-def _neighbours(values):
-    """Splits values [OUTPUT, COLUMN] into four tensors [OUTPUT, COLUMN // 4], one for each of the neighbours that a
-    thread loads at once, always in the same order."""
-    pairs = tl.reshape(values, (values.shape[0], values.shape[1] // 4, 2, 2))
-    left, right = tl.split(pairs)
-    return tl.split(left) + tl.split(right)
-
-
-@triton.jit
-def _add_products(
-    totals, weight, x_ptrs, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr, VECTOR: tl.constexpr
-):
-    """Returns totals, [OUTPUT, COLUMN // VECTOR] for each row, plus the products of weight [OUTPUT, COLUMN] and x.
-
-    A thread loads VECTOR neighbours at once and keeps one sum of them; a sum for each would take too many registers. In
-    fp32 each product is fused explicitly with the sum before: what a compiler fuses depends on the other rows.
-    """
-    sums = ()
-    for index in tl.static_range(len(totals)):
-        x = _load_row(x_ptrs[index], start, column, NUM_COLUMNS, IS_EVEN)[None, :]
-        if VECTOR == 4:
-            weights, xs = _neighbours(weight), _neighbours(tl.broadcast_to(x, weight.shape))
-            products = weights[0] * xs[0]
-            for place in tl.static_range(1, VECTOR):
-                products = tl.fma(weights[place], xs[place], products)
-        else:  # a single row: with a fixed order ptxas loads the last weights late, which costs 10 %
-            NUM_VECTORS: tl.constexpr = weight.shape[1] // VECTOR
-            products = weight.to(tl.float32) * x.to(tl.float32)
-            products = tl.sum(tl.reshape(products, (weight.shape[0], NUM_VECTORS, VECTOR)), axis=2)
-        sums += (totals[index] + products,)  # the products wait for no other tile
-    return sums
-
-
-@triton.jit(
-    do_not_specialize=["num_rows", "num_outputs", "stride_x_row", "stride_weight_output", "stride_output_row"]
-)  # fmt: skip
-def _linear_decode_plain_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    output_ptr,
-    num_rows,
-    num_outputs,
-    stride_x_row,
-    stride_weight_output,
-    stride_output_row,
-    UNIT: tl.constexpr,
-    VECTOR: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_OUTPUT: tl.constexpr,
-    BLOCK_COLUMN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PREFETCH_WEIGHT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """Multiplies BLOCK_ROW rows, one by one, on the plain floating-point units, while the next tiles are loaded."""
-    await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
-    first_row, output_block = 0, tl.program_id(0)
-    if BLOCK_ROW > 1:  # neighbouring blocks read the same weights, which the first one brings into the cache
-        num_row_blocks = tl.cdiv(num_rows, BLOCK_ROW)
-        first_row, output_block = output_block % num_row_blocks * BLOCK_ROW, output_block // num_row_blocks
-    output = output_block * BLOCK_OUTPUT + tl.arange(0, BLOCK_OUTPUT)
-    # past the end the last row again: cheaper than a mask on every load
-    weight_row = tl.minimum(output, num_outputs - 1).to(tl.int64)
-    column = tl.arange(0, BLOCK_COLUMN)
-    weight_row_ptr = weight_ptr + (weight_row * stride_weight_output * UNIT)[:, None]
-    first_weight = _load_weight(weight_row_ptr, 0, column[None, :], NUM_COLUMNS, IS_EVEN)
-    await_predecessor(ENABLE_PDL and PREFETCH_WEIGHT)
-
-    x_ptrs, totals = (), ()
-    for index in tl.static_range(BLOCK_ROW):
-        row = tl.minimum(first_row + index, num_rows - 1).to(tl.int64)  # as above
-        x_ptrs += (x_ptr + row * stride_x_row * UNIT,)
-        totals += (tl.zeros([BLOCK_OUTPUT, BLOCK_COLUMN // VECTOR], tl.float32),)
-    for start in tl.range(BLOCK_COLUMN, NUM_COLUMNS, BLOCK_COLUMN, num_stages=NUM_STAGES):
-        weight = _load_weight(weight_row_ptr, start, column[None, :], NUM_COLUMNS, IS_EVEN)
-        totals = _add_products(totals, weight, x_ptrs, start, column, NUM_COLUMNS, IS_EVEN, VECTOR)
-    # last, so that the loop has started to load its tiles before anything waits for x
-    totals = _add_products(totals, first_weight, x_ptrs, 0, column, NUM_COLUMNS, IS_EVEN, VECTOR)
-
-    is_output = output < num_outputs
-    for index in tl.static_range(BLOCK_ROW):
-        row = first_row + index
-        result = tl.sum(totals[index], axis=1)
-        if bias_ptr is not None:
-            result += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)
-        output_row_ptr = output_ptr + tl.cast(row, tl.int64) * stride_output_row
-        is_stored = is_output & (row < num_rows)
-        tl.store(output_row_ptr + output, result.to(output_ptr.dtype.element_ty), mask=is_stored)
-
-
-@triton.jit
-def _load_rows(x_row_ptr, is_row, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Loads the part of all rows of x that meets a tile of weights."""
-    is_read = is_row
-    if not IS_EVEN:
-        is_read &= start + column < NUM_COLUMNS
-    return tl.load(x_row_ptr + start + column, mask=is_read, other=0.0)
-
-
-@triton.jit
-def _multiply(x, weight, total, IS_WIDENED: tl.constexpr):
-    """Returns total [PART, ROW, OUTPUT] plus x [PART, ROW, COLUMN] times weight [PART, OUTPUT, COLUMN].
-
-    IS_WIDENED: multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
-    """
-    if IS_WIDENED:
-        x, weight = x.to(tl.float32), weight.to(tl.float32)
-    weight = tl.permute(weight, (0, 2, 1))
-    return tl.dot(x, weight, total, input_precision="ieee")
-
-
-@triton.jit(
-    do_not_specialize=["num_rows", "num_outputs", "stride_x_row", "stride_weight_output", "stride_output_row"]
-)  # fmt: skip
-def _linear_decode_rows_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    output_ptr,
-    num_rows,
-    num_outputs,
-    stride_x_row,
-    stride_weight_output,
-    stride_output_row,
-    UNIT: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    IS_WIDENED: tl.constexpr,
-    BLOCK_ROW: tl.constexpr,
-    BLOCK_OUTPUT: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    BLOCK_COLUMN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PREFETCH_WEIGHT: tl.constexpr,
-    ENABLE_PDL: tl.constexpr,
-):
-    """Multiplies up to BLOCK_ROW rows on the tensor cores. Every warp has columns of its own, a part, which keeps all
-    warps busy with few outputs; the parts' sums are added up last."""
-    await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
-    output = tl.program_id(0) * BLOCK_OUTPUT + tl.arange(0, BLOCK_OUTPUT)
-    # past the end the last row again: cheaper than a mask on every load
-    weight_row = tl.minimum(output, num_outputs - 1).to(tl.int64)
-    part, lane = tl.arange(0, NUM_PARTS), tl.arange(0, BLOCK_COLUMN)
-    column = part[:, None, None] * BLOCK_COLUMN + lane[None, None, :]
-    weight_row_ptr = weight_ptr + (weight_row * stride_weight_output * UNIT)[None, :, None]
-    first_weight = _load_weight(weight_row_ptr, 0, column, NUM_COLUMNS, IS_EVEN)
-    await_predecessor(ENABLE_PDL and PREFETCH_WEIGHT)
-
-    row = tl.arange(0, BLOCK_ROW)
-    is_row = (row < num_rows)[None, :, None]
-    x_row_ptr = x_ptr + (row.to(tl.int64) * stride_x_row * UNIT)[None, :, None]
-    total = tl.zeros([NUM_PARTS, BLOCK_ROW, BLOCK_OUTPUT], tl.float32)
-    STEP: tl.constexpr = NUM_PARTS * BLOCK_COLUMN
-    for start in tl.range(STEP, NUM_COLUMNS, STEP, num_stages=NUM_STAGES):
-        weight = _load_weight(weight_row_ptr, start, column, NUM_COLUMNS, IS_EVEN)
-        x = _load_rows(x_row_ptr, is_row, start, column, NUM_COLUMNS, IS_EVEN)
-        total = _multiply(x, weight, total, IS_WIDENED)
-    # last, as above
-    x = _load_rows(x_row_ptr, is_row, 0, column, NUM_COLUMNS, IS_EVEN)
-    result = tl.sum(_multiply(x, first_weight, total, IS_WIDENED), axis=0)
-
-    is_output = output < num_outputs
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    output_row_ptr = output_ptr + (row.to(tl.int64) * stride_output_row)[:, None]
-    is_stored = (row < num_rows)[:, None] & is_output[None, :]
-    tl.store(output_row_ptr + output[None, :], result.to(output_ptr.dtype.element_ty), mask=is_stored)
+# outputs from which one program an SM is kept busy without parts
+_UNSPLIT_OUTPUTS = 5120
 
 
 def contract(values: dict) -> check.Spec:
     """Checks the arguments of `linear_decode` and describes its output."""
     args = check.Arguments("linear_decode", values)
     x = args.tensor("x", ("T", "K"), check.FLOAT, contiguous=1)
-    if args.size("T") > _max_rows(x.dtype):
-        args.fail("x", f"have T in 0..{_max_rows(x.dtype)}", args.size("T"))
+    if args.size("T") > max_rows(x.dtype):
+        args.fail("x", f"have T in 0..{max_rows(x.dtype)}", args.size("T"))
     if args.size("K") < 1:
         args.fail("x", "have K of at least 1", args.size("K"))
     args.tensor("weight", ("N", "K"), (x.dtype,), contiguous=1)
     args.tensor("bias", ("N",), (x.dtype,), optional=True)
-    return args.spec((args.size("T"), args.size("N")), x.dtype, contiguous=1)
+    num_parts = values["num_parts"]
+    if num_parts is None:
+        return args.spec((args.size("T"), args.size("N")), x.dtype, contiguous=1)
+    if x.dtype == torch.float32:
+        args.fail("num_parts", "be None in fp32", num_parts)
+    most = min(many_rows.MAX_PARTS, triton.cdiv(args.size("K"), 128))
+    return args.spec((args.integer("num_parts", 1, most), args.size("T"), args.size("N")), torch.float32, contiguous=1)
 
 
 def is_for(num_rows: int, weight: torch.Tensor) -> bool:
     """Returns whether `linear_decode` takes this many rows and, for more than 16, is faster than cuBLAS."""
-    is_fast = num_rows <= MAX_ROWS or num_rows * weight.numel() <= MAX_SINGLE_PRODUCTS
-    return is_fast and num_rows <= _max_rows(weight.dtype)
+    if weight.dtype == torch.float32:
+        is_fast = num_rows <= 16 or num_rows * weight.numel() <= MAX_SINGLE_PRODUCTS
+        return is_fast and num_rows <= MAX_SINGLE_ROWS
+    is_fast = weight.shape[0] >= _UNSPLIT_OUTPUTS and many_rows.is_fast(num_rows, weight.device)
+    return num_rows <= few_rows.MAX_ROWS or is_fast
 
 
-def _max_rows(dtype: torch.dtype) -> int:
+def parts_for(num_rows: int, weight: torch.Tensor, deterministic: bool = False) -> int | None:
+    """Returns the num_parts with which `linear_decode` is faster than cuBLAS, if there are any, else None.
+
+    This is where a weight has too few rows for all SMs; the op that reads the result must take parts. deterministic:
+    the parts are the same for any number of rows, as cuBLAS is no choice.
+    """
+    if weight.dtype == torch.float32 or weight.shape[0] >= _UNSPLIT_OUTPUTS:
+        return None
+    is_best = num_rows > few_rows.MAX_ROWS and many_rows.is_fast(num_rows, weight.device)
+    parts = many_rows.parts_of(weight)
+    return parts if parts > 1 and (is_best or deterministic) else None
+
+
+def max_rows(dtype: torch.dtype) -> int:
     """Returns the most rows that the op takes."""
     return MAX_SINGLE_ROWS if dtype == torch.float32 else MAX_ROWS
-
-
-def _choose_tuning(x: torch.Tensor, num_outputs: int) -> dict:
-    """Returns the first entry that fits the sizes."""
-    num_rows, num_columns = x.shape
-    if x.dtype == torch.float32:
-        return next(row for row in tuning.row(SINGLE_TUNING, x.device) if num_columns <= row["most_columns"])
-    *rows, last = tuning.row(TUNING, x.device)
-    for row in rows:
-        if num_rows <= row["max_rows"] and num_outputs >= row["least_outputs"]:
-            return row
-    return last
 
 
 @launcher
@@ -302,23 +91,32 @@ def linear_decode(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    num_parts: int | None = None,
     prefetch_weight: bool = False,
+    deterministic: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns x @ weight.T + bias for the few tokens of a decoding step.
+    """Returns x @ weight.T + bias for the tokens of a decoding step.
 
-    Symbols: T tokens, 0..16, in fp32 0..64; K inputs, at least 1; N outputs.
+    Symbols: T tokens, 0..256, in fp32 0..64; K inputs, at least 1; N outputs; P = num_parts.
 
     Args:
         x: [T, K] fp16, bf16 or fp32. Rows may be strided.
         weight: [N, K] fp16, bf16 or fp32, as `x`. Rows may be strided.
         bias: None or [N] fp16, bf16 or fp32, as `x`.
+        num_parts: None, or P in 1..8, at most one for each 128 columns, not in fp32: returns the sums of P parts of the
+            columns, for `rms_norm(..., sums_parts=True)`, which adds them up. Faster where N is small and T large:
+            `eagle_kernels.ops.nn.linear_decode.parts_for` says when.
         prefetch_weight: reads the first weights before the kernel directly before this one in the stream has ended,
             where the GPU can. Faster, but that kernel must not write `weight`.
+        deterministic: a row's bits do not depend on the number of rows either. In fp32 they never do. Takes longer for
+            up to 16 rows.
         out: a tensor to write into. Its rows may be strided.
 
     Returns:
         [T, N] fp16, bf16 or fp32, as `x`. Products are summed in fp32 and rounded once. A NaN stays in its row.
+        With num_parts [P, T, N] fp32: the sums of parts of the columns, in order, the bias in the first one. Parts
+        begin at multiples of 128 columns and are as even as these allow.
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype or device, more tokens than above, or an `out` that
@@ -333,52 +131,9 @@ def linear_decode(
         [[1.0, 2.0, 13.0]]
     """
     out = check.allocate("linear_decode", contract(locals()), out)
-    (num_rows, num_columns), num_outputs = x.shape, weight.shape[0]
-    tuned = _choose_tuning(x, num_outputs)
-    unit = row_unit(x, weight)
-    block_output = tuned["block_output"]
-    step = min(tuned["block_column"], next_power_of_2(num_columns))
-    arguments = {
-        "x_ptr": x,
-        "weight_ptr": weight,
-        "bias_ptr": bias,
-        "output_ptr": out,
-        "num_rows": num_rows,
-        "num_outputs": num_outputs,
-        "stride_x_row": x.stride(0) // unit,
-        "stride_weight_output": weight.stride(0) // unit,
-        "stride_output_row": out.stride(0),
-        "UNIT": unit,
-        "NUM_COLUMNS": num_columns,
-        "BLOCK_OUTPUT": block_output,
-        "NUM_STAGES": tuned["num_stages"],
-        "PREFETCH_WEIGHT": prefetch_weight,
-        "num_warps": tuned["num_warps"],
-    }
-    num_blocks = triton.cdiv(num_outputs, block_output)
-    if tuned["uses_dot"]:
-        block_column = max(step // tuned["num_warps"], 16)  # tensor cores take no fewer
-        launch(
-            "linear_decode",
-            _linear_decode_rows_kernel,
-            (num_blocks if num_rows else 0,),
-            IS_EVEN=num_columns % (tuned["num_warps"] * block_column) == 0,
-            IS_WIDENED=is_interpreting() and x.dtype == torch.bfloat16,
-            BLOCK_ROW=MAX_ROWS,
-            NUM_PARTS=tuned["num_warps"],
-            BLOCK_COLUMN=block_column,
-            **arguments,
-        )
+    is_few = len(x) <= few_rows.MAX_ROWS and not many_rows.is_best(len(x), weight)
+    if x.dtype == torch.float32 or is_few and num_parts is None and not deterministic:
+        few_rows.launch_few_rows(x, weight, bias, out, prefetch_weight)
     else:
-        block_column = max(step, 16 // x.element_size())
-        launch(
-            "linear_decode",
-            _linear_decode_plain_kernel,
-            (num_blocks * triton.cdiv(num_rows, PLAIN_ROWS),),
-            VECTOR=16 // x.element_size(),
-            IS_EVEN=num_columns % block_column == 0,
-            BLOCK_ROW=1 if num_rows == 1 else PLAIN_ROWS,
-            BLOCK_COLUMN=block_column,
-            **arguments,
-        )
+        many_rows.launch_many_rows(x, weight, bias, out, prefetch_weight)
     return out

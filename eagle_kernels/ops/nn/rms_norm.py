@@ -5,6 +5,8 @@ Computes
     its dtype, and is returned as well: the stream that the next layer adds to.
     round_sum: y is that of the rounded sum, as where a model adds and then norms; otherwise of the sum in fp32, as in
         the fused kernels of SGLang and FlashInfer.
+    sums_parts: x is the sum of parts, in order, rounded to the dtype of the weight: what `linear_decode` with num_parts
+        leaves to be added.
     round_normalized: x / sqrt(...) is rounded to the dtype of x before the weight multiplies it, as in Hugging Face's
         norms of Llama, Qwen and Mistral; otherwise y is rounded once, as in Gemma (with weight_offset = 1) and OLMo 2.
 Invariants
@@ -15,7 +17,8 @@ Grid
 Launches
     1
 Traffic
-    2 * element bytes per element of x, with a residual 4 * element bytes.
+    2 * element bytes per element of x, with a residual 4 * element bytes; of P parts 4 * P + element bytes, with a
+    residual 4 * P + 3 * element bytes.
 """
 
 from __future__ import annotations
@@ -39,14 +42,16 @@ class Output(NamedTuple):
 
 
 MAX_HIDDEN = 65536
+MAX_PARTS = 8
 IN_PLACE = {"output": ("x", "residual"), "residual": ("x", "residual")}
 
 TUNING = {"default": {"columns_per_warp": 512, "max_warps": 16}}
 
 
 @triton.jit(
-    do_not_specialize=["stride_x_token", "stride_x_head", "stride_residual_token", "stride_residual_head",
-                       "stride_output_token", "stride_output_head", "stride_sum_token", "stride_sum_head"]
+    do_not_specialize=["stride_x_part", "stride_x_token", "stride_x_head", "stride_residual_token",
+                       "stride_residual_head", "stride_output_token", "stride_output_head", "stride_sum_token",
+                       "stride_sum_head"]
 )  # fmt: skip
 def _rms_norm_kernel(
     # inputs
@@ -59,6 +64,7 @@ def _rms_norm_kernel(
     # sizes
     eps,
     weight_offset,
+    stride_x_part,
     stride_x_token,
     stride_x_head,
     stride_residual_token,
@@ -68,7 +74,9 @@ def _rms_norm_kernel(
     stride_sum_token,
     stride_sum_head,
     UNIT: tl.constexpr,
+    X_UNIT: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     IS_SUM_ROUNDED: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
@@ -81,8 +89,12 @@ def _rms_norm_kernel(
     is_column = column < HIDDEN_SIZE
     dtype = output_ptr.dtype.element_ty
 
-    x_row_ptr = x_ptr + (token * stride_x_token + head * stride_x_head) * UNIT
+    x_row_ptr = x_ptr + (token * stride_x_token + head * stride_x_head) * X_UNIT
     x = tl.load(x_row_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTS):
+        x += tl.load(x_row_ptr + part * stride_x_part * X_UNIT + column, mask=is_column, other=0.0)
+    if NUM_PARTS > 0:
+        x = x.to(dtype).to(tl.float32)
     # loaded before anything waits for the sum
     weight = tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
     if residual_ptr is not None:
@@ -109,17 +121,25 @@ def contract(values: dict) -> Output:
     args = check.Arguments("rms_norm", values)
     x = values["x"]
     axes = ("T", "heads", "H") if isinstance(x, torch.Tensor) and x.dim() == 3 else ("T", "H")
-    x = args.tensor("x", axes, check.FLOAT, contiguous=1)
+    if values["sums_parts"]:
+        axes = ("T", "H")
+        x = args.tensor("x", ("P", *axes), (torch.float32,), contiguous=1)
+        if not 1 <= args.size("P") <= MAX_PARTS:
+            args.fail("x", f"have P in 1..{MAX_PARTS}", args.size("P"))
+        dtypes = check.FLOAT
+    else:
+        x = args.tensor("x", axes, check.FLOAT, contiguous=1)
+        dtypes = (x.dtype,)
     if not 1 <= args.size("H") <= MAX_HIDDEN:
         args.fail("x", f"have H in 1..{MAX_HIDDEN}", args.size("H"))
-    args.tensor("weight", ("H",), (x.dtype,))
-    residual = args.tensor("residual", axes, (x.dtype,), contiguous=1, optional=True)
+    dtype = args.tensor("weight", ("H",), dtypes).dtype
+    residual = args.tensor("residual", axes, (dtype,), contiguous=1, optional=True)
     args.number("eps", 0.0)
     args.number("weight_offset")
     num_tokens = 0 if residual is None else args.size("T")
     return Output(
-        args.spec(tuple(x.shape), x.dtype, contiguous=1),
-        args.spec((num_tokens, *x.shape[1:]), x.dtype, contiguous=1),
+        args.spec(tuple(x.shape[-len(axes) :]), dtype, contiguous=1),
+        args.spec((num_tokens, *x.shape[1 - len(axes) :]), dtype, contiguous=1),
     )
 
 
@@ -133,17 +153,20 @@ def rms_norm(
     weight_offset: float = 0.0,
     round_sum: bool = True,
     round_normalized: bool = True,
+    sums_parts: bool = False,
     out: Output | None = None,
 ) -> Output:
     """Normalizes each row of `x`, or of `x + residual`, by its root mean square.
 
-    Symbols: T tokens, H elements of a row, 1..65536. A row gives x / sqrt(mean(x^2) + eps) * (weight_offset + weight).
+    Symbols: T tokens, H elements of a row, 1..65536; P parts, 1..8. A row gives x / sqrt(mean(x^2) + eps) *
+    (weight_offset + weight).
 
     Args:
-        x: [T, H] or [T, heads, H] fp16, bf16 or fp32. All axes but the last may be strided.
-        weight: [H] fp16, bf16 or fp32, as `x`.
-        residual: None or [T, H] or [T, heads, H] fp16, bf16 or fp32, as `x`. Added to `x` first. All axes but the last
-            may be strided.
+        x: [T, H] or [T, heads, H] fp16, bf16 or fp32; with sums_parts [P, T, H] fp32. All axes but the last may be
+            strided.
+        weight: [H] fp16, bf16 or fp32, as `x`; with sums_parts any of them, which decides the others' dtype.
+        residual: None or [T, H] or [T, heads, H] fp16, bf16 or fp32, as `weight`. Added to `x` first. All axes but the
+            last may be strided.
         eps: added to the mean of the squares, at least 0.
         weight_offset: added to the weight; 1 for Gemma.
         round_sum: normalizes x + residual as it is returned, rounded to the dtype of `x`, as Hugging Face's models do.
@@ -151,13 +174,15 @@ def rms_norm(
             makes no difference.
         round_normalized: rounds to the dtype of `x` before the product with the weight, as Hugging Face's norms of
             Llama, Qwen and Mistral do. False: rounds once, at the end, as those of Gemma and OLMo 2 do.
+        sums_parts: adds up the parts of `x`, in order, and rounds their sum to the dtype of `weight` first: the result
+            of `linear_decode` with num_parts.
         out: two tensors to write into, of which the second has no rows without `residual`. Each of them may be one of
             `x` and `residual`: (x, residual) works in place.
 
     Returns:
         A named tuple, every element of which is written:
-        output: [T, H] or [T, heads, H] fp16, bf16 or fp32, as `x`. The normalized rows.
-        residual: [T, H] or [T, heads, H] fp16, bf16 or fp32, as `x`. x + residual, rounded once, which the next
+        output: [T, H] or [T, heads, H] fp16, bf16 or fp32, as `weight`. The normalized rows.
+        residual: [T, H] or [T, heads, H] fp16, bf16 or fp32, as `weight`. x + residual, rounded once, which the next
             layer adds to; without `residual` it has no rows, [0, H] or [0, heads, H].
         A NaN stays in its row.
 
@@ -178,19 +203,22 @@ def rms_norm(
     """
     contracted = contract(locals())
     out = check.allocate("rms_norm", contracted, out)
-    tensors = [x, out.output] if residual is None else [x, out.output, residual, out.residual]
-    unit = row_unit(*tensors)
-    strides = {}
+    num_parts = len(x) if sums_parts else 0
+    unit = row_unit(*([out.output] if residual is None else [out.output, residual, out.residual]))
+    x_unit = row_unit(x)
+    strides = {"stride_x_part": x.stride(0) // x_unit if sums_parts else 0}
+    has_heads = out.output.dim() == 3
     for name, tensor in zip(("x", "output", "residual", "sum"), (x, out.output, residual, out.residual)):
-        steps = (0, 0) if tensor is None else tensor.stride()
-        strides[f"stride_{name}_token"] = steps[0] // unit
-        strides[f"stride_{name}_head"] = steps[1] // unit if x.dim() == 3 else 0
+        of_token, of_head = (0, 0) if tensor is None else tensor.stride()[sums_parts and name == "x" :][:2]
+        of_unit = x_unit if name == "x" else unit
+        strides[f"stride_{name}_token"] = of_token // of_unit
+        strides[f"stride_{name}_head"] = of_head // of_unit if has_heads else 0
     tuned = tuning.row(TUNING, x.device)
     block_hidden = next_power_of_2(x.shape[-1])
     launch(
         "rms_norm",
         _rms_norm_kernel,
-        (x.shape[0], x.shape[1] if x.dim() == 3 else 1),
+        (out.output.shape[0], out.output.shape[1] if has_heads else 1),
         x_ptr=x,
         residual_ptr=residual,
         weight_ptr=weight,
@@ -199,7 +227,9 @@ def rms_norm(
         eps=float(eps),
         weight_offset=float(weight_offset),
         UNIT=unit,
+        X_UNIT=x_unit,
         HIDDEN_SIZE=x.shape[-1],
+        NUM_PARTS=num_parts,
         IS_SUM_ROUNDED=bool(round_sum) or residual is None,  # one kernel for both where no sum is made
         IS_ROUNDED=bool(round_normalized),
         BLOCK_HIDDEN=block_hidden,

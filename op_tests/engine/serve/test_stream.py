@@ -24,7 +24,7 @@ def test_steps_go_on_while_a_stream_reads_its_prompt(target, draft, lag, monkeyp
     assert engine.session.scheduler.num_steps == engine.generate(prompt, 6).stats.batch_steps
     scheduler, parts = engine.session.scheduler, []
     for name in ("_read_prompt", "_launch_rows"):
-        monkeypatch.setattr(scheduler, name, noted(getattr(scheduler, name), parts))
+        monkeypatch.setattr(scheduler, name, noted(name, getattr(scheduler, name), parts))
     running = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=90))
     engine.step()
     parts.clear()
@@ -36,10 +36,12 @@ def test_steps_go_on_while_a_stream_reads_its_prompt(target, draft, lag, monkeyp
     assert running.output_ids == engine.generate([1, 2, 3], 90)[0]
 
 
-def noted(call, results: list):
+def noted(name: str, call, parts: list):
+    """Notes how many tokens of a prompt are read, and None for a step."""
+
     def noting(*arguments):
-        results.append(call(*arguments))
-        return results[-1]
+        parts.append(arguments[-1] if name == "_read_prompt" else None)
+        return call(*arguments)
 
     return noting
 

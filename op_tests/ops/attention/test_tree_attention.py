@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.ops.attention.shared.shares import count_ordered_shares
 from eagle_kernels.ops.attention.tree_attention import TUNING
 from eagle_kernels.reference.ops.attention.tree_attention import tree_attention as reference
 from op_tests.harness import (
@@ -178,7 +179,7 @@ def test_one_request_has_the_shares_that_fit_the_gpu(is_separate, device, monkey
 
     monkeypatch.setattr(torch, "empty", noted)
     eagle_kernels.raw.tree_attention(**values)
-    assert shares[0].tolist() in ([[0, 7]], [[0, 8]])
+    assert shares[0].tolist() in ([[0, 7, 0]], [[0, 8, 0]])
 
 
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
@@ -334,6 +335,108 @@ def test_deterministic_root_is_plain_decoding(num_query, prefix, has_sinks, devi
     expected = eagle_kernels.raw.gqa_decode(values["query"][:1, 0].contiguous(), **plain, deterministic=True)
     assert_equal("tree_attention", "root", "output", result.output[0, 0], expected.output[0])
     assert_equal("tree_attention", "root", "lse", result.lse[0, 0], expected.lse[0])
+
+
+def along_its_path(values, request, row, form):
+    """The arguments of gqa_decode for one row: the prefix and the drafts that it sees, side by side in new pages."""
+    page_size, index = values["k_cache"].shape[1], torch.arange(values["num_draft_keys"])
+    words = values["tree_mask"][request, row].cpu()
+    visible = index[(words[index // 64] >> index % 64) & 1 == 1]
+    if form == "csr":
+        first, stop = values["kv_indptr"][request : request + 2].tolist()
+        pages = values["kv_indices"][first:stop].cpu()
+        prefix = (len(pages) - 1) * page_size + int(values["last_page_len"][request]) - values["num_draft_keys"]
+    else:
+        pages, prefix = values["block_table"][request].cpu(), int(values["seq_lens"][request])
+    slots = torch.cat([torch.arange(prefix), prefix + visible])
+    plain = {name: values[name] for name in ("sinks", "soft_cap", "window", "k_scale", "v_scale") if name in values}
+    num_pages = -(-len(slots) // page_size) + 1
+    for name in ("k_cache", "v_cache"):
+        cache = values[name]
+        raw = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+        place = torch.arange(len(slots))
+        filled = raw.new_zeros(num_pages, *raw.shape[1:])
+        filled[place // page_size, place % page_size] = raw[pages[slots // page_size].long(), slots % page_size]
+        plain[name] = filled.view(cache.dtype)
+    device = plain["k_cache"].device
+    plain["block_table"] = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
+    plain["seq_lens"] = torch.tensor([len(slots)], dtype=torch.int32, device=device)
+    return values["query"][request : request + 1, row].contiguous(), plain, len(slots) - 1
+
+
+# (queries, draft keys, head_dim, group, kv heads, page size, prefixes), options, rows that are compared
+PATHS = [
+    ((7, 7, 32, 2, 1, 16, [60, 3]), {}, None),
+    ((6, 6, 32, 4, 1, 1, [64, 0]), {"sinks": True}, None),
+    ((5, 70, 16, 7, 2, 64, [127]), {"soft_cap": 5.0}, None),  # a row's heads lie in two tiles of rows
+    ((9, 9, 32, 1, 1, 16, [253]), {"window": 30, "sinks": True}, None),  # windows begin in two shares
+    ((4, 6, 32, 4, 1, 16, [1020]), {}, None),
+    ((3, 3, 32, 2, 1, 16, [2300]), {"window": 1200, "sinks": True}, None),  # larger shares
+    ((40, 40, 32, 2, 1, 16, [130]), {"fp8": True}, [0, 5, 31, 32, 39]),
+]
+
+
+@pytest.mark.parametrize(("shape", "options", "rows"), PATHS, ids=str)
+@pytest.mark.parametrize("form", ["block_table", "csr"])
+def test_deterministic_nodes_are_plain_decoding(shape, options, rows, form, device):
+    """Each node has the bits of gqa_decode along its path, wherever its ancestors lie; so has the root of a batch."""
+    *sizes, prefixes = shape
+    dtype = torch.float32 if device.type == "cpu" or not sizes[2] % 32 else torch.bfloat16
+    dtype = torch.float16 if "fp8" in options else dtype
+    values = make(*sizes, dtype, prefixes, form=form, device=device)
+    check_paths(values, options, rows, form, device)
+
+
+def check_paths(values, options, rows, form, device):
+    batch_size, num_query, num_heads, _ = values["query"].shape
+    values["tree_mask"][..., 0] |= 1
+    if options.get("sinks"):
+        values["sinks"] = torch.randn(num_heads, device=device)
+    if "fp8" in options:
+        for name in ("k_cache", "v_cache"):
+            values[name] = values[name].nan_to_num().to(fp8_of(device))
+        values |= {name: torch.tensor([scale], device=device) for name, scale in (("k_scale", 0.5), ("v_scale", 2.0))}
+    values |= {name: options[name] for name in ("window", "soft_cap") if name in options}
+    plain = {(b, row): along_its_path(values, b, row, form) for b in range(batch_size) for row in range(num_query)}
+    if "window" in values:
+        positions = [plain[b, row][2] for b in range(batch_size) for row in range(num_query)]
+        values["positions"] = torch.tensor(positions, device=device)
+        if values["num_draft_keys"] != num_query:
+            values["key_positions"] = torch.zeros(
+                batch_size * values["num_draft_keys"], dtype=torch.int64, device=device
+            )
+    result = eagle_kernels.raw.tree_attention(**values, deterministic=True)
+    for (b, row), (query, arguments, _) in plain.items():
+        if rows is None or row in rows:
+            expected = eagle_kernels.raw.gqa_decode(query, **arguments, deterministic=True)
+            assert_equal("tree_attention", f"{b}, {row}", "output", result.output[b, row], expected.output[0])
+            assert_equal("tree_attention", f"{b}, {row}", "lse", result.lse[b, row], expected.lse[0])
+
+
+@pytest.mark.gpu
+def test_deterministic_nodes_of_models(device):
+    """Trees of 64 nodes over prefixes of up to 9,000 keys, with the heads of Llama 8B and Qwen2.5 7B, in bf16."""
+    for group, num_kv_heads in ((4, 8), (7, 4)):
+        values = make(64, 64, 128, group, num_kv_heads, 16, torch.bfloat16, [640, 0, 9000, 4097], device=device)
+        check_paths(values, {}, [0, 1, 17, 63], "block_table", device)
+
+
+def test_ordered_shares_cover_all_tiles():
+    """One after another, each tile once; and few of them."""
+
+    def bounds(index, base):
+        octave = max(index // 8 - 1, 0)
+        return (index - 8 * octave) * (base << octave), base << octave
+
+    for base in (1, 2, 3):
+        tile, share = 0, 0
+        while tile < 3000:
+            first, size = bounds(share, base)
+            assert first == tile
+            for covered in range(first, first + size):
+                assert count_ordered_shares(covered + 1, base) == share + 1
+            tile, share = first + size, share + 1
+    assert count_ordered_shares(2048, 2) == 64
 
 
 def test_both_page_tables_and_both_draft_blocks_agree(device):

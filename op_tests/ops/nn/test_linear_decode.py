@@ -9,7 +9,9 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.nn import linear_decode as module
+from eagle_kernels.ops.nn.shared import few_rows, many_rows
 from eagle_kernels.reference.ops.nn.linear_decode import linear_decode as reference
+from eagle_kernels.runtime import launch
 from op_tests.harness import (
     assert_close,
     assert_equal,
@@ -42,6 +44,13 @@ def ahead_of_time_cases():
         yield f"T={num_rows} {dtype}", make(num_rows, 64, 4096, dtype, has_bias=dtype == torch.float16)
         yield f"T={num_rows} {dtype} few columns", make(num_rows, 64, 256, dtype)
         yield f"T={num_rows} {dtype} partial tile", make(num_rows, 64, 3592, dtype)
+    for num_rows, num_outputs in itertools.product((16, 32, 64, 256), (64, 5120, 16384)):
+        if num_rows <= 64 or num_outputs == 64:
+            values = make(num_rows, num_outputs, 256, torch.bfloat16, has_bias=True)
+            yield f"T={num_rows} N={num_outputs}", values | {"deterministic": True}
+    yield "parts", make(64, 64, 256, torch.float16) | {"num_parts": 2}
+    yield "T=64 odd", make(64, 64, 257, torch.bfloat16)
+    yield "T=32 prefetched", make(32, 64, 256, torch.bfloat16) | {"prefetch_weight": True}
     for num_rows in (1, 8):
         yield f"T={num_rows} odd", make(num_rows, 64, 4097, torch.bfloat16)
         yield f"T={num_rows} prefetched", make(num_rows, 64, 4096, torch.bfloat16) | {"prefetch_weight": True}
@@ -59,6 +68,7 @@ def size_sweep():
                 yield make(num_rows, num_outputs, 64, torch.float32)
         wide = torch.zeros(num_rows, 64 + 8 * num_rows, dtype=torch.float16)
         yield make(num_rows, 16, 64, torch.float16) | {"x": wide[:, :64]}
+        yield make(16 + 15 * num_rows, 16, 64, torch.float16)
         odd = torch.zeros(num_rows, 65 + 2 * num_rows, dtype=torch.float16)
         yield make(num_rows, 16, 64, torch.float16) | {"x": odd[:, :64]}
 
@@ -81,12 +91,96 @@ def test_more_rows_in_fp32(num_rows, device):
     check(make(num_rows, 37, 80, torch.float32, has_bias=True, device=device), f"T = {num_rows}")
 
 
+@pytest.mark.parametrize("num_rows", [17, 33, 64, 100, 256])
+def test_many_rows(num_rows, device):
+    for index, size in enumerate(((1, 1), (33, 16), (40, 1025), (130, 200))):
+        dtype = (torch.float16, torch.bfloat16)[index % 2]
+        check(make(num_rows, *size, dtype, has_bias=index > 1, device=device), f"T = {num_rows} {size}")
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+@pytest.mark.parametrize(("num_columns", "num_parts"), [(100, 1), (129, 2), (640, 2), (650, 5), (1024, 8)])
+def test_parts(num_rows, num_columns, num_parts, device):
+    """Each part is the reference's, so that their bounds are; together they are the whole product."""
+    values = make(num_rows, 70, num_columns, torch.float16, has_bias=True, device=device)
+    parts = check(values | {"num_parts": num_parts}, f"{num_parts} parts of {num_columns}")
+    assert parts.dtype == torch.float32
+    assert_close("linear_decode", "sum", "output", parts.sum(0).half(), reference(**in_float64(values)))
+
+
+def test_parts_into_a_wider_tensor(device):
+    values = make(20, 24, 300, torch.float16, device=device) | {"num_parts": 3}
+    wide = torch.full((3, 20, 30), float("nan"), device=device)
+    out = wide[..., :24]
+    expected = eagle_kernels.raw.linear_decode(**values)
+    assert eagle_kernels.raw.linear_decode(**values, out=out) is out
+    assert_equal("linear_decode", "out", "output", out, expected)
+    assert wide[..., 24:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_parts", [None, 2])
+def test_deterministic_rows_are_as_they_are_alone(num_parts, dtype, device):
+    """Bit by bit, in tiles of every size, prefetched or not. The interpreter's order depends on the place: there, whole
+    numbers, whose sums are exact."""
+    values = make(256, 70, 1100, dtype, has_bias=True, device=device)
+    if device.type == "cpu":
+        values = {name: (8 * tensor).round() for name, tensor in values.items()}
+    values |= {"num_parts": num_parts, "deterministic": True}
+    together = eagle_kernels.raw.linear_decode(**values)
+    for num_rows in (1, 2, 16, 17, 33, 64, 65):
+        for prefetch_weight in (False, True):
+            few = values | {"x": values["x"][:num_rows], "prefetch_weight": prefetch_weight}
+            result = eagle_kernels.raw.linear_decode(**few)
+            assert_equal("linear_decode", f"T = {num_rows}", "output", result, together[..., :num_rows, :])
+
+
+def test_which_kernel_is_taken(device, monkeypatch):
+    """Which the CPU's whole numbers cannot tell: deterministic rows all take that of many."""
+    for architecture in many_rows.MACHINES:
+        monkeypatch.setitem(many_rows.MACHINES, architecture, {"programs": 3, "fast_rows": 0, "fast_outputs": 9})
+    kernels = []
+    with launch.intercept(lambda op, kernel, grid, arguments: kernels.append(kernel.__name__)):
+        for num_rows, num_outputs, options in (
+            (1, 8, {}), (16, 8, {}), (17, 8, {}), (1, 9, {}), (2, 9, {}), (1, 8, {"deterministic": True}),
+            (1, 8, {"num_parts": 1}),
+        ):  # fmt: skip
+            eagle_kernels.raw.linear_decode(**make(num_rows, num_outputs, 64, torch.float16, device=device), **options)
+    names = [kernel.removeprefix("_linear_decode_").removesuffix("_kernel") for kernel in kernels]
+    assert names == ["plain", "rows", "tiles", "plain", "tiles", "tiles", "tiles"]
+
+
+@pytest.mark.parametrize("rows", [row for rows in many_rows.TUNING.values() for row in rows], ids=str)
+def test_every_entry_of_many_rows(rows, device, monkeypatch):
+    """Each block of outputs, also where it makes fewer than it has place for, and parts."""
+    monkeypatch.setattr(launch, "_can_plan", lambda: False)
+    for architecture in many_rows.TUNING:
+        monkeypatch.setitem(many_rows.TUNING, architecture, (rows | {"least_outputs": 0},))
+        monkeypatch.setitem(many_rows.MACHINES, architecture, {"programs": 3, "fast_rows": 0, "fast_outputs": 0})
+    for num_outputs, num_parts in ((70, None), (300, None), (70, 2)):
+        values = make(13, num_outputs, 300, torch.float16, has_bias=True, device=device)
+        expected = check(values | {"num_parts": num_parts}, f"N = {num_outputs} {num_parts} parts")
+        result = eagle_kernels.raw.linear_decode(**values, num_parts=num_parts, prefetch_weight=True)
+        assert_equal("linear_decode", f"N = {num_outputs} {num_parts} parts", "output", result, expected)
+
+
 def test_how_many_rows_it_is_for():
     small, large = torch.empty(512, 512, device="meta"), torch.empty(8192, 8192, device="meta")
     assert module.is_for(64, small) and not module.is_for(65, small)
     assert module.is_for(16, large) and not module.is_for(17, large)  # cuBLAS is faster
     for dtype in (torch.float16, torch.bfloat16):
         assert module.is_for(16, small.to(dtype)) and not module.is_for(17, small.to(dtype))
+        assert module.parts_for(64, small.to(dtype)) is None  # nothing was measured on this device
+
+
+def test_where_parts_are_faster(monkeypatch):
+    monkeypatch.setitem(many_rows.MACHINES, "default", {"programs": 132, "fast_rows": 64, "fast_outputs": 5120})
+    square, wide = (torch.empty(size, 4096, device="meta", dtype=torch.bfloat16) for size in (4096, 6144))
+    assert [module.parts_for(rows, square) for rows in (16, 17, 64, 65)] == [None, 2, 2, None]
+    assert not module.is_for(64, square) and module.parts_for(64, wide) is None
+    assert module.is_for(64, wide) and not module.is_for(65, wide)
+    assert module.parts_for(64, square[:1000]) == 8 and module.parts_for(64, square[:1000, :300]) == 3
+    assert module.parts_for(64, square.float()) is None
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])
@@ -214,7 +308,7 @@ def test_a_row_of_weight_knows_no_other(device):
     ids=str,
 )
 def test_tuning_changes_rounding_alone(numbers, device, monkeypatch):
-    retune(monkeypatch, module.TUNING, **numbers)
+    retune(monkeypatch, few_rows.TUNING, **numbers)
     for num_rows in (1, 4):
         check(make(num_rows, 70, 3000, torch.float16, has_bias=True, device=device), f"T = {num_rows} {numbers}")
 
@@ -228,23 +322,23 @@ def test_tuning_changes_rounding_alone(numbers, device, monkeypatch):
     ids=str,
 )
 def test_tuning_of_fp32_changes_rounding_alone(numbers, device, monkeypatch):
-    retune(monkeypatch, module.SINGLE_TUNING, **numbers)
+    retune(monkeypatch, few_rows.SINGLE_TUNING, **numbers)
     for num_rows in (1, 21):
         check(make(num_rows, 70, 1300, torch.float32, has_bias=True, device=device), f"T = {num_rows} {numbers}")
 
 
 def test_rows_are_tuned_alike():
     """A row's bits follow from the tuning, so two rows and sixteen must get the same, one row its own, in fp32 all."""
-    for rows in module.TUNING.values():
-        assert {row["max_rows"] for row in rows} <= {1, module.MAX_ROWS} and rows[-1]["max_rows"] == module.MAX_ROWS
+    for rows in few_rows.TUNING.values():
+        assert {row["max_rows"] for row in rows} <= {1, few_rows.MAX_ROWS} and rows[-1]["max_rows"] == few_rows.MAX_ROWS
         assert all(row["uses_dot"] for row in rows if row["max_rows"] > 1)
-    for rows in module.SINGLE_TUNING.values():
+    for rows in few_rows.SINGLE_TUNING.values():
         most_columns = [row["most_columns"] for row in rows]
         assert most_columns == sorted(most_columns) and most_columns[-1] == 2**31
 
 
 def test_launches_and_nothing_else(device):
-    for num_rows in (1, 3):
+    for num_rows in (1, 3, 20):
         values = make(num_rows, 40, 64, torch.float16, has_bias=True, device=device)
         assert_only_launches(PATH, values)
 
@@ -253,6 +347,8 @@ def test_launches_and_nothing_else(device):
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_registration(num_rows, has_bias, device):
     check_registration("linear_decode", make(num_rows, 40, 64, torch.float32, has_bias=has_bias, device=device))
+    values = make(num_rows, 40, 300, torch.float16, has_bias=has_bias, device=device)
+    check_registration("linear_decode", values | {"num_parts": 2})
 
 
 @pytest.mark.parametrize(
@@ -261,7 +357,8 @@ def test_registration(num_rows, has_bias, device):
         ({"x": torch.zeros(3, 64).double()}, ValueError, "x must have dtype .* or float32, got float64"),
         ({"x": torch.zeros(64)}, ValueError, "x must have shape"),
         ({"x": torch.zeros(65, 64)}, ValueError, r"x must have T in 0\.\.64, got 65"),
-        ({"x": torch.zeros(17, 64).half()}, ValueError, r"x must have T in 0\.\.16, got 17"),
+        ({"x": torch.zeros(257, 64).half()}, ValueError, r"x must have T in 0\.\.256, got 257"),
+        ({"num_parts": 1}, ValueError, "num_parts must be None in fp32, got 1"),
         ({"x": torch.zeros(3, 0)}, ValueError, "x must have K of at least 1, got 0"),
         ({"x": torch.zeros(64, 3).T}, ValueError, "x must be contiguous in its last 1 axes"),
         ({"weight": torch.zeros(32, 65)}, ValueError, "weight must have K = 64 in axis 1"),
@@ -276,6 +373,20 @@ def test_bad_input_is_named(change, kind, message, device):
     values = make(3, 32, 64, torch.float32) | change
     with pytest.raises(kind, match="^eagle_kernels.linear_decode: " + message):
         eagle_kernels.raw.linear_decode(**to_device(values, device))
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "kind", "message"),
+    [
+        (0, ValueError, r"num_parts must lie in 1\.\.2, got 0"),
+        (3, ValueError, r"num_parts must lie in 1\.\.2, got 3"),
+        (True, TypeError, "num_parts must be an int"),
+    ],
+)
+def test_a_bad_number_of_parts_is_named(num_parts, kind, message, device):
+    values = make(3, 32, 256, torch.float16, device=device)
+    with pytest.raises(kind, match="^eagle_kernels.linear_decode: " + message):
+        eagle_kernels.raw.linear_decode(**values, num_parts=num_parts)
 
 
 @pytest.mark.gpu

@@ -30,7 +30,7 @@ SIZES = (1, 2, 3, 31, 64, 129, 512, 4096, 5120, 5121, 8192)
 def check(values, case=""):
     """Kernel within twice the reference's own error against float64; the new residual, a single sum, exactly."""
     # the interpreter does not round to bfloat16, it cuts off
-    is_exact = values["x"].dtype != torch.bfloat16 or values["x"].is_cuda
+    is_exact = values["weight"].dtype != torch.bfloat16 or values["x"].is_cuda
     actual, baseline = check_operation(PATH, values, case=case, skip=("output",) if is_exact else Output._fields)
     expected = reference(**in_float64(values))
     for name, got, want, base in zip(Output._fields, actual, expected, baseline):
@@ -46,6 +46,7 @@ def ahead_of_time_cases():
     yield "H=4096 bfloat16 fused", make(2, 4096, torch.bfloat16, has_residual=True, round_sum=False)
     yield "H=128 heads", make(2, 128, torch.bfloat16, heads=(4,), weight_offset=1.0)
     yield "H=5121", make(2, 5121, torch.bfloat16)
+    yield "parts", make(2, 4096, torch.bfloat16, has_residual=True) | {"x": torch.randn(2, 2, 4096), "sums_parts": True}
     yield "H=65536", make(1, 65536, torch.bfloat16, has_residual=True)
 
 
@@ -117,6 +118,20 @@ def test_in_place(has_residual, device):
         assert_equal("rms_norm", "in place", "output", out.output, expected.output)
         assert_equal("rms_norm", "in place", "residual", out.residual, expected.residual)
         assert all(tensor[:, 300:].isnan().all() for tensor in wide)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 8])
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_parts_are_added_and_rounded(num_parts, has_residual, device):
+    """As the norm of their sum in the weight's dtype; also where parts and rows are strided."""
+    values = make(3, 200, torch.float16, has_residual=has_residual, device=device)
+    parts = torch.randn(num_parts, 3, 203, device=device)[..., :200]
+    total = sum(parts[1:], parts[0]).half()
+    expected = eagle_kernels.raw.rms_norm(**values | {"x": total})
+    result = check(values | {"x": parts, "sums_parts": True}, f"{num_parts} parts")
+    for name, got, want in zip(Output._fields, result, expected):
+        assert got.dtype == torch.float16
+        assert_equal("rms_norm", f"{num_parts} parts", name, got, want)
 
 
 def test_without_tokens(device):
@@ -208,7 +223,9 @@ def test_launches_and_nothing_else(device):
 
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_registration(has_residual, device):
-    check_registration("rms_norm", make(3, 64, torch.float32, has_residual=has_residual, device=device))
+    values = make(3, 64, torch.float16, has_residual=has_residual, device=device)
+    check_registration("rms_norm", values)
+    check_registration("rms_norm", values | {"x": torch.randn(2, 3, 64, device=device), "sums_parts": True})
 
 
 @pytest.mark.parametrize(
@@ -218,6 +235,9 @@ def test_registration(has_residual, device):
         ({"x": torch.zeros(64)}, ValueError, "x must have shape"),
         ({"x": torch.zeros(3, 0)}, ValueError, "x must have H in 1..65536, got 0"),
         ({"x": torch.zeros(3, 65537)}, ValueError, "x must have H in 1..65536, got 65537"),
+        ({"sums_parts": True}, ValueError, "x must have shape"),
+        ({"x": torch.zeros(9, 3, 64), "sums_parts": True}, ValueError, r"x must have P in 1\.\.8, got 9"),
+        ({"x": torch.zeros(2, 3, 64).half(), "sums_parts": True}, ValueError, "x must have dtype float32, got float16"),
         ({"x": torch.zeros(64, 3).T}, ValueError, "x must be contiguous in its last 1 axes"),
         ({"weight": torch.zeros(65)}, ValueError, "weight must have H = 64 in axis 0"),
         ({"weight": torch.zeros(64).half()}, ValueError, "weight must have dtype float32, got float16"),

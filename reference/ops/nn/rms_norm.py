@@ -21,8 +21,11 @@ def rms_norm(
     weight_offset: float = 0.0,
     round_sum: bool = True,
     round_normalized: bool = True,
+    sums_parts: bool = False,
 ) -> Output:
     """See eagle_kernels/ops/nn/rms_norm.py. Float64 tensors are computed in float64."""
+    if sums_parts:
+        x = sum(x[1:], x[0]).to(weight.dtype)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     total = x[:0].clone()
     if residual is not None:

@@ -41,8 +41,10 @@ def _merge_kernel(
     request = tl.program_id(0).to(tl.int64)
     first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
     has_rows = num_tokens > 0
-    before = tl.load(shares_ptr + request * 2, mask=has_rows, other=0)
-    num_shares = tl.load(shares_ptr + request * 2 + 1, mask=has_rows, other=0)
+    before = tl.load(shares_ptr + request * 3, mask=has_rows, other=0)
+    num_shares = tl.load(shares_ptr + request * 3 + 1, mask=has_rows, other=0)
+    # the same shares are merged at once wherever a window lets a request begin
+    begin = -(tl.load(shares_ptr + request * 3 + 2, mask=has_rows, other=0) % BLOCK_PART)
     # requests of a malformed table, which share pages, may have more shares than programs: theirs was not stored
     num_shares = tl.where(before >= 0, tl.minimum(num_shares, num_parts - before), 0)
     if num_shares > 1:
@@ -52,9 +54,9 @@ def _merge_kernel(
             row = tile * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
             is_row = row < num_tokens * NUM_HEADS
             row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM)
-            for start in range(0, num_shares, BLOCK_PART):
+            for start in range(begin, num_shares, BLOCK_PART):
                 part = start + tl.arange(0, BLOCK_PART)
-                is_part = is_row[:, None] & (part < num_shares)[None, :]
+                is_part = is_row[:, None] & ((part >= 0) & (part < num_shares))[None, :]
                 place = (before + part).to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
                 lse = tl.load(partial_lse_ptr + place, mask=is_part, other=float("-inf"))
                 output = tl.load(

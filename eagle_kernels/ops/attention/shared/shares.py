@@ -88,11 +88,39 @@ def share_tiles(
 
 
 @triton.jit
+def ordered_share(index, BASE_TILES: tl.constexpr):
+    """Returns (first tile, tiles) of the shares that follow from positions alone: those of `deterministic` calls.
+
+    Wherever a request ends, share `index` is the same. The first 16 have BASE_TILES tiles; from then on each 8 have
+    twice as many as the 8 before, so that long requests do not have too many.
+    """
+    octave = tl.maximum(index // 8 - 1, 0)
+    return (index - 8 * octave) * (BASE_TILES << octave), BASE_TILES << octave
+
+
+@triton.jit
+def ordered_share_of(tile, BASE_TILES: tl.constexpr):
+    """Returns which of these shares a tile belongs to."""
+    unit = tile // BASE_TILES
+    octave = tile * 0
+    for doubling in tl.static_range(20):
+        octave += (unit >= (16 << doubling)).to(tl.int32)
+    return (unit >> octave) + 8 * octave
+
+
+def count_ordered_shares(num_tiles: int, base_tiles: int) -> int:
+    """Returns how many of these shares as many tiles take."""
+    units = max(triton.cdiv(num_tiles, base_tiles), 1)
+    octave = max((units - 1).bit_length() - 4, 0)
+    return ((units - 1) >> octave) + 8 * octave + 1
+
+
+@triton.jit
 def cut(
     batch,
     request,
     size,
-    MOST_SHARES: tl.constexpr,
+    IS_ORDERED: tl.constexpr,
     DRAFTS: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -100,20 +128,22 @@ def cut(
 ):
     """Returns (tiles of a share, number of shares) of a request, or of each of several.
 
-    There is at least one share, since a program has to write the outputs. size: how many tiles a share has at most.
-    MOST_SHARES: if not 0, shares have that size, unless the request would then have more shares than these. Then `size`
-    is a constant and all follows from the request's prefix alone, whatever the number of drafts; these may add a share
-    or two.
+    There is at least one share, since a program has to write the outputs. size: how many tiles a share has at most;
+    IS_ORDERED: BASE_TILES of `ordered_share`, a constant. Then, in place of the tiles of a share, it returns the number
+    of the request's first share: it is not 0 where a window lets no row see the keys before.
     """
-    first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-    num_tiles = tl.cdiv(stop, BLOCK_KEY) - first // BLOCK_KEY
-    if MOST_SHARES:
-        own_size = tl.maximum(size, tl.cdiv(tl.cdiv(prefix, BLOCK_KEY) - first // BLOCK_KEY, MOST_SHARES))
+    first, _, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+    first_tile = first // BLOCK_KEY
+    num_tiles = tl.cdiv(stop, BLOCK_KEY) - first_tile
+    if IS_ORDERED:
+        first_share = ordered_share_of(first_tile, size)
+        last_share = ordered_share_of(tl.maximum(tl.cdiv(stop, BLOCK_KEY) - 1, first_tile), size)
+        return first_share, tl.where(request < batch.batch_size, last_share - first_share + 1, 0)
     else:
         # as even as possible: a small last share would still need its program
         own_size = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, size), 1))
-    num_shares = tl.maximum(tl.cdiv(num_tiles, tl.maximum(own_size, 1)), 1)
-    return own_size, tl.where(request < batch.batch_size, num_shares, 0)
+        num_shares = tl.maximum(tl.cdiv(num_tiles, tl.maximum(own_size, 1)), 1)
+        return own_size, tl.where(request < batch.batch_size, num_shares, 0)
 
 
 @triton.jit
@@ -121,7 +151,7 @@ def find_share(
     batch,
     share,
     size,
-    MOST_SHARES: tl.constexpr,
+    IS_ORDERED: tl.constexpr,
     DRAFTS: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -133,7 +163,7 @@ def find_share(
     before = tl.zeros([], tl.int32)
     for start in range(0, batch.batch_size, BLOCK_BATCH):
         request = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
-        _, shares = cut(batch, request, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        _, shares = cut(batch, request, size, IS_ORDERED, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         is_passed = (before + tl.cumsum(shares) <= share) & (request < batch.batch_size)
         found += tl.sum(is_passed.to(tl.int32))
         passed += tl.sum(tl.where(is_passed, shares, 0))

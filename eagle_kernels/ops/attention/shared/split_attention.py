@@ -11,12 +11,22 @@ import torch
 from ....primitives.dependent_launch import await_predecessor
 from ....primitives.fp8 import FP8
 from ....runtime import tuning
-from ....runtime.language import is_interpreting, tl, triton
+from ....runtime.language import is_interpreting, next_power_of_2, tl, triton
 from ....runtime.launch import launch
 from .attention import Pool, Queries, Span, attend, request_rows
 from .merge_shares import launch_merge
 from .paged_cache import cache_arguments, request_pages
-from .shares import Batch, cut, find_share, share_tiles, slot_range
+from .paths import Paths, attend_paths
+from .shares import (
+    Batch,
+    count_ordered_shares,
+    cut,
+    find_share,
+    ordered_share,
+    ordered_share_of,
+    share_tiles,
+    slot_range,
+)
 from .softmax import LOG2_E, add_sink, finish_rows, match_keys, start_rows, tile_sizes
 
 # CUDA's limit for all axes of a grid except the first
@@ -27,11 +37,10 @@ MAX_PROGRAMS = 65535
 #     for the merge   merged_rows rows and merged_parts parts at once
 #     float8          what differs with keys of 8 bits
 #
-# Where bits must not depend on the batch, sums are taken in the order that this table gives, with at most
-# ordered_shares shares of a request: one table for all ops, since the root of a tree must have the bits of plain
-# decoding.
+# Where bits must not depend on the batch, sums are taken in the order of positions that this table gives: one table for
+# all ops, since each node of a tree must have the bits of plain decoding along its path.
 _ORDERED = {"max_rows": 64, "min_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264,
-            "ordered_shares": 32, "merged_rows": 4, "merged_parts": 4, "num_warps": 4, "num_stages": 2}  # fmt: skip
+            "merged_rows": 4, "merged_parts": 4, "num_warps": 4, "num_stages": 2}  # fmt: skip
 ORDERED_TUNING = {"default": _ORDERED, "sm_90": _ORDERED | {"num_stages": 3}}
 
 
@@ -97,10 +106,11 @@ def _attention_kernel(
     IS_WIDENED: tl.constexpr,
     ONE_SCALE: tl.constexpr,
     SHARE_TILES: tl.constexpr,
-    MOST_SHARES: tl.constexpr,
+    IS_ORDERED: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     """Attends one tile of rows of one KV head to one share of the keys."""
@@ -113,18 +123,24 @@ def _attention_kernel(
         num_rows, num_drafts, reach,
     )  # fmt: skip
     size = SHARE_TILES
-    if not MOST_SHARES:
+    if not IS_ORDERED:
         size = share_tiles(batch, wanted_shares, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-    request, index = find_share(batch, share, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+    request, index = find_share(batch, share, size, IS_ORDERED, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
     first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, request < batch_size)
     # all but shares that do not exist, and tiles of rows that their request does not have
     if (request < batch_size) & (row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE):
         first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-        size, num_shares = cut(batch, request, size, MOST_SHARES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        size, num_shares = cut(batch, request, size, IS_ORDERED, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        first_share = 0
+        begin = first // BLOCK_KEY + index * size
+        if IS_ORDERED:
+            first_share = size
+            begin, size = ordered_share(first_share + index, SHARE_TILES)
         if (index == 0) & (tl.program_id(0) == 0):
-            tl.store(shares_ptr + request * 2, share)
-            tl.store(shares_ptr + request * 2 + 1, num_shares)
-        begin = (first // BLOCK_KEY + index * size) * BLOCK_KEY
+            tl.store(shares_ptr + request * 3, share)
+            tl.store(shares_ptr + request * 3 + 1, num_shares)
+            tl.store(shares_ptr + request * 3 + 2, first_share)
+        begin = begin * BLOCK_KEY
         stop = tl.minimum(begin + size * BLOCK_KEY, stop)
         first_page, _, _ = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
         if k_scale_ptr is not None and not ONE_SCALE:
@@ -170,16 +186,32 @@ def _attention_kernel(
         pool_stop = stop
         if DRAFTS == "beside":
             pool_stop = tl.minimum(stop, prefix)
+        # rows of a tree part from each other in the tile where the prefix ends
+        HAS_PATHS: tl.constexpr = IS_ORDERED and tree_mask_ptr is not None and DRAFTS != "beside"
+        if HAS_PATHS:
+            pool_stop = tl.minimum(stop, prefix // BLOCK_KEY * BLOCK_KEY)
+        queries = Queries(matched, logit_scale, position, last_slot, mask_ptr, num_words, soft_cap)
+        pool = Pool(
+            k_cache_ptr, v_cache_ptr, page_table_ptr, first_page, num_pages, stride_k_page, stride_v_page, kv_head,
+        )  # fmt: skip
         row_max, row_sum, accumulator = attend(
-            Queries(matched, logit_scale, position, last_slot, mask_ptr, num_words, soft_cap),
-            Pool(
-                k_cache_ptr, v_cache_ptr, page_table_ptr, first_page, num_pages, stride_k_page, stride_v_page, kv_head,
-            ),
+            queries,
+            pool,
             Span(tl.maximum(begin, first), pool_stop, prefix, window, last_position, 0, positions_of_drafts_ptr),
             start_rows(BLOCK_ROW, BLOCK_DIM),
             IS_WIDENED=IS_WIDENED, PAGE_SIZE=PAGE_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
                 BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM,
         )  # fmt: skip
+        if HAS_PATHS:
+            row_max, row_sum, accumulator = attend_paths(
+                queries,
+                pool,
+                Span(tl.maximum(begin, pool_stop), stop, prefix, window, last_position, first, None),
+                (row_max, row_sum, accumulator),
+                Paths(tree_mask_ptr + first_row * num_words, token, num_tokens, num_drafts),
+                IS_WIDENED=IS_WIDENED, PAGE_SIZE=PAGE_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
+                BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM, BLOCK_NODE=BLOCK_NODE,
+            )  # fmt: skip
         if v_scale_ptr is not None:
             accumulator *= tl.load(v_scale_ptr)
         if DRAFTS == "beside":
@@ -206,6 +238,9 @@ def _attention_kernel(
         if sinks_ptr is not None:
             # added to the first share, not when shares are merged: one more share must not change a row's bits
             is_sink = is_row & (index == 0)
+            if IS_ORDERED and window is not None:  # the first that the row sees
+                own_first = tl.maximum(position - window + 1, 0) // BLOCK_KEY
+                is_sink = is_row & (ordered_share_of(own_first, SHARE_TILES) == first_share + index)
             sink = tl.load(sinks_ptr + head, mask=is_sink, other=float("-inf")).to(tl.float32) * 1.4426950408889634
             row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
         output, lse = finish_rows(row_max, row_sum, accumulator)
@@ -265,8 +300,7 @@ def launch_attention(
     else:
         num_shares = batch_size * max(1, triton.cdiv(most_tiles + draft_tiles, share_tiles_least))
     if is_ordered:
-        of_drafts = triton.cdiv(triton.cdiv(num_drafts, block_key) + 1, share_tiles_least)
-        num_shares = min(num_shares, batch_size * (tuned["ordered_shares"] + of_drafts))
+        num_shares = min(num_shares, batch_size * count_ordered_shares(most_tiles + draft_tiles, share_tiles_least))
     else:
         num_shares = min(num_shares, wanted_shares + batch_size - 1)
     has_parts = num_shares > batch_size
@@ -276,8 +310,8 @@ def launch_attention(
     num_shares = layers * layer_shares
     partial_shape = (num_shares if has_parts else 0, num_query, num_heads)
     shared = {
-        # of each request: the number of its first share, and how many it has
-        "shares_ptr": torch.empty((batch_size, 2), dtype=torch.int32, device=device),
+        # of each request: the number of its first share, how many it has, and of which tiles the first is
+        "shares_ptr": torch.empty((batch_size, 3), dtype=torch.int32, device=device),
         "partial_output_ptr": torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=device),
         "partial_lse_ptr": torch.empty(partial_shape, dtype=torch.float32, device=device),
         "output_ptr": out[0],
@@ -325,9 +359,10 @@ def launch_attention(
         IS_WIDENED=is_interpreting() and query.dtype == torch.bfloat16,
         ONE_SCALE=k_scale is None or len(k_scale) == 1,
         SHARE_TILES=share_tiles_least,
-        MOST_SHARES=tuned["ordered_shares"] if is_ordered else 0,
+        IS_ORDERED=bool(is_ordered),
         BLOCK_ROW=tiles["BLOCK_ROW"],
         BLOCK_KEY=block_key,
+        BLOCK_NODE=max(next_power_of_2(num_drafts), 16) if is_ordered and tree_mask is not None else 0,
         **cache,
         **shared,
         **tuning.compiler_options(tuned),

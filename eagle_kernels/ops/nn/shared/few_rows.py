@@ -1,0 +1,308 @@
+"""linear_decode for few rows: up to 16 on the tensor cores, one row and fp32 on the plain floating-point units.
+
+A program reads its rows of weight from end to end and asks for the first of them before it waits for x.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ....primitives.dependent_launch import await_predecessor
+from ....primitives.strides import row_unit
+from ....runtime import tuning
+from ....runtime.language import is_interpreting, next_power_of_2, tl, triton
+from ....runtime.launch import launch
+
+# MAX_ROWS: in fp16 and bf16, on the tensor cores. MAX_SINGLE_ROWS: in fp32, which these do not have.
+MAX_ROWS = 16
+MAX_SINGLE_ROWS = 64
+# rows of a program without the tensor cores: their sums must fit into registers
+PLAIN_ROWS = 4
+
+# The first entry that allows the number of rows and of outputs is taken. Two tokens and more must get the same entry:
+# it decides a row's bits. In a tile with 256 * num_warps columns every warp has 16 bytes of each row. uses_dot: on the
+# tensor cores, all rows at once.
+_ONE = {"max_rows": 1, "least_outputs": 0, "uses_dot": False, "block_output": 8, "block_column": 1024,
+        "num_warps": 4, "num_stages": 2}  # fmt: skip
+_MANY = {"max_rows": MAX_ROWS, "least_outputs": 0, "uses_dot": True, "block_output": 32, "block_column": 256,
+         "num_warps": 4, "num_stages": 2}  # fmt: skip
+_HOPPER = _MANY | {"block_output": 16, "block_column": 512, "num_stages": 4}
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/linear_decode.txt
+TUNING = {
+    "default": (_ONE, _MANY),
+    "sm_90": (
+        _ONE | {"block_output": 4, "block_column": 2048, "num_warps": 8},
+        _HOPPER | {"least_outputs": 16384},
+        # with fewer stages one more program fits on an SM, so that all run at once
+        _HOPPER | {"least_outputs": 5120, "num_stages": 3},
+        _HOPPER,
+    ),
+}
+# In fp32 all rows get the same entry, the first that allows the number of columns.
+_SINGLE = {"most_columns": 2**31, "uses_dot": False, "block_output": 8, "block_column": 512, "num_warps": 4,
+           "num_stages": 2}  # fmt: skip
+SINGLE_TUNING = {
+    "default": (_SINGLE,),
+    "sm_90": (
+        _SINGLE | {"most_columns": 512, "block_column": 256, "num_warps": 1},
+        _SINGLE,
+    ),
+}
+
+
+@triton.jit
+def _load_weight(weight_row_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
+    """Loads a tile of weights. Nothing reads them again later, so they leave the caches first."""
+    if IS_EVEN:
+        return tl.load(weight_row_ptr + start + column, eviction_policy="evict_first")
+    else:
+        is_column = start + column < NUM_COLUMNS
+        return tl.load(weight_row_ptr + start + column, mask=is_column, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_row(x_ptr, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
+    """Loads the part of one row of x that meets a tile of weights."""
+    if IS_EVEN:
+        return tl.load(x_ptr + start + column)
+    else:
+        return tl.load(x_ptr + start + column, mask=start + column < NUM_COLUMNS, other=0.0)
+
+
+@triton.jit
+def _neighbours(values):
+    """Splits values [OUTPUT, COLUMN] into four tensors [OUTPUT, COLUMN // 4], one for each of the neighbours that a
+    thread loads at once, always in the same order."""
+    pairs = tl.reshape(values, (values.shape[0], values.shape[1] // 4, 2, 2))
+    left, right = tl.split(pairs)
+    return tl.split(left) + tl.split(right)
+
+
+@triton.jit
+def _add_products(
+    totals, weight, x_ptrs, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr, VECTOR: tl.constexpr
+):
+    """Returns totals, [OUTPUT, COLUMN // VECTOR] for each row, plus the products of weight [OUTPUT, COLUMN] and x.
+
+    A thread loads VECTOR neighbours at once and keeps one sum of them; a sum for each would take too many registers. In
+    fp32 each product is fused explicitly with the sum before: what a compiler fuses depends on the other rows.
+    """
+    sums = ()
+    for index in tl.static_range(len(totals)):
+        x = _load_row(x_ptrs[index], start, column, NUM_COLUMNS, IS_EVEN)[None, :]
+        if VECTOR == 4:
+            weights, xs = _neighbours(weight), _neighbours(tl.broadcast_to(x, weight.shape))
+            products = weights[0] * xs[0]
+            for place in tl.static_range(1, VECTOR):
+                products = tl.fma(weights[place], xs[place], products)
+        else:  # a single row: with a fixed order ptxas loads the last weights late, which costs 10 %
+            NUM_VECTORS: tl.constexpr = weight.shape[1] // VECTOR
+            products = weight.to(tl.float32) * x.to(tl.float32)
+            products = tl.sum(tl.reshape(products, (weight.shape[0], NUM_VECTORS, VECTOR)), axis=2)
+        sums += (totals[index] + products,)  # the products wait for no other tile
+    return sums
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_outputs", "stride_x_row", "stride_weight_output", "stride_output_row"]
+)  # fmt: skip
+def _linear_decode_plain_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    output_ptr,
+    num_rows,
+    num_outputs,
+    stride_x_row,
+    stride_weight_output,
+    stride_output_row,
+    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    BLOCK_OUTPUT: tl.constexpr,
+    BLOCK_COLUMN: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PREFETCH_WEIGHT: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Multiplies BLOCK_ROW rows, one by one, on the plain floating-point units, while the next tiles are loaded."""
+    await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
+    first_row, output_block = 0, tl.program_id(0)
+    if BLOCK_ROW > 1:  # neighbouring blocks read the same weights, which the first one brings into the cache
+        num_row_blocks = tl.cdiv(num_rows, BLOCK_ROW)
+        first_row, output_block = output_block % num_row_blocks * BLOCK_ROW, output_block // num_row_blocks
+    output = output_block * BLOCK_OUTPUT + tl.arange(0, BLOCK_OUTPUT)
+    # past the end the last row again: cheaper than a mask on every load
+    weight_row = tl.minimum(output, num_outputs - 1).to(tl.int64)
+    column = tl.arange(0, BLOCK_COLUMN)
+    weight_row_ptr = weight_ptr + (weight_row * stride_weight_output * UNIT)[:, None]
+    first_weight = _load_weight(weight_row_ptr, 0, column[None, :], NUM_COLUMNS, IS_EVEN)
+    await_predecessor(ENABLE_PDL and PREFETCH_WEIGHT)
+
+    x_ptrs, totals = (), ()
+    for index in tl.static_range(BLOCK_ROW):
+        row = tl.minimum(first_row + index, num_rows - 1).to(tl.int64)  # as above
+        x_ptrs += (x_ptr + row * stride_x_row * UNIT,)
+        totals += (tl.zeros([BLOCK_OUTPUT, BLOCK_COLUMN // VECTOR], tl.float32),)
+    for start in tl.range(BLOCK_COLUMN, NUM_COLUMNS, BLOCK_COLUMN, num_stages=NUM_STAGES):
+        weight = _load_weight(weight_row_ptr, start, column[None, :], NUM_COLUMNS, IS_EVEN)
+        totals = _add_products(totals, weight, x_ptrs, start, column, NUM_COLUMNS, IS_EVEN, VECTOR)
+    # last, so that the loop has started to load its tiles before anything waits for x
+    totals = _add_products(totals, first_weight, x_ptrs, 0, column, NUM_COLUMNS, IS_EVEN, VECTOR)
+
+    is_output = output < num_outputs
+    for index in tl.static_range(BLOCK_ROW):
+        row = first_row + index
+        result = tl.sum(totals[index], axis=1)
+        if bias_ptr is not None:
+            result += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)
+        output_row_ptr = output_ptr + tl.cast(row, tl.int64) * stride_output_row
+        is_stored = is_output & (row < num_rows)
+        tl.store(output_row_ptr + output, result.to(output_ptr.dtype.element_ty), mask=is_stored)
+
+
+@triton.jit
+def _load_rows(x_row_ptr, is_row, start, column, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr):
+    """Loads the part of all rows of x that meets a tile of weights."""
+    is_read = is_row
+    if not IS_EVEN:
+        is_read &= start + column < NUM_COLUMNS
+    return tl.load(x_row_ptr + start + column, mask=is_read, other=0.0)
+
+
+@triton.jit
+def _multiply(x, weight, total, IS_WIDENED: tl.constexpr):
+    """Returns total [PART, ROW, OUTPUT] plus x [PART, ROW, COLUMN] times weight [PART, OUTPUT, COLUMN].
+
+    IS_WIDENED: multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
+    """
+    if IS_WIDENED:
+        x, weight = x.to(tl.float32), weight.to(tl.float32)
+    weight = tl.permute(weight, (0, 2, 1))
+    return tl.dot(x, weight, total, input_precision="ieee")
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_outputs", "stride_x_row", "stride_weight_output", "stride_output_row"]
+)  # fmt: skip
+def _linear_decode_rows_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    output_ptr,
+    num_rows,
+    num_outputs,
+    stride_x_row,
+    stride_weight_output,
+    stride_output_row,
+    UNIT: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_WIDENED: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    BLOCK_OUTPUT: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_COLUMN: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PREFETCH_WEIGHT: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Multiplies up to BLOCK_ROW rows on the tensor cores. Every warp has columns of its own, a part, which keeps all
+    warps busy with few outputs; the parts' sums are added up last."""
+    await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
+    output = tl.program_id(0) * BLOCK_OUTPUT + tl.arange(0, BLOCK_OUTPUT)
+    # past the end the last row again: cheaper than a mask on every load
+    weight_row = tl.minimum(output, num_outputs - 1).to(tl.int64)
+    part, lane = tl.arange(0, NUM_PARTS), tl.arange(0, BLOCK_COLUMN)
+    column = part[:, None, None] * BLOCK_COLUMN + lane[None, None, :]
+    weight_row_ptr = weight_ptr + (weight_row * stride_weight_output * UNIT)[None, :, None]
+    first_weight = _load_weight(weight_row_ptr, 0, column, NUM_COLUMNS, IS_EVEN)
+    await_predecessor(ENABLE_PDL and PREFETCH_WEIGHT)
+
+    row = tl.arange(0, BLOCK_ROW)
+    is_row = (row < num_rows)[None, :, None]
+    x_row_ptr = x_ptr + (row.to(tl.int64) * stride_x_row * UNIT)[None, :, None]
+    total = tl.zeros([NUM_PARTS, BLOCK_ROW, BLOCK_OUTPUT], tl.float32)
+    STEP: tl.constexpr = NUM_PARTS * BLOCK_COLUMN
+    for start in tl.range(STEP, NUM_COLUMNS, STEP, num_stages=NUM_STAGES):
+        weight = _load_weight(weight_row_ptr, start, column, NUM_COLUMNS, IS_EVEN)
+        x = _load_rows(x_row_ptr, is_row, start, column, NUM_COLUMNS, IS_EVEN)
+        total = _multiply(x, weight, total, IS_WIDENED)
+    # last, as above
+    x = _load_rows(x_row_ptr, is_row, 0, column, NUM_COLUMNS, IS_EVEN)
+    result = tl.sum(_multiply(x, first_weight, total, IS_WIDENED), axis=0)
+
+    is_output = output < num_outputs
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    output_row_ptr = output_ptr + (row.to(tl.int64) * stride_output_row)[:, None]
+    is_stored = (row < num_rows)[:, None] & is_output[None, :]
+    tl.store(output_row_ptr + output[None, :], result.to(output_ptr.dtype.element_ty), mask=is_stored)
+
+
+def _choose_tuning(x: torch.Tensor, num_outputs: int) -> dict:
+    """Returns the first entry that fits the sizes."""
+    num_rows, num_columns = x.shape
+    if x.dtype == torch.float32:
+        return next(row for row in tuning.row(SINGLE_TUNING, x.device) if num_columns <= row["most_columns"])
+    *rows, last = tuning.row(TUNING, x.device)
+    for row in rows:
+        if num_rows <= row["max_rows"] and num_outputs >= row["least_outputs"]:
+            return row
+    return last
+
+
+def launch_few_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, prefetch_weight: bool
+) -> None:
+    """Launches one of the kernels above."""
+    (num_rows, num_columns), num_outputs = x.shape, weight.shape[0]
+    tuned = _choose_tuning(x, num_outputs)
+    unit = row_unit(x, weight)
+    block_output = tuned["block_output"]
+    step = min(tuned["block_column"], next_power_of_2(num_columns))
+    arguments = {
+        "x_ptr": x,
+        "weight_ptr": weight,
+        "bias_ptr": bias,
+        "output_ptr": out,
+        "num_rows": num_rows,
+        "num_outputs": num_outputs,
+        "stride_x_row": x.stride(0) // unit,
+        "stride_weight_output": weight.stride(0) // unit,
+        "stride_output_row": out.stride(0),
+        "UNIT": unit,
+        "NUM_COLUMNS": num_columns,
+        "BLOCK_OUTPUT": block_output,
+        "NUM_STAGES": tuned["num_stages"],
+        "PREFETCH_WEIGHT": prefetch_weight,
+        "num_warps": tuned["num_warps"],
+    }
+    num_blocks = triton.cdiv(num_outputs, block_output)
+    if tuned["uses_dot"]:
+        block_column = max(step // tuned["num_warps"], 16)  # tensor cores take no fewer
+        launch(
+            "linear_decode",
+            _linear_decode_rows_kernel,
+            (num_blocks if num_rows else 0,),
+            IS_EVEN=num_columns % (tuned["num_warps"] * block_column) == 0,
+            IS_WIDENED=is_interpreting() and x.dtype == torch.bfloat16,
+            BLOCK_ROW=MAX_ROWS,
+            NUM_PARTS=tuned["num_warps"],
+            BLOCK_COLUMN=block_column,
+            **arguments,
+        )
+    else:
+        block_column = max(step, 16 // x.element_size())
+        launch(
+            "linear_decode",
+            _linear_decode_plain_kernel,
+            (num_blocks * triton.cdiv(num_rows, PLAIN_ROWS),),
+            VECTOR=16 // x.element_size(),
+            IS_EVEN=num_columns % block_column == 0,
+            BLOCK_ROW=1 if num_rows == 1 else PLAIN_ROWS,
+            BLOCK_COLUMN=block_column,
+            **arguments,
+        )

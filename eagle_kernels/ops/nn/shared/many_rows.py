@@ -1,0 +1,222 @@
+"""linear_decode for up to 256 rows of fp16 or bf16, in one tile of rows, so that weights are read once.
+
+A program makes a block of outputs of all rows: weights are the left operand of the tensor cores, whose large
+instructions take 64 of their rows and any number of tokens. Where there are too few outputs for all SMs, columns are
+cut into parts, whose sums the op that reads the result adds up (`rms_norm`): a launch for that alone would cost what
+the parts save.
+
+Every sum is made column by column in one order, the first PART_COLUMNS of a part last, whatever the number of rows: a
+row's bits depend on the weights and on num_parts alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ....primitives.dependent_launch import await_predecessor
+from ....primitives.strides import row_unit
+from ....runtime import tuning
+from ....runtime.language import is_interpreting, tl, triton
+from ....runtime.launch import launch
+
+MAX_ROWS = 256
+MAX_PARTS = 8
+# parts begin at multiples of this
+PART_COLUMNS = tl.constexpr(128)
+_PART_COLUMNS = PART_COLUMNS.value
+
+# The first entry is taken that allows the number of rows and of outputs; its tile has max_rows rows. prefetched: the
+# first tile of weights is kept in registers, which larger tiles need for their sums.
+_TILE = {"max_rows": MAX_ROWS, "least_outputs": 0, "block_output": 64, "block_column": 64, "prefetched": False,
+         "num_warps": 4, "num_stages": 3}  # fmt: skip
+_HOPPER = _TILE | {"block_column": 128, "num_stages": 4}
+_HOPPER_WIDE = _HOPPER | {"least_outputs": 16384, "block_output": 128, "num_warps": 8}
+_HOPPER_DEEP = _HOPPER | {"least_outputs": 5120, "num_stages": 6}
+# bench/results/NVIDIA_H200/tuning/linear_decode.txt; an H100 has the same best entries there
+TUNING = {
+    "default": (_TILE | {"max_rows": 64}, _TILE),
+    # 64 KiB of shared memory
+    "gfx942": (_TILE | {"max_rows": 64}, _TILE | {"num_stages": 2}),
+    "sm_90": (
+        _HOPPER_WIDE | {"max_rows": 16},
+        _HOPPER_DEEP | {"max_rows": 16, "prefetched": True},
+        _HOPPER | {"max_rows": 16, "prefetched": True},
+        _HOPPER_WIDE | {"max_rows": 32},
+        _HOPPER_DEEP | {"max_rows": 32},
+        _HOPPER | {"max_rows": 32, "prefetched": True},
+        _HOPPER_WIDE | {"max_rows": 64},
+        _HOPPER_DEEP | {"max_rows": 64},
+        _HOPPER | {"max_rows": 64},
+        _TILE | {"block_output": 128, "num_warps": 8, "num_stages": 4},
+    ),
+}
+# programs: how many run at once. fast_rows: up to how many rows this is faster than cuBLAS. fast_outputs: from how many
+# outputs on it is faster than few_rows for 2 to 16 rows.
+MACHINES = {
+    "default": {"programs": 128, "fast_rows": 0, "fast_outputs": 2**31},
+    "sm_90": {"programs": 132, "fast_rows": 64, "fast_outputs": 5120},
+}
+
+
+@triton.jit
+def _load_tile(row_ptrs, is_row, columns, NUM_COLUMNS: tl.constexpr, IS_EVEN: tl.constexpr, EVICTION: tl.constexpr):
+    """Loads a tile [ROW, COLUMN], 0 past the ends."""
+    is_read = is_row[:, None]
+    if not IS_EVEN:
+        is_read &= (columns < NUM_COLUMNS)[None, :]
+    return tl.load(row_ptrs[:, None] + columns[None, :], mask=is_read, other=0.0, eviction_policy=EVICTION)
+
+
+@triton.jit
+def _multiply(weight, x, total, IS_WIDENED: tl.constexpr):
+    """Returns total [OUTPUT, ROW] plus weight [OUTPUT, COLUMN] times x [ROW, COLUMN].
+
+    IS_WIDENED: multiply in fp32, for bfloat16 in Triton's interpreter, whose tl.dot takes it for integers.
+    """
+    if IS_WIDENED:
+        weight, x = weight.to(tl.float32), x.to(tl.float32)
+    return tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_rows", "num_outputs", "outputs_each", "stride_x_row", "stride_weight_output", "stride_output_row",
+        "stride_output_part",
+    ]
+)  # fmt: skip
+def _linear_decode_tiles_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    output_ptr,
+    num_rows,
+    num_outputs,
+    outputs_each,
+    stride_x_row,
+    stride_weight_output,
+    stride_output_row,
+    stride_output_part,
+    UNIT: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_WIDENED: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    BLOCK_OUTPUT: tl.constexpr,
+    BLOCK_COLUMN: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PREFETCH_WEIGHT: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Multiplies all rows by outputs_each rows of weight, in one part of the columns.
+
+    PREFETCH_WEIGHT: the first tile of weights, PART_COLUMNS wide, is asked for before x is there, and kept for last.
+    """
+    await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
+    num_blocks = tl.cdiv(num_outputs, outputs_each)
+    block, part = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
+    NUM_SECTIONS: tl.constexpr = (NUM_COLUMNS + PART_COLUMNS - 1) // PART_COLUMNS
+    first = part * NUM_SECTIONS // NUM_PARTS * PART_COLUMNS
+    stop = tl.minimum((part + 1) * NUM_SECTIONS // NUM_PARTS * PART_COLUMNS, NUM_COLUMNS)
+    num_tiles = tl.cdiv(stop - first, BLOCK_COLUMN)
+    lane = tl.arange(0, BLOCK_OUTPUT)
+    output = block * outputs_each + lane
+    is_output = (lane < outputs_each) & (output < num_outputs)
+    columns = first + tl.arange(0, BLOCK_COLUMN)
+    weight_row_ptrs = weight_ptr + output.to(tl.int64) * stride_weight_output * UNIT
+    if PREFETCH_WEIGHT:
+        first_weight = _load_tile(weight_row_ptrs, is_output, columns, NUM_COLUMNS, IS_EVEN, "evict_first")
+    await_predecessor(ENABLE_PDL and PREFETCH_WEIGHT)
+
+    row = tl.arange(0, BLOCK_ROW)
+    is_row = row < num_rows
+    x_row_ptrs = x_ptr + row.to(tl.int64) * stride_x_row * UNIT
+    if PREFETCH_WEIGHT:
+        first_x = _load_tile(x_row_ptrs, is_row, columns, NUM_COLUMNS, IS_EVEN, "evict_last")
+    total = tl.zeros([BLOCK_OUTPUT, BLOCK_ROW], tl.float32)
+    TILES_LAST: tl.constexpr = PART_COLUMNS // BLOCK_COLUMN
+    tl.static_assert(TILES_LAST == 1 or not PREFETCH_WEIGHT, "one tile is kept for last")
+    for index in tl.range(0, num_tiles - PREFETCH_WEIGHT, num_stages=NUM_STAGES):
+        tile = columns + (index + TILES_LAST) % num_tiles * BLOCK_COLUMN
+        weight = _load_tile(weight_row_ptrs, is_output, tile, NUM_COLUMNS, IS_EVEN, "evict_first")
+        x = _load_tile(x_row_ptrs, is_row, tile, NUM_COLUMNS, IS_EVEN, "evict_last")
+        total = _multiply(weight, x, total, IS_WIDENED)
+    if PREFETCH_WEIGHT:
+        total = _multiply(first_weight, first_x, total, IS_WIDENED)
+
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + output, mask=is_output & (part == 0), other=0.0).to(tl.float32)[:, None]
+    output_ptrs = output_ptr + part.to(tl.int64) * stride_output_part + output[:, None]
+    output_ptrs += (row.to(tl.int64) * stride_output_row)[None, :]
+    tl.store(output_ptrs, total.to(output_ptr.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+
+
+def is_fast(num_rows: int, device: torch.device) -> bool:
+    """Returns whether this many rows were measured to be faster than in cuBLAS."""
+    return num_rows <= tuning.row(MACHINES, device)["fast_rows"]
+
+
+def is_best(num_rows: int, weight: torch.Tensor) -> bool:
+    """Returns whether this is faster than `few_rows` where both can be taken; the same for 2 to 16 rows."""
+    return num_rows > 1 and weight.shape[0] >= tuning.row(MACHINES, weight.device)["fast_outputs"]
+
+
+def parts_of(weight: torch.Tensor) -> int:
+    """Returns the parts that give each SM a program."""
+    (num_outputs, num_columns), programs = weight.shape, tuning.row(MACHINES, weight.device)["programs"]
+    parts = programs // triton.cdiv(max(num_outputs, 1), _TILE["block_output"])
+    return min(max(parts, 1), MAX_PARTS, triton.cdiv(num_columns, _PART_COLUMNS))
+
+
+def _choose_tuning(num_rows: int, num_outputs: int, device: torch.device) -> dict:
+    """Returns the first entry that fits the sizes."""
+    for row in tuning.row(TUNING, device):
+        if num_rows <= row["max_rows"] and num_outputs >= row["least_outputs"]:
+            return row
+    raise AssertionError("the last entry fits all sizes")
+
+
+def launch_many_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    prefetch_weight: bool,
+) -> None:
+    """Launches the kernel above into out [T, N], or [parts, T, N] fp32."""
+    (num_rows, num_columns), num_outputs = x.shape, weight.shape[0]
+    tuned = _choose_tuning(num_rows, num_outputs, x.device)
+    num_parts = 1 if out.dim() == 2 else len(out)
+    block_output, programs = tuned["block_output"], tuning.row(MACHINES, x.device)["programs"]
+    # as even as possible over all SMs, in as few rounds as there must be
+    rounds = triton.cdiv(max(num_outputs, 1) * num_parts, block_output * programs)
+    outputs_each = triton.cdiv(max(num_outputs, 1), max(rounds * programs // num_parts, 1))
+    outputs_each = min(triton.cdiv(outputs_each, 16) * 16, block_output)
+    unit = row_unit(x, weight)
+    launch(
+        "linear_decode",
+        _linear_decode_tiles_kernel,
+        (triton.cdiv(num_outputs, outputs_each) * num_parts if num_rows else 0,),
+        x_ptr=x,
+        weight_ptr=weight,
+        bias_ptr=bias,
+        output_ptr=out,
+        num_rows=num_rows,
+        num_outputs=num_outputs,
+        outputs_each=outputs_each,
+        stride_x_row=x.stride(0) // unit,
+        stride_weight_output=weight.stride(0) // unit,
+        stride_output_row=out.stride(-2),
+        stride_output_part=out.stride(0) if out.dim() == 3 else 0,
+        UNIT=unit,
+        NUM_COLUMNS=num_columns,
+        NUM_PARTS=num_parts,
+        IS_EVEN=num_columns % tuned["block_column"] == 0,
+        IS_WIDENED=is_interpreting() and x.dtype == torch.bfloat16,
+        BLOCK_ROW=tuned["max_rows"],
+        BLOCK_OUTPUT=block_output,
+        BLOCK_COLUMN=tuned["block_column"],
+        NUM_STAGES=tuned["num_stages"],
+        PREFETCH_WEIGHT=bool(prefetch_weight and tuned["prefetched"]),
+        num_warps=tuned["num_warps"],
+    )
