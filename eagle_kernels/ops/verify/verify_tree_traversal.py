@@ -43,9 +43,9 @@ from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
 from .shared.deletions import no_deletion, store_deletion
-from .shared.pair import open_pair_rows
+from .shared.pair import PairRows
 from .shared.prepare_pair import check_pair, prepare_pair
-from .shared.rows import Rows
+from .shared.rows import Rows, in_units
 from .shared.slices import Found, merge_found, turn
 from .shared.traversal_rounds import allocate_rounds, launch_rounds, open_request
 from .shared.traversal_steps import (
@@ -134,6 +134,9 @@ def _verify_tree_traversal_walk_kernel(
 ):
     """Walks one tree depth first, from where the rounds have left it, and writes the outputs."""
     await_predecessor(ENABLE_PDL)
+    vocab_size, stride_target = in_units(vocab_size, TARGET_UNIT), in_units(stride_target, TARGET_UNIT)
+    draft_vocab_size, stride_draft = in_units(draft_vocab_size, DRAFT_UNIT), in_units(stride_draft, DRAFT_UNIT)
+    num_ids = in_units(num_ids, TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT)
     node = tl.arange(0, BLOCK_NODE)
     links = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
     of, is_live = open_request(links, edges_ptr, deletions_ptr, positions_ptr, seeds_ptr, NUM_NODES, BLOCK_NODE)
@@ -150,7 +153,7 @@ def _verify_tree_traversal_walk_kernel(
         draft_rows = Rows(
             draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, num_target_scans
         )  # fmt: skip
-        rows = open_pair_rows(target_rows, draft_rows, target_to_draft_ptr, num_ids, TARGET_UNIT, DRAFT_UNIT)
+        rows = PairRows(target_rows, draft_rows, target_to_draft_ptr, num_ids)
         if HAS_ROUNDS:
             next_at, next_path, latest = settle_found(
                 rows, of, at, path, found, SPEC_STEPS=SPEC_STEPS, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ....runtime.language import tl, triton
-from .rows import in_units, load_row, row_probs, rows_in_units, rows_or_none
+from .rows import Row, load_row, row_probs
 
 
 class Pair(NamedTuple):
@@ -29,16 +29,6 @@ class PairRows(NamedTuple):
 
 
 @triton.jit
-def open_pair_rows(target, draft, target_to_draft_ptr, num_ids, TARGET_UNIT: tl.constexpr, DRAFT_UNIT: tl.constexpr):
-    """Returns the PairRows of two Rows; the compiler is told that sizes and strides are multiples of the units."""
-    UNIT: tl.constexpr = TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT
-    return PairRows(
-        rows_in_units(target, TARGET_UNIT), rows_in_units(draft, DRAFT_UNIT), target_to_draft_ptr,
-        in_units(num_ids, UNIT),
-    )  # fmt: skip
-
-
-@triton.jit
 def load_pair(
     rows,
     request,
@@ -51,9 +41,9 @@ def load_pair(
 ):
     """Returns the Pair with the number `row` int64; the draft's row is empty where it is not to be read."""
     target = load_row(rows.target, request, row, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS)
-    draft = load_row(
-        rows_or_none(rows.draft, reads_draft), request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS
-    )  # fmt: skip
+    draft = load_row(rows.draft, request, row, NUM_SLICES, BLOCK_SLICE, DRAFT_IS_PROBS)
+    size = tl.where(reads_draft, draft.size, 0)
+    draft = Row(draft.row_ptr, size, draft.scale, draft.maximum, draft.total, draft.best)
     return Pair(target, draft, rows.target_to_draft_ptr)
 
 
@@ -61,9 +51,9 @@ def load_pair(
 def draft_ids(target_to_draft_ptr, ids, is_token, vocab_size):
     """Returns the draft's ids of target tokens, -1 for those that the draft does not have.
 
-    target_to_draft_ptr: None if the two vocabularies share their ids.
+    target_to_draft_ptr: not a pointer to int32 if the two vocabularies share their ids.
     """
-    if target_to_draft_ptr is not None:
+    if target_to_draft_ptr.dtype.element_ty == tl.int32:
         is_known = is_token & (ids >= 0) & (ids < vocab_size)
         return tl.load(target_to_draft_ptr + ids, mask=is_known, other=-1)
     else:
@@ -73,11 +63,11 @@ def draft_ids(target_to_draft_ptr, ids, is_token, vocab_size):
 @triton.jit
 def draft_probs(row, target_to_draft_ptr, ids, is_token, vocab_size, IS_PROBS: tl.constexpr):
     """Returns q of target tokens, of a tile or of a single one."""
-    if target_to_draft_ptr is None:  # ids as they are, neighbours side by side: loads can be wide
-        return row_probs(row, ids, is_token, IS_PROBS)
-    else:
+    if target_to_draft_ptr.dtype.element_ty == tl.int32:
         places = draft_ids(target_to_draft_ptr, ids, is_token, vocab_size)
         return row_probs(row, places, places >= 0, IS_PROBS)
+    else:  # ids as they are, neighbours side by side: loads can be wide
+        return row_probs(row, ids, is_token, IS_PROBS)
 
 
 @triton.jit

@@ -133,10 +133,8 @@ def check_pair(args: check.Arguments, num_target_rows: int, num_draft_rows: int)
     args.tensor("d2t", ("Vd",), check.INTEGER, optional=True)
 
 
-def invert_draft_map(op: str, d2t: torch.Tensor | None, vocab_size: int) -> torch.Tensor | None:
-    """Launches the inversion of d2t and returns target_to_draft [V] for `draft_ids`; None if there is no map."""
-    if d2t is None:
-        return None
+def invert_draft_map(op: str, d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Launches the inversion of d2t and returns target_to_draft [V] for `draft_ids`."""
     target_to_draft = torch.empty(vocab_size, dtype=torch.int32, device=d2t.device)
     row = tuning.row(MAP_TUNING, d2t.device)
     launch(
@@ -166,7 +164,8 @@ def pair_arguments(op: str, values: dict) -> dict:
         "draft_ptr": draft,
         "temperature_ptr": values["temperature"],
         "draft_temperature_ptr": values["temperature"] if draft_temperature is None else draft_temperature,
-        "target_to_draft_ptr": invert_draft_map(op, values["d2t"], vocab_size),
+        # without a map any pointer to floats: triton 3.6 has no functions that return a tuple that holds None
+        "target_to_draft_ptr": target if values["d2t"] is None else invert_draft_map(op, values["d2t"], vocab_size),
         "vocab_size": vocab_size,
         "draft_vocab_size": draft_vocab_size,
         "stride_target": target.stride(0),

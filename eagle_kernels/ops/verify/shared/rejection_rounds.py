@@ -17,7 +17,7 @@ from ....runtime import tuning
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
 from .draws import draw_keys, residual_key
-from .pair import open_pair_rows
+from .pair import PairRows
 from .prepare_pair import SLICE_TUNING
 from .rejection import load_left
 from .rejection_steps import (
@@ -171,6 +171,9 @@ def _verify_tree_rejection_round_kernel(
     A place is a node, or with BY_LEVEL a request, whose node is the one that its walk has reached.
     """
     await_predecessor(ENABLE_PDL)
+    vocab_size, stride_target = in_units(vocab_size, TARGET_UNIT), in_units(stride_target, TARGET_UNIT)
+    draft_vocab_size, stride_draft = in_units(draft_vocab_size, DRAFT_UNIT), in_units(stride_draft, DRAFT_UNIT)
+    num_ids = in_units(num_ids, TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT)
     place = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     to = turn(round, num_places) + place
@@ -202,7 +205,7 @@ def _verify_tree_rejection_round_kernel(
     draft_rows = Rows(
         draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, first_scan + num_target_scans
     )  # fmt: skip
-    rows = open_pair_rows(target_rows, draft_rows, target_to_draft_ptr, num_ids, TARGET_UNIT, DRAFT_UNIT)
+    rows = PairRows(target_rows, draft_rows, target_to_draft_ptr, num_ids)
     children = open_children(
         rows, tree, request, node, child, (positions_ptr, seeds_ptr), TARGET_IS_PROBS, DRAFT_IS_PROBS,
         KEEPS_DRAFT=KEEPS_DRAFT, NUM_NODES=NUM_NODES, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,

@@ -27,7 +27,7 @@ from .rejection import (
     next_scale,
     rescan_draft,
 )
-from .rows import GREEDY_BELOW, Row, rows_or_none, scan_row
+from .rows import GREEDY_BELOW, Row, scan_row
 
 # Phases of a node.
 DONE = tl.constexpr(0)  # the child is accepted; or it is 0, and the token drawn
@@ -94,8 +94,8 @@ def open_children(
     if HAS_SCANS:
         pair = load_pair(rows, request, row, is_read, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS)
     else:
-        target = scan_row(rows.target, request, row, BLOCK_VOCAB, TARGET_IS_PROBS)
-        draft = scan_row(rows_or_none(rows.draft, is_read), request, row, BLOCK_VOCAB, DRAFT_IS_PROBS)
+        target = scan_row(rows.target, request, row, row >= 0, BLOCK_VOCAB, TARGET_IS_PROBS)
+        draft = scan_row(rows.draft, request, row, is_read, BLOCK_VOCAB, DRAFT_IS_PROBS)
         pair = Pair(target, draft, rows.target_to_draft_ptr)
     one = tl.full([], 1.0, tl.float32)
     start = Node(pair, is_certain, tree, child, child * 0, one * 0.0, one, one)

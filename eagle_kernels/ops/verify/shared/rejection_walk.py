@@ -6,7 +6,7 @@ from ....primitives.dependent_launch import await_predecessor
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
 from .draws import residual_key
-from .pair import open_pair_rows
+from .pair import PairRows
 from .rejection_steps import (
     ALONE,
     DONE,
@@ -19,7 +19,7 @@ from .rejection_steps import (
     settle_found,
     visit,
 )
-from .rows import Rows
+from .rows import Rows, in_units
 from .slices import Found, merge_found, turn
 from .tree_walk import Links, Output, Walk, is_own, load_nodes, store_walk
 
@@ -87,6 +87,9 @@ def _verify_tree_rejection_walk_kernel(
     What the rounds have not done at a node is done here.
     """
     await_predecessor(ENABLE_PDL)
+    vocab_size, stride_target = in_units(vocab_size, TARGET_UNIT), in_units(stride_target, TARGET_UNIT)
+    draft_vocab_size, stride_draft = in_units(draft_vocab_size, DRAFT_UNIT), in_units(stride_draft, DRAFT_UNIT)
+    num_ids = in_units(num_ids, TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT)
     request = tl.program_id(0).to(tl.int64)
     nodes = tl.arange(0, BLOCK_NODE)
     is_node = nodes < NUM_NODES
@@ -103,12 +106,12 @@ def _verify_tree_rejection_walk_kernel(
     tree = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
     depth = tl.where((nodes == 0) & is_own(tree.retrieved, request, NUM_NODES), 0, -1)
     emitted = tl.full([BLOCK_NODE], -1, tl.int32)
-    accepted = tl.zeros([], tl.int32)
+    # 0 but for BY_LEVEL; with a constant triton 3.6 finds that code for SPEC_STEPS 0 is dead, and fails on it
+    accepted = level
     if BY_LEVEL:
         is_later = is_node & (level > 0)
         depth = tl.where(is_later, tl.load(depth_ptr + first + nodes, mask=is_later, other=-1), depth)
         emitted = tl.load(emitted_ptr + first + nodes, mask=is_later, other=-1)
-        accepted += level
     current = tl.max(tl.where(depth == accepted, nodes, -1))
     is_walking = current >= 0
     while is_walking:
@@ -132,7 +135,7 @@ def _verify_tree_rejection_walk_kernel(
             draft_rows = Rows(
                 draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, first_draft_scan
             )  # fmt: skip
-            rows = open_pair_rows(target_rows, draft_rows, target_to_draft_ptr, num_ids, TARGET_UNIT, DRAFT_UNIT)
+            rows = PairRows(target_rows, draft_rows, target_to_draft_ptr, num_ids)
             children = open_children(
                 rows, tree, request, current, child, (positions_ptr, seeds_ptr), TARGET_IS_PROBS, DRAFT_IS_PROBS,
                 KEEPS_DRAFT=KEEPS_DRAFT, NUM_NODES=NUM_NODES, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,

@@ -51,20 +51,6 @@ def in_units(value, UNIT: tl.constexpr):
 
 
 @triton.jit
-def rows_in_units(rows, UNIT: tl.constexpr):
-    """Returns the Rows with stride and size `in_units`."""
-    stride, size = in_units(rows.stride, UNIT), in_units(rows.size, UNIT)
-    return Rows(rows.rows_ptr, stride, size, rows.temperature_ptr, rows.scans_ptr, rows.first_scan)
-
-
-@triton.jit
-def rows_or_none(rows, is_read):
-    """Returns the Rows, without a token if they are not to be read."""
-    size = tl.where(is_read, rows.size, 0)
-    return Rows(rows.rows_ptr, rows.stride, size, rows.temperature_ptr, rows.scans_ptr, rows.first_scan)
-
-
-@triton.jit
 def open_row(row_ptr, size, temperature, maximum, total, best):
     """Returns the row at row_ptr, with the statistics that `scan_logits` (and `merge_scans`) found at temperature."""
     scale, is_sampled = inverse_temperature(temperature)
@@ -167,15 +153,19 @@ def load_row(
 
 
 @triton.jit
-def scan_row(rows, request, row, BLOCK_VOCAB: tl.constexpr, IS_PROBS: tl.constexpr):
-    """Returns the Row with the number `row` int64, scanned by this program alone; the Rows need no scans."""
+def scan_row(rows, request, row, is_read, BLOCK_VOCAB: tl.constexpr, IS_PROBS: tl.constexpr):
+    """Returns the Row with the number `row` int64, scanned by this program alone, or an empty one if not is_read.
+
+    The Rows need no scans.
+    """
     row_ptr = rows.rows_ptr + row * rows.stride
+    size = tl.where(is_read, rows.size, 0)
     if IS_PROBS:
-        return Row(row_ptr, rows.size, 1.0, 0.0, 1.0, -1)
+        return Row(row_ptr, size, 1.0, 0.0, 1.0, -1)
     else:
         temperature = tl.load(rows.temperature_ptr + request)
-        maximum, total, best = scan_logits(row_ptr, 0, rows.size, temperature, BLOCK_VOCAB)
-        return open_row(row_ptr, rows.size, temperature, maximum, total, best)
+        maximum, total, best = scan_logits(row_ptr, 0, size, temperature, BLOCK_VOCAB)
+        return open_row(row_ptr, size, temperature, maximum, total, best)
 
 
 @triton.jit

@@ -15,9 +15,9 @@ from ....runtime import tuning
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
 from .deletions import no_deletion, store_deletion
-from .pair import PairRows, load_pair, load_probs, open_pair_rows
+from .pair import PairRows, load_pair, load_probs
 from .prepare_pair import SLICE_TUNING
-from .rows import Rows
+from .rows import Rows, in_units
 from .slices import Found, allocate_found, merge_found, store_found, store_nothing, turn
 from .traversal_steps import (
     AT_WORDS,
@@ -177,6 +177,9 @@ def _verify_tree_traversal_round_kernel(
     settled is written in it and read from there in later rounds only.
     """
     await_predecessor(ENABLE_PDL)
+    vocab_size, stride_target = in_units(vocab_size, TARGET_UNIT), in_units(stride_target, TARGET_UNIT)
+    draft_vocab_size, stride_draft = in_units(draft_vocab_size, DRAFT_UNIT), in_units(stride_draft, DRAFT_UNIT)
+    num_ids = in_units(num_ids, TARGET_UNIT if TARGET_UNIT < DRAFT_UNIT else DRAFT_UNIT)
     part = tl.program_id(1)
     place = tl.program_id(0).to(tl.int64)
     to = turn(round, num_places) + place
@@ -195,7 +198,7 @@ def _verify_tree_traversal_round_kernel(
         draft_rows = Rows(
             draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, num_target_scans
         )  # fmt: skip
-        rows = open_pair_rows(target_rows, draft_rows, target_to_draft_ptr, num_ids, TARGET_UNIT, DRAFT_UNIT)
+        rows = PairRows(target_rows, draft_rows, target_to_draft_ptr, num_ids)
         if IS_FIRST:
             latest = no_deletion()
             next_at, next_path = descend(

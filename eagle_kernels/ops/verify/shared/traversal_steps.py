@@ -89,7 +89,10 @@ def first_at(of, is_live):
     nodes = tl.arange(0, of.tree.links.shape[0])
     child = tl.sum(tl.where(nodes == 0, of.tree.links, 0)) >> 16
     none = child * 0
-    return At(tl.where(is_live, DESCENDING, DONE), none, child, none, tl.full([], 1.0, tl.float32), none, none, none)
+    # with a constant triton 3.6 finds that code for SPEC_STEPS 0 is dead, and fails on it
+    accepted = tl.where(is_live, 0, -1)
+    phase = tl.where(is_live, DESCENDING, DONE)
+    return At(phase, none, child, accepted, tl.full([], 1.0, tl.float32), none, none, none)
 
 
 @triton.jit
