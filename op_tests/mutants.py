@@ -153,8 +153,8 @@ MUTANTS = [
     ),
     both(
         "a coin for all children, rejection", _REJECTION, _REJECTION_LAW,
-        [(SHARED + "rejection_steps.py", "accept_coin(children.seed, tl.load(positions + child), child)",
-          "accept_coin(children.seed, tl.load(positions), 0)")],
+        [(SHARED + "rejection_steps.py", "accept_coin(node.seed, tl.load(node.positions + child), child)",
+          "accept_coin(node.seed, tl.load(node.positions), 0)")],
         [("draws.uniform(positions[child], child)", "draws.uniform(positions[0], 0)")],
     ),
     both(
@@ -170,14 +170,14 @@ MUTANTS = [
     both(
         "residual not subtracted, rejection", _REJECTION, _REJECTION_LAW,
         [
-            (SHARED + "rejection.py", "tl.maximum(target - node.scale * draft, 0.0)", "tl.maximum(target, 0.0)"),
+            (SHARED + "rejection.py", "tl.maximum(target - state.scale * draft, 0.0)", "tl.maximum(target, 0.0)"),
             (SHARED + "rejection.py", "tl.where(is_gone, 0.0, target)", "tl.where(is_gone, target, target)"),
         ],
         [("left = (target - draft).clamp(min=0)", "left = target")],
     ),
     both(
         "no renormalisation, rejection", _REJECTION, _REJECTION_LAW,
-        [(SHARED + "rejection.py", "has_left, new_mass, node.mass", "has_left, 1.0, node.mass")],
+        [(SHARED + "rejection.py", "has_left, new_mass, state.mass", "has_left, 1.0, state.mass")],
         [("target = left / left.sum()", "target = left")],
     ),
     both(

@@ -29,7 +29,7 @@ from .rejection_steps import (
     first_state,
     left_to_pass,
     load_state,
-    open_children,
+    open_node,
     settle_found,
     store_state,
     visit,
@@ -180,13 +180,13 @@ def _verify_tree_rejection_round_kernel(
     since = turn(round + 1, num_places) + place
     if BY_LEVEL:
         request = place
-        node = reached_node(depth_ptr, retrieve_index_ptr, request, level, NUM_NODES, BLOCK_NODE)
+        current = reached_node(depth_ptr, retrieve_index_ptr, request, level, NUM_NODES, BLOCK_NODE)
     else:
         request = place // NUM_NODES
-        node = (place % NUM_NODES).to(tl.int32)
+        current = (place % NUM_NODES).to(tl.int32)
     links = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
     tree = load_nodes(links, request, NUM_NODES, BLOCK_NODE)
-    is_node = tl.arange(0, BLOCK_NODE) == node
+    is_node = tl.arange(0, BLOCK_NODE) == current
     # no walk comes to a node of another request
     is_open = tl.max((is_node & is_own(tree.retrieved, request, NUM_NODES)).to(tl.int32)) > 0
     child = tl.sum(tl.where(is_node, tree.links, 0)) >> 16
@@ -198,16 +198,16 @@ def _verify_tree_rejection_round_kernel(
         state = load_state(states_ptr + since * _WORDS)
         is_open = is_open & (state.phase != DONE) & (state.phase != ALONE)
     # read before the State tells whether they are needed: the programs wait for memory once less
-    node = tl.maximum(node, 0)
-    row = request * NUM_NODES + node
+    current = tl.maximum(current, 0)
+    row = request * NUM_NODES + current
     first_scan = request - row if BY_LEVEL else row * 0
     target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, first_scan)
     draft_rows = Rows(
         draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, first_scan + num_target_scans
     )  # fmt: skip
     rows = PairRows(target_rows, draft_rows, target_to_draft_ptr, num_ids)
-    children = open_children(
-        rows, tree, request, node, child, (positions_ptr, seeds_ptr), TARGET_IS_PROBS, DRAFT_IS_PROBS,
+    node = open_node(
+        rows, tree, request, current, child, (positions_ptr, seeds_ptr), TARGET_IS_PROBS, DRAFT_IS_PROBS,
         KEEPS_DRAFT=KEEPS_DRAFT, NUM_NODES=NUM_NODES, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
         BLOCK_VOCAB=BLOCK_VOCAB, HAS_SCANS=True,
     )  # fmt: skip
@@ -215,18 +215,18 @@ def _verify_tree_rejection_round_kernel(
         found = merge_found(Found(sums_ptr, keys_ptr), since, NUM_SLICES, BLOCK_SLICE)
     if is_open:
         if IS_FIRST:
-            at = visit(children, state, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+            at = visit(node, state, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
         else:
-            at = settle_found(children, state, found, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+            at = settle_found(node, state, found, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
         if part == 0:
             store_state(states_ptr + to * _WORDS, at)
         if (at.phase == REJECTING) | (at.phase == DRAWING):
             ids = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
-            passed = left_to_pass(children, at)
+            passed = left_to_pass(node, at)
             target, draft = load_left(
-                passed, ids, ids < children.num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT
+                node, passed, ids, ids < node.num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT
             )  # fmt: skip
-            noise_key = residual_key(children.seed, tl.load(children.positions + node).to(tl.int64) + 1)
+            noise_key = residual_key(node.seed, tl.load(node.positions + current).to(tl.int64) + 1)
             keys = draw_keys(target, ids, noise_key)
             store_found(Found(sums_ptr, keys_ptr), to, part, target, draft, keys, NUM_SLICES)
         else:

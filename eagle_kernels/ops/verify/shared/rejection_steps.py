@@ -12,14 +12,13 @@ A pass is made by one program (`rejection.py`), or by many of them in slices (`r
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from ....runtime.language import tl, triton
 from .draws import accept_coin, drawn_token
 from .pair import Pair, load_pair
 from .rejection import (
     SMALL_SHARE,
     Node,
+    State,
     draw_left,
     left_probs,
     masses_after,
@@ -40,34 +39,12 @@ ALONE = tl.constexpr(4)  # as REJECTING, but what follows is for one program
 STATE_WORDS = 8
 
 
-class State(NamedTuple):
-    """How far a node has come; see Node for the last three."""
-
-    phase: Any
-    child: Any
-    num_seen: Any  # children visited
-    num_rejected: Any
-    token: Any  # the drawn one
-    scale: Any
-    mass: Any
-    draft_mass: Any
-
-
-class Children(NamedTuple):
-    """A node's children and distributions, none of it changed by a rejection."""
-
-    positions: Any  # pointer to those of the request's nodes
-    seed: Any
-    start: Any  # Node without a rejection
-    num_ids: Any
-
-
 @triton.jit
-def open_children(
+def open_node(
     rows,
     tree,
     request,
-    node,
+    current,
     child,
     noise,
     TARGET_IS_PROBS: tl.constexpr,
@@ -79,7 +56,7 @@ def open_children(
     BLOCK_VOCAB: tl.constexpr,
     HAS_SCANS: tl.constexpr,
 ):
-    """Returns the Children of a node, the first of which is `child`, 0 for none; then its draft's row is not read.
+    """Returns the Node with the number `current`, whose first child is `child`, 0 for none; then q is not read.
 
     noise: pointers to positions and seeds. HAS_SCANS: the rows are scanned already.
     """
@@ -90,37 +67,24 @@ def open_children(
     if KEEPS_DRAFT:
         is_certain = request < 0
     is_read = (child > 0) & (is_certain == 0)
-    row = first + node
+    row = first + current
     if HAS_SCANS:
         pair = load_pair(rows, request, row, is_read, NUM_SLICES, BLOCK_SLICE, TARGET_IS_PROBS, DRAFT_IS_PROBS)
     else:
         target = scan_row(rows.target, request, row, row >= 0, BLOCK_VOCAB, TARGET_IS_PROBS)
         draft = scan_row(rows.draft, request, row, is_read, BLOCK_VOCAB, DRAFT_IS_PROBS)
         pair = Pair(target, draft, rows.target_to_draft_ptr)
-    one = tl.full([], 1.0, tl.float32)
-    start = Node(pair, is_certain, tree, child, child * 0, one * 0.0, one, one)
-    return Children(positions_ptr + first, tl.load(seeds_ptr + request), start, rows.num_ids)
+    return Node(pair, is_certain, tree, child, positions_ptr + first, tl.load(seeds_ptr + request), rows.num_ids)
 
 
 @triton.jit
-def left_of(children, state):
-    """Returns the Node as the rejections of the State have left it."""
-    start = children.start
-    return Node(
-        start.pair, start.is_certain, start.tree, start.first_child, state.num_rejected, state.scale, state.mass,
-        state.draft_mass,
-    )  # fmt: skip
-
-
-@triton.jit
-def left_to_pass(children, state):
-    """Returns the Node that a pass sums and draws from: with the rejection that it is for, if there is one."""
-    node = left_of(children, state)
+def left_to_pass(node, state):
+    """Returns the State that a pass sums and draws by: with the rejection that it is for, if there is one."""
     is_rejecting = state.phase == REJECTING
     num_rejected = tl.where(is_rejecting, state.num_seen, state.num_rejected)
-    return Node(
-        node.pair, node.is_certain, node.tree, node.first_child, num_rejected,
-        tl.where(is_rejecting, next_scale(node), node.scale), node.mass, node.draft_mass,
+    scale = tl.where(is_rejecting, next_scale(node, state), state.scale)
+    return State(
+        state.phase, state.child, state.num_seen, num_rejected, state.token, scale, state.mass, state.draft_mass
     )  # fmt: skip
 
 
@@ -147,15 +111,14 @@ def select_state(condition, first, second):
 
 
 @triton.jit
-def visit(children, state, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr, KEEPS_DRAFT: tl.constexpr):
+def visit(node, state, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.constexpr, KEEPS_DRAFT: tl.constexpr):
     """Visits children from the State's on; returns the State at the first one that is accepted or rejected, or DRAWING.
 
     A State of another phase than VISITING comes back as it is.
     """
-    tree, positions = children.start.tree, children.positions
+    tree = node.tree
     nodes = tl.arange(0, tree.links.shape[0])
     is_visiting = state.phase == VISITING
-    node = left_of(children, state)
     phase = tl.where(is_visiting, DRAWING, state.phase)
     chosen = tl.where(is_visiting, 0, state.child)
     num_seen = state.num_seen
@@ -165,9 +128,9 @@ def visit(children, state, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.con
         token = tl.sum(tl.where(is_child, tree.tokens, 0))
         following = tl.sum(tl.where(is_child, tree.links, 0)) & 0xFFFF
         num_seen += 1
-        if (token >= 0) & (token < children.num_ids):
-            target_prob, draft_prob = left_probs(node, token, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
-            coin = accept_coin(children.seed, tl.load(positions + child), child)
+        if (token >= 0) & (token < node.num_ids):
+            target_prob, draft_prob = left_probs(node, state, token, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+            coin = accept_coin(node.seed, tl.load(node.positions + child), child)
             is_drawn = draft_prob > 0.0
             is_accepted = (coin * draft_prob < target_prob) & is_drawn
             chosen = tl.where(is_drawn, child, 0)
@@ -181,7 +144,7 @@ def visit(children, state, TARGET_IS_PROBS: tl.constexpr, DRAFT_IS_PROBS: tl.con
 
 @triton.jit
 def settle(
-    children,
+    node,
     state,
     mass,
     draft_mass,
@@ -194,20 +157,19 @@ def settle(
     Whether the pass has drawn from what is left now; whether what is left of q wants a scale of its own, which one
     program can find out (`rescan_draft`).
     """
-    nodes = tl.arange(0, children.start.tree.links.shape[0])
-    node = left_of(children, state)
+    nodes = tl.arange(0, node.tree.links.shape[0])
     is_child = nodes == state.child
-    token = tl.sum(tl.where(is_child, children.start.tree.tokens, 0))
-    following = tl.sum(tl.where(is_child, children.start.tree.links, 0)) & 0xFFFF
+    token = tl.sum(tl.where(is_child, node.tree.tokens, 0))
+    following = tl.sum(tl.where(is_child, node.tree.links, 0)) & 0xFFFF
     # nothing is left of p: then the child is accepted, if it can be
     is_spent = (mass > 0.0) == 0
     is_accepted = is_spent
     if is_spent:
-        target_prob, _ = left_probs(node, token, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+        target_prob, _ = left_probs(node, state, token, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
         is_accepted = target_prob > 0.0
     phase = tl.where(is_accepted, DONE, VISITING)
     child = tl.where(is_accepted, state.child, following)
-    scale, mass, draft_mass = masses_after(node, mass, draft_mass, KEEPS_DRAFT)
+    scale, mass, draft_mass = masses_after(node, state, mass, draft_mass, KEEPS_DRAFT)
     is_small = child < 0
     if not (KEEPS_DRAFT or DRAFT_IS_PROBS):
         is_small = (draft_mass < SMALL_SHARE) & (node.is_certain == 0) & (phase == VISITING) & (child > 0)
@@ -245,7 +207,7 @@ def store_state(words_ptr, state):
 
 @triton.jit
 def settle_found(
-    children,
+    node,
     state,
     found,
     TARGET_IS_PROBS: tl.constexpr,
@@ -254,7 +216,7 @@ def settle_found(
 ):
     """Returns the State at the next pass, or DONE, given the sums and the key that a pass in slices has found."""
     mass, draft_mass, key = found
-    after, has_drawn, is_small = settle(children, state, mass, draft_mass, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+    after, has_drawn, is_small = settle(node, state, mass, draft_mass, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
     is_drawing = state.phase == DRAWING
     drawn = drawn_token(key)
     # what is left as it was is ALONE with its rejection
@@ -265,7 +227,7 @@ def settle_found(
     mass = tl.where(is_small, state.mass, after.mass)
     draft_mass = tl.where(is_small, state.draft_mass, after.draft_mass)
     going = State(phase, child, state.num_seen, num_rejected, drawn, scale, mass, draft_mass)
-    at = visit(children, going, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+    at = visit(node, going, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
     is_over = has_drawn & (at.phase == DRAWING)  # the rejected child was the last one
     phase = tl.where(is_over, DONE, at.phase)
     return State(phase, at.child, at.num_seen, at.num_rejected, drawn, at.scale, at.mass, at.draft_mass)
@@ -273,7 +235,7 @@ def settle_found(
 
 @triton.jit
 def finish_alone(
-    children,
+    node,
     state,
     noise_key,
     TARGET_IS_PROBS: tl.constexpr,
@@ -282,22 +244,19 @@ def finish_alone(
     BLOCK_VOCAB: tl.constexpr,
 ):
     """Takes all steps that are left at a node; returns the accepted child, 0 for none, and the drawn token."""
-    num_ids = children.num_ids
-    maximum, total = children.start.pair.draft.maximum, children.start.pair.draft.total
+    maximum, total = node.pair.draft.maximum, node.pair.draft.total
     phase, child, num_seen, num_rejected = state.phase, state.child, state.num_seen, state.num_rejected
     scale, mass, draft_mass = state.scale, state.mass, state.draft_mass
     while (phase == REJECTING) | (phase == ALONE):
-        now = _on_scale(children, maximum, total)
+        now = _on_scale(node, maximum, total)
         before = State(phase * 0 + REJECTING, child, num_seen, num_rejected, state.token, scale, mass, draft_mass)
         passed = left_to_pass(now, before)
-        new_mass, new_draft_mass = masses_left(
-            passed, num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB
-        )
+        new_mass, new_draft_mass = masses_left(now, passed, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
         after, _, is_small = settle(now, before, new_mass, new_draft_mass, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
         scale, draft_mass = after.scale, after.draft_mass
         if not (KEEPS_DRAFT or DRAFT_IS_PROBS):
             if is_small:
-                new_maximum, new_total = rescan_draft(passed, num_ids, BLOCK_VOCAB)
+                new_maximum, new_total = rescan_draft(now, passed, BLOCK_VOCAB)
                 if new_total > 0.0:
                     scale *= tl.exp(new_maximum - maximum) * (new_total / total)
                     maximum = new_maximum
@@ -306,24 +265,20 @@ def finish_alone(
         after = State(
             after.phase, after.child, num_seen, after.num_rejected, state.token, scale, after.mass, draft_mass
         )  # fmt: skip
-        at = visit(_on_scale(children, maximum, total), after, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+        at = visit(_on_scale(node, maximum, total), after, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
         phase, child, num_seen, num_rejected, mass = at.phase, at.child, at.num_seen, at.num_rejected, at.mass
     token = state.token
     if phase == DRAWING:
         last = State(phase, child, num_seen, num_rejected, token, scale, mass, draft_mass)
-        node = left_of(_on_scale(children, maximum, total), last)
-        token = draw_left(node, noise_key, num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
+        now = _on_scale(node, maximum, total)
+        token = draw_left(now, last, noise_key, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
     return child, token
 
 
 @triton.jit
-def _on_scale(children, maximum, total):
-    """Returns the Children with other statistics of the draft's row."""
-    start = children.start
-    draft = start.pair.draft
+def _on_scale(node, maximum, total):
+    """Returns the Node with other statistics of the draft's row."""
+    draft = node.pair.draft
     row = Row(draft.row_ptr, draft.size, draft.scale, maximum, total, draft.best)
-    node = Node(
-        Pair(start.pair.target, row, start.pair.target_to_draft_ptr), start.is_certain, start.tree,
-        start.first_child, start.num_rejected, start.scale, start.mass, start.draft_mass,
-    )  # fmt: skip
-    return Children(children.positions, children.seed, node, children.num_ids)
+    pair = Pair(node.pair.target, row, node.pair.target_to_draft_ptr)
+    return Node(pair, node.is_certain, node.tree, node.first_child, node.positions, node.seed, node.num_ids)

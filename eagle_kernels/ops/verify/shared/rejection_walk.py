@@ -14,7 +14,7 @@ from .rejection_steps import (
     finish_alone,
     first_state,
     load_state,
-    open_children,
+    open_node,
     select_state,
     settle_found,
     visit,
@@ -136,24 +136,22 @@ def _verify_tree_rejection_walk_kernel(
                 draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, first_draft_scan
             )  # fmt: skip
             rows = PairRows(target_rows, draft_rows, target_to_draft_ptr, num_ids)
-            children = open_children(
+            node = open_node(
                 rows, tree, request, current, child, (positions_ptr, seeds_ptr), TARGET_IS_PROBS, DRAFT_IS_PROBS,
                 KEEPS_DRAFT=KEEPS_DRAFT, NUM_NODES=NUM_NODES, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
                 BLOCK_VOCAB=BLOCK_VOCAB, HAS_SCANS=HAS_ROUNDS,
             )  # fmt: skip
-            fresh = visit(children, first_state(child), TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+            fresh = visit(node, first_state(child), TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
             if HAS_ROUNDS:
                 place = since + (request if BY_LEVEL else row)
                 left = load_state(states_ptr + place * _WORDS)
                 found = merge_found(Found(sums_ptr, keys_ptr), place, NUM_SLICES, BLOCK_SLICE)
-                settled = settle_found(children, left, found, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+                settled = settle_found(node, left, found, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
                 at = select_state(is_known, select_state(left.phase == ALONE, left, settled), fresh)
             else:
                 at = fresh
-            noise_key = residual_key(children.seed, tl.load(children.positions + current).to(tl.int64) + 1)
-            chosen, token = finish_alone(
-                children, at, noise_key, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB
-            )
+            noise_key = residual_key(node.seed, tl.load(node.positions + current).to(tl.int64) + 1)
+            chosen, token = finish_alone(node, at, noise_key, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT, BLOCK_VOCAB)
         token = tl.where(chosen > 0, tl.sum(tl.where(nodes == chosen, tree.tokens, 0)), token)
         emitted = tl.where(is_current, token, emitted)
         accepted += (chosen > 0).to(tl.int32)
