@@ -279,6 +279,7 @@ def test_ragged(form, is_separate, is_causal, device):
     values = ragged([3, 0, 9, 1], 32, 3, 2, 16, torch.float32, [20, 7, 300, 0], form=form, is_separate=is_separate,
                     is_causal=is_causal, device=device)  # fmt: skip
     check(values, "ragged")
+    check(values | {"deterministic": True}, "ragged, deterministic")  # masks have bits of keys that a request lacks
     prefixes = torch.tensor([20, 300, 0])
     starts = torch.repeat_interleave(prefixes, torch.tensor([3, 9, 1]))
     depths = torch.cat([torch.arange(count) // 2 for count in (3, 9, 1)])
