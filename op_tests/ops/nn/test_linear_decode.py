@@ -32,6 +32,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SIZES = ((1, 1), (5, 3), (33, 16), (40, 1025), (65, 1096), (7, 2048), (32, 3000))
 
 
+# tiles of 32, 64 and 256 rows: half of a tile's reading of x is wasted on rows that do not exist
+MOST_VARIANTS = {"_linear_decode_tiles_kernel": 3}
+
+
 def check(values, case=""):
     """Kernel within twice the error of fp32 sums in PyTorch's order."""
     actual, baseline = check_operation(PATH, values, case=case, skip=("output",))
