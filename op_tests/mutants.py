@@ -272,7 +272,8 @@ MUTANTS = [
     ),
     Mutant(
         "a path's keys in another order", "tree_attention",
-        [("eagle_kernels/ops/attention/shared/paths.py", "place = start + lane", "place = start + BLOCK_KEY - 1 - lane")],
+        [("eagle_kernels/ops/attention/shared/paths.py", "place = start + lane",
+          "place = start + BLOCK_KEY - 1 - lane")],
         ["op_tests/ops/attention/test_tree_attention.py::test_deterministic_nodes_are_plain_decoding"], "kernel",
     ),
     Mutant(
