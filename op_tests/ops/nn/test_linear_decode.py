@@ -161,8 +161,9 @@ def test_every_entry_of_many_rows(rows, device, monkeypatch):
     for architecture in many_rows.TUNING:
         monkeypatch.setitem(many_rows.TUNING, architecture, (rows | {"least_outputs": 0},))
         monkeypatch.setitem(many_rows.MACHINES, architecture, {"programs": 3, "fast_rows": 0, "fast_outputs": 0})
-    for num_outputs, num_parts in ((70, None), (300, None), (70, 2)):
-        values = make(13, num_outputs, 300, torch.float16, has_bias=True, device=device)
+    for num_rows, num_outputs, num_parts in ((13, 70, None), (13, 300, None), (200, 70, 2)):
+        num_rows = min(num_rows, rows["max_rows"])
+        values = make(num_rows, num_outputs, 300, torch.float16, has_bias=True, device=device)
         expected = check(values | {"num_parts": num_parts}, f"N = {num_outputs} {num_parts} parts")
         result = eagle_kernels.raw.linear_decode(**values, num_parts=num_parts, prefetch_weight=True)
         assert_equal("linear_decode", f"N = {num_outputs} {num_parts} parts", "output", result, expected)
