@@ -274,6 +274,18 @@ MUTANTS = [
         ["op_tests/test_tile_edges.py::test_coins"], "kernel",
     ),
     Mutant(
+        "a path's keys in another order", "tree_attention",
+        [("eagle_kernels/ops/attention/shared/paths.py", "place = start + lane",
+          "place = start + BLOCK_KEY - 1 - lane")],
+        ["op_tests/ops/attention/test_tree_attention.py::test_deterministic_nodes_are_plain_decoding"], "kernel",
+    ),
+    Mutant(
+        "columns that no part has", "linear_decode",
+        [("eagle_kernels/ops/nn/shared/many_rows.py", "(part + 1) * NUM_SECTIONS // NUM_PARTS",
+          "(part + 1) * (NUM_SECTIONS // NUM_PARTS)")],
+        ["op_tests/ops/nn/test_linear_decode.py::test_parts"], "kernel",
+    ),
+    Mutant(
         "mass carried to the next level", _COINS,
         [(f"{KERNELS}{_COINS}.py", "mass = tl.where(is_accepted, 0.0, mass)", "mass += 0.0")],
         of(_COINS, "test_matches_reference"), "kernel",

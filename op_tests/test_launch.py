@@ -247,6 +247,10 @@ def test_only_addresses_that_follow_from_the_arguments_are_planned():
             known.index(view)
 
 
+class Named(torch.Tensor):
+    """A subclass, which may mean anything."""
+
+
 def test_calls_are_told_apart(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     tensor = torch.zeros(2)
@@ -255,7 +259,9 @@ def test_calls_are_told_apart(monkeypatch):
              ((tensor,), {"topk": 1, "out": tensor}), ((tensor,), {"topk": 1, "out": (tensor,)})]  # fmt: skip
     plain = [launch_module._split(*call)[0] for call in calls]
     assert all(one != other for index, one in enumerate(plain) for other in plain[:index])
-    assert launch_module._split((torch.nn.Parameter(tensor),), {})[0] is None
+    weight = torch.nn.Parameter(tensor)  # of a module: looks different, and is planned
+    assert launch_module._split((weight,), {})[0] not in (None, launch_module._split((tensor,), {})[0])
+    assert launch_module._split((tensor.as_subclass(Named),), {})[0] is None
     assert launch_module._split(([1],), {})[0] is None
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.runtime import library
 from op_tests.ops.tree.cases import make_tree
 from op_tests.ops.verify.cases import make_logits
 
@@ -120,8 +121,56 @@ def test_a_nan_filter_is_off_in_kernel_and_reference(device):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_batch_and_lengths_compile_at_most_two_variants(path):
-    """A server sees every batch size and length; each must not cost a compilation."""
+    """A server sees every batch size and length; each must not cost a compilation. An op that needs more says why."""
     module = module_of_tests(path)
     assert inspect.isgeneratorfunction(module.size_sweep), f"{module.__name__} declares no size_sweep()"
     variants = count_variants(path)
-    assert variants and all(count <= 2 for count in variants.values()), variants
+    most = getattr(module, "MOST_VARIANTS", {})
+    assert variants and all(count <= most.get(kernel, 2) for kernel, count in variants.items()), variants
+
+
+def straight_calls(monkeypatch) -> list[str]:
+    """Names of the ops whose public functions called their launchers without the dispatcher, from now on."""
+    made, goes = [], library._goes_straight
+
+    def noting(args, kwargs, buffers):
+        made.append(goes(args, kwargs, buffers))
+        return made[-1]
+
+    monkeypatch.setattr(library, "_goes_straight", noting)
+    monkeypatch.setenv("EAGLE_KERNELS_BACKEND", "triton")
+    return made
+
+
+def test_calls_that_nobody_watches_go_straight_to_the_launcher(monkeypatch, device):
+    """With the results of the dispatcher's way, to which a mode, a profiler, a transform or a subclass sends a call."""
+    made = straight_calls(monkeypatch)
+    x, weight = torch.randn(2, 8, device=device), torch.nn.Parameter(torch.rand(8, device=device))
+    with torch.no_grad():
+        expected = eagle_kernels.rms_norm(x, weight)
+        out = type(expected)(torch.empty_like(x), x.new_empty(0, 8))
+        assert eagle_kernels.rms_norm(x=x, weight=weight, out=out) is out
+        assert made == [True, True] and torch.equal(out.output, expected.output)
+
+        class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                return function(*args, **(kwargs or {}))
+
+        class Named(torch.Tensor):
+            pass
+
+        with Mode():
+            assert torch.equal(eagle_kernels.rms_norm(x, weight).output, expected.output)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            assert torch.equal(eagle_kernels.rms_norm(x, weight).output, expected.output)
+        assert any(event.name == "eagle_kernels::rms_norm" for event in profile.events())
+        assert torch.equal(eagle_kernels.rms_norm(x.as_subclass(Named), weight).output, expected.output)
+        assert eagle_kernels.rms_norm(x.to("meta"), weight.to("meta")).output.is_meta
+        assert eagle_kernels.rms_norm(x, weight, out=(out.output, out.residual)).output is out.output
+        assert made[2:] == [False] * 4  # a plain tuple does not even ask
+    with pytest.raises(RuntimeError, match="rms_norm: weight must not require grad"):
+        eagle_kernels.rms_norm(x, weight)
+    with pytest.raises(TypeError, match=r"^eagle_kernels.rms_norm: missing a required argument: 'weight'"):
+        eagle_kernels.rms_norm(x)
+    with pytest.raises(ValueError, match=r"^eagle_kernels.rms_norm: weight must have H = 8 in axis 0 "):
+        eagle_kernels.rms_norm(x, x[0, :4])

@@ -226,7 +226,7 @@ def _all_aligned(pointers: list) -> bool:
     return functools.reduce(operator.or_, pointers) % 16 == 0
 
 
-_Tensor, _data_ptr = torch.Tensor, torch.Tensor.data_ptr
+_TENSORS, _data_ptr = (torch.Tensor, torch.nn.Parameter), torch.Tensor.data_ptr
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
@@ -245,13 +245,13 @@ def _split(args: tuple, kwargs: dict) -> tuple[list | None, list]:
     for value in values:
         kind = type(value)
         plain.append(kind)
-        if kind is _Tensor:
+        if kind in _TENSORS:
             tensors.append(value)
         elif isinstance(value, (int, float, str)) or value is None:
             plain.append(value)
         elif isinstance(value, tuple):  # out: its tensors are looked at last
             values += value
-        else:  # a subclass of Tensor, or a mistake
+        else:  # another subclass of Tensor, or a mistake
             return None, tensors
     if not tensors or tensors[0].get_device() < 0:
         return None, tensors

@@ -12,7 +12,7 @@ Invariants
     but not weight (primitives/dependent_launch.py).
 Grid
     (output blocks,), one program makes one block of outputs of all rows, and reads its rows of weight from end to end;
-    in fp32 (output blocks * blocks of 4 rows,), with parts (output blocks * parts,).
+    in fp32 (output blocks * blocks of 4 rows,); past 16 rows (output blocks * blocks of rows * parts,).
     shared/few_rows.py: up to 16 rows, and fp32. shared/many_rows.py: up to 256 rows, parts, and where it is faster.
 Launches
     1

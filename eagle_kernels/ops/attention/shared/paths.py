@@ -1,35 +1,25 @@
-"""Lets each node of a tree attend along its own path, as plain decoding would: what `deterministic` calls need.
+"""Lets a node of a tree attend along its own path, as plain decoding would: what `deterministic` calls need.
 
 The ancestors of a node lie anywhere in the draft block, where plain decoding finds them one after another behind the
 prefix. A sum's bits depend on the order of its terms and on the tiles that they are taken in. So from the tile on in
-which the prefix ends, a tile of keys is gathered for each node alone: the key that plain decoding would have in a slot
-comes in that slot's lane. The other rows of the tile of rows see nothing of it, which leaves their bits alone.
+which the prefix ends, tiles of keys are gathered for each node alone: the key that plain decoding would have in a slot
+comes in that slot's lane.
 """
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 from ....runtime.language import tl, triton
 from .softmax import add_tile, multiply_keys
 
 
-class Paths(NamedTuple):
-    """The tree of a request, and which of its nodes the rows belong to."""
-
-    mask_ptr: Any  # words int64 of its first node, num_words for each
-    token: Any  # [ROW]: the nodes
-    num_tokens: Any  # nodes that exist
-    num_drafts: Any  # bits of a mask, at most
-
-
 @triton.jit
-def attend_paths(
+def attend_path(
     queries,
     pool,
     span,
     state,
-    paths,
+    mask_ptr,
+    num_drafts,
     IS_WIDENED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -38,41 +28,38 @@ def attend_paths(
     BLOCK_DIM: tl.constexpr,
     BLOCK_NODE: tl.constexpr,
 ):
-    """Returns the rows' state (row_max, row_sum, accumulator) after places span.first..span.stop - 1 of their paths.
+    """Returns the state (row_max, row_sum, accumulator) of one node's rows after places span.first..span.stop - 1.
 
-    Place p of a path is slot p up to common_stop; then come the drafts that the node sees, in ascending order. first is
-    a multiple of BLOCK_KEY; origin: slots before it are not read.
+    Place p of its path is slot p up to common_stop; then come the drafts that it sees by its words at mask_ptr, in
+    ascending order. first is a multiple of BLOCK_KEY; origin: slots before it are not read.
     """
     row_max, row_sum, accumulator = state
     lane, node, column = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_NODE), tl.arange(0, BLOCK_DIM)
-    for token in range(tl.min(paths.token), tl.minimum(tl.max(paths.token) + 1, paths.num_tokens)):
-        is_known = node < paths.num_drafts
-        word_ptrs = paths.mask_ptr + token * queries.num_words + node // 64
-        word = tl.load(word_ptrs, mask=is_known & (node // 64 < queries.num_words), other=0)
-        is_on_path = ((word >> (node % 64)) & 1).to(tl.int32)
-        rank = tl.cumsum(is_on_path) - 1
-        path_stop = span.common_stop + tl.sum(is_on_path)
-        for start in range(span.first, tl.minimum(span.stop, path_stop), BLOCK_KEY):
-            place = start + lane
-            is_found = (rank[None, :] == (place - span.common_stop)[:, None]) & (is_on_path > 0)[None, :]
-            draft = tl.sum(tl.where(is_found, node[None, :], 0), axis=1)
-            slot = tl.where(place < span.common_stop, place, span.common_stop + draft)
-            is_read = (place >= span.origin) & (place < path_stop)
-            page = tl.load(pool.page_table_ptr + pool.first_page + slot // PAGE_SIZE, mask=is_read, other=-1)
-            is_read &= (page >= 0) & (page < pool.num_pages)
-            page, row = page.to(tl.int64), slot % PAGE_SIZE * NUM_KV_HEADS + pool.kv_head
-            key_row = page * pool.stride_key + row
-            value_row = key_row
-            if pool.stride_value is not None:
-                value_row = page * pool.stride_value + row
-            in_bounds = is_read[:, None] & (column < HEAD_DIM)[None, :]
-            key = tl.load(pool.key_ptr + key_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
-            value = tl.load(pool.value_ptr + value_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
-            key, value = key.to(queries.query.dtype), value.to(queries.query.dtype)
-            logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap, IS_WIDENED)
-            is_seen = (paths.token == token)[:, None] & is_read[None, :]
-            if span.window is not None:
-                is_seen &= queries.position[:, None] - place[None, :] < span.window
-            logits = tl.where(is_seen, logits, float("-inf"))
-            row_max, row_sum, accumulator = add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED)
+    word = tl.load(mask_ptr + node // 64, mask=(node < num_drafts) & (node // 64 < queries.num_words), other=0)
+    is_on_path = ((word >> (node % 64)) & 1).to(tl.int32)
+    rank = tl.where(is_on_path > 0, tl.cumsum(is_on_path) - 1, -1)
+    path_stop = span.common_stop + tl.sum(is_on_path)
+    for start in range(span.first, tl.minimum(span.stop, path_stop), BLOCK_KEY):
+        place = start + lane
+        is_found = rank[None, :] == (place - span.common_stop)[:, None]  # [KEY, NODE]
+        draft = tl.sum(tl.where(is_found, node[None, :], 0), axis=1)
+        slot = tl.where(place < span.common_stop, place, span.common_stop + draft)
+        is_read = (place >= span.origin) & (place < path_stop)
+        page = tl.load(pool.page_table_ptr + pool.first_page + slot // PAGE_SIZE, mask=is_read, other=-1)
+        is_read &= (page >= 0) & (page < pool.num_pages)
+        page, row = page.to(tl.int64), slot % PAGE_SIZE * NUM_KV_HEADS + pool.kv_head
+        key_row = page * pool.stride_key + row
+        value_row = key_row
+        if pool.stride_value is not None:
+            value_row = page * pool.stride_value + row
+        in_bounds = is_read[:, None] & (column < HEAD_DIM)[None, :]
+        key = tl.load(pool.key_ptr + key_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
+        value = tl.load(pool.value_ptr + value_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
+        key, value = key.to(queries.query.dtype), value.to(queries.query.dtype)
+        logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap, IS_WIDENED)
+        is_seen = is_read[None, :]
+        if span.window is not None:
+            is_seen &= queries.position[:, None] - place[None, :] < span.window
+        logits = tl.where(is_seen, logits, float("-inf"))
+        row_max, row_sum, accumulator = add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED)
     return row_max, row_sum, accumulator

@@ -16,7 +16,7 @@ from ....runtime.launch import launch
 from .attention import Pool, Queries, Span, attend, request_rows
 from .merge_shares import launch_merge
 from .paged_cache import cache_arguments, request_pages
-from .paths import Paths, attend_paths
+from .paths import attend_path
 from .shares import (
     Batch,
     count_ordered_shares,
@@ -127,8 +127,14 @@ def _attention_kernel(
         size = share_tiles(batch, wanted_shares, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
     request, index = find_share(batch, share, size, IS_ORDERED, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
     first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, request < batch_size)
+    # Where the prefix ends the rows of a tree part: from that tile of keys on, a tile of rows has one token.
+    HAS_PATHS: tl.constexpr = IS_ORDERED and tree_mask_ptr is not None and DRAFTS != "beside"
+    TOKEN_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_ROW - 1) // BLOCK_ROW
+    has_rows = row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE
+    if HAS_PATHS:
+        has_rows = row_tile < num_tokens * TOKEN_TILES
     # all but shares that do not exist, and tiles of rows that their request does not have
-    if (request < batch_size) & (row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE):
+    if (request < batch_size) & has_rows:
         first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         size, num_shares = cut(batch, request, size, IS_ORDERED, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         first_share = 0
@@ -140,17 +146,29 @@ def _attention_kernel(
             tl.store(shares_ptr + request * 3, share)
             tl.store(shares_ptr + request * 3 + 1, num_shares)
             tl.store(shares_ptr + request * 3 + 2, first_share)
-        begin = begin * BLOCK_KEY
+        begin, num_seen_drafts = begin * BLOCK_KEY, stop - prefix
         stop = tl.minimum(begin + size * BLOCK_KEY, stop)
         first_page, _, _ = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
         if k_scale_ptr is not None and not ONE_SCALE:
             k_scale_ptr += kv_head
             v_scale_ptr += kv_head
 
-        row = row_tile * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
+        row, row_stop = row_tile * BLOCK_ROW, num_tokens * GROUP_SIZE
+        pool_stop = stop
+        if DRAFTS == "beside":
+            pool_stop = tl.minimum(stop, prefix)
+        if HAS_PATHS:
+            pool_stop = tl.minimum(stop, prefix // BLOCK_KEY * BLOCK_KEY)
+            has_path = stop > pool_stop
+            path_token = row_tile // TOKEN_TILES
+            row = tl.where(has_path, path_token * GROUP_SIZE + row_tile % TOKEN_TILES * BLOCK_ROW, row)
+            row_stop = tl.where(has_path, (path_token + 1) * GROUP_SIZE, row_stop)
+            # where tiles are of several tokens there are fewer
+            pool_stop = tl.where(row < row_stop, pool_stop, begin)
+        row += tl.arange(0, BLOCK_ROW)
         token = row // GROUP_SIZE
         head = kv_head * GROUP_SIZE + row % GROUP_SIZE
-        is_row = token < num_tokens
+        is_row = row < row_stop
         column = tl.arange(0, BLOCK_DIM)
         in_bounds = is_row[:, None] & (column < HEAD_DIM)[None, :]
         query_row = (first_row + token) * stride_query_token + head
@@ -183,13 +201,6 @@ def _attention_kernel(
             last_position = tl.max(tl.where(is_row, position, 0))
 
         matched, logit_scale = match_keys(query, scale, k_scale_ptr, k_cache_ptr.dtype.element_ty)
-        pool_stop = stop
-        if DRAFTS == "beside":
-            pool_stop = tl.minimum(stop, prefix)
-        # rows of a tree part from each other in the tile where the prefix ends
-        HAS_PATHS: tl.constexpr = IS_ORDERED and tree_mask_ptr is not None and DRAFTS != "beside"
-        if HAS_PATHS:
-            pool_stop = tl.minimum(stop, prefix // BLOCK_KEY * BLOCK_KEY)
         queries = Queries(matched, logit_scale, position, last_slot, mask_ptr, num_words, soft_cap)
         pool = Pool(
             k_cache_ptr, v_cache_ptr, page_table_ptr, first_page, num_pages, stride_k_page, stride_v_page, kv_head,
@@ -203,15 +214,17 @@ def _attention_kernel(
                 BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM,
         )  # fmt: skip
         if HAS_PATHS:
-            row_max, row_sum, accumulator = attend_paths(
-                queries,
-                pool,
-                Span(tl.maximum(begin, pool_stop), stop, prefix, window, last_position, first, None),
-                (row_max, row_sum, accumulator),
-                Paths(tree_mask_ptr + first_row * num_words, token, num_tokens, num_drafts),
-                IS_WIDENED=IS_WIDENED, PAGE_SIZE=PAGE_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
-                BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM, BLOCK_NODE=BLOCK_NODE,
-            )  # fmt: skip
+            if has_path:
+                row_max, row_sum, accumulator = attend_path(
+                    queries,
+                    pool,
+                    Span(tl.maximum(begin, pool_stop), stop, prefix, window, last_position, first, None),
+                    (row_max, row_sum, accumulator),
+                    tree_mask_ptr + (first_row + path_token) * num_words,
+                    num_seen_drafts,
+                    IS_WIDENED=IS_WIDENED, PAGE_SIZE=PAGE_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
+                    BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM, BLOCK_NODE=BLOCK_NODE,
+                )  # fmt: skip
         if v_scale_ptr is not None:
             accumulator *= tl.load(v_scale_ptr)
         if DRAFTS == "beside":
@@ -287,7 +300,10 @@ def launch_attention(
         tuned = tuned | tuned.get("float8", {})
     tiles = tile_sizes(num_query * group_size, head_dim, query.element_size(), tuned)
     block_key = tiles["BLOCK_KEY"]
-    num_tiles = cache["NUM_KV_HEADS"] * triton.cdiv(num_query * group_size, tiles["BLOCK_ROW"])
+    row_tiles = triton.cdiv(num_query * group_size, tiles["BLOCK_ROW"])
+    if is_ordered and tree_mask is not None and drafts != "beside":
+        row_tiles = num_query * triton.cdiv(group_size, tiles["BLOCK_ROW"])  # of one token each, where its path begins
+    num_tiles = cache["NUM_KV_HEADS"] * row_tiles
     wanted_shares = max(1, tuned["programs"] // max(num_tiles, 1))
     share_tiles_least = max(1, tuned["share_keys"] // block_key)
     # the most shares, from the most pages; in the CSR form all requests have these pages together

@@ -1,6 +1,6 @@
-"""linear_decode for up to 256 rows of fp16 or bf16, in one tile of rows, so that weights are read once.
+"""linear_decode for up to 256 rows of fp16 or bf16, in one tile of rows or two, so that weights are read once.
 
-A program makes a block of outputs of all rows: weights are the left operand of the tensor cores, whose large
+A program makes a block of outputs of a tile of rows: weights are the left operand of the tensor cores, whose large
 instructions take 64 of their rows and any number of tokens. Where there are too few outputs for all SMs, columns are
 cut into parts, whose sums the op that reads the result adds up (`rms_norm`): a launch for that alone would cost what
 the parts save.
@@ -25,29 +25,32 @@ MAX_PARTS = 8
 PART_COLUMNS = tl.constexpr(128)
 _PART_COLUMNS = PART_COLUMNS.value
 
-# The first entry is taken that allows the number of rows and of outputs; its tile has max_rows rows. prefetched: the
-# first tile of weights is kept in registers, which larger tiles need for their sums.
-_TILE = {"max_rows": MAX_ROWS, "least_outputs": 0, "block_output": 64, "block_column": 64, "prefetched": False,
-         "num_warps": 4, "num_stages": 3}  # fmt: skip
+# The first entry is taken that allows the number of rows and of outputs. prefetched: the first tile of weights is kept
+# in registers, which larger tiles need for their sums.
+_TILE = {"max_rows": MAX_ROWS, "least_outputs": 0, "block_row": MAX_ROWS, "block_output": 64, "block_column": 64,
+         "prefetched": False, "num_warps": 4, "num_stages": 3}  # fmt: skip
+_FEW = {rows: {"max_rows": rows, "block_row": rows} for rows in (16, 32, 64)}
 _HOPPER = _TILE | {"block_column": 128, "num_stages": 4}
 _HOPPER_WIDE = _HOPPER | {"least_outputs": 16384, "block_output": 128, "num_warps": 8}
 _HOPPER_DEEP = _HOPPER | {"least_outputs": 5120, "num_stages": 6}
 # bench/results/NVIDIA_H200/tuning/linear_decode.txt; an H100 has the same best entries there
 TUNING = {
-    "default": (_TILE | {"max_rows": 64}, _TILE),
+    "default": (_TILE | _FEW[64], _TILE),
     # 64 KiB of shared memory
-    "gfx942": (_TILE | {"max_rows": 64}, _TILE | {"num_stages": 2}),
+    "gfx942": (_TILE | _FEW[64], _TILE | {"num_stages": 2}),
     "sm_90": (
-        _HOPPER_WIDE | {"max_rows": 16},
-        _HOPPER_DEEP | {"max_rows": 16, "prefetched": True},
-        _HOPPER | {"max_rows": 16, "prefetched": True},
-        _HOPPER_WIDE | {"max_rows": 32},
-        _HOPPER_DEEP | {"max_rows": 32},
-        _HOPPER | {"max_rows": 32, "prefetched": True},
-        _HOPPER_WIDE | {"max_rows": 64},
-        _HOPPER_DEEP | {"max_rows": 64},
-        _HOPPER | {"max_rows": 64},
-        _TILE | {"block_output": 128, "num_warps": 8, "num_stages": 4},
+        _HOPPER_WIDE | _FEW[16],
+        _HOPPER_DEEP | _FEW[16] | {"prefetched": True},
+        _HOPPER | _FEW[16] | {"prefetched": True},
+        _HOPPER_WIDE | _FEW[32],
+        _HOPPER_DEEP | _FEW[32],
+        _HOPPER | _FEW[32] | {"prefetched": True},
+        _HOPPER_WIDE | _FEW[64],
+        _HOPPER_DEEP | _FEW[64],
+        _HOPPER | _FEW[64],
+        _TILE | {"least_outputs": 16384, "block_output": 128, "num_warps": 8, "num_stages": 4},
+        # arithmetic counts, not memory: as many tiles as there are SMs
+        _TILE | {"block_row": 128, "block_output": 128, "num_warps": 8, "num_stages": 4},
     ),
 }
 # programs: how many run at once. fast_rows: up to how many rows this is faster than cuBLAS. fast_outputs: from how many
@@ -108,13 +111,15 @@ def _linear_decode_tiles_kernel(
     PREFETCH_WEIGHT: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Multiplies all rows by outputs_each rows of weight, in one part of the columns.
+    """Multiplies BLOCK_ROW rows by outputs_each rows of weight, in one part of the columns.
 
     PREFETCH_WEIGHT: the first tile of weights, PART_COLUMNS wide, is asked for before x is there, and kept for last.
     """
     await_predecessor(ENABLE_PDL and not PREFETCH_WEIGHT)
-    num_blocks = tl.cdiv(num_outputs, outputs_each)
-    block, part = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
+    num_row_blocks, num_blocks = tl.cdiv(num_rows, BLOCK_ROW), tl.cdiv(num_outputs, outputs_each)
+    # neighbouring programs read the same weights, which the first one brings into the cache
+    row_block, block = tl.program_id(0) % num_row_blocks, tl.program_id(0) // num_row_blocks
+    block, part = block % num_blocks, block // num_blocks
     NUM_SECTIONS: tl.constexpr = (NUM_COLUMNS + PART_COLUMNS - 1) // PART_COLUMNS
     first = part * NUM_SECTIONS // NUM_PARTS * PART_COLUMNS
     stop = tl.minimum((part + 1) * NUM_SECTIONS // NUM_PARTS * PART_COLUMNS, NUM_COLUMNS)
@@ -128,7 +133,7 @@ def _linear_decode_tiles_kernel(
         first_weight = _load_tile(weight_row_ptrs, is_output, columns, NUM_COLUMNS, IS_EVEN, "evict_first")
     await_predecessor(ENABLE_PDL and PREFETCH_WEIGHT)
 
-    row = tl.arange(0, BLOCK_ROW)
+    row = row_block * BLOCK_ROW + tl.arange(0, BLOCK_ROW)
     is_row = row < num_rows
     x_row_ptrs = x_ptr + row.to(tl.int64) * stride_x_row * UNIT
     if PREFETCH_WEIGHT:
@@ -186,17 +191,18 @@ def launch_many_rows(
     """Launches the kernel above into out [T, N], or [parts, T, N] fp32."""
     (num_rows, num_columns), num_outputs = x.shape, weight.shape[0]
     tuned = _choose_tuning(num_rows, num_outputs, x.device)
-    num_parts = 1 if out.dim() == 2 else len(out)
+    num_parts, num_row_blocks = 1 if out.dim() == 2 else len(out), triton.cdiv(num_rows, tuned["block_row"])
     block_output, programs = tuned["block_output"], tuning.row(MACHINES, x.device)["programs"]
     # as even as possible over all SMs, in as few rounds as there must be
-    rounds = triton.cdiv(max(num_outputs, 1) * num_parts, block_output * programs)
-    outputs_each = triton.cdiv(max(num_outputs, 1), max(rounds * programs // num_parts, 1))
+    copies = max(num_parts * num_row_blocks, 1)  # programs of a block of outputs
+    rounds = triton.cdiv(max(num_outputs, 1) * copies, block_output * programs)
+    outputs_each = triton.cdiv(max(num_outputs, 1), max(rounds * programs // copies, 1))
     outputs_each = min(triton.cdiv(outputs_each, 16) * 16, block_output)
     unit = row_unit(x, weight)
     launch(
         "linear_decode",
         _linear_decode_tiles_kernel,
-        (triton.cdiv(num_outputs, outputs_each) * num_parts if num_rows else 0,),
+        (triton.cdiv(num_outputs, outputs_each) * num_parts * num_row_blocks,),
         x_ptr=x,
         weight_ptr=weight,
         bias_ptr=bias,
@@ -213,7 +219,7 @@ def launch_many_rows(
         NUM_PARTS=num_parts,
         IS_EVEN=num_columns % tuned["block_column"] == 0,
         IS_WIDENED=is_interpreting() and x.dtype == torch.bfloat16,
-        BLOCK_ROW=tuned["max_rows"],
+        BLOCK_ROW=tuned["block_row"],
         BLOCK_OUTPUT=block_output,
         BLOCK_COLUMN=tuned["block_column"],
         NUM_STAGES=tuned["num_stages"],
