@@ -180,11 +180,10 @@ class Scheduler:
             budget, unread = self._prefill_chunk, [row for row in self._rows if row is not None and not row.is_running]
             for row in sorted(unread, key=lambda row: row.number):  # so that the oldest always fits
                 size = min(len(row.request.prompt) - row.num_read, self._prefill_chunk)
-                if size > budget:
-                    break
-                with self._failing_alone(row):
-                    self._read_prompt(row, size)
-                    budget -= size
+                if size <= budget:
+                    with self._failing_alone(row):
+                        self._read_prompt(row, size)
+                        budget -= size
             self._compact()
 
     def _admit(self, request: Request) -> None:
