@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -168,6 +169,10 @@ def test_calls_that_nobody_watches_go_straight_to_the_launcher(monkeypatch, devi
         assert eagle_kernels.rms_norm(x.to("meta"), weight.to("meta")).output.is_meta
         assert eagle_kernels.rms_norm(x, weight, out=(out.output, out.residual)).output is out.output
         assert made[2:] == [False] * 4  # a plain tuple does not even ask
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            traced = torch.jit.trace(lambda x: eagle_kernels.rms_norm(x, x[0]).output, (x,), check_trace=False)
+        assert "eagle_kernels::rms_norm" in str(traced.graph)
     with pytest.raises(RuntimeError, match="rms_norm: weight must not require grad"):
         eagle_kernels.rms_norm(x, weight)
     with pytest.raises(TypeError, match=r"^eagle_kernels.rms_norm: missing a required argument: 'weight'"):

@@ -111,8 +111,12 @@ def operator(module: ModuleType, reference_module: ModuleType):
             return ()
         try:
             return (launcher(*args, **kwargs) if out is None else launcher(*args, **kwargs, out=out),)
-        except TypeError:  # `call` names what does not fit the signature
-            return ()
+        except TypeError:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError:  # `call` names what does not fit
+                return ()
+            raise
 
     declared = ", ".join(_declare(parameters, mutates))
     if not returns:
@@ -181,6 +185,8 @@ _num_dispatch_modes, _num_function_modes = torch._C._len_torch_dispatch_stack, t
 def _goes_straight(args: tuple, kwargs: dict, buffers: tuple) -> bool:
     """Tells whether nobody but the launcher of a GPU waits for a call: no tracer, mode, transform or profiler."""
     if torch.compiler.is_compiling() or _num_dispatch_modes() or _num_function_modes():
+        return False
+    if torch._C._get_tracing_state() is not None:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd._profiler_enabled():
         return False

@@ -50,10 +50,11 @@ class EAGLEConfig(DraftingOptions):
             of (topk, num_steps, num_draft_tokens) for up to 8 and up to 32 requests; None in the place of a tree
             decodes plainly, as does a batch beyond the last entry. "auto" measures plain decoding, this tree and some
             smaller ones, and takes the one with the most tokens a second. None: always this tree.
-        deterministic: Whether the target computes each token's bits from its text alone, whatever drafts and other
-            requests are computed beside it. Then speculative text is plain decoding's, bit for bit, in fp16 and bf16,
-            too: without it, two tokens that are equally likely within rounding may be exchanged. For a GPU, and targets
-            that `from_pretrained` loads; verify_strategy must be "target_match" or "greedy". Steps take longer.
+        deterministic: Whether the bits of a step's logits depend on a request's prompt, output and prefill_chunk alone,
+            whatever drafts and other requests are computed beside it. Then speculative text is plain decoding's, bit
+            for bit, in fp16 and bf16, too: without it, two tokens that are equally likely within rounding may be
+            exchanged. For a GPU, and targets that `from_pretrained` loads; verify_strategy must be "target_match" or
+            "greedy". Steps take longer, and attention needs more memory.
         cuda_graph: Whether steps are captured as CUDA graphs. None: on a GPU, if the mask's layout and the models allow
             it. The CPU has no graphs: there True only refuses models that could not be captured on a GPU.
         phase_times: Whether draft, verify, sample and bookkeeping of some steps are timed (`stats.phase_time_ms`), by

@@ -34,9 +34,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deterministic: bool =
     deterministic: a row's bits do not depend on the other rows, nor on their number. For GPUs alone.
     """
     is_decoding = deterministic or x.is_cuda and is_for(x.shape[:2].numel(), weight)
-    if not is_decoding or library(x, weight, *(() if bias is None else (bias,))) is not ops:
-        return nn.functional.linear(x, weight, bias)
-    return _decode(x, weight, bias, deterministic)
+    if is_decoding and library(x, weight, *(() if bias is None else (bias,))) is ops:
+        return _decode(x, weight, bias, deterministic)
+    if deterministic:
+        raise RuntimeError("EAGLEInference: deterministic must be False in training and under torch.autocast")
+    return nn.functional.linear(x, weight, bias)
 
 
 def _decode(x: Tensor, weight: Tensor, bias: Tensor | None, deterministic: bool, parts: int | None = None) -> Tensor:
@@ -57,7 +59,7 @@ class Linear(nn.Linear):
     def in_parts(self, x: Tensor, deterministic: bool = False) -> Tensor:
         """Returns what `forward` returns or, where that is faster, parts [P, B, T, N] fp32 for `RMSNorm.add`."""
         parts = parts_for(x.shape[:2].numel(), self.weight, deterministic) if x.is_cuda else None
-        if parts is None or library(x, self.weight) is not ops:
+        if parts is None or library(x, *self.parameters()) is not ops:
             return self(x, deterministic)
         return _decode(x, self.weight, self.bias, deterministic, parts)
 

@@ -39,6 +39,7 @@ class _Row:
     request: Request
     pages: list[int]
     index: int
+    number: int  # of the admission
     # [1, max_pages]; copied into the batch only once the row runs, since rows that do not run must write no keys
     block_table: Tensor | None = None
     num_read: int = 0
@@ -75,6 +76,7 @@ class Scheduler:
         self._phases_ms: deque[dict[str, float]] = deque(maxlen=256)
         self._waiting: deque[Request] = deque()
         self._rows: list[_Row | None] = [None] * state.num_rows
+        self._num_admitted = 0
         self._unread: deque[Launch] = deque()
         self.lag = host_lag(state.lengths.device)
 
@@ -176,19 +178,19 @@ class Scheduler:
                 self._fail_first_waiting()
             # Each prompt is cut at multiples of prefill_chunk, whatever else is read: bits depend on where it is cut.
             budget, unread = self._prefill_chunk, [row for row in self._rows if row is not None and not row.is_running]
-            for row in sorted(unread, key=lambda row: row.request.id):  # so that the oldest always fits
+            for row in sorted(unread, key=lambda row: row.number):  # so that the oldest always fits
                 size = min(len(row.request.prompt) - row.num_read, self._prefill_chunk)
-                if size > budget:
-                    break
-                with self._failing_alone(row):
-                    self._read_prompt(row, size)
-                    budget -= size
+                if size <= budget:
+                    with self._failing_alone(row):
+                        self._read_prompt(row, size)
+                        budget -= size
             self._compact()
 
     def _admit(self, request: Request) -> None:
         """Gives a request a row and pages."""
         pages, index = self.pages.allocate(self._pages_for(request)), self._rows.index(None)
-        row = self._rows[index] = _Row(request, pages, index)
+        row = self._rows[index] = _Row(request, pages, index, self._num_admitted)
+        self._num_admitted += 1
         with self._failing_alone(row):
             table = torch.full((1, self.state.block_table.shape[1]), -1, dtype=torch.int32)
             table[0, : len(pages)] = torch.tensor(pages, dtype=torch.int32)

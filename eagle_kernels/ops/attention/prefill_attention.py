@@ -317,7 +317,7 @@ def prefill_attention(
         output_ptr=out.output,
         lse_ptr=out.lse,
         scale=(head_dim**-0.5 if sm_scale is None else sm_scale) * LOG2_E,
-        soft_cap=soft_cap,
+        soft_cap=None if soft_cap is None else float(soft_cap),
         window=window,
         batch_size=batch_size,
         num_query=max_query,

@@ -10,8 +10,8 @@ Computes
     round_normalized: x / sqrt(...) is rounded to the dtype of x before the weight multiplies it, as in Hugging Face's
         norms of Llama, Qwen and Mistral; otherwise y is rounded once, as in Gemma (with weight_offset = 1) and OLMo 2.
 Invariants
-    A row's bits depend on that row alone, so a NaN stays in its row. Any of the outputs may be any of the inputs
-    (`out=Output(x, residual)` works in place): a program reads its row before it writes.
+    A row's bits depend on that row alone, so a NaN stays in its row. Any of the outputs may be any of the inputs, but
+    not parts (`out=Output(x, residual)` works in place): a program reads its row before it writes.
 Grid
     (T, heads) for T tokens, one program normalizes one row; heads is 1 where x has none.
 Launches
@@ -92,7 +92,7 @@ def _rms_norm_kernel(
     x_row_ptr = x_ptr + (token * stride_x_token + head * stride_x_head) * X_UNIT
     x = tl.load(x_row_ptr + column, mask=is_column, other=0.0).to(tl.float32)
     for part in tl.static_range(1, NUM_PARTS):
-        x += tl.load(x_row_ptr + part * stride_x_part * X_UNIT + column, mask=is_column, other=0.0)
+        x += tl.load(x_row_ptr + tl.cast(part, tl.int64) * stride_x_part * X_UNIT + column, mask=is_column, other=0.0)
     if NUM_PARTS > 0:
         x = x.to(dtype).to(tl.float32)
     # loaded before anything waits for the sum

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.models.layers import linear
 from eagle_kernels.engine.models.loading import demo_pair
 from op_tests.engine.engines import make, prompt_of
 
@@ -72,6 +73,12 @@ def test_other_targets_are_refused(target, draft, monkeypatch):
         ValueError, match="deterministic must be False for a target whose layers are not of this library"
     ):
         make(draft, target, deterministic=True)
+
+
+def test_autocast_is_refused():
+    x, weight = torch.randn(1, 2, 8), torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="deterministic must be False in tr"):
+        linear(x, weight, None, deterministic=True)
 
 
 def test_lossy_rules_are_refused():

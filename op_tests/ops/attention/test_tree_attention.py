@@ -397,20 +397,35 @@ def check_paths(values, options, rows, form, device):
             values[name] = values[name].nan_to_num().to(fp8_of(device))
         values |= {name: torch.tensor([scale], device=device) for name, scale in (("k_scale", 0.5), ("v_scale", 2.0))}
     values |= {name: options[name] for name in ("window", "soft_cap") if name in options}
+    if "window" in values:  # keys have one position for all rows in trees alone
+        parents = [-1, *(torch.randint(node, ()).item() for node in range(1, num_query))]
+        visible = torch.eye(num_query, dtype=torch.bool)
+        for node, parent in enumerate(parents[1:], 1):
+            visible[node] |= visible[parent]
+        words = pack(visible, values["tree_mask"].shape[-1]).to(device)
+        values["tree_mask"] = words.expand(batch_size, -1, -1).contiguous()
     plain = {(b, row): along_its_path(values, b, row, form) for b in range(batch_size) for row in range(num_query)}
     if "window" in values:
         positions = [plain[b, row][2] for b in range(batch_size) for row in range(num_query)]
         values["positions"] = torch.tensor(positions, device=device)
-        if values["num_draft_keys"] != num_query:
-            values["key_positions"] = torch.zeros(
-                batch_size * values["num_draft_keys"], dtype=torch.int64, device=device
-            )
     result = eagle_kernels.raw.tree_attention(**values, deterministic=True)
     for (b, row), (query, arguments, _) in plain.items():
         if rows is None or row in rows:
             expected = eagle_kernels.raw.gqa_decode(query, **arguments, deterministic=True)
             assert_equal("tree_attention", f"{b}, {row}", "output", result.output[b, row], expected.output[0])
             assert_equal("tree_attention", f"{b}, {row}", "lse", result.lse[b, row], expected.lse[0])
+
+
+@pytest.mark.parametrize(
+    ("prefix", "positions", "window"), [(20, [20, 21, 28], 4), (20, [500, 501, 20], 8), (32, [128, 129, 129], 1)]
+)
+def test_deterministic_windows_go_by_positions(prefix, positions, window, device):
+    """Which need not be places of a path, and may lie where no key does; no sink is lost."""
+    values = make(3, 3, 32, 2, 1, 16, torch.float32, [prefix], device=device)
+    if prefix == 32:  # the drafts have no pages
+        values["block_table"] = values["block_table"][:, :2].contiguous()
+    values |= {"positions": torch.tensor(positions, device=device), "sinks": torch.randn(2, device=device)}
+    check(values | {"window": window, "deterministic": True}, "positions")
 
 
 @pytest.mark.gpu

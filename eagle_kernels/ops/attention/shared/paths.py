@@ -31,7 +31,8 @@ def attend_path(
     """Returns the state (row_max, row_sum, accumulator) of one node's rows after places span.first..span.stop - 1.
 
     Place p of its path is slot p up to common_stop; then come the drafts that it sees by its words at mask_ptr, in
-    ascending order. first is a multiple of BLOCK_KEY; origin: slots before it are not read.
+    ascending order. first is a multiple of BLOCK_KEY; origin: slots before it are not read; positions_ptr: of the
+    drafts, for a window; None: they are their places.
     """
     row_max, row_sum, accumulator = state
     lane, node, column = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_NODE), tl.arange(0, BLOCK_DIM)
@@ -59,7 +60,12 @@ def attend_path(
         logits, scale = multiply_keys(queries.query, key, queries.scale, queries.soft_cap, IS_WIDENED)
         is_seen = is_read[None, :]
         if span.window is not None:
-            is_seen &= queries.position[:, None] - place[None, :] < span.window
+            position = place
+            if span.positions_ptr is not None:
+                is_draft = is_read & (place >= span.common_stop)
+                given = tl.load(span.positions_ptr + draft, mask=is_draft, other=0).to(tl.int32)
+                position = tl.where(is_draft, given, place)
+            is_seen &= queries.position[:, None] - position[None, :] < span.window
         logits = tl.where(is_seen, logits, float("-inf"))
         row_max, row_sum, accumulator = add_tile(logits, scale, value, row_max, row_sum, accumulator, IS_WIDENED)
     return row_max, row_sum, accumulator

@@ -147,7 +147,7 @@ def _attention_kernel(
             tl.store(shares_ptr + request * 3 + 1, num_shares)
             tl.store(shares_ptr + request * 3 + 2, first_share)
         begin, num_seen_drafts = begin * BLOCK_KEY, stop - prefix
-        stop = tl.minimum(begin + size * BLOCK_KEY, stop)
+        stop = begin + tl.minimum(size * BLOCK_KEY, stop - begin)
         first_page, _, _ = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
         if k_scale_ptr is not None and not ONE_SCALE:
             k_scale_ptr += kv_head
@@ -218,7 +218,10 @@ def _attention_kernel(
                 row_max, row_sum, accumulator = attend_path(
                     queries,
                     pool,
-                    Span(tl.maximum(begin, pool_stop), stop, prefix, window, last_position, first, None),
+                    Span(
+                        tl.maximum(begin, pool_stop), stop, prefix, window, last_position, first,
+                        positions_of_drafts_ptr,
+                    ),
                     (row_max, row_sum, accumulator),
                     tree_mask_ptr + (first_row + path_token) * num_words,
                     num_seen_drafts,
@@ -252,8 +255,9 @@ def _attention_kernel(
             # added to the first share, not when shares are merged: one more share must not change a row's bits
             is_sink = is_row & (index == 0)
             if IS_ORDERED and window is not None:  # the first that the row sees
-                own_first = tl.maximum(position - window + 1, 0) // BLOCK_KEY
-                is_sink = is_row & (ordered_share_of(own_first, SHARE_TILES) == first_share + index)
+                own_share = ordered_share_of(tl.maximum(position - window + 1, 0) // BLOCK_KEY, SHARE_TILES)
+                own_share = tl.minimum(tl.maximum(own_share - first_share, 0), num_shares - 1)
+                is_sink = is_row & (own_share == index)
             sink = tl.load(sinks_ptr + head, mask=is_sink, other=float("-inf")).to(tl.float32) * 1.4426950408889634
             row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
         output, lse = finish_rows(row_max, row_sum, accumulator)
@@ -357,7 +361,7 @@ def launch_attention(
         v_scale_ptr=values["v_scale"],
         sinks_ptr=values["sinks"],
         scale=(head_dim**-0.5 if values["sm_scale"] is None else values["sm_scale"]) * LOG2_E,
-        soft_cap=values["soft_cap"],
+        soft_cap=None if values["soft_cap"] is None else float(values["soft_cap"]),
         window=window,
         num_words=0 if tree_mask is None else tree_mask.shape[-1],
         stride_query_batch=query.stride(0) // head_dim,

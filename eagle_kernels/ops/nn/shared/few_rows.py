@@ -32,10 +32,7 @@ TUNING = {
     "default": (_ONE, _MANY),
     "sm_90": (
         _ONE | {"block_output": 4, "block_column": 2048, "num_warps": 8},
-        _HOPPER | {"least_outputs": 16384},
-        # with fewer stages one more program fits on an SM, so that all run at once
-        _HOPPER | {"least_outputs": 5120, "num_stages": 3},
-        _HOPPER,
+        _HOPPER,  # more than 5,119 outputs go to many_rows
     ),
 }
 # In fp32 all rows get the same entry, the first that allows the number of columns.
