@@ -33,7 +33,7 @@ _FEW = {rows: {"max_rows": rows, "block_row": rows} for rows in (16, 32, 64)}
 _HOPPER = _TILE | {"block_column": 128, "num_stages": 4}
 _HOPPER_WIDE = _HOPPER | {"least_outputs": 16384, "block_output": 128, "num_warps": 8}
 _HOPPER_DEEP = _HOPPER | {"least_outputs": 5120, "num_stages": 6}
-# bench/results/NVIDIA_H200/tuning/linear_decode.txt; an H100 has the same best entries there
+# bench/results/NVIDIA_H200/tuning/linear_decode.txt; for 8 and 16 rows an H100 has the same best entries
 TUNING = {
     "default": (_TILE | _FEW[64], _TILE),
     # 64 KiB of shared memory
