@@ -152,19 +152,17 @@ class Stepper:
         shape = (len(batch), self.num_nodes)
         # Drafts past the last position are never kept (the token limit comes first) but must not index out of range.
         positions = tree.positions.view(shape).clamp(max=self.target.max_length - 1)
-        slots = batch.slots[:, : self.num_nodes]
+        slots, options = batch.slots[:, : self.num_nodes], {"deterministic": self.config.deterministic}
+        pool, table = batch.state.target_pool, batch.block_table
         if self.num_nodes > 1:
             mode = self.config.tree_mask_mode
             words = tree.tree_mask
             if mode != ops.TreeMaskMode.PACKED:
                 sizes = {"num_verify_tokens": self.num_nodes, "tree_mask_mode": mode}
                 words = ops.pack_tree_mask(words, batch.lengths, **sizes)
-            pool, table = batch.state.target_pool, batch.block_table
-            sizes = (batch.lengths, slots, self.num_nodes)
-            attend = TreeAttend(pool, table, *sizes, words, tree.positions, deterministic=self.config.deterministic)
+            attend = TreeAttend(pool, table, batch.lengths, slots, self.num_nodes, words, tree.positions, **options)
         else:
-            pool, table = batch.state.target_pool, batch.block_table
-            attend = DecodeAttend(pool, table, batch.lengths, slots, deterministic=self.config.deterministic)
+            attend = DecodeAttend(pool, table, batch.lengths, slots, **options)
         output = self.target.forward(tree.draft_tokens.view(shape), positions, attend, capture=self.aux_layers)
         features = output.features
         if features is None:

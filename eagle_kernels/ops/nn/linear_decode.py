@@ -26,7 +26,6 @@ from __future__ import annotations
 import torch
 
 from ...runtime import check
-from ...runtime.language import triton
 from ...runtime.launch import launcher
 from .shared import few_rows, many_rows
 
@@ -54,8 +53,8 @@ def contract(values: dict) -> check.Spec:
         return args.spec((args.size("T"), args.size("N")), x.dtype, contiguous=1)
     if x.dtype == torch.float32:
         args.fail("num_parts", "be None in fp32", num_parts)
-    most = min(many_rows.MAX_PARTS, triton.cdiv(args.size("K"), 128))
-    return args.spec((args.integer("num_parts", 1, most), args.size("T"), args.size("N")), torch.float32, contiguous=1)
+    num_parts = args.integer("num_parts", 1, many_rows.most_parts(args.size("K")))
+    return args.spec((num_parts, args.size("T"), args.size("N")), torch.float32, contiguous=1)
 
 
 def is_for(num_rows: int, weight: torch.Tensor) -> bool:
@@ -109,8 +108,8 @@ def linear_decode(
             `eagle_kernels.ops.nn.linear_decode.parts_for` says when.
         prefetch_weight: reads the first weights before the kernel directly before this one in the stream has ended,
             where the GPU can. Faster, but that kernel must not write `weight`.
-        deterministic: a row's bits do not depend on the number of rows either. In fp32 they never do. Takes longer for
-            up to 16 rows.
+        deterministic: a row's bits do not depend on the number of rows either. In fp32 they never do. May take
+            longer for up to 16 rows.
         out: a tensor to write into. Its rows may be strided.
 
     Returns:

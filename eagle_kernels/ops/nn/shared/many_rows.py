@@ -21,9 +21,9 @@ from ....runtime.launch import launch
 
 MAX_ROWS = 256
 MAX_PARTS = 8
-# parts begin at multiples of this
-PART_COLUMNS = tl.constexpr(128)
-_PART_COLUMNS = PART_COLUMNS.value
+# parts begin at multiples of this; as a constant of kernels, too
+_PART_COLUMNS = 128
+PART_COLUMNS = tl.constexpr(_PART_COLUMNS)
 
 # The first entry is taken that allows the number of rows and of outputs. prefetched: the first tile of weights is kept
 # in registers, which larger tiles need for their sums.
@@ -33,7 +33,7 @@ _FEW = {rows: {"max_rows": rows, "block_row": rows} for rows in (16, 32, 64)}
 _HOPPER = _TILE | {"block_column": 128, "num_stages": 4}
 _HOPPER_WIDE = _HOPPER | {"least_outputs": 16384, "block_output": 128, "num_warps": 8}
 _HOPPER_DEEP = _HOPPER | {"least_outputs": 5120, "num_stages": 6}
-# bench/results/NVIDIA_H200/tuning/linear_decode.txt; an H100 has the same best entries there
+# bench/results/NVIDIA_H200/tuning/linear_decode.txt; for 8 and 16 rows an H100 has the same best entries
 TUNING = {
     "default": (_TILE | _FEW[64], _TILE),
     # 64 KiB of shared memory
@@ -166,11 +166,16 @@ def is_best(num_rows: int, weight: torch.Tensor) -> bool:
     return num_rows > 1 and weight.shape[0] >= tuning.row(MACHINES, weight.device)["fast_outputs"]
 
 
+def most_parts(num_columns: int) -> int:
+    """Returns the most parts of as many columns: none is empty."""
+    return min(MAX_PARTS, triton.cdiv(num_columns, _PART_COLUMNS))
+
+
 def parts_of(weight: torch.Tensor) -> int:
     """Returns the parts that give each SM a program."""
     (num_outputs, num_columns), programs = weight.shape, tuning.row(MACHINES, weight.device)["programs"]
     parts = programs // triton.cdiv(max(num_outputs, 1), _TILE["block_output"])
-    return min(max(parts, 1), MAX_PARTS, triton.cdiv(num_columns, _PART_COLUMNS))
+    return min(max(parts, 1), most_parts(num_columns))
 
 
 def _choose_tuning(num_rows: int, num_outputs: int, device: torch.device) -> dict:
