@@ -169,3 +169,25 @@ def find_share(
         passed += tl.sum(tl.where(is_passed, shares, 0))
         before += tl.sum(shares)
     return found, share - passed
+
+
+@triton.jit
+def find_path_share(
+    batch,
+    request,
+    number,
+    size,
+    DRAFTS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
+):
+    """Returns (share, which of the request's) of an ordered share: `number` after that in which the prefix ends."""
+    before = tl.zeros([], tl.int32)
+    for start in range(0, request, BLOCK_BATCH):
+        other = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
+        _, shares = cut(batch, other, size, True, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        before += tl.sum(tl.where(other < request, shares, 0))
+    first, prefix, _ = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+    index = ordered_share_of(prefix // BLOCK_KEY, size) - ordered_share_of(first // BLOCK_KEY, size) + number
+    return before + index, index

@@ -21,6 +21,7 @@ from .shares import (
     Batch,
     count_ordered_shares,
     cut,
+    find_path_share,
     find_share,
     ordered_share,
     ordered_share_of,
@@ -47,9 +48,9 @@ ORDERED_TUNING = {"default": _ORDERED, "sm_90": _ORDERED | {"num_stages": 3}}
 @triton.jit(
     do_not_specialize=[
         "batch_size", "table_size", "num_pages", "num_query", "num_rows", "num_drafts", "num_words", "wanted_shares",
-        "window", "reach", "stride_page_table_request", "stride_k_page", "stride_v_page", "stride_query_batch",
-        "stride_query_token", "stride_draft_key_batch", "stride_draft_key_token", "stride_draft_value_batch",
-        "stride_draft_value_token",
+        "num_shares", "window", "reach", "stride_page_table_request", "stride_k_page", "stride_v_page",
+        "stride_query_batch", "stride_query_token", "stride_draft_key_batch", "stride_draft_key_token",
+        "stride_draft_value_batch", "stride_draft_value_token",
     ]
 )  # fmt: skip
 def _attention_kernel(
@@ -88,6 +89,7 @@ def _attention_kernel(
     num_drafts,
     num_words,
     wanted_shares,
+    num_shares,
     stride_page_table_request,
     stride_k_page,
     stride_v_page,
@@ -107,6 +109,7 @@ def _attention_kernel(
     ONE_SCALE: tl.constexpr,
     SHARE_TILES: tl.constexpr,
     IS_ORDERED: tl.constexpr,
+    PATH_SHARES: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -125,18 +128,27 @@ def _attention_kernel(
     size = SHARE_TILES
     if not IS_ORDERED:
         size = share_tiles(batch, wanted_shares, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-    request, index = find_share(batch, share, size, IS_ORDERED, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, request < batch_size)
-    # Where the prefix ends the rows of a tree part: from that tile of keys on, a tile of rows has one token.
-    HAS_PATHS: tl.constexpr = IS_ORDERED and tree_mask_ptr is not None and DRAFTS != "beside"
+    # Where the prefix ends the rows of a tree part: from that tile of keys on, each token has programs of its own.
+    HAS_PATHS: tl.constexpr = PATH_SHARES > 0
     TOKEN_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_ROW - 1) // BLOCK_ROW
-    has_rows = row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE
-    if HAS_PATHS:
-        has_rows = row_tile < num_tokens * TOKEN_TILES
-    # all but shares that do not exist, and tiles of rows that their request does not have
-    if (request < batch_size) & has_rows:
+    SHARES_EACH: tl.constexpr = max(PATH_SHARES, 1)
+    is_path = (share >= num_shares) & HAS_PATHS
+    if is_path:
+        path = (share - num_shares) * (tl.num_programs(0) // NUM_KV_HEADS) + row_tile
+        row_tile, path = path % (num_query * TOKEN_TILES), path // (num_query * TOKEN_TILES)
+        request = (path // SHARES_EACH).to(tl.int64)
+        share, index = find_path_share(
+            batch, request, path % SHARES_EACH, size, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR
+        )
+    else:
+        request, index = find_share(batch, share, size, IS_ORDERED, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, request < batch_size)
+    tiles_of_rows = tl.cdiv(num_tokens * GROUP_SIZE, BLOCK_ROW)
+    has_rows = row_tile < tl.where(is_path, num_tokens * TOKEN_TILES, tiles_of_rows)
+    # all but shares that do not exist, for which there is no place, and rows that their request does not have
+    if (request < batch_size) & (share < num_shares) & has_rows:
         first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-        size, num_shares = cut(batch, request, size, IS_ORDERED, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        size, num_own_shares = cut(batch, request, size, IS_ORDERED, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         first_share = 0
         begin = first // BLOCK_KEY + index * size
         if IS_ORDERED:
@@ -144,7 +156,7 @@ def _attention_kernel(
             begin, size = ordered_share(first_share + index, SHARE_TILES)
         if (index == 0) & (tl.program_id(0) == 0):
             tl.store(shares_ptr + request * 3, share)
-            tl.store(shares_ptr + request * 3 + 1, num_shares)
+            tl.store(shares_ptr + request * 3 + 1, num_own_shares)
             tl.store(shares_ptr + request * 3 + 2, first_share)
         begin, num_seen_drafts = begin * BLOCK_KEY, stop - prefix
         stop = begin + tl.minimum(size * BLOCK_KEY, stop - begin)
@@ -161,10 +173,13 @@ def _attention_kernel(
             pool_stop = tl.minimum(stop, prefix // BLOCK_KEY * BLOCK_KEY)
             has_path = stop > pool_stop
             path_token = row_tile // TOKEN_TILES
-            row = tl.where(has_path, path_token * GROUP_SIZE + row_tile % TOKEN_TILES * BLOCK_ROW, row)
-            row_stop = tl.where(has_path, (path_token + 1) * GROUP_SIZE, row_stop)
-            # where tiles are of several tokens there are fewer
-            pool_stop = tl.where(row < row_stop, pool_stop, begin)
+            row = tl.where(is_path, path_token * GROUP_SIZE + row_tile % TOKEN_TILES * BLOCK_ROW, row)
+            row_stop = tl.where(is_path, (path_token + 1) * GROUP_SIZE, row_stop)
+            # a share belongs to one kind of programs
+            is_own = (is_path == has_path) & (index < num_own_shares)
+            has_path &= is_own
+            row_stop = tl.where(is_own, row_stop, 0)
+            pool_stop = tl.where(is_own, pool_stop, begin)
         row += tl.arange(0, BLOCK_ROW)
         token = row // GROUP_SIZE
         head = kv_head * GROUP_SIZE + row % GROUP_SIZE
@@ -256,12 +271,12 @@ def _attention_kernel(
             is_sink = is_row & (index == 0)
             if IS_ORDERED and window is not None:  # the first that the row sees
                 own_share = ordered_share_of(tl.maximum(position - window + 1, 0) // BLOCK_KEY, SHARE_TILES)
-                own_share = tl.minimum(tl.maximum(own_share - first_share, 0), num_shares - 1)
+                own_share = tl.minimum(tl.maximum(own_share - first_share, 0), num_own_shares - 1)
                 is_sink = is_row & (own_share == index)
             sink = tl.load(sinks_ptr + head, mask=is_sink, other=float("-inf")).to(tl.float32) * 1.4426950408889634
             row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink)
         output, lse = finish_rows(row_max, row_sum, accumulator)
-        if num_shares == 1:
+        if num_own_shares == 1:
             output_row = (first_row + token) * (NUM_KV_HEADS * GROUP_SIZE) + head
             tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
             tl.store(
@@ -305,8 +320,6 @@ def launch_attention(
     tiles = tile_sizes(num_query * group_size, head_dim, query.element_size(), tuned)
     block_key = tiles["BLOCK_KEY"]
     row_tiles = triton.cdiv(num_query * group_size, tiles["BLOCK_ROW"])
-    if is_ordered and tree_mask is not None and drafts != "beside":
-        row_tiles = num_query * triton.cdiv(group_size, tiles["BLOCK_ROW"])  # of one token each, where its path begins
     num_tiles = cache["NUM_KV_HEADS"] * row_tiles
     wanted_shares = max(1, tuned["programs"] // max(num_tiles, 1))
     share_tiles_least = max(1, tuned["share_keys"] // block_key)
@@ -324,10 +337,15 @@ def launch_attention(
     else:
         num_shares = min(num_shares, wanted_shares + batch_size - 1)
     has_parts = num_shares > batch_size
-    # as even as possible over two axes: each program of the grid has its partial results
-    layers = max(1, triton.cdiv(num_shares, MAX_PROGRAMS))
-    layer_shares = triton.cdiv(num_shares, layers)
-    num_shares = layers * layer_shares
+    path_shares, num_paths = 0, 0
+    if is_ordered and tree_mask is not None and drafts != "beside":
+        path_tiles = triton.cdiv(block_key - 1 + num_drafts, block_key)  # from that on in which the prefix ends
+        path_shares = triton.cdiv(path_tiles - 1, share_tiles_least) + 1
+        num_paths = batch_size * path_shares * num_query * triton.cdiv(group_size, tiles["BLOCK_ROW"])
+    # over two axes, as even as possible; after the shares, the programs of single tokens
+    num_layer_shares = num_shares + triton.cdiv(num_paths, max(row_tiles, 1))
+    layers = max(1, triton.cdiv(num_layer_shares, MAX_PROGRAMS))
+    layer_shares = triton.cdiv(num_layer_shares, layers)
     partial_shape = (num_shares if has_parts else 0, num_query, num_heads)
     shared = {
         # of each request: the number of its first share, how many it has, and of which tiles the first is
@@ -374,12 +392,14 @@ def launch_attention(
         batch_size=batch_size,
         num_drafts=num_drafts,
         wanted_shares=wanted_shares,
+        num_shares=num_shares,
         GROUP_SIZE=group_size,
         DRAFTS=drafts,
         IS_WIDENED=is_interpreting() and query.dtype == torch.bfloat16,
         ONE_SCALE=k_scale is None or len(k_scale) == 1,
         SHARE_TILES=share_tiles_least,
         IS_ORDERED=bool(is_ordered),
+        PATH_SHARES=path_shares,
         BLOCK_ROW=tiles["BLOCK_ROW"],
         BLOCK_KEY=block_key,
         BLOCK_NODE=max(next_power_of_2(num_drafts), 16) if is_ordered and tree_mask is not None else 0,
