@@ -40,8 +40,8 @@ MAX_PROGRAMS = 65535
 #
 # Where bits must not depend on the batch, sums are taken in the order of positions that this table gives: one table for
 # all ops, since each node of a tree must have the bits of plain decoding along its path.
-_ORDERED = {"max_rows": 64, "min_rows": 64, "tile_bytes": 16384, "share_keys": 128, "programs": 264,
-            "merged_rows": 4, "merged_parts": 4, "num_warps": 4, "num_stages": 2}  # fmt: skip
+_ORDERED = {"max_rows": 16, "min_rows": 16, "tile_bytes": 8192, "share_keys": 128, "programs": 264,
+            "merged_rows": 4, "merged_parts": 4, "num_warps": 2, "num_stages": 2}  # fmt: skip
 ORDERED_TUNING = {"default": _ORDERED, "sm_90": _ORDERED | {"num_stages": 3}}
 
 

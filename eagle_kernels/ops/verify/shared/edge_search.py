@@ -1,7 +1,7 @@
 """Filters by reading the row again, where the tokens that were gathered of it are not enough (see `filters.py`).
 
-An edge is searched for three bits of the float at a time: each pass over the row counts, or weighs, the tokens that
-reach eight ranks at once. That makes up to eleven passes a filter; blocks that cannot reach an edge are passed over.
+An edge is searched for four bits of the float at a time: each pass over the row counts, or weighs, the tokens that
+reach sixteen ranks at once. That makes up to eight passes a filter; blocks that cannot reach an edge are passed over.
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ from .logits import load_scaled
 from .random import add_grouped_gumbel, grouped_words, noise_key
 from .row_summary import CHUNK, row_mass
 
-# Tokens that are read at once.
-_BLOCK = tl.constexpr(2048)
+# Tokens of a tile, of which _NUM_TILES, a block, are asked for at once: a program has no other to wait with.
+_TILE = tl.constexpr(2048)
+_NUM_TILES = tl.constexpr(4)
+_BLOCK = tl.constexpr(8192)
+# ranks that a pass counts at once, and neighbours that a thread adds up by itself
+_RANKS = tl.constexpr(16)
+_NEIGHBOURS = tl.constexpr(8)
 
 
 class _Scanned(NamedTuple):
@@ -53,20 +58,21 @@ def search_row(row, filters, summary, noise, largest, VOCAB_SIZE: tl.constexpr, 
         edge = tl.maximum(edge, by_mass)
 
     key = noise_key(noise)
-    lane = tl.arange(0, _BLOCK)
-    best = tl.full([_BLOCK], LOWEST_KEY, tl.int64)
-    kept = tl.zeros([_BLOCK], tl.float32)
+    best = tl.full([_TILE], LOWEST_KEY, tl.int64)
+    kept = tl.zeros([_TILE], tl.float32)
     for start in range(0, VOCAB_SIZE, _BLOCK):
         if _chunk_rank(summary, start, VOCAB_SIZE) >= edge:
-            token = start + lane
-            value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
-            weight = tl.exp(value - largest)
-            keep = (token < VOCAB_SIZE) & (_rank(value) >= edge)
-            if filters.min_p > 0.0:
-                keep &= weight >= tl.minimum(filters.min_p, 1.0)
-            kept += tl.where(keep, weight, 0.0)
-            noisy, fine = add_grouped_gumbel(value, grouped_words(key, token))
-            best = tl.maximum(best, tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY))
+            values = _load_block(row, start, VOCAB_SIZE, HAS_PENALTIES)
+            for tile in tl.static_range(_NUM_TILES):
+                token = start + tile * _TILE + tl.arange(0, _TILE)
+                value = values[tile]
+                weight = tl.exp(value - largest)
+                keep = (token < VOCAB_SIZE) & (_rank(value) >= edge)
+                if filters.min_p > 0.0:
+                    keep &= weight >= tl.minimum(filters.min_p, 1.0)
+                kept += tl.where(keep, weight, 0.0)
+                noisy, fine = add_grouped_gumbel(value, grouped_words(key, token))
+                best = tl.maximum(best, tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY))
     return noisy_key_id(tl.max(best)), tl.sum(kept)
 
 
@@ -82,7 +88,7 @@ def _search_edge(
 ):
     """Returns the largest rank that `wanted` tokens reach, or tokens that weigh `wanted` together."""
     while high - low > 1:
-        step = (high - low + 7) // 8
+        step = (high - low + _RANKS - 1) // _RANKS
         reaching = _reaching(scanned, low, step, VOCAB_SIZE, HAS_PENALTIES, IS_MASS)
         chosen = tl.maximum(tl.sum((reaching >= wanted).to(tl.int32)) - 1, 0)
         low += chosen.to(tl.uint32) * step
@@ -92,20 +98,30 @@ def _search_edge(
 
 @triton.jit
 def _reaching(scanned, low, step, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr, IS_MASS: tl.constexpr):
-    """Returns how many tokens, or what weight of them, reach each of the ranks low, low + step, ...: fp32 [8]."""
-    threshold = low + tl.arange(0, 8).to(tl.uint32) * step
-    counts = tl.zeros([_BLOCK, 8], tl.float32)
+    """Returns how many tokens, or what weight of them, reach each of the ranks low, low + step, ...: fp32 [_RANKS]."""
+    threshold = low + tl.arange(0, _RANKS).to(tl.uint32) * step
+    counts = tl.zeros([_TILE // _NEIGHBOURS, _RANKS], tl.float32)
     for start in range(0, VOCAB_SIZE, _BLOCK):
         if _chunk_rank(scanned.summary, start, VOCAB_SIZE) >= low:
-            token = start + tl.arange(0, _BLOCK)
-            value = load_scaled(scanned.row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
-            rank = _rank(value)
-            if IS_MASS:
-                weight = tl.exp(value - scanned.largest)
-                counts += tl.where(rank[:, None] >= threshold[None, :], weight[:, None], 0.0)
-            else:
-                counts += (rank[:, None] >= threshold[None, :]).to(tl.float32)
+            values = _load_block(scanned.row, start, VOCAB_SIZE, HAS_PENALTIES)
+            for tile in tl.static_range(_NUM_TILES):
+                value = tl.reshape(values[tile], [_TILE // _NEIGHBOURS, _NEIGHBOURS])
+                reaches = _rank(value)[:, :, None] >= threshold[None, None, :]
+                weight = 1.0
+                if IS_MASS:
+                    weight = tl.exp(value - scanned.largest)[:, :, None]
+                counts += tl.sum(tl.where(reaches, weight, 0.0), axis=1)
     return tl.sum(counts, axis=0)
+
+
+@triton.jit
+def _load_block(row, start, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
+    """Returns _NUM_TILES tiles [_TILE] of scaled logits, of the tokens from `start` on."""
+    values = ()
+    for tile in tl.static_range(_NUM_TILES):
+        token = start + tile * _TILE + tl.arange(0, _TILE)
+        values += (load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES),)
+    return values
 
 
 @triton.jit
