@@ -310,6 +310,30 @@ def test_a_replay_hands_over_what_the_launcher_would(pretend):
     assert notes.count("public") == 2
 
 
+def test_again_is_for_calls_like_the_one_before(pretend):
+    scale, notes, _ = pretend
+    x = torch.zeros(4)
+    call = ((x,), {"factor": 2})
+    assert scale.again(*call) == ()  # there is none
+    for _ in range(2):
+        scale(x, factor=2)
+    result = scale.again(*call)
+    assert len(result) == 1 and notes[-1][-1] == result[0].data_ptr() and notes.count("public") == 1
+    for other in (((x,), {"factor": 3}), ((x[:3],), {"factor": 2}), ((x.as_subclass(Named),), {"factor": 2}), ((), {})):
+        assert scale.again(*other) == ()
+
+
+def test_again_does_not_pass_by_autograd(pretend):
+    scale, _, _ = pretend
+    x = torch.zeros(4, requires_grad=True)
+    with torch.no_grad():
+        for _ in range(2):
+            scale(x, factor=2)
+        assert scale.again((x,), {"factor": 2})
+        assert scale.again((x.detach(),), {"factor": 2}) == ()
+    assert scale.again((x,), {"factor": 2}) == ()
+
+
 def test_the_same_addresses_in_another_stream(pretend, monkeypatch):
     scale, notes, streams = pretend
     x, out, scratch = torch.zeros(4), torch.zeros(4), torch.zeros(3, dtype=torch.int32)

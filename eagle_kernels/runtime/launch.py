@@ -34,7 +34,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _interceptor: Callable | None = None
-_recording = threading.local()
+
+
+class _Recording(threading.local):
+    launches: list | None = None
+
+
+_recording = _Recording()
 
 
 def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
@@ -71,29 +77,39 @@ def launch(op: str, kernel, grid: tuple[int, ...], **arguments) -> None:
         return
     with torch.cuda.device(device):
         compiled = kernel[grid](**arguments)
-    launches = getattr(_recording, "launches", None)
+    launches = _recording.launches
     if launches is not None:
         launches.append((compiled, grid, [arguments.get(name) for name in kernel.arg_names]))
 
 
 def launcher(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes the launcher of an op cheap to call again: see the module's docstring."""
+    """Makes the launcher of an op cheap to call again: see the module's docstring.
+
+    Its attribute `again(args, kwargs)` makes a call that looks like the one before, and returns (its result,); it
+    returns () for any other call, and for one of which autograd would have to know.
+    """
     function = checked(function)
     plans: dict[tuple, _Plan] = {}
     latest: _Plan | None = None  # most calls look like the one before
 
+    def again(args: tuple, kwargs: dict) -> tuple:
+        plan = latest
+        if plan is None or not _can_plan() or (plan.requires_grad and torch.is_grad_enabled()):
+            return ()
+        tensors = plan.tensors_of(args, kwargs)
+        if tensors is None:
+            return ()
+        pointers = list(map(_data_ptr, tensors))
+        return (plan.run(tensors, pointers, kwargs),) if plan.accepts(pointers) else ()
+
     @functools.wraps(function)
     def call(*args, **kwargs):
         nonlocal latest
+        done = again(args, kwargs)
+        if done:
+            return done[0]
         if not _can_plan():
             return function(*args, **kwargs)
-        if latest is not None:
-            plan = latest
-            tensors = plan.tensors_of(args, kwargs)
-            if tensors is not None:
-                pointers = list(map(_data_ptr, tensors))
-                if plan.accepts(pointers):
-                    return plan.run(tensors, pointers, kwargs)
         plain, tensors = _split(args, kwargs)
         if plain is None:
             return function(*args, **kwargs)
@@ -109,11 +125,12 @@ def launcher(function: Callable[P, R]) -> Callable[P, R]:
         if plan is False:
             return function(*args, **kwargs)
         if plan is latest:  # the same but for torch's state, inference mode for one
-            plan.guards = _guards(tensors)
+            plan.guard(tensors)
         if plan.guards is not None and _all_aligned(pointers):
             latest = plan
         return plan.run(tensors, pointers, kwargs)
 
+    call.again = again
     return call
 
 
@@ -148,7 +165,6 @@ class _Plan:
     picked: Callable  # the tensors likewise
     repeats: tuple  # see _repeats
     distinct_of: Callable  # picks each tensor once out of the tensors
-    guards: object  # torch's own check of dtypes, sizes, strides and devices; None where this torch has none
     # what it does
     device: int
     current_stream: Callable  # of a device index
@@ -156,8 +172,15 @@ class _Plan:
     launches: tuple
     result: tuple | int | None  # indices of tensors
     result_type: type | None  # the named tuple around them
+    # torch's own check of dtypes, sizes, strides, devices and requires_grad; None where this torch has none
+    guards: object = None
+    requires_grad: bool = False
     # the arguments of the kernels in the call before: (stream, addresses, [(run, arguments), ...])
     before: tuple = (None, [], [])
+
+    def guard(self, tensors: list) -> None:
+        """Remembers what these tensors look like to torch."""
+        self.guards, self.requires_grad = _guards(tensors), any(tensor.requires_grad for tensor in tensors)
 
     def tensors_of(self, args: tuple, kwargs: dict) -> tuple | None:
         """Returns the tensors of a call that differs from this plan's in addresses alone, else None."""
@@ -215,7 +238,7 @@ def _can_plan() -> bool:
     another launcher, for profilers that hook into launches, or where every call is to be checked."""
     if not _knows_triton() or _interceptor is not None or check.DEBUG:
         return False
-    if getattr(_recording, "launches", None) is not None or torch.compiler.is_compiling():
+    if _recording.launches is not None or torch.compiler.is_compiling():
         return False
     runtime = language.triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -295,7 +318,7 @@ def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointe
     repeats = _repeats(tensors)
     is_plain = [not isinstance(value, (torch.Tensor, tuple)) for value in values]
     plain = _picker([at for at, plainly in enumerate(is_plain) if plainly])
-    return result, _Plan(
+    plan = _Plan(
         num_args=len(args),
         names=tuple(kwargs),
         out_type=type(out),
@@ -305,7 +328,6 @@ def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointe
         picked=_picker([at for at, value in enumerate(values) if isinstance(value, torch.Tensor)]),
         repeats=repeats,
         distinct_of=_picker([place for place in range(len(tensors)) if place not in dict(repeats)]),
-        guards=_guards(tensors),
         device=tensors[0].get_device(),
         current_stream=language.triton.runtime.driver.active.get_current_stream,
         allocated=tuple(known.allocated),
@@ -313,6 +335,8 @@ def _record(function: Callable, args: tuple, kwargs: dict, tensors: list, pointe
         result=index,
         result_type=result_type,
     )
+    plan.guard(tensors)
+    return result, plan
 
 
 def _picker(places: list[int]) -> Callable:

@@ -105,6 +105,11 @@ def operator(module: ModuleType, reference_module: ModuleType):
                 check.allocate(name, contract, out)
             raise
 
+    def went_again(args, kwargs) -> tuple:
+        """Makes a call that looks like the one before; returns (its result,), or () if it must not be made here."""
+        is_free = not _is_watched() and os.environ.get("EAGLE_KERNELS_BACKEND", "") in ("", "triton")
+        return launcher.again(args, kwargs) if is_free else ()
+
     def went_straight(args, kwargs, out=None, buffers=()) -> tuple:
         """Calls the launcher and returns (its result,), if nobody else waits for the call; otherwise ()."""
         if not _goes_straight(args, kwargs, buffers):
@@ -127,7 +132,7 @@ def operator(module: ModuleType, reference_module: ModuleType):
 
         @functools.wraps(launcher)
         def public(*args, **kwargs):
-            if not went_straight(args, kwargs):
+            if not went_again(args, kwargs) and not went_straight(args, kwargs):
                 call(overload, args, kwargs)
 
         public.reference = reference
@@ -159,7 +164,11 @@ def operator(module: ModuleType, reference_module: ModuleType):
     functional_overload, out_overload = packet.default, packet.out
 
     @functools.wraps(launcher)
-    def public(*args, out=None, **kwargs):
+    def public(*args, **kwargs):
+        done = went_again(args, kwargs)
+        if done:
+            return done[0]
+        out = kwargs.pop("out", None)
         if out is None:
             result = went_straight(args, kwargs)
             if result:
@@ -184,11 +193,7 @@ _num_dispatch_modes, _num_function_modes = torch._C._len_torch_dispatch_stack, t
 
 def _goes_straight(args: tuple, kwargs: dict, buffers: tuple) -> bool:
     """Tells whether nobody but the launcher of a GPU waits for a call: no tracer, mode, transform or profiler."""
-    if torch.compiler.is_compiling() or _num_dispatch_modes() or _num_function_modes():
-        return False
-    if torch._C._get_tracing_state() is not None:
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd._profiler_enabled():
+    if _is_watched():
         return False
     if not all(_PLAIN.issuperset(map(type, values)) for values in (args, kwargs.values(), buffers)):
         return False
@@ -196,6 +201,17 @@ def _goes_straight(args: tuple, kwargs: dict, buffers: tuple) -> bool:
         return False
     first = args[0] if args else next(iter(kwargs.values()), None)
     return isinstance(first, torch.Tensor) and not first.is_meta and backend(first.device) == "triton"
+
+
+def _is_watched() -> bool:
+    """Tells whether a mode, tracer, transform or profiler has to see calls."""
+    return torch.compiler.is_compiling() or bool(
+        _num_dispatch_modes()
+        or _num_function_modes()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd._profiler_enabled()
+    )
 
 
 def _implement(name: str, names: list[str], function) -> None:
