@@ -9,6 +9,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.runtime import launch as launch_module
+from eagle_kernels.runtime import recorded
 from op_tests.harness import assert_equal
 from op_tests.harness.ahead_of_time import module_of_tests
 from op_tests.ops.tree.cases import make_tree
@@ -238,7 +239,7 @@ def test_no_call_waits_for_the_device(device):
 
 def test_only_addresses_that_follow_from_the_arguments_are_planned():
     argument, other = torch.zeros(4, 8), torch.zeros(8)
-    known = launch_module._Tensors([argument, other], [argument.data_ptr(), other.data_ptr()])
+    known = recorded.Tensors([argument, other], [argument.data_ptr(), other.data_ptr()])
     assert known.index(other) == 1 and known.index(argument.view(torch.uint8)) == 0
     scratch = torch.empty(3)
     assert known.index(scratch) == 2 == known.index(scratch) and len(known.allocated) == 1

@@ -40,8 +40,8 @@ class Output(NamedTuple):
     retrieve_next_sibling: torch.Tensor
 
 
-# A warp for every 16 nodes keeps the N x N comparisons in registers.
-TUNING = {"default": {"nodes_per_warp": 16, "min_warps": 4}}
+# Nodes of a warp: so few that the comparisons with 64 others at once stay in registers.
+TUNING = {"default": {"nodes_per_warp": 16, "nodes_per_warp_past_64": 8, "min_warps": 4}}
 
 
 @triton.jit(do_not_specialize=["batch_size", "mask_size"])
@@ -69,7 +69,7 @@ def _tree_from_mask_kernel(
 
     depth = tl.zeros([BLOCK_NODE], dtype=tl.int32)
     parent = tl.full([BLOCK_NODE], -1, tl.int32)
-    for word in tl.static_range((NUM_NODES + 63) // 64):
+    for word in range((NUM_NODES + 63) // 64):
         # [node, ancestor]
         ancestor = word * 64 + tl.arange(0, 64)
         seen = load_keys(tree_mask_ptr, row_start, is_node, word, mask_size, NUM_NODES, MASK_MODE)
@@ -84,13 +84,31 @@ def _tree_from_mask_kernel(
             mask=ancestor < NUM_NODES,
         )
 
-    is_later_sibling = (parent[None, :] == parent[:, None]) & (parent >= 0)[:, None] & (node[None, :] > node[:, None])
-    next_sibling = tl.min(tl.where(is_later_sibling, node[None, :], NUM_NODES), axis=1)
+    next_sibling_ptr = retrieve_next_sibling_ptr + request * NUM_NODES
+    if BLOCK_NODE <= 64:
+        next_sibling = _first_later(parent, node, parent, node, NUM_NODES)
+    else:  # all pairs at once would not fit into registers: 64 parents at a time, by way of the output
+        next_sibling = tl.full([BLOCK_NODE], NUM_NODES, tl.int32)
+        tl.store(next_sibling_ptr + node, parent.to(tl.int64), mask=is_node)
+        tl.debug_barrier()
+        for start in range(0, NUM_NODES, 64):
+            other = start + tl.arange(0, 64)
+            other_parent = tl.load(next_sibling_ptr + other, mask=other < NUM_NODES, other=-1).to(tl.int32)
+            found = _first_later(parent, node, other_parent, other, NUM_NODES)
+            next_sibling = tl.minimum(next_sibling, found)
+        tl.debug_barrier()  # all have been read
     next_sibling = tl.where(next_sibling < NUM_NODES, next_sibling, -1)
     seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
     tl.store(positions_ptr + node_offset, seq_len + depth, mask=is_node)
     tl.store(retrieve_index_ptr + node_offset, node_offset, mask=is_node)
-    tl.store(retrieve_next_sibling_ptr + node_offset, next_sibling.to(tl.int64), mask=is_node)
+    tl.store(next_sibling_ptr + node, next_sibling.to(tl.int64), mask=is_node)
+
+
+@triton.jit
+def _first_later(parent, node, other_parent, other, NUM_NODES: tl.constexpr):
+    """Returns the smallest of `other` that comes after each node and has its parent; NUM_NODES if there is none."""
+    is_later = (other_parent[None, :] == parent[:, None]) & (parent >= 0)[:, None] & (other[None, :] > node[:, None])
+    return tl.min(tl.where(is_later, other[None, :], NUM_NODES), axis=1)
 
 
 def contract(values: dict) -> Output:
@@ -179,6 +197,8 @@ def tree_from_mask(
         MASK_MODE=str(tree_mask_mode),
         BLOCK_NODE=block_node,
         BLOCK_BATCH=128,
-        num_warps=max(block_node // row["nodes_per_warp"], row["min_warps"]),
+        num_warps=max(
+            block_node // row["nodes_per_warp" if block_node <= 64 else "nodes_per_warp_past_64"], row["min_warps"]
+        ),
     )
     return out

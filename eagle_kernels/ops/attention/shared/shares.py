@@ -115,6 +115,31 @@ def count_ordered_shares(num_tiles: int, base_tiles: int) -> int:
     return ((units - 1) >> octave) + 8 * octave + 1
 
 
+def count_shares(
+    cache: dict,
+    batch_size: int,
+    drafts: str,
+    num_drafts: int,
+    block_key: int,
+    least_tiles: int,
+    wanted_shares: int,
+    is_ordered: bool,
+) -> int:
+    """Returns the most shares that requests of these page tables, the arguments of `cache_arguments`, can have."""
+    # from the most pages; in the CSR form all requests have these together
+    most_tiles = triton.cdiv(cache["table_size"] * cache["PAGE_SIZE"], block_key)
+    draft_tiles = triton.cdiv(num_drafts, block_key) if drafts == "beside" else 0
+    if cache["IS_CSR"]:
+        if drafts == "beside":  # after a tile that the prefix does not fill
+            most_tiles += batch_size * (1 + draft_tiles)
+        num_shares = batch_size + max(1, triton.cdiv(most_tiles, least_tiles)) - 1
+    else:
+        num_shares = batch_size * max(1, triton.cdiv(most_tiles + draft_tiles, least_tiles))
+    if is_ordered:
+        return min(num_shares, batch_size * count_ordered_shares(most_tiles + draft_tiles, least_tiles))
+    return min(num_shares, wanted_shares + batch_size - 1)
+
+
 @triton.jit
 def cut(
     batch,

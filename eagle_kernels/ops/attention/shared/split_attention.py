@@ -19,7 +19,7 @@ from .paged_cache import cache_arguments, request_pages
 from .paths import attend_path
 from .shares import (
     Batch,
-    count_ordered_shares,
+    count_shares,
     cut,
     find_path_share,
     find_share,
@@ -137,9 +137,7 @@ def _attention_kernel(
         path = (share - num_shares) * (tl.num_programs(0) // NUM_KV_HEADS) + row_tile
         row_tile, path = path % (num_query * TOKEN_TILES), path // (num_query * TOKEN_TILES)
         request = (path // SHARES_EACH).to(tl.int64)
-        share, index = find_path_share(
-            batch, request, path % SHARES_EACH, size, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR
-        )
+        share, index = find_path_share(batch, request, path % SHARES_EACH, size, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
     else:
         request, index = find_share(batch, share, size, IS_ORDERED, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
     first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, request < batch_size)
@@ -323,19 +321,9 @@ def launch_attention(
     num_tiles = cache["NUM_KV_HEADS"] * row_tiles
     wanted_shares = max(1, tuned["programs"] // max(num_tiles, 1))
     share_tiles_least = max(1, tuned["share_keys"] // block_key)
-    # the most shares, from the most pages; in the CSR form all requests have these pages together
-    most_tiles = triton.cdiv(cache["table_size"] * cache["PAGE_SIZE"], block_key)
-    draft_tiles = triton.cdiv(num_drafts, block_key) if drafts == "beside" else 0
-    if cache["IS_CSR"]:
-        if drafts == "beside":  # after a tile that the prefix does not fill
-            most_tiles += batch_size * (1 + draft_tiles)
-        num_shares = batch_size + max(1, triton.cdiv(most_tiles, share_tiles_least)) - 1
-    else:
-        num_shares = batch_size * max(1, triton.cdiv(most_tiles + draft_tiles, share_tiles_least))
-    if is_ordered:
-        num_shares = min(num_shares, batch_size * count_ordered_shares(most_tiles + draft_tiles, share_tiles_least))
-    else:
-        num_shares = min(num_shares, wanted_shares + batch_size - 1)
+    num_shares = count_shares(
+        cache, batch_size, drafts, num_drafts, block_key, share_tiles_least, wanted_shares, is_ordered
+    )
     has_parts = num_shares > batch_size
     path_shares, num_paths = 0, 0
     if is_ordered and tree_mask is not None and drafts != "beside":

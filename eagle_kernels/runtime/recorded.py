@@ -1,0 +1,63 @@
+"""Where the arguments of recorded launches came from: what a plan needs to make them again (`launch.py`)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class Launch(NamedTuple):
+    run: Callable  # launches the compiled kernel
+    arguments_of: Callable  # picks the arguments of `run` out of [stream, *constants, *addresses]
+    constants: tuple
+
+
+_STREAM = object()  # stands for the stream of the call
+
+
+class Tensors:
+    """The tensors that a plan can name: those of the call, views of their whole, and what the launcher allocated."""
+
+    def __init__(self, tensors: list, pointers: list):
+        self._tensors, self._pointers = list(tensors), pointers
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.allocated: list = []
+
+    def index(self, tensor: torch.Tensor) -> int:
+        """Returns its place. Raises LookupError for a tensor whose address does not follow from the call's tensors."""
+        for index, known in enumerate(self._tensors):
+            if tensor is known:
+                return index
+        if tensor.untyped_storage().data_ptr() in self._storages:
+            if self._pointers.count(tensor.data_ptr()) != 1:
+                raise LookupError("a view into the middle of an argument, or of two arguments at once")
+            return self._pointers.index(tensor.data_ptr())
+        is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+        if not is_whole:
+            raise LookupError("a view of an allocated tensor")
+        self._tensors.append(tensor)
+        self.allocated.append((tuple(tensor.shape), tensor.stride(), tensor.dtype))
+        return len(self._tensors) - 1
+
+    def launch(self, compiled, grid: tuple[int, ...], arguments: list) -> Launch:
+        run, head = compiled.run, [*(*grid, 1, 1)[:3], _STREAM, compiled.function]
+        if type(run).__name__ == "CudaLauncher" and not (run.global_scratch_size or run.profile_scratch_size):
+            # what CudaLauncher itself calls when a kernel needs no scratch memory
+            head += [run.launch_cooperative_grid, run.launch_pdl, None, None]
+            run = run.launch
+        head += [compiled.packed_metadata, None, None, None]  # no hooks
+        values = [*head, *arguments]
+        constants = [value for value in values if not (value is _STREAM or isinstance(value, torch.Tensor))]
+        chosen, num_constants = [], 0
+        for value in values:
+            if value is _STREAM:
+                chosen.append(0)
+            elif isinstance(value, torch.Tensor):
+                chosen.append(1 + len(constants) + self.index(value))
+            else:
+                num_constants += 1
+                chosen.append(num_constants)
+        return Launch(run, operator.itemgetter(*chosen), tuple(constants))
