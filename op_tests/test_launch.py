@@ -373,7 +373,7 @@ def test_what_cannot_be_planned_is_tried_once(pretend, monkeypatch):
         raise LookupError
 
     monkeypatch.setattr(launch_module, "_record", lambda *args: tried.append(1) or record(*args))
-    monkeypatch.setattr(launch_module._Tensors, "index", unknown)
+    monkeypatch.setattr(recorded.Tensors, "index", unknown)
     launch_module._recording.launches = None
     for _ in range(3):
         assert scale(x, factor=2, out=torch.zeros(4)) is not x
