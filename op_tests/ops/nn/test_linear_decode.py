@@ -473,8 +473,8 @@ def test_weights_past_two_billion_elements(device):
         x = torch.randn(num_rows, 4096, device=device).bfloat16()
         result = eagle_kernels.raw.linear_decode(x, weight)
         assert not result[:, :-64].any()
-        last = eagle_kernels.raw.linear_decode(x, weight[-64:])
-        assert_equal("linear_decode", "far rows", "output", result[:, -64:].contiguous(), last)
+        last = eagle_kernels.raw.linear_decode(x, weight[-64:])  # perhaps by another kernel
+        assert_close("linear_decode", "far rows", "output", result[:, -64:].contiguous(), last)
 
 
 @pytest.mark.full
