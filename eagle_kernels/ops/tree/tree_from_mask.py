@@ -40,8 +40,8 @@ class Output(NamedTuple):
     retrieve_next_sibling: torch.Tensor
 
 
-# Nodes of a warp: so few that the comparisons with 64 others at once stay in registers.
-TUNING = {"default": {"nodes_per_warp": 16, "nodes_per_warp_past_64": 8, "min_warps": 4}}
+# Nodes of a warp: so few that comparisons stay in registers.
+TUNING = {"default": {"nodes_per_warp": 16, "nodes_per_warp_past_128": 8, "min_warps": 4}}
 
 
 @triton.jit(do_not_specialize=["batch_size", "mask_size"])
@@ -85,7 +85,7 @@ def _tree_from_mask_kernel(
         )
 
     next_sibling_ptr = retrieve_next_sibling_ptr + request * NUM_NODES
-    if BLOCK_NODE <= 64:
+    if BLOCK_NODE <= 128:
         next_sibling = _first_later(parent, node, parent, node, NUM_NODES)
     else:  # all pairs at once would not fit into registers: 64 parents at a time, by way of the output
         next_sibling = tl.full([BLOCK_NODE], NUM_NODES, tl.int32)
@@ -198,7 +198,7 @@ def tree_from_mask(
         BLOCK_NODE=block_node,
         BLOCK_BATCH=128,
         num_warps=max(
-            block_node // row["nodes_per_warp" if block_node <= 64 else "nodes_per_warp_past_64"], row["min_warps"]
+            block_node // row["nodes_per_warp" if block_node <= 128 else "nodes_per_warp_past_128"], row["min_warps"]
         ),
     )
     return out

@@ -14,8 +14,7 @@ Invariants
     to the root, the drafts are those from the node on that no link names. Tokens that are no ids count nowhere.
     `out=target_logits`, if that is fp32, works in place.
 Grid
-    (B * groups of nodes, slices), one program writes one slice of the rows of a few nodes, one after another: what they
-    have in common is read and found once. Where there are few rows, of one node, to keep the GPU busy.
+    (B * N, slices), one program writes one slice of one node's row.
 Launches
     1
 Traffic
@@ -39,8 +38,7 @@ from .shared.tree_walk import Links, check_links, find_above, is_own, load_nodes
 
 IN_PLACE = {"out": ("target_logits",)}
 
-# programs: fewer do not keep the GPU busy, so that a program has only as many nodes, up to most_nodes, as leave these
-TUNING = {"default": {"BLOCK_VOCAB": 2048, "most_nodes": 4, "programs": 1024, "num_warps": 4}}
+TUNING = {"default": {"BLOCK_VOCAB": 2048, "num_warps": 4}}
 
 _NOT_LISTED = tl.constexpr(9223372036854775807)
 
@@ -81,71 +79,55 @@ def _penalize_logits_kernel(
     BLOCK_NODE: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
     BLOCK_ID: tl.constexpr,
-    NODES_EACH: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
-    NUM_GROUPS: tl.constexpr = (NUM_NODES + NODES_EACH - 1) // NODES_EACH
-    request = tl.program_id(0).to(tl.int64) // NUM_GROUPS
-    first_node = (tl.program_id(0) % NUM_GROUPS) * NODES_EACH
+    place = tl.program_id(0).to(tl.int64)
+    request = place // NUM_NODES
     first = tl.program_id(1) * BLOCK_VOCAB
     ids = first + tl.arange(0, BLOCK_VOCAB)
     is_token = ids < VOCAB_SIZE
-    logits = ()
-    for index in tl.static_range(NODES_EACH):
-        place = request * NUM_NODES + first_node + index
-        is_read = is_token & (first_node + index < NUM_NODES)
-        row_ptr = target_logits_ptr + tl.multiple_of(place * stride_logits_row, ALIGNMENT)
-        logits += (tl.load(row_ptr + ids, mask=is_read, other=float("-inf")).to(tl.float32),)
+    row_ptr = target_logits_ptr + tl.multiple_of(place * stride_logits_row, ALIGNMENT)
+    logit = tl.load(row_ptr + ids, mask=is_token, other=float("-inf")).to(tl.float32)
     root = tl.load(retrieve_index_ptr + request * NUM_NODES).to(tl.int64)
-    is_live = is_own(root, request, NUM_NODES)
-    applied = Processors(
-        repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
-        logit_bias_ptr, token_bitmask_ptr,
-    )  # fmt: skip
-    count = tl.zeros([BLOCK_VOCAB], tl.int32)
-    if HAS_PENALTIES:
-        count = load_counts(
-            Row(target_logits_ptr, applied, request, request, 1.0, None, 0, 0), ids, is_token & is_live, VOCAB_SIZE
-        )
-    has_end = False
-    end_ptr = end_token_ids_ptr
-    if min_tokens_ptr is not None:
-        end_ptr += request * stride_end_token_ids_batch
-        has_end = _has_any(first, end_ptr, num_ends, BLOCK_VOCAB, BLOCK_ID)
-    if HAS_PENALTIES or min_tokens_ptr is not None:
-        trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
-        _, tokens, links = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
-        nodes = tl.arange(0, BLOCK_NODE)
-        # most slices hold no draft and no end token: which drafts are on the path does not matter to them
-        has_draft = tl.max(((tokens >= first) & (tokens < first + BLOCK_VOCAB)).to(tl.int32)) > 0
-    for index in tl.static_range(NODES_EACH):
-        node = first_node + index
-        place = request * NUM_NODES + node
-        logit = logits[index]
-        if is_live & (node < NUM_NODES):
-            own_count = count
-            depth = tl.zeros([], tl.int32)
-            if HAS_PENALTIES or min_tokens_ptr is not None:
-                current = tl.where(has_draft | has_end, node, 0)
-                is_on_path = current > 0  # false for one that is passed on the way to the first of its siblings
-                while current > 0:
-                    if is_on_path:
-                        depth += 1
-                        if HAS_PENALTIES:
-                            own_count += (ids == tl.sum(tl.where(nodes == current, tokens, 0))).to(tl.int32)
-                    current, is_on_path = find_above(links, current)
-            row = Row(target_logits_ptr, applied, request, place, 1.0, None, 0, 0)
-            logit = process(logit, own_count, row, ids, is_token, VOCAB_SIZE, HAS_PENALTIES)
-            if min_tokens_ptr is not None:
-                num_output_tokens = tl.load(num_output_tokens_ptr + request).to(tl.int64) + depth
-                if has_end & (num_output_tokens < tl.load(min_tokens_ptr + request).to(tl.int64)):
-                    logit = _forbid(logit, ids, first, end_ptr, num_ends, BLOCK_VOCAB, BLOCK_ID)
-            if bad_token_ids_ptr is not None:
-                bad_ptr = bad_token_ids_ptr + request * stride_bad_token_ids_batch
-                logit = _forbid(logit, ids, first, bad_ptr, num_bad, BLOCK_VOCAB, BLOCK_ID)
-        written_ptr = output_ptr + tl.multiple_of(place * stride_output_row, ALIGNMENT)
-        tl.store(written_ptr + ids, logit, mask=is_token & (node < NUM_NODES))
+    if is_own(root, request, NUM_NODES):
+        applied = Processors(
+            repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr, prompt_mask_ptr, output_counts_ptr,
+            logit_bias_ptr, token_bitmask_ptr,
+        )  # fmt: skip
+        row = Row(row_ptr, applied, request, place, 1.0, None, 0, 0)
+        count = tl.zeros([BLOCK_VOCAB], tl.int32)
+        if HAS_PENALTIES:
+            count = load_counts(row, ids, is_token, VOCAB_SIZE)
+        depth = tl.zeros([], tl.int32)
+        has_end = False
+        if min_tokens_ptr is not None:
+            end_ptr = end_token_ids_ptr + request * stride_end_token_ids_batch
+            has_end = _has_any(first, end_ptr, num_ends, BLOCK_VOCAB, BLOCK_ID)
+        if HAS_PENALTIES or min_tokens_ptr is not None:
+            trees = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+            _, tokens, links = load_nodes(trees, request, NUM_NODES, BLOCK_NODE)
+            nodes = tl.arange(0, BLOCK_NODE)
+            # most slices hold no draft and no end token: which drafts are on the path does not matter to them
+            has_draft = tl.max(((tokens >= first) & (tokens < first + BLOCK_VOCAB)).to(tl.int32)) > 0
+            current = tl.where(has_draft | has_end, (place % NUM_NODES).to(tl.int32), 0)
+            is_on_path = current > 0  # false for one that is passed on the way to the first of its siblings
+            while current > 0:
+                if is_on_path:
+                    depth += 1
+                    if HAS_PENALTIES:
+                        count += (ids == tl.sum(tl.where(nodes == current, tokens, 0))).to(tl.int32)
+                current, is_on_path = find_above(links, current)
+        logit = process(logit, count, row, ids, is_token, VOCAB_SIZE, HAS_PENALTIES)
+        if min_tokens_ptr is not None:
+            num_output_tokens = tl.load(num_output_tokens_ptr + request).to(tl.int64) + depth
+            if has_end & (num_output_tokens < tl.load(min_tokens_ptr + request).to(tl.int64)):
+                logit = _forbid(logit, ids, first, end_ptr, num_ends, BLOCK_VOCAB, BLOCK_ID)
+        if bad_token_ids_ptr is not None:
+            bad_ptr = bad_token_ids_ptr + request * stride_bad_token_ids_batch
+            logit = _forbid(logit, ids, first, bad_ptr, num_bad, BLOCK_VOCAB, BLOCK_ID)
+    written_ptr = output_ptr + tl.multiple_of(place * stride_output_row, ALIGNMENT)
+    tl.store(written_ptr + ids, logit, mask=is_token)
 
 
 @triton.jit
@@ -274,19 +256,15 @@ def penalize_logits(
     values = locals()
     contracted = contract(values)
     out = check.allocate("penalize_logits", contracted, out)
-    vocab_size = target_logits.shape[1]
+    num_rows, vocab_size = target_logits.shape
     tuned = dict(tuning.row(TUNING, target_logits.device))
     block_vocab = min(tuned.pop("BLOCK_VOCAB"), next_power_of_2(max(vocab_size, 1)))
     num_ends = 0 if end_token_ids is None else end_token_ids.shape[-1]
     num_bad = 0 if bad_token_ids is None else bad_token_ids.shape[-1]
-    num_slices, (batch_size, num_nodes) = triton.cdiv(vocab_size, block_vocab), candidates.shape
-    nodes_each, programs = min(tuned.pop("most_nodes"), next_power_of_2(num_nodes)), tuned.pop("programs")
-    while nodes_each > 1 and batch_size * triton.cdiv(num_nodes, nodes_each) * num_slices < programs:
-        nodes_each //= 2
     launch(
         "penalize_logits",
         _penalize_logits_kernel,
-        (batch_size * triton.cdiv(num_nodes, nodes_each), num_slices),
+        (num_rows, triton.cdiv(vocab_size, block_vocab)),
         **tree_arguments(values),
         **processors.pointers(values),
         target_logits_ptr=target_logits,
@@ -307,7 +285,6 @@ def penalize_logits(
         ALIGNMENT=math.gcd(target_logits.stride(0), out.stride(0), 16),
         BLOCK_VOCAB=block_vocab,
         BLOCK_ID=128,
-        NODES_EACH=nodes_each,
         **tuned,
     )
     return out

@@ -1,8 +1,7 @@
 """Filters by reading the row again, where the tokens that were gathered of it are not enough (see `filters.py`).
 
 An edge is searched for three bits of the float at a time: each pass over the row counts, or weighs, the tokens that
-reach eight ranks at once, until only one value is left. That makes up to eleven passes a filter, and about six for rows
-of 16 bits; blocks that cannot reach an edge are passed over.
+reach eight ranks at once. That makes up to eleven passes a filter; blocks that cannot reach an edge are passed over.
 """
 
 from __future__ import annotations
@@ -15,16 +14,8 @@ from .logits import load_scaled
 from .random import add_grouped_gumbel, grouped_words, noise_key
 from .row_summary import CHUNK, row_mass
 
-# Tokens of a tile, of which _NUM_TILES, a block, are asked for at once: a program has no other to wait with.
-_TILE = tl.constexpr(2048)
-_NUM_TILES = tl.constexpr(2)
-_BLOCK = tl.constexpr(4096)
-# blocks whose maxima are compared with an edge at once
-_NUM_BLOCKS = tl.constexpr(32)
-# ranks that a pass counts at once, and neighbours that a thread adds up by itself
-_RANKS = tl.constexpr(8)
-_NEIGHBOURS = tl.constexpr(8)
-_HIGHEST = tl.constexpr(0xFFFFFFFF)
+# Tokens that are read at once.
+_BLOCK = tl.constexpr(2048)
 
 
 class _Scanned(NamedTuple):
@@ -54,7 +45,7 @@ def search_row(row, filters, summary, noise, largest, VOCAB_SIZE: tl.constexpr, 
         if filters.is_of_all:
             mass = row_mass(summary.chunk_max, summary.chunk_sum, largest, VOCAB_SIZE)
         else:
-            _, mass, _, _ = _pass(scanned, edge, above, edge * 0, 0.0, VOCAB_SIZE, HAS_PENALTIES, True)
+            mass = tl.max(_reaching(scanned, edge, 0, VOCAB_SIZE, HAS_PENALTIES, True))
         # the most likely token weighs 1 and always stays, also for top_p = 0
         wanted = tl.maximum(mass * filters.top_p, 1.1754943508222875e-38)
         lowest = tl.full([], 1, tl.uint32)
@@ -62,23 +53,20 @@ def search_row(row, filters, summary, noise, largest, VOCAB_SIZE: tl.constexpr, 
         edge = tl.maximum(edge, by_mass)
 
     key = noise_key(noise)
-    best = tl.full([_TILE], LOWEST_KEY, tl.int64)
-    kept = tl.zeros([_TILE], tl.float32)
-    for first in range(0, VOCAB_SIZE, _NUM_BLOCKS * _BLOCK):
-        blocks = _blocks_that_reach(summary, first, edge, VOCAB_SIZE)
-        for start in range(first, tl.minimum(first + _NUM_BLOCKS * _BLOCK, VOCAB_SIZE), _BLOCK):
-            if (blocks >> ((start - first) // _BLOCK)) & 1 > 0:
-                values = _load_block(row, start, VOCAB_SIZE, HAS_PENALTIES)
-                for tile in tl.static_range(_NUM_TILES):
-                    token = start + tile * _TILE + tl.arange(0, _TILE)
-                    value = values[tile]
-                    weight = tl.exp(value - largest)
-                    keep = (token < VOCAB_SIZE) & (_rank(value) >= edge)
-                    if filters.min_p > 0.0:
-                        keep &= weight >= tl.minimum(filters.min_p, 1.0)
-                    kept += tl.where(keep, weight, 0.0)
-                    noisy, fine = add_grouped_gumbel(value, grouped_words(key, token))
-                    best = tl.maximum(best, tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY))
+    lane = tl.arange(0, _BLOCK)
+    best = tl.full([_BLOCK], LOWEST_KEY, tl.int64)
+    kept = tl.zeros([_BLOCK], tl.float32)
+    for start in range(0, VOCAB_SIZE, _BLOCK):
+        if _chunk_rank(summary, start, VOCAB_SIZE) >= edge:
+            token = start + lane
+            value = load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+            weight = tl.exp(value - largest)
+            keep = (token < VOCAB_SIZE) & (_rank(value) >= edge)
+            if filters.min_p > 0.0:
+                keep &= weight >= tl.minimum(filters.min_p, 1.0)
+            kept += tl.where(keep, weight, 0.0)
+            noisy, fine = add_grouped_gumbel(value, grouped_words(key, token))
+            best = tl.maximum(best, tl.where(keep, noisy_key(noisy, fine, token), LOWEST_KEY))
     return noisy_key_id(tl.max(best)), tl.sum(kept)
 
 
@@ -92,68 +80,37 @@ def _search_edge(
     HAS_PENALTIES: tl.constexpr,
     IS_MASS: tl.constexpr,
 ):
-    """Returns a rank that `wanted` tokens reach, or tokens that weigh `wanted` together: the largest one, or one below
-    it that no more tokens reach."""
+    """Returns the largest rank that `wanted` tokens reach, or tokens that weigh `wanted` together."""
     while high - low > 1:
-        step = (high - low + _RANKS - 1) // _RANKS
-        num_reached, _, smallest, largest = _pass(scanned, low, high, step, wanted, VOCAB_SIZE, HAS_PENALTIES, IS_MASS)
-        low += tl.maximum(num_reached - 1, 0).to(tl.uint32) * step
+        step = (high - low + 7) // 8
+        reaching = _reaching(scanned, low, step, VOCAB_SIZE, HAS_PENALTIES, IS_MASS)
+        chosen = tl.maximum(tl.sum((reaching >= wanted).to(tl.int32)) - 1, 0)
+        low += chosen.to(tl.uint32) * step
         high = tl.minimum(high, low + step)
-        high = tl.where(smallest >= largest, low, high)  # no other value is left
     return low
 
 
 @triton.jit
-def _pass(
-    scanned, low, high, step, wanted, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr, IS_MASS: tl.constexpr
-):
-    """Returns how many of the ranks low, low + step, ... are reached by `wanted` tokens, or by tokens of that weight;
-    how many tokens, or what weight, reach `low`; and the smallest and the largest rank in low .. high - 1."""
-    # one tensor for each rank: tokens times ranks in one would not fit into registers
-    counts = ()
-    for _ in tl.static_range(_RANKS):
-        counts += (tl.zeros([_TILE // _NEIGHBOURS], tl.float32),)
-    smallest = tl.full([_TILE // _NEIGHBOURS], _HIGHEST, tl.uint32)
-    largest = tl.zeros([_TILE // _NEIGHBOURS], tl.uint32)
-    for first in range(0, VOCAB_SIZE, _NUM_BLOCKS * _BLOCK):
-        blocks = _blocks_that_reach(scanned.summary, first, low, VOCAB_SIZE)
-        for start in range(first, tl.minimum(first + _NUM_BLOCKS * _BLOCK, VOCAB_SIZE), _BLOCK):
-            if (blocks >> ((start - first) // _BLOCK)) & 1 > 0:
-                values = _load_block(scanned.row, start, VOCAB_SIZE, HAS_PENALTIES)
-                for tile in tl.static_range(_NUM_TILES):
-                    value = tl.reshape(values[tile], [_TILE // _NEIGHBOURS, _NEIGHBOURS])
-                    weight = tl.full(value.shape, 1.0, tl.float32)
-                    if IS_MASS:
-                        weight = tl.exp(value - scanned.largest)
-                    rank, more = _rank(value), ()
-                    for index in tl.static_range(_RANKS):
-                        reaches = rank >= low + index * step
-                        more += (counts[index] + tl.sum(tl.where(reaches, weight, 0.0), axis=1),)
-                    counts = more
-                    is_open = (rank >= low) & (rank < high)
-                    smallest = tl.minimum(smallest, tl.min(tl.where(is_open, rank, _HIGHEST), axis=1))
-                    largest = tl.maximum(largest, tl.max(tl.where(is_open, rank, 0), axis=1))
-    num_reached = tl.zeros([], tl.int32)
-    for index in tl.static_range(_RANKS):
-        num_reached += (tl.sum(counts[index]) >= wanted).to(tl.int32)
-    return num_reached, tl.sum(counts[0]), tl.min(smallest), tl.max(largest)
+def _reaching(scanned, low, step, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr, IS_MASS: tl.constexpr):
+    """Returns how many tokens, or what weight of them, reach each of the ranks low, low + step, ...: fp32 [8]."""
+    threshold = low + tl.arange(0, 8).to(tl.uint32) * step
+    counts = tl.zeros([_BLOCK, 8], tl.float32)
+    for start in range(0, VOCAB_SIZE, _BLOCK):
+        if _chunk_rank(scanned.summary, start, VOCAB_SIZE) >= low:
+            token = start + tl.arange(0, _BLOCK)
+            value = load_scaled(scanned.row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES)
+            rank = _rank(value)
+            if IS_MASS:
+                weight = tl.exp(value - scanned.largest)
+                counts += tl.where(rank[:, None] >= threshold[None, :], weight[:, None], 0.0)
+            else:
+                counts += (rank[:, None] >= threshold[None, :]).to(tl.float32)
+    return tl.sum(counts, axis=0)
 
 
 @triton.jit
-def _blocks_that_reach(summary, first, edge, VOCAB_SIZE: tl.constexpr):
-    """Returns bits int64: of the blocks from token `first` on, those whose largest value reaches the edge."""
+def _chunk_rank(summary, start, VOCAB_SIZE: tl.constexpr):
+    """Returns the rank of the largest value of _BLOCK tokens from `start` on."""
     NUM_CHUNKS: tl.constexpr = (VOCAB_SIZE + CHUNK - 1) // CHUNK
-    block = tl.arange(0, _NUM_BLOCKS)
-    chunk = first // CHUNK + block[:, None] * (_BLOCK // CHUNK) + tl.arange(0, _BLOCK // CHUNK)[None, :]
-    maxima = tl.load(summary.chunk_max + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))
-    return tl.sum((_rank(tl.max(maxima, axis=1)) >= edge).to(tl.int64) << block)
-
-
-@triton.jit
-def _load_block(row, start, VOCAB_SIZE: tl.constexpr, HAS_PENALTIES: tl.constexpr):
-    """Returns _NUM_TILES tiles [_TILE] of scaled logits, of the tokens from `start` on."""
-    values = ()
-    for tile in tl.static_range(_NUM_TILES):
-        token = start + tile * _TILE + tl.arange(0, _TILE)
-        values += (load_scaled(row, token, token < VOCAB_SIZE, VOCAB_SIZE, HAS_PENALTIES),)
-    return values
+    chunk = start // CHUNK + tl.arange(0, _BLOCK // CHUNK)
+    return _rank(tl.max(tl.load(summary.chunk_max + chunk, mask=chunk < NUM_CHUNKS, other=float("-inf"))))
