@@ -21,8 +21,8 @@ Invariants
     by side (shared/paths.py): a node those of plain decoding along its path.
 Grid
     (Hkv * row tiles, shares), one program attends a tile of (token, head of the group) rows of one KV head to a share;
-    past 65535, shares take two axes. Merge: (B, programs), one program merges every programs-th tile of a request's
-    rows.
+    past 65535, shares take two axes. deterministic: behind the shares, programs of single nodes for the shares in which
+    their paths are. Merge: (B, programs), one program merges every programs-th tile of a request's rows.
 Launches
     2; 1 if no request can have more than one share
 Traffic
