@@ -12,6 +12,8 @@ import functools
 import importlib
 import multiprocessing
 import os
+import re
+import struct
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +44,8 @@ _POINTERS = {
 
 
 def compile_for_targets(path: str, part: str, cases: str = "ahead_of_time_cases") -> list[dict]:
-    """Compiles the op's kernels and returns a record of each: kernel, case, target and bytes of shared memory.
+    """Compiles the op's kernels and returns a record of each: kernel, case, target, and bytes of shared memory and
+    of slow memory for what a thread's registers do not hold.
 
     part: one of PARTS. cases: the function of the op's test module that yields them. A case that the launcher refuses
     for a target, by NotSupported, is a record with the key "refusal"; all are tried, whatever the part.
@@ -126,8 +129,9 @@ class _Launch(NamedTuple):
         return self.source.fn, self.target
 
     def compile(self) -> dict:
-        shared = _shared_memory(self.source, self.target, self.options)
-        record = {"kernel": self.kernel, "case": self.case, "target": self.target, "shared_bytes": shared}
+        compiled = _compile_source(self.source, self.target, self.options)
+        record = {"kernel": self.kernel, "case": self.case, "target": self.target}
+        record |= {"shared_bytes": compiled.metadata.shared, "spilled_bytes": _spilled_bytes(compiled)}
         _compiled[self.key] = record
         return record
 
@@ -222,7 +226,7 @@ def _source(kernel, arguments):
     return ASTSource(kernel, signature, constants, attributes), options
 
 
-def _shared_memory(source, architecture: str, options: dict) -> int:
+def _compile_source(source, architecture: str, options: dict):
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -234,4 +238,31 @@ def _shared_memory(source, architecture: str, options: dict) -> int:
             HIPBackend.path_to_rocm_lld = staticmethod(lambda: "true")
     else:
         target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-    return triton.compile(source, target=target, options=options).metadata.shared
+    return triton.compile(source, target=target, options=options)
+
+
+def _spilled_bytes(compiled) -> int:
+    """Returns how many bytes of slow memory a thread has for what its registers do not hold.
+
+    On AMD the assembly says it. A cubin has records of (format, attribute, size or value, payload): attribute 0x11 is
+    the size of a kernel's stack frame, after the index of its symbol.
+    """
+    if "amdgcn" in compiled.asm:
+        return max(map(int, re.findall(r"\.private_segment_fixed_size: (\d+)", compiled.asm["amdgcn"])))
+    sizes, records = [], _section(compiled.asm["cubin"], b".nv.info")
+    while records:
+        form, attribute, size = struct.unpack_from("<BBH", records)
+        if attribute == 0x11:
+            sizes.append(struct.unpack_from("<I", records, 8)[0])
+        records = records[4 + (size if form == 4 else 0) :]
+    return max(sizes)
+
+
+def _section(elf: bytes, wanted: bytes) -> bytes:
+    (first,), (size, count, names) = struct.unpack_from("<Q", elf, 0x28), struct.unpack_from("<3H", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", elf, first + size * number) for number in range(count)]
+    start = headers[names][4]
+    for name, _, _, _, offset, length in headers:
+        if elf[start + name :].split(b"\0", 1)[0] == wanted:
+            return elf[offset : offset + length]
+    raise ValueError(f"no section {wanted.decode()}")

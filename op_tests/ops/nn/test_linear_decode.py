@@ -43,6 +43,9 @@ def check(values, case=""):
     return actual
 
 
+MAY_SPILL = {"T=64 odd"}  # rows of no multiple of 16 bytes, read element by element: no model has them
+
+
 def ahead_of_time_cases():
     for num_rows, dtype in itertools.product((1, 8), DTYPES):
         yield f"T={num_rows} {dtype}", make(num_rows, 64, 4096, dtype, has_bias=dtype == torch.float16)

@@ -21,6 +21,9 @@ def make(batch_size, num_nodes, *, spec_steps=8, parents=None, dtype=torch.int64
     return to_device(values, device) | {"spec_steps": spec_steps}
 
 
+MAY_SPILL = {"N=256"}  # 65536 pairs of nodes, compared once
+
+
 def ahead_of_time_cases():
     yield "N=8", make(2, 8)
     yield "N=64", make(2, 64)

@@ -40,6 +40,9 @@ def on_grid(batch_size, topk, level, vocab_size, device):
     return values
 
 
+MAY_SPILL = {"K=16 fp16"}  # the 256 candidates of a request
+
+
 def ahead_of_time_cases():
     yield "K=8 first", make(2, 8, 0, 1000, dtype=torch.bfloat16)
     yield "K=8", make(1, 8, 3, 128256, dtype=torch.bfloat16, mapped=True)
