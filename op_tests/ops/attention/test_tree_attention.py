@@ -123,12 +123,12 @@ def ahead_of_time_cases():
 
     # many rows for many keys have tiles of their own
     yield "128 rows", make(64, 64, 128, 4, 8, 16, torch.bfloat16, [2100] * 4)
-    yield "256 rows", make(64, 64, 128, 4, 8, 1, torch.bfloat16, [2100] * 9, is_separate=True)
-    many = make(64, 64, 128, 4, 8, 16, torch.float16, [2100] * 9) | {"window": 50, "soft_cap": 30.0}
-    yield "256 rows, more logits", many | {"sinks": torch.zeros(32), "positions": torch.zeros(576, dtype=torch.int64)}
+    yield "256 rows", make(64, 64, 128, 4, 8, 1, torch.bfloat16, [2100] * 17, is_separate=True)
+    many = make(64, 64, 128, 4, 8, 16, torch.float16, [2100] * 17) | {"window": 50, "soft_cap": 30.0}
+    yield "256 rows, more logits", many | {"sinks": torch.zeros(32), "positions": torch.zeros(1088, dtype=torch.int64)}
     many["query"] = many["query"].bfloat16()
     for dtype in FLOAT8:
-        yield f"{dtype} 256 rows", with_float8(many | {"positions": torch.zeros(576, dtype=torch.int64)}, dtype)
+        yield f"{dtype} 256 rows", with_float8(many | {"positions": torch.zeros(1088, dtype=torch.int64)}, dtype)
 
 
 def full_ahead_of_time_cases():
