@@ -101,6 +101,10 @@ NOT_SUPPORTED = {
 }
 
 
+# 16 warps leave 128 registers to a thread; smaller tiles were slower all the same
+MAY_SPILL = {"256 rows", "256 rows, more logits", *(f"{dtype} 256 rows" for dtype in FLOAT8)}
+
+
 def ahead_of_time_cases():
     yield "D=64 float32 csr separate", make(8, 24, 64, 4, 2, 1, torch.float32, [100], form="csr", is_separate=True)
     for head_dim, dtype in ((80, torch.float16), (96, torch.bfloat16), (112, torch.float16), (128, torch.bfloat16),
