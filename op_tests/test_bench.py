@@ -140,6 +140,8 @@ def test_steps_of_the_engine(folder, monkeypatch):
     write(folder, step("plain", "B=1", "eagle_kernels", 6.0), step("plain", "B=1", "eagle_kernels", 5.3741, ratio=1.0))
     for provider, speed, of_plain in (("plain", 186.1, 1.0), ("chain", 377.8, 2.031)):
         write(folder, step("throughput", "B=1", provider, 5.0, tokens_per_s=speed, of_plain=of_plain))
+    for run_of, kernel in (("a", "gone"), ("b", "kept")):
+        write(folder, step("profile", "B=1", kernel, 0.25, calls=32.0) | {"run": run_of})
     assert call_report(folder, monkeypatch) == 0
     assert "No results yet." in (folder / "README.md").read_text()
     of_gpu = (folder / "results" / "Some_GPU_80GB" / "README.md").read_text()
@@ -147,6 +149,7 @@ def test_steps_of_the_engine(folder, monkeypatch):
     assert "| plain | B=1 | eagle_kernels | 5.374 | ratio 1 | `abc` |" in of_gpu and "6.000" not in of_gpu
     assert "| tokens/s (of plain) | plain | chain |" in of_gpu
     assert "| B=1 | 186 (1.00×) | 378 (2.03×) |" in of_gpu
+    assert "| B=1: `kept` | 32 | 0.250 | `abc` |" in of_gpu and "gone" not in of_gpu
 
 
 def test_methods_of_drafting(folder, monkeypatch):
@@ -621,6 +624,13 @@ def test_gaps_are_before_graphs():
     events = [event(1, 0, 10), event(1, 5, 7), event(2, 20, 5), event(2, 26, 4), event(3, 29, 4), event(3, 35, 1)]
     events += [{"cat": "cpu_op", "ts": 0, "dur": 99, "args": {}}, event(9, 13, 1)]
     assert gaps_us(events) == [6, 0]
+
+
+def test_kernels_are_summed_by_name():
+    from bench.harness.trace import sums_us
+
+    events = [{"name": name, "dur": duration} for name, duration in (("a", 2), ("b", 5), ("a", 4), ("b", 0.5))]
+    assert sums_us(events) == [("a", 2, 6), ("b", 2, 5.5)]
 
 
 def test_drafters_are_compared_on_code_that_is_edited(capsys, monkeypatch):

@@ -10,6 +10,7 @@ acceptance where drafts are timed. Prints a table and appends JSON lines to `res
                  alone, and with the host, which otherwise works while the device does
     throughput   plain, naive_eagle, chain, tree and the automatic choice at batch 1, 2, 4, ... 256
     gap          how long the device is idle between the work of consecutive steps, from a trace
+    profile      where the time of a step goes, kernel by kernel, from a trace
     huggingface  generate of transformers with the same weights, eager and compiled with a static cache
 """
 
@@ -34,12 +35,12 @@ from eagle_kernels.engine.step.choice import PROBE_STEPS
 from ..harness import results
 from ..harness.markdown import markdown, newest
 from ..harness.timing import ceiling_gb_per_s
-from ..harness.trace import graph_gaps_us
+from ..harness.trace import graph_gaps_us, kernel_us
 from ..lab.log import read_lines
 from .random_models import SHAPES, Hollow, random_head, random_target, target_config
 
 PROMPT_TOKENS = 512
-SECTIONS = ("plain", "tree", "outside", "throughput", "gap", "huggingface")
+SECTIONS = ("plain", "tree", "outside", "throughput", "gap", "profile", "huggingface")
 # batch, tree, mean tokens a step that are simulated
 TREES = ((1, (8, 5, 64), 4.0), (8, (4, 4, 16), 3.0), (32, (4, 3, 8), 2.5))
 PRESETS = {
@@ -55,6 +56,8 @@ SHOWN = ("tokens_per_s", "accept_length", "of_floor", "of_plain", "of_ours", "ra
 WARM_STEPS = 8
 # of the steps that are timed in one go
 MOST_S = 2.0
+# of a profile
+MOST_KERNELS, MOST_LETTERS = 24, 80
 # of these steps, each timed by itself: the one in the middle counts
 PARTS = 5
 
@@ -277,6 +280,19 @@ def gap(bench: Bench) -> None:
         bench.record("gap", name, "eagle_kernels", middle / 1e3, worst_us=max(gaps), median_us=middle)
 
 
+def profile(bench: Bench) -> None:
+    if bench.device.type != "cuda":
+        return
+    for batch_size, shape, accept in ((1, None, 1.0), (32, None, 1.0), TREES[0], TREES[2]):
+        case = f"B={batch_size} " + ("plain" if shape is None else f"K/S/N={'/'.join(map(str, shape))}")
+        engine = bench.engine(batch_size, shape, accept)
+        with bench.running(engine, batch_size, is_plain=shape is None):
+            kernels = kernel_us(engine.session.scheduler.step, 10)
+        bench.record("profile", case, "all kernels", sum(us for _, _, us in kernels) / 1e3)
+        for name, calls, us in kernels[:MOST_KERNELS]:
+            bench.record("profile", case, name[:MOST_LETTERS], us / 1e3, calls=calls)
+
+
 def huggingface(bench: Bench) -> None:
     """Times the same weights in transformers' own class: views of ours, so that both fit."""
     if bench.device.type != "cuda":
@@ -330,8 +346,16 @@ def tables(file: Path) -> list[str]:
 
 
 def _tables(lines: Sequence[dict]) -> str:
-    """Returns steps of the engine, and its throughput by batch size and preset."""
-    kept = newest(lines)
+    """Returns steps of the engine, its throughput by batch size and preset, and where the time of steps goes."""
+    kept = newest([line for line in lines if line["section"] != "profile"])
+    profiles = [line for line in lines if line["section"] == "profile"]
+    runs = {line["case"]: line["run"] for line in profiles}  # the newest of each
+    kernels = [["kernels of a step", "times in it", "ms", "at commit"]]
+    for line in profiles:
+        if line["run"] == runs[line["case"]]:
+            calls = f"{line['calls']:.4g}" if "calls" in line else "-"
+            name = f"{line['case']}: `{line['provider']}`"
+            kernels.append([name, calls, f"{line['step_ms']:.3f}", f"`{line['commit']}`"])
     steps = [["section", "case", "provider", "ms a step", "numbers", "at commit"]]
     speeds: dict[str, dict[str, str]] = {}
     for (section, case, provider), line in kept.items():
@@ -345,7 +369,7 @@ def _tables(lines: Sequence[dict]) -> str:
     throughput = [["tokens/s (of plain)", *presets]]
     throughput += [[case, *(row.get(name, "-") for name in presets)] for case, row in speeds.items()]
     about = "Random weights, simulated acceptance (`--app generation`):"
-    parts = [markdown(table) for table in (steps, throughput) if len(table) > 1]
+    parts = [markdown(table) for table in (steps, throughput, kernels) if len(table) > 1]
     return "\n\n".join([f"## The engine, shape of {lines[0]['shape']}", about, *parts])
 
 
