@@ -21,9 +21,9 @@ def graph_gaps_us(step: Callable[[], object], count: int) -> list[float]:
 
 
 def kernel_us(step: Callable[[], object], count: int) -> list[tuple[str, float, float]]:
-    """(kernel or copy, times in a step, microseconds of all of them in a step), the largest first; as above.
+    """(kernel or copy, times in a step, microseconds of all of them in a step) of `count` steps, the largest first.
 
-    Kernels that start while the one before ends count the time in which they wait for it, too.
+    Some steps before are not traced. A kernel that starts while the one before ends counts its waiting time, too.
     """
     events = [event for event in _traced(step, count) if event.get("cat") in _WORK]
     return [(name, number / count, total / count) for name, number, total in sums_us(events)]

@@ -40,13 +40,12 @@ from .shared.softmax import LOG2_E, add_sink, finish_rows, match_keys, start_row
 # tiles for all lengths, so that few variants are ever compiled.
 _ROW = {"from_rows": 33, "min_rows": 128, "max_rows": 128, "tile_bytes": 16384, "num_warps": 8, "num_stages": 2}
 _FEW = {"from_rows": 0, "min_rows": 32, "max_rows": 32}
-_DEEP = {"num_stages": 3}
-_FLAT = {"tile_bytes": 8192}  # with more, heads past 128 spill half a kB a thread
+_AMD = _ROW | {"tile_bytes": 8192}  # with more, heads past 128 spill half a kB a thread
 TUNING = {
     "default": (_ROW, _ROW | _FEW),
-    "sm_90": (_ROW | _DEEP, _ROW | _FEW | _DEEP),
-    "gfx942": (_ROW | _FLAT, _ROW | _FEW | _FLAT),
-    "gfx950": (_ROW | _FLAT, _ROW | _FEW | _FLAT),
+    "sm_90": (_ROW | {"num_stages": 3}, _ROW | _FEW | {"num_stages": 3}),
+    "gfx942": (_AMD, _AMD | _FEW),
+    "gfx950": (_AMD, _AMD | _FEW),
 }
 
 

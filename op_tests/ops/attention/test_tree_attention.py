@@ -101,7 +101,7 @@ NOT_SUPPORTED = {
 }
 
 
-# 16 warps leave 128 registers to a thread; smaller tiles were slower all the same
+# 16 warps leave 128 registers to a thread, fewer than these tiles need
 MAY_SPILL = {"256 rows", "256 rows, more logits", *(f"{dtype} 256 rows" for dtype in FLOAT8)}
 
 
