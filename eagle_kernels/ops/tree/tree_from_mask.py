@@ -84,16 +84,16 @@ def _tree_from_mask_kernel(
             mask=ancestor < NUM_NODES,
         )
 
-    next_sibling_ptr = retrieve_next_sibling_ptr + request * NUM_NODES
     if BLOCK_NODE <= 128:
         next_sibling = _first_later(parent, node, parent, node, NUM_NODES)
     else:  # all pairs at once would not fit into registers: 64 parents at a time, by way of the output
         next_sibling = tl.full([BLOCK_NODE], NUM_NODES, tl.int32)
-        tl.store(next_sibling_ptr + node, parent.to(tl.int64), mask=is_node)
+        parents_ptr = retrieve_next_sibling_ptr + request * NUM_NODES
+        tl.store(parents_ptr + node, parent.to(tl.int64), mask=is_node)
         tl.debug_barrier()
         for start in range(0, NUM_NODES, 64):
             other = start + tl.arange(0, 64)
-            other_parent = tl.load(next_sibling_ptr + other, mask=other < NUM_NODES, other=-1).to(tl.int32)
+            other_parent = tl.load(parents_ptr + other, mask=other < NUM_NODES, other=-1).to(tl.int32)
             found = _first_later(parent, node, other_parent, other, NUM_NODES)
             next_sibling = tl.minimum(next_sibling, found)
         tl.debug_barrier()  # all have been read
@@ -101,7 +101,7 @@ def _tree_from_mask_kernel(
     seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
     tl.store(positions_ptr + node_offset, seq_len + depth, mask=is_node)
     tl.store(retrieve_index_ptr + node_offset, node_offset, mask=is_node)
-    tl.store(next_sibling_ptr + node, next_sibling.to(tl.int64), mask=is_node)
+    tl.store(retrieve_next_sibling_ptr + node_offset, next_sibling.to(tl.int64), mask=is_node)
 
 
 @triton.jit

@@ -61,19 +61,17 @@ from .shared.tree_walk import Output, check_tree, output_arguments, tree_argumen
 TUNING = {"default": {"BLOCK_VOCAB": 4096, "num_warps": 8}}
 
 # The most rounds that are launched; children rejected after them are a program's alone. Then what decides between all
-# nodes at once and level by level: microseconds of a launch, and bytes that are read in one.
-ROUND_TUNING = {"default": {"rounds": 8, "launch_us": 2.0, "bytes_per_us": 2.0e6}}
+# nodes at once and level by level: microseconds of a launch, and tokens of a node's rows, all rounds together, in one.
+# bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_rejection.txt
+ROUND_TUNING = {"default": {"rounds": 8, "launch_us": 1.8, "tokens_per_us": 7.0e4}}
 
 
 def goes_by_level(pair: dict, num_rounds: int, spec_steps: int, batch_size: int) -> bool:
     """Tells whether reading the rows of the walks alone, with more launches, takes less time than reading all rows."""
     model = tuning.row(ROUND_TUNING, pair["target_ptr"].device)
     num_rows, vocab_size = pair["target_ptr"].shape
-    row_us = vocab_size * pair["target_ptr"].element_size() / model["bytes_per_us"]
-    # each row is scanned, and read by one or two passes
-    all_us = 3 * num_rows * row_us + num_rounds * model["launch_us"]
-    level_us = 5 * batch_size * row_us + (num_rounds + 2) * model["launch_us"]
-    return all_us > (spec_steps + 1) * level_us
+    launches_us, row_us = (num_rounds + 2) * model["launch_us"], vocab_size / model["tokens_per_us"]
+    return launches_us + num_rows * row_us > (spec_steps + 1) * (launches_us + batch_size * row_us)
 
 
 def contract(values: dict) -> Output:

@@ -151,6 +151,7 @@ def test_all_at_once(device):
     check(values, "all at once")
 
 
+@pytest.mark.usefixtures("sums_in_order")
 @pytest.mark.parametrize("batch_size", [1, 2, 9])
 @pytest.mark.parametrize("form", ["block_table", "csr"])
 def test_deterministic_bits_do_not_depend_on_the_batch(batch_size, form, device, monkeypatch):

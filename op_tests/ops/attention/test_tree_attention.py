@@ -326,6 +326,7 @@ def test_soft_cap_sinks_and_float8(device):
     check(values, "drafts in the pool")
 
 
+@pytest.mark.usefixtures("sums_in_order")
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize(("num_query", "prefix"), [(2, 300), (31, 300), (64, 300), (64, 100), (2, 1500)])
 def test_deterministic_root_is_plain_decoding(num_query, prefix, has_sinks, device):
@@ -381,6 +382,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.usefixtures("sums_in_order")
 @pytest.mark.parametrize(("shape", "options", "rows"), PATHS, ids=str)
 def test_deterministic_nodes_are_plain_decoding(shape, options, rows, device):
     """Each node has the bits of gqa_decode along its path, wherever its ancestors lie; so has the root of a batch."""
@@ -420,6 +422,7 @@ def check_paths(values, options, rows, form, device):
             assert_equal("tree_attention", f"{b}, {row}", "lse", result.lse[b, row], expected.lse[0])
 
 
+@pytest.mark.usefixtures("sums_in_order")
 @pytest.mark.parametrize(
     ("prefix", "positions", "window"), [(20, [20, 21, 28], 4), (20, [500, 501, 20], 8), (32, [128, 129, 129], 1)]
 )

@@ -141,8 +141,10 @@ def _attention_kernel(
     else:
         request, index = find_share(batch, share, size, IS_ORDERED, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
     first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, request < batch_size)
-    tiles_of_rows = tl.cdiv(num_tokens * GROUP_SIZE, BLOCK_ROW)
-    has_rows = row_tile < tl.where(is_path, num_tokens * TOKEN_TILES, tiles_of_rows)
+    # Without paths the bounds of rows and keys are written as simply as can be: the compiler's registers hang on it.
+    has_rows = row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE
+    if HAS_PATHS:
+        has_rows = tl.where(is_path, row_tile < num_tokens * TOKEN_TILES, has_rows)
     # all but shares that do not exist, for which there is no place, and rows that their request does not have
     if (request < batch_size) & (share < num_shares) & has_rows:
         first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
@@ -157,7 +159,10 @@ def _attention_kernel(
             tl.store(shares_ptr + request * 3 + 1, num_own_shares)
             tl.store(shares_ptr + request * 3 + 2, first_share)
         begin, num_seen_drafts = begin * BLOCK_KEY, stop - prefix
-        stop = begin + tl.minimum(size * BLOCK_KEY, stop - begin)
+        if IS_ORDERED:  # the last share may reach past the largest int32
+            stop = begin + tl.minimum(size * BLOCK_KEY, stop - begin)
+        else:
+            stop = tl.minimum(begin + size * BLOCK_KEY, stop)
         first_page, _, _ = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
         if k_scale_ptr is not None and not ONE_SCALE:
             k_scale_ptr += kv_head
@@ -181,7 +186,9 @@ def _attention_kernel(
         row += tl.arange(0, BLOCK_ROW)
         token = row // GROUP_SIZE
         head = kv_head * GROUP_SIZE + row % GROUP_SIZE
-        is_row = row < row_stop
+        is_row = token < num_tokens
+        if HAS_PATHS:
+            is_row = row < row_stop
         column = tl.arange(0, BLOCK_DIM)
         in_bounds = is_row[:, None] & (column < HEAD_DIM)[None, :]
         query_row = (first_row + token) * stride_query_token + head

@@ -197,44 +197,58 @@ def _verify_tree_rejection_round_kernel(
     else:
         state = load_state(states_ptr + since * _WORDS)
         is_open = is_open & (state.phase != DONE) & (state.phase != ALONE)
-    # read before the State tells whether they are needed: the programs wait for memory once less
-    current = tl.maximum(current, 0)
-    row = request * NUM_NODES + current
-    first_scan = request - row if BY_LEVEL else row * 0
-    target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, first_scan)
-    draft_rows = Rows(
-        draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, first_scan + num_target_scans
-    )  # fmt: skip
-    rows = PairRows(target_rows, draft_rows, target_to_draft_ptr, num_ids)
-    node = open_node(
-        rows, tree, request, current, child, (positions_ptr, seeds_ptr), TARGET_IS_PROBS, DRAFT_IS_PROBS,
-        KEEPS_DRAFT=KEEPS_DRAFT, NUM_NODES=NUM_NODES, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
-        BLOCK_VOCAB=BLOCK_VOCAB, HAS_SCANS=True,
-    )  # fmt: skip
-    if not IS_FIRST:
-        found = merge_found(Found(sums_ptr, keys_ptr), since, NUM_SLICES, BLOCK_SLICE)
-    if is_open:
-        if IS_FIRST:
-            at = visit(node, state, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+    buffers = Found(sums_ptr, keys_ptr)
+    # Loads do not wait for the State, which tells whether they are needed: programs wait for memory once less. Level by
+    # level most of them have nothing to do, and leave first.
+    is_read = place >= 0
+    if BY_LEVEL:
+        is_read = is_open
+    if is_read:
+        current = tl.maximum(current, 0)
+        row = request * NUM_NODES + current
+        first_scan = request - row if BY_LEVEL else row * 0
+        target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, first_scan)
+        draft_rows = Rows(
+            draft_ptr, stride_draft, draft_vocab_size, draft_temperature_ptr, scans_ptr, first_scan + num_target_scans
+        )  # fmt: skip
+        rows = PairRows(target_rows, draft_rows, target_to_draft_ptr, num_ids)
+        node = open_node(
+            rows, tree, request, current, child, (positions_ptr, seeds_ptr), TARGET_IS_PROBS, DRAFT_IS_PROBS,
+            KEEPS_DRAFT=KEEPS_DRAFT, NUM_NODES=NUM_NODES, NUM_SLICES=NUM_SLICES, BLOCK_SLICE=BLOCK_SLICE,
+            BLOCK_VOCAB=BLOCK_VOCAB, HAS_SCANS=True,
+        )  # fmt: skip
+        if not IS_FIRST:
+            found = merge_found(buffers, since, NUM_SLICES, BLOCK_SLICE)
+        if is_open:
+            if IS_FIRST:
+                at = visit(node, state, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+            else:
+                at = settle_found(node, state, found, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+            if part == 0:
+                store_state(states_ptr + to * _WORDS, at)
+            if (at.phase == REJECTING) | (at.phase == DRAWING):
+                ids = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+                passed = left_to_pass(node, at)
+                target, draft = load_left(
+                    node, passed, ids, ids < node.num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT
+                )  # fmt: skip
+                noise_key = residual_key(node.seed, tl.load(node.positions + current).to(tl.int64) + 1)
+                keys = draw_keys(target, ids, noise_key)
+                store_found(buffers, to, part, target, draft, keys, NUM_SLICES)
+            else:
+                store_nothing(buffers, to, part, NUM_SLICES)
         else:
-            at = settle_found(node, state, found, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
-        if part == 0:
-            store_state(states_ptr + to * _WORDS, at)
-        if (at.phase == REJECTING) | (at.phase == DRAWING):
-            ids = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
-            passed = left_to_pass(node, at)
-            target, draft = load_left(
-                node, passed, ids, ids < node.num_ids, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT
-            )  # fmt: skip
-            noise_key = residual_key(node.seed, tl.load(node.positions + current).to(tl.int64) + 1)
-            keys = draw_keys(target, ids, noise_key)
-            store_found(Found(sums_ptr, keys_ptr), to, part, target, draft, keys, NUM_SLICES)
-        else:
-            store_nothing(Found(sums_ptr, keys_ptr), to, part, NUM_SLICES)
+            _hand_on(buffers, states_ptr, to, part, state, NUM_SLICES)
     else:
-        store_nothing(Found(sums_ptr, keys_ptr), to, part, NUM_SLICES)
-        if part == 0:
-            store_state(states_ptr + to * _WORDS, state)
+        _hand_on(buffers, states_ptr, to, part, state, NUM_SLICES)
+
+
+@triton.jit
+def _hand_on(buffers, states_ptr, to, part, state, NUM_SLICES: tl.constexpr):
+    """Writes what a slice has whose node makes no pass: nothing, and the State as it was."""
+    store_nothing(buffers, to, part, NUM_SLICES)
+    if part == 0:
+        store_state(states_ptr + to * _WORDS, state)
 
 
 def allocate_rounds(num_places: int, num_slices: int, device: torch.device) -> dict:
