@@ -56,8 +56,8 @@ SHOWN = ("tokens_per_s", "accept_length", "of_floor", "of_plain", "of_ours", "ra
 WARM_STEPS = 8
 # of the steps that are timed in one go
 MOST_S = 2.0
-# of a profile
-MOST_KERNELS, MOST_LETTERS = 24, 80
+# of a profile; and what its table shows at least
+MOST_KERNELS, MOST_LETTERS, LEAST_MS = 24, 80, 0.01
 # of these steps, each timed by itself: the one in the middle counts
 PARTS = 5
 
@@ -352,7 +352,7 @@ def _tables(lines: Sequence[dict]) -> str:
     runs = {line["case"]: line["run"] for line in profiles}  # the newest of each
     kernels = [["kernels of a step", "times in it", "ms", "at commit"]]
     for line in profiles:
-        if line["run"] == runs[line["case"]]:
+        if line["run"] == runs[line["case"]] and line["step_ms"] >= LEAST_MS:
             calls = f"{line['calls']:.4g}" if "calls" in line else "-"
             name = f"{line['case']}: `{line['provider']}`"
             kernels.append([name, calls, f"{line['step_ms']:.3f}", f"`{line['commit']}`"])

@@ -141,7 +141,6 @@ def _attention_kernel(
     else:
         request, index = find_share(batch, share, size, IS_ORDERED, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
     first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, request < batch_size)
-    # Without paths the bounds of rows and keys are written as simply as can be: the compiler's registers hang on it.
     has_rows = row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE
     if HAS_PATHS:
         has_rows = tl.where(is_path, row_tile < num_tokens * TOKEN_TILES, has_rows)
@@ -149,20 +148,17 @@ def _attention_kernel(
     if (request < batch_size) & (share < num_shares) & has_rows:
         first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         size, num_own_shares = cut(batch, request, size, IS_ORDERED, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-        first_share = 0
-        begin = first // BLOCK_KEY + index * size
+        first_share, begin = 0, first // BLOCK_KEY + index * size
         if IS_ORDERED:
             first_share = size
             begin, size = ordered_share(first_share + index, SHARE_TILES)
+            size = tl.minimum(size, tl.cdiv(stop, BLOCK_KEY) - begin)  # the last may reach past the largest int32
         if (index == 0) & (tl.program_id(0) == 0):
             tl.store(shares_ptr + request * 3, share)
             tl.store(shares_ptr + request * 3 + 1, num_own_shares)
             tl.store(shares_ptr + request * 3 + 2, first_share)
         begin, num_seen_drafts = begin * BLOCK_KEY, stop - prefix
-        if IS_ORDERED:  # the last share may reach past the largest int32
-            stop = begin + tl.minimum(size * BLOCK_KEY, stop - begin)
-        else:
-            stop = tl.minimum(begin + size * BLOCK_KEY, stop)
+        stop = tl.minimum(begin + size * BLOCK_KEY, stop)
         first_page, _, _ = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
         if k_scale_ptr is not None and not ONE_SCALE:
             k_scale_ptr += kv_head
@@ -186,9 +182,7 @@ def _attention_kernel(
         row += tl.arange(0, BLOCK_ROW)
         token = row // GROUP_SIZE
         head = kv_head * GROUP_SIZE + row % GROUP_SIZE
-        is_row = token < num_tokens
-        if HAS_PATHS:
-            is_row = row < row_stop
+        is_row = row < row_stop if HAS_PATHS else token < num_tokens  # the second form spares registers
         column = tl.arange(0, BLOCK_DIM)
         in_bounds = is_row[:, None] & (column < HEAD_DIM)[None, :]
         query_row = (first_row + token) * stride_query_token + head

@@ -184,27 +184,27 @@ def _verify_tree_rejection_round_kernel(
     else:
         request = place // NUM_NODES
         current = (place % NUM_NODES).to(tl.int32)
-    links = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
-    tree = load_nodes(links, request, NUM_NODES, BLOCK_NODE)
-    is_node = tl.arange(0, BLOCK_NODE) == current
-    # no walk comes to a node of another request
-    is_open = tl.max((is_node & is_own(tree.retrieved, request, NUM_NODES)).to(tl.int32)) > 0
-    child = tl.sum(tl.where(is_node, tree.links, 0)) >> 16
-    if BY_LEVEL:
-        child = tl.where(level < SPEC_STEPS, child, 0)
+    buffers = Found(sums_ptr, keys_ptr)
+    is_open = current >= 0
     if IS_FIRST:
-        state = first_state(child)
+        state = first_state(tl.zeros([], tl.int32))
     else:
         state = load_state(states_ptr + since * _WORDS)
         is_open = is_open & (state.phase != DONE) & (state.phase != ALONE)
-    buffers = Found(sums_ptr, keys_ptr)
     # Loads do not wait for the State, which tells whether they are needed: programs wait for memory once less. Level by
     # level most of them have nothing to do, and leave first.
     is_read = place >= 0
     if BY_LEVEL:
         is_read = is_open
     if is_read:
-        current = tl.maximum(current, 0)
+        links = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
+        tree = load_nodes(links, request, NUM_NODES, BLOCK_NODE)
+        is_node = tl.arange(0, BLOCK_NODE) == current
+        # no walk comes to a node of another request
+        is_own_node = tl.max((is_node & is_own(tree.retrieved, request, NUM_NODES)).to(tl.int32)) > 0
+        child = tl.sum(tl.where(is_node, tree.links, 0)) >> 16
+        if BY_LEVEL:
+            child = tl.where(level < SPEC_STEPS, child, 0)
         row = request * NUM_NODES + current
         first_scan = request - row if BY_LEVEL else row * 0
         target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, first_scan)
@@ -219,9 +219,9 @@ def _verify_tree_rejection_round_kernel(
         )  # fmt: skip
         if not IS_FIRST:
             found = merge_found(buffers, since, NUM_SLICES, BLOCK_SLICE)
-        if is_open:
+        if is_open & is_own_node:
             if IS_FIRST:
-                at = visit(node, state, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+                at = visit(node, first_state(child), TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
             else:
                 at = settle_found(node, state, found, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
             if part == 0:
