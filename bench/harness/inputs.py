@@ -7,9 +7,19 @@ import torch
 from eagle_kernels import reference
 
 VOCABULARY = 128256
+# Qwen's
+LARGE_VOCABULARY = 151936
+
+# of a batch that is no power of two, as servers have them
+ODD_BATCH = 12
 
 # (K, S, N) of trees that servers run: SGLang's default, a wide one, EAGLE's own default
 TREES = ((4, 3, 8), (8, 5, 64), (10, 8, 60))
+
+
+def of_vocabulary(vocab_size: int) -> str:
+    """What the name of a case says of the size of its vocabulary, if it is the large one."""
+    return f" V={vocab_size}" if vocab_size == LARGE_VOCABULARY else ""
 
 
 def drafts(device, batch_size: int, topk: int, spec_steps: int, num_nodes: int, vocab_size: int = VOCABULARY) -> dict:
@@ -107,15 +117,30 @@ def decisive_logits(winners: torch.Tensor, vocab_size: int, lead: float = 64.0) 
     return logits.scatter_(1, winners[:, None], lead)
 
 
-# query heads, KV heads, head dimension: Llama-3.1-8B, Llama-3.1-70B, Qwen2.5-7B, Qwen3-0.6B, and one without groups
+# query heads, KV heads, head dimension: Llama-3.1-8B, Llama-3.1-70B, Qwen2.5-7B, Qwen3-0.6B, one without groups, and
+# large heads, as Qwen3-Next has them
 HEADS = {
     "32/8/128": (32, 8, 128),
     "64/8/128": (64, 8, 128),
     "28/4/128": (28, 4, 128),
     "16/8/128": (16, 8, 128),
     "32/32/64": (32, 32, 64),
+    "16/2/256": (16, 2, 256),
 }
 SMALL_HEADS = {"4/2/32": (4, 2, 32)}
+
+
+def lengths(batch_size: int, longest: int, spread: str) -> torch.Tensor:
+    """Lengths [B] int32 of the requests of a batch, the longest one among them; the same at every call.
+
+    spread: "equal"; "ragged", evenly from a tenth of the longest on; "long tail", an eighth of it at most but for one.
+    """
+    if spread == "equal":
+        return torch.full((batch_size,), longest, dtype=torch.int32)
+    others = {"ragged": (0.1, 1.0), "long tail": (1 / 64, 1 / 8)}[spread]
+    values = (torch.linspace(*others, batch_size, dtype=torch.float64) * longest).ceil().to(torch.int32)
+    values[-1] = longest
+    return values[torch.randperm(batch_size, generator=torch.Generator().manual_seed(0))]
 
 
 def half_dtype(device) -> torch.dtype:
@@ -131,21 +156,30 @@ def rotary_tables(device, num_positions: int, rotary_dim: int) -> dict:
 
 
 def paged_cache(
-    device, batch_size: int, capacity: int, page_size: int, num_heads: int, head_dim: int, layers=()
+    device, batch_size: int, capacity: int | torch.Tensor, page_size: int, num_heads: int, head_dim: int, layers=()
 ) -> dict:
-    """k_cache, v_cache and block_table for `capacity` tokens a request, pages in random order."""
+    """k_cache, v_cache and block_table, pages in random order, -1 where a request has none.
+
+    capacity: the tokens of every request, or [B] int32, those of each.
+    """
     dtype = half_dtype(device)
-    pages = -(-capacity // page_size)
-    shape = (*layers, batch_size * pages, page_size, num_heads, head_dim)
+    counts = -(-torch.as_tensor(capacity).expand(batch_size) // page_size)
+    is_page = torch.arange(int(counts.max())) < counts[:, None]
+    shape = (*layers, int(counts.sum()), page_size, num_heads, head_dim)
+    table = torch.full(is_page.shape, -1, dtype=torch.int32, device=device)
+    table[is_page.to(device)] = torch.randperm(shape[-4], device=device).to(torch.int32)
     return {
         "k_cache": torch.randn(shape, dtype=dtype, device=device),
         "v_cache": torch.randn(shape, dtype=dtype, device=device),
-        "block_table": torch.randperm(batch_size * pages, device=device).view(batch_size, pages).to(torch.int32),
+        "block_table": table,
     }
 
 
 def contiguous_cache(values: dict, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `length` keys and values of each request as [B, Hkv, length, D]: what a cache without pages holds."""
+    """The first `length` keys and values of each request as [B, Hkv, length, D]: what a cache without pages holds.
+
+    Past the end of a shorter request they are some page's.
+    """
     return tuple(
         cache[values["block_table"].long()].flatten(1, 2)[:, :length].transpose(1, 2).contiguous()
         for cache in (values["k_cache"], values["v_cache"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .declaration import Case
-from .inputs import VOCABULARY
+from .inputs import LARGE_VOCABULARY, ODD_BATCH, VOCABULARY, of_vocabulary
 
 KINDS = ("flat", "50 nonzeros")
 
@@ -25,7 +25,10 @@ def count_bytes(rows: int, vocab_size: int, kind: str, **parameters) -> int:
 
 
 def cases(**parameters) -> list[Case]:
-    return [_case(rows, VOCABULARY, kind, parameters) for kind in KINDS for rows in (8, 64, 256, 1024, 2048)]
+    return [
+        *(_case(rows, VOCABULARY, kind, parameters) for kind in KINDS for rows in (8, 64, 256, 1024, 2048)),
+        *(_case(8 * ODD_BATCH, LARGE_VOCABULARY, kind, parameters) for kind in KINDS),
+    ]
 
 
 def small_cases(**parameters) -> list[Case]:
@@ -39,4 +42,4 @@ def divided(probs: torch.Tensor) -> torch.Tensor:
 def _case(rows: int, vocab_size: int, kind: str, parameters: dict) -> Case:
     named = " ".join(f"{name}={value}" for name, value in parameters.items())
     sizes = {"rows": rows, "vocab_size": vocab_size, "kind": kind, **parameters}
-    return Case(f"rows={rows} {kind} {named}", sizes, is_checked=rows <= 64)
+    return Case(f"rows={rows} {kind} {named}{of_vocabulary(vocab_size)}", sizes, is_checked=rows <= 64)

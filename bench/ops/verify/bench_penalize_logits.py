@@ -7,7 +7,15 @@ import sys
 import torch
 
 from bench.harness import Benchmark, Case
-from bench.harness.inputs import TREES, VOCABULARY, accepted_tree, parents
+from bench.harness.inputs import (
+    LARGE_VOCABULARY,
+    ODD_BATCH,
+    TREES,
+    VOCABULARY,
+    accepted_tree,
+    of_vocabulary,
+    parents,
+)
 from bench.run import main
 
 LINKS = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
@@ -77,7 +85,7 @@ def _case(batch_size, tree, vocab_size=VOCABULARY):
     topk, spec_steps, num_nodes = tree
     sizes = {"topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes, "vocab_size": vocab_size}
     return Case(
-        f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size}",
+        f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size}{of_vocabulary(vocab_size)}",
         {"batch_size": batch_size} | sizes,
         is_checked=batch_size * num_nodes <= 512,
         is_headline=(batch_size, num_nodes) == (8, 8),
@@ -89,6 +97,7 @@ BENCHMARK = Benchmark(
     cases=[
         *(_case(batch_size, TREES[0]) for batch_size in (1, 8, 32, 128)),
         *(_case(batch_size, TREES[1]) for batch_size in (1, 8, 32)),
+        _case(ODD_BATCH, TREES[0], LARGE_VOCABULARY),
     ],
     small_cases=[_case(2, (4, 3, 8), vocab_size=300)],
     make=make,

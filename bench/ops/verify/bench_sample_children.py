@@ -7,7 +7,7 @@ import sys
 import torch
 
 from bench.harness import Benchmark, Case
-from bench.harness.inputs import VOCABULARY
+from bench.harness.inputs import LARGE_VOCABULARY, ODD_BATCH, VOCABULARY, of_vocabulary
 from bench.run import main
 
 
@@ -50,17 +50,22 @@ def prepare_torch(values):
 def _case(rows, num_children, replacement=False, vocab_size=VOCABULARY):
     kind = "with" if replacement else "without"
     sizes = {"rows": rows, "num_children": num_children, "vocab_size": vocab_size, "replacement": replacement}
-    return Case(f"rows={rows} K={num_children} {kind} replacement", sizes, is_checked=rows <= 64)
+    return Case(
+        f"rows={rows} K={num_children} {kind} replacement{of_vocabulary(vocab_size)}", sizes, is_checked=rows <= 64
+    )
 
 
 BENCHMARK = Benchmark(
     path="verify.sample_children",
     cases=[
-        _case(rows, topk, replacement)
-        for replacement in (False, True)
-        for topk in (4, 8)
-        # the root alone, and all beams of a level
-        for rows in sorted({batch_size * beams for batch_size in (1, 8, 32) for beams in (1, topk)})
+        *(
+            _case(rows, topk, replacement)
+            for replacement in (False, True)
+            for topk in (4, 8)
+            # the root alone, and all beams of a level
+            for rows in sorted({batch_size * beams for batch_size in (1, 8, 32) for beams in (1, topk)})
+        ),
+        *(_case(4 * ODD_BATCH, 4, replacement, LARGE_VOCABULARY) for replacement in (False, True)),
     ],
     small_cases=[_case(3, 4, replacement, vocab_size=300) for replacement in (False, True)],
     make=make,

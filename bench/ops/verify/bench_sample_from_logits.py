@@ -7,7 +7,14 @@ import sys
 import torch
 
 from bench.harness import Benchmark, Case
-from bench.harness.inputs import NARROW_LEAD, VOCABULARY, decisive_logits
+from bench.harness.inputs import (
+    LARGE_VOCABULARY,
+    NARROW_LEAD,
+    ODD_BATCH,
+    VOCABULARY,
+    decisive_logits,
+    of_vocabulary,
+)
 from bench.harness.torch_sampling import sample
 from bench.run import main
 
@@ -36,12 +43,15 @@ def prepare_torch(values):
 def _case(rows, is_filtered, vocab_size=VOCABULARY):
     filters = "top-k 50 top-p 0.9" if is_filtered else "no filters"
     sizes = {"rows": rows, "vocab_size": vocab_size, "is_filtered": is_filtered}
-    return Case(f"rows={rows} {filters}", sizes, is_checked=rows <= 64)
+    return Case(f"rows={rows} {filters}{of_vocabulary(vocab_size)}", sizes, is_checked=rows <= 64)
 
 
 BENCHMARK = Benchmark(
     path="verify.sample_from_logits",
-    cases=[_case(rows, is_filtered) for is_filtered in (False, True) for rows in (1, 32, 256)],
+    cases=[
+        *(_case(rows, is_filtered) for is_filtered in (False, True) for rows in (1, 32, 256)),
+        *(_case(ODD_BATCH, is_filtered, LARGE_VOCABULARY) for is_filtered in (False, True)),
+    ],
     small_cases=[_case(3, is_filtered, vocab_size=300) for is_filtered in (False, True)],
     make=make,
     count_bytes=count_bytes,

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from bench.harness import Benchmark, Case
-from bench.harness.inputs import VOCABULARY, decisive_logits
+from bench.harness.inputs import LARGE_VOCABULARY, ODD_BATCH, VOCABULARY, decisive_logits, of_vocabulary
 from bench.run import main
 
 
@@ -82,12 +82,15 @@ def prepare_torch(values):
 
 def _case(batch_size, method, num_tokens=6, vocab_size=VOCABULARY):
     sizes = {"batch_size": batch_size, "num_tokens": num_tokens, "vocab_size": vocab_size, "method": method}
-    return Case(f"T={num_tokens} B={batch_size} {method}", sizes, is_checked=batch_size <= 8)
+    return Case(f"T={num_tokens} B={batch_size} {method}{of_vocabulary(vocab_size)}", sizes, is_checked=batch_size <= 8)
 
 
 BENCHMARK = Benchmark(
     path="verify.verify_chain",
-    cases=[_case(batch_size, method) for method in ("standard", "block") for batch_size in (1, 8, 32)],
+    cases=[
+        *(_case(batch_size, method) for method in ("standard", "block") for batch_size in (1, 8, 32)),
+        *(_case(ODD_BATCH, method, vocab_size=LARGE_VOCABULARY) for method in ("standard", "block")),
+    ],
     small_cases=[_case(4, method, num_tokens=4, vocab_size=300) for method in ("standard", "block")],
     make=make,
     count_bytes=count_bytes,

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from bench.harness import Benchmark, Case
-from bench.harness.inputs import TREES, VOCABULARY, accepted_tree
+from bench.harness.inputs import ODD_BATCH, TREES, VOCABULARY, accepted_tree
 from bench.run import main
 from eagle_kernels import reference
 
@@ -56,7 +56,7 @@ def _case(batch_size, tree, vocab_size=VOCABULARY):
 
 BENCHMARK = Benchmark(
     path="verify.verify_commit",
-    cases=[_case(batch_size, tree) for tree in TREES[:2] for batch_size in (1, 8, 32, 128)],
+    cases=[_case(batch_size, tree) for tree in TREES[:2] for batch_size in (1, 8, ODD_BATCH, 32, 128)],
     small_cases=[_case(2, (4, 3, 8), vocab_size=300)],
     make=make,
     count_bytes=count_bytes,

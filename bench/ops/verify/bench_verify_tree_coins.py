@@ -7,7 +7,15 @@ import sys
 import torch
 
 from bench.harness import Benchmark, Case
-from bench.harness.inputs import TREES, VOCABULARY, accepted_tree, parents
+from bench.harness.inputs import (
+    LARGE_VOCABULARY,
+    ODD_BATCH,
+    TREES,
+    VOCABULARY,
+    accepted_tree,
+    of_vocabulary,
+    parents,
+)
 from bench.harness.torch_walk import prepare_walk
 from bench.peers import sgl_kernel
 from bench.run import main
@@ -113,7 +121,7 @@ def _case(batch_size, tree, accepted=None, vocab_size=VOCABULARY):
     sizes = {"batch_size": batch_size, "topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes}
     depth = "full depth" if accepted is None else f"accepts {accepted}"
     sizes |= {"vocab_size": vocab_size, "accepted": spec_steps if accepted is None else accepted}
-    name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size} {depth}"
+    name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size} {depth}{of_vocabulary(vocab_size)}"
     return Case(name, sizes)
 
 
@@ -123,6 +131,7 @@ BENCHMARK = Benchmark(
         *(_case(batch_size, TREES[0]) for batch_size in (1, 8, 32, 128)),
         *(_case(batch_size, TREES[1]) for batch_size in (1, 8, 32)),
         *(_case(batch_size, TREES[1], accepted) for accepted in (0, 3) for batch_size in (1, 8, 32)),
+        _case(ODD_BATCH, TREES[0], vocab_size=LARGE_VOCABULARY),
     ],
     small_cases=[_case(2, TREES[0], accepted, vocab_size=300) for accepted in (None, 0, 2)],
     make=make,

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from bench.harness import Benchmark, Case
-from bench.harness.inputs import TREES, VOCABULARY, accepted_tree, decisive_logits
+from bench.harness.inputs import LARGE_VOCABULARY, ODD_BATCH, TREES, VOCABULARY, accepted_tree, decisive_logits
 from bench.harness.torch_walk import prepare_walk
 from bench.peers import sgl_kernel, sglang_triton
 from bench.run import main
@@ -61,6 +61,7 @@ BENCHMARK = Benchmark(
         *(_case(batch_size, tree, False) for tree in TREES for batch_size in (1, 8, 32, 128)),
         *(_case(batch_size, TREES[1], False, accepted=accepted) for accepted in (0, 3) for batch_size in (1, 8, 32)),
         *(_case(batch_size, tree, True) for tree in TREES[:2] for batch_size in (1, 8, 32)),
+        _case(ODD_BATCH, TREES[0], True, vocab_size=LARGE_VOCABULARY),
     ],
     small_cases=[_case(2, (4, 3, 8), from_logits, vocab_size=300) for from_logits in (False, True)],
     make=make,

@@ -7,7 +7,15 @@ import sys
 import torch
 
 from bench.harness import Benchmark, Case
-from bench.harness.inputs import VOCABULARY, accepted_tree, decisive_logits, parents
+from bench.harness.inputs import (
+    LARGE_VOCABULARY,
+    ODD_BATCH,
+    VOCABULARY,
+    accepted_tree,
+    decisive_logits,
+    of_vocabulary,
+    parents,
+)
 from bench.run import main
 
 
@@ -81,7 +89,7 @@ def _case(batch_size, tree, is_accepted, replacement=False, vocab_size=VOCABULAR
     # the reference reads every row
     is_checked = batch_size * num_nodes <= 64
     kind = f"{'full depth' if is_accepted else 'none accepted'}{', with replacement' if replacement else ''}"
-    name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size} {kind}"
+    name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size} {kind}{of_vocabulary(vocab_size)}"
     sizes |= {"vocab_size": vocab_size, "is_accepted": is_accepted, "replacement": replacement}
     return Case(name, sizes, is_checked)
 
@@ -89,11 +97,14 @@ def _case(batch_size, tree, is_accepted, replacement=False, vocab_size=VOCABULAR
 BENCHMARK = Benchmark(
     path="verify.verify_tree_rejection",
     cases=[
-        _case(batch_size, tree, is_accepted, replacement)
-        for replacement in (False, True)
-        for is_accepted in (True, False)
-        for tree in ((4, 3, 8), (8, 5, 64))
-        for batch_size in (1, 8, 32)
+        *(
+            _case(batch_size, tree, is_accepted, replacement)
+            for replacement in (False, True)
+            for is_accepted in (True, False)
+            for tree in ((4, 3, 8), (8, 5, 64))
+            for batch_size in (1, 8, 32)
+        ),
+        *(_case(ODD_BATCH, (4, 3, 8), is_accepted, vocab_size=LARGE_VOCABULARY) for is_accepted in (True, False)),
     ],
     small_cases=[
         _case(2, (4, 3, 8), is_accepted, replacement, vocab_size=300)

@@ -11,7 +11,17 @@ import sys
 import torch
 
 from bench.harness import Benchmark, Case, Unavailable
-from bench.harness.inputs import NARROW_LEAD, TREES, VOCABULARY, accepted_tree, decisive_logits, ends_after
+from bench.harness.inputs import (
+    LARGE_VOCABULARY,
+    NARROW_LEAD,
+    ODD_BATCH,
+    TREES,
+    VOCABULARY,
+    accepted_tree,
+    decisive_logits,
+    ends_after,
+    of_vocabulary,
+)
 from bench.harness.torch_sampling import sample
 from bench.harness.torch_walk import prepare_walk
 from bench.peers import sgl_kernel
@@ -83,7 +93,7 @@ def _case(batch_size, tree, is_filtered, accepted=None, vocab_size=VOCABULARY, i
     is_checked = batch_size * num_nodes <= 64
     is_headline = accepted is None and not is_flat and batch_size in ((8, 32) if is_filtered else (32,))
     name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size} {filters} {depth}"
-    name += " flat off the path" if is_flat else ""
+    name += f"{' flat off the path' if is_flat else ''}{of_vocabulary(vocab_size)}"
     return Case(name, sizes, is_checked, is_headline)
 
 
@@ -100,6 +110,7 @@ _CASES += [
     for tree, batch_sizes in ((TREES[0], (1, 8, 32, 128)), (TREES[1], (1, 8, 32)))
     for batch_size in batch_sizes
 ]
+_CASES += [_case(ODD_BATCH, TREES[0], is_filtered, vocab_size=LARGE_VOCABULARY) for is_filtered in (False, True)]
 _BATCH_SIZES = [1 << exponent for exponent in range(9)]
 _SWEEP = [
     *(_case(batch_size, tree, True) for tree in TREES[:2] for batch_size in _BATCH_SIZES),

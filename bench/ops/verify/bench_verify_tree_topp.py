@@ -7,7 +7,7 @@ import sys
 import torch
 
 from bench.harness import Benchmark, Case
-from bench.harness.inputs import TREES, accepted_tree, parents
+from bench.harness.inputs import ODD_BATCH, TREES, accepted_tree, parents
 from bench.run import main
 
 VOCABULARY = 128256
@@ -75,7 +75,7 @@ BENCHMARK = Benchmark(
         _case(batch_size, tree, is_accepted)
         for tree in TREES[:2]
         for is_accepted in (True, False)
-        for batch_size in (1, 8, 32)
+        for batch_size in (1, 8, ODD_BATCH, 32)
     ],
     small_cases=[_case(2, (4, 3, 8), is_accepted) for is_accepted in (True, False)],
     make=make,

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from bench.harness import Benchmark, Case
-from bench.harness.inputs import VOCABULARY, accepted_tree, decisive_logits
+from bench.harness.inputs import LARGE_VOCABULARY, ODD_BATCH, VOCABULARY, accepted_tree, decisive_logits, of_vocabulary
 from bench.run import main
 
 
@@ -142,7 +142,7 @@ def _schedule(values):
 def _case(batch_size, tree, vocab_size=VOCABULARY):
     topk, spec_steps, num_nodes = tree
     sizes = {"batch_size": batch_size, "topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes}
-    name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size}"
+    name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size}{of_vocabulary(vocab_size)}"
     # the reference keeps P and Q of every node
     return Case(name, sizes | {"vocab_size": vocab_size}, is_checked=batch_size * num_nodes <= 64)
 
@@ -151,7 +151,7 @@ BENCHMARK = Benchmark(
     path="verify.verify_tree_traversal",
     # T = 6 as a tree, a small tree, a wide one
     cases=[_case(batch_size, tree) for tree in ((1, 5, 6), (4, 3, 8)) for batch_size in (1, 8, 32)]
-    + [_case(1, (8, 5, 64))],
+    + [_case(1, (8, 5, 64)), _case(ODD_BATCH, (4, 3, 8), LARGE_VOCABULARY)],
     small_cases=[_case(2, (4, 3, 8), vocab_size=300)],
     make=make,
     count_bytes=count_bytes,

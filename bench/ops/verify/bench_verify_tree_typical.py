@@ -7,7 +7,16 @@ import sys
 import torch
 
 from bench.harness import Benchmark, Case
-from bench.harness.inputs import TREES, VOCABULARY, accepted_tree, decisive_logits, parents
+from bench.harness.inputs import (
+    LARGE_VOCABULARY,
+    ODD_BATCH,
+    TREES,
+    VOCABULARY,
+    accepted_tree,
+    decisive_logits,
+    of_vocabulary,
+    parents,
+)
 from bench.run import main
 
 
@@ -64,12 +73,16 @@ def _case(batch_size, tree, vocab_size=VOCABULARY):
     sizes = {"batch_size": batch_size, "topk": topk, "spec_steps": spec_steps, "num_nodes": num_nodes}
     # the reference works in float64 on every row
     is_checked = batch_size * num_nodes <= 64
-    return Case(f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size}", sizes | {"vocab_size": vocab_size}, is_checked)
+    name = f"K/S/N={topk}/{spec_steps}/{num_nodes} B={batch_size}{of_vocabulary(vocab_size)}"
+    return Case(name, sizes | {"vocab_size": vocab_size}, is_checked)
 
 
 BENCHMARK = Benchmark(
     path="verify.verify_tree_typical",
-    cases=[_case(batch_size, tree) for tree in TREES[:2] for batch_size in (1, 8, 32)],
+    cases=[
+        *(_case(batch_size, tree) for tree in TREES[:2] for batch_size in (1, 8, 32)),
+        _case(ODD_BATCH, TREES[0], LARGE_VOCABULARY),
+    ],
     small_cases=[_case(2, (4, 3, 8), vocab_size=300)],
     make=make,
     count_bytes=count_bytes,
