@@ -530,6 +530,76 @@ def test_an_app_runs_without_a_gpu_on_a_small_shape(capsys):
         run.main(["--op", "build_tree", "--shape", "small"])
 
 
+def test_sizes_of_a_mixed_load():
+    from bench.apps import load
+
+    sizes = [(len(wanted.prompt), wanted.new_tokens) for wanted in load.mixed_load(400, 50, 2000)]
+    assert all(prompt >= 30 and 32 <= new <= 500 and prompt + new <= 2000 for prompt, new in sizes)
+    prompts = sorted(prompt for prompt, _ in sizes)
+    assert prompts[0] < 40 and prompts[-1] > 1200 and 150 < prompts[200] < 400  # in the middle by orders of magnitude
+    assert load.mixed_load(9, 50, 2000) == load.mixed_load(9, 50, 2000) != load.mixed_load(9, 50, 2000, seed=1)
+
+
+def test_a_mixed_load_is_served_and_timed(monkeypatch):
+    """By an engine that takes a second for a step, three for the seventh. It reads a prompt in one; each later step
+    brings two tokens."""
+    from bench.apps import load
+
+    clock, most_at_once = [0.0], 0
+
+    class Engine:
+        def __init__(self):
+            self.requests, self.num_steps = [], 0
+
+        @property
+        def has_work(self):
+            return any(not request.is_finished for request in self.requests)
+
+        def submit(self, prompt, params):
+            request = types.SimpleNamespace(id=len(self.requests), error=None, output_ids=[], is_finished=False)
+            request.until, request.most = clock[0] + 1, params.max_new_tokens
+            self.requests.append(request)
+            return request
+
+        def step(self):
+            nonlocal most_at_once
+            self.num_steps += 1
+            clock[0] += 3.0 if self.num_steps == 7 else 1.0
+            live = [request for request in self.requests if not request.is_finished]
+            most_at_once = max(most_at_once, len(live))
+            live = [request for request in live if clock[0] > request.until]
+            for request in live:
+                request.output_ids += [7, 7]
+                request.is_finished = len(request.output_ids) >= request.most
+            return [types.SimpleNamespace(request=request.id) for request in live for _ in range(2)]
+
+    monkeypatch.setattr(load.time, "perf_counter", lambda: clock[0])
+    engine = Engine()
+    numbers = load.serve(engine, [load.Wanted([1, 2, 3], 6)] * 5, 2)
+    assert len(engine.requests) == 5 and most_at_once == 2
+    # two at once take 4 steps each, three times over, the last one alone
+    assert numbers == {
+        "tokens_per_s": 30 / 14, "first_ms": 2000.0, "gap_ms": 1000.0, "late_ms": 3000.0, "worst_ms": 3000.0,
+    }  # fmt: skip
+    monkeypatch.setattr(Engine, "submit", lambda *_: types.SimpleNamespace(error="too long"))
+    with pytest.raises(RuntimeError, match="load: too long"):
+        load.serve(Engine(), [load.Wanted([1], 1)], 1)
+
+
+def test_a_mixed_load_of_a_small_model(capsys, tmp_path):
+    from bench.apps import load
+
+    command = ["--app", "load", "--shape", "small", "--clients", "2", "--requests", "2", "--results", "none"]
+    assert run.main([*command, "--only", "plain", "chain 3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["2 clients, 2 requests"] * 2
+    assert all(name in line for line in lines for name in load.SHOWN)
+    results.append(tmp_path, {"op": "load", "gpu": "a", "shape": "small", "case": "2 clients, 2 requests",
+                              "provider": "plain", "tokens_per_s": 12.5, "commit": "abc"})  # fmt: skip
+    (table,) = load.tables(next(tmp_path.glob("**/load.jsonl")))
+    assert "| 2 clients, 2 requests | plain | 12.5 | - | - | - | - | - | `abc` |" in table
+
+
 def test_what_measuring_costs(capsys, monkeypatch):
     """Each way twice, with and without events; afterwards all is as it was."""
     from bench.apps import profiling

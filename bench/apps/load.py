@@ -1,0 +1,148 @@
+"""A mixed load: `python -m bench.run --app load [--shape small] [--clients 8 32] [--requests 96] [--only plain ...]`.
+
+Clients send prompts of 30 to 8,192 tokens and want 32 to 512 new ones, mostly few of both; each sends its next request
+once it has the text of the one before, so that requests join and leave all the time. The models are those of `--app
+generation`, with its presets and simulated acceptance. Prints a table and appends JSON lines to
+`results/<gpu>/load.jsonl`:
+
+    tokens_per_s  new tokens of all requests, from the first one's start to the last one's end; of_plain: beside plain
+    first_ms      until a request has its first token, the median
+    gap_ms        between the steps that bring a request tokens, the median; late_ms: the 99th percentile; worst_ms
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from eagle_kernels import EAGLEInference, SamplingParams
+
+from ..harness import results
+from ..harness.markdown import markdown
+from ..lab.log import read_lines
+from .generation import PRESETS, Bench
+from .random_models import SHAPES
+
+PROMPT_TOKENS, NEW_TOKENS = (30, 8192), (32, 512)
+SHOWN = ("tokens_per_s", "of_plain", "first_ms", "gap_ms", "late_ms", "worst_ms")
+
+
+class Wanted(NamedTuple):
+    """What a client asks for."""
+
+    prompt: list[int]
+    new_tokens: int
+
+
+def mixed_load(count: int, vocab_size: int, longest: int, seed: int = 0) -> list[Wanted]:
+    """Returns requests whose sizes are spread evenly over their orders of magnitude; together at most `longest`."""
+    coin = random.Random(seed)
+
+    def size(least: int, most: int) -> int:
+        return round(math.exp(coin.uniform(math.log(least), math.log(most))))
+
+    load = []
+    for _ in range(count):
+        new_tokens = size(*(min(bound, longest // 4) for bound in NEW_TOKENS))
+        num_tokens = size(*(min(bound, longest - new_tokens) for bound in PROMPT_TOKENS))
+        load.append(Wanted([coin.randrange(vocab_size) for _ in range(num_tokens)], new_tokens))
+    return load
+
+
+def serve(engine: EAGLEInference, load: Sequence[Wanted], num_clients: int) -> dict[str, float]:
+    """Serves a load and returns its numbers, but for of_plain."""
+    waiting, requests, last_s = iter(load), {}, {}
+    first_s, gaps_s = [], []
+
+    def send() -> None:
+        wanted = next(waiting, None)
+        if wanted is None:
+            return
+        request = engine.submit(wanted.prompt, SamplingParams(max_new_tokens=wanted.new_tokens))
+        if request.error is not None:
+            raise RuntimeError(f"load: {request.error}")
+        requests[request.id], last_s[request.id] = request, time.perf_counter()
+
+    start_s = time.perf_counter()
+    for _ in range(num_clients):
+        send()
+    has_begun = set()
+    while engine.has_work:
+        events = engine.step()
+        now_s = time.perf_counter()
+        for number in {event.request for event in events}:
+            (gaps_s if number in has_begun else first_s).append(now_s - last_s[number])
+            has_begun.add(number)
+            last_s[number] = now_s
+            if requests[number].is_finished:
+                send()
+    tokens = sum(len(request.output_ids) for request in requests.values())
+    return {
+        "tokens_per_s": tokens / (time.perf_counter() - start_s),
+        "first_ms": 1e3 * statistics.median(first_s),
+        "gap_ms": 1e3 * statistics.median(gaps_s),
+        "late_ms": 1e3 * statistics.quantiles(gaps_s, n=100)[-1],
+        "worst_ms": 1e3 * max(gaps_s),
+    }
+
+
+def tables(file: Path) -> list[str]:
+    """Returns a section of the newest line of each shape, number of clients and preset."""
+    shapes: dict[str, dict[tuple[str, str], dict]] = {}
+    for line in read_lines(file):
+        shapes.setdefault(line["shape"], {})[line["case"], line["provider"]] = line
+    sections = []
+    for shape, lines in shapes.items():
+        rows = [["load", "preset", *SHOWN, "at commit"]]
+        for (case, preset), line in lines.items():
+            numbers = (f"{line[name]:.4g}" if name in line else "-" for name in SHOWN)
+            rows.append([case, preset, *numbers, f"`{line['commit']}`"])
+        about = "Requests that join and leave, random weights, simulated acceptance (`--app load`):"
+        sections.append("\n\n".join([f"## A mixed load, shape of {shape}", about, markdown(rows)]))
+    return sections
+
+
+def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
+    """Runs the presets that are asked for; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.run --app load")
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--clients", nargs="+", type=int, default=[8, 32], help="how many at once (default: 8 32)")
+    parser.add_argument("--requests", type=int, default=96, help="of all clients together (default: 96)")
+    parser.add_argument("--only", nargs="+", choices=list(PRESETS), default=list(PRESETS), help="presets")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and options.shape != "small":
+        print("a model of this size needs a GPU; --shape small runs anywhere")
+        return 2
+    # what a tree writes past the last token takes room as well
+    most = min(2 * PROMPT_TOKENS[1], SHAPES[options.shape]["max_position_embeddings"])
+    bench = Bench(options.shape, device, steps=1, prompt_tokens=1, max_length=most)
+    run = results.new_run()
+    load = mixed_load(options.requests, SHAPES[options.shape]["vocab_size"], most - 64)
+    for num_clients in options.clients:
+        plain_speed = None
+        for preset in options.only:
+            engine = bench.engine(num_clients, **PRESETS[preset])
+            engine.is_speculating = bool(PRESETS[preset])
+            serve(engine, load[:num_clients], num_clients)  # compiles, captures and measures what steps are made of
+            numbers = serve(engine, load, num_clients)
+            plain_speed = numbers["tokens_per_s"] if preset == "plain" else plain_speed
+            if plain_speed is not None:
+                numbers["of_plain"] = numbers["tokens_per_s"] / plain_speed
+            line = {"op": "load", "case": f"{num_clients} clients, {len(load)} requests", "provider": preset}
+            line |= {name: round(numbers[name], 4) for name in SHOWN if name in numbers}
+            shown = "  ".join(f"{name} {line[name]:.4g}" for name in SHOWN if name in line)
+            print(f"{line['case']:28} {preset:12} {shown}", flush=True)
+            if directory is not None and device.type == "cuda":
+                about = {"shape": options.shape, "gpu": torch.cuda.get_device_name(), "commit": commit, "run": run}
+                results.append(directory, line | about)
+            del engine
+    return 0
