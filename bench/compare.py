@@ -8,6 +8,8 @@ if neither percentiles nor a second run tell how times vary. To compare honestly
 turn, several runs each:
 
     for i in 1 2 3; do (cd old && python -m bench.run --op X); (cd new && python -m bench.run --op X); done
+
+`--graphs` leaves out all times but those of graphs.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--peers", action="store_true", help="run installed packages of other projects as well")
     parser.add_argument("--sweep", action="store_true", help="also the sizes that only plots are made of")
+    parser.add_argument("--graphs", action="store_true", help="time CUDA graphs alone: a third of the time it takes")
     parser.add_argument("--provider", action="append", help="only this provider; may be given several times")
     parser.add_argument("--list", action="store_true", help="print ops, cases and providers, and run nothing")
     parser.add_argument("--check-only", action="store_true", help="check the small cases, time nothing")
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
 
     is_red, run = False, results.new_run()
     for benchmark in benchmarks:
-        runner = _Runner(benchmark, options.peers or bool(options.provider), options.provider)
+        runner = _Runner(benchmark, options.peers or bool(options.provider), options.provider, options.graphs)
         runner.check(benchmark.small_cases)
         if options.check_only:
             print(f"{benchmark.op}: {', '.join(runner.agreeing()) or 'nobody'} agree with the reference", flush=True)
@@ -101,8 +102,10 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
 class _Runner:
     """Checks and timings of the providers of one benchmark; one that was `red` once is not run again."""
 
-    def __init__(self, benchmark: Benchmark, with_peers: bool, only: Sequence[str] | None = None):
-        self.benchmark = benchmark
+    def __init__(
+        self, benchmark: Benchmark, with_peers: bool, only: Sequence[str] | None = None, graphs_only: bool = False
+    ):
+        self.benchmark, self.graphs_only = benchmark, graphs_only
         providers = benchmark.all_providers(with_peers)
         self.providers = {name: prepare for name, prepare in providers.items() if not only or name in only}
         self.red: set[str] = set()
@@ -138,8 +141,9 @@ class _Runner:
             while watches:
                 provider = next(iter(watches))
                 with self._reasons(provider):
-                    times = watches.pop(provider).times()
-                    public = self._public_host_us(case) if provider == "eagle_kernels" else None
+                    times = watches.pop(provider).times(self.graphs_only)
+                    has_public = provider == "eagle_kernels" and not self.graphs_only
+                    public = self._public_host_us(case) if has_public else None
                     lines.append(results.record(self.benchmark, case, provider, times, commit, run, public))
                     if directory is not None:
                         results.append(directory, lines[-1])

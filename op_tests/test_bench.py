@@ -488,8 +488,32 @@ def test_a_record_names_its_run_and_its_floor(monkeypatch):
     expected |= {"host_p50_us": 14.0, "public_host_p50_us": 20.0, "write_gb_per_s": 1000.0, "floor_us": 5.0}
     assert made.items() >= expected.items()
     assert json.loads(json.dumps(made)) == made
+    graphs = results.record(benchmark, Case("x", {"size": 9}), "eagle_kernels", timing.Times(9.0, 10.0, 11.0), "abc")
+    assert made.keys() - graphs.keys() == {"eager_p50_us", "cold_p50_us", "host_p50_us", "public_host_p50_us"}
     assert results.new_run() != results.new_run()
     assert results.table([made]).splitlines()[1].split()[-2:] == ["5.0%", "5.00"]
+
+
+def test_graphs_alone_are_timed_on_request(monkeypatch):
+    class Watch:
+        ROUNDS = 2
+
+        def __init__(self, call):
+            self.rounds = 0
+
+        def take_round(self):
+            self.rounds += 1
+
+        def times(self, graphs_only):
+            return self.rounds, graphs_only
+
+    monkeypatch.setattr(run, "Stopwatch", Watch)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(results, "record", lambda *arguments: (arguments[3], *arguments[6:]))
+    monkeypatch.setattr(run._Runner, "_public_host_us", lambda *_: 20.0)
+    for graphs_only, public in ((False, 20.0), (True, None)):
+        runner = run._Runner(BUILD_TREE, False, ["eagle_kernels"], graphs_only)
+        assert runner.time(BUILD_TREE.small_cases[:1], None, "abc", "r1") == [((2, graphs_only), public)]
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -528,6 +552,21 @@ def test_an_app_runs_without_a_gpu_on_a_small_shape(capsys):
         run.main(["--app", "nothing"])
     with pytest.raises(SystemExit):
         run.main(["--op", "build_tree", "--shape", "small"])
+
+
+def test_the_price_of_deterministic_steps():
+    from bench.apps import generation
+
+    recorded = []
+    bench = types.SimpleNamespace(
+        device=torch.device("cuda"),
+        engine=lambda batch_size, shape, accept, deterministic: 6.0 if deterministic else 4.0,
+        step_ms=lambda engine, batch_size, is_plain: (engine + batch_size + is_plain, 1.0),
+        record=lambda *arguments, **numbers: recorded.append((*arguments, numbers)),
+    )
+    generation.deterministic(bench)
+    assert [line[1] for line in recorded] == ["B=1 plain", "B=32 plain", "B=1 K/S/N=8/5/64", "B=32 K/S/N=4/3/8"]
+    assert recorded[0][3:] == (8.0, {"of_ordinary": 8 / 6}) and recorded[2][3:] == (7.0, {"of_ordinary": 7 / 5})
 
 
 def test_sizes_of_a_mixed_load():

@@ -3,15 +3,16 @@
 A target of the shape of Llama-3.1-8B and an EAGLE-3 head, random weights in bf16, prompts of 512 tokens, simulated
 acceptance where drafts are timed. Prints a table and appends JSON lines to `results/<gpu>/generation.jsonl`.
 
-    plain        a step of plain decoding, beside its floor (the weights at the bandwidth of a read) and a bare loop of
-                 the same forward pass and an argmax in a graph
-    tree         steps of 64, 16 and 8 nodes at batch 1, 8 and 32
-    outside      the same with models that cost nothing: drafting, tree, verification, KV moves, bookkeeping; the graph
-                 alone, and with the host, which otherwise works while the device does
-    throughput   plain, naive_eagle, chain, tree and the automatic choice at batch 1, 2, 4, ... 256
-    gap          how long the device is idle between the work of consecutive steps, from a trace
-    profile      where the time of a step goes, kernel by kernel, from a trace
-    huggingface  generate of transformers with the same weights, eager and compiled with a static cache
+    plain          a step of plain decoding, beside its floor (the weights at the bandwidth of a read) and a bare loop
+                   of the same forward pass and an argmax in a graph
+    tree           steps of 64, 16 and 8 nodes at batch 1, 8 and 32
+    deterministic  plain and tree steps with deterministic=True, beside the same without it
+    outside        the same with models that cost nothing: drafting, tree, verification, KV moves, bookkeeping; the
+                   graph alone, and with the host, which otherwise works while the device does
+    throughput     plain, naive_eagle, chain, tree and the automatic choice at batch 1, 2, 4, ... 256
+    gap            how long the device is idle between the work of consecutive steps, from a trace
+    profile        where the time of a step goes, kernel by kernel, from a trace
+    huggingface    generate of transformers with the same weights, eager and compiled with a static cache
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ..lab.log import read_lines
 from .random_models import SHAPES, Hollow, random_head, random_target, target_config
 
 PROMPT_TOKENS = 512
-SECTIONS = ("plain", "tree", "outside", "throughput", "gap", "profile", "huggingface")
+SECTIONS = ("plain", "tree", "deterministic", "outside", "throughput", "gap", "profile", "huggingface")
 # batch, tree, mean tokens a step that are simulated
 TREES = ((1, (8, 5, 64), 4.0), (8, (4, 4, 16), 3.0), (32, (4, 3, 8), 2.5))
 PRESETS = {
@@ -52,7 +53,7 @@ PRESETS = {
     "adaptive": {"tree": (8, 5, 64), "accept": (0.7, 0.5, 0.4, 0.3, 0.2), "adaptive": "auto"},
 }
 # numbers of a step that the table shows
-SHOWN = ("tokens_per_s", "accept_length", "of_floor", "of_plain", "of_ours", "ratio", "worst_us")
+SHOWN = ("tokens_per_s", "accept_length", "of_floor", "of_plain", "of_ordinary", "of_ours", "ratio", "worst_us")
 WARM_STEPS = 8
 # of the steps that are timed in one go
 MOST_S = 2.0
@@ -236,9 +237,27 @@ def tree(bench: Bench) -> None:
         plain_ms, _ = bench.step_ms(bench.engine(batch_size), batch_size, is_plain=True)
         engine = bench.engine(batch_size, shape, accept)
         step_ms, length = bench.step_ms(engine, batch_size, is_plain=False)
-        case = f"B={batch_size} K/S/N={'/'.join(map(str, shape))}"
+        case = _case_name(batch_size, shape)
         numbers = {"accept_length": length, "tokens_per_s": 1e3 * batch_size * length / step_ms}
         bench.record("tree", case, "eagle_kernels", step_ms, **numbers, of_plain=step_ms / plain_ms)
+
+
+def deterministic(bench: Bench) -> None:
+    if bench.device.type != "cuda":  # deterministic=True is refused on the CPU
+        return
+    for batch_size, shape, accept in ((1, None, 1.0), (32, None, 1.0), TREES[0], TREES[2]):
+        case = _case_name(batch_size, shape)
+        steps_ms = []
+        for is_deterministic in (False, True):
+            engine = bench.engine(batch_size, shape, accept, deterministic=is_deterministic)
+            steps_ms.append(bench.step_ms(engine, batch_size, is_plain=shape is None)[0])
+            del engine
+        ordinary_ms, step_ms = steps_ms
+        bench.record("deterministic", case, "eagle_kernels", step_ms, of_ordinary=step_ms / ordinary_ms)
+
+
+def _case_name(batch_size: int, shape: tuple[int, int, int] | None) -> str:
+    return f"B={batch_size} " + ("plain" if shape is None else f"K/S/N={'/'.join(map(str, shape))}")
 
 
 def outside(bench: Bench) -> None:
@@ -284,7 +303,7 @@ def profile(bench: Bench) -> None:
     if bench.device.type != "cuda":
         return
     for batch_size, shape, accept in ((1, None, 1.0), (32, None, 1.0), TREES[0], TREES[2]):
-        case = f"B={batch_size} " + ("plain" if shape is None else f"K/S/N={'/'.join(map(str, shape))}")
+        case = _case_name(batch_size, shape)
         engine = bench.engine(batch_size, shape, accept)
         with bench.running(engine, batch_size, is_plain=shape is None):
             kernels = kernel_us(engine.session.scheduler.step, 10)

@@ -57,7 +57,7 @@ def record(
         "op": benchmark.op,
         "case": case.name,
         "provider": provider,
-        **{name: round(value, 3) for name, value in times._asdict().items()},
+        **{name: round(value, 3) for name, value in times._asdict().items() if value is not None},
         "bytes": num_bytes,
         "gb_per_s": round(gb_per_s, 3),
         "share_of_copy": round(gb_per_s / ceiling_gb_per_s("copy"), 5),
