@@ -437,6 +437,25 @@ def cut(monkeypatch, way, block=32, rounds=None):
     monkeypatch.setattr(op, "goes_by_level", lambda *_: way == "level by level")
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "tree", "is_level"),
+    [
+        (1, (3, 8), False),
+        (4, (3, 8), False),
+        (8, (3, 8), True),
+        (32, (3, 8), True),
+        (1, (5, 64), True),
+        (8, (5, 64), True),
+    ],
+    ids=str,
+)
+def test_the_faster_way_is_taken(batch_size, tree, is_level, device):
+    """As it was measured: bench/results/NVIDIA_H100_80GB_HBM3/tuning/verify_tree_rejection.txt."""
+    spec_steps, num_nodes = tree
+    rows = torch.empty(1, device=device).expand(batch_size * num_nodes, 128256)
+    assert op.goes_by_level({"target_ptr": rows}, min(num_nodes - 1, 8), spec_steps, batch_size) == is_level
+
+
 def launches_of(way, spec_steps, num_nodes, has_scan=True):
     num_levels = spec_steps + 1 if way == "level by level" else 1
     return num_levels * (min(WAYS[way], num_nodes - 1) + 1 + has_scan)
