@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None, benchmarks: Sequence[Benchmark]
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--peers", action="store_true", help="run installed packages of other projects as well")
     parser.add_argument("--sweep", action="store_true", help="also the sizes that only plots are made of")
-    parser.add_argument("--graphs", action="store_true", help="time CUDA graphs alone: a third of the time it takes")
+    parser.add_argument("--graphs", action="store_true", help="time CUDA graphs alone, which takes less long")
     parser.add_argument("--provider", action="append", help="only this provider; may be given several times")
     parser.add_argument("--list", action="store_true", help="print ops, cases and providers, and run nothing")
     parser.add_argument("--check-only", action="store_true", help="check the small cases, time nothing")

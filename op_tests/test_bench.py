@@ -620,7 +620,8 @@ def test_a_mixed_load_is_served_and_timed(monkeypatch):
     assert numbers == {
         "tokens_per_s": 30 / 14, "first_ms": 2000.0, "gap_ms": 1000.0, "late_ms": 3000.0, "worst_ms": 3000.0,
     }  # fmt: skip
-    monkeypatch.setattr(Engine, "submit", lambda *_: types.SimpleNamespace(error="too long"))
+    # one that failed brings no tokens, and is not passed over
+    monkeypatch.setattr(Engine, "submit", lambda *_: types.SimpleNamespace(error="too long", id=0))
     with pytest.raises(RuntimeError, match="load: too long"):
         load.serve(Engine(), [load.Wanted([1], 1)], 1)
 

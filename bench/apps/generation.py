@@ -44,6 +44,8 @@ PROMPT_TOKENS = 512
 SECTIONS = ("plain", "tree", "deterministic", "outside", "throughput", "gap", "profile", "huggingface")
 # batch, tree, mean tokens a step that are simulated
 TREES = ((1, (8, 5, 64), 4.0), (8, (4, 4, 16), 3.0), (32, (4, 3, 8), 2.5))
+# of which more than the time is told: plain ones, and trees
+STEPS = ((1, None, 1.0), (32, None, 1.0), TREES[0], TREES[2])
 PRESETS = {
     "plain": {},
     "naive_eagle": {"tree": (1, 1, 2), "accept": 1.7},
@@ -245,7 +247,7 @@ def tree(bench: Bench) -> None:
 def deterministic(bench: Bench) -> None:
     if bench.device.type != "cuda":  # deterministic=True is refused on the CPU
         return
-    for batch_size, shape, accept in ((1, None, 1.0), (32, None, 1.0), TREES[0], TREES[2]):
+    for batch_size, shape, accept in STEPS:
         case = _case_name(batch_size, shape)
         steps_ms = []
         for is_deterministic in (False, True):
@@ -302,7 +304,7 @@ def gap(bench: Bench) -> None:
 def profile(bench: Bench) -> None:
     if bench.device.type != "cuda":
         return
-    for batch_size, shape, accept in ((1, None, 1.0), (32, None, 1.0), TREES[0], TREES[2]):
+    for batch_size, shape, accept in STEPS:
         case = _case_name(batch_size, shape)
         engine = bench.engine(batch_size, shape, accept)
         with bench.running(engine, batch_size, is_plain=shape is None):

@@ -67,8 +67,6 @@ def serve(engine: EAGLEInference, load: Sequence[Wanted], num_clients: int) -> d
         if wanted is None:
             return
         request = engine.submit(wanted.prompt, SamplingParams(max_new_tokens=wanted.new_tokens))
-        if request.error is not None:
-            raise RuntimeError(f"load: {request.error}")
         requests[request.id], last_s[request.id] = request, time.perf_counter()
 
     start_s = time.perf_counter()
@@ -84,6 +82,9 @@ def serve(engine: EAGLEInference, load: Sequence[Wanted], num_clients: int) -> d
             last_s[number] = now_s
             if requests[number].is_finished:
                 send()
+    for request in requests.values():
+        if request.error is not None:
+            raise RuntimeError(f"load: {request.error}")
     tokens = sum(len(request.output_ids) for request in requests.values())
     return {
         "tokens_per_s": tokens / (time.perf_counter() - start_s),
@@ -122,8 +123,8 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     if device.type == "cpu" and options.shape != "small":
         print("a model of this size needs a GPU; --shape small runs anywhere")
         return 2
-    # what a tree writes past the last token takes room as well
-    most = min(2 * PROMPT_TOKENS[1], SHAPES[options.shape]["max_position_embeddings"])
+    # beside the longest prompt its text, and what a tree writes past the last token
+    most = SHAPES[options.shape]["max_position_embeddings"] + NEW_TOKENS[1] + 64
     bench = Bench(options.shape, device, steps=1, prompt_tokens=1, max_length=most)
     run = results.new_run()
     load = mixed_load(options.requests, SHAPES[options.shape]["vocab_size"], most - 64)
