@@ -52,6 +52,18 @@ def reached_node(depth_ptr, retrieve_index_ptr, request, level, NUM_NODES: tl.co
     return tl.where(level == 0, start, tl.max(tl.where(depth == level, node, -1)))
 
 
+@triton.jit
+def load_node(links, request, current, NUM_NODES: tl.constexpr, BLOCK_NODE: tl.constexpr):
+    """Loads the request's Tree; also returns a node's first child, and whether the node is the request's own.
+
+    No walk comes to a node of another request.
+    """
+    tree = load_nodes(links, request, NUM_NODES, BLOCK_NODE)
+    is_node = tl.arange(0, BLOCK_NODE) == current
+    child = tl.sum(tl.where(is_node, tree.links, 0)) >> 16
+    return tree, child, tl.max((is_node & is_own(tree.retrieved, request, NUM_NODES)).to(tl.int32)) > 0
+
+
 @triton.jit(
     do_not_specialize=["level", "num_target_scans", "vocab_size", "draft_vocab_size", "stride_target", "stride_draft"]
 )
@@ -184,26 +196,21 @@ def _verify_tree_rejection_round_kernel(
     else:
         request = place // NUM_NODES
         current = (place % NUM_NODES).to(tl.int32)
+    links = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
     buffers = Found(sums_ptr, keys_ptr)
     is_open = current >= 0
+    # Loads do not wait for the State, which tells whether they are needed: programs wait for memory once less. Level by
+    # level most of them have nothing to do, and leave first.
+    if not BY_LEVEL:
+        tree, child, is_own_node = load_node(links, request, current, NUM_NODES, BLOCK_NODE)
     if IS_FIRST:
         state = first_state(tl.zeros([], tl.int32))
     else:
         state = load_state(states_ptr + since * _WORDS)
         is_open = is_open & (state.phase != DONE) & (state.phase != ALONE)
-    # Loads do not wait for the State, which tells whether they are needed: programs wait for memory once less. Level by
-    # level most of them have nothing to do, and leave first.
-    is_read = place >= 0
-    if BY_LEVEL:
-        is_read = is_open
-    if is_read:
-        links = Links(candidates_ptr, retrieve_index_ptr, retrieve_next_token_ptr, retrieve_next_sibling_ptr)
-        tree = load_nodes(links, request, NUM_NODES, BLOCK_NODE)
-        is_node = tl.arange(0, BLOCK_NODE) == current
-        # no walk comes to a node of another request
-        is_own_node = tl.max((is_node & is_own(tree.retrieved, request, NUM_NODES)).to(tl.int32)) > 0
-        child = tl.sum(tl.where(is_node, tree.links, 0)) >> 16
+    if is_open | (not BY_LEVEL):
         if BY_LEVEL:
+            tree, child, is_own_node = load_node(links, request, current, NUM_NODES, BLOCK_NODE)
             child = tl.where(level < SPEC_STEPS, child, 0)
         row = request * NUM_NODES + current
         first_scan = request - row if BY_LEVEL else row * 0
