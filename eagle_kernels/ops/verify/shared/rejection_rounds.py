@@ -203,8 +203,9 @@ def _verify_tree_rejection_round_kernel(
     # level most of them have nothing to do, and leave first.
     if not BY_LEVEL:
         tree, child, is_own_node = load_node(links, request, current, NUM_NODES, BLOCK_NODE)
+        is_open = is_own_node
     if IS_FIRST:
-        state = first_state(tl.zeros([], tl.int32))
+        state = first_state(tl.zeros([], tl.int32) if BY_LEVEL else child)
     else:
         state = load_state(states_ptr + since * _WORDS)
         is_open = is_open & (state.phase != DONE) & (state.phase != ALONE)
@@ -212,6 +213,7 @@ def _verify_tree_rejection_round_kernel(
         if BY_LEVEL:
             tree, child, is_own_node = load_node(links, request, current, NUM_NODES, BLOCK_NODE)
             child = tl.where(level < SPEC_STEPS, child, 0)
+            is_open &= is_own_node
         row = request * NUM_NODES + current
         first_scan = request - row if BY_LEVEL else row * 0
         target_rows = Rows(target_ptr, stride_target, vocab_size, temperature_ptr, scans_ptr, first_scan)
@@ -226,9 +228,10 @@ def _verify_tree_rejection_round_kernel(
         )  # fmt: skip
         if not IS_FIRST:
             found = merge_found(buffers, since, NUM_SLICES, BLOCK_SLICE)
-        if is_open & is_own_node:
+        if is_open:
             if IS_FIRST:
-                at = visit(node, first_state(child), TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
+                first = first_state(child) if BY_LEVEL else state
+                at = visit(node, first, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
             else:
                 at = settle_found(node, state, found, TARGET_IS_PROBS, DRAFT_IS_PROBS, KEEPS_DRAFT)
             if part == 0:
