@@ -1,5 +1,6 @@
 # Written by `python -m bench.api` from ops/registry.py; do not edit.
 from .ops.attention.gqa_decode import gqa_decode as gqa_decode
+from .ops.attention.plan_attention import plan_attention as plan_attention
 from .ops.attention.prefill_attention import prefill_attention as prefill_attention
 from .ops.attention.tree_attention import tree_attention as tree_attention
 from .ops.draft.merge_drafts import merge_drafts as merge_drafts
@@ -71,6 +72,7 @@ __all__ = [
     "pack_tree_mask",
     "pack_verify_rows",
     "penalize_logits",
+    "plan_attention",
     "prefill_attention",
     "reroot_drafts",
     "rms_norm",

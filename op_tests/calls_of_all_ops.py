@@ -24,8 +24,13 @@ def gqa_decode_(t: torch.Tensor) -> list[torch.Tensor]:
         soft_cap=0.5,
         window=4,
         deterministic=True,
+        plan=t,
     )
     return [result.output, result.lse]
+
+
+def plan_attention_(t: torch.Tensor) -> list[torch.Tensor]:
+    return [ek.plan_attention(t, num_drafts=4, window=4)]
 
 
 def prefill_attention_(t: torch.Tensor) -> list[torch.Tensor]:
@@ -80,6 +85,7 @@ def tree_attention_(t: torch.Tensor) -> list[torch.Tensor]:
         soft_cap=0.5,
         window=4,
         deterministic=True,
+        plan=t,
     )
     return [result.output, result.lse]
 

@@ -12,7 +12,7 @@ import eagle_kernels
 
 ROOT = Path(__file__).parent.parent
 # a reference takes `out` only where part of what the caller's buffers hold may stay
-LAUNCHER_ONLY = {"out", "workspace", "deterministic", "prefetch_weight"}
+LAUNCHER_ONLY = {"out", "workspace", "deterministic", "plan", "prefetch_weight"}
 # what exact enumeration puts in place of a reference's random draws
 REFERENCE_ONLY = {"draw"}
 ONE_SIDED = LAUNCHER_ONLY | REFERENCE_ONLY

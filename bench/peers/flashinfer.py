@@ -21,7 +21,9 @@ def gqa_decode(values: dict) -> Run:
     kv_indices = torch.cat([row[:count] for row, count in zip(table, pages.tolist())])
     last_page_len = (seq_lens - (pages - 1) * page_size).to(torch.int32)
     workspace = torch.empty(128 << 20, dtype=torch.uint8, device=query.device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+    # as SGLang decides
+    use_tensor_cores = query.shape[1] // num_kv_heads >= 4
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=use_tensor_cores)
     wrapper.plan(
         *(tensor.to(query.device) for tensor in (kv_indptr, kv_indices, last_page_len)),
         query.shape[1], num_kv_heads, head_dim, page_size, q_data_type=query.dtype, kv_data_type=k_cache.dtype,

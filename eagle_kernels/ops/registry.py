@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FAMILIES = {
-    "attention": ("gqa_decode", "prefill_attention", "tree_attention"),
+    "attention": ("gqa_decode", "plan_attention", "prefill_attention", "tree_attention"),
     "draft": ("merge_drafts", "ngram_match", "reroot_drafts"),
     "kv": (
         "accepted_cache_locs",

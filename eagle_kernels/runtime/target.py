@@ -50,6 +50,18 @@ def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == {"cpu": dtype, "gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}.get(name)
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    """Returns how many multiprocessors (AMD: compute units) a GPU has; without one, those of an H100."""
+    if _assumed is not None or device.type != "cuda":
+        return 132
+    return _gpu_multiprocessors(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@functools.cache
+def _gpu_multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
 @functools.cache
 def _gpu_architecture(index: int) -> str:
     properties = torch.cuda.get_device_properties(index)

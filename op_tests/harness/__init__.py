@@ -8,7 +8,7 @@ from .graphs import replay_in_graph
 from .operation import check_operation
 from .poison import Guarded
 from .registration import check_registration
-from .retune import retune
+from .retune import assume_multiprocessors, retune
 
 __all__ = [
     "TOLERANCE",
@@ -20,6 +20,7 @@ __all__ = [
     "check_operation",
     "check_registration",
     "replay_in_graph",
+    "assume_multiprocessors",
     "retune",
     "to_device",
 ]

@@ -12,6 +12,9 @@ from torch import Tensor
 from ... import ops
 from ..models.protocol import Angles, KVShape
 
+# a plan takes a launch, and saves less than a microsecond a layer
+_LEAST_PLANNED_LAYERS = 8
+
 
 class PageAllocator:
     """Hands out page ids 0 .. num_pages - 1. It lives on the host, so learning an id never waits for the device."""
@@ -53,6 +56,7 @@ class _PoolAttend:
     def __init__(self, pool: KVPool, block_table: Tensor, slots: Tensor, deterministic: bool = False):
         self._pool, self._block_table, self._slots = pool, block_table, slots
         self.deterministic = deterministic
+        self._plans: dict[int | None, Tensor] = {}  # by window
 
     def __call__(
         self,
@@ -85,6 +89,14 @@ class _PoolAttend:
         if query is not None:
             rotation["query"] = query.flatten(0, 1)
         return ops.write_kv(*rows, pool.k_cache[layer], pool.v_cache[layer], self._slots, **rotation)
+
+    def _plan(self, seq_lens: Tensor, window: int | None, num_drafts: int = 0) -> Tensor | None:
+        """Returns the plan of all layers that have this window; None where few layers would have use of it."""
+        if self.deterministic or len(self._pool.k_cache) < _LEAST_PLANNED_LAYERS:
+            return None
+        if window not in self._plans:
+            self._plans[window] = ops.plan_attention(seq_lens, num_drafts=num_drafts, window=window)
+        return self._plans[window]
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
         raise NotImplementedError
@@ -140,6 +152,7 @@ class TreeAttend(_PoolAttend):
             if self._key_positions is not None:
                 options["key_positions"] = self._key_positions.flatten().contiguous()
         options["deterministic"] = self.deterministic
+        options["plan"] = self._plan(self._sizes["seq_lens"], options["window"], self._sizes["num_draft_keys"])
         return ops.tree_attention(query, tree_mask=self.tree_mask, **self._sizes, **options).output
 
 
@@ -154,4 +167,5 @@ class DecodeAttend(_PoolAttend):
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
         options["deterministic"] = self.deterministic
+        options["plan"] = self._plan(self._seq_lens, options["window"])
         return ops.gqa_decode(query[:, 0], seq_lens=self._seq_lens, **options).output[:, None]

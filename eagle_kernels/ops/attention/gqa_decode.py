@@ -2,8 +2,9 @@
 
 Computes
     output = softmax(sm_scale * query . key) . value per request and query head over the slots 0..length - 1, of which
-    the last is the query's own. Flash-Decoding: keys are cut into shares of about equal size (shared/shares.py),
-    each is attended with an online softmax, and partial results merge by their log-sum-exp.
+    the last is the query's own. Flash-Decoding: the keys of the batch are cut into even chunks, one for each program
+    that runs at once (shared/chunks.py), a request's part of a chunk is attended with an online softmax, and partial
+    results merge by their log-sum-exp.
     soft_cap: logits become soft_cap * tanh(logits / soft_cap), with an error of about soft_cap * 1e-7. window: only the
     last `window` slots are seen. sinks: a logit per query head that takes probability and has no value (gpt-oss).
     k_scale, v_scale: factors, at least 0, of the cached keys and values. lse: log of the sum of exp(logits), with the
@@ -14,15 +15,17 @@ Invariants
     stays in its request and KV head.
     deterministic: bits depend on the request's own query, keys and length alone, not on the batch, on padding, or on
     the size of the page table; they are those of a tree's node in tree_attention, whose draft block is in the pool.
-    Otherwise they also depend on the lengths of the batch, which decide how keys are cut.
+    Otherwise they also depend on the lengths of the batch, or its plan, which decide how keys are cut. A plan of other
+    lengths loses no key, and none, whatever it holds, leads out of the tensors.
 Grid
-    (Hkv * row tiles, shares), one program attends the heads of a group to a share; past 65535, shares take two axes.
+    (Hkv * row tiles, chunks), one program attends the heads of a group to a chunk. deterministic: (.., shares), one
+    program attends them to a share (shared/ordered.py); past 65535, shares take two axes.
     Merge: (B, programs), one program merges every programs-th tile of a request's rows.
 Launches
-    2; 1 if no request can have more than one share
+    2; 1 if no request can have more than one part
 Traffic
     2 * element bytes * Hkv * D per key, 2 * element bytes * B * Hq * D, and for the partial results of requests with
-    more than one share 2 * 4 B * shares * Hq * (D + 1); for Hq query heads and Hkv KV heads of D elements.
+    more than one part 2 * 4 B * parts * Hq * (D + 1); for Hq query heads and Hkv KV heads of D elements.
 """
 
 from __future__ import annotations
@@ -36,14 +39,15 @@ from .shared import paged_cache
 from .shared.attention import Output
 from .shared.split_attention import launch_attention
 
-# See `split_attention.ORDERED_TUNING`, which deterministic calls use instead; gfx942 has 64 KiB of shared memory.
-_ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": 264, "merged_rows": 4,
-        "merged_parts": 16, "num_warps": 4, "num_stages": 3}  # fmt: skip
+# See `split_attention`; deterministic calls use `ordered.TUNING` instead. gfx942 has 64 KiB of shared memory.
+_ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": 2, "num_warps": 4,
+        "num_stages": 3}  # fmt: skip
 TUNING = {
     "default": _ROW,
     "gfx942": _ROW | {"num_stages": 2},
     # keys of 8 bits cost instructions rather than memory: fewer warps for a tile, and more tiles at a time
-    "sm_90": _ROW | {"share_keys": 64, "programs": 132, "num_stages": 4, "float8": {"programs": 396, "num_warps": 2}},
+    "sm_90": _ROW | {"share_keys": 64, "num_stages": 4, "wide": {"programs": 1},
+                     "float8": {"tile_bytes": 8192, "programs": 4, "num_warps": 2}},
 }
 
 
@@ -55,6 +59,7 @@ def contract(values: dict) -> Output:
     batch_size, num_heads, head_dim = args.size("B"), args.size("Hq"), args.size("D")
     paged_cache.check_cache(args, query.dtype, "B")
     paged_cache.check_logits(args)
+    paged_cache.check_plan(args, batch_size)
     return Output(args.spec((batch_size, num_heads, head_dim), query.dtype),
                   args.spec((batch_size, num_heads), torch.float32))  # fmt: skip
 
@@ -77,6 +82,7 @@ def gqa_decode(
     soft_cap: float | None = None,
     window: int | None = None,
     deterministic: bool = False,
+    plan: torch.Tensor | None = None,
     out: Output | None = None,
 ) -> Output:
     """Attends one query token per request to the keys in its pages of the KV cache.
@@ -103,6 +109,8 @@ def gqa_decode(
         soft_cap: above 0; logits become soft_cap * tanh(logits / soft_cap). None: they stay.
         window: how many of the last keys are seen, at least 1. None: all.
         deterministic: a request's bits do not depend on the batch around it. Takes longer.
+        plan: None or [B + 1] int32. What `plan_attention` made of the same lengths, for all layers at once; without it
+            every call sums up the lengths. A deterministic call does not need it.
         out: two tensors to write into.
 
     Returns:

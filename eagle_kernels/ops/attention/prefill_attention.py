@@ -33,7 +33,7 @@ from ...runtime.language import is_interpreting, tl, triton
 from ...runtime.launch import launch, launcher
 from .shared import paged_cache
 from .shared.attention import Output, Pool, Queries, Span, attend, request_rows
-from .shared.shares import Batch
+from .shared.batch import Batch
 from .shared.softmax import LOG2_E, add_sink, finish_rows, match_keys, start_rows, tile_sizes
 
 # See `split_attention.ORDERED_TUNING`. The first entry is taken whose from_rows rows for a KV head a request has: two

@@ -3,10 +3,11 @@
 Computes
     output = softmax(sm_scale * query . key) . value per request, query row and head, over every prefix slot
     0..prefix - 1 and the draft keys that the row sees: those whose bit is set in its mask, or (is_causal, for chains)
-    those up to its own. Tree attention (SpecInfer, arXiv 2305.09781) on Flash-Decoding: prefix and draft block are cut
-    into shares (shared/shares.py), the prefix needs no mask, and partial results merge by their log-sum-exp. One op
-    for the target's verification (Nk = Nq = N nodes), for the draft's own levels (Nq = K beams see Nk = level * K keys;
-    all of them share one reading of the prefix), and for chains.
+    those up to its own. Tree attention (SpecInfer, arXiv 2305.09781) on Flash-Decoding: the keys of the batch, prefixes
+    and draft blocks, are cut into even chunks, one for each program that runs at once (shared/chunks.py), prefixes need
+    no mask, and partial results merge by their log-sum-exp. One op for the target's verification (Nk = Nq = N nodes),
+    for the draft's own levels (Nq = K beams see Nk = level * K keys; all of them share one reading of the prefix), and
+    for chains.
     soft_cap, sinks, k_scale, v_scale: as in gqa_decode; the scales are those of the pool, separate draft keys have
     none. window: a row at position p sees keys at positions above p - window; siblings share a position.
 Invariants
@@ -19,15 +20,17 @@ Invariants
     deterministic: as in gqa_decode; bits do not depend on Nq, on other rows' masks, or on the number of rows either.
     With draft keys in the pool, a row has the bits of gqa_decode over the prefix and the draft keys that it sees, side
     by side (shared/paths.py): a node those of plain decoding along its path.
+    plan: as in gqa_decode.
 Grid
-    (Hkv * row tiles, shares), one program attends a tile of (token, head of the group) rows of one KV head to a share;
-    past 65535, shares take two axes. deterministic: behind the shares, programs of single nodes for the shares in which
-    their paths are. Merge: (B, programs), one program merges every programs-th tile of a request's rows.
+    (Hkv * row tiles, chunks), one program attends a tile of (token, head of the group) rows of one KV head to a chunk.
+    deterministic: (.., shares), one program attends it to a share (shared/ordered.py); past 65535, shares take two
+    axes; behind the shares, programs of single nodes for the shares in which their paths are.
+    Merge: (B, programs), one program merges every programs-th tile of a request's rows.
 Launches
-    2; 1 if no request can have more than one share
+    2; 1 if no request can have more than one part
 Traffic
     2 * element bytes * Hkv * D per slot and draft key, 2 * element bytes * B * Nq * Hq * D, 8 B per mask word, and for
-    the partial results of requests with more than one share 2 * 4 B * shares * Nq * Hq * (D + 1); for Nq rows of a
+    the partial results of requests with more than one part 2 * 4 B * parts * Nq * Hq * (D + 1); for Nq rows of a
     request, Hq query heads and Hkv KV heads of D elements.
 """
 
@@ -46,23 +49,19 @@ from .shared.split_attention import launch_attention
 MAX_QUERY = 256
 MAX_DRAFT_KEYS = 512
 
-# See `split_attention.ORDERED_TUNING`. From tiles of many rows, which read keys less often, to tiles of few rows, which
-# give more programs. The first entry is taken whose from_rows rows for a KV head a request has, and whose
-# least_programs programs, with program_keys keys each, the batch has.
-_ROW = {"from_rows": 0, "least_programs": 0, "program_keys": 1 << 31, "max_rows": 64, "min_rows": 16,
-        "tile_bytes": 16384, "share_keys": 128, "programs": 264, "merged_rows": 4, "merged_parts": 16, "num_warps": 4,
-        "num_stages": 2}  # fmt: skip
-_MANY = _ROW | {"from_rows": 65, "programs": 132}
+# See `split_attention`; deterministic calls use `ordered.TUNING` instead. From tiles of many rows, which read keys less
+# often, to tiles of few rows, which give more programs. The first entry is taken whose from_rows rows for a KV head a
+# request has, whose least_programs programs, with program_keys keys each, the batch has, and whose max_dim heads have.
+_ROW = {"from_rows": 0, "least_programs": 0, "program_keys": 1 << 31, "max_dim": 256, "max_rows": 64, "min_rows": 16,
+        "tile_bytes": 16384, "share_keys": 128, "programs": 2, "num_warps": 4, "num_stages": 2}  # fmt: skip
+_MANY = _ROW | {"from_rows": 65, "programs": 1, "num_stages": 3}
 TUNING = {
     "default": (_ROW,),
     "sm_90": (
-        _MANY | {"from_rows": 129, "least_programs": 132, "max_rows": 256, "num_warps": 16, "num_stages": 3,
-                 "maxnreg": 128},
-        _MANY | {"least_programs": 32, "program_keys": 2048, "max_rows": 128, "num_warps": 8, "num_stages": 4},
-        _MANY | {"tile_bytes": 8192, "merged_parts": 4, "num_stages": 3},
-        _ROW | {"least_programs": 132, "min_rows": 64, "tile_bytes": 8192, "programs": 132, "num_stages": 4},
-        # for few rows, and for large heads: rows may be empty, but the tensor cores' large instructions are used
-        _ROW | {"min_rows": 64, "programs": 132, "num_stages": 4},
+        _MANY | {"least_programs": 32, "program_keys": 2048, "max_rows": 128, "num_warps": 8},
+        _MANY | {"max_dim": 128, "tile_bytes": 8192},
+        # rows may be empty, but the tensor cores' large instructions are used
+        _ROW | {"min_rows": 64, "programs": 1, "num_stages": 4},
     ),
 }  # fmt: skip
 
@@ -95,6 +94,7 @@ def contract(values: dict) -> Output:
     paging.check_row_strides(args, "query", query, len(rows))
     paged_cache.check_cache(args, query.dtype, batch)
     paged_cache.check_logits(args)
+    paged_cache.check_plan(args, batch if is_ragged else args.size("B"))
     num_rows = query.shape[0] if is_ragged else args.size("B") * num_query
     if bool(values["is_causal"]) == (values["tree_mask"] is not None):
         given = "both" if values["is_causal"] else "neither"
@@ -134,8 +134,7 @@ def _choose_tuning(values: dict, num_query: int) -> dict:
     for row in rows:
         row_tiles = batch_size * num_kv_heads * triton.cdiv(num_rows, row["max_rows"])
         programs = row_tiles * triton.cdiv(num_pages * page_size, row["program_keys"])
-        # registers do not hold as many rows of larger heads
-        if head_dim <= 128 and num_rows >= row["from_rows"] and programs >= row["least_programs"]:
+        if head_dim <= row["max_dim"] and num_rows >= row["from_rows"] and programs >= row["least_programs"]:
             return row
     return last
 
@@ -167,6 +166,7 @@ def tree_attention(
     soft_cap: float | None = None,
     window: int | None = None,
     deterministic: bool = False,
+    plan: torch.Tensor | None = None,
     out: Output | None = None,
 ) -> Output:
     """Attends draft tokens to the prefix in the KV cache and to the draft keys that a tree mask allows.
@@ -214,6 +214,8 @@ def tree_attention(
         deterministic: a row's bits do not depend on the batch or the rows around it. With draft keys in the pool they
             are those of `gqa_decode` over the keys that the row sees: of plain decoding along a node's path, with
             sliding windows, too. Takes longer.
+        plan: None or [B + 1] int32. What `plan_attention` made of the same lengths and draft keys, for all layers that
+            have one window; without it every call sums up the lengths. A deterministic call does not need it.
         out: two tensors to write into.
 
     Returns:

@@ -10,7 +10,7 @@ import torch
 
 import eagle_kernels
 from eagle_kernels.ops.attention.gqa_decode import TUNING, contract
-from eagle_kernels.ops.attention.shared import split_attention
+from eagle_kernels.ops.attention.shared import ordered
 from eagle_kernels.reference.ops.attention.gqa_decode import gqa_decode as reference
 from eagle_kernels.runtime.launch import intercept
 from op_tests.harness import (
@@ -18,6 +18,7 @@ from op_tests.harness import (
     assert_equal,
     assert_in_bounds,
     assert_only_launches,
+    assume_multiprocessors,
     check_operation,
     check_registration,
     replay_in_graph,
@@ -83,6 +84,7 @@ def ahead_of_time_cases():
     everything["query"] = everything["query"].bfloat16()
     for dtype in FLOAT8:
         yield str(dtype), with_float8(everything, dtype)
+    yield "planned", make(128, 4, 2, 16, torch.bfloat16, [100, 30]) | {"plan": torch.tensor([0, 2, 3]).int()}
 
 
 def full_ahead_of_time_cases():
@@ -100,11 +102,12 @@ def test_matches_reference(shape, device):
     check(make(*shape, form=form, device=device), str(shape))
 
 
-@pytest.mark.parametrize("programs", [1, 3, 264])
-def test_splits(programs, device, monkeypatch):
-    """Long enough for several splits, with requests that fill none, one, or all of them; of few and of many tiles."""
-    retune(monkeypatch, TUNING, programs=programs)
-    check(make(64, 2, 1, 16, torch.float32, [700, 0, 1, 128], device=device), "splits")
+@pytest.mark.parametrize("multiprocessors", [1, 3, 5, 264])
+def test_chunks(multiprocessors, device, monkeypatch):
+    """Requests that begin, end and are whole in a chunk, fill it, or have no keys; of few and of many blocks."""
+    retune(monkeypatch, TUNING, programs=1)
+    assume_multiprocessors(monkeypatch, multiprocessors)
+    check(make(64, 2, 1, 16, torch.float32, [700, 0, 1, 128], device=device), "chunks")
 
 
 @pytest.mark.parametrize("window", [1, 16, 17, 100, 700, 2000])
@@ -159,7 +162,8 @@ def test_deterministic_bits_do_not_depend_on_the_batch(batch_size, form, device,
 
     With so few programs that other calls cut keys by the lengths of the batch.
     """
-    retune(monkeypatch, TUNING, programs=6)
+    retune(monkeypatch, TUNING, programs=1)
+    assume_multiprocessors(monkeypatch, 6)
     extra = {"sinks": torch.randn(4, device=device), "deterministic": True}
     alone = make(32, 2, 2, 16, torch.float32, [300], device=device)
     expected = eagle_kernels.raw.gqa_decode(**alone, **extra)
@@ -188,7 +192,7 @@ def test_more_shares_than_an_axis_of_a_grid_has_programs(device, monkeypatch):
     values = make(32, 1, 1, 16, torch.float16, [300, 0, 129, 700], max_pages=260, device=device)
     values["deterministic"] = True
     expected = check(values)
-    monkeypatch.setattr(split_attention, "MAX_PROGRAMS", 37)
+    monkeypatch.setattr(ordered, "MAX_PROGRAMS", 37)
     grids = []
     with intercept(lambda op, kernel, grid, arguments: grids.append(grid)):
         eagle_kernels.raw.gqa_decode(**values)
@@ -252,12 +256,12 @@ def test_malformed_csr(device):
     check(values, "malformed indptr")
 
 
-@pytest.mark.parametrize("max_programs", [split_attention.MAX_PROGRAMS, 5])
+@pytest.mark.parametrize("max_programs", [ordered.MAX_PROGRAMS, 5])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_requests_that_share_pages_of_a_csr_table(deterministic, max_programs, device, monkeypatch):
     """Malformed, and more shares than the pages have room for: what lies behind the partial results is not read, nor
     written by programs of a last, incomplete layer of the grid."""
-    monkeypatch.setattr(split_attention, "MAX_PROGRAMS", max_programs)
+    monkeypatch.setattr(ordered, "MAX_PROGRAMS", max_programs)
     values = make(32, 2, 1, 16, torch.float32, [700, 0, 0, 0, 0], form="csr", device=device)
     count = int(values["kv_indptr"][1])
     values["last_page_len"].fill_(12)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import eagle_kernels
-from eagle_kernels.ops.attention.shared.shares import count_ordered_shares
+from eagle_kernels.ops.attention.shared.ordered import count_ordered_shares
 from eagle_kernels.ops.attention.tree_attention import TUNING
 from eagle_kernels.reference.ops.attention.tree_attention import tree_attention as reference
 from op_tests.harness import (
@@ -16,6 +16,7 @@ from op_tests.harness import (
     assert_equal,
     assert_in_bounds,
     assert_only_launches,
+    assume_multiprocessors,
     check_operation,
     check_registration,
     replay_in_graph,
@@ -97,12 +98,8 @@ NOT_SUPPORTED = {
         (torch.float8_e4m3fnuz, ("sm_80", "sm_90", "sm_100", "gfx950")),
     )
     for target in targets
-    for rows in ("", " 256 rows")
+    for rows in ("", " 128 rows")
 }
-
-
-# 16 warps leave 128 registers to a thread, fewer than these tiles need
-MAY_SPILL = {"256 rows", "256 rows, more logits", *(f"{dtype} 256 rows" for dtype in FLOAT8)}
 
 
 def ahead_of_time_cases():
@@ -127,12 +124,13 @@ def ahead_of_time_cases():
 
     # many rows for many keys have tiles of their own
     yield "128 rows", make(64, 64, 128, 4, 8, 16, torch.bfloat16, [2100] * 4)
-    yield "256 rows", make(64, 64, 128, 4, 8, 1, torch.bfloat16, [2100] * 17, is_separate=True)
-    many = make(64, 64, 128, 4, 8, 16, torch.float16, [2100] * 17) | {"window": 50, "soft_cap": 30.0}
-    yield "256 rows, more logits", many | {"sinks": torch.zeros(32), "positions": torch.zeros(1088, dtype=torch.int64)}
+    yield "128 rows, pages of 1, separate", make(64, 64, 128, 4, 8, 1, torch.bfloat16, [2100] * 4, is_separate=True)
+    yield "128 rows D=256", make(64, 64, 256, 8, 2, 16, torch.bfloat16, [2100] * 4)
+    many = make(64, 64, 128, 4, 8, 16, torch.float16, [2100] * 4) | {"window": 50, "soft_cap": 30.0}
+    yield "128 rows, more logits", many | {"sinks": torch.zeros(32), "positions": torch.zeros(256, dtype=torch.int64)}
     many["query"] = many["query"].bfloat16()
     for dtype in FLOAT8:
-        yield f"{dtype} 256 rows", with_float8(many | {"positions": torch.zeros(1088, dtype=torch.int64)}, dtype)
+        yield f"{dtype} 128 rows", with_float8(many | {"positions": torch.zeros(256, dtype=torch.int64)}, dtype)
 
 
 def full_ahead_of_time_cases():
@@ -159,7 +157,7 @@ def test_splits(device):
 @pytest.mark.parametrize("row", [row for rows in TUNING.values() for row in rows], ids=lambda row: f"{row['max_rows']}")
 def test_every_tuning_row(row, device, monkeypatch):
     """Tiles that only large batches have."""
-    retune(monkeypatch, TUNING, **({"maxnreg": None} | row | {"least_programs": 0, "programs": 64}))
+    retune(monkeypatch, TUNING, **({"maxnreg": None} | row | {"least_programs": 0}))
     for head_dim, page_size, extra in ((128, 16, {}), (64, 64, {"window": 70}), (80, 1, {"soft_cap": 5.0})):
         values = make(64, 64, head_dim, 4, 2, page_size, torch.float16, [0, 1, 200], is_separate=head_dim == 64,
                       device=device)  # fmt: skip
@@ -169,21 +167,22 @@ def test_every_tuning_row(row, device, monkeypatch):
 
 
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
-def test_one_request_has_the_shares_that_fit_the_gpu(is_separate, device, monkeypatch):
-    """About as many as there are programs, whatever the number of requests that a program looks at at once."""
-    retune(monkeypatch, TUNING, programs=8)
+def test_one_request_has_the_chunks_that_fit_the_gpu(is_separate, device, monkeypatch):
+    """As many as there are programs, whatever the number of requests that a program looks at at once."""
+    retune(monkeypatch, TUNING, programs=1)
+    assume_multiprocessors(monkeypatch, 8)
     values = make(2, 2, 64, 2, 1, 16, torch.float32, [2000], is_separate=is_separate, device=device)
-    empty, shares = torch.empty, []
+    empty, parts = torch.empty, []
 
     def noted(shape, **options):
         tensor = empty(shape, **options)
         if options["dtype"] == torch.int32:
-            shares.append(tensor)
+            parts.append(tensor)
         return tensor
 
     monkeypatch.setattr(torch, "empty", noted)
     eagle_kernels.raw.tree_attention(**values)
-    assert shares[0].tolist() in ([[0, 7, 0]], [[0, 8, 0]])
+    assert parts[0][0, :2].tolist() == [0, 8]
 
 
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])

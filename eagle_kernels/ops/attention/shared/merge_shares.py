@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from ....primitives.dependent_launch import await_predecessor
 from ....runtime import tuning
 from ....runtime.language import tl, triton
@@ -11,11 +9,11 @@ from ....runtime.launch import launch
 from .attention import request_rows
 from .softmax import finish_rows, merge_rows, start_rows
 
-# programs: of all requests together
-MERGE_TUNING = {"default": {"programs": 1024, "num_warps": 4}}
+# programs: of all requests together. rows: (token, head) at once.
+MERGE_TUNING = {"default": {"programs": 2048, "rows": 4, "num_warps": 4}}
 
 
-@triton.jit(do_not_specialize=["num_query", "num_rows", "num_parts"])
+@triton.jit(do_not_specialize=["num_query", "num_rows", "num_shares"])
 def _merge_kernel(
     # inputs
     qo_indptr_ptr,
@@ -28,7 +26,8 @@ def _merge_kernel(
     # sizes
     num_query,
     num_rows,
-    num_parts,
+    num_shares,
+    IS_ORDERED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -42,22 +41,26 @@ def _merge_kernel(
     first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
     has_rows = num_tokens > 0
     before = tl.load(shares_ptr + request * 3, mask=has_rows, other=0)
-    num_shares = tl.load(shares_ptr + request * 3 + 1, mask=has_rows, other=0)
-    # the same shares are merged at once wherever a window lets a request begin
-    begin = -(tl.load(shares_ptr + request * 3 + 2, mask=has_rows, other=0) % BLOCK_PART)
-    # requests of a malformed table, which share pages, may have more shares than programs: theirs was not stored
-    num_shares = tl.where(before >= 0, tl.minimum(num_shares, num_parts - before), 0)
-    if num_shares > 1:
+    num_parts = tl.load(shares_ptr + request * 3 + 1, mask=has_rows, other=0)
+    begin = tl.zeros([], tl.int32)
+    if IS_ORDERED:  # the same shares are merged at once wherever a window lets a request begin
+        begin = -(tl.load(shares_ptr + request * 3 + 2, mask=has_rows, other=0) % BLOCK_PART)
+    # malformed tables and plans may name more shares than there are: theirs was not stored
+    num_parts = tl.where(before >= 0, tl.minimum(num_parts, num_shares - before), 0)
+    if num_parts > 1:
         column = tl.arange(0, BLOCK_DIM)
         is_column = column < HEAD_DIM
         for tile in range(tl.program_id(1), tl.cdiv(num_tokens * NUM_HEADS, BLOCK_MERGED), tl.num_programs(1)):
             row = tile * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
             is_row = row < num_tokens * NUM_HEADS
             row_max, row_sum, accumulator = start_rows(BLOCK_MERGED, BLOCK_DIM)
-            for start in range(begin, num_shares, BLOCK_PART):
+            for start in range(begin, num_parts, BLOCK_PART):
                 part = start + tl.arange(0, BLOCK_PART)
-                is_part = is_row[:, None] & ((part >= 0) & (part < num_shares))[None, :]
-                place = (before + part).to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
+                is_part = is_row[:, None] & ((part >= 0) & (part < num_parts))[None, :]
+                share = before + part
+                if not IS_ORDERED:  # see `chunks.py`: the last part of a chunk, and then the first ones
+                    share = 2 * share + (part == 0).to(tl.int32)
+                place = share.to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
                 lse = tl.load(partial_lse_ptr + place, mask=is_part, other=float("-inf"))
                 output = tl.load(
                     partial_output_ptr + place[:, :, None] * HEAD_DIM + column[None, None, :],
@@ -73,25 +76,30 @@ def _merge_kernel(
             )  # fmt: skip
 
 
-def launch_merge(op: str, num_parts: int, tuned: dict, *, output_ptr: torch.Tensor, **arguments) -> None:
-    """Launches the merge of at most num_parts partial results into `output_ptr` [..., heads, HEAD_DIM].
+def launch_merge(
+    op: str, num_shares: int, num_parts: int, arguments: dict, shared: dict, *, is_ordered: bool
+) -> None:
+    """Launches the merge of the partial results of at most num_shares shares into `output_ptr` and `lse_ptr`.
 
-    tuned: the row that the shares were computed with. arguments: what both kernels take.
+    num_parts: how many of a request are merged at once. arguments, shared: what the kernel of the shares took.
     """
-    num_heads, head_dim = output_ptr.shape[-2:]
-    num_requests = len(arguments["shares_ptr"])
-    merging = tuning.row(MERGE_TUNING, output_ptr.device)
-    row_tiles = triton.cdiv(arguments["num_query"] * num_heads, tuned["merged_rows"])
+    output = arguments["output_ptr"]
+    num_heads, head_dim = output.shape[-2:]
+    num_requests = arguments["batch_size"]
+    merging = tuning.row(MERGE_TUNING, output.device)
+    row_tiles = triton.cdiv(arguments["num_query"] * num_heads, merging["rows"])
+    names = ("qo_indptr_ptr", "output_ptr", "lse_ptr", "num_query", "num_rows", "BLOCK_DIM")
     launch(
         op,
         _merge_kernel,
         (num_requests, min(row_tiles, triton.cdiv(merging["programs"], max(num_requests, 1)))),
-        output_ptr=output_ptr,
-        num_parts=num_parts,
+        num_shares=num_shares,
+        IS_ORDERED=is_ordered,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
-        BLOCK_MERGED=tuned["merged_rows"],
-        BLOCK_PART=tuned["merged_parts"],
-        **arguments,
+        BLOCK_MERGED=merging["rows"],
+        BLOCK_PART=num_parts,
+        **{name: arguments[name] for name in names},
+        **shared,
         **tuning.compiler_options(merging),
     )

@@ -21,7 +21,7 @@ from ....runtime.language import tl, triton
 def request_pages(batch, request, is_live, PAGE_SIZE: tl.constexpr, IS_CSR: tl.constexpr):
     """Returns where the page ids of a request start, how many there are, and how many slots are filled.
 
-    It does so for one request or for several. batch: a `shares.Batch`. Requests that are not live have no page.
+    It does so for one request or for several. batch: a `batch.Batch`. Requests that are not live have no page.
     """
     length = tl.load(batch.lengths_ptr + request, mask=is_live, other=0).to(tl.int64)
     if IS_CSR:
@@ -123,6 +123,11 @@ def check_logits(args: check.Arguments) -> None:
     if args.values["window"] is not None:
         args.integer("window", 1, 2**31 - 1)
     args.tensor("sinks", ("Hq",), check.FLOAT, optional=True)
+
+
+def check_plan(args: check.Arguments, batch_size: int) -> None:
+    """Checks plan, which `plan_attention` made for as many requests."""
+    args.tensor("plan", (batch_size + 1,), (torch.int32,), optional=True)
 
 
 def cache_arguments(values: dict) -> dict:

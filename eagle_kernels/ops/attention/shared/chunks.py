@@ -1,0 +1,335 @@
+"""Divides the keys of a batch among programs: even chunks of all its keys, whatever the lengths of its requests.
+
+Keys are counted in blocks of BLOCK slots of one request, from the first that a row may see; the draft block comes after
+the prefix. A request has at least one block, since a program has to write its outputs. The blocks of all requests, one
+request after another, are cut into as many chunks as programs run at once, so that all of them end together. A program
+attends to its chunk request by request: to whole ones, whose result it writes, and at both ends of the chunk to parts
+of one, whose results are merged afterwards.
+
+Programs find their chunks by the lengths of all requests, which they read themselves: nothing is planned on the host,
+and a captured graph serves all lengths. `plan_attention` does the sum once for all layers. A plan of other lengths
+costs time and no key, since a request's last block goes on to its last key.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ....primitives.dependent_launch import await_predecessor
+from ....runtime import target, tuning
+from ....runtime.language import tl, triton
+from ....runtime.launch import launch
+from .attention import request_rows
+from .batch import Batch, slot_range
+from .merge_shares import launch_merge
+from .share import Inputs, Keys, Outputs, Sizes, attend_share, finish_share
+
+# a multiple of every BLOCK_KEY
+BLOCK_SLOTS = 64
+BLOCK = tl.constexpr(BLOCK_SLOTS)
+
+
+@triton.jit
+def count_blocks(first, stop):
+    """Returns how many blocks a request has, or each of several, whose rows see the slots first..stop - 1."""
+    return tl.maximum(tl.cdiv(stop, BLOCK) - first // BLOCK, 1)
+
+
+@triton.jit
+def _block_stops(
+    batch,
+    plan_ptr,
+    start,
+    before,
+    DRAFTS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+):
+    """Returns where the blocks of BLOCK_BATCH requests from `start` on end, in the order of the whole batch.
+
+    before: how many blocks the requests before have; a plan knows that by itself.
+    """
+    request = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
+    is_live = request < batch.batch_size
+    if plan_ptr is None:
+        first, _, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        return before + tl.cumsum(tl.where(is_live, count_blocks(first, stop), 0))
+    else:
+        return tl.load(plan_ptr + request + 1, mask=is_live, other=0)
+
+
+class Cut(NamedTuple):
+    """How all `total` blocks are cut: chunk c begins at c * total // num_chunks, so that even lengths are cut alike."""
+
+    total: Any
+    num_chunks: Any
+
+
+@triton.jit
+def chunk_span(cut, chunk):
+    """Returns (begin, stop) of a chunk, in blocks; of one that there is not, (0, 0).
+
+    int32 is enough for the products, as there are few thousand chunks.
+    """
+    size, rest = cut.total // cut.num_chunks, cut.total % cut.num_chunks
+    extra = chunk * rest // cut.num_chunks
+    begin = chunk * size + extra
+    stop = begin + size + (chunk * rest - extra * cut.num_chunks + rest >= cut.num_chunks).to(tl.int32)
+    is_chunk = chunk < cut.num_chunks
+    return tl.where(is_chunk, begin, 0), tl.where(is_chunk, stop, 0)
+
+
+@triton.jit
+def chunk_of(cut, block):
+    """Returns the chunk to which a block belongs."""
+    return (((block + 1).to(tl.int64) * cut.num_chunks - 1) // cut.total).to(tl.int32)
+
+
+@triton.jit
+def find_cut(
+    batch,
+    plan_ptr,
+    num_chunks,
+    LEAST_BLOCKS: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+):
+    """Returns the Cut into at most num_chunks chunks, of at least LEAST_BLOCKS blocks if there are as many."""
+    total = tl.zeros([], tl.int32)
+    if plan_ptr is None:
+        for start in range(0, batch.batch_size, BLOCK_BATCH):
+            stops = _block_stops(
+                batch, plan_ptr, start, total, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY, PAGE_SIZE=PAGE_SIZE,
+                IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
+            )  # fmt: skip
+            total = tl.max(stops)
+    else:
+        total = tl.load(plan_ptr + batch.batch_size)
+    total = tl.maximum(total, 1)
+    return Cut(total, tl.minimum(num_chunks, tl.maximum(total // LEAST_BLOCKS, 1)))
+
+
+@triton.jit
+def find_block(
+    batch,
+    plan_ptr,
+    block,
+    DRAFTS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+):
+    """Returns (request int64, its first block) of a block; request batch_size if there are fewer blocks."""
+    request, first_block, before = tl.zeros([], tl.int64), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for start in range(0, batch.batch_size, BLOCK_BATCH):
+        stops = _block_stops(
+            batch, plan_ptr, start, before, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY, PAGE_SIZE=PAGE_SIZE,
+            IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
+        )  # fmt: skip
+        is_passed = (stops <= block) & (start + tl.arange(0, BLOCK_BATCH) < batch.batch_size)
+        request += tl.sum(is_passed.to(tl.int32))
+        first_block = tl.maximum(first_block, tl.max(tl.where(is_passed, stops, 0)))
+        before = tl.max(stops)
+    return request, first_block
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch_size", "table_size", "num_pages", "num_query", "num_rows", "num_drafts", "num_words", "num_chunks",
+        "has_parts", "window", "reach", "stride_page_table_request", "stride_k_page", "stride_v_page",
+        "stride_query_batch", "stride_query_token", "stride_draft_key_batch", "stride_draft_key_token",
+        "stride_draft_value_batch", "stride_draft_value_token",
+    ]
+)  # fmt: skip
+def _attention_kernel(
+    # inputs
+    query_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    tree_mask_ptr,
+    draft_key_ptr,
+    draft_value_ptr,
+    qo_indptr_ptr,
+    positions_ptr,
+    key_positions_ptr,
+    page_table_ptr,
+    page_indptr_ptr,
+    lengths_ptr,
+    plan_ptr,
+    sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    # outputs
+    output_ptr,
+    lse_ptr,
+    shares_ptr,
+    partial_output_ptr,
+    partial_lse_ptr,
+    # sizes
+    scale,
+    soft_cap,
+    window,
+    reach,
+    batch_size,
+    table_size,
+    num_pages,
+    num_query,
+    num_rows,
+    num_drafts,
+    num_words,
+    num_chunks,
+    has_parts,
+    stride_page_table_request,
+    stride_k_page,
+    stride_v_page,
+    stride_query_batch,
+    stride_query_token,
+    stride_draft_key_batch,
+    stride_draft_key_token,
+    stride_draft_value_batch,
+    stride_draft_value_token,
+    GROUP_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    IS_WIDENED: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ENABLE_PDL: tl.constexpr,
+):
+    """Attends one tile of rows of one KV head to one chunk of the keys."""
+    await_predecessor(ENABLE_PDL)
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    row_tile = tl.program_id(0) // NUM_KV_HEADS
+    chunk = tl.program_id(1)
+    batch = Batch(
+        page_indptr_ptr, lengths_ptr, qo_indptr_ptr, stride_page_table_request, table_size, batch_size, num_query,
+        num_rows, num_drafts, reach,
+    )  # fmt: skip
+    inputs = Inputs(
+        query_ptr, k_cache_ptr, v_cache_ptr, tree_mask_ptr, draft_key_ptr, draft_value_ptr, positions_ptr,
+        key_positions_ptr, page_table_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    )  # fmt: skip
+    sizes = Sizes(
+        scale, soft_cap, window, num_pages, num_words, stride_k_page, stride_v_page, stride_query_batch,
+        stride_query_token, stride_draft_key_batch, stride_draft_key_token, stride_draft_value_batch,
+        stride_draft_value_token,
+    )  # fmt: skip
+    cut = find_cut(
+        batch, plan_ptr, num_chunks, LEAST_BLOCKS=LEAST_BLOCKS, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY, PAGE_SIZE=PAGE_SIZE,
+        IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
+    )  # fmt: skip
+    block, chunk_stop = chunk_span(cut, chunk)
+    request, first_block = find_block(batch, plan_ptr, block, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR, BLOCK_BATCH)
+    while (block < chunk_stop) & (request < batch_size):
+        first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        stop_block = first_block + count_blocks(first, stop)
+        if plan_ptr is not None:
+            first_block, stop_block = tl.load(plan_ptr + request), tl.load(plan_ptr + request + 1)
+        is_first, is_last = block <= first_block, stop_block <= chunk_stop
+        _, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
+        if row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE:
+            if is_first & (tl.program_id(0) == 0):
+                tl.store(shares_ptr + request * 3, chunk)
+                tl.store(shares_ptr + request * 3 + 1, chunk_of(cut, stop_block - 1) - chunk + 1)
+            # the blocks of a malformed plan stay within the request
+            most = tl.cdiv(stop, BLOCK)
+            begin = (first // BLOCK + tl.minimum(tl.maximum(block - first_block, 0), most)) * BLOCK
+            share_stop = stop
+            if not is_last:
+                ahead = tl.minimum(tl.maximum(chunk_stop - first_block, 0), most)
+                share_stop = tl.minimum((first // BLOCK + ahead) * BLOCK, stop)
+            pool_stop = share_stop
+            if DRAFTS == "beside":
+                pool_stop = tl.minimum(share_stop, prefix)
+            # The same row in every request, which the compiler must not see: it would compute the addresses of a whole
+            # tile of rows once for the loop, and keep them in registers that the inner loop needs.
+            first_row = tl.where(block < stop_block, row_tile * BLOCK_ROW, 0)
+            rows, state = attend_share(
+                inputs, sizes, batch, request, kv_head,
+                row=first_row, row_stop=num_tokens * GROUP_SIZE, path_token=-1,
+                keys=Keys(begin, share_stop, first, prefix, pool_stop, 0),
+                GROUP_SIZE=GROUP_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE,
+                IS_CSR=IS_CSR, DRAFTS=DRAFTS, IS_WIDENED=IS_WIDENED, ONE_SCALE=ONE_SCALE, HAS_PATHS=False,
+                BLOCK_ROW=BLOCK_ROW, BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM, BLOCK_NODE=0,
+            )  # fmt: skip
+            # a chunk has two places for parts of requests: that in which it begins, and that in which it ends
+            place = 2 * chunk + is_first.to(tl.int32)
+            finish_share(
+                inputs, Outputs(output_ptr, lse_ptr, partial_output_ptr, partial_lse_ptr), rows, state,
+                rows.is_row & is_first, place.to(tl.int64) * num_query, (is_first & is_last) | (has_parts == 0),
+                NUM_HEADS=NUM_KV_HEADS * GROUP_SIZE, HEAD_DIM=HEAD_DIM, BLOCK_DIM=BLOCK_DIM,
+            )  # fmt: skip
+        block, first_block = stop_block, stop_block
+        request += 1
+
+
+def count_chunks(batch_size: int, num_tiles: int, programs: int) -> int:
+    """Returns the number of chunks for which `programs` programs run at once, num_tiles for each chunk."""
+    num_chunks = programs // max(num_tiles, 1)
+    if num_chunks < 4:  # the last programs would leave much of the GPU idle
+        return max(num_chunks, 1, min(batch_size, triton.cdiv(4 * programs, max(num_tiles, 1))))
+    # a little fewer, if requests of equal lengths are then cut alike: none of them, or each into as many parts
+    for fewer in range(num_chunks, num_chunks - num_chunks // 10 - 1, -1):
+        if fewer % max(batch_size, 1) == 0 or batch_size % fewer == 0:
+            return fewer
+    return num_chunks
+
+
+def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_drafts_beside: int) -> None:
+    """Launches the attention and, where a request can have several parts, their merge.
+
+    arguments: of the kernel, but those that are found here. cache: `cache_arguments`. tuned: the op's tuning row, tile
+    sizes included. most_drafts_beside: slots of a request that are not in the pool.
+    """
+    device = arguments["output_ptr"].device
+    num_heads, head_dim = arguments["output_ptr"].shape[-2:]
+    batch_size, num_query = arguments["batch_size"], arguments["num_query"]
+    num_tiles = cache["NUM_KV_HEADS"] * triton.cdiv(num_query * arguments["GROUP_SIZE"], arguments["BLOCK_ROW"])
+    least_blocks = max(1, tuned["share_keys"] // BLOCK_SLOTS)
+    # the most blocks that these page tables have room for; in the CSR form all requests share them
+    slots = cache["table_size"] * cache["PAGE_SIZE"]
+    each = triton.cdiv(slots, BLOCK_SLOTS) + triton.cdiv(most_drafts_beside, BLOCK_SLOTS) + (most_drafts_beside > 0)
+    most_blocks = batch_size * max(each, 1)
+    if cache["IS_CSR"]:
+        most_blocks = min(most_blocks, each + batch_size * (1 + triton.cdiv(most_drafts_beside, BLOCK_SLOTS)))
+    programs = tuned["programs"] * target.num_multiprocessors(device)
+    num_chunks = min(count_chunks(batch_size, num_tiles, programs), triton.cdiv(most_blocks, least_blocks))
+    has_parts = num_chunks > 1 and each > 1
+    partial_shape = (2 * num_chunks if has_parts else 0, num_query, num_heads)
+    shared = {
+        # of each request: the chunk in which it begins, and in how many it is; one place is for `ordered.py`
+        "shares_ptr": torch.empty((batch_size, 3), dtype=torch.int32, device=device),
+        "partial_output_ptr": torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=device),
+        "partial_lse_ptr": torch.empty(partial_shape, dtype=torch.float32, device=device),
+    }
+    launch(
+        op,
+        _attention_kernel,
+        (num_tiles, num_chunks),
+        num_chunks=num_chunks,
+        has_parts=int(has_parts),
+        LEAST_BLOCKS=least_blocks,
+        BLOCK_BATCH=32 if batch_size <= 32 else 128,
+        **arguments,
+        **cache,
+        **shared,
+        **tuning.compiler_options(tuned),
+    )
+    if has_parts:
+        parts = 4 if num_chunks < 4 * batch_size else 16  # about as many as a request has
+        launch_merge(op, num_chunks, parts, arguments, shared, is_ordered=False)

@@ -1,0 +1,249 @@
+"""One share of a request's keys, attended by one tile of rows: what both attention kernels do once they have chosen.
+
+Which share a program attends to is decided in `chunks.py`, by even cuts of the whole batch, or in `ordered.py`, by
+positions alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ....runtime.language import tl, triton
+from .attention import Pool, Queries, Span, attend, request_rows
+from .paged_cache import request_pages
+from .paths import attend_path
+from .softmax import add_sink, finish_rows, match_keys, start_rows
+
+
+class Inputs(NamedTuple):
+    """Pointers to what the op was given; None where it has none."""
+
+    query: Any
+    k_cache: Any
+    v_cache: Any
+    tree_mask: Any
+    draft_key: Any
+    draft_value: Any
+    positions: Any
+    key_positions: Any
+    page_table: Any
+    sinks: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class Outputs(NamedTuple):
+    """Pointers to results, and to those of parts: partial_output [places, tokens, heads, HEAD_DIM] and their lse."""
+
+    output: Any
+    lse: Any
+    partial_output: Any
+    partial_lse: Any
+
+
+class Sizes(NamedTuple):
+    """Numbers of the call; strides count rows of HEAD_DIM."""
+
+    scale: Any
+    soft_cap: Any
+    window: Any
+    num_pages: Any
+    num_words: Any
+    stride_k_page: Any
+    stride_v_page: Any
+    stride_query_batch: Any
+    stride_query_token: Any
+    stride_draft_key_batch: Any
+    stride_draft_key_token: Any
+    stride_draft_value_batch: Any
+    stride_draft_value_token: Any
+
+
+class Keys(NamedTuple):
+    """The slots begin..stop - 1 of a request, whose rows see none before `first`, all of first..prefix - 1, and drafts
+    behind; those from pool_stop on are read along the path of one token, or beside the pool."""
+
+    begin: Any
+    stop: Any
+    first: Any
+    prefix: Any
+    pool_stop: Any
+    num_seen_drafts: Any
+
+
+class Rows(NamedTuple):
+    """A tile of rows (token, head of the group) of one KV head; `first` is the request's first row."""
+
+    first: Any
+    token: Any
+    head: Any
+    is_row: Any
+    position: Any
+
+
+@triton.jit
+def attend_share(
+    inputs,
+    sizes,
+    batch,
+    request,
+    kv_head,
+    row,
+    row_stop,
+    path_token,
+    keys,
+    GROUP_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    IS_WIDENED: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    HAS_PATHS: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_NODE: tl.constexpr,
+):
+    """Returns (Rows, their state (row_max, row_sum, accumulator)) after the Keys.
+
+    row: the first of the BLOCK_ROW rows of `request`; those from row_stop on do not exist. path_token: with HAS_PATHS
+    the token whose path the slots from pool_stop on are read along, if it is at least 0.
+    """
+    first_row, num_tokens = request_rows(batch.qo_indptr_ptr, request, batch.num_query, batch.num_rows, True)
+    first_page, _, _ = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
+    k_scale_ptr, v_scale_ptr = inputs.k_scale, inputs.v_scale
+    if k_scale_ptr is not None and not ONE_SCALE:
+        k_scale_ptr += kv_head
+        v_scale_ptr += kv_head
+    row += tl.arange(0, BLOCK_ROW)
+    token = row // GROUP_SIZE
+    head = kv_head * GROUP_SIZE + row % GROUP_SIZE
+    is_row = row < row_stop if HAS_PATHS else token < num_tokens  # the second form spares registers
+    column = tl.arange(0, BLOCK_DIM)
+    in_bounds = is_row[:, None] & (column < HEAD_DIM)[None, :]
+    query_row = (first_row + token) * sizes.stride_query_token + head
+    if batch.qo_indptr_ptr is None:
+        query_row = request * sizes.stride_query_batch + token.to(tl.int64) * sizes.stride_query_token + head
+    query = tl.load(inputs.query + query_row[:, None] * HEAD_DIM + column[None, :], mask=in_bounds, other=0.0)
+
+    mask_ptr, last_draft, last_slot, positions_of_drafts_ptr = None, None, None, None
+    # without a draft block the query is in the last slot
+    position = keys.prefix - 1 + token * 0
+    if DRAFTS != "":
+        num_keys = batch.num_drafts
+        if batch.qo_indptr_ptr is not None:
+            num_keys = num_tokens
+        last_draft = token + (num_keys - num_tokens)
+        last_slot = keys.prefix + last_draft
+        position = last_slot
+        if inputs.positions is not None:
+            position = tl.load(inputs.positions + first_row + token, mask=is_row, other=0).to(tl.int32)
+        if inputs.tree_mask is not None:
+            # rows that do not exist have the mask of the first one
+            mask_ptr = inputs.tree_mask + (first_row + tl.where(is_row, token, 0)) * sizes.num_words
+        if inputs.key_positions is not None:
+            first_key = first_row
+            if batch.qo_indptr_ptr is None:
+                first_key = request * batch.num_drafts
+            positions_of_drafts_ptr = inputs.key_positions + first_key
+    last_position = tl.zeros([], tl.int32)
+    if sizes.window is not None:
+        last_position = tl.max(tl.where(is_row, position, 0))
+
+    matched, logit_scale = match_keys(query, sizes.scale, k_scale_ptr, inputs.k_cache.dtype.element_ty)
+    queries = Queries(matched, logit_scale, position, last_slot, mask_ptr, sizes.num_words, sizes.soft_cap)
+    pool = Pool(
+        inputs.k_cache, inputs.v_cache, inputs.page_table, first_page, sizes.num_pages, sizes.stride_k_page,
+        sizes.stride_v_page, kv_head,
+    )  # fmt: skip
+    begin, stop, prefix = keys.begin, keys.stop, keys.prefix
+    row_max, row_sum, accumulator = attend(
+        queries,
+        pool,
+        Span(
+            tl.maximum(begin, keys.first), keys.pool_stop, prefix, sizes.window, last_position, 0,
+            positions_of_drafts_ptr,
+        ),
+        start_rows(BLOCK_ROW, BLOCK_DIM),
+        IS_WIDENED=IS_WIDENED, PAGE_SIZE=PAGE_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
+        BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM,
+    )  # fmt: skip
+    if HAS_PATHS:
+        if path_token >= 0:
+            row_max, row_sum, accumulator = attend_path(
+                queries,
+                pool,
+                Span(
+                    tl.maximum(begin, keys.pool_stop), stop, prefix, sizes.window, last_position, keys.first,
+                    positions_of_drafts_ptr,
+                ),
+                (row_max, row_sum, accumulator),
+                inputs.tree_mask + (first_row + path_token) * sizes.num_words,
+                keys.num_seen_drafts,
+                IS_WIDENED=IS_WIDENED, PAGE_SIZE=PAGE_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
+                BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM, BLOCK_NODE=BLOCK_NODE,
+            )  # fmt: skip
+    if v_scale_ptr is not None:
+        accumulator *= tl.load(v_scale_ptr)
+    if DRAFTS == "beside":
+        drafts_begin = tl.cdiv(prefix, BLOCK_KEY) * BLOCK_KEY
+        first_key, first_value = first_row * sizes.stride_draft_key_token, first_row * sizes.stride_draft_value_token
+        if batch.qo_indptr_ptr is None:
+            first_key = request * sizes.stride_draft_key_batch
+            first_value = request * sizes.stride_draft_value_batch
+        query, logit_scale = match_keys(query, sizes.scale, None, query.dtype)
+        row_max, row_sum, accumulator = attend(
+            Queries(query, logit_scale, position, last_draft, mask_ptr, sizes.num_words, sizes.soft_cap),
+            Pool(
+                inputs.draft_key + first_key * HEAD_DIM, inputs.draft_value + first_value * HEAD_DIM, None, 0, 0,
+                sizes.stride_draft_key_token, sizes.stride_draft_value_token, kv_head,
+            ),
+            Span(
+                tl.maximum(begin - drafts_begin, 0), stop - drafts_begin, prefix * 0, sizes.window, last_position,
+                prefix, positions_of_drafts_ptr,
+            ),
+            (row_max, row_sum, accumulator),
+            IS_WIDENED=IS_WIDENED, PAGE_SIZE=0, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM,
+            BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM,
+        )  # fmt: skip
+    return Rows(first_row, token, head, is_row, position), (row_max, row_sum, accumulator)
+
+
+@triton.jit
+def finish_share(
+    inputs,
+    outputs,
+    rows,
+    state,
+    is_sink,
+    first_partial_row,
+    is_whole,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """Stores the rows' output and lse: a result if the share is_whole, else a partial one.
+
+    is_sink: the rows to which the logit of their head's sink is added. It is added to a share, not when shares are
+    merged, since one more part must not change a row's bits. first_partial_row: of the request's first token.
+    """
+    row_max, row_sum, accumulator = state
+    if inputs.sinks is not None:
+        sink = tl.load(inputs.sinks + rows.head, mask=is_sink, other=float("-inf")).to(tl.float32)
+        row_max, row_sum, accumulator = add_sink(row_max, row_sum, accumulator, sink * 1.4426950408889634)
+    output, lse = finish_rows(row_max, row_sum, accumulator)
+    column = tl.arange(0, BLOCK_DIM)
+    in_bounds = rows.is_row[:, None] & (column < HEAD_DIM)[None, :]
+    if is_whole:
+        output_row = (rows.first + rows.token) * NUM_HEADS + rows.head
+        tl.store(outputs.lse + output_row, lse * 0.6931471805599453, mask=rows.is_row)
+        tl.store(
+            outputs.output + output_row[:, None] * HEAD_DIM + column[None, :],
+            output.to(outputs.output.dtype.element_ty), mask=in_bounds,
+        )  # fmt: skip
+    else:
+        partial_row = (first_partial_row + rows.token) * NUM_HEADS + rows.head
+        tl.store(outputs.partial_lse + partial_row, lse, mask=rows.is_row)
+        tl.store(outputs.partial_output + partial_row[:, None] * HEAD_DIM + column[None, :], output, mask=in_bounds)

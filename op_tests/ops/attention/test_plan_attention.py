@@ -1,0 +1,209 @@
+"""plan_attention against its reference, and what attention makes of plans: its own, of other lengths, and malformed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels.ops.attention.shared.chunks import count_chunks
+from op_tests.harness import (
+    assert_close,
+    assert_equal,
+    assert_in_bounds,
+    assert_only_launches,
+    assume_multiprocessors,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+    to_device,
+)
+
+from .cases import paged_cache
+
+BATCH_SIZES = (1, 2, 31, 33, 256, 1000)
+
+
+def make(lengths, *, dtype=torch.int32, device="cpu", **options):
+    return {"seq_lens": torch.tensor(lengths, dtype=dtype, device=device)} | options
+
+
+def ahead_of_time_cases():
+    yield "int32", make([5, 70])
+    yield "int64 window", make([5, 70], dtype=torch.int64, window=20, num_drafts=8)
+
+
+def size_sweep():
+    for batch_size in BATCH_SIZES:
+        yield make([100] * batch_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_drafts": 8}, {"window": 65}, {"num_drafts": 60, "window": 100}], ids=str)
+def test_matches_reference(options, dtype, device):
+    lengths = [0, 1, 63, 64, 65, 128, 700, -3, 129, 5000, 164, 163, 228]
+    check_operation("attention.plan_attention", make(lengths, dtype=dtype, device=device, **options))
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+def test_batches_of_every_size(batch_size, device):
+    lengths = torch.randint(0, 2000, (batch_size,)).tolist()
+    check_operation("attention.plan_attention", make(lengths, device=device))
+
+
+def test_worked_example(device):
+    """100 slots and 8 drafts end in their second block, 0 and 8 in their first, 64 and 8 in their second."""
+    assert eagle_kernels.raw.plan_attention(**make([100, 0, 64], device=device, num_drafts=8)).tolist() == [0, 2, 3, 5]
+
+
+def test_empty_batch(device):
+    result, _ = check_operation("attention.plan_attention", make([], device=device))
+    assert result.tolist() == [0]
+
+
+# what each of the requests has: keys of all lengths, none, all keys in one of them, one long among short ones
+RAGGED = ([700, 0, 1, 130, 64, 65, 0, 300], [0], [0, 0, 0, 900, 0], [1500, *[3] * 40], [129])
+
+
+def attention(kind, lengths, device, **options):
+    """A call of gqa_decode or tree_attention as (the function, its arguments)."""
+    values = paged_cache(lengths if kind == "decode" else [length + 5 for length in lengths], 16, 2, 32,
+                         torch.float32, device=device)  # fmt: skip
+    if kind == "decode":
+        return eagle_kernels.raw.gqa_decode, values | options | {
+            "query": torch.randn(len(lengths), 4, 32, device=device)
+        }
+    values["seq_lens"] = values["seq_lens"] - 5
+    mask = torch.tensor([1, 3, 5, 11, 21], device=device).expand(len(lengths), 5)[:, :, None].contiguous()
+    return eagle_kernels.raw.tree_attention, values | options | {
+        "query": torch.randn(len(lengths), 5, 4, 32, device=device), "tree_mask": mask
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 7, 132])
+@pytest.mark.parametrize("lengths", RAGGED, ids=lambda lengths: f"B={len(lengths)}")
+@pytest.mark.parametrize("kind", ["decode", "tree"])
+def test_attention_with_its_plan_is_attention_without(kind, lengths, multiprocessors, device, monkeypatch):
+    """The same cuts, so the same bits."""
+    assume_multiprocessors(monkeypatch, multiprocessors)
+    function, values = attention(kind, lengths, device)
+    plan = eagle_kernels.raw.plan_attention(values["seq_lens"], num_drafts=0 if kind == "decode" else 5)
+    for field, planned, expected in zip(("output", "lse"), function(**values, plan=plan), function(**values)):
+        assert_equal(kind, str(lengths), field, planned, expected)
+
+
+@pytest.mark.parametrize("planned", [[1] * 8, [2000] * 8, [0, 700, 64, 1, 64, 0, 900, 1], [5000, 1, 1, 1, 1, 1, 1, 1]])
+@pytest.mark.parametrize("kind", ["decode", "tree"])
+def test_no_key_is_lost_by_a_plan_of_other_lengths(kind, planned, device, monkeypatch):
+    assume_multiprocessors(monkeypatch, 5)
+    function, values = attention(kind, RAGGED[0], device)
+    plan = eagle_kernels.raw.plan_attention(torch.tensor(planned, device=device))
+    for field, got, expected in zip(("output", "lse"), function(**values, plan=plan), function(**values)):
+        assert_close(kind, str(planned), field, got, expected)
+
+
+@pytest.mark.parametrize("kind", ["decode", "tree"])
+def test_deterministic_bits_do_not_depend_on_the_plan(kind, device):
+    function, values = attention(kind, RAGGED[0], device, deterministic=True)
+    plan = eagle_kernels.raw.plan_attention(torch.tensor([3, 900, 0, 0, 1, 64, 700, 2], device=device))
+    for field, got, expected in zip(("output", "lse"), function(**values, plan=plan), function(**values)):
+        assert_equal(kind, "other plan", field, got, expected)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [[0] * 9, [-5] * 9, [2**31 - 1] * 9, list(range(8, -1, -1)), [0, 2**30, 3, -(2**31), 7, 2**31 - 1, 1, 9, 4],
+     [2**31 - 1, 0, 0, 0, 0, 0, 0, 0, 2**31 - 1], [0, 90, 91, 92, 93, 94, 95, 96, 40]],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["decode", "tree", "short"])
+def test_malformed_plans_stay_in_bounds(kind, plan, device, monkeypatch):
+    """Results are wrong then; what lies around the tensors is neither read nor written."""
+    assume_multiprocessors(monkeypatch, 5)
+    lengths = [9] * 8 if kind == "short" else RAGGED[0]
+    function, values = attention("decode" if kind == "short" else kind, lengths, device)
+    with assert_in_bounds():
+        function(**values, plan=torch.tensor(plan, dtype=torch.int32, device=device))
+
+
+@pytest.mark.parametrize("kind", ["decode", "tree"])
+def test_the_plan_of_another_batch_is_named(kind, device):
+    function, values = attention(kind, [30, 40], device)
+    plan = eagle_kernels.raw.plan_attention(torch.tensor([30, 40, 50], device=device))
+    with pytest.raises(ValueError, match=r"plan must have shape \[3\], got \[4\]"):
+        function(**values, plan=plan)
+    with pytest.raises(ValueError, match="plan must have dtype int32, got int64"):
+        function(**values, plan=plan[:3].long())
+
+
+def test_equal_lengths_are_cut_alike():
+    """None of them, or each into as many parts, where about as many programs allow that; never more than there are."""
+    for batch_size, programs, expected in ((1, 264, 33), (8, 264, 32), (32, 264, 32), (128, 264, 32), (48, 264, 33),
+                                           (12, 264, 33), (3, 80, 9), (0, 264, 33)):  # fmt: skip
+        assert count_chunks(batch_size, 8, programs) == expected
+    assert count_chunks(32, 100, 132) == 6  # in waves where one chunk would leave programs idle
+    assert count_chunks(2, 100, 132) == 2 and count_chunks(1, 1000, 132) == 1
+
+
+def test_launches_and_nothing_else(device):
+    assert_only_launches("attention.plan_attention", make([5, 70], device=device))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 20, "num_drafts": 8}], ids=str)
+def test_registration(options, device):
+    check_registration("plan_attention", make([5, 70], device=device, **options))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_lens": torch.zeros(2)}, "seq_lens must have dtype int32 or int64, got float32"),
+        ({"seq_lens": torch.zeros(2, 2, dtype=torch.int32)}, r"seq_lens must have shape \[B\]"),
+        ({"num_drafts": -1}, "num_drafts must lie in 0..1048576, got -1"),
+        ({"window": 0}, "window must lie in 1..2147483647, got 0"),
+        ({"out": torch.zeros(2, dtype=torch.int32)}, r"out must have shape \[3\]"),
+    ],
+)
+def test_bad_input_is_named(change, message, device):
+    values = to_device(make([5, 70]) | change, device)
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.plan_attention: .*" + message):
+        eagle_kernels.raw.plan_attention(**values)
+
+
+@pytest.mark.gpu
+def test_graph_of_lengths_that_change(device):
+    """One graph of the plan and the attention serves all lengths."""
+    function, values = attention("decode", [700, 300, 64, 9], device)
+    plan, out = eagle_kernels.raw.plan_attention(values["seq_lens"]), function(**values)
+
+    def step():
+        eagle_kernels.raw.plan_attention(values["seq_lens"], out=plan)
+        function(**values, plan=plan, out=out)
+
+    replay_in_graph(step, change=lambda: values["seq_lens"].copy_(torch.tensor([1, 299, 0, 9])))
+    for field, got, expected in zip(out._fields, out, function(**values)):
+        assert_equal("gqa_decode", "replay", field, got, expected)
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1, 64, 1000])
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+def test_full_cross(batch_size, window, device):
+    for num_drafts, longest in itertools.product((0, 1, 64), (1, 200, 100_000)):
+        lengths = torch.randint(0, longest + 1, (batch_size,)).tolist()
+        values = make(lengths, device=device, num_drafts=num_drafts, window=window)
+        check_operation("attention.plan_attention", values, case=f"{num_drafts} {longest}")
+
+
+@pytest.mark.gpu
+def test_one_long_request_among_short_ones(device):
+    """128k keys beside 255 requests of up to 20."""
+    lengths = torch.randint(1, 20, (256,)).tolist()
+    lengths[77] = 131072
+    function, values = attention("decode", lengths, device)
+    plan = eagle_kernels.raw.plan_attention(values["seq_lens"])
+    got, alone = function(**values, plan=plan), function(**values, deterministic=True)
+    assert_close("gqa_decode", "one long", "output", got.output, alone.output)
