@@ -1,7 +1,7 @@
 """The plan of a batch for attention: where the keys of each request begin among all, counted in blocks.
 
 Computes
-    plan[b] = the blocks of 64 slots that the requests before b have. Request b has those of the slots from the first
+    plan[b] = the blocks of 32 slots that the requests before b have. Request b has those of the slots from the first
     that its rows see to its last draft key, and at least 1. `gqa_decode` and `tree_attention` cut all blocks into even
     chunks, one for each program that runs at once; without a plan each of their programs sums up the lengths itself.
 Invariants
@@ -80,7 +80,7 @@ def plan_attention(
         out: a tensor to write into.
 
     Returns:
-        [B + 1] int32. Request b has the blocks plan[b]..plan[b + 1] - 1, at least one, of 64 slots each.
+        [B + 1] int32. Request b has the blocks plan[b]..plan[b + 1] - 1, at least one, of 32 slots each.
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or range; the message names the argument.
@@ -92,7 +92,7 @@ def plan_attention(
 
     Example:
         >>> eagle_kernels.plan_attention(torch.tensor([100, 0, 64]), num_drafts=8).tolist()
-        [0, 2, 3, 5]
+        [0, 4, 5, 8]
     """
     plan = check.allocate("plan_attention", contract(locals()), out)
     launch(

@@ -61,7 +61,8 @@ TUNING = {
         _MANY | {"least_programs": 32, "program_keys": 2048, "max_rows": 128, "num_warps": 8},
         _MANY | {"max_dim": 128, "tile_bytes": 8192},
         # rows may be empty, but the tensor cores' large instructions are used
-        _ROW | {"min_rows": 64, "programs": 1, "num_stages": 4},
+        _ROW | {"min_rows": 64, "tile_bytes": 8192, "num_stages": 3,
+                "wide": {"tile_bytes": 16384, "programs": 1, "num_stages": 4}},
     ),
 }  # fmt: skip
 

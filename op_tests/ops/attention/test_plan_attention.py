@@ -54,8 +54,8 @@ def test_batches_of_every_size(batch_size, device):
 
 
 def test_worked_example(device):
-    """100 slots and 8 drafts end in their second block, 0 and 8 in their first, 64 and 8 in their second."""
-    assert eagle_kernels.raw.plan_attention(**make([100, 0, 64], device=device, num_drafts=8)).tolist() == [0, 2, 3, 5]
+    """100 slots and 8 drafts end in their fourth block, 0 and 8 in their first, 64 and 8 in their third."""
+    assert eagle_kernels.raw.plan_attention(**make([100, 0, 64], device=device, num_drafts=8)).tolist() == [0, 4, 5, 8]
 
 
 def test_empty_batch(device):

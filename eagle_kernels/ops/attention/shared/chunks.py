@@ -26,9 +26,11 @@ from .batch import Batch, slot_range
 from .merge_shares import launch_merge
 from .share import Inputs, Keys, Outputs, Sizes, attend_share, finish_share
 
-# a multiple of every BLOCK_KEY
-BLOCK_SLOTS = 64
+# A part begins and ends at a multiple of BLOCK_KEY, before the place where the cut is.
+BLOCK_SLOTS = 32
 BLOCK = tl.constexpr(BLOCK_SLOTS)
+# blocks of a chunk, if a multiprocessor is to have several
+WORTHWHILE = tl.constexpr(32)
 
 
 @triton.jit
@@ -84,6 +86,16 @@ def chunk_span(cut, chunk):
 
 
 @triton.jit
+def cut_slot(first, stop, block, BLOCK_KEY: tl.constexpr):
+    """Returns the slot, a multiple of BLOCK_KEY, where a request is cut before one of its blocks.
+
+    A malformed plan may name blocks that there are not; the slot is then near the request's end.
+    """
+    block = first // BLOCK + tl.minimum(tl.maximum(block, 0), tl.cdiv(stop, BLOCK))
+    return block * BLOCK // BLOCK_KEY * BLOCK_KEY
+
+
+@triton.jit
 def chunk_of(cut, block):
     """Returns the chunk to which a block belongs."""
     return (((block + 1).to(tl.int64) * cut.num_chunks - 1) // cut.total).to(tl.int32)
@@ -94,6 +106,7 @@ def find_cut(
     batch,
     plan_ptr,
     num_chunks,
+    few_chunks,
     LEAST_BLOCKS: tl.constexpr,
     DRAFTS: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
@@ -101,7 +114,10 @@ def find_cut(
     IS_CSR: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
 ):
-    """Returns the Cut into at most num_chunks chunks, of at least LEAST_BLOCKS blocks if there are as many."""
+    """Returns the Cut into at most num_chunks chunks, of at least LEAST_BLOCKS blocks if there are as many.
+
+    It has at most few_chunks if the others would have less than WORTHWHILE blocks: more parts take longer to merge.
+    """
     total = tl.zeros([], tl.int32)
     if plan_ptr is None:
         for start in range(0, batch.batch_size, BLOCK_BATCH):
@@ -113,7 +129,8 @@ def find_cut(
     else:
         total = tl.load(plan_ptr + batch.batch_size)
     total = tl.maximum(total, 1)
-    return Cut(total, tl.minimum(num_chunks, tl.maximum(total // LEAST_BLOCKS, 1)))
+    most = tl.where(total // WORTHWHILE >= num_chunks, num_chunks, few_chunks)
+    return Cut(total, tl.minimum(most, tl.maximum(total // LEAST_BLOCKS, 1)))
 
 
 @triton.jit
@@ -144,7 +161,7 @@ def find_block(
 @triton.jit(
     do_not_specialize=[
         "batch_size", "table_size", "num_pages", "num_query", "num_rows", "num_drafts", "num_words", "num_chunks",
-        "has_parts", "window", "reach", "stride_page_table_request", "stride_k_page", "stride_v_page",
+        "few_chunks", "has_parts", "window", "reach", "stride_page_table_request", "stride_k_page", "stride_v_page",
         "stride_query_batch", "stride_query_token", "stride_draft_key_batch", "stride_draft_key_token",
         "stride_draft_value_batch", "stride_draft_value_token",
     ]
@@ -186,6 +203,7 @@ def _attention_kernel(
     num_drafts,
     num_words,
     num_chunks,
+    few_chunks,
     has_parts,
     stride_page_table_request,
     stride_k_page,
@@ -230,8 +248,8 @@ def _attention_kernel(
         stride_draft_value_token,
     )  # fmt: skip
     cut = find_cut(
-        batch, plan_ptr, num_chunks, LEAST_BLOCKS=LEAST_BLOCKS, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY, PAGE_SIZE=PAGE_SIZE,
-        IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
+        batch, plan_ptr, num_chunks, few_chunks, LEAST_BLOCKS=LEAST_BLOCKS, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY,
+        PAGE_SIZE=PAGE_SIZE, IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
     )  # fmt: skip
     block, chunk_stop = chunk_span(cut, chunk)
     request, first_block = find_block(batch, plan_ptr, block, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR, BLOCK_BATCH)
@@ -246,13 +264,9 @@ def _attention_kernel(
             if is_first & (tl.program_id(0) == 0):
                 tl.store(shares_ptr + request * 3, chunk)
                 tl.store(shares_ptr + request * 3 + 1, chunk_of(cut, stop_block - 1) - chunk + 1)
-            # the blocks of a malformed plan stay within the request
-            most = tl.cdiv(stop, BLOCK)
-            begin = (first // BLOCK + tl.minimum(tl.maximum(block - first_block, 0), most)) * BLOCK
-            share_stop = stop
+            begin, share_stop = cut_slot(first, stop, block - first_block, BLOCK_KEY), stop
             if not is_last:
-                ahead = tl.minimum(tl.maximum(chunk_stop - first_block, 0), most)
-                share_stop = tl.minimum((first // BLOCK + ahead) * BLOCK, stop)
+                share_stop = tl.minimum(cut_slot(first, stop, chunk_stop - first_block, BLOCK_KEY), stop)
             pool_stop = share_stop
             if DRAFTS == "beside":
                 pool_stop = tl.minimum(share_stop, prefix)
@@ -307,8 +321,9 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
     most_blocks = batch_size * max(each, 1)
     if cache["IS_CSR"]:
         most_blocks = min(most_blocks, each + batch_size * (1 + triton.cdiv(most_drafts_beside, BLOCK_SLOTS)))
-    programs = tuned["programs"] * target.num_multiprocessors(device)
-    num_chunks = min(count_chunks(batch_size, num_tiles, programs), triton.cdiv(most_blocks, least_blocks))
+    programs, most_chunks = target.num_multiprocessors(device), triton.cdiv(most_blocks, least_blocks)
+    num_chunks = min(count_chunks(batch_size, num_tiles, programs * tuned["programs"]), most_chunks)
+    few_chunks = min(count_chunks(batch_size, num_tiles, programs), num_chunks)
     has_parts = num_chunks > 1 and each > 1
     partial_shape = (2 * num_chunks if has_parts else 0, num_query, num_heads)
     shared = {
@@ -322,6 +337,7 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
         _attention_kernel,
         (num_tiles, num_chunks),
         num_chunks=num_chunks,
+        few_chunks=few_chunks,
         has_parts=int(has_parts),
         LEAST_BLOCKS=least_blocks,
         BLOCK_BATCH=32 if batch_size <= 32 else 128,
@@ -331,5 +347,6 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
         **tuning.compiler_options(tuned),
     )
     if has_parts:
-        parts = 4 if num_chunks < 4 * batch_size else 16  # about as many as a request has
-        launch_merge(op, num_chunks, parts, arguments, shared, is_ordered=False)
+        # about as many parts at once as a request has
+        rows, parts = (4, 4) if num_chunks <= 4 * batch_size else (1, 64) if num_query == 1 else (4, 16)
+        launch_merge(op, num_chunks, rows, parts, arguments, shared, is_ordered=False)

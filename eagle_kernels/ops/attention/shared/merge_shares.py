@@ -9,8 +9,8 @@ from ....runtime.launch import launch
 from .attention import request_rows
 from .softmax import finish_rows, merge_rows, start_rows
 
-# programs: of all requests together. rows: (token, head) at once.
-MERGE_TUNING = {"default": {"programs": 2048, "rows": 4, "num_warps": 4}}
+# programs: of all requests together
+MERGE_TUNING = {"default": {"programs": 2048, "num_warps": 4}}
 
 
 @triton.jit(do_not_specialize=["num_query", "num_rows", "num_shares"])
@@ -77,17 +77,18 @@ def _merge_kernel(
 
 
 def launch_merge(
-    op: str, num_shares: int, num_parts: int, arguments: dict, shared: dict, *, is_ordered: bool
+    op: str, num_shares: int, num_merged: int, num_parts: int, arguments: dict, shared: dict, *, is_ordered: bool
 ) -> None:
     """Launches the merge of the partial results of at most num_shares shares into `output_ptr` and `lse_ptr`.
 
-    num_parts: how many of a request are merged at once. arguments, shared: what the kernel of the shares took.
+    num_merged, num_parts: rows (token, head), and parts of each, that are merged at once. arguments, shared: what the
+    kernel of the shares took.
     """
     output = arguments["output_ptr"]
     num_heads, head_dim = output.shape[-2:]
     num_requests = arguments["batch_size"]
     merging = tuning.row(MERGE_TUNING, output.device)
-    row_tiles = triton.cdiv(arguments["num_query"] * num_heads, merging["rows"])
+    row_tiles = triton.cdiv(arguments["num_query"] * num_heads, num_merged)
     names = ("qo_indptr_ptr", "output_ptr", "lse_ptr", "num_query", "num_rows", "BLOCK_DIM")
     launch(
         op,
@@ -97,7 +98,7 @@ def launch_merge(
         IS_ORDERED=is_ordered,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
-        BLOCK_MERGED=merging["rows"],
+        BLOCK_MERGED=num_merged,
         BLOCK_PART=num_parts,
         **{name: arguments[name] for name in names},
         **shared,

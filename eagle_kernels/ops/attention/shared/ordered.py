@@ -25,8 +25,8 @@ BLOCK_BATCH = tl.constexpr(32)
 MAX_PROGRAMS = 65535
 # See `split_attention`. One table for all ops, since each node of a tree must have the bits of plain decoding.
 _ROW = {"max_rows": 16, "min_rows": 16, "tile_bytes": 8192, "share_keys": 128, "num_warps": 2, "num_stages": 2}
-# shares that are merged at once
-MERGED_PARTS = 4
+# rows, and shares of each, that are merged at once
+MERGED_ROWS, MERGED_SHARES = 4, 4
 TUNING = {"default": _ROW, "sm_90": _ROW | {"num_stages": 3}}
 
 
@@ -332,4 +332,4 @@ def launch_ordered(op: str, arguments: dict, cache: dict, tuned: dict, *, most_d
         **tuning.compiler_options(tuned),
     )
     if has_parts:
-        launch_merge(op, num_shares, MERGED_PARTS, arguments, shared, is_ordered=True)
+        launch_merge(op, num_shares, MERGED_ROWS, MERGED_SHARES, arguments, shared, is_ordered=True)
