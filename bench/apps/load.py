@@ -1,4 +1,4 @@
-"""A mixed load: `python -m bench.run --app load [--shape small] [--clients 8 32] [--requests 96] [--only plain ...]`.
+"""A mixed load: `python -m bench.run --app load [--shape small] [--clients 8 32] [--requests 96] [--max-step-ms 30]`.
 
 Clients send prompts of 30 to 8,192 tokens and want 32 to 512 new ones, mostly few of both; each sends its next request
 once it has the text of the one before, so that requests join and leave all the time. The models are those of `--app
@@ -117,6 +117,7 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--clients", nargs="+", type=int, default=[8, 32], help="how many at once (default: 8 32)")
     parser.add_argument("--requests", type=int, default=96, help="of all clients together (default: 96)")
+    parser.add_argument("--max-step-ms", type=float, help="of EAGLEConfig (default: none)")
     parser.add_argument("--only", nargs="+", choices=list(PRESETS), default=list(PRESETS), help="presets")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -131,14 +132,16 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     for num_clients in options.clients:
         plain_speed = None
         for preset in options.only:
-            engine = bench.engine(num_clients, **PRESETS[preset])
+            engine = bench.engine(num_clients, **PRESETS[preset], max_step_ms=options.max_step_ms)
             engine.is_speculating = bool(PRESETS[preset])
             serve(engine, load[:num_clients], num_clients)  # compiles, captures and measures what steps are made of
             numbers = serve(engine, load, num_clients)
             plain_speed = numbers["tokens_per_s"] if preset == "plain" else plain_speed
             if plain_speed is not None:
                 numbers["of_plain"] = numbers["tokens_per_s"] / plain_speed
-            line = {"op": "load", "case": f"{num_clients} clients, {len(load)} requests", "provider": preset}
+            limit = f", at most {options.max_step_ms:g} ms" if options.max_step_ms else ""
+            case = f"{num_clients} clients, {len(load)} requests{limit}"
+            line = {"op": "load", "case": case, "provider": preset}
             line |= {name: round(numbers[name], 4) for name in SHOWN if name in numbers}
             shown = "  ".join(f"{name} {line[name]:.4g}" for name in SHOWN if name in line)
             print(f"{line['case']:28} {preset:12} {shown}", flush=True)

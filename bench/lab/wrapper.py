@@ -45,7 +45,7 @@ class ModelWrapper:
         pool, table, start = past_key_values or _new_cache(self.target, self.max_length)
         count = _count_tokens(input_ids, self.max_length - start)
         positions = torch.arange(start, start + count, device=self.device)[None]
-        attend = PrefillAttend(pool, table, start, count)
+        attend = PrefillAttend(pool, table, [(start, count)])
         logits = self.target.forward(input_ids.to(self.device), positions, attend).logits
         return logits, Cache(pool, table, start + count) if use_cache else None
 

@@ -38,6 +38,10 @@ def at_least(least: float) -> Rule:
     return f"be at least {least}", lambda value: value >= least
 
 
+def above(bound: float) -> Rule:
+    return f"be above {bound}", lambda value: value > bound
+
+
 def between(least: float, most: float) -> Rule:
     return f"lie in {least}..{most}", lambda value: least <= value <= most
 

@@ -52,7 +52,7 @@ def test_moved_drafts_equal_a_fresh_prefill(page_size, device):
         pool = KVPool(model.kv_shape, table.numel(), page_size, torch.float32, torch.device(device))
         for request, tokens in enumerate(sequences):
             count = tokens.shape[1]
-            attend = PrefillAttend(pool, table[request : request + 1], 0, count)
+            attend = PrefillAttend(pool, table[request : request + 1], [(0, count)])
             run(model, attend, tokens, torch.arange(count, device=device)[None])
         return pool
 

@@ -49,7 +49,7 @@ class _PoolAttend:
     """Writes a layer's new keys and values into the pool; its queries read them there with all others.
 
     block_table  [B, max_pages]
-    slots        [B, T]  of the new keys, -1: not written
+    slots        [B, T], or [T] of a batch of one; of the new keys, -1: not written
     deterministic: see `protocol.Attend`.
     """
 
@@ -103,18 +103,20 @@ class _PoolAttend:
 
 
 class PrefillAttend(_PoolAttend):
-    """Attends for a part of a prompt: one request, causal, tokens start .. start + T - 1.
+    """Attends for parts of prompts, which are one after another in the rows of a batch of one: causal, each to its own.
 
-    block_table  [1, max_pages], the request's row
+    block_table  [R, max_pages]  a row for each part
+    parts        [(start, count)]: a part has the tokens start .. start + count - 1 of its prompt
     """
 
-    def __init__(self, pool: KVPool, block_table: Tensor, start: int, num_tokens: int):
-        device = block_table.device
-        first = torch.full((1,), start, dtype=torch.int64, device=device)
-        slots = ops.find_slots(block_table, first, count=num_tokens, page_size=pool.page_size).slots
+    def __init__(self, pool: KVPool, block_table: Tensor, parts: Sequence[tuple[int, int]]):
+        device, most = block_table.device, max(count for _, count in parts)
+        starts, counts = torch.tensor(parts, device=device).unbind(1)
+        slots = ops.find_slots(block_table, starts.contiguous(), count=most, page_size=pool.page_size).slots
+        slots = torch.cat([row[:count] for row, (_, count) in zip(slots, parts)])
         super().__init__(pool, block_table, slots)
-        self._sizes = {"seq_lens": first + num_tokens, "max_query": num_tokens}
-        self._bounds = torch.arange(2, dtype=torch.int64, device=device) * num_tokens
+        self._sizes = {"seq_lens": starts + counts, "max_query": most}
+        self._bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
         return ops.prefill_attention(query[0], self._bounds, **self._sizes, **options).output[None]

@@ -9,7 +9,7 @@ from typing import Any
 from ...ops.tree.build_tree import TreeMaskMode
 from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
 from ...primitives.paging import MAX_PAGE_SIZE
-from ...runtime.validated import at_least, checked, integer, is_number, number, one_of
+from ...runtime.validated import above, at_least, checked, integer, is_number, number, one_of
 from ...runtime.values import is_integer
 from ..requests.sampling_params import MIN_P_RULE, TOP_P_RULE
 from .drafting_options import DraftingOptions
@@ -44,6 +44,9 @@ class EAGLEConfig(DraftingOptions):
         kv_cache_bytes: Size of the KV pools of both models together. None: enough for max_batch requests of full
             length, but at most half of the device's free memory (1 GiB on the CPU).
         prefill_chunk: Most prompt tokens that are read between two steps.
+        max_step_ms: Most milliseconds from one step to the next of requests that run while prompts of others are read:
+            as many prompt tokens are read between steps as measured times allow, 64 at least. None: prefill_chunk
+            alone limits them.
         max_spec_batch: Most requests that step with drafts; a larger batch decodes plainly. None: any number. 0: the
             draft is never used, and its maximum length does not limit requests.
         adaptive: Chooses the tree by the number of requests. ((8, (8, 5, 64)), (32, (1, 3, 4)), (64, None)) has trees
@@ -108,6 +111,7 @@ class EAGLEConfig(DraftingOptions):
     max_batch: int = integer(32, at_least(1))
     kv_cache_bytes: int | None = integer(None, at_least(1))
     prefill_chunk: int = integer(2048, at_least(1))
+    max_step_ms: float | None = number(None, above(0))
     deterministic: bool = checked(False, ("be True or False", lambda flag: isinstance(flag, bool)))
     cuda_graph: bool | None = checked(None, ("be True, False or None", lambda flag: isinstance(flag, bool)))
     phase_times: bool = checked(True, ("be True or False", lambda flag: isinstance(flag, bool)))
@@ -133,6 +137,8 @@ class EAGLEConfig(DraftingOptions):
         is_plain = self.verify_strategy in ("target_match", "greedy")
         rule = f"be False with verify_strategy={self.verify_strategy!r}, whose text is not plain decoding's"
         self._require(is_plain or not self.deterministic, "deterministic", rule)
+        rule = "be None with deterministic=True: bits depend on where prompts are cut, which would depend on times"
+        self._require(self.max_step_ms is None or not self.deterministic, "max_step_ms", rule)
 
     @classmethod
     def naive_eagle(cls, **others: Any) -> EAGLEConfig:

@@ -38,7 +38,7 @@ class ModelReader:
             part.tokens[None, shift : shift + num_rows],
             state.draft_logits.new_zeros(1, num_rows, 0) if part.features is None else part.features,
             torch.arange(start, start + num_rows, device=part.tokens.device)[None],
-            PrefillAttend(state.draft_pool, part.block_table, start, num_rows),
+            PrefillAttend(state.draft_pool, part.block_table, [(start, num_rows)]),
             from_target=True,
         )
         if part.is_last:

@@ -45,7 +45,7 @@ class ModuleReader:
         features = hidden = torch.cat([kept.features[None, row, :held], part.features], dim=1)
         count = len(tokens)
         positions = torch.arange(first, first + count, device=tokens.device)[None]
-        attend = PrefillAttend(state.draft_pool, part.block_table, first, count)
+        attend = PrefillAttend(state.draft_pool, part.block_table, [(first, count)])
         ahead = torch.cat([tokens, tokens.new_zeros(self._num_open)])[None]
         for module in range(self.num_modules):
             hidden = self.model.advance(ahead[:, module : module + count], hidden, positions, attend, module=module)

@@ -115,9 +115,12 @@ class Decoder(ConfiguredModel):
         *,
         capture: Sequence[int] = (),
         last_only: bool = False,
+        last_rows: Tensor | None = None,
     ) -> TargetOutput:
         """See `protocol.TargetModel.forward`. `capture` = num_hidden_layers is the stream *before* the final norm."""
         normed, features = self.model(input_ids, positions, attend, capture)
-        if last_only:
+        if last_rows is not None:
+            normed = normed[:, last_rows]
+        elif last_only:
             normed = normed[:, -1:]
         return TargetOutput(self.lm_head(normed, is_deterministic(attend)), features)

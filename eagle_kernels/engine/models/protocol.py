@@ -115,6 +115,10 @@ class TargetModel(Protocol):
     waits for the device sets `can_be_captured = False`; its steps are not captured as CUDA graphs. One that follows
     `Attend.deterministic` sets `can_be_deterministic = True`.
 
+    `forward` may have another argument, `last_rows: Tensor | None = None`, [R] int64: the rows of a batch of one whose
+    logits [1, R, V] to compute. Prompts of several requests are then read at once, one after another in those rows, and
+    `attend` tells them apart; without it they are read one by one.
+
     Attributes:
         vocab_size, hidden_size: V and H.
         max_length: Positions that the model was made for; the engine never exceeds them.

@@ -1,6 +1,6 @@
 """Requests and the rows of the batch that they step in: which wait, which run, and what each step brought them.
 
-A step has three parts. `prepare` gives free rows to waiting requests and reads their prompts, a part at a time;
+A step has three parts. `prepare` gives free rows to waiting requests and reads parts of their prompts;
 `_launch_rows` queues one step of all rows and the copy of its tokens to pinned memory; `_read_back` looks at the tokens
 of the step before, while the device works on this one. So the device never waits for the host. The price is that a
 request that ends is stepped once more, and the tokens of that step are dropped.
@@ -10,48 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from ..batch.kv_pool import PageAllocator, PrefillAttend
+from ..batch.kv_pool import PageAllocator
 from ..batch.state import CATCH_UP_EVERY, BatchState
-from ..drafters.protocol import PromptPart
+from ..models.protocol import TargetOutput
 from ..requests.request import Request
 from ..requests.sampling_params import Features
 from ..step.phases import mark
 from ..step.plan import StepPlan
 from ..step.runner import StepRunner
 from .launch import Launch
+from .pace import Pace
+from .prompts import Row, read_parts, take_part
 from .threads import few_threads
+
+_logger = logging.getLogger(__name__)
 
 # steps between two that the host waits for in order to read the times of their phases
 TIMED_STEPS = 32
-
-
-@dataclass(eq=False)
-class _Row:
-    """Holds a request's place in the batch. Its prompt is read up to `num_read`; it runs once all of it is read."""
-
-    request: Request
-    pages: list[int]
-    index: int
-    number: int  # of the admission
-    # [1, max_pages]; copied into the batch only once the row runs, since rows that do not run must write no keys
-    block_table: Tensor | None = None
-    num_read: int = 0
-    is_running: bool = False
-    # launches that the host has not read yet; each brings at least one token
-    num_pending: int = 0
-
-    @property
-    def needs_step(self) -> bool:
-        """Tells whether the row runs and its pending launches do not reach the request's token limit yet."""
-        num_tokens = len(self.request.output_ids) + self.num_pending
-        return self.is_running and num_tokens < self.request.params.max_new_tokens
 
 
 class Scheduler:
@@ -75,7 +56,7 @@ class Scheduler:
         self._until_timed = 0
         self._phases_ms: deque[dict[str, float]] = deque(maxlen=256)
         self._waiting: deque[Request] = deque()
-        self._rows: list[_Row | None] = [None] * state.num_rows
+        self._rows: list[Row | None] = [None] * state.num_rows
         self._num_admitted = 0
         self._unread: deque[Launch] = deque()
         self.lag = host_lag(state.lengths.device)
@@ -85,7 +66,7 @@ class Scheduler:
         return bool(self._waiting or self._unread or any(self._rows))
 
     @property
-    def _running(self) -> list[_Row]:
+    def _running(self) -> list[Row]:
         return [row for row in self._rows if row is not None and row.is_running]
 
     @property
@@ -100,6 +81,7 @@ class Scheduler:
     def use(self, plan: StepPlan) -> None:
         """Switches to the steps of `plan`, while there is no work."""
         self.plan, self._num_missed = plan, 0
+        self._pace = Pace(plan.plain.config.max_step_ms, self._prefill_chunk)
 
     def _pages_for(self, request: Request) -> int:
         """Returns the pages that a request needs, including those that its steps write past its last token."""
@@ -170,26 +152,39 @@ class Scheduler:
                 self._phases_ms.append(self.last_runner.phases_ms())
 
     def prepare(self) -> None:
-        """Admits waiting requests in their order, and reads at most `prefill_chunk` tokens of all prompts together."""
+        """Admits waiting requests in their order, and reads as much of the prompts as there is time for."""
         with few_threads(self.plan.plain.target), torch.inference_mode():
             while self._can_admit():
                 self._admit(self._waiting.popleft())
             if self._waiting and not any(self._rows):
                 self._fail_first_waiting()
-            # Each prompt is cut at multiples of prefill_chunk, whatever else is read: bits depend on where it is cut.
-            budget, unread = self._prefill_chunk, [row for row in self._rows if row is not None and not row.is_running]
-            for row in sorted(unread, key=lambda row: row.number):  # so that the oldest always fits
-                size = min(len(row.request.prompt) - row.num_read, self._prefill_chunk)
-                if size <= budget:
-                    with self._failing_alone(row):
-                        self._read_prompt(row, size)
-                        budget -= size
+            device = self.state.lengths.device
+            parts = self._next_parts()
+            start = self._pace.begin(device)
+            self._read_prompts(parts)
+            self._pace.end(start, sum(size for _, size in parts), device)
             self._compact()
+
+    def _next_parts(self) -> list[tuple[Row, int]]:
+        """Returns the rows whose prompts are read now, the oldest first, each with the number of its tokens.
+
+        Each prompt is cut at multiples of prefill_chunk, whatever else is read, since bits depend on where it is cut;
+        but where the time of a step is limited, wherever its time ends.
+        """
+        is_limited = self._pace.is_limited and bool(self._running)
+        budget, parts = self._pace.budget(is_limited), []
+        unread = [row for row in self._rows if row is not None and not row.is_running]
+        for row in sorted(unread, key=lambda row: row.number):  # so that the oldest always fits
+            size = min(len(row.request.prompt) - row.num_read, budget if is_limited else self._prefill_chunk)
+            if 0 < size <= budget:
+                parts.append((row, size))
+                budget -= size
+        return parts
 
     def _admit(self, request: Request) -> None:
         """Gives a request a row and pages."""
         pages, index = self.pages.allocate(self._pages_for(request)), self._rows.index(None)
-        row = self._rows[index] = _Row(request, pages, index, self._num_admitted)
+        row = self._rows[index] = Row(request, pages, index, self._num_admitted)
         self._num_admitted += 1
         with self._failing_alone(row):
             table = torch.full((1, self.state.block_table.shape[1]), -1, dtype=torch.int32)
@@ -209,36 +204,33 @@ class Scheduler:
         cause = "although no other request runs: pages have been lost, which is a bug in eagle_kernels"
         request.fail(RuntimeError(f"EAGLEInference: {state} {cause}"))
 
-    def _read_prompt(self, row: _Row, size: int) -> None:
-        """Reads `size` more tokens of a prompt in both models; draws the row's first token after the last part."""
-        prompt, start, stepper = row.request.prompt, row.num_read, self.plan.plain
-        stop = start + size
-        is_last = stop == len(prompt)
-        # includes the token after this part, which the draft reads together with the part's last feature
-        tokens = torch.tensor(prompt[start : stop + 1], device=self.state.roots.device)
-        output = stepper.target.forward(
-            tokens[None, : stop - start],
-            torch.arange(start, stop, device=tokens.device)[None],
-            PrefillAttend(self.state.target_pool, row.block_table, start, stop - start),
-            capture=stepper.aux_layers,
-            last_only=True,
-        )
-        if is_last:
-            features = Features.of([row.request.params])
-            first = stepper.draw_first(output.logits[:, -1], self.state, row.index, len(prompt), features)
-            tokens = torch.cat([tokens, self.state.roots[row.index, None]])
-        if stepper.keeps_history:
-            self.state.history[row.index, start : stop + 1] = tokens
-        if stepper.resting is not None:
-            part = PromptPart(row.index, row.block_table, tokens, output.features, start, is_last)
-            stepper.resting.read_prompt(self.state, part)
-        if is_last:
+    def _read_prompts(self, parts: list[tuple[Row, int]]) -> None:
+        """Reads these parts of prompts: all at once, if the target can and bits may depend on what is beside a part."""
+        if len(parts) > 1 and self.plan.plain.reads_several:
+            try:
+                outputs = read_parts(self.plan.plain, self.state, parts)
+            except Exception as error:  # one of them may be to blame, so each is read by itself below
+                _logger.warning("EAGLEInference: %d prompts could not be read at once: %s", len(parts), error)
+                outputs = None
+            if outputs is not None:
+                for (row, size), output in zip(parts, outputs):
+                    with self._failing_alone(row):
+                        self._take_part(row, size, output)
+                return
+        for row, size in parts:
+            with self._failing_alone(row):
+                self._take_part(row, size, *read_parts(self.plan.plain, self.state, [(row, size)]))
+
+    def _take_part(self, row: Row, size: int, output: TargetOutput) -> None:
+        """Lets the rest of the engine know what the target made of a part; after the last one the row runs."""
+        first = take_part(self.plan.plain, self.state, row, size, output)
+        if first is not None:
             self.state.block_table[row.index] = row.block_table[0]
-            self.state.lengths[row.index] = len(prompt)
+            self.state.lengths[row.index] = len(row.request.prompt)
             self.state.is_live[row.index] = 1
             self._push(Launch(first, [(0, row)]))
             row.is_running = True
-        row.num_read = stop
+        row.num_read += size
 
     def _compact(self) -> None:
         """Moves the last rows to free places before them, if that makes the batch smaller."""
@@ -250,7 +242,7 @@ class Scheduler:
             self.state.move(row.index, to)
             self._rows[row.index], self._rows[to], row.index = None, row, to
 
-    def _launch_rows(self, rows: list[_Row], is_speculating: bool) -> None:
+    def _launch_rows(self, rows: list[Row], is_speculating: bool) -> None:
         """Queues a step of these rows."""
         num_rows = 1 + max(row.index for row in rows)
         number = self.plan.choice.choose(num_rows) if is_speculating else 0
@@ -281,7 +273,7 @@ class Scheduler:
             self._read_back()
 
     @contextlib.contextmanager
-    def _failing_alone(self, *rows: _Row) -> Iterator[None]:
+    def _failing_alone(self, *rows: Row) -> Iterator[None]:
         """Ends the requests of these rows, and no others, if anything fails in the block, such as an allocation.
 
         All of a step's rows must be named, since a step that breaks off may have changed any of them.
@@ -319,6 +311,7 @@ class Scheduler:
             num_tokens = sum(len(tokens) for _, tokens, *_ in brought)
             most_rows = 1 + max(index for index, _ in launch.rows)
             self.plan.choice.note(launch.number, most_rows, launch.step_ms, num_tokens / len(brought))
+            self._pace.note_step(launch.step_ms)
         for row, tokens, logprobs, raw_logprobs in brought:
             row.num_pending -= 1
             request = row.request
@@ -329,7 +322,7 @@ class Scheduler:
             if request.is_finished and row in self._rows:
                 self._release(row)
 
-    def _hand_out(self, number: int | None, row: _Row, brought: list[int], logprobs: list[float] | None) -> None:
+    def _hand_out(self, number: int | None, row: Row, brought: list[int], logprobs: list[float] | None) -> None:
         """Gives a running request the tokens that a launch of this number brought."""
         request, accepted = row.request, len(brought) - 1
         if number is not None:
@@ -343,7 +336,7 @@ class Scheduler:
             if self.plan.feed is not None:
                 self.plan.feed.extend(request, request.output_ids[num_known:])
 
-    def _release(self, row: _Row) -> None:
+    def _release(self, row: Row) -> None:
         self.pages.free(row.pages)
         self._rows[row.index] = None
         if self.plan.feed is not None:

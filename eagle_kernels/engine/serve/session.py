@@ -151,7 +151,7 @@ class Session:
         pool = KVPool(self.target.kv_shape, num_pages, config.page_size, self.target.dtype, self.device)
         table = torch.arange(num_pages, dtype=torch.int32, device=self.device)[None]
         with few_threads(self.target):
-            attend = PrefillAttend(pool, table, 0, len(prompt))
+            attend = PrefillAttend(pool, table, [(0, len(prompt))])
             return self.target.forward(tokens, positions, attend, last_only=True).logits[0, -1].float()
 
     def max_length(self, config: EAGLEConfig, speculative: bool) -> int:

@@ -9,6 +9,7 @@ Then the target reads a node of depth d at position n + d.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -89,6 +90,12 @@ class Stepper:
         if not all(getattr(model, "can_be_captured", True) for model in (self.target, self._model)):
             return False
         return self.num_nodes == 1 or self.config.tree_mask_mode != ops.TreeMaskMode.FULL_MASK
+
+    @property
+    def reads_several(self) -> bool:
+        """Tells whether the target reads prompts of several requests at once; see `protocol.TargetModel`."""
+        takes_rows = "last_rows" in inspect.signature(self.target.forward).parameters
+        return takes_rows and not self.config.deterministic
 
     def step(self, state: BatchState, num_rows: int, features: Features, timer: PhaseTimer) -> StepResult:
         """Advances the live rows among the first `num_rows` by their accepted drafts and one token of the target."""

@@ -93,13 +93,14 @@ def test_a_prompt_is_cut_alike_whatever_is_read_beside_it(target, draft, monkeyp
     """And the oldest is read first, so that none waits for ever."""
     engine = make(draft, target, prefill_chunk=8, max_batch=4)
     engine.generate(prompt_of(1), 2)
-    scheduler, read, sizes = engine.session.scheduler, engine.session.scheduler._read_prompt, {}
+    scheduler, read, sizes = engine.session.scheduler, engine.session.scheduler._read_prompts, {}
 
-    def noting(row, size):
-        sizes.setdefault(row.request.id, []).append(size)
-        read(row, size)
+    def noting(parts):
+        for row, size in parts:
+            sizes.setdefault(row.request.id, []).append(size)
+        read(parts)
 
-    monkeypatch.setattr(scheduler, "_read_prompt", noting)
+    monkeypatch.setattr(scheduler, "_read_prompts", noting)
     prompts = [prompt_of(4) * repeats for repeats in (1, 3, 2, 5)]
     requests = [engine.submit(prompt, SamplingParams(max_new_tokens=3)) for prompt in prompts]
     engine.collect()

@@ -23,7 +23,7 @@ def test_steps_go_on_while_a_stream_reads_its_prompt(target, draft, lag, monkeyp
     want = engine.generate(prompt, 6)[0]
     assert engine.session.scheduler.num_steps == engine.generate(prompt, 6).stats.batch_steps
     scheduler, parts = engine.session.scheduler, []
-    for name in ("_read_prompt", "_launch_rows"):
+    for name in ("_read_prompts", "_launch_rows"):
         monkeypatch.setattr(scheduler, name, noted(name, getattr(scheduler, name), parts))
     running = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=90))
     engine.step()
@@ -40,7 +40,7 @@ def noted(name: str, call, parts: list):
     """Notes how many tokens of a prompt are read, and None for a step."""
 
     def noting(*arguments):
-        parts.append(arguments[-1] if name == "_read_prompt" else None)
+        parts.extend([size for _, size in arguments[0]] if name == "_read_prompts" else [None])
         return call(*arguments)
 
     return noting

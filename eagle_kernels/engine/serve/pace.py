@@ -1,0 +1,69 @@
+"""How many tokens of prompts a step has time for, where a step must not take longer than the user allows."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch import device as Device
+
+from ..step.phases import Mark, elapsed_ms, mark
+
+# The least that is read beside others in a step, whatever it takes, so that no prompt waits for ever; and what all
+# budgets are multiples of.
+LEAST_TOKENS = 64
+# A budget grows by no more than this factor at once, since what it was measured by may have been short.
+GROWTH = 2
+# The weight of a new step time in the mean.
+TIME_WEIGHT = 0.25
+
+
+class Pace:
+    """Chooses the budget of the next step from the times of the steps and of the reading so far.
+
+    The time of reading is that of the tokens last read: the budget is scaled by how much of the allowed time they took.
+    So it follows whatever changes: longer contexts, other batches, another card.
+
+    max_step_ms  None: `most_tokens` always
+    """
+
+    def __init__(self, max_step_ms: float | None, most_tokens: int):
+        self._max_step_ms, self._most_tokens = max_step_ms, most_tokens
+        self._tokens, self._step_ms = min(LEAST_TOKENS, most_tokens), 0.0
+        self._unread: deque[tuple[Mark, Mark, int]] = deque()
+
+    @property
+    def is_limited(self) -> bool:
+        return self._max_step_ms is not None
+
+    def budget(self, is_beside: bool) -> int:
+        """Returns how many tokens may be read now; is_beside: other requests wait for their next step meanwhile."""
+        while self._unread and _is_over(self._unread[0][1]):
+            start, end, tokens = self._unread.popleft()
+            self._note_reading(tokens, elapsed_ms(start, end))
+        return self._tokens if self.is_limited and is_beside else self._most_tokens
+
+    def begin(self, device: Device) -> Mark | None:
+        """Returns the mark that `end` takes, before prompts are read."""
+        return mark(device) if self.is_limited else None
+
+    def end(self, start: Mark | None, tokens: int, device: Device) -> None:
+        """Notes that `tokens` have been read since `start`; the device may still be reading them."""
+        if start is not None and tokens:
+            self._unread.append((start, mark(device), tokens))
+
+    def note_step(self, step_ms: float | None) -> None:
+        """Notes the time of a step without what was read before it; None: it was not measured."""
+        if step_ms is not None:
+            self._step_ms += (TIME_WEIGHT if self._step_ms else 1.0) * (step_ms - self._step_ms)
+
+    def _note_reading(self, tokens: int, read_ms: float) -> None:
+        allowed_ms = self._max_step_ms - self._step_ms
+        if read_ms <= allowed_ms and 2 * tokens < self._tokens:
+            return  # the rest of a prompt, which says little of the time of a whole budget
+        wanted = tokens * allowed_ms / max(read_ms, 1e-3)
+        wanted = min(wanted, GROWTH * max(tokens, self._tokens), self._most_tokens)
+        self._tokens = min(max(int(wanted) // LEAST_TOKENS, 1) * LEAST_TOKENS, self._most_tokens)
+
+
+def _is_over(end: Mark) -> bool:
+    return isinstance(end, float) or end.query()

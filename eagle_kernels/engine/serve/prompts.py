@@ -1,0 +1,82 @@
+"""Reading prompts, a part at a time, until their requests can step with the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..batch.kv_pool import PrefillAttend
+from ..batch.state import BatchState
+from ..drafters.protocol import PromptPart
+from ..models.protocol import TargetOutput
+from ..requests.request import Request
+from ..requests.sampling_params import Features
+from ..step.stepper import Stepper, StepResult
+
+
+@dataclass(eq=False)
+class Row:
+    """Holds a request's place in the batch. Its prompt is read up to `num_read`; it runs once all of it is read."""
+
+    request: Request
+    pages: list[int]
+    index: int
+    number: int  # of the admission
+    # [1, max_pages]; copied into the batch only once the row runs, since rows that do not run must write no keys
+    block_table: Tensor | None = None
+    num_read: int = 0
+    is_running: bool = False
+    # launches that the host has not read yet; each brings at least one token
+    num_pending: int = 0
+
+    @property
+    def needs_step(self) -> bool:
+        """Tells whether the row runs and its pending launches do not reach the request's token limit yet."""
+        num_tokens = len(self.request.output_ids) + self.num_pending
+        return self.is_running and num_tokens < self.request.params.max_new_tokens
+
+
+def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, int]]) -> list[TargetOutput]:
+    """Lets the target read the next tokens of some rows, so many of each; several only if it `reads_several`.
+
+    Returns of each row the logits [1, 1, V] after the last of these tokens, and their features.
+    """
+    device = state.roots.device
+    spans = [(row.num_read, size) for row, size in parts]
+    tokens = [row.request.prompt[start : start + size] for (row, _), (start, size) in zip(parts, spans)]
+    positions = [torch.arange(start, start + size, device=device) for start, size in spans]
+    stops = list(itertools.accumulate(size for _, size in parts))
+    last = {"last_only": True} if len(parts) == 1 else {"last_rows": torch.tensor(stops, device=device) - 1}
+    logits, features = stepper.target.forward(
+        torch.tensor(list(itertools.chain(*tokens)), device=device)[None],
+        torch.cat(positions)[None],
+        PrefillAttend(state.target_pool, torch.cat([row.block_table for row, _ in parts]), spans),
+        capture=stepper.aux_layers,
+        **last,
+    )
+    return [
+        TargetOutput(logits[:, at : at + 1], None if features is None else features[:, stop - size : stop])
+        for at, ((_, size), stop) in enumerate(zip(parts, stops))
+    ]
+
+
+def take_part(stepper: Stepper, state: BatchState, row: Row, size: int, output: TargetOutput) -> StepResult | None:
+    """Lets the draft read a part, too; after the last part, returns the row's first token, which is its root."""
+    prompt, start = row.request.prompt, row.num_read
+    stop, first = start + size, None
+    # includes the token after this part, which the draft reads together with the part's last feature
+    tokens = torch.tensor(prompt[start : stop + 1], device=state.roots.device)
+    if stop == len(prompt):
+        features = Features.of([row.request.params])
+        first = stepper.draw_first(output.logits[:, -1], state, row.index, len(prompt), features)
+        tokens = torch.cat([tokens, state.roots[row.index, None]])
+    if stepper.keeps_history:
+        state.history[row.index, start : stop + 1] = tokens
+    if stepper.resting is not None:
+        part = PromptPart(row.index, row.block_table, tokens, output.features, start, first is not None)
+        stepper.resting.read_prompt(state, part)
+    return first

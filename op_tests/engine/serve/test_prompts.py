@@ -1,0 +1,181 @@
+"""Prompts that are read at once or in parts, beside steps that must not take too long: texts do not notice."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import pytest
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.serve import pace
+from eagle_kernels.engine.serve.pace import Pace
+from op_tests.engine.engines import PARAMS, make, prompt_of
+from op_tests.engine.toys import ToyModel
+
+
+def note_reading(monkeypatch, target) -> list[int]:
+    """Notes how many tokens each call of the target reads whose logits are those of last rows: prompts alone."""
+    sizes, forward = [], target.forward
+
+    @functools.wraps(forward)
+    def noting(input_ids, positions, attend, **options):
+        if options.get("last_only") or options.get("last_rows") is not None:
+            sizes.append(input_ids.numel())
+        return forward(input_ids, positions, attend, **options)
+
+    monkeypatch.setattr(target, "forward", noting)
+    return sizes
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_prompts_that_wait_together_are_read_at_once(target, draft, lag, page_size, monkeypatch):
+    engine = make(draft, target, page_size=page_size, max_batch=7)
+    prompts = [prompt_of(number) for number in range(7)]
+    want = []
+    for prompt, params in zip(prompts, PARAMS):
+        request = engine.submit(prompt, params)
+        engine.collect()
+        want.append((request.output_ids, request.logprobs))
+    sizes = note_reading(monkeypatch, target)
+    requests = [engine.submit(prompt, params) for prompt, params in zip(prompts, PARAMS)]
+    engine.collect()
+    for request, (tokens, logprobs) in zip(requests, want):
+        assert request.output_ids == tokens and request.logprobs == pytest.approx(logprobs, abs=1e-4)
+    assert sizes == [sum(map(len, prompts))]
+
+
+@pytest.mark.parametrize("chunk", [4, 9])
+def test_parts_of_several_prompts_at_once(target, draft, chunk, monkeypatch):
+    """Some begin, some go on and some end in one call."""
+    engine = make(draft, target, prefill_chunk=chunk, max_batch=4)
+    prompts = [prompt_of(number) for number in (4, 2, 9, 1)]
+    want = [engine.generate(prompt, 8, temperature=0.8, seeds=3)[0] for prompt in prompts]
+    assert engine.generate(prompts, 8, temperature=0.8, seeds=3)[0] == want
+
+
+def test_a_target_without_last_rows_reads_one_by_one(monkeypatch):
+    target = ToyModel()
+    engine = EAGLEInference(ToyModel(seed=1), target, EAGLEConfig(topk=2, num_steps=2, method="draft_model"))
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    want = [engine.generate(prompt, 6)[0] for prompt in prompts]
+    sizes = note_reading(monkeypatch, target)
+    assert engine.generate(prompts, 6)[0] == want
+    assert sizes == [3, 2, 1]
+
+
+def test_a_deterministic_engine_reads_one_by_one(target, monkeypatch):
+    engine = make(None, target, method="naive")
+    stepper = engine.session.scheduler_for(engine.config, speculative=True).plan.plain
+    assert stepper.reads_several
+    monkeypatch.setattr(stepper, "config", EAGLEConfig(deterministic=True))
+    assert not stepper.reads_several
+
+
+def test_a_prompt_that_cannot_be_read_fails_alone(target, draft, monkeypatch, caplog):
+    """What fails together is read one by one, and the log says why."""
+    engine = make(draft, target)
+    want = engine.generate([1, 2, 3], 6)[0]
+    forward = target.forward
+
+    @functools.wraps(forward)
+    def failing(input_ids, *arguments, **options):
+        if (input_ids == 60).any():
+            raise RuntimeError("no such token")
+        return forward(input_ids, *arguments, **options)
+
+    monkeypatch.setattr(target, "forward", failing)
+    with caplog.at_level(logging.WARNING):
+        requests = [
+            engine.submit(prompt, SamplingParams(max_new_tokens=6)) for prompt in ([1, 2, 3], [5, 60], [1, 2, 3])
+        ]
+        engine.collect()
+    assert [request.finish_reason for request in requests] == ["length", "error", "length"]
+    assert "no such token" in requests[1].error and requests[0].output_ids == requests[2].output_ids == want
+    assert "3 prompts could not be read at once: no such token" in caplog.text
+
+
+def test_parts_are_small_beside_others_where_steps_have_a_limit(target, draft, lag, monkeypatch):
+    """A limit that no step keeps leaves the least that is read; who is alone is read whole."""
+    prompts = [[(7 * at + shift) % 61 for at in range(150)] for shift in (1, 2, 3)]
+    want = [make(draft, target).generate(prompt, 5)[0] for prompt in prompts]
+    engine = make(draft, target, max_step_ms=1e-6)
+    first = engine.submit(prompts[0], SamplingParams(max_new_tokens=60))
+    sizes = note_reading(monkeypatch, target)
+    engine.step()
+    assert sizes[0] == 150  # nobody waited meanwhile
+    others = [engine.submit(prompt, SamplingParams(max_new_tokens=5)) for prompt in prompts[1:]]
+    sizes.clear()
+    engine.collect()
+    assert sizes == [64, 64, 22 + 42, 64, 44]
+    for request, tokens in zip([first, *others], want):
+        assert request.output_ids[:5] == tokens
+
+
+class Card:
+    """A device whose step takes step_ms and whose reading takes fixed_ms and token_ms a token, more in long texts."""
+
+    def __init__(self, monkeypatch, step_ms, fixed_ms, token_ms):
+        self.step_ms, self.fixed_ms, self.token_ms, self.now = step_ms, fixed_ms, token_ms, 0.0
+        monkeypatch.setattr(pace, "mark", lambda device: self.now)
+
+    def gaps(self, chosen: Pace, prompt: int) -> list[float]:
+        """Reads a prompt beside steps; returns the time from each step to the next."""
+        gaps, read = [], 0
+        while read < prompt:
+            size = min(chosen.budget(True), prompt - read)
+            start = chosen.begin(torch.device("cpu"))
+            read_ms = self.fixed_ms + size * self.token_ms * (1 + read / 10_000)
+            self.now += read_ms / 1e3
+            chosen.end(start, size, torch.device("cpu"))
+            chosen.note_step(self.step_ms)
+            gaps.append(read_ms + self.step_ms)
+            read += size
+        return gaps
+
+
+@pytest.mark.parametrize(("step_ms", "fixed_ms", "token_ms"), [(5.4, 5.0, 0.03), (7.0, 5.0, 0.03), (1.0, 0.1, 0.08)])
+def test_a_pace_fills_the_limit_and_keeps_it(step_ms, fixed_ms, token_ms, monkeypatch):
+    card, limit_ms = Card(monkeypatch, step_ms, fixed_ms, token_ms), 40.0
+    gaps = card.gaps(Pace(limit_ms, 2048), 60_000)
+    settled = gaps[8:-1]
+    assert max(settled) <= 1.02 * limit_ms  # texts grow between the measuring and the reading
+    assert min(settled) >= 0.5 * limit_ms  # budgets are multiples of 64 tokens
+    assert max(gaps[:8]) <= 1.5 * limit_ms
+
+
+def test_a_limit_below_the_step_reads_the_least(monkeypatch):
+    card = Card(monkeypatch, 50.0, 5.0, 0.03)
+    chosen = Pace(40.0, 2048)
+    assert len(card.gaps(chosen, 640)) == 10 and chosen.budget(False) == 2048
+    assert Pace(40.0, 16).budget(True) == 16 and Pace(None, 2048).budget(True) == 2048
+
+
+def test_a_pace_follows_the_card(monkeypatch):
+    """Slower from one step to the next, and fast again; the rest of a prompt changes nothing."""
+    card = Card(monkeypatch, 5.0, 1.0, 0.02)
+    chosen = Pace(30.0, 2048)
+    card.gaps(chosen, 20_000)
+    fast = chosen.budget(True)
+    card.token_ms = 0.2
+    assert max(card.gaps(chosen, 3000)[3:]) <= 1.05 * 30.0
+    slow = chosen.budget(True)
+    assert slow < fast / 3
+    card.token_ms = 0.02
+    card.gaps(chosen, 20_000)
+    again = chosen.budget(True)
+    assert again > 2 * slow
+    card.gaps(chosen, 3)
+    assert chosen.budget(True) == again
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "10"])
+def test_bad_limits_are_named(value):
+    with pytest.raises(ValueError, match="EAGLEConfig: max_step_ms must be"):
+        EAGLEConfig(max_step_ms=value)
+
+
+def test_a_limit_is_refused_where_bits_depend_on_cuts():
+    with pytest.raises(ValueError, match="max_step_ms must be None with deterministic=True"):
+        EAGLEConfig(max_step_ms=10.0, deterministic=True)
