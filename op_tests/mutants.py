@@ -33,6 +33,7 @@ KERNELS = "eagle_kernels/ops/verify/"
 SHARED = KERNELS + "shared/"
 REFERENCES = "reference/ops/verify/"
 ENGINE = "eagle_kernels/engine/"
+CHUNKS = "eagle_kernels/ops/attention/shared/chunks.py"
 DRAFTER = ENGINE + "drafters/sampled_drafter.py"
 TESTS = "op_tests/ops/verify/"
 LAWS = "op_tests/test_laws.py::"
@@ -278,6 +279,22 @@ MUTANTS = [
         [("eagle_kernels/ops/attention/shared/paths.py", "place = start + lane",
           "place = start + BLOCK_KEY - 1 - lane")],
         ["op_tests/ops/attention/test_tree_attention.py::test_deterministic_nodes_are_plain_decoding"], "kernel",
+    ),
+    Mutant(
+        "a block planned twice", "gqa_decode",
+        [(CHUNKS, "begin, share_stop = cut_slot(first, stop, block - first_block, BLOCK_KEY), stop",
+          "begin, share_stop = cut_slot(first, stop, block - first_block - 2, BLOCK_KEY), stop")],
+        ["op_tests/ops/attention/test_gqa_decode.py::test_chunks"], "kernel",
+    ),
+    Mutant(
+        "the keys past a plan are lost", "plan_attention",
+        [(CHUNKS, "            if not is_last:\n", "            if True:\n")],
+        ["op_tests/ops/attention/test_plan_attention.py::test_no_key_is_lost_by_a_plan_of_other_lengths"], "kernel",
+    ),
+    Mutant(
+        "the last token of the prompt before", "plan",
+        [(ENGINE + "serve/prompts.py", "(stops, device=device) - 1", "(stops, device=device) - 2")],
+        ["op_tests/engine/serve/test_prompts.py::test_prompts_that_wait_together_are_read_at_once"], "engine",
     ),
     Mutant(
         "columns that no part has", "linear_decode",
