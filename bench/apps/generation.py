@@ -51,8 +51,12 @@ PRESETS = {
     "naive_eagle": {"tree": (1, 1, 2), "accept": 1.7},
     "chain 3": {"tree": (1, 3, 4), "accept": 2.6},
     "tree 8/5/64": {"tree": (8, 5, 64), "accept": 4.0},
-    # chains of 1 and 3 accept as much as above, all trees as if their paths were such chains
-    "adaptive": {"tree": (8, 5, 64), "accept": (0.7, 0.5, 0.4, 0.3, 0.2), "adaptive": "auto"},
+    # each of the trees accepts what it does by itself
+    "adaptive": {
+        "tree": (8, 5, 64),
+        "accept": {(1, 1, 2): 1.7, (1, 3, 4): 2.6, (4, 3, 8): 2.5, (4, 4, 16): 3.0, (8, 5, 64): 4.0},
+        "adaptive": "auto",
+    },
 }
 # numbers of a step that the table shows
 SHOWN = ("tokens_per_s", "accept_length", "of_floor", "of_plain", "of_ordinary", "of_ours", "ratio", "worst_us")
@@ -90,20 +94,21 @@ class Bench:
         self,
         batch_size: int,
         tree: tuple[int, int, int] | None = None,
-        accept: float | tuple[float, ...] = 1.0,
+        accept: float | dict[tuple[int, int, int], float] = 1.0,
         target=None,
         draft=None,
         **config,
     ) -> EAGLEInference:
-        """Makes an engine. accept: mean tokens of a step, or P(at least 1, 2, .. drafts accepted)."""
+        """Makes an engine. accept: mean tokens of a step, or of steps with each of the trees that it chooses from."""
         config |= {"max_batch": batch_size, "eos_token_ids": ()}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of the engine before
             config["kv_cache_bytes"] = int(0.8 * torch.cuda.mem_get_info()[0])
         if tree is not None:
             config |= dict(zip(("topk", "num_steps", "num_draft_tokens"), tree))
-            name = "rates" if isinstance(accept, tuple) else "length"
-            config |= {"accept_policy": "simulate", f"simulated_accept_{name}": accept}
+            is_table = isinstance(accept, dict)
+            simulated = {"lengths": tuple(accept.items())} if is_table else {"length": accept}
+            config |= {f"simulated_accept_{name}": value for name, value in simulated.items()}
         return EAGLEInference(draft or self.draft, target or self.target, EAGLEConfig(**config))
 
     @contextlib.contextmanager

@@ -72,6 +72,25 @@ def test_trees_of_a_table_are_checked_as_one_s_own():
     assert [tree.simulated_accept_rates for _, tree in rates.trees] == [(1, 0.5, 0.5, 0, 0), (1, 0.5, 0, 0, 0)]
 
 
+def test_each_tree_may_accept_as_it_does_by_itself():
+    lengths = (((1, 1, 2), 1.7), ((1, 3, 4), 2.6), ((4, 3, 8), 2.5), ((4, 4, 16), 3), ((8, 5, 64), 4.0))
+    config = EAGLEConfig.tree(adaptive="auto", simulated_accept_lengths=[*map(list, lengths)])
+    assert config.accept_policy == "simulate"
+    sizes = [(tree.topk, tree.num_steps, tree.num_draft_tokens) for _, tree in config.trees]
+    assert dict(lengths) == dict(zip(sizes, (tree.simulated_accept_length for _, tree in config.trees)))
+    table = EAGLEConfig(adaptive=((8, (1, 3, 4)), (16, None)), simulated_accept_lengths=(((1, 3, 4), 2.6),))
+    assert [tree and tree.simulated_rates for _, tree in table.trees] == [pytest.approx([1, 0.6, 0]), None]
+    for values, message in (
+        ({"simulated_accept_lengths": lengths}, "must come with adaptive; without it give simulated_accept_length"),
+        ({"adaptive": "auto", "simulated_accept_lengths": lengths[1:]}, r"have a number .* also for \(1, 1, 2\), got"),
+        ({"adaptive": "auto", "simulated_accept_lengths": (1.7,)}, r"be pairs of a tree \(topk, num_steps, .* number"),
+        ({"adaptive": "auto", "simulated_accept_lengths": (((1, 1, 2), 9), *lengths[1:])}, "length must lie in .* = 2"),
+        ({"adaptive": "auto", "simulated_accept_lengths": lengths, "simulated_accept_length": 2.0}, "come with one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EAGLEConfig.tree(**values)
+
+
 @pytest.mark.parametrize("method", [None, "ngram", "hybrid", ("eagle", "hybrid")])
 def test_trees_are_known_to_be_good_when_a_config_is_made(method):
     for topk, num_steps, num_draft_tokens, num_model_steps in itertools.product(
@@ -129,7 +148,7 @@ def test_a_config_cannot_change():
             {"accept_policy": "accept_all", "simulated_accept_length": 2.0},
             "simulated_accept_length must come with accept_policy='simulate', got 2.0",
         ),
-        ({"accept_policy": "simulate"}, "accept_policy must come with either simulated_accept_length or .*_rates"),
+        ({"accept_policy": "simulate"}, "accept_policy must come with one of simulated_accept_length, .*_rates"),
         (SIMULATE | {"simulated_accept_length": 2, "simulated_accept_rates": [1] * 5}, "accept_policy must come with"),
         (
             SIMULATE | {"simulated_accept_length": 0.5},

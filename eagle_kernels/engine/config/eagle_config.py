@@ -18,6 +18,8 @@ from .speculative_config import check_fields_are_read, read_speculative_config
 _PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
 # (topk, num_steps, num_draft_tokens) that adaptive="auto" tries beside the configuration's own tree
 _SMALLER_TREES = ((1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16))
+# the fields that turn accept_policy="simulate" on
+_SIMULATED = ("simulated_accept_length", "simulated_accept_lengths", "simulated_accept_rates")
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,10 @@ class EAGLEConfig(DraftingOptions):
             that the path of first children is accepted whole, not at all, or to a random depth. The text is then not
             the target's, and may hold end tokens: with eos_token_ids=() every request reaches its full length.
         simulated_accept_length: Turns "simulate" on: the mean tokens of a step, bonus token included.
-        simulated_accept_rates: The alternative to it: P(at least 1, 2, .. num_steps drafts accepted), not increasing. A
-            step ends where the path of first children ends, so trees may accept less; chains (topk=1) do not.
+        simulated_accept_lengths: The alternative to it for adaptive, whose trees are not accepted alike: a length for
+            each tree, as (((1, 3, 4), 2.6), ((8, 5, 64), 4.0)).
+        simulated_accept_rates: The third one: P(at least 1, 2, .. num_steps drafts accepted), not increasing. A step
+            ends where the path of first children ends, so trees may accept less; chains (topk=1) do not.
     """
 
     temperature: float = number(0.0, at_least(0))
@@ -119,21 +123,21 @@ class EAGLEConfig(DraftingOptions):
     adaptive: str | tuple | None = None
     accept_policy: str = one_of(*ACCEPT_POLICIES)
     simulated_accept_length: float | None = number(None)
+    simulated_accept_lengths: tuple | None = None
     simulated_accept_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("method", "eos_token_ids", "adaptive", "simulated_accept_rates"):
+        for name in ("method", "eos_token_ids", "adaptive", "simulated_accept_lengths", "simulated_accept_rates"):
             object.__setattr__(self, name, _as_tuples(getattr(self, name)))
-        is_simulated = self.simulated_accept_length is not None or self.simulated_accept_rates is not None
-        if is_simulated and self.accept_policy == "normal":
+        if any(getattr(self, name) is not None for name in _SIMULATED) and self.accept_policy == "normal":
             object.__setattr__(self, "accept_policy", "simulate")
         self._check_each_field()
         is_token_list = isinstance(self.eos_token_ids, tuple) and all(map(is_integer, self.eos_token_ids))
         self._require(self.eos_token_ids is None or is_token_list, "eos_token_ids", "be None or a tuple of token ids")
         self._check_drafting()
         self._check_mask()
-        self._check_accept_policy()
         self._check_adaptive()
+        self._check_accept_policy()
         is_plain = self.verify_strategy in ("target_match", "greedy")
         rule = f"be False with verify_strategy={self.verify_strategy!r}, whose text is not plain decoding's"
         self._require(is_plain or not self.deterministic, "deterministic", rule)
@@ -179,18 +183,27 @@ class EAGLEConfig(DraftingOptions):
     def trees(self) -> tuple[tuple[int | None, EAGLEConfig | None], ...]:
         """The choices of a step: (most requests, configuration with one tree). The number is None for any number of
         requests, and the configuration is None for plain decoding."""
+        if self.adaptive is None:
+            return ((self.max_spec_batch, self._with_tree(*self._tree_sizes)),)
+        if self.adaptive == "auto":
+            return tuple((None, self._with_tree(tree)) for tree in self._tree_sizes)
+        return tuple((most, None if tree is None else self._with_tree(tree)) for most, tree in self.adaptive)
+
+    @property
+    def _tree_sizes(self) -> list[tuple[int, int, int | None]]:
+        """(topk, num_steps, num_draft_tokens) of each tree that steps choose from."""
         own = (self.topk, self.num_steps, self.num_verify_tokens)
         if self.adaptive is None:
-            return ((self.max_spec_batch, self._with_tree(own)),)
-        if self.adaptive == "auto":
-            levels = self.num_model_steps if "hybrid" in self.methods else 0  # the model has a part in each tree
-            smaller = [
-                (topk, num_steps, num_nodes)
-                for topk, num_steps, num_nodes in _SMALLER_TREES
-                if levels < num_steps <= self.num_steps and 1 + topk * levels < num_nodes < self.num_verify_tokens
-            ]
-            return tuple((None, self._with_tree(tree)) for tree in (*smaller, own))
-        return tuple((most, None if tree is None else self._with_tree(tree)) for most, tree in self.adaptive)
+            return [own]
+        if self.adaptive != "auto":
+            return [tree for _, tree in self.adaptive if tree is not None]
+        levels = self.num_model_steps if "hybrid" in self.methods else 0  # the model has a part in each tree
+        smaller = [
+            (topk, num_steps, num_nodes)
+            for topk, num_steps, num_nodes in _SMALLER_TREES
+            if levels < num_steps <= self.num_steps and 1 + topk * levels < num_nodes < self.num_verify_tokens
+        ]
+        return [*smaller, own]
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -225,11 +238,13 @@ class EAGLEConfig(DraftingOptions):
     def _with_tree(self, tree: tuple[int, int, int | None]) -> EAGLEConfig:
         """Returns this configuration with one tree, and with what it simulates cut to the tree's size."""
         sizes = dict(zip(("topk", "num_steps", "num_draft_tokens"), tree))
-        policy = {"accept_policy": "normal", "simulated_accept_length": None, "simulated_accept_rates": None}
+        policy = {"accept_policy": "normal", **dict.fromkeys(_SIMULATED)}
         made = replace(self, **sizes, **policy, adaptive=None, max_spec_batch=None)
         policy["accept_policy"] = self.accept_policy
         if self.simulated_accept_length is not None:
             policy["simulated_accept_length"] = min(self.simulated_accept_length, made.most_accepted + 1)
+        if self.simulated_accept_lengths is not None:
+            policy["simulated_accept_length"] = dict(self.simulated_accept_lengths)[tree]
         if self.simulated_accept_rates is not None:
             rates = self.simulated_accept_rates[: made.most_accepted]
             policy["simulated_accept_rates"] = (*rates, *(0,) * (made.num_steps - len(rates)))
@@ -249,13 +264,16 @@ class EAGLEConfig(DraftingOptions):
         is_planted = self.verify_strategy in ("target_match", "greedy")
         rule = f"be 'normal' with verify_strategy={self.verify_strategy!r} (others need 'target_match' or 'greedy')"
         self._require(is_planted or self.accept_policy == "normal", "accept_policy", rule)
-        length, rates = self.simulated_accept_length, self.simulated_accept_rates
         if self.accept_policy != "simulate":
-            self._require(length is None, "simulated_accept_length", "come with accept_policy='simulate'")
-            self._require(rates is None, "simulated_accept_rates", "come with accept_policy='simulate'")
+            for name in _SIMULATED:
+                self._require(getattr(self, name) is None, name, "come with accept_policy='simulate'")
             return
-        rule = "come with either simulated_accept_length or simulated_accept_rates for 'simulate'"
-        self._require((length is None) != (rates is None), "accept_policy", rule)
+        length, rates = self.simulated_accept_length, self.simulated_accept_rates
+        rule = f"come with one of {', '.join(_SIMULATED)} for 'simulate'"
+        self._require(sum(getattr(self, name) is not None for name in _SIMULATED) == 1, "accept_policy", rule)
+        if self.simulated_accept_lengths is not None:
+            self._check_accept_lengths()
+            return
         most = self.most_accepted
         if length is not None:
             rule = f"lie in 1..min(num_steps + 1, num_draft_tokens) = {most + 1} (bonus token included)"
@@ -267,6 +285,18 @@ class EAGLEConfig(DraftingOptions):
         self._require(is_falling, "simulated_accept_rates", rule)
         rule = f"be 0 beyond the num_draft_tokens - 1 = {self.num_verify_tokens - 1} drafts of a step"
         self._require(not any(rates[most:]), "simulated_accept_rates", rule)
+
+    def _check_accept_lengths(self) -> None:
+        """Checks that they name all trees; their numbers are checked with the trees."""
+        lengths, name = self.simulated_accept_lengths, "simulated_accept_lengths"
+        is_table = isinstance(lengths, tuple) and all(isinstance(entry, tuple) and len(entry) == 2 for entry in lengths)
+        is_table = is_table and all(isinstance(tree, tuple) and len(tree) == 3 for tree, _ in lengths)
+        self._require(is_table, name, "be pairs of a tree (topk, num_steps, num_draft_tokens) and a number")
+        self._require(self.adaptive is not None, name, "come with adaptive; without it give simulated_accept_length")
+        missing = [tree for tree in self._tree_sizes if tree not in dict(lengths)]
+        self._require(not missing, name, f"have a number for each tree, also for {', '.join(map(str, missing))}")
+        for tree in self._tree_sizes:
+            self._with_tree(tree)
 
     def _check_adaptive(self) -> None:
         if self.adaptive is None:

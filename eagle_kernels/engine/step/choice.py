@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 # A tree is judged after PROBE_STEPS measured steps. A tree that is not in use is measured again for as many steps after
 # PROBE_AFTER others; later if the time lost by measuring would otherwise exceed PROBE_SHARE of the total.
@@ -44,18 +45,21 @@ class Fastest(Choice):
 
     The other numbers are probed (measured again) now and then, the slower ones more rarely, so that a change in the
     texts is noticed. A number that lost in smaller batches is not measured first, but left to these probes, which are
-    as rare as its times in smaller batches suggest: larger batches may differ. Larger numbers are larger trees.
+    as rare as its times in smaller batches suggest: larger batches may differ. What would lose with every draft
+    accepted is not tried at all. Larger numbers are larger trees.
 
-    most_rows  larger batches are decoded plainly; None: there is no limit
+    most_tokens  of each number: the tokens of a step, at most
+    most_rows    larger batches are decoded plainly; None: there is no limit
     """
 
-    def __init__(self, count: int, most_rows: int | None):
-        self._count, self._most_rows = count, most_rows
+    def __init__(self, most_tokens: Sequence[int], most_rows: int | None):
+        self._count, self._most_tokens, self._most_rows = len(most_tokens), most_tokens, most_rows
         # by number: tokens per step, and rows that they were averaged over
         self._tokens: dict[int, float] = {0: 1.0}
         self._rows_seen: Counter[int] = Counter()
-        # by (batch size class, number): step time, steps timed, steps noted, and steps since it was last in use
+        # by (batch size class, number): mean and least step time, steps timed and noted, and steps since it was in use
         self._step_ms: dict[tuple[int, int], float] = {}
+        self._least_ms: dict[tuple[int, int], float] = {}
         self._num_timed, self._num_seen, self._num_unseen = Counter(), Counter(), Counter()
         self._probe: tuple[int, int, int] | None = None  # batch size class, number, steps left
 
@@ -67,14 +71,16 @@ class Fastest(Choice):
             return self._probe[1]
         numbers = range(self._count)
         for number in numbers:
-            if self._num_seen[size, number] < PROBE_STEPS and not self._is_hopeless(size, number):
-                return number
+            if self._num_seen[size, number] < PROBE_STEPS and self._may_win(size, number):
+                if not self._is_hopeless(size, number):
+                    return number
         best = max(numbers, key=lambda number: self._speed(size, number))
         for number in numbers:
             key = size, number
             self._num_unseen[key] = 0 if number == best else self._num_unseen[key] + 1
             lost_steps = PROBE_STEPS * self._lost_steps(size, number, best)
-            if self._num_unseen[key] > max(PROBE_AFTER, lost_steps * (self._count - 1) / PROBE_SHARE):
+            is_due = self._num_unseen[key] > max(PROBE_AFTER, lost_steps * (self._count - 1) / PROBE_SHARE)
+            if is_due and self._may_win(size, number):
                 self._num_unseen[key] = 0
                 self._probe = (*key, PROBE_STEPS)
                 return number
@@ -91,6 +97,7 @@ class Fastest(Choice):
             self._num_timed[key] += 1
             weight = max(1 / self._num_timed[key], TIME_WEIGHT)
             self._step_ms[key] = _mean(self._step_ms.get(key, step_ms), step_ms, weight)
+            self._least_ms[key] = min(self._least_ms.get(key, step_ms), step_ms)
         if self._probe is not None and self._probe[:2] == key:
             left = self._probe[2] - 1
             self._probe = (*key, left) if left else None
@@ -102,6 +109,23 @@ class Fastest(Choice):
             if speed:
                 return any(speed < HOPELESS * self._speed(fewer, other) for other in range(number))
         return False
+
+    def _may_win(self, size: int, number: int) -> bool:
+        """Returns whether the number could be the fastest if all its drafts were accepted.
+
+        It takes as long as its fastest step, or as that of any smaller tree or batch, which take no longer. One step
+        alone proves nothing: the machine may have been busy.
+        """
+        least_ms = max(
+            (
+                ms
+                for (fewer, smaller), ms in self._least_ms.items()
+                if fewer <= size and smaller <= number and self._num_timed[fewer, smaller] > 1
+            ),
+            default=0.0,
+        )
+        speeds = [self._speed(size, other) for other in range(self._count) if other != number]
+        return self._most_tokens[number] >= max(speeds, default=0.0) * least_ms
 
     def _lost_steps(self, size: int, number: int, best: int) -> float:
         """Returns how many of the best steps one of this number loses, given the tokens it brings; 0 if unknown."""

@@ -78,7 +78,9 @@ def plan_steps(
     for drafter in suffix_drafters:
         drafter.feed = feed
     is_automatic = bool(trees) and config.adaptive == "auto"
-    choice = Fastest(len(steppers), config.max_spec_batch) if is_automatic else ByBatchSize(tuple(table))
+    choice: Choice = ByBatchSize(tuple(table))
+    if is_automatic:
+        choice = Fastest([stepper.num_steps + 1 for stepper in steppers], config.max_spec_batch)
     return StepPlan(tuple(_runner(stepper, state) for stepper in steppers), choice, feed, config.methods)
 
 
