@@ -106,9 +106,10 @@ class Bench:
             config["kv_cache_bytes"] = int(0.8 * torch.cuda.mem_get_info()[0])
         if tree is not None:
             config |= dict(zip(("topk", "num_steps", "num_draft_tokens"), tree))
-            is_table = isinstance(accept, dict)
-            simulated = {"lengths": tuple(accept.items())} if is_table else {"length": accept}
-            config |= {f"simulated_accept_{name}": value for name, value in simulated.items()}
+            if isinstance(accept, dict):
+                config["simulated_accept_lengths"] = tuple(accept.items())
+            else:
+                config["simulated_accept_length"] = accept
         return EAGLEInference(draft or self.draft, target or self.target, EAGLEConfig(**config))
 
     @contextlib.contextmanager

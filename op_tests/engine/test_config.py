@@ -80,15 +80,36 @@ def test_each_tree_may_accept_as_it_does_by_itself():
     assert dict(lengths) == dict(zip(sizes, (tree.simulated_accept_length for _, tree in config.trees)))
     table = EAGLEConfig(adaptive=((8, (1, 3, 4)), (16, None)), simulated_accept_lengths=(((1, 3, 4), 2.6),))
     assert [tree and tree.simulated_rates for _, tree in table.trees] == [pytest.approx([1, 0.6, 0]), None]
-    for values, message in (
-        ({"simulated_accept_lengths": lengths}, "must come with adaptive; without it give simulated_accept_length"),
-        ({"adaptive": "auto", "simulated_accept_lengths": lengths[1:]}, r"have a number .* also for \(1, 1, 2\), got"),
-        ({"adaptive": "auto", "simulated_accept_lengths": (1.7,)}, r"be pairs of a tree \(topk, num_steps, .* number"),
-        ({"adaptive": "auto", "simulated_accept_lengths": (((1, 1, 2), 9), *lengths[1:])}, "length must lie in .* = 2"),
-        ({"adaptive": "auto", "simulated_accept_lengths": lengths, "simulated_accept_length": 2.0}, "come with one of"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            EAGLEConfig.tree(**values)
+
+
+@pytest.mark.parametrize("adaptive", ["auto", ((8, (1, 3, 4)), (16, (1, 1, 2)), (32, None))])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"adaptive": None}, "must come with adaptive; without it give simulated_accept_length"),
+        (
+            {"simulated_accept_lengths": ()},
+            r"have a number for each tree of adaptive, also for \(1, 1, 2\), \(1, 3, 4\)",
+        ),
+        ({"simulated_accept_lengths": (1.7,)}, r"be pairs of a tree \(topk, num_steps, .* each tree once, got"),
+        ({"simulated_accept_lengths": (((1, 1, (2,)), 1.7),)}, "be pairs of a tree"),
+        ({"simulated_accept_lengths": (((1, 1, 2), None),)}, "be pairs of a tree"),
+        ({"simulated_accept_lengths": (((1, 1, 2), 1.5), ((1, 1, 2), 1.7))}, "each tree once"),
+        ({"more": (((1, 2, 3), 1.7),)}, r"name trees of adaptive alone, not \(1, 2, 3\)"),
+        ({"wrong": (1, 1, 2)}, r"simulated_accept_lengths must be at most 2 for the tree \(1, 1, 2\)"),
+        ({"simulated_accept_length": 2.0}, "accept_policy must come with one of simulated_accept_length, .*_lengths, "),
+        ({"accept_policy": "accept_all"}, "simulated_accept_lengths must come with accept_policy='simulate'"),
+    ],
+)
+def test_bad_lengths_of_trees_are_named(adaptive, change, message):
+    known = {(1, 1, 2): 1.7, (1, 3, 4): 2.6, (4, 3, 8): 2.5, (4, 4, 16): 3, (8, 5, 64): 4.0}
+    trees = known if adaptive == "auto" else [tree for _, tree in adaptive if tree]
+    change, lengths = dict(change), {tree: known[tree] for tree in trees}
+    more, wrong = change.pop("more", ()), change.pop("wrong", None)
+    lengths |= {wrong: 9} if wrong else {}
+    values = {"adaptive": adaptive, "simulated_accept_lengths": (*lengths.items(), *more)} | change
+    with pytest.raises(ValueError, match=message):
+        EAGLEConfig.tree(**values)
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "hybrid", ("eagle", "hybrid")])

@@ -288,19 +288,19 @@ def simulate(choice, num_steps, step_ms, tokens, num_rows=4):
 
 
 @pytest.mark.parametrize(
-    ("step_ms", "tokens", "best", "may_win"),
+    ("step_ms", "tokens", "best"),
     [
-        ((6.0, 7.0, 9.0), (1.0, 1.5, 4.0), 2, {1, 2}),
-        ((6.0, 7.0, 9.0), (1.0, 1.5, 1.6), 1, {1, 2}),
-        ((6.0, 12.0, 30.0), (1.0, 1.5, 3.0), 0, {0, 1, 2}),
-        ((6.0, 6.1, 60.0), (1.0, 1.0, 1.0), 0, {0, 1, 2}),
+        ((6.0, 7.0, 9.0), (1.0, 1.5, 4.0), 2),
+        ((6.0, 7.0, 9.0), (1.0, 1.5, 1.6), 1),
+        ((6.0, 12.0, 30.0), (1.0, 1.5, 3.0), 0),
+        ((6.0, 6.1, 60.0), (1.0, 1.0, 1.0), 0),
     ],
 )
-def test_the_fastest_is_found_and_probing_is_cheap(step_ms, tokens, best, may_win):
+def test_the_fastest_is_found_and_probing_is_cheap(step_ms, tokens, best):
     choice = Fastest((1, 10, 10), None)
     simulate(choice, 3 * PROBE_STEPS + 1, step_ms, tokens)
     total_ms, total, chosen = simulate(choice, 40 * PROBE_AFTER, step_ms, tokens)
-    assert max(set(chosen), key=chosen.count) == best and set(chosen) == may_win
+    assert max(set(chosen), key=chosen.count) == best and set(chosen) == {0, 1, 2}
     assert total / total_ms >= 0.98 * tokens[best] / step_ms[best]
 
 
@@ -422,18 +422,34 @@ def test_requests_that_come_and_go_are_served_nearly_as_well():
     assert all(sum(ratios[2:]) / len(ratios[2:]) >= 0.97 for ratios in gained.values()), gained
 
 
-def test_what_cannot_win_is_not_tried_again():
-    """64 nodes of 64 requests take nine times as long as 4: not even with every draft accepted."""
-    choice = Fastest(MOST_TOKENS, None)
-    _, chosen = noisy_steps(choice, random.Random(0), 20 * PROBE_AFTER, 64)
-    assert chosen.count(5) <= 2 and chosen.count(4) <= 2
-    slow = Fastest((1, 4), None)
-    slow.note(0, 1, 6.0, 1.0)
-    slow.note(1, 1, 60.0, 4.0)  # the machine was busy, which one step cannot tell
-    for _ in range(200):
-        number = slow.choose(1)
-        slow.note(number, 1, (6.0, 9.0)[number], (1.0, 4.0)[number])
-    assert slow.choose(1) == 1
+def test_what_cannot_win_has_a_step_now_and_then():
+    """64 nodes of 64 requests take nine times as long as 4, and would lose with every draft accepted."""
+    _, chosen = noisy_steps(Fastest(MOST_TOKENS, None), random.Random(0), 20 * PROBE_AFTER, 64)
+    assert 1 <= chosen.count(5) <= 4 and 1 <= chosen.count(4) <= 4
+
+
+@pytest.mark.parametrize("num_slow", [1, 2, 3, 6])
+def test_slow_steps_at_first_do_not_rule_a_tree_out(num_slow):
+    """The machine was busy, which nobody can tell from the first steps."""
+    choice, slow = Fastest((1, 4), None), num_slow
+    chosen = []
+    for _ in range(20_000):
+        number = choice.choose(1)
+        step_ms = 60.0 if number and slow > 0 else (6.0, 9.0)[number]
+        slow -= number
+        choice.note(number, 1, step_ms, (1.0, 4.0)[number])
+        chosen.append(number)
+    assert sum(chosen[-1000:]) > 900
+
+
+@pytest.mark.parametrize(("num_rows", "added_ms"), [(1, 5.0), (8, 10.0), (64, 12.0)])
+def test_texts_that_become_short_again(num_rows, added_ms):
+    """Long ones make all steps longer; then come short ones, for which drafts are useless."""
+    choice, recorded = Fastest(MOST_TOKENS, None), RECORDED_MS[num_rows]
+    simulate(choice, 2000, [step_ms + added_ms for step_ms in recorded], MEAN_TOKENS, num_rows)
+    useless = (1.0, 1.05, 1.1, 1.1, 1.12, 1.15)
+    total_ms, total, _ = simulate(choice, 50_000, recorded, useless, num_rows)
+    assert total / total_ms >= 0.97 * max(tokens / step_ms for tokens, step_ms in zip(useless, recorded))
 
 
 def test_automatic_choice_keeps_the_text(target):

@@ -361,7 +361,7 @@ def complaint(capsys, *arguments: str | Path, prompt: str = PROMPT) -> str:
         (["--temperature", -1], "temperature must be at least 0, got -1.0"),
         (["--temperature", "nan"], "temperature must be a finite number, got nan"),
         (["--top-p", 0], "top_p must lie in (0, 1]"),
-        (["--accept-policy", "simulate"], "accept_policy must come with either simulated_accept_length or"),
+        (["--accept-policy", "simulate"], "accept_policy must come with one of simulated_accept_length, "),
         (
             ["--accept-policy", "reject_all", "--simulated-accept-length", 3],
             "simulated_accept_length must come with accept_policy='simulate', got 3.0",

@@ -8,6 +8,7 @@ import torch
 
 from bench.harness import Benchmark, Case, Unavailable
 from bench.harness.inputs import HEADS, ODD_BATCH, SMALL_HEADS, lengths, paged_cache
+from bench.peers import flashinfer
 from bench.run import main
 
 
@@ -76,6 +77,7 @@ BENCHMARK = Benchmark(
     make=make,
     count_bytes=count_bytes,
     providers={"torch": prepare_torch},
+    peers={"flashinfer": flashinfer.prefill_attention},
 )
 
 if __name__ == "__main__":

@@ -111,8 +111,11 @@ class PrefillAttend(_PoolAttend):
 
     def __init__(self, pool: KVPool, block_table: Tensor, parts: Sequence[tuple[int, int]]):
         device, most = block_table.device, max(count for _, count in parts)
-        starts, counts = torch.tensor(parts, device=device).unbind(1)
-        slots = ops.find_slots(block_table, starts.contiguous(), count=most, page_size=pool.page_size).slots
+        if len(parts) == 1:  # filled, as the host would wait for the device to copy it
+            starts, counts = (torch.full((1,), number, device=device) for number in parts[0])
+        else:
+            starts, counts = torch.tensor(list(zip(*parts)), device=device)
+        slots = ops.find_slots(block_table, starts, count=most, page_size=pool.page_size).slots
         slots = torch.cat([row[:count] for row, (_, count) in zip(slots, parts)])
         super().__init__(pool, block_table, slots)
         self._sizes = {"seq_lens": starts + counts, "max_query": most}

@@ -46,9 +46,9 @@ class EAGLEConfig(DraftingOptions):
         kv_cache_bytes: Size of the KV pools of both models together. None: enough for max_batch requests of full
             length, but at most half of the device's free memory (1 GiB on the CPU).
         prefill_chunk: Most prompt tokens that are read between two steps.
-        max_step_ms: Most milliseconds from one step to the next of requests that run while prompts of others are read:
-            as many prompt tokens are read between steps as measured times allow, 64 at least. None: prefill_chunk
-            alone limits them.
+        max_step_ms: The milliseconds that running requests should wait for their next step, at most, while prompts of
+            others are read: as many prompt tokens are read between two steps as the times measured so far allow, but 64
+            at least. None: prefill_chunk alone limits them.
         max_spec_batch: Most requests that step with drafts; a larger batch decodes plainly. None: any number. 0: the
             draft is never used, and its maximum length does not limit requests.
         adaptive: Chooses the tree by the number of requests. ((8, (8, 5, 64)), (32, (1, 3, 4)), (64, None)) has trees
@@ -138,6 +138,8 @@ class EAGLEConfig(DraftingOptions):
         self._check_mask()
         self._check_adaptive()
         self._check_accept_policy()
+        for tree in self._tree_sizes if self.adaptive is not None else ():
+            self._with_tree(tree)  # which checks it
         is_plain = self.verify_strategy in ("target_match", "greedy")
         rule = f"be False with verify_strategy={self.verify_strategy!r}, whose text is not plain decoding's"
         self._require(is_plain or not self.deterministic, "deterministic", rule)
@@ -244,7 +246,9 @@ class EAGLEConfig(DraftingOptions):
         if self.simulated_accept_length is not None:
             policy["simulated_accept_length"] = min(self.simulated_accept_length, made.most_accepted + 1)
         if self.simulated_accept_lengths is not None:
-            policy["simulated_accept_length"] = dict(self.simulated_accept_lengths)[tree]
+            mean, most = dict(self.simulated_accept_lengths)[tree], made.most_accepted + 1
+            self._require(mean <= most, "simulated_accept_lengths", f"be at most {most} for the tree {tree}")
+            policy["simulated_accept_length"] = mean
         if self.simulated_accept_rates is not None:
             rates = self.simulated_accept_rates[: made.most_accepted]
             policy["simulated_accept_rates"] = (*rates, *(0,) * (made.num_steps - len(rates)))
@@ -272,8 +276,7 @@ class EAGLEConfig(DraftingOptions):
         rule = f"come with one of {', '.join(_SIMULATED)} for 'simulate'"
         self._require(sum(getattr(self, name) is not None for name in _SIMULATED) == 1, "accept_policy", rule)
         if self.simulated_accept_lengths is not None:
-            self._check_accept_lengths()
-            return
+            return self._check_accept_lengths()
         most = self.most_accepted
         if length is not None:
             rule = f"lie in 1..min(num_steps + 1, num_draft_tokens) = {most + 1} (bonus token included)"
@@ -287,16 +290,17 @@ class EAGLEConfig(DraftingOptions):
         self._require(not any(rates[most:]), "simulated_accept_rates", rule)
 
     def _check_accept_lengths(self) -> None:
-        """Checks that they name all trees; their numbers are checked with the trees."""
+        """Checks their form, and that each tree has one."""
         lengths, name = self.simulated_accept_lengths, "simulated_accept_lengths"
+        rule = "be pairs of a tree (topk, num_steps, num_draft_tokens) and a number of at least 1, each tree once"
         is_table = isinstance(lengths, tuple) and all(isinstance(entry, tuple) and len(entry) == 2 for entry in lengths)
-        is_table = is_table and all(isinstance(tree, tuple) and len(tree) == 3 for tree, _ in lengths)
-        self._require(is_table, name, "be pairs of a tree (topk, num_steps, num_draft_tokens) and a number")
+        is_table = is_table and all(_is_tree(tree) and is_number(mean) and mean >= 1 for tree, mean in lengths)
+        self._require(is_table and len(dict(lengths)) == len(lengths), name, rule)
         self._require(self.adaptive is not None, name, "come with adaptive; without it give simulated_accept_length")
-        missing = [tree for tree in self._tree_sizes if tree not in dict(lengths)]
-        self._require(not missing, name, f"have a number for each tree, also for {', '.join(map(str, missing))}")
-        for tree in self._tree_sizes:
-            self._with_tree(tree)
+        wanted, given = set(self._tree_sizes), set(dict(lengths))
+        missing, unknown = (", ".join(map(str, sorted(trees, key=str))) for trees in (wanted - given, given - wanted))
+        self._require(not missing, name, f"have a number for each tree of adaptive, also for {missing}")
+        self._require(not unknown, name, f"name trees of adaptive alone, not {unknown}")
 
     def _check_adaptive(self) -> None:
         if self.adaptive is None:
@@ -308,9 +312,6 @@ class EAGLEConfig(DraftingOptions):
         rule = "be None, 'auto' or ascending ((most requests, (topk, num_steps, num_draft_tokens) or None), ...)"
         self._require(_is_table(self.adaptive), "adaptive", rule)
         self._require(self.max_spec_batch is None, "max_spec_batch", "be None where adaptive has a table that says it")
-        for _, tree in self.adaptive:
-            if tree is not None:
-                self._with_tree(tree)  # which checks it
 
 
 CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))
@@ -322,7 +323,12 @@ def _is_table(value: Any) -> bool:
         return False
     limits = [most for most, _ in value]
     is_ascending = all(map(is_integer, limits)) and limits == sorted(set(limits)) and bool(limits) and limits[0] > 0
-    return is_ascending and all(tree is None or isinstance(tree, tuple) and len(tree) == 3 for _, tree in value)
+    return is_ascending and all(tree is None or _is_tree(tree) for _, tree in value)
+
+
+def _is_tree(value: Any) -> bool:
+    """Returns whether a value has the form of a tree: three numbers, whose own rules are checked elsewhere."""
+    return isinstance(value, tuple) and len(value) == 3 and not any(isinstance(number, tuple) for number in value)
 
 
 def _as_tuples(value: Any) -> Any:

@@ -92,7 +92,7 @@ class TargetOutput(NamedTuple):
     """Holds what a target returns.
 
     Attributes:
-        logits: [B, T, V], or [B, 1, V] with `last_only`.
+        logits: [B, T, V], [B, 1, V] with `last_only`, or [1, R, V] with `last_rows`.
         features: [B, T, len(capture)·H]; None if `capture` is empty.
     """
 

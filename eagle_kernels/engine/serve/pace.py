@@ -8,11 +8,13 @@ from torch import device as Device
 
 from ..step.phases import Mark, elapsed_ms, mark
 
-# The least that is read beside others in a step, whatever it takes, so that no prompt waits for ever; and what all
-# budgets are multiples of.
+# The least that is read beside others in a step, whatever it takes, so that no prompt waits for ever; budgets are
+# multiples of it, and grow by it at least.
 LEAST_TOKENS = 64
 # A budget grows by no more than this factor at once, since what it was measured by may have been short.
 GROWTH = 2
+# A budget that took too long is not tried again for so many readings that did not.
+REMEMBERED = 16
 # The weight of a new step time in the mean.
 TIME_WEIGHT = 0.25
 
@@ -20,8 +22,9 @@ TIME_WEIGHT = 0.25
 class Pace:
     """Chooses the budget of the next step from the times of the steps and of the reading so far.
 
-    The time of reading is that of the tokens last read: the budget is scaled by how much of the allowed time they took.
-    So it follows whatever changes: longer contexts, other batches, another card.
+    The budget is scaled by how much of the allowed time the tokens took that were read last, and grows a little as long
+    as they fit: short readings take about as long as one token. So it follows whatever changes: longer contexts, other
+    batches, another card.
 
     max_step_ms  None: `most_tokens` always
     """
@@ -29,6 +32,8 @@ class Pace:
     def __init__(self, max_step_ms: float | None, most_tokens: int):
         self._max_step_ms, self._most_tokens = max_step_ms, most_tokens
         self._tokens, self._step_ms = min(LEAST_TOKENS, most_tokens), 0.0
+        # a budget that took too long, and readings since that did not
+        self._too_many, self._num_fitting = most_tokens + 1, 0
         self._unread: deque[tuple[Mark, Mark, int]] = deque()
 
     @property
@@ -61,7 +66,14 @@ class Pace:
         if read_ms <= allowed_ms and 2 * tokens < self._tokens:
             return  # the rest of a prompt, which says little of the time of a whole budget
         wanted = tokens * allowed_ms / max(read_ms, 1e-3)
-        wanted = min(wanted, GROWTH * max(tokens, self._tokens), self._most_tokens)
+        if read_ms > allowed_ms:
+            self._too_many, self._num_fitting = tokens, 0
+        else:
+            wanted = min(max(wanted, tokens + LEAST_TOKENS), GROWTH * max(tokens, self._tokens))
+            self._num_fitting += 1
+            if self._num_fitting > REMEMBERED:
+                self._too_many = self._most_tokens + 1
+            wanted = max(min(wanted, self._too_many - 1), tokens)
         self._tokens = min(max(int(wanted) // LEAST_TOKENS, 1) * LEAST_TOKENS, self._most_tokens)
 
 

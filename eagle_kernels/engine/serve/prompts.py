@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch import Tensor
 from ..batch.kv_pool import PrefillAttend
 from ..batch.state import BatchState
 from ..drafters.protocol import PromptPart
-from ..models.protocol import TargetOutput
 from ..requests.request import Request
 from ..requests.sampling_params import Features
 from ..step.stepper import Stepper, StepResult
@@ -40,36 +40,45 @@ class Row:
         return self.is_running and num_tokens < self.request.params.max_new_tokens
 
 
-def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, int]]) -> list[TargetOutput]:
-    """Lets the target read the next tokens of some rows, so many of each; several only if it `reads_several`.
+class PartOutput(NamedTuple):
+    """Holds a part's tokens, [P + 1] with the one after it or [P] if it is the last, and what the target makes of it.
 
-    Returns of each row the logits [1, 1, V] after the last of these tokens, and their features.
+    logits    [1, 1, V]  after its last token
+    features  [1, P, F]  None: nobody reads them
     """
-    device = state.roots.device
-    spans = [(row.num_read, size) for row, size in parts]
-    tokens = [row.request.prompt[start : start + size] for (row, _), (start, size) in zip(parts, spans)]
-    positions = [torch.arange(start, start + size, device=device) for start, size in spans]
+
+    tokens: Tensor
+    logits: Tensor
+    features: Tensor | None
+
+
+def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, int]]) -> list[PartOutput]:
+    """Lets the target read the next tokens of some rows, so many of each; several only if it `reads_several`."""
+    device, spans = state.roots.device, [(row.num_read, size) for row, size in parts]
+    # the draft reads the token after a part together with the part's last feature
+    texts = [row.request.prompt[start : start + size + 1] for (row, _), (start, size) in zip(parts, spans)]
+    # all at once and before anything is launched, since the host waits for the device to copy them
+    tokens = torch.tensor(list(itertools.chain(*texts)), device=device).split([len(text) for text in texts])
     stops = list(itertools.accumulate(size for _, size in parts))
     last = {"last_only": True} if len(parts) == 1 else {"last_rows": torch.tensor(stops, device=device) - 1}
+    attend = PrefillAttend(state.target_pool, torch.cat([row.block_table for row, _ in parts]), spans)
     logits, features = stepper.target.forward(
-        torch.tensor(list(itertools.chain(*tokens)), device=device)[None],
-        torch.cat(positions)[None],
-        PrefillAttend(state.target_pool, torch.cat([row.block_table for row, _ in parts]), spans),
+        torch.cat([text[:size] for text, (_, size) in zip(tokens, spans)])[None],
+        torch.cat([torch.arange(start, start + size, device=device) for start, size in spans])[None],
+        attend,
         capture=stepper.aux_layers,
         **last,
     )
     return [
-        TargetOutput(logits[:, at : at + 1], None if features is None else features[:, stop - size : stop])
-        for at, ((_, size), stop) in enumerate(zip(parts, stops))
+        PartOutput(text, logits[:, at : at + 1], None if features is None else features[:, stop - size : stop])
+        for at, (text, (_, size), stop) in enumerate(zip(tokens, spans, stops))
     ]
 
 
-def take_part(stepper: Stepper, state: BatchState, row: Row, size: int, output: TargetOutput) -> StepResult | None:
+def take_part(stepper: Stepper, state: BatchState, row: Row, size: int, output: PartOutput) -> StepResult | None:
     """Lets the draft read a part, too; after the last part, returns the row's first token, which is its root."""
     prompt, start = row.request.prompt, row.num_read
-    stop, first = start + size, None
-    # includes the token after this part, which the draft reads together with the part's last feature
-    tokens = torch.tensor(prompt[start : stop + 1], device=state.roots.device)
+    tokens, stop, first = output.tokens, start + size, None
     if stop == len(prompt):
         features = Features.of([row.request.params])
         first = stepper.draw_first(output.logits[:, -1], state, row.index, len(prompt), features)

@@ -18,7 +18,6 @@ import torch
 
 from ..batch.kv_pool import PageAllocator
 from ..batch.state import CATCH_UP_EVERY, BatchState
-from ..models.protocol import TargetOutput
 from ..requests.request import Request
 from ..requests.sampling_params import Features
 from ..step.phases import mark
@@ -26,7 +25,7 @@ from ..step.plan import StepPlan
 from ..step.runner import StepRunner
 from .launch import Launch
 from .pace import Pace
-from .prompts import Row, read_parts, take_part
+from .prompts import PartOutput, Row, read_parts, take_part
 from .threads import few_threads
 
 _logger = logging.getLogger(__name__)
@@ -48,6 +47,8 @@ class Scheduler:
         self.state, self._prefill_chunk = state, prefill_chunk
         self.pages = PageAllocator(state.target_pool.k_cache.shape[1])
         self.plan: StepPlan | None = None
+        self.max_step_ms: float | None = None
+        self._pace, self._reads_several = Pace(None, prefill_chunk), False
         self.last_runner: StepRunner | None = None
         self.num_steps, self.num_cold_steps = 0, 0
         # plain steps since the draft last caught up
@@ -78,10 +79,10 @@ class Scheduler:
         """Returns whether requests other than these run, which should step between the parts of a prompt."""
         return any(row.request not in requests for row in self._running)
 
-    def use(self, plan: StepPlan) -> None:
-        """Switches to the steps of `plan`, while there is no work."""
-        self.plan, self._num_missed = plan, 0
-        self._pace = Pace(plan.plain.config.max_step_ms, self._prefill_chunk)
+    def use(self, plan: StepPlan, max_step_ms: float | None = None) -> None:
+        """Switches to the steps of `plan` and to a limit of their time, while there is no work."""
+        self.plan, self.max_step_ms, self._num_missed = plan, max_step_ms, 0
+        self._pace, self._reads_several = Pace(max_step_ms, self._prefill_chunk), plan.plain.reads_several
 
     def _pages_for(self, request: Request) -> int:
         """Returns the pages that a request needs, including those that its steps write past its last token."""
@@ -128,7 +129,7 @@ class Scheduler:
 
     def step(self, is_speculating: bool = True) -> None:
         """Advances all requests by one step, without drafts if `is_speculating` is off, and hands out their tokens."""
-        self.prepare()
+        self.prepare(is_beside=bool(self._running))
         self.advance(is_speculating)
 
     def advance(self, is_speculating: bool = True) -> None:
@@ -151,31 +152,33 @@ class Scheduler:
             if is_timed:
                 self._phases_ms.append(self.last_runner.phases_ms())
 
-    def prepare(self) -> None:
-        """Admits waiting requests in their order, and reads as much of the prompts as there is time for."""
+    def prepare(self, is_beside: bool) -> None:
+        """Admits waiting requests in their order, and reads parts of their prompts.
+
+        is_beside: whether others wait for their next step meanwhile.
+        """
         with few_threads(self.plan.plain.target), torch.inference_mode():
             while self._can_admit():
                 self._admit(self._waiting.popleft())
             if self._waiting and not any(self._rows):
                 self._fail_first_waiting()
-            device = self.state.lengths.device
-            parts = self._next_parts()
-            start = self._pace.begin(device)
-            self._read_prompts(parts)
-            self._pace.end(start, sum(size for _, size in parts), device)
+            parts, device = self._next_parts(is_beside), self.state.lengths.device
+            if parts:
+                start = self._pace.begin(device)
+                self._pace.end(start, self._read_prompts(parts), device)
             self._compact()
 
-    def _next_parts(self) -> list[tuple[Row, int]]:
+    def _next_parts(self, is_beside: bool) -> list[tuple[Row, int]]:
         """Returns the rows whose prompts are read now, the oldest first, each with the number of its tokens.
 
-        Each prompt is cut at multiples of prefill_chunk, whatever else is read, since bits depend on where it is cut;
-        but where the time of a step is limited, wherever its time ends.
+        Where each is read by itself, it is cut at multiples of prefill_chunk, whatever else is read: bits depend on
+        where it is cut.
         """
-        is_limited = self._pace.is_limited and bool(self._running)
-        budget, parts = self._pace.budget(is_limited), []
+        budget, parts = self._pace.budget(is_beside), []
         unread = [row for row in self._rows if row is not None and not row.is_running]
         for row in sorted(unread, key=lambda row: row.number):  # so that the oldest always fits
-            size = min(len(row.request.prompt) - row.num_read, budget if is_limited else self._prefill_chunk)
+            is_cut = self._reads_several or self._pace.is_limited
+            size = min(len(row.request.prompt) - row.num_read, budget if is_cut else self._prefill_chunk)
             if 0 < size <= budget:
                 parts.append((row, size))
                 budget -= size
@@ -204,33 +207,42 @@ class Scheduler:
         cause = "although no other request runs: pages have been lost, which is a bug in eagle_kernels"
         request.fail(RuntimeError(f"EAGLEInference: {state} {cause}"))
 
-    def _read_prompts(self, parts: list[tuple[Row, int]]) -> None:
-        """Reads these parts of prompts: all at once, if the target can and bits may depend on what is beside a part."""
-        if len(parts) > 1 and self.plan.plain.reads_several:
+    def _read_prompts(self, parts: list[tuple[Row, int]]) -> int:
+        """Reads these parts of prompts, all at once where that is possible; returns how many tokens that were."""
+        if len(parts) > 1 and self._reads_several:
             try:
                 outputs = read_parts(self.plan.plain, self.state, parts)
             except Exception as error:  # one of them may be to blame, so each is read by itself below
-                _logger.warning("EAGLEInference: %d prompts could not be read at once: %s", len(parts), error)
-                outputs = None
-            if outputs is not None:
-                for (row, size), output in zip(parts, outputs):
-                    with self._failing_alone(row):
-                        self._take_part(row, size, output)
-                return
-        for row, size in parts:
-            with self._failing_alone(row):
-                self._take_part(row, size, *read_parts(self.plan.plain, self.state, [(row, size)]))
+                reason = f"{type(error).__name__}: {error}"  # an error that a log keeps would hold all that it passed
+            else:
+                return sum(self._take_part(row, size, output) for (row, size), output in zip(parts, outputs))
+            _logger.warning("EAGLEInference: %d prompts could not be read at once: %s", len(parts), reason)
+        num_read = [self._read_alone(row, size) for row, size in parts]
+        if len(parts) > 1 and all(
+            num_read
+        ):  # so it was that they were together: the next ones would be read twice, too
+            self._reads_several = False
+        return sum(num_read)
 
-    def _take_part(self, row: Row, size: int, output: TargetOutput) -> None:
+    def _read_alone(self, row: Row, size: int) -> int:
+        """Reads one part; returns its size, or 0 if that failed."""
+        with self._failing_alone(row):
+            return self._take_part(row, size, *read_parts(self.plan.plain, self.state, [(row, size)]))
+        return 0
+
+    def _take_part(self, row: Row, size: int, output: PartOutput) -> int:
         """Lets the rest of the engine know what the target made of a part; after the last one the row runs."""
-        first = take_part(self.plan.plain, self.state, row, size, output)
-        if first is not None:
-            self.state.block_table[row.index] = row.block_table[0]
-            self.state.lengths[row.index] = len(row.request.prompt)
-            self.state.is_live[row.index] = 1
-            self._push(Launch(first, [(0, row)]))
-            row.is_running = True
-        row.num_read += size
+        with self._failing_alone(row):
+            first = take_part(self.plan.plain, self.state, row, size, output)
+            if first is not None:
+                self.state.block_table[row.index] = row.block_table[0]
+                self.state.lengths[row.index] = len(row.request.prompt)
+                self.state.is_live[row.index] = 1
+                self._push(Launch(first, [(0, row)]))
+                row.is_running = True
+            row.num_read += size
+            return size
+        return 0
 
     def _compact(self) -> None:
         """Moves the last rows to free places before them, if that makes the batch smaller."""

@@ -29,10 +29,9 @@ from .scheduler import Scheduler
 from .threads import few_threads
 
 _POOL_FIELDS = ("page_size", "max_batch", "kv_cache_bytes", "prefill_chunk")
-# the fields that steps depend on: all but those of single requests and those that determine the pools
-_STEP_FIELDS = tuple(
-    name for name in CONFIG_FIELDS if name not in (*SAMPLING_FIELDS, *_POOL_FIELDS, "eos_token_ids", "max_length")
-)
+# the fields that steps depend on: all but those of single requests, those that determine the pools, and those between
+_OTHER_FIELDS = (*SAMPLING_FIELDS, *_POOL_FIELDS, "eos_token_ids", "max_length", "max_step_ms")
+_STEP_FIELDS = tuple(name for name in CONFIG_FIELDS if name not in _OTHER_FIELDS)
 
 
 class Session:
@@ -86,7 +85,7 @@ class Session:
         config = replace(config, **of_config) if of_config else config
         policy = overrides.get("accept_policy", config.accept_policy)
         if policy != config.accept_policy:
-            rule = "be 'simulate' with simulated_accept_length or simulated_accept_rates, also with the engine's"
+            rule = "be 'simulate' with simulated_accept_length, _lengths or _rates, also with the engine's"
             raise ValueError(f"{caller}: accept_policy must {rule}, got {policy!r}")
         self.check(config)
         return config, config.sampling | {name: overrides[name] for name in overrides.keys() - of_config.keys()}
@@ -175,9 +174,9 @@ class Session:
             self.plans[key] = plan_steps(
                 self.target, draft, config, self.scheduler.state, speculative, self.scheduler.lag, cache, self._on_tree
             )
-        if self.scheduler.plan is not self.plans[key]:
+        if (self.scheduler.plan, self.scheduler.max_step_ms) != (self.plans[key], config.max_step_ms):
             self._require_no_work()
-            self.scheduler.use(self.plans[key])
+            self.scheduler.use(self.plans[key], config.max_step_ms)
         return self.scheduler
 
     def suffix_cache(self, config: EAGLEConfig) -> SuffixCache:

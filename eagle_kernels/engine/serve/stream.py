@@ -171,8 +171,9 @@ def _events(
                 has_token = any(request.has_news for request in requests)
                 if has_token or not scheduler.is_reading or all(request.is_finished for request in requests):
                     break
-                scheduler.prepare()
-                if scheduler.is_reading and scheduler.runs_beside(requests):
+                is_beside = scheduler.runs_beside(requests)
+                scheduler.prepare(is_beside)
+                if scheduler.is_reading and is_beside:
                     scheduler.advance(session.is_speculating)
         synchronize(session.device)
         with session.lock:

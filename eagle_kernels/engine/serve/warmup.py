@@ -38,8 +38,10 @@ def warm_up(
         # Prompts and first tokens only. Steps are run below, one runner after another, since an automatic choice must
         # learn nothing from such prompts.
         first = replace(wanted, seed=0, max_new_tokens=1, stop_token_ids=(), stop=())
-        for _ in open_stream(session, prompts, [first] * len(prompts), config, speculative):
-            pass
+        # each by itself, and all at once, which may be other kernels
+        for together in (*([prompt] for prompt in prompts), prompts):
+            for _ in open_stream(session, together, [first] * len(together), config, speculative):
+                pass
         features = Features.of([wanted])
         mixtures |= {features} | {Features(*map(max, zip(features, mixture))) for mixture in mixtures}
     with torch.inference_mode(), few_threads(session.target):

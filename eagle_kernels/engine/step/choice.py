@@ -10,6 +10,8 @@ from collections.abc import Sequence
 PROBE_STEPS = 4
 PROBE_AFTER = 256
 PROBE_SHARE = 0.01
+# One that would lose with every draft accepted, by its times so far, has one step after so many others.
+LOSER_AFTER = 8 * PROBE_AFTER
 # The least weight of a new step time in the mean; a GPU takes about the same time for the same work.
 TIME_WEIGHT = 0.25
 # Tokens per step are averaged over this many rows, but at least this many steps, since rows may share a text.
@@ -46,7 +48,7 @@ class Fastest(Choice):
     The other numbers are probed (measured again) now and then, the slower ones more rarely, so that a change in the
     texts is noticed. A number that lost in smaller batches is not measured first, but left to these probes, which are
     as rare as its times in smaller batches suggest: larger batches may differ. What would lose with every draft
-    accepted is not tried at all. Larger numbers are larger trees.
+    accepted has a step now and then, since texts grow and shrink, and times with them. Larger numbers are larger trees.
 
     most_tokens  of each number: the tokens of a step, at most
     most_rows    larger batches are decoded plainly; None: there is no limit
@@ -71,18 +73,21 @@ class Fastest(Choice):
             return self._probe[1]
         numbers = range(self._count)
         for number in numbers:
-            if self._num_seen[size, number] < PROBE_STEPS and self._may_win(size, number):
-                if not self._is_hopeless(size, number):
+            if self._num_seen[size, number] < PROBE_STEPS and not self._is_hopeless(size, number):
+                if self._may_win(size, number):
                     return number
         best = max(numbers, key=lambda number: self._speed(size, number))
         for number in numbers:
             key = size, number
             self._num_unseen[key] = 0 if number == best else self._num_unseen[key] + 1
-            lost_steps = PROBE_STEPS * self._lost_steps(size, number, best)
-            is_due = self._num_unseen[key] > max(PROBE_AFTER, lost_steps * (self._count - 1) / PROBE_SHARE)
-            if is_due and self._may_win(size, number):
+            if self._num_unseen[key] <= PROBE_AFTER:
+                continue
+            may_win = self._may_win(size, number)
+            steps, rest = (PROBE_STEPS, PROBE_AFTER) if may_win else (1, LOSER_AFTER)
+            lost_steps = steps * self._lost_steps(size, number, best)
+            if self._num_unseen[key] > max(rest, lost_steps * (self._count - 1) / PROBE_SHARE):
                 self._num_unseen[key] = 0
-                self._probe = (*key, PROBE_STEPS)
+                self._probe = (*key, steps)
                 return number
         return best
 
@@ -113,8 +118,8 @@ class Fastest(Choice):
     def _may_win(self, size: int, number: int) -> bool:
         """Returns whether the number could be the fastest if all its drafts were accepted.
 
-        It takes as long as its fastest step, or as that of any smaller tree or batch, which take no longer. One step
-        alone proves nothing: the machine may have been busy.
+        Its steps take no less than those of smaller trees, and of smaller batches, have taken. One step alone proves
+        nothing: the machine may have been busy.
         """
         least_ms = max(
             (

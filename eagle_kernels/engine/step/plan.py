@@ -78,9 +78,8 @@ def plan_steps(
     for drafter in suffix_drafters:
         drafter.feed = feed
     is_automatic = bool(trees) and config.adaptive == "auto"
-    choice: Choice = ByBatchSize(tuple(table))
-    if is_automatic:
-        choice = Fastest([stepper.num_steps + 1 for stepper in steppers], config.max_spec_batch)
+    most_tokens = [stepper.num_steps + 1 for stepper in steppers]
+    choice = Fastest(most_tokens, config.max_spec_batch) if is_automatic else ByBatchSize(tuple(table))
     return StepPlan(tuple(_runner(stepper, state) for stepper in steppers), choice, feed, config.methods)
 
 

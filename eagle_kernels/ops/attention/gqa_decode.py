@@ -106,8 +106,8 @@ def gqa_decode(
         soft_cap: above 0; logits become soft_cap * tanh(logits / soft_cap). None: they stay.
         window: how many of the last keys are seen, at least 1. None: all.
         deterministic: a request's bits do not depend on the batch around it. Takes longer.
-        plan: None or [B + 1] int32. What `plan_attention` made of the same lengths, for all layers at once; without it
-            every call sums up the lengths. A deterministic call does not need it.
+        plan: None or [B + 1] int32. What `plan_attention` made of the same lengths, for all layers of one window. None:
+            every call sums up the lengths itself. A deterministic call does not need it.
         out: two tensors to write into.
 
     Returns:

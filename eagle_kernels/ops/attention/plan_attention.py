@@ -75,7 +75,8 @@ def plan_attention(
     Args:
         seq_lens: [B] int32 or int64. Filled slots of each request, as the attention is given them; of the CSR form of a
             page table (pages - 1) * page_size + last_page_len.
-        num_drafts: draft keys of a request that come after these slots, at least 0; of ragged rows the mean will do.
+        num_drafts: draft keys of a request that come after these slots, at least 0; of ragged rows the mean will do. 0
+            where the slots hold them already, as those of a CSR page table do.
         window: as the attention is given it.
         out: a tensor to write into.
 

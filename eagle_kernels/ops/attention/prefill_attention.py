@@ -36,7 +36,7 @@ from .shared.attention import Output, Pool, Queries, Span, attend, request_rows
 from .shared.batch import Batch
 from .shared.softmax import LOG2_E, add_sink, finish_rows, match_keys, start_rows, tile_sizes
 
-# See `split_attention.ORDERED_TUNING`. The first entry is taken whose from_rows rows for a KV head a request has: two
+# See `split_attention`. The first entry is taken whose from_rows rows for a KV head a request has: two
 # tiles for all lengths, so that few variants are ever compiled.
 _ROW = {"from_rows": 33, "min_rows": 128, "max_rows": 128, "tile_bytes": 16384, "num_warps": 8, "num_stages": 2}
 _FEW = {"from_rows": 0, "min_rows": 32, "max_rows": 32}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import statistics
 
 import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
+from eagle_kernels.engine.batch.kv_pool import PrefillAttend
 from eagle_kernels.engine.serve import pace
 from eagle_kernels.engine.serve.pace import Pace
 from op_tests.engine.engines import PARAMS, make, prompt_of
@@ -46,13 +48,17 @@ def test_prompts_that_wait_together_are_read_at_once(target, draft, lag, page_si
     assert sizes == [sum(map(len, prompts))]
 
 
-@pytest.mark.parametrize("chunk", [4, 9])
-def test_parts_of_several_prompts_at_once(target, draft, chunk, monkeypatch):
-    """Some begin, some go on and some end in one call."""
-    engine = make(draft, target, prefill_chunk=chunk, max_batch=4)
-    prompts = [prompt_of(number) for number in (4, 2, 9, 1)]
-    want = [engine.generate(prompt, 8, temperature=0.8, seeds=3)[0] for prompt in prompts]
-    assert engine.generate(prompts, 8, temperature=0.8, seeds=3)[0] == want
+def test_parts_of_several_prompts_at_once(target, draft, lag, monkeypatch):
+    """One ends, one goes on and one begins in the same call."""
+    prompts = [prompt_of(number) * 2 for number in (4, 9, 2)]
+    assert [len(prompt) for prompt in prompts] == [42, 46, 22]
+    want = [make(draft, target).generate(prompt, 8, temperature=0.8, seeds=3)[0] for prompt in prompts]
+    engine = make(draft, target, prefill_chunk=30)
+    sizes = note_reading(monkeypatch, target)
+    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=8, temperature=0.8, seed=3)) for prompt in prompts]
+    engine.collect()
+    assert sizes == [30, 30, 30, 20]  # 30; 12 and 18; 28 and 2; 20
+    assert [request.output_ids for request in requests] == want
 
 
 def test_a_target_without_last_rows_reads_one_by_one(monkeypatch):
@@ -65,12 +71,42 @@ def test_a_target_without_last_rows_reads_one_by_one(monkeypatch):
     assert sizes == [3, 2, 1]
 
 
-def test_a_deterministic_engine_reads_one_by_one(target, monkeypatch):
-    engine = make(None, target, method="naive")
-    stepper = engine.session.scheduler_for(engine.config, speculative=True).plan.plain
-    assert stepper.reads_several
-    monkeypatch.setattr(stepper, "config", EAGLEConfig(deterministic=True))
-    assert not stepper.reads_several
+def test_a_deterministic_engine_reads_one_by_one(target, draft, monkeypatch):
+    engine = make(draft, target)
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    engine.generate(prompts, 2)
+    monkeypatch.setattr(engine.session.scheduler.plan.plain, "config", EAGLEConfig(deterministic=True))
+    engine.session.scheduler.use(engine.session.scheduler.plan)
+    sizes = note_reading(monkeypatch, target)
+    engine.generate(prompts, 2)
+    assert sizes == [3, 2, 1]
+
+
+def test_what_fails_only_together_is_no_longer_tried(target, draft, monkeypatch, caplog):
+    """After a layer has written its keys; draws and penalties come once, and the log holds no error alive."""
+    engine = make(draft, target, max_batch=7)
+    prompts = [prompt_of(number) for number in range(7)]
+    want = []
+    for prompt, params in zip(prompts, PARAMS):
+        want.append(engine.submit(prompt, params))
+        engine.collect()
+    attends = []
+
+    def failing(attend, layer, query, *arguments, **options):
+        result = call(attend, layer, query, *arguments, **options)
+        if len(attend._bounds) > 2 and layer == 0:
+            attends.append(attend)
+            raise MemoryError("too many")
+        return result
+
+    call = PrefillAttend.__call__
+    monkeypatch.setattr(PrefillAttend, "__call__", failing)
+    for _ in range(2):
+        requests = [engine.submit(prompt, params) for prompt, params in zip(prompts, PARAMS)]
+        engine.collect()
+        assert [request.output_ids for request in requests] == [request.output_ids for request in want]
+    assert len(attends) == 1
+    assert [record.args for record in caplog.records] == [(7, "MemoryError: too many")]
 
 
 def test_a_prompt_that_cannot_be_read_fails_alone(target, draft, monkeypatch, caplog):
@@ -93,7 +129,7 @@ def test_a_prompt_that_cannot_be_read_fails_alone(target, draft, monkeypatch, ca
         engine.collect()
     assert [request.finish_reason for request in requests] == ["length", "error", "length"]
     assert "no such token" in requests[1].error and requests[0].output_ids == requests[2].output_ids == want
-    assert "3 prompts could not be read at once: no such token" in caplog.text
+    assert "3 prompts could not be read at once: RuntimeError: no such token" in caplog.text
 
 
 def test_parts_are_small_beside_others_where_steps_have_a_limit(target, draft, lag, monkeypatch):
@@ -140,9 +176,24 @@ def test_a_pace_fills_the_limit_and_keeps_it(step_ms, fixed_ms, token_ms, monkey
     card, limit_ms = Card(monkeypatch, step_ms, fixed_ms, token_ms), 40.0
     gaps = card.gaps(Pace(limit_ms, 2048), 60_000)
     settled = gaps[8:-1]
-    assert max(settled) <= 1.02 * limit_ms  # texts grow between the measuring and the reading
+    too_long = [gap for gap in settled if gap > limit_ms]  # texts grow, and 64 tokens more are tried now and then
+    assert len(too_long) <= len(settled) / 8 and max(gaps) <= limit_ms + 64 * token_ms * 7
     assert min(settled) >= 0.5 * limit_ms  # budgets are multiples of 64 tokens
-    assert max(gaps[:8]) <= 1.5 * limit_ms
+
+
+@pytest.mark.parametrize(("limit_ms", "best"), [(12.0, 192), (15.5, 320), (20.0, 448)])
+@pytest.mark.parametrize("slow", [None, 30])
+def test_a_pace_is_not_caught_where_few_tokens_take_as_long_as_many(limit_ms, best, slow, monkeypatch):
+    """Reading takes at least 5 ms; not even by one reading that took much longer."""
+    chosen, now, sizes = Pace(limit_ms, 2048), [0.0], []
+    monkeypatch.setattr(pace, "mark", lambda device: now[0])
+    for number in range(100):
+        sizes.append(chosen.budget(True))
+        start = chosen.begin(torch.device("cpu"))
+        now[0] += (max(5.0, 0.03 * sizes[-1]) + 40 * (number == slow)) / 1e3
+        chosen.end(start, sizes[-1], torch.device("cpu"))
+        chosen.note_step(5.4)
+    assert statistics.median(sizes[50:]) == best and max(sizes[50:]) <= best + 64
 
 
 def test_a_limit_below_the_step_reads_the_least(monkeypatch):
@@ -159,7 +210,7 @@ def test_a_pace_follows_the_card(monkeypatch):
     card.gaps(chosen, 20_000)
     fast = chosen.budget(True)
     card.token_ms = 0.2
-    assert max(card.gaps(chosen, 3000)[3:]) <= 1.05 * 30.0
+    assert max(card.gaps(chosen, 3000)[3:]) <= 30.0 + 64 * 0.2 * 1.3
     slow = chosen.budget(True)
     assert slow < fast / 3
     card.token_ms = 0.02
@@ -174,6 +225,18 @@ def test_a_pace_follows_the_card(monkeypatch):
 def test_bad_limits_are_named(value):
     with pytest.raises(ValueError, match="EAGLEConfig: max_step_ms must be"):
         EAGLEConfig(max_step_ms=value)
+
+
+def test_who_is_alone_is_read_whole_whatever_the_limit(target, draft, monkeypatch):
+    """Also where several prompts of one call wait for each other; and another limit needs no other steps."""
+    engine = make(draft, target, prefill_chunk=200, max_step_ms=1e-6)
+    prompts = [[(7 * at + shift) % 61 for at in range(110)] for shift in (1, 2, 3)]
+    sizes = note_reading(monkeypatch, target)
+    engine.generate(prompts, 2)
+    assert sizes == [200, 130]
+    num_plans = len(engine.session.plans)
+    engine.generate(prompts, 2, max_step_ms=7.0)
+    assert len(engine.session.plans) == num_plans
 
 
 def test_a_limit_is_refused_where_bits_depend_on_cuts():

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import eagle_kernels
+from eagle_kernels.ops.attention.gqa_decode import TUNING
 from eagle_kernels.ops.attention.shared.chunks import count_chunks
+from eagle_kernels.runtime.launch import intercept
 from op_tests.harness import (
     assert_close,
     assert_equal,
@@ -18,6 +20,7 @@ from op_tests.harness import (
     check_operation,
     check_registration,
     replay_in_graph,
+    retune,
     to_device,
 )
 
@@ -104,6 +107,75 @@ def test_no_key_is_lost_by_a_plan_of_other_lengths(kind, planned, device, monkey
         assert_close(kind, str(planned), field, got, expected)
 
 
+@pytest.mark.parametrize("head_dim", [32, 128, 256])
+@pytest.mark.parametrize("planned", [[1000, *[1] * 7], [1] * 8, [1, 40, 1, 1, 900, 1, 1, 1]], ids=str)
+def test_no_key_is_lost_where_no_request_is_cut(planned, head_dim, device, monkeypatch):
+    """Tables of one block, so that nothing is merged; a plan may say that there are more."""
+    assume_multiprocessors(monkeypatch, 5)
+    values = paged_cache([20, 3, 0, 20, 31, 32, 1, 9], 32, 2, head_dim, torch.float32, device=device)
+    values["query"] = torch.randn(8, 4, head_dim, device=device)
+    plan = eagle_kernels.raw.plan_attention(torch.tensor(planned, device=device))
+    got, expected = (eagle_kernels.raw.gqa_decode(**values, **given) for given in ({"plan": plan}, {}))
+    assert_close("gqa_decode", str(planned), "output", got.output, expected.output)
+    assert_close("gqa_decode", str(planned), "lse", got.lse, expected.lse)
+
+
+@pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
+@pytest.mark.parametrize(("counts", "prefixes"), [([2, 2, 2, 13, 13, 13, 13], [30, 30, 30, 2, 2, 2, 2]),
+                                                  ([1, 13, 0, 5], [700, 3, 90, 0])], ids=str)  # fmt: skip
+def test_the_mean_will_do_for_ragged_rows(counts, prefixes, is_separate, device, monkeypatch):
+    assume_multiprocessors(monkeypatch, 7)
+    filled = prefixes if is_separate else [prefix + count for prefix, count in zip(prefixes, counts)]
+    values = paged_cache(filled, 32, 2, 128, torch.float32, device=device)
+    values |= {
+        "seq_lens": torch.tensor(prefixes, device=device), "is_causal": True, "max_query": max(counts),
+        "query": torch.randn(sum(counts), 4, 128, device=device),
+        "qo_indptr": torch.tensor([0, *counts], device=device).cumsum(0),
+    }  # fmt: skip
+    if is_separate:
+        values |= {name: torch.randn(sum(counts), 2, 128, device=device) for name in ("draft_key", "draft_value")}
+    plan = eagle_kernels.raw.plan_attention(values["seq_lens"], num_drafts=sum(counts) // len(counts))
+    got, expected = (eagle_kernels.raw.tree_attention(**values, **given) for given in ({"plan": plan}, {}))
+    assert_close("tree_attention", str(counts), "output", got.output, expected.output)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3, 8])
+@pytest.mark.parametrize("kind", ["decode", "tree"])
+def test_no_key_is_lost_by_the_plan_of_another_window(kind, multiprocessors, device, monkeypatch):
+    assume_multiprocessors(monkeypatch, multiprocessors)
+    num_drafts = 0 if kind == "decode" else 5
+    function, values = attention(kind, RAGGED[0], device, sinks=torch.randn(4, device=device))
+    lengths = values["seq_lens"]
+    if num_drafts:
+        values["positions"] = (lengths[:, None] + torch.tensor([0, 1, 1, 2, 2], device=device)).flatten()
+    plans = [eagle_kernels.raw.plan_attention(lengths, num_drafts=num_drafts, window=each) for each in (None, 40, 300)]
+    for window in (None, 40, 300):
+        expected = function(**values, window=window)
+        for plan in plans:
+            got = function(**values, window=window, plan=plan)
+            assert_close(kind, f"window {window}", "output", got.output, expected.output)
+            assert_close(kind, f"window {window}", "lse", got.lse, expected.lse)
+
+
+def test_slots_past_two_billion_with_the_plan_of_another_window(device, monkeypatch):
+    """Twice as many blocks as are left would be more slots than int32 counts."""
+    assume_multiprocessors(monkeypatch, 4)
+    lengths = torch.tensor([3 * 2**29 - 10], device=device)
+    keys = torch.randn(2, 1, 256, 1, 32, device=device)
+    values = {
+        "query": torch.randn(1, 5, 4, 32, device=device), "k_cache": keys[0], "v_cache": keys[1], "window": 64,
+        "block_table": torch.zeros(1, 3 * 2**21 + 4, dtype=torch.int32, device=device), "seq_lens": lengths,
+        "tree_mask": torch.tensor([1, 3, 5, 11, 21], device=device).view(1, 5, 1),
+        "positions": lengths + torch.tensor([0, 1, 1, 2, 2], device=device),
+    }  # fmt: skip
+    plan = eagle_kernels.raw.plan_attention(lengths, num_drafts=5)
+    with assert_in_bounds():
+        got = eagle_kernels.raw.tree_attention(**values, plan=plan)
+    expected = eagle_kernels.raw.tree_attention(**values)
+    assert_close("tree_attention", "far", "lse", got.lse, expected.lse)
+    assert_close("tree_attention", "far", "output", got.output, expected.output)
+
+
 @pytest.mark.parametrize("kind", ["decode", "tree"])
 def test_deterministic_bits_do_not_depend_on_the_plan(kind, device):
     function, values = attention(kind, RAGGED[0], device, deterministic=True)
@@ -143,8 +215,20 @@ def test_equal_lengths_are_cut_alike():
     for batch_size, programs, expected in ((1, 264, 33), (8, 264, 32), (32, 264, 32), (128, 264, 32), (48, 264, 33),
                                            (12, 264, 33), (3, 80, 9), (0, 264, 33)):  # fmt: skip
         assert count_chunks(batch_size, 8, programs) == expected
-    assert count_chunks(32, 100, 132) == 6  # in waves where one chunk would leave programs idle
-    assert count_chunks(2, 100, 132) == 2 and count_chunks(1, 1000, 132) == 1
+    assert count_chunks(1, 1000, 132) == 1
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(1, 1), (2, 2), (9, 6)])
+def test_rounds_of_programs_where_one_would_leave_many_idle(batch_size, expected, device, monkeypatch):
+    """Tiles of rows for 100 of 132 programs: up to four rounds, and no more than there are requests."""
+    assume_multiprocessors(monkeypatch, 132)
+    values = paged_cache([64] * batch_size, 16, 100, 32, torch.float32, max_pages=400, device=device)
+    values["query"] = torch.randn(batch_size, 100, 32, device=device)
+    retune(monkeypatch, TUNING, programs=1)
+    grids = []
+    with intercept(lambda op, kernel, grid, arguments: grids.append(grid)):
+        eagle_kernels.raw.gqa_decode(**values)
+    assert grids[0] == (100, expected)
 
 
 def test_launches_and_nothing_else(device):

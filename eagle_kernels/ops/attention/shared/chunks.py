@@ -2,9 +2,10 @@
 
 Keys are counted in blocks of BLOCK slots of one request, from the first that a row may see; the draft block comes after
 the prefix. A request has at least one block, since a program has to write its outputs. The blocks of all requests, one
-request after another, are cut into as many chunks as programs run at once, so that all of them end together. A program
-attends to its chunk request by request: to whole ones, whose result it writes, and at both ends of the chunk to parts
-of one, whose results are merged afterwards.
+request after another, are cut into chunks of equal size, one for each program that runs at once, so that all of them
+end together; into fewer where a chunk would be short, and into several rounds of them where there are many tiles of
+rows. A program attends to its chunk request by request: to whole ones, whose result it writes, and at both ends of the
+chunk to parts of one, whose results are merged afterwards.
 
 Programs find their chunks by the lengths of all requests, which they read themselves: nothing is planned on the host,
 and a captured graph serves all lengths. `plan_attention` does the sum once for all layers. A plan of other lengths
@@ -26,16 +27,16 @@ from .batch import Batch, slot_range
 from .merge_shares import launch_merge
 from .share import Inputs, Keys, Outputs, Sizes, attend_share, finish_share
 
-# A part begins and ends at a multiple of BLOCK_KEY, before the place where the cut is.
+# A part begins and ends at a multiple of BLOCK_KEY, at or before the place where the cut is.
 BLOCK_SLOTS = 32
 BLOCK = tl.constexpr(BLOCK_SLOTS)
-# blocks of a chunk, if a multiprocessor is to have several
+# least blocks of a chunk for which a multiprocessor is given several
 WORTHWHILE = tl.constexpr(32)
 
 
 @triton.jit
 def count_blocks(first, stop):
-    """Returns how many blocks a request has, or each of several, whose rows see the slots first..stop - 1."""
+    """Returns how many blocks hold the slots first..stop - 1, of one request or of several."""
     return tl.maximum(tl.cdiv(stop, BLOCK) - first // BLOCK, 1)
 
 
@@ -75,7 +76,7 @@ class Cut(NamedTuple):
 def chunk_span(cut, chunk):
     """Returns (begin, stop) of a chunk, in blocks; of one that there is not, (0, 0).
 
-    int32 is enough for the products, as there are few thousand chunks.
+    int32 is enough for the products, as there are a few thousand chunks at most.
     """
     size, rest = cut.total // cut.num_chunks, cut.total % cut.num_chunks
     extra = chunk * rest // cut.num_chunks
@@ -89,10 +90,10 @@ def chunk_span(cut, chunk):
 def cut_slot(first, stop, block, BLOCK_KEY: tl.constexpr):
     """Returns the slot, a multiple of BLOCK_KEY, where a request is cut before one of its blocks.
 
-    A malformed plan may name blocks that there are not; the slot is then near the request's end.
+    A plan of other lengths may name blocks that there are not; the cut is then at the request's end, rounded down.
     """
-    block = first // BLOCK + tl.minimum(tl.maximum(block, 0), tl.cdiv(stop, BLOCK))
-    return block * BLOCK // BLOCK_KEY * BLOCK_KEY
+    ahead = tl.minimum(tl.maximum(block, 0), tl.cdiv(stop, BLOCK) - first // BLOCK)
+    return (first // BLOCK + ahead) * BLOCK // BLOCK_KEY * BLOCK_KEY
 
 
 @triton.jit
@@ -116,7 +117,8 @@ def find_cut(
 ):
     """Returns the Cut into at most num_chunks chunks, of at least LEAST_BLOCKS blocks if there are as many.
 
-    It has at most few_chunks if the others would have less than WORTHWHILE blocks: more parts take longer to merge.
+    It has at most few_chunks if num_chunks chunks would have fewer than WORTHWHILE blocks each: more parts take longer
+    to merge.
     """
     total = tl.zeros([], tl.int32)
     if plan_ptr is None:
@@ -161,7 +163,7 @@ def find_block(
 @triton.jit(
     do_not_specialize=[
         "batch_size", "table_size", "num_pages", "num_query", "num_rows", "num_drafts", "num_words", "num_chunks",
-        "few_chunks", "has_parts", "window", "reach", "stride_page_table_request", "stride_k_page", "stride_v_page",
+        "few_chunks", "window", "reach", "stride_page_table_request", "stride_k_page", "stride_v_page",
         "stride_query_batch", "stride_query_token", "stride_draft_key_batch", "stride_draft_key_token",
         "stride_draft_value_batch", "stride_draft_value_token",
     ]
@@ -204,7 +206,6 @@ def _attention_kernel(
     num_words,
     num_chunks,
     few_chunks,
-    has_parts,
     stride_page_table_request,
     stride_k_page,
     stride_v_page,
@@ -252,12 +253,15 @@ def _attention_kernel(
         PAGE_SIZE=PAGE_SIZE, IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
     )  # fmt: skip
     block, chunk_stop = chunk_span(cut, chunk)
-    request, first_block = find_block(batch, plan_ptr, block, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR, BLOCK_BATCH)
+    request, first_block = find_block(
+        batch, plan_ptr, block, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY, PAGE_SIZE=PAGE_SIZE, IS_CSR=IS_CSR,
+        BLOCK_BATCH=BLOCK_BATCH,
+    )  # fmt: skip
     while (block < chunk_stop) & (request < batch_size):
         first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         stop_block = first_block + count_blocks(first, stop)
         if plan_ptr is not None:
-            first_block, stop_block = tl.load(plan_ptr + request), tl.load(plan_ptr + request + 1)
+            stop_block = tl.load(plan_ptr + request + 1)
         is_first, is_last = block <= first_block, stop_block <= chunk_stop
         _, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
         if row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE:
@@ -275,8 +279,8 @@ def _attention_kernel(
             first_row = tl.where(block < stop_block, row_tile * BLOCK_ROW, 0)
             rows, state = attend_share(
                 inputs, sizes, batch, request, kv_head,
-                row=first_row, row_stop=num_tokens * GROUP_SIZE, path_token=-1,
-                keys=Keys(begin, share_stop, first, prefix, pool_stop, 0),
+                row=first_row, row_stop=None, path_token=None,
+                keys=Keys(begin, share_stop, first, prefix, pool_stop, None),
                 GROUP_SIZE=GROUP_SIZE, NUM_KV_HEADS=NUM_KV_HEADS, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE,
                 IS_CSR=IS_CSR, DRAFTS=DRAFTS, IS_WIDENED=IS_WIDENED, ONE_SCALE=ONE_SCALE, HAS_PATHS=False,
                 BLOCK_ROW=BLOCK_ROW, BLOCK_KEY=BLOCK_KEY, BLOCK_DIM=BLOCK_DIM, BLOCK_NODE=0,
@@ -285,7 +289,7 @@ def _attention_kernel(
             place = 2 * chunk + is_first.to(tl.int32)
             finish_share(
                 inputs, Outputs(output_ptr, lse_ptr, partial_output_ptr, partial_lse_ptr), rows, state,
-                rows.is_row & is_first, place.to(tl.int64) * num_query, (is_first & is_last) | (has_parts == 0),
+                rows.is_row & is_first, place.to(tl.int64) * num_query, is_first & is_last,
                 NUM_HEADS=NUM_KV_HEADS * GROUP_SIZE, HEAD_DIM=HEAD_DIM, BLOCK_DIM=BLOCK_DIM,
             )  # fmt: skip
         block, first_block = stop_block, stop_block
@@ -293,15 +297,15 @@ def _attention_kernel(
 
 
 def count_chunks(batch_size: int, num_tiles: int, programs: int) -> int:
-    """Returns the number of chunks for which `programs` programs run at once, num_tiles for each chunk."""
-    num_chunks = programs // max(num_tiles, 1)
-    if num_chunks < 4:  # the last programs would leave much of the GPU idle
-        return max(num_chunks, 1, min(batch_size, triton.cdiv(4 * programs, max(num_tiles, 1))))
-    # a little fewer, if requests of equal lengths are then cut alike: none of them, or each into as many parts
-    for fewer in range(num_chunks, num_chunks - num_chunks // 10 - 1, -1):
+    """Returns the number of chunks for which at most `programs` programs run, num_tiles for each chunk.
+
+    It is a little less if requests of equal lengths are then cut alike: none of them, or each into as many parts.
+    """
+    most = max(programs // max(num_tiles, 1), 1)
+    for fewer in range(most, most - most // 10 - 1, -1):
         if fewer % max(batch_size, 1) == 0 or batch_size % fewer == 0:
             return fewer
-    return num_chunks
+    return most
 
 
 def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_drafts_beside: int) -> None:
@@ -321,10 +325,15 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
     most_blocks = batch_size * max(each, 1)
     if cache["IS_CSR"]:
         most_blocks = min(most_blocks, each + batch_size * (1 + triton.cdiv(most_drafts_beside, BLOCK_SLOTS)))
-    programs, most_chunks = target.num_multiprocessors(device), triton.cdiv(most_blocks, least_blocks)
-    num_chunks = min(count_chunks(batch_size, num_tiles, programs * tuned["programs"]), most_chunks)
-    few_chunks = min(count_chunks(batch_size, num_tiles, programs), num_chunks)
+    programs = tuned["programs"] * target.num_multiprocessors(device)
+    num_chunks = count_chunks(batch_size, num_tiles, programs)
+    if num_chunks < 4:  # the last programs would leave much of the GPU idle: up to four rounds of them
+        num_chunks = max(num_chunks, min(batch_size, triton.cdiv(4 * programs, max(num_tiles, 1))))
+    num_chunks = min(num_chunks, triton.cdiv(most_blocks, least_blocks))
+    few_chunks = min(count_chunks(batch_size, num_tiles, programs // tuned["programs"]), num_chunks)
     has_parts = num_chunks > 1 and each > 1
+    if not has_parts:
+        arguments["plan_ptr"] = None  # no request is cut then, whatever a plan says
     partial_shape = (2 * num_chunks if has_parts else 0, num_query, num_heads)
     shared = {
         # of each request: the chunk in which it begins, and in how many it is; one place is for `ordered.py`
@@ -338,7 +347,6 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
         (num_tiles, num_chunks),
         num_chunks=num_chunks,
         few_chunks=few_chunks,
-        has_parts=int(has_parts),
         LEAST_BLOCKS=least_blocks,
         BLOCK_BATCH=32 if batch_size <= 32 else 128,
         **arguments,

@@ -57,10 +57,10 @@ def _merge_kernel(
             for start in range(begin, num_parts, BLOCK_PART):
                 part = start + tl.arange(0, BLOCK_PART)
                 is_part = is_row[:, None] & ((part >= 0) & (part < num_parts))[None, :]
-                share = before + part
+                place = before + part
                 if not IS_ORDERED:  # see `chunks.py`: the last part of a chunk, and then the first ones
-                    share = 2 * share + (part == 0).to(tl.int32)
-                place = share.to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
+                    place = 2 * place + (part == 0).to(tl.int32)
+                place = place.to(tl.int64)[None, :] * num_query * NUM_HEADS + row[:, None]
                 lse = tl.load(partial_lse_ptr + place, mask=is_part, other=float("-inf"))
                 output = tl.load(
                     partial_output_ptr + place[:, :, None] * HEAD_DIM + column[None, None, :],

@@ -23,10 +23,10 @@ from .share import Inputs, Keys, Outputs, Sizes, attend_share, finish_share
 BLOCK_BATCH = tl.constexpr(32)
 # CUDA's limit for all axes of a grid except the first
 MAX_PROGRAMS = 65535
-# See `split_attention`. One table for all ops, since each node of a tree must have the bits of plain decoding.
-_ROW = {"max_rows": 16, "min_rows": 16, "tile_bytes": 8192, "share_keys": 128, "num_warps": 2, "num_stages": 2}
 # rows, and shares of each, that are merged at once
 MERGED_ROWS, MERGED_SHARES = 4, 4
+# See `split_attention`. One table for all ops, since each node of a tree must have the bits of plain decoding.
+_ROW = {"max_rows": 16, "min_rows": 16, "tile_bytes": 8192, "share_keys": 128, "num_warps": 2, "num_stages": 2}
 TUNING = {"default": _ROW, "sm_90": _ROW | {"num_stages": 3}}
 
 
@@ -59,7 +59,7 @@ def count_ordered_shares(num_tiles: int, base_tiles: int) -> int:
 
 
 @triton.jit
-def cut(
+def request_shares(
     batch,
     request,
     BASE_TILES: tl.constexpr,
@@ -96,7 +96,7 @@ def find_share(
     before = tl.zeros([], tl.int32)
     for start in range(0, batch.batch_size, BLOCK_BATCH):
         request = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
-        _, shares = cut(batch, request, BASE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        _, shares = request_shares(batch, request, BASE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         is_passed = (before + tl.cumsum(shares) <= share) & (request < batch.batch_size)
         found += tl.sum(is_passed.to(tl.int32))
         passed += tl.sum(tl.where(is_passed, shares, 0))
@@ -119,7 +119,7 @@ def find_path_share(
     before = tl.zeros([], tl.int32)
     for start in range(0, request, BLOCK_BATCH):
         other = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
-        _, shares = cut(batch, other, BASE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        _, shares = request_shares(batch, other, BASE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         before += tl.sum(tl.where(other < request, shares, 0))
     first, prefix, _ = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
     first_share = ordered_share_of(first // BLOCK_KEY, BASE_TILES)
@@ -235,7 +235,7 @@ def _ordered_attention_kernel(
     # all but shares that do not exist, for which there is no place, and rows that their request does not have
     if (request < batch_size) & (share < num_shares) & has_rows:
         first, prefix, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-        first_share, num_own_shares = cut(batch, request, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        first_share, num_own_shares = request_shares(batch, request, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         begin, size = ordered_share(first_share + index, SHARE_TILES)
         size = tl.minimum(size, tl.cdiv(stop, BLOCK_KEY) - begin)  # the last may reach past the largest int32
         if (index == 0) & (tl.program_id(0) == 0):

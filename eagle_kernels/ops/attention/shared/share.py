@@ -61,7 +61,8 @@ class Sizes(NamedTuple):
 
 class Keys(NamedTuple):
     """The slots begin..stop - 1 of a request, whose rows see none before `first`, all of first..prefix - 1, and drafts
-    behind; those from pool_stop on are read along the path of one token, or beside the pool."""
+    behind; those from pool_stop on are read beside the pool, or along the path of one token, which sees some of
+    num_seen_drafts drafts."""
 
     begin: Any
     stop: Any
@@ -108,8 +109,8 @@ def attend_share(
 ):
     """Returns (Rows, their state (row_max, row_sum, accumulator)) after the Keys.
 
-    row: the first of the BLOCK_ROW rows of `request`; those from row_stop on do not exist. path_token: with HAS_PATHS
-    the token whose path the slots from pool_stop on are read along, if it is at least 0.
+    row: the first of the BLOCK_ROW rows of `request`. With HAS_PATHS those from row_stop on do not count, and the slots
+    from pool_stop on are read along the path of the token path_token, if it is at least 0.
     """
     first_row, num_tokens = request_rows(batch.qo_indptr_ptr, request, batch.num_query, batch.num_rows, True)
     first_page, _, _ = request_pages(batch, request, True, PAGE_SIZE, IS_CSR)
@@ -227,7 +228,8 @@ def finish_share(
     """Stores the rows' output and lse: a result if the share is_whole, else a partial one.
 
     is_sink: the rows to which the logit of their head's sink is added. It is added to a share, not when shares are
-    merged, since one more part must not change a row's bits. first_partial_row: of the request's first token.
+    merged, since one more part must not change a row's bits. first_partial_row: the place of the
+    request's first token among the partial results.
     """
     row_max, row_sum, accumulator = state
     if inputs.sinks is not None:
