@@ -132,6 +132,52 @@ def test_a_prompt_that_cannot_be_read_fails_alone(target, draft, monkeypatch, ca
     assert "3 prompts could not be read at once: RuntimeError: no such token" in caplog.text
 
 
+def test_a_draft_that_cannot_read_one_of_several_fails_that_one(target, draft, lag, monkeypatch):
+    engine = make(draft, target)
+    prompts = [prompt_of(1), prompt_of(4), prompt_of(2)]
+    want = [engine.generate(prompt, 6)[0] for prompt in prompts]
+    reader = engine.session.scheduler.plan.plain.resting
+    read = reader.read_prompt
+
+    def failing(state, part):
+        if part.tokens[:-1].tolist() == prompts[1]:
+            raise RuntimeError("no room for its draft")
+        read(state, part)
+
+    monkeypatch.setattr(reader, "read_prompt", failing)
+    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=6)) for prompt in prompts]
+    engine.collect()
+    assert [request.finish_reason for request in requests] == ["length", "error", "length"]
+    assert [requests[0].output_ids, requests[2].output_ids] == [want[0], want[2]]
+    pages = engine.session.scheduler.pages
+    assert pages.num_free == pages.num_pages
+
+
+def test_requests_that_are_given_up_between_the_parts_of_their_prompts(target, draft, lag):
+    engine = make(draft, target, prefill_chunk=8)
+    prompts = [prompt_of(4) * 2, prompt_of(9) * 2, prompt_of(2)]
+    want = engine.generate(prompts[2], 6)[0]
+    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=6)) for prompt in prompts]
+    engine.step()
+    engine.abort(requests[0])
+    engine.step()
+    engine.step()
+    engine.abort(requests[1])
+    engine.collect()
+    assert [request.finish_reason for request in requests] == ["abort", "abort", "length"]
+    assert requests[2].output_ids == want and requests[0].output_ids == requests[1].output_ids == []
+    pages = engine.session.scheduler.pages
+    assert pages.num_free == pages.num_pages
+
+
+def test_warmup_reads_prompts_alone_and_at_once(target, draft, monkeypatch):
+    """Few rows and many, of one request and of several, may be other kernels."""
+    engine, sizes = make(draft, target), note_reading(monkeypatch, target)
+    engine.warmup()
+    long = max(sizes) - 1
+    assert long > 100 and {1, long, 1 + long} <= set(sizes)
+
+
 def test_parts_are_small_beside_others_where_steps_have_a_limit(target, draft, lag, monkeypatch):
     """A limit that no step keeps leaves the least that is read; who is alone is read whole."""
     prompts = [[(7 * at + shift) % 61 for at in range(150)] for shift in (1, 2, 3)]
