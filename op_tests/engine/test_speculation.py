@@ -428,6 +428,29 @@ def test_what_cannot_win_has_a_step_now_and_then():
     assert 1 <= chosen.count(5) <= 4 and 1 <= chosen.count(4) <= 4
 
 
+def test_what_a_warm_up_rules_out_costs_nothing():
+    """The times of empty steps, which are a little less: a tree that they rule out is not tried at all."""
+    choice = Fastest(MOST_TOKENS, None)
+    for num_rows, times in RECORDED_MS.items():
+        for number, step_ms in enumerate(times):
+            choice.expect(number, num_rows, 0.9 * step_ms)
+    for num_rows in (256, 128, 64, 32):  # the largest first, so that smaller ones have told nothing
+        speed, chosen = noisy_steps(choice, random.Random(num_rows), 300, num_rows)
+        best = max(tokens / step_ms for tokens, step_ms in zip(MEAN_TOKENS, RECORDED_MS[num_rows]))
+        assert 5 not in chosen and speed >= 0.97 * best / 1.01
+    _, chosen = noisy_steps(choice, random.Random(0), 300, 1)
+    assert chosen[-1] == 5
+
+
+@pytest.mark.gpu
+def test_a_warm_up_tells_the_choice_what_steps_take(target):
+    engine = make(target, target, adaptive="auto", topk=2, num_steps=3, num_draft_tokens=6, max_batch=4)
+    engine.warmup()
+    choice = engine.session.scheduler.plan.choice
+    assert set(choice._expected_ms) == set(itertools.product((0, 1, 2), range(4)))
+    assert all(0 < step_ms < 1000 for step_ms in choice._expected_ms.values())
+
+
 @pytest.mark.parametrize("num_slow", [1, 2, 3, 6])
 def test_slow_steps_at_first_do_not_rule_a_tree_out(num_slow):
     """The machine was busy, which nobody can tell from the first steps."""

@@ -47,5 +47,7 @@ def warm_up(
     with torch.inference_mode(), few_threads(session.target):
         for features in sorted(mixtures):
             for num_rows in buckets(min(most_rows, scheduler.state.num_rows)):
-                for runner in scheduler.plan.runners:
-                    runner.warm_up(num_rows, features)
+                for number, runner in enumerate(scheduler.plan.runners):
+                    least_ms = runner.warm_up(num_rows, features)
+                    if least_ms is not None:
+                        scheduler.plan.choice.expect(number, num_rows, least_ms)

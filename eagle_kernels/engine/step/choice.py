@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -31,6 +32,9 @@ class Choice:
     def note(self, number: int, num_rows: int, step_ms: float | None, tokens: float) -> None:
         """Notes the time of such a step (None: it was not measured) and the mean number of tokens per request."""
 
+    def expect(self, number: int, num_rows: int, least_ms: float) -> None:
+        """Notes what such a step takes at least, as measured without any request."""
+
 
 class ByBatchSize(Choice):
     """Chooses by an ascending table of (most rows, number); batches beyond its last entry are decoded plainly."""
@@ -59,9 +63,10 @@ class Fastest(Choice):
         # by number: tokens per step, and rows that they were averaged over
         self._tokens: dict[int, float] = {0: 1.0}
         self._rows_seen: Counter[int] = Counter()
-        # by (batch size class, number): mean and least step time, steps timed and noted, and steps since it was in use
+        # by (batch size class, number): mean, least and expected time, steps timed and noted, steps since it was in use
         self._step_ms: dict[tuple[int, int], float] = {}
         self._least_ms: dict[tuple[int, int], float] = {}
+        self._expected_ms: dict[tuple[int, int], float] = {}
         self._num_timed, self._num_seen, self._num_unseen = Counter(), Counter(), Counter()
         self._probe: tuple[int, int, int] | None = None  # batch size class, number, steps left
 
@@ -107,6 +112,9 @@ class Fastest(Choice):
             left = self._probe[2] - 1
             self._probe = (*key, left) if left else None
 
+    def expect(self, number: int, num_rows: int, least_ms: float) -> None:
+        self._expected_ms[_size_class(num_rows), number] = least_ms
+
     def _is_hopeless(self, size: int, number: int) -> bool:
         """Returns whether the number lost to a smaller tree in a smaller batch, by its present tokens per step."""
         for fewer in range(size - 1, -1, -1):
@@ -121,11 +129,12 @@ class Fastest(Choice):
         Its steps take no less than those of smaller trees, and of smaller batches, have taken. One step alone proves
         nothing: the machine may have been busy.
         """
+        noted = ((key, ms) for key, ms in self._least_ms.items() if self._num_timed[key] > 1)
         least_ms = max(
             (
                 ms
-                for (fewer, smaller), ms in self._least_ms.items()
-                if fewer <= size and smaller <= number and self._num_timed[fewer, smaller] > 1
+                for (fewer, smaller), ms in itertools.chain(noted, self._expected_ms.items())
+                if fewer <= size and smaller <= number
             ),
             default=0.0,
         )

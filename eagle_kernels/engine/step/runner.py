@@ -10,7 +10,7 @@ import torch
 from ..batch.state import BatchState
 from ..models.protocol import ModelError
 from ..requests.sampling_params import Features
-from .phases import PhaseTimer
+from .phases import PhaseTimer, elapsed_ms, mark, synchronize
 from .stepper import Stepper, StepResult
 
 
@@ -70,8 +70,12 @@ class StepRunner:
             self._catch_ups[key], _ = self._record(lambda _: resting.catch_up(self._state, *key), "a catch-up")
         self._catch_ups[key].replay()
 
-    def warm_up(self, num_rows: int, features: Features) -> None:
-        """Compiles and captures whatever the first call of `run` would."""
+    def warm_up(self, num_rows: int, features: Features) -> float | None:
+        """Compiles and captures whatever the first call of `run` would.
+
+        Returns the milliseconds of a step without any request, which one with requests takes at least; None without
+        graphs, where the host takes most of them.
+        """
         if features.penalties:
             self._state.sampling.add_penalties()
         if self._use_graphs:
@@ -81,6 +85,16 @@ class StepRunner:
                 self.run(num_rows, features)
             for is_wanted in (True, False) if self.stepper.resting else ():
                 self.catch_up(num_rows, is_wanted)
+            return min(self._replay_ms(num_rows, features) for _ in range(3)) if self._use_graphs else None
+
+    def _replay_ms(self, num_rows: int, features: Features) -> float:
+        """Waits for the step of a graph; returns its time."""
+        device = self.stepper.target.device
+        start = mark(device)
+        self.run(num_rows, features)
+        end = mark(device)
+        synchronize(device)
+        return elapsed_ms(start, end)
 
     def phases_ms(self) -> dict[str, float]:
         """Returns the times of the phases of the last step, which the device must have finished."""
