@@ -311,8 +311,8 @@ def count_chunks(batch_size: int, num_tiles: int, programs: int) -> int:
 def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_drafts_beside: int) -> None:
     """Launches the attention and, where a request can have several parts, their merge.
 
-    arguments: of the kernel, but those that are found here. cache: `cache_arguments`. tuned: the op's tuning row, tile
-    sizes included. most_drafts_beside: slots of a request that are not in the pool.
+    arguments: of the kernel, but those that are found here. cache: `cache_arguments`. tuned: the op's tuning row.
+    most_drafts_beside: slots of a request that are not in the pool.
     """
     device = arguments["output_ptr"].device
     num_heads, head_dim = arguments["output_ptr"].shape[-2:]
