@@ -84,6 +84,9 @@ def ahead_of_time_cases():
     everything["query"] = everything["query"].bfloat16()
     for dtype in FLOAT8:
         yield str(dtype), with_float8(everything, dtype)
+    # so many parts of one request that they are merged at once
+    yield "one request D=128", make(128, 4, 2, 16, torch.bfloat16, [8000])
+    yield "one request D=256", make(256, 8, 2, 16, torch.float16, [8000])
     yield "planned", make(128, 4, 2, 16, torch.bfloat16, [100, 30]) | {"plan": torch.tensor([0, 2, 3]).int()}
 
 
