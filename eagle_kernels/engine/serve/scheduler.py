@@ -218,10 +218,8 @@ class Scheduler:
                 return sum(self._take_part(row, size, output) for (row, size), output in zip(parts, outputs))
             _logger.warning("EAGLEInference: %d prompts could not be read at once: %s", len(parts), reason)
         num_read = [self._read_alone(row, size) for row, size in parts]
-        if len(parts) > 1 and all(
-            num_read
-        ):  # so it was that they were together: the next ones would be read twice, too
-            self._reads_several = False
+        # what failed together though each part can be read would fail again, and be read twice
+        self._reads_several &= len(parts) == 1 or not all(num_read)
         return sum(num_read)
 
     def _read_alone(self, row: Row, size: int) -> int:
