@@ -614,7 +614,7 @@ def test_a_mixed_load_is_served_and_timed(monkeypatch):
 
     monkeypatch.setattr(load.time, "perf_counter", lambda: clock[0])
     engine = Engine()
-    numbers = load.serve(engine, [load.Wanted([1, 2, 3], 6)] * 5, 2)
+    numbers = load.serve(engine, [load.Wanted([1, 2, 3], 6)] * 5, load.phases("2", 5))
     assert len(engine.requests) == 5 and most_at_once == 2
     # two at once take 4 steps each, three times over, the last one alone
     assert numbers == {
@@ -623,21 +623,34 @@ def test_a_mixed_load_is_served_and_timed(monkeypatch):
     # one that failed brings no tokens, and is not passed over
     monkeypatch.setattr(Engine, "submit", lambda *_: types.SimpleNamespace(error="too long", id=0))
     with pytest.raises(RuntimeError, match="load: too long"):
-        load.serve(Engine(), [load.Wanted([1], 1)], 1)
+        load.serve(Engine(), [load.Wanted([1], 1)], load.phases("1", 1))
 
 
-def test_a_mixed_load_of_a_small_model(capsys, tmp_path):
+def test_clients_come_and_go():
     from bench.apps import load
+
+    assert load.phases("8", 30) == [(30, 8)]
+    # shares 1, 2, 4, 5, 4, 2, 1 of 19
+    assert load.phases("1-25", 38) == [(2, 1), (6, 4), (14, 16), (24, 25), (32, 16), (36, 4), (38, 1)]
+
+
+def test_a_mixed_load_of_a_small_model(capsys, tmp_path, monkeypatch):
+    from bench.apps import load
+
+    monkeypatch.setattr(load, "ALONE_STEPS", 2)
 
     command = ["--app", "load", "--shape", "small", "--clients", "2", "--requests", "2", "--results", "none"]
     assert run.main([*command, "--only", "plain", "chain 3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["2 clients, 2 requests"] * 2
-    assert all(name in line for line in lines for name in load.SHOWN)
+    assert all(name in line for line in lines for name in load.SHOWN if name != "of_alone")
+    assert run.main([*command, "--only", "chain 3", "--join", "100", "--max-step-ms", "5"]) == 0
+    line = capsys.readouterr().out
+    assert "100 tokens join 2 clients, at most 5 ms" in line and "of_alone" in line
     results.append(tmp_path, {"op": "load", "gpu": "a", "shape": "small", "case": "2 clients, 2 requests",
                               "provider": "plain", "tokens_per_s": 12.5, "commit": "abc"})  # fmt: skip
     (table,) = load.tables(next(tmp_path.glob("**/load.jsonl")))
-    assert "| 2 clients, 2 requests | plain | 12.5 | - | - | - | - | - | `abc` |" in table
+    assert "| 2 clients, 2 requests | plain | 12.5 | - | - | - | - | - | - | `abc` |" in table
 
 
 def test_what_measuring_costs(capsys, monkeypatch):

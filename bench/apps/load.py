@@ -1,18 +1,23 @@
-"""A mixed load: `python -m bench.run --app load [--shape small] [--clients 8 32] [--requests 96] [--max-step-ms 30]`.
+"""A mixed load: `python -m bench.run --app load [--shape small] [--clients 8 32 1-64] [--requests 96] [--join 8192]`.
 
 Clients send prompts of 30 to 8,192 tokens and want 32 to 512 new ones, mostly few of both; each sends its next request
-once it has the text of the one before, so that requests join and leave all the time. The models are those of `--app
-generation`, with its presets and simulated acceptance. Prints a table and appends JSON lines to
+once it has the text of the one before, so that requests join and leave all the time. `1-64` are 1, 4, 16 and 64 clients
+in turn, and then fewer again, for a number of requests that grows as the root of that of the clients. The models are
+those of `--app generation`, with its presets and simulated acceptance. Prints a table and appends JSON lines to
 `results/<gpu>/load.jsonl`:
 
     tokens_per_s  new tokens of all requests, from the first one's start to the last one's end; of_plain: beside plain
     first_ms      until a request has its first token, the median
     gap_ms        between the steps that bring a request tokens, the median; late_ms: the 99th percentile; worst_ms
+
+With `--join`, one more prompt of so many tokens joins requests that run: gap_ms is theirs from then on, until it has
+its first token, and of_alone what they had before.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
 import statistics
@@ -32,7 +37,9 @@ from .generation import PRESETS, Bench
 from .random_models import SHAPES
 
 PROMPT_TOKENS, NEW_TOKENS = (30, 8192), (32, 512)
-SHOWN = ("tokens_per_s", "of_plain", "first_ms", "gap_ms", "late_ms", "worst_ms")
+SHOWN = ("tokens_per_s", "of_plain", "first_ms", "gap_ms", "late_ms", "worst_ms", "of_alone")
+# steps whose time is taken before another request joins
+ALONE_STEPS = 40
 
 
 class Wanted(NamedTuple):
@@ -57,21 +64,40 @@ def mixed_load(count: int, vocab_size: int, longest: int, seed: int = 0) -> list
     return load
 
 
-def serve(engine: EAGLEInference, load: Sequence[Wanted], num_clients: int) -> dict[str, float]:
+class Phase(NamedTuple):
+    """A number of clients, and at how many requests of all it ends."""
+
+    stop: int
+    num_clients: int
+
+
+def phases(clients: str, num_requests: int) -> list[Phase]:
+    """Returns what `--clients` names: "8", or "1-64" for numbers that rise fourfold and fall again."""
+    least, _, most = clients.partition("-")
+    numbers = [int(least)]
+    while most and numbers[-1] < int(most):
+        numbers.append(min(4 * numbers[-1], int(most)))
+    numbers += numbers[-2::-1]
+    shares = list(itertools.accumulate(map(math.sqrt, numbers)))
+    return [Phase(round(num_requests * share / shares[-1]), number) for share, number in zip(shares, numbers)]
+
+
+def serve(engine: EAGLEInference, load: Sequence[Wanted], phases: Sequence[Phase]) -> dict[str, float]:
     """Serves a load and returns its numbers, but for of_plain."""
-    waiting, requests, last_s = iter(load), {}, {}
+    requests, last_s = {}, {}
     first_s, gaps_s = [], []
 
     def send() -> None:
-        wanted = next(waiting, None)
-        if wanted is None:
-            return
-        request = engine.submit(wanted.prompt, SamplingParams(max_new_tokens=wanted.new_tokens))
-        requests[request.id], last_s[request.id] = request, time.perf_counter()
+        running = sum(not request.is_finished for request in requests.values())
+        for wanted in load[len(requests) :]:
+            if running >= next(phase.num_clients for phase in phases if len(requests) < phase.stop):
+                return
+            request = engine.submit(wanted.prompt, SamplingParams(max_new_tokens=wanted.new_tokens))
+            requests[request.id], last_s[request.id] = request, time.perf_counter()
+            running += 1
 
     start_s = time.perf_counter()
-    for _ in range(num_clients):
-        send()
+    send()
     has_begun = set()
     while engine.has_work:
         events = engine.step()
@@ -80,8 +106,7 @@ def serve(engine: EAGLEInference, load: Sequence[Wanted], num_clients: int) -> d
             (gaps_s if number in has_begun else first_s).append(now_s - last_s[number])
             has_begun.add(number)
             last_s[number] = now_s
-            if requests[number].is_finished:
-                send()
+        send()
     for request in requests.values():
         if request.error is not None:
             raise RuntimeError(f"load: {request.error}")
@@ -92,6 +117,40 @@ def serve(engine: EAGLEInference, load: Sequence[Wanted], num_clients: int) -> d
         "gap_ms": 1e3 * statistics.median(gaps_s),
         "late_ms": 1e3 * statistics.quantiles(gaps_s, n=100)[-1],
         "worst_ms": 1e3 * max(gaps_s),
+    }
+
+
+def join(engine: EAGLEInference, num_clients: int, num_tokens: int, longest: int) -> dict[str, float]:
+    """Lets a prompt of num_tokens join num_clients others, of `longest` tokens; returns what their steps take then."""
+    params = SamplingParams(max_new_tokens=longest - PROMPT_TOKENS[0])
+    others = [engine.submit([7] * PROMPT_TOKENS[0], params) for _ in range(num_clients)]
+    while not all(request.output_ids or request.is_finished for request in others):
+        engine.step()
+
+    def step_s() -> float:
+        start_s = time.perf_counter()
+        engine.step()
+        return time.perf_counter() - start_s
+
+    alone_s = statistics.median(step_s() for _ in range(ALONE_STEPS))
+    start_s = time.perf_counter()
+    request = engine.submit([7] * num_tokens, SamplingParams(max_new_tokens=1))
+    gaps_s = []
+    while not request.is_finished:
+        gaps_s.append(step_s())
+    first_s = time.perf_counter() - start_s
+    if request.error or any(other.is_finished for other in others):
+        raise RuntimeError(f"load: {request.error or 'the others ended before it joined'}")
+    for other in others:
+        engine.abort(other)
+    engine.collect()
+    gap_s = statistics.median(gaps_s)
+    return {
+        "first_ms": 1e3 * first_s,
+        "gap_ms": 1e3 * gap_s,
+        "late_ms": 1e3 * statistics.quantiles(gaps_s, n=100)[-1] if len(gaps_s) > 1 else 1e3 * gap_s,
+        "worst_ms": 1e3 * max(gaps_s),
+        "of_alone": gap_s / alone_s,
     }
 
 
@@ -115,10 +174,11 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     """Runs the presets that are asked for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.run --app load")
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--clients", nargs="+", type=int, default=[8, 32], help="how many at once (default: 8 32)")
+    parser.add_argument("--clients", nargs="+", default=["8", "32", "1-64"], help="at once (default: 8 32 1-64)")
     parser.add_argument("--requests", type=int, default=96, help="of all clients together (default: 96)")
     parser.add_argument("--max-step-ms", type=float, help="of EAGLEConfig (default: none)")
     parser.add_argument("--only", nargs="+", choices=list(PRESETS), default=list(PRESETS), help="presets")
+    parser.add_argument("--join", type=int, metavar="TOKENS", help="instead: a prompt of so many tokens joins clients")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and options.shape != "small":
@@ -129,18 +189,26 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
     bench = Bench(options.shape, device, steps=1, prompt_tokens=1, max_length=most)
     run = results.new_run()
     load = mixed_load(options.requests, SHAPES[options.shape]["vocab_size"], most - 64)
-    for num_clients in options.clients:
+    limit = f", at most {options.max_step_ms:g} ms" if options.max_step_ms else ""
+    for clients in options.clients:
+        parts = phases(clients, len(load))
+        most_clients = max(part.num_clients for part in parts)
         plain_speed = None
         for preset in options.only:
-            engine = bench.engine(num_clients, **PRESETS[preset], max_step_ms=options.max_step_ms)
+            engine = bench.engine(most_clients + bool(options.join), **PRESETS[preset], max_step_ms=options.max_step_ms)
             engine.is_speculating = bool(PRESETS[preset])
-            serve(engine, load[:num_clients], num_clients)  # compiles, captures and measures what steps are made of
-            numbers = serve(engine, load, num_clients)
-            plain_speed = numbers["tokens_per_s"] if preset == "plain" else plain_speed
-            if plain_speed is not None:
-                numbers["of_plain"] = numbers["tokens_per_s"] / plain_speed
-            limit = f", at most {options.max_step_ms:g} ms" if options.max_step_ms else ""
-            case = f"{num_clients} clients, {len(load)} requests{limit}"
+            if device.type == "cuda":
+                engine.warmup(SamplingParams(), speculative=engine.is_speculating)
+            if options.join:
+                case = f"{options.join} tokens join {clients} clients{limit}"
+                numbers = join(engine, most_clients, options.join, most - 64)
+            else:
+                case = f"{clients} clients, {len(load)} requests{limit}"
+                serve(engine, load[:most_clients], [Phase(most_clients, most_clients)])
+                numbers = serve(engine, load, parts)
+                plain_speed = numbers["tokens_per_s"] if preset == "plain" else plain_speed
+                if plain_speed is not None:
+                    numbers["of_plain"] = numbers["tokens_per_s"] / plain_speed
             line = {"op": "load", "case": case, "provider": preset}
             line |= {name: round(numbers[name], 4) for name in SHOWN if name in numbers}
             shown = "  ".join(f"{name} {line[name]:.4g}" for name in SHOWN if name in line)

@@ -70,7 +70,8 @@ def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, i
         **last,
     )
     return [
-        PartOutput(text, logits[:, at : at + 1], None if features is None else features[:, stop - size : stop])
+        # copies of the logits, since kernels for rows that are not aligned would be compiled once more
+        PartOutput(text, logits[:, at : at + 1].clone(), None if features is None else features[:, stop - size : stop])
         for at, (text, (_, size), stop) in enumerate(zip(tokens, spans, stops))
     ]
 

@@ -117,7 +117,7 @@ def test_a_prompt_that_cannot_be_read_fails_alone(target, draft, monkeypatch, ca
 
     @functools.wraps(forward)
     def failing(input_ids, *arguments, **options):
-        if (input_ids == 60).any():
+        if options.keys() & {"last_only", "last_rows"} and (input_ids == 60).any():  # not in steps, which are captured
             raise RuntimeError("no such token")
         return forward(input_ids, *arguments, **options)
 

@@ -212,10 +212,12 @@ def test_the_plan_of_another_batch_is_named(kind, device):
 
 def test_equal_lengths_are_cut_alike():
     """None of them, or each into as many parts, where about as many programs allow that; never more than there are."""
-    for batch_size, programs, expected in ((1, 264, 33), (8, 264, 32), (32, 264, 32), (128, 264, 32), (48, 264, 33),
-                                           (12, 264, 33), (3, 80, 9), (0, 264, 33)):  # fmt: skip
-        assert count_chunks(batch_size, 8, programs) == expected
-    assert count_chunks(1, 1000, 132) == 1
+    for batch_size, num_tiles, expected in ((1, 8, 16), (1, 4, 32), (1, 2, 64), (3, 8, 15), (8, 8, 32), (8, 4, 32),
+                                            (32, 8, 32), (128, 8, 32), (48, 8, 33), (12, 2, 60), (0, 8, 16)):  # fmt: skip
+        assert count_chunks(batch_size, num_tiles, 132, 2) == expected
+    assert count_chunks(1, 1000, 132, 1) == count_chunks(9, 1000, 132, 2) == 1
+    # a request in several parts has half the programs, and one at least
+    assert [count_chunks(1, 8, 132, programs) for programs in (1, 2, 4)] == [16, 16, 32]
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(1, 1), (2, 2), (9, 6)])

@@ -30,8 +30,6 @@ from .share import Inputs, Keys, Outputs, Sizes, attend_share, finish_share
 # A part begins and ends at a multiple of BLOCK_KEY, at or before the place where the cut is.
 BLOCK_SLOTS = 32
 BLOCK = tl.constexpr(BLOCK_SLOTS)
-# least blocks of a chunk for which a multiprocessor is given several
-WORTHWHILE = tl.constexpr(32)
 
 
 @triton.jit
@@ -107,7 +105,6 @@ def find_cut(
     batch,
     plan_ptr,
     num_chunks,
-    few_chunks,
     LEAST_BLOCKS: tl.constexpr,
     DRAFTS: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
@@ -115,11 +112,7 @@ def find_cut(
     IS_CSR: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
 ):
-    """Returns the Cut into at most num_chunks chunks, of at least LEAST_BLOCKS blocks if there are as many.
-
-    It has at most few_chunks if num_chunks chunks would have fewer than WORTHWHILE blocks each: more parts take longer
-    to merge.
-    """
+    """Returns the Cut into at most num_chunks chunks, of at least LEAST_BLOCKS blocks if there are as many."""
     total = tl.zeros([], tl.int32)
     if plan_ptr is None:
         for start in range(0, batch.batch_size, BLOCK_BATCH):
@@ -131,8 +124,7 @@ def find_cut(
     else:
         total = tl.load(plan_ptr + batch.batch_size)
     total = tl.maximum(total, 1)
-    most = tl.where(total // WORTHWHILE >= num_chunks, num_chunks, few_chunks)
-    return Cut(total, tl.minimum(most, tl.maximum(total // LEAST_BLOCKS, 1)))
+    return Cut(total, tl.minimum(num_chunks, tl.maximum(total // LEAST_BLOCKS, 1)))
 
 
 @triton.jit
@@ -163,7 +155,7 @@ def find_block(
 @triton.jit(
     do_not_specialize=[
         "batch_size", "table_size", "num_pages", "num_query", "num_rows", "num_drafts", "num_words", "num_chunks",
-        "few_chunks", "window", "reach", "stride_page_table_request", "stride_k_page", "stride_v_page",
+        "window", "reach", "stride_page_table_request", "stride_k_page", "stride_v_page",
         "stride_query_batch", "stride_query_token", "stride_draft_key_batch", "stride_draft_key_token",
         "stride_draft_value_batch", "stride_draft_value_token",
     ]
@@ -205,7 +197,6 @@ def _attention_kernel(
     num_drafts,
     num_words,
     num_chunks,
-    few_chunks,
     stride_page_table_request,
     stride_k_page,
     stride_v_page,
@@ -249,7 +240,7 @@ def _attention_kernel(
         stride_draft_value_token,
     )  # fmt: skip
     cut = find_cut(
-        batch, plan_ptr, num_chunks, few_chunks, LEAST_BLOCKS=LEAST_BLOCKS, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY,
+        batch, plan_ptr, num_chunks, LEAST_BLOCKS=LEAST_BLOCKS, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY,
         PAGE_SIZE=PAGE_SIZE, IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
     )  # fmt: skip
     block, chunk_stop = chunk_span(cut, chunk)
@@ -296,16 +287,20 @@ def _attention_kernel(
         request += 1
 
 
-def count_chunks(batch_size: int, num_tiles: int, programs: int) -> int:
-    """Returns the number of chunks for which at most `programs` programs run, num_tiles for each chunk.
+def count_chunks(batch_size: int, num_tiles: int, num_processors: int, programs: int) -> int:
+    """Returns the number of chunks, num_tiles programs for each, that give every multiprocessor `programs` programs.
 
-    It is a little less if requests of equal lengths are then cut alike: none of them, or each into as many parts.
+    It gets half as many where requests are cut into several parts anyway: programs side by side hide how each of them
+    goes from request to request, and make more parts to merge. The number is a little less if requests of equal lengths
+    are then cut alike, best into multiples of 16 parts, which are merged at once.
     """
-    most = max(programs // max(num_tiles, 1), 1)
-    for fewer in range(most, most - most // 10 - 1, -1):
-        if fewer % max(batch_size, 1) == 0 or batch_size % fewer == 0:
-            return fewer
-    return most
+    batch_size, num_tiles = max(batch_size, 1), max(num_tiles, 1)
+    most = max(max(programs // 2, 1) * num_processors // num_tiles, 1)
+    if most < 4 * batch_size:
+        most = max(programs * num_processors // num_tiles, 1)
+    numbers = range(most, most - most // 10 - 1, -1)
+    alike = (number for number in numbers if number % batch_size == 0 or batch_size % number == 0)
+    return next((number for number in numbers if number % (16 * batch_size) == 0), next(alike, most))
 
 
 def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_drafts_beside: int) -> None:
@@ -325,12 +320,12 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
     most_blocks = batch_size * max(each, 1)
     if cache["IS_CSR"]:
         most_blocks = min(most_blocks, each + batch_size * (1 + triton.cdiv(most_drafts_beside, BLOCK_SLOTS)))
-    programs = tuned["programs"] * target.num_multiprocessors(device)
-    num_chunks = count_chunks(batch_size, num_tiles, programs)
+    num_processors = target.num_multiprocessors(device)
+    num_chunks = count_chunks(batch_size, num_tiles, num_processors, tuned["programs"])
     if num_chunks < 4:  # the last programs would leave much of the GPU idle: up to four rounds of them
-        num_chunks = max(num_chunks, min(batch_size, triton.cdiv(4 * programs, max(num_tiles, 1))))
+        four_rounds = triton.cdiv(4 * tuned["programs"] * num_processors, max(num_tiles, 1))
+        num_chunks = max(num_chunks, min(batch_size, four_rounds))
     num_chunks = min(num_chunks, triton.cdiv(most_blocks, least_blocks))
-    few_chunks = min(count_chunks(batch_size, num_tiles, programs // tuned["programs"]), num_chunks)
     has_parts = num_chunks > 1 and each > 1
     if not has_parts:
         arguments["plan_ptr"] = None  # no request is cut then, whatever a plan says
@@ -346,7 +341,6 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
         _attention_kernel,
         (num_tiles, num_chunks),
         num_chunks=num_chunks,
-        few_chunks=few_chunks,
         LEAST_BLOCKS=least_blocks,
         BLOCK_BATCH=32 if batch_size <= 32 else 128,
         **arguments,
@@ -355,6 +349,8 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
         **tuning.compiler_options(tuned),
     )
     if has_parts:
-        # about as many parts at once as a request has
-        rows, parts = (4, 4) if num_chunks <= 4 * batch_size else (1, 64) if num_query == 1 else (4, 16)
+        # about as many parts at once as a request has; more of them leave room for fewer rows
+        rows, parts = (4, 4) if num_chunks <= 4 * batch_size else (4, 16)
+        if num_query == 1 and num_chunks > 16 * batch_size:
+            rows, parts = 1, 32
         launch_merge(op, num_chunks, rows, parts, arguments, shared, is_ordered=False)
