@@ -56,7 +56,7 @@ def mixed_requests(engine, coin: random.Random, count: int) -> None:
 
 def steps_known(runner) -> set[Features]:
     """Returns the sets of features for which the runner has nothing left to compile or to capture."""
-    return {features for _, features in [*runner._have_run, *runner._graphs]}
+    return {kind.features for kind in [*runner._have_run, *runner._graphs]}
 
 
 async def all_of(stream):

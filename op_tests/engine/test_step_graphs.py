@@ -15,6 +15,7 @@ from eagle_kernels.engine.batch.state import BatchState
 from eagle_kernels.engine.models.causal_draft import CausalDraft
 from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.requests.sampling_params import Features
+from eagle_kernels.engine.serve.reading import JOINT_TOKENS
 from eagle_kernels.engine.step.runner import StepRunner, bucket_of, buckets
 from eagle_kernels.runtime import launch
 from op_tests.engine.engines import PARAMS, alone, make, mixed_requests, prompt_of
@@ -214,7 +215,8 @@ def test_nothing_compiles_after_warmup(target, draft, speculative, compiled):
     compiled.clear()
     runners = engine.session.scheduler.plan.runners
     captured = [(set(runner._graphs), set(runner._catch_ups)) for runner in runners]
-    assert all({num_rows for num_rows, _ in graphs} == {1, 2, 4} for graphs, _ in captured)
+    kinds = {(num_rows, prompt_tokens) for num_rows in (1, 2, 4) for prompt_tokens in (0, JOINT_TOKENS[-1])}
+    assert all({(kind.num_rows, kind.prompt_tokens) for kind in graphs} == kinds for graphs, _ in captured)
     catch_ups = {(num_rows, is_wanted) for num_rows in (1, 2, 4) for is_wanted in (True, False)}
     assert captured[0][1] == (catch_ups if speculative else set())
     coin = random.Random(1)
@@ -245,7 +247,7 @@ def test_a_bare_warmup_is_for_what_is_common(target, draft, adaptive, compiled):
     runners = engine.session.scheduler.plan.runners
     captured = [(set(runner._graphs), set(runner._catch_ups)) for runner in runners]
     assert len(runners) > (2 if adaptive else 1)
-    assert all(len(graphs) == 6 * 3 for graphs, _ in captured), "of six sets of features at three sizes"
+    assert all(len(graphs) == 6 * 3 * 2 for graphs, _ in captured), "of six sets of features at three sizes"
     mixed_requests(engine, random.Random(3), 80)
     assert not compiled
     assert [(set(runner._graphs), set(runner._catch_ups)) for runner in runners] == captured

@@ -125,6 +125,28 @@ class PrefillAttend(_PoolAttend):
         return ops.prefill_attention(query[0], self._bounds, **self._sizes, **options).output[None]
 
 
+class PartsAttend(_PoolAttend):
+    """Attends for parts of prompts as `PrefillAttend` does, where the device knows which, for few rows.
+
+    block_table  [R, max_pages]
+    starts       [R]      tokens of each prompt before its part
+    bounds       [R + 1]  the rows where each part begins and ends
+    slots, positions  [P]  of the rows; those of no part have slot -1, and what is attended for them means nothing
+    """
+
+    def __init__(
+        self, pool: KVPool, block_table: Tensor, starts: Tensor, bounds: Tensor, slots: Tensor, positions: Tensor
+    ):
+        super().__init__(pool, block_table, slots)
+        self._positions = positions
+        self._sizes = {"seq_lens": starts, "qo_indptr": bounds, "max_query": len(slots), "is_causal": True}
+
+    def _read(self, query: Tensor, **options: Any) -> Tensor:
+        if options["window"] is not None:
+            options["positions"] = self._positions
+        return ops.tree_attention(query[0], **self._sizes, **options).output[None]
+
+
 class TreeAttend(_PoolAttend):
     """Attends for T tree rows per request, which see the committed prefix and the draft keys that the mask names.
 
@@ -174,3 +196,18 @@ class DecodeAttend(_PoolAttend):
         options["deterministic"] = self.deterministic
         options["plan"] = self._plan(self._seq_lens, options["window"])
         return ops.gqa_decode(query[:, 0], seq_lens=self._seq_lens, **options).output[:, None]
+
+
+class JointAttend(_PoolAttend):
+    """Attends for the rows of a step [B, T], and for those of other requests behind them, in one batch of one."""
+
+    def __init__(self, step: TreeAttend | DecodeAttend, others: PartsAttend):
+        super().__init__(step._pool, step._block_table, torch.cat([step._slots.flatten(), others._slots]))
+        self._step, self._others = step, others
+
+    def _read(self, query: Tensor, **options: Any) -> Tensor:
+        shape = self._step._slots.shape
+        rows, others = query[0].split([shape.numel(), len(self._others._slots)])
+        output = self._step._read(rows.unflatten(0, shape), **options)
+        others_output = self._others._read(others[None], **options | {"block_table": self._others._block_table})
+        return torch.cat([output.flatten(0, 1), others_output[0]])[None]

@@ -17,16 +17,22 @@ class Launch:
     rows    [(index, row)]: the rows that stepped, each with its index in the result's tensors
     number  the number of the runner that stepped; None: the result is the first token after a prompt
     start   the mark at which the step began; None: it is not timed
+    prompt_tokens   rows of prompts that the step had beside its own
     """
 
     def __init__(
-        self, result: StepResult, rows: list[tuple[int, Any]], number: int | None = None, start: Mark | None = None
+        self,
+        result: StepResult,
+        rows: list[tuple[int, Any]],
+        number: int | None = None,
+        start: Mark | None = None,
+        prompt_tokens: int = 0,
     ):
         device = result.tokens.device
         self._is_gpu = device.type == "cuda"
         if self._is_gpu:
             result = StepResult(*(None if tensor is None else _to_host(tensor) for tensor in result))
-        self.rows, self.number = rows, number
+        self.rows, self.number, self.prompt_tokens = rows, number, prompt_tokens
         self._result, self._start, self._end = result, start, mark(device)
 
     @property

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from torch import device as Device
 
 from ..step.phases import Mark, elapsed_ms, mark
 
-# The least that is read beside others in a step, whatever it takes, so that no prompt waits for ever; budgets are
-# multiples of it, and grow by it at least.
-LEAST_TOKENS = 64
+# The budgets of prompts that are read by themselves are multiples of this.
+UNIT_TOKENS = 64
 # A budget grows by no more than this factor at once, since what it was measured by may have been short.
 GROWTH = 2
 # A budget that took too long is not tried again for so many readings that did not.
@@ -26,38 +26,39 @@ class Pace:
     as they fit: short readings take about as long as one token. So it follows whatever changes: longer contexts, other
     batches, another card.
 
-    max_step_ms  None: `most_tokens` always
+    max_step_ms  None: the largest budget always
+    budgets      to choose from, ascending; the least one is read whatever it takes, so that no prompt waits for ever
     """
 
-    def __init__(self, max_step_ms: float | None, most_tokens: int):
-        self._max_step_ms, self._most_tokens = max_step_ms, most_tokens
-        self._tokens, self._step_ms = min(LEAST_TOKENS, most_tokens), 0.0
+    def __init__(self, max_step_ms: float | None, budgets: Sequence[int]):
+        self._max_step_ms, self._budgets = max_step_ms, budgets
+        self._tokens, self._step_ms = budgets[0], 0.0
         # a budget that took too long, and readings since that did not
-        self._too_many, self._num_fitting = most_tokens + 1, 0
-        self._unread: deque[tuple[Mark, Mark, int]] = deque()
+        self._too_many, self._num_fitting = budgets[-1] + 1, 0
+        self._unread: deque[tuple[Mark, Mark, int, bool]] = deque()
 
     @property
     def is_limited(self) -> bool:
         return self._max_step_ms is not None
 
-    def budget(self, is_beside: bool) -> int:
-        """Returns how many tokens may be read now; is_beside: other requests wait for their next step meanwhile."""
+    def budget(self) -> int:
+        """Returns how many tokens may be read now, beside others that wait for their next step meanwhile."""
         while self._unread and _is_over(self._unread[0][1]):
-            start, end, tokens = self._unread.popleft()
-            self._note_reading(tokens, elapsed_ms(start, end))
-        return self._tokens if self.is_limited and is_beside else self._most_tokens
+            start, end, tokens, is_joint = self._unread.popleft()
+            self._note_reading(tokens, elapsed_ms(start, end) - (self._step_ms if is_joint else 0.0))
+        return self._tokens if self.is_limited else self._budgets[-1]
 
     def begin(self, device: Device) -> Mark | None:
         """Returns the mark that `end` takes, before prompts are read."""
         return mark(device) if self.is_limited else None
 
-    def end(self, start: Mark | None, tokens: int, device: Device) -> None:
-        """Notes that `tokens` have been read since `start`; the device may still be reading them."""
-        if start is not None and tokens:
-            self._unread.append((start, mark(device), tokens))
+    def end(self, start: Mark | None, tokens: int, device: Device, *, is_joint: bool = False) -> None:
+        """Notes that `tokens` have been read since `start`, is_joint: in a step; the device may still be at it."""
+        if self.is_limited and start is not None and tokens:
+            self._unread.append((start, mark(device), tokens, is_joint))
 
     def note_step(self, step_ms: float | None) -> None:
-        """Notes the time of a step without what was read before it; None: it was not measured."""
+        """Notes the time of a step that read nothing; None: it was not measured."""
         if step_ms is not None:
             self._step_ms += (TIME_WEIGHT if self._step_ms else 1.0) * (step_ms - self._step_ms)
 
@@ -69,12 +70,13 @@ class Pace:
         if read_ms > allowed_ms:
             self._too_many, self._num_fitting = tokens, 0
         else:
-            wanted = min(max(wanted, tokens + LEAST_TOKENS), GROWTH * max(tokens, self._tokens))
+            wanted = min(wanted, GROWTH * max(tokens, self._tokens))
+            wanted = max(wanted, next((budget for budget in self._budgets if budget > tokens), tokens))
             self._num_fitting += 1
             if self._num_fitting > REMEMBERED:
-                self._too_many = self._most_tokens + 1
+                self._too_many = self._budgets[-1] + 1
             wanted = max(min(wanted, self._too_many - 1), tokens)
-        self._tokens = min(max(int(wanted) // LEAST_TOKENS, 1) * LEAST_TOKENS, self._most_tokens)
+        self._tokens = next((budget for budget in reversed(self._budgets) if budget <= wanted), self._budgets[0])
 
 
 def _is_over(end: Mark) -> bool:

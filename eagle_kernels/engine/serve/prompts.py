@@ -15,6 +15,7 @@ from ..batch.state import BatchState
 from ..drafters.protocol import PromptPart
 from ..requests.request import Request
 from ..requests.sampling_params import Features
+from ..step.prompt_rows import Part, PromptRows
 from ..step.stepper import Stepper, StepResult
 
 
@@ -50,6 +51,32 @@ class PartOutput(NamedTuple):
     tokens: Tensor
     logits: Tensor
     features: Tensor | None
+
+
+def fill_rows(prompts: PromptRows, parts: Sequence[tuple[Row, int]]) -> None:
+    """Lets the next step read the next tokens of some rows, so many of each."""
+    prompts.fill(
+        [
+            Part(row.request.prompt[row.num_read : row.num_read + size + 1], row.num_read, size, row.pages)
+            for row, size in parts
+        ]
+    )
+
+
+def take_rows(prompts: PromptRows, parts: Sequence[tuple[Row, int]]) -> list[PartOutput]:
+    """Returns what the step has read of the parts that `fill_rows` was given; the next step overwrites it."""
+    (logits, features), outputs, text_begin, begin = prompts.output, [], 0, 0
+    for number, (row, size) in enumerate(parts):
+        text_stop, stop = text_begin + min(size + 1, len(row.request.prompt) - row.num_read), begin + size
+        outputs.append(
+            PartOutput(
+                prompts.texts[text_begin:text_stop],
+                logits[None, number, None].clone(),
+                None if features is None else features[:, begin:stop],
+            )
+        )
+        text_begin, begin = text_stop, stop
+    return outputs
 
 
 def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, int]]) -> list[PartOutput]:

@@ -1,9 +1,10 @@
 """Requests and the rows of the batch that they step in: which wait, which run, and what each step brought them.
 
-A step has three parts. `prepare` gives free rows to waiting requests and reads parts of their prompts;
-`_launch_rows` queues one step of all rows and the copy of its tokens to pinned memory; `_read_back` looks at the tokens
-of the step before, while the device works on this one. So the device never waits for the host. The price is that a
-request that ends is stepped once more, and the tokens of that step are dropped.
+A step has three parts. `prepare` gives free rows to waiting requests and chooses parts of their prompts to read;
+`_launch_rows` queues one step of all rows, which reads these parts in the same pass if the target can do that, and the
+copy of its tokens to pinned memory; `_read_back` looks at the tokens of the step before, while the device works on this
+one. So the device never waits for the host. The price is that a request that ends is stepped once more, and the tokens
+of that step are dropped.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from ..requests.request import Request
 from ..requests.sampling_params import Features
 from ..step.phases import mark
 from ..step.plan import StepPlan
+from ..step.prompt_rows import PromptRows
 from ..step.runner import StepRunner
 from .launch import Launch
-from .pace import Pace
-from .prompts import PartOutput, Row, read_parts, take_part
+from .prompts import PartOutput, Row, take_part, take_rows
+from .reading import Reading, joint_size
 from .threads import few_threads
 
 _logger = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class Scheduler:
     num_steps       steps so far
     num_cold_steps  steps that compiled or captured something
     last_runner     the runner of the last step
+    reading         of the prompts
     lag             how many steps the host is behind the device
     """
 
@@ -48,7 +51,10 @@ class Scheduler:
         self.pages = PageAllocator(state.target_pool.k_cache.shape[1])
         self.plan: StepPlan | None = None
         self.max_step_ms: float | None = None
-        self._pace, self._reads_several = Pace(None, prefill_chunk), False
+        self.reading: Reading | None = None
+        # which the next step reads, and rows for them, see `Reading`
+        self._parts: list[tuple[Row, int]] = []
+        self._prompt_rows: dict[int, PromptRows] = {}
         self.last_runner: StepRunner | None = None
         self.num_steps, self.num_cold_steps = 0, 0
         # plain steps since the draft last caught up
@@ -82,7 +88,7 @@ class Scheduler:
     def use(self, plan: StepPlan, max_step_ms: float | None = None) -> None:
         """Switches to the steps of `plan` and to a limit of their time, while there is no work."""
         self.plan, self.max_step_ms, self._num_missed = plan, max_step_ms, 0
-        self._pace, self._reads_several = Pace(max_step_ms, self._prefill_chunk), plan.plain.reads_several
+        self.reading = Reading(plan, self.state, self._prefill_chunk, max_step_ms, self._prompt_rows)
 
     def _pages_for(self, request: Request) -> int:
         """Returns the pages that a request needs, including those that its steps write past its last token."""
@@ -137,15 +143,20 @@ class Scheduler:
         with few_threads(self.plan.plain.target), torch.inference_mode():
             num_launched = self.num_steps
             rows = [row for row in self._running if row.needs_step]
+            parts = [(row, size) for row, size in self._parts if row in self._rows]  # some may have been aborted
+            self._parts = []
             if rows:
                 with self._failing_alone(*rows):
-                    self._launch_rows(rows, is_speculating)
+                    self._launch_rows(rows, is_speculating, parts)
+            elif parts:
+                self._read_prompts(parts)
             has_launched = self.num_steps > num_launched
             # the next step overwrites the times of the phases, so the host must wait for this step to read them
             is_timed = has_launched and self.plan.plain.config.phase_times and (self.lag == 0 or self._until_timed == 0)
             self._until_timed = TIMED_STEPS if is_timed else self._until_timed - has_launched
             lag = self.lag if has_launched and not is_timed else 0
-            while len(self._unread) > lag:
+            # first tokens are there before the step after them begins
+            while self._unread and (self._unread[0].number is None or self._num_unread_steps > lag):
                 self._read_back()
             if self.plan.feed is not None:  # while the device runs this step
                 self.plan.feed.think(row.request for row in self._running)
@@ -153,7 +164,7 @@ class Scheduler:
                 self._phases_ms.append(self.last_runner.phases_ms())
 
     def prepare(self, is_beside: bool) -> None:
-        """Admits waiting requests in their order, and reads parts of their prompts.
+        """Admits waiting requests in their order, and reads parts of their prompts, or leaves that to `advance`.
 
         is_beside: whether others wait for their next step meanwhile.
         """
@@ -162,27 +173,13 @@ class Scheduler:
                 self._admit(self._waiting.popleft())
             if self._waiting and not any(self._rows):
                 self._fail_first_waiting()
-            parts, device = self._next_parts(is_beside), self.state.lengths.device
-            if parts:
-                start = self._pace.begin(device)
-                self._pace.end(start, self._read_prompts(parts), device)
+            unread = [row for row in self._rows if row is not None and not row.is_running]
+            parts = self.reading.next_parts(unread, is_beside)
+            if is_beside and self.reading.is_joint:
+                self._parts = parts
+            elif parts:
+                self._read_prompts(parts)
             self._compact()
-
-    def _next_parts(self, is_beside: bool) -> list[tuple[Row, int]]:
-        """Returns the rows whose prompts are read now, the oldest first, each with the number of its tokens.
-
-        Where each is read by itself, it is cut at multiples of prefill_chunk, whatever else is read: bits depend on
-        where it is cut.
-        """
-        budget, parts = self._pace.budget(is_beside), []
-        unread = [row for row in self._rows if row is not None and not row.is_running]
-        for row in sorted(unread, key=lambda row: row.number):  # so that the oldest always fits
-            is_cut = self._reads_several or self._pace.is_limited
-            size = min(len(row.request.prompt) - row.num_read, budget if is_cut else self._prefill_chunk)
-            if 0 < size <= budget:
-                parts.append((row, size))
-                budget -= size
-        return parts
 
     def _admit(self, request: Request) -> None:
         """Gives a request a row and pages."""
@@ -207,25 +204,22 @@ class Scheduler:
         cause = "although no other request runs: pages have been lost, which is a bug in eagle_kernels"
         request.fail(RuntimeError(f"EAGLEInference: {state} {cause}"))
 
-    def _read_prompts(self, parts: list[tuple[Row, int]]) -> int:
-        """Reads these parts of prompts, all at once where that is possible; returns how many tokens that were."""
-        if len(parts) > 1 and self._reads_several:
-            try:
-                outputs = read_parts(self.plan.plain, self.state, parts)
-            except Exception as error:  # one of them may be to blame, so each is read by itself below
-                reason = f"{type(error).__name__}: {error}"  # an error that a log keeps would hold all that it passed
-            else:
-                return sum(self._take_part(row, size, output) for (row, size), output in zip(parts, outputs))
-            _logger.warning("EAGLEInference: %d prompts could not be read at once: %s", len(parts), reason)
-        num_read = [self._read_alone(row, size) for row, size in parts]
-        # what failed together though each part can be read would fail again, and be read twice
-        self._reads_several &= len(parts) == 1 or not all(num_read)
-        return sum(num_read)
+    def _read_prompts(self, parts: list[tuple[Row, int]]) -> None:
+        """Reads these parts of prompts by themselves, all at once where that is possible."""
+        start = self.reading.begin()
+        outputs = None if len(parts) == 1 else self.reading.read(parts)
+        if outputs is not None:
+            num_read = [self._take_part(*part, output) for part, output in zip(parts, outputs)]
+        else:
+            num_read = [self._read_alone(part) for part in parts]
+            if len(parts) > 1:
+                self.reading.note_failure(num_read, in_a_step=False)
+        self.reading.end(start, sum(num_read))
 
-    def _read_alone(self, row: Row, size: int) -> int:
+    def _read_alone(self, part: tuple[Row, int]) -> int:
         """Reads one part; returns its size, or 0 if that failed."""
-        with self._failing_alone(row):
-            return self._take_part(row, size, *read_parts(self.plan.plain, self.state, [(row, size)]))
+        with self._failing_alone(part[0]):
+            return self._take_part(*part, *self.reading.read([part]))
         return 0
 
     def _take_part(self, row: Row, size: int, output: PartOutput) -> int:
@@ -252,10 +246,10 @@ class Scheduler:
             self.state.move(row.index, to)
             self._rows[row.index], self._rows[to], row.index = None, row, to
 
-    def _launch_rows(self, rows: list[Row], is_speculating: bool) -> None:
-        """Queues a step of these rows."""
-        num_rows = 1 + max(row.index for row in rows)
-        number = self.plan.choice.choose(num_rows) if is_speculating else 0
+    def _launch_rows(self, rows: list[Row], is_speculating: bool, parts: list[tuple[Row, int]]) -> None:
+        """Queues a step of these rows, which reads these parts of prompts as well."""
+        num_rows, reading, prompt_tokens = 1 + max(row.index for row in rows), self.reading, joint_size(parts)
+        number = self.plan.choice_beside(prompt_tokens).choose(num_rows) if is_speculating else 0
         runner = self.last_runner = self.plan.runners[number]
         is_wanted = runner.stepper.drafter.reader is not None
         if self._num_missed and (is_wanted or self._num_missed == CATCH_UP_EVERY):
@@ -264,13 +258,28 @@ class Scheduler:
         features = Features.of([row.request.params for row in rows])
         if self.plan.feed is not None:
             self.plan.feed.send([(row.index, row.request) for row in rows])
-        is_known = runner.has_run(num_rows, features)  # otherwise the step compiles, and its time means nothing
+        prompts = reading.rows_for(parts)
+        is_known = runner.has_run(num_rows, features, prompts)  # otherwise it compiles, and its time means nothing
         start = mark(self.state.lengths.device)
-        result = runner.run(num_rows, features)
-        self._push(Launch(result, [(row.index, row) for row in rows], number, start if is_known else None))
+        try:
+            result = runner.run(num_rows, features, prompts)
+        except Exception as error:
+            if prompts is None:
+                raise
+            reading.warn(parts, "in a step", error)  # of which nothing is kept; its rows need not be to blame
+            prompts, prompt_tokens, is_known = None, 0, False
+            result = runner.run(num_rows, features)
+        timed = start if is_known else None
+        self._push(Launch(result, [(row.index, row) for row in rows], number, timed, prompt_tokens))
         self._num_missed += runner.stepper.resting is not None
         self.num_steps += 1
         self.num_cold_steps += not is_known
+        if prompts is not None:
+            outputs = take_rows(prompts, parts)
+            num_read = [self._take_part(*part, output) for part, output in zip(parts, outputs)]
+            reading.end(timed, sum(num_read), is_joint=True)
+        elif parts:
+            reading.note_failure([self._read_alone(part) for part in parts], in_a_step=True)
 
     def drain(self) -> None:
         """Reads the launches that are left once all requests have ended."""
@@ -307,6 +316,10 @@ class Scheduler:
         names = timed[0] if timed else ()
         return {name: sum(phases[name] for phases in timed) / len(timed) * num_steps for name in names}
 
+    @property
+    def _num_unread_steps(self) -> int:
+        return sum(launch.number is not None for launch in self._unread)
+
     def _push(self, launch: Launch) -> None:
         for _, row in launch.rows:
             row.num_pending += 1
@@ -320,8 +333,9 @@ class Scheduler:
         if launch.number is not None:
             num_tokens = sum(len(tokens) for _, tokens, *_ in brought)
             most_rows = 1 + max(index for index, _ in launch.rows)
-            self.plan.choice.note(launch.number, most_rows, launch.step_ms, num_tokens / len(brought))
-            self._pace.note_step(launch.step_ms)
+            choice = self.plan.choice_beside(launch.prompt_tokens)
+            choice.note(launch.number, most_rows, launch.step_ms, num_tokens / len(brought))
+            self.reading.pace.note_step(None if launch.prompt_tokens else launch.step_ms)
         for row, tokens, logprobs, raw_logprobs in brought:
             row.num_pending -= 1
             request = row.request

@@ -47,7 +47,9 @@ def warm_up(
     with torch.inference_mode(), few_threads(session.target):
         for features in sorted(mixtures):
             for num_rows in buckets(min(most_rows, scheduler.state.num_rows)):
-                for number, runner in enumerate(scheduler.plan.runners):
-                    least_ms = runner.warm_up(num_rows, features)
-                    if least_ms is not None:
-                        scheduler.plan.choice.expect(number, num_rows, least_ms)
+                for prompts in (None, *scheduler.reading.rows_in_use()):
+                    choice = scheduler.plan.choice_beside(prompts.num_tokens if prompts else 0)
+                    for number, runner in enumerate(scheduler.plan.runners):
+                        least_ms = runner.warm_up(num_rows, features, prompts)
+                        if least_ms is not None:
+                            choice.expect(number, num_rows, least_ms)

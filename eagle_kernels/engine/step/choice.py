@@ -35,6 +35,10 @@ class Choice:
     def expect(self, number: int, num_rows: int, least_ms: float) -> None:
         """Notes what such a step takes at least, as measured without any request."""
 
+    def beside_prompts(self) -> Choice:
+        """Returns the choice for steps that read prompts as well, which take other times for the same tokens."""
+        return self
+
 
 class ByBatchSize(Choice):
     """Chooses by an ascending table of (most rows, number); batches beyond its last entry are decoded plainly."""
@@ -69,6 +73,11 @@ class Fastest(Choice):
         self._expected_ms: dict[tuple[int, int], float] = {}
         self._num_timed, self._num_seen, self._num_unseen = Counter(), Counter(), Counter()
         self._probe: tuple[int, int, int] | None = None  # batch size class, number, steps left
+
+    def beside_prompts(self) -> Fastest:
+        other = Fastest(self._most_tokens, self._most_rows)
+        other._tokens, other._rows_seen = self._tokens, self._rows_seen
+        return other
 
     def choose(self, num_rows: int) -> int:
         if self._most_rows is not None and num_rows > self._most_rows:

@@ -24,19 +24,25 @@ class StepPlan(NamedTuple):
     """Holds the steps of a configuration.
 
     runners  number 0 decodes plainly; with a draft model it keeps what the draft misses, so that other steps can follow
-    choice   chooses a runner for each step
+    choices  choose a runner for each step, by the rows of prompts that it has beside its own
     feed     makes the drafts of suffix decoding, on the host; None without suffix decoding
     methods  the methods of drafting that requests choose from
     """
 
     runners: tuple[StepRunner, ...]
-    choice: Choice
+    choices: dict[int, Choice]
     feed: SuffixFeed | None
     methods: tuple[str | None, ...]
 
     @property
     def plain(self) -> Stepper:
         return self.runners[0].stepper
+
+    def choice_beside(self, prompt_tokens: int) -> Choice:
+        """Returns the choice for steps with so many rows of prompts."""
+        if prompt_tokens not in self.choices:
+            self.choices[prompt_tokens] = self.choices[0].beside_prompts()
+        return self.choices[prompt_tokens]
 
     @property
     def overshoot(self) -> int:
@@ -80,7 +86,7 @@ def plan_steps(
     is_automatic = bool(trees) and config.adaptive == "auto"
     most_tokens = [stepper.num_steps + 1 for stepper in steppers]
     choice = Fastest(most_tokens, config.max_spec_batch) if is_automatic else ByBatchSize(tuple(table))
-    return StepPlan(tuple(_runner(stepper, state) for stepper in steppers), choice, feed, config.methods)
+    return StepPlan(tuple(_runner(stepper, state) for stepper in steppers), {0: choice}, feed, config.methods)
 
 
 def warn_of_eager_steps(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> None:

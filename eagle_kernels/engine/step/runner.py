@@ -1,9 +1,11 @@
-"""Runs steps launch by launch, or as CUDA graphs: one graph per number of rows, configuration and set of features."""
+"""Runs steps launch by launch, or as CUDA graphs: one graph per number of rows, configuration and set of features, and
+another one for steps that read so many tokens of prompts."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +13,7 @@ from ..batch.state import BatchState
 from ..models.protocol import ModelError
 from ..requests.sampling_params import Features
 from .phases import PhaseTimer, elapsed_ms, mark, synchronize
+from .prompt_rows import PromptOutput, PromptRows
 from .stepper import Stepper, StepResult
 
 
@@ -24,6 +27,23 @@ def bucket_of(num_rows: int, most: int) -> int:
     return min(most, 1 << (num_rows - 1).bit_length())
 
 
+class StepKind(NamedTuple):
+    """Says what a graph is captured for; prompt_tokens: rows of prompts, 0 without any."""
+
+    num_rows: int
+    features: Features
+    prompt_tokens: int
+
+
+class StepGraph(NamedTuple):
+    """Holds a captured step, and what a replay overwrites."""
+
+    graph: torch.cuda.CUDAGraph
+    result: StepResult
+    prompt_output: PromptOutput | None
+    timer: PhaseTimer
+
+
 class StepRunner:
     """Runs the steps of one configuration on one batch.
 
@@ -32,10 +52,10 @@ class StepRunner:
     """
 
     def __init__(self, stepper: Stepper, state: BatchState, use_graphs: bool):
-        self.stepper, self._state, self._use_graphs = stepper, state, use_graphs
-        self._graphs: dict[tuple[int, Features], tuple[torch.cuda.CUDAGraph, StepResult, PhaseTimer]] = {}
+        self.stepper, self._state, self.uses_graphs = stepper, state, use_graphs
+        self._graphs: dict[StepKind, StepGraph] = {}
         self._catch_ups: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._have_run: set[tuple[int, Features]] = set()
+        self._have_run: set[StepKind] = set()
         self._timer: PhaseTimer | None = None
         if stepper.resting:
             state.make_room(stepper.resting.num_kept, len(stepper.aux_layers) * stepper.target.hidden_size)
@@ -43,34 +63,40 @@ class StepRunner:
         self._memory = torch.cuda.graph_pool_handle() if use_graphs else None
         self._stream = torch.cuda.Stream(stepper.target.device) if use_graphs else None
 
-    def has_run(self, num_rows: int, features: Features) -> bool:
-        """Returns whether `run` has nothing left to compile or to capture."""
-        key = bucket_of(num_rows, self._state.num_rows), features
-        return key in self._graphs or key in self._have_run
+    def _kind(self, num_rows: int, features: Features, prompts: PromptRows | None) -> StepKind:
+        prompt_tokens = 0 if prompts is None else prompts.num_tokens
+        return StepKind(bucket_of(num_rows, self._state.num_rows), features, prompt_tokens)
 
-    def run(self, num_rows: int, features: Features) -> StepResult:
-        """Steps at least the first `num_rows` rows; the next run overwrites the result."""
-        key = bucket_of(num_rows, self._state.num_rows), features
-        if not self._use_graphs:
-            result = self._step(num_rows, features)
-            self._have_run.add(key)
+    def has_run(self, num_rows: int, features: Features, prompts: PromptRows | None = None) -> bool:
+        """Returns whether `run` has nothing left to compile or to capture."""
+        kind = self._kind(num_rows, features, prompts)
+        return kind in self._graphs or kind in self._have_run
+
+    def run(self, num_rows: int, features: Features, prompts: PromptRows | None = None) -> StepResult:
+        """Steps at least the first `num_rows` rows, and reads prompts; the next run overwrites the results."""
+        kind = self._kind(num_rows, features, prompts)
+        if not self.uses_graphs:
+            result = self._step(kind._replace(num_rows=num_rows), prompts)
+            self._have_run.add(kind)
             return result
-        graph, result, self._timer = self._captured(*key)
+        graph, result, prompt_output, self._timer = self._captured(kind, prompts)
+        if prompts is not None:
+            prompts.output = prompt_output
         graph.replay()
         return result
 
     def catch_up(self, num_rows: int, is_wanted: bool) -> None:
         """Lets the draft read what it missed of at least the first `num_rows` rows; see `Reader.catch_up`."""
         resting = self.stepper.resting
-        if not self._use_graphs:
+        if not self.uses_graphs:
             resting.catch_up(self._state, num_rows, is_wanted)
             return
         key = (bucket_of(num_rows, self._state.num_rows), is_wanted)
         if key not in self._catch_ups:
-            self._catch_ups[key], _ = self._record(lambda _: resting.catch_up(self._state, *key), "a catch-up")
+            self._catch_ups[key], _ = self._record(lambda _: resting.catch_up(self._state, *key), None, "a catch-up")
         self._catch_ups[key].replay()
 
-    def warm_up(self, num_rows: int, features: Features) -> float | None:
+    def warm_up(self, num_rows: int, features: Features, prompts: PromptRows | None = None) -> float | None:
         """Compiles and captures whatever the first call of `run` would.
 
         Returns the milliseconds of a step without any request, which one with requests takes at least; None without
@@ -78,20 +104,20 @@ class StepRunner:
         """
         if features.penalties:
             self._state.sampling.add_penalties()
-        if self._use_graphs:
-            self._captured(bucket_of(num_rows, self._state.num_rows), features)
-        with _all_dead(self._state):
-            if not self._use_graphs:
-                self.run(num_rows, features)
+        if self.uses_graphs:
+            self._captured(self._kind(num_rows, features, prompts), prompts)
+        with _all_dead(self._state, prompts):
+            if not self.uses_graphs:
+                self.run(num_rows, features, prompts)
             for is_wanted in (True, False) if self.stepper.resting else ():
                 self.catch_up(num_rows, is_wanted)
-            return min(self._replay_ms(num_rows, features) for _ in range(3)) if self._use_graphs else None
+            return min(self._replay_ms(num_rows, features, prompts) for _ in range(3)) if self.uses_graphs else None
 
-    def _replay_ms(self, num_rows: int, features: Features) -> float:
+    def _replay_ms(self, num_rows: int, features: Features, prompts: PromptRows | None) -> float:
         """Waits for the step of a graph; returns its time."""
         device = self.stepper.target.device
         start = mark(device)
-        self.run(num_rows, features)
+        self.run(num_rows, features, prompts)
         end = mark(device)
         synchronize(device)
         return elapsed_ms(start, end)
@@ -100,23 +126,22 @@ class StepRunner:
         """Returns the times of the phases of the last step, which the device must have finished."""
         return self._timer.read_ms()
 
-    def _step(self, num_rows: int, features: Features, is_captured: bool = False) -> StepResult:
+    def _step(self, kind: StepKind, prompts: PromptRows | None, is_captured: bool = False) -> StepResult:
         self._timer = PhaseTimer(self.stepper.target.device, is_captured, is_on=self.stepper.config.phase_times)
-        return self.stepper.step(self._state, num_rows, features, self._timer)
+        return self.stepper.step(self._state, kind.num_rows, kind.features, self._timer, prompts)
 
-    def _captured(self, num_rows: int, features: Features) -> tuple[torch.cuda.CUDAGraph, StepResult, PhaseTimer]:
-        key = (num_rows, features)
-        if key not in self._graphs:
-            graph, result = self._record(lambda is_captured: self._step(*key, is_captured), "a step")
-            self._graphs[key] = graph, result, self._timer
-        return self._graphs[key]
+    def _captured(self, kind: StepKind, prompts: PromptRows | None) -> StepGraph:
+        if kind not in self._graphs:
+            graph, result = self._record(lambda is_captured: self._step(kind, prompts, is_captured), prompts, "a step")
+            self._graphs[kind] = StepGraph(graph, result, None if prompts is None else prompts.output, self._timer)
+        return self._graphs[kind]
 
     def _record(
-        self, run: Callable[[bool], StepResult | None], what: str
+        self, run: Callable[[bool], StepResult | None], prompts: PromptRows | None, what: str
     ) -> tuple[torch.cuda.CUDAGraph, StepResult | None]:
         """Captures what `run(True)` launches, after a first `run(False)`; `what` names it in an error."""
         # The first run compiles kernels and lets libraries allocate; live rows would be changed by it.
-        with _all_dead(self._state):
+        with _all_dead(self._state, prompts):
             run(False)
         device, graph = self.stepper.target.device, torch.cuda.CUDAGraph()
         torch.cuda.synchronize(device)
@@ -136,12 +161,15 @@ class StepRunner:
 
 
 @contextlib.contextmanager
-def _all_dead(state: BatchState) -> Iterator[None]:
+def _all_dead(state: BatchState, prompts: PromptRows | None) -> Iterator[None]:
     """Makes all rows dead inside the block, then restores them."""
-    kept = [(tensor, tensor.clone()) for tensor in state.tensors()]
+    held = [*state.tensors(), *(() if prompts is None else (prompts.held,))]
+    kept = [(tensor, tensor.clone()) for tensor in held]
     for tensor in (state.is_live, state.lengths, state.num_behind):
         tensor.zero_()
     state.block_table.fill_(-1)
+    if prompts is not None:
+        prompts.held.zero_()  # no part
     try:
         yield
     finally:

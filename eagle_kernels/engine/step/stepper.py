@@ -18,13 +18,14 @@ from torch import Tensor
 
 from ... import ops
 from ..batch.batch import Batch, Committed
-from ..batch.kv_pool import DecodeAttend, TreeAttend
+from ..batch.kv_pool import DecodeAttend, JointAttend, TreeAttend
 from ..batch.state import BatchState
 from ..config.eagle_config import EAGLEConfig
 from ..drafters.protocol import Drafter, Proposal, Reader, root_only
 from ..models.protocol import TargetModel
 from ..requests.sampling_params import Features
 from .phases import PhaseTimer
+from .prompt_rows import PromptOutput, PromptRows
 from .verification import links_of, make_verifier
 
 
@@ -97,14 +98,24 @@ class Stepper:
         takes_rows = "last_rows" in inspect.signature(self.target.forward).parameters
         return takes_rows and not self.config.deterministic
 
-    def step(self, state: BatchState, num_rows: int, features: Features, timer: PhaseTimer) -> StepResult:
-        """Advances the live rows among the first `num_rows` by their accepted drafts and one token of the target."""
+    def step(
+        self,
+        state: BatchState,
+        num_rows: int,
+        features: Features,
+        timer: PhaseTimer,
+        prompts: PromptRows | None = None,
+    ) -> StepResult:
+        """Advances the live rows among the first `num_rows` by their accepted drafts and one token of the target.
+
+        prompts: parts of prompts that the target reads in the same pass, if it `reads_several`.
+        """
         with timer.phase("draft"):
             max_length = None if self.drafter.reader is None else self._model.max_length
             batch = Batch(state, slice(0, num_rows), self.drafter.num_slots, max_length)
             proposal = self.drafter.propose(batch)
         with timer.phase("verify"):
-            logits, target_features = self._run_target(batch, proposal.tree)
+            logits, target_features = self._run_target(batch, proposal.tree, prompts)
         with timer.phase("sample"):
             committed = self._verifier.verify(batch, proposal, logits, features)
         if self.on_tree is not None:
@@ -154,7 +165,7 @@ class Stepper:
         logprobs = (drawn.logprobs, drawn.raw_logprobs) if features.logprobs else (None, None)
         return StepResult(root[:, None], *logprobs)
 
-    def _run_target(self, batch: Batch, tree: ops.BuildTreeOutput) -> tuple[Tensor, Tensor]:
+    def _run_target(self, batch: Batch, tree: ops.BuildTreeOutput, prompts: PromptRows | None) -> tuple[Tensor, Tensor]:
         """Returns logits [B * N, V] and features [B, N, F] of all nodes; their KV goes after the committed prefix."""
         shape = (len(batch), self.num_nodes)
         # Drafts past the last position are never kept (the token limit comes first) but must not index out of range.
@@ -170,8 +181,29 @@ class Stepper:
             attend = TreeAttend(pool, table, batch.lengths, slots, self.num_nodes, words, tree.positions, **options)
         else:
             attend = DecodeAttend(pool, table, batch.lengths, slots, **options)
-        output = self.target.forward(tree.draft_tokens.view(shape), positions, attend, capture=self.aux_layers)
-        features = output.features
+        tokens = tree.draft_tokens.view(shape)
+        if prompts is None:
+            logits, features = self.target.forward(tokens, positions, attend, capture=self.aux_layers)
+            logits = logits.flatten(0, 1)
+        else:
+            logits, features = self._run_with(prompts, tokens, positions, attend)
         if features is None:
-            features = output.logits.new_zeros(*shape, 0)
-        return output.logits.flatten(0, 1), features
+            features = logits.new_zeros(*shape, 0)
+        return logits, features
+
+    def _run_with(
+        self, prompts: PromptRows, tokens: Tensor, positions: Tensor, attend: TreeAttend | DecodeAttend
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns logits [B * N, V] and features [B, N, F] of nodes [B, N], after a pass that reads prompts as well."""
+        shape, num_nodes = tokens.shape, tokens.numel()
+        nodes = torch.arange(num_nodes, device=tokens.device)
+        logits, features = self.target.forward(
+            torch.cat([tokens.flatten(), prompts.tokens])[None],
+            torch.cat([positions.flatten(), prompts.positions])[None],
+            JointAttend(attend, prompts.attend()),
+            capture=self.aux_layers,
+            last_rows=torch.cat([nodes, num_nodes + prompts.lasts]),
+        )
+        ours, theirs = (None, None) if features is None else features.split([num_nodes, prompts.num_tokens], dim=1)
+        prompts.output = PromptOutput(logits[0, num_nodes:], theirs)
+        return logits[0, :num_nodes], None if ours is None else ours[0].unflatten(0, shape)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
-from eagle_kernels.engine.batch.kv_pool import PrefillAttend
+from eagle_kernels.engine.batch.kv_pool import JointAttend, PrefillAttend
 from eagle_kernels.engine.serve import pace
 from eagle_kernels.engine.serve.pace import Pace
 from op_tests.engine.engines import PARAMS, make, prompt_of
@@ -18,13 +18,13 @@ from op_tests.engine.toys import ToyModel
 
 
 def note_reading(monkeypatch, target) -> list[int]:
-    """Notes how many tokens each call of the target reads whose logits are those of last rows: prompts alone."""
+    """Notes how many tokens of prompts each call of the target reads: those whose logits are those of last rows."""
     sizes, forward = [], target.forward
 
     @functools.wraps(forward)
     def noting(input_ids, positions, attend, **options):
         if options.get("last_only") or options.get("last_rows") is not None:
-            sizes.append(input_ids.numel())
+            sizes.append(input_ids.numel() - (attend._step._slots.numel() if isinstance(attend, JointAttend) else 0))
         return forward(input_ids, positions, attend, **options)
 
     monkeypatch.setattr(target, "forward", noting)
@@ -106,7 +106,7 @@ def test_what_fails_only_together_is_no_longer_tried(target, draft, monkeypatch,
         engine.collect()
         assert [request.output_ids for request in requests] == [request.output_ids for request in want]
     assert len(attends) == 1
-    assert [record.args for record in caplog.records] == [(7, "MemoryError: too many")]
+    assert [record.args for record in caplog.records] == [(7, "at once", "MemoryError: too many")]
 
 
 def test_a_prompt_that_cannot_be_read_fails_alone(target, draft, monkeypatch, caplog):
@@ -195,6 +195,9 @@ def test_parts_are_small_beside_others_where_steps_have_a_limit(target, draft, l
         assert request.output_ids[:5] == tokens
 
 
+BUDGETS = range(64, 2049, 64)
+
+
 class Card:
     """A device whose step takes step_ms and whose reading takes fixed_ms and token_ms a token, more in long texts."""
 
@@ -206,7 +209,7 @@ class Card:
         """Reads a prompt beside steps; returns the time from each step to the next."""
         gaps, read = [], 0
         while read < prompt:
-            size = min(chosen.budget(True), prompt - read)
+            size = min(chosen.budget(), prompt - read)
             start = chosen.begin(torch.device("cpu"))
             read_ms = self.fixed_ms + size * self.token_ms * (1 + read / 10_000)
             self.now += read_ms / 1e3
@@ -220,7 +223,7 @@ class Card:
 @pytest.mark.parametrize(("step_ms", "fixed_ms", "token_ms"), [(5.4, 5.0, 0.03), (7.0, 5.0, 0.03), (1.0, 0.1, 0.08)])
 def test_a_pace_fills_the_limit_and_keeps_it(step_ms, fixed_ms, token_ms, monkeypatch):
     card, limit_ms = Card(monkeypatch, step_ms, fixed_ms, token_ms), 40.0
-    gaps = card.gaps(Pace(limit_ms, 2048), 60_000)
+    gaps = card.gaps(Pace(limit_ms, BUDGETS), 60_000)
     settled = gaps[8:-1]
     too_long = [gap for gap in settled if gap > limit_ms]  # texts grow, and 64 tokens more are tried now and then
     assert len(too_long) <= len(settled) / 8 and max(gaps) <= limit_ms + 64 * token_ms * 7
@@ -231,10 +234,10 @@ def test_a_pace_fills_the_limit_and_keeps_it(step_ms, fixed_ms, token_ms, monkey
 @pytest.mark.parametrize("slow", [None, 30])
 def test_a_pace_is_not_caught_where_few_tokens_take_as_long_as_many(limit_ms, best, slow, monkeypatch):
     """Reading takes at least 5 ms; not even by one reading that took much longer."""
-    chosen, now, sizes = Pace(limit_ms, 2048), [0.0], []
+    chosen, now, sizes = Pace(limit_ms, BUDGETS), [0.0], []
     monkeypatch.setattr(pace, "mark", lambda device: now[0])
     for number in range(100):
-        sizes.append(chosen.budget(True))
+        sizes.append(chosen.budget())
         start = chosen.begin(torch.device("cpu"))
         now[0] += (max(5.0, 0.03 * sizes[-1]) + 40 * (number == slow)) / 1e3
         chosen.end(start, sizes[-1], torch.device("cpu"))
@@ -244,27 +247,27 @@ def test_a_pace_is_not_caught_where_few_tokens_take_as_long_as_many(limit_ms, be
 
 def test_a_limit_below_the_step_reads_the_least(monkeypatch):
     card = Card(monkeypatch, 50.0, 5.0, 0.03)
-    chosen = Pace(40.0, 2048)
-    assert len(card.gaps(chosen, 640)) == 10 and chosen.budget(False) == 2048
-    assert Pace(40.0, 16).budget(True) == 16 and Pace(None, 2048).budget(True) == 2048
+    chosen = Pace(40.0, BUDGETS)
+    assert len(card.gaps(chosen, 640)) == 10
+    assert Pace(40.0, [16]).budget() == 16 and Pace(None, BUDGETS).budget() == 2048
 
 
 def test_a_pace_follows_the_card(monkeypatch):
     """Slower from one step to the next, and fast again; the rest of a prompt changes nothing."""
     card = Card(monkeypatch, 5.0, 1.0, 0.02)
-    chosen = Pace(30.0, 2048)
+    chosen = Pace(30.0, BUDGETS)
     card.gaps(chosen, 20_000)
-    fast = chosen.budget(True)
+    fast = chosen.budget()
     card.token_ms = 0.2
     assert max(card.gaps(chosen, 3000)[3:]) <= 30.0 + 64 * 0.2 * 1.3
-    slow = chosen.budget(True)
+    slow = chosen.budget()
     assert slow < fast / 3
     card.token_ms = 0.02
     card.gaps(chosen, 20_000)
-    again = chosen.budget(True)
+    again = chosen.budget()
     assert again > 2 * slow
     card.gaps(chosen, 3)
-    assert chosen.budget(True) == again
+    assert chosen.budget() == again
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "10"])

@@ -212,8 +212,8 @@ def test_the_plan_of_another_batch_is_named(kind, device):
 
 def test_equal_lengths_are_cut_alike():
     """None of them, or each into as many parts, where about as many programs allow that; never more than there are."""
-    for batch_size, num_tiles, expected in ((1, 8, 16), (1, 4, 32), (1, 2, 64), (3, 8, 15), (8, 8, 32), (8, 4, 32),
-                                            (32, 8, 32), (128, 8, 32), (48, 8, 33), (12, 2, 60), (0, 8, 16)):  # fmt: skip
+    for batch_size, num_tiles, expected in ((1, 8, 16), (1, 4, 32), (1, 2, 64), (3, 8, 15), (8, 8, 32), (48, 8, 33),
+                                            (32, 8, 32), (128, 8, 32), (12, 2, 60), (0, 8, 16)):  # fmt: skip
         assert count_chunks(batch_size, num_tiles, 132, 2) == expected
     assert count_chunks(1, 1000, 132, 1) == count_chunks(9, 1000, 132, 2) == 1
     # a request in several parts has half the programs, and one at least

@@ -1,0 +1,255 @@
+"""Steps that read prompts in the same pass of the target: no text notices, and what fails there fails alone."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+
+import pytest
+import torch
+
+from eagle_kernels import SamplingParams
+from eagle_kernels.engine.batch.kv_pool import JointAttend, KVPool, PartsAttend, PrefillAttend
+from eagle_kernels.engine.models.protocol import KVShape
+from eagle_kernels.engine.serve import pace
+from eagle_kernels.engine.serve.pace import Pace
+from eagle_kernels.engine.serve.reading import JOINT_TOKENS
+from eagle_kernels.engine.step.choice import ByBatchSize, Fastest
+from eagle_kernels.engine.step.prompt_rows import MOST_PARTS
+from op_tests.engine.engines import PARAMS, make, prompt_of
+from op_tests.engine.serve.conftest import DEVICE
+from op_tests.engine.toys import random_llama
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """The numbers of (rows of the step, rows of prompts) of each pass that had both; on a GPU of each that is captured."""
+    seen, call = [], JointAttend.__init__
+
+    def noting(attend, step, others):
+        seen.append((step._slots.shape[0], len(others._slots)))
+        call(attend, step, others)
+
+    monkeypatch.setattr(JointAttend, "__init__", noting)
+    return seen
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_prompts_that_join_are_read_in_the_steps_of_others(target, draft, lag, speculative, joined):
+    """Requests of all kinds, whose texts and log-probabilities are those of each alone."""
+    engine = make(draft, target, max_batch=8)
+    prompts = [prompt_of(number) * 2 for number in range(7)]
+    want = []
+    for prompt, params in zip(prompts, PARAMS):
+        request = engine.submit(prompt, params)
+        engine.collect()
+        want.append(request)
+    assert not joined
+    engine.is_speculating = speculative
+    first = engine.submit(prompt_of(3), SamplingParams(max_new_tokens=40))
+    engine.step()
+    requests = []
+    for prompt, params in zip(prompts, PARAMS):
+        requests.append(engine.submit(prompt, params))
+        if len(requests) % 3:
+            engine.step()
+    engine.collect()
+    for request, alone in zip(requests, want):
+        assert request.output_ids == alone.output_ids
+        assert request.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+    assert len(first.output_ids) == 40
+    num_read = {"cpu": sum(map(len, prompts)), "cuda": JOINT_TOKENS[-1]}[DEVICE]
+    assert sum(rows for _, rows in joined) >= num_read and max(rows for rows, _ in joined) > 1
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_long_prompt_in_parts_and_many_short_ones(lag, page_size, joined):
+    """More prompts than a step takes, and one that is longer than a step takes."""
+    target = draft = random_llama(max_length=512, device=DEVICE)
+    prompts = [[(5 * at) % 61 for at in range(JOINT_TOKENS[-1] + 60)], *([number, 5] for number in range(12))]
+    engine = make(draft, target, page_size=page_size, max_batch=14)
+    want = [engine.generate(prompt, 5)[0] for prompt in prompts]
+    engine.submit([1, 2, 3], SamplingParams(max_new_tokens=100))
+    engine.step()
+    requests = [engine.submit(prompt, SamplingParams(max_new_tokens=5)) for prompt in prompts]
+    engine.collect()
+    assert [request.output_ids for request in requests] == want
+    sizes = [rows for _, rows in joined]
+    if DEVICE == "cpu":
+        assert sizes == [JOINT_TOKENS[-1], 60 + 2 * (MOST_PARTS - 1), 2 * (12 - MOST_PARTS + 1)]
+    else:
+        assert set(sizes) == {JOINT_TOKENS[-1]}
+
+
+def test_sliding_windows_beside_steps(lag, joined):
+    target = random_llama(seed=3, device=DEVICE)
+    for layer, window in zip(target.model.layers, (None, 7)):
+        layer.self_attn.window = window
+    engine = make(None, target, method="ngram", max_batch=2)
+    prompt = [(5 * at) % 40 for at in range(50)]
+    want = engine.generate(prompt, 8)[0]
+    engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40))
+    engine.step()
+    request = engine.submit(prompt, SamplingParams(max_new_tokens=8))
+    engine.collect()
+    assert request.output_ids == want and joined
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_parts_attend_as_they_do_by_themselves(window, device):
+    torch.manual_seed(0)
+    pool = KVPool(KVShape(1, 2, 16), 24, 4, torch.float32, device)
+    pool.k_cache.normal_(), pool.v_cache.normal_()
+    other = KVPool(KVShape(1, 2, 16), 24, 4, torch.float32, device)
+    other.k_cache.copy_(pool.k_cache), other.v_cache.copy_(pool.v_cache)
+    tables = torch.randperm(24, device=device).to(torch.int32).view(3, 8)
+    parts = [(9, 6), (0, 11), (20, 1)]
+    query, key, value = (torch.randn(1, 18, heads, 16, device=device) for heads in (4, 2, 2))
+    want = PrefillAttend(pool, tables, parts)(0, query, key, value, window=window)
+    bounds = torch.tensor([0, 6, 17, 18, 18], device=device)
+    positions = torch.cat([torch.arange(start, start + count, device=device) for start, count in parts])
+    part_of = torch.tensor([0] * 6 + [1] * 11 + [2], device=device)
+    slots = tables[part_of, positions // 4] * 4 + positions % 4
+    # and two rows of no part
+    padded = [torch.cat([tensor, torch.randn_like(tensor[:, :2])], dim=1) for tensor in (query, key, value)]
+    attend = PartsAttend(
+        other,
+        torch.nn.functional.pad(tables, (0, 0, 0, 1)),
+        torch.tensor([9, 0, 20, 0], device=device),
+        bounds,
+        torch.nn.functional.pad(slots, (0, 2), value=-1),
+        torch.nn.functional.pad(positions, (0, 2)),
+    )
+    torch.testing.assert_close(attend(0, *padded, window=window)[:, :18], want)
+    torch.testing.assert_close(other.k_cache, pool.k_cache, rtol=0, atol=0)
+    torch.testing.assert_close(other.v_cache, pool.v_cache, rtol=0, atol=0)
+
+
+def test_what_fails_only_beside_a_step_is_no_longer_tried(target, draft, lag, monkeypatch, caplog):
+    """After a layer has written its keys."""
+    engine = make(draft, target, max_batch=4)
+    prompts = [prompt_of(number) for number in range(6)]
+    want = []
+    for prompt, params in zip(prompts, PARAMS):
+        want.append(engine.submit(prompt, params))
+        engine.collect()
+    failed, call = [], JointAttend.__call__
+
+    def failing(attend, layer, *arguments, **options):
+        if layer == 1:
+            failed.append(layer)
+            raise RuntimeError("no such token")
+        return call(attend, layer, *arguments, **options)
+
+    monkeypatch.setattr(JointAttend, "__call__", failing)
+    with caplog.at_level(logging.WARNING):
+        requests = []
+        for prompt, params in zip(prompts, PARAMS):
+            requests.append(engine.submit(prompt, params))
+            engine.step()
+        engine.collect()
+    assert [request.output_ids for request in requests] == [request.output_ids for request in want]
+    assert len(failed) == 1
+    assert [record.args for record in caplog.records] == [(1, "in a step", "RuntimeError: no such token")]
+
+
+def test_a_prompt_that_cannot_be_read_fails_alone_beside_others(target, draft, lag, monkeypatch):
+    engine = make(draft, target, max_batch=4)
+    params = SamplingParams(max_new_tokens=20, temperature=0.8, seed=3)
+    wanted = [engine.submit(prompt, params) for prompt in ([1, 2, 3], [4, 5])]
+    engine.collect()
+    forward = target.forward
+
+    @functools.wraps(forward)
+    def failing(input_ids, positions, attend, **options):
+        if isinstance(attend, JointAttend | PrefillAttend) and (input_ids == 60).any():
+            raise RuntimeError("no such token")
+        return forward(input_ids, positions, attend, **options)
+
+    monkeypatch.setattr(target, "forward", failing)
+    first = engine.submit([1, 2, 3], params)
+    engine.step()
+    bad, good = engine.submit([9, 60], params), engine.submit([4, 5], params)
+    engine.collect()
+    assert [request.finish_reason for request in (first, bad, good)] == ["length", "error", "length"]
+    assert [first.output_ids, good.output_ids] == [request.output_ids for request in wanted]
+    assert engine.session.scheduler.reading.is_joint
+    pages = engine.session.scheduler.pages
+    assert pages.num_free == pages.num_pages
+
+
+def test_a_request_that_is_given_up_before_its_part_is_read(target, draft, lag, joined):
+    engine = make(draft, target, max_batch=3)
+    want = engine.generate(prompt_of(4), 6)[0]
+    engine.submit([1, 2, 3], SamplingParams(max_new_tokens=30))
+    engine.step()
+    scheduler = engine.session.scheduler
+    requests = [engine.submit(prompt_of(number), SamplingParams(max_new_tokens=6)) for number in (9, 4)]
+    scheduler.prepare(is_beside=True)
+    engine.abort(requests[0])
+    engine.collect()
+    assert [request.finish_reason for request in requests] == ["abort", "length"]
+    assert requests[1].output_ids == want and joined
+
+
+def test_prompts_beside_requests_that_need_no_step(target, draft, lag, joined):
+    """All tokens of the others are on their way; the prompt is read by itself, and all texts end."""
+    engine = make(draft, target, max_batch=2)
+    want = engine.generate(prompt_of(4), 6)[0]
+    engine.submit([1, 2, 3], SamplingParams(max_new_tokens=2))
+    for _ in range(2):
+        engine.step()
+    request = engine.submit(prompt_of(4), SamplingParams(max_new_tokens=6))
+    engine.collect()
+    assert request.output_ids == want
+
+
+def test_requests_that_come_and_go_at_random(target, draft, lag):
+    """In any order, with plain steps between; every text is that of the request alone."""
+    engine, coin = make(draft, target, max_batch=4), random.Random(5)
+    prompts = [prompt_of(number) * coin.randrange(1, 5) for number in range(7)]
+    want = []
+    for prompt, params in zip(prompts, PARAMS):
+        want.append(engine.submit(prompt, params))
+        engine.collect()
+    requests = []
+    for _ in range(30):
+        number = coin.randrange(7)
+        requests.append((number, engine.submit(prompts[number], PARAMS[number])))
+        for _ in range(coin.randrange(4)):
+            engine.is_speculating = coin.random() < 0.7
+            engine.step()
+    engine.collect()
+    for number, request in requests:
+        assert request.output_ids == want[number].output_ids
+
+
+def test_times_beside_prompts_are_kept_apart():
+    choice = Fastest([1, 4], None)
+    beside = choice.beside_prompts()
+    for number, step_ms, tokens in ((0, 1.0, 1.0), (1, 1.2, 3.0)) * 8:
+        choice.note(number, 2, step_ms, tokens)
+    assert choice.choose(2) == 1
+    # there a step with drafts takes too long, though its tokens are known already
+    for number, step_ms, tokens in ((0, 5.0, 1.0), (1, 25.0, 3.0)) * 8:
+        beside.note(number, 2, step_ms, tokens)
+    assert beside.choose(2) == 0 and choice.choose(2) == 1
+    table = ByBatchSize(((None, 1),))
+    assert table.beside_prompts() is table
+
+
+def test_a_pace_of_two_budgets(monkeypatch):
+    """The larger one where the limit allows it, tried again now and then; what a step takes anyway does not count."""
+    now = [0.0]
+    monkeypatch.setattr(pace, "mark", lambda device: now[0])
+    for large_ms, settled in ((8.0, 256), (12.0, 64)):
+        chosen, sizes = Pace(10.0, JOINT_TOKENS), []
+        for _ in range(100):
+            chosen.note_step(6.0)
+            sizes.append(chosen.budget())
+            start = chosen.begin(torch.device("cpu"))
+            now[0] += (large_ms if sizes[-1] == 256 else 7.0) / 1e3
+            chosen.end(start, sizes[-1], torch.device("cpu"), is_joint=True)
+        assert sizes[0] == 64
+        assert sum(size == settled for size in sizes) >= 92, sizes
