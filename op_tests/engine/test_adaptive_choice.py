@@ -55,16 +55,16 @@ def choices(engine, text, num_requests: int, step_ms=None) -> list[int]:
     steps, chosen = engine.session.scheduler.plan, []
     nodes = [runner.stepper.num_nodes for runner in steps.runners]
     assert nodes == [1, 2, 4, 8, 16]
-    choose, note = type(steps.choice).choose, type(steps.choice).note
+    choose, note = type(steps.choices[0]).choose, type(steps.choices[0]).note
 
     def noted(number, num_rows, measured_ms, tokens):
-        note(steps.choice, number, num_rows, measured_ms if step_ms is None else step_ms(nodes[number]), tokens)
+        note(steps.choices[0], number, num_rows, measured_ms if step_ms is None else step_ms(nodes[number]), tokens)
 
     def chose(num_rows):
-        chosen.append(nodes[choose(steps.choice, num_rows)])
+        chosen.append(nodes[choose(steps.choices[0], num_rows)])
         return nodes.index(chosen[-1])
 
-    steps.choice.choose, steps.choice.note = chose, noted
+    steps.choices[0].choose, steps.choices[0].note = chose, noted
     engine.collect()
     assert all(request.output_ids == text[len(PROMPT) :] for request in requests)
     return chosen
@@ -107,6 +107,6 @@ def test_times_of_this_gpu_reach_the_choice(target, text):
     engine = make(target, text, True)
     engine.warmup()
     choices(engine, text, 1)
-    step_ms = engine.session.scheduler.plan.choice._step_ms
+    step_ms = engine.session.scheduler.plan.choices[0]._step_ms
     assert {number for _, number in step_ms} == {0, 1, 2, 3, 4}
     assert all(0 < ms < 1000 for ms in step_ms.values())

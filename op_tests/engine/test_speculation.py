@@ -181,7 +181,7 @@ def test_trees_by_the_number_of_requests(target):
         engine.submit(prompt, SamplingParams(max_new_tokens=12 + 6 * number)) for number, prompt in enumerate(prompts)
     ]
     chosen = []
-    choice = engine.session.scheduler.plan.choice
+    choice = engine.session.scheduler.plan.choices[0]
     choose = choice.choose
     choice.choose = lambda num_rows: chosen.append((num_rows, choose(num_rows))) or chosen[-1][1]
     engine.collect()
@@ -446,7 +446,7 @@ def test_what_a_warm_up_rules_out_costs_nothing():
 def test_a_warm_up_tells_the_choice_what_steps_take(target):
     engine = make(target, target, adaptive="auto", topk=2, num_steps=3, num_draft_tokens=6, max_batch=4)
     engine.warmup()
-    choice = engine.session.scheduler.plan.choice
+    choice = engine.session.scheduler.plan.choices[0]
     assert set(choice._expected_ms) == set(itertools.product((0, 1, 2), range(4)))
     assert all(0 < step_ms < 1000 for step_ms in choice._expected_ms.values())
 

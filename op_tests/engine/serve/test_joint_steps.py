@@ -24,7 +24,7 @@ from op_tests.engine.toys import random_llama
 
 @pytest.fixture
 def joined(monkeypatch):
-    """The numbers of (rows of the step, rows of prompts) of each pass that had both; on a GPU of each that is captured."""
+    """The (rows of the step, rows of prompts) of each pass that had both, on a GPU of those that are captured."""
     seen, call = [], JointAttend.__init__
 
     def noting(attend, step, others):
