@@ -13,8 +13,9 @@ from eagle_kernels import EAGLEConfig, SamplingParams
 from eagle_kernels.engine.batch import state as batch_state
 from eagle_kernels.engine.drafters import model_reader
 from eagle_kernels.engine.serve import scheduler
+from eagle_kernels.engine.serve.reading import JOINT_TOKENS
 from eagle_kernels.engine.serve.scheduler import TIMED_STEPS
-from eagle_kernels.engine.step.choice import PROBE_AFTER, PROBE_STEPS, ByBatchSize, Fastest
+from eagle_kernels.engine.step.choice import PROBE_AFTER, PROBE_STEPS, ByBatchSize, Choice, Fastest
 from eagle_kernels.engine.step.plan import warn_of_eager_steps
 from eagle_kernels.engine.step.runner import bucket_of
 from op_tests.engine.engines import make, prompt_of
@@ -28,7 +29,7 @@ def target():
     return random_llama(device=DEVICE)
 
 
-class Scripted:
+class Scripted(Choice):
     """Chooses at random, and remembers what it was told."""
 
     def __init__(self, count, seed):
@@ -41,7 +42,7 @@ class Scripted:
         self.noted.append((number, tokens))
 
 
-class Recording:
+class Recording(Choice):
     """Always one number; keeps what it is asked and told."""
 
     def __init__(self, number=0):
@@ -59,7 +60,7 @@ class Recording:
         """The choice of an engine from now on."""
         engine.generate([1], 1)
         scheduler, choice = engine.session.scheduler, cls(number)
-        scheduler.plan = scheduler.plan._replace(choice=choice)
+        scheduler.plan = scheduler.plan._replace(choices={0: choice})
         engine.session.plans = dict.fromkeys(engine.session.plans, scheduler.plan)
         return choice
 
@@ -89,7 +90,7 @@ def test_the_rows_of_a_step_are_those_of_its_graph(target, monkeypatch):
     choice, widths = Recording.of(engine), []
     (runner, _) = engine.session.scheduler.plan.runners
     run = runner.run
-    monkeypatch.setattr(runner, "run", lambda num_rows, features: widths.append(num_rows) or run(num_rows, features))
+    monkeypatch.setattr(runner, "run", lambda num_rows, *rest: widths.append(num_rows) or run(num_rows, *rest))
     ending, _, staying = (
         engine.submit(prompt, SamplingParams(max_new_tokens=count)) for prompt, count in (([1], 3), ([2], 6), ([3], 30))
     )
@@ -152,7 +153,7 @@ def test_any_mixture_of_steps_has_the_text_of_plain_decoding(target, monkeypatch
     engine.submit([1], SamplingParams(max_new_tokens=1))
     engine.collect()
     choice = Scripted(2, memory)
-    engine.session.scheduler.plan = engine.session.scheduler.plan._replace(choice=choice)
+    engine.session.scheduler.plan = engine.session.scheduler.plan._replace(choices={0: choice})
     engine.session.plans = dict.fromkeys(engine.session.plans, engine.session.scheduler.plan)
     for number in range(5):
         requests.append(engine.submit(prompt_of(number), SamplingParams(max_new_tokens=30, seed=number, **sampling)))
@@ -446,9 +447,11 @@ def test_what_a_warm_up_rules_out_costs_nothing():
 def test_a_warm_up_tells_the_choice_what_steps_take(target):
     engine = make(target, target, adaptive="auto", topk=2, num_steps=3, num_draft_tokens=6, max_batch=4)
     engine.warmup()
-    choice = engine.session.scheduler.plan.choices[0]
-    assert set(choice._expected_ms) == set(itertools.product((0, 1, 2), range(4)))
-    assert all(0 < step_ms < 1000 for step_ms in choice._expected_ms.values())
+    choices = engine.session.scheduler.plan.choices
+    assert set(choices) == {0, JOINT_TOKENS[-1]}
+    for choice in choices.values():
+        assert set(choice._expected_ms) == set(itertools.product((0, 1, 2), range(4)))
+        assert all(0 < step_ms < 1000 for step_ms in choice._expected_ms.values())
 
 
 @pytest.mark.parametrize("num_slow", [1, 2, 3, 6])

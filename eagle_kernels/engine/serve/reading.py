@@ -15,8 +15,8 @@ from .prompts import PartOutput, Row, fill_rows, read_parts
 _logger = logging.getLogger(__name__)
 
 # Tokens of prompts that a step reads beside its own rows. Each of these has graphs of its own; all but the last are for
-# steps whose time is limited.
-JOINT_TOKENS = (64, 256)
+# steps whose time is limited. Up to 256 rows, those of the step included, take little longer than one.
+JOINT_TOKENS = (64, 192)
 
 
 def joint_size(parts: Sequence[tuple[Row, int]]) -> int:
@@ -46,14 +46,23 @@ class Reading:
         sizes = JOINT_TOKENS if self.is_joint else [*range(UNIT_TOKENS, prefill_chunk, UNIT_TOKENS), prefill_chunk]
         self.pace = Pace(max_step_ms, sorted({min(size, prefill_chunk) for size in sizes}))
 
-    def next_parts(self, unread: Sequence[Row], is_beside: bool) -> list[tuple[Row, int]]:
+    def is_in_step(self, num_unread: int, num_running: int) -> bool:
+        """Returns whether the next step should read prompts as well.
+
+        Without a limit of its time, not if fewer run than are to be read: such steps bring few tokens, and whole
+        prompts read by themselves are there sooner.
+        """
+        return self.is_joint and (self.pace.is_limited or num_running >= num_unread)
+
+    def next_parts(self, unread: Sequence[Row], is_beside: bool, is_in_step: bool) -> list[tuple[Row, int]]:
         """Returns the rows whose prompts are read now, the oldest first, each with the number of its tokens.
 
         Where each is read by itself, it is cut at multiples of prefill_chunk, whatever else is read: bits depend on
-        where it is cut. is_beside: whether others wait for their next step meanwhile.
+        where it is cut. is_beside: whether others wait for their next step meanwhile, which may read these parts.
         """
-        budget, parts = self.pace.budget() if is_beside else self._prefill_chunk, []
-        most_parts = MOST_PARTS if is_beside and self.is_joint else len(unread)
+        is_paced = is_in_step or is_beside and self.pace.is_limited
+        budget, parts = self.pace.budget() if is_paced else self._prefill_chunk, []
+        most_parts = MOST_PARTS if is_in_step else len(unread)
         for row in sorted(unread, key=lambda row: row.number)[:most_parts]:  # so that the oldest always fits
             is_cut = self._reads_several or self.pace.is_limited
             size = min(len(row.request.prompt) - row.num_read, budget if is_cut else self._prefill_chunk)
@@ -74,9 +83,11 @@ class Reading:
         return prompts
 
     def rows_in_use(self) -> list[PromptRows]:
-        """Returns the rows for which steps are captured."""
-        if not (self.is_joint and self._plan.runners[0].uses_graphs):
+        """Returns the rows of prompts with which steps are compiled or captured."""
+        if not self.is_joint:
             return []
+        if not self._plan.runners[0].uses_graphs:
+            return [PromptRows(JOINT_TOKENS[0] if self._state.lengths.is_cuda else 1, self._state)]
         return [self._kept_rows(size) for size in (JOINT_TOKENS if self.pace.is_limited else JOINT_TOKENS[-1:])]
 
     def _kept_rows(self, size: int) -> PromptRows:

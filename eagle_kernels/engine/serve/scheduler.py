@@ -174,8 +174,9 @@ class Scheduler:
             if self._waiting and not any(self._rows):
                 self._fail_first_waiting()
             unread = [row for row in self._rows if row is not None and not row.is_running]
-            parts = self.reading.next_parts(unread, is_beside)
-            if is_beside and self.reading.is_joint:
+            is_in_step = is_beside and self.reading.is_in_step(len(unread), len(self._running))
+            parts = self.reading.next_parts(unread, is_beside, is_in_step)
+            if is_in_step:
                 self._parts = parts
             elif parts:
                 self._read_prompts(parts)

@@ -48,8 +48,8 @@ def warm_up(
         for features in sorted(mixtures):
             for num_rows in buckets(min(most_rows, scheduler.state.num_rows)):
                 for prompts in (None, *scheduler.reading.rows_in_use()):
-                    choice = scheduler.plan.choice_beside(prompts.num_tokens if prompts else 0)
                     for number, runner in enumerate(scheduler.plan.runners):
                         least_ms = runner.warm_up(num_rows, features, prompts)
                         if least_ms is not None:
+                            choice = scheduler.plan.choice_beside(prompts.num_tokens if prompts else 0)
                             choice.expect(number, num_rows, least_ms)

@@ -64,7 +64,8 @@ class StepRunner:
         self._stream = torch.cuda.Stream(stepper.target.device) if use_graphs else None
 
     def _kind(self, num_rows: int, features: Features, prompts: PromptRows | None) -> StepKind:
-        prompt_tokens = 0 if prompts is None else prompts.num_tokens
+        # without graphs any number of them is as good as another
+        prompt_tokens = 0 if prompts is None else prompts.num_tokens if self.uses_graphs else 1
         return StepKind(bucket_of(num_rows, self._state.num_rows), features, prompt_tokens)
 
     def has_run(self, num_rows: int, features: Features, prompts: PromptRows | None = None) -> bool:

@@ -40,11 +40,11 @@ from .shared.attention import Output
 from .shared.split_attention import launch_attention
 
 # See `split_attention`; deterministic calls use `ordered.TUNING` instead. gfx942 has 64 KiB of shared memory.
-_ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": 2, "num_warps": 4,
+_ROW = {"max_rows": 64, "min_rows": 16, "tile_bytes": 16384, "share_keys": 128, "programs": (1, 2), "num_warps": 4,
         "num_stages": 3}  # fmt: skip
 # keys of 8 bits cost instructions rather than memory: fewer warps for a tile, and more tiles at a time
-_HOPPER = {"share_keys": 64, "num_stages": 4, "wide": {"programs": 1},
-           "float8": {"tile_bytes": 8192, "programs": 4, "num_warps": 2}}  # fmt: skip
+_HOPPER = {"share_keys": 64, "num_stages": 4, "wide": {"programs": (1, 1)},
+           "float8": {"tile_bytes": 8192, "programs": (4, 4), "num_warps": 2}}  # fmt: skip
 TUNING = {"default": _ROW, "gfx942": _ROW | {"num_stages": 2}, "sm_90": _ROW | _HOPPER}
 
 

@@ -53,8 +53,8 @@ MAX_DRAFT_KEYS = 512
 # often, to tiles of few rows, which give more programs. The first entry is taken whose from_rows rows for a KV head a
 # request has, whose least_programs programs, with program_keys keys each, the batch has, and whose max_dim heads have.
 _ROW = {"from_rows": 0, "least_programs": 0, "program_keys": 1 << 31, "max_dim": 256, "max_rows": 64, "min_rows": 16,
-        "tile_bytes": 16384, "share_keys": 128, "programs": 2, "num_warps": 4, "num_stages": 2}  # fmt: skip
-_MANY = _ROW | {"from_rows": 65, "programs": 1, "num_stages": 3}
+        "tile_bytes": 16384, "share_keys": 128, "programs": (2, 2), "num_warps": 4, "num_stages": 2}  # fmt: skip
+_MANY = _ROW | {"from_rows": 65, "programs": (1, 1), "num_stages": 3}
 TUNING = {
     "default": (_ROW,),
     "sm_90": (
@@ -62,7 +62,7 @@ TUNING = {
         _MANY | {"max_dim": 128, "tile_bytes": 8192},
         # rows may be empty, but the tensor cores' large instructions are used
         _ROW | {"min_rows": 64, "tile_bytes": 8192, "num_stages": 3,
-                "wide": {"tile_bytes": 16384, "programs": 1, "num_stages": 4}},
+                "wide": {"tile_bytes": 16384, "programs": (1, 1), "num_stages": 4}},
     ),
 }  # fmt: skip
 

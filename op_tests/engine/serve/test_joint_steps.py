@@ -67,8 +67,9 @@ def test_prompts_that_join_are_read_in_the_steps_of_others(target, draft, lag, s
 def test_a_long_prompt_in_parts_and_many_short_ones(lag, page_size, joined):
     """More prompts than a step takes, and one that is longer than a step takes."""
     target = draft = random_llama(max_length=512, device=DEVICE)
-    prompts = [[(5 * at) % 61 for at in range(JOINT_TOKENS[-1] + 60)], *([number, 5] for number in range(12))]
-    engine = make(draft, target, page_size=page_size, max_batch=14)
+    long = [(5 * at) % 61 for at in range(sum(JOINT_TOKENS) - 4)]
+    prompts = [long, *([number, 5] for number in range(12))]
+    engine = make(draft, target, page_size=page_size, max_batch=14, max_step_ms=1e6)
     want = [engine.generate(prompt, 5)[0] for prompt in prompts]
     engine.submit([1, 2, 3], SamplingParams(max_new_tokens=100))
     engine.step()
@@ -77,9 +78,10 @@ def test_a_long_prompt_in_parts_and_many_short_ones(lag, page_size, joined):
     assert [request.output_ids for request in requests] == want
     sizes = [rows for _, rows in joined]
     if DEVICE == "cpu":
-        assert sizes == [JOINT_TOKENS[-1], 60 + 2 * (MOST_PARTS - 1), 2 * (12 - MOST_PARTS + 1)]
+        # the second step reads the rest of the long one and as many others as there are places
+        assert sizes == [JOINT_TOKENS[1], JOINT_TOKENS[0] - 4 + 2 * (MOST_PARTS - 1), 2 * (12 - MOST_PARTS + 1)]
     else:
-        assert set(sizes) == {JOINT_TOKENS[-1]}
+        assert set(sizes) <= {*JOINT_TOKENS}
 
 
 def test_sliding_windows_beside_steps(lag, joined):
@@ -180,7 +182,7 @@ def test_a_prompt_that_cannot_be_read_fails_alone_beside_others(target, draft, l
 
 
 def test_a_request_that_is_given_up_before_its_part_is_read(target, draft, lag, joined):
-    engine = make(draft, target, max_batch=3)
+    engine = make(draft, target, max_batch=3, max_step_ms=1e6)
     want = engine.generate(prompt_of(4), 6)[0]
     engine.submit([1, 2, 3], SamplingParams(max_new_tokens=30))
     engine.step()
@@ -243,13 +245,13 @@ def test_a_pace_of_two_budgets(monkeypatch):
     """The larger one where the limit allows it, tried again now and then; what a step takes anyway does not count."""
     now = [0.0]
     monkeypatch.setattr(pace, "mark", lambda device: now[0])
-    for large_ms, settled in ((8.0, 256), (12.0, 64)):
+    for large_ms, settled in ((8.0, JOINT_TOKENS[-1]), (12.0, JOINT_TOKENS[0])):
         chosen, sizes = Pace(10.0, JOINT_TOKENS), []
         for _ in range(100):
             chosen.note_step(6.0)
             sizes.append(chosen.budget())
             start = chosen.begin(torch.device("cpu"))
-            now[0] += (large_ms if sizes[-1] == 256 else 7.0) / 1e3
+            now[0] += (large_ms if sizes[-1] == JOINT_TOKENS[-1] else 7.0) / 1e3
             chosen.end(start, sizes[-1], torch.device("cpu"), is_joint=True)
-        assert sizes[0] == 64
+        assert sizes[0] == JOINT_TOKENS[0]
         assert sum(size == settled for size in sizes) >= 92, sizes

@@ -46,7 +46,7 @@ def test_rows_move_up(target, draft):
     ]
     _, runner = engine.session.scheduler.plan.runners
     run = runner.run
-    runner.run = lambda num_rows, features: widths.append(num_rows) or run(num_rows, features)
+    runner.run = lambda num_rows, *rest: widths.append(num_rows) or run(num_rows, *rest)
     engine.collect()
     assert [request.output_ids for request in requests] == want
     assert widths[0] == 3 and widths[-1] == 1

@@ -21,10 +21,10 @@ def test_what_compiles_is_no_step_of_plain_decoding(target, draft, monkeypatch):
     clock, seen, step = SimpleNamespace(now_s=0.0), set(), Stepper.step
     clock.perf_counter = lambda: clock.now_s
 
-    def stepped(self, state, num_rows, features, timer):
+    def stepped(self, state, num_rows, features, *rest):
         clock.now_s += 0.006 if (num_rows, features) in seen else 5.0
         seen.add((num_rows, features))
-        return step(self, state, num_rows, features, timer)
+        return step(self, state, num_rows, features, *rest)
 
     monkeypatch.setattr(Stepper, "step", stepped)
     monkeypatch.setattr("eagle_kernels.engine.serve.stream.time", clock)

@@ -212,12 +212,12 @@ def test_the_plan_of_another_batch_is_named(kind, device):
 
 def test_equal_lengths_are_cut_alike():
     """None of them, or each into as many parts, where about as many programs allow that; never more than there are."""
-    for batch_size, num_tiles, expected in ((1, 8, 16), (1, 4, 32), (1, 2, 64), (3, 8, 15), (8, 8, 32), (48, 8, 33),
-                                            (32, 8, 32), (128, 8, 32), (12, 2, 60), (0, 8, 16)):  # fmt: skip
-        assert count_chunks(batch_size, num_tiles, 132, 2) == expected
-    assert count_chunks(1, 1000, 132, 1) == count_chunks(9, 1000, 132, 2) == 1
-    # a request in several parts has half the programs, and one at least
-    assert [count_chunks(1, 8, 132, programs) for programs in (1, 2, 4)] == [16, 16, 32]
+    for batch_size, num_tiles, expected in ((1, 8, 16), (1, 4, 32), (1, 2, 64), (3, 8, 15), (8, 8, 16),
+                                            (48, 8, 33), (8, 4, 32), (32, 4, 32), (128, 8, 32)):  # fmt: skip
+        assert count_chunks(batch_size, num_tiles, 132, (1, 2)) == expected
+    assert count_chunks(1, 1000, 132, (1, 1)) == count_chunks(9, 1000, 132, (2, 2)) == 1
+    # twice as many where there would be fewer chunks than requests
+    assert [count_chunks(batch_size, 8, 132, (2, 4)) for batch_size in (1, 33, 34)] == [32, 33, 34 + 32]
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(1, 1), (2, 2), (9, 6)])
@@ -226,7 +226,7 @@ def test_rounds_of_programs_where_one_would_leave_many_idle(batch_size, expected
     assume_multiprocessors(monkeypatch, 132)
     values = paged_cache([64] * batch_size, 16, 100, 32, torch.float32, max_pages=400, device=device)
     values["query"] = torch.randn(batch_size, 100, 32, device=device)
-    retune(monkeypatch, TUNING, programs=1)
+    retune(monkeypatch, TUNING, programs=(1, 1))
     grids = []
     with intercept(lambda op, kernel, grid, arguments: grids.append(grid)):
         eagle_kernels.raw.gqa_decode(**values)

@@ -287,17 +287,17 @@ def _attention_kernel(
         request += 1
 
 
-def count_chunks(batch_size: int, num_tiles: int, num_processors: int, programs: int) -> int:
-    """Returns the number of chunks, num_tiles programs for each, that give every multiprocessor `programs` programs.
+def count_chunks(batch_size: int, num_tiles: int, num_processors: int, programs: tuple[int, int]) -> int:
+    """Returns the number of chunks, num_tiles programs for each, that give every multiprocessor so many programs.
 
-    It gets half as many where requests are cut into several parts anyway: programs side by side hide how each of them
-    goes from request to request, and make more parts to merge. The number is a little less if requests of equal lengths
-    are then cut alike, best into multiples of 16 parts, which are merged at once.
+    programs: where the chunks are as many as the requests at least, and where they are fewer: side by side, programs
+    hide how each of them goes from request to request; where requests are cut into several parts anyway, fewer programs
+    make fewer parts to merge. The number is a little less if requests of equal lengths are then cut alike, best into
+    multiples of 16 parts, which are merged at once.
     """
     batch_size, num_tiles = max(batch_size, 1), max(num_tiles, 1)
-    most = max(max(programs // 2, 1) * num_processors // num_tiles, 1)
-    if most < 4 * batch_size:
-        most = max(programs * num_processors // num_tiles, 1)
+    few, many = (max(number * num_processors // num_tiles, 1) for number in programs)
+    most = few if few >= batch_size else many
     numbers = range(most, most - most // 10 - 1, -1)
     alike = (number for number in numbers if number % batch_size == 0 or batch_size % number == 0)
     return next((number for number in numbers if number % (16 * batch_size) == 0), next(alike, most))
@@ -323,7 +323,7 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
     num_processors = target.num_multiprocessors(device)
     num_chunks = count_chunks(batch_size, num_tiles, num_processors, tuned["programs"])
     if num_chunks < 4:  # the last programs would leave much of the GPU idle: up to four rounds of them
-        four_rounds = triton.cdiv(4 * tuned["programs"] * num_processors, max(num_tiles, 1))
+        four_rounds = triton.cdiv(4 * tuned["programs"][1] * num_processors, max(num_tiles, 1))
         num_chunks = max(num_chunks, min(batch_size, four_rounds))
     num_chunks = min(num_chunks, triton.cdiv(most_blocks, least_blocks))
     has_parts = num_chunks > 1 and each > 1

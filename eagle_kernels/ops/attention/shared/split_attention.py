@@ -19,7 +19,7 @@ from .softmax import LOG2_E, tile_sizes
 
 # A row of an op's TUNING has the compiler's options, and
 #     for tiles       at most max_rows and at least min_rows rows, and tile_bytes of keys
-#     for chunks      at least share_keys keys, and `programs` programs for a multiprocessor, as many as run at once
+#     for chunks      at least share_keys keys, and `programs` programs for a multiprocessor, see `chunks.count_chunks`
 #     float8, wide    what differs with keys of 8 bits, and with heads of more than 128 elements
 
 
