@@ -45,10 +45,11 @@ class EAGLEConfig(DraftingOptions):
         max_batch: Most requests that step together; others wait.
         kv_cache_bytes: Size of the KV pools of both models together. None: enough for max_batch requests of full
             length, but at most half of the device's free memory (1 GiB on the CPU).
-        prefill_chunk: Most prompt tokens that are read between two steps.
+        prefill_chunk: Most prompt tokens that are read by themselves, between two steps.
         max_step_ms: The milliseconds that running requests should wait for their next step, at most, while prompts of
-            others are read: as many prompt tokens are read between two steps as the times measured so far allow, but 64
-            at least. None: prefill_chunk alone limits them.
+            others are read: a step reads as many prompt tokens beside its own rows as the times measured so far allow,
+            64 or 192. None: 192, and whole prompts by themselves while more requests join than run. Targets without
+            `last_rows` read prompts between steps, under a limit 64 tokens or more at a time.
         max_spec_batch: Most requests that step with drafts; a larger batch decodes plainly. None: any number. 0: the
             draft is never used, and its maximum length does not limit requests.
         adaptive: Chooses the tree by the number of requests. ((8, (8, 5, 64)), (32, (1, 3, 4)), (64, None)) has trees
