@@ -71,7 +71,7 @@ def take_rows(prompts: PromptRows, parts: Sequence[tuple[Row, int]]) -> list[Par
         outputs.append(
             PartOutput(
                 prompts.texts[text_begin:text_stop],
-                logits[None, number, None].clone(),
+                _copy(logits[number]),
                 None if features is None else features[:, begin:stop],
             )
         )
@@ -97,10 +97,15 @@ def read_parts(stepper: Stepper, state: BatchState, parts: Sequence[tuple[Row, i
         **last,
     )
     return [
-        # copies of the logits, since kernels for rows that are not aligned would be compiled once more
-        PartOutput(text, logits[:, at : at + 1].clone(), None if features is None else features[:, stop - size : stop])
+        PartOutput(text, _copy(logits[0, at]), None if features is None else features[:, stop - size : stop])
         for at, (text, (_, size), stop) in enumerate(zip(tokens, spans, stops))
     ]
+
+
+def _copy(logits: Tensor) -> Tensor:
+    """Returns logits [V] as [1, 1, V], aligned and with the strides of a tensor that holds nothing else: kernels are
+    compiled for both."""
+    return logits.clone()[None, None]
 
 
 def take_part(stepper: Stepper, state: BatchState, row: Row, size: int, output: PartOutput) -> StepResult | None:
