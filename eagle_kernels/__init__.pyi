@@ -34,6 +34,7 @@ from .ops.tree.build_tree_from_scores import build_tree_from_scores as build_tre
 from .ops.tree.compute_tree_statistics import compute_tree_statistics as compute_tree_statistics
 from .ops.tree.organize_draft_results import organize_draft_results as organize_draft_results
 from .ops.tree.pack_tree_mask import pack_tree_mask as pack_tree_mask
+from .ops.tree.prune_trees import prune_trees as prune_trees
 from .ops.tree.select_top_k_tokens import select_top_k_tokens as select_top_k_tokens
 from .ops.tree.shared.tree_mask import TreeMaskMode as TreeMaskMode
 from .ops.tree.tree_from_mask import tree_from_mask as tree_from_mask
@@ -90,6 +91,7 @@ __all__ = [
     "penalize_logits",
     "plan_attention",
     "prefill_attention",
+    "prune_trees",
     "raw",
     "reference",
     "reroot_drafts",

@@ -287,6 +287,11 @@ def pack_tree_mask_(t: torch.Tensor) -> list[torch.Tensor]:
     return [ek.pack_tree_mask(t, seq_lens=t, num_verify_tokens=4, tree_mask_mode="text")]
 
 
+def prune_trees_(t: torch.Tensor) -> list[torch.Tensor]:
+    result = ek.prune_trees(t, t, t, max_rows=4)
+    return [result.draft_tokens, result.tree_mask, result.num_nodes]
+
+
 def select_top_k_tokens_(t: torch.Tensor) -> list[torch.Tensor]:
     result = ek.select_top_k_tokens(t, scores=t, ancestors=t, draft_to_target=t, topk=4, level=4)
     return [

@@ -27,6 +27,7 @@ from .tree.build_tree_from_scores import build_tree_from_scores as build_tree_fr
 from .tree.compute_tree_statistics import compute_tree_statistics as compute_tree_statistics
 from .tree.organize_draft_results import organize_draft_results as organize_draft_results
 from .tree.pack_tree_mask import pack_tree_mask as pack_tree_mask
+from .tree.prune_trees import prune_trees as prune_trees
 from .tree.select_top_k_tokens import select_top_k_tokens as select_top_k_tokens
 from .tree.shared.tree_contract import Output as BuildTreeOutput
 from .tree.shared.tree_mask import TreeMaskMode as TreeMaskMode
@@ -85,6 +86,7 @@ __all__ = [
     "penalize_logits",
     "plan_attention",
     "prefill_attention",
+    "prune_trees",
     "reroot_drafts",
     "rms_norm",
     "rope",

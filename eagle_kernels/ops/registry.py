@@ -25,6 +25,7 @@ FAMILIES = {
         "compute_tree_statistics",
         "organize_draft_results",
         "pack_tree_mask",
+        "prune_trees",
         "select_top_k_tokens",
         "tree_from_mask",
         "tree_from_parents",

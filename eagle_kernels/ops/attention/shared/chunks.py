@@ -349,8 +349,9 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
         **tuning.compiler_options(tuned),
     )
     if has_parts:
-        # about as many parts at once as a request has; more of them leave room for fewer rows
-        rows, parts = (4, 4) if num_chunks <= 4 * batch_size else (4, 16)
-        if num_query == 1 and num_chunks > 16 * batch_size:
-            rows, parts = 1, 32
+        # about as many parts at once as a request has, or all of one alone; more of them leave room for fewer rows
+        alone = count_chunks(1, num_tiles, num_processors, tuned["programs"])
+        rows, parts = (4, 16) if num_query > 1 or alone <= 16 else (1, 32)
+        if num_chunks <= 4 * batch_size:
+            rows, parts = 4, 4
         launch_merge(op, num_chunks, rows, parts, arguments, shared, is_ordered=False)

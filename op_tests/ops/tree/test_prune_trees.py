@@ -1,0 +1,205 @@
+"""prune_trees against its reference: scores that fall along paths and others, equal ones, malformed masks, any room."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import eagle_kernels
+from eagle_kernels import reference
+from op_tests.harness import (
+    assert_equal,
+    assert_only_launches,
+    check_operation,
+    check_registration,
+    replay_in_graph,
+    to_device,
+)
+from op_tests.ops.tree.masks import in_layout, random_parents, visible_from
+
+PATH = "tree.prune_trees"
+# (batch, nodes, rows)
+SHAPES = [
+    (1, 1, 1),
+    (1, 8, 5),
+    (3, 8, 3),
+    (3, 8, 11),
+    (7, 6, 42),
+    (5, 64, 100),
+    (2, 65, 90),
+    (3, 130, 200),
+    (40, 5, 99),
+]
+
+
+def make(batch_size, num_nodes, max_rows, *, falls=True, seed=0, dtype=torch.int64, device="cpu"):
+    """Random trees; scores fall along paths unless `falls` is off."""
+    torch.manual_seed(seed)
+    parents, lengths = random_parents(batch_size, num_nodes), torch.zeros(batch_size, dtype=torch.int64)
+    scores = -torch.rand(batch_size, num_nodes)
+    scores[:, 0] = 0
+    for node in range(1, num_nodes) if falls else ():
+        scores[:, node] += scores.gather(1, parents[:, node, None])[:, 0]
+    values = {
+        "draft_tokens": torch.randint(2**31 - 1, (batch_size, num_nodes)).to(dtype),
+        "tree_mask": in_layout(visible_from(parents), lengths, "packed"),
+        "scores": scores[:, 1:].contiguous(),
+    }
+    return to_device(values, device) | {"max_rows": max_rows}
+
+
+def ahead_of_time_cases():
+    yield "64 nodes", make(3, 64, 50)
+    yield "int32, 130 nodes", make(2, 130, 100, dtype=torch.int32)
+
+
+def size_sweep():
+    for batch_size, max_rows in itertools.product((1, 2, 3, 16, 17, 64), (0, 1, 100)):
+        yield make(batch_size, 8, batch_size + max_rows)
+
+
+@pytest.mark.parametrize("falls", [True, False], ids=["falling", "any order"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(shape, falls, device):
+    batch_size, num_nodes, max_rows = shape
+    values = make(*shape, falls=falls, device=device)
+    output, _ = check_operation(PATH, values, case=f"{shape} {falls}")
+    total = output.num_nodes.sum().item()
+    assert total <= max_rows
+    if falls:  # nothing is lost
+        assert total == min(max_rows, batch_size * num_nodes)
+
+
+def test_what_is_kept_in_words(device):
+    """Two trees, 0 - 1 - 2 with 3 beside 1, of which three drafts stay: the third best is a child of the best."""
+    sees = visible_from(torch.tensor([[-1, 0, 1, 0]] * 2))
+    values = {
+        "draft_tokens": torch.tensor([[9, 5, 6, 7], [8, 1, 2, 3]]),
+        "tree_mask": in_layout(sees, torch.zeros(2).long(), "packed"),
+        "scores": torch.tensor([[-0.1, -0.4, -2.0], [-0.9, -1.0, -0.3]]),
+    }
+    output, _ = check_operation(PATH, to_device(values, device) | {"max_rows": 5})
+    assert output.draft_tokens.tolist() == [[9, 5, 6, -1], [8, 3, -1, -1]]
+    assert output.tree_mask[..., 0].tolist() == [[1, 3, 7, 0], [1, 3, 0, 0]]
+    assert output.num_nodes.tolist() == [3, 2]
+
+
+def test_links_of_what_is_kept(device):
+    """By `tree_from_mask`: each node that stays has its old parent; the others are linked to nothing."""
+    values = make(6, 20, 60, seed=3, device=device)
+    pruned = eagle_kernels.raw.prune_trees(**values)
+    lengths = torch.full((6,), 10, device=device)
+    old = eagle_kernels.raw.tree_from_mask(values["tree_mask"], lengths, num_verify_tokens=20)
+    new = eagle_kernels.raw.tree_from_mask(pruned.tree_mask, lengths, num_verify_tokens=20)
+    tokens = values["draft_tokens"].tolist()
+    paths = [paths_of(tokens[b], old.retrieve_next_token[b], old.retrieve_next_sibling[b]) for b in range(6)]
+    for b, count in enumerate(pruned.num_nodes.tolist()):
+        kept = paths_of(pruned.draft_tokens[b].tolist(), new.retrieve_next_token[b], new.retrieve_next_sibling[b])
+        assert len(kept) == count and set(kept) <= set(paths[b])
+
+
+def paths_of(tokens, next_token, next_sibling) -> list[tuple[int, ...]]:
+    """Returns the tokens from the root to each node that links lead to."""
+    found, open_nodes = [], [(0, (tokens[0],))]
+    while open_nodes:
+        node, path = open_nodes.pop()
+        found.append(path)
+        child = int(next_token[node])
+        while child >= 0:
+            open_nodes.append((child, (*path, tokens[child])))
+            child = int(next_sibling[child])
+    return found
+
+
+@pytest.mark.parametrize("max_rows", [4, 6, 9, 13, 24])
+def test_equal_scores_stay_in_the_order_of_requests(max_rows, device):
+    values = make(4, 6, max_rows, device=device)
+    values["scores"].fill_(-0.5)
+    values["scores"][2, 3] = 0.0
+    check_operation(PATH, values, case=str(max_rows))
+    values["scores"].copy_(torch.tensor([0.0, -0.0, 0.0, -0.0, 0.0]).expand(4, 5))
+    check_operation(PATH, values, case=f"zeros {max_rows}")
+
+
+def test_scores_of_all_magnitudes(device):
+    """Both signs, subnormal numbers, infinity; NaN and -inf never stay, though there is room."""
+    values = make(3, 9, 19, falls=False, device=device)
+    numbers = [1e30, -1e30, 1e-42, -1e-42, math.inf, -math.inf, math.nan, 0.0]
+    values["scores"].copy_(torch.tensor([numbers, numbers[::-1], [math.nan] * 8]))
+    for max_rows in (3, 5, 9, 19):
+        output, _ = check_operation(PATH, values | {"max_rows": max_rows}, case=str(max_rows))
+        assert output.num_nodes[2] == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_malformed_masks_stay_in_bounds(seed, device):
+    """Any bits: later nodes, no root, no end."""
+    values = make(5, 70, 200, falls=False, seed=seed, device=device)
+    values["tree_mask"].random_(-(2**63), 2**63 - 1)
+    output, _ = check_operation(PATH, values, case="malformed")
+    assert (output.num_nodes >= 1).all() and output.num_nodes.sum() <= 200
+    values["tree_mask"].zero_()
+    output, _ = check_operation(PATH, values, case="nothing")
+    assert (output.num_nodes == 1).all()
+
+
+def test_more_scores_than_a_program_reads_at_once(device):
+    values = make(40, 64, 1000, device=device)
+    check_operation(PATH, values, case="many")
+    values["scores"].copy_(values["scores"].mul(2).round())  # many are equal
+    check_operation(PATH, values, case="many equal ones")
+
+
+def test_slices_of_wider_state(device):
+    values = make(4, 6, 15, device=device)
+    wide = torch.full((4, 11), 99, device=device)
+    wide[:, :6] = values["draft_tokens"]
+    check_operation(PATH, values | {"draft_tokens": wide[:, :6]}, case="strided")
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 0), (0, 4, 7), (3, 1, 3), (3, 1, 9)], ids=str)
+def test_empty(shape, device):
+    output, _ = check_operation(PATH, make(*shape, device=device), case="empty")
+    assert output.num_nodes.tolist() == [1] * shape[0]
+
+
+def test_launches_and_nothing_else(device):
+    assert_only_launches(PATH, make(3, 8, 9, device=device))
+
+
+def test_registration(device):
+    check_registration("prune_trees", make(3, 8, 9, device=device))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_rows": 2}, "max_rows must be at least B = 3, as every request keeps its root, got 2"),
+        ({"max_rows": None}, "max_rows must be an int, got NoneType"),
+        ({"scores": torch.zeros(3, 8)}, r"scores must have shape \[B, 7\], got \[3, 8\]"),
+        ({"scores": torch.zeros(3, 7).half()}, "scores must have dtype float32, got float16"),
+        ({"tree_mask": torch.zeros(3, 8, 2).long()}, "tree_mask must have"),
+        ({"draft_tokens": torch.zeros(3, 0).long()}, "draft_tokens must have N in 1..256, got 0"),
+        ({"draft_tokens": torch.zeros(3, 257).long()}, "draft_tokens must have N in 1..256, got 257"),
+        ({"draft_tokens": torch.zeros(3, 8)}, "draft_tokens must have dtype int32 or int64, got float32"),
+    ],
+)
+def test_bad_input_is_named(change, message, device):
+    values = to_device(make(3, 8, 9) | change, device)
+    with pytest.raises((ValueError, TypeError), match="eagle_kernels.prune_trees: " + message):
+        eagle_kernels.raw.prune_trees(**values)
+
+
+@pytest.mark.gpu
+def test_graph_replay_with_other_scores(device):
+    values = make(8, 16, 50, device=device)
+    out = eagle_kernels.raw.prune_trees(**values)
+    replay_in_graph(
+        lambda: eagle_kernels.raw.prune_trees(**values, out=out), change=lambda: values["scores"][3:].fill_(-0.25)
+    )
+    expected = reference.ops.tree.prune_trees.prune_trees(**values)
+    for field, got, want in zip(out._fields, out, expected):
+        assert_equal("prune_trees", "replay", field, got, want)
