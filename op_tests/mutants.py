@@ -297,6 +297,28 @@ MUTANTS = [
         ["op_tests/engine/serve/test_prompts.py::test_prompts_that_wait_together_are_read_at_once"], "engine",
     ),
     Mutant(
+        "a node taken without its parent", "prune_trees",
+        [("eagle_kernels/ops/tree/prune_trees.py", "is_best & sees_root & (num_lost == 0)", "is_best & sees_root")],
+        ["op_tests/ops/tree/test_prune_trees.py::test_matches_reference"], "kernel",
+    ),
+    Mutant(
+        "a node with the logits of its row", "plan",
+        [(ENGINE + "step/packed_nodes.py", "index_copy_(0, self._node, values)",
+          "index_copy_(0, self._node[0] + torch.arange(len(values), device=values.device), values)")],
+        ["op_tests/engine/test_ragged_trees.py::test_texts_are_those_of_plain_decoding"], "engine",
+    ),
+    Mutant(
+        "a prompt with the logits of the step beside it", "plan",
+        [(ENGINE + "step/stepper.py", "num_nodes + prompts.lasts", "prompts.lasts")],
+        ["op_tests/engine/serve/test_joint_steps.py::test_prompts_that_join_are_read_in_the_steps_of_others"], "engine",
+    ),
+    Mutant(
+        "a stale cost table", "plan",
+        [(ENGINE + "step/choice.py", "other._tokens, other._rows_seen = self._tokens, self._rows_seen",
+          "other._tokens, other._rows_seen, other._step_ms = self._tokens, self._rows_seen, self._step_ms")],
+        ["op_tests/engine/serve/test_joint_steps.py::test_times_beside_prompts_are_kept_apart"], "engine",
+    ),
+    Mutant(
         "columns that no part has", "linear_decode",
         [("eagle_kernels/ops/nn/shared/many_rows.py", "(part + 1) * NUM_SECTIONS // NUM_PARTS",
           "(part + 1) * (NUM_SECTIONS // NUM_PARTS)")],

@@ -125,26 +125,42 @@ class PrefillAttend(_PoolAttend):
         return ops.prefill_attention(query[0], self._bounds, **self._sizes, **options).output[None]
 
 
-class PartsAttend(_PoolAttend):
-    """Attends for parts of prompts as `PrefillAttend` does, where the device knows which, for few rows.
+class RaggedAttend(_PoolAttend):
+    """Attends for few rows in a batch of one, of which the device knows whose they are.
+
+    They are parts of prompts, as those of `PrefillAttend`, or trees of different sizes, as those of `TreeAttend`.
 
     block_table  [R, max_pages]
-    starts       [R]      tokens of each prompt before its part
-    bounds       [R + 1]  the rows where each part begins and ends
-    slots, positions  [P]  of the rows; those of no part have slot -1, and what is attended for them means nothing
+    lengths      [R]      tokens of each request before its rows
+    bounds       [R + 1]  the rows where each request's begin and end
+    slots, positions  [1, P]  of the rows; those of no request have slot -1, and what is attended for them means nothing
+    most_rows    of a request
+    tree_mask    [P, W]   packed words over the rows of the same request; None: chains, causal
     """
 
     def __init__(
-        self, pool: KVPool, block_table: Tensor, starts: Tensor, bounds: Tensor, slots: Tensor, positions: Tensor
+        self,
+        pool: KVPool,
+        block_table: Tensor,
+        lengths: Tensor,
+        bounds: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        most_rows: int,
+        tree_mask: Tensor | None = None,
+        *,
+        deterministic: bool = False,
     ):
-        super().__init__(pool, block_table, slots)
+        super().__init__(pool, block_table, slots, deterministic)
         self._positions = positions
-        self._sizes = {"seq_lens": starts, "qo_indptr": bounds, "max_query": len(slots), "is_causal": True}
+        self._sizes = {"seq_lens": lengths, "qo_indptr": bounds, "max_query": most_rows}
+        self._sees = {"is_causal": True} if tree_mask is None else {"tree_mask": tree_mask}
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
         if options["window"] is not None:
-            options["positions"] = self._positions
-        return ops.tree_attention(query[0], **self._sizes, **options).output[None]
+            options["positions"] = self._positions[0]
+        options["deterministic"] = self.deterministic
+        return ops.tree_attention(query[0], **self._sizes, **self._sees, **options).output[None]
 
 
 class TreeAttend(_PoolAttend):
@@ -201,13 +217,13 @@ class DecodeAttend(_PoolAttend):
 class JointAttend(_PoolAttend):
     """Attends for the rows of a step [B, T], and for those of other requests behind them, in one batch of one."""
 
-    def __init__(self, step: TreeAttend | DecodeAttend, others: PartsAttend):
-        super().__init__(step._pool, step._block_table, torch.cat([step._slots.flatten(), others._slots]))
+    def __init__(self, step: TreeAttend | DecodeAttend | RaggedAttend, others: RaggedAttend):
+        super().__init__(step._pool, step._block_table, torch.cat([step._slots.flatten(), others._slots[0]]))
         self._step, self._others = step, others
 
     def _read(self, query: Tensor, **options: Any) -> Tensor:
         shape = self._step._slots.shape
-        rows, others = query[0].split([shape.numel(), len(self._others._slots)])
+        rows, others = query[0].split([shape.numel(), self._others._slots.numel()])
         output = self._step._read(rows.unflatten(0, shape), **options)
         others_output = self._others._read(others[None], **options | {"block_table": self._others._block_table})
         return torch.cat([output.flatten(0, 1), others_output[0]])[None]

@@ -28,6 +28,7 @@ class DraftingOptions(Validated):
     topk: int = integer(8, between(1, MAX_TOPK))
     num_steps: int = integer(5, at_least(1))
     num_draft_tokens: int | None = integer(None)
+    mean_draft_tokens: int | None = integer(None, at_least(1))
     _: KW_ONLY
     method: str | tuple[str, ...] | None = None
     max_ngram_size: int = integer(5, between(1, MAX_NGRAM))
@@ -126,9 +127,21 @@ class DraftingOptions(Validated):
         rule = f"lie in 2..min({MAX_NODES}, 1 + {candidates}) = {most_nodes} for topk={self.topk}, "
         rule += f"num_steps={self.num_steps} (the root counts)"
         self._require(2 <= self.num_verify_tokens <= most_nodes, "num_draft_tokens", rule)
+        self._check_mean()
         rule = f"be at most max_ngram_size = {self.max_ngram_size}"
         self._require(self.min_ngram_size <= self.max_ngram_size, "min_ngram_size", rule)
         self._check_hybrid()
+
+    def _check_mean(self) -> None:
+        if self.mean_draft_tokens is None:
+            return
+        rule = f"be at most the {self.num_verify_tokens} nodes of a tree"
+        self._require(self.mean_draft_tokens <= self.num_verify_tokens, "mean_draft_tokens", rule)
+        is_comparable = self.method is None or self.method in MODEL_KINDS
+        rule = f"be None with method={self.method!r}: only drafts of a model have probabilities to compare them by"
+        self._require(is_comparable, "mean_draft_tokens", rule)
+        rule = "be None with verify_strategy='rejection', whose trees must not depend on what was drawn"
+        self._require(self.verify_strategy != "rejection", "mean_draft_tokens", rule)
 
     def _check_method(self) -> None:
         if not isinstance(self.method, tuple):

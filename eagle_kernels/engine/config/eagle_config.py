@@ -35,6 +35,9 @@ class EAGLEConfig(DraftingOptions):
         num_steps: Levels of drafts, and so the most drafts that a step can accept.
         num_draft_tokens: Nodes verified in a step, root included. None: 32, or all candidates and the root if they are
             fewer; `num_verify_tokens` tells the number for the tree in use.
+        mean_draft_tokens: Nodes that a request of a step has in the mean, root included, where num_draft_tokens is the
+            most that one has: the target verifies those drafts of the whole batch whose paths the draft model finds
+            most probable, so that sure requests have more of a step than unsure ones. None: each has num_draft_tokens.
         temperature: 0 decodes greedily.
         top_k, top_p, min_p: Filters of sampling, applied in this order; 0, 1.0 and 0.0 turn them off.
         eos_token_ids: A request ends with the first of these that it emits. None: those of the target's folder with
@@ -242,7 +245,9 @@ class EAGLEConfig(DraftingOptions):
         """Returns this configuration with one tree, and with what it simulates cut to the tree's size."""
         sizes = dict(zip(("topk", "num_steps", "num_draft_tokens"), tree))
         policy = {"accept_policy": "normal", **dict.fromkeys(_SIMULATED)}
-        made = replace(self, **sizes, **policy, adaptive=None, max_spec_batch=None)
+        made = replace(self, **sizes, **policy, adaptive=None, max_spec_batch=None, mean_draft_tokens=None)
+        if self.mean_draft_tokens is not None and self.mean_draft_tokens < made.num_verify_tokens:
+            policy["mean_draft_tokens"] = self.mean_draft_tokens
         policy["accept_policy"] = self.accept_policy
         if self.simulated_accept_length is not None:
             policy["simulated_accept_length"] = min(self.simulated_accept_length, made.most_accepted + 1)
@@ -264,6 +269,10 @@ class EAGLEConfig(DraftingOptions):
             rule = "not be True with tree_mask_mode='full_mask', whose size the host must know at each step"
             self._require(self.cuda_graph is not True, "cuda_graph", rule)
             self._require(len(self.methods) == 1, "tree_mask_mode", "not be 'full_mask' with several methods")
+        is_packed = self.tree_mask_mode == TreeMaskMode.PACKED
+        self._require(
+            is_packed or self.mean_draft_tokens is None, "tree_mask_mode", "be 'packed' with mean_draft_tokens"
+        )
 
     def _check_accept_policy(self) -> None:
         is_planted = self.verify_strategy in ("target_match", "greedy")

@@ -42,7 +42,7 @@ class Request:
         error: Why it failed.
         accepted: How many drafts each of its steps accepted.
         levels: How many drafts all its steps could have accepted, each by its own tree.
-        drafted: How many drafts were verified in all its steps.
+        drafted: How many drafts were verified in all its steps; with mean_draft_tokens, of a request in the mean.
         stop_strings, outbox, exception: The engine's own.
     """
 

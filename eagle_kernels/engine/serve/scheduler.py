@@ -354,7 +354,7 @@ class Scheduler:
             request.accepted.append(accepted)
             stepper = self.plan.runners[number].stepper
             request.levels += min(stepper.num_steps, stepper.num_nodes - 1)
-            request.drafted += stepper.num_nodes - 1
+            request.drafted += stepper.mean_nodes - 1
         with self._failing_alone(row):
             num_known = len(request.output_ids)
             request.push(brought, accepted, logprobs)

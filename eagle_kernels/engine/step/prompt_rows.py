@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..batch.kv_pool import PartsAttend
+from ..batch.kv_pool import RaggedAttend
 from ..batch.state import BatchState
 
 # of how many prompts a step reads a part at most
@@ -84,10 +84,11 @@ class PromptRows:
     def _fields(self) -> tuple[Tensor, ...]:
         return self.tokens, self.positions, self._part_of, self.texts, self.starts, self.lasts, self.bounds
 
-    def attend(self) -> PartsAttend:
+    def attend(self) -> RaggedAttend:
         """Returns the `attend` function of these rows."""
         page_size = self._pool.page_size
         pages = self._tables[self._part_of, self.positions // page_size]
         is_read = torch.arange(self.num_tokens, device=pages.device) < self.bounds[-1]
         slots = torch.where(is_read, pages * page_size + self.positions % page_size, -1)
-        return PartsAttend(self._pool, self._tables, self.starts, self.bounds, slots, self.positions)
+        rows = slots[None], self.positions[None]
+        return RaggedAttend(self._pool, self._tables, self.starts, self.bounds, *rows, self.num_tokens)

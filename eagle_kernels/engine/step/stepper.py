@@ -18,12 +18,13 @@ from torch import Tensor
 
 from ... import ops
 from ..batch.batch import Batch, Committed
-from ..batch.kv_pool import DecodeAttend, JointAttend, TreeAttend
+from ..batch.kv_pool import DecodeAttend, JointAttend, RaggedAttend, TreeAttend
 from ..batch.state import BatchState
 from ..config.eagle_config import EAGLEConfig
 from ..drafters.protocol import Drafter, Proposal, Reader, root_only
-from ..models.protocol import TargetModel
+from ..models.protocol import ModelError, TargetModel
 from ..requests.sampling_params import Features
+from .packed_nodes import PackedNodes, prune
 from .phases import PhaseTimer
 from .prompt_rows import PromptOutput, PromptRows
 from .verification import links_of, make_verifier
@@ -83,6 +84,11 @@ class Stepper:
         self._model = None if reader is None else reader.model
         self.aux_layers = () if reader is None else self._model.aux_layers
         self.num_steps, self.num_nodes = drafter.num_steps, drafter.num_nodes
+        # of a request in the mean; those of a batch are shared out by what they are worth if that is less
+        self.mean_nodes = min(config.mean_draft_tokens or self.num_nodes, self.num_nodes)
+        if self.mean_nodes < self.num_nodes and not self._takes_rows:
+            rule = "be None for a target whose forward does not take last_rows: trees of different sizes are one batch"
+            raise ModelError(f"EAGLEInference: mean_draft_tokens must {rule}")
         self._verifier = make_verifier(config, self.num_steps, target.device)
 
     @property
@@ -93,10 +99,14 @@ class Stepper:
         return self.num_nodes == 1 or self.config.tree_mask_mode != ops.TreeMaskMode.FULL_MASK
 
     @property
+    def _takes_rows(self) -> bool:
+        """Tells whether the target takes rows of several requests as a batch of one; see `protocol.TargetModel`."""
+        return "last_rows" in inspect.signature(self.target.forward).parameters
+
+    @property
     def reads_several(self) -> bool:
-        """Tells whether the target reads prompts of several requests at once; see `protocol.TargetModel`."""
-        takes_rows = "last_rows" in inspect.signature(self.target.forward).parameters
-        return takes_rows and not self.config.deterministic
+        """Tells whether the target reads prompts of several requests at once, and beside the rows of a step."""
+        return self._takes_rows and not self.config.deterministic
 
     def step(
         self,
@@ -114,8 +124,10 @@ class Stepper:
             max_length = None if self.drafter.reader is None else self._model.max_length
             batch = Batch(state, slice(0, num_rows), self.drafter.num_slots, max_length)
             proposal = self.drafter.propose(batch)
+            if self.mean_nodes < self.num_nodes:
+                proposal = prune(batch, proposal, self.mean_nodes * len(batch))
         with timer.phase("verify"):
-            logits, target_features = self._run_target(batch, proposal.tree, prompts)
+            logits, target_features = self._run_target(batch, proposal, prompts)
         with timer.phase("sample"):
             committed = self._verifier.verify(batch, proposal, logits, features)
         if self.on_tree is not None:
@@ -165,14 +177,17 @@ class Stepper:
         logprobs = (drawn.logprobs, drawn.raw_logprobs) if features.logprobs else (None, None)
         return StepResult(root[:, None], *logprobs)
 
-    def _run_target(self, batch: Batch, tree: ops.BuildTreeOutput, prompts: PromptRows | None) -> tuple[Tensor, Tensor]:
+    def _run_target(self, batch: Batch, proposal: Proposal, prompts: PromptRows | None) -> tuple[Tensor, Tensor]:
         """Returns logits [B * N, V] and features [B, N, F] of all nodes; their KV goes after the committed prefix."""
-        shape = (len(batch), self.num_nodes)
+        shape, tree = (len(batch), self.num_nodes), proposal.tree
         # Drafts past the last position are never kept (the token limit comes first) but must not index out of range.
         positions = tree.positions.view(shape).clamp(max=self.target.max_length - 1)
         slots, options = batch.slots[:, : self.num_nodes], {"deterministic": self.config.deterministic}
-        pool, table = batch.state.target_pool, batch.block_table
-        if self.num_nodes > 1:
+        pool, table, tokens, nodes = batch.state.target_pool, batch.block_table, tree.draft_tokens.view(shape), None
+        if proposal.num_nodes is not None:
+            nodes = PackedNodes(batch, proposal, positions, self.mean_nodes * len(batch))
+            tokens, positions, attend = nodes.tokens, nodes.positions, nodes.attend(pool, slots, **options)
+        elif self.num_nodes > 1:
             mode = self.config.tree_mask_mode
             words = tree.tree_mask
             if mode != ops.TreeMaskMode.PACKED:
@@ -181,28 +196,30 @@ class Stepper:
             attend = TreeAttend(pool, table, batch.lengths, slots, self.num_nodes, words, tree.positions, **options)
         else:
             attend = DecodeAttend(pool, table, batch.lengths, slots, **options)
-        tokens = tree.draft_tokens.view(shape)
         if prompts is None:
             logits, features = self.target.forward(tokens, positions, attend, capture=self.aux_layers)
             logits = logits.flatten(0, 1)
         else:
             logits, features = self._run_with(prompts, tokens, positions, attend)
+        if nodes is not None:
+            logits = nodes.unpack(logits)
+            features = None if features is None else nodes.unpack(features[0]).unflatten(0, shape)
         if features is None:
             features = logits.new_zeros(*shape, 0)
         return logits, features
 
     def _run_with(
-        self, prompts: PromptRows, tokens: Tensor, positions: Tensor, attend: TreeAttend | DecodeAttend
+        self, prompts: PromptRows, tokens: Tensor, positions: Tensor, attend: TreeAttend | DecodeAttend | RaggedAttend
     ) -> tuple[Tensor, Tensor | None]:
         """Returns logits [B * N, V] and features [B, N, F] of nodes [B, N], after a pass that reads prompts as well."""
         shape, num_nodes = tokens.shape, tokens.numel()
-        nodes = torch.arange(num_nodes, device=tokens.device)
+        rows = torch.arange(num_nodes, device=tokens.device)
         logits, features = self.target.forward(
             torch.cat([tokens.flatten(), prompts.tokens])[None],
             torch.cat([positions.flatten(), prompts.positions])[None],
             JointAttend(attend, prompts.attend()),
             capture=self.aux_layers,
-            last_rows=torch.cat([nodes, num_nodes + prompts.lasts]),
+            last_rows=torch.cat([rows, num_nodes + prompts.lasts]),
         )
         ours, theirs = (None, None) if features is None else features.split([num_nodes, prompts.num_tokens], dim=1)
         prompts.output = PromptOutput(logits[0, num_nodes:], theirs)

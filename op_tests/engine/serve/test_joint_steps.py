@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eagle_kernels import SamplingParams
-from eagle_kernels.engine.batch.kv_pool import JointAttend, KVPool, PartsAttend, PrefillAttend
+from eagle_kernels.engine.batch.kv_pool import JointAttend, KVPool, PrefillAttend, RaggedAttend
 from eagle_kernels.engine.models.protocol import KVShape
 from eagle_kernels.engine.serve import pace
 from eagle_kernels.engine.serve.pace import Pace
@@ -28,7 +28,7 @@ def joined(monkeypatch):
     seen, call = [], JointAttend.__init__
 
     def noting(attend, step, others):
-        seen.append((step._slots.shape[0], len(others._slots)))
+        seen.append((step._slots.shape[0], others._slots.numel()))
         call(attend, step, others)
 
     monkeypatch.setattr(JointAttend, "__init__", noting)
@@ -115,13 +115,14 @@ def test_parts_attend_as_they_do_by_themselves(window, device):
     slots = tables[part_of, positions // 4] * 4 + positions % 4
     # and two rows of no part
     padded = [torch.cat([tensor, torch.randn_like(tensor[:, :2])], dim=1) for tensor in (query, key, value)]
-    attend = PartsAttend(
+    attend = RaggedAttend(
         other,
         torch.nn.functional.pad(tables, (0, 0, 0, 1)),
         torch.tensor([9, 0, 20, 0], device=device),
         bounds,
-        torch.nn.functional.pad(slots, (0, 2), value=-1),
-        torch.nn.functional.pad(positions, (0, 2)),
+        torch.nn.functional.pad(slots, (0, 2), value=-1)[None],
+        torch.nn.functional.pad(positions, (0, 2))[None],
+        20,
     )
     torch.testing.assert_close(attend(0, *padded, window=window)[:, :18], want)
     torch.testing.assert_close(other.k_cache, pool.k_cache, rtol=0, atol=0)

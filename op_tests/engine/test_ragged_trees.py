@@ -1,0 +1,190 @@
+"""Trees that share a budget of rows: texts are those of plain decoding, and sure requests get more of a step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams, ops
+from eagle_kernels.engine.batch.kv_pool import JointAttend, RaggedAttend
+from eagle_kernels.engine.drafters import model_drafter
+from eagle_kernels.engine.models.protocol import ModelError
+from eagle_kernels.engine.step import packed_nodes
+from op_tests.engine.engines import PARAMS, make, prompt_of
+from op_tests.engine.serve.conftest import DEVICE
+from op_tests.engine.toys import ToyModel, random_head, random_llama
+
+TREE = {"topk": 3, "num_steps": 3, "num_draft_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_llama(device=DEVICE)
+
+
+@pytest.fixture(scope="module", params=["stranger", "itself", "head"])
+def draft(request, target):
+    if request.param == "itself":
+        return target
+    if request.param == "head":
+        return random_head(target, aux_layers=(0, 1, 2))
+    return random_llama(hidden_size=16, num_layers=1, seed=1, device=DEVICE)
+
+
+@pytest.fixture(params=[0, 1], ids=["at once", "a step late"])
+def lag(request, monkeypatch):
+    monkeypatch.setattr("eagle_kernels.engine.serve.scheduler.host_lag", lambda device: request.param)
+
+
+def run(engine, order=range(7)) -> list:
+    requests = [engine.submit(prompt_of(number), PARAMS[number]) for number in order]
+    engine.collect()
+    return requests
+
+
+@pytest.mark.parametrize("mean", [1, 2, 5, 12])
+def test_texts_are_those_of_plain_decoding(target, draft, lag, mean):
+    """Greedy, sampled, filtered, penalized and with log-probabilities, in one batch."""
+    engine = make(draft, target, max_batch=7, mean_draft_tokens=mean, **TREE)
+    plain = make(draft, target, max_batch=7)
+    plain.is_speculating = False
+    for got, want in zip(run(engine), run(plain)):
+        assert got.output_ids == want.output_ids
+        assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("max_batch", [2, 5])
+def test_requests_that_come_and_go(target, draft, lag, max_batch):
+    """Also beside prompts that are read in the same pass, and with plain steps between."""
+    engine, coin = make(draft, target, max_batch=max_batch, mean_draft_tokens=3, **TREE), random.Random(max_batch)
+    want = run(make(draft, target, max_batch=7))
+    requests = []
+    for _ in range(20):
+        number = coin.randrange(7)
+        requests.append((number, engine.submit(prompt_of(number), PARAMS[number])))
+        for _ in range(coin.randrange(4)):
+            engine.is_speculating = coin.random() < 0.7
+            engine.step()
+    engine.is_speculating = True
+    engine.collect()
+    for number, request in requests:
+        assert request.output_ids == want[number].output_ids
+
+
+def test_a_step_has_as_many_rows_as_it_may(target, draft, monkeypatch):
+    """Beside a prompt too; the requests' rows are of different numbers, and each keeps one at least."""
+    engine = make(draft, target, max_batch=4, mean_draft_tokens=3, cuda_graph=False, **TREE)
+    rows, counts, joint = [], [], []
+    init, joint_init, prune = RaggedAttend.__init__, JointAttend.__init__, packed_nodes.prune
+
+    def noting(attend, pool, table, lengths, bounds, slots, positions, most_rows, tree_mask=None, **options):
+        if tree_mask is not None:
+            rows.append((len(lengths), slots.numel(), int((slots >= 0).sum())))
+        init(attend, pool, table, lengths, bounds, slots, positions, most_rows, tree_mask, **options)
+
+    def pruned(*arguments):
+        proposal = prune(*arguments)
+        counts.append(proposal.num_nodes.tolist())
+        return proposal
+
+    monkeypatch.setattr(RaggedAttend, "__init__", noting)
+    monkeypatch.setattr("eagle_kernels.engine.step.stepper.prune", pruned)
+    monkeypatch.setattr(JointAttend, "__init__", lambda *arguments: joint.append(1) or joint_init(*arguments))
+    run(engine, [0, 1, 4, 6])
+    engine.submit(prompt_of(1), SamplingParams(max_new_tokens=20))
+    engine.step()
+    run(engine, [5])
+    assert rows and joint and all(room == 3 * size for size, room, _ in rows)
+    assert any(used == room for _, room, used in rows)
+    assert all(min(row) >= 1 and max(row) <= 12 and sum(row) <= 3 * len(row) for row in counts)
+    assert any(len(set(row)) > 1 for row in counts)
+
+
+def test_sure_requests_get_more_rows(target, monkeypatch):
+    """Of two alike but for how sure the draft is: what the draft finds likely decides, in the whole batch."""
+    engine = make(target, target, max_batch=2, mean_draft_tokens=4, **TREE)
+    probs = model_drafter.Candidates.path_probs
+    factors = torch.tensor([[1.0], [1e-3]], device=DEVICE)
+    monkeypatch.setattr(model_drafter.Candidates, "path_probs", lambda *a: probs(*a) * factors[: len(a[1])])
+    counts, prune = [], ops.prune_trees
+
+    def noting(*arguments, **options):
+        pruned = prune(*arguments, **options)
+        counts.append(pruned.num_nodes.tolist())
+        return pruned
+
+    monkeypatch.setattr(packed_nodes.ops, "prune_trees", noting)
+    requests = [engine.submit(prompt_of(4), SamplingParams(max_new_tokens=20)) for _ in range(2)]
+    for _ in range(3):
+        engine.step()
+    if DEVICE == "cpu":
+        assert counts[-1] == [7, 1]
+    engine.collect()
+    assert requests[0].output_ids == requests[1].output_ids
+
+
+@pytest.mark.parametrize("strategy", ["topp", "typical"])
+def test_other_strategies(target, strategy):
+    """Those that are lossy run; at temperature 0 typical acceptance is plain decoding."""
+    engine = make(target, target, mean_draft_tokens=3, verify_strategy=strategy, **TREE)
+    text = engine.generate(prompt_of(3), 20)[0]
+    assert len(text) == 20
+    if strategy == "typical":
+        assert text == engine.generate(prompt_of(3), 20, speculative=False)[0]
+
+
+@pytest.mark.parametrize("adaptive", ["auto", ((1, (3, 3, 12)), (3, (1, 2, 3)))])
+def test_trees_of_a_choice(target, draft, adaptive):
+    """Smaller trees than the mean have all their nodes."""
+    engine = make(draft, target, max_batch=7, mean_draft_tokens=4, adaptive=adaptive, **TREE)
+    steppers = [tree for _, tree in engine.config.trees if tree is not None]
+    assert {tree.mean_draft_tokens for tree in steppers} == {None, 4}
+    want = run(make(draft, target, max_batch=7))
+    assert [request.output_ids for request in run(engine)] == [request.output_ids for request in want]
+
+
+@pytest.mark.gpu
+def test_deterministic_bits(target):
+    """In bf16: a request's log-probabilities are those of plain decoding, whatever rows it was given."""
+    model = random_llama(device=DEVICE).to(torch.bfloat16)
+    engine = make(model, model, max_batch=7, mean_draft_tokens=3, deterministic=True, **TREE)
+    requests = [engine.submit(prompt_of(n), SamplingParams(max_new_tokens=20, logprobs=True)) for n in range(7)]
+    engine.collect()
+    for number, request in enumerate(requests):
+        stream = engine.stream(prompt_of(number), 20, speculative=False, logprobs=True)
+        assert request.output_ids == [event.token_id for event in stream]
+        assert request.logprobs == stream.requests[0].logprobs
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mean_draft_tokens": 13}, "mean_draft_tokens must be at most the 12 nodes of a tree, got 13"),
+        ({"mean_draft_tokens": 0}, "mean_draft_tokens must be"),
+        (
+            {"mean_draft_tokens": 3, "num_draft_tokens": 9, "method": "ngram"},
+            "mean_draft_tokens must be None with method='ngram'",
+        ),
+        (
+            {"mean_draft_tokens": 3, "num_draft_tokens": 9, "method": "hybrid"},
+            "mean_draft_tokens must be None with method='hybrid'",
+        ),
+        (
+            {"mean_draft_tokens": 3, "num_draft_tokens": 9, "verify_strategy": "rejection"},
+            "mean_draft_tokens must be None with verify_",
+        ),
+        ({"mean_draft_tokens": 3, "tree_mask_mode": "qlen_only"}, "tree_mask_mode must be 'packed' with mean_draft"),
+    ],
+)
+def test_bad_configurations_are_named(fields, message):
+    with pytest.raises(ValueError, match="EAGLEConfig: " + message):
+        EAGLEConfig(**TREE | fields)
+
+
+def test_a_target_that_takes_no_rows_is_named():
+    config = EAGLEConfig(topk=2, num_steps=2, mean_draft_tokens=2, method="draft_model")
+    engine = EAGLEInference(ToyModel(seed=1), ToyModel(), config)
+    with pytest.raises(ModelError, match="mean_draft_tokens must be None for a target whose forward does not take"):
+        engine.generate([1, 2, 3], 4)
