@@ -288,7 +288,7 @@ def pack_tree_mask_(t: torch.Tensor) -> list[torch.Tensor]:
 
 
 def prune_trees_(t: torch.Tensor) -> list[torch.Tensor]:
-    result = ek.prune_trees(t, t, t, max_rows=4)
+    result = ek.prune_trees(t, t, t, t, max_rows=4)
     return [result.draft_tokens, result.tree_mask, result.num_nodes]
 
 

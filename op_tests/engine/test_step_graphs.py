@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from collections import defaultdict
@@ -78,6 +79,8 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(StandInGraph, "streams", [])
     for name in ("CUDAGraph", "graph", "device"):
         monkeypatch.setattr(torch.cuda, name, StandInGraph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
@@ -109,6 +112,17 @@ def test_graphs_share_a_stream(stand_in):
     for num_rows in (1, 2, 4):
         stand_in.warm_up(num_rows, PLAIN)
     assert len(StandInGraph.streams) == 3 + 2 * 3 and len(set(StandInGraph.streams)) == 1
+
+
+def test_a_broken_capture_leaves_nothing_to_the_next(stand_in):
+    """Its stream and its memory may still be recording."""
+    stand_in.stepper.error = RuntimeError("waits")
+    with pytest.raises(ModelError):
+        stand_in.run(1, PLAIN)
+    stand_in.stepper.error = None
+    stand_in.run(1, PLAIN)
+    broken, whole = StandInGraph.streams
+    assert broken is not whole
 
 
 def test_want_of_memory_while_capturing_is_called_so(stand_in):

@@ -160,6 +160,8 @@ class RaggedAttend(_PoolAttend):
         if options["window"] is not None:
             options["positions"] = self._positions[0]
         options["deterministic"] = self.deterministic
+        lengths, mean_rows = self._sizes["seq_lens"], self._slots.numel() // max(len(self._block_table), 1)
+        options["plan"] = self._plan(lengths, options["window"], mean_rows)
         return ops.tree_attention(query[0], **self._sizes, **self._sees, **options).output[None]
 
 

@@ -43,7 +43,9 @@ def workspace_bytes(
     shapes = [(rows, 1, 0)]
     for most, tree in trees:
         num_drafted = max(tree.topk, tree.num_steps + 1)
-        shapes.append((rows if most is None else min(rows, most), tree.num_verify_tokens, num_drafted))
+        # of trees that share a budget, the logits are unpacked
+        nodes = tree.num_verify_tokens + (tree.mean_draft_tokens or 0)
+        shapes.append((rows if most is None else min(rows, most), nodes, num_drafted))
     if num_pages is None:
         num_pages = count_pages(target, draft, config, max_pages)
     sizes = {

@@ -48,7 +48,7 @@ class EAGLEConfig(DraftingOptions):
         max_batch: Most requests that step together; others wait.
         kv_cache_bytes: Size of the KV pools of both models together. None: enough for max_batch requests of full
             length, but at most half of the device's free memory (1 GiB on the CPU).
-        prefill_chunk: Most prompt tokens that are read by themselves, between two steps.
+        prefill_chunk: Most prompt tokens that are read in a step or between two.
         max_step_ms: The milliseconds that running requests should wait for their next step, at most, while prompts of
             others are read: a step reads as many prompt tokens beside its own rows as the times measured so far allow,
             64 or 192. None: 192, and whole prompts by themselves while more requests join than run. Targets without

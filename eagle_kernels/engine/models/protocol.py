@@ -116,8 +116,9 @@ class TargetModel(Protocol):
     `Attend.deterministic` sets `can_be_deterministic = True`.
 
     `forward` may have another argument, `last_rows: Tensor | None = None`, [R] int64: the rows of a batch of one whose
-    logits [1, R, V] to compute. Prompts of several requests are then read at once, one after another in those rows, and
-    `attend` tells them apart; without it they are read one by one.
+    logits [1, R, V] to compute. Prompts of several requests are then read at once, one after another in those rows, or
+    behind the rows of a step, and `attend` tells them apart; without it they are read one by one. Steps with it are
+    captured, too: it must not make the forward wait for the device.
 
     Attributes:
         vocab_size, hidden_size: V and H.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..batch.state import BatchState
 from ..step.phases import Mark
 from ..step.plan import StepPlan
 from ..step.prompt_rows import MOST_PARTS, PromptRows
 from .pace import UNIT_TOKENS, Pace
-from .prompts import PartOutput, Row, fill_rows, read_parts
+from .prompts import PartOutput, Row, fill_rows, read_parts, take_rows
 
 _logger = logging.getLogger(__name__)
 
@@ -19,18 +19,12 @@ _logger = logging.getLogger(__name__)
 JOINT_TOKENS = (64, 192)
 
 
-def joint_size(parts: Sequence[tuple[Row, int]]) -> int:
-    """Returns the rows of a graph in which these parts have room; 0 without any."""
-    num_tokens = sum(size for _, size in parts)
-    return next(size for size in (0, *JOINT_TOKENS) if size >= num_tokens)
-
-
 class Reading:
-    """Reads prompts for the steps of a plan.
+    """Chooses parts of prompts for the steps of a plan, and reads those that no step reads.
 
-    rows          for the prompts of steps, by their number; they stay whatever the plan
-    is_joint      whether prompts are read beside the rows of a step; what fails only there is not tried again
-    pace          the time that there is for prompts
+    rows          `PromptRows` by their number of rows; all plans share them, since graphs name their tensors
+    is_joint      whether steps read prompts beside their own rows; what fails only there is not tried again
+    pace          how many tokens there is time for
     """
 
     def __init__(
@@ -42,9 +36,27 @@ class Reading:
         rows: dict[int, PromptRows],
     ):
         self._plan, self._state, self._prefill_chunk, self._rows = plan, state, prefill_chunk, rows
-        self._reads_several = self.is_joint = plan.plain.reads_several
-        sizes = JOINT_TOKENS if self.is_joint else [*range(UNIT_TOKENS, prefill_chunk, UNIT_TOKENS), prefill_chunk]
-        self.pace = Pace(max_step_ms, sorted({min(size, prefill_chunk) for size in sizes}))
+        self._max_step_ms, self._reads_several = max_step_ms, plan.plain.reads_several
+        # who looks at every tree of a step would see it twice if the prompts beside it failed
+        self.is_joint = self._reads_several and plan.plain.on_tree is None
+        self.pace = self._new_pace()
+        self._filled: PromptRows | None = None  # for the next step
+
+    def _new_pace(self) -> Pace:
+        chunk = self._prefill_chunk
+        sizes = JOINT_TOKENS if self.is_joint else [*range(UNIT_TOKENS, chunk, UNIT_TOKENS), chunk]
+        return Pace(self._max_step_ms, sorted({min(size, chunk) for size in sizes}))
+
+    @property
+    def _joint_sizes(self) -> list[int]:
+        """Returns the numbers of rows of prompts that steps have beside their own."""
+        most = next((size for size in JOINT_TOKENS if size >= self._prefill_chunk), JOINT_TOKENS[-1])
+        return [size for size in JOINT_TOKENS if size <= most] if self.pace.is_limited else [most]
+
+    def joint_size(self, parts: Sequence[tuple[Row, int]]) -> int:
+        """Returns the number of rows in which these parts have room; 0 without any."""
+        num_tokens = sum(size for _, size in parts)
+        return next(size for size in (0, *self._joint_sizes) if size >= num_tokens)
 
     def is_in_step(self, num_unread: int, num_running: int) -> bool:
         """Returns whether the next step should read prompts as well.
@@ -58,13 +70,13 @@ class Reading:
         """Returns the rows whose prompts are read now, the oldest first, each with the number of its tokens.
 
         Where each is read by itself, it is cut at multiples of prefill_chunk, whatever else is read: bits depend on
-        where it is cut. is_beside: whether others wait for their next step meanwhile, which may read these parts.
+        where it is cut. is_beside: whether others wait for their next step meanwhile. is_in_step: that step reads them.
         """
         is_paced = is_in_step or is_beside and self.pace.is_limited
         budget, parts = self.pace.budget() if is_paced else self._prefill_chunk, []
         most_parts = MOST_PARTS if is_in_step else len(unread)
         for row in sorted(unread, key=lambda row: row.number)[:most_parts]:  # so that the oldest always fits
-            is_cut = self._reads_several or self.pace.is_limited
+            is_cut = is_in_step or self._reads_several or self.pace.is_limited
             size = min(len(row.request.prompt) - row.num_read, budget if is_cut else self._prefill_chunk)
             if 0 < size <= budget:
                 parts.append((row, size))
@@ -76,11 +88,17 @@ class Reading:
         if not parts:
             return None
         if self._plan.runners[0].uses_graphs:
-            prompts = self._kept_rows(joint_size(parts))
+            prompts = self._kept_rows(self.joint_size(parts))
         else:
             prompts = PromptRows(sum(size for _, size in parts), self._state)
         fill_rows(prompts, parts)
+        self._filled = prompts
         return prompts
+
+    def outputs(self, parts: Sequence[tuple[Row, int]]) -> Iterator[tuple[Row, int, PartOutput]]:
+        """Yields each part with what the step made of it that has just run."""
+        for (row, size), output in zip(parts, take_rows(self._filled, parts)):
+            yield row, size, output
 
     def rows_in_use(self) -> list[PromptRows]:
         """Returns the rows of prompts with which steps are compiled or captured."""
@@ -88,7 +106,7 @@ class Reading:
             return []
         if not self._plan.runners[0].uses_graphs:
             return [PromptRows(JOINT_TOKENS[0] if self._state.lengths.is_cuda else 1, self._state)]
-        return [self._kept_rows(size) for size in (JOINT_TOKENS if self.pace.is_limited else JOINT_TOKENS[-1:])]
+        return [self._kept_rows(size) for size in self._joint_sizes]
 
     def _kept_rows(self, size: int) -> PromptRows:
         if size not in self._rows:
@@ -109,11 +127,18 @@ class Reading:
 
     def note_failure(self, num_read: Sequence[int], in_a_step: bool) -> None:
         """Notes how much could be read one by one of what failed together: all of it would fail again."""
-        if all(num_read):
-            self.is_joint &= not in_a_step
-            self._reads_several &= in_a_step
+        if all(num_read) and in_a_step:
+            self.give_up_steps()
+        elif all(num_read):
+            self._reads_several = False
+
+    def give_up_steps(self) -> None:
+        """Lets no step read prompts any more."""
+        self.is_joint = False
+        self.pace = self._new_pace()
 
     def warn(self, parts: Sequence[tuple[Row, int]], how: str, error: Exception) -> None:
+        """Logs that these parts could not be read together."""
         # an error that a log keeps would hold all that it passed
         reason = f"{type(error).__name__}: {error}"
         _logger.warning("EAGLEInference: %d prompts could not be read %s: %s", len(parts), how, reason)

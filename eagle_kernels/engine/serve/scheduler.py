@@ -21,13 +21,14 @@ from ..batch.kv_pool import PageAllocator
 from ..batch.state import CATCH_UP_EVERY, BatchState
 from ..requests.request import Request
 from ..requests.sampling_params import Features
-from ..step.phases import mark
+from ..step.phases import Mark, mark
 from ..step.plan import StepPlan
 from ..step.prompt_rows import PromptRows
 from ..step.runner import StepRunner
+from ..step.stepper import StepResult
 from .launch import Launch
-from .prompts import PartOutput, Row, take_part, take_rows
-from .reading import Reading, joint_size
+from .prompts import PartOutput, Row, take_part
+from .reading import Reading
 from .threads import few_threads
 
 _logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Scheduler:
         self.plan: StepPlan | None = None
         self.max_step_ms: float | None = None
         self.reading: Reading | None = None
-        # which the next step reads, and rows for them, see `Reading`
+        # parts of prompts that the next step reads; and see `Reading`
         self._parts: list[tuple[Row, int]] = []
         self._prompt_rows: dict[int, PromptRows] = {}
         self.last_runner: StepRunner | None = None
@@ -149,7 +150,7 @@ class Scheduler:
                 with self._failing_alone(*rows):
                     self._launch_rows(rows, is_speculating, parts)
             elif parts:
-                self._read_prompts(parts)
+                self._read_prompts(parts, False)
             has_launched = self.num_steps > num_launched
             # the next step overwrites the times of the phases, so the host must wait for this step to read them
             is_timed = has_launched and self.plan.plain.config.phase_times and (self.lag == 0 or self._until_timed == 0)
@@ -176,10 +177,9 @@ class Scheduler:
             unread = [row for row in self._rows if row is not None and not row.is_running]
             is_in_step = is_beside and self.reading.is_in_step(len(unread), len(self._running))
             parts = self.reading.next_parts(unread, is_beside, is_in_step)
-            if is_in_step:
-                self._parts = parts
-            elif parts:
-                self._read_prompts(parts)
+            self._parts = parts if is_in_step else []
+            if parts and not is_in_step:
+                self._read_prompts(parts, is_beside)
             self._compact()
 
     def _admit(self, request: Request) -> None:
@@ -205,9 +205,9 @@ class Scheduler:
         cause = "although no other request runs: pages have been lost, which is a bug in eagle_kernels"
         request.fail(RuntimeError(f"EAGLEInference: {state} {cause}"))
 
-    def _read_prompts(self, parts: list[tuple[Row, int]]) -> None:
+    def _read_prompts(self, parts: list[tuple[Row, int]], is_timed: bool) -> None:
         """Reads these parts of prompts by themselves, all at once where that is possible."""
-        start = self.reading.begin()
+        start = self.reading.begin() if is_timed else None
         outputs = None if len(parts) == 1 else self.reading.read(parts)
         if outputs is not None:
             num_read = [self._take_part(*part, output) for part, output in zip(parts, outputs)]
@@ -249,7 +249,8 @@ class Scheduler:
 
     def _launch_rows(self, rows: list[Row], is_speculating: bool, parts: list[tuple[Row, int]]) -> None:
         """Queues a step of these rows, which reads these parts of prompts as well."""
-        num_rows, reading, prompt_tokens = 1 + max(row.index for row in rows), self.reading, joint_size(parts)
+        num_rows, reading = 1 + max(row.index for row in rows), self.reading
+        prompt_tokens = reading.joint_size(parts)
         number = self.plan.choice_beside(prompt_tokens).choose(num_rows) if is_speculating else 0
         runner = self.last_runner = self.plan.runners[number]
         is_wanted = runner.stepper.drafter.reader is not None
@@ -259,28 +260,32 @@ class Scheduler:
         features = Features.of([row.request.params for row in rows])
         if self.plan.feed is not None:
             self.plan.feed.send([(row.index, row.request) for row in rows])
-        prompts = reading.rows_for(parts)
-        is_known = runner.has_run(num_rows, features, prompts)  # otherwise it compiles, and its time means nothing
-        start = mark(self.state.lengths.device)
         try:
-            result = runner.run(num_rows, features, prompts)
+            result, start = self._run(runner, num_rows, features, parts)
         except Exception as error:
-            if prompts is None:
+            if not parts:
                 raise
             reading.warn(parts, "in a step", error)  # of which nothing is kept; its rows need not be to blame
-            prompts, prompt_tokens, is_known = None, 0, False
-            result = runner.run(num_rows, features)
-        timed = start if is_known else None
-        self._push(Launch(result, [(row.index, row) for row in rows], number, timed, prompt_tokens))
+            result, start = self._run(runner, num_rows, features, [])
+            prompt_tokens = 0
+        self._push(Launch(result, [(row.index, row) for row in rows], number, start, prompt_tokens))
         self._num_missed += runner.stepper.resting is not None
         self.num_steps += 1
-        self.num_cold_steps += not is_known
-        if prompts is not None:
-            outputs = take_rows(prompts, parts)
-            num_read = [self._take_part(*part, output) for part, output in zip(parts, outputs)]
-            reading.end(timed, sum(num_read), is_joint=True)
+        self.num_cold_steps += start is None
+        if prompt_tokens:
+            with self._failing_alone(*(row for row, _ in parts)):  # the step is done, whatever becomes of the prompts
+                num_read = [self._take_part(*part) for part in reading.outputs(parts)]
+                reading.end(start, sum(num_read), is_joint=True)
         elif parts:
             reading.note_failure([self._read_alone(part) for part in parts], in_a_step=True)
+
+    def _run(
+        self, runner: StepRunner, num_rows: int, features: Features, parts: list[tuple[Row, int]]
+    ) -> tuple[StepResult, Mark | None]:
+        """Runs a step; returns its result and the mark where it began, None if its time means nothing: it compiles."""
+        prompts = self.reading.rows_for(parts)
+        is_known, start = runner.has_run(num_rows, features, prompts), mark(self.state.lengths.device)
+        return runner.run(num_rows, features, prompts), start if is_known else None
 
     def drain(self) -> None:
         """Reads the launches that are left once all requests have ended."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..config.eagle_config import EAGLEConfig
+from ..models.protocol import ModelError
 from ..requests.sampling_params import Features, SamplingParams
 from ..step.runner import buckets
 from .session import Session
@@ -49,7 +50,13 @@ def warm_up(
             for num_rows in buckets(min(most_rows, scheduler.state.num_rows)):
                 for prompts in (None, *scheduler.reading.rows_in_use()):
                     for number, runner in enumerate(scheduler.plan.runners):
-                        least_ms = runner.warm_up(num_rows, features, prompts)
+                        try:
+                            least_ms = runner.warm_up(num_rows, features, prompts)
+                        except ModelError:
+                            if prompts is None:
+                                raise
+                            scheduler.reading.give_up_steps()  # that read prompts: this target cannot do so
+                            break
                         if least_ms is not None:
                             choice = scheduler.plan.choice_beside(prompts.num_tokens if prompts else 0)
                             choice.expect(number, num_rows, least_ms)

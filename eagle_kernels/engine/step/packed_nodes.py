@@ -11,11 +11,13 @@ from ..batch.kv_pool import KVPool, RaggedAttend
 from ..drafters.protocol import Proposal
 
 
-def prune(batch: Batch, proposal: Proposal, max_rows: int) -> Proposal:
-    """Keeps the roots and the most probable drafts of the live rows, max_rows nodes in all."""
+def prune(batch: Batch, proposal: Proposal, mean_nodes: int) -> Proposal:
+    """Keeps the roots and the most probable drafts of the live rows, which have mean_nodes nodes in the mean."""
     tree, shape = proposal.tree, proposal.tree.retrieve_index.shape
     probs = torch.where(batch.is_live[:, None] > 0, proposal.path_probs(), torch.nan)
-    tokens, mask, num_nodes = ops.prune_trees(tree.draft_tokens.view(shape), tree.tree_mask, probs, max_rows=max_rows)
+    most, max_rows = (mean_nodes - 1) * batch.is_live.sum(0, keepdim=True), mean_nodes * shape[0]
+    nodes = tree.draft_tokens.view(shape), tree.tree_mask
+    tokens, mask, num_nodes = ops.prune_trees(*nodes, probs, most, max_rows=max_rows)
     links = ops.tree_from_mask(mask, batch.lengths, num_verify_tokens=shape[1])
     pruned = tree._replace(tree_mask=mask, draft_tokens=tokens.flatten(), **links._asdict())
     return proposal._replace(tree=pruned, num_nodes=num_nodes, path_probs=None)

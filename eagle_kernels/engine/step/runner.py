@@ -149,11 +149,15 @@ class StepRunner:
         # on this device, whichever is current; other threads may go on meanwhile
         capture = {"pool": self._memory, "stream": self._stream, "capture_error_mode": "thread_local"}
         try:
-            with torch.cuda.device(device), torch.cuda.graph(graph, **capture):
+            # the stream before is restored even if the end of a broken capture fails
+            before = torch.cuda.stream(torch.cuda.current_stream(device))
+            with torch.cuda.device(device), before, torch.cuda.graph(graph, **capture):
                 result = run(True)
-        except torch.OutOfMemoryError:  # its own message says what would help
-            raise
         except Exception as error:
+            # a broken capture leaves its memory and stream in an unknown state
+            self._memory, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+            if isinstance(error, torch.OutOfMemoryError):  # its own message says what would help
+                raise
             raise ModelError(
                 f"EAGLEInference: {what} cannot be captured as a CUDA graph, which happens when a model waits for the "
                 f"device ({error}); cuda_graph=False runs steps without graphs"

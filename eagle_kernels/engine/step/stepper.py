@@ -50,7 +50,7 @@ class Verified(NamedTuple):
     Attributes:
         batch, features: The rows that step, and the parts of verification that they need.
         proposal: The trees: tokens, links, mask and positions.
-        logits: [B * N, V]. The target's logits at all nodes.
+        logits: [B * N, V]. The target's logits at all nodes; those of nodes past `proposal.num_nodes` mean nothing.
         committed: What verification accepted and drew.
     """
 
@@ -125,7 +125,7 @@ class Stepper:
             batch = Batch(state, slice(0, num_rows), self.drafter.num_slots, max_length)
             proposal = self.drafter.propose(batch)
             if self.mean_nodes < self.num_nodes:
-                proposal = prune(batch, proposal, self.mean_nodes * len(batch))
+                proposal = prune(batch, proposal, self.mean_nodes)
         with timer.phase("verify"):
             logits, target_features = self._run_target(batch, proposal, prompts)
         with timer.phase("sample"):

@@ -40,7 +40,7 @@ class Output(NamedTuple):
     num_nodes: torch.Tensor
 
 
-# Scores that the first kernel reads at once, and its warps; nodes of a warp of the second, as in `tree_from_mask`.
+# Scores that are read at once; warps of the first kernel; nodes of a warp of the second, as in `tree_from_mask`.
 TUNING = {"default": {"BLOCK_SCORE": 1024, "num_warps": 8, "nodes_per_warp": 16, "most_warps": 16}}
 # the keys of scores that never stay, and of the lowest that may
 NEVER = tl.constexpr(-(2**31))
@@ -67,6 +67,7 @@ def _count_keys(scores_ptr, stop, least, BLOCK_SCORE: tl.constexpr):
 @triton.jit(do_not_specialize=["num_scores", "num_wanted"])
 def _find_cut_kernel(
     scores_ptr,
+    max_drafts_ptr,
     cut_ptr,
     num_scores,
     num_wanted,
@@ -75,6 +76,8 @@ def _find_cut_kernel(
 ):
     """Stores the highest key that num_wanted keys reach, and how many keys that equal it stay."""
     await_predecessor(ENABLE_PDL)
+    if max_drafts_ptr is not None:
+        num_wanted = tl.minimum(tl.maximum(tl.load(max_drafts_ptr), 0), num_wanted).to(tl.int32)
     low = tl.full([], -(2**31) + 1, tl.int64)
     high = tl.full([], 2**31 - 1, tl.int64)
     for _ in range(32):
@@ -131,6 +134,7 @@ def _prune_trees_kernel(
     BLOCK_SCORE: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
+    """Keeps and moves the nodes of one tree; until its tokens are written, their place holds what warps share."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     cut, num_equal = tl.load(cut_ptr), tl.load(cut_ptr + 1)
@@ -194,6 +198,7 @@ def contract(values: dict) -> Output:
     most = 2**31 - 1
     if batch_size * num_nodes > most:
         args.fail("draft_tokens", f"have at most {most} elements", batch_size * num_nodes)
+    args.tensor("max_drafts", (1,), check.INTEGER, optional=True)
     max_rows = args.integer("max_rows", 0, most)
     if max_rows < batch_size:
         args.fail("max_rows", f"be at least B = {batch_size}, as every request keeps its root", max_rows)
@@ -209,6 +214,7 @@ def prune_trees(
     draft_tokens: torch.Tensor,
     tree_mask: torch.Tensor,
     scores: torch.Tensor,
+    max_drafts: torch.Tensor | None = None,
     *,
     max_rows: int,
     out: Output | None = None,
@@ -224,6 +230,8 @@ def prune_trees(
             nodes are ignored.
         scores: [B, N - 1] fp32. What each draft is worth with all above it, such as the logarithm of its path's
             probability. NaN and -inf: it never stays.
+        max_drafts: None or [1] int. How many drafts stay at most, as the load decides on the device; below 0 counts as
+            0. None, or more than max_rows - B: max_rows - B.
         max_rows: nodes of all requests that stay at most, at least B.
         out: three tensors to write into.
 
@@ -258,6 +266,7 @@ def prune_trees(
         _find_cut_kernel,
         (1,),
         scores_ptr=scores,
+        max_drafts_ptr=max_drafts,
         cut_ptr=cut,
         num_scores=scores.numel(),
         num_wanted=max_rows - batch_size,

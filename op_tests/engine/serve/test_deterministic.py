@@ -97,10 +97,10 @@ def test_a_prompt_is_cut_alike_whatever_is_read_beside_it(target, draft, monkeyp
     engine.generate(prompt_of(1), 2)
     scheduler, read, sizes = engine.session.scheduler, engine.session.scheduler._read_prompts, {}
 
-    def noting(parts):
+    def noting(parts, *rest):
         for row, size in parts:
             sizes.setdefault(row.request.id, []).append(size)
-        return read(parts)
+        return read(parts, *rest)
 
     monkeypatch.setattr(scheduler, "_read_prompts", noting)
     prompts = [prompt_of(4) * repeats for repeats in (1, 3, 2, 5)]

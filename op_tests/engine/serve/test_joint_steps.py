@@ -78,8 +78,9 @@ def test_a_long_prompt_in_parts_and_many_short_ones(lag, page_size, joined):
     assert [request.output_ids for request in requests] == want
     sizes = [rows for _, rows in joined]
     if DEVICE == "cpu":
-        # the second step reads the rest of the long one and as many others as there are places
-        assert sizes == [JOINT_TOKENS[1], JOINT_TOKENS[0] - 4 + 2 * (MOST_PARTS - 1), 2 * (12 - MOST_PARTS + 1)]
+        # the first step is not timed; the third one reads the rest of the long one, and others as there are places
+        least, most = JOINT_TOKENS
+        assert sizes == [least, least, most - least - 4 + 2 * (MOST_PARTS - 1), 2 * (12 - MOST_PARTS + 1)]
     else:
         assert set(sizes) <= {*JOINT_TOKENS}
 
@@ -256,3 +257,57 @@ def test_a_pace_of_two_budgets(monkeypatch):
             chosen.end(start, sizes[-1], torch.device("cpu"), is_joint=True)
         assert sizes[0] == JOINT_TOKENS[0]
         assert sum(size == settled for size in sizes) >= 92, sizes
+
+
+def test_a_long_prompt_after_reading_several_has_failed(target, draft, lag, monkeypatch, joined):
+    """Parts that are read beside steps are cut whatever is known of reading by itself."""
+    engine = make(draft, target, max_batch=4, cuda_graph=False)
+    long = [(5 * at) % 61 for at in range(JOINT_TOKENS[-1] + 20)]
+    want = engine.generate(long, 4)[0]
+    call, failing = PrefillAttend.__call__, [True]
+
+    def once(attend, layer, *arguments, **options):
+        if len(attend._bounds) > 2 and failing.pop(0) if failing else False:
+            raise MemoryError("for now")
+        return call(attend, layer, *arguments, **options)
+
+    monkeypatch.setattr(PrefillAttend, "__call__", once)
+    first = [engine.submit(prompt_of(number), SamplingParams(max_new_tokens=60)) for number in range(2)]
+    engine.step()
+    assert not failing and not engine.session.scheduler.reading._reads_several
+    request = engine.submit(long, SamplingParams(max_new_tokens=4))
+    for _ in range(6):
+        engine.step()
+    assert len(joined) >= 2 and request.output_ids
+    engine.collect()
+    assert request.output_ids == want and all(len(other.output_ids) == 60 for other in first)
+
+
+def test_a_limit_after_steps_have_given_up_reading(target, draft, monkeypatch):
+    """Prompts are then read between steps, as many tokens as fit."""
+    engine = make(draft, target, max_batch=3, max_step_ms=1e6, prefill_chunk=500)
+    engine.generate([1, 2], 2)
+    reading = engine.session.scheduler.reading
+    assert reading.pace._budgets == [*JOINT_TOKENS]
+    reading.give_up_steps()
+    assert reading.pace._budgets == [*range(64, 500, 64), 500] and not reading.rows_in_use()
+
+
+def test_prompts_one_after_another_leave_nothing_to_time(target, draft):
+    engine = make(draft, target, max_step_ms=1e6)
+    for number in range(5):
+        engine.generate(prompt_of(number), 3)
+    assert not engine.session.scheduler.reading.pace._unread
+
+
+@pytest.mark.parametrize(
+    ("chunk", "limit", "sizes"),
+    [(2048, None, [1]), (2048, 5.0, [0, 1]), (50, None, [0]), (64, 5.0, [0]), (100, 5.0, [0, 1]), (100, None, [1])],
+)
+def test_sizes_of_steps_that_read(target, chunk, limit, sizes):
+    """Those that are used are those that a warm-up captures."""
+    engine = make(target, target, prefill_chunk=chunk, max_step_ms=limit)
+    engine.generate([1, 2], 2)
+    reading = engine.session.scheduler.reading
+    assert reading._joint_sizes == [JOINT_TOKENS[number] for number in sizes]
+    assert reading.joint_size([]) == 0 and reading.joint_size([(None, 3)]) == reading._joint_sizes[0]

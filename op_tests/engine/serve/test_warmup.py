@@ -102,6 +102,8 @@ def test_the_workspace_of_the_largest_step(target):
     assert step_bytes(**tree(small), adaptive=((8, large),)) == step_bytes(**tree(large))
     assert step_bytes(**tree(large), adaptive=((2, large), (8, small))) == step_bytes(**tree(large)) // 4
     assert step_bytes(**tree(large), adaptive=((1, large), (8, small))) == step_bytes(**tree(small))
+    per_node = (step_bytes(**tree((3, 3, 17))) - step_bytes(**tree(large))) // 8
+    assert step_bytes(**tree(large), mean_draft_tokens=5) == step_bytes(**tree(large)) + 5 * 8 * per_node
     assert step_bytes(**tree(large), max_spec_batch=0) == 8 * target.vocab_size * target.dtype.itemsize
 
 

@@ -108,7 +108,7 @@ def test_matches_reference(shape, device):
 @pytest.mark.parametrize("multiprocessors", [1, 3, 5, 264])
 def test_chunks(multiprocessors, device, monkeypatch):
     """Requests that begin, end and are whole in a chunk, fill it, or have no keys; of few and of many blocks."""
-    retune(monkeypatch, TUNING, programs=1)
+    retune(monkeypatch, TUNING, programs=(1, 1))
     assume_multiprocessors(monkeypatch, multiprocessors)
     check(make(64, 2, 1, 16, torch.float32, [700, 0, 1, 128], device=device), "chunks")
 
@@ -165,7 +165,7 @@ def test_deterministic_bits_do_not_depend_on_the_batch(batch_size, form, device,
 
     With so few programs that other calls cut keys by the lengths of the batch.
     """
-    retune(monkeypatch, TUNING, programs=1)
+    retune(monkeypatch, TUNING, programs=(1, 1))
     assume_multiprocessors(monkeypatch, 6)
     extra = {"sinks": torch.randn(4, device=device), "deterministic": True}
     alone = make(32, 2, 2, 16, torch.float32, [300], device=device)

@@ -169,7 +169,7 @@ def test_every_tuning_row(row, device, monkeypatch):
 @pytest.mark.parametrize("is_separate", [False, True], ids=["in pool", "separate"])
 def test_one_request_has_the_chunks_that_fit_the_gpu(is_separate, device, monkeypatch):
     """As many as there are programs, whatever the number of requests that a program looks at at once."""
-    retune(monkeypatch, TUNING, programs=1)
+    retune(monkeypatch, TUNING, programs=(1, 1))
     assume_multiprocessors(monkeypatch, 8)
     values = make(2, 2, 64, 2, 1, 16, torch.float32, [2000], is_separate=is_separate, device=device)
     empty, parts = torch.empty, []

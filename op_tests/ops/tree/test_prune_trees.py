@@ -52,7 +52,7 @@ def make(batch_size, num_nodes, max_rows, *, falls=True, seed=0, dtype=torch.int
 
 
 def ahead_of_time_cases():
-    yield "64 nodes", make(3, 64, 50)
+    yield "64 nodes", make(3, 64, 50) | {"max_drafts": torch.tensor([20])}
     yield "int32, 130 nodes", make(2, 130, 100, dtype=torch.int32)
 
 
@@ -166,6 +166,16 @@ def test_empty(shape, device):
     assert output.num_nodes.tolist() == [1] * shape[0]
 
 
+@pytest.mark.parametrize("most", [-(2**62), -1, 0, 1, 7, 11, 12, 2**62])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_the_device_says_how_many(most, dtype, device):
+    most = max(min(most, torch.iinfo(dtype).max), torch.iinfo(dtype).min)
+    values = make(4, 6, 15, device=device)
+    max_drafts = torch.tensor([most], dtype=dtype, device=device)
+    output, _ = check_operation(PATH, values | {"max_drafts": max_drafts}, case=str(most))
+    assert output.num_nodes.sum() == 4 + min(max(most, 0), 11)
+
+
 def test_launches_and_nothing_else(device):
     assert_only_launches(PATH, make(3, 8, 9, device=device))
 
@@ -178,6 +188,7 @@ def test_registration(device):
     ("change", "message"),
     [
         ({"max_rows": 2}, "max_rows must be at least B = 3, as every request keeps its root, got 2"),
+        ({"max_drafts": torch.zeros(2).int()}, r"max_drafts must have shape \[1\], got \[2\]"),
         ({"max_rows": None}, "max_rows must be an int, got NoneType"),
         ({"scores": torch.zeros(3, 8)}, r"scores must have shape \[B, 7\], got \[3, 8\]"),
         ({"scores": torch.zeros(3, 7).half()}, "scores must have dtype float32, got float16"),

@@ -16,7 +16,14 @@ class Output(NamedTuple):
     num_nodes: torch.Tensor
 
 
-def prune_trees(draft_tokens: torch.Tensor, tree_mask: torch.Tensor, scores: torch.Tensor, *, max_rows: int) -> Output:
+def prune_trees(
+    draft_tokens: torch.Tensor,
+    tree_mask: torch.Tensor,
+    scores: torch.Tensor,
+    max_drafts: torch.Tensor | None = None,
+    *,
+    max_rows: int,
+) -> Output:
     """See eagle_kernels/ops/tree/prune_trees.py."""
     batch_size, num_nodes = draft_tokens.shape
     lengths = torch.zeros(batch_size, dtype=torch.int64, device=draft_tokens.device)
@@ -25,7 +32,10 @@ def prune_trees(draft_tokens: torch.Tensor, tree_mask: torch.Tensor, scores: tor
     drafts = [(request, draft) for request in range(batch_size) for draft in range(num_nodes - 1)]
     drafts = [at for at in drafts if values[at[0]][at[1]] > -math.inf]  # which NaN is not, either
     drafts.sort(key=lambda at: -values[at[0]][at[1]])  # stable: equal scores in the order of nodes
-    best = set(drafts[: max_rows - batch_size])
+    most = max_rows - batch_size
+    if max_drafts is not None:
+        most = min(max(max_drafts.item(), 0), most)
+    best = set(drafts[:most])
 
     new_tokens = torch.full_like(draft_tokens, -1, dtype=torch.int64, device="cpu")
     new_visible = torch.zeros(batch_size, num_nodes, tree_mask.shape[-1] * 64, dtype=torch.int64)
