@@ -24,6 +24,7 @@ from eagle_kernels.reference.enumeration import (
 )
 from eagle_kernels.reference.ops.verify.verify_chain import verify_request
 
+from .marked_page import update
 from .predictions import measured_cells, measured_lines, of_cells, of_presets
 from .speedup import expected_tokens_of_chain, ideal_speedup
 
@@ -41,20 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
-    old = options.page.read_text(encoding="utf-8")
     parts = {
         "example": worked_example(),
         "model": of_presets(measured_lines("generation")),
         "pair": of_cells(measured_cells()),
     }
-    new = old
-    for mark, content in parts.items():
-        new = _filled(new, mark, content)
-    if new != old:
-        print(f"{options.page} is not up to date: run python -m bench.lab.theory" if options.check else "written")
-        if not options.check:
-            options.page.write_text(new, encoding="utf-8")
-    return int(new != old and options.check)
+    return update(options.page, parts, "python -m bench.lab.theory", is_checked=options.check)
 
 
 def worked_example() -> str:
@@ -173,15 +166,6 @@ def _told(distance: float) -> str:
 
 def _row(probs: Tensor) -> str:
     return " | ".join(f"{float(prob):.3f}" for prob in probs)
-
-
-def _filled(text: str, mark: str, content: str) -> str:
-    """Returns the text with other content between two marks."""
-    before, begin, rest = text.partition(f"<!-- {mark}:begin -->")
-    _, end, after = rest.partition(f"<!-- {mark}:end -->")
-    if not end:
-        raise ValueError(f"{PAGE.name} must hold the marks {mark}:begin and, after it, {mark}:end")
-    return f"{before}{begin}\n{content}\n{end}{after}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,226 @@
+"""The numbers of LOAD.md: `python -m bench.lab.load` writes them into the page and draws its pictures, `--check` tells
+whether the numbers are up to date.
+
+Steps are those that `python -m bench.run --app generation` and `--app load` have measured; shared budgets are measured
+here, with the embedded pair, by `--measure`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from eagle_kernels import EAGLEInference
+from eagle_kernels.engine.models.loading import demo_pair
+from eagle_kernels.engine.step.choice import Fastest
+
+from ..apps.load import SHOWN
+from ..harness import results
+from ..harness.markdown import markdown
+from ..pictures import INK, MARKERS, PALETTE, in_style, matplotlib_for, new_figure, write_png
+from .log import read_lines
+from .marked_page import update
+from .records import PLAIN, newest_steps
+
+PAGE = Path(__file__).with_name("LOAD.md")
+GPU = results.DIRECTORY / "NVIDIA_H100_80GB_HBM3"
+BUDGETS = GPU / "raw" / "budgets.jsonl"
+# rows that a step verifies for a request
+ROWS = {"plain": 1, "naive_eagle": 2, "chain 3": 4, "tree 8/5/64": 64}
+# steps after which a choice has settled
+SETTLED = 400
+# temperature, (topk, num_steps, num_draft_tokens), mean_draft_tokens
+SHARED = [(heat, *each) for heat in (0.0, 0.8) for each in (((4, 4, 16), 4), ((4, 4, 32), 8), ((8, 5, 64), 16))]
+NUM_PROMPTS, NEW_TOKENS = 16, 96
+Steps = Mapping[str, Mapping[int, Mapping]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status: 1 from `--check` if a number differs."""
+    parser = argparse.ArgumentParser(prog="python -m bench.lab.load", description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not up to date")
+    parser.add_argument("--measure", action="store_true", help="measure shared budgets anew, on the CPU")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args(arguments)
+    if options.measure:
+        BUDGETS.write_text("".join(json.dumps(line) + "\n" for line in shared_budgets()), encoding="utf-8")
+    steps = measured_steps(read_lines(GPU / "generation.jsonl"))
+    parts = {
+        "steps": step_table(steps),
+        "even": even_table(steps),
+        "choice": choice_table(steps),
+        "joint": joint_table(read_lines(GPU / "raw" / "joint_a8aa43d.jsonl")),
+        "budgets": budget_table(read_lines(BUDGETS)),
+        "load": load_table(read_lines(GPU / "load.jsonl")),
+    }
+    if not options.check:
+        for name, draw in (("load_steps", step_picture), ("load_even", even_picture), ("load_choice", choice_picture)):
+            matplotlib_for("bench.lab.load")
+            write_png(draw(steps), GPU / "figures" / f"{name}.png")
+    return update(options.page, parts, "python -m bench.lab.load", is_checked=options.check)
+
+
+def measured_steps(lines: Sequence[Mapping]) -> Steps:
+    """Returns the newest line of each preset and number of requests, of the 8B shape."""
+    steps: dict[str, dict[int, Mapping]] = {name: {} for name in ROWS}
+    for line in newest_steps(lines):
+        if line["shape"] == "llama-3.1-8b" and line["provider"] in ROWS:
+            steps[line["provider"]][int(line["case"].removeprefix("B="))] = line
+    return steps
+
+
+def step_table(steps: Steps) -> str:
+    """Returns the milliseconds of a step by preset and number of requests."""
+    table = [["requests", *(f"{name}, {rows} rows each" for name, rows in ROWS.items())]]
+    for size in steps[PLAIN]:
+        table.append([str(size), *(f"{steps[name][size]['step_ms']:.2f}" for name in ROWS)])
+    return markdown(table)
+
+
+def needed(steps: Steps, name: str, size: int) -> float:
+    """Returns the tokens that a step of a preset has to bring a request to be as fast as plain decoding."""
+    return steps[name][size]["step_ms"] / steps[PLAIN][size]["step_ms"]
+
+
+def even_table(steps: Steps) -> str:
+    """Returns these tokens by preset and number of requests; a dash where they are more than a step can bring."""
+    most = {"naive_eagle": 2, "chain 3": 4, "tree 8/5/64": 6}
+    table = [["requests", *(f"{name}, at most {count}" for name, count in most.items())]]
+    for size in steps[PLAIN]:
+        tokens = {name: needed(steps, name, size) for name in most}
+        table.append([str(size), *(f"{tokens[name]:.2f}" if tokens[name] <= most[name] else "-" for name in most)])
+    return markdown(table)
+
+
+def chosen(steps: Steps, size: int, share: float) -> int:
+    """Returns the rows of a request that `adaptive="auto"` settles on, if each preset brings `share` of the tokens that
+    it brought in the measurement beyond the first."""
+    names = list(ROWS)
+    tokens = [1 + share * (steps[name][size]["accept_length"] - 1) for name in names]
+    choice = Fastest([1, 2, 4, 6], None)
+    for _ in range(SETTLED):
+        number = choice.choose(size)
+        choice.note(number, size, steps[names[number]][size]["step_ms"], tokens[number])
+    return ROWS[names[choice.choose(size)]]
+
+
+def choice_table(steps: Steps) -> str:
+    """Returns the rows of a request that the automatic choice settles on."""
+    shares = (1.0, 0.5, 0.25, 0.0)
+    table = [["requests", *(f"{share:.0%} of the drafts that were accepted" for share in shares)]]
+    for size in steps[PLAIN]:
+        table.append([str(size), *(str(chosen(steps, size, share)) for share in shares)])
+    return markdown(table)
+
+
+def joint_table(lines: Sequence[Mapping]) -> str:
+    """Returns the milliseconds of a step by the rows of prompts that it has beside its own."""
+    kinds = {(line["provider"], line["batch"], line["rows"]): {} for line in lines}
+    for line in lines:
+        kinds[line["provider"], line["batch"], line["rows"]][line["prompt_rows"]] = line["step_ms"]
+    sizes = sorted(next(iter(kinds.values())))
+    table = [["step", "requests", "its own rows", *(f"{size} of prompts" for size in sizes)]]
+    for (name, *numbers), times in kinds.items():
+        table.append([name, *map(str, numbers), *(f"{times[size]:.2f}" for size in sizes)])
+    return markdown(table)
+
+
+def budget_table(lines: Sequence[Mapping]) -> str:
+    """Returns the tokens of a step where trees have one size, and where they share as many rows."""
+    table = [["temperature", "rows of a request", "as many for each", "up to", "shared", "gain"]]
+    for line in lines:
+        each, shared = line["each"], line["shared"]
+        numbers = [f"{line['temperature']:g}", str(line["mean"]), f"{each:.3f}", str(line["most"]), f"{shared:.3f}"]
+        table.append([*numbers, f"{shared / each - 1:+.1%}"])
+    return markdown(table)
+
+
+def load_table(lines: Sequence[Mapping]) -> str:
+    """Returns the newest lines of the mixed load."""
+    newest = {(line["case"], line["provider"]): line for line in lines if line["shape"] == "llama-3.1-8b"}
+    table = [["load", "preset", *SHOWN, "at commit"]]
+    for (case, preset), line in newest.items():
+        numbers = (f"{line[name]:.4g}" if name in line else "-" for name in SHOWN)
+        table.append([case, preset, *numbers, f"`{line['commit']}`"])
+    return markdown(table)
+
+
+def shared_budgets(num_prompts: int = NUM_PROMPTS, new_tokens: int = NEW_TOKENS) -> list[dict]:
+    """Measures the tokens of a step of the embedded pair, with as many nodes for each request and with shared ones."""
+    target, draft = demo_pair()
+    texts = json.loads((target.parent / "prompts.json").read_text(encoding="utf-8"))[:num_prompts]
+    engine = EAGLEInference.from_pretrained(draft, target, device="cpu")
+    prompts, lines = [list(text.encode()) for text in texts], []
+    for temperature, (topk, num_steps, most), mean in SHARED:
+        tokens = {}
+        for name, nodes, shared in (("each", mean, None), ("shared", most, mean)):
+            tree = {"topk": topk, "num_steps": num_steps, "num_draft_tokens": nodes, "mean_draft_tokens": shared}
+            wanted = {"temperature": temperature, "seeds": list(range(len(prompts))), "max_batch": len(prompts)}
+            stats = engine.generate(prompts, new_tokens, **tree, **wanted).stats
+            tokens[name] = round(1 + stats.accepted / stats.steps, 4)
+        lines.append({"temperature": temperature, "mean": mean, "most": most} | tokens)
+    return lines
+
+
+@in_style
+def step_picture(steps: Steps):
+    """Draws the time of a step against the rows that it verifies."""
+    axes = _axes("rows that a step verifies", "ms a step")
+    for place, (name, rows) in enumerate(ROWS.items()):
+        sizes = list(steps[name])
+        times = [steps[name][size]["step_ms"] for size in sizes]
+        axes.plot([rows * size for size in sizes], times, label=name, color=PALETTE[place], marker=MARKERS[place])
+    axes.set_yscale("log", base=2)
+    return _finished(axes)
+
+
+@in_style
+def even_picture(steps: Steps):
+    """Draws the tokens that a step has to bring; below a line plain decoding wins."""
+    axes = _axes("requests in a batch", "tokens a step needed")
+    for place, name in enumerate(name for name in ROWS if name != PLAIN):
+        sizes = list(steps[name])
+        tokens = [needed(steps, name, size) for size in sizes]
+        axes.plot(sizes, tokens, label=name, color=PALETTE[place], marker=MARKERS[place])
+    axes.axhline(1.0, color=INK, linestyle="--", label="plain")
+    axes.set_ylim(0.8, 6)
+    return _finished(axes)
+
+
+@in_style
+def choice_picture(steps: Steps):
+    """Draws the rows that the automatic choice gives a request."""
+    axes = _axes("requests in a batch", "rows of a request")
+    for place, share in enumerate((1.0, 0.5, 0.25)):
+        sizes = list(steps[PLAIN])
+        rows = [chosen(steps, size, share) for size in sizes]
+        label = f"{share:.0%} of the drafts accepted"
+        axes.plot(sizes, rows, label=label, color=PALETTE[place], marker=MARKERS[place], drawstyle="steps-mid")
+    axes.set_yscale("log", base=2)
+    return _finished(axes)
+
+
+def _axes(x: str, y: str):
+    figure = new_figure(3.2)
+    axes = figure.subplots()
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    figure.subplots_adjust(0.13, 0.16, 0.97, 0.96)
+    return axes
+
+
+def _finished(axes):
+    """Returns the figure, with a legend, and with numbers where matplotlib writes powers."""
+    axes.minorticks_off()
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.legend()
+    return axes.figure
+
+
+if __name__ == "__main__":
+    sys.exit(main())

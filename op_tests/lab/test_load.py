@@ -1,0 +1,70 @@
+"""The page of loads: its numbers are computed from what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.lab import load
+
+
+def line(provider: str, size: int, step_ms: float, tokens: float, shape: str = "llama-3.1-8b") -> dict:
+    about = {"section": "throughput", "shape": shape, "provider": provider, "case": f"B={size}"}
+    return about | {"step_ms": step_ms, "accept_length": tokens}
+
+
+@pytest.fixture
+def steps():
+    """A chain that pays for one request, and for 64 only if all is accepted; a tree that never does for 64."""
+    times = {"plain": (5.0, 8.0), "naive_eagle": (6.0, 10.0), "chain 3": (7.0, 16.0), "tree 8/5/64": (9.0, 100.0)}
+    tokens = {"plain": 1.0, "naive_eagle": 1.7, "chain 3": 2.6, "tree 8/5/64": 4.0}
+    lines = [line(name, size, ms, tokens[name]) for name in times for size, ms in zip((1, 64), times[name])]
+    return load.measured_steps([line("plain", 1, 99.0, 1.0), *lines, line("plain", 1, 1.0, 1.0, "small")])
+
+
+def test_the_page_holds_what_is_computed(tmp_path, capsys):
+    assert load.main(["--check"]) == 0
+    page = tmp_path / "LOAD.md"
+    page.write_text(load.PAGE.read_text().replace("| requests |", "| number |"))
+    assert load.main(["--check", "--page", str(page)]) == 1
+    assert "is not up to date: run python -m bench.lab.load" in capsys.readouterr().out
+
+
+def test_tables_of_steps(steps):
+    assert "| 1 | 5.00 | 6.00 | 7.00 | 9.00 |" in load.step_table(steps)
+    even = load.even_table(steps).splitlines()
+    assert even[-2:] == ["| 1 | 1.20 | 1.40 | 1.80 |", "| 64 | 1.25 | 2.00 | - |"]
+
+
+def test_what_is_chosen(steps):
+    """As accepted, half of it, a quarter, nothing."""
+    assert [load.chosen(steps, 1, share) for share in (1.0, 0.5, 0.25, 0.0)] == [64, 64, 1, 1]
+    assert [load.chosen(steps, 64, share) for share in (1.0, 0.5, 0.25, 0.0)] == [2, 2, 1, 1]
+
+
+def test_other_tables():
+    lines = [
+        {"provider": "plain", "batch": 8, "rows": 8, "prompt_rows": rows, "step_ms": 5.0 + rows} for rows in (0, 64)
+    ]
+    assert "| plain | 8 | 8 | 5.00 | 69.00 |" in load.joint_table(lines)
+    budget = {"temperature": 0.8, "mean": 8, "most": 32, "each": 2.0, "shared": 2.1}
+    assert "| 0.8 | 8 | 2.000 | 32 | 2.100 | +5.0% |" in load.budget_table([budget])
+    said = {"case": "8 clients", "provider": "plain", "shape": "llama-3.1-8b", "tokens_per_s": 5.0, "commit": "abc"}
+    assert "| 8 clients | plain | 12.5 |" in load.load_table([said, said | {"tokens_per_s": 12.5}])
+
+
+def test_shared_budgets_are_measured(monkeypatch):
+    monkeypatch.setattr(load, "SHARED", load.SHARED[:1])
+    (measured,) = load.shared_budgets(num_prompts=4, new_tokens=24)
+    assert measured["mean"] == 4 and measured["most"] == 16
+    assert 1 < measured["each"] < 5 and 1 < measured["shared"] < 5
+
+
+def test_pictures(steps):
+    pytest.importorskip("matplotlib")
+    (axes,) = load.step_picture(steps).axes
+    lines = {each.get_label(): each.get_xydata().tolist() for each in axes.get_lines()}
+    assert lines["chain 3"] == [[4, 7.0], [256, 16.0]]
+    (axes,) = load.even_picture(steps).axes
+    assert axes.get_lines()[1].get_xydata().tolist() == [[1, 7 / 5], [64, 2.0]]
+    (axes,) = load.choice_picture(steps).axes
+    assert axes.get_lines()[0].get_xydata().tolist() == [[1, 64], [64, 2]]
