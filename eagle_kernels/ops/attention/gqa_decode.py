@@ -20,7 +20,7 @@ Invariants
 Grid
     (Hkv * row tiles, chunks), one program attends the heads of a group to a chunk. deterministic: (.., shares), one
     program attends them to a share (shared/ordered.py); past 65535, shares take two axes.
-    Merge: (B, programs), one program merges every programs-th tile of a request's rows.
+    Merge: (B, programs, column tiles), one program merges some columns of every programs-th tile of a request's rows.
 Launches
     2; 1 if no request can have more than one part
 Traffic

@@ -25,7 +25,7 @@ Grid
     (Hkv * row tiles, chunks), one program attends a tile of (token, head of the group) rows of one KV head to a chunk.
     deterministic: (.., shares), one program attends it to a share (shared/ordered.py); past 65535, shares take two
     axes; behind the shares, programs of single nodes for the shares in which their paths are.
-    Merge: (B, programs), one program merges every programs-th tile of a request's rows.
+    Merge: (B, programs, column tiles), one program merges some columns of every programs-th tile of a request's rows.
 Launches
     2; 1 if no request can have more than one part
 Traffic

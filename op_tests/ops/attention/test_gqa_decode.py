@@ -113,6 +113,13 @@ def test_chunks(multiprocessors, device, monkeypatch):
     check(make(64, 2, 1, 16, torch.float32, [700, 0, 1, 128], device=device), "chunks")
 
 
+@pytest.mark.parametrize("head_dim", [136, 256])
+def test_parts_of_wide_heads(head_dim, device, monkeypatch):
+    """Merged some columns at a time."""
+    assume_multiprocessors(monkeypatch, 5)
+    check(make(head_dim, 2, 1, 16, torch.float32, [700, 0, 1, 128], device=device), str(head_dim))
+
+
 @pytest.mark.parametrize("window", [1, 16, 17, 100, 700, 2000])
 def test_window(window, device):
     """Slots before the window may hold anything, and their pages may be gone."""

@@ -9,6 +9,8 @@ from ....runtime.launch import launch
 from .attention import request_rows
 from .softmax import finish_rows, merge_rows, start_rows
 
+# columns of a head that a program merges: more, of all rows and parts at once, would not fit into registers
+COLUMNS = 128
 # programs: of all requests together
 MERGE_TUNING = {"default": {"programs": 2048, "num_warps": 4}}
 
@@ -35,7 +37,7 @@ def _merge_kernel(
     BLOCK_PART: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Merges the shares of a request that has several, BLOCK_MERGED rows (token, head) at a time."""
+    """Merges the shares of a request that has several, BLOCK_MERGED rows (token, head) at a time, some columns each."""
     await_predecessor(ENABLE_PDL)
     request = tl.program_id(0).to(tl.int64)
     first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
@@ -48,7 +50,7 @@ def _merge_kernel(
     # malformed tables and plans may name more shares than there are: theirs was not stored
     num_parts = tl.where(before >= 0, tl.minimum(num_parts, num_shares - before), 0)
     if num_parts > 1:
-        column = tl.arange(0, BLOCK_DIM)
+        column = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
         is_column = column < HEAD_DIM
         for tile in range(tl.program_id(1), tl.cdiv(num_tokens * NUM_HEADS, BLOCK_MERGED), tl.num_programs(1)):
             row = tile * BLOCK_MERGED + tl.arange(0, BLOCK_MERGED)
@@ -69,7 +71,7 @@ def _merge_kernel(
                 row_max, row_sum, accumulator = merge_rows(row_max, row_sum, accumulator, lse, output)
             output, lse = finish_rows(row_max, row_sum, accumulator)
             output_row = first_row * NUM_HEADS + row
-            tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row)
+            tl.store(lse_ptr + output_row, lse * 0.6931471805599453, mask=is_row & (tl.program_id(2) == 0))
             tl.store(
                 output_ptr + output_row[:, None] * HEAD_DIM + column[None, :],
                 output.to(output_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :],
@@ -89,15 +91,21 @@ def launch_merge(
     num_requests = arguments["batch_size"]
     merging = tuning.row(MERGE_TUNING, output.device)
     row_tiles = triton.cdiv(arguments["num_query"] * num_heads, num_merged)
-    names = ("qo_indptr_ptr", "output_ptr", "lse_ptr", "num_query", "num_rows", "BLOCK_DIM")
+    block_dim = min(arguments["BLOCK_DIM"], COLUMNS)
+    names = ("qo_indptr_ptr", "output_ptr", "lse_ptr", "num_query", "num_rows")
     launch(
         op,
         _merge_kernel,
-        (num_requests, min(row_tiles, triton.cdiv(merging["programs"], max(num_requests, 1)))),
+        (
+            num_requests,
+            min(row_tiles, triton.cdiv(merging["programs"], max(num_requests, 1))),
+            triton.cdiv(head_dim, block_dim),
+        ),
         num_shares=num_shares,
         IS_ORDERED=is_ordered,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
+        BLOCK_DIM=block_dim,
         BLOCK_MERGED=num_merged,
         BLOCK_PART=num_parts,
         **{name: arguments[name] for name in names},
