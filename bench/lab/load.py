@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "load": load_table(read_lines(GPU / "load.jsonl")),
     }
     if not options.check:
+        matplotlib_for("bench.lab.load")
         for name, draw in (("load_steps", step_picture), ("load_even", even_picture), ("load_choice", choice_picture)):
-            matplotlib_for("bench.lab.load")
             write_png(draw(steps), GPU / "figures" / f"{name}.png")
     return update(options.page, parts, "python -m bench.lab.load", is_checked=options.check)
 

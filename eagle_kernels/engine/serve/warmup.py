@@ -48,15 +48,15 @@ def warm_up(
     with torch.inference_mode(), few_threads(session.target):
         for features in sorted(mixtures):
             for num_rows in buckets(min(most_rows, scheduler.state.num_rows)):
-                for prompts in (None, *scheduler.reading.rows_in_use()):
+                for beside in (None, *scheduler.reading.rows_in_use()):
                     for number, runner in enumerate(scheduler.plan.runners):
                         try:
-                            least_ms = runner.warm_up(num_rows, features, prompts)
+                            least_ms = runner.warm_up(num_rows, features, beside)
                         except ModelError:
-                            if prompts is None:
+                            if beside is None:
                                 raise
                             scheduler.reading.give_up_steps()  # that read prompts: this target cannot do so
                             break
                         if least_ms is not None:
-                            choice = scheduler.plan.choice_beside(prompts.num_tokens if prompts else 0)
+                            choice = scheduler.plan.choice_beside(beside.num_tokens if beside else 0)
                             choice.expect(number, num_rows, least_ms)
