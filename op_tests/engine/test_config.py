@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 
 from eagle_kernels import EAGLEConfig
 from eagle_kernels.ops.attention.tree_attention import MAX_DRAFT_KEYS, MAX_QUERY
@@ -72,12 +73,51 @@ def test_trees_of_a_table_are_checked_as_one_s_own():
     assert [tree.simulated_accept_rates for _, tree in rates.trees] == [(1, 0.5, 0.5, 0, 0), (1, 0.5, 0, 0, 0)]
 
 
+def size_of(entry) -> tuple[int, ...]:
+    """Three numbers of a tree, and the fourth one if its rows are shared."""
+    _, tree = entry
+    sizes = tree.topk, tree.num_steps, tree.num_draft_tokens
+    return sizes if tree.mean_draft_tokens is None else (*sizes, tree.mean_draft_tokens)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({}, [(1, 1, 2), (1, 3, 4), (8, 5, 32, 8), (8, 5, 32, 16), (8, 5, 32)]),
+        ({"num_draft_tokens": 12}, [(1, 1, 2), (1, 3, 4), (8, 5, 12, 8), (8, 5, 12)]),
+        ({"num_draft_tokens": 8}, [(1, 1, 2), (1, 3, 4), (8, 5, 8)]),
+        ({"topk": 1, "num_steps": 2}, [(1, 1, 2), (1, 2, 3)]),
+        ({"mean_draft_tokens": 12}, [(1, 1, 2), (1, 3, 4), (8, 5, 32, 8), (8, 5, 32, 12)]),
+        ({"mean_draft_tokens": 3}, [(1, 1, 2), (1, 3, 4, 3), (8, 5, 32, 3)]),
+        ({"method": "ngram"}, [(1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16), (8, 5, 32)]),
+        ({"verify_strategy": "rejection"}, [(1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16), (8, 5, 32)]),
+        ({"tree_mask_mode": "qlen_only"}, [(1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16), (8, 5, 32)]),
+    ],
+)
+def test_trees_of_an_automatic_choice(fields, sizes):
+    config = EAGLEConfig(**fields, adaptive="auto")
+    sized = [dataclasses.replace(tree, num_draft_tokens=tree.num_verify_tokens) for _, tree in config.trees]
+    assert [size_of((None, tree)) for tree in sized] == sizes
+
+
+def test_a_gpu_chooses_the_tree_if_none_is_asked_for():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert EAGLEConfig().on(gpu) == EAGLEConfig(adaptive="auto") and EAGLEConfig().on(cpu) == EAGLEConfig()
+    assert EAGLEConfig(temperature=0.7, max_batch=3, method="eagle", max_spec_batch=4).on(gpu).adaptive == "auto"
+    for fields in ({"topk": 4}, {"num_steps": 4}, {"num_draft_tokens": 32}, {"mean_draft_tokens": 4},
+                   {"adaptive": ((8, (1, 3, 4)),)}, {"method": "ngram"}, {"method": ("eagle", "ngram")},
+                   {"verify_strategy": "rejection"}, {"verify_strategy": "typical"}, {"accept_policy": "accept_all"},
+                   {"simulated_accept_length": 2.0}):  # fmt: skip
+        assert EAGLEConfig(**fields).on(gpu) == EAGLEConfig(**fields), fields
+
+
 def test_each_tree_may_accept_as_it_does_by_itself():
-    lengths = (((1, 1, 2), 1.7), ((1, 3, 4), 2.6), ((4, 3, 8), 2.5), ((4, 4, 16), 3), ((8, 5, 64), 4.0))
+    lengths = (((1, 1, 2), 1.7), ((1, 3, 4), 2.6), ((8, 5, 64, 8), 3), ((8, 5, 64, 16), 3.5), ((8, 5, 64), 4.0))
     config = EAGLEConfig.tree(adaptive="auto", simulated_accept_lengths=[*map(list, lengths)])
     assert config.accept_policy == "simulate"
-    sizes = [(tree.topk, tree.num_steps, tree.num_draft_tokens) for _, tree in config.trees]
-    assert dict(lengths) == dict(zip(sizes, (tree.simulated_accept_length for _, tree in config.trees)))
+    assert dict(lengths) == dict(
+        zip(map(size_of, config.trees), (each.simulated_accept_length for _, each in config.trees))
+    )
     table = EAGLEConfig(adaptive=((8, (1, 3, 4)), (16, None)), simulated_accept_lengths=(((1, 3, 4), 2.6),))
     assert [tree and tree.simulated_rates for _, tree in table.trees] == [pytest.approx([1, 0.6, 0]), None]
 
@@ -102,7 +142,7 @@ def test_each_tree_may_accept_as_it_does_by_itself():
     ],
 )
 def test_bad_lengths_of_trees_are_named(adaptive, change, message):
-    known = {(1, 1, 2): 1.7, (1, 3, 4): 2.6, (4, 3, 8): 2.5, (4, 4, 16): 3, (8, 5, 64): 4.0}
+    known = {(1, 1, 2): 1.7, (1, 3, 4): 2.6, (8, 5, 64, 8): 3, (8, 5, 64, 16): 3.5, (8, 5, 64): 4.0}
     trees = known if adaptive == "auto" else [tree for _, tree in adaptive if tree]
     change, lengths = dict(change), {tree: known[tree] for tree in trees}
     more, wrong = change.pop("more", ()), change.pop("wrong", None)

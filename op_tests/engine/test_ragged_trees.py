@@ -113,7 +113,7 @@ def test_a_step_has_as_many_rows_as_it_may(target, draft, monkeypatch):
 
 def test_sure_requests_get_more_rows(target, monkeypatch):
     """Of two alike but for how sure the draft is: what the draft finds likely decides, in the whole batch."""
-    engine = make(target, target, max_batch=2, mean_draft_tokens=4, **TREE)
+    engine = make(target, target, max_batch=2, mean_draft_tokens=4, cuda_graph=False, **TREE)
     probs = model_drafter.Candidates.path_probs
     factors = torch.tensor([[1.0], [1e-3]], device=DEVICE)
     monkeypatch.setattr(model_drafter.Candidates, "path_probs", lambda *a: probs(*a) * factors[: len(a[1])])
@@ -197,3 +197,12 @@ def test_a_target_that_takes_no_rows_is_named():
     engine = EAGLEInference(ToyModel(seed=1), ToyModel(), config)
     with pytest.raises(ModelError, match="mean_draft_tokens must be None for a target whose forward does not take"):
         engine.generate([1, 2, 3], 4)
+
+
+def test_a_choice_does_without_rows_that_a_target_does_not_take():
+    config = EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=12, adaptive="auto", method="draft_model")
+    target = ToyModel()
+    engine = EAGLEInference(ToyModel(seed=1), target, config)
+    assert engine.generate([1, 2, 3], 9)[0] == engine.generate([1, 2, 3], 9, speculative=False)[0]
+    engine.warmup(most_requests=1)
+    assert [runner.stepper.mean_nodes for runner in engine.session.scheduler.plan.runners] == [1, 2, 4, 12]

@@ -481,9 +481,10 @@ def test_texts_that_become_short_again(num_rows, added_ms):
 def test_automatic_choice_keeps_the_text(target):
     draft = random_llama(hidden_size=16, num_layers=1, seed=1, device=DEVICE)
     engine = make(draft, target, adaptive="auto", topk=4, num_steps=4, num_draft_tokens=16)
-    assert [tree.num_verify_tokens for _, tree in engine.config.trees] == [2, 4, 8, 16]
     for sampling in ({}, {"temperature": 0.8}):
         text, stats = engine.generate([prompt_of(number) for number in range(3)], 40, seeds=1, **sampling)
+        rows = [runner.stepper.mean_nodes for runner in engine.session.scheduler.plan.runners]
+        assert rows == [1, 2, 4, 8, 16]
         plain, _ = engine.generate(
             [prompt_of(number) for number in range(3)], 40, seeds=1, speculative=False, **sampling
         )

@@ -198,7 +198,7 @@ def test_requests_join_and_leave(target, draft):
                 requests.append(engine.submit(prompt_of(number), PARAMS[number % len(PARAMS)]))
         engine.step()
     graphs = engine.session.scheduler.plan.runners[1]._graphs
-    assert len({num_rows for num_rows, _ in graphs}) > 2 and len({features for _, features in graphs}) > 2
+    assert len({kind.num_rows for kind in graphs}) > 2 and len({kind.features for kind in graphs}) > 2
     for number, (request, (tokens, logprobs)) in enumerate(zip(requests, expected)):
         assert request.output_ids == tokens, f"request {number}"
         assert request.logprobs == pytest.approx(logprobs, abs=1e-4)

@@ -90,6 +90,11 @@ class DraftingOptions(Validated):
         return None
 
     @property
+    def _has_probs(self) -> bool:
+        """Whether all drafts come from a model, whose probabilities tell what each is worth."""
+        return self.method is None or self.method in MODEL_KINDS
+
+    @property
     def _is_dynamic(self) -> bool:
         """Whether a model's beams choose the tree, level by level; for `naive` the tree's fields mean nothing."""
         if self.methods == ("naive",):
@@ -137,9 +142,8 @@ class DraftingOptions(Validated):
             return
         rule = f"be at most the {self.num_verify_tokens} nodes of a tree"
         self._require(self.mean_draft_tokens <= self.num_verify_tokens, "mean_draft_tokens", rule)
-        is_comparable = self.method is None or self.method in MODEL_KINDS
         rule = f"be None with method={self.method!r}: only drafts of a model have probabilities to compare them by"
-        self._require(is_comparable, "mean_draft_tokens", rule)
+        self._require(self._has_probs, "mean_draft_tokens", rule)
         rule = "be None with verify_strategy='rejection', whose trees must not depend on what was drawn"
         self._require(self.verify_strategy != "rejection", "mean_draft_tokens", rule)
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
 from ...ops.tree.build_tree import TreeMaskMode
 from ...ops.verify.shared.accept_policy import ACCEPT_POLICIES
 from ...primitives.paging import MAX_PAGE_SIZE
@@ -16,8 +18,11 @@ from .drafting_options import DraftingOptions
 from .speculative_config import check_fields_are_read, read_speculative_config
 
 _PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
-# (topk, num_steps, num_draft_tokens) that adaptive="auto" tries beside the configuration's own tree
-_SMALLER_TREES = ((1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16))
+# What adaptive="auto" tries beside the configuration's own tree: (topk, num_steps, num_draft_tokens) of chains, and
+# mean_draft_tokens of trees like it that share their rows; where drafts cannot be compared, smaller trees.
+_CHAINS, _MEANS, _SMALLER_TREES = ((1, 1, 2), (1, 3, 4)), (8, 16), ((4, 3, 8), (4, 4, 16))
+# the fields that ask for a tree
+_TREE_FIELDS = ("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens", "num_model_steps", "adaptive")
 # the fields that turn accept_policy="simulate" on
 _SIMULATED = ("simulated_accept_length", "simulated_accept_lengths", "simulated_accept_rates")
 
@@ -51,14 +56,18 @@ class EAGLEConfig(DraftingOptions):
         prefill_chunk: Most prompt tokens that are read in a step or between two.
         max_step_ms: The milliseconds that running requests should wait for their next step, at most, while prompts of
             others are read: a step reads as many prompt tokens beside its own rows as the times measured so far allow,
-            64 or 192. None: 192, and whole prompts by themselves while more requests join than run. Targets without
-            `last_rows` read prompts between steps, under a limit 64 tokens or more at a time.
+            64 or 192. None: 192, but whole prompts by themselves while more requests join than run, or, where a step
+            has more than 64 rows, more than a fifth as many. Targets without `last_rows` read prompts between steps,
+            under a limit 64 tokens or more at a time.
         max_spec_batch: Most requests that step with drafts; a larger batch decodes plainly. None: any number. 0: the
             draft is never used, and its maximum length does not limit requests.
         adaptive: Chooses the tree by the number of requests. ((8, (8, 5, 64)), (32, (1, 3, 4)), (64, None)) has trees
             of (topk, num_steps, num_draft_tokens) for up to 8 and up to 32 requests; None in the place of a tree
-            decodes plainly, as does a batch beyond the last entry. "auto" measures plain decoding, this tree and some
-            smaller ones, and takes the one with the most tokens a second. None: always this tree.
+            decodes plainly, as does a batch beyond the last entry. "auto" measures plain decoding, chains, this tree,
+            and as many of its nodes as make 8 and 16 rows of a request in the mean (`mean_draft_tokens`; smaller trees
+            where that must be None), and takes the one with the most tokens a second. None: always this tree; but
+            "auto" on a GPU if neither this nor topk, num_steps, num_draft_tokens or mean_draft_tokens is given, a model
+            drafts, and `keeps_text` says that no text depends on the choice.
         deterministic: Whether the bits of a step's logits depend on a request's prompt, output and prefill_chunk alone,
             whatever drafts and other requests are computed beside it. Then speculative text is plain decoding's, bit
             for bit, in fp16 and bf16, too: without it, two tokens that are equally likely within rounding may be
@@ -103,7 +112,8 @@ class EAGLEConfig(DraftingOptions):
             the target's, and may hold end tokens: with eos_token_ids=() every request reaches its full length.
         simulated_accept_length: Turns "simulate" on: the mean tokens of a step, bonus token included.
         simulated_accept_lengths: The alternative to it for adaptive, whose trees are not accepted alike: a length for
-            each tree, as (((1, 3, 4), 2.6), ((8, 5, 64), 4.0)).
+            each tree, as (((1, 3, 4), 2.6), ((8, 5, 64, 8), 3.2), ((8, 5, 64), 4.0)), of which the one in the middle
+            has mean_draft_tokens=8.
         simulated_accept_rates: The third one: P(at least 1, 2, .. num_steps drafts accepted), not increasing. A step
             ends where the path of first children ends, so trees may accept less; chains (topk=1) do not.
     """
@@ -185,6 +195,12 @@ class EAGLEConfig(DraftingOptions):
         check_fields_are_read(fields, made)
         return made
 
+    def on(self, device: torch.device) -> EAGLEConfig:
+        """Returns the configuration as a device serves it: a GPU chooses the tree if none is asked for."""
+        is_free = all(getattr(self, name) == getattr(EAGLEConfig, name) for name in _TREE_FIELDS)
+        is_free &= device.type == "cuda" and self._has_probs and self.verify_strategy in ("greedy", "target_match")
+        return replace(self, adaptive="auto") if is_free and self.accept_policy == "normal" else self
+
     @property
     def trees(self) -> tuple[tuple[int | None, EAGLEConfig | None], ...]:
         """The choices of a step: (most requests, configuration with one tree). The number is None for any number of
@@ -196,20 +212,22 @@ class EAGLEConfig(DraftingOptions):
         return tuple((most, None if tree is None else self._with_tree(tree)) for most, tree in self.adaptive)
 
     @property
-    def _tree_sizes(self) -> list[tuple[int, int, int | None]]:
-        """(topk, num_steps, num_draft_tokens) of each tree that steps choose from."""
+    def _tree_sizes(self) -> list[tuple[int | None, ...]]:
+        """(topk, num_steps, num_draft_tokens) of each tree that steps choose from, and mean_draft_tokens of some."""
         own = (self.topk, self.num_steps, self.num_verify_tokens)
         if self.adaptive is None:
             return [own]
         if self.adaptive != "auto":
             return [tree for _, tree in self.adaptive if tree is not None]
         levels = self.num_model_steps if "hybrid" in self.methods else 0  # the model has a part in each tree
+        may_share = self._has_probs and self.verify_strategy != "rejection" and self._is_packed
         smaller = [
             (topk, num_steps, num_nodes)
-            for topk, num_steps, num_nodes in _SMALLER_TREES
+            for topk, num_steps, num_nodes in (*_CHAINS, *(() if may_share else _SMALLER_TREES))
             if levels < num_steps <= self.num_steps and 1 + topk * levels < num_nodes < self.num_verify_tokens
         ]
-        return [*smaller, own]
+        most = min(self.mean_draft_tokens or self.num_verify_tokens, self.num_verify_tokens)
+        return [*smaller, *((*own, mean) for mean in _MEANS if may_share and mean < most), own]
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -241,13 +259,14 @@ class EAGLEConfig(DraftingOptions):
             return [min(max(mean - 1 - depth, 0.0), 1.0) for depth in range(self.num_steps)]
         return None if rates is None else list(rates)
 
-    def _with_tree(self, tree: tuple[int, int, int | None]) -> EAGLEConfig:
-        """Returns this configuration with one tree, and with what it simulates cut to the tree's size."""
+    def _with_tree(self, tree: tuple[int | None, ...]) -> EAGLEConfig:
+        """Returns this configuration with one of `_tree_sizes`, and with what it simulates cut to the tree's size."""
         sizes = dict(zip(("topk", "num_steps", "num_draft_tokens"), tree))
         policy = {"accept_policy": "normal", **dict.fromkeys(_SIMULATED)}
         made = replace(self, **sizes, **policy, adaptive=None, max_spec_batch=None, mean_draft_tokens=None)
-        if self.mean_draft_tokens is not None and self.mean_draft_tokens < made.num_verify_tokens:
-            policy["mean_draft_tokens"] = self.mean_draft_tokens
+        mean = tree[3] if len(tree) > 3 else self.mean_draft_tokens
+        if mean is not None and mean < made.num_verify_tokens:
+            policy["mean_draft_tokens"] = mean
         policy["accept_policy"] = self.accept_policy
         if self.simulated_accept_length is not None:
             policy["simulated_accept_length"] = min(self.simulated_accept_length, made.most_accepted + 1)
@@ -260,6 +279,10 @@ class EAGLEConfig(DraftingOptions):
             policy["simulated_accept_rates"] = (*rates, *(0,) * (made.num_steps - len(rates)))
         return replace(made, **policy)
 
+    @property
+    def _is_packed(self) -> bool:
+        return self.tree_mask_mode == TreeMaskMode.PACKED
+
     def _check_mask(self) -> None:
         modes = [str(mode) for mode in TreeMaskMode]
         self._require(str(self.tree_mask_mode) in modes, "tree_mask_mode", f"be one of {modes}")
@@ -269,10 +292,8 @@ class EAGLEConfig(DraftingOptions):
             rule = "not be True with tree_mask_mode='full_mask', whose size the host must know at each step"
             self._require(self.cuda_graph is not True, "cuda_graph", rule)
             self._require(len(self.methods) == 1, "tree_mask_mode", "not be 'full_mask' with several methods")
-        is_packed = self.tree_mask_mode == TreeMaskMode.PACKED
-        self._require(
-            is_packed or self.mean_draft_tokens is None, "tree_mask_mode", "be 'packed' with mean_draft_tokens"
-        )
+        has_mean = self.mean_draft_tokens is not None
+        self._require(self._is_packed or not has_mean, "tree_mask_mode", "be 'packed' with mean_draft_tokens")
 
     def _check_accept_policy(self) -> None:
         is_planted = self.verify_strategy in ("target_match", "greedy")
@@ -302,9 +323,10 @@ class EAGLEConfig(DraftingOptions):
     def _check_accept_lengths(self) -> None:
         """Checks their form, and that each tree has one."""
         lengths, name = self.simulated_accept_lengths, "simulated_accept_lengths"
-        rule = "be pairs of a tree (topk, num_steps, num_draft_tokens) and a number of at least 1, each tree once"
+        rule = "be pairs of a tree (topk, num_steps, num_draft_tokens), and mean_draft_tokens of those that have one, "
+        rule += "and a number of at least 1, each tree once"
         is_table = isinstance(lengths, tuple) and all(isinstance(entry, tuple) and len(entry) == 2 for entry in lengths)
-        is_table = is_table and all(_is_tree(tree) and is_number(mean) and mean >= 1 for tree, mean in lengths)
+        is_table = is_table and all(_is_tree(tree, 4) and is_number(mean) and mean >= 1 for tree, mean in lengths)
         self._require(is_table and len(dict(lengths)) == len(lengths), name, rule)
         self._require(self.adaptive is not None, name, "come with adaptive; without it give simulated_accept_length")
         wanted, given = set(self._tree_sizes), set(dict(lengths))
@@ -336,9 +358,10 @@ def _is_table(value: Any) -> bool:
     return is_ascending and all(tree is None or _is_tree(tree) for _, tree in value)
 
 
-def _is_tree(value: Any) -> bool:
-    """Returns whether a value has the form of a tree: three numbers, whose own rules are checked elsewhere."""
-    return isinstance(value, tuple) and len(value) == 3 and not any(isinstance(number, tuple) for number in value)
+def _is_tree(value: Any, most: int = 3) -> bool:
+    """Returns whether a value has the form of a tree: three to `most` numbers, whose rules are checked elsewhere."""
+    is_long = isinstance(value, tuple) and 3 <= len(value) <= most
+    return is_long and not any(isinstance(number, tuple) for number in value)
 
 
 def _as_tuples(value: Any) -> Any:

@@ -9,6 +9,7 @@ Hq / Hkv query / key-value heads, D head dim, F feature width.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -156,6 +157,11 @@ class TargetModel(Protocol):
                 and i the output of layer i - 1, all before the final norm; FINAL_NORM is the stream after it.
             last_only: Whether to compute the logits of the last row alone, as a prompt needs no others.
         """
+
+
+def takes_rows(target: TargetModel) -> bool:
+    """Returns whether a target takes rows of several requests as a batch of one, and `last_rows`."""
+    return "last_rows" in inspect.signature(target.forward).parameters
 
 
 class DraftModel(Protocol):

@@ -15,8 +15,11 @@ from .prompts import PartOutput, Row, fill_rows, read_parts, take_rows
 _logger = logging.getLogger(__name__)
 
 # Tokens of prompts that a step reads beside its own rows. Each of these has graphs of its own; all but the last are for
-# steps whose time is limited. Up to 256 rows, those of the step included, take little longer than one.
+# steps whose time is limited.
 JOINT_TOKENS = (64, 192)
+# Up to so many rows, those of prompts included, a step takes little longer than one of few. Beyond, prompts take as
+# long beside it as by themselves, and wait for its own rows as well: so only few of them are then read in steps.
+FREE_ROWS, RUNNING_FOR_UNREAD = 256, 5
 
 
 class Reading:
@@ -58,13 +61,15 @@ class Reading:
         num_tokens = sum(size for _, size in parts)
         return next(size for size in (0, *self._joint_sizes) if size >= num_tokens)
 
-    def is_in_step(self, num_unread: int, num_running: int) -> bool:
-        """Returns whether the next step should read prompts as well.
+    def is_in_step(self, num_unread: int, num_running: int, num_rows: int) -> bool:
+        """Returns whether the next step, of about num_rows rows, should read prompts as well.
 
-        Without a limit of its time, not if fewer run than are to be read: such steps bring few tokens, and whole
-        prompts read by themselves are there sooner.
+        Without a limit of its time, only where those that run gain more than those that are to be read lose: prompts
+        that are read by themselves are there sooner, but all others wait for them.
         """
-        return self.is_joint and (self.pace.is_limited or num_running >= num_unread)
+        is_free = num_rows + self._joint_sizes[-1] <= FREE_ROWS
+        most_unread = num_running if is_free else num_running // RUNNING_FOR_UNREAD
+        return self.is_joint and (self.pace.is_limited or num_unread <= most_unread)
 
     def next_parts(self, unread: Sequence[Row], is_beside: bool, is_in_step: bool) -> list[tuple[Row, int]]:
         """Returns the rows whose prompts are read now, the oldest first, each with the number of its tokens.

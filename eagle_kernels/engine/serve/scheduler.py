@@ -175,7 +175,9 @@ class Scheduler:
             if self._waiting and not any(self._rows):
                 self._fail_first_waiting()
             unread = [row for row in self._rows if row is not None and not row.is_running]
-            is_in_step = is_beside and self.reading.is_in_step(len(unread), len(self._running))
+            num_running = len(self._running)
+            num_rows = num_running * (self.last_runner or self.plan.runners[-1]).stepper.mean_nodes
+            is_in_step = is_beside and self.reading.is_in_step(len(unread), num_running, num_rows)
             parts = self.reading.next_parts(unread, is_beside, is_in_step)
             self._parts = parts if is_in_step else []
             if parts and not is_in_step:

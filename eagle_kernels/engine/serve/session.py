@@ -162,6 +162,7 @@ class Session:
 
     def scheduler_for(self, config: EAGLEConfig, speculative: bool) -> Scheduler:
         """Returns the scheduler of the batch, which uses this configuration from now on."""
+        config = config.on(self.device)
         if speculative:
             check_trees(config, self.draft)
         draft = self._pooled_draft(config)
@@ -221,6 +222,7 @@ class Session:
     def workspace_bytes(self, config: EAGLEConfig) -> dict[str, int]:
         """Returns the bytes that a configuration needs besides the weights; see `memory.workspace_bytes`."""
         check_method(config, self.draft)
+        config = config.on(self.device)
         with self.lock:
             max_pages, num_pages = self._max_pages(config), None
             if self._has_pools_for(config):  # their size depends on the memory that was free when they were made

@@ -12,7 +12,7 @@ from ..drafters.methods import NaiveDrafter, make_drafter, make_reader
 from ..drafters.suffix import SuffixDrafter, SuffixFeed
 from ..drafters.suffix_cache import SuffixCache
 from ..models.causal_draft import CausalDraft
-from ..models.protocol import DraftModel, TargetModel
+from ..models.protocol import DraftModel, TargetModel, takes_rows
 from .choice import ByBatchSize, Choice, Fastest
 from .runner import StepRunner
 from .stepper import Stepper, Verified
@@ -67,6 +67,9 @@ def plan_steps(
     on_tree       see `Stepper`
     """
     trees = config.trees if speculative and config.may_speculate else ()
+    # an automatic choice has trees that share rows where the target can read them; what the caller wants, it must read
+    given = (None, config.mean_draft_tokens)
+    trees = [each for each in trees if each[1] is None or takes_rows(target) or each[1].mean_draft_tokens in given]
     reader = make_reader(config, draft) if trees else None
     drafters = [None if tree is None else make_drafter(tree, reader, target.device) for _, tree in trees]
     keeps_history = any(drafter.reads_history for drafter in drafters if drafter is not None)

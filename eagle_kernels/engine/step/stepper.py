@@ -9,7 +9,6 @@ Then the target reads a node of depth d at position n + d.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from ..batch.kv_pool import DecodeAttend, JointAttend, RaggedAttend, TreeAttend
 from ..batch.state import BatchState
 from ..config.eagle_config import EAGLEConfig
 from ..drafters.protocol import Drafter, Proposal, Reader, root_only
-from ..models.protocol import ModelError, TargetModel
+from ..models.protocol import ModelError, TargetModel, takes_rows
 from ..requests.sampling_params import Features
 from .packed_nodes import PackedNodes, prune
 from .phases import PhaseTimer
@@ -86,7 +85,7 @@ class Stepper:
         self.num_steps, self.num_nodes = drafter.num_steps, drafter.num_nodes
         # of a request in the mean; those of a batch are shared out by what they are worth if that is less
         self.mean_nodes = min(config.mean_draft_tokens or self.num_nodes, self.num_nodes)
-        if self.mean_nodes < self.num_nodes and not self._takes_rows:
+        if self.mean_nodes < self.num_nodes and not takes_rows(target):
             rule = "be None for a target whose forward does not take last_rows: trees of different sizes are one batch"
             raise ModelError(f"EAGLEInference: mean_draft_tokens must {rule}")
         self._verifier = make_verifier(config, self.num_steps, target.device)
@@ -99,14 +98,9 @@ class Stepper:
         return self.num_nodes == 1 or self.config.tree_mask_mode != ops.TreeMaskMode.FULL_MASK
 
     @property
-    def _takes_rows(self) -> bool:
-        """Tells whether the target takes rows of several requests as a batch of one; see `protocol.TargetModel`."""
-        return "last_rows" in inspect.signature(self.target.forward).parameters
-
-    @property
     def reads_several(self) -> bool:
         """Tells whether the target reads prompts of several requests at once, and beside the rows of a step."""
-        return self._takes_rows and not self.config.deterministic
+        return takes_rows(self.target) and not self.config.deterministic
 
     def step(
         self,

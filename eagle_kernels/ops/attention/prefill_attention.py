@@ -13,8 +13,10 @@ Invariants
     what they give where all are; rows of no request are not written. A row's bits depend on its own request and on
     max_query alone.
 Grid
-    (row tiles of max_query, Hkv, B), one program attends a tile of (token, head of the group) rows of one KV head; the
-    last tiles, which see most keys, come first.
+    (row tiles of all requests, Hkv), one program attends a tile of (token, head of the group) rows of one KV head. The
+    host knows only how many tiles there are at most, one more than whole ones for each request; programs find theirs by
+    qo_indptr, so that none is spent on what a request lacks to the longest. Of each request the last tiles, which see
+    most keys, come first.
 Launches
     1
 Traffic
@@ -41,12 +43,39 @@ from .shared.softmax import LOG2_E, add_sink, finish_rows, match_keys, start_row
 _ROW = {"from_rows": 33, "min_rows": 128, "max_rows": 128, "tile_bytes": 16384, "num_warps": 8, "num_stages": 2}
 _FEW = {"from_rows": 0, "min_rows": 32, "max_rows": 32}
 _AMD = _ROW | {"tile_bytes": 8192}  # with more, heads past 128 spill half a kB a thread
+# requests that a program looks at at once
+BLOCK_BATCH = 32
 TUNING = {
     "default": (_ROW, _ROW | _FEW),
     "sm_90": (_ROW | {"num_stages": 3}, _ROW | _FEW | {"num_stages": 3}),
     "gfx942": (_AMD, _AMD | _FEW),
     "gfx950": (_AMD, _AMD | _FEW),
 }
+
+
+@triton.jit
+def _find_tile(
+    qo_indptr_ptr,
+    number,
+    batch_size,
+    num_query,
+    num_rows,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+):
+    """Returns (request int64, tile of its rows) of a tile among those of all requests; past the last, batch_size."""
+    request, before = tl.zeros([], tl.int64), tl.zeros([], tl.int32)
+    stop = before + 0x7FFFFFFF  # of the request's tiles
+    for start in range(0, batch_size, BLOCK_BATCH):
+        each = start + tl.arange(0, BLOCK_BATCH)
+        is_live = each < batch_size
+        _, num_tokens = request_rows(qo_indptr_ptr, each, num_query, num_rows, is_live)
+        stops = before + tl.cumsum(tl.cdiv(num_tokens * GROUP_SIZE, BLOCK_ROW))
+        request += tl.sum((is_live & (stops <= number)).to(tl.int32))
+        stop = tl.minimum(stop, tl.min(tl.where(stops > number, stops, 0x7FFFFFFF)))
+        before = tl.max(stops)
+    return request, stop - 1 - number
 
 
 @triton.jit(
@@ -93,17 +122,20 @@ def _prefill_attention_kernel(
     IS_CAUSAL: tl.constexpr,
     IS_WIDENED: tl.constexpr,
     ONE_SCALE: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
     await_predecessor(ENABLE_PDL)
-    row_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    request = tl.program_id(2).to(tl.int64)
-    first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
-    if row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE:
+    request, row_tile = _find_tile(
+        qo_indptr_ptr, tl.program_id(0), batch_size, num_query, num_rows, GROUP_SIZE=GROUP_SIZE, BLOCK_ROW=BLOCK_ROW,
+        BLOCK_BATCH=BLOCK_BATCH,
+    )  # fmt: skip
+    if request < batch_size:
+        first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
         if PAGE_SIZE == 0:
             first_page, length = request_rows(key_indptr_ptr, request, num_keys, num_keys, True)
         else:
@@ -307,10 +339,12 @@ def prefill_attention(
     num_rows = max_query * group_size
     tuned = next(row for row in tuning.row(TUNING, device) if num_rows >= row["from_rows"])
     tiles = tile_sizes(num_rows, head_dim, query.element_size(), tuned)
+    most_tiles = batch_size * triton.cdiv(num_rows, tiles["BLOCK_ROW"])
+    num_tiles = min(most_tiles, len(query) * group_size // tiles["BLOCK_ROW"] + batch_size)
     launch(
         "prefill_attention",
         _prefill_attention_kernel,
-        (triton.cdiv(max_query * group_size, tiles["BLOCK_ROW"]), cache["NUM_KV_HEADS"], batch_size),
+        (num_tiles, cache["NUM_KV_HEADS"]),
         query_ptr=query,
         qo_indptr_ptr=qo_indptr,
         key_indptr_ptr=qo_indptr if key_indptr is None else key_indptr,
@@ -330,6 +364,7 @@ def prefill_attention(
         IS_CAUSAL=is_causal,
         IS_WIDENED=is_interpreting() and query.dtype == torch.bfloat16,
         ONE_SCALE=k_scale is None or len(k_scale) == 1,
+        BLOCK_BATCH=BLOCK_BATCH,
         **cache,
         **tiles,
         **tuning.compiler_options(tuned),

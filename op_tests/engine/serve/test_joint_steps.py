@@ -38,7 +38,7 @@ def joined(monkeypatch):
 @pytest.mark.parametrize("speculative", [True, False])
 def test_prompts_that_join_are_read_in_the_steps_of_others(target, draft, lag, speculative, joined):
     """Requests of all kinds, whose texts and log-probabilities are those of each alone."""
-    engine = make(draft, target, max_batch=8)
+    engine = make(draft, target, max_batch=8, num_draft_tokens=8)
     prompts = [prompt_of(number) * 2 for number in range(7)]
     want = []
     for prompt, params in zip(prompts, PARAMS):
@@ -281,6 +281,21 @@ def test_a_long_prompt_after_reading_several_has_failed(target, draft, lag, monk
     assert len(joined) >= 2 and request.output_ids
     engine.collect()
     assert request.output_ids == want and all(len(other.output_ids) == 60 for other in first)
+
+
+def test_where_prompts_are_read(target, draft):
+    """In a step as long as rows cost little and as many run as are to be read; in a large one if hardly any are."""
+    engine = make(draft, target, max_batch=3)
+    engine.generate([1, 2], 2)
+    reading = engine.session.scheduler.reading
+    for unread, running, rows, is_in_step in (
+        (1, 1, 64, True), (2, 1, 64, False), (8, 8, 64, True), (9, 8, 64, False), (1, 1, 65, False),
+        (1, 5, 65, True), (1, 4, 65, False), (12, 64, 256, True), (13, 64, 256, False),
+    ):  # fmt: skip
+        assert reading.is_in_step(unread, running, rows) == is_in_step, (unread, running, rows)
+    limited = make(draft, target, max_batch=3, max_step_ms=9.0)
+    limited.generate([1, 2], 2)
+    assert limited.session.scheduler.reading.is_in_step(3, 1, 10**6)
 
 
 def test_a_limit_after_steps_have_given_up_reading(target, draft, monkeypatch):

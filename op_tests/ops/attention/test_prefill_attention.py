@@ -184,6 +184,14 @@ def test_queries_beyond_max_query(page_size, device):
         assert_close("prefill_attention", "reference", "output", result.output[rows], expected.output[rows])
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_many_requests(page_size, device):
+    """More than a program looks at at once, some of them empty, with one and with several tiles of rows."""
+    counts = [number * 37 % 41 for number in range(70)]
+    counts[40:44] = [0, 0, 150, 0]
+    check(make(counts, [0] * 35 + [3] * 35, 16, 2, 2, page_size, torch.float32, device=device), str(page_size))
+
+
 def test_rows_of_no_request_are_not_written(device):
     values = make([6, 6], [0, 0], 32, 1, 1, None, torch.float32, device=device)
     values["qo_indptr"] = torch.tensor([0, 4, 9], device=device)
