@@ -53,7 +53,7 @@ PRESETS = {
     "plain": {},
     "naive_eagle": {"tree": (1, 1, 2), "accept": ACCEPT[1, 1, 2]},
     "chain 3": {"tree": (1, 3, 4), "accept": ACCEPT[1, 3, 4]},
-    "8 of 8/5/64": {"tree": (8, 5, 64), "accept": ACCEPT[8, 5, 64, 8], "mean_draft_tokens": 8},
+    "16 of 8/5/64": {"tree": (8, 5, 64), "accept": ACCEPT[8, 5, 64, 16], "mean_draft_tokens": 16},
     "tree 8/5/64": {"tree": (8, 5, 64), "accept": ACCEPT[8, 5, 64]},
     "adaptive": {"tree": (8, 5, 64), "accept": ACCEPT, "adaptive": "auto"},
     "useless drafts": {"tree": (8, 5, 64), "accept": dict.fromkeys(ACCEPT, 1.0), "adaptive": "auto"},
@@ -70,7 +70,7 @@ PARTS = 5
 
 
 class Bench:
-    """The models, and the lines that were measured."""
+    """The models, and what is done with the lines that are measured."""
 
     def __init__(
         self,
@@ -88,7 +88,8 @@ class Bench:
         self.max_length = max_length or SHAPES[shape]["max_position_embeddings"]
         self.target = random_target(shape, device, self.dtype, max_position_embeddings=self.max_length)
         self.draft = random_head(shape, device, self.dtype, max_position_embeddings=self.max_length)
-        self.lines: list[dict] = []
+        # what becomes of a line as soon as it is there, besides being printed
+        self.keep: Callable[[dict], None] = lambda line: None
 
     def engine(
         self,
@@ -151,6 +152,9 @@ class Bench:
                     scheduler.step()
                 marks.append((scheduler.num_steps, time.perf_counter()))
             self._synchronize()
+            for request in stream.requests:
+                if request.error is not None:
+                    raise RuntimeError(f"generation: {request.error}")
             # a host that stands still for a second is not what a step costs
             step_s = statistics.median(
                 (stop - start) / (last - first) for (first, start), (last, stop) in pairwise(marks)
@@ -174,7 +178,7 @@ class Bench:
     def record(self, section: str, case: str, provider: str, step_ms: float, **numbers) -> dict:
         line = {"op": "generation", "section": section, "case": case, "provider": provider}
         line |= {"step_ms": round(step_ms, 4)} | {name: round(value, 4) for name, value in numbers.items()}
-        self.lines.append(line)
+        self.keep(line)
         shown = ", ".join(f"{name} {value:.2f}" for name, value in numbers.items())
         print(f"{section:12} {case:34} {provider:22} {step_ms:9.3f} ms   {shown}", flush=True)
         return line
@@ -414,12 +418,14 @@ def main(arguments: Sequence[str], directory: Path | None, commit: str) -> int:
         print("a model of this size needs a GPU; --shape small runs anywhere")
         return 2
     bench = Bench(options.shape, device, options.steps, options.prompt_tokens, options.batches)
-    run = results.new_run()
+    if directory is not None and device.type == "cuda":
+        about = {
+            "shape": options.shape,
+            "gpu": torch.cuda.get_device_name(),
+            "commit": commit,
+            "run": results.new_run(),
+        }
+        bench.keep = lambda line: results.append(directory, line | about)
     for section in options.only:
-        first = len(bench.lines)
         globals()[section](bench)
-        for line in bench.lines[first:]:
-            if directory is not None and device.type == "cuda":
-                about = {"shape": options.shape, "gpu": torch.cuda.get_device_name(), "commit": commit, "run": run}
-                results.append(directory, line | about)
     return 0

@@ -9,6 +9,7 @@ import torch
 
 from eagle_kernels import EAGLEConfig, EAGLEInference, SamplingParams
 from eagle_kernels.engine.models.protocol import DraftOutput, KVShape
+from eagle_kernels.engine.step.runner import StepRunner
 from op_tests.engine.toys import random_llama
 
 PROMPT, LENGTH = [3, 1, 4, 1, 5], 120
@@ -99,6 +100,41 @@ def test_drafts_that_no_longer_pay_are_given_up(target, text):
     assert settle(engine, text, 1, planted_ms)[1] < 10
     dear = settle(engine, text, 1, lambda num_nodes: PLAIN_MS * num_nodes**2)
     assert dear[1] >= 0.9 * dear.total(), dear
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_tree_that_memory_does_not_hold_is_given_up(target, text, is_warm, monkeypatch, caplog):
+    """Nobody's text suffers, and batches that are smaller keep it."""
+    engine, step = make(target, text, True), StepRunner._step
+
+    def short_of_memory(runner, kind, *arguments):
+        if kind.num_rows > 1 and runner.stepper.mean_nodes in (8, 16):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(runner, kind, *arguments)
+
+    monkeypatch.setattr(StepRunner, "_step", short_of_memory)
+    if is_warm:
+        engine.warmup(SamplingParams())
+    seen = settle(engine, text, 3, planted_ms)
+    assert seen[4] >= 0.8 * seen.total(), seen
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == len(set(told)) and any("does without tree 3 for " in line for line in told)
+    assert settle(engine, text, 1, planted_ms)[8] > 0
+
+
+def test_plain_steps_have_no_alternative(target, text, monkeypatch):
+    """Where not even these fit, requests end with the error."""
+    engine = make(target, text, True)
+
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(StepRunner, "_step", fail)
+    request = engine.submit(PROMPT, SamplingParams(max_new_tokens=9))
+    engine.collect()
+    assert request.finish_reason == "error" and "CUDA out of memory" in request.error
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.warmup(SamplingParams())
 
 
 @pytest.mark.gpu

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+
 import pytest
 import torch
 
@@ -114,6 +117,26 @@ def test_phases_are_timed_on_the_given_device(monkeypatch):
         pass
     assert timer.read_ms() == timer.read_ms() == {"draft": 4.0, "verify": 2.0}
     assert FakeEvent.streams == 4 * [("stream of", device)]
+
+
+def test_events_of_a_broken_phase_are_kept(monkeypatch):
+    """CUDA crashes where a capture ends after an event that it has recorded."""
+    events = []
+
+    def mark(*_):
+        event = FakeEvent(enable_timing=True)
+        events.append(weakref.ref(event))
+        return event
+
+    monkeypatch.setattr(timing, "mark", mark)
+    timer = timing.PhaseTimer(torch.device("cuda"), is_captured=True)
+    for number in range(2):
+        with contextlib.suppress(KeyError), timer.phase("draft"):
+            if number:
+                raise KeyError
+    assert len(events) == 2 and all(event() is not None for event in events)
+    timer = None
+    assert all(event() is None for event in events)
 
 
 def test_the_prefill_time_contains_the_drafts_prefill(monkeypatch):

@@ -18,6 +18,7 @@ from eagle_kernels.engine.models.protocol import ModelError
 from eagle_kernels.engine.requests.sampling_params import Features
 from eagle_kernels.engine.serve.reading import JOINT_TOKENS
 from eagle_kernels.engine.step.runner import StepRunner, bucket_of, buckets
+from eagle_kernels.engine.step.stepper import Stepper
 from eagle_kernels.runtime import launch
 from op_tests.engine.engines import PARAMS, alone, make, mixed_requests, prompt_of
 from op_tests.engine.toys import ToyModel, random_llama
@@ -248,6 +249,24 @@ def test_nothing_compiles_after_warmup(target, draft, speculative, compiled):
             engine.collect()
     assert not compiled
     assert [(set(runner._graphs), set(runner._catch_ups)) for runner in runners] == captured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("phase_times", [True, False])
+def test_an_error_while_a_step_is_captured(target, draft, phase_times, monkeypatch):
+    """In the middle of a phase, whose events the broken graph names; the engine goes on."""
+    engine, run = make(draft, target, phase_times=phase_times), Stepper._run_target
+
+    def fail(*arguments):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("no such thing")
+        return run(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Stepper, "_run_target", fail)
+        with pytest.raises(ModelError, match=r"a step cannot be captured .*no such thing"):
+            engine.generate(prompt_of(1), 9)
+    assert engine.generate(prompt_of(1), 9)[0] == engine.generate(prompt_of(1), 9, speculative=False)[0]
 
 
 @pytest.mark.gpu

@@ -17,9 +17,11 @@ _logger = logging.getLogger(__name__)
 # Tokens of prompts that a step reads beside its own rows. Each of these has graphs of its own; all but the last are for
 # steps whose time is limited.
 JOINT_TOKENS = (64, 192)
-# Up to so many rows, those of prompts included, a step takes little longer than one of few. Beyond, prompts take as
-# long beside it as by themselves, and wait for its own rows as well: so only few of them are then read in steps.
-FREE_ROWS, RUNNING_FOR_UNREAD = 256, 5
+# Steps that read prompts to their end where there is no limit: a few are over before reading by itself is, which takes
+# tens of milliseconds however little it reads.
+FEW_STEPS = 4
+# Up to so many rows, those of prompts included, a step takes little longer than one of few.
+FREE_ROWS = 256
 
 
 class Reading:
@@ -61,15 +63,16 @@ class Reading:
         num_tokens = sum(size for _, size in parts)
         return next(size for size in (0, *self._joint_sizes) if size >= num_tokens)
 
-    def is_in_step(self, num_unread: int, num_running: int, num_rows: int) -> bool:
+    def is_in_step(self, unread: Sequence[Row], num_rows: int) -> bool:
         """Returns whether the next step, of about num_rows rows, should read prompts as well.
 
-        Without a limit of its time, only where those that run gain more than those that are to be read lose: prompts
-        that are read by themselves are there sooner, but all others wait for them.
+        Without a limit of its time: what a few steps can read, and one long prompt, for which all others would wait,
+        where its rows cost little. Several that join are there sooner by themselves; where they join faster than steps
+        can read, they would wait in a queue that never ends.
         """
-        is_free = num_rows + self._joint_sizes[-1] <= FREE_ROWS
-        most_unread = num_running if is_free else num_running // RUNNING_FOR_UNREAD
-        return self.is_joint and (self.pace.is_limited or num_unread <= most_unread)
+        most, num_tokens = self._joint_sizes[-1], sum(len(row.request.prompt) - row.num_read for row in unread)
+        is_cheap = num_tokens <= FEW_STEPS * most or (len(unread) == 1 and num_rows + most <= FREE_ROWS)
+        return self.is_joint and (self.pace.is_limited or is_cheap)
 
     def next_parts(self, unread: Sequence[Row], is_beside: bool, is_in_step: bool) -> list[tuple[Row, int]]:
         """Returns the rows whose prompts are read now, the oldest first, each with the number of its tokens.

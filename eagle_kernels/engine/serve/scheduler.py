@@ -175,9 +175,8 @@ class Scheduler:
             if self._waiting and not any(self._rows):
                 self._fail_first_waiting()
             unread = [row for row in self._rows if row is not None and not row.is_running]
-            num_running = len(self._running)
-            num_rows = num_running * (self.last_runner or self.plan.runners[-1]).stepper.mean_nodes
-            is_in_step = is_beside and self.reading.is_in_step(len(unread), num_running, num_rows)
+            num_rows = len(self._running) * (self.last_runner or self.plan.runners[-1]).stepper.mean_nodes
+            is_in_step = is_beside and self.reading.is_in_step(unread, num_rows)
             parts = self.reading.next_parts(unread, is_beside, is_in_step)
             self._parts = parts if is_in_step else []
             if parts and not is_in_step:
@@ -253,7 +252,8 @@ class Scheduler:
         """Queues a step of these rows, which reads these parts of prompts as well."""
         num_rows, reading = 1 + max(row.index for row in rows), self.reading
         prompt_tokens = reading.joint_size(parts)
-        number = self.plan.choice_beside(prompt_tokens).choose(num_rows) if is_speculating else 0
+        choice = self.plan.choice_beside(prompt_tokens)
+        number = choice.choose(num_rows) if is_speculating else 0
         runner = self.last_runner = self.plan.runners[number]
         is_wanted = runner.stepper.drafter.reader is not None
         if self._num_missed and (is_wanted or self._num_missed == CATCH_UP_EVERY):
@@ -265,6 +265,8 @@ class Scheduler:
         try:
             result, start = self._run(runner, num_rows, features, parts)
         except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError) and choice.give_up(number, num_rows):
+                return self._launch_rows(rows, is_speculating, parts)
             if not parts:
                 raise
             reading.warn(parts, "in a step", error)  # of which nothing is kept; its rows need not be to blame

@@ -49,14 +49,20 @@ def warm_up(
         for features in sorted(mixtures):
             for num_rows in buckets(min(most_rows, scheduler.state.num_rows)):
                 for beside in (None, *scheduler.reading.rows_in_use()):
+                    choice = scheduler.plan.choice_beside(beside.num_tokens if beside else 0)
                     for number, runner in enumerate(scheduler.plan.runners):
+                        if not choice.fits(number, num_rows):
+                            continue
                         try:
                             least_ms = runner.warm_up(num_rows, features, beside)
+                        except torch.OutOfMemoryError:
+                            if not choice.give_up(number, num_rows):
+                                raise
+                            continue
                         except ModelError:
                             if beside is None:
                                 raise
                             scheduler.reading.give_up_steps()  # that read prompts: this target cannot do so
                             break
                         if least_ms is not None:
-                            choice = scheduler.plan.choice_beside(beside.num_tokens if beside else 0)
                             choice.expect(number, num_rows, least_ms)

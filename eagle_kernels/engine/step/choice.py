@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Sequence
+
+_logger = logging.getLogger(__name__)
 
 # A tree is judged after PROBE_STEPS measured steps. A tree that is not in use is measured again for as many steps after
 # PROBE_AFTER others; later if the time lost by measuring would otherwise exceed PROBE_SHARE of the total.
@@ -34,6 +37,14 @@ class Choice:
 
     def expect(self, number: int, num_rows: int, least_ms: float) -> None:
         """Notes what such a step takes at least, as measured without any request."""
+
+    def fits(self, number: int, num_rows: int) -> bool:
+        """Returns False if such a step would need more memory than there is."""
+        return True
+
+    def give_up(self, number: int, num_rows: int) -> bool:
+        """Notes that such a step does not fit; returns whether there are others to choose from."""
+        return False
 
     def beside_prompts(self) -> Choice:
         """Returns the choice for steps that read prompts as well, which take other times for the same tokens."""
@@ -73,10 +84,12 @@ class Fastest(Choice):
         self._expected_ms: dict[tuple[int, int], float] = {}
         self._num_timed, self._num_seen, self._num_unseen = Counter(), Counter(), Counter()
         self._probe: tuple[int, int, int] | None = None  # batch size class, number, steps left
+        # by number: the least class of batch sizes that memory does not suffice for
+        self._too_large: dict[int, int] = {}
 
     def beside_prompts(self) -> Fastest:
         other = Fastest(self._most_tokens, self._most_rows)
-        other._tokens, other._rows_seen = self._tokens, self._rows_seen
+        other._tokens, other._rows_seen, other._too_large = self._tokens, self._rows_seen, self._too_large
         return other
 
     def choose(self, num_rows: int) -> int:
@@ -85,7 +98,7 @@ class Fastest(Choice):
         size = _size_class(num_rows)
         if self._probe is not None and self._probe[0] == size:
             return self._probe[1]
-        numbers = range(self._count)
+        numbers = [number for number in range(self._count) if self.fits(number, num_rows)]
         for number in numbers:
             if self._num_seen[size, number] < PROBE_STEPS and not self._is_hopeless(size, number):
                 if self._may_win(size, number):
@@ -123,6 +136,17 @@ class Fastest(Choice):
 
     def expect(self, number: int, num_rows: int, least_ms: float) -> None:
         self._expected_ms[_size_class(num_rows), number] = least_ms
+
+    def fits(self, number: int, num_rows: int) -> bool:
+        size = _size_class(num_rows)
+        return size < self._too_large.get(number, size + 1)
+
+    def give_up(self, number: int, num_rows: int) -> bool:
+        if number:
+            self._too_large[number], self._probe = _size_class(num_rows), None
+            told = "adaptive='auto' does without tree %d for %d requests and more, which need more memory than is free"
+            _logger.warning("EAGLEInference: " + told, number, num_rows)
+        return number > 0
 
     def _is_hopeless(self, size: int, number: int) -> bool:
         """Returns whether the number lost to a smaller tree in a smaller batch, by its present tokens per step."""

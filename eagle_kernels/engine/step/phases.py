@@ -46,6 +46,8 @@ class PhaseTimer:
     def __init__(self, device: torch.device, is_captured: bool = False, *, is_on: bool = True):
         self._device, self._is_captured, self._is_on = device, is_captured, is_on
         self._intervals: list[tuple[str, Mark, Mark]] = []
+        # of a phase that has begun: a capture that an error breaks must end before the events that it recorded do
+        self._start: Mark | None = None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -53,9 +55,9 @@ class PhaseTimer:
             yield
             return
         shares_event = self._device.type == "cuda" and len(self._intervals) > 0
-        start = self._intervals[-1][2] if shares_event else mark(self._device, self._is_captured)
+        self._start = self._intervals[-1][2] if shares_event else mark(self._device, self._is_captured)
         yield
-        self._intervals.append((name, start, mark(self._device, self._is_captured)))
+        self._intervals.append((name, self._start, mark(self._device, self._is_captured)))
 
     def read_ms(self) -> dict[str, float]:
         """Returns the milliseconds of each phase of the last step, which the device must have finished."""

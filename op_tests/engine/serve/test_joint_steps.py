@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from eagle_kernels.engine.batch.kv_pool import JointAttend, KVPool, PrefillAtten
 from eagle_kernels.engine.models.protocol import KVShape
 from eagle_kernels.engine.serve import pace
 from eagle_kernels.engine.serve.pace import Pace
-from eagle_kernels.engine.serve.reading import JOINT_TOKENS
+from eagle_kernels.engine.serve.reading import FEW_STEPS, JOINT_TOKENS
 from eagle_kernels.engine.step.choice import ByBatchSize, Fastest
 from eagle_kernels.engine.step.prompt_rows import MOST_PARTS
 from op_tests.engine.engines import PARAMS, make, prompt_of
@@ -38,7 +39,7 @@ def joined(monkeypatch):
 @pytest.mark.parametrize("speculative", [True, False])
 def test_prompts_that_join_are_read_in_the_steps_of_others(target, draft, lag, speculative, joined):
     """Requests of all kinds, whose texts and log-probabilities are those of each alone."""
-    engine = make(draft, target, max_batch=8, num_draft_tokens=8)
+    engine = make(draft, target, max_batch=8)
     prompts = [prompt_of(number) * 2 for number in range(7)]
     want = []
     for prompt, params in zip(prompts, PARAMS):
@@ -284,18 +285,22 @@ def test_a_long_prompt_after_reading_several_has_failed(target, draft, lag, monk
 
 
 def test_where_prompts_are_read(target, draft):
-    """In a step as long as rows cost little and as many run as are to be read; in a large one if hardly any are."""
+    """In steps that are few or, of a single prompt, cheap; and always where their time is limited."""
+
+    def unread(*sizes):
+        return [SimpleNamespace(request=SimpleNamespace(prompt=[0] * (size + 5)), num_read=5) for size in sizes]
+
     engine = make(draft, target, max_batch=3)
     engine.generate([1, 2], 2)
-    reading = engine.session.scheduler.reading
-    for unread, running, rows, is_in_step in (
-        (1, 1, 64, True), (2, 1, 64, False), (8, 8, 64, True), (9, 8, 64, False), (1, 1, 65, False),
-        (1, 5, 65, True), (1, 4, 65, False), (12, 64, 256, True), (13, 64, 256, False),
+    reading, few = engine.session.scheduler.reading, FEW_STEPS * JOINT_TOKENS[-1]
+    for sizes, num_rows, is_in_step in (
+        ([few], 10**6, True), ([few - 9, 9], 10**6, True), ([few - 8, 9], 1, False), ([10**6], 64, True),
+        ([10**6], 65, False), ([10**6, 1], 64, False),
     ):  # fmt: skip
-        assert reading.is_in_step(unread, running, rows) == is_in_step, (unread, running, rows)
+        assert reading.is_in_step(unread(*sizes), num_rows) == is_in_step, (sizes, num_rows)
     limited = make(draft, target, max_batch=3, max_step_ms=9.0)
     limited.generate([1, 2], 2)
-    assert limited.session.scheduler.reading.is_in_step(3, 1, 10**6)
+    assert limited.session.scheduler.reading.is_in_step(unread(10**6, 10**6), 10**6)
 
 
 def test_a_limit_after_steps_have_given_up_reading(target, draft, monkeypatch):
