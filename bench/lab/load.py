@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from eagle_kernels import EAGLEInference
@@ -27,13 +27,24 @@ from .records import PLAIN, newest_steps
 
 PAGE = Path(__file__).with_name("LOAD.md")
 GPU = results.DIRECTORY / "NVIDIA_H100_80GB_HBM3"
-BUDGETS = GPU / "raw" / "budgets.jsonl"
+BUDGETS, ACCEPTED = GPU / "raw" / "budgets.jsonl", GPU / "raw" / "accepted.jsonl"
 # rows that a step verifies for a request
 ROWS = {"plain": 1, "naive_eagle": 2, "chain 3": 4, "tree 8/5/64": 64}
 # steps after which a choice has settled
 SETTLED = 400
 # temperature, (topk, num_steps, num_draft_tokens), mean_draft_tokens
 SHARED = [(heat, *each) for heat in (0.0, 0.8) for each in (((4, 4, 16), 4), ((4, 4, 32), 8), ((8, 5, 64), 16))]
+# (topk, num_steps, num_draft_tokens, mean_draft_tokens) of steps that are weighed against each other
+WEIGHED = (
+    (1, 1, 2, None),
+    (1, 3, 4, None),
+    (1, 5, 6, 4),
+    (4, 3, 8, None),
+    (8, 5, 32, 8),
+    (4, 4, 16, None),
+    (8, 5, 64, 16),
+    (8, 5, 64, None),
+)
 NUM_PROMPTS, NEW_TOKENS = 16, 96
 Steps = Mapping[str, Mapping[int, Mapping]]
 
@@ -46,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
     if options.measure:
-        BUDGETS.write_text("".join(json.dumps(line) + "\n" for line in shared_budgets()), encoding="utf-8")
+        for file, measured in ((BUDGETS, shared_budgets), (ACCEPTED, accepted_tokens)):
+            file.write_text("".join(json.dumps(line) + "\n" for line in measured()), encoding="utf-8")
     steps = measured_steps(read_lines(GPU / "generation.jsonl"))
     parts = {
         "steps": step_table(steps),
@@ -54,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "choice": choice_table(steps),
         "joint": joint_table(read_lines(GPU / "raw" / "joint_a8aa43d.jsonl")),
         "budgets": budget_table(read_lines(BUDGETS)),
+        "worth": worth_table(read_lines(GPU / "raw" / "tree_steps.jsonl"), read_lines(ACCEPTED)),
         "load": load_table(read_lines(GPU / "load.jsonl")),
     }
     if not options.check:
@@ -138,6 +151,23 @@ def budget_table(lines: Sequence[Mapping]) -> str:
     return markdown(table)
 
 
+def worth_table(times: Sequence[Mapping], accepted: Sequence[Mapping]) -> str:
+    """Returns the tokens a second beside plain decoding: of steps as measured, and tokens as the pair accepts them."""
+    tokens = {tuple(line["tree"]): line["tokens"] for line in accepted}
+    steps_ms: dict[int, dict[tuple | None, float]] = {}
+    for line in times:
+        steps_ms.setdefault(line["batch"], {})[line["tree"] and tuple(line["tree"])] = line["graph_ms"]
+    table = [["requests", *map(_name, WEIGHED)]]
+    for size, ms in steps_ms.items():
+        table.append([str(size), *(f"{tokens[tree] * ms[None] / ms[tree]:.2f}" for tree in WEIGHED)])
+    return markdown(table)
+
+
+def _name(tree: Sequence[int | None]) -> str:
+    *sizes, most, mean = tree
+    return "/".join(map(str, (*sizes, most))) + ("" if mean is None else f", {mean} rows")
+
+
 def load_table(lines: Sequence[Mapping]) -> str:
     """Returns the newest lines of the mixed load."""
     newest = {(line["case"], line["provider"]): line for line in lines if line["shape"] == "llama-3.1-8b"}
@@ -148,21 +178,35 @@ def load_table(lines: Sequence[Mapping]) -> str:
     return markdown(table)
 
 
-def shared_budgets(num_prompts: int = NUM_PROMPTS, new_tokens: int = NEW_TOKENS) -> list[dict]:
+def shared_budgets(**sizes: int) -> list[dict]:
     """Measures the tokens of a step of the embedded pair, with as many nodes for each request and with shared ones."""
+    count, lines = counter(**sizes), []
+    for temperature, (topk, num_steps, most), mean in SHARED:
+        each, shared = (count((topk, num_steps, *nodes), temperature) for nodes in ((mean, None), (most, mean)))
+        lines.append({"temperature": temperature, "mean": mean, "most": most, "each": each, "shared": shared})
+    return lines
+
+
+def accepted_tokens(**sizes: int) -> list[dict]:
+    """Measures the tokens of each kind of step that is weighed, of the embedded pair at temperature 0.8."""
+    count = counter(**sizes)
+    return [{"tree": tree, "tokens": count(tree, 0.8)} for tree in WEIGHED]
+
+
+def counter(num_prompts: int = NUM_PROMPTS, new_tokens: int = NEW_TOKENS) -> Callable[[tuple, float], float]:
+    """Returns a function of a tree with its mean and of a temperature, which gives the tokens of a step."""
     target, draft = demo_pair()
     texts = json.loads((target.parent / "prompts.json").read_text(encoding="utf-8"))[:num_prompts]
     engine = EAGLEInference.from_pretrained(draft, target, device="cpu")
-    prompts, lines = [list(text.encode()) for text in texts], []
-    for temperature, (topk, num_steps, most), mean in SHARED:
-        tokens = {}
-        for name, nodes, shared in (("each", mean, None), ("shared", most, mean)):
-            tree = {"topk": topk, "num_steps": num_steps, "num_draft_tokens": nodes, "mean_draft_tokens": shared}
-            wanted = {"temperature": temperature, "seeds": list(range(len(prompts))), "max_batch": len(prompts)}
-            stats = engine.generate(prompts, new_tokens, **tree, **wanted).stats
-            tokens[name] = round(1 + stats.accepted / stats.steps, 4)
-        lines.append({"temperature": temperature, "mean": mean, "most": most} | tokens)
-    return lines
+    prompts = [list(text.encode()) for text in texts]
+
+    def count(tree: tuple, temperature: float) -> float:
+        fields = dict(zip(("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens"), tree))
+        wanted = {"temperature": temperature, "seeds": list(range(len(prompts))), "max_batch": len(prompts)}
+        stats = engine.generate(prompts, new_tokens, **fields, **wanted).stats
+        return round(1 + stats.accepted / stats.steps, 4)
+
+    return count
 
 
 @in_style

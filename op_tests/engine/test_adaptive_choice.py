@@ -104,21 +104,22 @@ def test_drafts_that_no_longer_pay_are_given_up(target, text):
 
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_a_tree_that_memory_does_not_hold_is_given_up(target, text, is_warm, monkeypatch, caplog):
-    """Nobody's text suffers, and batches that are smaller keep it."""
-    engine, step = make(target, text, True), StepRunner._step
+    """Nobody's text suffers, it is not tried again, and batches that are smaller keep it."""
+    engine, step, tried = make(target, text, True), StepRunner._step, []
 
     def short_of_memory(runner, kind, *arguments):
         if kind.num_rows > 1 and runner.stepper.mean_nodes in (8, 16):
+            tried.append((runner.stepper.mean_nodes, kind.num_rows))
             raise torch.OutOfMemoryError("CUDA out of memory")
         return step(runner, kind, *arguments)
 
     monkeypatch.setattr(StepRunner, "_step", short_of_memory)
     if is_warm:
         engine.warmup(SamplingParams())
-    seen = settle(engine, text, 3, planted_ms)
-    assert seen[4] >= 0.8 * seen.total(), seen
+    assert settle(engine, text, 3, planted_ms)[4] > 0
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == len(set(told)) and any("does without tree 3 for " in line for line in told)
+    assert tried and len(tried) == len(set(tried)) == len(told)
+    assert any("does without tree 3 for " in line for line in told)
     assert settle(engine, text, 1, planted_ms)[8] > 0
 
 

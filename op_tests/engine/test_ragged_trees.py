@@ -205,4 +205,4 @@ def test_a_choice_does_without_rows_that_a_target_does_not_take():
     engine = EAGLEInference(ToyModel(seed=1), target, config)
     assert engine.generate([1, 2, 3], 9)[0] == engine.generate([1, 2, 3], 9, speculative=False)[0]
     engine.warmup(most_requests=1)
-    assert [runner.stepper.mean_nodes for runner in engine.session.scheduler.plan.runners] == [1, 2, 4, 12]
+    assert [runner.stepper.mean_nodes for runner in engine.session.scheduler.plan.runners] == [1, 2, 4, 8, 12]

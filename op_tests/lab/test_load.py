@@ -59,6 +59,21 @@ def test_shared_budgets_are_measured(monkeypatch):
     assert 1 < measured["each"] < 5 and 1 < measured["shared"] < 5
 
 
+def test_what_accepted_tokens_are_worth(monkeypatch):
+    monkeypatch.setattr(load, "WEIGHED", ((1, 3, 4, None), (8, 5, 64, 16)))
+    measured = load.accepted_tokens(num_prompts=2, new_tokens=24)
+    assert [line["tree"] for line in measured] == [*load.WEIGHED] and all(1 < line["tokens"] < 6 for line in measured)
+    accepted = [{"tree": list(tree), "tokens": tokens} for tree, tokens in zip(load.WEIGHED, (2.5, 4.0))]
+    times = [
+        {"batch": size, "tree": tree, "graph_ms": ms}
+        for size, all_ms in ((1, (5.0, 6.25, 8.0)), (64, (7.0, 10.0, 28.0)))
+        for tree, ms in zip((None, *map(list, load.WEIGHED)), all_ms)
+    ]
+    table = load.worth_table(times, accepted).splitlines()
+    assert table[0] == "| requests | 1/3/4 | 8/5/64, 16 rows |"
+    assert table[-2:] == ["| 1 | 2.00 | 2.50 |", "| 64 | 1.75 | 1.00 |"]
+
+
 def test_pictures(steps):
     pytest.importorskip("matplotlib")
     (axes,) = load.step_picture(steps).axes

@@ -18,9 +18,10 @@ from .drafting_options import DraftingOptions
 from .speculative_config import check_fields_are_read, read_speculative_config
 
 _PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
-# What adaptive="auto" tries beside the configuration's own tree: (topk, num_steps, num_draft_tokens) of chains, and
-# mean_draft_tokens of trees like it that share their rows; where drafts cannot be compared, smaller trees.
-_CHAINS, _MEANS, _SMALLER_TREES = ((1, 1, 2), (1, 3, 4)), (8, 16), ((4, 3, 8), (4, 4, 16))
+# What adaptive="auto" tries beside its own tree: (topk, num_steps, num_draft_tokens) of smaller ones or, where requests
+# can share rows, mean_draft_tokens of a chain with as many levels, and of the tree itself.
+_SMALLER_TREES = ((1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16))
+_CHAIN_MEAN, _TREE_MEANS = 4, (8, 16)
 # the fields that ask for a tree
 _TREE_FIELDS = ("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens", "num_model_steps", "adaptive")
 # the fields that turn accept_policy="simulate" on
@@ -63,11 +64,13 @@ class EAGLEConfig(DraftingOptions):
             draft is never used, and its maximum length does not limit requests.
         adaptive: Chooses the tree by the number of requests. ((8, (8, 5, 64)), (32, (1, 3, 4)), (64, None)) has trees
             of (topk, num_steps, num_draft_tokens) for up to 8 and up to 32 requests; None in the place of a tree
-            decodes plainly, as does a batch beyond the last entry. "auto" measures plain decoding, chains, this tree,
-            and as many of its nodes as make 8 and 16 rows of a request in the mean (`mean_draft_tokens`; smaller trees
-            where that must be None), and takes the one with the most tokens a second. None: always this tree; but
-            "auto" on a GPU if neither this nor topk, num_steps, num_draft_tokens or mean_draft_tokens is given, a model
-            drafts, and `keeps_text` says that no text depends on the choice.
+            decodes plainly, as does a batch beyond the last entry. "auto" measures plain decoding, one draft, a chain
+            that has 4 rows of a request in the mean (`mean_draft_tokens`), and this tree with 8, 16 and all of its
+            rows, and takes the one with the most tokens a second; smaller trees where mean_draft_tokens must be None,
+            and for targets without `last_rows`. None: always this tree; but "auto" on a GPU for the default tree
+            (topk, num_steps, num_draft_tokens and mean_draft_tokens as they are) if a model drafts, verify_strategy is
+            "target_match" or "greedy" and accept_policy "normal", so that text does not depend on the choice, but for
+            ties within rounding in fp16 and bf16.
         deterministic: Whether the bits of a step's logits depend on a request's prompt, output and prefill_chunk alone,
             whatever drafts and other requests are computed beside it. Then speculative text is plain decoding's, bit
             for bit, in fp16 and bf16, too: without it, two tokens that are equally likely within rounding may be
@@ -152,7 +155,7 @@ class EAGLEConfig(DraftingOptions):
         self._check_mask()
         self._check_adaptive()
         self._check_accept_policy()
-        for tree in self._tree_sizes if self.adaptive is not None else ():
+        for tree in self._tree_sizes() if self.adaptive is not None else ():
             self._with_tree(tree)  # which checks it
         is_plain = self.verify_strategy in ("target_match", "greedy")
         rule = f"be False with verify_strategy={self.verify_strategy!r}, whose text is not plain decoding's"
@@ -205,29 +208,38 @@ class EAGLEConfig(DraftingOptions):
     def trees(self) -> tuple[tuple[int | None, EAGLEConfig | None], ...]:
         """The choices of a step: (most requests, configuration with one tree). The number is None for any number of
         requests, and the configuration is None for plain decoding."""
-        if self.adaptive is None:
-            return ((self.max_spec_batch, self._with_tree(*self._tree_sizes)),)
-        if self.adaptive == "auto":
-            return tuple((None, self._with_tree(tree)) for tree in self._tree_sizes)
+        return self.trees_for(takes_rows=True)
+
+    def trees_for(self, takes_rows: bool) -> tuple[tuple[int | None, EAGLEConfig | None], ...]:
+        """Returns `trees`; of an automatic choice, if not takes_rows, those that targets without `last_rows` verify."""
+        if self.adaptive is None or self.adaptive == "auto":
+            most = self.max_spec_batch if self.adaptive is None else None
+            return tuple((most, self._with_tree(tree)) for tree in self._tree_sizes(takes_rows))
         return tuple((most, None if tree is None else self._with_tree(tree)) for most, tree in self.adaptive)
 
-    @property
-    def _tree_sizes(self) -> list[tuple[int | None, ...]]:
-        """(topk, num_steps, num_draft_tokens) of each tree that steps choose from, and mean_draft_tokens of some."""
+    def _tree_sizes(self, takes_rows: bool = True) -> list[tuple[int | None, ...]]:
+        """Returns (topk, num_steps, num_draft_tokens) of each tree of a choice, and mean_draft_tokens of some."""
         own = (self.topk, self.num_steps, self.num_verify_tokens)
         if self.adaptive is None:
             return [own]
         if self.adaptive != "auto":
             return [tree for _, tree in self.adaptive if tree is not None]
-        levels = self.num_model_steps if "hybrid" in self.methods else 0  # the model has a part in each tree
-        may_share = self._has_probs and self.verify_strategy != "rejection" and self._is_packed
-        smaller = [
-            (topk, num_steps, num_nodes)
-            for topk, num_steps, num_nodes in (*_CHAINS, *(() if may_share else _SMALLER_TREES))
-            if levels < num_steps <= self.num_steps and 1 + topk * levels < num_nodes < self.num_verify_tokens
-        ]
         most = min(self.mean_draft_tokens or self.num_verify_tokens, self.num_verify_tokens)
-        return [*smaller, *((*own, mean) for mean in _MEANS if may_share and mean < most), own]
+        smaller: list[tuple[int, ...]] = [*_SMALLER_TREES]
+        if takes_rows and self._has_probs and self.verify_strategy != "rejection" and self._is_packed:
+            chain = (1, self.num_steps, self.num_steps + 1)
+            smaller[1:] = [(*chain, _CHAIN_MEAN) if self.num_steps > 3 else (1, 3, 4)]
+            smaller += [(*own, mean) for mean in _TREE_MEANS]
+        levels = self.num_model_steps if "hybrid" in self.methods else 0  # the model has a part in each tree
+        return [
+            tree for tree in smaller if levels < tree[1] <= self.num_steps and 1 + tree[0] * levels < tree[-1] < most
+        ] + [own]
+
+    @property
+    def most_beams(self) -> int:
+        """The most nodes of a level that have children, whichever tree a step has, and whatever the target takes."""
+        sizes = (*self._tree_sizes(takes_rows=True), *self._tree_sizes(takes_rows=False))
+        return max((topk for topk, *_ in sizes), default=self.topk)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -271,7 +283,10 @@ class EAGLEConfig(DraftingOptions):
         if self.simulated_accept_length is not None:
             policy["simulated_accept_length"] = min(self.simulated_accept_length, made.most_accepted + 1)
         if self.simulated_accept_lengths is not None:
-            mean, most = dict(self.simulated_accept_lengths)[tree], made.most_accepted + 1
+            lengths, most = dict(self.simulated_accept_lengths), made.most_accepted + 1
+            rule = f"have a number for the tree {tree}, which is tried with a target without last_rows"
+            self._require(tree in lengths, "simulated_accept_lengths", rule)
+            mean = lengths[tree]
             self._require(mean <= most, "simulated_accept_lengths", f"be at most {most} for the tree {tree}")
             policy["simulated_accept_length"] = mean
         if self.simulated_accept_rates is not None:
@@ -329,7 +344,7 @@ class EAGLEConfig(DraftingOptions):
         is_table = is_table and all(_is_tree(tree, 4) and is_number(mean) and mean >= 1 for tree, mean in lengths)
         self._require(is_table and len(dict(lengths)) == len(lengths), name, rule)
         self._require(self.adaptive is not None, name, "come with adaptive; without it give simulated_accept_length")
-        wanted, given = set(self._tree_sizes), set(dict(lengths))
+        wanted, given = set(self._tree_sizes()), set(dict(lengths))
         missing, unknown = (", ".join(map(str, sorted(trees, key=str))) for trees in (wanted - given, given - wanted))
         self._require(not missing, name, f"have a number for each tree of adaptive, also for {missing}")
         self._require(not unknown, name, f"name trees of adaptive alone, not {unknown}")

@@ -34,7 +34,7 @@ def make_reader(config: EAGLEConfig, model: DraftModel | None) -> Reader | None:
     num_levels, num_steps = max(tree.num_model_levels for tree in trees), max(tree.num_steps for tree in trees)
     if getattr(model, "num_modules", 1) > 1 and num_levels > 1:
         return ModuleReader(model, num_levels, num_steps)
-    return ModelReader(model, num_levels, max(tree.topk for tree in trees), num_steps)
+    return ModelReader(model, num_levels, config.most_beams, num_steps)
 
 
 def make_drafter(config: EAGLEConfig, reader: Reader | None, device: torch.device) -> Drafter:

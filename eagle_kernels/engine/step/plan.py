@@ -66,10 +66,7 @@ def plan_steps(
     suffix_cache  None: no method of the configuration needs one
     on_tree       see `Stepper`
     """
-    trees = config.trees if speculative and config.may_speculate else ()
-    # an automatic choice has trees that share rows where the target can read them; what the caller wants, it must read
-    given = (None, config.mean_draft_tokens)
-    trees = [each for each in trees if each[1] is None or takes_rows(target) or each[1].mean_draft_tokens in given]
+    trees = config.trees_for(takes_rows(target)) if speculative and config.may_speculate else ()
     reader = make_reader(config, draft) if trees else None
     drafters = [None if tree is None else make_drafter(tree, reader, target.device) for _, tree in trees]
     keeps_history = any(drafter.reads_history for drafter in drafters if drafter is not None)

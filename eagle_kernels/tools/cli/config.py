@@ -43,7 +43,9 @@ def add_config_arguments(command: argparse.ArgumentParser) -> None:
         help="for simulate, instead: shares of steps that accept at least 1,2,... drafts",
     )
     command.add_argument(
-        "--adaptive", action="store_true", help="measure some trees and use the fastest (default: off)"
+        "--adaptive",
+        action="store_true",
+        help="measure some trees and use the fastest (default: on a GPU if the tree is the default one)",
     )
     command.add_argument(
         "--max-batch",
