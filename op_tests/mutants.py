@@ -313,6 +313,17 @@ MUTANTS = [
         ["op_tests/engine/serve/test_joint_steps.py::test_prompts_that_join_are_read_in_the_steps_of_others"], "engine",
     ),
     Mutant(
+        "a queue of prompts that never ends", "plan",
+        [(ENGINE + "serve/reading.py", "len(unread) == 1 and num_rows", "len(unread) >= 1 and num_rows")],
+        ["op_tests/engine/serve/test_joint_steps.py::test_where_prompts_are_read"], "engine",
+    ),
+    Mutant(
+        "tiles of the request before", "prefill_attention",
+        [("eagle_kernels/ops/attention/prefill_attention.py", "(is_live & (stops <= number))",
+          "(is_live & (stops < number))")],
+        ["op_tests/ops/attention/test_prefill_attention.py::test_many_requests"], "kernel",
+    ),
+    Mutant(
         "a stale cost table", "plan",
         [(ENGINE + "step/choice.py", "other._tokens, other._rows_seen = self._tokens, self._rows_seen",
           "other._tokens, other._rows_seen, other._step_ms = self._tokens, self._rows_seen, self._step_ms")],

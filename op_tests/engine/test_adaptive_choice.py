@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 
 import pytest
@@ -104,12 +105,15 @@ def test_drafts_that_no_longer_pay_are_given_up(target, text):
 
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_a_tree_that_memory_does_not_hold_is_given_up(target, text, is_warm, monkeypatch, caplog):
-    """Nobody's text suffers, it is not tried again, and batches that are smaller keep it."""
-    engine, step, tried = make(target, text, True), StepRunner._step, []
+    """Nobody's text suffers, it is not tried again, and batches that are smaller keep it. What it held is free then."""
+    engine, step, tried, held = make(target, text, True), StepRunner._step, [], []
 
     def short_of_memory(runner, kind, *arguments):
+        assert all(tensor() is None for tensor in held)
         if kind.num_rows > 1 and runner.stepper.mean_nodes in (8, 16):
             tried.append((runner.stepper.mean_nodes, kind.num_rows))
+            logits = torch.zeros(1)
+            held.append(weakref.ref(logits))
             raise torch.OutOfMemoryError("CUDA out of memory")
         return step(runner, kind, *arguments)
 
@@ -118,8 +122,9 @@ def test_a_tree_that_memory_does_not_hold_is_given_up(target, text, is_warm, mon
         engine.warmup(SamplingParams())
     assert settle(engine, text, 3, planted_ms)[4] > 0
     told = [record.getMessage() for record in caplog.records]
-    assert tried and len(tried) == len(set(tried)) == len(told)
-    assert any("does without tree 3 for " in line for line in told)
+    # a step that reads prompts as well is another one
+    assert set(count for count in Counter(tried).values()) == {1 + is_warm} and len(told) == len(tried)
+    assert any("does without the tree (4, 4, 16, 8) from " in line for line in told)
     assert settle(engine, text, 1, planted_ms)[8] > 0
 
 

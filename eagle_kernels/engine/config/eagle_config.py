@@ -57,9 +57,9 @@ class EAGLEConfig(DraftingOptions):
         prefill_chunk: Most prompt tokens that are read in a step or between two.
         max_step_ms: The milliseconds that running requests should wait for their next step, at most, while prompts of
             others are read: a step reads as many prompt tokens beside its own rows as the times measured so far allow,
-            64 or 192. None: 192, but whole prompts by themselves while more requests join than run, or, where a step
-            has more than 64 rows, more than a fifth as many. Targets without `last_rows` read prompts between steps,
-            under a limit 64 tokens or more at a time.
+            64 or 192. None: 192 in steps that are few, four at most, or of which one long prompt makes at most 256 rows
+            each; otherwise whole prompts by themselves. Targets without `last_rows` read prompts between steps, under a
+            limit 64 tokens or more at a time.
         max_spec_batch: Most requests that step with drafts; a larger batch decodes plainly. None: any number. 0: the
             draft is never used, and its maximum length does not limit requests.
         adaptive: Chooses the tree by the number of requests. ((8, (8, 5, 64)), (32, (1, 3, 4)), (64, None)) has trees
@@ -67,10 +67,11 @@ class EAGLEConfig(DraftingOptions):
             decodes plainly, as does a batch beyond the last entry. "auto" measures plain decoding, one draft, a chain
             that has 4 rows of a request in the mean (`mean_draft_tokens`), and this tree with 8, 16 and all of its
             rows, and takes the one with the most tokens a second; smaller trees where mean_draft_tokens must be None,
-            and for targets without `last_rows`. None: always this tree; but "auto" on a GPU for the default tree
-            (topk, num_steps, num_draft_tokens and mean_draft_tokens as they are) if a model drafts, verify_strategy is
-            "target_match" or "greedy" and accept_policy "normal", so that text does not depend on the choice, but for
-            ties within rounding in fp16 and bf16.
+            and for targets without `last_rows`. A tree for which memory does not suffice is given up, with a warning.
+            None: always this tree; but "auto" on a GPU while topk, num_steps, num_draft_tokens, mean_draft_tokens and
+            num_model_steps equal their defaults (num_draft_tokens=32 keeps the default tree), if a model drafts,
+            verify_strategy is "target_match" or "greedy", and accept_policy "normal", so that text does not depend on
+            the choice, but for ties within rounding in fp16 and bf16.
         deterministic: Whether the bits of a step's logits depend on a request's prompt, output and prefill_chunk alone,
             whatever drafts and other requests are computed beside it. Then speculative text is plain decoding's, bit
             for bit, in fp16 and bf16, too: without it, two tokens that are equally likely within rounding may be

@@ -17,8 +17,7 @@ _logger = logging.getLogger(__name__)
 # Tokens of prompts that a step reads beside its own rows. Each of these has graphs of its own; all but the last are for
 # steps whose time is limited.
 JOINT_TOKENS = (64, 192)
-# Steps that read prompts to their end where there is no limit: a few are over before reading by itself is, which takes
-# tens of milliseconds however little it reads.
+# So many steps end before a pass by itself would, which takes tens of milliseconds however short the prompts are.
 FEW_STEPS = 4
 # Up to so many rows, those of prompts included, a step takes little longer than one of few.
 FREE_ROWS = 256
@@ -70,8 +69,9 @@ class Reading:
         where its rows cost little. Several that join are there sooner by themselves; where they join faster than steps
         can read, they would wait in a queue that never ends.
         """
-        most, num_tokens = self._joint_sizes[-1], sum(len(row.request.prompt) - row.num_read for row in unread)
-        is_cheap = num_tokens <= FEW_STEPS * most or (len(unread) == 1 and num_rows + most <= FREE_ROWS)
+        size, num_tokens = self._joint_sizes[-1], sum(len(row.request.prompt) - row.num_read for row in unread)
+        is_cheap = num_tokens <= FEW_STEPS * min(size, self._prefill_chunk) and len(unread) <= FEW_STEPS * MOST_PARTS
+        is_cheap |= len(unread) == 1 and num_rows + size <= FREE_ROWS
         return self.is_joint and (self.pace.is_limited or is_cheap)
 
     def next_parts(self, unread: Sequence[Row], is_beside: bool, is_in_step: bool) -> list[tuple[Row, int]]:

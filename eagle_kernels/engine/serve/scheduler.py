@@ -88,7 +88,7 @@ class Scheduler:
 
     def use(self, plan: StepPlan, max_step_ms: float | None = None) -> None:
         """Switches to the steps of `plan` and to a limit of their time, while there is no work."""
-        self.plan, self.max_step_ms, self._num_missed = plan, max_step_ms, 0
+        self.plan, self.max_step_ms, self._num_missed, self.last_runner = plan, max_step_ms, 0, None
         self.reading = Reading(plan, self.state, self._prefill_chunk, max_step_ms, self._prompt_rows)
 
     def _pages_for(self, request: Request) -> int:
@@ -252,8 +252,7 @@ class Scheduler:
         """Queues a step of these rows, which reads these parts of prompts as well."""
         num_rows, reading = 1 + max(row.index for row in rows), self.reading
         prompt_tokens = reading.joint_size(parts)
-        choice = self.plan.choice_beside(prompt_tokens)
-        number = choice.choose(num_rows) if is_speculating else 0
+        number = self.plan.choice_beside(prompt_tokens).choose(num_rows) if is_speculating else 0
         runner = self.last_runner = self.plan.runners[number]
         is_wanted = runner.stepper.drafter.reader is not None
         if self._num_missed and (is_wanted or self._num_missed == CATCH_UP_EVERY):
@@ -262,26 +261,30 @@ class Scheduler:
         features = Features.of([row.request.params for row in rows])
         if self.plan.feed is not None:
             self.plan.feed.send([(row.index, row.request) for row in rows])
+        is_given_up, has_failed = False, False
         try:
             result, start = self._run(runner, num_rows, features, parts)
         except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError) and choice.give_up(number, num_rows):
-                return self._launch_rows(rows, is_speculating, parts)
-            if not parts:
+            if isinstance(error, torch.OutOfMemoryError):
+                is_given_up = self.plan.give_up(prompt_tokens, number, num_rows)
+            if not parts and not is_given_up:
                 raise
-            reading.warn(parts, "in a step", error)  # of which nothing is kept; its rows need not be to blame
-            result, start = self._run(runner, num_rows, features, [])
-            prompt_tokens = 0
+            if not is_given_up:
+                reading.warn(parts, "in a step", error)
+            has_failed = True
+        if has_failed:  # of which nothing is kept; only here the error holds no memory any more
+            self._launch_rows(rows, is_speculating, parts if is_given_up else [])
+            if not is_given_up:  # the prompts, or all of them together, may be to blame
+                reading.note_failure([self._read_alone(part) for part in parts], in_a_step=True)
+            return
         self._push(Launch(result, [(row.index, row) for row in rows], number, start, prompt_tokens))
         self._num_missed += runner.stepper.resting is not None
         self.num_steps += 1
         self.num_cold_steps += start is None
-        if prompt_tokens:
+        if parts:
             with self._failing_alone(*(row for row, _ in parts)):  # the step is done, whatever becomes of the prompts
                 num_read = [self._take_part(*part) for part in reading.outputs(parts)]
                 reading.end(start, sum(num_read), is_joint=True)
-        elif parts:
-            reading.note_failure([self._read_alone(part) for part in parts], in_a_step=True)
 
     def _run(
         self, runner: StepRunner, num_rows: int, features: Features, parts: list[tuple[Row, int]]

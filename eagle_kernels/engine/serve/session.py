@@ -162,7 +162,8 @@ class Session:
 
     def scheduler_for(self, config: EAGLEConfig, speculative: bool) -> Scheduler:
         """Returns the scheduler of the batch, which uses this configuration from now on."""
-        config = config.on(self.device)
+        if self._on_tree is None:  # who looks at trees looks at those of the configuration
+            config = config.on(self.device)
         if speculative:
             check_trees(config, self.draft)
         draft = self._pooled_draft(config)

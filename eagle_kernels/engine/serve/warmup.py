@@ -46,23 +46,23 @@ def warm_up(
         features = Features.of([wanted])
         mixtures |= {features} | {Features(*map(max, zip(features, mixture))) for mixture in mixtures}
     with torch.inference_mode(), few_threads(session.target):
-        for features in sorted(mixtures):
-            for num_rows in buckets(min(most_rows, scheduler.state.num_rows)):
-                for beside in (None, *scheduler.reading.rows_in_use()):
-                    choice = scheduler.plan.choice_beside(beside.num_tokens if beside else 0)
-                    for number, runner in enumerate(scheduler.plan.runners):
+        for number, runner in enumerate(scheduler.plan.runners):  # plain steps first, which must fit
+            for features in sorted(mixtures):
+                for num_rows in buckets(min(most_rows, scheduler.state.num_rows)):
+                    for beside in (None, *scheduler.reading.rows_in_use()):
+                        prompt_tokens = 0 if beside is None else beside.num_tokens
+                        choice = scheduler.plan.choice_beside(prompt_tokens)
                         if not choice.fits(number, num_rows):
                             continue
                         try:
                             least_ms = runner.warm_up(num_rows, features, beside)
-                        except torch.OutOfMemoryError:
-                            if not choice.give_up(number, num_rows):
-                                raise
-                            continue
-                        except ModelError:
+                        except (ModelError, torch.OutOfMemoryError) as error:
+                            is_short = isinstance(error, torch.OutOfMemoryError)
+                            if is_short and scheduler.plan.give_up(prompt_tokens, number, num_rows):
+                                continue
                             if beside is None:
                                 raise
-                            scheduler.reading.give_up_steps()  # that read prompts: this target cannot do so
+                            scheduler.reading.give_up_steps()  # that read prompts: they are not possible here
                             break
                         if least_ms is not None:
                             choice.expect(number, num_rows, least_ms)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import Counter
 from collections.abc import Sequence
-
-_logger = logging.getLogger(__name__)
 
 # A tree is judged after PROBE_STEPS measured steps. A tree that is not in use is measured again for as many steps after
 # PROBE_AFTER others; later if the time lost by measuring would otherwise exceed PROBE_SHARE of the total.
@@ -69,7 +66,7 @@ class Fastest(Choice):
     as rare as its times in smaller batches suggest: larger batches may differ. What would lose with every draft
     accepted has a step now and then, since texts grow and shrink, and times with them. Larger numbers are larger trees.
 
-    most_tokens  of each number: the tokens of a step, at most
+    most_tokens  of each number: the tokens that a step brings a request in the mean, at most
     most_rows    larger batches are decoded plainly; None: there is no limit
     """
 
@@ -89,7 +86,7 @@ class Fastest(Choice):
 
     def beside_prompts(self) -> Fastest:
         other = Fastest(self._most_tokens, self._most_rows)
-        other._tokens, other._rows_seen, other._too_large = self._tokens, self._rows_seen, self._too_large
+        other._tokens, other._rows_seen = self._tokens, self._rows_seen
         return other
 
     def choose(self, num_rows: int) -> int:
@@ -143,9 +140,8 @@ class Fastest(Choice):
 
     def give_up(self, number: int, num_rows: int) -> bool:
         if number:
-            self._too_large[number], self._probe = _size_class(num_rows), None
-            told = "adaptive='auto' does without tree %d for %d requests and more, which need more memory than is free"
-            _logger.warning("EAGLEInference: " + told, number, num_rows)
+            size = _size_class(num_rows)
+            self._too_large[number], self._probe = min(size, self._too_large.get(number, size)), None
         return number > 0
 
     def _is_hopeless(self, size: int, number: int) -> bool:

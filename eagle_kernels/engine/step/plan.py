@@ -44,6 +44,17 @@ class StepPlan(NamedTuple):
             self.choices[prompt_tokens] = self.choices[0].beside_prompts()
         return self.choices[prompt_tokens]
 
+    def give_up(self, prompt_tokens: int, number: int, num_rows: int) -> bool:
+        """Lets a choice do without a step for which memory does not suffice; returns whether it has others."""
+        has_others = self.choice_beside(prompt_tokens).give_up(number, num_rows)
+        if has_others:
+            config = self.runners[number].stepper.config
+            tree = config.topk, config.num_steps, config.num_verify_tokens, config.mean_draft_tokens
+            beside = f" beside {prompt_tokens} tokens of prompts" if prompt_tokens else ""
+            told = "adaptive='auto' does without the tree %s from %d requests on%s: memory does not suffice for it"
+            _logger.warning("EAGLEInference: " + told, tree, num_rows, beside)
+        return has_others
+
     @property
     def overshoot(self) -> int:
         """Returns the slots that a request may need past its last token, whichever of the steps it takes."""
@@ -84,7 +95,8 @@ def plan_steps(
     for drafter in suffix_drafters:
         drafter.feed = feed
     is_automatic = bool(trees) and config.adaptive == "auto"
-    most_tokens = [stepper.num_steps + 1 for stepper in steppers]
+    # in the mean: a node more is what a token more takes
+    most_tokens = [min(stepper.num_steps + 1, stepper.mean_nodes) for stepper in steppers]
     choice = Fastest(most_tokens, config.max_spec_batch) if is_automatic else ByBatchSize(tuple(table))
     return StepPlan(tuple(_runner(stepper, state) for stepper in steppers), {0: choice}, feed, config.methods)
 

@@ -53,7 +53,7 @@ def _method(engine: EAGLEInference) -> str | tuple[str, ...]:
 
 def _conditions(engine: EAGLEInference) -> dict:
     """Returns the conditions of the measurement."""
-    config = engine.config
+    config = engine.config.on(engine.device)
     names = ("topk", "num_steps", "adaptive", "verify_strategy", "accept_policy", "temperature", "top_k", "top_p",
              "min_p", "page_size", "cuda_graph")  # fmt: skip
     triton = language.triton.__version__ if language.MISSING is None else None

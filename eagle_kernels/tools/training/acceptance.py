@@ -27,7 +27,7 @@ NEW_TOKENS = 128
 BATCH_SIZE = 8
 TEMPERATURES = (0.0, 1.0)
 # Without end tokens, every prompt gives the same number of tokens.
-TREES = (EAGLEConfig(eos_token_ids=()), EAGLEConfig(topk=1, num_steps=5, eos_token_ids=()))
+TREES = (EAGLEConfig(num_draft_tokens=32, eos_token_ids=()), EAGLEConfig(topk=1, num_steps=5, eos_token_ids=()))
 
 
 def measure_acceptance(folder: Path, device: torch.device, new_tokens: int = NEW_TOKENS) -> list[dict[str, Any]]:
