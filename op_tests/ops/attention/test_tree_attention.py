@@ -137,10 +137,6 @@ def full_ahead_of_time_cases():
     yield from of_every_dtype_and_head_dim(lambda head_dim, dtype: make(64, 64, head_dim, 4, 2, 16, dtype, [100]))
 
 
-# one request alone looks at no others, which takes a tenth of its time in a short text
-MOST_VARIANTS = {"_attention_kernel": 3}
-
-
 def size_sweep():
     for batch_size, prefix in itertools.product((1, 2, 3, 16, 17, 64), (1, 100, 1024, 4000)):
         yield make(8, 8, 16, 4, 1, 16, torch.float16, [prefix] * batch_size)

@@ -342,7 +342,7 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
         (num_tiles, num_chunks),
         num_chunks=num_chunks,
         LEAST_BLOCKS=least_blocks,
-        BLOCK_BATCH=1 if batch_size == 1 else 32 if batch_size <= 32 else 128,
+        BLOCK_BATCH=32 if batch_size <= 32 else 128,
         **arguments,
         **cache,
         **shared,
