@@ -318,9 +318,9 @@ MUTANTS = [
         ["op_tests/engine/serve/test_joint_steps.py::test_where_prompts_are_read"], "engine",
     ),
     Mutant(
-        "tiles of the request before", "prefill_attention",
-        [("eagle_kernels/ops/attention/prefill_attention.py", "(is_live & (stops <= number))",
-          "(is_live & (stops < number))")],
+        "the last tile of a request is lost", "prefill_attention",
+        [("eagle_kernels/ops/attention/prefill_attention.py", "return request, stop - 1 - number",
+          "return request, tl.maximum(stop - 2 - number, 0)")],
         ["op_tests/ops/attention/test_prefill_attention.py::test_many_requests"], "kernel",
     ),
     Mutant(

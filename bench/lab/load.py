@@ -8,14 +8,18 @@ here, with the embedded pair, by `--measure`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from eagle_kernels import EAGLEInference
+import torch
+
+from eagle_kernels import EAGLEConfig, EAGLEInference
 from eagle_kernels.engine.models.loading import demo_pair
 from eagle_kernels.engine.step.choice import Fastest
+from eagle_kernels.engine.step.stepper import Verified
 
 from ..apps.load import SHOWN
 from ..harness import results
@@ -27,7 +31,7 @@ from .records import PLAIN, newest_steps
 
 PAGE = Path(__file__).with_name("LOAD.md")
 GPU = results.DIRECTORY / "NVIDIA_H100_80GB_HBM3"
-BUDGETS, ACCEPTED = GPU / "raw" / "budgets.jsonl", GPU / "raw" / "accepted.jsonl"
+BUDGETS, ACCEPTED, LIKELY = (GPU / "raw" / f"{name}.jsonl" for name in ("budgets", "accepted", "likely"))
 # rows that a step verifies for a request
 ROWS = {"plain": 1, "naive_eagle": 2, "chain 3": 4, "tree 8/5/64": 64}
 # steps after which a choice has settled
@@ -45,6 +49,8 @@ WEIGHED = (
     (8, 5, 64, 16),
     (8, 5, 64, None),
 )
+# probabilities of drafts that are counted together
+LIKELY_FROM = (0.0, 0.03, 0.1, 0.3, 0.5, 0.7, 0.9, 1.01)
 NUM_PROMPTS, NEW_TOKENS = 16, 96
 Steps = Mapping[str, Mapping[int, Mapping]]
 
@@ -57,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
     if options.measure:
-        for file, measured in ((BUDGETS, shared_budgets), (ACCEPTED, accepted_tokens)):
+        for file, measured in ((BUDGETS, shared_budgets), (ACCEPTED, accepted_tokens), (LIKELY, likely_drafts)):
             file.write_text("".join(json.dumps(line) + "\n" for line in measured()), encoding="utf-8")
     steps = measured_steps(read_lines(GPU / "generation.jsonl"))
     parts = {
@@ -66,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "choice": choice_table(steps),
         "joint": joint_table(read_lines(GPU / "raw" / "joint_a8aa43d.jsonl")),
         "budgets": budget_table(read_lines(BUDGETS)),
+        "likely": likely_table(read_lines(LIKELY)),
         "worth": worth_table(read_lines(GPU / "raw" / "tree_steps.jsonl"), read_lines(ACCEPTED)),
         "load": load_table(read_lines(GPU / "load.jsonl")),
     }
@@ -163,6 +170,17 @@ def worth_table(times: Sequence[Mapping], accepted: Sequence[Mapping]) -> str:
     return markdown(table)
 
 
+def likely_table(lines: Sequence[Mapping]) -> str:
+    """Returns how many of the drafts were accepted that the draft model found as likely as a row says."""
+    heats = list(dict.fromkeys(line["temperature"] for line in lines))
+    bins: dict[float, list[str]] = {}
+    for line in lines:
+        shares = (f"{line[name]:.3f}" for name in ("said", "accepted"))
+        bins.setdefault(line["from"], []).extend([str(line["drafts"]), *shares])
+    of_heats = [f"{what}, temperature {heat:g}" for heat in heats for what in ("drafts", "said", "accepted")]
+    return markdown([["probability from", *of_heats], *([f"{least:g}", *row] for least, row in bins.items())])
+
+
 def _name(tree: Sequence[int | None]) -> str:
     *sizes, most, mean = tree
     return "/".join(map(str, (*sizes, most))) + ("" if mean is None else f", {mean} rows")
@@ -193,12 +211,44 @@ def accepted_tokens(**sizes: int) -> list[dict]:
     return [{"tree": tree, "tokens": count(tree, 0.8)} for tree in WEIGHED]
 
 
+def likely_drafts(num_prompts: int = NUM_PROMPTS, new_tokens: int = NEW_TOKENS) -> list[dict]:
+    """Measures how many drafts of trees of 64 nodes are accepted, by their probability with all above them."""
+    target, draft = demo_pair()
+    prompts = [list(text.encode()) for text in _texts(target, num_prompts)]
+    engine, lines = EAGLEInference.from_pretrained(draft, target, EAGLEConfig.tree(), device="cpu"), []
+    seen: list[torch.Tensor] = []  # [2, drafts]: probability, and whether a draft was accepted
+
+    def look(verified: Verified) -> None:
+        probs, index = verified.proposal.path_probs(), verified.committed.accept_index
+        accepted = torch.zeros(probs.numel() + len(probs) + 1)
+        accepted[torch.where(index < 0, len(accepted) - 1, index).flatten().long()] = 1
+        accepted = accepted[:-1].view(len(probs), -1)[:, 1:]
+        is_counted = (verified.batch.is_live > 0)[:, None] & ~probs.isnan()
+        seen.append(torch.stack([probs[is_counted], accepted[is_counted]]))
+
+    engine.on_tree = look
+    for temperature in (0.0, 0.8):
+        seen.clear()
+        wanted = {"temperature": temperature, "seeds": list(range(len(prompts))), "max_batch": len(prompts)}
+        engine.generate(prompts, new_tokens, **wanted)
+        probs, accepted = torch.cat(seen, 1)
+        for least, most in itertools.pairwise(LIKELY_FROM):
+            is_in = (probs >= least) & (probs < most)
+            said, kept = (round(values[is_in].mean().item(), 4) for values in (probs, accepted))
+            about = {"temperature": temperature, "from": least, "drafts": int(is_in.sum())}
+            lines.append(about | {"said": said, "accepted": kept})
+    return lines
+
+
+def _texts(target: Path, count: int) -> list[str]:
+    return json.loads((target.parent / "prompts.json").read_text(encoding="utf-8"))[:count]
+
+
 def counter(num_prompts: int = NUM_PROMPTS, new_tokens: int = NEW_TOKENS) -> Callable[[tuple, float], float]:
     """Returns a function of a tree with its mean and of a temperature, which gives the tokens of a step."""
     target, draft = demo_pair()
-    texts = json.loads((target.parent / "prompts.json").read_text(encoding="utf-8"))[:num_prompts]
     engine = EAGLEInference.from_pretrained(draft, target, device="cpu")
-    prompts = [list(text.encode()) for text in texts]
+    prompts = [list(text.encode()) for text in _texts(target, num_prompts)]
 
     def count(tree: tuple, temperature: float) -> float:
         fields = dict(zip(("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens"), tree))

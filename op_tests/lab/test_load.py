@@ -59,6 +59,16 @@ def test_shared_budgets_are_measured(monkeypatch):
     assert 1 < measured["each"] < 5 and 1 < measured["shared"] < 5
 
 
+def test_how_likely_drafts_are_accepted():
+    lines = load.likely_drafts(num_prompts=2, new_tokens=40)
+    assert [line["from"] for line in lines[:7]] == [*load.LIKELY_FROM[:-1]] and len(lines) == 14
+    assert all(line["from"] <= line["said"] <= 1 and 0 <= line["accepted"] <= 1 for line in lines if line["drafts"])
+    assert lines[0]["accepted"] < 0.05 and lines[6]["accepted"] > 0.8
+    told = {"from": 0.9, "drafts": 12, "said": 0.95, "accepted": 0.75}
+    table = load.likely_table([told | {"temperature": heat} for heat in (0.0, 0.8)])
+    assert table.splitlines()[-1] == "| 0.9 | 12 | 0.950 | 0.750 | 12 | 0.950 | 0.750 |"
+
+
 def test_what_accepted_tokens_are_worth(monkeypatch):
     monkeypatch.setattr(load, "WEIGHED", ((1, 3, 4, None), (8, 5, 64, 16)))
     measured = load.accepted_tokens(num_prompts=2, new_tokens=24)
