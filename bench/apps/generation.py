@@ -32,6 +32,7 @@ from eagle_kernels import EAGLEConfig, EAGLEInference, ops
 from eagle_kernels.engine.batch.kv_pool import DecodeAttend
 from eagle_kernels.engine.requests.sampling_params import Features
 from eagle_kernels.engine.serve.stream import TokenStream
+from eagle_kernels.engine.serve.warmup import warm_steps
 from eagle_kernels.engine.step.choice import PROBE_STEPS
 
 from ..harness import results
@@ -141,7 +142,9 @@ class Bench:
     def step_ms(self, engine: EAGLEInference, batch_size: int, is_plain: bool, **sampling) -> tuple[float, float]:
         """Returns (time of a step, tokens of a request in it), the host's part included; the median of five parts."""
         if engine.config.adaptive == "auto":  # measures each of its trees first, behind prompts of their own
-            with self.running(engine, batch_size, is_plain, **sampling):
+            with self.running(engine, batch_size, is_plain, **sampling) as (stream, _):
+                features = Features.of([request.params for request in stream.requests])
+                warm_steps(engine.session.scheduler, {features}, [batch_size])
                 for _ in range((PROBE_STEPS + 1) * len(engine.session.scheduler.plan.runners)):
                     engine.session.scheduler.step()
         with self.running(engine, batch_size, is_plain, **sampling) as (stream, steps):

@@ -48,7 +48,10 @@ def text(target):
 def make(target, text, is_right):
     draft = Prophet(text, target.vocab_size, is_right, target.device)
     config = EAGLEConfig(adaptive="auto", topk=4, num_steps=4, num_draft_tokens=16, max_batch=4, max_length=220)
-    return EAGLEInference(draft, target, config)
+    engine = EAGLEInference(draft, target, config)
+    if target.device.type == "cuda":  # all trees are tried at once then
+        engine.warmup(SamplingParams())
+    return engine
 
 
 def choices(engine, text, num_requests: int, step_ms=None) -> list[int]:

@@ -15,7 +15,7 @@ from eagle_kernels.engine.drafters import model_reader
 from eagle_kernels.engine.serve import scheduler
 from eagle_kernels.engine.serve.reading import JOINT_TOKENS
 from eagle_kernels.engine.serve.scheduler import TIMED_STEPS
-from eagle_kernels.engine.step.choice import PROBE_AFTER, PROBE_STEPS, ByBatchSize, Choice, Fastest
+from eagle_kernels.engine.step.choice import COLD_AFTER, PROBE_AFTER, PROBE_STEPS, ByBatchSize, Choice, Fastest
 from eagle_kernels.engine.step.plan import warn_of_eager_steps
 from eagle_kernels.engine.step.runner import bucket_of
 from op_tests.engine.engines import make, prompt_of
@@ -441,6 +441,33 @@ def test_what_a_warm_up_rules_out_costs_nothing():
         assert 5 not in chosen and speed >= 0.97 * best / 1.01
     _, chosen = noisy_steps(choice, random.Random(0), 300, 1)
     assert chosen[-1] == 5
+
+
+@pytest.mark.parametrize(("num_rows", "first"), [(1, 5), (4, 5), (5, 4), (16, 4), (64, 2), (200, 0)])
+def test_what_is_cold_is_tried_late(num_rows, first):
+    """The largest tree whose rows are free comes first; others once steps have paid for their capture."""
+    step_ms, rows = RECORDED_MS[64], (1, 2, 4, 8, 16, 64)
+    choice = Fastest(MOST_TOKENS, None, rows)
+    *_, chosen = simulate(choice, 20_000, step_ms, MEAN_TOKENS, num_rows)
+    begins = {number: chosen.index(number) for number in set(chosen)}
+    assert chosen[:COLD_AFTER] == [first] * COLD_AFTER
+    in_order = sorted(begins.values())
+    assert all(begin >= COLD_AFTER * place for place, begin in enumerate(in_order))
+    best = max(range(6), key=lambda number: MEAN_TOKENS[number] / step_ms[number])
+    assert chosen.count(best) > 18_000 or best == first
+
+
+def test_a_warm_choice_tries_all_at_once():
+    choice = Fastest(MOST_TOKENS, None, (1, 2, 4, 8, 16, 64))
+    for number, step_ms in enumerate(RECORDED_MS[1]):
+        choice.expect(number, 1, step_ms)
+    *_, chosen = simulate(choice, 6 * PROBE_STEPS, RECORDED_MS[1], MEAN_TOKENS, 1)
+    assert set(chosen) == set(range(6))
+
+
+def test_a_first_tree_that_does_not_fit():
+    choice = Fastest((1, 2, 4, 6), None, (1, 2, 4, 64))
+    assert choice.choose(3) == 3 and choice.give_up(3, 3) and choice.choose(3) == 2 and choice.choose(2) == 3
 
 
 @pytest.mark.gpu

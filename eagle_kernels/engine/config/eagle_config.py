@@ -67,7 +67,9 @@ class EAGLEConfig(DraftingOptions):
             decodes plainly, as does a batch beyond the last entry. "auto" measures plain decoding, one draft, a chain
             that has 4 rows of a request in the mean (`mean_draft_tokens`), and this tree with 8, 16 and all of its
             rows, and takes the one with the most tokens a second; smaller trees where mean_draft_tokens must be None,
-            and for targets without `last_rows`. A tree for which memory does not suffice is given up, with a warning.
+            and for targets without `last_rows`. Unless `warmup` has run, a GPU begins with the largest that has at most
+            256 rows for all requests, and measures another one after every 128 steps or more. A tree for which memory
+            does not suffice is given up, with a warning.
             None: always this tree; but "auto" on a GPU while topk, num_steps, num_draft_tokens, mean_draft_tokens and
             num_model_steps equal their defaults (num_draft_tokens=32 keeps the default tree), if a model drafts,
             verify_strategy is "target_match" or "greedy", and accept_policy "normal", so that text does not depend on

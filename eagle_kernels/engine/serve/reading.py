@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from ..batch.state import BatchState
+from ..step.choice import FREE_ROWS
 from ..step.phases import Mark
 from ..step.plan import StepPlan
 from ..step.prompt_rows import MOST_PARTS, PromptRows
@@ -19,8 +20,6 @@ _logger = logging.getLogger(__name__)
 JOINT_TOKENS = (64, 192)
 # So many steps end before a pass by itself would, which takes tens of milliseconds however short the prompts are.
 FEW_STEPS = 4
-# Up to so many rows, those of prompts included, a step takes little longer than one of few.
-FREE_ROWS = 256
 
 
 class Reading:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,7 @@ from ..config.eagle_config import EAGLEConfig
 from ..models.protocol import ModelError
 from ..requests.sampling_params import Features, SamplingParams
 from ..step.runner import buckets
+from .scheduler import Scheduler
 from .session import Session
 from .stream import open_stream
 from .threads import few_threads
@@ -45,24 +47,29 @@ def warm_up(
                 pass
         features = Features.of([wanted])
         mixtures |= {features} | {Features(*map(max, zip(features, mixture))) for mixture in mixtures}
-    with torch.inference_mode(), few_threads(session.target):
-        for number, runner in enumerate(scheduler.plan.runners):  # plain steps first, which must fit
-            for features in sorted(mixtures):
-                for num_rows in buckets(min(most_rows, scheduler.state.num_rows)):
-                    for beside in (None, *scheduler.reading.rows_in_use()):
-                        prompt_tokens = 0 if beside is None else beside.num_tokens
-                        choice = scheduler.plan.choice_beside(prompt_tokens)
-                        if not choice.fits(number, num_rows):
-                            continue
-                        try:
-                            least_ms = runner.warm_up(num_rows, features, beside)
-                        except (ModelError, torch.OutOfMemoryError) as error:
-                            is_short = isinstance(error, torch.OutOfMemoryError)
-                            if is_short and scheduler.plan.give_up(prompt_tokens, number, num_rows):
-                                continue
-                            if beside is None:
-                                raise
-                            scheduler.reading.give_up_steps()  # that read prompts: they are not possible here
-                            break
-                        if least_ms is not None:
-                            choice.expect(number, num_rows, least_ms)
+    with few_threads(session.target):
+        warm_steps(scheduler, mixtures, buckets(min(most_rows, scheduler.state.num_rows)))
+
+
+@torch.inference_mode()
+def warm_steps(scheduler: Scheduler, mixtures: Iterable[Features], sizes: Sequence[int]) -> None:
+    """Compiles and captures the steps of a scheduler for these sets of features and numbers of rows."""
+    plan = scheduler.plan
+    for number, runner in enumerate(plan.runners):  # plain steps first, which must fit
+        for features, num_rows in itertools.product(sorted(mixtures), sizes):
+            for beside in (None, *scheduler.reading.rows_in_use()):
+                prompt_tokens = 0 if beside is None else beside.num_tokens
+                choice = plan.choice_beside(prompt_tokens)
+                if not choice.fits(number, num_rows):
+                    continue
+                try:
+                    least_ms = runner.warm_up(num_rows, features, beside)
+                except (ModelError, torch.OutOfMemoryError) as error:
+                    if isinstance(error, torch.OutOfMemoryError) and plan.give_up(prompt_tokens, number, num_rows):
+                        continue
+                    if beside is None:
+                        raise
+                    scheduler.reading.give_up_steps()  # that read prompts: they are not possible here
+                    break
+                if least_ms is not None:
+                    choice.expect(number, num_rows, least_ms)

@@ -13,6 +13,10 @@ PROBE_AFTER = 256
 PROBE_SHARE = 0.01
 # One that would lose with every draft accepted, by its times so far, has one step after so many others.
 LOSER_AFTER = 8 * PROBE_AFTER
+# Up to so many rows a step takes little longer than one of few: the tree that is tried first has no more.
+FREE_ROWS = 256
+# A tree that has to be captured first, which takes about as long as so many steps, is tried after so many others.
+COLD_AFTER = 128
 # The least weight of a new step time in the mean; a GPU takes about the same time for the same work.
 TIME_WEIGHT = 0.25
 # Tokens per step are averaged over this many rows, but at least this many steps, since rows may share a text.
@@ -65,13 +69,16 @@ class Fastest(Choice):
     texts is noticed. A number that lost in smaller batches is not measured first, but left to these probes, which are
     as rare as its times in smaller batches suggest: larger batches may differ. What would lose with every draft
     accepted has a step now and then, since texts grow and shrink, and times with them. Larger numbers are larger trees.
+    Without a warm-up the first steps are those of the largest tree whose rows are free, and the others are captured one
+    by one, each once enough steps have gone by.
 
     most_tokens  of each number: the tokens that a step brings a request in the mean, at most
     most_rows    larger batches are decoded plainly; None: there is no limit
+    rows         of each number: the rows of a request in a step; None: no step has to be captured
     """
 
-    def __init__(self, most_tokens: Sequence[int], most_rows: int | None):
-        self._count, self._most_tokens, self._most_rows = len(most_tokens), most_tokens, most_rows
+    def __init__(self, most_tokens: Sequence[int], most_rows: int | None, rows: Sequence[int] | None = None):
+        self._count, self._most_tokens, self._most_rows, self._rows = len(most_tokens), most_tokens, most_rows, rows
         # by number: tokens per step, and rows that they were averaged over
         self._tokens: dict[int, float] = {0: 1.0}
         self._rows_seen: Counter[int] = Counter()
@@ -85,7 +92,7 @@ class Fastest(Choice):
         self._too_large: dict[int, int] = {}
 
     def beside_prompts(self) -> Fastest:
-        other = Fastest(self._most_tokens, self._most_rows)
+        other = Fastest(self._most_tokens, self._most_rows, self._rows)
         other._tokens, other._rows_seen = self._tokens, self._rows_seen
         return other
 
@@ -95,7 +102,10 @@ class Fastest(Choice):
         size = _size_class(num_rows)
         if self._probe is not None and self._probe[0] == size:
             return self._probe[1]
-        numbers = [number for number in range(self._count) if self.fits(number, num_rows)]
+        fitting = [number for number in range(self._count) if self.fits(number, num_rows)]
+        numbers = [number for number in fitting if self._is_warm(size, number) or self._is_due(size)]
+        if not numbers:
+            return max(number for number in fitting if number == 0 or self._rows[number] * num_rows <= FREE_ROWS)
         for number in numbers:
             if self._num_seen[size, number] < PROBE_STEPS and not self._is_hopeless(size, number):
                 if self._may_win(size, number):
@@ -143,6 +153,16 @@ class Fastest(Choice):
             size = _size_class(num_rows)
             self._too_large[number], self._probe = min(size, self._too_large.get(number, size)), None
         return number > 0
+
+    def _is_warm(self, size: int, number: int) -> bool:
+        """Returns whether such a step has nothing left to capture."""
+        return self._rows is None or self._num_seen[size, number] > 0 or (size, number) in self._expected_ms
+
+    def _is_due(self, size: int) -> bool:
+        """Returns whether another number may be captured: after the first, one for each COLD_AFTER steps."""
+        num_warm = sum(self._is_warm(size, number) for number in range(self._count))
+        num_steps = sum(self._num_seen[size, number] for number in range(self._count))
+        return num_warm > 0 and num_steps >= COLD_AFTER * num_warm
 
     def _is_hopeless(self, size: int, number: int) -> bool:
         """Returns whether the number lost to a smaller tree in a smaller batch, by its present tokens per step."""

@@ -97,8 +97,10 @@ def plan_steps(
     is_automatic = bool(trees) and config.adaptive == "auto"
     # in the mean: a node more is what a token more takes
     most_tokens = [min(stepper.num_steps + 1, stepper.mean_nodes) for stepper in steppers]
-    choice = Fastest(most_tokens, config.max_spec_batch) if is_automatic else ByBatchSize(tuple(table))
-    return StepPlan(tuple(_runner(stepper, state) for stepper in steppers), {0: choice}, feed, config.methods)
+    runners = tuple(_runner(stepper, state) for stepper in steppers)
+    rows = [stepper.mean_nodes for stepper in steppers] if runners[0].uses_graphs else None
+    choice = Fastest(most_tokens, config.max_spec_batch, rows) if is_automatic else ByBatchSize(tuple(table))
+    return StepPlan(runners, {0: choice}, feed, config.methods)
 
 
 def warn_of_eager_steps(target: TargetModel, draft: DraftModel | None, config: EAGLEConfig) -> None:
