@@ -162,7 +162,7 @@ class EAGLEInference:
             >>> engine.tokenizer.decode(output_ids), stats.mean_accept_length
             ('self, size, walk', 3.4)
         """
-        stream = self.stream(input_ids, max_new_tokens, seeds=seeds, speculative=speculative, **overrides)
+        stream = self._open("generate", input_ids, max_new_tokens, seeds, speculative, overrides)
         for _ in stream:
             pass
         return stream.output()
@@ -189,10 +189,16 @@ class EAGLEInference:
             >>> [event.token_id for event in engine.stream(prompt, 4)]  # the prompt of the example of `generate`
             [115, 101, 108, 102]
         """
-        read_flag("generate: speculative", speculative)
-        prompts, is_single = read_prompts(input_ids)
-        config, params = self.session.read_call("generate", len(prompts), max_new_tokens, seeds, self.config, overrides)
-        return open_stream(self.session, prompts, params, config, speculative, is_single)
+        return self._open("stream", input_ids, max_new_tokens, seeds, speculative, overrides)
+
+    def _open(
+        self, caller: str, input_ids: Prompts, max_new_tokens: int, seeds: Seeds, speculative: bool, overrides: dict
+    ) -> TokenStream:
+        """Returns the stream of a method, the caller, that errors name."""
+        read_flag(f"{caller}: speculative", speculative)
+        prompts, is_single = read_prompts(input_ids, f"{caller}: input_ids")
+        config, params = self.session.read_call(caller, len(prompts), max_new_tokens, seeds, self.config, overrides)
+        return open_stream(self.session, prompts, params, config, speculative, is_single, caller)
 
     def stream_text(self, text: str, max_new_tokens: int = 128, **options: Any) -> TextStream:
         """Returns an iterator over the text that follows `text`; `max_new_tokens` and `options`: see `generate`.

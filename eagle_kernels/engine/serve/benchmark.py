@@ -164,7 +164,8 @@ def benchmark(
     max_new_tokens, device = params[0].max_new_tokens, session.device
 
     def open_batch(batch: slice, speculative: bool, wanted: Sequence[SamplingParams] = params) -> TokenStream:
-        return open_stream(session, [list(prompt) for prompt in prompts[batch]], wanted[batch], config, speculative)
+        together = [list(prompt) for prompt in prompts[batch]]
+        return open_stream(session, together, wanted[batch], config, speculative, caller="benchmark")
 
     with session.lock:
         for batch in batches:

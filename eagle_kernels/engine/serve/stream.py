@@ -97,11 +97,17 @@ class TokenStream(_Stream[TokenEvent]):
     """
 
     def __init__(
-        self, session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool, is_single: bool
+        self,
+        session: Session,
+        requests: list[Request],
+        config: EAGLEConfig,
+        speculative: bool,
+        is_single: bool,
+        caller: str,
     ):
         self.requests, self.device = requests, session.device
         self._session, self._is_single = session, is_single
-        find_scheduler = partial(_find_scheduler, session, requests, config, speculative)
+        find_scheduler = partial(_find_scheduler, session, requests, config, speculative, caller)
         steppers = [runner.stepper for runner in find_scheduler().plan.runners]
         self._stats = GenerationStats(
             num_requests=len(requests),
@@ -142,13 +148,15 @@ class TokenStream(_Stream[TokenEvent]):
         return output
 
 
-def _find_scheduler(session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool) -> Scheduler:
+def _find_scheduler(
+    session: Session, requests: list[Request], config: EAGLEConfig, speculative: bool, caller: str
+) -> Scheduler:
     """Returns the scheduler for these requests; raises ValueError if its pools can never hold one of them."""
     scheduler = session.scheduler_for(config, speculative)
     for request in requests:
         reason = scheduler.why_never(request)
         if reason:
-            raise ValueError(f"generate: prompt {request.id}: {reason}")
+            raise ValueError(f"{caller}: prompt {request.id}: {reason}")
     return scheduler
 
 
@@ -217,15 +225,19 @@ def open_stream(
     config: EAGLEConfig,
     speculative: bool,
     is_single: bool = False,
+    caller: str = "generate",
 ) -> TokenStream:
-    """Returns a stream for some prompts, each with its params; raises ValueError for a prompt that can never run."""
+    """Returns a stream for some prompts, each with its params; raises ValueError for a prompt that can never run.
+
+    caller: what the errors name.
+    """
     for index, (prompt, wanted) in enumerate(zip(prompts, params)):
         reason = session.why_unfit(prompt, wanted.max_new_tokens, config, speculative)
         if reason:
-            raise ValueError(f"generate: {reason}".replace("the prompt", f"prompt {index}"))
+            raise ValueError(f"{caller}: {reason}".replace("the prompt", f"prompt {index}"))
     requests = [session.make_request(index, *each, config) for index, each in enumerate(zip(prompts, params))]
     with session.lock:
-        return TokenStream(session, requests, config, speculative, is_single)
+        return TokenStream(session, requests, config, speculative, is_single, caller)
 
 
 class TextStream(_Stream[str]):

@@ -43,7 +43,7 @@ def warm_up(
         first = replace(wanted, seed=0, max_new_tokens=1, stop_token_ids=(), stop=())
         # each by itself, and all at once, which may be other kernels
         for together in (*([prompt] for prompt in prompts), prompts):
-            for _ in open_stream(session, together, [first] * len(together), config, speculative):
+            for _ in open_stream(session, together, [first] * len(together), config, speculative, caller="warmup"):
                 pass
         features = Features.of([wanted])
         mixtures |= {features} | {Features(*map(max, zip(features, mixture))) for mixture in mixtures}
