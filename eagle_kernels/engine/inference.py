@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..runtime.placement import is_same_device, read_placement
 from ..runtime.values import is_integer, read_flag
-from .config.eagle_config import CONFIG_FIELDS, EAGLEConfig
+from .config.eagle_config import CONFIG_FIELDS, EAGLEConfig, read_config
 from .models.causal_draft import CausalDraft
 from .models.loading import load_draft, load_target, read_eos_token_ids
 from .models.pairing import as_draft, bind_draft, check_target, check_trees, warn_of_rounding
@@ -75,7 +75,7 @@ class EAGLEInference:
         tokenizer: Tokenizer | None = None,
     ):
         check_target(target_model)
-        self.config = config = _read_config(config)
+        self.config = config = read_config(config)
         draft = None if draft_model is None else as_draft(draft_model)
         self.session = Session(target_model, draft, tokenizer)
         self.session.check(config)
@@ -113,7 +113,7 @@ class EAGLEInference:
         Raises:
             ValueError: As for the class; a folder that does not hold such a model raises its subclass `ModelError`.
         """
-        config = _read_config(config)
+        config = read_config(config)
         device, dtype = read_placement("EAGLEInference.from_pretrained", device, dtype)
         target_model = load_target(target, device, dtype, check_weights=check_weights)
         if config.eos_token_ids is None:
@@ -341,7 +341,7 @@ class EAGLEInference:
         Raises:
             ValueError: `config` is no `EAGLEConfig`, or its method does not fit the draft model.
         """
-        return self.session.workspace_bytes(self.config if config is None else _read_config(config))
+        return self.session.workspace_bytes(self.config if config is None else read_config(config))
 
     def next_token_logits(self, token_ids: list[int]) -> Tensor:
         """Returns the target's logits, [V] fp32, for the token after `token_ids`, [L]: one causal pass, no drafts.
@@ -398,9 +398,3 @@ class EAGLEInference:
         names = ("method", "topk", "num_steps", "num_verify_tokens", "temperature")
         told = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in names)
         return f"EAGLEInference(target={target}, draft={draft}, {told}, device={self.device})"
-
-
-def _read_config(config: Any) -> EAGLEConfig:
-    if not (config is None or isinstance(config, EAGLEConfig)):
-        raise ValueError(f"EAGLEInference: config must be None or an EAGLEConfig, got {config!r}")
-    return config or EAGLEConfig()

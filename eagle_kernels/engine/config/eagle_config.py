@@ -367,6 +367,13 @@ class EAGLEConfig(DraftingOptions):
 CONFIG_FIELDS = tuple(field.name for field in fields(EAGLEConfig))
 
 
+def read_config(config: Any) -> EAGLEConfig:
+    """Returns the configuration that a caller gives, or the default one for None."""
+    if not (config is None or isinstance(config, EAGLEConfig)):
+        raise ValueError(f"EAGLEInference: config must be None or an EAGLEConfig, got {config!r}")
+    return config or EAGLEConfig()
+
+
 def _is_table(value: Any) -> bool:
     """Returns whether a value has the form of a table of trees, for ascending numbers of requests."""
     if not (isinstance(value, tuple) and all(isinstance(entry, tuple) and len(entry) == 2 for entry in value)):
