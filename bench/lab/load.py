@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
-from eagle_kernels import EAGLEConfig, EAGLEInference
+from eagle_kernels import EAGLEInference
 from eagle_kernels.engine.models.loading import demo_pair
+from eagle_kernels.engine.serve.output import GenerationStats
 from eagle_kernels.engine.step.choice import Fastest
 from eagle_kernels.engine.step.stepper import Verified
 
@@ -213,9 +214,7 @@ def accepted_tokens(**sizes: int) -> list[dict]:
 
 def likely_drafts(num_prompts: int = NUM_PROMPTS, new_tokens: int = NEW_TOKENS) -> list[dict]:
     """Measures how many drafts of trees of 64 nodes are accepted, by their probability with all above them."""
-    target, draft = demo_pair()
-    prompts = [list(text.encode()) for text in _texts(target, num_prompts)]
-    engine, lines = EAGLEInference.from_pretrained(draft, target, EAGLEConfig.tree(), device="cpu"), []
+    (engine, prompts), lines = _pair(num_prompts), []
     seen: list[torch.Tensor] = []  # [2, drafts]: probability, and whether a draft was accepted
 
     def look(verified: Verified) -> None:
@@ -229,8 +228,7 @@ def likely_drafts(num_prompts: int = NUM_PROMPTS, new_tokens: int = NEW_TOKENS) 
     engine.on_tree = look
     for temperature in (0.0, 0.8):
         seen.clear()
-        wanted = {"temperature": temperature, "seeds": list(range(len(prompts))), "max_batch": len(prompts)}
-        engine.generate(prompts, new_tokens, **wanted)
+        _decode(engine, prompts, new_tokens, temperature, (8, 5, 64, None))
         probs, accepted = torch.cat(seen, 1)
         for least, most in itertools.pairwise(LIKELY_FROM):
             is_in = (probs >= least) & (probs < most)
@@ -240,23 +238,28 @@ def likely_drafts(num_prompts: int = NUM_PROMPTS, new_tokens: int = NEW_TOKENS) 
     return lines
 
 
-def _texts(target: Path, count: int) -> list[str]:
-    return json.loads((target.parent / "prompts.json").read_text(encoding="utf-8"))[:count]
-
-
 def counter(num_prompts: int = NUM_PROMPTS, new_tokens: int = NEW_TOKENS) -> Callable[[tuple, float], float]:
     """Returns a function of a tree with its mean and of a temperature, which gives the tokens of a step."""
-    target, draft = demo_pair()
-    engine = EAGLEInference.from_pretrained(draft, target, device="cpu")
-    prompts = [list(text.encode()) for text in _texts(target, num_prompts)]
+    engine, prompts = _pair(num_prompts)
 
     def count(tree: tuple, temperature: float) -> float:
-        fields = dict(zip(("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens"), tree))
-        wanted = {"temperature": temperature, "seeds": list(range(len(prompts))), "max_batch": len(prompts)}
-        stats = engine.generate(prompts, new_tokens, **fields, **wanted).stats
+        stats = _decode(engine, prompts, new_tokens, temperature, tree)
         return round(1 + stats.accepted / stats.steps, 4)
 
     return count
+
+
+def _pair(num_prompts: int) -> tuple[EAGLEInference, list[list[int]]]:
+    """Returns an engine of the embedded pair, and its prompts."""
+    target, draft = demo_pair()
+    texts = json.loads((target.parent / "prompts.json").read_text(encoding="utf-8"))[:num_prompts]
+    return EAGLEInference.from_pretrained(draft, target, device="cpu"), [list(text.encode()) for text in texts]
+
+
+def _decode(engine: EAGLEInference, prompts: list, new_tokens: int, temperature: float, tree: tuple) -> GenerationStats:
+    fields = dict(zip(("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens"), tree))
+    wanted = {"temperature": temperature, "seeds": list(range(len(prompts))), "max_batch": len(prompts)}
+    return engine.generate(prompts, new_tokens, **fields, **wanted).stats
 
 
 @in_style
