@@ -261,7 +261,7 @@ class Scheduler:
         features = Features.of([row.request.params for row in rows])
         if self.plan.feed is not None:
             self.plan.feed.send([(row.index, row.request) for row in rows])
-        is_given_up, has_failed = False, False
+        result, is_given_up = None, False
         try:
             result, start = self._run(runner, num_rows, features, parts)
         except Exception as error:
@@ -271,8 +271,7 @@ class Scheduler:
                 raise
             if not is_given_up:
                 reading.warn(parts, "in a step", error)
-            has_failed = True
-        if has_failed:  # of which nothing is kept; only here the error holds no memory any more
+        if result is None:  # nothing of the step is kept; only here the error holds no memory any more
             self._launch_rows(rows, is_speculating, parts if is_given_up else [])
             if not is_given_up:  # the prompts, or all of them together, may be to blame
                 reading.note_failure([self._read_alone(part) for part in parts], in_a_step=True)

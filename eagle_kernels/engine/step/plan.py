@@ -95,7 +95,7 @@ def plan_steps(
     for drafter in suffix_drafters:
         drafter.feed = feed
     is_automatic = bool(trees) and config.adaptive == "auto"
-    # in the mean: a node more is what a token more takes
+    # a step brings a request no more tokens than it verifies nodes of it
     most_tokens = [min(stepper.num_steps + 1, stepper.mean_nodes) for stepper in steppers]
     runners = tuple(_runner(stepper, state) for stepper in steppers)
     rows = [stepper.mean_nodes for stepper in steppers] if runners[0].uses_graphs else None
