@@ -22,7 +22,7 @@ from ...primitives.dependent_launch import await_predecessor
 from ...runtime import check, tuning
 from ...runtime.language import tl, triton
 from ...runtime.launch import launch, launcher
-from .shared.chunks import count_blocks
+from .shared.cuts import count_blocks
 
 TUNING = {"default": {"BLOCK_BATCH": 512, "num_warps": 4}}
 

@@ -94,6 +94,10 @@ def full_ahead_of_time_cases():
     yield from of_every_dtype_and_head_dim(lambda head_dim, dtype: make(head_dim, 8, 2, 16, dtype, [100]))
 
 
+# one request, up to 32 and more than 32, each with merges of few or many parts: a program alone looks for no others
+MOST_VARIANTS = {"_attention_kernel": 3, "_merge_kernel": 4}
+
+
 def size_sweep():
     for batch_size, length in itertools.product((1, 2, 3, 16, 17, 64), (1, 100, 1024, 4000)):
         yield make(16, 4, 1, 16, torch.float16, [length] * batch_size)

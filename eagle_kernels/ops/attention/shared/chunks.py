@@ -1,20 +1,12 @@
-"""Divides the keys of a batch among programs: even chunks of all its keys, whatever the lengths of its requests.
+"""Divides the keys of a batch among programs: even chunks of all its keys (`cuts.py`).
 
-Keys are counted in blocks of BLOCK slots of one request, from the first that a row may see; the draft block comes after
-the prefix. A request has at least one block, since a program has to write its outputs. The blocks of all requests, one
-request after another, are cut into chunks of equal size, one for each program that runs at once, so that all of them
-end together; into fewer where a chunk would be short, and into several rounds of them where there are many tiles of
-rows. A program attends to its chunk request by request: to whole ones, whose result it writes, and at both ends of the
-chunk to parts of one, whose results are merged afterwards.
-
-Programs find their chunks by the lengths of all requests, which they read themselves: nothing is planned on the host,
-and a captured graph serves all lengths. `plan_attention` does the sum once for all layers. A plan of other lengths
-costs time and no key, since a request's last block goes on to its last key.
+There is one chunk for each program that runs at once, so that all of them end together; fewer where a chunk would be
+short, and several rounds of them where there are many tiles of rows. A program attends to its chunk request by request:
+to whole ones, whose result it writes, and at both ends of the chunk to parts of one, whose results are merged
+afterwards.
 """
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import torch
 
@@ -24,132 +16,9 @@ from ....runtime.language import tl, triton
 from ....runtime.launch import launch
 from .attention import request_rows
 from .batch import Batch, slot_range
+from .cuts import BLOCK_SLOTS, chunk_span, count_blocks, cut_slot, find_block, find_cut
 from .merge_shares import launch_merge
 from .share import Inputs, Keys, Outputs, Sizes, attend_share, finish_share
-
-# A part begins and ends at a multiple of BLOCK_KEY, at or before the place where the cut is.
-BLOCK_SLOTS = 32
-BLOCK = tl.constexpr(BLOCK_SLOTS)
-
-
-@triton.jit
-def count_blocks(first, stop):
-    """Returns how many blocks hold the slots first..stop - 1, of one request or of several."""
-    return tl.maximum(tl.cdiv(stop, BLOCK) - first // BLOCK, 1)
-
-
-@triton.jit
-def _block_stops(
-    batch,
-    plan_ptr,
-    start,
-    before,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-):
-    """Returns where the blocks of BLOCK_BATCH requests from `start` on end, in the order of the whole batch.
-
-    before: how many blocks the requests before have; a plan knows that by itself.
-    """
-    request = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
-    is_live = request < batch.batch_size
-    if plan_ptr is None:
-        first, _, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-        return before + tl.cumsum(tl.where(is_live, count_blocks(first, stop), 0))
-    else:
-        return tl.load(plan_ptr + request + 1, mask=is_live, other=0)
-
-
-class Cut(NamedTuple):
-    """How all `total` blocks are cut: chunk c begins at c * total // num_chunks, so that even lengths are cut alike."""
-
-    total: Any
-    num_chunks: Any
-
-
-@triton.jit
-def chunk_span(cut, chunk):
-    """Returns (begin, stop) of a chunk, in blocks; of one that there is not, (0, 0).
-
-    int32 is enough for the products, as there are a few thousand chunks at most.
-    """
-    size, rest = cut.total // cut.num_chunks, cut.total % cut.num_chunks
-    extra = chunk * rest // cut.num_chunks
-    begin = chunk * size + extra
-    stop = begin + size + (chunk * rest - extra * cut.num_chunks + rest >= cut.num_chunks).to(tl.int32)
-    is_chunk = chunk < cut.num_chunks
-    return tl.where(is_chunk, begin, 0), tl.where(is_chunk, stop, 0)
-
-
-@triton.jit
-def cut_slot(first, stop, block, BLOCK_KEY: tl.constexpr):
-    """Returns the slot, a multiple of BLOCK_KEY, where a request is cut before one of its blocks.
-
-    A plan of other lengths may name blocks that there are not; the cut is then at the request's end, rounded down.
-    """
-    ahead = tl.minimum(tl.maximum(block, 0), tl.cdiv(stop, BLOCK) - first // BLOCK)
-    return (first // BLOCK + ahead) * BLOCK // BLOCK_KEY * BLOCK_KEY
-
-
-@triton.jit
-def chunk_of(cut, block):
-    """Returns the chunk to which a block belongs."""
-    return (((block + 1).to(tl.int64) * cut.num_chunks - 1) // cut.total).to(tl.int32)
-
-
-@triton.jit
-def find_cut(
-    batch,
-    plan_ptr,
-    num_chunks,
-    LEAST_BLOCKS: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-):
-    """Returns the Cut into at most num_chunks chunks, of at least LEAST_BLOCKS blocks if there are as many."""
-    total = tl.zeros([], tl.int32)
-    if plan_ptr is None:
-        for start in range(0, batch.batch_size, BLOCK_BATCH):
-            stops = _block_stops(
-                batch, plan_ptr, start, total, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY, PAGE_SIZE=PAGE_SIZE,
-                IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
-            )  # fmt: skip
-            total = tl.max(stops)
-    else:
-        total = tl.load(plan_ptr + batch.batch_size)
-    total = tl.maximum(total, 1)
-    return Cut(total, tl.minimum(num_chunks, tl.maximum(total // LEAST_BLOCKS, 1)))
-
-
-@triton.jit
-def find_block(
-    batch,
-    plan_ptr,
-    block,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-):
-    """Returns (request int64, its first block) of a block; request batch_size if there are fewer blocks."""
-    request, first_block, before = tl.zeros([], tl.int64), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    for start in range(0, batch.batch_size, BLOCK_BATCH):
-        stops = _block_stops(
-            batch, plan_ptr, start, before, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY, PAGE_SIZE=PAGE_SIZE,
-            IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
-        )  # fmt: skip
-        is_passed = (stops <= block) & (start + tl.arange(0, BLOCK_BATCH) < batch.batch_size)
-        request += tl.sum(is_passed.to(tl.int32))
-        first_block = tl.maximum(first_block, tl.max(tl.where(is_passed, stops, 0)))
-        before = tl.max(stops)
-    return request, first_block
 
 
 @triton.jit(
@@ -181,7 +50,6 @@ def _attention_kernel(
     # outputs
     output_ptr,
     lse_ptr,
-    shares_ptr,
     partial_output_ptr,
     partial_lse_ptr,
     # sizes
@@ -256,9 +124,6 @@ def _attention_kernel(
         is_first, is_last = block <= first_block, stop_block <= chunk_stop
         _, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
         if row_tile * BLOCK_ROW < num_tokens * GROUP_SIZE:
-            if is_first & (tl.program_id(0) == 0):
-                tl.store(shares_ptr + request * 3, chunk)
-                tl.store(shares_ptr + request * 3 + 1, chunk_of(cut, stop_block - 1) - chunk + 1)
             begin, share_stop = cut_slot(first, stop, block - first_block, BLOCK_KEY), stop
             if not is_last:
                 share_stop = tl.minimum(cut_slot(first, stop, chunk_stop - first_block, BLOCK_KEY), stop)
@@ -330,9 +195,7 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
     if not has_parts:
         arguments["plan_ptr"] = None  # no request is cut then, whatever a plan says
     partial_shape = (2 * num_chunks if has_parts else 0, num_query, num_heads)
-    shared = {
-        # of each request: the chunk in which it begins, and in how many it is; one place is for `ordered.py`
-        "shares_ptr": torch.empty((batch_size, 3), dtype=torch.int32, device=device),
+    partial = {
         "partial_output_ptr": torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=device),
         "partial_lse_ptr": torch.empty(partial_shape, dtype=torch.float32, device=device),
     }
@@ -342,10 +205,10 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
         (num_tiles, num_chunks),
         num_chunks=num_chunks,
         LEAST_BLOCKS=least_blocks,
-        BLOCK_BATCH=32 if batch_size <= 32 else 128,
+        BLOCK_BATCH=1 if batch_size == 1 else 32 if batch_size <= 32 else 128,  # one request looks for no others
         **arguments,
         **cache,
-        **shared,
+        **partial,
         **tuning.compiler_options(tuned),
     )
     if has_parts:
@@ -354,4 +217,10 @@ def launch_chunks(op: str, arguments: dict, cache: dict, tuned: dict, *, most_dr
         rows, parts = (4, 16) if num_query > 1 or alone <= 16 else (1, 32)
         if num_chunks <= 4 * batch_size:
             rows, parts = 4, 4
-        launch_merge(op, num_chunks, rows, parts, arguments, shared, is_ordered=False)
+        cutting = {
+            "plan_ptr": arguments["plan_ptr"],
+            "LEAST_BLOCKS": least_blocks,
+            "BLOCK_BATCH": 1 if batch_size == 1 else 128,
+            "SHARE_TILES": 0,
+        }
+        launch_merge(op, num_chunks, rows, parts, arguments | cache | partial, cutting)

@@ -7,29 +7,56 @@ from ....runtime import tuning
 from ....runtime.language import tl, triton
 from ....runtime.launch import launch
 from .attention import request_rows
+from .batch import Batch
+from .cuts import find_parts
+from .ordered_shares import count_shares_before, request_shares
 from .softmax import finish_rows, merge_rows, start_rows
 
 # columns of a head that a program merges: more, of all rows and parts at once, would not fit into registers
 COLUMNS = 128
+# of what the kernel of the shares takes
+MERGE_TAKES = (
+    "page_indptr_ptr", "lengths_ptr", "qo_indptr_ptr", "partial_output_ptr", "partial_lse_ptr", "output_ptr", "lse_ptr",
+    "stride_page_table_request", "table_size", "batch_size", "num_query", "num_rows", "num_drafts", "reach", "DRAFTS",
+    "BLOCK_KEY", "PAGE_SIZE", "IS_CSR", "HEAD_DIM",
+)  # fmt: skip
 # programs: of all requests together
 MERGE_TUNING = {"default": {"programs": 2048, "num_warps": 4}}
 
 
-@triton.jit(do_not_specialize=["num_query", "num_rows", "num_shares"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_page_table_request", "table_size", "batch_size", "num_query", "num_rows", "num_drafts", "reach",
+        "num_shares",
+    ]
+)  # fmt: skip
 def _merge_kernel(
     # inputs
+    page_indptr_ptr,
+    lengths_ptr,
     qo_indptr_ptr,
-    shares_ptr,
+    plan_ptr,
     partial_output_ptr,
     partial_lse_ptr,
     # outputs
     output_ptr,
     lse_ptr,
     # sizes
+    stride_page_table_request,
+    table_size,
+    batch_size,
     num_query,
     num_rows,
+    num_drafts,
+    reach,
     num_shares,
-    IS_ORDERED: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    SHARE_TILES: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -37,18 +64,31 @@ def _merge_kernel(
     BLOCK_PART: tl.constexpr,
     ENABLE_PDL: tl.constexpr,
 ):
-    """Merges the shares of a request that has several, BLOCK_MERGED rows (token, head) at a time, some columns each."""
-    await_predecessor(ENABLE_PDL)
+    """Merges the shares of a request that has several, BLOCK_MERGED rows (token, head) at a time, some columns each.
+
+    Which shares they are follows from the lengths, which the attention before does not write: they are found while it
+    ends. SHARE_TILES: of shares that follow from positions; 0 for even chunks.
+    """
+    IS_ORDERED: tl.constexpr = SHARE_TILES > 0
     request = tl.program_id(0).to(tl.int64)
+    batch = Batch(
+        page_indptr_ptr, lengths_ptr, qo_indptr_ptr, stride_page_table_request, table_size, batch_size, num_query,
+        num_rows, num_drafts, reach,
+    )  # fmt: skip
     first_row, num_tokens = request_rows(qo_indptr_ptr, request, num_query, num_rows, True)
-    has_rows = num_tokens > 0
-    before = tl.load(shares_ptr + request * 3, mask=has_rows, other=0)
-    num_parts = tl.load(shares_ptr + request * 3 + 1, mask=has_rows, other=0)
     begin = tl.zeros([], tl.int32)
-    if IS_ORDERED:  # the same shares are merged at once wherever a window lets a request begin
-        begin = -(tl.load(shares_ptr + request * 3 + 2, mask=has_rows, other=0) % BLOCK_PART)
-    # malformed tables and plans may name more shares than there are: theirs was not stored
-    num_parts = tl.where(before >= 0, tl.minimum(num_parts, num_shares - before), 0)
+    if IS_ORDERED:
+        first_share, num_parts = request_shares(batch, request, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        before = count_shares_before(batch, request, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        # malformed tables may name more shares than there are: theirs was not stored
+        num_parts = tl.minimum(num_parts, num_shares - before)
+        begin = -(first_share % BLOCK_PART)  # the same are merged at once wherever a window lets a request begin
+    else:
+        before, num_parts = find_parts(
+            batch, plan_ptr, request, num_shares, LEAST_BLOCKS=LEAST_BLOCKS, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY,
+            PAGE_SIZE=PAGE_SIZE, IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
+        )  # fmt: skip
+    await_predecessor(ENABLE_PDL)
     if num_parts > 1:
         column = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
         is_column = column < HEAD_DIM
@@ -78,13 +118,11 @@ def _merge_kernel(
             )  # fmt: skip
 
 
-def launch_merge(
-    op: str, num_shares: int, num_merged: int, num_parts: int, arguments: dict, shared: dict, *, is_ordered: bool
-) -> None:
+def launch_merge(op: str, num_shares: int, num_merged: int, num_parts: int, arguments: dict, cutting: dict) -> None:
     """Launches the merge of the partial results of at most num_shares shares into `output_ptr` and `lse_ptr`.
 
-    num_merged, num_parts: rows (token, head), and parts of each, that are merged at once. arguments, shared: what the
-    kernel of the shares took.
+    num_merged, num_parts: rows (token, head), and parts of each, that are merged at once. arguments: those that the
+    kernel of the shares took. cutting: how it cut the keys; by even chunks, or by positions alone (SHARE_TILES).
     """
     output = arguments["output_ptr"]
     num_heads, head_dim = output.shape[-2:]
@@ -92,7 +130,6 @@ def launch_merge(
     merging = tuning.row(MERGE_TUNING, output.device)
     row_tiles = triton.cdiv(arguments["num_query"] * num_heads, num_merged)
     block_dim = min(arguments["BLOCK_DIM"], COLUMNS)
-    names = ("qo_indptr_ptr", "output_ptr", "lse_ptr", "num_query", "num_rows")
     launch(
         op,
         _merge_kernel,
@@ -102,13 +139,11 @@ def launch_merge(
             triton.cdiv(head_dim, block_dim),
         ),
         num_shares=num_shares,
-        IS_ORDERED=is_ordered,
         NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
         BLOCK_DIM=block_dim,
         BLOCK_MERGED=num_merged,
         BLOCK_PART=num_parts,
-        **{name: arguments[name] for name in names},
-        **shared,
+        **{name: arguments[name] for name in MERGE_TAKES},
+        **cutting,
         **tuning.compiler_options(merging),
     )

@@ -1,9 +1,7 @@
-"""Divides the keys of a request among programs by positions alone: attention whose bits do not depend on the batch.
+"""Divides the keys of a request among programs by positions alone (`ordered_shares.py`): bits that no batch changes.
 
-Keys are counted in tiles of BLOCK_KEY slots, from slot 0 on; the draft block comes after the prefix. Sums are taken
-within a share in the order of positions, and shares are merged in theirs: wherever a request ends, and whatever else is
-in the batch, a row's bits are the same. From the tile on in which the prefix ends, each token of a tree has programs of
-its own, which read the keys along its path (`paths.py`), so that a node has the bits of plain decoding.
+From the tile on in which the prefix ends, each token of a tree has programs of its own, which read the keys along its
+path (`paths.py`), so that a node has the bits of plain decoding.
 """
 
 from __future__ import annotations
@@ -17,10 +15,16 @@ from ....runtime.launch import launch
 from .attention import request_rows
 from .batch import Batch, slot_range
 from .merge_shares import launch_merge
+from .ordered_shares import (
+    count_ordered_shares,
+    find_path_share,
+    find_share,
+    ordered_share,
+    ordered_share_of,
+    request_shares,
+)
 from .share import Inputs, Keys, Outputs, Sizes, attend_share, finish_share
 
-# reductions stay within a warp and need no barrier
-BLOCK_BATCH = tl.constexpr(32)
 # CUDA's limit for all axes of a grid except the first
 MAX_PROGRAMS = 65535
 # rows, and shares of each, that are merged at once
@@ -28,103 +32,6 @@ MERGED_ROWS, MERGED_SHARES = 4, 4
 # See `split_attention`. One table for all ops, since each node of a tree must have the bits of plain decoding.
 _ROW = {"max_rows": 16, "min_rows": 16, "tile_bytes": 8192, "share_keys": 128, "num_warps": 2, "num_stages": 2}
 TUNING = {"default": _ROW, "sm_90": _ROW | {"num_stages": 3}}
-
-
-@triton.jit
-def ordered_share(index, BASE_TILES: tl.constexpr):
-    """Returns (first tile, tiles) of the shares that follow from positions alone: those of `deterministic` calls.
-
-    Wherever a request ends, share `index` is the same. The first 16 have BASE_TILES tiles; from then on each 8 have
-    twice as many as the 8 before, so that long requests do not have too many.
-    """
-    octave = tl.maximum(index // 8 - 1, 0)
-    return (index - 8 * octave) * (BASE_TILES << octave), BASE_TILES << octave
-
-
-@triton.jit
-def ordered_share_of(tile, BASE_TILES: tl.constexpr):
-    """Returns which of these shares a tile belongs to."""
-    unit = tile // BASE_TILES
-    octave = tile * 0
-    for doubling in tl.static_range(20):
-        octave += (unit >= (16 << doubling)).to(tl.int32)
-    return (unit >> octave) + 8 * octave
-
-
-def count_ordered_shares(num_tiles: int, base_tiles: int) -> int:
-    """Returns how many of these shares as many tiles take."""
-    units = max(triton.cdiv(num_tiles, base_tiles), 1)
-    octave = max((units - 1).bit_length() - 4, 0)
-    return ((units - 1) >> octave) + 8 * octave + 1
-
-
-@triton.jit
-def request_shares(
-    batch,
-    request,
-    BASE_TILES: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-):
-    """Returns (first share, number of shares) of a request, or of each of several.
-
-    The first share is not 0 where a window lets no row see the keys before. There is at least one share, since a
-    program has to write the outputs.
-    """
-    first, _, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-    first_tile = first // BLOCK_KEY
-    first_share = ordered_share_of(first_tile, BASE_TILES)
-    last_share = ordered_share_of(tl.maximum(tl.cdiv(stop, BLOCK_KEY) - 1, first_tile), BASE_TILES)
-    return first_share, tl.where(request < batch.batch_size, last_share - first_share + 1, 0)
-
-
-@triton.jit
-def find_share(
-    batch,
-    share,
-    BASE_TILES: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-):
-    """Returns (request int64, which of its shares) of share number `share`; request batch_size if there are fewer."""
-    found = tl.zeros([], tl.int64)
-    passed = tl.zeros([], tl.int32)
-    before = tl.zeros([], tl.int32)
-    for start in range(0, batch.batch_size, BLOCK_BATCH):
-        request = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
-        _, shares = request_shares(batch, request, BASE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-        is_passed = (before + tl.cumsum(shares) <= share) & (request < batch.batch_size)
-        found += tl.sum(is_passed.to(tl.int32))
-        passed += tl.sum(tl.where(is_passed, shares, 0))
-        before += tl.sum(shares)
-    return found, share - passed
-
-
-@triton.jit
-def find_path_share(
-    batch,
-    request,
-    number,
-    BASE_TILES: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_CSR: tl.constexpr,
-):
-    """Returns (share, which of the request's) of an ordered share: `number` after that in which the prefix ends."""
-    before = tl.zeros([], tl.int32)
-    for start in range(0, request, BLOCK_BATCH):
-        other = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
-        _, shares = request_shares(batch, other, BASE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-        before += tl.sum(tl.where(other < request, shares, 0))
-    first, prefix, _ = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
-    first_share = ordered_share_of(first // BLOCK_KEY, BASE_TILES)
-    index = ordered_share_of(prefix // BLOCK_KEY, BASE_TILES) - first_share + number
-    return before + index, index
 
 
 @triton.jit(
@@ -155,7 +62,6 @@ def _ordered_attention_kernel(
     # outputs
     output_ptr,
     lse_ptr,
-    shares_ptr,
     partial_output_ptr,
     partial_lse_ptr,
     # sizes
@@ -238,10 +144,6 @@ def _ordered_attention_kernel(
         first_share, num_own_shares = request_shares(batch, request, SHARE_TILES, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
         begin, size = ordered_share(first_share + index, SHARE_TILES)
         size = tl.minimum(size, tl.cdiv(stop, BLOCK_KEY) - begin)  # the last may reach past the largest int32
-        if (index == 0) & (tl.program_id(0) == 0):
-            tl.store(shares_ptr + request * 3, share)
-            tl.store(shares_ptr + request * 3 + 1, num_own_shares)
-            tl.store(shares_ptr + request * 3 + 2, first_share)
         begin, num_seen_drafts = begin * BLOCK_KEY, stop - prefix
         stop = tl.minimum(begin + size * BLOCK_KEY, stop)
         row, row_stop, path_token = row_tile * BLOCK_ROW, num_tokens * GROUP_SIZE, -1
@@ -312,9 +214,7 @@ def launch_ordered(op: str, arguments: dict, cache: dict, tuned: dict, *, most_d
     num_layer_shares = num_shares + triton.cdiv(num_paths, max(row_tiles, 1))
     layers = max(1, triton.cdiv(num_layer_shares, MAX_PROGRAMS))
     partial_shape = (num_shares if has_parts else 0, num_query, num_heads)
-    shared = {
-        # of each request: the number of its first share, how many it has, and of which tiles the first is
-        "shares_ptr": torch.empty((batch_size, 3), dtype=torch.int32, device=device),
+    partial = {
         "partial_output_ptr": torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=device),
         "partial_lse_ptr": torch.empty(partial_shape, dtype=torch.float32, device=device),
     }
@@ -328,8 +228,9 @@ def launch_ordered(op: str, arguments: dict, cache: dict, tuned: dict, *, most_d
         BLOCK_NODE=max(next_power_of_2(num_drafts), 16) if has_mask else 0,
         **arguments,
         **cache,
-        **shared,
+        **partial,
         **tuning.compiler_options(tuned),
     )
     if has_parts:
-        launch_merge(op, num_shares, MERGED_ROWS, MERGED_SHARES, arguments, shared, is_ordered=True)
+        cutting = {"plan_ptr": None, "LEAST_BLOCKS": 0, "BLOCK_BATCH": 0, "SHARE_TILES": base_tiles}
+        launch_merge(op, num_shares, MERGED_ROWS, MERGED_SHARES, arguments | cache | partial, cutting)

@@ -1,0 +1,180 @@
+"""Cuts the keys of a batch into even chunks, whatever the lengths of its requests.
+
+Keys are counted in blocks of BLOCK slots of one request, from the first that a row may see; the draft block comes after
+the prefix. A request has at least one block, since a program has to write its outputs. The blocks of all requests, one
+request after another, are cut into chunks of equal size.
+
+Programs find their chunks, or the parts of a request, by the lengths of all requests, which they read themselves:
+nothing is planned on the host, and a captured graph serves all lengths. `plan_attention` does the sum once for all
+layers. A plan of other lengths costs time and no key, since a request's last block goes on to its last key.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ....runtime.language import tl, triton
+from .batch import slot_range
+
+# A part begins and ends at a multiple of BLOCK_KEY, at or before the place where the cut is.
+BLOCK_SLOTS = 32
+BLOCK = tl.constexpr(BLOCK_SLOTS)
+
+
+@triton.jit
+def count_blocks(first, stop):
+    """Returns how many blocks hold the slots first..stop - 1, of one request or of several."""
+    return tl.maximum(tl.cdiv(stop, BLOCK) - first // BLOCK, 1)
+
+
+@triton.jit
+def _block_stops(
+    batch,
+    plan_ptr,
+    start,
+    before,
+    DRAFTS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+):
+    """Returns where the blocks of BLOCK_BATCH requests from `start` on end, in the order of the whole batch.
+
+    before: how many blocks the requests before have; a plan knows that by itself.
+    """
+    request = (start + tl.arange(0, BLOCK_BATCH)).to(tl.int64)
+    is_live = request < batch.batch_size
+    if plan_ptr is None:
+        first, _, stop = slot_range(batch, request, DRAFTS, BLOCK_KEY, PAGE_SIZE, IS_CSR)
+        return before + tl.cumsum(tl.where(is_live, count_blocks(first, stop), 0))
+    else:
+        return tl.load(plan_ptr + request + 1, mask=is_live, other=0)
+
+
+class Cut(NamedTuple):
+    """How all `total` blocks are cut: chunk c begins at c * total // num_chunks, so that even lengths are cut alike."""
+
+    total: Any
+    num_chunks: Any
+
+
+@triton.jit
+def chunk_span(cut, chunk):
+    """Returns (begin, stop) of a chunk, in blocks; of one that there is not, (0, 0).
+
+    int32 is enough for the products, as there are a few thousand chunks at most.
+    """
+    size, rest = cut.total // cut.num_chunks, cut.total % cut.num_chunks
+    extra = chunk * rest // cut.num_chunks
+    begin = chunk * size + extra
+    stop = begin + size + (chunk * rest - extra * cut.num_chunks + rest >= cut.num_chunks).to(tl.int32)
+    is_chunk = chunk < cut.num_chunks
+    return tl.where(is_chunk, begin, 0), tl.where(is_chunk, stop, 0)
+
+
+@triton.jit
+def cut_slot(first, stop, block, BLOCK_KEY: tl.constexpr):
+    """Returns the slot, a multiple of BLOCK_KEY, where a request is cut before one of its blocks.
+
+    A plan of other lengths may name blocks that there are not; the cut is then at the request's end, rounded down.
+    """
+    ahead = tl.minimum(tl.maximum(block, 0), tl.cdiv(stop, BLOCK) - first // BLOCK)
+    return (first // BLOCK + ahead) * BLOCK // BLOCK_KEY * BLOCK_KEY
+
+
+@triton.jit
+def chunk_of(cut, block):
+    """Returns the chunk to which a block belongs."""
+    return (((block + 1).to(tl.int64) * cut.num_chunks - 1) // cut.total).to(tl.int32)
+
+
+@triton.jit
+def _cut(total, num_chunks, LEAST_BLOCKS: tl.constexpr):
+    """Returns the Cut into at most num_chunks chunks, of at least LEAST_BLOCKS blocks if there are as many."""
+    total = tl.maximum(total, 1)
+    return Cut(total, tl.minimum(num_chunks, tl.maximum(total // LEAST_BLOCKS, 1)))
+
+
+@triton.jit
+def find_cut(
+    batch,
+    plan_ptr,
+    num_chunks,
+    LEAST_BLOCKS: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+):
+    """Returns how the blocks of the batch are cut, see `_cut`."""
+    total = tl.zeros([], tl.int32)
+    if plan_ptr is None:
+        for start in range(0, batch.batch_size, BLOCK_BATCH):
+            stops = _block_stops(
+                batch, plan_ptr, start, total, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY, PAGE_SIZE=PAGE_SIZE,
+                IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
+            )  # fmt: skip
+            total = tl.max(stops)
+    else:
+        total = tl.load(plan_ptr + batch.batch_size)
+    return _cut(total, num_chunks, LEAST_BLOCKS)
+
+
+@triton.jit
+def find_block(
+    batch,
+    plan_ptr,
+    block,
+    DRAFTS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+):
+    """Returns (request int64, its first block) of a block; request batch_size if there are fewer blocks."""
+    request, first_block, before = tl.zeros([], tl.int64), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for start in range(0, batch.batch_size, BLOCK_BATCH):
+        stops = _block_stops(
+            batch, plan_ptr, start, before, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY, PAGE_SIZE=PAGE_SIZE,
+            IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
+        )  # fmt: skip
+        is_passed = (stops <= block) & (start + tl.arange(0, BLOCK_BATCH) < batch.batch_size)
+        request += tl.sum(is_passed.to(tl.int32))
+        first_block = tl.maximum(first_block, tl.max(tl.where(is_passed, stops, 0)))
+        before = tl.max(stops)
+    return request, first_block
+
+
+@triton.jit
+def find_parts(
+    batch,
+    plan_ptr,
+    request,
+    num_chunks,
+    LEAST_BLOCKS: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_CSR: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+):
+    """Returns (the chunk in which a request begins, in how many it is), also of a malformed plan chunks that exist."""
+    begin, stop, total = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    if plan_ptr is None:
+        for start in range(0, batch.batch_size, BLOCK_BATCH):
+            stops = _block_stops(
+                batch, plan_ptr, start, total, DRAFTS=DRAFTS, BLOCK_KEY=BLOCK_KEY, PAGE_SIZE=PAGE_SIZE,
+                IS_CSR=IS_CSR, BLOCK_BATCH=BLOCK_BATCH,
+            )  # fmt: skip
+            other = start + tl.arange(0, BLOCK_BATCH)
+            begin = tl.maximum(begin, tl.max(tl.where(other < request, stops, 0)))
+            stop = tl.maximum(stop, tl.max(tl.where(other <= request, stops, 0)))
+            total = tl.max(stops)
+    else:
+        begin, stop = tl.load(plan_ptr + request), tl.load(plan_ptr + request + 1)
+        total = tl.load(plan_ptr + batch.batch_size)
+    cut = _cut(total, num_chunks, LEAST_BLOCKS)
+    first = tl.minimum(tl.maximum(chunk_of(cut, begin), 0), num_chunks - 1)
+    return first, tl.minimum(chunk_of(cut, stop - 1) - first + 1, num_chunks - first)
