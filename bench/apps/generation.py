@@ -51,7 +51,7 @@ STEPS = ((1, None, 1.0), (32, None, 1.0), TREES[0], TREES[2])
 # Tokens of a step with each of the trees. Those that share rows relate to the chain of three and to the whole tree as
 # they do with the embedded pair (LOAD.md).
 CHAIN_TOKENS = 2.6
-ACCEPT = {(1, 1, 2): 1.7, (1, 5, 6, 4): 2.9, (8, 5, 64, 8): 3.2, (8, 5, 64, 16): 3.7, (8, 5, 64): 4.0}
+ACCEPT = {(1, 1, 2): 1.7, (1, 3, 4): CHAIN_TOKENS, (8, 5, 64, 8): 3.2, (8, 5, 64, 16): 3.7, (8, 5, 64): 4.0}
 PRESETS = {
     "plain": {},
     "naive_eagle": {"tree": (1, 1, 2), "accept": ACCEPT[1, 1, 2]},

@@ -46,7 +46,8 @@ def prompts() -> list[list[int]]:
 def load(dtype=torch.float32) -> EAGLEInference:
     """The pair with one tree, of the default size: by itself a GPU would choose among trees as it goes."""
     device = "cuda" if ON_GPU else "cpu"
-    return EAGLEInference.from_pretrained(*reversed(demo_pair()), device=device, dtype=dtype, num_draft_tokens=32)
+    config = EAGLEConfig(num_draft_tokens=32)
+    return EAGLEInference.from_pretrained(*reversed(demo_pair()), config, device=device, dtype=dtype)
 
 
 @pytest.fixture(scope="module")

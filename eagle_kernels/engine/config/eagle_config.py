@@ -18,10 +18,9 @@ from .drafting_options import DraftingOptions
 from .speculative_config import check_fields_are_read, read_speculative_config
 
 _PAGE_SIZES = [2**power for power in range(MAX_PAGE_SIZE.bit_length())]
-# What adaptive="auto" tries beside its own tree: (topk, num_steps, num_draft_tokens) of smaller ones or, where requests
-# can share rows, mean_draft_tokens of a chain with as many levels, and of the tree itself.
-_SMALLER_TREES = ((1, 1, 2), (1, 3, 4), (4, 3, 8), (4, 4, 16))
-_CHAIN_MEAN, _TREE_MEANS = 4, (8, 16)
+# What adaptive="auto" tries beside its own tree: (topk, num_steps, num_draft_tokens) of chains, and mean_draft_tokens
+# of the tree itself, or, where requests cannot share rows, smaller trees.
+_CHAINS, _TREE_MEANS, _SMALLER_TREES = ((1, 1, 2), (1, 3, 4)), (8, 16), ((4, 3, 8), (4, 4, 16))
 # the fields that ask for a tree
 _TREE_FIELDS = ("topk", "num_steps", "num_draft_tokens", "mean_draft_tokens", "num_model_steps", "adaptive")
 # the fields that turn accept_policy="simulate" on
@@ -228,11 +227,8 @@ class EAGLEConfig(DraftingOptions):
         if self.adaptive != "auto":
             return [tree for _, tree in self.adaptive if tree is not None]
         most = min(self.mean_draft_tokens or self.num_verify_tokens, self.num_verify_tokens)
-        smaller: list[tuple[int, ...]] = [*_SMALLER_TREES]
-        if takes_rows and self._has_probs and self.verify_strategy != "rejection" and self._is_packed:
-            chain = (1, self.num_steps, self.num_steps + 1)
-            smaller[1:] = [(*chain, _CHAIN_MEAN) if self.num_steps > 3 else (1, 3, 4)]
-            smaller += [(*own, mean) for mean in _TREE_MEANS]
+        shares_rows = takes_rows and self._has_probs and self.verify_strategy != "rejection" and self._is_packed
+        smaller = [*_CHAINS, *([(*own, mean) for mean in _TREE_MEANS] if shares_rows else _SMALLER_TREES)]
         levels = self.num_model_steps if "hybrid" in self.methods else 0  # the model has a part in each tree
         return [
             tree for tree in smaller if levels < tree[1] <= self.num_steps and 1 + tree[0] * levels < tree[-1] < most

@@ -28,7 +28,7 @@ from .share import Inputs, Keys, Outputs, Sizes, attend_share, finish_share
 # CUDA's limit for all axes of a grid except the first
 MAX_PROGRAMS = 65535
 # rows, and shares of each, that are merged at once
-MERGED_ROWS, MERGED_SHARES = 4, 4
+MERGED_ROWS, MERGED_SHARES = 4, 16
 # See `split_attention`. One table for all ops, since each node of a tree must have the bits of plain decoding.
 _ROW = {"max_rows": 16, "min_rows": 16, "tile_bytes": 8192, "share_keys": 128, "num_warps": 2, "num_stages": 2}
 TUNING = {"default": _ROW, "sm_90": _ROW | {"num_stages": 3}}
