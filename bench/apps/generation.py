@@ -140,8 +140,10 @@ class Bench:
             stream.close()
 
     def step_ms(self, engine: EAGLEInference, batch_size: int, is_plain: bool, **sampling) -> tuple[float, float]:
-        """Returns (time of a step, tokens of a request in it), the host's part included; the median of five parts."""
-        if engine.config.adaptive == "auto":  # measures each of its trees first, behind prompts of their own
+        """Returns (time of a step, tokens of a request in it), the host's part included; the median of five parts, or,
+        where the choice of trees is automatic, the mean: its steps differ."""
+        is_automatic = engine.config.adaptive == "auto"
+        if is_automatic:  # measures each of its trees first, behind prompts of their own
             with self.running(engine, batch_size, is_plain, **sampling) as (stream, _):
                 features = Features.of([request.params for request in stream.requests])
                 warm_steps(engine.session.scheduler, {features}, [batch_size])
@@ -161,7 +163,7 @@ class Bench:
                 if request.error is not None:
                     raise RuntimeError(f"generation: {request.error}")
             # a host that stands still for a second is not what a step costs
-            step_s = statistics.median(
+            step_s = (statistics.fmean if is_automatic else statistics.median)(
                 (stop - start) / (last - first) for (first, start), (last, stop) in pairwise(marks)
             )
             return 1e3 * step_s, (_tokens_of(stream) - before) / (scheduler.num_steps - marks[0][0]) / batch_size
