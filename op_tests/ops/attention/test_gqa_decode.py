@@ -171,18 +171,20 @@ def test_all_at_once(device):
 @pytest.mark.usefixtures("sums_in_order")
 @pytest.mark.parametrize("batch_size", [1, 2, 9])
 @pytest.mark.parametrize("form", ["block_table", "csr"])
-def test_deterministic_bits_do_not_depend_on_the_batch(batch_size, form, device, monkeypatch):
+@pytest.mark.parametrize(("length", "window"), [(300, None), (900, 700)])
+def test_deterministic_bits_do_not_depend_on_the_batch(batch_size, form, length, window, device, monkeypatch):
     """Neighbours of any length, a wider page table and a place of its own: the same bits.
 
-    With so few programs that other calls cut keys by the lengths of the batch.
+    With so few programs that other calls cut keys by the lengths of the batch, and few shares that are merged at once.
     """
     retune(monkeypatch, TUNING, programs=(1, 1))
+    monkeypatch.setattr(ordered, "MERGED_SHARES", 4)
     assume_multiprocessors(monkeypatch, 6)
-    extra = {"sinks": torch.randn(4, device=device), "deterministic": True}
-    alone = make(32, 2, 2, 16, torch.float32, [300], device=device)
+    extra = {"sinks": torch.randn(4, device=device), "deterministic": True, "window": window}
+    alone = make(32, 2, 2, 16, torch.float32, [length], device=device)
     expected = eagle_kernels.raw.gqa_decode(**alone, **extra)
     lengths = [900, 0, 7, 128, 64, 300, 511, 1][: batch_size - 1]
-    many = make(32, 2, 2, 16, torch.float32, [*lengths, 300], form=form, device=device)
+    many = make(32, 2, 2, 16, torch.float32, [*lengths, length], form=form, device=device)
     many["query"][-1] = alone["query"][0]
     pages = alone["block_table"][0].long()
     if form == "block_table":
